@@ -36,12 +36,13 @@ from db import models
 from db.models import EventRow, IterationRow, JobRow
 from db.reading import comparison, fleet, hardware, rates
 from db.reading.costs.cost_accounts import summarise
+from db.reading.excess import NEAR
 from db.reading.fleet import FIGURES, By, CostBy
 from db.reading.plans import decisions as taken
 from db.reading.plans import promises as promised
 from db.reading.plans import spares as spares_saved
 from db.reading.reader import JOB_COLUMNS, TABLES, Reader, Row, Table
-from db.reading.why import NEAR, Why
+from db.reading.why import Why
 from db.reading.why import why as explain_iteration
 from resihp.errors import UsageError
 
@@ -187,8 +188,8 @@ def plans_until(reader: Reader, job_id: int, epoch: int) -> list[Row]:
 def why(reader: Reader, job: Row, iteration: int) -> Why:
     """Why an iteration of a job took as long as it did; `job` is its row. Raises UsageError if it is not committed."""
     columns, asked = IterationRow.__table__.c, TABLES["iterations"].query
-    near = asked.where(columns.job_id == job["id"], columns.iteration <= iteration)
-    rows = reader.fetch(near.order_by(columns.iteration.desc()).limit(NEAR + 1))[::-1]
+    near, number = asked.where(columns.job_id == job["id"]), columns.iteration
+    rows = reader.fetch(near.where(number <= iteration).order_by(number.desc()).limit(NEAR + 1))[::-1]
     if not rows or rows[-1]["iteration"] != iteration:
         extremes = select(func.min(columns.iteration).label("first"), func.max(columns.iteration).label("last"))
         [known] = reader.fetch(extremes.where(columns.job_id == job["id"]))
@@ -201,7 +202,7 @@ def why(reader: Reader, job: Row, iteration: int) -> Why:
     return explain_iteration(
         iteration,
         job,
-        rows,
+        [*rows, *reader.fetch(near.where(number > iteration).order_by(number).limit(NEAR))],
         reader.rows("failures", job["id"]),
         reader.narrow("reconfigurations", job["id"]),
         reader.narrow("plans", job["id"]),

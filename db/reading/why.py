@@ -1,9 +1,11 @@
 """Why an iteration took as long as it did: what the ledger holds that touches it, in sentences. Pure; reads nothing.
 
-Called by `resihp why`. An iteration is slow when it took more than `TOLERANCE` longer than the detector predicted for
-its plan and workload where all is well, or, without a prediction, than iterations of its plan usually do. Whatever
-can explain that is told, the surest first; what came between it and the iteration before is told apart, since an
-interruption is no part of an iteration's seconds.
+Called by `resihp why`. An iteration is slow when it took more than a tenth longer than it should have: than the
+detector predicted for its plan and workload where all is well; or, without a prediction, or in a job whose iterations
+take something else than is predicted (a busy machine), than is usual for the job (`db.reading.excess`). What touched
+it is told with how much of the excess it can explain at most. What cannot explain the size is not the cause: where all
+that is known comes to less than half, "unexplained" comes first. What came between it and the iteration before is told
+apart, since an interruption is no part of an iteration's seconds.
 """
 
 from __future__ import annotations
@@ -15,14 +17,21 @@ from typing import Any
 import msgspec
 
 from db.reading.costs.goodput import Interruption, course, interruptions
+from db.reading.excess import (
+    LARGER,
+    Cause,
+    Comparison,
+    Measure,
+    Usual,
+    cause,
+    compared,
+    explained,
+    seconds,
+    slows,
+)
 
 Row = dict[str, Any]
 
-TOLERANCE = 0.10
-LARGER = 1.05
-"""From here on a workload is larger than usual."""
-NEAR = 100
-"""Iterations before it that tell what is usual; callers need give no more."""
 TOGETHER = {
     "collective": "tensor-parallel collectives",
     "reduction": "the sums of gradients",
@@ -39,9 +48,16 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float | None
     predicted_seconds: float | None
     usual_seconds: float | None
-    """Median of the plan's iterations before it that nothing slow touched."""
+    """Of iterations of this shape in the job (`excess.Usual`)."""
+    measure: Measure | None
+    """What it is compared with; None where there is nothing."""
     slow: bool | None
     """Whether it took longer than it should have; None where nobody can tell."""
+    excess_seconds: float | None
+    """By how much, where it is slow."""
+    unexplained_seconds: float | None
+    """What is left of that when all has been taken off that the causes of known size explain at most."""
+    causes: list[Cause]
     verdict: list[str]
     """Sentences: how long it took, and why."""
     failures: list[Row]
@@ -66,7 +82,7 @@ def why(
     plans: Sequence[Row],
     events: Sequence[Row],
 ) -> Why:
-    """Of a committed iteration; `iterations` in order, with it and up to `NEAR` before it.
+    """Of a committed iteration; `iterations` in order, with it and up to `excess.NEAR` before and after it.
 
     Raises KeyError if it is not among them.
     """
@@ -75,13 +91,8 @@ def why(
         raise KeyError(iteration)
     row = iterations[number]
     plan = next((one for one in plans if one["epoch"] == row["epoch"]), None)
-    active = [one for one in failures if _slows(one, iteration)]
-    healthy = [
-        one
-        for one in iterations[:number]
-        if one["epoch"] == row["epoch"] and one["seconds"] and not any(_slows(f, one["iteration"]) for f in failures)
-    ]
-    usual = statistics.median(one["seconds"] for one in healthy) if healthy else None
+    active = [one for one in failures if slows(one, iteration)]
+    comparison = compared(number, iterations, failures, plans)
     first = number > 0 and iterations[number - 1]["epoch"] != row["epoch"]
     transition = next((one for one in reconfigurations if first and one["epoch"] == row["epoch"]), None)
     interruption = _interruption(job, iterations[: number + 1], failures, transition)
@@ -94,17 +105,16 @@ def why(
         and (one["iteration"] == iteration - 1 or (begun is not None and begun <= one["at"] <= row["finished_at"]))
     ]
     injected = [one for one in events if one["kind"] == "FaultInjected" and one["iteration"] == iteration]
-    slow = _is_slow(row, usual)
-    sentences = [_how_long(row, usual, len(healthy), slow)]
-    causes = [_slow_device(one) for one in active]
-    causes += _workload(row, healthy)
+    causes = [cause(one, _slow_device(one)) for one in active]
+    causes += _workload(row, comparison)
     if checkpoints:
-        causes.append(f"a checkpoint of iteration {checkpoints[-1]['iteration']} was written meanwhile, or just before")
-    if slow and first and not active:
-        causes.append(f"it was the first under the plan of epoch {row['epoch']}, and built what the others find")
-    if slow and not causes:
-        causes.append("no failure, workload or checkpoint in the ledger explains it")
-    sentences += causes
+        written = f"a checkpoint of iteration {checkpoints[-1]['iteration']} was written meanwhile, or just before"
+        causes.append(Cause(what=written, factor=None))
+    if comparison.slow and first and not active:
+        anew = f"it was the first under the plan of epoch {row['epoch']}, and built what the others find"
+        causes.append(Cause(what=anew, factor=None))
+    causes, unexplained_s, told = explained(causes, comparison)
+    sentences = [*_how_long(row, comparison), *told]
     sentences += [f"fault injected on purpose: {one['text']}" for one in injected]
     if interruption is not None:
         sentences.append(_interrupted(interruption, stopped, plan))
@@ -114,8 +124,12 @@ def why(
         epoch=row["epoch"],
         seconds=row["seconds"],
         predicted_seconds=row["predicted_seconds"],
-        usual_seconds=usual,
-        slow=slow,
+        usual_seconds=None if comparison.usual is None else comparison.usual.seconds,
+        measure=comparison.measure,
+        slow=comparison.slow,
+        excess_seconds=comparison.excess_s,
+        unexplained_seconds=unexplained_s,
+        causes=causes,
         verdict=sentences,
         failures=[*active, *stopped],
         plan=plan,
@@ -132,19 +146,7 @@ def why(
     )
 
 
-def _slows(failure: Row, iteration: int) -> bool:
-    return (
-        failure["kind"] == "fail-slow"
-        and failure["iteration"] <= iteration
-        and (failure["ended_iteration"] is None or iteration < failure["ended_iteration"])
-    )
-
-
-def _is_slow(row: Row, usual: float | None) -> bool | None:
-    expected = row["predicted_seconds"] or usual
-    if row["seconds"] is None or not expected:
-        return None
-    return bool(row["seconds"] > (1.0 + TOLERANCE) * expected)
+# --- words ----------------------------------------------------------------------------------------------------------
 
 
 def _interruption(
@@ -156,18 +158,26 @@ def _interruption(
     return next(iter(interruptions(job, clock, failures, [transition])), None)
 
 
-def _how_long(row: Row, usual: float | None, of: int, slow: bool | None) -> str:
+def _how_long(row: Row, of: Comparison) -> list[str]:
     if row["seconds"] is None:
-        return f"iteration {row['iteration']}: nobody lived to tell how long it took"
-    told = f"iteration {row['iteration']} took {row['seconds']:.2f} s"
-    if row["predicted_seconds"]:
-        expected, measure = row["predicted_seconds"], "predicted where all is well"
-    elif usual is not None:
-        expected, measure = usual, f"usual under this plan (median of {of})"
-    else:
-        return f"{told}; nothing was predicted, and there is nothing to compare it with"
-    change = f"{row['seconds'] / expected:.2f} times the {expected:.2f} s {measure}"
-    return f"{told}, {change}" if slow else f"{told}: not slow, {change}"
+        return [f"iteration {row['iteration']}: nobody lived to tell how long it took"]
+    told = f"iteration {row['iteration']} took {seconds(row['seconds'])}"
+    if not of.expected_s:
+        return [f"{told}; nothing was predicted, and there is nothing to compare it with"]
+    usual = of.usual if of.measure == "usual" else None
+    against = "predicted where all is well" if usual is None else f"usual for this job ({usual.of})"
+    change = f"{row['seconds'] / of.expected_s:.2f} times the {seconds(of.expected_s)} {against}"
+    return [f"{told}, {change}" if of.slow else f"{told}: not slow, {change}", *_no_measure(row, usual)]
+
+
+def _no_measure(row: Row, usual: Usual | None) -> list[str]:
+    """That there is a prediction, and why it is not used."""
+    if usual is None or usual.ratio is None or not row["predicted_seconds"]:
+        return []
+    return [
+        f"predicted where all is well: {seconds(row['predicted_seconds'])}, no measure here: those iterations took "
+        f"{usual.ratio:.2g} times what was predicted for them"
+    ]
 
 
 def _slow_device(failure: Row) -> str:
@@ -189,21 +199,28 @@ def _slow_device(failure: Row) -> str:
     )
 
 
-def _workload(row: Row, healthy: Sequence[Row]) -> list[str]:
-    """Whether it had more to do than those before it: by what was predicted, else by its tokens."""
-    former = [one["predicted_seconds"] for one in healthy if one["predicted_seconds"]]
+def _workload(row: Row, of: Comparison) -> list[Cause]:
+    """Whether it had more to do than others: by what was predicted, else by its tokens. A prediction that it is
+    measured by knows that, so that it explains nothing of the excess."""
+    rows = [] if of.usual is None else of.usual.rows
+    former = [one["predicted_seconds"] for one in rows if one["predicted_seconds"]]
     if row["predicted_seconds"] and former:
         larger = row["predicted_seconds"] / statistics.median(former)
-        if larger >= LARGER:
-            return [f"its sequences were longer: {larger:.2f} times the usual work, which the prediction knows"]
-        return []
-    tokens = [one["tokens"] for one in healthy if one["tokens"]]
-    squares = [one["sum_squared_lengths"] for one in healthy if one["sum_squared_lengths"]]
+        if larger < LARGER:
+            return []
+        longer = f"its sequences were longer: {larger:.2f} times the usual work"
+        if of.measure == "predicted":
+            return [Cause(what=f"{longer}, which the prediction knows", factor=1.0)]
+        return [Cause(what=longer, factor=larger)]
+    tokens = [one["tokens"] for one in rows if one["tokens"]]
+    squares = [one["sum_squared_lengths"] for one in rows if one["sum_squared_lengths"]]
     if tokens and row["tokens"] >= LARGER * statistics.median(tokens):
-        return [f"it had {row['tokens'] / statistics.median(tokens):.2f} times the usual tokens"]
+        larger = row["tokens"] / statistics.median(tokens)
+        return [Cause(what=f"it had {larger:.2f} times the usual tokens", factor=larger)]
     if squares and row["sum_squared_lengths"] >= LARGER * statistics.median(squares):
-        longer = row["sum_squared_lengths"] / statistics.median(squares)
-        return [f"its sequences were longer: {longer:.2f} times the usual sum of squared lengths"]
+        larger = row["sum_squared_lengths"] / statistics.median(squares)
+        words = f"its sequences were longer: {larger:.2f} times the usual sum of squared lengths"
+        return [Cause(what=words, factor=larger)]
     return []
 
 

@@ -37,6 +37,8 @@ STYLES: Mapping[Health, str] = {
 }
 FEW = 4
 """Ranks that are named of a suspicion."""
+SHORT_S = 0.00995
+"""Below this hundredths of a second do not tell a time."""
 MOST_REPLICAS = 16
 """Rows of a grid; more replicas than that and healthy ones are left out."""
 
@@ -52,11 +54,14 @@ def one_line(text: str) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """`0.62 s`, `12.3 s`, `4 min 05 s`, `2 h 03 min`, `3 d 04 h`; `-` for None or what is no duration."""
+    """`0.62 s`, `12.3 s`, `4 min 05 s`, `2 h 03 min`, `3 d 04 h`; of little `3.1 ms`, `250 µs`; `-` for None or what is
+    no duration."""
     if seconds is None or seconds != seconds or seconds in (float("inf"), float("-inf")):
         return "-"
     if seconds < 0:
         return f"-{duration(-seconds)}"
+    if 0 < seconds < SHORT_S:
+        return f"{seconds * 1e3:.2g} ms" if seconds >= 0.000995 else f"{seconds * 1e6:.3g} µs"
     if seconds < 9.995:
         return f"{seconds:.2f} s"
     if seconds < 59.95:

@@ -13,6 +13,10 @@ from __future__ import annotations
 
 import msgspec
 
+from resihp.record.describe import size
+
+FEW_BYTES = 100_000_000
+"""Less is not told in GB."""
 CONTEXT_BYTES = 500_000_000
 """Of a process that uses CUDA: its context, the kernels of torch and of its libraries. About half a GB on Hopper, more
 with a lazy library's first use; `nvidia-smi` shows it for a process that holds one small tensor."""
@@ -63,11 +67,15 @@ class Overhead(msgspec.Struct, frozen=True):
         rows = [("state", state_bytes), ("activations", activation_bytes), *self.parts]
         if self.gaps:
             rows.append(("gaps between allocations", int((state_bytes + activation_bytes) * self.gaps)))
-        return ", ".join(f"{size / 1e9:.3g} GB of {name}" for name, size in rows)
+        return ", ".join(f"{_in_words(count)} of {name}" for name, count in rows)
 
     @property
     def _fixed(self) -> int:
         return sum(size for _, size in self.parts)
+
+
+def _in_words(count: int) -> str:
+    return f"{count / 1e9:.3g} GB" if count >= FEW_BYTES else size(count)
 
 
 NOTHING = Overhead()

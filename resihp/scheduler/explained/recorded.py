@@ -56,7 +56,7 @@ def situation_of(
         speeds=dict(basis.speeds),
         memory_bytes=memory_bytes,
         overhead=overhead(declared.device, declared.back_end),
-        profile=None if times is None else _profile(times, declared.model.layers),
+        profile=None if times is None else profile_of(times, declared.model.layers),
         links={(a, b): speed for a, b, speed in basis.links},
     )
 
@@ -74,7 +74,8 @@ def _times(profile: Profile) -> LearnedTimes:
     )
 
 
-def _profile(times: LearnedTimes, layers: int) -> Profile:
+def profile_of(times: LearnedTimes, layers: int) -> Profile:
+    """What was learnt, for a model of so many layers."""
     each = [Times(*layer) for layer in times.layers]
     return Profile(
         layers=tuple(each * layers if len(each) == 1 else each),

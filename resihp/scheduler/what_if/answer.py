@@ -43,6 +43,9 @@ class WhatIfAnswer(msgspec.Struct, frozen=True, kw_only=True):
     before: Outlook
     after: Outlook
     unmitigated_s: float | None
+    after_healthy_s: float
+    """Of an iteration under the plan afterwards, had nothing failed: where it is less than before, there are better
+    plans than the one before."""
     cost: transition_cost.Cost
     reason: str
     alternatives: tuple[tuple[str, float], ...]
@@ -81,6 +84,7 @@ def answer(question: Question, base: Plan, situation: Situation, decision: Decis
         before=before,
         after=after,
         unmitigated_s=unmitigated_s,
+        after_healthy_s=iteration_seconds(decision.plan, healthy),
         cost=cost,
         reason=decision.reason,
         alternatives=decision.alternatives,

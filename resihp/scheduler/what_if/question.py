@@ -22,6 +22,7 @@ from resihp.parallelism.transfers import Base, missing
 from resihp.pipeline.schedules import SCHEDULES, orders_of
 from resihp.scheduler.cost import memory
 from resihp.scheduler.cost.device_memory import Overhead, overhead
+from resihp.scheduler.cost.profile import Profile
 from resihp.scheduler.situation import Situation
 from resihp.scheduler.what_if import catalogue
 from resihp.scheduler.what_if.catalogue import Hardware
@@ -61,6 +62,8 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     """Index of each rank's device on its node, of a job."""
     overhead: Overhead = overhead("cuda", "nccl")
     """What of a device's memory is not for state and activations."""
+    profile: Profile | None = None
+    """A job's own times; None: by arithmetic, from `hardware`."""
 
     @property
     def world(self) -> int:
@@ -271,7 +274,7 @@ def pose(question: Question, base: Plan) -> Situation:
 def situation_of(
     question: Question, base: Plan, gone: Collection[int], slow: dict[int, float], slow_links: dict[Link, float]
 ) -> Situation:
-    profile = catalogue.profile(
+    profile = question.profile or catalogue.profile(
         question.model,
         question.hardware,
         sequence_length=question.model.sequence,

@@ -69,6 +69,7 @@ def failure(number: int, noticed: float, iteration: int, **more: Any) -> Row:
         "recovered_epoch": None,
         "ended_iteration": None,
         "speed": None,
+        "intermittent": False,
         **more,
     }
 

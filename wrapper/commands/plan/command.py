@@ -35,6 +35,8 @@ TUNED_CHUNKS = 4
 """Virtual stages of a stage that --tune tries at most. A job begins with one (`[layout] tune`)."""
 
 
+FASTER = 0.995
+"""Of the time before: from here on an iteration is shown to take less."""
 TRIALS = 20
 """Of a search between two looks at the clock."""
 
@@ -137,7 +139,8 @@ def plan(options: PlanOptions) -> None:
         told = answer.as_json(found, planning_s) | {"explanation": as_json(explained)}
         print(json.dumps(told, allow_nan=False))
     else:
-        _show(asked, model, hardware, found, planning_s, explained, first=options.tune)
+        again = _search_command(options) if happened(options) else ""
+        _show(asked, model, hardware, found, planning_s, explained, first=options.tune, again=again)
     if options.plot is not None:
         from wrapper.commands.plan.picture import draw
 
@@ -151,10 +154,9 @@ def _hurts(options: PlanOptions, asked: Question, base: Plan, model: str, hardwa
     from resihp.scheduler.what_if import losses
     from wrapper.commands.plan import hurts
 
-    happened = options.fail or options.fail_node or options.slow or options.slow_link
     decide = _decider(options.planner)
     _warm(decide)
-    plan = _decision(options, asked, base, situation)[0].plan if happened or options.tune else base
+    plan = _decision(options, asked, base, situation)[0].plan if happened(options) or options.tune else base
     began = time.perf_counter()
     with Console(stderr=True).status("") as status:  # only on a terminal
         found = losses.after_each(
@@ -169,24 +171,36 @@ def _hurts(options: PlanOptions, asked: Question, base: Plan, model: str, hardwa
         hurts.show(asked, model, hardware, found, planning_s)
 
 
+def happened(options: PlanOptions) -> bool:
+    """Whether something is asked to have failed or to be slow."""
+    return bool(options.fail or options.fail_node or options.slow or options.slow_link)
+
+
+def _search_command(options: PlanOptions) -> str:
+    of = f" {options.job}" if options.job else ""
+    if options.model is not None:
+        of = f" --model {options.model} --layout {options.layout} ..."
+    return f"resihp plan{of} --search 10"
+
+
 def _asked(options: PlanOptions) -> tuple[Question, Plan, str, str]:
     """The question, the plan that it is about, and how model and hardware are called. Raises UsageError, PlanError."""
     import msgspec
 
     from resihp.scheduler.what_if import catalogue, question
 
-    happened: dict[str, Any] = {
+    given: dict[str, Any] = {
         "failed": question.ranks(options.fail or ()),
         "failed_nodes": question.names(options.fail_node or ()),
         "slow": question.speeds(options.slow or ()),
         "slow_links": question.links(options.slow_link or ()),
     }
-    if options.tune and any(happened.values()):
+    if options.tune and any(given.values()):
         raise UsageError("plan --tune: plans the first layout; leave --fail, --slow and the like out")
     if options.model is None and options.layout is None:
         from wrapper.commands.plan.of_job import of_job
 
-        of = of_job(options.job, options.ledger, options.hardware, **happened)
+        of = of_job(options.job, options.ledger, options.hardware, **given)
         for remark in of.remarks:
             print(f"resihp: {literal(remark)}", file=sys.stderr)
         asked = msgspec.structs.replace(of.question, ignore_memory=options.ignore_memory)
@@ -214,7 +228,7 @@ def _asked(options: PlanOptions) -> tuple[Question, Plan, str, str]:
         zero_1=options.zero_1,
         ignore_memory=options.ignore_memory,
         spares=options.spares,
-        **happened,
+        **given,
     )
     base = question.first_plan(asked)
     question.check_memory(asked, base)
@@ -238,9 +252,9 @@ def _decision(options: PlanOptions, asked: Question, base: Plan, situation: Situ
             decision = _searched(situation, decision, options.search)
         return decision, time.perf_counter() - began
     except PlanError as error:
-        from wrapper.commands.plan.tables import happened
+        from wrapper.commands.plan.tables import happened as told
 
-        raise PlanError(f"{happened(asked)}: {error}; try fewer failures, --spares, or a smaller pp") from None
+        raise PlanError(f"{told(asked)}: {error}; try fewer failures, --spares, or a smaller pp") from None
 
 
 def _searched(situation: Situation, decision: Decision, seconds: float) -> Decision:
@@ -297,6 +311,7 @@ def _show(
     explained: Explanation,
     *,
     first: bool,
+    again: str,
 ) -> None:
     from rich.console import Console
 
@@ -316,12 +331,15 @@ def _show(
         before = about
     console.print(lines)
     console.print()
-    for sentence in sentences(found, planning_s, first):
+    for sentence in sentences(found, planning_s, first, again):
         console.print(literal(sentence), soft_wrap=True)
 
 
-def sentences(found: WhatIfAnswer, planning_s: float, first: bool = False) -> list[str]:
-    """Transfers, cost, when it has paid for itself (not of a `first` layout), the alternatives, and why this one."""
+def sentences(found: WhatIfAnswer, planning_s: float, first: bool = False, again: str = "") -> list[str]:
+    """Transfers, cost, when it has paid for itself (not of a `first` layout), the alternatives, and why this one.
+
+    `again`: the command that asks for a better plan of all that is there, where something has failed.
+    """
     from resihp.scheduler.losses import held_alone
     from resihp.scheduler.transition_cost import NOTHING, pays_back_s
     from wrapper.commands.plan.tables import gigabytes
@@ -347,6 +365,8 @@ def sentences(found: WhatIfAnswer, planning_s: float, first: bool = False) -> li
         )
         if found.after.plan.migrations:
             said.append(_migrated(len(found.after.plan.migrations)))
+    if again and found.after.seconds < FASTER * found.before.seconds:
+        said.append(_faster(found, again))
     if found.sole_holders:
         said.append(f"One holder left: {held_alone(found.sole_holders)}.")
     said.append(f"Memory of rank {found.after.worst_rank}, the most: {found.after.worst_parts}.")
@@ -362,6 +382,16 @@ def sentences(found: WhatIfAnswer, planning_s: float, first: bool = False) -> li
 
 def _migrated(count: int) -> str:
     return f"{'One stage' if count == 1 else f'{count} stages'} of micro-batches will be computed by another replica."
+
+
+def _faster(found: WhatIfAnswer, again: str) -> str:
+    """Why a failure seems to make a job faster."""
+    now = found.after_healthy_s
+    if now < FASTER * found.before.seconds:
+        why = f"another plan, which would be faster now, too ({duration(now)}, {now / found.before.seconds:.2f} x)"
+    else:
+        why = "another plan, in which what is slow has no part"
+    return f"Faster than before: not by the failure, but by {why}; better plans of all devices: {again}."
 
 
 def _paid_back(seconds: float) -> str:

@@ -1,25 +1,37 @@
-"""The question of `resihp plan JOB`: a job's own layout, model and slow devices, as its ledger tells them. Reads only.
+"""The question of `resihp plan JOB`: a job's own layout, model, times and slow devices, as its ledger tells them. Reads
+only.
 
-Called by `wrapper.commands.plan.command`. What the ledger does not hold is said: orders of work that a plan has of its
-own, and what the devices are, where no probe of the job could tell.
+Called by `wrapper.commands.plan.command`. Times are the job's: an iteration of the plan in effect takes what it took,
+as things are now, and other plans take more or less in proportion. In what proportion, the job's learnt times say where
+the plan was decided by such; else arithmetic for its devices; where these are not known, layers and micro-batches
+alone, for a small model on the wrong devices would seem to do nothing but communicate. What the ledger does not hold is
+said: orders of work that a plan has of its own, and what the devices are, where no probe of the job could tell.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import statistics
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from resihp.errors import UsageError
+from wrapper.output.render import duration
 
 if TYPE_CHECKING:
     from db.reading.queries import Reader
     from resihp.parallelism.plan import Plan
+    from resihp.protocol.messages import Declare
+    from resihp.scheduler.cost.profile import Profile
     from resihp.scheduler.what_if.catalogue import Hardware
     from resihp.scheduler.what_if.question import Question
 
 DEFAULT_HARDWARE = "a100"
+FEW, NEAR = 3, 100
+"""So many iterations tell how long they take, and no more of the last ones are asked."""
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,6 +100,7 @@ def _read(reader: Reader, row: dict[str, Any], hardware: str | None) -> tuple[Qu
     places = {rank: workers[rank]["node"] for rank in sorted(layout.ranks)}
     slow, links = _slow(reader, row["id"], places)
     name, device, remark = _hardware(reader, row["id"], hardware)
+    remarks = [remark] if remark else []
     memory_bytes = configuration.get("job", {}).get("memory_per_device") or declared.memory_bytes
     if memory_bytes:
         device = msgspec.structs.replace(device, memory_bytes=int(memory_bytes))
@@ -109,13 +122,63 @@ def _read(reader: Reader, row: dict[str, Any], hardware: str | None) -> tuple[Qu
         devices={rank: workers[rank]["device"] for rank in places},
         overhead=overhead(declared.device, declared.back_end),
     )
-    remarks = [remark] if remark else []
+    if hardware is None and (measured := _measured(reader, row["id"], base.epoch)) is not None:
+        seconds, of = measured
+        times, by = _times(told, declared, "" if remark else name)
+        asked = _at_pace(asked, base, times, seconds)
+        remarks = [
+            f"an iteration takes {duration(seconds)} as things are, the median of the last {of} under the plan in "
+            f"effect; other times follow from that in proportion, by {by}"
+        ]
+        name = name if not remark else "devices"
     if base.digest != told["digest"]:
         remarks.append(
             f"job {row['name']}: the orders of work and migrations of plan {told['epoch']} are not in the ledger; "
             f"times before are those of schedule {told['schedule']}"
         )
     return asked, base, name, remarks
+
+
+def _measured(reader: Reader, job_id: int, epoch: int) -> tuple[float, int] | None:
+    """Median seconds of an iteration of the plan in effect, and of how many; None while there are too few."""
+    from sqlalchemy import select
+
+    from db.models import IterationRow
+
+    columns = IterationRow.__table__.columns
+    query = select(columns["seconds"]).where(columns["job_id"] == job_id, columns["epoch"] == epoch)
+    query = query.where(columns["seconds"] > 0.0).order_by(columns["iteration"].desc()).limit(NEAR)
+    found = [row["seconds"] for row in reader.fetch(query)]
+    return (statistics.median(found), len(found)) if len(found) >= FEW else None
+
+
+def _times(plan: dict[str, Any], declared: Declare, hardware: str) -> tuple[Profile | None, str]:
+    """By what plans are told apart, and that in words: None is the arithmetic for `hardware`, empty if not known."""
+    from resihp.record.journal import PlanBasis
+    from resihp.scheduler.cost.profile import layer_units
+    from resihp.scheduler.explained.recorded import profile_of
+
+    with suppress(msgspec.MsgspecError):  # what was imported may hold anything
+        basis = None if plan["basis"] is None else msgspec.convert(plan["basis"], PlanBasis)
+        if basis is not None and basis.times is not None:
+            return profile_of(basis.times, declared.model.layers), "what its layers were measured to take"
+    if hardware:
+        return None, f"operations and bytes of {hardware}"
+    return layer_units(declared.model), "layers and micro-batches alone: what its devices are is not known (--hardware)"
+
+
+def _at_pace(asked: Question, base: Plan, times: Profile | None, measured_s: float) -> Question:
+    """With times by which the plan in effect takes what was measured, slow as things are now."""
+    from resihp.scheduler.cost.prices import iteration_seconds
+    from resihp.scheduler.cost.profile import scaled
+    from resihp.scheduler.what_if.question import pose
+
+    asked = msgspec.structs.replace(asked, profile=times)
+    now = pose(asked, base)
+    priced = iteration_seconds(base, now)
+    if not (math.isfinite(priced) and priced > 0.0):
+        return asked
+    return msgspec.structs.replace(asked, profile=scaled(now.times, measured_s / priced))
 
 
 def _slow(reader: Reader, job_id: int, places: dict[int, str]) -> tuple[dict[int, float], dict[tuple[str, str], float]]:

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from resihp.parallelism.layout import Layout, Replica, spans
+from resihp.record.describe import size
 from resihp.scheduler.what_if.question import Question, gone, stage_bytes
 from wrapper.output.render import duration
 
@@ -51,8 +52,9 @@ def _ranks(ranks: list[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {words}"
 
 
-def gigabytes(count: float) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 5e7 else f"{count / 1e6:.1f} MB"
+def gigabytes(count: int) -> str:
+    """`49.7 GB`; of little `12.3 MB`."""
+    return f"{count / 1e9:.1f} GB" if count >= 0.1e9 else size(count)
 
 
 def times_table(found: WhatIfAnswer) -> Table:
@@ -61,7 +63,7 @@ def times_table(found: WhatIfAnswer) -> Table:
     def row(name: str, seconds: float | None, outlook: Outlook | None) -> None:
         usable = seconds is not None and math.isfinite(seconds)
         slower = f"{seconds / found.before.seconds:.2f} x" if usable and seconds is not None else ""
-        memory = "" if outlook is None else f"{outlook.worst_bytes / 1e9:.1f} GB"
+        memory = "" if outlook is None else gigabytes(outlook.worst_bytes)
         shape = "" if outlook is None else described(outlook.plan.layout)
         rows.add_row(name, duration(seconds) if usable else "cannot run", slower, memory, shape)
 
@@ -105,7 +107,7 @@ def layout_table(asked: Question, found: WhatIfAnswer) -> Table:
             label = [first, spans(group), str(len(plan.assignment[group[0]]))]
             full = replica not in old
             for stages, ranks, layers, need in _stage_rows(replica, needs[group[0]], full):
-                rows.add_row(*label, stages, ranks, layers, f"{need / 1e9:.1f} GB")
+                rows.add_row(*label, stages, ranks, layers, gigabytes(need))
                 label = ["", "", ""]
             first = ""
         if hidden:

@@ -261,9 +261,14 @@ class Examination:
         self.silent.discard(rank)
 
 
+JUDGED = 100
+"""Iterations of a plan that are remembered, for what they take longer since an onset."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Lasting:
-    """Iterations take longer although every device's probe is fine: told once that has lasted."""
+    """Iterations take longer although every device's probe is fine, or who is slow does not explain it: told once that
+    has lasted."""
 
     finding: Finding
     epoch: int
@@ -280,6 +285,8 @@ class Inquiry:
     lasting: Lasting | None = None
     """What nobody could be blamed for."""
     healthy_s: float | None = None
+    judged: deque[tuple[int, float, float]] = field(default_factory=lambda: deque(maxlen=JUDGED))
+    """Iterations of the plan in effect: number, seconds, and what was predicted where all is well."""
     """What the last iteration would have taken where all is well, as far as that is known."""
 
 

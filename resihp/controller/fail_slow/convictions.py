@@ -12,7 +12,7 @@ import msgspec
 
 from resihp.controller import replan_policy
 from resihp.controller.fail_slow import slow_parts
-from resihp.controller.fail_slow.suspicions import ended, opened, possible, speed_of
+from resihp.controller.fail_slow.suspicions import Excess, ended, excess, opened, possible, speed_of
 from resihp.controller.state import Job, natural
 from resihp.detector.findings import Finding
 from resihp.record.describe import rank_list
@@ -41,24 +41,34 @@ def in_training(speeds: Mapping[int, float], rank: int, finding: Finding) -> flo
     return possible(speed_of(finding) if told is None else told)
 
 
-def convict(job: Job, guilty: Sequence[Conviction], *, all_lost: bool = False) -> None:
-    """All of them, and one question about the plan. `all_lost`: beside them all are slower than they were."""
+def convict(job: Job, guilty: Sequence[Conviction], *, all_lost: bool = False) -> bool:
+    """All of them, and one question about the plan. `all_lost`: beside them all are slower than they were.
+
+    Returns whether they, and what is known to be slow besides, explain less than half of what iterations take longer:
+    then what is told of the whole is not their doing.
+    """
     failures: dict[Device | Link, int] = {}
+    since = min(one.finding.iteration for one in guilty)
+    longer = None
+    if all(one.finding.intermittent is None for one in guilty):
+        longer = excess(job, since, (one.speed for one in guilty))
+    left = longer is not None and longer.left
     for one in guilty:
         job.inquiry.acquitted.pop(one.rank, None)
         if one.finding.intermittent is None:
             job.monitor.confirmed(one.rank, one.speed)
-        entry = _failure(job, one)
+        entry = _failure(job, one, longer)
         job.log(entry)
         failures[job.device_of(one.rank)] = entry.failure
-    since = min(one.finding.iteration for one in guilty)
     ranks = {one.rank for one in guilty}
-    _tell(job, guilty)
-    slow_parts.explained(job, ranks, since, min(failures.values()), all_lost=all_lost)
+    _tell(job, guilty, longer)
+    if not left:
+        slow_parts.explained(job, ranks, since, min(failures.values()), all_lost=all_lost)
     replan_policy.consider_all(job, f"{_subject(job, guilty)} slow", since, failures)
+    return left
 
 
-def _failure(job: Job, one: Conviction) -> FailureFound:
+def _failure(job: Job, one: Conviction, longer: Excess | None) -> FailureFound:
     member, now_and_then = job.members[one.rank], one.finding.intermittent
     if now_and_then is not None:
         cause = (
@@ -67,18 +77,20 @@ def _failure(job: Job, one: Conviction) -> FailureFound:
         )
     else:
         cause = f"works at {one.speed:.0%} of a healthy device's speed{f', {one.only}' if one.only else ''}"
+    told = "" if longer is None else longer.told(one.speed)
+    left = longer is not None and longer.left
     injected = job.slow_since.get(one.rank)
     return FailureFound(
         failure=job.record.failures + 1,
         kind="fail-slow",
         component="device",
-        cause=f"rank {one.rank} {cause}",
+        cause=f"rank {one.rank} {cause}{f', which {told}' if left else ''}",
         ranks=(one.rank,),
         node=member.node,
         device=member.device,
         iteration=one.finding.iteration,
         epoch=job.epoch,
-        evidence=one.evidence,
+        evidence=f"{one.evidence}; {told}" if told and not left else one.evidence,
         detect_s=None if injected is None else job.now - injected,
         speed=one.speed,
         confidence=one.confidence,
@@ -118,8 +130,10 @@ def _by_node(job: Job, guilty: Iterable[Conviction]) -> dict[str, list[Convictio
     return found
 
 
-def _tell(job: Job, guilty: Sequence[Conviction]) -> None:
+def _tell(job: Job, guilty: Sequence[Conviction], longer: Excess | None) -> None:
     """One line for each node, or one for all of many."""
+    if longer is not None and longer.left:
+        job.say("warning", longer.unexplained())
     nodes = _by_node(job, guilty)
     if len(nodes) > MOST_LINES:
         since = min(one.finding.iteration for one in guilty)

@@ -34,6 +34,7 @@ def _adopt(job: Job, plan: Plan) -> None:
     if job.expected_epoch != plan.epoch:
         job.monitor.adopt(plan, job.declaration.model, orders_of(plan), job.node_of)
         job.expected_epoch = plan.epoch
+        job.inquiry.judged.clear()
         slow_parts.adopted(job)
 
 
@@ -50,6 +51,8 @@ def iteration_done(job: Job, iteration: int, reports: IterationReports) -> float
     times = dict(_times(job, ours))
     assessment = job.monitor.observe(Observation(iteration=iteration, epoch=plan.epoch, seconds=seconds, times=times))
     job.findings += assessment.findings
+    if assessment.predicted_s:
+        job.inquiry.judged.append((iteration, seconds, assessment.predicted_s))
     job.inquiry.healthy_s = assessment.predicted_s or job.inquiry.healthy_s
     job.workloads.append((reports.outcome.tokens, reports.outcome.sum_squared_lengths, plan.micro_batches))
     learned_times.learn(job)

@@ -10,7 +10,7 @@ import math
 
 from resihp.controller import replan_policy
 from resihp.controller.fail_slow import probing, slow_parts
-from resihp.controller.fail_slow.suspicions import change, dropped, ended, opened, possible, speed_of
+from resihp.controller.fail_slow.suspicions import change, dropped, ended, excess, opened, possible, speed_of
 from resihp.controller.state import Examination, Job
 from resihp.detector import probes
 from resihp.detector.findings import Finding
@@ -103,27 +103,34 @@ def _verdict(job: Job, finding: Finding, link: Link, speed: float, evidence: str
     a, b = link
     speed = possible(speed)
     nodes = f"{job.members[a].node}-{job.members[b].node}"
+    longer = excess(job, finding.iteration, (speed,))
+    left = longer is not None and longer.left
+    told = "" if longer is None else longer.told(speed)
     injected = job.slow_since.get(_nodes(job, link))
     ended(job, "slow", f"{job.where_link(link)}: is slow", probe)
     entry = FailureFound(
         failure=job.record.failures + 1,
         kind="fail-slow",
         component="link",
-        cause=f"the link from rank {a} to rank {b} ({nodes}) works at {speed:.0%} of its speed",
+        cause=f"the link from rank {a} to rank {b} ({nodes}) works at {speed:.0%} of its speed"
+        f"{f', which {told}' if left else ''}",
         ranks=(a, b),
         node=job.members[a].node,
         device=None,
         iteration=finding.iteration,
         epoch=job.epoch,
-        evidence=evidence,
+        evidence=f"{evidence}; {told}" if told and not left else evidence,
         detect_s=None if injected is None else job.now - injected,
         speed=speed,
         confidence=finding.confidence,
         link=link,
     )
     job.log(entry)
+    if longer is not None and left:
+        job.say("warning", longer.unexplained())
     job.say("warning", f"{job.where_link(link)}: slow since iteration {finding.iteration}, at {speed:.0%}")
-    slow_parts.explained(job, link, finding.iteration, entry.failure)
+    if not left:
+        slow_parts.explained(job, link, finding.iteration, entry.failure)
     reason = f"{job.where_link(link)} is slow"
     replan_policy.consider(job, reason, finding.iteration, failure=entry.failure, device=link)
 

@@ -140,7 +140,12 @@ def nobody_stands_out(job: Job, finding: Finding, verdicts: Verdicts, done: Exam
     else:
         ended(job, "fine", "every device's probe is fine", done.probe)
         job.say("notice", "all devices: no longer suspected to be slow, every device's probe is fine")
-        job.inquiry.lasting = Lasting(finding=finding, epoch=job.epoch, since=job.furthest)
+        may_last(job, finding)
+
+
+def may_last(job: Job, finding: Finding) -> None:
+    """Nothing that was measured explains it: it is told if it lasts."""
+    job.inquiry.lasting = Lasting(finding=finding, epoch=job.epoch, since=job.furthest)
 
 
 def all_lost(job: Job, finding: Finding, verdicts: Verdicts) -> None:
@@ -176,8 +181,10 @@ def review(job: Job) -> None:
     elif job.furthest - lasting.since >= LASTS:
         job.inquiry.lasting = None
         opened(job, lasting.finding)
-        ended(job, "slow", f"it lasts, for {LASTS} iterations after every device's probe was fine")
-        _job_failed(job, lasting.finding, "every device's probe is fine, and it lasts")
+        slow = job.record.slow or job.record.slow_links
+        told = "what is known to be slow does not explain it" if slow else "every device's probe is fine"
+        ended(job, "slow", f"it lasts, for {LASTS} iterations; {told}")
+        _job_failed(job, lasting.finding, f"{told}, and it lasts")
 
 
 def _job_failed(job: Job, finding: Finding, told: str) -> None:

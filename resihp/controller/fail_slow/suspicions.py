@@ -6,7 +6,8 @@ The numbers are those of silence as well (`fail_stop.silence`). Decides nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -19,6 +20,10 @@ SAME = 8
 """Iterations between onsets that may still have one cause."""
 OTHER = 0.05
 """By so much a speed has to differ from that of the verdict to be another one."""
+FEW = 3
+"""Iterations before an onset, and after it, that tell by how much they take longer."""
+WORTH_A_WORD = 0.10
+"""Of an iteration: what takes less longer needs no explanation."""
 MOST_RANKS = 16
 """Ranks that a line names."""
 
@@ -41,6 +46,65 @@ def speed_of(finding: Finding) -> float:
 def possible(speed: float) -> float:
     """A speed that a verdict can have: others are a mistake of some clock."""
     return min(max(speed, 0.01), 1.0)
+
+
+class Excess(msgspec.Struct, frozen=True, kw_only=True):
+    """By how much iterations take longer than before an onset, and what they took before; medians, in seconds.
+
+    Something of a speed explains at most what it would be if all of an iteration were as slow.
+    """
+
+    healthy_s: float
+    longer_s: float
+    slowest: float
+    """Speed of the slowest device or link in use that is known, those that are about to be told included."""
+
+    @property
+    def left(self) -> bool:
+        """Whether all that is known to be slow explains less than half: then it is not the cause, and most is
+        unexplained."""
+        return self._counts and self._explained_s(self.slowest) < self.longer_s / 2
+
+    def told(self, speed: float) -> str:
+        """What something of that speed explains, in words; empty where iterations take hardly longer."""
+        explained_s = self._explained_s(speed)
+        told = f"explains up to {explained_s:.3g} of the {self.longer_s:.3g} s that iterations take longer"
+        if self.left:
+            told = f"{told}; {self.longer_s - explained_s:.3g} s unexplained"
+        return told if self._counts else ""
+
+    def unexplained(self) -> str:
+        """A line of its own, ahead of what was found, where most is left."""
+        explained_s = self._explained_s(self.slowest)
+        left_s = self.longer_s - explained_s
+        return (
+            f"job: iterations take {self.longer_s:.3g} s longer, {left_s:.3g} s of it unexplained: what was found slow "
+            f"explains up to {explained_s:.3g} s"
+        )
+
+    @property
+    def _counts(self) -> bool:
+        return self.longer_s > WORTH_A_WORD * self.healthy_s
+
+    def _explained_s(self, speed: float) -> float:
+        return min(self.healthy_s * (1.0 / speed - 1.0), self.longer_s)
+
+
+def excess(job: Job, since: int, speeds: Iterable[float]) -> Excess | None:
+    """Since then, beside verdicts of these speeds; None while too few iterations of the plan tell.
+
+    What was predicted for each takes its workload out, and how far off predictions are is taken from those before.
+    """
+    judged = [(n, seconds / predicted, predicted) for n, seconds, predicted in job.inquiry.judged]
+    before = [ratio for n, ratio, _ in judged if n < since]
+    after = [(ratio, predicted) for n, ratio, predicted in judged if n >= since]
+    if min(len(before), len(after)) < FEW:
+        return None
+    usual, now, scale = (statistics.median(of) for of in (before, *zip(*after, strict=True)))
+    devices = {job.device_of(rank) for rank in job.record.working}.intersection(job.record.slow)
+    known = [job.record.slow[device].speed for device in devices]
+    known += [slow.speed for slow in job.record.slow_links.values()]
+    return Excess(healthy_s=usual * scale, longer_s=max(now - usual, 0.0) * scale, slowest=min((*speeds, *known, 1.0)))
 
 
 PARTS: tuple[Component, ...] = ("collective", "reduction", "data")

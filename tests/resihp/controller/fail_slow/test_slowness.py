@@ -283,6 +283,58 @@ def test_what_its_probe_confirms_is_a_failure_that_began_with_the_first_slow_ite
     assert any(text.startswith("rank 3 (n2 device 1): slow since iteration 3") for text in job.texts("warning"))
 
 
+def twelve_times_as_slow(*found: Finding) -> Job:
+    """A tenth of a second each, and 1.2 s from iteration 6 on, in which the detector finds these."""
+    job = Job()
+    job.iteration_s = 0.1
+    job.run(5)
+    job.iteration_s = 1.2
+    for _ in range(3):
+        job.step(job.job.record.committed + 1)
+    job.find(*found)
+    return job
+
+
+def test_a_device_that_cannot_explain_the_size_is_not_called_the_cause() -> None:
+    """Predictions are four times too high, which does not matter: what iterations took before is the measure."""
+    job = twelve_times_as_slow(finding(3, iteration=6, change=0.1))
+    job.monitor.estimates = {3: 0.92}
+    job.measure({3: 0.92})
+    (entry,) = slow_ones(job)
+    assert entry.cause == (
+        "rank 3 works at 92% of a healthy device's speed, which explains up to 0.0087 of the 1.1 s that iterations take "
+        "longer; 1.09 s unexplained"
+    )
+    told = job.texts("warning")
+    unexplained = (
+        "job: iterations take 1.1 s longer, 1.09 s of it unexplained: what was found slow explains up to 0.0087 s"
+    )
+    assert told.index(unexplained) < told.index("rank 3 (n2 device 1): slow since iteration 6, at 92% of its speed")
+
+
+def test_a_device_that_explains_the_size_is_the_cause_and_how_much_it_explains_is_evidence() -> None:
+    job = twelve_times_as_slow(finding(3, iteration=6, change=11.0))
+    job.monitor.estimates = {3: 0.1}
+    job.measure({3: 0.1})
+    (entry,) = slow_ones(job)
+    assert entry.cause == "rank 3 works at 10% of a healthy device's speed"
+    assert entry.evidence.endswith("; explains up to 0.9 of the 1.1 s that iterations take longer")
+    assert not any("unexplained" in text for text in job.texts("warning"))
+
+
+def test_what_a_slow_device_leaves_unexplained_of_whole_iterations_is_told_once_it_has_lasted() -> None:
+    job = twelve_times_as_slow(finding(3, iteration=6, change=0.1), finding(iteration=6, change=11.0))
+    job.monitor.estimates = {3: 0.92}
+    job.measure({3: 0.92})
+    for _ in range(22):
+        job.step(job.job.record.committed + 1)
+        if job.job.record.suspects_slow is not None:
+            job.measure({3: 0.92})
+    found = [(entry.component, entry.evidence.partition(",")[0]) for entry in slow_ones(job)]
+    assert found[0][0] == "device"
+    assert ("job", "what is known to be slow does not explain it") in found
+
+
 def test_the_speed_in_training_counts_more_than_the_probes() -> None:
     job = Job(finding(3)).run(4)
     job.monitor.estimates = {3: 0.7}

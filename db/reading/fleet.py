@@ -387,19 +387,30 @@ class NodeRecord:
         )
         for row in reader.fetch(_counted(reader.believed(joined, nodes.job_id))):
             self.jobs[row["node"]] = self.jobs.get(row["node"], 0) + row["n"]
-        drained: Select[Any] = select(reader.node_name(drains.node, drains.job_id).label("node")).where(
-            drains.drained_at >= since, drains.step != "exclusion"
+        of_drain = (failures.job_id == drains.job_id) & (failures.failure == drains.failure)
+        name = reader.node_name(drains.node, drains.job_id).label("node")
+        drained: Select[Any] = (
+            select(name, drains.job_id, drains.drained_at.label("at"), failures.code, failures.detect_seconds)
+            .outerjoin(FailureRow, of_drain)
+            .where(drains.drained_at >= since, drains.step != "exclusion")
         )
-        for row in reader.fetch(_counted(reader.believed(drained, drains.job_id))):
-            self.drains[row["node"]] = self.drains.get(row["node"], 0) + row["n"]
+        for row in _counting(reader, reader.believed(drained, drains.job_id), injected):
+            self.drains[row["node"]] = self.drains.get(row["node"], 0) + 1
         name = reader.node_name(failures.node, failures.job_id).label("node")
-        query: Select[Any] = select(name, failures.kind).where(failures.noticed_at >= since)
-        query = reader.believed(query.where(failures.node.is_not(None)), failures.job_id)
-        if not injected:
-            query = query.where(failures.detect_seconds.is_(None))
-        for row in reader.fetch(_counted(query)):
+        at = failures.noticed_at.label("at")
+        query: Select[Any] = select(name, failures.kind, failures.job_id, at, failures.code, failures.detect_seconds)
+        query = query.where(failures.noticed_at >= since, failures.node.is_not(None))
+        for row in _counting(reader, reader.believed(query, failures.job_id), injected):
             kinds = self.kinds.setdefault(row["node"], {})
-            kinds[row["kind"]] = kinds.get(row["kind"], 0) + row["n"]
+            kinds[row["kind"]] = kinds.get(row["kind"], 0) + 1
+
+
+def _counting(reader: Reader, query: Select[Any], injected: bool) -> list[Row]:
+    """Rows of failures, or of what was done about them, that say something of a node; `injected`: on purpose, too."""
+    rows = reader.fetch(query)
+    if injected:
+        return rows
+    return health.unprovoked(reader, [row for row in rows if row["detect_seconds"] is None], "at")
 
 
 def _counted(query: Select[Any]) -> Select[Any]:

@@ -3,24 +3,26 @@
 
 What is held against a node: verdicts that name it (a process, device, node or link of it failed or was slow), and
 devices found unfit before they were given work, in jobs of whom we believe (`Reader.believed`); not what was injected
-on purpose, nor programs' failures or broken communication. How sure a verdict is depends on its component
-(`CERTAINTY`; a process may die of anything) and, of what was slow, on the detector's confidence. Those on devices and
-nodes that are more likely true than not make whole outages that count; the others only move a node up in the list. A
-node's service is the time that it spent in jobs, times its devices. Devices that are known by their UUID take their
-record along when they move, and what was repaired or replaced starts anew (`db.reading.hardware`).
+on purpose, nor what came after that in the job (`unprovoked`), nor programs' failures or broken communication. How sure
+a verdict is depends on its component (`CERTAINTY`; a process may die of anything) and, of what was slow, on the
+detector's confidence. Those on devices and nodes that are more likely true than not make whole outages that count; the
+others only move a node up in the list. A node's service is the time that it spent in jobs, times its devices. Devices
+that are known by their UUID take their record along when they move, and what was repaired or replaced starts anew
+(`db.reading.hardware`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import ColumnElement, case, select
+from sqlalchemy import ColumnElement, case, func, select
 
-from db.models import FailureRow, JobRow, LedgerTable, NodeRow, ProbeRow
+from db.models import EventRow, FailureRow, JobRow, LedgerTable, NodeRow, ProbeRow
 from db.reading import hardware
-from db.reading.reader import Reader
+from db.reading.reader import Reader, Row
 from resihp.detector.lemons import HALF_LIFE_S, HORIZON_S, NodeFailure, NodeHealth, Service, node_health
 from resihp.detector.moved import follow
 from resihp.detector.probes import Former, Place
@@ -178,14 +180,35 @@ _JOB: list[ColumnElement[Any]] = [JobRow.__table__.columns["name"].label("job")]
 
 def verdicts(reader: Reader, since: datetime, injected: bool = False, *, told: bool = True) -> list[NodeFailure]:
     """What counts against nodes, of one ledger; without `told`, not what happened in which job, which takes longer."""
-    return [*_failures(reader, since, injected, told), *_probes(reader, since)]
+    return [*_failures(reader, since, injected, told), *_probes(reader, since, injected)]
+
+
+def unprovoked(reader: Reader, rows: Sequence[Row], at: str) -> list[Row]:
+    """Rows of many jobs, with `job_id` and a time `at`, without what happened in a job once something had been broken
+    or slowed on purpose in it: that says nothing of a node.
+
+    Not everything that follows from such a fault is known by itself: what stands by because it was slowed is measured
+    again and again, whoever waits for a slow link may be taken for slow, and a supervisor that takes over does not know
+    what the last one did. What a log tells of hardware (`code`) counts all the same.
+    """
+    events, jobs = EventRow.__table__.c, sorted({row["job_id"] for row in rows})
+    first: dict[int, float] = {}
+    for i in range(0, len(jobs), hardware.MANY):
+        query = select(events.job_id, func.min(reader.seconds(events.at)).label("at")).group_by(events.job_id)
+        query = query.where(events.job_id.in_(jobs[i : i + hardware.MANY]), events.kind == "FaultInjected")
+        first |= {row["job_id"]: row["at"] for row in reader.fetch(query)}
+
+    def seconds(time: datetime | float) -> float:
+        return time.timestamp() if isinstance(time, datetime) else time
+
+    return [row for row in rows if row.get("code") is not None or seconds(row[at]) < first.get(row["job_id"], math.inf)]
 
 
 def _failures(reader: Reader, since: datetime, injected: bool, told: bool) -> list[NodeFailure]:
     failures = FailureRow.__table__.c
     query = select(
         reader.node_name(failures.node, failures.job_id).label("node"),
-        *_columns(FailureRow, "device", "kind", "component", "confidence"),
+        *_columns(FailureRow, "job_id", "device", "kind", "component", "confidence", "code"),
         failures.noticed_at if told else reader.seconds(failures.noticed_at).label("at"),
     ).where(failures.node.is_not(None), failures.noticed_at >= since)
     if told:
@@ -193,6 +216,8 @@ def _failures(reader: Reader, since: datetime, injected: bool, told: bool) -> li
         query = query.order_by(failures.noticed_at, failures.job_id, failures.failure)
     if not injected:  # only of what was injected is it known how long it took to notice
         query = query.where(failures.detect_seconds.is_(None))
+    rows = reader.fetch(reader.believed(query, failures.job_id))
+    rows = rows if injected else unprovoked(reader, rows, "noticed_at" if told else "at")
     return [
         NodeFailure(
             node=row["node"],
@@ -204,16 +229,16 @@ def _failures(reader: Reader, since: datetime, injected: bool, told: bool) -> li
             job=row.get("job", ""),
             cause=row.get("cause", ""),
         )
-        for row in reader.fetch(reader.believed(query, failures.job_id))
+        for row in rows
     ]
 
 
-def _probes(reader: Reader, since: datetime) -> list[NodeFailure]:
+def _probes(reader: Reader, since: datetime, injected: bool) -> list[NodeFailure]:
     """Devices found unfit at the start or on joining; on a suspicion there is a verdict, too."""
     query = (
         select(
             reader.node_name(ProbeRow.__table__.c.node, ProbeRow.__table__.c.job_id).label("node"),
-            *_columns(ProbeRow, "device", "measured_at", "evidence"),
+            *_columns(ProbeRow, "job_id", "device", "measured_at", "evidence"),
             *_JOB,
         )
         .join(JobRow, JobRow.id == ProbeRow.job_id)
@@ -221,6 +246,7 @@ def _probes(reader: Reader, since: datetime) -> list[NodeFailure]:
         .where(ProbeRow.measured_at >= since)
         .order_by(ProbeRow.measured_at, ProbeRow.id)
     )
+    rows = reader.fetch(reader.believed(query, ProbeRow.__table__.c.job_id))
     return [
         NodeFailure(
             node=row["node"],
@@ -232,7 +258,7 @@ def _probes(reader: Reader, since: datetime) -> list[NodeFailure]:
             job=row["job"],
             cause=f"device {row['device']} found unfit, {row['evidence']}",
         )
-        for row in reader.fetch(reader.believed(query, ProbeRow.__table__.c.job_id))
+        for row in (rows if injected else unprovoked(reader, rows, "measured_at"))
     ]
 
 

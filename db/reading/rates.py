@@ -15,6 +15,7 @@ from sqlalchemy import ColumnElement, Select, case, func, select
 
 from db.models import DeviceRow, DrainRow, FailureRow, JobRow, MembershipRow
 from db.reading import hardware
+from db.reading.health import unprovoked
 from db.reading.reader import Reader, Row, is_node
 from resihp.errors import UsageError
 
@@ -186,12 +187,13 @@ def _failures(reader: Reader, since: datetime, until: datetime, user: str | None
             failures.node,
             failures.kind,
             failures.hardware,
+            failures.code,
             reader.seconds(failures.noticed_at).label("at"),
         )
         .join(JobRow, JobRow.__table__.c.id == failures.job_id)
         .where(failures.noticed_at >= since, failures.noticed_at <= until, failures.detect_seconds.is_(None))
     )
-    return reader.fetch(_of(query, user))
+    return unprovoked(reader, reader.fetch(_of(query, user)), "at")
 
 
 def _of(query: Select[Any], user: str | None) -> Select[Any]:
@@ -237,6 +239,7 @@ def repairs(reader: Reader, since: datetime | None = None, until: datetime | Non
     if until is not None:
         query = query.where(failures.noticed_at < until)
     rows = reader.fetch(reader.believed(query, failures.job_id).order_by(failures.noticed_at))
+    rows = unprovoked(reader, rows, "noticed_at")
     done, drained = _maintained(reader), _drained(reader, since)
     found: dict[tuple[str, int | None], Row] = {}
     for row in rows:

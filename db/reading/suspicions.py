@@ -3,7 +3,8 @@
 A suspicion that no probe confirmed is no failure: it says nothing about a node by itself, and does not make it a lemon
 (`db.reading.health`). That the same device is suspected in one job after the other does say something to whoever looks.
 What stands there must be the same (`resihp.detector.probes.Place`): node, host, and hardware where it was measured.
-Of suspicions that others explain ("dropped") none counts.
+Of suspicions that others explain ("dropped") none counts, nor of those that were raised after something was broken or
+slowed on purpose in the job.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import msgspec
 from sqlalchemy import func, select
 
 from db.models import FailureRow, NodeRow, ProbeRow, SuspicionRow, WorkerRow
-from db.reading.health import MEMORY
+from db.reading.health import MEMORY, unprovoked
 from db.reading.reader import Reader, Row
 from resihp.detector.probes import Place
 
@@ -110,10 +111,10 @@ def _places(reader: Reader, nodes: Collection[str] | None, since: datetime) -> d
 def _suspects(reader: Reader, since: datetime) -> set[JobDevice]:
     """Devices that were suspected, by the ranks that they had."""
     columns = SuspicionRow.__table__.c
-    query = select(columns.job_id, columns.ranks, columns.outcome).where(
+    query = select(columns.job_id, columns.ranks, columns.outcome, columns.raised_at).where(
         columns.component == "device", columns.raised_at >= since
     )
-    rows = reader.fetch(reader.believed(query, columns.job_id))
+    rows = unprovoked(reader, reader.fetch(reader.believed(query, columns.job_id)), "raised_at")
     suspects = {(row["job_id"], rank) for row in rows if row["outcome"] != "dropped" for rank in _ranks(row["ranks"])}
     workers = WorkerRow.__table__.c
     seats = select(workers.job_id, workers.rank, workers.node, workers.device).where(

@@ -57,7 +57,9 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
     """By how much, where it is slow."""
     unexplained_seconds: float | None
     """What is left of that when all has been taken off that the causes of known size explain at most."""
-    causes: list[Cause]
+    causes: list[Row]
+    """`what` touched it, the number of its `failure`, if it is one, and how much of the excess it explains at most
+    (`explains_seconds`, null where nobody can tell)."""
     verdict: list[str]
     """Sentences: how long it took, and why."""
     failures: list[Row]
@@ -129,7 +131,7 @@ def why(
         slow=comparison.slow,
         excess_seconds=comparison.excess_s,
         unexplained_seconds=unexplained_s,
-        causes=causes,
+        causes=[{"what": one.what, "failure": one.failure, "explains_seconds": one.explains_s} for one in causes],
         verdict=sentences,
         failures=[*active, *stopped],
         plan=plan,

@@ -12,7 +12,7 @@ import msgspec
 
 from resihp.controller import replan_policy
 from resihp.controller.fail_slow import slow_parts
-from resihp.controller.fail_slow.suspicions import Excess, ended, excess, opened, possible, speed_of
+from resihp.controller.fail_slow.suspicions import IterationExcess, ended, excess, opened, possible, speed_of
 from resihp.controller.state import Job, natural
 from resihp.detector.findings import Finding
 from resihp.record.describe import rank_list
@@ -68,7 +68,7 @@ def convict(job: Job, guilty: Sequence[Conviction], *, all_lost: bool = False) -
     return left
 
 
-def _failure(job: Job, one: Conviction, longer: Excess | None) -> FailureFound:
+def _failure(job: Job, one: Conviction, longer: IterationExcess | None) -> FailureFound:
     member, now_and_then = job.members[one.rank], one.finding.intermittent
     if now_and_then is not None:
         cause = (
@@ -130,7 +130,7 @@ def _by_node(job: Job, guilty: Iterable[Conviction]) -> dict[str, list[Convictio
     return found
 
 
-def _tell(job: Job, guilty: Sequence[Conviction], longer: Excess | None) -> None:
+def _tell(job: Job, guilty: Sequence[Conviction], longer: IterationExcess | None) -> None:
     """One line for each node, or one for all of many."""
     if longer is not None and longer.left:
         job.say("warning", longer.unexplained())

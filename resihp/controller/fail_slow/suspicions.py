@@ -48,7 +48,7 @@ def possible(speed: float) -> float:
     return min(max(speed, 0.01), 1.0)
 
 
-class Excess(msgspec.Struct, frozen=True, kw_only=True):
+class IterationExcess(msgspec.Struct, frozen=True, kw_only=True):
     """By how much iterations take longer than before an onset, and what they took before; medians, in seconds.
 
     Something of a speed explains at most what it would be if all of an iteration were as slow.
@@ -90,7 +90,7 @@ class Excess(msgspec.Struct, frozen=True, kw_only=True):
         return min(self.healthy_s * (1.0 / speed - 1.0), self.longer_s)
 
 
-def excess(job: Job, since: int, speeds: Iterable[float]) -> Excess | None:
+def excess(job: Job, since: int, speeds: Iterable[float]) -> IterationExcess | None:
     """Since then, beside verdicts of these speeds; None while too few iterations of the plan tell.
 
     What was predicted for each takes its workload out, and how far off predictions are is taken from those before.
@@ -104,7 +104,9 @@ def excess(job: Job, since: int, speeds: Iterable[float]) -> Excess | None:
     devices = {job.device_of(rank) for rank in job.record.working}.intersection(job.record.slow)
     known = [job.record.slow[device].speed for device in devices]
     known += [slow.speed for slow in job.record.slow_links.values()]
-    return Excess(healthy_s=usual * scale, longer_s=max(now - usual, 0.0) * scale, slowest=min((*speeds, *known, 1.0)))
+    return IterationExcess(
+        healthy_s=usual * scale, longer_s=max(now - usual, 0.0) * scale, slowest=min((*speeds, *known, 1.0))
+    )
 
 
 PARTS: tuple[Component, ...] = ("collective", "reduction", "data")

@@ -107,7 +107,7 @@ def test_what_cannot_explain_the_size_is_not_the_cause() -> None:
     ]
     assert (told.excess_seconds, told.unexplained_seconds) == (pytest.approx(1.1), pytest.approx(1.0913, abs=1e-4))
     [found] = told.causes
-    assert (found.failure, found.explains_s) == (1, pytest.approx(0.0087, abs=1e-4))
+    assert (found["failure"], found["explains_seconds"]) == (1, pytest.approx(0.0087, abs=1e-4))
 
 
 def test_several_causes_have_their_shares_and_what_is_left_is_told() -> None:

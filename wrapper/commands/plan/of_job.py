@@ -122,15 +122,12 @@ def _read(reader: Reader, row: dict[str, Any], hardware: str | None) -> tuple[Qu
         devices={rank: workers[rank]["device"] for rank in places},
         overhead=overhead(declared.device, declared.back_end),
     )
-    if hardware is None and (measured := _measured(reader, row["id"], base.epoch)) is not None:
-        seconds, of = measured
+    measured = _measured(reader, row["id"], base.epoch) if hardware is None else None
+    if measured is not None:
         times, by = _times(told, declared, "" if remark else name)
-        asked = _at_pace(asked, base, times, seconds)
-        remarks = [
-            f"an iteration takes {duration(seconds)} as things are, the median of the last {of} under the plan in "
-            f"effect; other times follow from that in proportion, by {by}"
-        ]
-        name = name if not remark else "devices"
+        asked, said = _at_pace(asked, base, times, *measured)
+        remarks = [f"{said}, by {by}"]
+        name = "devices" if remark else name
     if base.digest != told["digest"]:
         remarks.append(
             f"job {row['name']}: the orders of work and migrations of plan {told['epoch']} are not in the ledger; "
@@ -167,8 +164,8 @@ def _times(plan: dict[str, Any], declared: Declare, hardware: str) -> tuple[Prof
     return layer_units(declared.model), "layers and micro-batches alone: what its devices are is not known (--hardware)"
 
 
-def _at_pace(asked: Question, base: Plan, times: Profile | None, measured_s: float) -> Question:
-    """With times by which the plan in effect takes what was measured, slow as things are now."""
+def _at_pace(asked: Question, base: Plan, times: Profile | None, measured_s: float, of: int) -> tuple[Question, str]:
+    """With times by which the plan in effect takes what was measured, slow as things are now; and that in words."""
     from resihp.scheduler.cost.prices import iteration_seconds
     from resihp.scheduler.cost.profile import scaled
     from resihp.scheduler.what_if.question import pose
@@ -176,9 +173,11 @@ def _at_pace(asked: Question, base: Plan, times: Profile | None, measured_s: flo
     asked = msgspec.structs.replace(asked, profile=times)
     now = pose(asked, base)
     priced = iteration_seconds(base, now)
-    if not (math.isfinite(priced) and priced > 0.0):
-        return asked
-    return msgspec.structs.replace(asked, profile=scaled(now.times, measured_s / priced))
+    said = (
+        f"an iteration takes {duration(measured_s)} as things are, the median of the last {of} under the plan in effect; "
+        "other times follow from that in proportion"
+    )
+    return msgspec.structs.replace(asked, profile=scaled(now.times, measured_s / priced)), said
 
 
 def _slow(reader: Reader, job_id: int, places: dict[int, str]) -> tuple[dict[int, float], dict[tuple[str, str], float]]:

@@ -302,8 +302,8 @@ def test_a_device_that_cannot_explain_the_size_is_not_called_the_cause() -> None
     job.measure({3: 0.92})
     (entry,) = slow_ones(job)
     assert entry.cause == (
-        "rank 3 works at 92% of a healthy device's speed, which explains up to 0.0087 of the 1.1 s that iterations take "
-        "longer; 1.09 s unexplained"
+        "rank 3 works at 92% of a healthy device's speed, which explains up to 0.0087 of the 1.1 s that iterations "
+        "take longer; 1.09 s unexplained"
     )
     told = job.texts("warning")
     unexplained = (

@@ -36,8 +36,18 @@ ODD = "n2 '; DROP TABLE jobs; -- <script>alert(1)</script> [red]ü😀[/red]"
 LAYOUT = Layout.uniform(tp=1, pp=2, dp=2, layers=4)
 
 
-def hurt(job: Job, *, killed: str = "n2", slow_until: int | None = None) -> Iterator[tuple[journal.AnyEntry, float]]:
-    """40 iterations of 1 s. Rank 1 of n1 is at half its speed from iteration 31 on, rank 3 dies in iteration 21."""
+def hurt(
+    job: Job,
+    *,
+    killed: str = "n2",
+    slow_until: int | None = None,
+    speed: float = 0.5,
+    off: float = 1.0,
+    kills: bool = False,
+) -> Iterator[tuple[journal.AnyEntry, float]]:
+    """40 iterations of 1 s. Rank 1 of n1 is at half its speed from iteration 31 on, rank 3 dies in iteration 21, of a
+    fault on purpose if it `kills`, of which another supervisor does not know any more. What is predicted is `off` by
+    this factor."""
     began = job.read().created_at - 3600.0
     at = began
     yield msgspec.structs.replace(started(job.name), nodes=2, gpus_per_node=2), at
@@ -56,12 +66,15 @@ def hurt(job: Job, *, killed: str = "n2", slow_until: int | None = None) -> Iter
 
     def commit(iteration: int, epoch: int, seconds: float, predicted: float) -> journal.IterationCommitted:
         return journal.IterationCommitted(
-            epoch=epoch, outcome=outcome(iteration), seconds=seconds, predicted_seconds=predicted
+            epoch=epoch, outcome=outcome(iteration), seconds=seconds, predicted_seconds=off * predicted
         )
 
     for i in range(1, 21):
         at += 1.0
         yield commit(i, 1, 1.0, 1.0), at
+    if kills:
+        text = "kill:rank=3@iteration=21,phase=forward"
+        yield journal.FaultInjected(fault=1, text=text, rank=3, node=None, iteration=21, kind="kill"), at + 0.4
     yield journal.WorkerEnded(rank=3, exit=-9, epoch=1), at + 0.5
     cause = "rank 3 killed by signal 9 (SIGKILL)"
 
@@ -80,7 +93,7 @@ def hurt(job: Job, *, killed: str = "n2", slow_until: int | None = None) -> Iter
             **more,
         )
 
-    yield found(1, "fail-stop", 3, killed, 21, detect_s=0.1), at + 0.5
+    yield found(1, "fail-stop", 3, killed, 21, detect_s=None if kills else 0.1), at + 0.5
     plan = Plan(epoch=2, layout=LAYOUT.without(frozenset({3})), assignment=spread(4, 1))
     yield (
         journal.PlanDecided(plan=plan, next_iteration=21, action="redo", finish=None, reason=cause, predicted=20.0),
@@ -107,15 +120,19 @@ def hurt(job: Job, *, killed: str = "n2", slow_until: int | None = None) -> Iter
     for i in range(22, 31):
         at += 2.0
         yield commit(i, 2, 2.0, 2.0), at
-    slow = "rank 1 at 50 % of its speed"
+    slow = f"rank 1 at {100 * speed:.0f} % of its speed"
     for i in range(31, 41):
         at += 4.0
         yield commit(i, 2, 4.0, 2.0), at
         if i == 35:
             yield (
-                found(2, "fail-slow", 1, "n1", 31, detect_s=None, cause=slow, speed=0.5, confidence=0.99),
+                found(2, "fail-slow", 1, "n1", 31, detect_s=None, cause=slow, speed=speed, confidence=0.99),
                 at,
             )
+            unfit = journal.DeviceProbe(
+                rank=1, node="n1", device=1, flops=5e13, memory_bytes=1e12, speed=0.5, fit=False, evidence="at 50 %"
+            )
+            yield journal.ProbesTaken(probe=1, occasion="standby", seconds=0.1, devices=(unfit,), links=()), at
         if slow_until == i + 1:
             yield journal.FailureEnded(failure=2, iteration=i + 1, evidence="as fast as before"), at
     yield journal.JobEnded(exit_code=0, state="completed", reason="40 iterations done"), at
@@ -148,8 +165,58 @@ def test_why_was_iteration_37_slow() -> None:
     answer = json.loads(resihp("why", "37", "--json").stdout)
     assert (answer["schema"], answer["job"], answer["slow"]) == (1, "local-1", True)
     assert [row["failure"] for row in answer["failures"]] == [2]
+    assert [(row["failure"], row["explains_seconds"]) for row in answer["causes"]] == [(2, 2.0)]
+    assert (answer["measure"], answer["excess_seconds"], answer["unexplained_seconds"]) == ("predicted", 2.0, 0.0)
     assert not json.loads(resihp("why", "25", "--json").stdout)["slow"]
     assert "0.10 s until it was noticed, 0.40 s of work redone, 2.00 s to reconfigure" in text_of("why", "21")
+
+
+def test_why_does_not_name_a_device_that_cannot_explain_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    told(speed=0.92)
+    assert resihp("why", "37").stdout.splitlines()[:3] == [
+        "iteration 37 took 4.00 s, 2.00 times the 2.00 s predicted where all is well",
+        "- unexplained: 1.83 s of the 2.00 s too much",
+        "- too little to be the cause: n1 device 1 was slow, at 92% of its speed since iteration 31 (failure 2: rank 1 "
+        "at 92 % of its speed): explains up to 0.17 s of the 2.00 s too much",
+    ]
+
+
+def test_why_compares_with_what_is_usual_where_predictions_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    told(off=0.25)
+    assert resihp("why", "37").stdout.splitlines()[:3] == [
+        "iteration 37 took 4.00 s, 2.00 times the 2.00 s usual for this job (median of the last 10 iterations of this "
+        "shape)",
+        "- predicted where all is well: 0.50 s, no measure here: those iterations took 4 times what was predicted for "
+        "them",
+        "- n1 device 1 was slow, at 50% of its speed since iteration 31 (failure 2: rank 1 at 50 % of its speed): "
+        "explains up to 2.00 s of the 2.00 s too much",
+    ]
+    assert resihp("why", "25").stdout.splitlines()[0] == (
+        "iteration 25 took 2.00 s: not slow, 1.00 times the 2.00 s usual for this job (median of the last 4 iterations "
+        "of this shape)"
+    )
+
+
+def test_what_was_broken_on_purpose_and_what_came_after_it_counts_against_no_node() -> None:
+    told(kills=True)
+    health = [line.split()[:5] for line in resihp("node", "health").stdout.splitlines()]
+    assert ["n1", "no", "0", "in", "180"] in health
+    assert ["n2", "no", "0", "in", "180"] in health
+    assert "found unfit" not in text_of("node", "health")
+    assert [(row["node"], row["failures"], row["observed"]) for row in rows("lemons")] == [("n1", 0, 0), ("n2", 0, 0)]
+    assert rows("repairs", "--all") == []
+    around = (datetime.now(UTC) - timedelta(days=1)).isoformat()
+    assert {row["failures"] for row in rows("rate", "--all", "--around", around)} == {0}
+    counted = rows("lemons", "--injected")
+    assert {(row["node"], row["failures"], row["observed"]) for row in counted} == {("n1", 1, 1), ("n2", 1, 1)}
+
+
+def test_what_happened_by_itself_counts_against_nodes() -> None:
+    told()
+    assert "found unfit" in text_of("node", "health")
+    assert [(row["node"], row["observed"]) for row in rows("lemons")] == [("n1", 1), ("n2", 0)]
 
 
 def test_which_node_failed_most_this_month() -> None:

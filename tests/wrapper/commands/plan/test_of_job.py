@@ -18,6 +18,7 @@ from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.plan import Plan, spread
 from resihp.protocol.messages import Declare
 from resihp.record import journal
+from tests.db.conftest import outcome
 from wrapper.cli import app
 
 MODEL = ModelSpec(layers=16, hidden=1024, heads=16, kv_groups=16, ffn_hidden=4096, vocab=32000, sequence=2048)
@@ -125,6 +126,90 @@ def test_a_rank_of_a_job_fails(ledger: str, tmp_path: Path) -> None:
     assert 6 not in ranks
     assert sum(after["micro_batches"]) == 16
     assert content["before"]["iteration_seconds"] < after["iteration_seconds"]
+
+
+def small(seconds: float, *, hardware: str = "AMD EPYC") -> list[journal.AnyEntry]:
+    """A job that GPUs would do in microseconds, on processors; ten iterations are done."""
+    model = ModelSpec(layers=6, hidden=64, heads=4, kv_groups=4, ffn_hidden=256, vocab=256, sequence=256)
+    declare = msgspec.structs.replace(DECLARE, model=model, micro_batches=4, device="cpu", back_end="gloo")
+    layout = Layout.uniform(tp=4, pp=1, dp=2, layers=6)
+    entries = told(hardware, plan=Plan(epoch=1, layout=layout, assignment=spread(4, 2)))
+    entries = [journal.ModelDeclared(declare=declare) if isinstance(e, journal.ModelDeclared) else e for e in entries]
+    entries[0] = msgspec.structs.replace(entries[0], tp=4, pp=1)
+    for i in range(1, 11):
+        entries.append(journal.IterationCommitted(epoch=1, outcome=outcome(i), seconds=seconds, predicted_seconds=None))
+    return entries
+
+
+def shown(url: str, *argv: str) -> tuple[list[str], str]:
+    """Lines of words, and what was said."""
+    done = CliRunner().invoke(app, ["plan", *argv, "--ledger", url], env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.exception
+    return [" ".join(line.split()) for line in done.stdout.splitlines() if line.strip()], done.stderr
+
+
+def test_a_small_job_is_told_in_its_own_times_and_a_loss_makes_it_no_faster(ledger: str, tmp_path: Path) -> None:
+    write(ledger, small(0.76), tmp_path)
+    lines, said = shown(ledger, "7", "--fail", "5")
+    assert said == (
+        "resihp: an iteration takes 0.76 s as things are, the median of the last 10 under the plan in effect; other "
+        "times follow from that in proportion, by layers and micro-batches alone: what its devices are is not known "
+        "(--hardware)\n"
+    )
+    assert lines[0] == "job 7, 256 tokens a sequence, on 8 devices of 2 nodes; rank 5 gone"
+    assert "before 0.76 s 1.00 x 4.8 MB DP2 x PP1 x TP4" in lines
+    assert "after 1.14 s 1.50 x 7.4 MB 6 ranks work, 1 standing by" in lines
+    assert any(line.startswith("Memory of rank 4, the most: 2.6 MB of state, 4.8 MB of activations") for line in lines)
+
+
+def test_times_of_a_very_fast_job_are_told_in_small_units(ledger: str, tmp_path: Path) -> None:
+    write(ledger, small(0.00042), tmp_path)
+    assert "before 420 µs 1.00 x 4.8 MB DP2 x PP1 x TP4" in shown(ledger, "7")[0]
+
+
+def test_a_loss_that_seems_to_make_a_job_faster_is_explained(ledger: str, tmp_path: Path) -> None:
+    """On devices that would do nothing but communicate, fewer of them are faster; without a failure, too."""
+    write(ledger, small(0.76, hardware="NVIDIA A100-SXM4-80GB"), tmp_path)
+    lines, said = shown(ledger, "7", "--fail", "5")
+    assert "by operations and bytes of a100" in said
+    assert "before 0.76 s 1.00 x 4.8 MB DP2 x PP1 x TP4" in lines
+    [told] = [line for line in lines if line.startswith("Faster than before")]
+    assert told.startswith(
+        "Faster than before: not by the failure, but by another plan, which would be faster now, too (0."
+    )
+    assert told.endswith(" x); better plans of all devices: resihp plan 7 --search 10.")
+    assert not any(line.startswith("Faster") for line in shown(ledger, "7")[0]), "nothing has failed"
+
+
+def test_the_times_that_a_plan_was_decided_by_tell_plans_apart(ledger: str, tmp_path: Path) -> None:
+    """The job has learnt that its head takes as long as all layers together, which no arithmetic says."""
+    times = journal.LearnedTimes(layers=((1e-3,) * 3,), embedding=(0.0,) * 3, head=(16e-3,) * 3)
+    entries = told("Xeon")
+    decided = next(n for n, entry in enumerate(entries) if isinstance(entry, journal.PlanDecided))
+    entries[decided] = msgspec.structs.replace(entries[decided], basis=journal.PlanBasis(times=times))
+    for i in range(1, 6):
+        entries.append(journal.IterationCommitted(epoch=1, outcome=outcome(i), seconds=2.0, predicted_seconds=None))
+    write(ledger, entries, tmp_path)
+    content, said = asked(ledger, "7", "--slow", "6:0.5,7:0.5")
+    assert "in proportion, by what its layers were measured to take" in said
+    assert content["before"]["iteration_seconds"] == pytest.approx(2.0)
+    assert content["unmitigated_seconds"] > 3.0, "the last stage, which has the head, is half as fast"
+
+
+def test_what_a_job_found_slow_is_in_what_was_measured(ledger: str, tmp_path: Path) -> None:
+    entries = told(slow=0.5)
+    for i in range(1, 6):
+        entries.append(journal.IterationCommitted(epoch=1, outcome=outcome(i), seconds=2.0, predicted_seconds=None))
+    write(ledger, entries, tmp_path)
+    content, _ = asked(ledger, "7")
+    assert content["unmitigated_seconds"] == pytest.approx(2.0)
+    assert content["before"]["iteration_seconds"] < 1.6, "when all was well"
+
+
+def test_other_hardware_is_asked_about_by_its_arithmetic(ledger: str, tmp_path: Path) -> None:
+    write(ledger, small(0.76), tmp_path)
+    content, said = asked(ledger, "7", "--hardware", "h100")
+    assert (said, content["before"]["iteration_seconds"] < 1e-3) == ("", True)
 
 
 def test_a_job_with_a_stage_without_ranks(ledger: str, tmp_path: Path) -> None:

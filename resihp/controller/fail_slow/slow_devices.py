@@ -174,11 +174,11 @@ def measured(job: Job, done: Examination) -> None:
         found = (one.rank for one in guilty)
         ranks = tuple(dict.fromkeys((*(rank for rank in named if rank in convicted), *found)))
         ended(job, "slow", rank_list(ranks), done.probe, () if whole is not None else ranks)
-        left = convict(job, guilty, all_lost=whole is not None and verdicts.lost > 0.0)
+        unexplained = convict(job, guilty, all_lost=whole is not None and verdicts.lost > 0.0)
         _tell_well(job, findings, {rank: named[rank] for rank in well}, ranks)
         if whole is not None and verdicts.lost:
             slow_parts.all_lost(job, whole, verdicts)
-        elif whole is not None and left:
+        elif whole is not None and unexplained:
             slow_parts.may_last(job, whole)
     elif whole is not None:
         slow_parts.nobody_stands_out(job, whole, verdicts, done)

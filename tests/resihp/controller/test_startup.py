@@ -268,7 +268,7 @@ def test_a_first_plan_leaves_room_for_what_ranks_work_with(device: str) -> None:
     else:
         assert ended
         for part in ("state", "activations", "CUDA's context", "NCCL's communicators", "gaps between allocations"):
-            assert f" GB of {part}" in ended[0].reason
+            assert f"B of {part}" in ended[0].reason
 
 
 def test_the_first_plan_is_tuned_where_the_user_wants_it() -> None:

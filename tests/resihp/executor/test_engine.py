@@ -80,7 +80,9 @@ def test_an_evaluation_gives_the_loss_of_its_batches_and_changes_nothing(
 def test_a_device_that_is_full_is_told_what_was_expected_of_it(ranks: Ranks) -> None:
     told, expected = ranks("runs_out_of_memory")[0]
     assert told.startswith("CUDA out of memory.")
-    found = re.search(r"rank 0: expected under the plan of epoch 1: (\S+) GB of state, (\S+) GB of activ", expected)
+    found = re.search(
+        r"rank 0: expected under the plan of epoch 1: (\S+) [MG]B of state, (\S+) [MG]B of activ", expected
+    )
     assert found
     assert all(float(size) > 0 for size in found.groups())
     assert "next: smaller micro-batches" in expected

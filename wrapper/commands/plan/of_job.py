@@ -77,7 +77,6 @@ def _read(reader: Reader, row: dict[str, Any], hardware: str | None) -> tuple[Qu
     """The question, the plan in effect, the hardware's name, and remarks."""
     from sqlalchemy import select
 
-    from db.layouts import from_json
     from db.models import JobRow
     from db.reading.plans.explanations import plan_of
     from resihp.protocol.messages import Declare
@@ -94,17 +93,16 @@ def _read(reader: Reader, row: dict[str, Any], hardware: str | None) -> tuple[Qu
     declared = msgspec.json.decode(own["model"], type=Declare)
     configuration = json.loads(own["configuration"])
     told = plans[0]
-    layout = from_json(json.dumps(told["layout"]))
     base = plan_of(told, configuration)
     workers = {worker["rank"]: worker for worker in reader.rows("workers", row["id"])}
-    places = {rank: workers[rank]["node"] for rank in sorted(layout.ranks)}
+    places = {rank: workers[rank]["node"] for rank in sorted(base.layout.ranks)}
     slow, links = _slow(reader, row["id"], places)
     name, device, remark = _hardware(reader, row["id"], hardware)
     remarks = [remark] if remark else []
     memory_bytes = configuration.get("job", {}).get("memory_per_device") or declared.memory_bytes
     if memory_bytes:
         device = msgspec.structs.replace(device, memory_bytes=int(memory_bytes))
-    replicas = layout.replicas
+    replicas = base.layout.replicas
     asked = Question(
         model=declared.model,
         hardware=device,
@@ -123,11 +121,11 @@ def _read(reader: Reader, row: dict[str, Any], hardware: str | None) -> tuple[Qu
         overhead=overhead(declared.device, declared.back_end),
     )
     measured = _measured(reader, row["id"], base.epoch) if hardware is None else None
-    if measured is not None:
-        times, by = _times(told, declared, "" if remark else name)
-        asked, said = _at_pace(asked, base, times, *measured)
-        remarks = [f"{said}, by {by}"]
-        name = "devices" if remark else name
+    times, by = _times(told, declared, "" if remark else name)
+    paced = None if measured is None else _at_pace(asked, base, times, measured[0])
+    if measured is not None and paced is not None:
+        asked, name = paced, "devices" if remark else name
+        remarks = [_said(*measured, by)]
     if base.digest != told["digest"]:
         remarks.append(
             f"job {row['name']}: the orders of work and migrations of plan {told['epoch']} are not in the ledger; "
@@ -149,6 +147,13 @@ def _measured(reader: Reader, job_id: int, epoch: int) -> tuple[float, int] | No
     return (statistics.median(found), len(found)) if len(found) >= FEW else None
 
 
+def _said(seconds: float, of: int, by: str) -> str:
+    return (
+        f"an iteration takes {duration(seconds)} as things are, the median of the last {of} under the plan in effect; "
+        f"other times follow from that in proportion, by {by}"
+    )
+
+
 def _times(plan: dict[str, Any], declared: Declare, hardware: str) -> tuple[Profile | None, str]:
     """By what plans are told apart, and that in words: None is the arithmetic for `hardware`, empty if not known."""
     from resihp.record.journal import PlanBasis
@@ -164,8 +169,9 @@ def _times(plan: dict[str, Any], declared: Declare, hardware: str) -> tuple[Prof
     return layer_units(declared.model), "layers and micro-batches alone: what its devices are is not known (--hardware)"
 
 
-def _at_pace(asked: Question, base: Plan, times: Profile | None, measured_s: float, of: int) -> tuple[Question, str]:
-    """With times by which the plan in effect takes what was measured, slow as things are now; and that in words."""
+def _at_pace(asked: Question, base: Plan, times: Profile | None, measured_s: float) -> Question | None:
+    """With times by which the plan in effect takes what was measured, slow as things are now; None where it has no
+    price."""
     from resihp.scheduler.cost.prices import iteration_seconds
     from resihp.scheduler.cost.profile import scaled
     from resihp.scheduler.what_if.question import pose
@@ -173,11 +179,9 @@ def _at_pace(asked: Question, base: Plan, times: Profile | None, measured_s: flo
     asked = msgspec.structs.replace(asked, profile=times)
     now = pose(asked, base)
     priced = iteration_seconds(base, now)
-    said = (
-        f"an iteration takes {duration(measured_s)} as things are, the median of the last {of} under the plan in effect; "
-        "other times follow from that in proportion"
-    )
-    return msgspec.structs.replace(asked, profile=scaled(now.times, measured_s / priced)), said
+    if not 0.0 < priced < math.inf:
+        return None
+    return msgspec.structs.replace(asked, profile=scaled(now.times, measured_s / priced))
 
 
 def _slow(reader: Reader, job_id: int, places: dict[int, str]) -> tuple[dict[int, float], dict[tuple[str, str], float]]:

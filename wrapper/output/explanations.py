@@ -68,7 +68,7 @@ def idle_lines(found: Sequence[Idle]) -> Iterator[str]:
 def bound(found: Explanation) -> str:
     return (
         f"no layout of these devices takes less than {time(found.bound, found.unit)}; the plan takes "
-        f"{found.above_bound:.0%} more"
+        f"{max(found.above_bound, 0.0):.0%} more"
     )
 
 

@@ -81,7 +81,7 @@ def test_a_device_that_is_full_is_told_what_was_expected_of_it(ranks: Ranks) -> 
     told, expected = ranks("runs_out_of_memory")[0]
     assert told.startswith("CUDA out of memory.")
     found = re.search(
-        r"rank 0: expected under the plan of epoch 1: (\S+) [MG]B of state, (\S+) [MG]B of activ", expected
+        r"rank 0: expected under the plan of epoch 1: (\S+) [kMG]?B of state, (\S+) [kMG]?B of activ", expected
     )
     assert found
     assert all(float(size) > 0 for size in found.groups())

@@ -170,27 +170,27 @@ def ending(status: int) -> str:
         return f"was killed by signal {-status}"
 
 
-def name_process(job: str, what: str, keep: int = 2) -> None:
+def name_process(job: str, what: str, keep: int = 2, since: bytes = b"-m") -> None:
     """Have `ps` call this process `resihp job 6 rank 5`, in place of its interpreter; which module it runs follows.
     `top` and the kernel have 15 letters of `resihp rank 5`.
 
     Written over the arguments, as daemons do. Not over the environment behind them, as libraries for it do: by that,
     Slurm and administrators find whose process it is. There is no more room than there was: what follows is cut short,
-    but for the first `keep` words from `-m` on, by which processes are found; then the title is.
+    but for the first `keep` words from `since` on, by which processes are found; then the title is.
     """
     name_thread(f"resihp {what}")
     with suppress(OSError, ValueError, IndexError):
         fields = Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()
         start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5)
         words = Path("/proc/self/cmdline").read_bytes().split(b"\0")
-        title = titled(f"resihp job {job} {what}".encode(), words, keep, end - start)
+        title = titled(f"resihp job {job} {what}".encode(), words, keep, end - start, since)
         if start and title:
             ctypes.memmove(start, title, len(title))
 
 
-def titled(title: bytes, words: Sequence[bytes], keep: int, room: int) -> bytes:
+def titled(title: bytes, words: Sequence[bytes], keep: int, room: int, since: bytes = b"-m") -> bytes:
     """A command line of `room` bytes that begins with a title; empty where there is no room for one."""
-    rest = list(words[words.index(b"-m") :]) if b"-m" in words else []
+    rest = list(words[words.index(since) :]) if since in words else []
     kept = sum(len(word) + 1 for word in rest[:keep])
     shown = title[: room - 1 - kept]
     if room <= 1 + kept:

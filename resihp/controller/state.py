@@ -97,6 +97,8 @@ class Member:
     finished: bool = False
     unwilling: str = ""
     """Why its script cannot start, as it said itself."""
+    lost_a_peer: bool = False
+    """What it raised, or wrote before it ended, follows from another rank's end."""
     fenced: str | None = None
     """Why the controller killed it, if it did."""
     stepped: int = 0
@@ -495,6 +497,8 @@ class Beginning:
     """When something was last lost, or went wrong."""
     told: set[str] = field(default_factory=set)
     """What scripts ended with, as was told: of many ranks that end alike, the first is."""
+    met: bool = False
+    """Ranks have met by themselves, without having said what they train (`messages.Beat`)."""
     examined: bool = False
     """Devices and links have been measured."""
     second_looks: SecondLooks | None = None
@@ -707,6 +711,17 @@ class Job:
         """On which no process is to be started again: for good, or for an incident that is not a failure yet."""
         condemned = {i.condemned for i in self.incidents if i.condemned is not None}
         return self.record.dead_devices | condemned if condemned else self.record.dead_devices
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether its program cannot do without any process: it makes process groups of its own, or is known not to
+        say what it trains."""
+        return not self.settings.declares or (self.start.met and not self.has_declared)
+
+    @property
+    def has_declared(self) -> bool:
+        """Whether any process has said what it trains, and has not taken it back."""
+        return any(member.declared is not None for member in self.members.values())
 
     @property
     def node_of(self) -> dict[int, str]:

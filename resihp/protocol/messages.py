@@ -493,7 +493,8 @@ class Join(Message, frozen=True, kw_only=True):
     of the job's own allocation. `hardware`: its devices' name by their maker, empty where that is not known.
     `machine`: what the node is made of.
     `incarnation`: drawn by the agent's process as it starts. Process ids come again, in a container at each start, and
-    an agent that was started again knows nothing of what it has promised.
+    an agent that was started again knows nothing of what it has promised. `meeting_port`: one that it keeps free, for
+    ranks of a script that makes process groups of its own to meet at; 0 for none.
     """
 
     node: str
@@ -508,6 +509,7 @@ class Join(Message, frozen=True, kw_only=True):
     hardware: str = ""
     incarnation: str = ""
     machine: Machine | None = None
+    meeting_port: int = 0
 
 
 class RunningWorker(msgspec.Struct, frozen=True, kw_only=True):
@@ -611,9 +613,14 @@ class WorkerBeat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Beat(Message, frozen=True, kw_only=True):
-    """Sent once a second, workers aggregated: cost grows with nodes, not devices."""
+    """Sent once a second, workers aggregated: cost grows with nodes, not devices.
+
+    `met`: a worker has listened at the `meeting_port`, and none has declared what it trains: the script makes process
+    groups of its own, as with torch.distributed's `env://`.
+    """
 
     workers: tuple[WorkerBeat, ...]
+    met: bool = False
 
 
 AgentMessage = Join | Inventory | Spawned | SpawnFailed | Exited | FromWorker | Beat | Signalled | Attend | Publish

@@ -56,10 +56,15 @@ REAP_S = 2.0
 
 
 class Serve(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Fork the server of one virtual node, in the process group of its agent; the socket to it comes with the frame."""
+    """Fork the server of one virtual node, in the process group of its agent; the socket to it comes with the frame.
+
+    `job` and `node`: their names, for whoever looks at processes.
+    """
 
     group: int
     log: str
+    job: str = ""
+    node: str = ""
 
 
 class Fork(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -258,6 +263,7 @@ def serve_nodes(launcher: LocalChannel, greeting: Ready | Unable) -> NoReturn:
 
 def serve_node(order: Serve, descriptor: int, greeting: Ready | Unable) -> NoReturn:
     """Become one of the agent's processes, unless it has gone by now, and its fork server."""
+    name_server(order.job, order.node)
     try:
         os.setpgid(0, order.group)
         log = os.open(order.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -270,6 +276,12 @@ def serve_node(order: Serve, descriptor: int, greeting: Ready | Unable) -> NoRet
     serve(LocalChannel(socket.socket(fileno=descriptor)), greeting)
 
 
+def name_server(job: str, node: str) -> None:
+    """Have `ps` call it `resihp job 6 fork server n1`; the one that forks these has no node."""
+    if job:
+        name_process(job, f"fork server {node}".rstrip())
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="resihp.worker.forkserver")
     parser.add_argument("--fd", type=int, required=True, help="socket to the agent; with --shared, to the launcher")
@@ -277,7 +289,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--own", default="", help="environment variables that workers have from here, with commas")
     parser.add_argument("--preload", default=PRELOAD, help="modules to import before the first fork")
     parser.add_argument("--shared", action="store_true", help="serve several virtual nodes")
+    parser.add_argument("--job", default="", help="the job's name, to be called after")
+    parser.add_argument("--at", default="", help="the node's name, to be called after")
     options = parser.parse_args(arguments)
+    name_server(options.job, options.at)
     die_with_parent(options.parent)
     restore_open_files()
     for number in (signal.SIGINT, *STOP_SIGNALS):

@@ -58,7 +58,7 @@ def test_script_runs_to_its_end_on_every_device(stub_job: StubJob) -> None:
     script = (
         "import os, sys\n"
         "print(*[os.environ[name] for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'GLOO_SOCKET_IFNAME')])\n"
-        "assert 'RESIHP_AGENT_FD' in os.environ and 'MASTER_ADDR' not in os.environ\n"
+        "assert 'RESIHP_AGENT_FD' in os.environ and os.environ['MASTER_ADDR'] == '127.0.0.1'\n"
         "print(sys.argv[1:], __name__)\n"
         "open('here' + os.environ['RANK'], 'w').close()\n"
         "while not all(os.path.exists(f'here{rank}') for rank in range(4)): pass\n"
@@ -242,7 +242,10 @@ def test_processes_say_whose_they_are(stub_job: StubJob) -> None:
     assert (
         titles.items()
         >= {
+            f"resihp job {name} guardian": "resihp guardian",
             f"resihp job {name} agent n1": "resihp agent n1",
+            f"resihp job {name} fork server": "resihp fork ser",
+            f"resihp job {name} fork server n1": "resihp fork ser",
             f"resihp job {name} rank 0": "resihp rank 0",
             f"resihp job {name} rank 1": "resihp rank 1",
         }.items()

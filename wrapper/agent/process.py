@@ -138,6 +138,7 @@ class Agent:
             machine=self._machine,
             incarnation=self._incarnation,
             epoch=max(1, self._workers.epoch) if self._link.welcome else 0,
+            meeting_port=self._workers.meeting_port,
         )
 
     def _choose_interface(self, own_host: str) -> None:

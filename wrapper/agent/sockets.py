@@ -110,8 +110,12 @@ class ForkServerLink:
         unable: Callable[[str], None],
         inside: Container | None = None,
         shared: socket.socket | None = None,
+        *,
+        job: str = "",
+        node: str = "",
     ) -> None:
-        """`shared`: to one that virtual nodes have in common, and that is there already."""
+        """`shared`: to one that virtual nodes have in common, and that is there already. `job`, `node`: what it is
+        called after."""
         self._program = program
         self._container = inside
         self._log = log
@@ -124,6 +128,7 @@ class ForkServerLink:
         self._sock = shared
         self._channel: LocalChannel | None = None
         self._process: asyncio.subprocess.Process | None = None
+        self._called = ("--job", job, "--at", node)
         self._leaving = False
         self._gone = asyncio.Event()
 
@@ -150,6 +155,7 @@ class ForkServerLink:
             str(parent),
         ]
         command += ["--preload", preload, *(["--own", ",".join(container.ITS_OWN)] if inside else [])]
+        command += self._called
         with theirs, self._log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *container.wrap(inside, command, (*ONE_THREAD, OPEN_FILES)),

@@ -20,17 +20,19 @@ import msgspec
 import psutil
 
 from resihp.errors import ProtocolError
-from resihp.process import OPEN_FILES, ending, state_letter
+from resihp.process import ending, state_letter
 from resihp.protocol import messages as m
 from resihp.protocol.forwarding import label_of, order_in
 from resihp.protocol.framing import decode, encode
-from resihp.worker.forkserver import ONE_THREAD, Ended, Fork, Forked, NotForked
+from resihp.worker.forkserver import Ended, Fork, Forked, NotForked
 from wrapper.agent.exit_clues import KernelClues, last_words_within
 from wrapper.agent.rendezvous import Relay
 from wrapper.agent.sockets import ForkServerLink, WorkerPipe
+from wrapper.agent.worker_environment import environment_of
 from wrapper.agent.worker_history import LAST_STEPS, MOST_STEPS, WorkerRecord
 from wrapper.config import container
 from wrapper.config.run_spec import RunRequest
+from wrapper.launch.ports import MeetingPlace
 
 REAP_S = 2.0
 LAST_WORDS_S = 0.2
@@ -81,6 +83,9 @@ class Workers:
         self._rendezvous = Relay(tell, self._hand_to)
         self._kernel = KernelClues()
         self._newest_epoch = 0
+        self._place = MeetingPlace()
+        self._declared = self._met = False
+        """Whether any worker has said what it trains; whether they have met by themselves, without that."""
         self._idle = asyncio.Event()
         self._idle.set()
         self.network: Mapping[str, str] = {}
@@ -96,6 +101,8 @@ class Workers:
             self._fork_server_ended,
             container.with_folders(request.container, [logs] if request.succession else []),
             shared,
+            job=request.job,
+            node=node,
         )
 
     async def start(self) -> None:
@@ -158,9 +165,20 @@ class Workers:
 
     # --- what there is to tell --------------------------------------------------------------------------------
 
+    @property
+    def meeting_port(self) -> int:
+        """Where a script's ranks may meet by themselves, if this is the first one's node."""
+        return self._place.port
+
+    def _have_met(self) -> bool:
+        if not (self._declared or self._met) and self._workers:
+            self._met = self._place.is_used()
+        return self._met
+
     def beat(self) -> m.Beat:
         now = time.monotonic()
         return m.Beat(
+            met=self._have_met(),
             workers=tuple(
                 m.WorkerBeat(
                     rank=rank,
@@ -170,7 +188,7 @@ class Workers:
                 )
                 for rank, worker in self._workers.items()
                 if worker.pid
-            )
+            ),
         )
 
     def committed(self, iteration: int) -> None:
@@ -217,27 +235,14 @@ class Workers:
                 kind=self._request.program.kind,
                 argv=self._request.program.argv,
                 cwd=self._request.cwd,
-                environment=self._environment_of(start, environment),
+                environment=environment_of(start, self._request, self._inherited(), environment, self.network),
                 log=str(self._logs / f"{self._node}.rank{rank}.log"),
             ),
             theirs,
         )
 
-    def _environment_of(self, start: m.Start, added: dict[str, str]) -> dict[str, str]:
-        inherited = container.of_workers(self._request.container, os.environ)
-        environment = {name: value for name, value in inherited.items() if not name.startswith("MASTER_")}
-        environment.pop(OPEN_FILES, None)
-        environment.setdefault("OMP_NUM_THREADS", ONE_THREAD["OMP_NUM_THREADS"])
-        if self._request.python_path:
-            environment["PYTHONPATH"] = self._request.python_path
-        if "GLOO_SOCKET_IFNAME" not in added:
-            environment = {**self.network, **environment}
-        return environment | {
-            **added,
-            "RANK": str(start.rank),
-            "WORLD_SIZE": str(start.world_size),
-            "LOCAL_RANK": str(start.device),
-        }
+    def _inherited(self) -> Mapping[str, str]:
+        return container.of_workers(self._request.container, os.environ)
 
     def _said(self, rank: int, body: bytes) -> None:
         """Raises ProtocolError for what is no report."""
@@ -249,6 +254,7 @@ class Workers:
         elif label.type in MEETING:
             self._rendezvous.said(rank, decode(_meetings, body))
         else:
+            self._declared = self._declared or label.type == m.Declare.__name__
             worker.record.said(label, body)
             self._tell(m.FromWorker(rank=rank, body=body))
 
@@ -320,6 +326,7 @@ class Workers:
             await asyncio.wait(self._telling, timeout=REAP_S)
         self._forks.close()
         await self._forks.gone(REAP_S)
+        self._place.close()
         spared = {spare, *(process.pid for process in _descendants(spare))} if spare is not None else set()
         left = [process for process in _descendants(os.getpid()) if process.pid not in spared]
         for process in left:

@@ -102,7 +102,8 @@ class LocalLauncher:
                 pass_fds=forks,
             )
             if self._preloading is not None:
-                order = Serve(group=process.pid, log=str(self._job.logs / f"{node}.forkserver.log"))
+                log_of_server = str(self._job.logs / f"{node}.forkserver.log")
+                order = Serve(group=process.pid, log=log_of_server, job=self._job.name, node=node)
                 with suppress(OSError):  # it has ended: the agent will notice
                     self._preloading.send(order, [servers.fileno()])
         return process

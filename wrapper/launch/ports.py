@@ -2,7 +2,8 @@
 
 Every listener between nodes is made by `listen`: the guardian's, a successor's, those of agents for their peers, the
 doctor's. `[slurm] ports` is the range; without one the kernel chooses. What training's own libraries listen on (gloo,
-NCCL) is chosen by them. Decides only which port is tried first.
+NCCL) is chosen by them, but for the place where ranks of a script without resihp meet (`MeetingPlace`). Decides only
+which port is tried first.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import errno
 import os
 import random
 import socket
+from contextlib import suppress
 
 from resihp.errors import UsageError
 from resihp.protocol.serving import BACKLOG
@@ -66,6 +68,44 @@ def _advice(error: OSError) -> str:
             return "see who has all ports that the kernel chooses from: ss -tan"
         case _:
             return "see what this machine allows: ulimit -a"
+
+
+class MeetingPlace:
+    """A port of this machine that is kept free for whoever is told its number: bound, and nobody listens.
+
+    The kernel gives it to nobody who takes what comes, as other jobs' stores and all that connects do. Who listens
+    there has to set SO_REUSEADDR, as torch's store does, and may do so again and again. `port` is 0 where none is free.
+    """
+
+    def __init__(self) -> None:
+        self.port = 0
+        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+        self._kept = socket.socket(family, socket.SOCK_STREAM)
+        with suppress(OSError):
+            if family == socket.AF_INET6:
+                self._kept.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            self._kept.bind(("", 0))
+            # Not before: with it, the kernel could give us one that somebody else keeps in the same way.
+            self._kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self.port = int(self._kept.getsockname()[1])
+
+    def is_used(self) -> bool:
+        """Whether somebody listens there, on whatever address."""
+        for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+            with suppress(OSError), open(table, encoding="ascii") as lines:
+                next(lines)
+                for line in lines:
+                    _, local, _, state, _ = line.split(maxsplit=4)
+                    if state == _LISTENS and int(local.rpartition(":")[2], 16) == self.port:
+                        return True
+        return False
+
+    def close(self) -> None:
+        self._kept.close()
+
+
+_LISTENS = "0A"
+"""A socket's state, as proc(5) has it."""
 
 
 def told(ports: Ports) -> str:

@@ -61,6 +61,7 @@ def _start(request: RunRequest, theirs: socket.socket) -> subprocess.Popen[bytes
     program = request.program
     command = [program.interpreter, "-P", "-m", "resihp.worker.forkserver", "--shared", "--fd", "0"]
     command += ["--parent", str(os.getpid()), "--preload", "" if program.kind == "command" else program.preload]
+    command += ["--job", request.job]
     with (request.of_job.logs / "forkserver.log").open("ab") as log:
         return subprocess.Popen(
             command,

@@ -1,16 +1,20 @@
 """What `resihp run` shows while training runs: a panel on a terminal, plain lines elsewhere, on stderr.
 
 Each line begins with its time (UTC, as in the ledger); a message comes after the iterations that were committed before
-it. Fed by the supervisor with everything that it journals and hears. Only shows; whatever goes wrong here (odd input, a
-terminal that is gone) is counted and never reaches the supervisor.
+it. What rank 0 of a script prints that does not train with resihp goes to stdout as it is, or above the panel: a script
+is known for one once its ranks have met by themselves, or have long said nothing of what they train. Fed by the
+supervisor with everything that it journals and hears. Only shows; whatever goes wrong here (odd input, a terminal that
+is gone) is counted and never reaches the supervisor.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import textwrap
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec
 
@@ -39,6 +43,10 @@ ROOM_FOR_ECHO = 6
 counts lines, takes all of the panel off the screen."""
 BETWEEN_WORDS_S = 15.0
 """Of those that tell how far the start has come."""
+HELD_BACK_S = 30.0
+"""So long what rank 0 prints is held back while nobody knows whether its script trains with resihp."""
+MOST_HELD_BACK = 10_000
+"""Lines; the first ones go."""
 SHOWN_AFTER_FAILURE = 3
 """Iterations that are told one by one after a failure, however fast they are."""
 _STYLES: Mapping[Level, str] = {"progress": "", "notice": "cyan", "warning": "yellow", "error": "bold red"}
@@ -89,6 +97,11 @@ class LiveView:
         self._printed_at = float("-inf")
         self._waited_since = clock()
         self._nodes: set[str] = set()
+        self._trains = False
+        self._plain = not settings.declares
+        """The script is known not to train with resihp."""
+        self._held: deque[str] = deque(maxlen=MOST_HELD_BACK)
+        self._held_since: float | None = None
         self._always = 1
         self._reports: dict[int, int] = {}
         self._drawn_at = float("-inf")
@@ -118,7 +131,12 @@ class LiveView:
             case journal.NodeJoined():
                 self._nodes.add(entry.node)
             case journal.ModelDeclared():
+                self._trains = True
+                self._held.clear()
                 self._goal = entry.declare.iterations
+            case journal.WorkerEnded(exit=0) if not self._trains and not self._plain:
+                self._plain = True
+                self._show_output()
             case journal.PlanDecided():
                 self._layout = entry.plan.layout
                 self._next = entry.next_iteration
@@ -137,6 +155,7 @@ class LiveView:
                 self._line(explain(entry), "")
             case journal.JobEnded():
                 self._show_last()
+                self._show_output()
         self._draw()
 
     @_quiet
@@ -151,14 +170,30 @@ class LiveView:
     @_quiet
     def beats(self, node: str, beat: Beat) -> None:
         """A node's beat; a stopped process shows as suspected."""
+        if beat.met and not self._plain:
+            self._plain = True
+            self._show_output()
         stopped = {worker.rank for worker in beat.workers if worker.state == "T"} & self._ranks.running
         if not stopped <= self._ranks.suspected:
             self._ranks.suspected |= stopped
             self._dirty = True
 
     @_quiet
+    def output(self, lines: Sequence[str]) -> None:
+        """What rank 0 has printed."""
+        if self._trains:
+            return
+        if self._held_since is None:
+            self._held_since = self._clock()
+        self._held.extend(lines)
+        if self._plain or self._clock() - self._held_since > HELD_BACK_S:
+            self._show_output()
+
+    @_quiet
     def tick(self) -> None:
         """Time has passed."""
+        if self._held_since is not None and self._clock() - self._held_since > HELD_BACK_S:
+            self._show_output()
         self._tell_of_the_start()
         self._draw()
 
@@ -166,9 +201,24 @@ class LiveView:
     def close(self) -> None:
         """The job is over: the last iteration is told, the terminal left as it was."""
         self._show_last()
+        self._show_output()
         live, self._live = self._live, None
         if live is not None:
             live.stop()
+
+    def _show_output(self) -> None:
+        """Of a line that was written over and over, as a progress bar's, what came last."""
+        lines = [line.rpartition("\r")[2] for line in self._held]
+        self._held.clear()
+        if not lines:
+            return
+        self._waited_since = self._clock()
+        if self._live is not None and sys.stdout.isatty():
+            for line in lines:
+                self._console.print(Text(literal(line)), soft_wrap=True)
+        else:
+            sys.stdout.write("".join(f"{line}\n" for line in lines))
+            sys.stdout.flush()
 
     # --- what is shown -----------------------------------------------------------------------------------------
 
@@ -193,6 +243,8 @@ class LiveView:
         """Now and then, until there is an iteration, who is there: nodes and models may take minutes."""
         now = self._clock()
         if self._live is not None or self._last is not None or now - self._waited_since < BETWEEN_WORDS_S:
+            return
+        if self._plain:  # there will be none
             return
         self._waited_since = now
         nodes = f"{len(self._nodes)} of {self._settings.nodes} nodes have joined"
@@ -245,7 +297,9 @@ class LiveView:
     def _panel(self) -> Panel:
         width = max(self._console.width - ROOM_FOR_ECHO, 24)
         parts: list[Text] = []
-        if self._last is None:
+        if self._last is None and self._plain:
+            parts.append(Text(f"{self._started()}; what rank 0 prints is above", style="dim"))
+        elif self._last is None:
             started = f", {self._started()}" if self._layout is None else ""
             parts.append(Text(f"waiting for the first iteration{started}", style="dim"))
         else:

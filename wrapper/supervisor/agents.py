@@ -144,6 +144,14 @@ class AgentLinks:
         if self._rosters is not None:
             self._rosters.enlist(node)
 
+    def meeting_place(self, node: str) -> dict[str, str]:
+        """Where ranks of a script that makes process groups of its own can meet, if the first of them is on this node:
+        as torchrun tells them. Empty where its agent was not heard, or has no port for that."""
+        link = self._links.get(node)
+        if link is None or link.join is None or link.peer is None or not link.join.meeting_port:
+            return {}
+        return {"MASTER_ADDR": link.peer.host.strip("[]"), "MASTER_PORT": str(link.join.meeting_port)}
+
     # --- out --------------------------------------------------------------------------------------------------
 
     def spawn(self, node: str, spawn: m.Spawn) -> None:

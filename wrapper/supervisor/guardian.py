@@ -22,7 +22,7 @@ from types import FrameType
 
 import msgspec
 
-from resihp.process import adopt_orphans, ending, wait_for
+from resihp.process import adopt_orphans, ending, name_process, wait_for
 from wrapper.config.run_spec import RunRequest, load
 from wrapper.exit_codes import DEPOSED, REQUEUE
 from wrapper.job_folder import Job, SupervisorFile, hold_lock, note_end
@@ -49,6 +49,7 @@ def guard(run_file: Path, command: Command = supervisor_command) -> int:
     """Run the job to its end; returns the exit code. Raises UsageError when another supervisor has the job."""
     request = load(run_file)
     lock = hold_lock(request.of_job)
+    name_process(request.job, "guardian", keep=1, since=b"run")
     adopt_orphans()  # what a dead supervisor leaves behind is still of this job
     with preloading(request) as forks, listen(request.host, request.ports) as listener:
         inherited = [lock, listener.fileno()]

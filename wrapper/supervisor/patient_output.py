@@ -78,6 +78,14 @@ def never_wait_for_stderr() -> None:
         atexit.register(patient.close)
 
 
+def never_wait_for_stdout() -> None:
+    """The same of stdout, on which a supervisor shows what the script's first rank prints."""
+    if not sys.stdout.isatty() and not isinstance(sys.stdout, PatientOutput):
+        patient = PatientOutput(sys.stdout)
+        sys.stdout = patient
+        atexit.register(patient.close)
+
+
 def log_without_waiting(path: Path) -> None:
     """What this process logs is added to the end of `path`; whoever logs does not wait for it."""
     patient = PatientOutput(path.open("a"))

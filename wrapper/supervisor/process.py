@@ -19,7 +19,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,13 +41,14 @@ from wrapper.exit_codes import BROKEN, CANNOT_LEAD, DEPOSED, REQUEUE, exit_code_
 from wrapper.job_folder import Job, finish_dead_job, note_end, write_private
 from wrapper.launch.allocation import end_time
 from wrapper.launch.launcher import Followers, Launcher, LocalLauncher
+from wrapper.output.first_rank import FirstRank
 from wrapper.sinks.deferred_ledger import LateLedger
 from wrapper.sinks.fanout import LedgerLike, Listeners, listeners, tell_of_the_end
 from wrapper.sinks.progress_file import ProgressFileWriter
 from wrapper.slurm_tasks.job_comment import JobComment, say_at_last
 from wrapper.supervisor.collaborators import ControllerLike, SlurmDeskLike, ViewLike
 from wrapper.supervisor.node_history import NodeMemory
-from wrapper.supervisor.patient_output import log_without_waiting, never_wait_for_stderr
+from wrapper.supervisor.patient_output import log_without_waiting, never_wait_for_stderr, never_wait_for_stdout
 from wrapper.supervisor.shell import Supervisor
 from wrapper.supervisor.thinking.loading import SearchLoader
 from wrapper.supervisor.thinking.thinker import Thinker, command
@@ -161,9 +162,13 @@ async def supervise_with(
     def warn(text: str) -> None:
         loop.call_soon_threadsafe(view.say, "warning", text)
 
+    def show(lines: Sequence[str]) -> None:
+        with suppress(RuntimeError):  # all is over
+            loop.call_soon_threadsafe(view.output, lines)
+
     past = heir.records if heir else ()
-    comment = JobComment(request, past)
-    others = [*listeners(request, ledger, warn, past), comment, ProgressFileWriter(job, past)]
+    comment, first = JobComment(request, past), FirstRank(job.logs, show, past)
+    others = [*listeners(request, ledger, warn, past), comment, first, ProgressFileWriter(job, past)]
     ledger = Listeners(ledger, [*others, *([loader] if loader else [])])
     supervisor = Supervisor(
         request,
@@ -398,6 +403,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--term", type=int, default=0, help="the term that agents were asked about")
     options = parser.parse_args(arguments)
     never_wait_for_stderr()
+    never_wait_for_stdout()
     raise_open_files()
     if options.parent is not None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the shell listens to it

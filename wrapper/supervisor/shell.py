@@ -333,7 +333,10 @@ class Supervisor:
                 )
                 for rank, device in action.workers
             ),
-            environment=dict(self._launcher.worker_environment),
+            environment={
+                **self._launcher.worker_environment,
+                **self._links.meeting_place(next(iter(action.nodes), "")),
+            },
             nodes=self._runs_of(action.nodes),
         )
 

@@ -5,8 +5,10 @@ script's; what one says is its device's, what all of a node say the node's. Fail
 plan, when it is known who shares them, or when the job ends without one: until then the journal has what happened, so
 that another supervisor comes to the same. Nothing is concluded of a program that never declares but that it needs all
 its processes. Until the start budget is spent nobody can tell it from one that is slow to declare, which begins without
-what it has lost: only what is known not to declare (`Settings.declares`) ends with its first loss. `review` is called
-by the controller at the end of each event, `judge` by the `watchdog`.
+what it has lost: only what is known not to declare ends with its first loss. That is a command (`Settings.declares`),
+and a script whose ranks have met by themselves (`have_met`). Of ranks that end one after the other the first one counts
+whose end is not another's doing: a lost peer ends them all. `review` is called by the controller at the end of each
+event, `judge` by the `watchdog`.
 """
 
 from __future__ import annotations
@@ -40,13 +42,24 @@ def review(job: Job) -> None:
         _begin(job)
 
 
+def have_met(job: Job) -> None:
+    """Ranks have found each other without us, and nobody says what they train: they stand or fall together."""
+    if not job.start.met and not job.has_declared:
+        job.start.met = True
+        job.say(
+            "notice",
+            "its script makes process groups of its own: it is launched and watched, and ends with its first rank that "
+            "fails",
+        )
+
+
 def judge(job: Job) -> None:
     """Time has passed."""
     if job.start.early_at is not None and job.now - job.start.early_at > GRACE_S:
         if _is_the_scripts(job) or _is_too_little(job):
             return
         _part_with(job)
-    if not job.settings.declares:
+    if job.needs_all:
         _needs_all(job)
     elif job.start.awaited and job.now - job.start.ordered_at > job.settings.start_budget_s:
         _budget_is_spent(job)
@@ -68,25 +81,28 @@ def _nobody_declared(job: Job) -> None:
     """All have ended: a plain program that is done, or a start that failed everywhere."""
     if _is_the_scripts(job):
         return
-    failed = _failed(job)
-    if failed:
-        _end_for(job, failed)
-    elif _lacks_nodes(job):
-        _too_few(job, "lost, and a program that does not say what it trains cannot do without them")
-    else:
+    if not _ends_for_what_is_lost(job):
         iterations.end_when_gone(job)
 
 
 def _needs_all(job: Job) -> None:
-    """A command ends with the first of its processes that fails, once others may have failed alike, and with a node
-    that it lacks."""
+    """It ends with the first of its processes that fails, once others may have failed alike, and with a node that it
+    lacks."""
+    if _failed(job) and job.live and job.start.early_at is not None and job.now - job.start.early_at <= GRACE_S:
+        return
+    _ends_for_what_is_lost(job)
+
+
+def _ends_for_what_is_lost(job: Job) -> bool:
+    """End what cannot do without any process, if it lacks one: for a node rather than for what then lost its peers."""
     failed = _failed(job)
-    if failed:
-        if job.live and job.start.early_at is not None and job.now - job.start.early_at <= GRACE_S:
-            return
+    if failed and not (_lacks_nodes(job) and set(failed) <= _followers(job)):
         _end_for(job, failed)
     elif _lacks_nodes(job):
         _too_few(job, "lost, and a program that does not say what it trains cannot do without them")
+    else:
+        return False
+    return True
 
 
 def _budget_is_spent(job: Job) -> None:
@@ -146,8 +162,9 @@ def _is_the_scripts(job: Job) -> bool:
         incidents.end(job, 2, job.members[unwilling[0]].unwilling)
         return True
     by_error: dict[str, list[int]] = {}
+    followers = _followers(job)
     for rank, member in sorted(job.members.items()):
-        if member.raised is not None:
+        if member.raised is not None and rank not in followers:
             by_error.setdefault(failures.alike(member.raised.error), []).append(rank)
     worst = max(by_error.values(), key=len, default=[])
     if _is_common(job, worst, nodes):
@@ -162,7 +179,7 @@ def _ends_alike(job: Job, nodes: set[str]) -> bool:
     if job.now - job.start.ordered_at > job.settings.start_budget_s:
         return False
     by_status: dict[int, list[int]] = {}
-    for rank in sorted(job.record.unexplained):
+    for rank in sorted(job.record.unexplained.keys() - _followers(job)):
         member, status = job.members.get(rank), job.record.unexplained[rank] or 0
         if member is None or member.raised is not None or member.unwilling or member.fenced is not None:
             continue
@@ -175,6 +192,13 @@ def _ends_alike(job: Job, nodes: set[str]) -> bool:
         return False
     incidents.program_ends(job, worst, status)
     return True
+
+
+def _followers(job: Job) -> set[int]:
+    """Ranks that failed for the end of another one, where there is one that did not."""
+    failed = {*_failed(job), *(rank for rank, member in job.members.items() if member.raised is not None)}
+    followers = {rank for rank in failed if rank in job.members and job.members[rank].lost_a_peer}
+    return followers if followers < failed or _lacks_nodes(job) else set()
 
 
 def _is_common(job: Job, ranks: list[int], nodes: set[str]) -> bool:
@@ -222,7 +246,7 @@ def _is_too_little(job: Job) -> bool:
     if failed:
         _end_for(job, failed)
     else:
-        _too_few(job, "lost before training began")
+        _too_few(job, f"lost{failures.early_node(job)}")
     return True
 
 
@@ -243,8 +267,10 @@ def _failed(job: Job) -> list[int]:
 
 
 def _end_for(job: Job, failed: list[int]) -> None:
-    """Whatever these ranks failed of is told by the first of them."""
-    rank = failed[0]
+    """Whatever these ranks failed of is told by the first of them whose end is not another's doing."""
+    followers, in_order = _followers(job), list(job.record.unexplained)
+    causes = sorted(set(failed) - followers, key=in_order.index)
+    rank = causes[0] if causes else failed[0]
     place = job.record.placements[rank]
     where = f"rank {rank} ({place.node} device {place.device})"
     member = job.members.get(rank)
@@ -252,18 +278,26 @@ def _end_for(job: Job, failed: list[int]) -> None:
         told = f"could not be started: {job.record.refused[rank]}"
     elif member.raised is not None:
         job.say("error", incidents.traceback_of(job, rank))
-        told = f"{member.raised.error} before training began; other ranks did not raise it"
+        told = f"{member.raised.error}{failures.early(job)}; other ranks did not raise it"
     elif member.unwilling:
         told = member.unwilling
     else:
         how = member.fenced or failures.ending(job.record.unexplained[rank] or 0)
-        told = f"{how} before training began; its log, {place.node}.rank{rank}.log, tells more"
-    others = f"; {len(failed) - 1} more failed" if len(failed) > 1 else ""
+        told = f"{how}{failures.early(job)}; its log, {place.node}.rank{rank}.log, tells more"
+    if len(causes) > 1:
+        told += f"; {len(causes) - 1} more failed"
+    if followers:
+        told += f"; {len(followers)} others then lost their peer"
+    plain = not job.has_declared
     failures.explain_early(job)
-    incidents.end(job, 1, f"{where}: {told}{others}")
+    if plain:
+        job.say("notice", incidents.NOT_RESTARTED)
+    incidents.end(job, 1, f"{where}: {told}")
 
 
 def _too_few(job: Job, what: str) -> None:
     lost = sorted((name for name, node in job.nodes.items() if not node.alive), key=natural) or ["processes were"]
     failures.explain_early(job)
+    if job.needs_all:
+        job.say("notice", incidents.NOT_RESTARTED)
     incidents.too_few(job, f"{', '.join(lost)} {what}")

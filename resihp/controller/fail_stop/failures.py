@@ -26,6 +26,7 @@ def exited(job: Job, event: api.WorkerExited) -> None:
         return
     job.nodes[member.node].last_beat = job.now  # its agent tells of it
     member.exit_status, member.clues = event.status, event.clues
+    member.lost_a_peer = root_causes.lost_a_peer(job, member)
     incidents.bury(job, member, event.status)
     if job.stage == "halting":
         told = f"{job.where(member.rank)}: {ending(event.status)} after training was done"
@@ -43,7 +44,7 @@ def exited(job: Job, event: api.WorkerExited) -> None:
         joins.exited(job, member, ending(event.status))
         return
     incident(job, member, event.status)
-    transition_after(job, {member.rank}, f"{job.where(member.rank)}: {ending(event.status)}")
+    transition_after(job, {member.rank}, f"{job.where(member.rank)}: {_ending_of(member, event.status)}")
     joins.come_back(job, member)
 
 
@@ -59,6 +60,7 @@ def exited_early(job: Job, member: Member, status: int) -> None:
 
 def raised(job: Job, member: Member, raised: m.Raised) -> None:
     member.raised = raised
+    member.lost_a_peer = root_causes.lost_a_peer(job, member)
     if member.declared is None and member.joins:
         return
     job.errors[member.rank] = (raised.iteration, raised.error)
@@ -67,13 +69,23 @@ def raised(job: Job, member: Member, raised: m.Raised) -> None:
         if member.alive:  # until it ends
             job.start.awaited.add(member.rank)
             member.declared = None
-        _tell_early(job, member, f"raised {raised.error}")
+        _tell_early(job, member, f"{'lost a peer, and ' if member.lost_a_peer else ''}raised {raised.error}")
 
 
 def _tell_early(job: Job, member: Member, what: str, *, always: bool = False) -> None:
     if always or alike(what) not in job.start.told:
-        job.say("warning", f"{job.where(member.rank)}: {what} before training began")
+        job.say("warning", f"{job.where(member.rank)}: {what}{early(job)}")
     job.start.told.add(alike(what))
+
+
+def early(job: Job) -> str:
+    """What is added to a loss before the first plan: a program that never says what it trains has no such time."""
+    return " before training began" if job.has_declared else ""
+
+
+def early_node(job: Job) -> str:
+    """The same of nodes: they are lost before anybody could have said anything."""
+    return "" if job.needs_all else " before training began"
 
 
 def alike(what: str) -> str:
@@ -91,12 +103,14 @@ def incident(job: Job, member: Member, status: int) -> None:
             cause = f"rank {member.rank} cannot start: {member.unwilling}"
         if member.fenced:
             cause = f"rank {member.rank} {member.fenced}"
-        evidence = f"pid {member.pid} on node {member.node}: {ending(status)}"
+        evidence = f"pid {member.pid} on node {member.node}: {_ending_of(member, status)}"
     member.exit_status = status
     condemned = root_causes.condemns_its_device(job, member)
-    # A dead GPU reaches the script as an exception; and what one rank alone cannot do at the start is its node's.
+    # A dead GPU reaches the script as an exception; and what one rank alone cannot do at the start is its node's, if
+    # others can do it: of a program that never says what it trains, nobody knows.
     devices = condemned or root_causes.failed_on_its_device(job, member)
-    blamed = (member.raised is None and status != m.ABORT_STATUS) or devices or job.stage == "gathering"
+    alone = job.stage == "gathering" and job.has_declared
+    blamed = (member.raised is None and status != m.ABORT_STATUS) or devices or alone
     stuck = not blamed and member.raised is None  # in an abort, which is no program's fault either
     dead = condemned or (member.node, member.device) in job.dead_devices
     if job.stage != "gathering":  # there it was told when it happened
@@ -179,11 +193,13 @@ def node_lost(job: Job, name: str, reason: str, how: HowLost = "silent", *, cann
 
 def node_lost_early(job: Job, name: str, reason: str, *, cannot_start: bool = False) -> None:
     """Begin without a node, or end if the rest cannot be enough; for good if no other run would do better."""
-    if startup.devices_left(job) >= job.settings.devices_least:
+    if startup.devices_left(job) >= job.settings.devices_least and not job.needs_all:
         startup.go_on_without(job)
         return
-    text = f"node {name}: {reason} before {'training began' if job.nodes[name].devices else 'it joined'}"
+    text = f"node {name}: {reason}{early_node(job) if job.nodes[name].devices else ' before it joined'}"
     explain_early(job)
+    if job.needs_all:
+        job.say("notice", incidents.NOT_RESTARTED)
     if cannot_start:
         incidents.end(job, 5, f"{text}; to be mended first, so not to be run again")
     else:
@@ -246,7 +262,7 @@ def explain_nodes(job: Job) -> None:
 def explain_early(job: Job) -> None:
     """What was lost before the first plan becomes failures: of nodes, with what died there before; of processes and
     devices. All of it is on record, so that another supervisor comes to the same."""
-    for rank, exit in sorted(job.record.unexplained.items()):
+    for rank, exit in list(job.record.unexplained.items()):  # as they ended: the first that tells a cause has it
         if rank in job.record.refused:
             never_started(job, rank, job.record.refused[rank])
         elif exit is not None:
@@ -307,6 +323,13 @@ def communication_failed(job: Job, evidence: str) -> None:
         )
     )
     transitions.park(job, evidence, cautious=job.transition is not None and job.transition.cautious)
+
+
+def _ending_of(member: Member, status: int) -> str:
+    """How a process ended; of one that we have killed, why, for its end tells nothing else."""
+    if member.fenced and status == -signals.SIGKILL:
+        return f"{member.fenced}; then killed by resihp (SIGKILL)"
+    return ending(status)
 
 
 def ending(status: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 from resihp.controller import interface as api
@@ -9,6 +10,12 @@ from resihp.controller.fail_stop import root_causes, silence
 from resihp.controller.nodes import replacements
 from resihp.controller.state import COINCIDENCE_S, Incident, Job, Member
 from resihp.record.journal import Diagnosed, FailureFound, JobEnded, WorkerEnded
+
+_RANK = re.compile(r"rank (\d+)\b(?! \()")
+NOT_RESTARTED = (
+    "nothing was restarted: a script that does not train with resihp.Trainer ends with its first rank that fails; "
+    'submit it again, or have it survive: docs/interface.md, "Scripts that do not use resihp"'
+)
 
 
 def traceback_of(job: Job, rank: int) -> str:
@@ -27,8 +34,8 @@ def program_is_broken(job: Job, rank: int, count: int) -> None:
 def program_ends(job: Job, ranks: list[int], status: int) -> None:
     """Before training began, and not by an exception."""
     count = f"{len(ranks)} ranks" if len(ranks) > 1 else f"rank {ranks[0]}"
-    _blame_script(job, f"{count} exited with status {status} before training began", "")
-    what = f"the training script exits with status {status} before training began"
+    _blame_script(job, f"{count} exited with status {status}", "")
+    what = f"the training script exits with status {status}"
     end(job, 93, f"{what}, on {count}; no node is to blame")
 
 
@@ -87,6 +94,8 @@ def log_incidents(job: Job) -> list[int]:
         if incident.kind == "fail-stop" and job.excused(incident.node or "", incident.found_at):
             incident.cause += " when agents were told to stop"
             incident.component, incident.node, incident.device = "process", None, None
+        if incident.node is None and job.stage == "gathering" and not job.has_declared:
+            incident.cause = _with_its_place(job, incident.cause)
         numbers.append(job.record.failures + 1)
         entry = FailureFound(
             failure=job.record.failures + 1,
@@ -107,6 +116,13 @@ def log_incidents(job: Job) -> list[int]:
         job.log(entry)
     job.incidents = []
     return numbers
+
+
+def _with_its_place(job: Job, cause: str) -> str:
+    """Where the rank is that a cause begins with: of a script of which nobody knows more, no node is to blame, but it
+    is to be found."""
+    found = _RANK.match(cause)
+    return cause if found is None or int(found[1]) not in job.members else _RANK.sub(job.where(int(found[1])), cause)
 
 
 def _diagnosed(incident: Incident) -> Diagnosed | None:

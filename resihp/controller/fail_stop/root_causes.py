@@ -18,12 +18,13 @@ from collections.abc import Iterable
 from resihp.controller.state import Incident, Job, Member
 from resihp.detector.diagnosis.diagnosis import Diagnosis, Report, diagnose
 from resihp.detector.diagnosis.signatures import Depth, signature_of
-from resihp.protocol.messages import Clue
+from resihp.protocol.messages import ABORT_STATUS, Clue
 from resihp.record.journal import Diagnosed
 
 MOST_EVIDENCE = 6000
 DEVICES_ERROR = "AcceleratorError"
 """What torch calls an error of CUDA's since 2.8; a RuntimeError before."""
+_OF_A_PROCESS = ("process", "script")
 ENDS = ("unknown", "fenced", "gone", "node lost")
 """Codes of diagnoses that rest on how a process ended alone; beside these `exit N`."""
 
@@ -42,6 +43,12 @@ def failed_on_its_device(job: Job, member: Member) -> bool:
     """Whether what a rank raised came from its device, and nothing says that the program asked the device for it."""
     raised = member.raised is not None and member.raised.error.startswith(DEVICES_ERROR)
     return raised and _own(job, member).category not in ("program", "memory")
+
+
+def lost_a_peer(job: Job, member: Member) -> bool:
+    """Whether a process only tells of another one's end. Nobody kills itself with SIGKILL for a lost peer: what such a
+    process wrote of peers is of another time."""
+    return member.exit_status != -signals.SIGKILL and _own(job, member).secondary
 
 
 def own_words(job: Job, member: Member) -> str:
@@ -123,7 +130,8 @@ def _is_surely_of(job: Job, member: Member, clue: Clue) -> bool:
 
 def _merge(job: Job) -> None:
     """Who only lost a peer is part of the first failure that has a cause, if there is one."""
-    roots = [i for i in job.incidents if i.diagnosis is not None and not i.diagnosis.secondary]
+    own = [i for i in job.incidents if i.diagnosis is not None and not i.diagnosis.secondary]
+    roots = [i for i in own if not _is_hung_abort(job, i)]
     roots += [i for i in job.incidents if i.component == "node"]
     if not roots:
         return
@@ -133,15 +141,25 @@ def _merge(job: Job) -> None:
         root.ranks |= victim.ranks
         root.explains |= victim.explains
         lines = victim.diagnosis.evidence if victim.diagnosis is not None else ()
-        root.evidence = "\n".join((root.evidence, *lines))[:MOST_EVIDENCE]
+        root.evidence = _joined(f"{root.evidence}\nthen {victim.cause}", lines)
     job.incidents = [incident for incident in job.incidents if incident not in victims]
 
 
 def _follows(job: Job, incident: Incident) -> bool:
-    """Nobody kills itself with SIGKILL for a lost peer: what such a process wrote of peers is of another time."""
-    if incident.diagnosis is None or not incident.diagnosis.secondary or incident.component != "process":
+    """An abort that hangs is another's end as well. What a script raised that trains with us is always its own: there
+    a lost peer reaches no script."""
+    members = _members(job, incident)
+    if _is_hung_abort(job, incident):
+        return True
+    if incident.diagnosis is None or not incident.diagnosis.secondary or incident.component not in _OF_A_PROCESS:
         return False
-    return all(m.raised is None and m.exit_status != -signals.SIGKILL for m in _members(job, incident))
+    return all(m.exit_status != -signals.SIGKILL and (m.raised is None or not job.has_declared) for m in members)
+
+
+def _is_hung_abort(job: Job, incident: Incident) -> bool:
+    """Whether it is a process that we had end, since its communicators could not be aborted."""
+    members = _members(job, incident)
+    return bool(members) and all(member.exit_status == ABORT_STATUS for member in members)
 
 
 # --- how it is told -----------------------------------------------------------------------------------------------

@@ -23,6 +23,8 @@ def beat(job: Job, event: api.AgentBeat) -> None:
     if node is None or not node.alive:
         return
     node.last_beat = job.now
+    if event.beat.met and job.stage == "gathering":
+        early_losses.have_met(job)
     silence.ended(job, node.name, "passed", "beats again")
     for beat in event.beat.workers:
         member = job.members.get(beat.rank)

@@ -315,4 +315,4 @@ def test_an_exception_of_one_rank_alone_is_told_when_the_others_do_not_get_ready
     assert job.end is None
     job.wait(10)
     assert job.end is not None
-    assert "ValueError: broken before training began; other ranks did not raise it" in job.end[1]
+    assert "ValueError: broken; other ranks did not raise it" in job.end[1]

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from resihp.errors import ResihpError, UsageError
-from wrapper.commands.logs.tail import GrowingFiles, last_lines
 from wrapper.output.answers import SCHEMA, JobArgument, JsonOption, message, to_json
+from wrapper.output.tail import GrowingFiles, last_lines
 
 if TYPE_CHECKING:
     from wrapper.job_folder import Job

@@ -17,7 +17,7 @@ def last_words(job: Job) -> str:
     """Path of its log, with the last lines where nobody has shown a traceback of it; empty if no worker failed."""
     nodes: dict[int, str] = {}
     failed: int | None = None
-    shown = False
+    cause: journal.FailureFound | None = None
     with suppress(OSError, ProtocolError, JobNotFoundError):
         for record in job.records():
             match record.entry:
@@ -25,8 +25,11 @@ def last_words(job: Job) -> str:
                     nodes[rank] = node
                 case journal.WorkerEnded(rank=rank, exit=status) if status and failed is None:
                     failed = rank
-                case journal.FailureFound(evidence=evidence):
-                    shown = shown or "Traceback" in evidence or "Error" in evidence
+                case journal.FailureFound() as found if cause is None:
+                    cause = found
+    shown = cause is not None and "Traceback" in cause.evidence
+    if cause is not None and cause.diagnosed is not None and cause.diagnosed.ranks:
+        failed = cause.diagnosed.ranks[0]  # who was noticed first may only have lost a peer
     if failed is None or failed not in nodes:
         return ""
     log = job.logs / f"{nodes[failed]}.rank{failed}.log"

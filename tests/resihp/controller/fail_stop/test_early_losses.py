@@ -68,7 +68,7 @@ def test_what_differs_in_a_number_alone_is_the_same() -> None:
     assert job.end[0] == 93
     (failure,) = job.all(FailureFound)
     assert failure.cause == "4 ranks raised the same: FileNotFoundError: [Errno 2] No such file or directory: '/data/0'"
-    told = [action.text for action in job.actions if isinstance(action, api.Say) and "before training" in action.text]
+    told = [action.text for action in job.actions if isinstance(action, api.Say) and ": raised " in action.text]
     assert len(told) == 1, "said of the first rank alone"
 
 
@@ -78,15 +78,12 @@ def test_a_script_that_exits_alike_everywhere_is_one_failure() -> None:
     for rank in range(4):
         ends(job, rank, status=3)
     assert job.end is not None
-    assert job.end == (
-        93,
-        "the training script exits with status 3 before training began, on 4 ranks; no node is to blame",
-    )
+    assert job.end == (93, "the training script exits with status 3, on 4 ranks; no node is to blame")
     (failure,) = job.all(FailureFound)
     assert (failure.component, failure.node, failure.cause) == (
         "script",
         None,
-        "4 ranks exited with status 3 before training began",
+        "4 ranks exited with status 3",
     )
 
 
@@ -267,7 +264,7 @@ def test_a_plain_program_ends_with_its_first_failure() -> None:
     assert job.end is not None
     code, reason = job.end
     assert code == 1
-    assert reason.startswith("rank 2 (n2 device 0): killed by signal 9 (SIGKILL) before training began")
+    assert reason == "rank 2 (n2 device 0): killed by signal 9 (SIGKILL); its log, n2.rank2.log, tells more"
 
 
 # --- who comes later ------------------------------------------------------------------------------------------------

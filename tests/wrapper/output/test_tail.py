@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from wrapper.commands.logs import tail
-from wrapper.commands.logs.tail import GrowingFiles, last_lines
+from wrapper.output.tail import GrowingFiles, last_lines
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ House style: lower case, subject first, ids in.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 
 from resihp.record import journal
@@ -42,6 +43,9 @@ DETECTORS: Mapping[str, str] = {
 """What it means what the detector judges by."""
 
 
+_RANK = re.compile(r"rank \d+\b")
+
+
 def _numbers(numbers: tuple[int, ...], one: str) -> str:
     return f"{one} {numbers[0]}" if len(numbers) == 1 else f"{one}s {', '.join(map(str, numbers))}"
 
@@ -57,14 +61,16 @@ def _failure(entry: journal.FailureFound) -> str:
     where = [entry.node] if entry.node is not None else []
     if entry.device is not None:
         where.append(f"device {entry.device}")
-    if len(entry.ranks) == 1 and where:
-        subject = f"rank {entry.ranks[0]}"
+    first = _RANK.match(cause)
+    if where and (len(entry.ranks) == 1 or first is not None):
+        subject = first[0] if first is not None else f"rank {entry.ranks[0]}"
         bare = cause.removeprefix(subject).strip(" :")
         cause = f"{subject} ({' '.join(where)}) {bare}"
     elif entry.ranks and entry.component == "node":
         cause = f"{cause}, {rank_list(entry.ranks)} lost"
     when = "slow since" if entry.kind == "fail-slow" else "noticed in"
-    return f"failure {entry.failure}: {cause}, {when} iteration {entry.iteration}"
+    told = f", {when} iteration {entry.iteration}" if entry.epoch else ""  # else there is no plan yet, or never will be
+    return f"failure {entry.failure}: {cause}{told}"
 
 
 def _suspicion(entry: journal.Suspected) -> str:

@@ -128,3 +128,10 @@ def test_the_title_is_seen_and_the_environment_stays() -> None:
         [sys.executable, "-c", script], env={"HELD": "by-this"}, capture_output=True, text=True, check=True
     )
     assert done.stdout.splitlines() == ["resihp job 6 rank 5", "resihp rank 5", "True"]
+
+
+def test_a_command_follows_the_title_from_the_word_that_it_is_found_by() -> None:
+    words = [b"/venv/bin/python", b"/venv/bin/resihp", b"run", b"--local", b"--", b"python", b"train.py", b""]
+    room = sum(len(word) + 1 for word in words[:-1])
+    told = titled(b"resihp job 6 guardian", words, 1, room, since=b"run").rstrip(b"\0").split(b"\0")
+    assert told[:2] == [b"resihp job 6 guardian", b"run"]

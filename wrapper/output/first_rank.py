@@ -29,6 +29,8 @@ class FirstRank:
         self._show = show
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
+        self.follows = False
+        """Whether the log has been looked at: what comes from then on is handed on."""
         self._trains = any(isinstance(record.entry, ModelDeclared) for record in past)
         for record in past:
             if isinstance(record.entry, WorkerStarted):
@@ -64,6 +66,7 @@ class FirstRank:
         with suppress(OSError):
             at = log.stat().st_size if from_its_end else 0
         growing.begin(log, at)
+        self.follows = True
         over = False
         while not over:
             over = self._over.wait(LOOK_EVERY_S)

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import pytest
 
 from resihp.errors import UsageError
-from wrapper.launch.ports import listen
+from wrapper.launch.ports import MeetingPlace, listen
 
 
 def free_range(count: int) -> tuple[int, int]:
@@ -77,3 +77,22 @@ def test_a_range_that_is_blocked_is_told_in_one_line_with_the_next_command(
     with pytest.raises(UsageError) as refused:
         listen("10.0.0.1", (600, 600))
     assert str(refused.value) == f"10.0.0.1: cannot listen on port 600: {os.strerror(code)}; {advice}"
+
+
+def test_a_meeting_place_is_given_to_nobody_but_who_asks_for_it() -> None:
+    """As torch's store does: on all addresses, with SO_REUSEADDR, again where it was there before."""
+    place = MeetingPlace()
+    try:
+        assert place.port > 0
+        assert not place.is_used()
+        other = MeetingPlace()
+        assert other.port != place.port
+        other.close()
+        with pytest.raises(OSError, match="in use"), socket.socket() as stranger:
+            stranger.bind(("127.0.0.1", place.port))
+        for address, family in (("127.0.0.1", socket.AF_INET), ("", socket.AF_INET)):
+            with socket.create_server((address, place.port), family=family):  # sets SO_REUSEADDR
+                assert place.is_used()
+        assert not place.is_used()
+    finally:
+        place.close()

@@ -16,6 +16,7 @@ from resihp.parallelism.plan import Plan, spread
 from resihp.protocol.messages import Beat, StepOutcome, Stepped, WorkerBeat
 from resihp.record import journal
 from resihp.settings import Settings
+from tests.resihp.controller.direct import DECLARE
 from wrapper.output.render import Health, count, duration, layout_grid, legend, literal
 from wrapper.sinks.terminal import LiveView
 
@@ -533,3 +534,54 @@ def test_odd_input_and_a_lost_terminal_never_reach_the_supervisor(terminal: bool
         view.entry(journal.Record(seq, 0.0, entry))
     view.close()
     assert view.errors > 0
+
+
+# --- what rank 0 prints ---------------------------------------------------------------------------------------------
+
+
+def printed(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return capsys.readouterr().out.splitlines()
+
+
+def test_what_rank_0_prints_is_shown_once_its_script_is_known_not_to_train_with_us(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shown = Shown(terminal=False)
+    shown.view.output(["loading", " 10%\r 50%\r100%"])
+    assert printed(capsys) == []
+    shown.view.beats("n1", Beat(workers=(), met=True))
+    assert printed(capsys) == ["loading", "100%"]
+    shown.view.output(["step 1"])
+    assert printed(capsys) == ["step 1"]
+    for _ in range(60):
+        shown.now += 1.0
+        shown.view.tick()
+    assert shown.text == "", "nobody waits for an iteration"
+    assert shown.view.errors == 0
+
+
+def test_what_rank_0_prints_of_a_script_that_trains_with_us_stays_in_its_log(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shown = Shown(terminal=False)
+    shown.view.output(["loading"])
+    shown.view.entry(journal.Record(1, BEGAN, journal.ModelDeclared(declare=DECLARE)))
+    shown.view.output(["step 1"])
+    shown.now += 100.0
+    shown.view.tick()
+    shown.view.close()
+    assert printed(capsys) == []
+
+
+@pytest.mark.parametrize("end", ["time", "an exit", "the end"])
+def test_what_rank_0_prints_is_not_held_back_for_ever(capsys: pytest.CaptureFixture[str], end: str) -> None:
+    shown = Shown(terminal=False)
+    shown.view.output(["hello"])
+    if end == "time":
+        shown.now += 31.0
+        shown.view.tick()
+    elif end == "an exit":
+        shown.view.entry(journal.Record(1, BEGAN, journal.WorkerEnded(rank=0, exit=0, epoch=0)))
+    else:
+        shown.view.close()
+    assert printed(capsys) == ["hello"]

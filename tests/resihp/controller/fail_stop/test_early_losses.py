@@ -393,3 +393,89 @@ def test_a_command_cannot_do_without_any_of_its_processes(what: str) -> None:
     job.wait(5)
     assert job.end is not None
     assert job.end[0] in ((1,) if what == "process" else (5, 75))
+
+
+# --- a script that makes process groups of its own -------------------------------------------------------------------
+
+PEER = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:{}."
+
+
+def met(**settings: Any) -> Start:
+    """Its ranks have found each other, and nobody has said what they train."""
+    job = gathered(**settings)
+    job.spawn(0, 1, 2, 3)
+    job.feed(api.AgentBeat(node="n1", beat=m.Beat(workers=(), met=True)))
+    return job
+
+
+def lines(job: Start) -> list[str]:
+    return [action.text for action in job.actions if isinstance(action, api.Say)]
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["noticed first", "noticed last"])
+@pytest.mark.parametrize("how", ["killed", "exited", "raised"])
+def test_the_rank_that_ended_the_others_is_the_one_failure(how: str, first: bool) -> None:
+    job = met()
+    peers = [lambda rank=rank: ends(job, rank, PEER.format(4000 + rank)) for rank in (0, 1, 3)]
+    ways = {
+        "killed": lambda: ends(job, 2, status=-9),
+        "exited": lambda: ends(job, 2, status=3),
+        "raised": lambda: ends(job, 2, "ValueError: no such token"),
+    }
+    for end in (ways[how], *peers) if first else (*peers, ways[how]):
+        end()
+    assert job.end is not None
+    code, reason = job.end
+    assert code == 1, "three of four ranks raised the same, and yet the script is not broken"
+    said = {
+        "killed": "killed by signal 9 (SIGKILL); its log, n2.rank2.log, tells more",
+        "exited": "exited with status 3; its log, n2.rank2.log, tells more",
+        "raised": "ValueError: no such token; other ranks did not raise it",
+    }
+    assert reason == f"rank 2 (n2 device 0): {said[how]}; 3 others then lost their peer"
+    (failure,) = job.all(FailureFound)
+    assert failure.ranks == (0, 1, 2, 3)
+    assert "then rank 0 raised RuntimeError" in failure.evidence
+    if how == "raised":
+        assert (failure.kind, failure.node) == ("program", None)
+        assert failure.cause == "rank 2 (n2 device 0) raised ValueError: no such token"
+    else:
+        assert (failure.kind, failure.node, failure.device) == ("fail-stop", "n2", 0)
+    assert not any("before training" in line for line in lines(job))
+    assert any(line.startswith("nothing was restarted: ") for line in lines(job))
+
+
+def test_whose_ranks_have_met_ends_with_its_first_failure() -> None:
+    """A script that may still say what it trains would be waited for; this one cannot do with less."""
+    job = met()
+    ends(job, 2, status=-9)
+    job.wait(2)
+    assert job.end is None, "others may fail alike"
+    job.wait(3)
+    assert job.end == (1, "rank 2 (n2 device 0): killed by signal 9 (SIGKILL); its log, n2.rank2.log, tells more")
+
+
+def test_whose_ranks_have_met_does_not_begin_without_a_node() -> None:
+    job = met(slurm=False)
+    ends(job, 0, PEER.format(4000))
+    job.feed(api.AgentLost(node="n2", reason="its agent is gone", how="agent"))
+    assert job.end == (5, "node n2: its agent is gone")
+    (failure,) = job.all(FailureFound)
+    assert (failure.component, failure.node, failure.ranks) == ("node", "n2", (0, 2, 3))
+
+
+def test_who_says_what_it_trains_may_meet_as_it_likes() -> None:
+    job = gathered()
+    job.train(0, 1, 2)
+    job.spawn(3)
+    job.feed(api.AgentBeat(node="n1", beat=m.Beat(workers=(), met=True)))
+    ends(job, 3, status=-9)
+    assert first_plan(job).layout.ranks == (0, 1, 2)
+
+
+def test_what_all_ranks_say_of_peers_is_the_scripts_where_nobody_said_more() -> None:
+    job = met()
+    for rank in range(4):
+        ends(job, rank, "ConnectionRefusedError: [Errno 111] Connection refused")
+    assert job.end is not None
+    assert job.end[0] == 93

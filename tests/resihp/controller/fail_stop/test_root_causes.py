@@ -529,3 +529,12 @@ def test_of_many_lines_that_only_the_kernel_said_none_blames_the_next_process_ei
     job.exit(2, burst[-1], status=-6)
     entry = job.failures()[-1]
     assert (entry.component, entry.cause) == ("process", "rank 2 killed by signal 6 (SIGABRT)")
+
+
+def test_an_abort_that_hangs_after_a_loss_is_part_of_that_failure() -> None:
+    job = Job()
+    job.exit(1, status=-9)
+    job.exit(2, status=m.ABORT_STATUS)
+    (entry,) = job.failures()
+    assert (entry.cause, entry.ranks) == ("rank 1 killed by signal 9 (SIGKILL)", (1, 2))
+    assert "then rank 2 exited, since an abort of its communicators did not end" in entry.evidence

@@ -1,0 +1,55 @@
+"""Rank 0's log, followed until the job says what it trains."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from resihp.record.journal import AnyEntry, ModelDeclared, Record, WorkerStarted
+from tests.resihp.controller.direct import DECLARE
+from tests.waiting import until
+from wrapper.output.first_rank import FirstRank
+
+STARTED = WorkerStarted(rank=0, node="n1", device=0, pid=1, epoch=0)
+
+
+def records(*entries: AnyEntry) -> list[Record]:
+    return [Record(seq, 0.0, entry) for seq, entry in enumerate(entries, 1)]
+
+
+def test_lines_are_handed_on_as_they_come_and_the_last_ones_at_the_end(tmp_path: Path) -> None:
+    shown: list[str] = []
+    first = FirstRank(tmp_path, shown.extend)
+    other = WorkerStarted(rank=1, node="n1", device=1, pid=2, epoch=0)
+    for record in records(other, STARTED):
+        first.submit(record)
+    (tmp_path / "n1.rank1.log").write_text("not this\n")
+    log = tmp_path / "n1.rank0.log"
+    log.write_text("one\ntw")
+    until(lambda: shown == ["one"])
+    with log.open("a") as file:
+        file.write("o\nthree")
+    first.close(time.monotonic() + 5)
+    assert shown == ["one", "two", "three"]
+
+
+def test_nothing_more_is_handed_on_once_the_job_says_what_it_trains(tmp_path: Path) -> None:
+    shown: list[str] = []
+    first = FirstRank(tmp_path, shown.extend)
+    for record in records(STARTED, ModelDeclared(declare=DECLARE)):
+        first.submit(record)
+    (tmp_path / "n1.rank0.log").write_text("iteration 1\n")
+    first.close(time.monotonic() + 5)
+    assert shown == []
+
+
+def test_a_successor_goes_on_with_what_comes(tmp_path: Path) -> None:
+    shown: list[str] = []
+    log = tmp_path / "n1.rank0.log"
+    log.write_text("before\n")
+    first = FirstRank(tmp_path, shown.extend, records(STARTED))
+    until(lambda: first.follows)
+    with log.open("a") as file:
+        file.write("after\n")
+    first.close(time.monotonic() + 5)
+    assert shown == ["after"]

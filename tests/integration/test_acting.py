@@ -24,7 +24,9 @@ def test_a_checkpoint_now_a_list_of_them_and_a_stop(job: Job) -> None:
     job.until(lambda: committed(job) >= 3)
     titles = {process.cmdline()[0] for process in job.processes()}
     assert titles >= {
+        "resihp job local-1 guardian",
         "resihp job local-1 supervisor",
+        *(f"resihp job local-1 fork server {node}" for node in ("n1", "n2")),
         *(f"resihp job local-1 agent {node}" for node in ("n1", "n2")),
         *(f"resihp job local-1 rank {rank}" for rank in range(4)),
     }

@@ -74,6 +74,7 @@ def test_stopped_worker_is_found_by_its_state(job: Job, undisturbed: Callable[[]
     assert_same_training(job, undisturbed())
     (failure,) = job.history("failures")
     assert "stopped" in failure["cause"]
+    assert failure["evidence"].endswith("; then killed by resihp (SIGKILL)")
 
 
 def test_fault_that_did_not_fire_fails_the_run(job: Job) -> None:

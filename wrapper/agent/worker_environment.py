@@ -2,7 +2,7 @@
 
 A script that knows nothing of resihp finds its ranks and its peers there, as `init_process_group("nccl")` does. Where
 they meet is the first rank's own to listen on, which then holds the store: its agent keeps the port free for it
-(`wrapper.launch.ports.MeetingPlace`). There is no store of the agent's, and no restart of workers on the same node, so
+(`wrapper.launch.ports.KeptPort`). There is no store of the agent's, and no restart of workers on the same node, so
 that TORCHELASTIC_USE_AGENT_STORE is False and TORCHELASTIC_MAX_RESTARTS 0. Pure; called by `wrapper.agent.workers`.
 """
 

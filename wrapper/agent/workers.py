@@ -32,7 +32,7 @@ from wrapper.agent.worker_environment import environment_of
 from wrapper.agent.worker_history import LAST_STEPS, MOST_STEPS, WorkerRecord
 from wrapper.config import container
 from wrapper.config.run_spec import RunRequest
-from wrapper.launch.ports import MeetingPlace
+from wrapper.launch.ports import KeptPort
 
 REAP_S = 2.0
 LAST_WORDS_S = 0.2
@@ -83,7 +83,7 @@ class Workers:
         self._rendezvous = Relay(tell, self._hand_to)
         self._kernel = KernelClues()
         self._newest_epoch = 0
-        self._place = MeetingPlace()
+        self._place = KeptPort()
         self._declared = self._met = False
         """Whether any worker has said what it trains; whether they have met by themselves, without that."""
         self._idle = asyncio.Event()

@@ -2,7 +2,7 @@
 
 Every listener between nodes is made by `listen`: the guardian's, a successor's, those of agents for their peers, the
 doctor's. `[slurm] ports` is the range; without one the kernel chooses. What training's own libraries listen on (gloo,
-NCCL) is chosen by them, but for the place where ranks of a script without resihp meet (`MeetingPlace`). Decides only
+NCCL) is chosen by them, but for the place where ranks of a script without resihp meet (`KeptPort`). Decides only
 which port is tried first.
 """
 
@@ -70,7 +70,7 @@ def _advice(error: OSError) -> str:
             return "see what this machine allows: ulimit -a"
 
 
-class MeetingPlace:
+class KeptPort:
     """A port of this machine that is kept free for whoever is told its number: bound, and nobody listens.
 
     The kernel gives it to nobody who takes what comes, as other jobs' stores and all that connects do. Who listens

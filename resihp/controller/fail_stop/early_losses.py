@@ -246,7 +246,7 @@ def _is_too_little(job: Job) -> bool:
     if failed:
         _end_for(job, failed)
     else:
-        _too_few(job, f"lost{failures.early_node(job)}")
+        _too_few(job, "lost" if job.needs_all else "lost before training began")
     return True
 
 

@@ -498,6 +498,8 @@ def test_a_stopped_process_is_fenced_then_a_failure(seed: int) -> None:
     (failure,) = result.failures
     assert failure.ranks == (2,)
     assert "stopped" in failure.cause
+    assert " is stopped, no progress for " in failure.evidence
+    assert failure.evidence.endswith("; then killed by resihp (SIGKILL)"), "its end is our doing"
     assert result.exit_code == 0
     ended = {entry.rank: entry.exit for entry in result.all(WorkerEnded)}
     assert ended[2] == -SIGKILL

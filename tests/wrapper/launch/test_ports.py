@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import pytest
 
 from resihp.errors import UsageError
-from wrapper.launch.ports import MeetingPlace, listen
+from wrapper.launch.ports import KeptPort, listen
 
 
 def free_range(count: int) -> tuple[int, int]:
@@ -81,11 +81,11 @@ def test_a_range_that_is_blocked_is_told_in_one_line_with_the_next_command(
 
 def test_a_meeting_place_is_given_to_nobody_but_who_asks_for_it() -> None:
     """As torch's store does: on all addresses, with SO_REUSEADDR, again where it was there before."""
-    place = MeetingPlace()
+    place = KeptPort()
     try:
         assert place.port > 0
         assert not place.is_used()
-        other = MeetingPlace()
+        other = KeptPort()
         assert other.port != place.port
         other.close()
         with pytest.raises(OSError, match="in use"), socket.socket() as stranger:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from wrapper.commands.logs import tail
+from wrapper.output import tail
 from wrapper.output.tail import GrowingFiles, last_lines
 
 

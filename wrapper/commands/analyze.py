@@ -1,8 +1,8 @@
-"""`resihp analyze FILE`: slow-downs in a Megatron-LM log, a CSV of iteration times, or a per-operation trace.
+"""`resihp analyze FILE`: slow-downs in a log, a table of iteration times, or a per-operation trace.
 
-Reads the file, recognises it by content, has it judged (`resihp.detector.offline.logs`, `series`, `operations`), and
-shows what was found: JSON for programs, a table and two sentences for people, a picture on request. Data goes to
-stdout, messages to stderr. Everything that takes time to import is imported in the functions.
+Reads the file, or its stdin, recognises it by content, has it judged (`resihp.detector.offline.recordings`, `series`,
+`operations`), and shows what was found: JSON for programs, a table and two sentences for people, a picture on request.
+Data goes to stdout, messages to stderr. Everything that takes time to import is imported in the functions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from resihp.detector.offline.analysis import Analysis, SpeedChange
-    from resihp.detector.offline.logs import Recording
+    from resihp.detector.offline.recordings.recording import Recording
 
 LARGEST_BYTES = 2 << 30
 SHOWN = 40
@@ -38,16 +38,22 @@ def register(app: typer.Typer) -> None:
 
 
 def analyze(
-    file: Annotated[Path, typer.Argument(help="A log, a CSV or a parquet trace.", show_default=False)],
+    file: Annotated[
+        Path, typer.Argument(help="A log, a CSV, JSON lines or a Parquet file; - is stdin.", show_default=False)
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw a picture into this file.", show_default=False)] = None,
 ) -> None:
     """Find slow-downs in what a training run left behind.
 
-    A Megatron-LM log, a CSV with columns iteration and seconds or milliseconds
-    (and rank, tokens, sum_squared_lengths), or a parquet of single operations.
+    A Megatron-LM log; what resihp run printed, as in a Slurm job's output; a CSV
+    with columns iteration and seconds or milliseconds (and rank, tokens,
+    sum_squared_lengths); JSON lines with an iteration and a time; a Parquet file
+    of resihp history or db export, or of single operations.
 
     Example: resihp analyze train.log --plot times.png
+
+    Example: resihp history iterations local-3 --json | resihp analyze -
     """
     analysis, recording = judge(file)
     if as_json:
@@ -62,33 +68,79 @@ def analyze(
 
 def judge(file: Path) -> tuple[Analysis, Recording | None]:
     """What is found in a file, and its iteration times where it holds them. Raises UsageError."""
-    from resihp.detector.offline import logs
+    from resihp.detector.offline.recordings import formats
+    from resihp.detector.offline.series import analyse
 
     content = _content(file)
     try:
-        if logs.recognise(content) == "parquet":
+        if formats.recognise(content) != "parquet":
+            recording = formats.read(content)
+        elif (table := _table(content)) is None:
             return _operations(content), None
-        from resihp.detector.offline.series import analyse
-
-        recording = logs.read(content)
+        else:
+            recording = formats.usable(table)
         return analyse(recording.kind, recording.runs, recording.remarks), recording
     except ResihpError as error:
-        raise type(error)(f"{file}: {error}") from None
+        raise type(error)(f"{_named(file)}: {error}") from None
+
+
+def _named(file: Path) -> str:
+    return "stdin" if str(file) == "-" else str(file)
 
 
 def _content(file: Path) -> bytes:
     try:
-        size = file.stat().st_size
-        if size > LARGEST_BYTES:
-            raise UsageError(
-                f"{file}: {size / 2**30:.1f} GiB, more than {LARGEST_BYTES >> 30}; "
-                "cut it down first: grep 'elapsed time per iteration' FILE > smaller.log"
-            )
-        return file.read_bytes()
+        if str(file) == "-":
+            content = sys.stdin.buffer.read(LARGEST_BYTES + 1)
+            size = len(content)
+        else:
+            size = file.stat().st_size
+            content = file.read_bytes() if size <= LARGEST_BYTES else b""
+    except IsADirectoryError:
+        raise UsageError(f"{file}: is a folder; name a file of it{_of_export(file)}") from None
     except OSError as error:
         raise UsageError(
-            f"{file}: cannot be read: {error.strerror or error}; name a log, CSV or parquet file"
+            f"{_named(file)}: cannot be read: {error.strerror or error}; name a log, CSV, JSON or parquet file"
         ) from None
+    if size > LARGEST_BYTES:
+        raise UsageError(
+            f"{_named(file)}: {'more than ' if str(file) == '-' else f'{size / 2**30:.1f} GiB, more than '}"
+            f"{LARGEST_BYTES >> 30} GiB; cut it down first: grep 'elapsed time per iteration' FILE > smaller.log"
+        )
+    return content
+
+
+def _of_export(folder: Path) -> str:
+    """Of what `db export` wrote, the newest file of iterations."""
+    found = sorted([*folder.glob("iterations.parquet"), *folder.glob("iterations/*.parquet")])
+    return f": resihp analyze {found[-1]}" if found else ""
+
+
+_UNREADABLE = "begins like a parquet file but cannot be read as one: {}; is it complete?"
+
+
+def _table(content: bytes) -> Recording | None:
+    """Iteration times of `history --parquet` or `db export`, and of whoever names columns alike; None of a file of
+    operations. Raises UsageError."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from resihp.detector.offline.recordings import fields
+    from resihp.detector.offline.traces import COLUMNS
+
+    try:
+        file = pq.ParquetFile(io.BytesIO(content))
+        names = {name.lower(): name for name in file.schema_arrow.names}
+        wanted = [name for name in fields.COLUMNS if name in names]
+        if "optype" in names or len(set(COLUMNS) & set(names)) > 3 or not set(fields.ITERATION) & set(wanted):
+            return None
+        columns = file.read(columns=[names[name] for name in wanted]).to_pydict()
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise UsageError(_UNREADABLE.format(str(error).splitlines()[0])) from None
+    rows = zip(*(columns[names[name]] for name in wanted), strict=True)
+    return fields.read_rows(
+        [fields.NamedRow(number, dict(zip(wanted, row, strict=True))) for number, row in enumerate(rows, 1)]
+    )
 
 
 def _operations(content: bytes) -> Analysis:
@@ -100,8 +152,7 @@ def _operations(content: bytes) -> Analysis:
     try:
         frame = pd.read_parquet(io.BytesIO(content))
     except (pa.ArrowException, OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise UsageError(f"begins like a parquet file but cannot be read as one: {reason}; is it complete?") from None
+        raise UsageError(_UNREADABLE.format(str(error).splitlines()[0])) from None
     return operations.analyse(frame)
 
 
@@ -141,7 +192,7 @@ def sentences(file: Path, analysis: Analysis) -> tuple[str, str]:
 
     runs = "one run" if analysis.runs == 1 else f"{analysis.runs} runs"
     read = (
-        f"{file.name}: {analysis.iterations} iterations of {runs}, "
+        f"{'stdin' if str(file) == '-' else file.name}: {analysis.iterations} iterations of {runs}, "
         f"{duration(analysis.healthy_seconds)} each where nothing is wrong, told from {analysis.known}."
     )
     slow = [event for event in analysis.events if event.verdict == "fail-slow"]

@@ -14,7 +14,7 @@ import msgspec
 
 SCHEMA = 1
 
-Kind = Literal["megatron-log", "series", "operations"]
+Kind = Literal["megatron-log", "resihp-log", "series", "operations"]
 Verdict = Literal["fail-slow", "recovered", "workload"]
 
 

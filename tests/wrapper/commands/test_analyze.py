@@ -14,9 +14,11 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from resihp.errors import UsageError
+from tests.wrapper.commands.status.test_status import record_job
 from wrapper.cli import app
 from wrapper.commands import analyze
 from wrapper.exit_codes import exit_code_of
+from wrapper.job_folder import create_local_job
 
 KEYS = [
     *("schema", "kind", "runs", "iterations", "healthy_seconds", "events", "ranks"),
@@ -143,6 +145,69 @@ def test_without_matplotlib_the_picture_is_refused(log: Path, tmp_path: Path, mo
     with pytest.raises(UsageError, match="pip install matplotlib"):
         raise run(log, "--plot", tmp_path / "no.png").exception or AssertionError("it was drawn")
     assert run(log).exit_code == 0
+
+
+def test_what_resihp_run_printed(tmp_path: Path) -> None:
+    """`resihp analyze resihp-4711.out`, a Slurm job's output."""
+    path = tmp_path / "resihp-4711.out"
+    lines = [f"11-25 17:00:00 iteration {i}  loss 2.0000  4.1k tokens/s  {s:.2f} s" for i, s in enumerate(seconds(), 1)]
+    path.write_text("resihp: job 4711: 4 nodes of 8, logs in /x\n" + "\n".join(lines) + "\n")
+    assert found(path)["kind"] == "resihp-log"
+    read, slow = run(path).stdout.strip().splitlines()[-2:]
+    assert read.startswith("resihp-4711.out: 250 iterations of one run, 1.2")
+    assert slow.startswith("1 fail-slow event, the worst +")
+
+
+def test_json_lines_from_stdin() -> None:
+    """`... | resihp analyze -`."""
+    lines = "".join(f'{{"step": {i}, "step_time": {s}}}\n' for i, s in enumerate(seconds(), 1))
+    result = CliRunner().invoke(app, ["analyze", "-"], input=lines)
+    assert result.exit_code == 0, result.exception
+    read, slow = result.stdout.strip().splitlines()[-2:]
+    assert read.startswith("stdin: 250 iterations of one run, 1.2")
+    assert slow.startswith("1 fail-slow event, the worst +")
+    broken = CliRunner().invoke(app, ["analyze", "-"], input='{"step": 1}\n')
+    assert str(broken.exception).startswith("stdin: line 1 has no field for the time")
+
+
+def test_parquet_of_history_and_of_an_export(fresh_home: Path) -> None:
+    """`resihp history iterations --parquet` and `resihp db export`; what ranks computed is compared, not what they took
+    as a whole."""
+    whole = fresh_home / "iterations.parquet"
+    columns = {"iteration": range(1, 251), "seconds": seconds(), "tokens": [4096] * 250}
+    two = [pd.DataFrame({"job": name, **columns}) for name in ("local-1", "local-2")]
+    pd.concat(two).to_parquet(whole)
+    content = found(whole)
+    assert (content["kind"], content["runs"], content["iterations"]) == ("series", 2, 500)
+    assert {event["run"] for event in content["events"] if event["verdict"] == "fail-slow"} == {0, 1}
+    assert "of 2 jobs, each a run" in run(whole).stderr
+    ranks = fresh_home / "rank_reports.parquet"
+    frames = []
+    for rank in range(4):
+        computed = seconds(change=0.5 * (rank == 2), seed=rank)
+        frames.append(
+            pd.DataFrame({"iteration": range(250), "rank": rank, "seconds": 9.0, "compute_seconds": computed})
+        )
+    pd.concat(frames).to_parquet(ranks)
+    slow = [event for event in found(ranks)["events"] if event["verdict"] == "fail-slow"]
+    assert [event["where"]["rank"] for event in slow] == [2]
+    export = fresh_home / "export" / "iterations"
+    export.mkdir(parents=True)
+    whole.rename(export / "2026-11.parquet")
+    assert str(run(export.parent).exception) == (
+        f"{export.parent}: is a folder; name a file of it: resihp analyze {export}/2026-11.parquet"
+    )
+
+
+def test_our_own_ledger_goes_through_a_pipe(fresh_home: Path) -> None:
+    """`resihp history iterations --json | resihp analyze -`, and the same as Parquet."""
+    record_job(create_local_job())
+    rows = CliRunner().invoke(app, ["history", "iterations", "--json"])
+    result = CliRunner().invoke(app, ["analyze", "-", "--json"], input=rows.stdout)
+    assert result.exit_code == 0, result.exception
+    assert json.loads(result.stdout)["iterations"] == 3
+    CliRunner().invoke(app, ["history", "iterations", "--parquet", "it.parquet"])
+    assert found("it.parquet")["iterations"] == 3
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from resihp.detector.offline.logs import Recording, read, recognise
+from resihp.detector.offline.recordings.formats import read, recognise
+from resihp.detector.offline.recordings.recording import Recording
 from resihp.errors import UsageError
+from resihp.record import journal
 
 TAIL = "learning rate: 1.420000E-05 | global batch size:   128 | lm loss: 1.8E+00 | number of nan iterations:   0 |"
 
@@ -101,7 +105,7 @@ def test_unmarked_ranks_that_repeat_or_lag_are_one_run() -> None:
 def test_times_that_cannot_be_are_left_out_and_counted(bad: str) -> None:
     recording = of(line(1), line(2, bad), line(3))
     assert iterations(recording) == [[1, 3]]
-    assert "1 iteration without a usable time left out" in recording.remarks
+    assert "1 iteration without a usable time left out, line 2" in recording.remarks
 
 
 def test_a_log_interval_is_told() -> None:
@@ -155,7 +159,10 @@ def test_ranks_have_a_series_each() -> None:
 def test_rows_that_cannot_be_are_left_out_and_counted() -> None:
     recording = of("iteration,seconds", "1,1.0", "2,nan", "3,-1", "4,0", "5,x", "6", "7,1.0")
     assert [point.iteration for point in recording.runs[0].points] == [1, 7]
-    assert set(recording.remarks) == {"1 row cut short left out", "4 rows without a usable time left out"}
+    assert set(recording.remarks) == {
+        "1 row cut short left out, line 7",
+        "4 rows without a usable time left out, the first is line 3",
+    }
 
 
 def test_labels_that_are_no_whole_numbers_are_numbered() -> None:
@@ -199,3 +206,130 @@ def test_a_file_without_one_usable_time_is_refused() -> None:
         of(line(1, "nan"), line(2, 0))
     with pytest.raises(UsageError, match="no iteration has a usable time"):
         of("iteration,seconds")
+
+
+# --- what resihp run prints -----------------------------------------------------------------------------------------
+
+
+def test_what_we_print_is_read_with_all_that_stands_around_it() -> None:
+    recording = of(
+        "resihp: job 4711: 4 nodes of 8, logs in /home/me/.resihp/jobs/4711/logs",
+        "11-25 17:09:01 waiting for the first iteration: 4 of 4 nodes have joined, 31 of 32 workers have started",
+        "11-25 17:09:02 iteration 1  loss 10.8312  18.2k tokens/s  0.45 s",
+        "\x1b[33m11-25 17:09:03 failure 1: rank 5 (n2 device 1) killed by signal 9, noticed in iteration 3\x1b[0m",
+        "11-25 17:09:04 iteration 4  loss nan  812 tokens/s  4 min 05 s  step skipped, gradients not finite",
+        "11-25 17:09:05 iteration 5  loss 2.0000",
+        "0: 11-25 17:09:06 iteration 6  loss 2.0000  1.2G tokens/s  1 h 02 min",
+        "11-25 17:09:08 checkpoint of iteration 6: 2.8 MB in 0.03 s",
+        "iteration 12  loss 2.0000 and more words  18.2k tokens/s  0.45 s",
+        "11-25 18:00:00 iteration 2  loss 2.0000  18.2k tokens/s  12.3 s",
+    )
+    assert recording.kind == "resihp-log"
+    assert iterations(recording) == [[1, 4, 6], [2]]
+    assert [point.seconds for run in recording.runs for point in run.points] == [0.45, 245.0, 3720.0, 12.3]
+    bad, between = recording.remarks
+    assert bad == "1 iteration without a usable time left out, line 6"
+    assert between.startswith("3 iterations between are not in it, as at most one line a second is printed")
+
+
+def test_lines_as_the_live_view_prints_them() -> None:
+    from tests.db.conftest import outcome
+    from wrapper.sinks.terminal import iteration_line
+
+    entry = journal.IterationCommitted(epoch=1, outcome=outcome(12), seconds=0.45, predicted_seconds=None)
+    (run,) = of(f"11-25 17:09:02 {iteration_line(entry)}").runs
+    assert [(point.iteration, point.seconds) for point in run.points] == [(12, 0.45)]
+
+
+# --- JSON -----------------------------------------------------------------------------------------------------------
+
+
+def points(recording: Recording) -> list[list[tuple[int, float]]]:
+    return [[(point.iteration, point.seconds) for point in run.points] for run in recording.runs]
+
+
+ROWS = '{"iteration": 1, "seconds": 1.5, "tokens": 4096}', '{"iteration": 2, "seconds": 2.5, "tokens": 4096}'
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        ROWS,
+        ['{"step": 1, "step_time_ms": 1500, "tokens": 4096}', '{"step": 2, "step_time_ms": 2500, "tokens": 4096}'],
+        ['{"Global_Step": 1, "time": 1.5, "num_tokens": 4096}', '{"Global_Step": 2, "time": 2.5, "num_tokens": 4096}'],
+        [f'{{"level": "info", "data": {{"iter": {n}, "iter_time": "{n}.5", "tokens": 4096}}}}' for n in (1, 2)],
+        [f"[\n{ROWS[0]},", f"{ROWS[1]}]"],
+        [f'{{"schema": 1, "rows": [{", ".join(ROWS)}]}}'],
+    ],
+)
+def test_json_under_the_usual_names(rows: list[str]) -> None:
+    recording = of(*rows)
+    assert recording.kind == "series"
+    assert points(recording) == [[(1, 1.5), (2, 2.5)]]
+    assert [point.tokens for point in recording.runs[0].points] == [4096.0, 4096.0]
+    assert recording.remarks == ()
+
+
+def test_json_lines_between_others_and_broken_ones_are_counted_and_the_first_is_named() -> None:
+    recording = of(
+        "starting",
+        '{"iteration": 1, "seconds": 1.0}',
+        '{"iteration": 1, "validation": 2.0}',
+        '{"iteration": 2, "seconds": NaN}',
+        '{"iteration": 3, "sec',
+        '{"iteration": 4, "seconds": 1.0}',
+        '{"iteration": 5, "seconds": 1.0}',
+    )
+    assert iterations(recording) == [[1, 4, 5]]
+    assert recording.remarks == (
+        "1 line that is no JSON left out, line 5: unterminated string starting at at column 18: "
+        '`{"iteration": 3, "sec`',
+        "1 row without a usable time left out, line 4",
+        "1 row without its time left out, line 3",
+        "1 line without JSON left out, line 1",
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "named"),
+    [
+        (['{"iteration": 1, "seconds": 1.0}', "{iteration: 2}", "{x"], "line 2 is no JSON object: expecting property"),
+        (['{"itration": 1, "seconds": 1.0}'], "line 1 has no field for the iteration (iteration, iter, step,"),
+        (['{"itration": 1, "seconds": 1.0}'], "it has `itration`, `seconds`; is it `itration`? Rename that"),
+        (
+            ['{"a": 1}', '{"step": 1, "loss": 2.0}'],
+            "line 2 has no field for the time (seconds, step_time, ",
+        ),
+        (['{"step": 1, "seconds": null}'], "line 1 has no field for the time"),
+    ],
+)
+def test_json_that_cannot_be_used_is_refused_with_the_line(rows: list[str], named: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        of(*rows)
+    assert named in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        lambda s: f'"timestamp": {1.7e9 + s}',
+        lambda s: f'"ts": {1_700_000_000_000 + round(1000 * s)}',
+        lambda s: f'"time": "2026-01-31T12:00:{s:06.3f}Z"',
+        lambda s: f'"time": {s}',
+    ],
+)
+def test_where_only_moments_are_told_times_are_those_between(moment: Callable[[float], str]) -> None:
+    rows = [f'{{"step": {10 * n}, {moment(n * 1.0 + (n > 5))}}}' for n in range(1, 32)]
+    recording = of(*rows, f'{{"step": 10, {moment(50.0)}}}', f'{{"step": 20, {moment(53.0)}}}')
+    assert [[round(seconds, 6) for _, seconds in run] for run in points(recording)] == [
+        [0.1] * 4 + [0.2] + [0.1] * 25,
+        [0.3],
+    ]
+    assert any("times are those between two lines" in remark for remark in recording.remarks)
+
+
+def test_ranks_of_json_have_a_series_each() -> None:
+    recording = of(
+        *(f'{{"step": {n}, "rank": {rank}, "step_time": {1 + rank}}}' for n in range(3) for rank in range(2))
+    )
+    assert {rank: len(series) for rank, series in recording.runs[0].ranks.items()} == {0: 3, 1: 3}

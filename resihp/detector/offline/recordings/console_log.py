@@ -1,0 +1,68 @@
+"""What `resihp run` prints, as on a terminal that was copied or in the output file of a Slurm job. Pure.
+
+    11-25 17:09:01 iteration 12  loss 4.0312  18.2k tokens/s  0.45 s
+
+At most one line a second is printed, each with that iteration's own time. All other lines tell something else.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from resihp.detector.offline.iteration_model import Point
+from resihp.detector.offline.recordings.recording import (
+    Recording,
+    counted,
+    numbered_lines,
+    split_runs,
+    text_of,
+)
+from resihp.detector.offline.series import TimedRun
+
+LINE = re.compile(
+    r"(?:^|\d\d:\d\d:\d\d |[\w\]]: ?)iteration (\d{1,15})  loss (?:nan|-?inf|-?\d+\.\d{4})(?=  |\s*$)(.*)$"
+)
+"""Behind its time, and whatever srun or a log collector puts before a line."""
+SECONDS = re.compile(r"  \S+ tokens/s  (?:(\d+\.\d+) s|(\d+) (min|h|d) (\d\d) (?:s|min|h))(?=  |\s*$)")
+UNITS_S = {"min": (60.0, 1.0), "h": (3600.0, 60.0), "d": (86400.0, 3600.0)}
+
+
+def is_ours(line: str) -> bool:
+    return LINE.search(line) is not None
+
+
+def read_console(content: bytes) -> Recording:
+    """Where the iteration number falls, a new run begins, as where Slurm ran the job again into the same file."""
+    points: list[Point] = []
+    bad: list[int] = []
+    for number, line in numbered_lines(text_of(content)):
+        if (found := LINE.search(line)) is None:
+            continue
+        seconds = _seconds(found[2])
+        if math.isfinite(seconds) and seconds > 0:
+            points.append(Point(int(found[1]), seconds))
+        else:
+            bad.append(number)
+    runs, repeated = split_runs(points)
+    remarks = counted(bad, "iteration without a usable time")
+    if repeated:
+        remarks.append(f"{repeated} repeated iteration{'s' * (repeated > 1)} left out")
+    untold = sum(run[-1].iteration - run[0].iteration + 1 - len(run) for run in runs)
+    if untold:
+        remarks.append(
+            f"{untold} iterations between are not in it, as at most one line a second is printed; all are in the "
+            "ledger: resihp history iterations JOB --json | resihp analyze -"
+        )
+    return Recording("resihp-log", tuple(TimedRun(points=run) for run in runs), tuple(remarks))
+
+
+def _seconds(rest: str) -> float:
+    """Of `0.45 s`, `4 min 05 s`, `2 h 03 min`; NaN where nobody reported a time."""
+    found = SECONDS.match(rest)
+    if found is None:
+        return math.nan
+    if found[1]:
+        return float(found[1])
+    large_s, small_s = UNITS_S[found[3]]
+    return int(found[2]) * large_s + int(found[4]) * small_s

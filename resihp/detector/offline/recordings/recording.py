@@ -1,0 +1,108 @@
+"""What a file of iteration times comes to, and what all that read one have in common. Pure."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import msgspec
+
+from resihp.detector.offline.iteration_model import Point
+from resihp.detector.offline.series import TimedRun
+
+ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-_]|[\x07\x08]")
+
+
+class Recording(msgspec.Struct, frozen=True):
+    """What a file holds, and what a reader must know of how it was read."""
+
+    kind: Literal["megatron-log", "resihp-log", "series"]
+    runs: tuple[TimedRun, ...]
+    remarks: tuple[str, ...] = ()
+
+
+def split_runs(points: Sequence[Point]) -> tuple[list[tuple[Point, ...]], int]:
+    """Runs, and how many points repeat an iteration. A single late line between newer ones begins no run."""
+    runs: list[list[Point]] = []
+    repeated = 0
+    for number, point in enumerate(points):
+        last = runs[-1][-1].iteration if runs else -1
+        if not runs or point.iteration < last:
+            following = points[number + 1].iteration if number + 1 < len(points) else -1
+            if runs and following > last and last - point.iteration <= 2 and following - point.iteration > 1:
+                repeated += 1
+                continue
+            runs.append([point])
+        elif point.iteration == last:
+            repeated += 1
+        else:
+            runs[-1].append(point)
+    return [tuple(run) for run in runs], repeated
+
+
+def log_interval(points: Sequence[Point]) -> int:
+    """The log interval: the usual distance of two lines."""
+    if len(points) < 3:
+        return 1
+    steps = Counter(after.iteration - before.iteration for before, after in itertools.pairwise(points))
+    step, times = steps.most_common(1)[0]
+    return step if 2 * times > len(points) - 1 else 1
+
+
+def missing_iterations(runs: Sequence[TimedRun]) -> list[str]:
+    missing = 0
+    for run in runs:
+        for before, after in itertools.pairwise(run.points):
+            missing += max(0, (after.iteration - before.iteration) // run.interval - 1)
+    return [] if not missing else [f"{missing} iterations are missing"]
+
+
+def text_of(content: bytes) -> str:
+    """Bytes that are no text are shown as such, and do no harm."""
+    if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return content.decode("utf-16", errors="replace")
+    return content.decode("utf-8-sig", errors="replace").replace("\0", "")
+
+
+def numbered_lines(text: str) -> Iterator[tuple[int, str]]:
+    """Lines with their numbers in the file, as editors count them; parts between carriage returns are lines of one."""
+    for number, whole in enumerate(ANSI.sub("", text).split("\n"), 1):
+        for line in whole.split("\r"):
+            if line:
+                yield number, line
+
+
+def number_in(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def optional_in(text: str | None) -> float | None:
+    number = math.nan if text is None else number_in(text)
+    return number if math.isfinite(number) and number >= 0 else None
+
+
+def counted(lines: Sequence[int], what: str, unit: str = "line") -> list[str]:
+    """`3 torn log lines left out, the first is line 17`, of the numbers of these lines; nothing where there are none.
+    `unit`: what is numbered."""
+    if not lines:
+        return []
+    count = len(lines)
+    head, _, tail = what.partition(" ")
+    if tail.startswith(("of", "without", "cut")):
+        head += "s" * (count > 1)
+    elif count > 1:
+        tail += "s"
+    where = f"the first is {unit} {lines[0]}" if count > 1 else f"{unit} {lines[0]}"
+    return [f"{count} {head} {tail} left out, {where}"]
+
+
+def short(line: str) -> str:
+    shown = "".join(c if c.isprintable() else "?" for c in line.strip())
+    return shown if len(shown) <= 80 else shown[:77] + "..."

@@ -1,0 +1,161 @@
+"""A CSV of iteration times, and how rows of any table become runs. Pure."""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from resihp.detector.offline.iteration_model import Point
+from resihp.detector.offline.recordings.recording import (
+    Recording,
+    counted,
+    number_in,
+    optional_in,
+    split_runs,
+    text_of,
+)
+from resihp.detector.offline.series import TimedRun
+from resihp.detector.offline.workers import without_peers
+from resihp.errors import UsageError
+
+COLUMNS = ("iteration", "seconds", "milliseconds", "rank", "tokens", "sum_squared_lengths")
+
+
+class Measured(NamedTuple):
+    """A row of a table. Numbers that are none are NaN; `label` is its iteration."""
+
+    line: int
+    label: float
+    seconds: float
+    rank: float = 0.0
+    tokens: float | None = None
+    squares: float | None = None
+
+
+class CsvTable(msgspec.Struct, frozen=True):
+    header: tuple[str, ...]
+    rows: list[tuple[int, list[str]]]
+    """Each with the number of its line."""
+
+
+def read_csv(content: bytes) -> Recording:
+    """A CSV with `iteration` and `seconds` or `milliseconds`; with `rank`, a series for each.
+
+    Raises UsageError for columns that are missing.
+    """
+    table = table_of(text_of(content))
+    columns = {name: table.header.index(name) for name in COLUMNS if name in table.header}
+    if "iteration" not in columns or not ("seconds" in columns or "milliseconds" in columns):
+        raise UsageError(
+            f"a CSV needs columns `iteration` and `seconds` or `milliseconds`; {columns_told(table.header)}"
+        )
+    unit, factor = ("seconds", 1.0) if "seconds" in columns else ("milliseconds", 1e-3)
+    short: list[int] = []
+    rows: list[Measured] = []
+    for line, row in table.rows:
+        if len(row) <= max(columns[name] for name in ("iteration", unit)):
+            short.append(line)
+            continue
+        cells = {name: row[at].strip() if at < len(row) else "" for name, at in columns.items()}
+        rank = number_in(cells["rank"]) if "rank" in columns else 0.0
+        tokens, squares = (optional_in(cells.get(name)) for name in ("tokens", "sum_squared_lengths"))
+        seconds = number_in(cells[unit]) * factor
+        rows.append(Measured(line, number_in(cells["iteration"]), seconds, rank, tokens, squares))
+    found = recording_of(rows, by_rank="rank" in columns)
+    return msgspec.structs.replace(found, remarks=(*counted(short, "row cut short"), *found.remarks))
+
+
+def recording_of(measured: Sequence[Measured], *, by_rank: bool, unit: str = "line") -> Recording:
+    """Rows, numbered by lines or by another `unit`, may come in any order.
+
+    Iterations that repeat with other times after the number fell are a new run; other repetitions are left out.
+    """
+    bad: list[int] = []
+    rows: list[tuple[int, Point]] = []
+    labels: list[float] = []
+    for line, label, seconds, rank, tokens, squares in measured:
+        if not (math.isfinite(seconds) and seconds > 0 and rank >= 0 and rank == int(rank if rank < 1e9 else 0)):
+            bad.append(line)
+            continue
+        labels.append(label)
+        whole = int(label) if math.isfinite(label) and abs(label) < 2**62 and label == int(label) else -1
+        rows.append((int(rank), Point(whole, seconds, tokens=tokens, squares=squares)))
+    remarks = counted(bad, "row without a usable time", unit)
+    if any(not (math.isfinite(label) and label == math.floor(label)) for label in labels):
+        remarks.append("column `iteration` does not hold whole numbers; rows are numbered from 0 instead")
+        counts: Counter[int] = Counter()
+        for number, (worker, point) in enumerate(rows):
+            rows[number] = worker, msgspec.structs.replace(point, iteration=counts[worker])
+            counts[worker] += 1
+    of_rank: dict[int, list[Point]] = {}
+    for worker, point in rows:
+        of_rank.setdefault(worker, []).append(point)
+    if by_rank and len(of_rank) > 1:
+        kept = {worker: _sorted(points) for worker, points in sorted(of_rank.items())}
+        repeated = sum(len(of_rank[worker]) - len(kept[worker]) for worker in kept)
+        runs: tuple[TimedRun, ...] = (TimedRun(ranks=kept),)
+    else:
+        points = next(iter(of_rank.values()), [])
+        runs, repeated = _runs(points)
+        if by_rank and of_rank:
+            remarks += without_peers({next(iter(of_rank)): {point.iteration for point in points}})
+    if repeated:
+        remarks.append(f"{repeated} repeated row{'s' * (repeated > 1)} left out")
+    return Recording("series", runs, tuple(remarks))
+
+
+def _runs(points: Sequence[Point]) -> tuple[tuple[TimedRun, ...], int]:
+    parts, repeated = split_runs(points)
+    seen: set[int] = set()
+    again = 0
+    for part in parts:
+        again += sum(point.iteration in seen for point in part)
+        seen.update(point.iteration for point in part)
+    if again and 20 * (len(parts) - 1) <= len(points) and len(set(points)) == len(points):
+        return tuple(TimedRun(points=part) for part in parts), repeated
+    ordered = _sorted(points)
+    return ((TimedRun(points=ordered),) if ordered else ()), len(points) - len(ordered)
+
+
+def _sorted(points: Sequence[Point]) -> tuple[Point, ...]:
+    """In ascending order of iterations, of equal ones the first."""
+    first: dict[int, Point] = {}
+    for point in points:
+        first.setdefault(point.iteration, point)
+    return tuple(first[iteration] for iteration in sorted(first))
+
+
+def table_of(text: str) -> CsvTable:
+    """Header (lower case) and rows, by the delimiter that the header has most of; lines of comment are skipped."""
+    lines = [
+        (number, line)
+        for number, line in enumerate(text.splitlines(), 1)
+        if line.strip() and not line.lstrip().startswith("#")
+    ]
+    if not lines or len(lines[0][1]) > 10_000:
+        return CsvTable((), [])
+    delimiter = max(",;\t", key=lines[0][1].count)
+    reader = csv.reader((line for _, line in lines), delimiter=delimiter)
+    try:
+        rows = [(lines[reader.line_num - 1][0], row) for row in reader]
+    except csv.Error:
+        return CsvTable((), [])
+    return CsvTable(tuple(name.strip().strip("'\"").lower() for name in rows[0][1]), rows[1:])
+
+
+def columns_told(header: Sequence[str]) -> str:
+    names = [name for name in header if name]
+    shown = ", ".join(f"`{name[:40]}`" for name in names[:12])
+    close = [
+        f"`{name[:40]}` for `{wanted}`"
+        for wanted in ("iteration", "seconds", "milliseconds")
+        if wanted not in names
+        for name in difflib.get_close_matches(wanted, names, 1, 0.6)
+    ]
+    return f"found columns {shown}" + (f"; did you mean {', '.join(close)}?" if close else "")

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, get_args
 
-from sqlalchemy import ColumnElement, Select, case, func, or_, select
+from sqlalchemy import ColumnElement, FromClause, Select, case, func, or_, select
 
 from db.models import DrainRow, FailureRow, IterationRow, JobRow, NodeRow, ReconfigurationRow
-from db.reading import hardware, health
+from db.reading import hardware, health, recoveries
 from db.reading.costs.cost_accounts import OF_FAILURES, Account, added, between, kept_with
 from db.reading.costs.timeline import CAUSES, SHARES, Again, HeldTime, committed_again
 from db.reading.reader import JOB_COLUMNS, TABLES, Reader, Row, no_collection
@@ -50,6 +50,9 @@ CostBy = Literal["job", "owner", "account", "partition", "cluster", "week", "mon
 Period = Literal["week", "month"]
 COST_BY: tuple[str, ...] = get_args(CostBy)
 KINDS = ("fail-stop", "fail-slow", "communication", "program")
+MEANS = ("detect_seconds", "recover_seconds", "without_noticing_seconds")
+"""Of failures: from injected faults to their being noticed; from failures to the first iterations after them; and the
+same from their being noticed."""
 UNNAMED = "-"
 """For failures of no node, jobs of no account."""
 CLOCKS = timedelta(days=1)
@@ -89,23 +92,46 @@ def failures_by(
         func.count(failures.c.detect_seconds).label("detections"),
         func.sum(failures.c.detect_seconds).label("detect_seconds"),
         func.count(transitions.c.seconds).label("recoveries"),
-        func.sum(transitions.c.seconds).label("recover_seconds"),
+        func.sum(transitions.c.seconds).label("without_noticing_seconds"),
         func.max(failures.c.noticed_at).label("last"),
     ).select_from(source)
+    conditions = []
     if job_id is not None:
-        query = query.where(failures.c.job_id == job_id)
+        conditions.append(failures.c.job_id == job_id)
     if node is not None:
         here = failures.c.node == node
-        query = query.where(here if job_id is not None else reader.is_asked(node, failures.c.node, failures.c.job_id))
+        conditions.append(here if job_id is not None else reader.is_asked(node, failures.c.node, failures.c.job_id))
     if user is not None:
-        query = query.where(JobRow.__table__.c.owner == user)
+        conditions.append(JobRow.__table__.c.owner == user)
     if since is not None:
-        query = query.where(failures.c.noticed_at >= since)
+        conditions.append(failures.c.noticed_at >= since)
     if until is not None:
-        query = query.where(failures.c.noticed_at < until)
-    found = reader.fetch(query.group_by(column))
+        conditions.append(failures.c.noticed_at < until)
+    found = reader.fetch(query.where(*conditions).group_by(column))
+    took = _recover_seconds(reader, column, source, conditions)
     for row in found:
+        row["recover_seconds"] = took.get(row["key"])
         row["key"] = kind_of_cause(row["key"]) if by == "cause" else _words(row["key"])
+    return found
+
+
+def _recover_seconds(
+    reader: Reader, column: ColumnElement[Any], source: FromClause, conditions: Sequence[ColumnElement[bool]]
+) -> dict[Any, float]:
+    """From failures to the first iterations after them, by group, added up."""
+    failures, transitions = FailureRow.__table__.c, ReconfigurationRow.__table__.c
+    names = ("job_id", "failure", "kind", "iteration", "noticed_at", "detect_seconds")
+    query = select(
+        column.label("key"),
+        *(failures[name] for name in names),
+        transitions.seconds.label("recovery_seconds"),
+        transitions.finished_at.label("back_at"),
+    )
+    rows = reader.fetch(query.select_from(source).where(transitions.seconds.is_not(None), *conditions))
+    recoveries.tell(reader.fetch, rows)
+    found: dict[Any, float] = {}
+    for row in rows:
+        found[row["key"]] = found.get(row["key"], 0.0) + row["seconds_to_recover"]
     return found
 
 
@@ -126,8 +152,8 @@ def _words(key: object) -> str:
 def joined(by: By, parts: Iterable[Row]) -> list[Row]:
     """What `failures_by` found in all ledgers, most failures first, of weeks and months the newest first.
 
-    Columns: the key by its name, `failures`, those of each kind, `jobs`, `detect_seconds` and `recover_seconds`
-    (means, None where unknown), `last` (when the last one was noticed). A job of two ledgers counts twice.
+    Columns: the key by its name, `failures`, those of each kind, `jobs`, `MEANS` (of what is known), `last` (when the
+    last one was noticed). A job of two ledgers counts twice.
     """
     sums: dict[str, Row] = {}
     for part in parts:
@@ -136,7 +162,7 @@ def joined(by: By, parts: Iterable[Row]) -> list[Row]:
             continue
         for name in ("failures", *KINDS, "jobs", "detections", "recoveries"):
             total[name] += part[name]
-        for name in ("detect_seconds", "recover_seconds"):
+        for name in MEANS:
             total[name] = (total[name] or 0.0) + (part[name] or 0.0)
         total["last"] = max(total["last"], part["last"])
     rows = [
@@ -147,6 +173,7 @@ def joined(by: By, parts: Iterable[Row]) -> list[Row]:
             "jobs": int(total["jobs"]),
             "detect_seconds": _mean(total["detect_seconds"], total["detections"]),
             "recover_seconds": _mean(total["recover_seconds"], total["recoveries"]),
+            "without_noticing_seconds": _mean(total["without_noticing_seconds"], total["recoveries"]),
             "last": total["last"],
         }
         for total in sums.values()

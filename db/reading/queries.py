@@ -54,7 +54,7 @@ __all__ = ["JOB_COLUMNS", "TABLES", "Reader", "Row", "Table", "frame", "summaris
 _COUNTS = ("failures", *(kind.replace("-", "_") for kind in fleet.KINDS))
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     **{name: tuple(str(column.key) for column in table.query.selected_columns) for name, table in TABLES.items()},
-    **{f"failures by {by}": (by, *_COUNTS, "jobs", "detect_seconds", "recover_seconds", "last") for by in fleet.GROUPS},
+    **{f"failures by {by}": (by, *_COUNTS, "jobs", *fleet.MEANS, "last") for by in fleet.GROUPS},
     "jobs": JOB_COLUMNS,
     "repairs": ("node", "device", "uuid", "failures", "codes", "last", "cause", "drained", "maintained_at"),
     "rate": ("when", "which", "failures", "device_days", "rate", "ratio", "p"),
@@ -203,7 +203,7 @@ def why(reader: Reader, job: Row, iteration: int) -> Why:
         iteration,
         job,
         [*rows, *reader.fetch(near.where(number > iteration).order_by(number).limit(NEAR))],
-        reader.rows("failures", job["id"]),
+        reader.marked(job["id"], reader.rows("failures", job["id"])),
         reader.narrow("reconfigurations", job["id"]),
         reader.narrow("plans", job["id"]),
         reader.fetch(touching.where(events.iteration.between(iteration - NEAR, iteration)).order_by(events.seq)),
@@ -285,7 +285,8 @@ def workers(reader: Reader, job_id: int) -> pd.DataFrame:
 
 
 def failures(reader: Reader, job_id: int | None = None) -> pd.DataFrame:
-    """One row for each root cause; `seconds_to_recover` from its detection to the next committed iteration."""
+    """One row for each root cause; `seconds_to_recover` from the failure to the first iteration committed after it,
+    `seconds_without_noticing` from its being noticed, `noticed_after_seconds` later (`db.reading.recoveries`)."""
     return frame(reader, "failures", job_id)
 
 

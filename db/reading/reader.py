@@ -26,17 +26,18 @@ from sqlalchemy import (
     FromClause,
     Select,
     case,
-    cast,
     exists,
     extract,
     func,
     literal,
     literal_column,
+    null,
     or_,
     select,
     text,
     true,
 )
+from sqlalchemy import cast as sql_cast
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import InstrumentedAttribute, aliased
 
@@ -44,6 +45,7 @@ from db import models
 from db.engine import file_of, make_engine, masked, refusal, resolve
 from db.migrate import check_readable
 from db.models import EventRow, FailureRow, IterationRow, JobRow, PlanRow, ReconfigurationRow, WorkerRow
+from db.reading import recoveries
 from db.reading.costs import cost_accounts
 from db.reading.costs.timeline import Again, HeldTime, committed_again
 from db.reading.plans.explanations import explanations
@@ -70,7 +72,7 @@ _ACCOUNT_COLUMNS: Mapping[str, tuple[str, ...]] = {
     ),
     "reconfigurations": ("epoch", "action", "seconds", "finished_at"),
     "plans": (
-        *("epoch", "active", "decided_at", "in_effect_at", "reason", "description"),
+        *("epoch", "active", "standby", "decided_at", "in_effect_at", "reason", "description"),
         *("predicted", "present", "unit"),
     ),
 }
@@ -109,10 +111,21 @@ _recovery = FailureRow.__table__.outerjoin(
 _failure_columns = (
     *_columns(FailureRow, "recovered_epoch", "evidence"),
     ReconfigurationRow.seconds.label("seconds_to_recover"),
+    sql_cast(null(), Float(53)).label("noticed_after_seconds"),
+    ReconfigurationRow.seconds.label("seconds_without_noticing"),
     ReconfigurationRow.action.label("action"),
     FailureRow.recovered_epoch,
     FailureRow.evidence,
 )
+
+"""The three times are `db.reading.recoveries`' to tell."""
+_told_of_recoveries = (
+    FailureRow.job_id.label("job_id"),
+    ReconfigurationRow.seconds.label("recovery_seconds"),
+    ReconfigurationRow.finished_at.label("back_at"),
+)
+"""What it needs beside these columns."""
+_NOT_SHOWN = (*(str(column.key) for column in _told_of_recoveries), "silent_since", "led_at")
 
 _node_columns_told = (
     *(
@@ -360,7 +373,7 @@ class Reader:
         """A time since 1970, reckoned by the database: many rows are read in half the time that datetimes take."""
         if self._connection.dialect.name == "sqlite":
             return (func.julianday(time, type_=Float) - 2440587.5) * 86400.0
-        return cast(extract("epoch", time), Float)
+        return sql_cast(extract("epoch", time), Float)
 
     def period(self, time: ColumnElement[Any], by: str) -> ColumnElement[str]:
         """The month of a time, `2026-11`, or its week, by its Monday, `2026-11-16`; UTC."""
@@ -577,10 +590,15 @@ class Reader:
             query = query.where(columns[asked.time] >= since)
         if until is not None:
             query = query.where(columns[asked.time] < until)
+        if table == "failures":
+            query = query.add_columns(*_told_of_recoveries)
         if last is None:
             found = self.fetch(query.order_by(*order))
         else:
             found = self.fetch(query.order_by(*(column.desc() for column in order)).limit(last))[::-1]
+        if table == "failures":
+            recoveries.tell(self.fetch, found)
+            found = [{name: each for name, each in row.items() if name not in _NOT_SHOWN} for row in found]
         with no_collection():
             for row in found:
                 for column in asked.json_columns:
@@ -645,14 +663,25 @@ class Reader:
         asked = TABLES[table]
         columns = asked.source.c
         query = select(*(columns[name] for name in names or _ACCOUNT_COLUMNS[table])).where(columns.job_id == job_id)
-        return self.fetch(query.order_by(columns[asked.order]))
+        found = self.fetch(query.order_by(columns[asked.order]))
+        return found if names or table != "failures" else self.marked(job_id, found)
+
+    def marked(self, job_id: int, failures: list[Row]) -> list[Row]:
+        """The same rows, with what tells when they began (`db.reading.recoveries`)."""
+        for row in failures:
+            row["job_id"] = job_id
+        recoveries.mark(self.fetch, failures)
+        return failures
 
     def _narrow_of(self, table: str, job_ids: Sequence[int]) -> dict[int, list[Row]]:
         """The same of several jobs, with their `job_id`."""
         asked = TABLES[table]
         columns = asked.source.c
         query = select(columns.job_id, *(columns[name] for name in _ACCOUNT_COLUMNS[table]))
-        return _by_job(self.fetch(query.where(columns.job_id.in_(job_ids)).order_by(columns[asked.order])))
+        found = self.fetch(query.where(columns.job_id.in_(job_ids)).order_by(columns[asked.order]))
+        if table == "failures":
+            recoveries.mark(self.fetch, found)
+        return _by_job(found)
 
     def attempts(self, run: str | None = None, others: Sequence[Row] = ()) -> list[Row]:
         """Jobs of a run, or of all runs that have several, here or with `others`: `uuid`, `run`, `started_at`,
@@ -698,12 +727,15 @@ class Reader:
             few = [self._narrow_of(table, ids) for table in ("failures", "reconfigurations", "plans")]
             query = select(checkpoints.job_id, checkpoints.iteration).where(checkpoints.job_id.in_(ids))
             saved, held = _by_job(self.fetch(query)), self._holdings(ids)
+            columns = JobRow.__table__.c
+            asked = self.fetch(select(columns.id, columns.configuration).where(columns.id.in_(ids)))
+            configurations = {row["id"]: row["configuration"] for row in asked}
             for job in part:
                 number = job["id"]
                 failures, reconfigurations, plans = (of.get(number, []) for of in few)
                 yield partial(
                     cost_accounts.timeline,
-                    job,
+                    {**job, "configuration": configurations.get(job["id"])},
                     self.narrow("iterations", number),
                     failures,
                     reconfigurations,
@@ -758,14 +790,15 @@ class Reader:
     def summary(self, job_id: int, now: datetime | None = None) -> Row:
         """The job in figures, as `db.reading.costs.cost_accounts.summarise` tells them."""
         [job] = self.fetch(select(*JobRow.__table__.columns).where(JobRow.id == job_id))
+        shown = self.shown_plan(job_id)
         return cost_accounts.summarise(
             job,
             self.narrow("iterations", job_id),
             self.narrow("failures", job_id),
             self.narrow("reconfigurations", job_id),
-            self.shown_plan(job_id),
+            self.narrow("plans", job_id),
             now or datetime.now(UTC),
-        )
+        ) | {"epoch": shown[0]["epoch"] if shown else None}
 
 
 def is_node(asked: str | None, name: str, clusters: Iterable[str]) -> bool:

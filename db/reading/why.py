@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from db.reading.costs.cost_accounts import asked_devices
 from db.reading.costs.goodput import Interruption, course, interruptions
 from db.reading.excess import (
     LARGER,
@@ -120,7 +121,7 @@ def why(
     sentences += [f"fault injected on purpose: {one['text']}" for one in injected]
     if interruption is not None:
         sentences.append(_interrupted(interruption, stopped, plan))
-    sentences += _layout(plan, plans)
+    sentences += _layout(job, plan, plans)
     return Why(
         iteration=iteration,
         epoch=row["epoch"],
@@ -242,14 +243,14 @@ def _interrupted(one: Interruption, failures: Sequence[Row], plan: Row | None) -
     return f"before it training was interrupted{lost} ({', '.join(parts) or 'nothing lost'}): {causes}"
 
 
-def _layout(plan: Row | None, plans: Sequence[Row]) -> list[str]:
+def _layout(job: Row, plan: Row | None, plans: Sequence[Row]) -> list[str]:
     taken = [one for one in plans if one["in_effect_at"] is not None]
     if plan is None or not taken:
         return []
-    full = min(taken, key=lambda one: one["epoch"])
-    if plan["active"] >= full["active"]:
+    full = asked_devices(job)
+    if plan["active"] >= full:
         return []
     return [
-        f"{plan['active']} of {full['active']} devices worked, under the plan of epoch {plan['epoch']} "
+        f"{plan['active']} of {full} devices worked, under the plan of epoch {plan['epoch']} "
         f"({plan['description']}): {plan['reason']}"
     ]

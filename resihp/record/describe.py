@@ -190,7 +190,8 @@ def _plan(entry: journal.AnyEntry) -> str | None:
             what = "layout changed" if planned else f"recovered from {causes}"
             tries = f" after {entry.attempts} attempts" if entry.attempts > 1 else ""
             moved = f", {size(entry.bytes_moved)} moved" if entry.bytes_moved else ""
-            return f"epoch {entry.epoch}: {what} in {entry.seconds:.2f} s{tries}{moved}"
+            when = f" in {entry.seconds:.2f} s" if planned else f", {entry.seconds:.2f} s after it was noticed"
+            return f"epoch {entry.epoch}: {what}{when}{tries}{moved}"
         case journal.IterationCommitted():
             return f"iteration {entry.outcome.iteration}: committed, loss {entry.outcome.loss:.4f}"
         case journal.EvaluationDone():

@@ -204,7 +204,7 @@ def test_old_ledger_is_upgraded_with_all_that_is_in_it(ledger_url: str) -> None:
             iterations[2]["finished_at"],
         ]
         assert [row["bytes_moved"] for row in reader.rows("reconfigurations", job["id"])] == [0]
-        assert [row["seconds_to_recover"] for row in reader.rows("failures", job["id"])] == [1.0]
+        assert [row["seconds_without_noticing"] for row in reader.rows("failures", job["id"])] == [1.0]
 
 
 def test_old_journal_makes_the_same_ledger_as_an_upgraded_old_one(

@@ -283,7 +283,7 @@ def test_views_tell_what_the_tables_do_to_a_reader(shared: Shared, tmp_path: Pat
         ("his", THEIRS),
     ]
     assert asked(shared.board, f"SELECT failure, seconds_to_recover FROM resihp_failures {mine} ORDER BY 1") == [
-        (row["failure"], row["seconds_to_recover"]) for row in failures
+        (row["failure"], row["seconds_without_noticing"]) for row in failures
     ]
     assert asked(shared.board, f"SELECT sum(iterations) FROM resihp_iterations_hourly {mine}") == [(20,)]
     counted = asked(shared.board, "SELECT sum(failures), max(jobs) FROM resihp_node_failures")

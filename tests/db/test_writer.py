@@ -56,7 +56,7 @@ def test_a_whole_journal(records: list[journal.Record], open_ledger: Opener) -> 
     assert found["plans"][0]["layout"]["replicas"][0][1] == {"ranks": [2, 3], "layers": [4, 7]}
     [failure] = found["failures"]
     assert failure["ranks"] == [5]
-    assert failure["seconds_to_recover"] == 1.0
+    assert (failure["seconds_to_recover"], failure["seconds_without_noticing"]) == (1.02, 1.0)
     assert failure["noticed_at"].timestamp() == pytest.approx(BEGAN + 2.0 + 11 * 0.5 + 0.3)
     [transition] = found["reconfigurations"]
     assert transition["epoch"] == failure["recovered_epoch"] == 2

@@ -2,8 +2,8 @@
 
 `follow` is the one place that reads records for `wrapper.sinks.metrics` and `wrapper.sinks.tensorboard`; a supervisor
 that takes over lets it follow what was before: a million iterations in the loop that beats, so packed ones are reckoned
-with by column. Goodput is the ledger's (`db.reading.queries`): useful seconds over wall
-time since the first iteration began. Reads no clock.
+with by column. Goodput is the ledger's (`db.reading.queries`): what committed iterations would have taken on all
+devices that were asked for, over wall time since the first one began. Reads no clock.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from db.reading.costs.goodput import Counting
+from db.reading.costs.goodput import Counting, devices_of
 from resihp.record import journal
 from resihp.record.packing import column
 from wrapper.output.rank_health import RankHealth
+from wrapper.output.recoveries import Recoveries
 
 if TYPE_CHECKING:
     from resihp.parallelism.layout import Layout
@@ -71,6 +72,12 @@ class Figures:
     """Microseconds that they took, in all."""
     known_us: int = 0
     """Microseconds that they count, in all."""
+    unused_us: int = 0
+    """Of these, what they would not have taken on all devices that were asked for."""
+    asked: int = 0
+    """Devices of the layout that was asked for."""
+    at_work: dict[int, int] = field(default_factory=dict)
+    """Devices that have work, under each plan of which iterations may come."""
     counting: Counting = field(default_factory=Counting)
     untimed: int = 0
     """Committed iterations that nobody lived to report."""
@@ -94,6 +101,9 @@ class Figures:
     """Ranks with work that the detector has not heard of for long."""
     reconfigurations: Counter[str] = field(default_factory=Counter)
     reconfiguration_seconds: dict[str, float] = field(default_factory=dict)
+    recoveries: Recoveries = field(default_factory=Recoveries)
+    recovery_seconds: dict[str, float] = field(default_factory=dict)
+    """From failures to the first commits after them."""
     bytes_moved: int = 0
     drains: int = 0
     drain_answers: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -103,9 +113,10 @@ class Figures:
     takeovers: int = 0
 
     def useful_s(self) -> float:
-        """Seconds of committed iterations; an unknown one counts as the median."""
+        """Seconds that committed iterations would have taken on all devices asked for; an unknown one counts as the
+        median."""
         unknown = self.untimed * float(np.median(self.seconds)) if self.untimed and self.seconds else 0.0
-        return self.known_us / 1e6 + unknown
+        return (self.known_us - self.unused_us) / 1e6 + unknown
 
     def wall_s(self, now: float) -> float:
         """Seconds since the first committed iteration began; to the last commit once the job is completed."""
@@ -124,6 +135,10 @@ class Figures:
         """Useful over wall seconds, at most 1; None before the first commit."""
         wall_s = self.wall_s(now)
         return min(self.useful_s() / wall_s, 1.0) if wall_s > 0 and self.iterations else None
+
+    def unused(self, epoch: int) -> float:
+        """The share of the devices asked for that have no work under a plan."""
+        return max(1.0 - self.at_work.get(epoch, self.asked) / self.asked, 0.0) if self.asked else 0.0
 
     def ranks(self) -> dict[str, int]:
         """Ranks by state, each in one: those that run and have no part in the plan in effect are `starting`."""
@@ -156,10 +171,12 @@ def follow(figures: Figures, record: journal.Record) -> None:
     if isinstance(entry, journal.WorkerEnded) and entry.rank in figures.health.running:
         figures.ended += 1
     figures.health.follow(entry)
+    figures.recoveries.follow(record)
     match entry:
         case journal.JobStarted():
             figures.job, figures.user, figures.version = entry.job, entry.user, entry.version
             figures.started_at = at
+            figures.asked = devices_of(entry.nodes, entry.gpus_per_node, entry.configuration)
         case journal.IterationCommitted():
             _committed(figures, entry, at)
         case journal.EvaluationDone():
@@ -173,6 +190,9 @@ def follow(figures: Figures, record: journal.Record) -> None:
             figures.nodes_lost += 1
         case journal.PlanDecided():
             figures.decided, figures.epoch = entry.plan.layout, entry.plan.epoch
+            since = figures.committed_epoch
+            figures.at_work = {epoch: count for epoch, count in figures.at_work.items() if epoch >= since}
+            figures.at_work[entry.plan.epoch] = len(entry.plan.layout.active)
             if figures.layout is None:
                 figures.layout = figures.decided
         case journal.PlanInEffect():
@@ -190,6 +210,9 @@ def follow(figures: Figures, record: journal.Record) -> None:
             seconds = figures.reconfiguration_seconds.get(entry.action, 0.0) + entry.seconds
             figures.reconfiguration_seconds[entry.action] = seconds
             figures.bytes_moved += entry.bytes_moved
+            if entry.failures:
+                whole = entry.seconds + (figures.recoveries.noticed_after(entry, at) or 0.0)
+                figures.recovery_seconds[entry.action] = figures.recovery_seconds.get(entry.action, 0.0) + whole
         case journal.DrainDecided(measure="drain"):
             figures.drains += 1
         case journal.DrainAnswered():
@@ -219,11 +242,12 @@ def _committed(figures: Figures, entry: journal.IterationCommitted, at: float) -
         figures.seconds_us += micros
         figures.buckets[bisect_left(BUCKETS_S, seconds)] += 1
         passed_s = None if figures.committed_at is None else at - figures.committed_at
-        if passed_s is None or passed_s < 0.0:
-            figures.known_us += micros
-        else:
+        counted_us = micros
+        if passed_s is not None and passed_s >= 0.0:
             same = entry.epoch == figures.committed_epoch
-            figures.known_us += round(figures.counting.of(seconds, passed_s, same_plan=same) * 1e6)
+            counted_us = round(figures.counting.of(seconds, passed_s, same_plan=same) * 1e6)
+        figures.known_us += counted_us
+        figures.unused_us += round(counted_us * figures.unused(entry.epoch))
     if figures.began_at is None:
         figures.began_at = at - (entry.seconds or 0.0)
     figures.committed_at, figures.committed_epoch = at, entry.epoch
@@ -247,9 +271,10 @@ def _all_committed(figures: Figures, record: journal.Record, entry: journal.Iter
     figures.seconds_us += int(micros[timed].sum())
     taken = np.bincount(np.searchsorted(BUCKETS_S, seconds[timed]), minlength=len(BUCKETS_S) + 1)
     figures.buckets = [before + more for before, more in zip(figures.buckets, taken.tolist(), strict=True)]
-    figures.known_us += int(micros[timed & ~through].sum())
     counted_s = figures.counting.of_many(seconds[through], passed_s[through], same_plan=same)
-    figures.known_us += int(np.rint(counted_s * 1e6).sum())
+    counted_us = np.concatenate((micros[timed & ~through], np.rint(counted_s * 1e6)))
+    figures.known_us += int(counted_us.sum())
+    figures.unused_us += int(np.rint(counted_us * figures.unused(entry.epoch)).sum())
     figures.seconds.frombytes(seconds[timed].tobytes())
     figures.untimed += entry.count - int(timed.sum())
     if figures.began_at is None:

@@ -12,6 +12,7 @@ knows the whole job: medians are those of the window, and where something turns 
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
@@ -24,6 +25,7 @@ from db.reading.costs.goodput import Floats, course
 from db.reading.costs.timeline import CAUSES, SHARES, HeldTime
 from resihp.record import journal
 from resihp.record.packing import unpack
+from wrapper.output.recoveries import Silences
 
 Row = dict[str, Any]
 STEP = 64
@@ -59,7 +61,11 @@ class LostTime:
         self._checkpoints: set[int] = set()
         self._ended: dict[int, datetime] = {}
         """When ranks' processes ended."""
+        self._silences = Silences()
+        self._led_at: datetime | None = None
         self._started_at: datetime | None = None
+        self._shape: Row = {"nodes": 0, "gpus_per_node": 0}
+        """Devices that were asked for, as the job's row tells."""
         self._last_at: datetime | None = None
 
     def submit(self, record: journal.Record) -> None:
@@ -94,12 +100,23 @@ class LostTime:
         match entry:
             case journal.JobStarted():
                 self._started_at = at
+                asked = json.dumps({"slurm": entry.configuration.get("slurm")}, default=str)
+                self._shape = {
+                    "nodes": entry.nodes,
+                    "gpus_per_node": entry.gpus_per_node,
+                    "configuration": asked,
+                }
             case journal.WorkerEnded():
                 self._ended[entry.rank] = at
+            case journal.LeaderChosen():
+                self._led_at = at
+            case journal.Suspected():
+                self._silences.follow(entry, at.timestamp())
             case journal.PlanDecided():
                 self._plans[entry.plan.epoch] = {
                     "epoch": entry.plan.epoch,
                     "active": len(entry.plan.layout.active),
+                    "standby": len(entry.plan.layout.standby),
                     "decided_at": at,
                     "in_effect_at": None,
                 }
@@ -107,8 +124,11 @@ class LostTime:
                 if entry.epoch in self._plans:
                     self._plans[entry.epoch]["in_effect_at"] = at
             case journal.FailureFound():
+                since = None if entry.kind == "fail-slow" else self._silences.led_to(entry)
                 self._failures[entry.failure] = {
                     "failure": entry.failure,
+                    "silent_since": None if since is None else datetime.fromtimestamp(since, UTC),
+                    "led_at": self._led_at,
                     "kind": entry.kind,
                     "component": entry.component,
                     "hardware": entry.hardware,
@@ -169,7 +189,7 @@ class LostTime:
         over = state != "running"
         last_at = self._last_at or now
         return {"state": state, "started_at": started_at, "ended_at": now if over else None, "last_entry_at": last_at,
-                "account": None, "nodes": 0, "gpus_per_node": 0}  # fmt: skip
+                "account": None, **self._shape}  # fmt: skip
 
     def _between(self, job: Row, begin: int, end: int | None) -> tuple[Floats, float]:
         """Seconds by `SHARES` from the end of commit `begin` to that of commit `end`, both counted from 1; and what was
@@ -216,8 +236,7 @@ class LostTime:
         del self._iterations[:passed]
         self._first += passed
         begin = self._iterations[0]
-        first = min((epoch for epoch, row in self._plans.items() if row["in_effect_at"] is not None), default=0)
-        self._plans = {e: row for e, row in self._plans.items() if e == first or e >= begin["epoch"]}
+        self._plans = {e: row for e, row in self._plans.items() if e >= begin["epoch"]}
         self._reconfigurations = {e: each for e, each in self._reconfigurations.items() if each[1] > self._first}
         self._failures = {n: row for n, row in self._failures.items() if self._matters(row, begin)}
         self._checkpoints = {each for each in self._checkpoints if each >= begin["iteration"]}

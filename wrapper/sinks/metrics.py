@@ -145,7 +145,10 @@ def _progress(of: _Families, figures: Figures, now: float) -> Iterator[Metric]:
     yield from of.counter("iterations", "Committed iterations.", figures.iterations)
     yield from of.counter("tokens", "Tokens of committed iterations.", figures.tokens)
     # Not those that nobody timed: they count as the median, which falls as well.
-    yield from of.counter("useful_seconds", "Seconds of committed iterations.", figures.known_us / 1e6)
+    useful_s = (figures.known_us - figures.unused_us) / 1e6
+    yield from of.counter(
+        "useful_seconds", "Seconds that committed iterations would have taken on all devices asked for.", useful_s
+    )
     lost_s = max(figures.wall_s(now) - figures.useful_s(), 0.0)
     yield from of.gauge("wall_lost_seconds", "Wall time since the first iteration began, less what was useful.", lost_s)
     yield from of.gauge("goodput_ratio", "Useful share of the wall time since then.", figures.goodput(now))
@@ -173,9 +176,15 @@ def _disturbances(of: _Families, figures: Figures) -> Iterator[Metric]:
     )
     yield from of.counters(
         "reconfiguration_seconds",
-        "From the failure's detection to the next commit.",
+        "From a failure's being noticed, or the decision to change the plan, to the next commit.",
         ("action",),
         figures.reconfiguration_seconds,
+    )
+    yield from of.counters(
+        "recovery_seconds",
+        "From failures to the next commits, noticing included.",
+        ("action",),
+        figures.recovery_seconds,
     )
     yield from of.counter("reconfiguration_moved_bytes", "State that ranks received in them.", figures.bytes_moved)
     yield from of.counter("drains", "Nodes that were to be drained.", figures.drains)

@@ -14,7 +14,7 @@ import sys
 import textwrap
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec
 
@@ -25,7 +25,9 @@ from rich.text import Text
 
 from resihp.record import journal
 from resihp.record.describe import explain, size
+from wrapper.output.idle_gpus import IdleGpus
 from wrapper.output.rank_health import RankHealth
+from wrapper.output.recoveries import Recoveries
 from wrapper.output.render import count, duration, layout_grid, legend, literal
 
 if TYPE_CHECKING:
@@ -79,8 +81,10 @@ class LiveView:
         *,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
+        past: Iterable[journal.Record] = (),
     ) -> None:
-        """`console` writes to stderr; `clock` gives monotonic seconds, `wall_clock` those since 1970."""
+        """`console` writes to stderr; `clock` gives monotonic seconds, `wall_clock` those since 1970; `past`: records
+        of those who led before us."""
         self.errors = 0
         """Calls whose showing failed."""
         self._console = console
@@ -88,6 +92,11 @@ class LiveView:
         self._clock = clock
         self._wall_clock = wall_clock
         self._ranks = RankHealth()
+        self._idle = IdleGpus()
+        self._recoveries = Recoveries()
+        for record in past:
+            self._idle.follow(record.entry)
+            self._recoveries.follow(record)
         self._layout: Layout | None = None
         self._in_effect: Layout | None = None
         self._last: journal.IterationCommitted | None = None
@@ -127,6 +136,8 @@ class LiveView:
         entry = record.entry
         self._dirty = True
         self._ranks.follow(entry)
+        self._idle.follow(entry)
+        self._recoveries.follow(record)
         match entry:
             case journal.NodeJoined():
                 self._nodes.add(entry.node)
@@ -142,6 +153,8 @@ class LiveView:
                 self._next = entry.next_iteration
             case journal.PlanInEffect():
                 self._in_effect = self._layout
+                if len(self._idle.plans) == 1:
+                    self._tell_of_idle_gpus()
             case journal.PlanRefused():
                 self._layout = self._in_effect or self._layout
             case journal.IterationCommitted():
@@ -150,12 +163,13 @@ class LiveView:
                 self._always = SHOWN_AFTER_FAILURE
                 self._line(explain(entry), _STYLES["warning"])
             case journal.Reconfigured():
-                self._line(self._recovered(entry), _STYLES["notice"])
+                self._line(self._recovered(entry, record.at), _STYLES["notice"])
             case journal.FaultInjected() | journal.CheckpointCommitted() | journal.EvaluationDone():
                 self._line(explain(entry), "")
             case journal.JobEnded():
                 self._show_last()
                 self._show_output()
+                self._tell_of_idle_gpus(f"; resihp history cost {self._settings.job} tells what that cost")
         self._draw()
 
     @_quiet
@@ -250,11 +264,17 @@ class LiveView:
         nodes = f"{len(self._nodes)} of {self._settings.nodes} nodes have joined"
         self._line(f"waiting for the first iteration: {nodes}, {self._started()}", "")
 
+    def _tell_of_idle_gpus(self, further: str = "") -> None:
+        """As the first plan takes effect, and at the end."""
+        if line := self._idle.line():
+            self._line(f"{line}{further}", _STYLES["warning"])
+
     def _started(self) -> str:
         of = self._settings.nodes * self._settings.gpus_per_node
         return f"{len(self._ranks.running)} of {of} workers have started"
 
-    def _recovered(self, entry: journal.Reconfigured) -> str:
+    def _recovered(self, entry: journal.Reconfigured, at: float) -> str:
+        """From the failure on, as `Recoveries` has its moment; what came when stands beside it."""
         layout = self._layout.describe() if self._layout is not None else f"epoch {entry.epoch}"
         after_the_last = 0 < self._goal < self._next
         what = {
@@ -265,8 +285,20 @@ class LiveView:
         moved = f", {size(entry.bytes_moved)} moved" if entry.bytes_moved else ""
         if entry.action == "between" and not entry.failures:
             return f"layout changed: {layout}, {what}, in {duration(entry.seconds)}{moved}"
-        since = "the failure was noticed" if len(entry.failures) == 1 else "the first sign of trouble"
-        return f"recovered: {layout}, {what}, {duration(entry.seconds)} after {since}{moved}"
+        since = "the failure" if len(entry.failures) == 1 else "the first sign of trouble"
+        noticed_s = self._recoveries.noticed_after(entry, at)
+        whole = f"{duration(entry.seconds)} after {since}{' was noticed' if len(entry.failures) == 1 else ''}"
+        phases = [
+            ("decided in", entry.park_s + entry.plan_s),
+            ("moved in", entry.groups_s + entry.state_s),
+            ("first iteration", entry.first_iteration_s),
+        ]
+        if noticed_s is not None:
+            whole = f"{duration(noticed_s + entry.seconds)} after {since}"
+            phases.insert(0, ("noticed after", noticed_s))
+        told = ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in phases)
+        alone = f"; {duration(entry.seconds)} without noticing" if noticed_s is not None else ""
+        return f"recovered: {layout}, {what}, {whole} ({told}{alone}){moved}"
 
     def _committed(self, entry: journal.IterationCommitted) -> None:
         self._last = entry

@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
 
@@ -118,7 +118,7 @@ async def supervise(
     console = Console(stderr=True)
     if not sys.stderr.isatty():
         console = Console(stderr=True, width=120, height=25)  # asking a hung file for its size would wait, too
-    view: ViewLike = LiveView(console, request.settings)
+    view: ViewLike = LiveView(console, request.settings, past=heir.records if heir else ())
     loader = SearchLoader(request.settings, heir.records if heir else ())
     asks = Dependencies(planner=loader.planner)
     if heir is None:
@@ -274,11 +274,18 @@ def _first_entry(request: RunRequest, heir: Heir | None) -> AnyEntry:
         user=getpass.getuser(),
         restart_count=request.restart_count,
         version=resihp.__version__,
-        configuration=request.configuration,
+        configuration=_with_spares(request.configuration, settings.spares),
         leader=settings.batch_node,
         run=request.run,
         slurm=None if request.slurm is None else request.slurm.identity,
     )
+
+
+def _with_spares(configuration: dict[str, Any], spares: int) -> dict[str, Any]:
+    """With the spare nodes that there are: Slurm may have given more than were asked for. So the ledger knows how many
+    devices the layout was to have."""
+    slurm = configuration.get("slurm")
+    return {**configuration, "slurm": {**(slurm if isinstance(slurm, dict) else {}), "spares": spares}}
 
 
 def heir_of(

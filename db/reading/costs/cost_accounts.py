@@ -4,7 +4,7 @@ A job *holds* its GPUs from its start to its end (now, while it runs; its last s
 after it, of one of which nobody has said so). That is the sum of
 
 =============  ========================================================================================================
-`useful`       committed iterations, less what `slow`, `capacity` and `rollback` take of them
+`useful`       committed iterations, less what `slow`, `idle`, `capacity` and `rollback` take of them
 `start`        from the job's start until the first committed iteration begins; all of it where none was committed
 `detect`       from a fault to its being noticed. The moment of the fault is known of injected ones only; of others it
                is what went by since the last commit beyond a usual iteration's time, in which nothing can have been
@@ -20,29 +20,37 @@ after it, of one of which nobody has said so). That is the sum of
                time beyond what they take where all is well. That is the detector's prediction, which knows the plan and
                the workload; under a plan made since, which already makes do with the slow device, it is the time per
                token of healthy iterations on as many devices, where there are any
-`capacity`     iterations' time on fewer devices than the first plan's: the share that these are fewer, in which the
-               missing ones would have done their part. What waiting for nodes costs
+`idle`         iterations' time on fewer devices than the job was asked to have (`asked_devices`), as far as devices
+               that are there stand by: the share that these are of those asked for, in which they would have done
+               their part. They failed the start's probe, are slow, or the plan has no stage for them
+`capacity`     the same for devices that are not there: dead, lost with their node, or never come. What waiting for
+               nodes costs
 `checkpoint`   between a checkpointed iteration and the next one, beyond what usually lies between two
 `other`        the rest: the usual pauses between iterations, winding down after the last one, clocks, and what nobody
                noted
 =============  ========================================================================================================
 
 *Wall time* begins with the first committed iteration (with the first plan where none is committed) and ends with the
-job, of a completed one with its last commit. *Goodput* = committed iterations / wall time, which therefore counts slow
-iterations, and those that were committed again, as work done; *ETTR* has the same numerator and is over the time held
-(Kokolis et al., "Revisiting reliability in large-scale ML clusters"). *GPU-hours* are times by the devices held just
+job, of a completed one with its last commit. *Goodput* = committed iterations, less `idle` and `capacity`, / wall time:
+what they would have taken in the layout that was asked for, with all its devices. It counts slow iterations, and those
+that were committed again, as work done; *ETTR* has the same numerator and is over the time held
+(Kokolis et al., "Revisiting reliability in large-scale ML clusters"). Spare nodes are no part of the layout: that they
+stand by is what they were asked for, and their hours are in every line. *GPU-hours* are times by the devices held just
 then: the allocation's from the job's start, a lost node until it is given back. *Useful share* = useful GPU-hours /
 GPU-hours held. *MTBF* is time held per root cause, the hardware's per one that says something of hardware, both also
-as failures in 1,000 GPU-days held; *MTTR* the mean from noticing to the first commit after it.
+as failures in 1,000 GPU-days held; *MTTR* the mean from the failure to the first commit after it, `detect` included
+(`db.reading.recoveries`, which says it of each).
 
 `db.reading.costs.goodput` says how commits are put on one clock, `db.reading.costs.timeline` what happens within it.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from datetime import datetime, timedelta
 from heapq import heappop, heappush
@@ -51,13 +59,24 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from db.reading.costs.goodput import RECENT, Course, Floats, Interruption, course, interruptions
-from db.reading.costs.timeline import CAUSES, SHARES, WORK, Again, HeldTime, held_devices, laid_out, spread_evenly
+from db.reading.costs.goodput import RECENT, Course, Floats, Interruption, course, devices_of, interruptions
+from db.reading.costs.timeline import (
+    CAUSES,
+    DONE,
+    SHARES,
+    UNTOLD,
+    WORK,
+    Again,
+    HeldTime,
+    held_devices,
+    laid_out,
+    spread_evenly,
+)
 
 Row = dict[str, Any]
 
-OF_FAILURES = frozenset({"detect", "reconfigure", "redo", "rollback", "slow", "capacity"})
-"""What failures cost, and the changes of plan that they lead to."""
+OF_FAILURES = frozenset({"detect", "reconfigure", "redo", "rollback", "slow", "idle", "capacity"})
+"""What failures cost, devices that are not fit, and the changes of plan that they lead to."""
 OF_HARDWARE = frozenset({"device", "node", "link", "process"})
 """Components that may have failed for their hardware, where a failure does not say whether it was that: those of
 `db.reading.health`."""
@@ -85,7 +104,7 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float
     useful_s: float
     committed_s: float
-    """Of committed iterations, slow or not: goodput's numerator."""
+    """Of committed iterations, slow or not, on the devices asked for: goodput's numerator."""
     goodput: float | None
     ettr: float | None
     lost_s: dict[str, float]
@@ -148,9 +167,13 @@ def of_hardware(failure: Row) -> bool:
 def kept(job: Row) -> Account | None:
     """The account in the row of a job that is over; None while it runs, and where it is none, or not of all causes."""
     found = kept_once(job)
-    if found is None or not 0.0 <= found.held_s <= LONGEST_S:
-        return None
-    return found if all(told.keys() >= set(CAUSES) for told in (found.lost_s, found.lost_gpu_hours)) else None
+    return found if found is not None and _is_whole(found) else None
+
+
+def _is_whole(of: Account, but: Set[str] = frozenset()) -> bool:
+    """Whether it is of a time that can be, and tells of all causes `but` these."""
+    causes = set(CAUSES) - but
+    return 0.0 <= of.held_s <= LONGEST_S and all(told.keys() >= causes for told in (of.lost_s, of.lost_gpu_hours))
 
 
 def kept_with(job: Row, again: Again) -> Account | None:
@@ -235,7 +258,7 @@ def timeline(
     committed again. Of a job that is over and whose rows were thinned, what was kept of it counts."""
     clock = course(job, iterations, plans, min(now, job["last_entry_at"] + SILENCE))
     spans = interruptions(job, clock, failures, reconfigurations)
-    mended = {row["epoch"]: row["seconds"] for row in reconfigurations}
+    mended = {row["epoch"]: row for row in reconfigurations}
 
     held_s = clock.before_s + clock.wall_s + clock.after_s
 
@@ -246,23 +269,23 @@ def timeline(
         clock,
         spans,
         _pauses(clock, spans, checkpoints),
-        _work(clock, iterations, failures, plans, again),
+        _work(job, clock, iterations, failures, plans, again),
         held_devices(job, nodes, held_s),
         failures=tuple((at(row), of_hardware(row)) for row in failures),
         repairs=tuple(
-            (at(row), mended[row["recovered_epoch"]]) for row in failures if row["recovered_epoch"] in mended
+            (at(row), took) for row in failures if (took := _recovered_s(row, clock, spans, mended)) is not None
         ),
     )
     if (before := kept_once(job)) is None or not _is_thinned(clock):
         return found
-    lost_s = dict(before.lost_s)
-    if kept(job) is None:
+    lost_s = {cause: before.lost_s.get(cause, 0.0) for cause in CAUSES}
+    if not _is_whole(before, UNTOLD):
         return spread_evenly(found, before.wall_s, before.useful_s, lost_s)
     lost_s |= {"start": 0.0, "other": max(lost_s["other"] - clock.after_s, 0.0)}
     rolled = _rolled_back(before, again)
     evenly = spread_evenly(found, before.wall_s, before.useful_s, lost_s, None if rolled is None else rolled.seconds)
     _, hours = evenly.between(-np.inf, np.inf)
-    told = np.array([before.useful_gpu_hours, *(before.lost_gpu_hours[cause] for cause in CAUSES)])
+    told = np.array([before.useful_gpu_hours, *(before.lost_gpu_hours.get(cause, 0.0) for cause in CAUSES)])
     rollback = SHARES.index("rollback")
     both = hours[0] + hours[rollback]
     told[rollback] = told[0] * (hours[rollback] / both if both > 0.0 else 0.0)
@@ -273,13 +296,26 @@ def timeline(
     return replace(evenly, hours_scale=scale)
 
 
+def _recovered_s(failure: Row, clock: Course, spans: Sequence[Interruption], mended: Mapping[int, Row]) -> float | None:
+    """From a failure to the first commit after it; of what is slow from the end of the last healthy iteration on."""
+    row = mended.get(failure["recovered_epoch"])
+    if row is None:
+        return None
+    if failure["kind"] != "fail-slow":
+        return float(row["seconds"]) + sum(one.detect_s for one in spans if one.epoch == row["epoch"])
+    index = bisect_left(clock.iterations, failure["iteration"]) - 1
+    onset = clock.finished[index] if index >= 0 else None
+    took = row["seconds"] if onset is None else (row["finished_at"] - onset).total_seconds()
+    return max(float(took), float(row["seconds"]))
+
+
 def between(of: HeldTime, since_s: float = -np.inf, until_s: float = np.inf) -> Account:
     """The account of a part of a job, from `since_s` on and before `until_s`, since the job's start."""
     every_s, every_h = (each.tolist() for each in of.between(since_s, until_s))
     seconds, hours = dict(zip(SHARES, every_s, strict=True)), dict(zip(SHARES, every_h, strict=True))
     held_s, gpu_hours = sum(every_s), sum(every_h)
     wall_s = max(min(of.wall[1], until_s) - max(of.wall[0], since_s), 0.0)
-    committed_s = min(sum(seconds[share] for share in WORK), wall_s)
+    committed_s = min(sum(seconds[share] for share in DONE), wall_s)
     failures = [hardware for at, hardware in of.failures if since_s <= at < until_s]
     repairs = [took for at, took in of.repairs if since_s <= at < until_s]
     cut = since_s > 0.0 or until_s < of.held_s
@@ -403,34 +439,53 @@ def healthy_seconds(iterations: Sequence[Row], failures: Sequence[Row], plans: S
     return found
 
 
-def first_devices(plans: Sequence[Row]) -> int | None:
-    """Devices that worked under the first plan, None without one."""
-    taken = [row for row in plans if row["in_effect_at"] is not None] or list(plans)
-    return int(min(taken, key=lambda row: row["epoch"])["active"]) if taken else None
+def asked_devices(job: Row) -> int:
+    """Devices of the layout that was asked for, by a job's row."""
+    try:
+        configuration = json.loads(job.get("configuration") or "{}")
+    except ValueError:
+        configuration = {}
+    return devices_of(job["nodes"], job["gpus_per_node"], configuration)
+
+
+def without_work(job: Row, plans: Sequence[Row]) -> dict[int, tuple[float, float]]:
+    """By epoch, the shares of the devices asked for that stood by under its plan, and that were not there."""
+    full = asked_devices(job)
+    found = {}
+    for row in plans:
+        missing = max(full - row["active"], 0)
+        idle = min(missing, row["standby"])
+        found[row["epoch"]] = (idle / full, (missing - idle) / full) if full else (0.0, 0.0)
+    return found
 
 
 def _work(
-    clock: Course, iterations: Sequence[Row], failures: Sequence[Row], plans: Sequence[Row], again: Again
+    job: Row,
+    clock: Course,
+    iterations: Sequence[Row],
+    failures: Sequence[Row],
+    plans: Sequence[Row],
+    again: Again = (),
 ) -> Floats:
-    """Seconds of each committed iteration, by `WORK`: useful, lost to something slow, to missing devices, and those
-    that would be useful if nobody had committed the iteration again."""
+    """Seconds of each committed iteration, by `WORK`: useful, lost to something slow, to devices that stand by and to
+    missing ones, and those that would be useful if nobody had committed the iteration again."""
     healthy = healthy_seconds(iterations, failures, plans)
-    full = first_devices(plans)
-    missing = {row["epoch"]: max(1.0 - row["active"] / full, 0.0) for row in plans if full}
+    shares = without_work(job, plans)
     took = np.array(clock.took_s)
     excess = took - np.array([healthy.get(i, each) for i, each in zip(clock.iterations, clock.took_s, strict=True)])
     slower = np.clip(excess, 0.0, took)
     some = float(slower.sum())
     slow = slower * (max(float(excess.sum()), 0.0) / some if some > 0.0 else 0.0)  # some were faster than healthy
-    capacity = np.array([missing.get(epoch, 0.0) for epoch in clock.epochs]) * (took - slower)
-    useful = np.maximum(took - slow - capacity, 0.0)
+    unused = np.array([shares.get(epoch, (0.0, 0.0)) for epoch in clock.epochs]).reshape(-1, 2)
+    idle, capacity = (took - slower) * unused.T
+    useful = np.maximum(took - slow - idle - capacity, 0.0)
     last = np.array(clock.iterations, dtype=np.int64)
     former = np.concatenate((last[:1] - 1, last[:-1]))  # a row stands for all since the one before
     repeated = np.zeros(len(took))
     for low, high in again:
         repeated += np.maximum(np.minimum(last, high) - np.maximum(former, low - 1), 0)
     rollback = useful * repeated / np.maximum(last - former, 1)
-    return np.stack((useful - rollback, slow, capacity, rollback), axis=1)
+    return np.stack((useful - rollback, slow, idle, capacity, rollback), axis=1)
 
 
 def summarise(
@@ -442,14 +497,20 @@ def summarise(
     now: datetime,
 ) -> Row:
     """Figures of a job from its rows. Times and shares as of `between`, but `useful_seconds` counts slow iterations,
-    too, and `lost_seconds` is by the kind of the failure that interrupted training. What was kept of a job that is
-    over holds: its rows may have been thinned since."""
+    too, and `lost_seconds` is by the kind of the failure that interrupted training, `idle` and `capacity` as there.
+    What was kept of a job that is over holds: its rows may have been thinned since."""
     clock = course(job, iterations, plans, now)
-    of = kept(job) or clock
-    lost: dict[str, float] = {}
+    if (of := kept(job)) is not None:
+        unused, wall_s, useful_s, goodput, ettr = of.lost_s, of.wall_s, of.committed_s, of.goodput, of.ettr
+    else:
+        work = _work(job, clock, iterations, failures, plans).sum(axis=0).tolist()
+        unused, wall_s = dict(zip(WORK, work, strict=True)), clock.wall_s
+        useful_s = max(clock.committed_s - unused["idle"] - unused["capacity"], 0.0)
+        goodput, ettr = clock.shares_of(useful_s)
+    lost = {cause: unused[cause] for cause in ("idle", "capacity") if unused[cause] > 0.0}
     for one in interruptions(job, clock, failures, reconfigurations):
         lost[one.kind] = lost.get(one.kind, 0.0) + one.lost_s
-    lost["other"] = max(of.wall_s - of.committed_s - sum(lost.values()), 0.0)
+    lost["other"] = max(wall_s - useful_s - sum(lost.values()), 0.0)
     last = iterations[-1] if iterations else None
     recent = [row["seconds"] for row in iterations[-RECENT:] if row["seconds"] is not None]
     return {
@@ -467,9 +528,9 @@ def summarise(
         "committed_iterations": last["iteration"] - iterations[0]["iteration"] + 1 if last else 0,
         "iteration_seconds": statistics.median(recent) if recent else None,
         "failures": len(failures),
-        "useful_seconds": of.committed_s,
-        "wall_seconds": of.wall_s,
-        "goodput": of.goodput,
-        "ettr": of.ettr,
+        "useful_seconds": useful_s,
+        "wall_seconds": wall_s,
+        "goodput": goodput,
+        "ettr": ettr,
         "lost_seconds": lost,
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import accumulate
@@ -26,6 +26,35 @@ SAME_MOMENT_S = 1e-3
 """Times that differ by less are the same: they went through databases that round."""
 RECENT = 20
 """Iterations that tell how long one usually takes."""
+
+
+def devices_of(nodes: int, gpus_per_node: int, configuration: object) -> int:
+    """Devices of the layout that was asked for: those of all of the job's own nodes but its spares, whether they came
+    or not. The journal keeps how many nodes are spare with the configuration (`[slurm] spares`)."""
+    slurm = configuration.get("slurm") if isinstance(configuration, Mapping) else None
+    spares = slurm.get("spares") if isinstance(slurm, Mapping) else 0
+    return max(nodes - (spares if isinstance(spares, int) else 0), 0) * gpus_per_node
+
+
+def noticed_after_s(
+    unnoticed_s: float, usual_s: float, *, fault_s: float | None, silent_s: float | None, leaderless: bool
+) -> float:
+    """Seconds from the moment of a failure to its being noticed, `unnoticed_s` after the last commit, of which it is
+    at most all. The moment, as the journal best knows it:
+
+    - of a fault that was injected, that of the fault: `fault_s` before the notice;
+    - where another supervisor took over in between (`leaderless`), the last commit: the last sign of life that there
+      is of a batch host that died. It may have lived up to an iteration longer;
+    - else the end of a usual iteration (`usual_s`) after the last commit, for what went by beyond that cannot have been
+      computed in; and where it was suspected of being silent, the last sign that was heard of it, `silent_s` before the
+      notice, if that was earlier. Of a process whose end its agent saw, which takes no time, that is the notice itself,
+      unless the notice was late.
+    """
+    if fault_s is not None:
+        return min(fault_s, unnoticed_s)
+    if leaderless:
+        return max(unnoticed_s, 0.0)
+    return max(min(max(unnoticed_s - usual_s, silent_s or 0.0), unnoticed_s), 0.0)
 
 
 class Interruption(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,14 +135,11 @@ class Course(msgspec.Struct, frozen=True, kw_only=True):
     def committed_s(self) -> float:
         return min(sum(self.took_s), self.wall_s)
 
-    @property
-    def goodput(self) -> float | None:
-        return self.committed_s / self.wall_s if self.wall_s > 0 and self.took_s else None
-
-    @property
-    def ettr(self) -> float | None:
-        available = self.before_s + self.wall_s + self.after_s
-        return min(self.committed_s / available, 1.0) if available > 0 and self.took_s else None
+    def shares_of(self, done_s: float) -> tuple[float | None, float | None]:
+        """Goodput and ETTR, of this much work done."""
+        held_s = self.before_s + self.wall_s + self.after_s
+        goodput = done_s / self.wall_s if self.wall_s > 0 and self.took_s else None
+        return goodput, min(done_s / held_s, 1.0) if held_s > 0 and self.took_s else None
 
 
 def course(job: Row, iterations: Sequence[Row], plans: Sequence[Row], now: datetime) -> Course:
@@ -186,12 +212,17 @@ def interruptions(
         own = clock.took_s[after] if after < len(clock.took_s) else 0.0
         lost = max(end_s - begin_s - meanwhile - own, 0.0)
         unnoticed = min(max(noticed_s - begin_s - meanwhile, 0.0), lost)
-        known = [row["detect_seconds"] for row in of if row["detect_seconds"] is not None]
         recent = clock.took_s[max(before - RECENT + 1, 0) : before + 1]
-        usual = statistics.median(recent) if recent else unnoticed
         detect = redo = 0.0
         if of:
-            detect = min(known[0], unnoticed) if known else max(unnoticed - usual, 0.0)
+            last_at = clock.finished[before] if before >= 0 else None
+            detect = noticed_after_s(
+                unnoticed,
+                statistics.median(recent) if recent else unnoticed,
+                fault_s=next((row["detect_seconds"] for row in of if row["detect_seconds"] is not None), None),
+                silent_s=max((_silent_s(row) for row in of), default=0.0),
+                leaderless=any(is_leaderless(row, last_at) for row in of),
+            )
         if action == "redo":
             redo = unnoticed - detect
         return Interruption(
@@ -222,6 +253,18 @@ def interruptions(
         noticed_s = (unmended[0]["noticed_at"] - clock.begin).total_seconds()
         found.append(span(unmended, None, "redo", noticed_s, 0, clock.wall_s))
     return found
+
+
+def _silent_s(failure: Row) -> float:
+    """How long nothing had been heard when it was noticed; 0 where nobody was suspected of that."""
+    since = failure.get("silent_since")
+    return 0.0 if since is None else max((failure["noticed_at"] - since).total_seconds(), 0.0)
+
+
+def is_leaderless(failure: Row, last_at: datetime | None) -> bool:
+    """Whether another supervisor had taken over since the last commit, at `last_at`, when it was noticed."""
+    led_at = failure.get("led_at")
+    return led_at is not None and last_at is not None and last_at <= led_at <= failure["noticed_at"]
 
 
 def _unmended(job: Row, clock: Course, failures: Sequence[Row]) -> list[Row]:

@@ -18,10 +18,14 @@ from db.reading.costs.goodput import Course, Floats, Interruption
 
 Row = dict[str, Any]
 
-CAUSES = ("start", "detect", "reconfigure", "redo", "rollback", "slow", "capacity", "checkpoint", "other")
+CAUSES = ("start", "detect", "reconfigure", "redo", "rollback", "slow", "idle", "capacity", "checkpoint", "other")
 SHARES = ("useful", *CAUSES)
-WORK = ("useful", "slow", "capacity", "rollback")
+WORK = ("useful", "slow", "idle", "capacity", "rollback")
 """What committed iterations are shared out among."""
+DONE = ("useful", "slow", "rollback")
+"""What goodput counts of them."""
+UNTOLD = frozenset({"idle"})
+"""Causes that accounts kept by older versions do not have: there `useful` and `capacity` have their time."""
 Again = Sequence[tuple[int, int]]
 """First and last iterations of what later attempts of a run committed again; in order, and apart from each other."""
 _AT = {name: place for place, name in enumerate(SHARES)}

@@ -45,10 +45,12 @@ def _write_job(connection: Connection, number: int, chance: random.Random) -> No
     def add(model: type[models.LedgerTable], **columns: Any) -> None:
         tables.setdefault(model, []).append({"job_id": number, **columns})
 
+    idle = 2 if number % 3 == 0 else 0
+
     def plan(epoch: int, active: int, now: float, action: str, following: int) -> None:
-        of = {"description": "", "replicas": 1, "standby": 0, "schedule": "", "reason": "", "layout": "{}"}
+        of = {"description": "", "replicas": 1, "standby": idle, "schedule": "", "reason": "", "layout": "{}"}
         of |= {"assignment": "{}", "digest": "", "decided_at": at(now), "in_effect_at": at(now + 1)}
-        add(models.PlanRow, epoch=epoch, active=active, action=action, next_iteration=following, **of)
+        add(models.PlanRow, epoch=epoch, active=active - idle, action=action, next_iteration=following, **of)
 
     def failure(count: int, kind: str, component: str, iteration: int, now: float, **more: Any) -> None:
         of = {"detect_seconds": None, "recovered_epoch": None, "ended_iteration": None, "hardware": None, "speed": None}
@@ -174,7 +176,9 @@ def reckoned(rows: dict[str, list[Row]], now: datetime, again: range = range(0))
     moved = {row["epoch"]: row for row in rows["reconfigurations"]}
     mended = {row["recovered_epoch"]: row for row in rows["failures"] if row["recovered_epoch"]}
     slow = [row for row in rows["failures"] if row["kind"] == "fail-slow"]
+    asked = job["nodes"] * job["gpus_per_node"]
     active = {row["epoch"]: row["active"] for row in rows["plans"]}
+    standby = {row["epoch"]: row["standby"] for row in rows["plans"]}
     saved = {row["iteration"] for row in rows["checkpoints"]}
     pieces: list[tuple[float, float, dict[str, float]]] = []
 
@@ -186,6 +190,7 @@ def reckoned(rows: dict[str, list[Row]], now: datetime, again: range = range(0))
         for before, row in pairwise(iterations)
         if before["epoch"] == row["epoch"] and before["iteration"] not in saved
     ]
+    noticing: dict[int, float] = {}
     usual_pause = statistics.median(pauses) if pauses else 0.0
     last = 0.0
     for place, row in enumerate(iterations):
@@ -202,6 +207,7 @@ def reckoned(rows: dict[str, list[Row]], now: datetime, again: range = range(0))
             elif failure is not None:
                 usual = statistics.median([each["seconds"] for each in iterations[max(place - 20, 0) : place]])
                 fault = min(last + usual, noticed)
+            noticing[row["epoch"]] = noticed - fault
             piece(last, fault, "redo")
             piece(fault, noticed, "detect")
             piece(noticed, began, "reconfigure")
@@ -210,10 +216,12 @@ def reckoned(rows: dict[str, list[Row]], now: datetime, again: range = range(0))
             pieces.append((last, began, {"checkpoint": extra, "other": began - last - extra}))
         suffers = any(each["iteration"] <= row["iteration"] < each["ended_iteration"] for each in slow)
         late = row["seconds"] - row["predicted_seconds"] if suffers else 0.0
-        fewer = (1.0 - active[row["epoch"]] / active[1]) * (row["seconds"] - late)
-        rest = row["seconds"] - late - fewer
+        there = row["seconds"] - late
+        idle = standby[row["epoch"]] / asked * there
+        fewer = (1.0 - (active[row["epoch"]] + standby[row["epoch"]]) / asked) * there
+        rest = there - idle - fewer
         useful = "rollback" if row["iteration"] in again else "useful"
-        pieces.append((began, done, {"slow": late, "capacity": fewer, useful: rest}))
+        pieces.append((began, done, {"slow": late, "idle": idle, "capacity": fewer, useful: rest}))
         last = done
     fatal = [row for row in rows["failures"] if row["kind"] == "program"]
     if not iterations:
@@ -242,14 +250,14 @@ def reckoned(rows: dict[str, list[Row]], now: datetime, again: range = range(0))
             hours = seconds / (done - begin) * device_s / HOUR if done > begin else 0.0
             found[f"h:{cause}"] = found.get(f"h:{cause}", 0.0) + hours
     hours = sum(devices * (b - a) for a, b, devices in nodes) / HOUR
-    worked = sum(row["seconds"] for row in iterations)
+    worked = sum(row["seconds"] for row in iterations) - found.get("idle", 0.0) - found.get("capacity", 0.0)
     wall = (last if job["state"] == "completed" else at(end)) - found["start"] if iterations else 0.0
     hardware = [
         row
         for row in rows["failures"]
         if row["detect_seconds"] is None and row["component"] in ("device", "node", "link", "process")
     ]
-    repairs = [moved[epoch]["seconds"] for epoch in mended]
+    repairs = [noticing[epoch] + moved[epoch]["seconds"] for epoch in mended]
     return found | {
         "held_seconds": at(end),
         "gpu_hours": hours,
@@ -263,6 +271,7 @@ def reckoned(rows: dict[str, list[Row]], now: datetime, again: range = range(0))
         **({"mttr_seconds": statistics.mean(repairs)} if repairs else {}),
         **({"wall_seconds": wall, "goodput": worked / wall, "ettr": worked / at(end)} if iterations else {}),
         "failure_gpu_hours": sum(
-            found.get(f"h:{cause}", 0.0) for cause in ("detect", "redo", "reconfigure", "rollback", "slow", "capacity")
+            found.get(f"h:{cause}", 0.0)
+            for cause in ("detect", "redo", "reconfigure", "rollback", "slow", "idle", "capacity")
         ),
     }

@@ -52,8 +52,9 @@ def iteration(
     }
 
 
-def plan(epoch: int, active: int, decided: float = -5.0) -> Row:
-    return {"epoch": epoch, "active": active, "decided_at": at(decided), "in_effect_at": at(decided + 0.5)}
+def plan(epoch: int, active: int, decided: float = -5.0, *, standby: int = 0) -> Row:
+    times = {"decided_at": at(decided), "in_effect_at": at(decided + 0.5)}
+    return {"epoch": epoch, "active": active, "standby": standby, **times}
 
 
 def failure(number: int, noticed: float, iteration: int, **more: Any) -> Row:
@@ -144,20 +145,59 @@ def of_journal(folder: Path, url: str, entries: Any) -> Account:
 def test_a_killed_rank(tmp_path: Path, ledger_url: str) -> None:
     found = of_journal(tmp_path, ledger_url, story())
     # Noticed 0.3 s into the iteration, 0.02 s after the kill; 1.0 s to the next commit, 0.6 s of which count. From then
-    # on 8 of 12 devices work, 9 iterations of 0.6 s: a third of them.
+    # on 8 of 12 devices work, 9 iterations of 0.6 s: three stand by, one is gone.
     assert found.wall_s == pytest.approx(5.5 + 1.3 + 8 * 0.6, abs=1e-3)
     # It took 2.0 s to start and 0.3 s to wind down.
-    assert lost(found) == {"detect": 0.02, "redo": 0.28, "reconfigure": 0.4, "capacity": 1.8, "other": 0.3}
+    assert lost(found) == {
+        "detect": 0.02,
+        "redo": 0.28,
+        "reconfigure": 0.4,
+        "idle": 1.35,
+        "capacity": 0.45,
+        "other": 0.3,
+    }
     assert found.lost_s["start"] == pytest.approx(2.0, abs=1e-3)
-    assert found.goodput == pytest.approx(10.9 / 11.6, abs=1e-4)
-    assert found.ettr == pytest.approx(10.9 / 13.9, abs=1e-4)
+    assert found.goodput == pytest.approx((10.9 - 1.8) / 11.6, abs=1e-4)
+    assert found.ettr == pytest.approx((10.9 - 1.8) / 13.9, abs=1e-4)
     assert found.gpu_hours == pytest.approx(13.9 * 12 / 3600, abs=1e-4)
     assert found.useful_share == pytest.approx((10.9 - 1.8) / 13.9, abs=1e-4)
-    assert found.lost_gpu_hours["capacity"] == pytest.approx(1.8 * 12 / 3600, abs=1e-4)
-    assert (found.failures, found.mttr_s) == (1, 1.0)
+    assert found.lost_gpu_hours["idle"] == pytest.approx(5.4 * 3 / 3600, abs=1e-4)
+    assert found.lost_gpu_hours["capacity"] == pytest.approx(5.4 * 1 / 3600, abs=1e-4)
+    assert (found.failures, found.mttr_s) == (1, pytest.approx(1.02))
     assert found.mtbf_s == pytest.approx(13.9, abs=1e-3)
     assert (found.hardware_failures, found.hardware_mtbf_s) == (0, None)  # it was injected
     assert found.failure_rate == pytest.approx(1000 / (13.9 * 12 / 86400), rel=1e-4)
+
+
+def test_gpus_that_stand_by_from_the_start_are_a_cause_of_their_own() -> None:
+    """Two of eight failed the start's probe, or had no stage: what counts is the layout that was asked for."""
+    iterations = [iteration(i, i) for i in range(1, 101)]
+    found = told(job(100), iterations, plans=[plan(1, 6, standby=2)])
+    assert lost(found) == {"idle": 25.0}
+    assert (found.goodput, found.useful_s) == (0.75, 75.0)
+    assert found.lost_gpu_hours["idle"] == found.failure_gpu_hours == pytest.approx(2 * 100 / 3600)
+    # One of them comes in, another dies later: it is missing, and idles no more.
+    iterations = [iteration(i, i, epoch=1 + (i - 1) // 20) for i in range(1, 61)]
+    found = told(job(60), iterations, plans=[plan(1, 6, standby=2), plan(2, 7, standby=1), plan(3, 6, standby=1)])
+    assert lost(found) == {"idle": 5.0 + 2.5 + 2.5, "capacity": 2.5}
+    # Spare nodes are no part of what was asked for.
+    of = job(20) | {"nodes": 3, "configuration": '{"slurm": {"spares": 1}}'}
+    assert lost(told(of, iterations[:20], plans=[plan(1, 8, standby=4)])) == {}
+
+
+def test_a_batch_host_that_died_is_counted_from_the_last_commit_on() -> None:
+    """It died at 2.5 s; its successor led from 12.4 s on, noticed at once, and was back 0.7 s later."""
+    iterations = [iteration(1, 1), iteration(2, 2), iteration(3, 13.2, 0.5, epoch=2)]
+    failed = failure(1, 12.5, 3, component="node", recovered_epoch=2)
+    found = told(job(14), iterations, [failed | {"led_at": at(12.4)}], [transition(2, 0.7, 13.2)])
+    assert found.mttr_s == pytest.approx(11.2)
+    assert found.lost_s["detect"] == pytest.approx(10.5)
+    # Without one who took over, a usual iteration may have been under way first.
+    found = told(job(14), iterations, [failed], [transition(2, 0.7, 13.2)])
+    assert found.mttr_s == pytest.approx(10.2)
+    # A silent node, last heard of 9.9 s before.
+    found = told(job(14), iterations, [failed | {"silent_since": at(2.6)}], [transition(2, 0.7, 13.2)])
+    assert found.mttr_s == pytest.approx(10.6)
 
 
 def test_a_change_of_layout_is_no_work_redone(tmp_path: Path, ledger_url: str) -> None:

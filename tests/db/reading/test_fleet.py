@@ -48,7 +48,8 @@ def reader(tmp_path: Path, ledger_url: str) -> Iterator[Reader]:
 def test_failures_are_counted_over_all_jobs_or_one(reader: Reader) -> None:
     [row] = fleet.joined("node", fleet.failures_by(reader, "node"))
     assert (row["node"], row["failures"], row["jobs"], row["fail_stop"], row["fail_slow"]) == ("n2", 3, 3, 3, 0)
-    assert (row["detect_seconds"], row["recover_seconds"]) == pytest.approx((0.02, 1.0))
+    assert (row["detect_seconds"], row["recover_seconds"]) == pytest.approx((0.02, 1.02))
+    assert row["without_noticing_seconds"] == pytest.approx(1.0)
     assert row["last"] == datetime.fromtimestamp(BEGAN + 7200 + 2.2, UTC)
     rows = fleet.joined("component", fleet.failures_by(reader, "component"))
     assert [(row["component"], row["failures"]) for row in rows] == [("process", 2), ("device", 1)]
@@ -63,7 +64,7 @@ def test_failures_are_counted_over_all_jobs_or_one(reader: Reader) -> None:
 def test_counts_of_several_ledgers_are_joined(reader: Reader) -> None:
     part = fleet.failures_by(reader, "node")
     [row] = fleet.joined("node", [*part, *part])
-    assert (row["failures"], row["jobs"], row["recover_seconds"]) == (6, 6, 1.0)
+    assert (row["failures"], row["jobs"], row["recover_seconds"]) == (6, 6, pytest.approx(1.02))
 
 
 @pytest.mark.parametrize(
@@ -90,10 +91,11 @@ def test_cost_of_all_jobs_is_the_sum_of_each(reader: Reader) -> None:
         assert row["seconds"] == pytest.approx(sum(one[cause]["seconds"] for one in each))
         assert row["gpu_hours"] == pytest.approx(sum(one[cause]["gpu_hours"] for one in each))
     assert sum(row["share"] for row in rows.values()) == pytest.approx(1.0)
-    assert rows["capacity"]["seconds"] == pytest.approx(2 * 1.8 + 0.05)
+    assert rows["capacity"]["seconds"] == pytest.approx(2 * 0.45 + 0.05)
+    assert rows["idle"]["seconds"] == pytest.approx(2 * 1.35)
     by_job = fleet.cost_by_job(found)
     assert [row["failures"] for row in by_job] == [1, 1, 1]
-    assert by_job[2]["goodput"] == pytest.approx(10.9 / 11.6, abs=1e-4)
+    assert by_job[2]["goodput"] == pytest.approx(9.1 / 11.6, abs=1e-4)
     hours = sum(row["gpu_hours"] for row in rows.values() if row["of_failures"])
     assert sum(row["failure_gpu_hours"] for row in by_job) == pytest.approx(hours)
     assert fleet.accounts(reader, until=datetime.fromtimestamp(BEGAN - 1, UTC)) == []

@@ -31,12 +31,14 @@ def reader(records: list[journal.Record], open_ledger: Callable[..., Ledger]) ->
 def test_summary(reader: Reader) -> None:
     figures = reader.summary(reader.job("local-1")["id"])
     assert figures["committed_iterations"] == figures["iteration"] == 20
-    assert figures["useful_seconds"] == pytest.approx(11 * 0.5 + 9 * 0.6)
+    assert figures["useful_seconds"] == pytest.approx(11 * 0.5 + 9 * 0.6 * 8 / 12)
     # From the first iteration's start to the last commit: 11 healthy ones, 1.3 s with the failure, 8 more.
     assert figures["wall_seconds"] == pytest.approx(5.5 + 1.3 + 8 * 0.6, abs=1e-4)
-    assert figures["goodput"] == pytest.approx(10.9 / 11.6, abs=1e-4)
-    assert figures["ettr"] == pytest.approx(10.9 / 13.9, abs=1e-4)
-    assert figures["lost_seconds"] == pytest.approx({"fail-stop": 0.7, "other": 0.0}, abs=1e-4)
+    assert figures["goodput"] == pytest.approx(9.1 / 11.6, abs=1e-4)
+    assert figures["ettr"] == pytest.approx(9.1 / 13.9, abs=1e-4)
+    assert figures["lost_seconds"] == pytest.approx(
+        {"fail-stop": 0.7, "idle": 1.35, "capacity": 0.45, "other": 0.0}, abs=1e-4
+    )
     assert figures["loss"] == 2.0
 
 
@@ -69,7 +71,9 @@ def test_time_lost_to_a_change_of_layout_without_a_failure_has_its_own_name(
         now = reader.rows("iterations", job["id"])[-1]["finished_at"]
         figures = reader.summary(job["id"], now)
     # Iterations of 0.5, 0.6 and 0.5 s end 2.0, 3.2 and 4.8 s after the start: 0.6 and 1.1 s between them are lost.
-    assert figures["lost_seconds"] == pytest.approx({"fail-stop": 0.6, "reconfiguration": 1.1, "other": 0.0}, abs=1e-4)
+    # One of twelve devices is missing for 0.6 s.
+    lost = {"fail-stop": 0.6, "reconfiguration": 1.1, "capacity": 0.05, "other": 0.0}
+    assert figures["lost_seconds"] == pytest.approx(lost, abs=1e-4)
     assert figures["epoch"] == 5
 
 
@@ -116,7 +120,10 @@ def test_frames(reader: Reader) -> None:
     workers = queries.workers(reader, job)
     assert workers["exit"].dtype == "Int64"
     assert workers.set_index("rank")["exit"][5] == -9
-    assert queries.failures(reader, job)["seconds_to_recover"].tolist() == [1.0]
+    failures = queries.failures(reader, job)
+    assert failures["seconds_to_recover"].tolist() == [1.02]
+    assert failures["noticed_after_seconds"].tolist() == [0.02]
+    assert failures["seconds_without_noticing"].tolist() == [1.0]
     assert queries.plans(reader, job)["standby"].tolist() == [0, 3]
     assert queries.nodes(reader, job)["node"].tolist() == ["n1", "n2", "n3"]
     assert queries.reconfigurations(reader, job)["attempts"].tolist() == [1]

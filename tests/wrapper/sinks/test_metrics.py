@@ -71,10 +71,12 @@ def test_a_story_of_one_failure(tmp_path: Path) -> None:
         ("resihp_iteration_seconds_sum",): 11 * 0.5 + 9 * 0.6,
         ("resihp_iteration_predicted_seconds",): 0.59,
         ("resihp_epoch",): 2,
-        ("resihp_useful_seconds_total",): 11 * 0.5 + 9 * 0.6,
+        ("resihp_useful_seconds_total",): 11 * 0.5 + 9 * 0.6 * 8 / 12,  # four of twelve devices had no work any more
+        ("resihp_goodput_ratio",): 9.1 / 11.6,
         ("resihp_failures_total", "component=process", "kind=fail-stop", "node=n2"): 1,
         ("resihp_reconfigurations_total", "action=redo"): 1,
         ("resihp_reconfiguration_seconds_total", "action=redo"): 1.0,
+        ("resihp_recovery_seconds_total", "action=redo"): 1.02,
         ("resihp_checkpoints_total",): 1,
         ("resihp_job_state", "state=completed"): 1,
         ("resihp_job_state", "state=running"): 0,

@@ -8,6 +8,7 @@ to import is imported in the functions.
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -374,9 +375,9 @@ def _period(asked: Asked) -> Any:
     return asked.by if asked.by in ("week", "month") else None
 
 
-def _costs(asked: Asked, found: Sequence[tuple[Row, Any]], whose: str, ledger: str | None) -> Listing:
-    """Costs by cause, or by whatever was asked for; what they came to in all beneath. Who has a kept figure that is
-    none is named on stderr."""
+def _costs(asked: Asked, found: Sequence[tuple[Row, Any]], whose: str, ledger: str | None, idle: str = "") -> Listing:
+    """Costs by cause, or by whatever was asked for; what they came to in all beneath, and which GPUs were idle. Who has
+    a kept figure that is none is named on stderr."""
     from db.reading import fleet, queries
     from db.reading.costs.cost_accounts import is_malformed
 
@@ -395,7 +396,23 @@ def _costs(asked: Asked, found: Sequence[tuple[Row, Any]], whose: str, ledger: s
     by: Any = asked.by
     rows = fleet.cost_rows(sums, asked.price) if by is None else fleet.cost_by(by, found, asked.price)
     columns, closing = queries.priced(asked.shape, asked.price), _cost_lines(sums, asked.price)
+    closing += f"\n{line}" if (line := idle or _idle_jobs(found)) else ""
     return Listing(columns, rows[: asked.limit], whose, len(rows), closing=closing)
+
+
+def _idle_jobs(found: Sequence[tuple[Row, Any]]) -> str:
+    """Jobs that had GPUs which stood by, those that paid most for it first; empty for none."""
+    from wrapper.commands.history.tables import amount
+
+    hours: dict[str, float] = {}
+    for job, account in found:
+        hours[job["name"]] = hours.get(job["name"], 0.0) + account.lost_gpu_hours["idle"]
+    paid = sorted(((each, name) for name, each in hours.items() if each > 0.0), reverse=True)
+    if not paid:
+        return ""
+    named = ", ".join(f"{name} ({amount(each)} GPU-hours)" for each, name in paid[:MOST_NAMED])
+    more = ", ..." if len(paid) > MOST_NAMED else ""
+    return f"GPUs stood by in {len(paid)} of {len(hours)} jobs: {named}{more}"
 
 
 def _of_one(asked: Asked, reader: Reader, job: Row, others: Sequence[Row], ledger: str | None) -> Listing:
@@ -405,8 +422,10 @@ def _of_one(asked: Asked, reader: Reader, job: Row, others: Sequence[Row], ledge
     times: dict[str, Any] = {"since": asked.since, "until": asked.until}
     known = reader.nodes(job["id"]) if asked.node is not None else []
     if asked.view == "cost":
+        from wrapper.output.idle_gpus import of_ledger
+
         found = fleet.costs_of(reader, job, period=_period(asked), others=others)
-        return _costs(asked, found, whose, ledger)
+        return _costs(asked, found, whose, ledger, of_ledger(reader, job).line())
     if asked.view == "promises":
         rows = queries.promises_rows(reader, job["id"])
         return Listing(queries.COLUMNS["promises"], rows[-asked.limit :] if asked.limit else rows, whose, len(rows))
@@ -615,9 +634,11 @@ def _reckoned(
 def _show(asked: Asked, answer: Listing, every: bool) -> None:
     from wrapper.commands.history.tables import history_table, show
 
-    show(console(), history_table(asked.shape, answer.rows, with_jobs=every and asked.is_table))
-    if answer.closing:
-        sys.stdout.write(answer.closing + "\n")
+    screen = console()
+    width = screen.width  # which a wide table may change
+    show(screen, history_table(asked.shape, answer.rows, with_jobs=every and asked.is_table))
+    for line in answer.closing.splitlines():
+        sys.stdout.write(textwrap.fill(line, width, break_on_hyphens=False) + "\n")
     if asked.limit is not None and len(answer.rows) == asked.limit and answer.total != len(answer.rows):
         which = "newest" if asked.is_table or asked.view in ("decisions", "promises", "hosts", "devices") else "first"
         of = "" if answer.total is None else f" of {answer.total:,}"
@@ -635,9 +656,11 @@ def _cost_lines(found: Sequence[Any], price: float | None) -> str:
     line = f"failures cost {amount(one.failure_gpu_hours)} of {amount(one.gpu_hours)} GPU-hours ({share})"
     if price is not None:
         line += f", {amount(one.failure_gpu_hours * price)} of {amount(one.gpu_hours * price)} in money"
+    if (idle := one.lost_gpu_hours["idle"]) > 0:
+        line += f"\nof that, GPUs that stood by {amount(idle)} ({percent(idle / one.gpu_hours)})"
     line += f"\ngoodput {percent(one.goodput)}, useful share {percent(one.useful_share)}"
     if one.mttr_s is not None:
-        line += f", MTTR {duration(one.mttr_s)}"
+        line += f", MTTR {duration(one.mttr_s)} (noticing included)"
     for what, failures, mtbf_s, rate in (
         ("failures", one.failures, one.mtbf_s, one.failure_rate),
         ("of hardware", one.hardware_failures, one.hardware_mtbf_s, one.hardware_failure_rate),

@@ -39,7 +39,8 @@ COST_WORDS = {
     "redo": "work thrown away",
     "rollback": "iterations repeated by a later attempt",
     "slow": "slow devices and links",
-    "capacity": "fewer devices than at first",
+    "idle": "GPUs that stood by",
+    "capacity": "GPUs that were missing",
     "checkpoint": "waiting for checkpoints",
     "other": "between iterations, and the rest",
 }
@@ -115,6 +116,14 @@ def _tested(row: dict[str, Any]) -> str:
     if row["statistic"] is None or row["threshold"] is None:
         return "-"
     return f"{row['statistic']:.3g} / {row['threshold']:.3g} {row['test']}"
+
+
+def _back_after(row: dict[str, Any]) -> str:
+    """From the failure on, and how much of that was noticing: `11.0 s, noticed after 10.3 s`."""
+    whole, noticed = row["seconds_to_recover"], row["noticed_after_seconds"]
+    return (
+        duration(whole) if whole is None or noticed is None else f"{duration(whole)}, noticed after {duration(noticed)}"
+    )
 
 
 def _joined(row: dict[str, Any]) -> str:
@@ -279,7 +288,7 @@ _TERMINAL_COLUMNS: Mapping[str, list[Column]] = {
         Column("node, device", _device),
         _number("iteration"),
         _time("noticed_at", "noticed (UTC)"),
-        _seconds("seconds_to_recover", "recovered in"),
+        Column("recovered in", _back_after, right=True, wraps=True),
     ],
     "nodes": [
         _words("node"),

@@ -13,6 +13,7 @@ from db.reading.costs.cost_accounts import Account
 from db.reading.plans.promises import promises
 from db.reading.scores import Scores, scores
 from wrapper.commands.report.runs import Total
+from wrapper.output.idle_gpus import of_ledger
 
 if TYPE_CHECKING:
     from db.reading.queries import Reader
@@ -52,6 +53,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     ended: datetime
     now: datetime
     """When the report was made."""
+    idle: str = ""
+    """Which GPUs have no work, and why (`wrapper.output.idle_gpus`); empty where all have."""
     slurm: Total | None = None
     """All runs of the Slurm job that it was in; None without Slurm."""
 
@@ -89,6 +92,7 @@ def read(reader: Reader, job: Row, now: datetime, slurm: Total | None = None) ->
         began=job["started_at"],
         ended=max(over, job["started_at"]),
         now=now,
+        idle=of_ledger(reader, job).line(),
         slurm=slurm,
     )
 

@@ -58,7 +58,8 @@ def _failures(facts: Facts) -> list[str]:
         where += f" device {row['device']}" if row["device"] is not None else ""
         ranks = f", {rank_list(row['ranks'])}" if row["ranks"] else ""
         back = row["seconds_to_recover"]
-        after = f", training back in {duration(back)}" if back is not None else ""
+        without = f" ({duration(row['seconds_without_noticing'])} without noticing)"
+        after = f", training back in {duration(back)}{without}" if back is not None else ""
         words = f"{row['kind']}{where}{ranks}, iteration {row['iteration']}, {clock(row['noticed_at'])}{after}"
         parts.append(f"{row['failure']}. {text(row['cause'])} ({text(words)})")
         if row["evidence"]:

@@ -22,7 +22,8 @@ CAUSE_WORDS: Mapping[str, tuple[str, str]] = {
     "redo": ("redone work", "work on an interrupted iteration that was thrown away"),
     "rollback": ("repeated iterations", "committed iterations that a later attempt committed again"),
     "slow": ("slow devices", "iterations beyond their healthy time"),
-    "capacity": ("missing devices", "iterations on fewer devices than at first"),
+    "idle": ("idle devices", "iterations on fewer devices than were asked for, while others stood by"),
+    "capacity": ("missing devices", "iterations on fewer devices than were asked for, as others were gone"),
     "checkpoint": ("checkpoints", "pauses after checkpointed iterations"),
     "other": ("other", "usual pauses between iterations, winding down, and what nobody noted"),
 }
@@ -57,9 +58,10 @@ class NodeLine(msgspec.Struct, frozen=True):
         return sum(self.failures.values())
 
 
-def sentences(facts: Facts) -> tuple[str, str, str]:
-    """What it did and how it ended; what failed; what that cost."""
-    return _course(facts), _failures(facts), _cost(facts)
+def sentences(facts: Facts) -> tuple[str, ...]:
+    """What it did and how it ended; what failed; which GPUs had no work, if any; what that cost."""
+    idle = (f"{facts.idle}.",) if facts.idle else ()
+    return _course(facts), _failures(facts), *idle, _cost(facts)
 
 
 def costs(facts: Facts) -> list[CauseCost]:
@@ -192,7 +194,8 @@ def _failures(facts: Facts) -> str:
     back = ""
     if repairs:
         usual, longest = statistics.median(repairs), max(repairs)
-        back = f"; training was back {duration(usual)} after it was noticed"
+        noticed_s = max(row["noticed_after_seconds"] or 0.0 for row in failures)
+        back = f"; training was back {duration(usual)} after it ({duration(noticed_s)} of that to notice it)"
         if len(repairs) > 1:
             back = f"; training was back in {duration(usual)} on median, {duration(longest)} at most"
     one = len(failures) == 1
@@ -205,14 +208,14 @@ def _cost(facts: Facts) -> str:
     if account.goodput is None:
         held = f"{hours(account.gpu_hours)} went to starting" if account.gpu_hours > 0 else "nothing was held"
         return f"There is no goodput to tell yet: {held}."
-    goodput = f"Goodput was {percent(account.goodput)} (committed iterations over wall time)"
+    goodput = f"Goodput was {percent(account.goodput)} (committed iterations over wall time, on the devices asked for)"
     lost = sum(account.lost_s.values())
     if lost < 0.005:
         return f"{goodput}, and nothing was lost."
     largest = costs(facts)[0]
     gpu = hours(sum(account.lost_gpu_hours.values()))
     most = f"most of it to {largest.name} ({duration(largest.seconds)})"
-    return f"{goodput}; with slow and missing devices counted as well, {duration(lost)} or {gpu} were lost, {most}."
+    return f"{goodput}; with slow devices counted as well, {duration(lost)} or {gpu} were lost, {most}."
 
 
 def _many(number: int, what: str) -> str:

@@ -6,11 +6,13 @@ Reads only. Called by `wrapper.commands.status.command` and `wrapper.commands.wa
 from __future__ import annotations
 
 import json
+import re
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from db.layouts import from_json
 from wrapper.output.answers import SCHEMA
+from wrapper.output.idle_gpus import of_ledger
 from wrapper.output.progress import RECENT, progress, target
 from wrapper.output.rank_health import RankHealth
 from wrapper.output.shells import shells
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from db.reading.queries import Reader
 
 EVENTS_IN_JSON = 50
+_SINCE_NOTICED = re.compile(r"(?:,| in) ([\d.]+) s(?: after it was noticed)?")
+"""In the words of `resihp.record.describe`, and those of versions before."""
 EVENT_KINDS = (
     *(
         "FailureFound",
@@ -53,6 +57,7 @@ def job_status(
     health = _health(reader, row["id"], running=figures["state"] == "running").by_rank(places)
     slurm_job = _slurm_job(row["name"]) if figures["state"] == "running" else None
     replacements = reader.rows("replacements", row["id"])
+    idle = of_ledger(reader, row)
     return {
         "schema": SCHEMA,
         **progress(target(row["model"]), iterations, now, running=row["state"] == "running"),
@@ -65,11 +70,30 @@ def job_status(
         "detector": detector(row),
         "unwatched": json.loads(row["unwatched"] or "[]"),
         "health": {str(rank): state for rank, state in health.items()},
+        "idle": [gpu._asdict() for gpu in idle.idle()],
+        "idle_line": idle.line(),
         "drains": reader.rows("drains", row["id"]),
         "replacements": replacements,
         "shells": shells(slurm_job, reader.rows("nodes", row["id"]), replacements) if slurm_job else {},
-        "events": reader.events(row["id"], EVENT_KINDS, EVENTS_IN_JSON),
+        "events": _with_noticing(reader, row["id"], reader.events(row["id"], EVENT_KINDS, EVENTS_IN_JSON)),
     }
+
+
+def _with_noticing(reader: Reader, job: int, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Events of recoveries tell how long these took from the failure on: the journal's entry knows of no noticing."""
+    if not any(event["kind"] == "Reconfigured" for event in events):
+        return events
+    took: dict[int, tuple[float, float]] = {}
+    for row in reader.rows("failures", job):
+        if row["recovered_epoch"] is not None and row["noticed_after_seconds"] is not None:
+            told = row["seconds_to_recover"], row["noticed_after_seconds"]
+            took[row["recovered_epoch"]] = max(told, took.get(row["recovered_epoch"], told))
+    for event in events:
+        if event["kind"] == "Reconfigured" and event["epoch"] in took:
+            whole, noticed = took[event["epoch"]]
+            since = f", {whole:.2f} s after it (noticed after {noticed:.2f} s"
+            event["text"] = _SINCE_NOTICED.sub(rf"{since}, \1 s without noticing)", event["text"], count=1)
+    return events
 
 
 def detector(row: dict[str, Any]) -> str:

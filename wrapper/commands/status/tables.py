@@ -28,8 +28,11 @@ EVENTS_SHOWN = 8
 
 
 def goodput_line(figures: dict[str, Any]) -> str:
-    """`goodput 91.6 %, ETTR 78.4 %; lost: fail-stop 0.70 s, other 0.30 s`."""
-    lost = ", ".join(f"{cause} {duration(s)}" for cause, s in figures["lost_seconds"].items() if s >= 0.005)
+    """`goodput 91.6 %, ETTR 78.4 %; lost: fail-stop 0.70 s, idle GPUs 2.00 s, other 0.30 s`."""
+    words = {"idle": "idle GPUs", "capacity": "missing GPUs"}
+    lost = ", ".join(
+        f"{words.get(cause, cause)} {duration(s)}" for cause, s in figures["lost_seconds"].items() if s >= 0.005
+    )
     return f"goodput {percent(figures['goodput'])}, ETTR {percent(figures['ettr'])}; lost: {lost or 'nothing'}"
 
 
@@ -95,6 +98,8 @@ def render_status(state: dict[str, Any], width: int) -> RenderableType:
     if moves := progress_line(state):
         parts.append(Text(moves, style="bold yellow" if state["stuck"] else ""))
     parts.append(Text(goodput_line(state)))
+    if state["idle_line"]:
+        parts.append(Text(literal(state["idle_line"]), style="yellow"))
     parts += [Text(literal(line), style="dim", overflow="fold") for line in places_lines(state)]
     if nodes := nodes_line(state):
         parts.append(Text(literal(nodes)))

@@ -104,6 +104,8 @@ def _top(state: Watched, width: int, unicode: bool) -> list[Text]:
     if moves := progress_line(status):
         lines.append(Text(moves, style="bold yellow" if status["stuck"] else ""))
     lines += [Text(words) for words in textwrap.wrap(goodput_line(dict(status)), width)[:2]]
+    if status["idle_line"]:
+        lines.append(Text(one_line(status["idle_line"]), style="yellow"))
     lines += _times(state.times, width, unicode)
     return lines
 

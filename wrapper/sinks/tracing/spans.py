@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from resihp.record import journal
 from resihp.record.describe import explain
 from resihp.record.packing import column
+from wrapper.output.recoveries import Recoveries
 
 if TYPE_CHECKING:
     from resihp.parallelism.layout import Layout
@@ -24,6 +25,8 @@ COMMITS_KEPT = 4096
 PACKED_KEPT = 4
 """Where the onset of something slow is looked up: commits one by one, and packed records of those before."""
 EVENTS_KEPT = 64
+LEAST_NOTICED_S = 1e-3
+"""What was noticed within this time has no onset of its own."""
 FAILED_BEFORE_COMMITS = 1
 """Iterations that may still be committed after a failure that stops the job: their step was taken before."""
 
@@ -79,6 +82,7 @@ class Story:
         self._open: dict[int, _Failure] = {}
         self._ended: dict[int, float] = {}
         """When ranks' processes ended."""
+        self._recoveries = Recoveries()
         self._layout: Layout | None = None
         self._before: Layout | None = None
         """In effect, and when training last went on undisturbed."""
@@ -92,6 +96,7 @@ class Story:
 
     def follow(self, record: journal.Record) -> list[Episode]:
         entry, at = record.entry, record.at
+        self._recoveries.follow(record)
         if isinstance(entry, _TOLD):
             self._events.append((at, type(entry).__name__, explain(entry)))
         match entry:
@@ -148,6 +153,10 @@ class Story:
             onset_at = noticed_at - entry.detect_s
         elif entry.kind == "fail-slow":
             onset_at = self._done_at(entry.iteration - 1)
+        else:
+            onset_at = self._recoveries.began_at(entry.failure)
+            if onset_at is not None and noticed_at - onset_at < LEAST_NOTICED_S:
+                onset_at = None
         if onset_at is not None:
             onset_at = max(min(onset_at, noticed_at), self._began)
         return _Failure(entry=entry, noticed_at=noticed_at, onset_at=onset_at, commits=self._count)
@@ -183,6 +192,8 @@ class Story:
             "resihp.bytes_moved": entry.bytes_moved,
             "resihp.seconds": entry.seconds,
         }
+        if (noticed_s := self._recoveries.noticed_after(entry, began + entry.seconds)) is not None:
+            attributes |= {"resihp.seconds_to_recover": noticed_s + entry.seconds, "resihp.noticed_after": noticed_s}
         self._before = self._layout
         if decided is not None:
             attributes["resihp.iteration"] = decided.next_iteration

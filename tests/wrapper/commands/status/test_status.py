@@ -173,8 +173,10 @@ def test_status_json(job: Job) -> None:
     assert state["iteration"] == 3
     assert state["loss"] == 3.25
     assert state["iteration_seconds"] == 1.0
-    assert state["goodput"] == pytest.approx(3.0 / 4.5, abs=1e-3)
-    assert state["lost_seconds"] == pytest.approx({"fail-stop": 1.5, "other": 0.0}, abs=1e-3)
+    # In the last of three seconds one of four devices was dead, and another stood by.
+    assert state["goodput"] == pytest.approx(2.5 / 4.5, abs=1e-3)
+    lost = {"fail-stop": 1.5, "idle": 0.25, "capacity": 0.25, "other": 0.0}
+    assert state["lost_seconds"] == pytest.approx(lost, abs=1e-3)
     stages = [{"ranks": [0], "layers": [0, 1]}, {"ranks": [1], "layers": [2, 3]}]
     assert state["layout"] == {"replicas": [stages], "standby": [2]}
     assert state["health"] == {"0": "active", "1": "active", "2": "standby", "3": "dead"}
@@ -198,8 +200,8 @@ def test_status_fits_a_terminal_and_needs_no_colour(job: Job) -> None:
     assert max(map(len, text.splitlines())) <= 80
     assert "\x1b" not in text
     assert text.startswith(f"job {job.name}  completed  iteration 3  loss 3.2500  1.00 s an iteration\n")
-    assert "goodput 66.7 %" in text
-    assert "lost: fail-stop 1.50 s\n" in text
+    assert "goodput 55.6 %" in text
+    assert "lost: idle GPUs 0.25 s, missing GPUs 0.25 s, fail-stop" in text
     assert "replica 0  0           1" in text
     assert "standby    2s" in text
     assert "dead       3x" in text

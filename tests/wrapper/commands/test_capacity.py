@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from rich.console import Console
+from wrapper.sinks.spans import Story
 
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan, spread
@@ -22,7 +23,6 @@ from tests.wrapper.commands.history.test_history import text_of
 from tests.wrapper.commands.status.test_status import home, resihp, rows
 from wrapper.job_folder import Job, create_local_job
 from wrapper.output.idle_gpus import IdleGpus
-from wrapper.sinks.spans import Story
 from wrapper.sinks.terminal import LiveView
 
 __all__ = ["home"]  # a fixture that every test of this module uses

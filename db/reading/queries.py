@@ -199,6 +199,7 @@ def why(reader: Reader, job: Row, iteration: int) -> Why:
     touching = TABLES["events"].query.where(
         events.job_id == job["id"], events.kind.in_(("CheckpointCommitted", "FaultInjected"))
     )
+    lately = (events.kind == "FaultInjected") | (events.iteration >= iteration - NEAR)
     return explain_iteration(
         iteration,
         job,
@@ -206,7 +207,7 @@ def why(reader: Reader, job: Row, iteration: int) -> Why:
         reader.marked(job["id"], reader.rows("failures", job["id"])),
         reader.narrow("reconfigurations", job["id"]),
         reader.narrow("plans", job["id"]),
-        reader.fetch(touching.where(events.iteration.between(iteration - NEAR, iteration)).order_by(events.seq)),
+        reader.fetch(touching.where(events.iteration <= iteration, lately).order_by(events.seq)),
     )
 
 

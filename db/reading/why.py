@@ -10,6 +10,7 @@ apart, since an interruption is no part of an iteration's seconds.
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -73,7 +74,7 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
     checkpoints: list[Row]
     """Events: written while it ran, or just before."""
     injected: list[Row]
-    """Events: faults injected in it."""
+    """Events: faults injected in it, and those that have slowed something before and do so still."""
 
 
 def why(
@@ -107,7 +108,7 @@ def why(
         if one["kind"] == "CheckpointCommitted"
         and (one["iteration"] == iteration - 1 or (begun is not None and begun <= one["at"] <= row["finished_at"]))
     ]
-    injected = [one for one in events if one["kind"] == "FaultInjected" and one["iteration"] == iteration]
+    injected = _on_purpose(events, iteration)
     causes = [cause(one, _slow_device(one)) for one in active]
     causes += _workload(row, comparison)
     if checkpoints:
@@ -147,6 +148,23 @@ def why(
         checkpoints=checkpoints,
         injected=injected,
     )
+
+
+def _on_purpose(events: Sequence[Row], iteration: int) -> list[Row]:
+    """Faults injected in an iteration, and what was slowed before, until a time that has not come or for good."""
+    faults = [one for one in events if one["kind"] == "FaultInjected"]
+    slowed: dict[str, Row] = {}
+    for one in faults:
+        target = re.search(r"slow:([^,@ ]+)", one["text"])
+        if target is not None and one["iteration"] < iteration:
+            slowed[target[1]] = one
+    found = []
+    for one in slowed.values():
+        until = re.search(r"until=(\d+)", one["text"])
+        healed = re.search(r"speed=1(?![\d.])", one["text"])
+        if healed is None and (until is None or iteration < int(until[1])):
+            found.append(one)
+    return [*found, *(one for one in faults if one["iteration"] == iteration)]
 
 
 # --- words ----------------------------------------------------------------------------------------------------------

@@ -182,6 +182,27 @@ def test_checkpoints_and_injected_faults_that_touch_it() -> None:
     ]
 
 
+def test_what_was_slowed_on_purpose_and_is_so_still_is_told() -> None:
+    def fault(number: int, iteration: int, text: str) -> Row:
+        return {"kind": "FaultInjected", "iteration": iteration, "at": at(iteration), "text": f"fault {number}: {text}"}
+
+    events = [
+        fault(1, 2, "slow:link=n1-n2,speed=0.25@iteration=2,phase=forward injected"),
+        fault(2, 3, "slow:rank=5,speed=0.4@iteration=3,phase=forward,until=6 injected"),
+        fault(3, 3, "slow:rank=6,speed=0.5 injected in iteration 3"),
+        fault(4, 5, "slow:rank=6,speed=1 injected in iteration 5"),
+    ]
+    told = {n: [one["text"][:7] for one in ask(rows(*[1.0] * 8), n, events=events).injected] for n in range(1, 8)}
+    assert told[1] == []
+    assert told[2] == ["fault 1"]
+    assert told[4] == ["fault 1", "fault 2", "fault 3"]
+    assert told[5] == ["fault 1", "fault 2", "fault 3", "fault 4"]
+    assert told[6] == ["fault 1"]
+    assert ask(rows(*[1.0] * 8), 7, events=events).verdict[-1] == (
+        "fault injected on purpose: fault 1: slow:link=n1-n2,speed=0.25@iteration=2,phase=forward injected"
+    )
+
+
 def test_the_first_iteration_after_a_failure() -> None:
     iterations = [*rows(1.0, 1.0), {**rows(1.0)[0], "iteration": 3, "epoch": 2, "finished_at": at(5.0), "seconds": 1.2}]
     mended = failure(1, 2.5, 3, recovered_epoch=2, detect_seconds=0.1, cause="rank 5 killed")

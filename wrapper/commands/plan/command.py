@@ -180,7 +180,7 @@ def _search_command(options: PlanOptions) -> str:
     of = f" {options.job}" if options.job else ""
     if options.model is not None:
         of = f" --model {options.model} --layout {options.layout} ..."
-    return f"resihp plan{of} --search 10"
+    return f"resihp plan{of}{f' --hardware {options.hardware}' if options.hardware else ''} --search 10"
 
 
 def _asked(options: PlanOptions) -> tuple[Question, Plan, str, str]:

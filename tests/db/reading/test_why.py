@@ -172,7 +172,7 @@ def test_checkpoints_and_injected_faults_that_touch_it() -> None:
     events = [
         {"kind": "CheckpointCommitted", "iteration": 2, "at": at(99), "text": "checkpoint of iteration 2"},
         {"kind": "FaultInjected", "iteration": 3, "at": at(2.5), "text": "fault 1: slow:rank=5"},
-        {"kind": "FaultInjected", "iteration": 1, "at": at(0.5), "text": "fault 0: slow:rank=4"},
+        {"kind": "FaultInjected", "iteration": 1, "at": at(0.5), "text": "fault 0: kill:rank=4"},
     ]
     told = ask(rows(1.0, 1.0, 1.5), 3, events=events)
     assert told.verdict[1:] == [

@@ -119,13 +119,13 @@ _failure_columns = (
 )
 
 """The three times are `db.reading.recoveries`' to tell."""
-_told_of_recoveries = (
+_of_recoveries = (
     FailureRow.job_id.label("job_id"),
     ReconfigurationRow.seconds.label("recovery_seconds"),
     ReconfigurationRow.finished_at.label("back_at"),
 )
 """What it needs beside these columns."""
-_NOT_SHOWN = (*(str(column.key) for column in _told_of_recoveries), "silent_since", "led_at")
+_NOT_SHOWN = (*(str(column.key) for column in _of_recoveries), "silent_since", "led_at")
 
 _node_columns_told = (
     *(
@@ -559,7 +559,7 @@ class Reader:
         `kind`: of that kind alone. Raises UsageError when the table has no nodes, or no kinds, to ask for.
         """
         asked = TABLES[table]
-        columns, query = asked.source.c, asked.query
+        columns, query = asked.source.c, asked.query.add_columns(*(_of_recoveries if table == "failures" else ()))
         order = [columns[asked.order], *(c for c in asked.source.primary_key if c.key not in ("job_id", asked.order))]
         if job_id is not None:
             query = query.where(columns.job_id == job_id)
@@ -574,9 +574,8 @@ class Reader:
             order = [columns[asked.time], columns.job_id, *order]
         if node is not None:
             named = [columns[name] for name in _node_columns(table)]
-            of_all = job_id is None
             query = query.where(
-                or_(*(self.is_asked(node, each, columns.job_id) if of_all else each == node for each in named))
+                or_(*(each == node if job_id else self.is_asked(node, each, columns.job_id) for each in named))
             )
         if rank is not None:
             query = query.where(columns.rank == rank)
@@ -590,20 +589,21 @@ class Reader:
             query = query.where(columns[asked.time] >= since)
         if until is not None:
             query = query.where(columns[asked.time] < until)
-        if table == "failures":
-            query = query.add_columns(*_told_of_recoveries)
         if last is None:
             found = self.fetch(query.order_by(*order))
         else:
             found = self.fetch(query.order_by(*(column.desc() for column in order)).limit(last))[::-1]
-        if table == "failures":
-            recoveries.tell(self.fetch, found)
-            found = [{name: each for name, each in row.items() if name not in _NOT_SHOWN} for row in found]
+        found = self._recovered(found) if table == "failures" else found
         with no_collection():
             for row in found:
                 for column in asked.json_columns:
                     row[column] = self._decoded(row[column], column)
             return found if job_id is not None else [{"job": row.pop("job"), **row} for row in found]
+
+    def _recovered(self, failures: list[Row]) -> list[Row]:
+        """With how long recoveries took, without what only that is told by."""
+        recoveries.tell(self.fetch, failures)
+        return [{name: each for name, each in row.items() if name not in _NOT_SHOWN} for row in failures]
 
     def _decoded(self, content: str | None, column: str) -> Any:
         """Raises LedgerError: what was imported may hold anything."""

@@ -42,7 +42,7 @@ class IdleGpu(NamedTuple):
     rank: int | None
 
 
-class PlanInEffect(NamedTuple):
+class PlanOfWork(NamedTuple):
     """`begins`: with which iteration."""
 
     begins: int
@@ -50,7 +50,7 @@ class PlanInEffect(NamedTuple):
     standby: frozenset[int]
 
     @classmethod
-    def of(cls, begins: int, layout: Layout) -> PlanInEffect:
+    def of(cls, begins: int, layout: Layout) -> PlanOfWork:
         return cls(begins, frozenset(layout.active), frozenset(layout.standby))
 
 
@@ -74,11 +74,11 @@ class IdleGpus:
     """That failed their probe: on which occasion, and at which speed of their peers'."""
     slow: dict[int, tuple[Device, float]] = field(default_factory=dict)
     """With a verdict that is not over, by its failure: the speed that is left."""
-    plans: list[PlanInEffect] = field(default_factory=list)
+    plans: list[PlanOfWork] = field(default_factory=list)
     """The last ones that took effect, `PLANS_KEPT` at most, in order."""
     whole: bool = True
     """Whether the first of them is the job's first."""
-    decided: PlanInEffect | None = None
+    decided: PlanOfWork | None = None
 
     def follow(self, entry: journal.AnyEntry) -> None:
         """What one entry of the journal changes."""
@@ -104,7 +104,7 @@ class IdleGpus:
             case journal.FailureEnded():
                 self.slow.pop(entry.failure, None)
             case journal.PlanDecided():
-                self.decided = PlanInEffect.of(entry.next_iteration, entry.plan.layout)
+                self.decided = PlanOfWork.of(entry.next_iteration, entry.plan.layout)
             case journal.PlanInEffect() if self.decided is not None:
                 self.whole = self.whole and len(self.plans) < PLANS_KEPT
                 self.plans = [*self.plans[-PLANS_KEPT + 1 :], self.decided]
@@ -212,7 +212,7 @@ def of_ledger(reader: Reader, job: Row) -> IdleGpus:
     last = reader.rows("plans", number, last=PLANS_KEPT)
     found.whole = len(last) < PLANS_KEPT
     found.plans = [
-        PlanInEffect.of(row["next_iteration"], from_json(json.dumps(row["layout"])))
+        PlanOfWork.of(row["next_iteration"], from_json(json.dumps(row["layout"])))
         for row in last
         if row["in_effect_at"] is not None
     ]

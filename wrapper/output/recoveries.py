@@ -27,7 +27,7 @@ class Commit(NamedTuple):
     seconds: float | None
 
 
-class Found(NamedTuple):
+class FoundFailure(NamedTuple):
     """A failure, with when it was noticed, what it was suspected of before, and when somebody last took over."""
 
     entry: journal.FailureFound
@@ -84,7 +84,7 @@ class Recoveries:
     _ended: dict[int, float] = field(default_factory=dict)
     _silences: Silences = field(default_factory=Silences)
     _led_at: float | None = None
-    _found: dict[int, Found] = field(default_factory=dict)
+    _found: dict[int, FoundFailure] = field(default_factory=dict)
 
     def follow(self, record: journal.Record) -> None:
         entry, at = record.entry, record.at
@@ -103,7 +103,7 @@ class Recoveries:
             case journal.FailureFound():
                 noticed_at = min([at, *(self._ended[rank] for rank in entry.ranks if rank in self._ended)])
                 silent_since = None if entry.kind == "fail-slow" else self._silences.led_to(entry)
-                self._found[entry.failure] = Found(entry, noticed_at, silent_since, self._led_at)
+                self._found[entry.failure] = FoundFailure(entry, noticed_at, silent_since, self._led_at)
             case journal.FailureEnded():
                 self._found.pop(entry.failure, None)
 

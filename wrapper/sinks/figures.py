@@ -189,12 +189,7 @@ def follow(figures: Figures, record: journal.Record) -> None:
             figures.nodes.discard(entry.node)
             figures.nodes_lost += 1
         case journal.PlanDecided():
-            figures.decided, figures.epoch = entry.plan.layout, entry.plan.epoch
-            since = figures.committed_epoch
-            figures.at_work = {epoch: count for epoch, count in figures.at_work.items() if epoch >= since}
-            figures.at_work[entry.plan.epoch] = len(entry.plan.layout.active)
-            if figures.layout is None:
-                figures.layout = figures.decided
+            _decided(figures, entry)
         case journal.PlanInEffect():
             figures.layout = figures.decided
         case journal.Suspected(kind="slow", cleared=False):
@@ -206,13 +201,7 @@ def follow(figures: Figures, record: journal.Record) -> None:
         case journal.FailureEnded():
             figures.recovered += 1
         case journal.Reconfigured():
-            figures.reconfigurations[entry.action] += 1
-            seconds = figures.reconfiguration_seconds.get(entry.action, 0.0) + entry.seconds
-            figures.reconfiguration_seconds[entry.action] = seconds
-            figures.bytes_moved += entry.bytes_moved
-            if entry.failures:
-                whole = entry.seconds + (figures.recoveries.noticed_after(entry, at) or 0.0)
-                figures.recovery_seconds[entry.action] = figures.recovery_seconds.get(entry.action, 0.0) + whole
+            _reconfigured(figures, entry, at)
         case journal.DrainDecided(measure="drain"):
             figures.drains += 1
         case journal.DrainAnswered():
@@ -228,6 +217,25 @@ def follow(figures: Figures, record: journal.Record) -> None:
             figures.takeovers += 1
         case journal.JobEnded():
             figures.state, figures.exit_code, figures.ended_at = entry.state, entry.exit_code, at
+
+
+def _decided(figures: Figures, entry: journal.PlanDecided) -> None:
+    figures.decided, figures.epoch = entry.plan.layout, entry.plan.epoch
+    since = figures.committed_epoch
+    figures.at_work = {epoch: count for epoch, count in figures.at_work.items() if epoch >= since}
+    figures.at_work[entry.plan.epoch] = len(entry.plan.layout.active)
+    if figures.layout is None:
+        figures.layout = figures.decided
+
+
+def _reconfigured(figures: Figures, entry: journal.Reconfigured, at: float) -> None:
+    figures.reconfigurations[entry.action] += 1
+    seconds = figures.reconfiguration_seconds.get(entry.action, 0.0) + entry.seconds
+    figures.reconfiguration_seconds[entry.action] = seconds
+    figures.bytes_moved += entry.bytes_moved
+    if entry.failures:
+        whole = entry.seconds + (figures.recoveries.noticed_after(entry, at) or 0.0)
+        figures.recovery_seconds[entry.action] = figures.recovery_seconds.get(entry.action, 0.0) + whole
 
 
 def _committed(figures: Figures, entry: journal.IterationCommitted, at: float) -> None:

@@ -124,21 +124,7 @@ class LostTime:
                 if entry.epoch in self._plans:
                     self._plans[entry.epoch]["in_effect_at"] = at
             case journal.FailureFound():
-                since = None if entry.kind == "fail-slow" else self._silences.led_to(entry)
-                self._failures[entry.failure] = {
-                    "failure": entry.failure,
-                    "silent_since": None if since is None else datetime.fromtimestamp(since, UTC),
-                    "led_at": self._led_at,
-                    "kind": entry.kind,
-                    "component": entry.component,
-                    "hardware": entry.hardware,
-                    "iteration": entry.iteration,
-                    "noticed_at": min([at, *(self._ended[rank] for rank in entry.ranks if rank in self._ended)]),
-                    "detect_seconds": entry.detect_s,
-                    "recovered_epoch": None,
-                    "ended_iteration": None,
-                }
-                self._late.add(entry.failure)
+                self._found(entry, at)
             case journal.FailureEnded():
                 if entry.failure in self._failures:
                     self._failures[entry.failure]["ended_iteration"] = entry.iteration
@@ -156,6 +142,23 @@ class LostTime:
                 self._rest, _ = self._between(self._job(at, entry.state), self._done, None)
                 return True
         return False
+
+    def _found(self, entry: journal.FailureFound, at: datetime) -> None:
+        since = None if entry.kind == "fail-slow" else self._silences.led_to(entry)
+        self._failures[entry.failure] = {
+            "failure": entry.failure,
+            "silent_since": None if since is None else datetime.fromtimestamp(since, UTC),
+            "led_at": self._led_at,
+            "kind": entry.kind,
+            "component": entry.component,
+            "hardware": entry.hardware,
+            "iteration": entry.iteration,
+            "noticed_at": min([at, *(self._ended[rank] for rank in entry.ranks if rank in self._ended)]),
+            "detect_seconds": entry.detect_s,
+            "recovered_epoch": None,
+            "ended_iteration": None,
+        }
+        self._late.add(entry.failure)
 
     def _committed(self, entry: journal.IterationCommitted, at: datetime) -> bool:
         plan = self._plans.get(entry.epoch)

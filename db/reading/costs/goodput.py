@@ -212,19 +212,8 @@ def interruptions(
         own = clock.took_s[after] if after < len(clock.took_s) else 0.0
         lost = max(end_s - begin_s - meanwhile - own, 0.0)
         unnoticed = min(max(noticed_s - begin_s - meanwhile, 0.0), lost)
-        recent = clock.took_s[max(before - RECENT + 1, 0) : before + 1]
-        detect = redo = 0.0
-        if of:
-            last_at = clock.finished[before] if before >= 0 else None
-            detect = noticed_after_s(
-                unnoticed,
-                statistics.median(recent) if recent else unnoticed,
-                fault_s=next((row["detect_seconds"] for row in of if row["detect_seconds"] is not None), None),
-                silent_s=max((_silent_s(row) for row in of), default=0.0),
-                leaderless=any(is_leaderless(row, last_at) for row in of),
-            )
-        if action == "redo":
-            redo = unnoticed - detect
+        detect = _detect_s(of, clock, before, unnoticed) if of else 0.0
+        redo = unnoticed - detect if action == "redo" else 0.0
         return Interruption(
             kind=of[0]["kind"] if of else "reconfiguration",
             failures=tuple(row["failure"] for row in of),
@@ -253,6 +242,19 @@ def interruptions(
         noticed_s = (unmended[0]["noticed_at"] - clock.begin).total_seconds()
         found.append(span(unmended, None, "redo", noticed_s, 0, clock.wall_s))
     return found
+
+
+def _detect_s(of: Sequence[Row], clock: Course, before: int, unnoticed_s: float) -> float:
+    """From the first of these failures to its being noticed, so long after the commit `before`, -1 for none."""
+    recent = clock.took_s[max(before - RECENT + 1, 0) : before + 1]
+    last_at = clock.finished[before] if before >= 0 else None
+    return noticed_after_s(
+        unnoticed_s,
+        statistics.median(recent) if recent else unnoticed_s,
+        fault_s=next((row["detect_seconds"] for row in of if row["detect_seconds"] is not None), None),
+        silent_s=max(_silent_s(row) for row in of),
+        leaderless=any(is_leaderless(row, last_at) for row in of),
+    )
 
 
 def _silent_s(failure: Row) -> float:

@@ -119,7 +119,10 @@ def test_the_page_tells_what_happened(tmp_path: Path) -> None:
     words = seen(facts)
     assert "Job local-1 completed" in words
     assert "Job local-1 trained 20 iterations on 3 nodes with 4 devices each" in words
-    assert "One failure was noticed (1 fail-stop); training was back 1.00 s after it was noticed." in words
+    assert (
+        "One failure was noticed (1 fail-stop); training was back 1.02 s after it (0.02 s of that to notice it)."
+        in words
+    )
     assert f"Goodput was {100 * facts.account.goodput:.1f} %" in words  # type: ignore[operator]
     assert "pid 1005 on node n2: killed by signal 9 (SIGKILL)" in words, "the evidence"
     assert "n2 device 1, iteration 12" in words

@@ -58,6 +58,7 @@ def state(
         "layout": to_plain(layout),
         "health": {str(rank): value for rank, value in (ranks | (health or {})).items()},
         "events": list(events),
+        "idle_line": "",
     }
     known = [(n, 0.6 + (n == 55), 0.5) for n in range(1, iteration + 1)]
     return Watched(status, known if times is None else list(times))
@@ -299,6 +300,12 @@ def test_json_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     Story(state(), state(iteration=61, how="completed")).follow(terminal=True, as_json=True)
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["iteration"] for line in lines] == [60, 61]
+
+
+def test_gpus_without_work_are_told_above_the_layout() -> None:
+    watched = state()
+    watched.status["idle_line"] = "2 of 8 GPUs idle since the start: rank 7 on n2 (spare)"  # type: ignore[index]
+    assert "2 of 8 GPUs idle since the start: rank 7 on n2 (spare)" in shown(watched, 80, None)
 
 
 def test_a_large_ledger_is_read_less_often() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.jobs import Job
+from tests.integration.slurm_jobs import Desk, MakeCluster
 
 pytest.importorskip("torch")
 
@@ -153,6 +154,27 @@ def test_a_node_that_dies_is_the_failure(job: Job) -> None:
     assert (failure["component"], failure["node"]) == ("node", "n2")
     assert "before training began" not in job.stderr
     assert NOT_RESTARTED in messages(job)
+
+
+def test_it_runs_on_the_nodes_of_an_allocation_and_fails_there(cluster: MakeCluster) -> None:
+    """Logs are on the nodes' own disks then, and come to the job's folder once a second."""
+    desk = Desk(cluster(nodes=2, gpus=2))
+    (desk.folder / "train.py").write_text(SCRIPT)
+    script = "#!/bin/bash\n#SBATCH --no-kill\nexec resihp run -- python train.py kill 3\n"
+    options = ["--nodes=2", "--gpus-per-node=2", "--exclusive", "--output=%x-%j.out", "--time=5"]
+    job = desk.sbatch(script, *options)
+    assert desk.wait(job) == ("FAILED", "1:0"), desk.output(job)
+    told = desk.output(job)
+    assert "\nrank 0 of 4\n" in told
+    assert "\nstep 4\n" in told
+    assert "rank 3 (n2 device 1): killed by signal 9 (SIGKILL)" in told
+    assert "before training began" not in told
+    found = [json.loads((desk.folder / f"environment{rank}.json").read_text()) for rank in range(4)]
+    assert {each["TORCHELASTIC_RUN_ID"] for each in found} == {job}
+    assert len({(each["MASTER_ADDR"], each["MASTER_PORT"]) for each in found}) == 1
+    assert [each["GROUP_RANK"] for each in found] == ["0", "0", "1", "1"]
+    (failure,) = desk.rows("failures", job)
+    assert (failure["cause"], failure["node"]) == ("rank 3 killed by signal 9 (SIGKILL)", "n2")
 
 
 def log_of(job: Job, rank: int) -> Path:

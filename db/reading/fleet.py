@@ -42,10 +42,10 @@ By = Literal[
 ]
 GROUPS: tuple[By, ...] = get_args(By)
 """`version` is resihp's; `hardware`: whether it is to blame; a `week` is named by its Monday."""
-OF_JOBS = {"job": "name", "account": "slurm_account"} | {
+OF_JOBS = {"job": "uuid", "account": "slurm_account"} | {
     name: name for name in ("owner", "partition", "cluster", "version", "torch")
 }
-"""Columns of jobs that failures are counted by."""
+"""Columns of jobs that failures are counted by. Names repeat, between folders and hosts."""
 CostBy = Literal["job", "owner", "account", "partition", "cluster", "week", "month"]
 Period = Literal["week", "month"]
 COST_BY: tuple[str, ...] = get_args(CostBy)
@@ -86,6 +86,7 @@ def failures_by(
         source = source.join(JobRow.__table__, JobRow.__table__.c.id == failures.c.job_id)
     query = select(
         column.label("key"),
+        *((func.max(JobRow.__table__.c.name).label("name"),) if by == "job" else ()),
         func.count().label("failures"),
         *(func.sum(case((failures.c.kind == kind, 1), else_=0)).label(kind) for kind in KINDS),
         func.count(failures.c.job_id.distinct()).label("jobs"),
@@ -152,8 +153,8 @@ def _words(key: object) -> str:
 def joined(by: By, parts: Iterable[Row]) -> list[Row]:
     """What `failures_by` found in all ledgers, most failures first, of weeks and months the newest first.
 
-    Columns: the key by its name, `failures`, those of each kind, `jobs`, `MEANS` (of what is known), `last` (when the
-    last one was noticed). A job of two ledgers counts twice.
+    Columns: the key by its name (of jobs `job` and `uuid`), `failures`, those of each kind, `jobs`, `MEANS` (of what is
+    known), `last` (when the last one was noticed). A job of two ledgers counts twice.
     """
     sums: dict[str, Row] = {}
     for part in parts:
@@ -167,7 +168,7 @@ def joined(by: By, parts: Iterable[Row]) -> list[Row]:
         total["last"] = max(total["last"], part["last"])
     rows = [
         {
-            by: total["key"],
+            **({"job": total["name"], "uuid": total["key"]} if by == "job" else {by: total["key"]}),
             "failures": int(total["failures"]),
             **{kind.replace("-", "_"): int(total[kind]) for kind in KINDS},
             "jobs": int(total["jobs"]),
@@ -320,12 +321,13 @@ def cost_rows(found: Sequence[Account], price: float | None = None) -> list[Row]
     ]
 
 
+JOB = ("uuid", "host", "state", "started_at")
+"""What is told of a job beside its name, which another folder's or host's may have, too."""
+
+
 def cost_by_job(found: Iterable[tuple[Row, Account]], price: float | None = None) -> list[Row]:
-    """One row for each job: `job`, `state`, `started_at`, and the columns of `figures`."""
-    return [
-        {"job": job["name"], "state": job["state"], "started_at": job["started_at"], **figures(one, price)}
-        for job, one in found
-    ]
+    """One row for each job: `job`, `uuid`, `host`, `state`, `started_at`, and the columns of `figures`."""
+    return [{"job": job["name"], **{name: job[name] for name in JOB}, **figures(one, price)} for job, one in found]
 
 
 def cost_by(by: CostBy, found: Iterable[tuple[Row, Account]], price: float | None = None) -> list[Row]:

@@ -54,13 +54,19 @@ __all__ = ["JOB_COLUMNS", "TABLES", "Reader", "Row", "Table", "frame", "summaris
 _COUNTS = ("failures", *(kind.replace("-", "_") for kind in fleet.KINDS))
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     **{name: tuple(str(column.key) for column in table.query.selected_columns) for name, table in TABLES.items()},
-    **{f"failures by {by}": (by, *_COUNTS, "jobs", *fleet.MEANS, "last") for by in fleet.GROUPS},
+    **{
+        f"failures by {by}": (
+            *(("job", "uuid") if by == "job" else (by,)),
+            *(*_COUNTS, "jobs", *fleet.MEANS, "last"),
+        )
+        for by in fleet.GROUPS
+    },
     "jobs": JOB_COLUMNS,
     "repairs": ("node", "device", "uuid", "failures", "codes", "last", "cause", "drained", "maintained_at"),
     "rate": ("when", "which", "failures", "device_days", "rate", "ratio", "p"),
     "compare": ("what", "first", "second", "difference"),
     "cost": ("cause", "seconds", "share", "gpu_hours", "of_failures"),
-    "cost by job": ("job", "state", "started_at", *FIGURES),
+    "cost by job": ("job", *fleet.JOB, *FIGURES),
     **{f"cost by {by}": (by, "jobs", *FIGURES) for by in fleet.COST_BY if by != "job"},
     "placements": hardware.PLACED,
     "hosts": (*hardware.STAY, "vbios", "changed"),

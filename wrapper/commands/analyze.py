@@ -20,7 +20,7 @@ import typer
 from resihp.errors import ResihpError, UsageError
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Console
 
     from resihp.detector.offline.analysis import Analysis, SpeedChange
     from resihp.detector.offline.recordings.recording import Recording
@@ -169,19 +169,18 @@ def _finite(value: Any) -> Any:
 
 
 def _show(file: Path, analysis: Analysis) -> None:
-    from rich.console import Console
-
+    from wrapper.output.answers import console
     from wrapper.output.render import literal
 
-    console = Console(highlight=False, markup=False, emoji=False)
+    screen = console()
     if analysis.events:
-        console.print(_events_table(analysis))
+        _show_events(screen, analysis)
         if len(analysis.events) > SHOWN:
-            console.print(f"{len(analysis.events) - SHOWN} more: --json has them all")
+            screen.print(f"{len(analysis.events) - SHOWN} more: --json has them all")
     if analysis.ranks:
-        console.print(_ranks_table(analysis))
+        _show_ranks(screen, analysis)
     for sentence in sentences(file, analysis):
-        console.print(literal(sentence), soft_wrap=True)
+        screen.print(literal(sentence), soft_wrap=True)
     for remark in analysis.remarks:
         print(f"resihp: {literal(remark)}", file=sys.stderr)
 
@@ -213,22 +212,20 @@ def sentences(file: Path, analysis: Analysis) -> tuple[str, str]:
     return read, found + "."
 
 
-def _events_table(analysis: Analysis) -> Table:
-    from rich import box
-    from rich.table import Table
+def _show_events(screen: Console, analysis: Analysis) -> None:
     from rich.text import Text
 
     from resihp.detector.offline.analysis import ranked
+    from wrapper.output.tables import Column, show
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    for heading, right in (
-        *(("run", True), ("verdict", False), ("from", True), ("noticed", True), ("until", True)),
-        *(("change", True), ("seconds lost", True), ("where", False)),
-    ):
-        table.add_column(Text(heading), justify="right" if right else "left", no_wrap=True)
+    columns = (
+        *(Column("run", right=True), Column("verdict", kept=True), Column("from", right=True, kept=True)),
+        *(Column("noticed", right=True), Column("until", right=True), Column("change", right=True, wraps=True)),
+        *(Column("seconds lost", right=True), Column("where", wraps=True, kept=True)),
+    )
     colours = {"fail-slow": "bold red", "recovered": "green", "workload": "yellow"}
-    for event in ranked(analysis.events)[:SHOWN]:
-        table.add_row(
+    rows = [
+        (
             str(event.run),
             Text(event.verdict, style=colours[event.verdict]),
             str(event.iteration),
@@ -238,21 +235,17 @@ def _events_table(analysis: Analysis) -> Table:
             "-" if event.cost_seconds is None else f"{event.cost_seconds:.1f}",
             _where(event),
         )
-    return table
+        for event in ranked(analysis.events)[:SHOWN]
+    ]
+    show(screen, columns, rows)
 
 
-def _ranks_table(analysis: Analysis) -> Table:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
+def _show_ranks(screen: Console, analysis: Analysis) -> None:
+    from wrapper.output.tables import Column, show
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    for heading in ("dp", "stage", "slow-down by it"):
-        table.add_column(Text(heading), justify="right", no_wrap=True)
+    columns = [Column(heading, right=True, kept=True) for heading in ("dp", "stage", "slow-down by it")]
     worst = sorted(analysis.ranks, key=lambda score: -score.slowdown)[:RANKS_SHOWN]
-    for score in worst:
-        table.add_row(str(score.dp), str(score.stage), f"{score.slowdown:.3f}")
-    return table
+    show(screen, columns, [(str(score.dp), str(score.stage), f"{score.slowdown:.3f}") for score in worst])
 
 
 def _change(event: SpeedChange) -> str:

@@ -36,7 +36,7 @@ def compare(
     elif not rows:
         message(f"jobs {first} and {second}: nothing differs, and nothing was trained")
     else:
-        console().print(_table(first, second, rows))
+        _show(first, second, rows)
 
 
 def _without_secrets(row: dict[str, Any]) -> dict[str, Any]:
@@ -47,16 +47,10 @@ def _without_secrets(row: dict[str, Any]) -> dict[str, Any]:
     return row | {name: MASK if hidden else safe(row[name]) for name in ("first", "second")}
 
 
-def _table(first: str, second: str, rows: list[dict[str, Any]]) -> Any:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
+def _show(first: str, second: str, rows: list[dict[str, Any]]) -> None:
     from wrapper.output.render import one_line
+    from wrapper.output.tables import Column, show
 
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    for heading in ("", first, second, "difference"):
-        shown.add_column(Text(one_line(heading)), overflow="fold")
-    for row in rows:
-        shown.add_row(*(Text(one_line(row[name] or "")) for name in ("what", "first", "second", "difference")))
-    return shown
+    columns = [Column(one_line(heading), wraps=True, kept=True) for heading in ("", first, second, "difference")]
+    cells = [[one_line(row[name] or "") for name in ("what", "first", "second", "difference")] for row in rows]
+    show(console(), columns, cells)

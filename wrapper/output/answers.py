@@ -95,7 +95,15 @@ def message(text: str) -> None:
     print("resihp: " + literal(text).replace("\n", "\n  "), file=sys.stderr)
 
 
+PIPE_COLUMNS = 10_000
+
+
 def console() -> Console:
+    """Stdout, as wide as the terminal. A pipe or a file has room for everything, unless COLUMNS is set for it (as
+    `watch` does)."""
+    import os
+
     from rich.console import Console
 
-    return Console(highlight=False, markup=False, emoji=False)
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPE_COLUMNS
+    return Console(highlight=False, markup=False, emoji=False, width=width)

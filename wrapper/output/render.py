@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from resihp.parallelism.layout import Layout, Stage
 
 if TYPE_CHECKING:
-    from rich.table import Table
     from rich.text import Text
 
 Health = Literal["active", "standby", "starting", "slow", "suspected", "dead"]
@@ -258,17 +257,3 @@ def hours(gpu_hours: float) -> str:
         if gpu_hours >= 0.9995 * size:
             return f"{gpu_hours / size:.3g} GPU-{unit}"
     return f"{gpu_hours * 3600:.3g} GPU-s"
-
-
-def table_of(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A plain table of texts, its first column unbroken; cells are shown literally."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    for number, heading in enumerate(headings):
-        shown.add_column(Text(heading), overflow="fold", no_wrap=number == 0)
-    for row in rows:
-        shown.add_row(*(Text(literal(cell)) for cell in row))
-    return shown

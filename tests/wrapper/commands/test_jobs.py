@@ -388,6 +388,8 @@ def test_it_fits(runs: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, widt
     assert "DP128xPP16xTP8" in together
     assert "[red]\\x1b[2J/jobs/x" in together
     assert "3.2500" in together
+    for piece in ("folder-", "some-", "length"):
+        assert sum(line.count(piece) for line in text.splitlines()) == 9, "words of a path are not broken"
 
 
 def test_a_pipe_gets_whole_lines(fresh_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,24 +162,22 @@ def _finding(check: str, outcome: object, text: str, advice: str = "") -> CheckR
 
 def show(findings: Sequence[CheckResult]) -> None:
     """The report on stdout, what it comes to on stderr."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
+    from wrapper.output.answers import console
     from wrapper.output.render import literal
+    from wrapper.output.tables import Column
+    from wrapper.output.tables import show as show_table
 
     styles = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": "dim", "unknown": "bold magenta"}
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    table.add_column("check", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    table.add_column("what was found, and what to do", overflow="fold")
+    columns = (Column("check"), Column("", kept=True), Column("what was found, and what to do", wraps=True))
+    rows = []
     for finding in findings:
         text = Text(literal(finding.text))
         if finding.advice:
             text.append(f"\n-> {literal(finding.advice)}", style="cyan")
-        table.add_row(Text(finding.check), Text(finding.outcome, style=styles[finding.outcome]), text)
-    Console(highlight=False, markup=False, emoji=False).print(table)
+        rows.append((finding.check, Text(finding.outcome, style=styles[finding.outcome]), text))
+    show_table(console(), columns, rows)
     counts = {outcome: sum(finding.outcome == outcome for finding in findings) for outcome in styles}
     told = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)
     end = "this can run resihp" if is_healthy(findings) else "this cannot run resihp as it is"

@@ -7,8 +7,6 @@ to import is imported in the functions.
 
 from __future__ import annotations
 
-import sys
-import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -50,10 +48,11 @@ SHOWN = 50
 
 SPARES_OF = 100
 """Jobs at least whose spares are reckoned for a terminal, the newest."""
-SPARES = """\
-assumed: one healthy spare node more at each change of plan, the same losses and
-times of changes; the planner's share of measured seconds, never faster than the
-first plan when all is well; jobs that ended for want of nodes are not counted"""
+SPARES = (
+    "assumed: one healthy spare node more at each change of plan, the same losses and times of changes; the planner's "
+    "share of measured seconds, never faster than the first plan when all is well; jobs that ended for want of nodes "
+    "are not counted"
+)
 
 
 class History(str, Enum):  # noqa: UP042 - StrEnum's help text shows differently in older Typer
@@ -632,13 +631,13 @@ def _reckoned(
 
 
 def _show(asked: Asked, answer: Listing, every: bool) -> None:
-    from wrapper.commands.history.tables import history_table, show
+    from wrapper.commands.history.tables import history_table
+    from wrapper.output.tables import show
 
     screen = console()
-    width = screen.width  # which a wide table may change
-    show(screen, history_table(asked.shape, answer.rows, with_jobs=every and asked.is_table))
-    for line in answer.closing.splitlines():
-        sys.stdout.write(textwrap.fill(line, width, break_on_hyphens=False) + "\n")
+    show(screen, *history_table(asked.shape, answer.rows, with_jobs=every and asked.is_table))
+    if answer.closing:
+        screen.print(answer.closing)
     if asked.limit is not None and len(answer.rows) == asked.limit and answer.total != len(answer.rows):
         which = "newest" if asked.is_table or asked.view in ("decisions", "promises", "hosts", "devices") else "first"
         of = "" if answer.total is None else f" of {answer.total:,}"

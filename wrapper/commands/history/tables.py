@@ -1,6 +1,7 @@
-"""The views of `resihp history` on a terminal of 80 columns; `--json` has what does not fit.
+"""The views of `resihp history` on a terminal: which columns each has; `--json` has the rest.
 
-Used by `wrapper.commands.history.command`. Rows in, a Rich table out; cells are shown literally, never read as markup.
+Used by `wrapper.commands.history.command`. Rows in, columns and cells out; how they are fitted into a terminal is
+`wrapper.output.tables`'.
 """
 
 from __future__ import annotations
@@ -10,27 +11,19 @@ from dataclasses import dataclass
 from datetime import UTC
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from resihp.record.describe import size
 from wrapper.output.render import duration, one_line, percent, suspects
+from wrapper.output.tables import Column
 
 GROUPS = (
     *("node", "component", "cause", "kind", "job", "owner", "account", "partition", "cluster", "version", "torch"),
     *("hardware", "week", "month"),
 )
 """What failures are counted by; `db.reading.fleet.GROUPS`, which takes time to import."""
-TIGHT = frozenset(
-    ("plans", "decisions", "spares", "reconfigurations", "suspicions", "lemons", "jobs", "repairs", "hosts")
-) | {"placements"}
-"""Views whose columns stand close together."""
-OF_ONE_JOB = frozenset(("tries", "think"))
-"""Headings for which there is no room beside jobs' names."""
-LEAST_WIDTH = 6
-"""Of a column that wraps."""
+KEPT = frozenset(
+    ("job", "id", "#", "node", "device", "node, device", "GPU", "UUID", "rank", "peer", "epoch", "at (UTC)", "money")
+)
+"""Headings of what tells rows apart, or was asked for: never left out where there is no room."""
 COST_WORDS = {
     "useful": "training",
     "start": "until the first iteration",
@@ -47,7 +40,7 @@ COST_WORDS = {
 
 
 @dataclass(frozen=True)
-class Column:
+class ViewColumn:
     """A column of a table on the terminal: heading, and the cell's text from the row."""
 
     heading: str
@@ -56,21 +49,21 @@ class Column:
     wraps: bool = False
 
 
-def _words(name: str, heading: str | None = None, *, wraps: bool = False) -> Column:
-    return Column(heading or name, lambda row: "-" if row[name] is None else str(row[name]), wraps=wraps)
+def _words(name: str, heading: str | None = None, *, wraps: bool = False) -> ViewColumn:
+    return ViewColumn(heading or name, lambda row: "-" if row[name] is None else str(row[name]), wraps=wraps)
 
 
-def _told(name: str, heading: str | None = None) -> Column:
+def _told(name: str, heading: str | None = None) -> ViewColumn:
     """Words that nobody may have been able to tell."""
-    return Column(heading or name, lambda row: str(row[name]) or "-", wraps=True)
+    return ViewColumn(heading or name, lambda row: str(row[name]) or "-", wraps=True)
 
 
-def _number(name: str, heading: str | None = None, form: str = "{}") -> Column:
-    return Column(heading or name, lambda row: "-" if row[name] is None else form.format(row[name]), right=True)
+def _number(name: str, heading: str | None = None, form: str = "{}") -> ViewColumn:
+    return ViewColumn(heading or name, lambda row: "-" if row[name] is None else form.format(row[name]), right=True)
 
 
-def _seconds(name: str, heading: str) -> Column:
-    return Column(heading, lambda row: duration(row[name]), right=True)
+def _seconds(name: str, heading: str) -> ViewColumn:
+    return ViewColumn(heading, lambda row: duration(row[name]), right=True)
 
 
 def amount(number: float) -> str:
@@ -80,20 +73,20 @@ def amount(number: float) -> str:
     return f"{number:,.0f}" if number >= 1000 else f"{number:.4g}" if number >= 1 else f"{number:.4f}"
 
 
-def _amount(name: str, heading: str) -> Column:
-    return Column(heading, lambda row: "-" if row[name] is None else amount(row[name]), right=True)
+def _amount(name: str, heading: str) -> ViewColumn:
+    return ViewColumn(heading, lambda row: "-" if row[name] is None else amount(row[name]), right=True)
 
 
-def _share(name: str, heading: str | None = None) -> Column:
-    return Column(heading or name, lambda row: percent(row[name]), right=True)
+def _share(name: str, heading: str | None = None) -> ViewColumn:
+    return ViewColumn(heading or name, lambda row: percent(row[name]), right=True)
 
 
-def _bytes(name: str, heading: str) -> Column:
-    return Column(heading, lambda row: "-" if row[name] is None else size(row[name]), right=True)
+def _bytes(name: str, heading: str) -> ViewColumn:
+    return ViewColumn(heading, lambda row: "-" if row[name] is None else size(row[name]), right=True)
 
 
-def _time(name: str, heading: str) -> Column:
-    return Column(heading, lambda row: "-" if row[name] is None else f"{row[name].astimezone(UTC):%m-%d %H:%M:%S}")
+def _time(name: str, heading: str) -> ViewColumn:
+    return ViewColumn(heading, lambda row: "-" if row[name] is None else f"{row[name].astimezone(UTC):%m-%d %H:%M:%S}")
 
 
 def _device(row: dict[str, Any]) -> str:
@@ -164,9 +157,9 @@ def _rung(row: dict[str, Any]) -> str:
     return step if row["outcome"] in ("done", None) else f"{step} {row['outcome']}"
 
 
-def _change(name: str) -> Column:
+def _change(name: str) -> ViewColumn:
     """A ratio of iteration times as a change: `+50 %`."""
-    return Column(name, lambda row: "-" if row[name] is None else f"{100 * (row[name] - 1):+.1f} %", right=True)
+    return ViewColumn(name, lambda row: "-" if row[name] is None else f"{100 * (row[name] - 1):+.1f} %", right=True)
 
 
 def _last_words(row: dict[str, Any]) -> str:
@@ -174,9 +167,14 @@ def _last_words(row: dict[str, Any]) -> str:
     return str(row["text"] or row["reason"])
 
 
-def _counted(by: str) -> list[Column]:
+ID = ViewColumn("id", lambda row: row["uuid"][:8])
+"""Of jobs: names repeat, between folders and hosts."""
+
+
+def _counted(by: str) -> list[ViewColumn]:
     return [
         _words(by, "week of" if by == "week" else None, wraps=True),
+        *((ID,) if by == "job" else ()),
         _number("failures"),
         *(() if by in ("cause", "kind") else (_number("fail_stop", "stop"), _number("fail_slow", "slow"))),
         *(() if by == "job" else (_number("jobs"),)),
@@ -186,29 +184,31 @@ def _counted(by: str) -> list[Column]:
     ]
 
 
-def _costs(by: str) -> list[Column]:
+def _costs(by: str) -> list[ViewColumn]:
     return [
         _words(by, wraps=True),
         _number("jobs"),
-        _share("goodput"),
-        _share("useful_share", "useful"),
-        _number("failures"),
-        _seconds("hardware_mtbf_seconds", "HW MTBF"),
         _amount("gpu_hours", "GPU-h"),
         _amount("failure_gpu_hours", "lost GPU-h"),
+        _share("goodput"),
+        _number("failures"),
+        _share("useful_share", "useful"),
+        _seconds("hardware_mtbf_seconds", "HW MTBF"),
     ]
 
 
-_TERMINAL_COLUMNS: Mapping[str, list[Column]] = {
+_TERMINAL_COLUMNS: Mapping[str, list[ViewColumn]] = {
     **{f"failures by {by}": _counted(by) for by in GROUPS},
     "jobs": [
         _words("name", "job", wraps=True),
-        Column("id", lambda row: row["uuid"][:8]),
+        ID,
         _words("owner", wraps=True),
         _words("state"),
-        Column("GPUs", lambda row: str(row["nodes"] * row["gpus_per_node"]), right=True),
+        ViewColumn("GPUs", lambda row: str(row["nodes"] * row["gpus_per_node"]), right=True),
         _time("started_at", "began (UTC)"),
-        Column("took", lambda row: duration((row["last_entry_at"] - row["started_at"]).total_seconds()), right=True),
+        ViewColumn(
+            "took", lambda row: duration((row["last_entry_at"] - row["started_at"]).total_seconds()), right=True
+        ),
         _words("reason", wraps=True),
     ],
     "repairs": [
@@ -245,21 +245,22 @@ _TERMINAL_COLUMNS: Mapping[str, list[Column]] = {
         _words("text", wraps=True),
     ],
     "cost": [
-        Column("where the time went", lambda row: COST_WORDS[row["cause"]]),
+        ViewColumn("where the time went", lambda row: COST_WORDS[row["cause"]]),
         _seconds("seconds", "time"),
         _share("share"),
         _amount("gpu_hours", "GPU-hours"),
     ],
     "cost by job": [
         _words("job", wraps=True),
+        ID,
         _words("state"),
-        _seconds("wall_seconds", "wall"),
-        _share("goodput"),
-        _share("ettr", "ETTR"),
-        _number("failures"),
-        _seconds("mtbf_seconds", "MTBF"),
         _amount("gpu_hours", "GPU-h"),
         _amount("failure_gpu_hours", "lost GPU-h"),
+        _share("goodput"),
+        _number("failures"),
+        _share("ettr", "ETTR"),
+        _seconds("mtbf_seconds", "MTBF"),
+        _seconds("wall_seconds", "wall"),
     ],
     **{f"cost by {by}": _costs(by) for by in ("owner", "account", "partition", "cluster", "week", "month")},
     "promises": [
@@ -272,29 +273,29 @@ _TERMINAL_COLUMNS: Mapping[str, list[Column]] = {
         _words("reason", wraps=True),
     ],
     "lemons": [
-        Column("node", lambda row: f"{row['node']} !" if row["lemon"] else str(row["node"]), wraps=True),
+        ViewColumn("node", lambda row: f"{row['node']} !" if row["lemon"] else str(row["node"]), wraps=True),
         _number("jobs"),
         _amount("device_hours", "device-h"),
         _number("observed", "outages"),
         _number("expected", form="{:.2g}"),
         _number("window_days", "days"),
         _number("q", form="{:.2g}"),
-        Column("GPU", lambda row: row["lemon_devices"] or "-", wraps=True),
+        ViewColumn("GPU", lambda row: row["lemon_devices"] or "-", wraps=True),
         _time("last", "last (UTC)"),
     ],
     "failures": [
         _number("failure", "#"),
         _words("cause", wraps=True),
-        Column("node, device", _device),
+        ViewColumn("node, device", _device),
         _number("iteration"),
         _time("noticed_at", "noticed (UTC)"),
-        Column("recovered in", _back_after, right=True, wraps=True),
+        ViewColumn("recovered in", _back_after, right=True, wraps=True),
     ],
     "nodes": [
         _words("node"),
         _words("host", wraps=True),
         _number("devices"),
-        Column("joined (UTC)", _joined),
+        ViewColumn("joined (UTC)", _joined),
         _time("lost_at", "lost (UTC)"),
         _words("lost_reason", "reason", wraps=True),
         _words("replaced_by", "replaced by", wraps=True),
@@ -345,8 +346,8 @@ _TERMINAL_COLUMNS: Mapping[str, list[Column]] = {
         _words("description", "layout", wraps=True),
         _number("next_iteration", "from"),
         _words("action"),
-        Column("in effect (UTC)", _effect),
-        Column("reason", _plan_reason, wraps=True),
+        ViewColumn("in effect (UTC)", _effect),
+        ViewColumn("reason", _plan_reason, wraps=True),
     ],
     "spares": [
         _words("job", wraps=True),
@@ -361,8 +362,8 @@ _TERMINAL_COLUMNS: Mapping[str, list[Column]] = {
         _time("at", "decided (UTC)"),
         _words("advice", wraps=True),
         _words("action", wraps=True),
-        Column("refused", _candidates, wraps=True),
-        Column("predicted, measured", _predicted, wraps=True),
+        ViewColumn("refused", _candidates, wraps=True),
+        ViewColumn("predicted, measured", _predicted, wraps=True),
         _words("outcome", wraps=True),
     ],
     "probes": [
@@ -370,21 +371,21 @@ _TERMINAL_COLUMNS: Mapping[str, list[Column]] = {
         _words("occasion"),
         _words("kind"),
         _number("rank"),
-        Column("node, device", _device),
+        ViewColumn("node, device", _device),
         _number("peer"),
         _number("speed", form="{:.2f}"),
-        Column("fit", lambda row: "yes" if row["passed"] else "no"),
+        ViewColumn("fit", lambda row: "yes" if row["passed"] else "no"),
         _words("evidence", wraps=True),
     ],
     "suspicions": [
         _number("suspicion", "#"),
         _words("kind"),
-        Column("what", suspects, wraps=True),
+        ViewColumn("what", suspects, wraps=True),
         _number("iteration", "since"),
         _number("change", form="{:+.1%}"),
-        Column("test", _tested, wraps=True),
-        Column("outcome", _outcome),
-        Column("evidence", lambda row: str(row["outcome_evidence"] or row["evidence"]), wraps=True),
+        ViewColumn("test", _tested, wraps=True),
+        ViewColumn("outcome", _outcome),
+        ViewColumn("evidence", lambda row: str(row["outcome_evidence"] or row["evidence"]), wraps=True),
     ],
     "scores": [
         _number("iteration"),
@@ -405,7 +406,7 @@ _TERMINAL_COLUMNS: Mapping[str, list[Column]] = {
     "drains": [
         _number("drain", "#"),
         _words("node", wraps=True),
-        Column("by", _rung),
+        ViewColumn("by", _rung),
         _time("drained_at", "decided (UTC)"),
         _time("undrained_at", "undrained (UTC)"),
         _words("reason", wraps=True),
@@ -418,42 +419,20 @@ _TERMINAL_COLUMNS: Mapping[str, list[Column]] = {
         _words("outcome"),
         _time("asked_at", "asked (UTC)"),
         _time("joined_at", "joined (UTC)"),
-        Column("reason", _last_words, wraps=True),
+        ViewColumn("reason", _last_words, wraps=True),
     ],
 }
-"""What fits 80 columns; `--json` has the rest."""
+"""What one looks for first; `--json` has the rest."""
 
 
-def show(screen: Console, table: Table) -> None:
-    """Print a table, as wide as it has to be on a narrow terminal: a number that is cut is another number."""
-    _, right, _, left = table.padding
-    least = 1 + sum((column.min_width or 0) + left + right + 1 for column in table.columns)
-    if least > screen.width:
-        screen.width = least
-        for column in table.columns:  # which Rich would rather leave out
-            column.width = column.min_width
-    screen.print(table, crop=False)
-
-
-def history_table(table: str, rows: list[dict[str, Any]], *, with_jobs: bool = False) -> Table:
-    """Rows of a view of `resihp history`, or `failures by node`, as a Rich table; cells are shown literally."""
+def history_table(
+    table: str, rows: list[dict[str, Any]], *, with_jobs: bool = False
+) -> tuple[list[Column], list[list[str]]]:
+    """Columns and cells of a view of `resihp history`, or of `failures by node`."""
     columns = list(_TERMINAL_COLUMNS[table])
     if with_jobs:
-        columns = [_words("job", wraps=True), *(each for each in columns if each.heading not in OF_ONE_JOB)]
+        columns = [_words("job", wraps=True), *columns]
     if any("money" in row for row in rows):
         columns.append(_amount("money", "money"))
-    tight = with_jobs or table in TIGHT or " by " in table
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0) if tight else (0, 1))
-    cells = [[one_line(column.cell(row)) for column in columns] for row in rows]
-    for number, column in enumerate(columns):
-        longest = max((len(words) for words in (column.heading, *(line[number] for line in cells))), default=0)
-        shown.add_column(
-            Text(column.heading),
-            justify="right" if column.right else "left",
-            no_wrap=not column.wraps,
-            overflow="fold",
-            min_width=min(longest, LEAST_WIDTH) if column.wraps else longest,
-        )
-    for line in cells:
-        shown.add_row(*map(Text, line))
-    return shown
+    shown = [Column(one.heading, one.right, one.wraps, one.heading in KEPT) for one in columns]
+    return shown, [[one_line(column.cell(row)) for column in columns] for row in rows]

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from wrapper.output.progress import ago, of_target
 from wrapper.output.render import duration, one_line
+from wrapper.output.tables import lines as broken
 from wrapper.registry import QUEUED
 
 Row = dict[str, Any]
@@ -89,8 +90,6 @@ def _wrapped(words: Sequence[str], width: int | None) -> list[Text]:
             continue
         if line.strip():
             done.append(line)
-        line = GAP + word
-        while len(line) > width:
-            done.append(line[:width])
-            line = GAP + line[width:]
+        *whole, rest = (GAP + part.plain for part in broken(Text(word), max(width - len(GAP), 1)))
+        done, line = [*done, *whole], rest
     return [Text(each) for each in [*done, line]]

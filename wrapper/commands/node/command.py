@@ -26,8 +26,6 @@ from wrapper.commands.node.holding import holder, home_of, lists_with, user
 from wrapper.commands.node.maintenance import connect
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from slurm.client import Slurm
     from slurm.drains.drain import Step
     from slurm.drains.exclusions import Exclusions
@@ -151,7 +149,7 @@ def health(
     if as_json:
         print(to_json({"schema": SCHEMA, "rows": rows}))
     elif rows:
-        _print_table(_health_table(rows))
+        _show_health(rows)
     else:
         _message("no node of this ledger has ever served")
 
@@ -208,7 +206,7 @@ def show(as_json: JsonOption = False) -> None:
     if as_json:
         print(json.dumps({"schema": SCHEMA, "rows": rows}))
     elif rows:
-        _print_table(_list_table(rows))
+        _show_list(rows)
     else:
         _message(f"no node is kept out of your jobs, as far as {home()} knows")
 
@@ -277,15 +275,15 @@ def _reached(outcomes: dict[str, str]) -> bool:
 
 def _print(steps: Iterator[Step], as_json: bool) -> dict[str, str]:
     """Show how each rung went; the outcomes by rung."""
-    from wrapper.output.render import table_of
+    from wrapper.output.answers import console
+    from wrapper.output.tables import Column, show
 
     rows = [{"step": step.step, "outcome": step.outcome, "text": step.text} for step in steps]
     if as_json:
         print(json.dumps({"schema": SCHEMA, "rows": rows}))
     else:
-        _print_table(
-            table_of(("step", "outcome", "what"), [(row["step"], row["outcome"], row["text"]) for row in rows])
-        )
+        columns = (Column("step"), Column("outcome", kept=True), Column("what", wraps=True))
+        show(console(), columns, [(row["step"], row["outcome"], row["text"]) for row in rows])
     return {row["step"]: row["outcome"] for row in rows}
 
 
@@ -325,8 +323,9 @@ def _rows(exclusions: Exclusions, slurm: Slurm | None) -> list[dict[str, Any]]:
     return rows
 
 
-def _health_table(rows: Sequence[dict[str, Any]]) -> Table:
-    from wrapper.output.render import table_of
+def _show_health(rows: Sequence[dict[str, Any]]) -> None:
+    from wrapper.output.answers import console
+    from wrapper.output.tables import Column, show
 
     cells = []
     for row in rows:
@@ -336,11 +335,16 @@ def _health_table(rows: Sequence[dict[str, Any]]) -> Table:
         evidence = "; ".join(filter(None, (row["devices"], row["evidence"])))
         figures = (outages, f"{row['expected']:.2g}", f"{row['q']:.2g}")
         cells.append((row["node"], lemon, *figures, suspected, evidence))
-    return table_of(("node", "a lemon?", "outages", "expected", "q", "suspected", "evidence"), cells)
+    columns = (
+        *(Column("node", wraps=True), Column("a lemon?", wraps=True, kept=True), Column("outages")),
+        *(Column("expected"), Column("q"), Column("suspected"), Column("evidence", wraps=True)),
+    )
+    show(console(), columns, cells)
 
 
-def _list_table(rows: Sequence[dict[str, Any]]) -> Table:
-    from wrapper.output.render import table_of
+def _show_list(rows: Sequence[dict[str, Any]]) -> None:
+    from wrapper.output.answers import console
+    from wrapper.output.tables import Column, show
 
     cells = []
     for row in rows:
@@ -348,13 +352,11 @@ def _list_table(rows: Sequence[dict[str, Any]]) -> Table:
         why = row["reason"] or row["excluded_because"]
         drained = "yes" if row["drained_by_us"] else "no"
         cells.append((row["node"], row["measure"], until, row["state"] or "-", drained, why))
-    return table_of(("node", "measure", "kept out until (UTC)", "state", "drained by us", "reason"), cells)
-
-
-def _print_table(table: Table) -> None:
-    from rich.console import Console
-
-    Console(highlight=False, markup=False, emoji=False).print(table)
+    columns = (
+        *(Column("node", wraps=True), Column("measure"), Column("kept out until (UTC)"), Column("state", wraps=True)),
+        *(Column("drained by us"), Column("reason", wraps=True)),
+    )
+    show(console(), columns, cells)
 
 
 def _iso(at: float) -> str:

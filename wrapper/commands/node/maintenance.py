@@ -104,9 +104,12 @@ def _cluster() -> str:
 
 def _show(rows: list[dict[str, Any]]) -> None:
     from wrapper.output.answers import console
-    from wrapper.output.render import table_of
+    from wrapper.output.tables import Column, show
 
-    headings = ("at (UTC)", "node", "device", "what", "note", "by", "counts")
+    columns = (
+        *(Column("at (UTC)"), Column("node", wraps=True, kept=True), Column("device", wraps=True, kept=True)),
+        *(Column("what", wraps=True), Column("note", wraps=True), Column("by", wraps=True), Column("counts")),
+    )
     cells = [
         (
             f"{row['at']:%Y-%m-%d %H:%M}",
@@ -119,4 +122,4 @@ def _show(rows: list[dict[str, Any]]) -> None:
         )
         for row in rows
     ]
-    console().print(table_of(headings, cells))
+    show(console(), columns, cells)

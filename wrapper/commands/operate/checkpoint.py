@@ -111,7 +111,9 @@ def _row(one: Stored, resumes: bool) -> Row:
 
 def _print(listed: list[Row], folder: Path) -> None:
     from resihp.record.describe import size
-    from wrapper.output.render import duration, table_of
+    from wrapper.output.render import duration
+    from wrapper.output.tables import Column
+    from wrapper.output.tables import show as show_table
 
     cells = [
         (
@@ -125,5 +127,9 @@ def _print(listed: list[Row], folder: Path) -> None:
         for row in listed
     ]
     screen = console()
-    screen.print(table_of(("  iteration", "when (UTC)", "size", "took", "layout", "state"), cells))
+    columns = (
+        *(Column("  iteration"), Column("when (UTC)"), Column("size"), Column("took")),
+        *(Column("layout", wraps=True), Column("state", wraps=True, kept=True)),
+    )
+    show_table(screen, columns, cells)
     screen.print(f"in {folder}", soft_wrap=True)

@@ -313,26 +313,22 @@ def _show(
     first: bool,
     again: str,
 ) -> None:
-    from rich.console import Console
-
     from wrapper.commands.plan import tables
+    from wrapper.output.answers import console
     from wrapper.output.explanations import sentences as explanations
+    from wrapper.output.tables import Column, show
 
-    console = Console(highlight=False, markup=False, emoji=False)
-    console.print(literal(tables.title(asked, model, hardware)), soft_wrap=True)
-    console.print(tables.times_table(found))
-    console.print(tables.layout_table(asked, found))
-    lines = tables.empty(("", False), ("", False))
-    lines.show_header, lines.columns[1].no_wrap = False, False
-    lines.columns[1].overflow = "fold"
-    before = ""
+    screen = console()
+    screen.print(literal(tables.title(asked, model, hardware)), soft_wrap=True)
+    tables.show_times(screen, found)
+    tables.show_layouts(screen, asked, found)
+    rows, before = [], ""
     for about, words in explanations(explained):
-        lines.add_row("" if about == before else f" {about}", literal(words))
+        rows.append(("" if about == before else about, words))
         before = about
-    console.print(lines)
-    console.print()
+    show(screen, (Column(""), Column("", wraps=True)), rows)
     for sentence in sentences(found, planning_s, first, again):
-        console.print(literal(sentence), soft_wrap=True)
+        screen.print(literal(sentence), soft_wrap=True)
 
 
 def sentences(found: WhatIfAnswer, planning_s: float, first: bool = False, again: str = "") -> list[str]:

@@ -5,11 +5,9 @@ The answer is made by `resihp.scheduler.what_if.losses`. Called by `wrapper.comm
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
 from resihp.parallelism.parameter_outline import outline
 from resihp.scheduler.losses import MOST_ASKED, PossibleLoss, held_alone, sole_holders
@@ -17,8 +15,14 @@ from resihp.scheduler.what_if import losses
 from resihp.scheduler.what_if.answer import layout_json
 from resihp.scheduler.what_if.losses import Aftermath, Losses
 from resihp.scheduler.what_if.question import Question, device_of
-from wrapper.commands.plan.tables import described, empty, gigabytes, title
+from wrapper.commands.plan.tables import described, gigabytes, title
+from wrapper.output import tables
+from wrapper.output.answers import console
 from wrapper.output.render import duration, literal
+from wrapper.output.tables import Column
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 MOST_ROWS = 20
 BETTER = 1.005
@@ -50,18 +54,18 @@ def as_json(asked: Question, found: Losses, planning_s: float) -> dict[str, Any]
 
 def show(asked: Question, model: str, hardware: str, found: Losses, planning_s: float) -> None:
     """On stdout."""
-    console = Console(highlight=False, markup=False, emoji=False)
+    screen = console()
     idle = len(found.plan.layout.standby)
-    console.print(literal(title(asked, model, hardware)), soft_wrap=True)
-    console.print(
+    screen.print(literal(title(asked, model, hardware)), soft_wrap=True)
+    screen.print(
         f"Plan: {described(found.plan.layout)}, {duration(found.seconds)} an iteration. "
         "The loss that hurts most first:",
         soft_wrap=True,
     )
     shown = rows(found)
-    console.print(_table(asked, found, shown[:MOST_ROWS]))
+    _show(screen, asked, found, shown[:MOST_ROWS])
     for sentence in _sentences(asked, found, shown, idle, planning_s):
-        console.print(literal(sentence), soft_wrap=True)
+        screen.print(literal(sentence), soft_wrap=True)
 
 
 def rows(found: Losses) -> list[Row]:
@@ -90,17 +94,21 @@ def _percent(one: Aftermath, found: Losses) -> str:
     return "none" if one.obstacle else f"{found.seconds / one.seconds:.0%}"
 
 
-def _table(asked: Question, found: Losses, shown: list[Row]) -> Table:
-    table = empty(("lost", False), ("iteration", True), ("throughput", True), ("idle", True), ("to move", True))
+def _show(screen: Console, asked: Question, found: Losses, shown: list[Row]) -> None:
+    columns = (
+        *(Column("lost", wraps=True), Column("iteration", right=True), Column("throughput", right=True, kept=True)),
+        *(Column("idle", right=True), Column("to move", right=True)),
+    )
+    rows = []
     for row in shown:
         one = row.worst
         name = _named(asked, one.loss, row.devices + row.nodes)
         if one.obstacle:
-            table.add_row(name, "cannot run", "none", "", "")
+            rows.append((name, "cannot run", "none", "", ""))
         else:
             moved = "checkpoint" if one.state_lost else gigabytes(one.bytes_moved) if one.bytes_moved else "nothing"
-            table.add_row(name, duration(one.seconds), _percent(one, found), str(one.idle), moved)
-    return table
+            rows.append((name, duration(one.seconds), _percent(one, found), str(one.idle), moved))
+    tables.show(screen, columns, rows)
 
 
 def _named(asked: Question, loss: PossibleLoss, count: int) -> str:

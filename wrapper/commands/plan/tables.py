@@ -9,16 +9,15 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich import box
-from rich.table import Table
-from rich.text import Text
-
 from resihp.parallelism.layout import Layout, Replica, spans
 from resihp.record.describe import size
 from resihp.scheduler.what_if.question import Question, gone, stage_bytes
 from wrapper.output.render import duration
+from wrapper.output.tables import Column, show
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from resihp.scheduler.what_if.answer import Outlook, WhatIfAnswer
 
 CHANGED_SHOWN = 6
@@ -57,20 +56,24 @@ def gigabytes(count: int) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 0.1e9 else size(count)
 
 
-def times_table(found: WhatIfAnswer) -> Table:
-    rows = empty(("", False), ("iteration", True), ("", True), ("worst memory", True), ("layout", False))
+def show_times(screen: Console, found: WhatIfAnswer) -> None:
+    columns = (
+        *(Column(""), Column("iteration", right=True, kept=True), Column("", right=True)),
+        *(Column("worst memory", right=True), Column("layout", wraps=True)),
+    )
+    rows: list[tuple[str, ...]] = []
 
     def row(name: str, seconds: float | None, outlook: Outlook | None) -> None:
         usable = seconds is not None and math.isfinite(seconds)
         slower = f"{seconds / found.before.seconds:.2f} x" if usable and seconds is not None else ""
         memory = "" if outlook is None else gigabytes(outlook.worst_bytes)
         shape = "" if outlook is None else described(outlook.plan.layout)
-        rows.add_row(name, duration(seconds) if usable else "cannot run", slower, memory, shape)
+        rows.append((name, duration(seconds) if usable else "cannot run", slower, memory, shape))
 
     row("before", found.before.seconds, found.before)
     row("as it is", found.unmitigated_s, None)
     row("after", found.after.seconds, found.after)
-    return rows
+    show(screen, columns, rows)
 
 
 def described(layout: Layout) -> str:
@@ -82,12 +85,14 @@ def described(layout: Layout) -> str:
     return f"{len(layout.active)} ranks work{idle}"
 
 
-def layout_table(asked: Question, found: WhatIfAnswer) -> Table:
+def show_layouts(screen: Console, asked: Question, found: WhatIfAnswer) -> None:
     """Equal replicas once, with how many ranks and layers their stages have; changed ones in full."""
-    rows = empty(
-        *(("", False), ("replicas", False), ("micro-batches", True), ("stages", False)),
-        *(("ranks", False), ("layers", False), ("memory", True)),
+    columns = (
+        *(Column(""), Column("replicas", wraps=True, kept=True), Column("micro-batches", right=True)),
+        *(Column("stages", wraps=True, kept=True), Column("ranks", wraps=True, kept=True)),
+        *(Column("layers", wraps=True), Column("memory", right=True)),
     )
+    rows: list[tuple[str, ...]] = []
     old = set(found.before.plan.layout.replicas)
     for name, outlook in (("before", found.before), ("after", found.after)):
         plan = outlook.plan
@@ -107,14 +112,14 @@ def layout_table(asked: Question, found: WhatIfAnswer) -> Table:
             label = [first, spans(group), str(len(plan.assignment[group[0]]))]
             full = replica not in old
             for stages, ranks, layers, need in _stage_rows(replica, needs[group[0]], full):
-                rows.add_row(*label, stages, ranks, layers, gigabytes(need))
+                rows.append((*label, stages, ranks, layers, gigabytes(need)))
                 label = ["", "", ""]
             first = ""
         if hidden:
-            rows.add_row("", f"{len(hidden)} more changed: --json has them all")
+            rows.append(("", f"{len(hidden)} more changed: --json has them all", "", "", "", "", ""))
         if plan.layout.standby:
-            rows.add_row("", "standby", "", "", spans(plan.layout.standby))
-    return rows
+            rows.append(("", "standby", "", "", spans(plan.layout.standby), "", ""))
+    show(screen, columns, rows)
 
 
 def _stage_rows(replica: Replica, needs: tuple[int, ...], full: bool) -> list[tuple[str, str, str, int]]:
@@ -137,11 +142,3 @@ def _stage_rows(replica: Replica, needs: tuple[int, ...], full: bool) -> list[tu
         else:
             rows.append(([s], ranks, layers, need))
     return [(spans(stages), ranks, layers, need) for stages, ranks, layers, need in rows]
-
-
-def empty(*headings: tuple[str, bool]) -> Table:
-    """Without rows; of each column the heading, and whether it stands to the right."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", padding=(0, 1))
-    for heading, right in headings:
-        table.add_column(Text(heading), justify="right" if right else "left", overflow="fold")
-    return table

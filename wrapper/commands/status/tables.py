@@ -1,4 +1,4 @@
-"""A job's status on a terminal of 80 columns; `--json` has what does not fit.
+"""A job's status on a terminal; `--json` has what is not told there.
 
 Called by `wrapper.commands.status.command`. Rows in, Rich renderables out; names and reasons are shown literally, never
 read as markup.
@@ -12,7 +12,6 @@ from datetime import UTC
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from db.layouts import from_json
@@ -20,6 +19,7 @@ from resihp.record.describe import DETECTORS, rank_list
 from wrapper.output.progress import ago, of_target
 from wrapper.output.render import count, duration, layout_grid, legend, literal, one_line, percent
 from wrapper.output.shells import line
+from wrapper.output.tables import lines
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -92,7 +92,7 @@ def render_status(state: dict[str, Any], width: int) -> RenderableType:
         head.append(f"  loss {state['loss']:.4f}")
     if state["iteration_seconds"] is not None:
         head.append(f"  {duration(state['iteration_seconds'])} an iteration")
-    parts: list[RenderableType] = [head]
+    parts = [head]
     if state["state"] not in ("running", "completed") and state["reason"]:
         parts.append(Text(literal(state["reason"]), style=colour))
     if moves := progress_line(state):
@@ -100,7 +100,7 @@ def render_status(state: dict[str, Any], width: int) -> RenderableType:
     parts.append(Text(goodput_line(state)))
     if state["idle_line"]:
         parts.append(Text(literal(state["idle_line"]), style="yellow"))
-    parts += [Text(literal(line), style="dim", overflow="fold") for line in places_lines(state)]
+    parts += [Text(literal(line), style="dim") for line in places_lines(state)]
     if nodes := nodes_line(state):
         parts.append(Text(literal(nodes)))
     if state["state"] == "running" and state["layout"] is not None:
@@ -117,9 +117,9 @@ def render_status(state: dict[str, Any], width: int) -> RenderableType:
         if meaning := legend(health.values()):
             parts.append(Text(meaning, style="dim"))
     if state["events"]:
-        events = Table.grid(padding=(0, 2, 0, 0))
+        parts.append(Text())
         for event in state["events"][-EVENTS_SHOWN:]:
-            clock = Text(f"{event['at'].astimezone(UTC):%H:%M:%S}", style="dim")
-            events.add_row(clock, Text(literal(event["text"]), overflow="fold"))
-        parts += [Text(), events]
-    return Group(*parts)
+            clock = f"{event['at'].astimezone(UTC):%H:%M:%S}  "
+            for number, told in enumerate(lines(Text(literal(event["text"])), max(width - len(clock), 1))):
+                parts.append(Text.assemble(("" if number else clock).ljust(len(clock)), told))
+    return Group(*(line for part in parts for line in lines(part, width)))

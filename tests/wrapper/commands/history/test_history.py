@@ -16,10 +16,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from rich.console import Console
 
 from db.migrate import upgrade
-from db.reading import fleet, queries
+from db.reading import fleet
 from db.writer import catch_up
 from resihp.errors import JobNotFoundError, UsageError
 from resihp.parallelism.layout import Layout
@@ -675,30 +674,3 @@ def test_ledgers_of_two_clusters_in_one_home_tell_nodes_apart() -> None:
     assert {row["node"]: row["failures"] for row in counted} == dict.fromkeys(everywhere, 1)
     assert {row["node"] for row in rows("hosts", "--all", "--node", "alpha/n1")} <= {"alpha/n1"}
     assert len(rows("failures", "--all", "--node", "beta/n2")) == 1
-
-
-@pytest.mark.parametrize("width", [40, 80])
-@pytest.mark.parametrize("view", ["spares", "hosts", "lemons", "failures by node", "decisions", "reconfigurations"])
-def test_a_narrow_terminal_leaves_out_no_name_and_cuts_no_number(view: str, width: int) -> None:
-    """A number that is cut is another number: a table is rather wider than the terminal."""
-    at = datetime(2026, 11, 1, 12, 30, 15, tzinfo=UTC)
-    told: dict[str, Any] = {
-        "job": "name1", "node": "name1", "host": "name1", "advice": "name1", "action": "name1", "changed": "-",
-        "refused": [], "unit": "s", "at": at, "last": at, "joined_at": at, "driver": "580.65.06",
-        "kernel": "5.14.0-503", "lemon": False, "lemon_devices": "", "outcome": "kept", "bytes_moved": 10**11,
-        "measured_seconds": 65_640.0, "saved_seconds": 65_640.0, "recover_seconds": 65_640.0,
-    }  # fmt: skip
-    row = {**dict.fromkeys((*queries.COLUMNS[view], "job"), 12345.0), **told}
-    screen = Console(width=width, file=io.StringIO(), highlight=False, markup=False)
-    tables.show(screen, tables.history_table(view, [row], with_jobs=view == "reconfigurations"))
-    assert isinstance(screen.file, io.StringIO)
-    shown = screen.file.getvalue()
-    words = {"name1"} | {word for word in ("18 h 14 min", "12,345", "12345.0", "12345.00") if word in wide(view, row)}
-    assert {word for word in words if word not in shown} == set()
-
-
-def wide(view: str, row: dict[str, Any]) -> str:
-    screen = Console(width=300, file=io.StringIO(), highlight=False, markup=False)
-    screen.print(tables.history_table(view, [row], with_jobs=view == "reconfigurations"))
-    assert isinstance(screen.file, io.StringIO)
-    return screen.file.getvalue()

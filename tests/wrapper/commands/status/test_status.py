@@ -34,6 +34,7 @@ from wrapper.commands.status import tables
 from wrapper.commands.status.job_status import job_status
 from wrapper.job_folder import Job, create_local_job, take_lock
 from wrapper.output.answers import moment, to_json
+from wrapper.output.tables import show
 
 ODD = "rank 3 raised ValueError: [red]'x'[/red] \"y\" [/b] \x1b[2J"
 NODE = "n2[bold]"
@@ -306,11 +307,15 @@ def test_every_table_has_json_csv_parquet_and_a_terminal_form(job: Job, table: H
         assert shown.stderr == f"resihp: {whose}: no {table.value}\n"
 
 
-def lines_of(shown: object) -> list[str]:
+def lines_of(shown: object, rows: list[dict[str, Any]] | None = None) -> list[str]:
+    """What a terminal of 80 columns shows of something, or of rows of a view of `history`."""
     from rich.console import Console
 
     console = Console(file=io.StringIO(), width=80, highlight=False, markup=False)
-    console.print(shown)
+    if rows is None:
+        console.print(shown)
+    else:
+        show(console, *history_table(str(shown), rows))
     lines = [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
     assert max(map(len, lines)) <= 80
     return [line for line in lines if line]
@@ -334,8 +339,8 @@ def test_history_tells_which_plans_took_effect_and_what_was_moved(tmp_path: Path
     url = any_layout(tmp_path)
     with Reader.open(url) as reader:
         [job] = reader.jobs()
-        plans = lines_of(history_table("plans", reader.rows("plans", job["id"])))
-        moves = lines_of(history_table("reconfigurations", reader.rows("reconfigurations", job["id"])))
+        plans = lines_of("plans", reader.rows("plans", job["id"]))
+        moves = lines_of("reconfigurations", reader.rows("reconfigurations", job["id"]))
     assert [" ".join(line.split()) for line in plans if line[:6].strip().isdigit()] == [
         "1 DP3 x PP2 x TP2 1 start 06-15 15:06:41 start",
         "2 2x TP2,2 | TP2,1 2 redo refused rank 5 killed; rank",

@@ -26,7 +26,7 @@ from wrapper.commands.plan import command as plan
 from wrapper.commands.report import command as report
 from wrapper.commands.status import command as status
 from wrapper.exit_codes import exit_code_of
-from wrapper.output.answers import message
+from wrapper.output.answers import SCHEMA, JsonOption, message, to_json
 from wrapper.output.render import literal
 
 OTHERS = (
@@ -105,6 +105,7 @@ class RunOptions:
         bool, typer.Option("--resume-or-start", help="Go on if --checkpoint-folder has a checkpoint.")
     ] = False
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it would be; start and write nothing.")] = False
+    as_json: Annotated[bool, typer.Option("--json", help="At the end, what became of it, as JSON on stdout.")] = False
 
 
 def run(said: RunOptions) -> None:
@@ -157,12 +158,13 @@ def run(said: RunOptions) -> None:
         resume=whose if said.resume else None,
         resume_or_start=said.resume_or_start,
         arguments=tuple(sys.argv[1:]),
+        as_json=said.as_json,
     )
     if said.dry_run:
         from wrapper.commands.dry_run import told
 
-        for line in told(start.check(options)):
-            print(literal(line))
+        lines = [literal(line) for line in told(start.check(options))]
+        print(to_json({"schema": SCHEMA, "dry_run": True, "lines": lines}) if said.as_json else "\n".join(lines))
         return
     raise typer.Exit(start.run(options))
 
@@ -175,6 +177,7 @@ def submit(
     job_file: Annotated[Path, typer.Argument(help="A job file (TOML).")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the batch script, submit nothing.")] = False,
     chain: Annotated[int, typer.Option(help="Submit so many jobs, each going on where the last one ended.")] = 1,
+    as_json: JsonOption = False,
 ) -> None:
     """Submit a job to Slurm. Prints the job's id, one a line for a chain.
 
@@ -183,8 +186,12 @@ def submit(
     from slurm.commands import CommandLine
     from wrapper.commands.submit import submit as submit_job
 
-    for line in submit_job(job_file, dry_run=dry_run, chain=chain, slurm=CommandLine, notice=message):
-        print(line)
+    done = submit_job(job_file, dry_run=dry_run, chain=chain, slurm=CommandLine, notice=message)
+    if as_json:
+        path = None if done.path is None else str(done.path)
+        print(to_json({"schema": SCHEMA, "dry_run": dry_run, "jobs": done.ids, "script": done.script, "path": path}))
+    else:
+        print("\n".join(done.ids) if done.ids else done.script.rstrip("\n"))
 
 
 @app.command()
@@ -195,11 +202,15 @@ def inject(
     node: Annotated[str | None, typer.Option(help="The node to hit.")] = None,
     link: Annotated[str | None, typer.Option(help="The link to make slow: n1-n2.")] = None,
     speed: Annotated[float | None, typer.Option(help="How fast slow leaves it; 1 ends it.")] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Inject a fault into a running test job, at once."""
     from wrapper.commands.operate import inject as operate
 
-    message(operate.inject(job, kind, rank, node, speed, link))
+    done = operate.inject(job, kind, rank, node, speed, link)
+    message(f"job {done['job']}: {done['text']}")
+    if as_json:
+        print(to_json({"schema": SCHEMA, **done}))
 
 
 for other in OTHERS:

@@ -162,7 +162,7 @@ def test_exception_is_in_the_log_without_our_frames_and_reported(stub_job: StubJ
 def test_operator_injects_a_fault(stub_job: StubJob) -> None:
     stub_job.start(FOREVER)
     running(stub_job)
-    assert "injected" in inject.inject(stub_job.job.name, "kill", 0, None)
+    assert "injected" in inject.inject(stub_job.job.name, "kill", 0, None)["text"]
     assert stub_job.wait() == 1
     assert exits(stub_job) == {0: -9}
 
@@ -575,7 +575,7 @@ def test_nothing_is_lost_when_connections_are_cut_all_the_time(stub_job: StubJob
 def test_disconnect_fault_costs_nothing(stub_job: StubJob) -> None:
     stub_job.start("import time\nprint('here', flush=True)\ntime.sleep(2)\n", nodes=2)
     running(stub_job, 2)
-    assert "disconnect:node=n2 injected" in inject.inject(None, "disconnect", None, "n2")
+    assert "disconnect:node=n2 injected" in inject.inject(None, "disconnect", None, "n2")["text"]
     assert stub_job.wait() == 0, stub_job.stderr
     assert exits(stub_job) == {0: 0, 1: 0}
     assert not [entry for entry in stub_job.entries() if isinstance(entry, NodeLost)]

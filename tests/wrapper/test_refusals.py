@@ -99,7 +99,7 @@ def test_silent_node_that_is_given_up_is_ended(stub_job: StubJob) -> None:
     """Stopped as a whole, its sockets stay open: only its silence tells, and nothing of it may stay."""
     stub_job.start(FOREVER, nodes=2, environment=SOON)
     workers = running(stub_job, 2)
-    assert "injected" in inject.inject(None, "stop", None, "n2")
+    assert "injected" in inject.inject(None, "stop", None, "n2")["text"]
     stub_job.until(lambda: all(p.status() == "stopped" for p in stub_job.processes("--node n2")))
     assert stub_job.wait(20) == 5, stub_job.stderr
     assert "node n2: silent" in stub_job.stderr

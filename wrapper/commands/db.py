@@ -31,7 +31,7 @@ def register(app: typer.Typer) -> None:
     app.add_typer(ledger, name="db")
 
 
-def upgrade(job: JobArgument = None, ledger: LedgerOption = None) -> None:
+def upgrade(job: JobArgument = None, as_json: JsonOption = False, ledger: LedgerOption = None) -> None:
     """Bring a ledger to this version's schema; makes it if it is not there.
 
     On a server nobody else does this to a ledger that is there. Jobs go on meanwhile: it waits for tables in turns.
@@ -50,11 +50,15 @@ def upgrade(job: JobArgument = None, ledger: LedgerOption = None) -> None:
     before = migrate.current(ledger) if exists(ledger) else None
     after = migrate.upgrade(ledger, message)
     what = "is up to date" if before == after else "made" if before is None else f"upgraded from {before}"
-    if migrate.is_newer(after):
+    newer, settled = migrate.is_newer(after), 0
+    if newer:
         what += ", newer than this resihp" + (", which may only read it" if migrate.only_readable(ledger) else "")
     elif settled := settle(ledger, message):
         what += f"; accounts of {settled} job{'s' * (settled != 1)} settled"
     message(f"ledger {masked(ledger)}: schema {after}, {what}")
+    if as_json:
+        told = {"ledger": masked(ledger), "before": before, "after": after, "newer": newer, "settled": settled}
+        print(to_json({"schema": SCHEMA, **told}))
 
 
 def export_jobs(

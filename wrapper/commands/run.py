@@ -22,6 +22,7 @@ from slurm.client import Slurm
 from wrapper.commands import in_slurm
 from wrapper.commands.in_slurm import InSlurm
 from wrapper.commands.operate.last_words import last_words
+from wrapper.commands.operate.outcome import outcome
 from wrapper.commands.resume import (
     CompletedError,
     Restart,
@@ -41,7 +42,7 @@ from wrapper.exit_codes import BROKEN, EXIT_CODES, REQUEUE
 from wrapper.job_folder import close_home, create_local_job, create_slurm_job, home
 from wrapper.launch import allocation
 from wrapper.launch.allocation import Allocation
-from wrapper.output.answers import message
+from wrapper.output.answers import SCHEMA, message, to_json
 from wrapper.sinks import fanout
 from wrapper.slurm_tasks.requeue import end_for_good
 from wrapper.supervisor import guardian
@@ -69,6 +70,8 @@ class Options:
     """Take the newest checkpoint of the configured folder if there is one."""
     arguments: tuple[str, ...] = ()
     """All of it, as it was typed."""
+    as_json: bool = False
+    """Print at the end what became of the job."""
 
 
 def run(options: Options) -> int:
@@ -77,6 +80,8 @@ def run(options: Options) -> int:
         status = _run(options)
     except CompletedError as error:
         _notice(str(error))
+        if options.as_json:
+            print(to_json({"schema": SCHEMA, "job": None, "exit_code": 0, "state": "completed", "reason": str(error)}))
         return 0
     except ResihpError:
         _end_for_good(options)
@@ -107,6 +112,8 @@ def _run(options: Options) -> int:
         message(f"job {request.job}: {words}")
     if status not in (0, REQUEUE) and (told := how_to_go_on(request)):
         message(f"job {request.job}: {told}")
+    if options.as_json:
+        print(to_json(outcome(request.of_job, status)))
     return status
 
 

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from resihp.errors import ConfigurationError, UsageError
 from slurm import releases, render
@@ -58,19 +59,24 @@ MENDED = (
 """Words in sbatch's refusal, and the command that tells more, with what to change then."""
 
 
+class Submitted(NamedTuple):
+    """Slurm's ids of the job, or of each job of a chain, none on a dry run; the batch script, and where it is kept."""
+
+    ids: list[str]
+    script: str
+    path: Path | None = None
+
+
 def submit(
     job_file: Path, *, dry_run: bool, chain: int, slurm: Callable[[], Slurm], notice: Callable[[str], None]
-) -> list[str]:
-    """Submit the job, or a chain of so many; returns what goes to standard output: ids, or the script.
-
-    Raises ResihpError with the command that mends it.
-    """
+) -> Submitted:
+    """Submit the job, or a chain of so many. Raises ResihpError with the command that mends it."""
     configuration = read({}, job_file)
     _check(configuration, chain, notice)
     if dry_run:
         if chain > 1:
             notice("each job of the chain waits for the one before it: sbatch --dependency=afterany:ID job.sbatch")
-        return [script_of(configuration, job_file.absolute(), chain).rstrip("\n")]
+        return Submitted([], script_of(configuration, job_file.absolute(), chain))
     client = slurm()
     _check_release(configuration, job_file, client)
     folder = _keep(configuration, job_file, chain)
@@ -84,10 +90,11 @@ def submit(
             if ids:
                 notice(f"submitted before this: {', '.join(ids)}; to end them: scancel {' '.join(ids)}")
             raise
-    output, places = _places((folder / "job.sbatch").read_text(), ids)
+    script = folder / "job.sbatch"
+    output, places = _places(script.read_text(), ids)
     _register(client, dict(zip(ids, places, strict=True)), configuration, notice)
     _tell(ids, configuration, folder, output, places[0], notice)
-    return ids
+    return Submitted(ids, script.read_text(), script)
 
 
 def script_of(configuration: Configuration, job_file: Path, chain: int) -> str:

@@ -31,7 +31,7 @@ def job_file(fresh_home: Path) -> Path:
 
 def printed(job_file: Path, more: str = "", chain: int = 1) -> str:
     job_file.write_text(JOB + LAYOUT + more)
-    (script,) = submit(job_file, dry_run=True, chain=chain, slurm=unreachable, notice=pytest.fail)
+    script = submit(job_file, dry_run=True, chain=chain, slurm=unreachable, notice=pytest.fail).script
     return script
 
 
@@ -41,7 +41,7 @@ def unreachable() -> FakeSlurm:
 
 def submitted(job_file: Path, slurm: FakeSlurm, chain: int = 1) -> tuple[list[str], list[str]]:
     told: list[str] = []
-    return submit(job_file, dry_run=False, chain=chain, slurm=lambda: slurm, notice=told.append), told
+    return submit(job_file, dry_run=False, chain=chain, slurm=lambda: slurm, notice=told.append).ids, told
 
 
 def test_a_dry_run_prints_the_script_and_keeps_nothing(job_file: Path) -> None:

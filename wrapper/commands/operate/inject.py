@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from resihp.errors import UsageError
 from resihp.faults import ends
@@ -18,8 +19,9 @@ def inject(
     node: str | None,
     speed: float | None = None,
     link: str | None = None,
-) -> str:
-    """Inject a fault at once; returns what the job answered. Raises UsageError when it refuses or is not running."""
+) -> dict[str, Any]:
+    """Inject a fault at once; returns `job`, what was asked for, and as `text` what the job answered. Raises UsageError
+    when it refuses or is not running."""
     if sum(target is not None for target in (rank, node, link)) != 1:
         raise UsageError("inject: name one target, --rank R or --node N, or of slow --link N-M")
     nodes = None if link is None else ends(link)
@@ -29,4 +31,5 @@ def inject(
     reply = asyncio.run(ask(job, Inject(kind=kind, rank=rank, node=node, link=nodes, speed=speed)))
     if not reply.ok:
         raise UsageError(f"job {job.name}: {reply.text}")
-    return f"job {job.name}: {reply.text}"
+    asked = {"kind": kind, "rank": rank, "node": node, "link": nodes, "speed": speed}
+    return {"job": job.name, **asked, "text": reply.text}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from wrapper.output.answers import message
+from wrapper.output.answers import JsonOption, message, to_json
 
 if TYPE_CHECKING:
     from resihp.record.journal import AnyEntry
@@ -33,6 +33,7 @@ def register(app: typer.Typer) -> None:
 def stop(
     job: Annotated[str, typer.Argument(help="The job.")],
     now: Annotated[bool, typer.Option("--now", help="End at once, without a checkpoint.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Stop a job: a checkpoint of the iteration under way, then the end. Waits for it.
 
@@ -63,6 +64,10 @@ def stop(
         raise ResihpError(f"job {found.name}: nobody supervises it any more, and it has not said how it ended")
     if told := how_to_go_on(load(found.run_file)):
         message(f"job {found.name}: {told}")
+    if as_json:
+        from wrapper.commands.operate.outcome import outcome
+
+        print(to_json(outcome(found)))
 
 
 def _follow(job: Job, journal: Told) -> bool:

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from resihp.errors import UsageError
-from wrapper.output.answers import message
+from wrapper.output.answers import SCHEMA, JsonOption, message, to_json
 
 
 def register(app: typer.Typer) -> None:
@@ -26,6 +26,7 @@ def report(
         Path | None, typer.Option("-o", "--output", help="File to write.", show_default="report-JOB.html")
     ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Short text for a ticket, on stdout or to -o.")] = False,
+    as_json: JsonOption = False,
     ledger: Annotated[str | None, typer.Option("--ledger", help="Another ledger's URL.", show_default=False)] = None,
 ) -> None:
     """Write what happened to a job as one page that needs nothing else.
@@ -35,6 +36,7 @@ def report(
     Example: resihp report local-3 -o report.html
     """
     from wrapper.commands.report import facts, runs
+    from wrapper.commands.report.story import sentences
     from wrapper.output.ledgers import opened, pinned
 
     job = pinned(job, ledger)
@@ -42,12 +44,13 @@ def report(
         now = datetime.now(UTC)
         found = facts.read(reader, row, now, runs.read(reader, row["name"], job, ledger, now))
     name = str(row["name"])
+    told = {"job": name, "summary": sentences(found), "format": "markdown" if markdown else "html"}
     if markdown:
         from wrapper.commands.report.markdown import markdown as made
 
         text = made(found)
         if output is None:
-            sys.stdout.write(text)
+            sys.stdout.write(f"{to_json({'schema': SCHEMA, **told, 'text': text})}\n" if as_json else text)
             return
     else:
         from wrapper.commands.report.page import html
@@ -56,6 +59,8 @@ def report(
         output = output or Path(f"report-{file_name(name)}.html")
     size = write(output, text)
     message(f"job {name}: report written to {output} ({size / 1000:,.0f} kB)")
+    if as_json:
+        print(to_json({"schema": SCHEMA, **told, "file": str(output.absolute()), "bytes": size}))
 
 
 def file_name(job: str) -> str:

@@ -27,7 +27,7 @@ from wrapper.commands.report.command import file_name, write
 from wrapper.commands.report.facts import Facts, read
 from wrapper.commands.report.layouts import Picture, changes
 from wrapper.commands.report.markdown import markdown, text
-from wrapper.commands.report.story import node_lines, safe, sentences, settings
+from wrapper.commands.report.story import CAUSE_WORDS, node_lines, safe, sentences, settings
 from wrapper.commands.report.svg import ticks, time_ticks
 from wrapper.job_folder import create_local_job
 from wrapper.output.render import hours
@@ -386,6 +386,103 @@ def test_a_long_job_gives_a_small_page(tmp_path: Path) -> None:
     assert "plans that took effect" in words
     assert len(markdown(facts)) < 20_000
     assert "and 580 more: `resihp history failures local-1`" in markdown(facts)
+
+
+# --- pictures explain themselves --------------------------------------------------------------------------------------
+
+KEYS = {
+    **{each: each for each in ("training", "recovery", "slow", "plan", "idle", "observed", "predicted", "spread")},
+    **{each: each for each in ("band", "spell", "rank-0", "rank-1", "rank-2", "rank-3", "rank-4")},
+    **{"without-work": "idle", "checkpoint": "saved"},
+}
+"""What is drawn, and its key in the caption."""
+
+
+def slow_facts(folder: Path) -> Facts:
+    """Rank 1 is slow, rank 3 dies; 40 iterations."""
+    from tests.wrapper.commands.history.test_history import hurt
+    from wrapper.job_folder import Job
+
+    job = Job("local-1", folder)
+    (folder / "job.json").write_text(
+        '{"name": "local-1", "host": "here", "created_at": %r, "journal": ""}' % (BEGAN + 3600.0)
+    )
+    return facts_of(folder, hurt(job), 200.0)
+
+
+@pytest.mark.parametrize(
+    "tell",
+    [
+        lambda folder: facts_of(folder, story()),
+        lambda folder: facts_of(folder, node_story()),
+        lambda folder: facts_of(folder, long_story(400, 100), 400.0),
+        slow_facts,
+    ],
+    ids=["short", "nodes", "long", "slow"],
+)
+def test_every_mark_has_its_key_in_the_caption(tell: Callable[[Path], Facts], tmp_path: Path) -> None:
+    figures = re.findall(r"<figure>(.*?)<figcaption(.*?)</figcaption>", page.html(tell(tmp_path)), re.DOTALL)
+    assert figures
+    for drawn, caption in figures:
+        marks, keys = (set(re.findall(r'class="(mark-[a-z]+ [a-z-]+)"', part)) for part in (drawn, caption))
+        classes = set(" ".join(re.findall(r'<(?:rect|path|line) [^>]*class="([^"]+)"', drawn)).split())
+        assert marks <= keys
+        assert {key.split()[1] for key in keys - marks} <= classes, "many failures are bars of their kind's colour"
+        shown = {name for found in re.findall(r'class="key ([^"]+)"', caption) for name in found.split()}
+        assert {KEYS[name] for name in classes if name in KEYS} <= shown, caption
+        assert "with its number" in caption or 'class="number"' not in drawn
+
+
+def test_every_cause_of_loss_has_a_colour_of_its_own() -> None:
+    style = Path(page.__file__).with_name("page.css").read_text()
+    found = {cause: re.search(rf"\.{cause} {{ background: (var\(--[a-z]+\))", style) for cause in CAUSE_WORDS}
+    assert [cause for cause, colour in found.items() if colour is None] == []
+    assert len({colour[1] for colour in found.values() if colour}) == len(CAUSE_WORDS)
+
+
+def slowed(times: float, folder: Path) -> str:
+    """The page of a job whose iterations take so many times what was predicted."""
+
+    def told() -> Told:
+        for entry, at in long_story(200, 2):
+            if isinstance(entry, journal.IterationCommitted):
+                entry = msgspec.structs.replace(entry, predicted_seconds=0.5 / times)
+            yield entry, at
+
+    return page.html(facts_of(folder, told()))
+
+
+@pytest.mark.parametrize(("times", "named"), [(3.4, "3.4"), (0.5, "0.5")])
+def test_a_prediction_far_from_what_is_usual_is_drawn_there_and_said_to_be(
+    times: float, named: str, tmp_path: Path
+) -> None:
+    text = slowed(times, tmp_path)
+    words = " ".join(Page(text).words.split())
+    assert f"predicted, times {named}" in words
+    assert f"Iterations usually took {named} times what the cost model of the planner predicts for them" in words
+    assert "where 9 of 10 iterations are when nothing is slow, 1.00 to 1.00 of that line" in words
+    paths = {kind: path for path, kind in re.findall(r'<path d="(M[^"]+)" class="(observed|predicted)"', text)}
+    assert paths["observed"] == paths["predicted"], "one upon the other"
+
+
+def test_a_prediction_that_is_about_right_is_drawn_as_it_is(tmp_path: Path) -> None:
+    words = " ".join(Page(slowed(1.2, tmp_path)).words.split())
+    assert "predicted, times" not in words
+    assert "Iterations usually took" not in words
+    assert "1.20 to 1.20 of that line" in words
+
+
+def test_epochs_without_a_plan_or_a_picture_are_told_of(tmp_path: Path) -> None:
+    facts = facts_of(tmp_path, any_layout_story())
+    words = seen(facts)
+    assert "Plans that never took effect are not drawn: epoch 2 (refused), epoch 3 (superseded)." in words
+    assert "no plan:" not in words
+    facts = msgspec.structs.replace(facts, plans=[row for row in facts.plans if row["epoch"] not in (1, 3, 4)])
+    why = "something else failed or changed before one was made"
+    assert f"Epoch 1 has no plan: {why}, and epoch 2 began in its place." in seen(facts)
+    told = f"Epochs 3 to 4 have no plan: {why}, and epoch 5 began in their place."
+    assert told in seen(facts)
+    assert told in markdown(facts)
 
 
 def test_round_numbers_on_axes() -> None:

@@ -9,7 +9,7 @@ from resihp.record.describe import rank_list
 from wrapper.commands.report import runs
 from wrapper.commands.report.facts import Facts
 from wrapper.commands.report.marks import clock
-from wrapper.commands.report.story import costs, node_lines, safe, sentences
+from wrapper.commands.report.story import costs, gaps, node_lines, safe, sentences
 from wrapper.output.explanations import sentences as explained
 from wrapper.output.render import duration, hours, literal, percent
 
@@ -80,6 +80,8 @@ def _plans(facts: Facts) -> list[str]:
         outcome = verdict if row["in_effect_at"] is not None else row["outcome"]
         rows.append((str(row["epoch"]), str(row["next_iteration"]), row["description"], *told, outcome))
     told = ["### Plans", "", *table(("epoch", "from", "layout", "promised", "kept", "verdict"), rows)]
+    if missing := gaps(facts):
+        told += [" ".join(map(text, missing)), ""]
     if facts.explanations:
         epoch = max(facts.explanations)
         lines = [f"- {about}: {text(words)}" for about, words in explained(facts.explanations[epoch])]

@@ -19,9 +19,10 @@ from wrapper.commands.report import runs
 from wrapper.commands.report.facts import Facts, Row
 from wrapper.commands.report.layouts import LayoutChange, changes
 from wrapper.commands.report.levels import rank_levels
-from wrapper.commands.report.marks import SIGNS, clock
-from wrapper.commands.report.story import costs, node_lines, safe, sentences, settings
-from wrapper.commands.report.timeline import timeline
+from wrapper.commands.report.marks import NAMED, SIGNS, clock
+from wrapper.commands.report.story import costs, gaps, node_lines, not_drawn, safe, sentences, settings
+from wrapper.commands.report.svg import sign
+from wrapper.commands.report.timeline import MOST_BOXES, has_slow_strips, node_signs, timeline
 from wrapper.commands.report.times import iteration_times
 from wrapper.output.explanations import sentences as explained
 from wrapper.output.render import duration, hours, literal, percent, suspects
@@ -83,6 +84,12 @@ def html(facts: Facts) -> str:
             reconfigurations={row["epoch"]: row for row in facts.reconfigurations},
             settings=settings(facts.configuration),
             kinds=[kind for kind in SIGNS if any(row["kind"] == kind for row in facts.failures)],
+            many_failures=len(facts.failures) > NAMED,
+            many_changes=len(facts.reconfigurations) > MOST_BOXES,
+            slow_strips=has_slow_strips(facts),
+            node_signs=node_signs(facts),
+            gaps=gaps(facts),
+            not_drawn=not_drawn(facts),
             command=safe(facts.command),
             open=OPEN,
         )
@@ -137,6 +144,7 @@ def _environment() -> Environment:
     # The style sheet is ours, and must not be escaped: `>` means something in it.
     style = resources.files("wrapper.commands.report").joinpath("page.css").read_text()
     environment.globals["style"] = Markup(style)
+    environment.globals["sign"] = sign
     return environment
 
 
@@ -149,8 +157,6 @@ def _printable(value: Any) -> Any:
 
 def _sign(kind: str) -> Markup:
     """The mark of a failure of that kind, as it stands in the pictures."""
-    from wrapper.commands.report.svg import sign
-
     return sign(SIGNS[kind], kind)
 
 

@@ -30,6 +30,8 @@ CAUSE_WORDS: Mapping[str, tuple[str, str]] = {
 """For each cause of `db.reading.costs.timeline`: its name, and what counts."""
 SECRET_NAME = re.compile(r"(password|passwd|secret|token|api_?key|authorization|credential)s?$", re.IGNORECASE)
 MASK = "***"
+MOST_GAPS = 20
+"""Epochs that are accounted for one by one."""
 
 
 class CauseCost(msgspec.Struct, frozen=True):
@@ -118,6 +120,33 @@ def node_lines(facts: Facts) -> list[NodeLine]:
         hours = row["devices"] * held_s / 3600
         found.append(NodeLine(name, row["host"], row["devices"], hours, failed.get(name, {}), "; ".join(what)))
     return sorted(found, key=lambda line: (-line.troubles, not line.what, _natural(line.name)))
+
+
+def gaps(facts: Facts) -> list[str]:
+    """A sentence for each run of epochs that have no plan: numbers that a reader would miss."""
+    told, before = [], 0
+    for epoch in sorted(row["epoch"] for row in facts.plans):
+        if epoch > before + 1:
+            which, have, its = _epochs(before + 1, epoch - 1)
+            told.append(
+                f"{which} {have} no plan: something else failed or changed before one was made, and epoch {epoch} "
+                f"began in {its} place."
+            )
+        before = epoch
+    return told[-MOST_GAPS:]
+
+
+def not_drawn(facts: Facts) -> str:
+    """Which plans have no picture as they never took effect; empty where all did."""
+    never = [f"epoch {row['epoch']} ({row['outcome']})" for row in facts.plans if row["in_effect_at"] is None]
+    if not never:
+        return ""
+    left = f" and {len(never) - MOST_GAPS} more" if len(never) > MOST_GAPS else ""
+    return f"Plans that never took effect are not drawn: {', '.join(never[:MOST_GAPS])}{left}."
+
+
+def _epochs(first: int, last: int) -> tuple[str, str, str]:
+    return (f"Epoch {first}", "has", "its") if first == last else (f"Epochs {first} to {last}", "have", "their")
 
 
 def settings(configuration: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -184,16 +184,36 @@ def _steps(begins: list[float], shares: list[float]) -> list[tuple[float, float]
     return points
 
 
+NODE_SIGNS = {
+    "node lost": ("down", "fail-stop"),
+    "node came": ("triangle", "good"),
+    "node drained": ("square", "drained"),
+}
+
+
+def node_signs(facts: Facts) -> list[tuple[str, str, str]]:
+    """(shape, style, meaning) of the marks in the lane of nodes."""
+    drawn = {(shape, style) for _, shape, style, _ in _node_changes(facts)}
+    return [(*how, words) for words, how in NODE_SIGNS.items() if how in drawn]
+
+
+def has_slow_strips(facts: Facts) -> bool:
+    """Whether the lane of training shows when something was slow."""
+    few = len(facts.reconfigurations) <= MOST_BOXES
+    return few and any(row["kind"] == "fail-slow" for row in facts.failures)
+
+
 def _node_changes(facts: Facts) -> Iterator[tuple[datetime, str, str, str]]:
     for row in facts.nodes:
         if row["lost_at"] is not None:
             what = "lost" if row["joined_at"] is not None else "never came"
             tip = f"node {row['node']} {what}: {row['lost_reason']}, {clock(row['lost_at'])}"
-            yield row["lost_at"], "down", "fail-stop", tip
+            yield row["lost_at"], *NODE_SIGNS["node lost"], tip
         if row["replacement"] is not None and row["joined_at"] is not None:
-            yield row["joined_at"], "triangle", "good", f"node {row['node']} came, {clock(row['joined_at'])}"
+            yield row["joined_at"], *NODE_SIGNS["node came"], f"node {row['node']} came, {clock(row['joined_at'])}"
     for row in facts.drains:
-        yield row["drained_at"], "square", "drained", f"node {row['node']} drained, {clock(row['drained_at'])}"
+        tip = f"node {row['node']} drained, {clock(row['drained_at'])}"
+        yield row["drained_at"], *NODE_SIGNS["node drained"], tip
 
 
 def _since(second: float, span_s: float) -> str:

@@ -21,6 +21,8 @@ COLUMNS = 800
 """Places at which iteration times are drawn; of more iterations, each place has the least, median and most."""
 LEAST_PREDICTED = 20
 """Iterations with a prediction from which a range is told."""
+AS_PREDICTED = (0.8, 1.25)
+"""Shares of the prediction between which iterations usually are, for its line to stand where it is."""
 
 
 class TimesPicture(msgspec.Struct, frozen=True):
@@ -33,7 +35,11 @@ class TimesPicture(msgspec.Struct, frozen=True):
     """Iterations whose time is above the picture's top."""
     longest_s: float
     band: tuple[float, float] | None
-    """Between which shares of the prediction nine of ten iterations were, slow spells left out."""
+    """Between which shares of the line of the prediction nine of ten iterations were, slow spells left out."""
+    usual: float
+    """Times which the prediction is drawn: 1, or what iterations usually took of it where that is far from it."""
+    signs: tuple[str, ...]
+    """Kinds of failures that are marked."""
     kinds: tuple[str, ...]
 
 
@@ -45,6 +51,8 @@ def iteration_times(facts: Facts) -> TimesPicture | None:
     numbers = np.array([row["iteration"] for row in known], dtype=float)
     seconds = np.array([row["seconds"] for row in known], dtype=float)
     predicted = np.array([row["predicted_seconds"] or np.nan for row in known], dtype=float)
+    calm = _calm(facts, numbers, predicted)
+    predicted = predicted * (usual := _usual(seconds, predicted, calm))
     first, last = numbers[0], max(numbers[-1], numbers[0] + 1)
     top_s = float(max(np.quantile(seconds, 0.995), np.nanquantile(np.append(predicted, 0.0), 0.995)) * 1.25) or 1.0
     columns = min(len(known), COLUMNS)
@@ -55,17 +63,16 @@ def iteration_times(facts: Facts) -> TimesPicture | None:
     def share(values: Sequence[float]) -> list[float]:
         return [min(value / top_s, 1.0) for value in values]
 
-    usual = duration(float(np.median(seconds)))
-    drawing = Drawing(head + plot + 24, f"times of {len(known)} iterations, {usual} on median")
+    title = f"times of {len(known)} iterations, {duration(float(np.median(seconds)))} on median"
+    drawing = Drawing(head + plot + 24, title)
     kinds = []
     spells = _spells(facts, first, last)
     for row, start, end in spells:
         drawing.box(start, end, head, plot, "spell", f"{failure_line(row)}, iterations {iterations_of(row)}")
     unit = "ms" if top_s < 1 else "s"
     for value in ticks(0.0, top_s, 5):
-        y = head + plot * (1 - value / top_s)
-        drawing.rule(y, "axis" if value == 0 else "grid")
-    band = _band(facts, numbers, seconds, predicted)
+        drawing.rule(head + plot * (1 - value / top_s), "axis" if value == 0 else "grid")
+    band = _band(seconds, predicted, calm)
     for pieces in _pieces(places, [_median(predicted[group]) for group in groups]):
         if band is not None:
             upper = [(at, min(value * band[1] / top_s, 1.0)) for at, value in pieces]
@@ -92,6 +99,8 @@ def iteration_times(facts: Facts) -> TimesPicture | None:
         cut=int((seconds > top_s).sum()),
         longest_s=float(seconds.max()),
         band=band,
+        usual=usual,
+        signs=tuple(kind for kind in SIGNS if any(row["kind"] == kind for row in _marked(facts, first, last))),
         kinds=tuple(dict.fromkeys(["observed", *kinds, *(["spell"] if spells else [])])),
     )
 
@@ -110,10 +119,8 @@ def _verdicts(drawing: Drawing, facts: Facts, first: float, last: float, head: f
     """Where failures were: a sign and a line down for each; of many, a short line of their colour."""
     taken = -1.0
     few = len(facts.failures) <= NAMED
-    for row in facts.failures[:: every_nth(len(facts.failures))]:
+    for row in _marked(facts, first, last):
         at = (row["iteration"] - first) / (last - first)
-        if not 0 <= at <= 1:
-            continue
         kind = row["kind"]
         tip = f"{failure_line(row)}, iterations {iterations_of(row)}"
         if not few:
@@ -123,6 +130,10 @@ def _verdicts(drawing: Drawing, facts: Facts, first: float, last: float, head: f
         named = at - taken > 0.03
         taken = at if named else taken
         drawing.mark(inside(at), head - 10, SIGNS[kind], kind, tip, str(row["failure"]) if named else "")
+
+
+def _marked(facts: Facts, first: float, last: float) -> list[Row]:
+    return [row for row in facts.failures[:: every_nth(len(facts.failures))] if first <= row["iteration"] <= last]
 
 
 def _spells(facts: Facts, first: float, last: float) -> list[tuple[Row, float, float]]:
@@ -136,15 +147,30 @@ def _spells(facts: Facts, first: float, last: float) -> list[tuple[Row, float, f
     return found
 
 
-def _band(facts: Facts, numbers: Any, seconds: Any, predicted: Any) -> tuple[float, float] | None:
-    """The 5th and 95th percentile of observed over predicted, of iterations in which nothing was known to be slow."""
-    calm = ~np.isnan(predicted) & (predicted > 0)
+def _calm(facts: Facts, numbers: Any, predicted: Any) -> Any:
+    """Which iterations have a prediction, and nothing that is known to have been slow or to have failed in them."""
+    calm: Any = ~np.isnan(predicted) & (predicted > 0)
     for row in facts.failures:
         if row["kind"] == "fail-slow":
             end = np.inf if row["ended_iteration"] is None else row["ended_iteration"]
             calm &= (numbers < row["iteration"]) | (numbers >= end)
         else:
             calm &= numbers != row["iteration"]
+    return calm
+
+
+def _usual(seconds: Any, predicted: Any, calm: Any) -> float:
+    """What iterations usually take of the prediction, where that is far from it: costs that the model does not have, as
+    of a busy machine. Else 1."""
+    which = calm if calm.sum() >= LEAST_PREDICTED else predicted > 0
+    if not which.any():
+        return 1.0
+    share = float(np.median(seconds[which] / predicted[which]))
+    return 1.0 if AS_PREDICTED[0] <= share <= AS_PREDICTED[1] or share <= 0 else share
+
+
+def _band(seconds: Any, predicted: Any, calm: Any) -> tuple[float, float] | None:
+    """The 5th and 95th percentile of observed over the line of the prediction."""
     if calm.sum() < LEAST_PREDICTED:
         return None
     low, high = np.quantile(seconds[calm] / predicted[calm], [0.05, 0.95])

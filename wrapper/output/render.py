@@ -36,6 +36,8 @@ STYLES: Mapping[Health, str] = {
 }
 FEW = 4
 """Ranks that are named of a suspicion."""
+NOTHING_S = 5e-8
+"""What is left of times that were added and taken away is no time."""
 SHORT_S = 0.00995
 """Below this hundredths of a second do not tell a time."""
 MOST_REPLICAS = 16
@@ -59,7 +61,7 @@ def duration(seconds: float | None) -> str:
         return "-"
     if seconds < 0:
         return f"-{duration(-seconds)}"
-    if 0 < seconds < SHORT_S:
+    if NOTHING_S < seconds < SHORT_S:
         return f"{seconds * 1e3:.2g} ms" if seconds >= 0.000995 else f"{seconds * 1e6:.3g} µs"
     if seconds < 9.995:
         return f"{seconds:.2f} s"

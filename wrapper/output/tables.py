@@ -147,7 +147,13 @@ def _print(
         shown.add_column(heading, justify="right" if columns[n].right else "left", width=width, no_wrap=True)
     for row in cells:
         shown.add_row(*(_wrapped(row[n], width) for n, width in zip(chosen, widths, strict=True)))
-    screen.print(shown, crop=False)
+    if screen.is_terminal:
+        screen.print(shown, crop=False)
+        return
+    with screen.capture() as printed:
+        screen.print(shown, crop=False)
+    for line in printed.get().splitlines():  # the blanks that fill a column are nobody's in a file
+        screen.print(line.rstrip(), soft_wrap=True)
 
 
 def _show_records(screen: Console, columns: Sequence[Column], cells: Sequence[Sequence[Text]]) -> None:

@@ -11,11 +11,11 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 import msgspec
 
 from resihp.controller import interface as api
+from wrapper.supervisor.thinking.child import Child, start
 from wrapper.supervisor.thinking.frames import ANSWERS, LENGTH, frame, length_of
 
 MOST_STARTS = 4
@@ -38,7 +38,7 @@ class Thinker:
         self._tell, self._command = tell, command
         self._next: api.Think | None = None
         self._starts = 0
-        self._process: asyncio.subprocess.Process | None = None
+        self._child: Child | None = None
         self._task: asyncio.Task[None] | None = None
 
     def ask(self, question: api.Think) -> None:
@@ -53,7 +53,7 @@ class Thinker:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        await self._end()
+        self._end()
 
     async def _work(self) -> None:
         """Never fails: whatever goes wrong with a question, it has no answer."""
@@ -64,41 +64,28 @@ class Thinker:
                     answer = await self._answer(question)
             except (OSError, EOFError, ValueError, msgspec.MsgspecError, TimeoutError) as error:
                 _log.warning("no answer to %s: %s", question.why, str(error) or type(error).__name__)
-                await self._end()
+                self._end()
                 continue
             if answer is not None:
                 self._tell(answer)
 
     async def _answer(self, question: api.Think) -> api.Thought | None:
         """None where it was started too often. Raises OSError, EOFError, ValueError where the process fails."""
-        process = self._process
-        if process is None:
+        if self._child is None:
             if self._starts == MOST_STARTS:
                 return None
             self._starts += 1
-            process = self._process = await self._start()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(frame(question))
-        await process.stdin.drain()
-        header = await process.stdout.readexactly(LENGTH.size)
-        answer = ANSWERS.decode(await process.stdout.readexactly(length_of(header)))
+            # its stderr is ours: a file in the job's folder may hang, and all would wait
+            self._child = await start(self._command, os.environ | ONE_CORE)
+        self._child.writer.write(frame(question))
+        await self._child.writer.drain()
+        header = await self._child.reader.readexactly(LENGTH.size)
+        answer = ANSWERS.decode(await self._child.reader.readexactly(length_of(header)))
         if answer.question != question.question:
             raise ValueError("it answers to something else")
         return answer
 
-    async def _start(self) -> asyncio.subprocess.Process:
-        return await asyncio.create_subprocess_exec(
-            *self._command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env=os.environ | ONE_CORE,  # its stderr is ours: a file in the job's folder may hang, and all would wait
-            start_new_session=True,  # Ctrl-C is the supervisor's to answer
-        )
-
-    async def _end(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            with suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+    def _end(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            child.end()

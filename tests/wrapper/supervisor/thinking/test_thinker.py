@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -16,7 +19,7 @@ from resihp.scheduler import decide
 from resihp.scheduler.questions import answer_for
 from resihp.scheduler.situation import Situation
 from tests.resihp.scheduler.cases import on_nodes, situation
-from wrapper.supervisor.thinking import thinker
+from wrapper.supervisor.thinking import child, thinker
 from wrapper.supervisor.thinking.frames import LENGTH
 from wrapper.supervisor.thinking.thinker import MOST_STARTS, Thinker, command
 
@@ -73,10 +76,10 @@ def test_a_process_answers_what_would_be_decided_here_and_ends_with_its_supervis
         ready = answer_for(case(), answer.decision)
         assert ready is not None
         assert ready.plan == decide(case()).plan
-        process = heard.thinker._process
-        assert process is not None
+        child = heard.thinker._child
+        assert child is not None
         await heard.thinker.close()
-        assert process.returncode == -signal.SIGKILL
+        assert child.process.wait(60) == -signal.SIGKILL
 
     asyncio.run(run())
 
@@ -98,9 +101,9 @@ def test_one_that_is_killed_is_started_again_with_the_next_question() -> None:
         heard = Heard(command("resihp"))
         heard.thinker.ask(question(1))
         await heard.next()
-        assert heard.thinker._process is not None
-        heard.thinker._process.kill()
-        await heard.thinker._process.wait()
+        assert heard.thinker._child is not None
+        heard.thinker._child.process.kill()
+        heard.thinker._child.process.wait(60)
         heard.thinker.ask(question(2))
         await heard.idle()
         assert len(heard.answers) == 1, "the one that found it dead has no answer"
@@ -135,11 +138,11 @@ def test_one_that_is_silent_is_given_up_and_holds_nobody_up(monkeypatch: pytest.
         assert time.monotonic() - began < 0.1, "asking waits for nothing"
         await heard.idle()
         assert heard.answers == []
-        assert heard.thinker._process is None
+        assert heard.thinker._child is None
         heard.thinker.ask(question(2))
         await asyncio.sleep(0.05)
         await heard.thinker.close()
-        assert heard.thinker._process is None
+        assert heard.thinker._child is None
 
     asyncio.run(run())
 
@@ -154,3 +157,35 @@ def test_of_questions_that_wait_the_last_one_is_asked() -> None:
         await heard.thinker.close()
 
     asyncio.run(run())
+
+
+def test_one_that_does_not_start_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its fork closes files of a folder that hangs, and whoever forked it waits meanwhile."""
+    hangs, begun, killed = threading.Event(), threading.Event(), threading.Event()
+    real = subprocess.Popen
+
+    class Slow(real):  # type: ignore[type-arg,misc,valid-type]
+        def __init__(self, *words: Any, **named: Any) -> None:
+            begun.set()
+            hangs.wait(60)
+            super().__init__(*words, **named)
+
+        def kill(self) -> None:
+            super().kill()
+            killed.set()
+
+    monkeypatch.setattr(child.subprocess, "Popen", Slow)
+
+    async def run() -> None:
+        heard = Heard(script(SILENT))
+        heard.thinker.ask(question(1))
+        while not begun.is_set():
+            await asyncio.sleep(0.01)
+        began = time.monotonic()
+        await heard.thinker.close()
+        assert time.monotonic() - began < 1.0
+        hangs.set()
+        while not killed.is_set():  # what started after all
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(run(), 60))

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from db.migrate import head
 from resihp.protocol.messages import OperatorReply
+from resihp.worker.checkpoints import write_manifest
 from tests.slurm.fake_slurm import FakeSlurm
 from tests.wrapper.commands.status.test_status import record_job
 from tests.wrapper.run_requests import run_request
@@ -54,9 +55,16 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_run(fresh_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = 1
+
     def guard(run_file: Path) -> int:
-        record_job(load(run_file).of_job)
-        return 1
+        job = load(run_file).of_job
+        record_job(job)
+        folder = job.checkpoints / "iteration-000002"
+        folder.mkdir(parents=True)
+        (folder / "part").write_bytes(b"1234")
+        write_manifest(folder, 2, [("part", 4)])
+        return code
 
     monkeypatch.setattr(guardian, "guard", guard)
     monkeypatch.setattr("wrapper.commands.run.never_wait_for_stderr", lambda: None)
@@ -68,9 +76,13 @@ def test_run(fresh_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found["job"], found["exit_code"], found["state"]) == ("local-1", 1, "completed")
     assert (found["iteration"], found["committed_iterations"], found["failures"]) == (3, 3, 1)
     assert (found["folder"], found["logs"]) == (str(folder), str(folder / "logs"))
-    assert (found["checkpoint"], found["go_on"]) == (None, None)
+    assert found["checkpoint"]["iteration"] == 2
+    assert f"--resume local-1 -- {sys.executable} train.py" in found["go_on"]
     assert len(found["id"]) == 36
     assert "job local-1: 2 nodes of 2, logs in" in said
+    code = 0
+    found, _ = told(*command)
+    assert (found["job"], found["checkpoint"]["iteration"], found["go_on"]) == ("local-2", 2, None), "it is done"
 
 
 def test_a_dry_run(fresh_home: Path) -> None:

@@ -201,7 +201,8 @@ def test_jobs_of_the_same_name_are_told_apart(fleet: str, monkeypatch: pytest.Mo
     def ids(*arguments: str) -> list[str]:
         """Of the rows of the two jobs, what stands beside their name."""
         shown = run("history", *arguments, "--ledger", fleet).stdout
-        return sorted(line.split()[1] for line in shown.splitlines() if f"{JOB}0" in line)
+        rows = (line.split() for line in shown.splitlines())
+        return sorted(row[1] for row in rows if row[:1] == [f"{JOB}0"])
 
     jobs = ids("jobs")
     assert len(set(jobs)) == 2

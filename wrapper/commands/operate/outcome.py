@@ -27,13 +27,15 @@ def outcome(job: Job, exit_code: int | None = None) -> dict[str, Any]:
             found = job_status(reader, row) | {"id": row["uuid"]}
     except ResihpError as error:
         message(f"job {job.name}: what its ledger has is left out: {error}")
+    exit_code = found.get("exit_code") if exit_code is None else exit_code
     saved = next((row for row in rows(checkpoint_folder_of(job)) if row["resumes"]), None)
-    go_on = load(job.run_file).go_on if saved is not None and job.run_file.exists() else ""
+    goes_on = saved is not None and exit_code != 0 and job.run_file.exists()
+    go_on = load(job.run_file).go_on if goes_on else ""
     return {
         "schema": SCHEMA,
         "job": job.name,
         "id": found.get("id"),
-        "exit_code": found.get("exit_code") if exit_code is None else exit_code,
+        "exit_code": exit_code,
         **{name: found.get(name) for name in OF_LEDGER},
         "checkpoint": saved,
         "go_on": go_on or None,

@@ -615,8 +615,8 @@ class WorkerBeat(msgspec.Struct, frozen=True, kw_only=True):
 class Beat(Message, frozen=True, kw_only=True):
     """Sent once a second, workers aggregated: cost grows with nodes, not devices.
 
-    `met`: a worker has listened at the `meeting_port`, and none has declared what it trains: the script makes process
-    groups of its own, as with torch.distributed's `env://`.
+    `met`: a worker has listened at the `meeting_port`, or came there once rank 0 had ended, and none has declared what
+    it trains: the script makes process groups of its own, as with torch.distributed's `env://`.
     """
 
     workers: tuple[WorkerBeat, ...]

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 how, bad = sys.argv[1], int(sys.argv[2])
+if how == "before" and os.environ["RANK"] == str(bad):
+    raise ValueError("no such token: 17")
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 print(f"rank {rank} of {dist.get_world_size()}", flush=True)
@@ -54,7 +57,8 @@ NOT_RESTARTED = (
 )
 ERROR = "ValueError: no such token: 17"
 LOG = "; its log, n2.rank3.log, tells more"
-THEN = "; 3 others then lost their peer"
+THEN = "; ([23] others then lost their|another then lost its) peer"
+"""On a busy machine not all have noticed within three seconds."""
 
 
 def run(job: Job, how: str, bad: int = -1, nodes: int = 2, gpus: int = 2) -> Job:
@@ -123,12 +127,14 @@ def test_the_first_rank_that_fails_is_the_failure_and_its_peers_follow(
     log = log_of(job, 3)
     where = f"resihp: job local-1: log of rank 3: {log}"
     last = [where] if how == "raise" else [f"{where}; it ends with", "    rank 3 of 4"]
-    assert told[-3 - len(last) :] == [f"failure 1: {place} {cause}", NOT_RESTARTED, f"{place}: {said}{THEN}", *last]
+    assert told[-3 - len(last) : -1 - len(last)] == [f"failure 1: {place} {cause}", NOT_RESTARTED]
+    assert re.fullmatch(re.escape(f"{place}: {said}") + THEN, told[-1 - len(last)])
+    assert told[-len(last) :] == last
     assert "before training began" not in job.stderr
     if how == "raise":
-        assert '    raise ValueError("no such token: 17")' in told, "its traceback"
+        assert any(line.strip() == 'raise ValueError("no such token: 17")' for line in told), "its traceback"
     (failure,) = job.history("failures")
-    assert failure["ranks"] == [0, 1, 2, 3]
+    assert 3 in failure["ranks"], "with those of its peers that had ended by then"
     assert failure["kind"] == kind
     if how == "raise":
         assert failure["cause"] == f"{place} {cause}"
@@ -136,8 +142,19 @@ def test_the_first_rank_that_fails_is_the_failure_and_its_peers_follow(
     else:
         assert failure["cause"] == f"rank 3 {cause}"
         assert (failure["node"], failure["device"], failure["component"]) == ("n2", 1, "process")
-    assert "then rank 0 raised RuntimeError" in failure["evidence"]
+    assert re.search(r"then rank \d raised RuntimeError", failure["evidence"])
     assert job.ask("status")["exit_code"] == 1
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_nobody_waits_for_a_rank_that_failed_before_they_met(job: Job, bad: int) -> None:
+    """torch's store would wait for half an hour."""
+    began = time.monotonic()
+    run(job, "before", bad=bad, nodes=1)
+    assert time.monotonic() - began < 60
+    assert job.status == 1, job.stderr
+    (failure,) = job.history("failures")
+    assert failure["cause"] == f"rank {bad} (n1 device {bad}) raised {ERROR}"
 
 
 def test_a_node_that_dies_is_the_failure(job: Job) -> None:

@@ -85,7 +85,7 @@ class Workers:
         self._newest_epoch = 0
         self._place = KeptPort()
         self._declared = self._met = False
-        """Whether any worker has said what it trains; whether they have met by themselves, without that."""
+        """Whether any worker has said what it trains; whether, without that, they have met by themselves or tried."""
         self._idle = asyncio.Event()
         self._idle.set()
         self.network: Mapping[str, str] = {}
@@ -171,7 +171,7 @@ class Workers:
         return self._place.port
 
     def _have_met(self) -> bool:
-        if not (self._declared or self._met) and self._workers:
+        if not (self._declared or self._met):
             self._met = self._place.is_used()
         return self._met
 
@@ -254,7 +254,9 @@ class Workers:
         elif label.type in MEETING:
             self._rendezvous.said(rank, decode(_meetings, body))
         else:
-            self._declared = self._declared or label.type == m.Declare.__name__
+            if label.type == m.Declare.__name__ and not self._declared:
+                self._declared = True
+                self._place.close()
             worker.record.said(label, body)
             self._tell(m.FromWorker(rank=rank, body=body))
 
@@ -276,6 +278,8 @@ class Workers:
         self._workers[rank].pipe.drain()
         self._forget(rank)
         self._exits.append((rank, status))
+        if rank == 0 and status and not self._have_met() and not self._declared:
+            self._place.watch()  # the others may wait for it there
         if status == 0:
             self._tell(m.Exited(rank=rank, pid=pid, status=status))
             return

@@ -81,6 +81,7 @@ class KeptPort:
         self.port = 0
         family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
         self._kept = socket.socket(family, socket.SOCK_STREAM)
+        self._watches = False
         with suppress(OSError):
             if family == socket.AF_INET6:
                 self._kept.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
@@ -89,8 +90,20 @@ class KeptPort:
             self._kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self.port = int(self._kept.getsockname()[1])
 
+    def watch(self) -> None:
+        """Nobody will listen there any more: from now on see whether anybody comes. Who does is turned away."""
+        with suppress(OSError):  # somebody listens, after all
+            self._kept.listen()
+            self._kept.setblocking(False)
+            self._watches = True
+
     def is_used(self) -> bool:
-        """Whether somebody listens there, on whatever address."""
+        """Whether somebody listens there, on whatever address, or has come in vain."""
+        if self._watches:
+            with suppress(OSError):
+                self._kept.accept()[0].close()
+                return True
+            return False
         for table in ("/proc/net/tcp", "/proc/net/tcp6"):
             with suppress(OSError), open(table, encoding="ascii") as lines:
                 next(lines)

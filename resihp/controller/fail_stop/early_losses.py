@@ -287,7 +287,9 @@ def _end_for(job: Job, failed: list[int]) -> None:
     if len(causes) > 1:
         told += f"; {len(causes) - 1} more failed"
     if followers:
-        told += f"; {len(followers)} others then lost their peer"
+        told += (
+            f"; {len(followers)} others then lost their peer" if len(followers) > 1 else "; another then lost its peer"
+        )
     plain = not job.has_declared
     failures.explain_early(job)
     if plain:

@@ -94,5 +94,9 @@ def test_a_meeting_place_is_given_to_nobody_but_who_asks_for_it() -> None:
             with socket.create_server((address, place.port), family=family):  # sets SO_REUSEADDR
                 assert place.is_used()
         assert not place.is_used()
+        place.watch()
+        assert not place.is_used()
+        socket.create_connection(("127.0.0.1", place.port)).close()
+        assert place.is_used(), "somebody came in vain"
     finally:
         place.close()

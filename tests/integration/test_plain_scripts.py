@@ -199,7 +199,13 @@ def log_of(job: Job, rank: int) -> Path:
     return log
 
 
-def test_a_program_that_is_no_python_script_is_heard_as_well(job: Job) -> None:
-    job.start(command=("/bin/sh", "-c", "echo rank $RANK at $MASTER_ADDR"), nodes=1, gpus=2, tp=1, pp=1).wait(60)
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_program_that_is_no_python_script_is_heard_as_well(job: Job, as_json: bool) -> None:
+    command, options = ("/bin/sh", "-c", "echo rank $RANK at $MASTER_ADDR"), ("--json",) if as_json else ()
+    job.start(*options, command=command, nodes=1, gpus=2, tp=1, pp=1).wait(60)
     assert job.status == 0, job.stderr
-    assert job.stdout == "rank 0 at 127.0.0.1\n"
+    if as_json:
+        assert json.loads(job.stdout)["exit_code"] == 0, "one document"
+        assert "\nrank 0 at 127.0.0.1\n" in job.stderr
+    else:
+        assert job.stdout == "rank 0 at 127.0.0.1\n"

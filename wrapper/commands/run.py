@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,8 @@ def _run(options: Options) -> int:
     )
     if request.resume:
         _notice(f"job {request.job}: goes on from iteration {request.begins_at}, in {request.checkpoint_folder}")
-    status = guardian.guard(request.save())
+    with _prints_on_stderr() if options.as_json else nullcontext():
+        status = guardian.guard(request.save())
     if status in (EXIT_CODES[ResihpError], BROKEN) and (words := last_words(request.of_job)):
         message(f"job {request.job}: {words}")
     if status not in (0, REQUEUE) and (told := how_to_go_on(request)):
@@ -115,6 +117,18 @@ def _run(options: Options) -> int:
     if options.as_json:
         print(to_json(outcome(request.of_job, status)))
     return status
+
+
+@contextmanager
+def _prints_on_stderr() -> Iterator[None]:
+    """What rank 0 of the script prints goes there as well: stdout is for one document."""
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 @dataclass(frozen=True, kw_only=True)

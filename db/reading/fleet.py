@@ -109,7 +109,8 @@ def failures_by(
     if until is not None:
         conditions.append(failures.c.noticed_at < until)
     found = reader.fetch(query.where(*conditions).group_by(column))
-    took = _recover_seconds(reader, column, source, conditions)
+    many = sum(row["recoveries"] for row in found) > recoveries.MANY
+    took = (_of_many if many else _recover_seconds)(reader, column, source, conditions)
     for row in found:
         row["recover_seconds"] = took.get(row["key"])
         row["key"] = kind_of_cause(row["key"]) if by == "cause" else _words(row["key"])
@@ -134,6 +135,17 @@ def _recover_seconds(
     for row in rows:
         found[row["key"]] = found.get(row["key"], 0.0) + row["seconds_to_recover"]
     return found
+
+
+def _of_many(
+    reader: Reader, column: ColumnElement[Any], source: FromClause, conditions: Sequence[ColumnElement[bool]]
+) -> dict[Any, float]:
+    """The same of so many that the database adds it up."""
+    before, took = recoveries.in_all(reader.seconds)
+    failures = FailureRow.__table__.c
+    near = (before.c.job_id == failures.job_id) & (before.c.iteration == failures.iteration - 1)
+    query = select(column.label("key"), func.sum(took).label("seconds")).select_from(source.outerjoin(before, near))
+    return {row["key"]: row["seconds"] for row in reader.fetch(query.where(*conditions).group_by(column))}
 
 
 def _group(reader: Reader, by: By, job_id: int | None) -> ColumnElement[Any]:

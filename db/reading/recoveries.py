@@ -4,7 +4,8 @@ ledger for failures whose rows are given, of one job or many; `db.reading.reader
 `seconds_to_recover` is from the moment of the failure to the first commit after it. What the moment is, where nobody
 can know it, `db.reading.costs.goodput.noticed_after_s` says; of what is slow it is the end of the last healthy
 iteration. `noticed_after_seconds` of it went by until it was noticed, and `seconds_without_noticing` from there: what
-`reconfigurations` splits into phases. Usual is the median of up to `RECENT` iterations before.
+`reconfigurations` splits into phases. Usual is the median of up to `RECENT` iterations before; where there are more
+than `MANY` failures the mean, which the database reckons.
 """
 
 from __future__ import annotations
@@ -14,17 +15,19 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import Select, and_, select
+from sqlalchemy import ColumnElement, FromClause, Select, and_, case, func, select, tuple_
 
-from db.models import EventRow, FailureRow, IterationRow, SuspicionRow
+from db.models import EventRow, FailureRow, IterationRow, ReconfigurationRow, SuspicionRow
 from db.reading.costs.goodput import RECENT, is_leaderless, noticed_after_s
 
 Row = dict[str, Any]
 Fetch = Callable[[Select[Any]], list[Row]]
 SILENT = ("s without a beat", "s without progress")
 """Tests of suspicions whose statistic is how long nothing had been heard."""
-AT_ONCE = 500
-"""Jobs that are asked about together."""
+MANY = 2000
+"""Failures of which each iteration before is looked at here."""
+AT_ONCE = 400
+"""Jobs, or failures, that are asked about together."""
 
 
 def mark(fetch: Fetch, rows: Sequence[Row], job: str = "job_id") -> None:
@@ -93,21 +96,40 @@ def _noticed(row: Row, commits: Sequence[Row]) -> float | None:
 
 
 def _commits_before(fetch: Fetch, jobs: Collection[int], rows: Iterable[Row]) -> dict[tuple[int, int], list[Row]]:
-    """The last iterations before each failure, in order: `finished_at`, `seconds`."""
+    """The last iterations before each failure, in order: `finished_at`, `seconds`; of many failures one row, with the
+    mean of these."""
     iterations, failures = IterationRow.__table__, FailureRow.__table__
     near = and_(
         iterations.c.job_id == failures.c.job_id,
         iterations.c.iteration < failures.c.iteration,
         iterations.c.iteration >= failures.c.iteration - RECENT,
     )
-    query = select(failures.c.job_id, failures.c.failure, iterations.c.finished_at, iterations.c.seconds)
-    query = query.select_from(failures.join(iterations, near)).order_by(iterations.c.iteration)
     wanted = {(row["job_id"], row["failure"]) for row in rows}
+    each, ended, took = (failures.c.job_id, failures.c.failure), iterations.c.finished_at, iterations.c.seconds
+    if len(wanted) > MANY:
+        query = select(*each, func.max(ended).label("finished_at"), func.avg(took).label("seconds")).group_by(*each)
+    else:
+        query = select(*each, ended, took).order_by(iterations.c.iteration)
+    query = query.select_from(failures.join(iterations, near))
     found: dict[tuple[int, int], list[Row]] = {}
-    ids = sorted(jobs)
-    for begin in range(0, len(ids), AT_ONCE):
-        for one in fetch(query.where(failures.c.job_id.in_(ids[begin : begin + AT_ONCE]))):
-            key = one["job_id"], one["failure"]
-            if key in wanted:
-                found.setdefault(key, []).append(one)
+    asked = sorted(jobs) if len(wanted) > MANY else sorted(wanted)
+    column = failures.c.job_id if len(wanted) > MANY else tuple_(*each)
+    for begin in range(0, len(asked), AT_ONCE):
+        for one in fetch(query.where(column.in_(asked[begin : begin + AT_ONCE]))):
+            found.setdefault((one["job_id"], one["failure"]), []).append(one)
     return found
+
+
+def in_all(seconds: Callable[[ColumnElement[Any]], ColumnElement[float]]) -> tuple[FromClause, ColumnElement[float]]:
+    """The time to recover of each failure, as the database reckons it where there are more than `MANY`: joined with
+    the iteration before, which is the usual one there. What was silent, or had no leader, counts as others do.
+    `seconds`: of a time, since 1970."""
+    iterations, failures, back = IterationRow.__table__, FailureRow.__table__.c, ReconfigurationRow.__table__.c
+    ended = seconds(iterations.c.finished_at)
+    unnoticed = seconds(back.finished_at) - back.seconds - ended
+    noticed = case(
+        (failures.detect_seconds.is_not(None), failures.detect_seconds),
+        (failures.kind == "fail-slow", unnoticed),
+        else_=unnoticed - func.coalesce(iterations.c.seconds, unnoticed),
+    )
+    return iterations, back.seconds + case((noticed > 0.0, noticed), else_=0.0)

@@ -133,11 +133,16 @@ class Recoveries:
 
     def noticed_after(self, entry: journal.Reconfigured, at: float) -> float | None:
         """Seconds from the first of the failures that a change of plan mended to the moment from which on its own
-        `seconds` are counted; `at`: of its record. None where nothing tells, or nothing had failed."""
-        noticed_at = at - entry.seconds
-        began = [self.began_at(failure, noticed_at) for failure in entry.failures]
-        known = [each for each in began if each is not None]
-        return max(noticed_at - min(known), 0.0) if known else None
+        `seconds` are counted; `at`: of its record, which may have been written late. None where nothing tells, or
+        nothing had failed."""
+        known = []
+        for found in (self._found[failure] for failure in entry.failures if failure in self._found):
+            slow = found.entry.kind == "fail-slow"
+            noticed_at = at - entry.seconds if slow else min(found.noticed_at, at - entry.seconds)
+            began_at = self.began_at(found.entry.failure, noticed_at)
+            if began_at is not None:
+                known.append(max(noticed_at - began_at, 0.0))
+        return max(known, default=None)
 
     def __copy__(self) -> Recoveries:
         return Recoveries(self._commits.copy(), {**self._ended}, copy(self._silences), self._led_at, {**self._found})

@@ -13,7 +13,7 @@ from sqlalchemy import update
 from db import models
 from db.engine import make_engine, resolve
 from db.migrate import upgrade
-from db.reading import fleet, health, queries
+from db.reading import fleet, health, queries, recoveries
 from db.reading.reader import Reader
 from db.writer import Ledger
 from resihp.record import journal
@@ -59,6 +59,17 @@ def test_failures_are_counted_over_all_jobs_or_one(reader: Reader) -> None:
     since = datetime.fromtimestamp(BEGAN + 3600, UTC)
     assert [row["failures"] for row in fleet.joined("kind", fleet.failures_by(reader, "kind", since=since))] == [2]
     assert fleet.failures_by(reader, "kind", node="n1") == []
+
+
+def test_of_very_many_failures_the_database_reckons_the_same(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    exact, rows = fleet.failures_by(reader, "node"), reader.rows("failures", None)
+    monkeypatch.setattr(recoveries, "MANY", 0)
+    for one, other in zip(exact, fleet.failures_by(reader, "node"), strict=True):
+        assert other == one | {"recover_seconds": pytest.approx(one["recover_seconds"], abs=1e-3)}
+    for one, other in zip(rows, reader.rows("failures", None), strict=True):
+        assert other == one | {
+            name: pytest.approx(one[name]) for name in ("seconds_to_recover", "noticed_after_seconds")
+        }
 
 
 def test_counts_of_several_ledgers_are_joined(reader: Reader) -> None:
@@ -224,7 +235,7 @@ def test_frames(reader: Reader) -> None:
     cost = queries.cost(reader, job).set_index("cause")
     assert cost["seconds"].sum() == pytest.approx(13.9, abs=1e-3)
     assert cost["seconds"]["redo"] == pytest.approx(0.28, abs=1e-3)
-    assert queries.reliability(reader).set_index("job")["mttr_seconds"]["local-1"] == 1.0
+    assert queries.reliability(reader).set_index("job")["mttr_seconds"]["local-1"] == pytest.approx(1.02)
     assert queries.promises(reader, job)["verdict"].tolist() == ["promised nothing"] * 2
     assert queries.predictions(reader, job)["ratio"].iloc[-1] == pytest.approx(0.6 / 0.59)
 
@@ -234,7 +245,7 @@ def test_an_empty_ledger_answers_everything_with_nothing(ledger_url: str) -> Non
     with Reader.open(ledger_url) as reader:
         assert fleet.joined("node", fleet.failures_by(reader, "node")) == []
         assert fleet.accounts(reader) == []
-        assert [row["seconds"] for row in fleet.cost_rows([])] == [0] * 10
+        assert [row["seconds"] for row in fleet.cost_rows([])] == [0] * 11
         assert queries.lemons(reader).empty
         assert fleet.newest_iterations(reader, 5) == []
         assert queries.failures(reader).empty

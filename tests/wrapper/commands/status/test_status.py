@@ -202,7 +202,7 @@ def test_status_fits_a_terminal_and_needs_no_colour(job: Job) -> None:
     assert "\x1b" not in text
     assert text.startswith(f"job {job.name}  completed  iteration 3  loss 3.2500  1.00 s an iteration\n")
     assert "goodput 55.6 %" in text
-    assert "lost: idle GPUs 0.25 s, missing GPUs 0.25 s, fail-stop" in text
+    assert "lost: idle GPUs 0.25 s, missing GPUs 0.25 s," in text
     assert "replica 0  0           1" in text
     assert "standby    2s" in text
     assert "dead       3x" in text

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from rich.console import Console
-from wrapper.sinks.spans import Story
+from wrapper.sinks.tracing.spans import Story
 
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan, spread
@@ -252,7 +252,7 @@ def test_history_status_and_the_report_count_from_the_failure_on() -> None:
     assert row["seconds_to_recover"] == pytest.approx(11.0, abs=1e-3)
     assert row["noticed_after_seconds"] == pytest.approx(10.3, abs=1e-3)
     assert row["seconds_without_noticing"] == pytest.approx(0.7, abs=1e-3)
-    assert re.search(r"11\.0 s, .*noticed after .*10\.3 s", text_of("history", "failures", job.name))
+    assert re.search(r"11\.0 s, .*noticed .*after .*10\.3 s", text_of("history", "failures", job.name))
     [node] = rows("failures", "--all", "--by", "node")
     assert node["recover_seconds"] == pytest.approx(11.0, abs=1e-3)
     assert node["without_noticing_seconds"] == pytest.approx(0.7, abs=1e-3)

@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 import pytest
 from rich.console import Console
-from wrapper.sinks.tracing.spans import Story
 
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan, spread
@@ -24,6 +23,7 @@ from tests.wrapper.commands.status.test_status import home, resihp, rows
 from wrapper.job_folder import Job, create_local_job
 from wrapper.output.idle_gpus import IdleGpus
 from wrapper.sinks.terminal import LiveView
+from wrapper.sinks.tracing.spans import Story
 
 __all__ = ["home"]  # a fixture that every test of this module uses
 

@@ -268,8 +268,8 @@ def _failed(job: Job) -> list[int]:
 
 def _end_for(job: Job, failed: list[int]) -> None:
     """Whatever these ranks failed of is told by the first of them whose end is not another's doing."""
-    followers, in_order = _followers(job), list(job.record.unexplained)
-    causes = sorted(set(failed) - followers, key=in_order.index)
+    followers, in_order = _followers(job), {rank: at for at, rank in enumerate(job.record.unexplained)}
+    causes = sorted(set(failed) - followers, key=in_order.__getitem__)
     rank = causes[0] if causes else failed[0]
     place = job.record.placements[rank]
     where = f"rank {rank} ({place.node} device {place.device})"

@@ -42,8 +42,7 @@ def script(path: Path = Path("job.toml")) -> str:
     def nobody() -> FakeSlurm:
         raise AssertionError("a dry run asks Slurm nothing")
 
-    (text,) = submit(path, dry_run=True, chain=1, slurm=nobody, notice=lambda text: None)
-    return text
+    return submit(path, dry_run=True, chain=1, slurm=nobody, notice=lambda text: None).script
 
 
 def chosen(survey: Survey | None = None, **wanted: object) -> JobFileChoice:

@@ -309,7 +309,7 @@ def test_scalars_of_iterations(tmp_path: Path) -> None:
     assert last["loss"] == pytest.approx(2.0)
     assert last["iteration/seconds"] == 0.6
     assert last["iteration/predicted_seconds"] == 0.59
-    assert last["goodput"] == pytest.approx(10.9 / 11.6, rel=0.01)
+    assert last["goodput"] == pytest.approx(9.1 / 11.6, rel=0.01)
 
 
 def test_an_evaluation_is_a_scalar_and_a_figure_of_its_iteration() -> None:

@@ -91,7 +91,7 @@ def until(heard: Callable[[], bool]) -> Callable[[], None]:
 class Screen:
     """Stands for the terminal."""
 
-    def __init__(self, *_: Any) -> None:
+    def __init__(self, *_: Any, **__: Any) -> None:
         self.told: list[str] = []
         SCREENS.append(self)
 

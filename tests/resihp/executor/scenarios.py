@@ -621,7 +621,8 @@ def survive(rank: int, store: Line, *, phase: str, bucket_bytes: int) -> dict[st
                 keys.set("alarm", "1")  # no survivor is told by its communicators
             os.kill(os.getpid(), signal.SIGKILL)
 
-    threading.Thread(target=watch, daemon=True).start()
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
     losses, error, iteration = [], "", 1
     try:
         for iteration in range(1, 5):
@@ -631,6 +632,7 @@ def survive(rank: int, store: Line, *, phase: str, bucket_bytes: int) -> dict[st
     except CommunicatorError as caught:
         error = str(caught)
         keys.set("alarm", "1")
+        watcher.join(TIMEOUT_S)  # else it may wake us while we connect under the next plan
     engine.disconnect()
     if rank == 2:
         return {"error": error}

@@ -77,6 +77,11 @@ def duration(seconds: float | None) -> str:
     return f"{hours // 24} d {hours % 24:02d} h"
 
 
+def as_change(ratio: float | None) -> str:
+    """A ratio of times as a change, everywhere: `+50.0 %`."""
+    return "-" if ratio is None else f"{100 * (ratio - 1):+.1f} %"
+
+
 def count(number: float) -> str:
     """`812`, `18.2k`, `3.4M`, `1.2G`."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):

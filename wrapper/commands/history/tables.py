@@ -12,7 +12,7 @@ from datetime import UTC
 from typing import Any
 
 from resihp.record.describe import size
-from wrapper.output.render import duration, one_line, percent, suspects
+from wrapper.output.render import as_change, duration, one_line, percent, suspects
 from wrapper.output.tables import Column
 
 GROUPS = (
@@ -159,7 +159,7 @@ def _rung(row: dict[str, Any]) -> str:
 
 def _change(name: str) -> ViewColumn:
     """A ratio of iteration times as a change: `+50 %`."""
-    return ViewColumn(name, lambda row: "-" if row[name] is None else f"{100 * (row[name] - 1):+.1f} %", right=True)
+    return ViewColumn(name, lambda row: as_change(row[name]), right=True)
 
 
 def _last_words(row: dict[str, Any]) -> str:

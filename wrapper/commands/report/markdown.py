@@ -11,7 +11,7 @@ from wrapper.commands.report.facts import Facts
 from wrapper.commands.report.marks import clock
 from wrapper.commands.report.story import costs, gaps, node_lines, safe, sentences
 from wrapper.output.explanations import sentences as explained
-from wrapper.output.render import duration, hours, literal, percent
+from wrapper.output.render import as_change, duration, hours, literal, percent
 
 MOST_FAILURES = 20
 MOST_NODES = 10
@@ -74,8 +74,7 @@ def _plans(facts: Facts) -> list[str]:
     rows = []
     for row in facts.plans[-MOST_PLANS:]:
         promise = promised.get(row["epoch"])
-        ratios = [promise[name] if promise else None for name in ("promised", "kept")]
-        told = ["-" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
+        told = [as_change(promise[name] if promise else None) for name in ("promised", "kept")]
         verdict = promise["verdict"] if promise and promise["promised"] is not None else "-"
         outcome = verdict if row["in_effect_at"] is not None else row["outcome"]
         rows.append((str(row["epoch"]), str(row["next_iteration"]), row["description"], *told, outcome))

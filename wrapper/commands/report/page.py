@@ -25,7 +25,7 @@ from wrapper.commands.report.svg import sign
 from wrapper.commands.report.timeline import MOST_BOXES, has_slow_strips, node_signs, timeline
 from wrapper.commands.report.times import iteration_times
 from wrapper.output.explanations import sentences as explained
-from wrapper.output.render import duration, hours, literal, percent, suspects
+from wrapper.output.render import as_change, duration, hours, literal, percent, suspects
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -138,6 +138,7 @@ def _environment() -> Environment:
         "tight": _tight,
         "cut": _cut,
         "suspects": suspects,
+        "change": as_change,
         "ratio": lambda value: "-" if value is None else f"{value:.2f}",
         "time_of_day": lambda moment: f"{moment:%H:%M:%S}",
     }

@@ -172,13 +172,14 @@ def ending(status: int) -> str:
 
 def name_process(job: str, what: str, keep: int = 2, since: bytes = b"-m") -> None:
     """Have `ps` call this process `resihp job 6 rank 5`, in place of its interpreter; which module it runs follows.
-    `top` and the kernel have 15 letters of `resihp rank 5`.
+    `top` and the kernel have 15 letters of `resihp-rank-5`: without blanks, at which Slurm's proctrack/linuxproc stops
+    reading, so that neither its signals nor its kill at the end would reach this process and those below it.
 
     Written over the arguments, as daemons do. Not over the environment behind them, as libraries for it do: by that,
     Slurm and administrators find whose process it is. There is no more room than there was: what follows is cut short,
     but for the first `keep` words from `since` on, by which processes are found; then the title is.
     """
-    name_thread(f"resihp {what}")
+    name_thread(f"resihp {what}".replace(" ", "-"))
     with suppress(OSError, ValueError, IndexError):
         fields = Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()
         start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5)

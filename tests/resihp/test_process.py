@@ -127,7 +127,7 @@ def test_the_title_is_seen_and_the_environment_stays() -> None:
     done = subprocess.run(
         [sys.executable, "-c", script], env={"HELD": "by-this"}, capture_output=True, text=True, check=True
     )
-    assert done.stdout.splitlines() == ["resihp job 6 rank 5", "resihp rank 5", "True"]
+    assert done.stdout.splitlines() == ["resihp job 6 rank 5", "resihp-rank-5", "True"]
 
 
 def test_a_command_follows_the_title_from_the_word_that_it_is_found_by() -> None:

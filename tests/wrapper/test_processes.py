@@ -242,12 +242,12 @@ def test_processes_say_whose_they_are(stub_job: StubJob) -> None:
     assert (
         titles.items()
         >= {
-            f"resihp job {name} guardian": "resihp guardian",
-            f"resihp job {name} agent n1": "resihp agent n1",
-            f"resihp job {name} fork server": "resihp fork ser",
-            f"resihp job {name} fork server n1": "resihp fork ser",
-            f"resihp job {name} rank 0": "resihp rank 0",
-            f"resihp job {name} rank 1": "resihp rank 1",
+            f"resihp job {name} guardian": "resihp-guardian",
+            f"resihp job {name} agent n1": "resihp-agent-n1",
+            f"resihp job {name} fork server": "resihp-fork-ser",
+            f"resihp job {name} fork server n1": "resihp-fork-ser",
+            f"resihp job {name} rank 0": "resihp-rank-0",
+            f"resihp job {name} rank 1": "resihp-rank-1",
         }.items()
     )
     workers = [process for process in stub_job.processes() if " rank " in process.cmdline()[0]]

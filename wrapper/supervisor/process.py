@@ -17,6 +17,7 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -411,6 +412,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     never_wait_for_stderr()
     never_wait_for_stdout()
+    # vfork stops all of us until a child has closed what it inherited, and files of a folder that hangs take long.
+    subprocess._USE_VFORK = False  # type: ignore[misc]
     raise_open_files()
     if options.parent is not None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the shell listens to it

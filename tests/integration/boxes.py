@@ -146,7 +146,10 @@ class Box:
     def pids(self) -> list[int]:
         """All its processes as the host sees them, without those that make the box. Zombies are not counted."""
         if self.isolated:
-            own = {self.first, *(c.pid for c in self._children(self.first) if c.name() == "cat")}
+            own = {self.first}
+            for child in self._children(self.first):
+                with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                    own |= {child.pid} if child.name() == "cat" else set()
             return [pid for pid in self._in_namespace() if pid not in own]
         wanted = {f"{k}={v}".encode() for k, v in self.marks.items()}
         found = []

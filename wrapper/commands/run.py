@@ -47,7 +47,7 @@ from wrapper.output.answers import SCHEMA, message, to_json
 from wrapper.sinks import fanout
 from wrapper.slurm_tasks.requeue import end_for_good
 from wrapper.supervisor import guardian
-from wrapper.supervisor.patient_output import never_wait_for_stderr
+from wrapper.supervisor.patient_output import never_wait_for
 
 SECTIONS = ("job", "layout", "adapt", "ledger", "checkpoint")
 """Of the configuration, those that the command line has something of."""
@@ -100,7 +100,7 @@ def _end_for_good(options: Options) -> None:
 
 def _run(options: Options) -> int:
     request = prepare(options)
-    never_wait_for_stderr()
+    never_wait_for("stderr")
     settings = request.settings
     of_them = f", {settings.spares} of them spare" if settings.spares else ""
     _notice(

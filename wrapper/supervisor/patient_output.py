@@ -13,7 +13,7 @@ import queue
 import sys
 import threading
 from pathlib import Path
-from typing import TextIO
+from typing import Literal, TextIO
 
 MOST_LINES = 10_000
 LAST_WRITE_S = 2.0
@@ -70,24 +70,22 @@ class PatientOutput(io.TextIOBase):
                 self._left_out += 1
 
 
-def never_wait_for_stderr() -> None:
-    """From here on, printing to stderr does not block, unless it is a terminal."""
-    if not sys.stderr.isatty() and not isinstance(sys.stderr, PatientOutput):
-        patient = PatientOutput(sys.stderr)
-        sys.stderr = patient
-        atexit.register(patient.close)
-
-
-def never_wait_for_stdout() -> None:
-    """The same of stdout, on which a supervisor shows what the script's first rank prints."""
-    if not sys.stdout.isatty() and not isinstance(sys.stdout, PatientOutput):
-        patient = PatientOutput(sys.stdout)
-        sys.stdout = patient
-        atexit.register(patient.close)
+def never_wait_for(*names: Literal["stdout", "stderr"]) -> None:
+    """From here on, printing there does not block, unless it is a terminal."""
+    for name in names:
+        stream = getattr(sys, name)
+        if not stream.isatty() and not isinstance(stream, PatientOutput):
+            setattr(sys, name, _written_behind(stream))
 
 
 def log_without_waiting(path: Path) -> None:
     """What this process logs is added to the end of `path`; whoever logs does not wait for it."""
-    patient = PatientOutput(path.open("a"))
-    logging.basicConfig(stream=patient, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    stream = _written_behind(path.open("a"))
+    logging.basicConfig(stream=stream, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
+def _written_behind(stream: TextIO) -> PatientOutput:
+    """Its last lines are written as the process ends, or given up."""
+    patient = PatientOutput(stream)
     atexit.register(patient.close)
+    return patient

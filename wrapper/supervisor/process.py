@@ -49,7 +49,7 @@ from wrapper.sinks.progress_file import ProgressFileWriter
 from wrapper.slurm_tasks.job_comment import JobComment, say_at_last
 from wrapper.supervisor.collaborators import ControllerLike, SlurmDeskLike, ViewLike
 from wrapper.supervisor.node_history import NodeMemory
-from wrapper.supervisor.patient_output import log_without_waiting, never_wait_for_stderr, never_wait_for_stdout
+from wrapper.supervisor.patient_output import log_without_waiting, never_wait_for
 from wrapper.supervisor.shell import Supervisor
 from wrapper.supervisor.thinking.loading import SearchLoader
 from wrapper.supervisor.thinking.thinker import Thinker, command
@@ -410,8 +410,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--copy", type=Path, help="that agent's copy of the journal")
     parser.add_argument("--term", type=int, default=0, help="the term that agents were asked about")
     options = parser.parse_args(arguments)
-    never_wait_for_stderr()
-    never_wait_for_stdout()
+    never_wait_for("stdout", "stderr")
     # vfork stops all of us until a child has closed what it inherited, and files of a folder that hangs take long.
     subprocess._USE_VFORK = False  # type: ignore[misc]
     raise_open_files()

@@ -67,7 +67,7 @@ def test_run(fresh_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return code
 
     monkeypatch.setattr(guardian, "guard", guard)
-    monkeypatch.setattr("wrapper.commands.run.never_wait_for_stderr", lambda: None)
+    monkeypatch.setattr("wrapper.commands.run.never_wait_for", lambda *_: None)
     (fresh_home / "train.py").write_text("")
     command = ("run", "--json", "--local", "--nodes", "2", "--gpus-per-node", "2", "--", sys.executable, "train.py")
     found, said = told(*command, code=1)

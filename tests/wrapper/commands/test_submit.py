@@ -134,10 +134,12 @@ def test_the_script_of_a_submitted_job_stays_with_a_copy_of_its_file(job_file: P
 
 def test_output_and_folder_are_where_the_script_says(job_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RESIHP_HOME")
-    extra = "[slurm]\nextra = ['--output=/logs/%x.%A.%N.txt', '--chdir=/work/me']\n"
+    extra = "[slurm]\nextra = ['--output=/logs/%x.%A.%N.txt', '--chdir=/scratch/me']\n"
     job_file.write_text(JOB.replace("[job]\n", "[job]\nname = 'gpt'\n") + LAYOUT + extra)
     (job_id,), told = submitted(job_file, FakeSlurm())
-    assert f"output: /logs/gpt.{job_id}.%N.txt; once it runs its folder is /work/me/.resihp/jobs/{job_id}," in told[1]
+    assert (
+        f"output: /logs/gpt.{job_id}.%N.txt; once it runs its folder is /scratch/me/.resihp/jobs/{job_id}," in told[1]
+    )
 
 
 def test_a_chain_is_one_script_submitted_several_times(job_file: Path) -> None:

@@ -124,13 +124,7 @@ def _over_at(entry: KnownJob) -> float | None:
 
 
 def _row(entry: KnownJob, now_s: float, ledgers: _Ledgers) -> Row:
-    state = entry.state
-    if state == QUEUED:
-        pass  # it has no folder yet
-    elif not is_there(entry):
-        state = "folder gone" if entry.host == socket.gethostname() else "not seen from here"
-    elif entry.ended_at is None and not job_of(entry).is_led:
-        state = "starting" if entry.began_at > now_s - STARTS_S else "unknown"
+    state = _state(entry, now_s)
     row: Row = {
         "job": entry.name,
         "state": state,
@@ -160,6 +154,16 @@ def _row(entry: KnownJob, now_s: float, ledgers: _Ledgers) -> Row:
     if state == "running":
         row |= _told(entry, now_s) or ledgers.figures(job_of(entry), now_s)
     return row
+
+
+def _state(entry: KnownJob, now_s: float) -> str:
+    if entry.state == QUEUED:
+        return QUEUED  # it has no folder yet
+    if not is_there(entry):
+        return "folder gone" if entry.host == socket.gethostname() else "not seen from here"
+    if entry.ended_at is None and not job_of(entry).is_led:
+        return "starting" if entry.began_at > now_s - STARTS_S else "unknown"
+    return entry.state
 
 
 def _told(entry: KnownJob, now_s: float) -> Row | None:

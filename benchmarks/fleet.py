@@ -354,6 +354,8 @@ class _Attempt:
             epoch=epoch,
             evidence="NVRM: Xid 79, GPU has fallen off the bus",
             detect_s=3.0 if injected else None,
+            noticed_s=1.0,
+            failed_s=4.0,
             hardware=True,
             diagnosed=journal.Diagnosed(code="xid 79", category="device", ranks=(rank,), node=node, device=device),
         )

@@ -463,8 +463,8 @@ class ReconfigurationRow(LedgerTable):
 
 
 class FailureRow(LedgerTable):
-    """One root cause. `noticed_at`: the first of its processes' ends, or of the entry; `recovered_epoch`: the
-    reconfiguration that ended it, null until then.
+    """One root cause. `failed_at`: as well as that can be known (`resihp.controller.onsets`), null where nothing tells
+    and in older ledgers; `recovered_epoch`: the reconfiguration that ended it, null until then.
 
     Of what is slow (`fail-slow`): `iteration` is the first slow one, `speed` the share of a healthy one's that is left,
     `confidence` the detector's; `ended_iteration` and `ended_at` when it was as fast as before, null while it is slow.
@@ -508,6 +508,7 @@ class FailureRow(LedgerTable):
     """Ranks at the ends of a link, and the other one's node (`node` is the first's); null of other components."""
     link_to: Mapped[int | None] = mapped_column(Integer)
     peer_node: Mapped[str | None] = mapped_column(Text)
+    failed_at: Mapped[datetime | None]
 
 
 class SuspicionKindRow(LedgerTable):

@@ -550,12 +550,7 @@ def _loss_explained(session: Session, job: models.JobRow, entry: journal.Failure
 
 
 def _failure_found(session: Session, job: models.JobRow, entry: journal.FailureFound, at: float) -> None:
-    """The entry is written once all survivors are parked; what died was noticed when its process was seen to end."""
-    ended = session.scalars(
-        select(models.WorkerRow.ended_at).where(
-            models.WorkerRow.job_id == job.id, models.WorkerRow.rank.in_(entry.ranks)
-        )
-    )
+    failed_at = entry.failed_at(at)
     session.merge(
         models.FailureRow(
             job_id=job.id,
@@ -568,7 +563,8 @@ def _failure_found(session: Session, job: models.JobRow, entry: journal.FailureF
             device=entry.device,
             iteration=entry.iteration,
             epoch=entry.epoch,
-            noticed_at=min([moment(at), *(time for time in ended if time is not None)]),
+            failed_at=None if failed_at is None else moment(failed_at),
+            noticed_at=moment(entry.noticed_at(at)),
             detect_seconds=_number(entry.detect_s),
             recovered_epoch=None,
             evidence=_text(entry.evidence),

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, get_args
 
-from sqlalchemy import ColumnElement, FromClause, Select, case, func, or_, select
+from sqlalchemy import ColumnElement, Select, case, func, or_, select
 
 from db.models import DrainRow, FailureRow, IterationRow, JobRow, NodeRow, ReconfigurationRow
-from db.reading import hardware, health, recoveries
+from db.reading import hardware, health
 from db.reading.costs.cost_accounts import OF_FAILURES, Account, added, between, kept_with
 from db.reading.costs.timeline import CAUSES, SHARES, Again, HeldTime, committed_again
 from db.reading.reader import JOB_COLUMNS, TABLES, Reader, Row, no_collection
@@ -78,6 +78,8 @@ def failures_by(
     """Counts and sums of one ledger's failures, for `joined`; of all jobs, or one; of one `user`'s."""
     failures, transitions = FailureRow.__table__, ReconfigurationRow.__table__
     column = _group(reader, by, job_id)
+    back_s, noticed_s = reader.seconds(transitions.c.finished_at), reader.seconds(failures.c.noticed_at)
+    failed_s = reader.seconds(func.coalesce(failures.c.failed_at, failures.c.noticed_at))
     source = failures.outerjoin(
         transitions,
         (transitions.c.job_id == failures.c.job_id) & (transitions.c.epoch == failures.c.recovered_epoch),
@@ -93,7 +95,8 @@ def failures_by(
         func.count(failures.c.detect_seconds).label("detections"),
         func.sum(failures.c.detect_seconds).label("detect_seconds"),
         func.count(transitions.c.seconds).label("recoveries"),
-        func.sum(transitions.c.seconds).label("without_noticing_seconds"),
+        func.sum(case((back_s > failed_s, back_s - failed_s), else_=0.0)).label("recover_seconds"),
+        func.sum(case((back_s > noticed_s, back_s - noticed_s), else_=0.0)).label("without_noticing_seconds"),
         func.max(failures.c.noticed_at).label("last"),
     ).select_from(source)
     conditions = []
@@ -109,43 +112,9 @@ def failures_by(
     if until is not None:
         conditions.append(failures.c.noticed_at < until)
     found = reader.fetch(query.where(*conditions).group_by(column))
-    many = sum(row["recoveries"] for row in found) > recoveries.MANY
-    took = (_of_many if many else _recover_seconds)(reader, column, source, conditions)
     for row in found:
-        row["recover_seconds"] = took.get(row["key"])
         row["key"] = kind_of_cause(row["key"]) if by == "cause" else _words(row["key"])
     return found
-
-
-def _recover_seconds(
-    reader: Reader, column: ColumnElement[Any], source: FromClause, conditions: Sequence[ColumnElement[bool]]
-) -> dict[Any, float]:
-    """From failures to the first iterations after them, by group, added up."""
-    failures, transitions = FailureRow.__table__.c, ReconfigurationRow.__table__.c
-    names = ("job_id", "failure", "kind", "iteration", "noticed_at", "detect_seconds")
-    query = select(
-        column.label("key"),
-        *(failures[name] for name in names),
-        transitions.seconds.label("recovery_seconds"),
-        transitions.finished_at.label("back_at"),
-    )
-    rows = reader.fetch(query.select_from(source).where(transitions.seconds.is_not(None), *conditions))
-    recoveries.tell(reader.fetch, rows)
-    found: dict[Any, float] = {}
-    for row in rows:
-        found[row["key"]] = found.get(row["key"], 0.0) + row["seconds_to_recover"]
-    return found
-
-
-def _of_many(
-    reader: Reader, column: ColumnElement[Any], source: FromClause, conditions: Sequence[ColumnElement[bool]]
-) -> dict[Any, float]:
-    """The same of so many that the database adds it up."""
-    before, took = recoveries.in_all(reader.seconds)
-    failures = FailureRow.__table__.c
-    near = (before.c.job_id == failures.job_id) & (before.c.iteration == failures.iteration - 1)
-    query = select(column.label("key"), func.sum(took).label("seconds")).select_from(source.outerjoin(before, near))
-    return {row["key"]: row["seconds"] for row in reader.fetch(query.where(*conditions).group_by(column))}
 
 
 def _group(reader: Reader, by: By, job_id: int | None) -> ColumnElement[Any]:

@@ -210,7 +210,7 @@ def why(reader: Reader, job: Row, iteration: int) -> Why:
         iteration,
         job,
         [*rows, *reader.fetch(near.where(number > iteration).order_by(number).limit(NEAR))],
-        reader.marked(job["id"], reader.rows("failures", job["id"])),
+        reader.rows("failures", job["id"]),
         reader.narrow("reconfigurations", job["id"]),
         reader.narrow("plans", job["id"]),
         reader.fetch(touching.where(events.iteration <= iteration, lately).order_by(events.seq)),
@@ -293,7 +293,7 @@ def workers(reader: Reader, job_id: int) -> pd.DataFrame:
 
 def failures(reader: Reader, job_id: int | None = None) -> pd.DataFrame:
     """One row for each root cause; `seconds_to_recover` from the failure to the first iteration committed after it,
-    `seconds_without_noticing` from its being noticed, `noticed_after_seconds` later (`db.reading.recoveries`)."""
+    `seconds_without_noticing` from its being noticed, `noticed_after_seconds` later."""
     return frame(reader, "failures", job_id)
 
 

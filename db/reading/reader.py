@@ -45,7 +45,6 @@ from db import models
 from db.engine import file_of, make_engine, masked, refusal, resolve
 from db.migrate import check_readable
 from db.models import EventRow, FailureRow, IterationRow, JobRow, PlanRow, ReconfigurationRow, WorkerRow
-from db.reading import recoveries
 from db.reading.costs import cost_accounts
 from db.reading.costs.timeline import Again, HeldTime, committed_again
 from db.reading.plans.explanations import explanations
@@ -67,7 +66,7 @@ JOB_COLUMNS = (
 _ACCOUNT_COLUMNS: Mapping[str, tuple[str, ...]] = {
     "iterations": ("iteration", "epoch", "seconds", "predicted_seconds", "tokens", "loss", "finished_at"),
     "failures": (
-        *("failure", "kind", "node", "iteration", "noticed_at", "detect_seconds", "recovered_epoch"),
+        *("failure", "kind", "node", "iteration", "failed_at", "noticed_at", "detect_seconds", "recovered_epoch"),
         *("ended_iteration", "speed", "component", "hardware"),
     ),
     "reconfigurations": ("epoch", "action", "seconds", "finished_at"),
@@ -110,22 +109,16 @@ _recovery = FailureRow.__table__.outerjoin(
 )
 _failure_columns = (
     *_columns(FailureRow, "recovered_epoch", "evidence"),
-    ReconfigurationRow.seconds.label("seconds_to_recover"),
-    sql_cast(null(), Float(53)).label("noticed_after_seconds"),
-    ReconfigurationRow.seconds.label("seconds_without_noticing"),
+    *(
+        sql_cast(null(), Float(53)).label(name)
+        for name in ("seconds_to_recover", "noticed_after_seconds", "seconds_without_noticing")
+    ),
     ReconfigurationRow.action.label("action"),
     FailureRow.recovered_epoch,
     FailureRow.evidence,
 )
-
-"""The three times are `db.reading.recoveries`' to tell."""
-_of_recoveries = (
-    FailureRow.job_id.label("job_id"),
-    ReconfigurationRow.seconds.label("recovery_seconds"),
-    ReconfigurationRow.finished_at.label("back_at"),
-)
-"""What it needs beside these columns."""
-_NOT_SHOWN = (*(str(column.key) for column in _of_recoveries), "silent_since", "led_at")
+"""The three times are reckoned from `_back_at` (`_with_times`)."""
+_back_at = ReconfigurationRow.finished_at.label("back_at")
 
 _node_columns_told = (
     *(
@@ -282,6 +275,19 @@ def _by_job(rows: Iterable[Row]) -> dict[int, list[Row]]:
     for row in rows:
         found.setdefault(row["job_id"], []).append(row)
     return found
+
+
+def _with_times(failure: Row) -> Row:
+    """From the failure to the first commit after it, and from there to its being noticed, and from there on: by the
+    clocks of those who wrote it, which may have been several hosts'."""
+    back_at, failed_at, noticed_at = failure.pop("back_at"), failure["failed_at"], failure["noticed_at"]
+    known_at = noticed_at if failed_at is None else failed_at
+    if back_at is not None:
+        failure["seconds_to_recover"] = max((back_at - known_at).total_seconds(), 0.0)
+        failure["seconds_without_noticing"] = max((back_at - noticed_at).total_seconds(), 0.0)
+    if failed_at is not None:
+        failure["noticed_after_seconds"] = max((noticed_at - failed_at).total_seconds(), 0.0)
+    return failure
 
 
 def _plain(name: str) -> str:
@@ -559,7 +565,7 @@ class Reader:
         `kind`: of that kind alone. Raises UsageError when the table has no nodes, or no kinds, to ask for.
         """
         asked = TABLES[table]
-        columns, query = asked.source.c, asked.query.add_columns(*(_of_recoveries if table == "failures" else ()))
+        columns, query = asked.source.c, asked.query.add_columns(*((_back_at,) if table == "failures" else ()))
         order = [columns[asked.order], *(c for c in asked.source.primary_key if c.key not in ("job_id", asked.order))]
         if job_id is not None:
             query = query.where(columns.job_id == job_id)
@@ -593,17 +599,12 @@ class Reader:
             found = self.fetch(query.order_by(*order))
         else:
             found = self.fetch(query.order_by(*(column.desc() for column in order)).limit(last))[::-1]
-        found = self._recovered(found) if table == "failures" else found
+        found = [_with_times(row) for row in found] if table == "failures" else found
         with no_collection():
             for row in found:
                 for column in asked.json_columns:
                     row[column] = self._decoded(row[column], column)
             return found if job_id is not None else [{"job": row.pop("job"), **row} for row in found]
-
-    def _recovered(self, failures: list[Row]) -> list[Row]:
-        """With how long recoveries took, without what only that is told by."""
-        recoveries.tell(self.fetch, failures)
-        return [{name: each for name, each in row.items() if name not in _NOT_SHOWN} for row in failures]
 
     def _decoded(self, content: str | None, column: str) -> Any:
         """Raises LedgerError: what was imported may hold anything."""
@@ -663,25 +664,14 @@ class Reader:
         asked = TABLES[table]
         columns = asked.source.c
         query = select(*(columns[name] for name in names or _ACCOUNT_COLUMNS[table])).where(columns.job_id == job_id)
-        found = self.fetch(query.order_by(columns[asked.order]))
-        return found if names or table != "failures" else self.marked(job_id, found)
-
-    def marked(self, job_id: int, failures: list[Row]) -> list[Row]:
-        """The same rows, with what tells when they began (`db.reading.recoveries`)."""
-        for row in failures:
-            row["job_id"] = job_id
-        recoveries.mark(self.fetch, failures)
-        return failures
+        return self.fetch(query.order_by(columns[asked.order]))
 
     def _narrow_of(self, table: str, job_ids: Sequence[int]) -> dict[int, list[Row]]:
         """The same of several jobs, with their `job_id`."""
         asked = TABLES[table]
         columns = asked.source.c
         query = select(columns.job_id, *(columns[name] for name in _ACCOUNT_COLUMNS[table]))
-        found = self.fetch(query.where(columns.job_id.in_(job_ids)).order_by(columns[asked.order]))
-        if table == "failures":
-            recoveries.mark(self.fetch, found)
-        return _by_job(found)
+        return _by_job(self.fetch(query.where(columns.job_id.in_(job_ids)).order_by(columns[asked.order])))
 
     def attempts(self, run: str | None = None, others: Sequence[Row] = ()) -> list[Row]:
         """Jobs of a run, or of all runs that have several, here or with `others`: `uuid`, `run`, `started_at`,

@@ -38,6 +38,7 @@ from resihp.controller.fail_slow import expectation, slowness, standings
 from resihp.controller.fail_stop import early_losses, failures, watchdog
 from resihp.controller.interface import AnyAction, AnyEvent, Dependencies
 from resihp.controller.nodes import drains, replacements
+from resihp.controller.onsets import Commit
 from resihp.controller.state import Job
 from resihp.controller.tuning import retuning
 from resihp.protocol import messages as m
@@ -52,13 +53,20 @@ class Controller:
         self.job = Job(settings, dependencies=dependencies)
 
     @classmethod
-    def recover(cls, settings: Settings, entries: Iterable[AnyEntry], dependencies: Dependencies | None = None) -> Self:
+    def recover(
+        cls,
+        settings: Settings,
+        entries: Iterable[AnyEntry],
+        dependencies: Dependencies | None = None,
+        commits: Iterable[Commit] = (),
+    ) -> Self:
         """A controller that takes over from one that died: `entries` of its journal, then `AgentJoined` events.
 
+        `commits`: the last of these, at seconds before now, negative: by them it is told when what failed did fail.
         Raises ProtocolError for a job that has ended.
         """
         controller = cls(settings, dependencies)
-        controller.job = takeover.begin(settings, entries, controller.job.dependencies)
+        controller.job = takeover.begin(settings, entries, controller.job.dependencies, commits)
         return controller
 
     def journaled(self, entry: AnyEntry) -> None:
@@ -75,6 +83,7 @@ class Controller:
             return []
         if job.started_at is None:
             job.started_at = job.progress_at = job.now
+            job.commits.begin(job.now)
         waiting = [event]
         if job.stage == "recovering":
             waiting = takeover.handle(job, event)

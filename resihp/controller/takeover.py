@@ -21,6 +21,7 @@ from resihp.controller.fail_slow import slowness
 from resihp.controller.fail_stop import failures, incidents
 from resihp.controller.interface import AnyEvent, Dependencies
 from resihp.controller.nodes import drains, joins
+from resihp.controller.onsets import Commit, Commits
 from resihp.controller.state import Job, Recovery, Transition
 from resihp.errors import ProtocolError
 from resihp.protocol import messages as m
@@ -34,8 +35,12 @@ PATIENCE_S = 3.0
 NOBODY_PATIENCE_S = 30.0
 
 
-def begin(settings: Settings, entries: Iterable[AnyEntry], dependencies: Dependencies) -> Job:
-    """What is on record, and nothing else yet. Raises ProtocolError for a job that has ended, or not begun."""
+def begin(
+    settings: Settings, entries: Iterable[AnyEntry], dependencies: Dependencies, commits: Iterable[Commit] = ()
+) -> Job:
+    """What is on record, and nothing else yet. `commits`: the last ones, as for `Controller.recover`.
+
+    Raises ProtocolError for a job that has ended, or not begun."""
     record, begun = JobRecord(), False
     for entry in entries:
         apply(record, entry)
@@ -46,6 +51,7 @@ def begin(settings: Settings, entries: Iterable[AnyEntry], dependencies: Depende
         raise ProtocolError(f"job {settings.job}: its journal is empty")
     job = Job(settings, record, dependencies)
     job.stand_at(record.active, record.committed)
+    job.commits = Commits.before_us(commits)
     job.lifecycle.take_over()
     job.recovery = Recovery(undisturbed=record.plan is not None and record.decided is record.plan)
     shutdown.resume(job)

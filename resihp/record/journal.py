@@ -289,6 +289,11 @@ class FailureFound(Entry, frozen=True, kw_only=True):
     epoch: int
     evidence: str
     detect_s: float | None
+    noticed_s: float = 0.0
+    """Seconds before this entry at which it was noticed: entries wait until it is known what else had failed."""
+    failed_s: float | None = None
+    """Seconds before this entry at which it failed, as well as that can be known (`resihp.controller.onsets`); None
+    where nothing tells, and in journals of before."""
     speed: float | None = None
     confidence: float | None = None
     link: tuple[int, int] | None = None
@@ -300,6 +305,15 @@ class FailureFound(Entry, frozen=True, kw_only=True):
     """What the diagnosis came to, where there was one: a device that does it again is at fault itself."""
     explains: tuple[str, ...] = ()
     """Lines about its node as such that it is told by, beside those of the evidence: they explain nothing later."""
+
+    def noticed_at(self, at: float) -> float:
+        """`at`: the time of its record."""
+        return at - self.noticed_s
+
+    def failed_at(self, at: float) -> float | None:
+        if self.failed_s is not None:
+            return at - self.failed_s
+        return None if self.detect_s is None else self.noticed_at(at) - self.detect_s
 
 
 class FailureEnded(Entry, frozen=True, kw_only=True):

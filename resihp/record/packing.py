@@ -13,6 +13,7 @@ import sys
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 from resihp.errors import ProtocolError
@@ -73,6 +74,24 @@ def column(record: Record, name: str) -> array[Any]:
         return _numbers(record.entry, name)
     except (zlib.error, ValueError) as error:
         raise _cannot_unpack(record.seq, error) from error
+
+
+def last_commits(records: Sequence[Record], most: int) -> list[tuple[int, float, float | None]]:
+    """The last iterations committed, in order, at most so many: number, when (UTC, seconds since 1970), and how long
+    it took, None where not known."""
+    found: list[tuple[int, float, float | None]] = []
+    for record in reversed(records):
+        entry = record.entry
+        if isinstance(entry, IterationCommitted):
+            found.append((entry.outcome.iteration, record.at, entry.seconds))
+        elif isinstance(entry, IterationsPacked):
+            ends = list(accumulate(column(record, "passed")))
+            took = column(record, "seconds")
+            for i in reversed(range(entry.count)):
+                found.append((entry.first + i, ends[i] / _MICRO, None if took[i] < 0 else took[i] / _MICRO))
+        if len(found) >= most:
+            break
+    return found[:most][::-1]
 
 
 def first_of(record: Record) -> int:

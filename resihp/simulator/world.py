@@ -15,6 +15,7 @@ from typing import Any, Literal
 from resihp.controller import Controller
 from resihp.controller import interface as api
 from resihp.controller.interface import Dependencies
+from resihp.controller.onsets import KEPT, Commit
 from resihp.errors import ProtocolError, ResihpError
 from resihp.faults import Fault
 from resihp.parallelism.layout import Layout
@@ -24,7 +25,7 @@ from resihp.parallelism.transfers import Base, Move, bytes_of, moves
 from resihp.parallelism.workload import samples_digest
 from resihp.protocol import messages as m
 from resihp.record.fold import apply
-from resihp.record.journal import AnyEntry, CheckpointCommitted, FailureFound, PlanDecided
+from resihp.record.journal import AnyEntry, CheckpointCommitted, FailureFound, IterationCommitted, PlanDecided
 from resihp.record.state import JobRecord
 from resihp.settings import Settings
 from resihp.simulator.allocation import Allocation
@@ -374,13 +375,19 @@ class World:
         self.rules.took_over()
         self.stopping.took_over()
         try:
-            self.controller = Controller.recover(self.settings, (e for _, e in self.entries), self.dependencies)
+            entries, commits = (entry for _, entry in self.entries), self.commits()
+            self.controller = Controller.recover(self.settings, entries, self.dependencies, commits)
         except ProtocolError:  # nothing was in the journal yet
             self.controller = self.new_controller()
         expect(self.controller.job.record == self.record, "a take-over makes another record of the journal")
         for node in self.nodes.values():
             if node.alive and not node.dropped and node.arrived:
                 self.at(self.rng.choice([0.0, 0.1, self.rng.uniform(0.0, 4.0)]), self.join_again, node)
+
+    def commits(self) -> list[Commit]:
+        """As who takes over now has them."""
+        told = [(at - self.now, each) for at, each in self.entries if isinstance(each, IterationCommitted)]
+        return [Commit(each.outcome.iteration, age, each.seconds) for age, each in told[-KEPT:]]
 
     def join_again(self, node: SimNode) -> None:
         if node.silent or node.frozen:

@@ -108,6 +108,7 @@ def story(ended: bool = True) -> Iterator[tuple[journal.AnyEntry, float]]:
             epoch=2,
             evidence="pid 1005 on node n2: killed by signal 9 (SIGKILL)",
             detect_s=0.02,
+            noticed_s=0.1,
         ),
         noticed + 0.1,
     )
@@ -211,6 +212,7 @@ def any_layout_story() -> Iterator[tuple[journal.AnyEntry, float]]:
             epoch=2,
             evidence="pid 1005",
             detect_s=0.02,
+            noticed_s=0.1,
         ),
         BEGAN + 2.3,
     )

@@ -249,7 +249,7 @@ COLUMNS = {
     "resihp_failures": (
         *("job_id", "job", "owner", "written_by", "cluster", "failure", "kind", "component", "cause", "node"),
         *("device", "iteration", "epoch", "noticed_at", "detect_seconds", "action", "seconds_to_recover", "speed"),
-        *("ended_at", "code", "category", "hardware", "intermittent"),
+        *("ended_at", "code", "category", "hardware", "intermittent", "failed_at", "noticed_after_seconds"),
     ),
     "resihp_node_failures": ("cluster", "node", "day", "failures", "slow", "hardware", "jobs", "last_at"),
     "resihp_iterations_hourly": (
@@ -282,9 +282,11 @@ def test_views_tell_what_the_tables_do_to_a_reader(shared: Shared, tmp_path: Pat
         ("hers", MINE),
         ("his", THEIRS),
     ]
-    assert asked(shared.board, f"SELECT failure, seconds_to_recover FROM resihp_failures {mine} ORDER BY 1") == [
-        (row["failure"], row["seconds_without_noticing"]) for row in failures
+    times = ("failed_at", "seconds_to_recover", "noticed_after_seconds")
+    assert asked(shared.board, f"SELECT failure, {', '.join(times)} FROM resihp_failures {mine} ORDER BY 1") == [
+        (row["failure"], *(row[name] for name in times)) for row in failures
     ]
+    assert all(row["seconds_to_recover"] > row["noticed_after_seconds"] > 0.0 for row in failures)
     assert asked(shared.board, f"SELECT sum(iterations) FROM resihp_iterations_hourly {mine}") == [(20,)]
     counted = asked(shared.board, "SELECT sum(failures), max(jobs) FROM resihp_node_failures")
     assert counted == [(2 * len([row for row in failures if row["node"]]), 2)]

@@ -25,7 +25,6 @@ from db.reading.costs.goodput import Floats, course
 from db.reading.costs.timeline import CAUSES, SHARES, HeldTime
 from resihp.record import journal
 from resihp.record.packing import unpack
-from wrapper.output.recoveries import Silences
 
 Row = dict[str, Any]
 STEP = 64
@@ -59,10 +58,6 @@ class LostTime:
         """By epoch; with the number of the commit that each ended with."""
         self._plans: dict[int, Row] = {}
         self._checkpoints: set[int] = set()
-        self._ended: dict[int, datetime] = {}
-        """When ranks' processes ended."""
-        self._silences = Silences()
-        self._led_at: datetime | None = None
         self._started_at: datetime | None = None
         self._shape: Row = {"nodes": 0, "gpus_per_node": 0}
         """Devices that were asked for, as the job's row tells."""
@@ -106,12 +101,6 @@ class LostTime:
                     "gpus_per_node": entry.gpus_per_node,
                     "configuration": asked,
                 }
-            case journal.WorkerEnded():
-                self._ended[entry.rank] = at
-            case journal.LeaderChosen():
-                self._led_at = at
-            case journal.Suspected():
-                self._silences.follow(entry, at.timestamp())
             case journal.PlanDecided():
                 self._plans[entry.plan.epoch] = {
                     "epoch": entry.plan.epoch,
@@ -144,16 +133,15 @@ class LostTime:
         return False
 
     def _found(self, entry: journal.FailureFound, at: datetime) -> None:
-        since = None if entry.kind == "fail-slow" else self._silences.led_to(entry)
+        failed_at = entry.failed_at(at.timestamp())
         self._failures[entry.failure] = {
             "failure": entry.failure,
-            "silent_since": None if since is None else datetime.fromtimestamp(since, UTC),
-            "led_at": self._led_at,
             "kind": entry.kind,
             "component": entry.component,
             "hardware": entry.hardware,
             "iteration": entry.iteration,
-            "noticed_at": min([at, *(self._ended[rank] for rank in entry.ranks if rank in self._ended)]),
+            "failed_at": None if failed_at is None else datetime.fromtimestamp(failed_at, UTC),
+            "noticed_at": datetime.fromtimestamp(entry.noticed_at(at.timestamp()), UTC),
             "detect_seconds": entry.detect_s,
             "recovered_epoch": None,
             "ended_iteration": None,

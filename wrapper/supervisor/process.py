@@ -31,11 +31,13 @@ import psutil
 
 import resihp
 from resihp.controller.interface import AnyEvent, Dependencies
+from resihp.controller.onsets import KEPT, Commit
 from resihp.errors import LedgerError, ProtocolError, ResihpError
 from resihp.process import die_with_parent, inherited_socket, name_process, raise_open_files
 from resihp.protocol.messages import Lead
 from resihp.record.journal import AnyEntry, JobEnded, JobStarted, LeaderChosen, NodeJoined, Record
 from resihp.record.journal_file import Journal, read_packed
+from resihp.record.packing import last_commits
 from resihp.record.quorum import Membership
 from wrapper.config.run_spec import RunRequest, load
 from wrapper.exit_codes import BROKEN, CANNOT_LEAD, DEPOSED, REQUEUE, exit_code_of
@@ -125,7 +127,9 @@ async def supervise(
     if heir is None:
         controller = Controller(request.settings, asks)
     else:
-        controller = Controller.recover(request.settings, (record.entry for record in heir.records), asks)
+        entries, now = (record.entry for record in heir.records), time.time()
+        commits = [Commit(i, min(at - now, 0.0), took) for i, at, took in last_commits(heir.records, KEPT)]
+        controller = Controller.recover(request.settings, entries, asks, commits)
     return await supervise_with(
         request, controller, ledger, view, listener=listener, heir=heir, journal=journal, forks=forks, loader=loader
     )

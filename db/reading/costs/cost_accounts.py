@@ -38,8 +38,7 @@ that were committed again, as work done; *ETTR* has the same numerator and is ov
 stand by is what they were asked for, and their hours are in every line. *GPU-hours* are times by the devices held just
 then: the allocation's from the job's start, a lost node until it is given back. *Useful share* = useful GPU-hours /
 GPU-hours held. *MTBF* is time held per root cause, the hardware's per one that says something of hardware, both also
-as failures in 1,000 GPU-days held; *MTTR* the mean from the failure to the first commit after it, `detect` included
-(`db.reading.recoveries`, which says it of each).
+as failures in 1,000 GPU-days held; *MTTR* the mean from the failure to the first commit after it, `detect` included.
 
 `db.reading.costs.goodput` says how commits are put on one clock, `db.reading.costs.timeline` what happens within it.
 """
@@ -59,7 +58,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from db.reading.costs.goodput import RECENT, Course, Floats, Interruption, course, devices_of, interruptions
+from db.reading.costs.goodput import Course, Floats, Interruption, course, devices_of, interruptions
 from db.reading.costs.timeline import (
     CAUSES,
     DONE,
@@ -84,6 +83,8 @@ GPU_DAYS = 1000.0
 SILENCE = timedelta(days=1)
 """After its last entry a job that is said to run has died, and nobody has looked: a server's ledger is told by those
 who ask in its home."""
+RECENT = 20
+"""Iterations that tell how long one usually takes."""
 LONGEST_S = 1e9
 """No job holds devices for longer: what was imported may say anything."""
 

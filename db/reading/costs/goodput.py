@@ -24,8 +24,6 @@ Floats = NDArray[np.float64]
 
 SAME_MOMENT_S = 1e-3
 """Times that differ by less are the same: they went through databases that round."""
-RECENT = 20
-"""Iterations that tell how long one usually takes."""
 
 
 def devices_of(nodes: int, gpus_per_node: int, configuration: object) -> int:
@@ -34,27 +32,6 @@ def devices_of(nodes: int, gpus_per_node: int, configuration: object) -> int:
     slurm = configuration.get("slurm") if isinstance(configuration, Mapping) else None
     spares = slurm.get("spares") if isinstance(slurm, Mapping) else 0
     return max(nodes - (spares if isinstance(spares, int) else 0), 0) * gpus_per_node
-
-
-def noticed_after_s(
-    unnoticed_s: float, usual_s: float, *, fault_s: float | None, silent_s: float | None, leaderless: bool
-) -> float:
-    """Seconds from the moment of a failure to its being noticed, `unnoticed_s` after the last commit, of which it is
-    at most all. The moment, as the journal best knows it:
-
-    - of a fault that was injected, that of the fault: `fault_s` before the notice;
-    - where another supervisor took over in between (`leaderless`), the last commit: the last sign of life that there
-      is of a batch host that died. It may have lived up to an iteration longer;
-    - else the end of a usual iteration (`usual_s`) after the last commit, for what went by beyond that cannot have been
-      computed in; and where it was suspected of being silent, the last sign that was heard of it, `silent_s` before the
-      notice, if that was earlier. Of a process whose end its agent saw, which takes no time, that is the notice itself,
-      unless the notice was late.
-    """
-    if fault_s is not None:
-        return min(fault_s, unnoticed_s)
-    if leaderless:
-        return max(unnoticed_s, 0.0)
-    return max(min(max(unnoticed_s - usual_s, silent_s or 0.0), unnoticed_s), 0.0)
 
 
 class Interruption(msgspec.Struct, frozen=True, kw_only=True):
@@ -212,7 +189,7 @@ def interruptions(
         own = clock.took_s[after] if after < len(clock.took_s) else 0.0
         lost = max(end_s - begin_s - meanwhile - own, 0.0)
         unnoticed = min(max(noticed_s - begin_s - meanwhile, 0.0), lost)
-        detect = _detect_s(of, clock, before, unnoticed) if of else 0.0
+        detect = max(_detect_s(of, unnoticed), 0.0)
         redo = unnoticed - detect if action == "redo" else 0.0
         return Interruption(
             kind=of[0]["kind"] if of else "reconfiguration",
@@ -244,29 +221,15 @@ def interruptions(
     return found
 
 
-def _detect_s(of: Sequence[Row], clock: Course, before: int, unnoticed_s: float) -> float:
-    """From the first of these failures to its being noticed, so long after the commit `before`, -1 for none."""
-    recent = clock.took_s[max(before - RECENT + 1, 0) : before + 1]
-    last_at = clock.finished[before] if before >= 0 else None
-    return noticed_after_s(
-        unnoticed_s,
-        statistics.median(recent) if recent else unnoticed_s,
-        fault_s=next((row["detect_seconds"] for row in of if row["detect_seconds"] is not None), None),
-        silent_s=max(_silent_s(row) for row in of),
-        leaderless=any(is_leaderless(row, last_at) for row in of),
-    )
-
-
-def _silent_s(failure: Row) -> float:
-    """How long nothing had been heard when it was noticed; 0 where nobody was suspected of that."""
-    since = failure.get("silent_since")
-    return 0.0 if since is None else max((failure["noticed_at"] - since).total_seconds(), 0.0)
-
-
-def is_leaderless(failure: Row, last_at: datetime | None) -> bool:
-    """Whether another supervisor had taken over since the last commit, at `last_at`, when it was noticed."""
-    led_at = failure.get("led_at")
-    return led_at is not None and last_at is not None and last_at <= led_at <= failure["noticed_at"]
+def _detect_s(of: Sequence[Row], unnoticed_s: float) -> float:
+    """From the first of these failures to its being noticed, of the time since the commit before. Until what is slow is
+    found out, iterations go on: that of its time is no detection."""
+    seconds = [
+        (row["noticed_at"] - row["failed_at"]).total_seconds()
+        for row in of
+        if row["failed_at"] is not None and row["kind"] != "fail-slow"
+    ]
+    return min(max(seconds, default=0.0), unnoticed_s)
 
 
 def _unmended(job: Row, clock: Course, failures: Sequence[Row]) -> list[Row]:

@@ -80,6 +80,7 @@ def _failure(job: Job, one: Conviction, longer: IterationExcess | None) -> Failu
     told = "" if longer is None else longer.told(one.speed)
     left = longer is not None and longer.left
     injected = job.slow_since.get(one.rank)
+    since_s = None if injected is None else job.now - injected
     return FailureFound(
         failure=job.record.failures + 1,
         kind="fail-slow",
@@ -91,7 +92,8 @@ def _failure(job: Job, one: Conviction, longer: IterationExcess | None) -> Failu
         iteration=one.finding.iteration,
         epoch=job.epoch,
         evidence=f"{one.evidence}; {told}" if told and not left else one.evidence,
-        detect_s=None if injected is None else job.now - injected,
+        detect_s=since_s,
+        failed_s=job.commits.slow_for_s(one.finding.iteration, job.now, since_s),
         speed=one.speed,
         confidence=one.confidence,
         intermittent=now_and_then is not None,

@@ -107,6 +107,7 @@ def _verdict(job: Job, finding: Finding, link: Link, speed: float, evidence: str
     left = longer is not None and longer.left
     told = "" if longer is None else longer.told(speed)
     injected = job.slow_since.get(_nodes(job, link))
+    since_s = None if injected is None else job.now - injected
     ended(job, "slow", f"{job.where_link(link)}: is slow", probe)
     entry = FailureFound(
         failure=job.record.failures + 1,
@@ -120,7 +121,8 @@ def _verdict(job: Job, finding: Finding, link: Link, speed: float, evidence: str
         iteration=finding.iteration,
         epoch=job.epoch,
         evidence=f"{evidence}; {told}" if told and not left else evidence,
-        detect_s=None if injected is None else job.now - injected,
+        detect_s=since_s,
+        failed_s=job.commits.slow_for_s(finding.iteration, job.now, since_s),
         speed=speed,
         confidence=finding.confidence,
         link=link,

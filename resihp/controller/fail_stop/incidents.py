@@ -8,6 +8,7 @@ from typing import Literal
 from resihp.controller import interface as api
 from resihp.controller.fail_stop import root_causes, silence
 from resihp.controller.nodes import replacements
+from resihp.controller.onsets import micros
 from resihp.controller.state import COINCIDENCE_S, Incident, Job, Member
 from resihp.record.journal import Diagnosed, FailureFound, JobEnded, WorkerEnded
 
@@ -97,6 +98,8 @@ def log_incidents(job: Job) -> list[int]:
         if incident.node is None and job.stage == "gathering" and not job.has_declared:
             incident.cause = _with_its_place(job, incident.cause)
         numbers.append(job.record.failures + 1)
+        waited_s = job.now - incident.found_at
+        failed_s = _before_notice_s(job, incident)
         entry = FailureFound(
             failure=job.record.failures + 1,
             kind=incident.kind,
@@ -109,6 +112,8 @@ def log_incidents(job: Job) -> list[int]:
             epoch=incident.epoch,
             evidence=incident.evidence,
             detect_s=incident.detect_s,
+            noticed_s=micros(waited_s),
+            failed_s=None if failed_s is None else micros(failed_s + waited_s),
             hardware=incident.component in ("device", "node") and not incident.died,
             diagnosed=_diagnosed(incident),
             explains=tuple(sorted(incident.explains)),
@@ -116,6 +121,15 @@ def log_incidents(job: Job) -> list[int]:
         job.log(entry)
     job.incidents = []
     return numbers
+
+
+def _before_notice_s(job: Job, incident: Incident) -> float | None:
+    silent: list[int | str] = [*incident.ranks]
+    if incident.component == "node" and incident.node is not None:
+        silent.append(incident.node)
+    since = [job.silent_since.pop(who) for who in silent if who in job.silent_since]
+    silent_s = incident.found_at - min(since) if since else None
+    return job.commits.before_notice_s(incident.found_at, fault_s=incident.detect_s, silent_s=silent_s)
 
 
 def _with_its_place(job: Job, cause: str) -> str:

@@ -46,6 +46,8 @@ def ended(job: Job, who: int | str, outcome: Outcome, why: str) -> None:
     known = job.record.suspects_silent.get(who)
     if known is not None:
         job.log(msgspec.structs.replace(known, evidence=why, cleared=True, outcome=outcome))
+        if outcome != "lost":
+            job.silent_since.pop(who, None)
 
 
 def evidence(job: Job, member: Member) -> str:
@@ -84,6 +86,7 @@ def _opened(
     rank: int | None = None,
 ) -> None:
     due = job.record.committed + 1
+    job.silent_since[node if rank is None else rank] = job.now - statistic
     job.log(
         Suspected(
             rank=rank,

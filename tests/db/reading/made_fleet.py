@@ -54,7 +54,7 @@ def _write_job(connection: Connection, number: int, chance: random.Random) -> No
 
     def failure(count: int, kind: str, component: str, iteration: int, now: float, **more: Any) -> None:
         of = {"detect_seconds": None, "recovered_epoch": None, "ended_iteration": None, "hardware": None, "speed": None}
-        of |= {"cause": "it broke", "ranks": "[0]", "node": "n1", "epoch": 1, "evidence": ""} | more
+        of |= {"cause": "it broke", "ranks": "[0]", "node": "n1", "epoch": 1, "evidence": "", "failed_at": None} | more
         add(models.FailureRow, failure=count, kind=kind, component=component, iteration=iteration,
             noticed_at=at(now), **of)  # fmt: skip
 
@@ -97,7 +97,7 @@ def _write_job(connection: Connection, number: int, chance: random.Random) -> No
                 noticed = now + worked + unnoticed
                 now = noticed + mending
                 failure(1, "fail-stop", "node", i, noticed, detect_seconds=unnoticed if known else None,
-                        recovered_epoch=2, node=f"n{nodes}")  # fmt: skip
+                        failed_at=at(noticed - unnoticed), recovered_epoch=2, node=f"n{nodes}")  # fmt: skip
                 transition(2, "redo", mending + seconds, now + seconds)
                 plan(2, active, noticed + 10.0, "redo", i)
                 replaced.append({"lost": noticed, "released": noticed + 600.0, "joined": None})
@@ -117,7 +117,7 @@ def _write_job(connection: Connection, number: int, chance: random.Random) -> No
                 add(models.CheckpointRow, iteration=i, committed_at=at(now + 5.0))
         failure(2, "fail-slow", "device", slow_from, start_s + HOUR * slow_from, ended_iteration=slow_until, speed=0.6)
         if state == "failed":
-            failure(3, "program", "program", iterations + 1, now + 300.0)
+            failure(3, "program", "program", iterations + 1, now + 300.0, failed_at=at(now + 260.0))
         now += chance.uniform(0.2, 20.0) * HOUR
     end = None if state == "running" else at(now)
     own = {"host": "h", "devices": GPUS, "lost_at": None, "released_at": None, "replacement": None}
@@ -201,12 +201,7 @@ def reckoned(rows: dict[str, list[Row]], now: datetime, again: range = range(0))
         elif row["epoch"] != former["epoch"]:
             noticed = done - moved[row["epoch"]]["seconds"]
             failure = mended.get(row["epoch"])
-            fault = noticed
-            if failure is not None and failure["detect_seconds"] is not None:
-                fault = noticed - failure["detect_seconds"]
-            elif failure is not None:
-                usual = statistics.median([each["seconds"] for each in iterations[max(place - 20, 0) : place]])
-                fault = min(last + usual, noticed)
+            fault = noticed if failure is None else at(failure["failed_at"])
             noticing[row["epoch"]] = noticed - fault
             piece(last, fault, "redo")
             piece(fault, noticed, "detect")
@@ -227,10 +222,9 @@ def reckoned(rows: dict[str, list[Row]], now: datetime, again: range = range(0))
     if not iterations:
         piece(0.0, at(end), "start")
     elif fatal and job["state"] == "failed":
-        usual = statistics.median([each["seconds"] for each in iterations[-20:]])
-        noticed = at(fatal[0]["noticed_at"])
-        piece(last, min(last + usual, noticed), "redo")
-        piece(min(last + usual, noticed), noticed, "detect")
+        fault, noticed = at(fatal[0]["failed_at"]), at(fatal[0]["noticed_at"])
+        piece(last, fault, "redo")
+        piece(fault, noticed, "detect")
         piece(noticed, at(end), "reconfigure")
     else:
         piece(last, at(end), "other")

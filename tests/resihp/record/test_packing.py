@@ -23,7 +23,7 @@ from resihp.record.journal import (
     first_seq,
 )
 from resihp.record.journal_file import LEFT_UNPACKED, PACK_AFTER, Journal, encode, read, read_packed
-from resihp.record.packing import FEWEST, MOST, first_of, pack, unpack
+from resihp.record.packing import FEWEST, MOST, first_of, last_commits, pack, unpack
 
 SAVED = CheckpointCommitted(iteration=1, folder="/c", bytes=1, seconds=1.0)
 
@@ -227,3 +227,19 @@ def test_a_disk_that_is_full_leaves_the_file_as_it_was(tmp_path: Path, monkeypat
     journal.pack()
     assert all_alike(read(journal.path), records)
     journal.close()
+
+
+def test_who_takes_over_knows_the_last_iterations_packed_or_not() -> None:
+    """In two packed records, with another one between, and three that are not packed."""
+    records = [*map(committed, range(1, 101)), Record(101, 1.7e9 + 808.0, SAVED), *map(committed, range(102, 151))]
+    packed = [*pack(records), *map(committed, range(151, 154))]
+    assert len(packed) == 6
+    wanted = [
+        (record.seq, pytest.approx(record.at, abs=1e-6), pytest.approx(record.entry.seconds, abs=1e-6))
+        for record in (*records, *map(committed, range(151, 154)))
+        if isinstance(record.entry, IterationCommitted)
+    ]
+    assert last_commits(packed, 1000) == wanted
+    assert last_commits(packed, 80) == wanted[-80:]
+    assert last_commits(packed, 2) == wanted[-2:]
+    assert last_commits([], 5) == []

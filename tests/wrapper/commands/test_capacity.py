@@ -87,7 +87,7 @@ def batch_host_dies(job: str) -> Told:
     yield journal.NodeLost(node="n1", reason="its agent did not come back", how="silent"), 20.3
     found = journal.FailureFound(
         failure=1, kind="fail-stop", component="node", cause="node n1: its agent did not come back", ranks=lost,
-        node="n1", device=None, iteration=11, epoch=2, evidence="", detect_s=None,
+        node="n1", device=None, iteration=11, epoch=2, evidence="", detect_s=None, noticed_s=0.01, failed_s=10.31,
     )  # fmt: skip
     yield found, 20.31
     yield from plan(2, Layout(Layout.uniform(tp=1, pp=2, dp=4, layers=4).replicas[2:]), 11, 20.5, "redo", "n1 is gone")

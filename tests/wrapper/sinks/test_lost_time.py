@@ -64,7 +64,7 @@ def long_story(seed: int, iterations: int = 1500, end: Any = "completed") -> Sto
         if i > 1 and rng.random() < 0.008 and i not in range(650, 800):
             failures, epoch = failures + 1, epoch + 1
             died = at + rng.uniform(0.1, 30.0)
-            yield failure(failures, "fail-stop", i, epoch), died
+            yield failure(failures, "fail-stop", i, epoch, max(died - at - 2.0, 0.0)), died
             layout = DP3.without(frozenset({5})) if epoch % 2 == 0 else DP3
             yield decided(epoch, layout, i, died + 1.0)
             at = died + rng.uniform(5.0, 60.0)
@@ -96,10 +96,10 @@ def long_story(seed: int, iterations: int = 1500, end: Any = "completed") -> Sto
         yield journal.JobEnded(exit_code=0, state=end, reason=""), at + 5.0
 
 
-def failure(number: int, kind: Any, iteration: int, epoch: int) -> journal.FailureFound:
+def failure(number: int, kind: Any, iteration: int, epoch: int, failed_s: float = 0.0) -> journal.FailureFound:
     return journal.FailureFound(
         failure=number, kind=kind, component="device", cause="", ranks=(5,), node="n1", device=1, iteration=iteration,
-        epoch=epoch, evidence="", detect_s=None,
+        epoch=epoch, evidence="", detect_s=None, failed_s=failed_s,
     )  # fmt: skip
 
 

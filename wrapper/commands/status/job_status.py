@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from db.layouts import from_json
@@ -83,17 +84,24 @@ def _with_noticing(reader: Reader, job: int, events: list[dict[str, Any]]) -> li
     """Events of recoveries tell how long these took from the failure on: the journal's entry knows of no noticing."""
     if not any(event["kind"] == "Reconfigured" for event in events):
         return events
-    took: dict[int, tuple[float, float]] = {}
+    took: dict[int, float] = {}
     for row in reader.rows("failures", job):
         if row["recovered_epoch"] is not None and row["noticed_after_seconds"] is not None:
-            told = row["seconds_to_recover"], row["noticed_after_seconds"]
-            took[row["recovered_epoch"]] = max(told, took.get(row["recovered_epoch"], told))
+            whole, epoch = row["seconds_to_recover"], row["recovered_epoch"]
+            took[epoch] = max(whole, took.get(epoch, whole))
+
     for event in events:
         if event["kind"] == "Reconfigured" and event["epoch"] in took:
-            whole, noticed = took[event["epoch"]]
-            since = f", {whole:.2f} s after it (noticed after {noticed:.2f} s"
-            event["text"] = _SINCE_NOTICED.sub(rf"{since}, \1 s without noticing)", event["text"], count=1)
+            told = partial(_from_the_failure, took[event["epoch"]])
+            event["text"] = _SINCE_NOTICED.sub(told, event["text"], count=1)
     return events
+
+
+def _from_the_failure(whole_s: float, told: re.Match[str]) -> str:
+    seconds = float(told[1])
+    return (
+        f", {whole_s:.2f} s after it (noticed after {max(whole_s - seconds, 0.0):.2f} s, {told[1]} s without noticing)"
+    )
 
 
 def detector(row: dict[str, Any]) -> str:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from resihp.record import journal
 from resihp.record.describe import explain
-from resihp.record.packing import column
 from wrapper.output.recoveries import Recoveries
 
 if TYPE_CHECKING:
@@ -21,9 +20,6 @@ if TYPE_CHECKING:
 
 Value = str | int | float | Sequence[str] | Sequence[int]
 
-COMMITS_KEPT = 4096
-PACKED_KEPT = 4
-"""Where the onset of something slow is looked up: commits one by one, and packed records of those before."""
 EVENTS_KEPT = 64
 LEAST_NOTICED_S = 1e-3
 """What was noticed within this time has no onset of its own."""
@@ -80,8 +76,6 @@ class Story:
         self._of_job: dict[str, Value] = {}
         self._began = 0.0
         self._open: dict[int, _Failure] = {}
-        self._ended: dict[int, float] = {}
-        """When ranks' processes ended."""
         self._recoveries = Recoveries()
         self._layout: Layout | None = None
         self._before: Layout | None = None
@@ -89,8 +83,6 @@ class Story:
         self._decided: journal.PlanDecided | None = None
         self._in_effect: tuple[int, journal.Record] | None = None
         """Epoch, and the record that says so."""
-        self._commits: deque[tuple[int, float]] = deque(maxlen=COMMITS_KEPT)
-        self._packed: deque[journal.Record] = deque(maxlen=PACKED_KEPT)
         self._committed = self._count = self._saved = 0
         self._events: deque[tuple[float, str, str]] = deque(maxlen=EVENTS_KEPT)
 
@@ -102,15 +94,11 @@ class Story:
         match entry:
             case journal.JobStarted():
                 self._start(entry, at)
-            case journal.WorkerEnded():
-                self._ended[entry.rank] = at
             case journal.IterationCommitted():
                 self._take_effect(entry.epoch)  # journals may lack the entry of a plan in effect
-                self._commits.append((entry.outcome.iteration, at))
                 self._committed, self._count = entry.outcome.iteration, self._count + 1
             case journal.IterationsPacked():
                 self._take_effect(entry.epoch)
-                self._packed.append(record)
                 self._committed, self._count = entry.last, self._count + entry.count
             case journal.CheckpointCommitted():
                 self._saved = max(self._saved, entry.iteration)
@@ -147,31 +135,12 @@ class Story:
                 self._before = self._layout
 
     def _found(self, entry: journal.FailureFound, at: float) -> _Failure:
-        noticed_at = min([at, *(self._ended[rank] for rank in entry.ranks if rank in self._ended)])
-        onset_at = None
-        if entry.detect_s is not None:
-            onset_at = noticed_at - entry.detect_s
-        elif entry.kind == "fail-slow":
-            onset_at = self._done_at(entry.iteration - 1)
-        else:
-            onset_at = self._recoveries.began_at(entry.failure)
-            if onset_at is not None and noticed_at - onset_at < LEAST_NOTICED_S:
-                onset_at = None
+        noticed_at, onset_at = entry.noticed_at(at), entry.failed_at(at)
+        if onset_at is not None and entry.kind != "fail-slow" and entry.detect_s is None:
+            onset_at = onset_at if noticed_at - onset_at >= LEAST_NOTICED_S else None
         if onset_at is not None:
             onset_at = max(min(onset_at, noticed_at), self._began)
         return _Failure(entry=entry, noticed_at=noticed_at, onset_at=onset_at, commits=self._count)
-
-    def _done_at(self, iteration: int) -> float | None:
-        """When an iteration was committed; None where that is too long ago to know."""
-        for done, at in reversed(self._commits):
-            if done == iteration:
-                return at
-        for record in self._packed:
-            entry = record.entry
-            assert isinstance(entry, journal.IterationsPacked)
-            if entry.first <= iteration <= entry.last:
-                return float(sum(column(record, "passed")[: iteration - entry.first + 1])) / 1e6
-        return None
 
     # --- what is over -------------------------------------------------------------------------------------------
 
@@ -274,7 +243,7 @@ def _before(failures: Sequence[_Failure], began: float) -> list[Span]:
         if failure.onset_at is not None:
             noticed_at = min(failure.noticed_at, began) if failure.onset_at <= began else failure.noticed_at
             found.append(Span(name="notice", start=failure.onset_at, end=noticed_at, attributes=number))
-        if failure.noticed_at < began:
+        if began - failure.noticed_at >= LEAST_NOTICED_S:
             found.append(Span(name="weigh", start=failure.noticed_at, end=began, attributes=number))
     return found
 

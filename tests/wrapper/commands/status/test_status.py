@@ -103,6 +103,8 @@ def record_job(job: Job, *, ended: bool = True, loss: float = 3.25) -> list[jour
         epoch=2,
         evidence="Traceback: " + "x" * 300,
         detect_s=None,
+        noticed_s=0.1,
+        failed_s=0.1,
     )
     log(failure, 3.6)
     plan = Plan(epoch=2, layout=layout.without(frozenset({3})), assignment=spread(4, 1))

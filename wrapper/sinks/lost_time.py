@@ -46,6 +46,8 @@ class LostTime:
         self._settled: Floats = np.zeros(len(SHARES))
         self._rest: Floats | None = None
         """Of a job that is over: what came after what was settled."""
+        self._over = False
+        """It has ended, and nothing that is told later is of its time; one that was only found dead may go on."""
         self._done = 0
         """Commits that were settled."""
         self._first = 0
@@ -90,8 +92,11 @@ class LostTime:
 
     def _follow(self, entry: journal.AnyEntry, at: datetime) -> bool:
         """Rows as `db.projection` makes them, of the columns that accounts need. True: some time was settled."""
+        if self._over:
+            return False
         self._rest = None
-        self._last_at = at
+        if not (isinstance(entry, journal.JobEnded) and entry.state == "abnormal"):  # nobody lived to tell that
+            self._last_at = at
         match entry:
             case journal.JobStarted():
                 self._started_at = at
@@ -129,6 +134,7 @@ class LostTime:
                 return self._committed(entry, at)
             case journal.JobEnded():
                 self._rest, _ = self._between(self._job(at, entry.state), self._done, None)
+                self._over = entry.state != "abnormal"
                 return True
         return False
 

@@ -183,3 +183,25 @@ def test_a_job_that_was_said_to_be_dead_and_is_not_goes_on(tmp_path: Path) -> No
     leader = journal.LeaderChosen(term=2, node="n2", host="h", how="elected")
     records = write_journal(tmp_path / "told", iter([*told, (leader, told[-1][1] + 60.0)]))
     assert settled(records) == settled(records[:-2])
+
+
+def test_what_is_told_after_the_end_takes_nothing_back(tmp_path: Path) -> None:
+    """Of a job that was stopped, its last checkpoint and its processes come after the end."""
+    told = list(long_story(5, iterations=STEP // 2, end="cancelled"))
+    at = told[-1][1]
+    after = [
+        (journal.CheckpointCommitted(iteration=STEP // 2, folder="c", bytes=1, seconds=1.0), at + 0.5),
+        (journal.WorkerEnded(rank=0, exit=0, epoch=1), at + 1.0),
+    ]
+    records = write_journal(tmp_path / "told", iter([*told, *after]))
+    found = settled(records)
+    assert found["start"] == pytest.approx(300.0, abs=0.1)
+    assert found == settled(records[: len(told)])
+    assert found == pytest.approx(accounted(records, tmp_path), abs=1e-5)
+
+
+def test_of_a_job_that_was_found_dead_the_time_since_is_not_lost(tmp_path: Path) -> None:
+    told = list(long_story(6, iterations=STEP // 2, end=None))
+    dead = journal.JobEnded(exit_code=1, state="abnormal", reason="its supervisor was killed")
+    records = write_journal(tmp_path / "told", iter([*told, (dead, told[-1][1] + 28800.0)]))
+    assert settled(records) == pytest.approx(accounted(records, tmp_path), abs=1e-5)

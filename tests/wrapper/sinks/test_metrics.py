@@ -24,7 +24,6 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 import wrapper.sinks.metrics
-from db.reading.costs.timeline import CAUSES
 from db.reading.queries import Reader
 from db.writer import Ledger
 from resihp.record import journal

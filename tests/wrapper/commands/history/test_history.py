@@ -520,6 +520,13 @@ def test_two_jobs_that_differ_in_a_secret_do_not_tell_it() -> None:
         assert "ssKey" not in shown
 
 
+def test_what_iterations_take_for_their_tokens_is_no_secret() -> None:
+    told(), told()
+    rows = json.loads(resihp("compare", "local-1", "local-2", "--json").stdout)["rows"]
+    assert rows[-1]["what"] == "device-seconds for a million tokens"
+    assert float(rows[-1]["first"]) == float(rows[-1]["second"]) > 0.0
+
+
 def test_what_differs_is_shown_literally(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/shared.db"
     for job in (told(), told()):

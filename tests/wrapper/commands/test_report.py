@@ -58,6 +58,17 @@ def seconds_in(value: msgspec.Struct) -> Iterator[float]:
             yield each
 
 
+def test_a_job_that_went_on_from_a_checkpoint_did_not_train_what_was_before_it(tmp_path: Path) -> None:
+    def resumed() -> Told:
+        for entry, at in story():
+            if isinstance(entry, journal.IterationCommitted):
+                entry = msgspec.structs.replace(entry, outcome=outcome(entry.outcome.iteration + 56))
+            yield entry, at
+
+    first, *_ = sentences(facts_of(tmp_path, resumed()))
+    assert first.startswith("Job local-1 trained iterations 57 to 76 on 3 nodes")
+
+
 @pytest.mark.parametrize("step_s", [-2 * 3600.0, 6 * 3600.0])
 @pytest.mark.parametrize("tell", [story, any_layout_story, node_story])
 def test_a_clock_that_was_set_makes_no_time_negative(tell: Callable[[], Told], step_s: float, tmp_path: Path) -> None:

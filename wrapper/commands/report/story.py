@@ -203,10 +203,13 @@ def _course(facts: Facts) -> str:
         ended = {"running": "is running", "completed": "ended", "failed": f"failed{reason}"}
         state = ended.get(job["state"], f"was {job['state']}{reason}")
         return f"Job {job['name']} on {where} has committed no iteration in {took}; it {state}."
-    last = facts.iterations[-1]["iteration"]
+    first, last = facts.iterations[0]["iteration"], facts.iterations[-1]["iteration"]
     asked = (facts.model or {}).get("iterations")
     of = f" of {asked:,}" if isinstance(asked, int) and asked != last else ""
-    return f"Job {job['name']} trained {last:,}{of} iterations{model} on {where} in {took}, {how}."
+    what = f"{last:,}{of} iteration{'' if (last, of) == (1, '') else 's'}"
+    if first > 1:  # from a checkpoint on
+        what = f"iteration{'' if first == last else f's {first:,} to'} {last:,}{of}"
+    return f"Job {job['name']} trained {what}{model} on {where} in {took}, {how}."
 
 
 def _failures(facts: Facts) -> str:

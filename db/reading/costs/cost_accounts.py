@@ -17,14 +17,15 @@ after it, of one of which nobody has said so). That is the sum of
                them. Known only once that attempt is there: an account that was kept has it apart (`RolledBack`), with
                the iterations that it is of, and where these are others by now it is reckoned anew
 `slow`         while something was slow (a `fail-slow` failure, from its first slow iteration to its end): iterations'
-               time beyond what they take where all is well. That is the detector's prediction, which knows the plan and
-               the workload; under a plan made since, which already makes do with the slow device, it is the time per
-               token of healthy iterations on as many devices, where there are any
+               time, less `idle` and `capacity`, beyond what they take where all is well. That is the detector's
+               prediction, which knows the plan and the workload; under a plan made since, which already makes do with
+               the slow device, it is the time per token of healthy iterations on as many devices, where there are any
 `idle`         iterations' time on fewer devices than the job was asked to have (`asked_devices`), as far as devices
                that are there stand by: the share that these are of those asked for, in which they would have done
                their part. They failed the start's probe, are slow, or the plan has no stage for them
 `capacity`     the same for devices that are not there: dead, lost with their node, or never come. What waiting for
-               nodes costs
+               nodes costs. In GPU-hours those that are held count, of both: who was given back costs time, and no
+               GPU-hours
 `checkpoint`   between a checkpointed iteration and the next one, beyond what usually lies between two
 `other`        the rest: the usual pauses between iterations, winding down after the last one, clocks, and what nobody
                noted
@@ -66,6 +67,7 @@ from db.reading.costs.timeline import (
     UNTOLD,
     WORK,
     Again,
+    HeldDevices,
     HeldTime,
     held_devices,
     laid_out,
@@ -87,6 +89,8 @@ RECENT = 20
 """Iterations that tell how long one usually takes."""
 LONGEST_S = 1e9
 """No job holds devices for longer: what was imported may say anything."""
+SHORTEST_S = 1e-6
+"""What an iteration takes at least."""
 
 
 class RolledBack(msgspec.Struct, frozen=True, kw_only=True):
@@ -266,12 +270,14 @@ def timeline(
     def at(row: Row) -> float:
         return float(np.clip((row["noticed_at"] - job["started_at"]).total_seconds(), 0.0, held_s))
 
+    held = held_devices(job, nodes, held_s)
     found = laid_out(
         clock,
         spans,
         _pauses(clock, spans, checkpoints),
         _work(job, clock, iterations, failures, plans, again),
-        held_devices(job, nodes, held_s),
+        _work(job, clock, iterations, failures, plans, again, _held_meanwhile(clock, held)),
+        held,
         failures=tuple((at(row), of_hardware(row)) for row in failures),
         repairs=tuple(
             (at(row), took) for row in failures if (took := _recovered_s(row, clock, spans, mended)) is not None
@@ -449,17 +455,6 @@ def asked_devices(job: Row) -> int:
     return devices_of(job["nodes"], job["gpus_per_node"], configuration)
 
 
-def without_work(job: Row, plans: Sequence[Row]) -> dict[int, tuple[float, float]]:
-    """By epoch, the shares of the devices asked for that stood by under its plan, and that were not there."""
-    full = asked_devices(job)
-    found = {}
-    for row in plans:
-        missing = max(full - row["active"], 0)
-        idle = min(missing, row["standby"])
-        found[row["epoch"]] = (idle / full, (missing - idle) / full) if full else (0.0, 0.0)
-    return found
-
-
 def _work(
     job: Row,
     clock: Course,
@@ -467,18 +462,23 @@ def _work(
     failures: Sequence[Row],
     plans: Sequence[Row],
     again: Again = (),
+    held: Floats | None = None,
 ) -> Floats:
     """Seconds of each committed iteration, by `WORK`: useful, lost to something slow, to devices that stand by and to
-    missing ones, and those that would be useful if nobody had committed the iteration again."""
+    missing ones, and those that would be useful if nobody had committed the iteration again.
+
+    `held`: devices that were held meanwhile, for GPU-hours: of those asked for, those that were given back, or not come
+    yet, are not there to be lost.
+    """
     healthy = healthy_seconds(iterations, failures, plans)
-    shares = without_work(job, plans)
     took = np.array(clock.took_s)
     excess = took - np.array([healthy.get(i, each) for i, each in zip(clock.iterations, clock.took_s, strict=True)])
     slower = np.clip(excess, 0.0, took)
     some = float(slower.sum())
     slow = slower * (max(float(excess.sum()), 0.0) / some if some > 0.0 else 0.0)  # some were faster than healthy
-    unused = np.array([shares.get(epoch, (0.0, 0.0)) for epoch in clock.epochs]).reshape(-1, 2)
-    idle, capacity = (took - slower) * unused.T
+    unused = _unused(job, clock, plans, held)
+    idle, capacity = took * unused  # first, so that goodput does not hang on what was found slow
+    slow *= 1.0 - unused.sum(axis=0)
     useful = np.maximum(took - slow - idle - capacity, 0.0)
     last = np.array(clock.iterations, dtype=np.int64)
     former = np.concatenate((last[:1] - 1, last[:-1]))  # a row stands for all since the one before
@@ -487,6 +487,24 @@ def _work(
         repeated += np.maximum(np.minimum(last, high) - np.maximum(former, low - 1), 0)
     rollback = useful * repeated / np.maximum(last - former, 1)
     return np.stack((useful - rollback, slow, idle, capacity, rollback), axis=1)
+
+
+def _unused(job: Row, clock: Course, plans: Sequence[Row], held: Floats | None) -> Floats:
+    """Of each committed iteration, the shares of the devices asked for that stood by under its plan, and that were not
+    there."""
+    asked = float(asked_devices(job))
+    full = np.full(len(clock.epochs), asked) if held is None else np.minimum(held, asked)
+    known = {row["epoch"]: (row["active"], row["standby"]) for row in plans}
+    active, standby = np.array([known.get(epoch, (asked, 0)) for epoch in clock.epochs]).reshape(-1, 2).T
+    missing = np.maximum(full - active, 0.0)
+    idle = np.minimum(missing, standby)
+    return np.stack((idle, missing - idle)) / np.maximum(full, 1.0)
+
+
+def _held_meanwhile(clock: Course, held: HeldDevices) -> Floats:
+    """Devices that were held while each iteration took place, on average."""
+    ends, took = clock.before_s + np.array(clock.ends_s), np.maximum(np.array(clock.took_s), SHORTEST_S)
+    return np.asarray((held.until(ends) - held.until(ends - took)) / took, dtype=np.float64)
 
 
 def summarise(

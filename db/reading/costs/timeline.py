@@ -52,6 +52,8 @@ class HeldTime:
     begin_s: Floats
     end_s: Floats
     seconds: Floats
+    of_devices: Floats
+    """The same for GPU-hours, in which devices that are not held are not lost."""
     held: HeldDevices
     held_s: float
     """From the job's start to its end."""
@@ -77,7 +79,7 @@ class HeldTime:
         end = np.clip(self.end_s, since_s, max(until_s, since_s))
         share = np.where(long, (end - begin) / lengths, 0.0)
         devices = np.where(long, (self.held.until(end) - self.held.until(begin)) / lengths, 0.0)
-        hours = devices @ self.seconds / 3600.0
+        hours = devices @ self.of_devices / 3600.0
         return share @ self.seconds, hours if self.hours_scale is None else hours * self.hours_scale
 
 
@@ -116,16 +118,19 @@ def laid_out(
     spans: Sequence[Interruption],
     pauses: Mapping[int, float],
     work: Floats,
+    of_devices: Floats,
     held: HeldDevices,
     **told: Any,
 ) -> HeldTime:
     """The timeline of a job. `pauses`: for checkpoints, by the index of the commit that they came before; `work`: of
-    each commit, by `WORK`; `told`: fields of `HeldTime` that are kept as they are."""
+    each commit, by `WORK`, and `of_devices` the same time for GPU-hours; `told`: fields of `HeldTime` that are kept as
+    they are."""
     start_s, held_s = clock.before_s, clock.before_s + clock.wall_s + clock.after_s
     told |= {"held": held, "held_s": held_s, "wall": (start_s, start_s + clock.wall_s)}
     if not clock.ends_s:
+        start = _only("start", held_s)
         return HeldTime(
-            begin_s=np.zeros(1), end_s=np.array([held_s]), seconds=_only("start", held_s), trained=False, **told
+            begin_s=np.zeros(1), end_s=np.array([held_s]), seconds=start, of_devices=start, trained=False, **told
         )
     ends = np.array((0.0, *clock.ends_s, max(clock.wall_s + clock.after_s, clock.ends_s[-1])))
     lengths = np.diff(ends)
@@ -144,10 +149,14 @@ def laid_out(
             begin = start_s + float(begins[index])
             parts.append((begin, begin + seconds, _only(cause, seconds)))
             begins[index] += seconds
+    hours = shares.copy()
+    hours[:-1, _OF_WORK] = _placed(of_devices, lengths[:-1])
+    before = [each for _, _, each in parts]
     return HeldTime(
         begin_s=np.concatenate(([begin for begin, _, _ in parts], start_s + begins)),
         end_s=np.concatenate(([end for _, end, _ in parts], start_s + ends[1:])),
-        seconds=np.concatenate((*(each for _, _, each in parts), shares)),
+        seconds=np.concatenate((*before, shares)),
+        of_devices=np.concatenate((*before, hours)),
         **told,
     )
 
@@ -169,10 +178,12 @@ def spread_evenly(
     wall[0, 1:] = [lost_s.get(cause, 0.0) for cause in CAUSES]
     wall[0, _AT["useful"]], wall[0, _AT["rollback"]] = useful_s - rolled_s, rolled_s
     edges = np.cumsum([0.0, start_s, wall_s, after_s])
+    evenly = np.concatenate((_only("start", start_s), wall, _only("other", after_s)))
     return HeldTime(
         begin_s=edges[:-1],
         end_s=edges[1:],
-        seconds=np.concatenate((_only("start", start_s), wall, _only("other", after_s))),
+        seconds=evenly,
+        of_devices=evenly,
         held=of.held,
         held_s=float(edges[-1]),
         wall=(start_s, start_s + wall_s),

@@ -180,10 +180,14 @@ def reckoned(rows: dict[str, list[Row]], now: datetime, again: range = range(0))
     active = {row["epoch"]: row["active"] for row in rows["plans"]}
     standby = {row["epoch"]: row["standby"] for row in rows["plans"]}
     saved = {row["iteration"] for row in rows["checkpoints"]}
-    pieces: list[tuple[float, float, dict[str, float]]] = []
+    nodes = [
+        (at(row["joined_at"]) if row["replacement"] else 0.0, at(row["released_at"] or end), row["devices"])
+        for row in rows["nodes"]
+    ]
+    pieces: list[tuple[float, float, dict[str, float], dict[str, float]]] = []
 
     def piece(begin: float, end: float, cause: str) -> None:
-        pieces.append((begin, end, {cause: end - begin}))
+        pieces.append((begin, end, {cause: end - begin}, {cause: end - begin}))
 
     pauses = [
         at(row["finished_at"]) - row["seconds"] - at(before["finished_at"])
@@ -208,15 +212,20 @@ def reckoned(rows: dict[str, list[Row]], now: datetime, again: range = range(0))
             piece(noticed, began, "reconfigure")
         else:
             extra = max(began - last - usual_pause, 0.0) if former["iteration"] in saved else 0.0
-            pieces.append((last, began, {"checkpoint": extra, "other": began - last - extra}))
+            between = {"checkpoint": extra, "other": began - last - extra}
+            pieces.append((last, began, between, between))
+        held = sum(devices * max(min(done, b) - max(began, a), 0.0) for a, b, devices in nodes) / row["seconds"]
         suffers = any(each["iteration"] <= row["iteration"] < each["ended_iteration"] for each in slow)
         late = row["seconds"] - row["predicted_seconds"] if suffers else 0.0
-        there = row["seconds"] - late
-        idle = standby[row["epoch"]] / asked * there
-        fewer = (1.0 - (active[row["epoch"]] + standby[row["epoch"]]) / asked) * there
-        rest = there - idle - fewer
         useful = "rollback" if row["iteration"] in again else "useful"
-        pieces.append((began, done, {"slow": late, "idle": idle, "capacity": fewer, useful: rest}))
+        shared: list[dict[str, float]] = []
+        for full in (asked, min(asked, held)):  # of seconds, and of GPU-hours
+            working = min(active[row["epoch"]] / full, 1.0)
+            idle = min(standby[row["epoch"]] / full, 1.0 - working)
+            told = {"slow": late * working, "idle": idle * row["seconds"]}
+            told["capacity"] = (1.0 - working - idle) * row["seconds"]
+            shared.append({**told, useful: row["seconds"] * working - told["slow"]})
+        pieces.append((began, done, shared[0], shared[1]))
         last = done
     fatal = [row for row in rows["failures"] if row["kind"] == "program"]
     if not iterations:
@@ -228,19 +237,12 @@ def reckoned(rows: dict[str, list[Row]], now: datetime, again: range = range(0))
         piece(noticed, at(end), "reconfigure")
     else:
         piece(last, at(end), "other")
-    nodes = [
-        (
-            at(row["joined_at"]) if row["replacement"] else 0.0,
-            at(row["released_at"] or end),
-            row["devices"],
-        )
-        for row in rows["nodes"]
-    ]
     found: dict[str, float] = {}
-    for begin, done, causes in pieces:
+    for begin, done, causes, of_devices in pieces:
         device_s = sum(devices * max(min(done, b) - max(begin, a), 0.0) for a, b, devices in nodes)
         for cause, seconds in causes.items():
             found[cause] = found.get(cause, 0.0) + seconds
+        for cause, seconds in of_devices.items():
             hours = seconds / (done - begin) * device_s / HOUR if done > begin else 0.0
             found[f"h:{cause}"] = found.get(f"h:{cause}", 0.0) + hours
     hours = sum(devices * (b - a) for a, b, devices in nodes) / HOUR

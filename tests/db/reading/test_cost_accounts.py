@@ -329,7 +329,7 @@ def test_under_a_plan_that_makes_do_with_the_slow_device_healthy_iterations_are_
     assert lost(told(job(15), iterations, [slow], plans=plans)) == {"slow": 1.0}
     # On fewer devices than ever before nobody knows better than the detector; the missing ones are lost, too.
     plans = [plan(1, 8), plan(2, 6)]
-    assert lost(told(job(15), iterations, [slow], plans=plans)) == {"slow": 0.2, "capacity": 1.2}
+    assert lost(told(job(15), iterations, [slow], plans=plans)) == {"slow": 0.15, "capacity": 1.25}
 
 
 def test_checkpoints_cost_the_pause_behind_them() -> None:
@@ -351,6 +351,25 @@ def test_nodes_are_paid_until_they_are_given_back() -> None:
     # Agents that came late, or again, were on nodes that were there all the time; replacements were not.
     nodes[0]["joined_at"], nodes[2] = at(3), nodes[2] | {"replacement": 1}
     assert told(job(60), iterations, nodes=nodes).gpu_hours == found.gpu_hours
+
+
+def test_gpus_that_were_given_back_cost_time_and_no_gpu_hours() -> None:
+    """One of two nodes dies after 10 of 30 iterations, and is given back 5 s later; all that is held then works."""
+    iterations = [*(iteration(i, i) for i in range(1, 11)), *(iteration(i, i, epoch=2) for i in range(11, 31))]
+    nodes = [
+        {"node": "n1", "devices": 4, "joined_at": at(-10), "released_at": None},
+        {"node": "n2", "devices": 4, "joined_at": at(-10), "released_at": at(15)},
+    ]
+    found = told(job(30), iterations, plans=[plan(1, 8), plan(2, 4)], nodes=nodes)
+    assert lost(found) == {"capacity": 10.0}
+    assert found.gpu_hours == pytest.approx((8 * 25 + 4 * 15) / 3600)
+    assert found.lost_gpu_hours["capacity"] == found.failure_gpu_hours == pytest.approx(4 * 5 / 3600)
+    assert found.useful_gpu_hours == pytest.approx((8 * 10 + 4 * 20) / 3600)
+    # One of those that are held stands by.
+    found = told(job(30), iterations, plans=[plan(1, 8), plan(2, 3, standby=1)], nodes=nodes)
+    assert lost(found) == {"idle": 2.5, "capacity": 10.0}
+    assert found.lost_gpu_hours["idle"] == pytest.approx(1 * 20 / 3600)
+    assert found.lost_gpu_hours["capacity"] == pytest.approx(4 * 5 / 3600)
 
 
 def test_a_clock_that_went_back_costs_nothing() -> None:

@@ -168,8 +168,22 @@ def overlapping() -> Iterator[tuple[journal.AnyEntry, float]]:
             yield journal.PlanInEffect(epoch=entry.plan.epoch), at + 0.01
 
 
+def slow_with_fewer() -> Iterator[tuple[journal.AnyEntry, float]]:
+    """A GPU that died is followed by another that works at half its speed."""
+    for entry, at in story():
+        if isinstance(entry, journal.IterationCommitted) and entry.epoch == 2:
+            entry = msgspec.structs.replace(entry, predicted_seconds=0.3)
+        yield entry, at
+        if isinstance(entry, journal.PlanDecided) and entry.plan.epoch == 2:
+            slow = journal.FailureFound(
+                failure=2, kind="fail-slow", component="device", cause="", ranks=(0,), node="n1", device=0,
+                iteration=entry.next_iteration, epoch=2, evidence="", detect_s=None, speed=0.5,
+            )  # fmt: skip
+            yield slow, at
+
+
 @pytest.mark.parametrize("until", [None, 30, 45])
-@pytest.mark.parametrize("of", [story, overlapping])
+@pytest.mark.parametrize("of", [story, overlapping, slow_with_fewer])
 def test_goodput_is_the_ledger_s(
     tmp_path: Path, of: Callable[[], Iterator[tuple[journal.AnyEntry, float]]], until: int | None
 ) -> None:

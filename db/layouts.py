@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
+
 from resihp.errors import LedgerError
 from resihp.parallelism.layout import Layout, Replica, Stage
 
@@ -35,6 +37,24 @@ def from_json(text: str) -> Layout:
         return _from_plain(json.loads(text))
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise LedgerError(f"ledger: a plan's layout is none: {error}; import the job again") from error
+
+
+class _Stage(msgspec.Struct):
+    ranks: frozenset[int]
+
+
+class _Ranks(msgspec.Struct):
+    replicas: list[list[_Stage]]
+    standby: frozenset[int]
+
+
+def ranks_of(text: str) -> tuple[frozenset[int], frozenset[int]]:
+    """Ranks that work, and those that stand by: much sooner than all of a layout. Raises LedgerError as `from_json`."""
+    try:
+        found = msgspec.json.decode(text, type=_Ranks)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise LedgerError(f"ledger: a plan's layout is none: {error}; import the job again") from error
+    return frozenset().union(*(stage.ranks for replica in found.replicas for stage in replica)), found.standby
 
 
 def _from_plain(plain: dict[str, Any]) -> Layout:

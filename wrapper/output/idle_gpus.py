@@ -200,7 +200,7 @@ class IdleGpus:
 
 def of_ledger(reader: Reader, job: Row) -> IdleGpus:
     """The same of a job's rows. `job`: its row, with its `configuration`."""
-    from db.layouts import from_json
+    from db.layouts import ranks_of
 
     number = job["id"]
     try:
@@ -209,20 +209,25 @@ def of_ledger(reader: Reader, job: Row) -> IdleGpus:
         configuration = {}
     found = IdleGpus(job["nodes"], job["gpus_per_node"])
     found.asked = devices_of(job["nodes"], job["gpus_per_node"], configuration)
-    last = reader.rows("plans", number, last=PLANS_KEPT)
-    found.whole = len(last) < PLANS_KEPT
-    found.plans = [
-        PlanOfWork.of(row["next_iteration"], from_json(json.dumps(row["layout"])))
-        for row in last
-        if row["in_effect_at"] is not None
-    ]
-    if not found.plans:
+    plans = _last_plans(reader, number)
+    found.whole = len(plans) <= PLANS_KEPT
+    if not plans:
         return found
     nodes = sorted(reader.rows("nodes", number), key=lambda row: (row["lost_at"] is not None, row["lost_at"] or 0))
     found.there = {row["node"]: row["lost_at"] is None and row["joined_at"] is not None for row in nodes}
     workers = reader.narrow("workers", number, ("rank", "node", "device", "ended_at"))
     found.places = {row["rank"]: (row["node"], row["device"]) for row in workers}
     found.ended = {row["rank"] for row in workers if row["ended_at"] is not None}
+    waiting: set[int] | None = None
+    for row in plans[:PLANS_KEPT]:  # layouts take time to read: no more of them than it takes
+        found.plans.insert(0, PlanOfWork(row["next_iteration"], *ranks_of(row["layout"])))
+        if waiting is None:
+            waiting = {gpu.rank for gpu in found.idle() if gpu.rank is not None}
+        waiting -= found.plans[0].active
+        if not waiting:
+            break
+    if not found.idle():
+        return found
     for row in reader.narrow("probes", number, ("id", "kind", "occasion", "node", "device", "speed", "passed")):
         if row["kind"] == "device" and row["device"] is not None:
             found.probed((row["node"], row["device"]), row["occasion"], row["speed"], fit=row["passed"])
@@ -234,6 +239,18 @@ def of_ledger(reader: Reader, job: Row) -> IdleGpus:
         ):
             found.slow[row["failure"]] = (row["node"], row["device"]), row["speed"]
     return found
+
+
+def _last_plans(reader: Reader, job: int) -> list[Row]:
+    """That took effect, the last one first; one more than are looked at, where there are as many."""
+    from sqlalchemy import select
+
+    from db.models import PlanRow
+
+    columns = PlanRow.__table__.columns
+    query = select(columns["next_iteration"], columns["layout"])
+    query = query.where(columns["job_id"] == job, columns["in_effect_at"].is_not(None))
+    return reader.fetch(query.order_by(columns["epoch"].desc()).limit(PLANS_KEPT + 1))
 
 
 def _gpus(number: int) -> str:

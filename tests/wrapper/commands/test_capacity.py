@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+import db.layouts
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan, spread
 from resihp.record import journal
@@ -230,6 +231,29 @@ def test_since_when_and_why_each_has_no_work() -> None:
     gone = journal.NodeLost(node="n2", reason="silent")
     assert "ranks 4-7 on n2 (its node was lost, since iteration 20)" in line(gone)
     assert "2 of 8 GPUs idle since iteration 12" in line(journal.NodeJoined(node="n2", host="h", devices=4), *shrunk)
+
+
+@pytest.mark.parametrize(("since", "read"), [(71, 1), (68, 4), (3, 64)])
+def test_no_more_layouts_are_read_than_it_takes(since: int, read: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 16,384 ranks each took 50 ms. Rank 3 has no work since that plan, of 70."""
+    uniform = Layout.uniform(tp=1, pp=2, dp=4, layers=4)
+
+    def often(job: str) -> Told:
+        yield from begins(job)
+        for epoch in range(1, 71):
+            layout = uniform.without(frozenset({3})) if epoch >= since else uniform
+            yield from plan(epoch, layout, epoch, 2.0 * epoch, "start" if epoch == 1 else "between")
+            yield commit(epoch, epoch, 1.0), 2.0 * epoch + 1.0
+
+    live = IdleGpus()
+    for entry, _ in often("j"):
+        live.follow(entry)
+    job = of(often)
+    found: list[str] = []
+    ranks_of = db.layouts.ranks_of
+    monkeypatch.setattr(db.layouts, "ranks_of", lambda text: (found.append(text), ranks_of(text))[1])
+    assert json.loads(resihp("status", job.name, "--json").stdout)["idle_line"] == live.line()
+    assert len(found) == read
 
 
 # --- from the failure on --------------------------------------------------------------------------------------------

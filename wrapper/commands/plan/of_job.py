@@ -135,16 +135,22 @@ def _read(reader: Reader, row: dict[str, Any], hardware: str | None) -> tuple[Qu
 
 
 def _measured(reader: Reader, job_id: int, epoch: int) -> tuple[float, int] | None:
-    """Median seconds of an iteration of the plan in effect, and of how many; None while there are too few."""
+    """Median seconds of an iteration of the plan in effect, since the last change of what is slow, and of how many;
+    None while there are too few."""
     from sqlalchemy import select
 
     from db.models import IterationRow
 
     columns = IterationRow.__table__.columns
-    query = select(columns["seconds"]).where(columns["job_id"] == job_id, columns["epoch"] == epoch)
-    query = query.where(columns["seconds"] > 0.0).order_by(columns["iteration"].desc()).limit(NEAR)
-    found = [row["seconds"] for row in reader.fetch(query)]
-    return (statistics.median(found), len(found)) if len(found) >= FEW else None
+    query = select(columns["iteration"], columns["seconds"])
+    query = query.where(columns["job_id"] == job_id, columns["epoch"] == epoch, columns["seconds"] > 0.0)
+    found = reader.fetch(query.order_by(columns["iteration"].desc()).limit(NEAR))
+    if len(found) < FEW:
+        return None
+    slow = [row for row in reader.narrow("failures", job_id) if row["kind"] == "fail-slow"]
+    since = max((row["ended_iteration"] or row["iteration"] for row in slow), default=0)
+    now = [row["seconds"] for row in found if row["iteration"] >= since] or [found[0]["seconds"]]
+    return statistics.median(now), len(now)
 
 
 def _said(seconds: float, of: int, by: str) -> str:

@@ -206,6 +206,24 @@ def test_what_a_job_found_slow_is_in_what_was_measured(ledger: str, tmp_path: Pa
     assert content["before"]["iteration_seconds"] < 1.6, "when all was well"
 
 
+@pytest.mark.parametrize(("healed", "takes"), [(None, 2.0), (46, 1.0)])
+def test_iterations_before_the_last_change_of_what_is_slow_do_not_tell_how_long_they_take_now(
+    healed: int | None, takes: float, ledger: str, tmp_path: Path
+) -> None:
+    *entries, slow = told(slow=0.5)
+    assert isinstance(slow, journal.FailureFound)
+    for i in range(1, 51):
+        seconds = 2.0 if 41 <= i < (healed or 51) else 1.0
+        entries.append(journal.IterationCommitted(epoch=1, outcome=outcome(i), seconds=seconds, predicted_seconds=None))
+    entries.append(msgspec.structs.replace(slow, iteration=41))
+    if healed is not None:
+        entries.append(journal.FailureEnded(failure=1, node="gpu-2", device=2, iteration=healed, evidence=""))
+    write(ledger, entries, tmp_path)
+    content, said = asked(ledger, "7")
+    assert f"an iteration takes {takes:.2f} s as things are" in said
+    assert content["unmitigated_seconds"] == pytest.approx(takes)
+
+
 def test_other_hardware_is_asked_about_by_its_arithmetic(ledger: str, tmp_path: Path) -> None:
     write(ledger, small(0.76), tmp_path)
     content, said = asked(ledger, "7", "--hardware", "h100")

@@ -35,7 +35,7 @@ def title(asked: Question, model: str, hardware: str) -> str:
 
 
 def happened(asked: Question) -> str:
-    """What is gone, and what is slow."""
+    """What is gone, and what is slow; of a job, beside what is gone from it already."""
     lost = sorted(gone(asked))
     said = [f"{_ranks(lost)} gone"] if lost else []
     slow = [f"{rank} at {speed:g}" for rank, speed in sorted(asked.slow.items())]
@@ -43,7 +43,7 @@ def happened(asked: Question) -> str:
         more = f" and {len(slow) - SLOW_SHOWN} more" if len(slow) > SLOW_SHOWN else ""
         said.append(f"slow: rank {', '.join(slow[:SLOW_SHOWN])}{more}")
     said += [f"link {a}-{b} at {speed:g}" for (a, b), speed in sorted(asked.slow_links.items())]
-    return "; ".join(said) or "nothing has failed"
+    return "; ".join(said) or ("nothing more has failed" if asked.devices else "nothing has failed")
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -33,6 +33,8 @@ def goodput_line(figures: dict[str, Any]) -> str:
     lost = ", ".join(
         f"{words.get(cause, cause)} {duration(s)}" for cause, s in figures["lost_seconds"].items() if s >= 0.005
     )
+    if figures["goodput"] is None:
+        lost = "all of it, no iteration is committed"
     return f"goodput {percent(figures['goodput'])}, ETTR {percent(figures['ettr'])}; lost: {lost or 'nothing'}"
 
 

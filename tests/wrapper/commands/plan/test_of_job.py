@@ -164,7 +164,9 @@ def test_a_small_job_is_told_in_its_own_times_and_a_loss_makes_it_no_faster(ledg
 
 def test_times_of_a_very_fast_job_are_told_in_small_units(ledger: str, tmp_path: Path) -> None:
     write(ledger, small(0.00042), tmp_path)
-    assert "before 420 µs 1.00 x 4.8 MB DP2 x PP1 x TP4" in shown(ledger, "7")[0]
+    lines, _ = shown(ledger, "7")
+    assert lines[0].endswith("on 8 devices of 2 nodes; nothing more has failed")
+    assert "before 420 µs 1.00 x 4.8 MB DP2 x PP1 x TP4" in lines
 
 
 def test_a_loss_that_seems_to_make_a_job_faster_is_explained(ledger: str, tmp_path: Path) -> None:

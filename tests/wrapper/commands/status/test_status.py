@@ -26,7 +26,7 @@ from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan, spread
 from resihp.protocol.messages import StepOutcome
 from resihp.record import journal, journal_file
-from tests.db.conftest import BEGAN, any_layout_story, node_story, write_journal
+from tests.db.conftest import BEGAN, any_layout_story, node_story, started, write_journal
 from wrapper.cli import app
 from wrapper.commands.history.command import OF_ALL, History
 from wrapper.commands.history.tables import history_table
@@ -590,3 +590,12 @@ def test_what_the_detector_sees_is_told(row: dict[str, Any], words: str) -> None
         state = job_status(reader, {**reader.job(), **row})
     assert state["state"] == "running"
     assert words in " ".join(" ".join(lines_of(tables.render_status(state, 80))).split())
+
+
+def test_a_job_that_committed_nothing_has_not_lost_nothing() -> None:
+    job = create_local_job()
+    began = job.read().created_at
+    told = [(started(job.name), 0.0), (journal.JobEnded(exit_code=93, state="failed", reason="no module"), 3600.0)]
+    write_journal(job.journal_file, ((entry, began + at) for entry, at in told))
+    job.exit_code_file.write_text("93\n")
+    assert "lost: all of it, no iteration is committed" in resihp("status", job.name).stdout

@@ -52,7 +52,8 @@ class Figures:
     exit_code: int | None = None
     started_at: float | None = None
     began_at: float | None = None
-    """When the first committed iteration began."""
+    """When the first committed iteration began, by the clock as it is now: where that was set back between two commits,
+    the later iteration counts as if it had followed at once."""
     committed_at: float | None = None
     committed_epoch: int = 0
     """Of the last committed iteration; `epoch` may be the next one's."""
@@ -254,6 +255,8 @@ def _committed(figures: Figures, entry: journal.IterationCommitted, at: float) -
         if passed_s is not None and passed_s >= 0.0:
             same = entry.epoch == figures.committed_epoch
             counted_us = round(figures.counting.of(seconds, passed_s, same_plan=same) * 1e6)
+        elif passed_s is not None and figures.began_at is not None:
+            figures.began_at += passed_s - seconds
         figures.known_us += counted_us
         figures.unused_us += round(counted_us * figures.unused(entry.epoch))
     if figures.began_at is None:
@@ -287,6 +290,8 @@ def _all_committed(figures: Figures, record: journal.Record, entry: journal.Iter
     figures.untimed += entry.count - int(timed.sum())
     if figures.began_at is None:
         figures.began_at = float(ats[0] - seconds[0] * timed[0])
+    set_back = timed & (passed_s < 0.0)
+    figures.began_at += float((passed_s - seconds)[set_back].sum())
     figures.committed_at, figures.committed_epoch = float(ats[-1]), entry.epoch
     figures.iterations += entry.count
     figures.iteration, figures.epoch = entry.first + entry.count - 1, entry.epoch

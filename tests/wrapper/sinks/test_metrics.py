@@ -182,14 +182,24 @@ def slow_with_fewer() -> Iterator[tuple[journal.AnyEntry, float]]:
             yield slow, at
 
 
+def set_back() -> Iterator[tuple[journal.AnyEntry, float]]:
+    """The clock is set back by an hour between two iterations, as where another host leads whose clock is late."""
+    late = 0.0
+    for entry, at in story():
+        if isinstance(entry, journal.IterationCommitted) and entry.outcome.iteration == 6:
+            late = 3600.0
+        yield entry, at - late
+
+
 @pytest.mark.parametrize("until", [None, 30, 45])
-@pytest.mark.parametrize("of", [story, overlapping, slow_with_fewer])
+@pytest.mark.parametrize("of", [story, overlapping, slow_with_fewer, set_back])
 def test_goodput_is_the_ledger_s(
     tmp_path: Path, of: Callable[[], Iterator[tuple[journal.AnyEntry, float]]], until: int | None
 ) -> None:
     records = told(of(), tmp_path)[:until]
     now = records[-1].at + 7
     found = followed(records)
+    assert followed(pack(records)).goodput(now) == pytest.approx(found.goodput(now))
     with Ledger.open("sqlite", tmp_path) as ledger:
         for record in records:
             ledger.submit(record)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import re
+import sqlite3
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 from rich.console import Console
 
 import db.layouts
+from db.writer import catch_up
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan, spread
 from resihp.record import journal
@@ -150,6 +153,21 @@ def test_history_cost_has_them_as_a_cause_of_their_own_and_adds_up() -> None:
     by_job = {row["job"]: row for row in rows("cost", "--all", "--by", "job")}
     assert by_job[job.name]["failure_gpu_hours"] == pytest.approx(2 * 20 / 3600, abs=1e-5)
     assert by_job[job.name]["goodput"] == pytest.approx(0.75, abs=1e-4)
+
+
+def test_jobs_of_one_name_are_told_apart_and_no_name_steers_the_terminal(tmp_path: Path) -> None:
+    """In a ledger of many hosts several are called local-1."""
+    url = f"sqlite:///{tmp_path}/shared.db"
+    for told in (quarter_idle, quarter_idle, batch_host_dies):
+        job = of(told)
+        catch_up(url, job.folder, job.journal_file)
+    with closing(sqlite3.connect(tmp_path / "shared.db")) as ledger, ledger:
+        ledger.execute("UPDATE jobs SET name = 'local-1\x1b[2J'")
+        uuids = [uuid[:8] for (uuid,) in ledger.execute("SELECT uuid FROM jobs ORDER BY id LIMIT 2")]
+    shown = resihp("history", "cost", "--all", "--ledger", url).stdout
+    assert "GPUs stood by in 2 of 3 jobs" in shown
+    assert all(f"local-1\\x1b[2J, id {uuid} (0.0111 GPU-hours)" in in_words(shown) for uuid in uuids)
+    assert "\x1b" not in shown
 
 
 def test_the_report_says_so_too(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ to import is imported in the functions.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -403,15 +404,20 @@ def _idle_jobs(found: Sequence[tuple[Row, Any]]) -> str:
     """Jobs that had GPUs which stood by, those that paid most for it first; empty for none."""
     from wrapper.commands.history.tables import amount
 
-    hours: dict[str, float] = {}
-    for job, account in found:
-        hours[job["name"]] = hours.get(job["name"], 0.0) + account.lost_gpu_hours["idle"]
-    paid = sorted(((each, name) for name, each in hours.items() if each > 0.0), reverse=True)
+    hours: dict[tuple[str, str], float] = {}
+    for job, account in found:  # of one that was cut, part by part
+        which = job["name"], job["uuid"]
+        hours[which] = hours.get(which, 0.0) + account.lost_gpu_hours["idle"]
+    paid = sorted(((each, *which) for which, each in hours.items() if each > 0.0), reverse=True)
     if not paid:
         return ""
-    named = ", ".join(f"{name} ({amount(each)} GPU-hours)" for each, name in paid[:MOST_NAMED])
+    alike = Counter(name for name, _ in hours)
+    told = [
+        f"{name if alike[name] == 1 else f'{name}, id {uuid[:8]}'} ({amount(each)} GPU-hours)"
+        for each, name, uuid in paid[:MOST_NAMED]
+    ]
     more = ", ..." if len(paid) > MOST_NAMED else ""
-    return f"GPUs stood by in {len(paid)} of {len(hours)} jobs: {named}{more}"
+    return f"GPUs stood by in {len(paid)} of {len(hours)} jobs: {', '.join(told)}{more}"
 
 
 def _of_one(asked: Asked, reader: Reader, job: Row, others: Sequence[Row], ledger: str | None) -> Listing:
@@ -632,12 +638,13 @@ def _reckoned(
 
 def _show(asked: Asked, answer: Listing, every: bool) -> None:
     from wrapper.commands.history.tables import history_table
+    from wrapper.output.render import literal
     from wrapper.output.tables import show
 
     screen = console()
     show(screen, *history_table(asked.shape, answer.rows, with_jobs=every and asked.is_table))
     if answer.closing:
-        screen.print(answer.closing)
+        screen.print(literal(answer.closing))
     if asked.limit is not None and len(answer.rows) == asked.limit and answer.total != len(answer.rows):
         which = "newest" if asked.is_table or asked.view in ("decisions", "promises", "hosts", "devices") else "first"
         of = "" if answer.total is None else f" of {answer.total:,}"

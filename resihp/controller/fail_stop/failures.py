@@ -93,7 +93,8 @@ def alike(what: str) -> str:
     return _NUMBERS.sub("#", what)
 
 
-def incident(job: Job, member: Member, status: int) -> None:
+def incident(job: Job, member: Member, status: int, *, alone: bool = False) -> None:
+    """`alone`: before the first plan, where others have come further."""
     injected = job.signalled.get(member.rank)
     if member.raised is not None:
         cause, evidence = f"rank {member.rank} raised {member.raised.error}", member.raised.traceback[-4000:]
@@ -109,7 +110,6 @@ def incident(job: Job, member: Member, status: int) -> None:
     # A dead GPU reaches the script as an exception; and what one rank alone cannot do at the start is its node's, if
     # others can do it: of a program that never says what it trains, nobody knows.
     devices = condemned or root_causes.failed_on_its_device(job, member)
-    alone = job.stage == "gathering" and job.has_declared
     blamed = (member.raised is None and status != m.ABORT_STATUS) or devices or alone
     stuck = not blamed and member.raised is None  # in an abort, which is no program's fault either
     dead = condemned or (member.node, member.device) in job.dead_devices
@@ -262,11 +262,12 @@ def explain_nodes(job: Job) -> None:
 def explain_early(job: Job) -> None:
     """What was lost before the first plan becomes failures: of nodes, with what died there before; of processes and
     devices. All of it is on record, so that another supervisor comes to the same."""
+    alone = job.has_declared
     for rank, exit in list(job.record.unexplained.items()):  # as they ended: the first that tells a cause has it
         if rank in job.record.refused:
             never_started(job, rank, job.record.refused[rank])
         elif exit is not None:
-            incident(job, job.members[rank], exit)
+            incident(job, job.members[rank], exit, alone=alone)
     explain_nodes(job)
     incidents.log_incidents(job)
 

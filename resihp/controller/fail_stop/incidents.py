@@ -89,13 +89,14 @@ def log_incidents(job: Job) -> list[int]:
     numbers = []
     root_causes.explain(job)
     losses = [incident for incident in job.incidents if incident.kind != "communication"]
+    unknown = job.stage == "gathering" and not job.has_declared
     for incident in losses or job.incidents:
         if job.departure is not None and incident.found_at >= job.departure.first_at - COINCIDENCE_S:
             continue
         if incident.kind == "fail-stop" and job.excused(incident.node or "", incident.found_at):
             incident.cause += " when agents were told to stop"
             incident.component, incident.node, incident.device = "process", None, None
-        if incident.node is None and job.stage == "gathering" and not job.has_declared:
+        if unknown and incident.node is None:
             incident.cause = _with_its_place(job, incident.cause)
         numbers.append(job.record.failures + 1)
         waited_s = job.now - incident.found_at

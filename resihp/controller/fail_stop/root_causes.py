@@ -66,8 +66,16 @@ def explain(job: Job) -> None:
     earlier = tuple(job.record.diagnosed)
     for incident in ended:
         incident.diagnosis = diagnose([_report(job, m, own=True) for m in _members(job, incident)], earlier)
-    for node in sorted({member.node for incident in ended for member in _members(job, incident)}):
-        _weigh_node(job, node, ended, earlier)
+    gone: dict[str, dict[int, Incident]] = {}
+    for incident in ended:
+        for member in _members(job, incident):
+            gone.setdefault(member.node, {})[member.rank] = incident
+    living: dict[str, list[Report]] = {}
+    for member in job.members.values():
+        if member.alive and member.node in gone:
+            living.setdefault(member.node, []).append(_alive(member))
+    for node in sorted(gone):
+        _weigh_node(job, gone[node], living.get(node, []), earlier)
     _merge(job)
     for incident in job.incidents:
         if incident.diagnosis is not None:
@@ -77,12 +85,10 @@ def explain(job: Job) -> None:
 # --- one node -----------------------------------------------------------------------------------------------------
 
 
-def _weigh_node(job: Job, node: str, ended: list[Incident], earlier: tuple[Diagnosed, ...]) -> None:
-    """What was said of a node as such becomes the cause of one incident, if it is nearer to a root than its own."""
-    gone = {member.rank: incident for incident in ended for member in _members(job, incident) if member.node == node}
-    reports = [_report(job, job.members[rank]) for rank in sorted(gone)]
-    reports += [_alive(member) for member in job.members.values() if member.alive and member.node == node]
-    found = diagnose(reports, earlier)
+def _weigh_node(job: Job, gone: dict[int, Incident], living: list[Report], earlier: tuple[Diagnosed, ...]) -> None:
+    """What was said of a node as such becomes the cause of one incident, if it is nearer to a root than its own.
+    `gone`, `living`: of its ranks."""
+    found = diagnose([*(_report(job, job.members[rank]) for rank in sorted(gone)), *living], earlier)
     signature = signature_of(found.code)
     if found.secondary or signature is None or not signature.node_wide:
         return
@@ -136,16 +142,20 @@ def _merge(job: Job) -> None:
     if not roots:
         return
     root = min(roots, key=lambda incident: incident.found_at)
-    victims = [i for i in job.incidents if i is not root and _follows(job, i)]
-    for victim in victims:
+    declared = job.has_declared
+    kept: list[Incident] = []
+    for victim in job.incidents:
+        if victim is root or not _follows(job, victim, declared):
+            kept.append(victim)
+            continue
         root.ranks |= victim.ranks
         root.explains |= victim.explains
         lines = victim.diagnosis.evidence if victim.diagnosis is not None else ()
         root.evidence = _joined(f"{root.evidence}\nthen {victim.cause}", lines)
-    job.incidents = [incident for incident in job.incidents if incident not in victims]
+    job.incidents = kept
 
 
-def _follows(job: Job, incident: Incident) -> bool:
+def _follows(job: Job, incident: Incident, declared: bool) -> bool:
     """An abort that hangs is another's end as well. What a script raised that trains with us is always its own: there
     a lost peer reaches no script."""
     members = _members(job, incident)
@@ -153,7 +163,7 @@ def _follows(job: Job, incident: Incident) -> bool:
         return True
     if incident.diagnosis is None or not incident.diagnosis.secondary or incident.component not in _OF_A_PROCESS:
         return False
-    return all(m.exit_status != -signals.SIGKILL and (m.raised is None or not job.has_declared) for m in members)
+    return all(m.exit_status != -signals.SIGKILL and (m.raised is None or not declared) for m in members)
 
 
 def _is_hung_abort(job: Job, incident: Incident) -> bool:

@@ -14,6 +14,7 @@ from resihp.parallelism.plan import Plan
 from resihp.protocol import messages as m
 from resihp.record.journal import FailureFound, NodeJoined, NodeLost, PlanDecided, ReplacementAsked, WorkerStarted
 from tests.resihp.controller.direct import DECLARE
+from tests.resihp.controller.test_size import work
 from tests.resihp.controller.test_startup import Start
 
 FOUR = {"nodes": 2, "gpus_per_node": 2, "spares": 0}
@@ -479,3 +480,21 @@ def test_what_all_ranks_say_of_peers_is_the_scripts_where_nobody_said_more() -> 
         ends(job, rank, "ConnectionRefusedError: [Errno 111] Connection refused")
     assert job.end is not None
     assert job.end[0] == 93
+
+
+def test_telling_who_lost_a_peer_takes_as_long_for_each_rank_however_many_they_are() -> None:
+    """The supervisor hears nobody meanwhile."""
+
+    def cost(nodes: int) -> int:
+        job = gathered(nodes=nodes, gpus_per_node=8)
+        ranks = range(nodes * 8)
+        job.spawn(*ranks)
+        for rank in ranks[:-1]:
+            ends(job, rank, "ValueError: bad batch" if rank == 0 else PEER.format(rank))
+        assert job.end is None
+        counted = work(lambda: ends(job, ranks[-1], PEER.format(ranks[-1])))
+        (failure,) = job.all(FailureFound)
+        assert failure.ranks == tuple(ranks)
+        return counted
+
+    assert cost(64) < 10 * cost(8)

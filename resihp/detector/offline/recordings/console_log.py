@@ -24,8 +24,12 @@ LINE = re.compile(
     r"(?:^|\d\d:\d\d:\d\d |[\w\]]: ?)iteration (\d{1,15})  loss (?:nan|-?inf|-?\d+\.\d{4})(?=  |\s*$)(.*)$"
 )
 """Behind its time, and whatever srun or a log collector puts before a line."""
-SECONDS = re.compile(r"  \S+ tokens/s  (?:(\d+\.\d+) s|(\d+) (min|h|d) (\d\d) (?:s|min|h))(?=  |\s*$)")
-UNITS_S = {"min": (60.0, 1.0), "h": (3600.0, 60.0), "d": (86400.0, 3600.0)}
+SECONDS = re.compile(
+    r"  \S+ tokens/s  (?:(\d+(?:\.\d+)?) (s|ms|µs)|(\d+) (min|h|d) (\d\d) (?:s|min|h))(?=  |\s*$)"
+)
+"""As `wrapper.output.render.duration` writes them."""
+SMALL_S = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
+LARGE_S = {"min": (60.0, 1.0), "h": (3600.0, 60.0), "d": (86400.0, 3600.0)}
 
 
 def is_ours(line: str) -> bool:
@@ -58,11 +62,11 @@ def read_console(content: bytes) -> Recording:
 
 
 def _seconds(rest: str) -> float:
-    """Of `0.45 s`, `4 min 05 s`, `2 h 03 min`; NaN where nobody reported a time."""
+    """Of `0.45 s`, `3.1 ms`, `4 min 05 s`, `2 h 03 min`; NaN where nobody reported a time."""
     found = SECONDS.match(rest)
     if found is None:
         return math.nan
     if found[1]:
-        return float(found[1])
-    large_s, small_s = UNITS_S[found[3]]
-    return int(found[2]) * large_s + int(found[4]) * small_s
+        return float(found[1]) * SMALL_S[found[2]]
+    large_s, small_s = LARGE_S[found[4]]
+    return int(found[3]) * large_s + int(found[5]) * small_s

@@ -96,14 +96,14 @@ def read_rows(rows: Sequence[NamedRow], unit: str = "row") -> Recording:
     if rank and _column(usable, (OF_COMPUTING,)) and name == "seconds":
         name = OF_COMPUTING
         remarks.append(f"times are `{OF_COMPUTING}`: what ranks take as a whole is as long as the slowest of them")
-    of_job: dict[Any, list[Measured]] = {}
+    of_job: dict[str, list[Measured]] = {}
     without: list[int] = []
     clock = name in MOMENT or (name in EITHER and _never_back(usable, iteration, name, rank))
     for line, fields in usable:
         if fields.get(name) is None or fields.get(iteration) is None:
             without.append(line)
             continue
-        of_job.setdefault(fields.get(job), []).append(
+        of_job.setdefault(str(fields.get(job)), []).append(
             Measured(
                 line,
                 _number(fields[iteration]),
@@ -121,6 +121,9 @@ def read_rows(rows: Sequence[NamedRow], unit: str = "row") -> Recording:
         remarks.append(f"of {len(found)} jobs, each a run")
     remarks += [remark for each in found for remark in each.remarks]
     remarks += counted(without, "row without its time", unit)
+    remarks += counted(
+        [row.line for row in rows if row.fields.get(iteration) is None], "row without its iteration", unit
+    )
     return Recording("series", tuple(run for each in found for run in each.runs), tuple(remarks))
 
 
@@ -164,11 +167,11 @@ def _never_back(rows: Sequence[NamedRow], iteration: str, name: str, rank: str) 
     values = [fields[name] for _, fields in rows if fields.get(name) is not None]
     if not all(math.isfinite(_number(value)) for value in values) or _number(values[-1]) > SINCE_1970_S:
         return True
-    last: dict[Any, tuple[float, float]] = {}
+    last: dict[str, tuple[float, float]] = {}
     for _, fields in rows:
         if fields.get(name) is None:
             continue
-        of, at, now = fields.get(rank), _number(fields[iteration]), _number(fields[name])
+        of, at, now = str(fields.get(rank)), _number(fields[iteration]), _number(fields[name])
         before = last.get(of, (-math.inf, -math.inf))
         if at > before[0] and now < before[1]:
             return False

@@ -232,13 +232,14 @@ def test_what_we_print_is_read_with_all_that_stands_around_it() -> None:
     assert between.startswith("3 iterations between are not in it, as at most one line a second is printed")
 
 
-def test_lines_as_the_live_view_prints_them() -> None:
+@pytest.mark.parametrize("seconds", [250e-6, 0.0031, 0.0099, 0.45, 12.3, 245.0, 3720.0, 97200.0])
+def test_lines_as_the_live_view_prints_them(seconds: float) -> None:
     from tests.db.conftest import outcome
     from wrapper.sinks.terminal import iteration_line
 
-    entry = journal.IterationCommitted(epoch=1, outcome=outcome(12), seconds=0.45, predicted_seconds=None)
+    entry = journal.IterationCommitted(epoch=1, outcome=outcome(12), seconds=seconds, predicted_seconds=None)
     (run,) = of(f"11-25 17:09:02 {iteration_line(entry)}").runs
-    assert [(point.iteration, point.seconds) for point in run.points] == [(12, 0.45)]
+    assert [(point.iteration, point.seconds) for point in run.points] == [(12, pytest.approx(seconds))]
 
 
 # --- JSON -----------------------------------------------------------------------------------------------------------
@@ -326,6 +327,18 @@ def test_where_only_moments_are_told_times_are_those_between(moment: Callable[[f
         [0.3],
     ]
     assert any("times are those between two lines" in remark for remark in recording.remarks)
+
+
+def test_json_fields_that_are_of_no_use_where_they_are_do_no_harm() -> None:
+    recording = of(
+        '{"iteration": 1, "seconds": 1.0, "job": ["a"], "rank": [0]}',
+        '{"iteration": null, "seconds": 9.0, "job": ["a"], "rank": 0}',
+        '{"iteration": 2, "seconds": 1.0, "job": ["a"], "rank": 0}',
+        '{"iteration": 3, "seconds": 1.0, "job": ["a"], "rank": 0}',
+    )
+    assert iterations(recording) == [[2, 3]]
+    assert "1 row without a usable time left out, line 1" in recording.remarks
+    assert "1 row without its iteration left out, line 2" in recording.remarks
 
 
 def test_ranks_of_json_have_a_series_each() -> None:

@@ -16,7 +16,7 @@ TOLERANCE = 0.10
 LARGER = 1.05
 """From here on a workload is larger than usual."""
 NEAR = 100
-"""Iterations before it, and after it, that tell what is usual; callers need give no more."""
+"""Iterations before it, and after it, that tell what is usual, and before it was slow; callers need give no more."""
 FEW = 3
 """Iterations tell what is usual from here on; with fewer before it, those after it are asked, too."""
 TRUSTED = 1.2
@@ -31,21 +31,29 @@ Measure = Literal["predicted", "usual"]
 
 
 class Usual(msgspec.Struct, frozen=True, kw_only=True):
-    """What iterations of this shape usually take in the job: under a plan of the same layout, and with as long
-    sequences if there are `FEW` of these; nothing slow that is known touched them."""
+    """What an iteration like this usually takes in the job, by others of the same layout, of other layouts where there
+    are none; nothing slow that is known touched them."""
 
     seconds: float
-    """Median."""
+    """Median, of those with as long sequences; or what was predicted for this one, `ratio` times, where too few of
+    the same layout had."""
     rows: list[Row]
     others: bool
     """Whether some of them came after it: there were too few before."""
     ratio: float | None
     """Median of what they took over what was predicted for them; None where too little was."""
+    alike: bool
+    """Whether they had about as much to do."""
+    scaled: bool
+    """Whether `seconds` is `ratio` times the prediction."""
+    shape: bool
+    """Whether they are of the same layout."""
 
     @property
     def of(self) -> str:
         which = f"{len(self.rows)} other" if self.others else f"the last {len(self.rows)}"
-        return f"median of {which} iterations of this shape"
+        of = f"{which} iterations of {'this shape' if self.shape else 'other layouts'}"
+        return f"{of}, by what was predicted for each" if self.scaled else f"median of {of}"
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,8 +94,20 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
 # --- what it should have taken --------------------------------------------------------------------------------------
 
 
-def slows(failure: Row, iteration: int) -> bool:
-    """Whether something slow touched an iteration."""
+def slows(failure: Row, row: Row) -> bool:
+    """Whether something slow touched an iteration: what had no work under its plan did not
+    (`db.reading.plans.idle_epochs`)."""
+    return _lasts(failure, row["iteration"]) and row["epoch"] not in failure.get("idle_epochs", ())
+
+
+def untouched(iteration: int, failures: Sequence[Row]) -> int:
+    """The last one up to this iteration while nothing was known to be slow; 0 if there is none."""
+    while since := [one["iteration"] for one in failures if _lasts(one, iteration)]:
+        iteration = min(since) - 1
+    return max(iteration, 0)
+
+
+def _lasts(failure: Row, iteration: int) -> bool:
     return (
         failure["kind"] == "fail-slow"
         and failure["iteration"] <= iteration
@@ -111,27 +131,33 @@ def _usual(number: int, iterations: Sequence[Row], failures: Sequence[Row], plan
     """By those before it, or where they are too few by all."""
     row, shapes = iterations[number], {one["epoch"]: one["description"] for one in plans}
     shape = shapes.get(row["epoch"], row["epoch"])
-    found = [
+    well = [
         one
         for one in iterations
-        if one is not row
-        and one["seconds"]
-        and shapes.get(one["epoch"], one["epoch"]) == shape
-        and not any(slows(failure, one["iteration"]) for failure in failures)
+        if one is not row and one["seconds"] and not any(slows(failure, one) for failure in failures)
     ]
-    as_long = [one for one in found if _as_long(one, row)]
-    found = as_long if len(as_long) >= FEW else found
-    before = [one for one in found if one["iteration"] < row["iteration"]]
+    same = [one for one in well if shapes.get(one["epoch"], one["epoch"]) == shape]
+    as_long = [one for one in same if _as_long(one, row)]
+    alike = len(as_long) >= FEW
+    found = as_long if alike else same or well
+    before = [one for one in found if one["iteration"] < row["iteration"]][-NEAR:]
     others = len(before) < FEW and len(before) < len(found)
     found = found if others else before
-    if not found:
-        return None
     ratios = [one["seconds"] / one["predicted_seconds"] for one in found if one["predicted_seconds"]]
+    ratio = statistics.median(ratios) if len(ratios) >= FEW else None
+    scaled = not alike and ratio is not None and bool(row["predicted_seconds"])
+    if not found or not (same or scaled):
+        return None
     return Usual(
-        seconds=statistics.median(one["seconds"] for one in found),
+        seconds=ratio * row["predicted_seconds"]
+        if scaled and ratio
+        else statistics.median(s["seconds"] for s in found),
         rows=found,
         others=others,
-        ratio=statistics.median(ratios) if len(ratios) >= FEW else None,
+        ratio=ratio,
+        alike=alike,
+        scaled=scaled,
+        shape=bool(same),
     )
 
 

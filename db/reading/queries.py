@@ -36,9 +36,10 @@ from db import models
 from db.models import EventRow, IterationRow, JobRow
 from db.reading import comparison, fleet, hardware, rates
 from db.reading.costs.cost_accounts import summarise
-from db.reading.excess import NEAR
+from db.reading.excess import NEAR, untouched
 from db.reading.fleet import FIGURES, By, CostBy
 from db.reading.plans import decisions as taken
+from db.reading.plans import idle_epochs
 from db.reading.plans import promises as promised
 from db.reading.plans import spares as spares_saved
 from db.reading.reader import JOB_COLUMNS, TABLES, Reader, Row, Table
@@ -206,11 +207,17 @@ def why(reader: Reader, job: Row, iteration: int) -> Why:
         events.job_id == job["id"], events.kind.in_(("CheckpointCommitted", "FaultInjected"))
     )
     lately = (events.kind == "FaultInjected") | (events.iteration >= iteration - NEAR)
+    failures = reader.rows("failures", job["id"])
+    if (well := untouched(iteration, failures)) < iteration:
+        before = near.where(number <= well, number < rows[0]["iteration"])
+        rows = [*reader.fetch(before.order_by(number.desc()).limit(NEAR))[::-1], *rows]
+    rows += reader.fetch(near.where(number > iteration).order_by(number).limit(NEAR))
+    idle_epochs.mark(reader.fetch, job["id"], failures, {row["epoch"] for row in rows})
     return explain_iteration(
         iteration,
         job,
-        [*rows, *reader.fetch(near.where(number > iteration).order_by(number).limit(NEAR))],
-        reader.rows("failures", job["id"]),
+        rows,
+        failures,
         reader.narrow("reconfigurations", job["id"]),
         reader.narrow("plans", job["id"]),
         reader.fetch(touching.where(events.iteration <= iteration, lately).order_by(events.seq)),

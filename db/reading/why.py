@@ -21,6 +21,7 @@ from db.reading.costs.cost_accounts import asked_devices
 from db.reading.costs.goodput import Interruption, course, interruptions
 from db.reading.excess import (
     LARGER,
+    NEAR,
     Cause,
     Comparison,
     Measure,
@@ -86,7 +87,8 @@ def why(
     plans: Sequence[Row],
     events: Sequence[Row],
 ) -> Why:
-    """Of a committed iteration; `iterations` in order, with it and up to `excess.NEAR` before and after it.
+    """Of a committed iteration; `iterations` in order, with it and up to `excess.NEAR` before and after it, and as many
+    from before it was slow.
 
     Raises KeyError if it is not among them.
     """
@@ -95,11 +97,11 @@ def why(
         raise KeyError(iteration)
     row = iterations[number]
     plan = next((one for one in plans if one["epoch"] == row["epoch"]), None)
-    active = [one for one in failures if slows(one, iteration)]
+    active = [one for one in failures if slows(one, row)]
     comparison = compared(number, iterations, failures, plans)
     first = number > 0 and iterations[number - 1]["epoch"] != row["epoch"]
     transition = next((one for one in reconfigurations if first and one["epoch"] == row["epoch"]), None)
-    interruption = _interruption(job, iterations[: number + 1], failures, transition)
+    interruption = _interruption(job, iterations[max(number - NEAR, 0) : number + 1], failures, transition)
     stopped = [one for one in failures if interruption and one["failure"] in interruption.failures]
     begun = iterations[number - 1]["finished_at"] if number else None
     checkpoints = [
@@ -223,14 +225,16 @@ def _slow_device(failure: Row) -> str:
 def _workload(row: Row, of: Comparison) -> list[Cause]:
     """Whether it had more to do than others: by what was predicted, else by its tokens. A prediction that it is
     measured by knows that, so that it explains nothing of the excess."""
-    rows = [] if of.usual is None else of.usual.rows
+    if of.usual is None or of.usual.alike or not of.usual.shape:
+        return []
+    rows = of.usual.rows
     former = [one["predicted_seconds"] for one in rows if one["predicted_seconds"]]
     if row["predicted_seconds"] and former:
         larger = row["predicted_seconds"] / statistics.median(former)
         if larger < LARGER:
             return []
         longer = f"its sequences were longer: {larger:.2f} times the usual work"
-        if of.measure == "predicted":
+        if of.measure == "predicted" or of.usual.scaled:
             return [Cause(what=f"{longer}, which the prediction knows", factor=1.0)]
         return [Cause(what=longer, factor=larger)]
     tokens = [one["tokens"] for one in rows if one["tokens"]]

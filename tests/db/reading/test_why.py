@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +12,10 @@ from db.reading.reader import Reader
 from db.reading.why import Why, why
 from db.writer import Ledger
 from resihp.errors import UsageError
-from tests.db.conftest import story, write_journal
+from resihp.parallelism.layout import Layout
+from resihp.parallelism.plan import Plan, spread
+from resihp.record import journal
+from tests.db.conftest import DP3, outcome, story, write_journal
 from tests.db.reading.test_cost_accounts import at, failure, iteration, job, transition
 
 Row = dict[str, Any]
@@ -143,6 +147,53 @@ def test_where_predictions_are_off_the_usual_of_the_job_is_the_measure() -> None
     assert usual.verdict[0].startswith("iteration 22 took 0.71 s: not slow, 1.01 times the 0.70 s usual for this job")
 
 
+def test_an_iteration_with_less_to_do_is_not_compared_with_longer_ones() -> None:
+    """By how far predictions are off, where too few were like it: it is twice as slow as it should be."""
+    iterations = rows(*[0.8] * 20, 0.8, predicted=0.2)
+    iterations[-1] |= {"predicted_seconds": 0.1, "sum_squared_lengths": 4}
+    told = ask(iterations, 21)
+    assert told.verdict[0] == (
+        "iteration 21 took 0.80 s, 2.00 times the 0.40 s usual for this job (the last 20 iterations of this shape, by "
+        "what was predicted for each)"
+    )
+    assert told.slow
+
+
+def test_a_prediction_that_was_mended_meanwhile_makes_no_workload_larger() -> None:
+    iterations = rows(*[0.5] * 20, predicted=0.2)
+    iterations[-1]["predicted_seconds"] = 0.4
+    assert not any("sequences" in line for line in ask(iterations, 20).verdict), "they had as much to do"
+
+
+def test_what_stands_by_slows_nothing_and_what_it_leaves_is_usual() -> None:
+    iterations = rows(*[0.7] * 20, *[2.1] * 5, *[0.9] * 20, 1.8, predicted=0.16)
+    for row in iterations[25:]:
+        row["epoch"] = 2
+    put_aside = slow(1, 21) | {"idle_epochs": [2]}
+    told = why(46, job(99), iterations, [put_aside], [], [plan(1, 8), plan(2, 8)], [])
+    assert told.verdict == [
+        "iteration 46 took 1.80 s, 2.00 times the 0.90 s usual for this job (median of the last 20 iterations of this "
+        "shape)",
+        "predicted where all is well: 0.16 s, no measure here: those iterations took 5.6 times what was predicted for "
+        "them",
+        "unexplained: 0.90 s of the 0.90 s too much; no failure, workload or checkpoint in the ledger explains it",
+    ]
+    assert told.failures == []
+    [cause] = why(23, job(99), iterations, [put_aside], [], [plan(1, 8), plan(2, 8)], []).causes
+    assert cause["failure"] == 1, "before it stood by"
+
+
+def test_in_another_layout_what_is_slow_still_is_measured_by_how_far_predictions_are_off() -> None:
+    iterations = rows(*[0.7] * 20, *[1.2] * 20, predicted=0.16)
+    for row in iterations[20:]:
+        row.update(epoch=2, predicted_seconds=0.2)
+    told = why(40, job(99), iterations, [slow(1, 21)], [], [plan(1, 8), plan(2, 8)], [])
+    assert told.verdict[0] == (
+        "iteration 40 took 1.20 s, 1.37 times the 0.88 s usual for this job (the last 20 iterations of other layouts, "
+        "by what was predicted for each)"
+    )
+
+
 def test_early_in_a_job_later_iterations_of_the_same_layout_tell_what_is_usual() -> None:
     iterations = rows(2.0, 0.7, 9.0, 0.7, 0.7, predicted=None)
     iterations[2]["epoch"] = 2
@@ -157,7 +208,7 @@ def test_early_in_a_job_later_iterations_of_the_same_layout_tell_what_is_usual()
 
 def test_a_larger_workload_is_told() -> None:
     iterations = rows(1.0, 1.0, 1.0)
-    iterations.append({**iteration(4, 5.0, 2.0, predicted=1.9), "tokens": 1000, "sum_squared_lengths": 9})
+    iterations.append({**iteration(4, 5.0, 2.0, predicted=1.9), "tokens": 1000, "sum_squared_lengths": 30})
     told = ask(iterations, 4)
     assert not told.slow
     assert told.verdict[1] == "its sequences were longer: 1.90 times the usual work, which the prediction knows"
@@ -217,6 +268,57 @@ def test_the_first_iteration_after_a_failure() -> None:
         "6 of 8 devices worked, under the plan of epoch 2 (layout 2): reason 2",
     ]
     assert [one["failure"] for one in told.failures] == [1]
+
+
+def found_slow(number: int, component: journal.Component, ranks: tuple[int, ...], since: int) -> journal.FailureFound:
+    return journal.FailureFound(
+        failure=number,
+        kind="fail-slow",
+        component=component,
+        cause=f"{component} of {ranks} is slow",
+        ranks=ranks,
+        node="n1",
+        device=0 if component == "device" else None,
+        iteration=since,
+        epoch=2,
+        evidence="",
+        detect_s=None,
+        speed=0.4,
+    )
+
+
+def test_a_slow_down_that_lasts_is_compared_with_before_it_and_ends_for_who_stands_by(
+    tmp_path: Any, ledger_url: str
+) -> None:
+    def entries() -> Iterator[tuple[journal.AnyEntry, float]]:
+        before = list(story(ended=False))
+        yield from before
+        when = before[-1][1]
+        yield found_slow(2, "device", (0,), 21), when
+        for number in range(21, 221):
+            when += 1.5
+            took = journal.IterationCommitted(epoch=2, outcome=outcome(number), seconds=1.5, predicted_seconds=0.1)
+            yield took, when
+        layout = Layout(replicas=DP3.replicas[2:], standby=(0, 1, 2, 3, 4, 6, 7))
+        plan = Plan(epoch=3, layout=layout, assignment=spread(12, 1))
+        yield journal.PlanDecided(plan=plan, next_iteration=221, action="between", finish=None, reason="slow"), when
+        yield found_slow(3, "link", (8, 10), 230), when
+        yield found_slow(4, "link", (0, 2), 230), when
+        for number in range(221, 231):
+            when += 0.7
+            took = journal.IterationCommitted(epoch=3, outcome=outcome(number), seconds=0.7, predicted_seconds=0.1)
+            yield took, when
+
+    with Ledger.open(ledger_url, tmp_path) as ledger:
+        for record in write_journal(tmp_path / "journal", entries()):
+            ledger.submit(record)
+        assert ledger.close()
+    with Reader.open(ledger_url) as reader:
+        lasting, aside_of_it = (queries.why(reader, reader.job(), number) for number in (220, 230))
+    assert lasting.usual_seconds == 0.6, "of iterations more than 100 before it"
+    assert [one["failure"] for one in lasting.failures] == [2]
+    assert aside_of_it.usual_seconds == 0.7
+    assert [one["failure"] for one in aside_of_it.failures] == [3], "one has no work, nobody sends over the other"
 
 
 def test_from_a_ledger(tmp_path: Any, ledger_url: str) -> None:

@@ -94,19 +94,19 @@ class LiveView:
         self._ranks = RankHealth()
         self._idle = IdleGpus()
         self._recoveries = Recoveries()
-        for record in past:
-            self._idle.follow(record.entry)
-            self._recoveries.follow(record)
         self._layout: Layout | None = None
         self._in_effect: Layout | None = None
         self._last: journal.IterationCommitted | None = None
+        self._last_at = 0.0
         self._next, self._goal = 1, 0
         self._event = ""
-        self._printed = 0
         self._printed_at = float("-inf")
         self._waited_since = clock()
         self._nodes: set[str] = set()
         self._trains = False
+        for record in past:
+            self._follow(record)
+        self._printed = 0 if self._last is None else self._last.outcome.iteration
         self._plain = not settings.declares
         """The script is known not to train with resihp."""
         self._held: deque[str] = deque(maxlen=MOST_HELD_BACK)
@@ -135,30 +135,17 @@ class LiveView:
         """A journal record, just written."""
         entry = record.entry
         self._dirty = True
-        self._ranks.follow(entry)
-        self._idle.follow(entry)
-        self._recoveries.follow(record)
+        self._follow(record)
         match entry:
-            case journal.NodeJoined():
-                self._nodes.add(entry.node)
             case journal.ModelDeclared():
-                self._trains = True
                 self._held.clear()
-                self._goal = entry.declare.iterations
             case journal.WorkerEnded(exit=0) if not self._trains and not self._plain:
                 self._plain = True
                 self._show_output()
-            case journal.PlanDecided():
-                self._layout = entry.plan.layout
-                self._next = entry.next_iteration
-            case journal.PlanInEffect():
-                self._in_effect = self._layout
-                if len(self._idle.plans) == 1:
-                    self._tell_of_idle_gpus()
-            case journal.PlanRefused():
-                self._layout = self._in_effect or self._layout
+            case journal.PlanInEffect() if len(self._idle.plans) == 1:
+                self._tell_of_idle_gpus()
             case journal.IterationCommitted():
-                self._committed(entry)
+                self._committed()
             case journal.FailureFound():
                 self._always = SHOWN_AFTER_FAILURE
                 self._line(explain(entry), _STYLES["warning"])
@@ -171,6 +158,30 @@ class LiveView:
                 self._show_output()
                 self._tell_of_idle_gpus(f"; resihp history cost {self._settings.job} tells what that cost")
         self._draw()
+
+    def _follow(self, record: journal.Record) -> None:
+        """What one record changes of what is known; tells nothing."""
+        entry = record.entry
+        self._ranks.follow(entry)
+        self._idle.follow(entry)
+        self._recoveries.follow(record)
+        match entry:
+            case journal.NodeJoined():
+                self._nodes.add(entry.node)
+            case journal.ModelDeclared():
+                self._trains = True
+                self._goal = entry.declare.iterations
+            case journal.PlanDecided():
+                self._layout = entry.plan.layout
+                self._next = entry.next_iteration
+            case journal.PlanInEffect():
+                self._in_effect = self._layout
+            case journal.PlanRefused():
+                self._layout = self._in_effect or self._layout
+            case journal.IterationCommitted():
+                self._last, self._last_at = entry, record.at
+            case _:
+                pass
 
     @_quiet
     def report(self, rank: int, stepped: Stepped) -> None:
@@ -243,8 +254,9 @@ class LiveView:
         self._event = shown.splitlines()[0] if shown else ""
         self._print(shown, style)
 
-    def _print(self, text: str, style: str = "") -> None:
-        stamp = f"{datetime.fromtimestamp(self._wall_clock(), UTC):%m-%d %H:%M:%S} "
+    def _print(self, text: str, style: str = "", at: float | None = None) -> None:
+        when = datetime.fromtimestamp(self._wall_clock() if at is None else at, UTC)
+        stamp = f"{when:%m-%d %H:%M:%S} "
         lines = text.splitlines()
         if self._console.is_terminal:  # words stay whole, also those that are longer than a line, as paths are
             width = max(self._console.width - len(stamp), NARROW)
@@ -300,23 +312,19 @@ class LiveView:
         alone = f"; {duration(entry.seconds)} without noticing" if noticed_s is not None else ""
         return f"recovered: {layout}, {what}, {whole} ({told}{alone}){moved}"
 
-    def _committed(self, entry: journal.IterationCommitted) -> None:
-        self._last = entry
-        now = self._clock()
+    def _committed(self) -> None:
         if self._live is not None:
             return
-        if self._always > 0 or now - self._printed_at >= BETWEEN_LINES_S:
+        if self._always > 0 or self._clock() - self._printed_at >= BETWEEN_LINES_S:
             self._always = max(self._always - 1, 0)
-            self._print_iteration(entry, now)
-
-    def _print_iteration(self, entry: journal.IterationCommitted, now: float) -> None:
-        self._printed = entry.outcome.iteration
-        self._printed_at = now
-        self._print(iteration_line(entry))
+            self._show_last()
 
     def _show_last(self) -> None:
+        """The last iteration, if it has not been told, with the time when it was through: that may be long ago."""
         if self._last is not None and self._printed != self._last.outcome.iteration:
-            self._print_iteration(self._last, self._clock())
+            self._printed = self._last.outcome.iteration
+            self._printed_at = self._clock()
+            self._print(iteration_line(self._last), at=self._last_at)
 
     def _draw(self) -> None:
         now = self._clock()

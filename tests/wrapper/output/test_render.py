@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -247,11 +247,11 @@ CONTROL = r"\x1b\[[0-9;?]*[A-Za-z]"
 class Shown:
     """A live view on a console of 80 columns and a clock of its own, 0.1 s for each entry."""
 
-    def __init__(self, terminal: bool) -> None:
+    def __init__(self, terminal: bool, past: Sequence[journal.Record] = ()) -> None:
         self.file = io.StringIO()
         self.now = 0.0
         console = Console(file=self.file, force_terminal=terminal, width=80, _environ={"TERM": "xterm"})
-        self.view = LiveView(console, SETTINGS, clock=lambda: self.now, wall_clock=lambda: BEGAN + self.now)
+        self.view = LiveView(console, SETTINGS, clock=lambda: self.now, wall_clock=lambda: BEGAN + self.now, past=past)
 
     def play(self) -> None:
         for seq, entry in enumerate(entries(), 1):
@@ -298,6 +298,37 @@ def test_a_message_comes_after_the_iterations_before_it() -> None:
         "09-09 01:46:40 iteration 2",
         "09-09 01:46:40 done: 2 iterations",
     ]
+
+
+def test_an_iteration_that_is_told_late_has_the_time_when_it_was_through() -> None:
+    shown = Shown(terminal=False)
+    for number in (1, 2):
+        shown.view.entry(journal.Record(number, BEGAN + 0.1 * number, committed(number)))
+    shown.now = 45.0
+    shown.view.say("warning", "rank 5: no progress")
+    assert [line.split("  ")[0] for line in shown.text.splitlines()] == [
+        "09-09 01:46:40 iteration 1",
+        "09-09 01:46:40 iteration 2",
+        "09-09 01:47:25 rank 5: no progress",
+    ]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_supervisor_that_takes_over_knows_what_the_one_before_knew(terminal: bool) -> None:
+    """It took over while the layout changed; an iteration takes long."""
+    told = [journal.Record(seq, BEGAN, entry) for seq, entry in enumerate(entries(), 1)]
+    changed = next(n for n, record in enumerate(told) if isinstance(record.entry, journal.Reconfigured))
+    shown = Shown(terminal=terminal, past=told[: changed - 1])
+    for _ in range(40):
+        shown.now += 1.0
+        shown.view.tick()
+    assert "waiting" not in shown.text
+    assert terminal or not shown.text, "all that was before has been told"
+    assert not terminal or "5x" in shown.text
+    for record in told[changed - 1 : changed + 1]:
+        shown.view.entry(record)
+    assert "recovered: DP1 x PP2 x TP2 + 3 standby, iteration 31 redone" in shown.text
+    assert shown.view.errors == 0
 
 
 def test_a_start_that_takes_long_is_not_silent() -> None:

@@ -57,7 +57,8 @@ class IterationExcess(msgspec.Struct, frozen=True, kw_only=True):
     healthy_s: float
     longer_s: float
     slowest: float
-    """Speed of the slowest device or link in use that is known, those that are about to be told included."""
+    """Speed of the slowest device or link that is known to be slow since about then, those that are about to be told
+    included. What has been so for longer is part of what iterations took before."""
 
     @property
     def left(self) -> bool:
@@ -102,10 +103,10 @@ def excess(job: Job, since: int, speeds: Iterable[float]) -> IterationExcess | N
         return None
     usual, now, scale = (statistics.median(of) for of in (before, *zip(*after, strict=True)))
     devices = {job.device_of(rank) for rank in job.record.working}.intersection(job.record.slow)
-    known = [job.record.slow[device].speed for device in devices]
-    known += [slow.speed for slow in job.record.slow_links.values()]
+    known = [*(job.record.slow[device] for device in devices), *job.record.slow_links.values()]
+    lately = [slow.speed for slow in known if slow.since >= since - SAME]
     return IterationExcess(
-        healthy_s=usual * scale, longer_s=max(now - usual, 0.0) * scale, slowest=min((*speeds, *known, 1.0))
+        healthy_s=usual * scale, longer_s=max(now - usual, 0.0) * scale, slowest=min((*speeds, *lately, 1.0))
     )
 
 

@@ -25,7 +25,7 @@ from resihp.record.journal import (
     Reconfigured,
     Suspected,
 )
-from resihp.record.state import ChangeCost
+from resihp.record.state import ChangeCost, Slow
 from tests.resihp.controller.direct import DECLARE, Direct, outcome
 from tests.resihp.controller.test_takeover import TakenOver
 
@@ -283,11 +283,11 @@ def test_what_its_probe_confirms_is_a_failure_that_began_with_the_first_slow_ite
     assert any(text.startswith("rank 3 (n2 device 1): slow since iteration 3") for text in job.texts("warning"))
 
 
-def twelve_times_as_slow(*found: Finding) -> Job:
+def twelve_times_as_slow(*found: Finding, since: int = 6) -> Job:
     """A tenth of a second each, and 1.2 s from iteration 6 on, in which the detector finds these."""
     job = Job()
     job.iteration_s = 0.1
-    job.run(5)
+    job.run(since - 1)
     job.iteration_s = 1.2
     for _ in range(3):
         job.step(job.job.record.committed + 1)
@@ -310,6 +310,19 @@ def test_a_device_that_cannot_explain_the_size_is_not_called_the_cause() -> None
         "job: iterations take 1.1 s longer, 1.09 s of it unexplained: what was found slow explains up to 0.0087 s"
     )
     assert told.index(unexplained) < told.index("rank 3 (n2 device 1): slow since iteration 6, at 92% of its speed")
+
+
+@pytest.mark.parametrize(("since", "unexplained"), [(2, True), (18, False)])
+def test_what_was_slow_long_before_does_not_explain_what_iterations_take_longer_now(
+    since: int, unexplained: bool
+) -> None:
+    """Iterations have been as slow as that device all the time; what is slow since about then may explain it."""
+    job = twelve_times_as_slow(finding(3, iteration=20, change=0.1), since=20)
+    job.job.record.slow["n1", 0] = Slow(failure=9, speed=0.1, since=since)
+    job.monitor.estimates = {3: 0.92}
+    job.measure({3: 0.92})
+    (entry,) = slow_ones(job)
+    assert ("unexplained" in entry.cause) is unexplained
 
 
 def test_a_device_that_explains_the_size_is_the_cause_and_how_much_it_explains_is_evidence() -> None:

@@ -45,7 +45,12 @@ class ByteFiles:
                     left_out += 1
                     continue
                 path = os.path.join(parent, name)
-                files.append((os.path.relpath(path, self.folder), os.stat(path).st_size))
+                try:
+                    size = os.stat(path).st_size
+                except OSError as error:
+                    dangling = "; it is a link to nothing: remove it" if os.path.islink(path) else ""
+                    raise DatasetError(f"corpus file {path}: {error.strerror}{dangling}") from error
+                files.append((os.path.relpath(path, self.folder), size))
         if not files:
             kind = " or ".join([wanted] if isinstance(wanted, str) else wanted)
             others = f", and {left_out} others; suffix='' takes all files" if left_out else ""

@@ -100,6 +100,14 @@ def test_files_that_are_left_out_are_told_unless_a_suffix_was_asked_for(tmp_path
         ByteFiles(tmp_path, ".c")
 
 
+def test_a_link_to_nothing_is_named(tmp_path: Path) -> None:
+    """Where all files are taken, an editor's lock is one."""
+    (tmp_path / "a.py").write_bytes(b"hello")
+    (tmp_path / ".#a.py").symlink_to("somebody@somewhere.1234")
+    with pytest.raises(DatasetError, match=r"\.#a\.py: No such file or directory; it is a link to nothing: remove it"):
+        ByteFiles(tmp_path, "")
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -15,6 +15,8 @@ from __future__ import annotations
 import signal as signals
 from collections.abc import Iterable
 
+import msgspec
+
 from resihp.controller.state import Incident, Job, Member
 from resihp.detector.diagnosis.diagnosis import Diagnosis, Report, diagnose
 from resihp.detector.diagnosis.signatures import Depth, signature_of
@@ -47,8 +49,11 @@ def failed_on_its_device(job: Job, member: Member) -> bool:
 
 def lost_a_peer(job: Job, member: Member) -> bool:
     """Whether a process only tells of another one's end. Nobody kills itself with SIGKILL for a lost peer: what such a
-    process wrote of peers is of another time."""
-    return member.exit_status != -signals.SIGKILL and _own(job, member).secondary
+    process wrote of peers is of another time. One that has raised may take its time to end."""
+    report = _report(job, member, own=True)
+    if report.exit is None:
+        report = msgspec.structs.replace(report, exit=1)
+    return report.exit != -signals.SIGKILL and diagnose([report], job.record.diagnosed).secondary
 
 
 def own_words(job: Job, member: Member) -> str:

@@ -24,9 +24,7 @@ LINE = re.compile(
     r"(?:^|\d\d:\d\d:\d\d |[\w\]]: ?)iteration (\d{1,15})  loss (?:nan|-?inf|-?\d+\.\d{4})(?=  |\s*$)(.*)$"
 )
 """Behind its time, and whatever srun or a log collector puts before a line."""
-SECONDS = re.compile(
-    r"  \S+ tokens/s  (?:(\d+(?:\.\d+)?) (s|ms|µs)|(\d+) (min|h|d) (\d\d) (?:s|min|h))(?=  |\s*$)"
-)
+SECONDS = re.compile(r"  \S+ tokens/s  (?:(\d+(?:\.\d+)?) (s|ms|µs)|(\d+) (min|h|d) (\d\d) (?:s|min|h))(?=  |\s*$)")
 """As `wrapper.output.render.duration` writes them."""
 SMALL_S = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
 LARGE_S = {"min": (60.0, 1.0), "h": (3600.0, 60.0), "d": (86400.0, 3600.0)}

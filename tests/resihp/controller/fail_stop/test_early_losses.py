@@ -446,6 +446,19 @@ def test_the_rank_that_ended_the_others_is_the_one_failure(how: str, first: bool
     assert any(line.startswith("nothing was restarted: ") for line in lines(job))
 
 
+def test_who_lost_a_peer_and_takes_its_time_to_end_does_not_make_it_the_scripts_fault() -> None:
+    job = met()
+    ends(job, 2, status=-9)
+    for rank in (0, 1, 3):
+        says(job, rank, m.Raised(iteration=1, error=PEER.format(4000 + rank), traceback=PEER.format(4000 + rank)))
+    job.wait(8)
+    told = "rank 2 (n2 device 0): killed by signal 9 (SIGKILL); its log, n2.rank2.log, tells more; 3 others then lost"
+    assert job.end == (1, f"{told} their peer")
+    (failure,) = job.all(FailureFound)
+    assert (failure.kind, failure.node, failure.ranks) == ("fail-stop", "n2", (2,))
+    assert any(line.startswith("rank 0 (n1 device 0): lost a peer, and raised RuntimeError") for line in lines(job))
+
+
 def test_whose_ranks_have_met_ends_with_its_first_failure() -> None:
     """A script that may still say what it trains would be waited for; this one cannot do with less."""
     job = met()

@@ -54,7 +54,9 @@ def have_met(job: Job) -> None:
 
 
 def judge(job: Job) -> None:
-    """Time has passed."""
+    """Time has passed. Where all that failed lost a peer, and somebody is silent, that one is heard of first."""
+    if job.record.suspects_silent and (failed := _all_failed(job)) and failed == _followers(job):
+        return
     if job.start.early_at is not None and job.now - job.start.early_at > GRACE_S:
         if _is_the_scripts(job) or _is_too_little(job):
             return
@@ -195,10 +197,15 @@ def _ends_alike(job: Job, nodes: set[str]) -> bool:
 
 
 def _followers(job: Job) -> set[int]:
-    """Ranks that failed for the end of another one, where there is one that did not."""
-    failed = {*_failed(job), *(rank for rank, member in job.members.items() if member.raised is not None)}
+    """Ranks that failed for the end of another one, where there is one that did not, or may be."""
+    failed = _all_failed(job)
     followers = {rank for rank in failed if rank in job.members and job.members[rank].lost_a_peer}
-    return followers if followers < failed or _lacks_nodes(job) else set()
+    return followers if followers < failed or job.record.suspects_silent or _lacks_nodes(job) else set()
+
+
+def _all_failed(job: Job) -> set[int]:
+    """Those that have raised and not ended are among them."""
+    return {*_failed(job), *(rank for rank, member in job.members.items() if member.raised is not None)}
 
 
 def _is_common(job: Job, ranks: list[int], nodes: set[str]) -> bool:
@@ -300,6 +307,6 @@ def _end_for(job: Job, failed: list[int]) -> None:
 def _too_few(job: Job, what: str) -> None:
     lost = sorted((name for name, node in job.nodes.items() if not node.alive), key=natural) or ["processes were"]
     failures.explain_early(job)
-    if job.needs_all:
+    if job.needs_all and not incidents.runs_again(job):
         job.say("notice", incidents.NOT_RESTARTED)
     incidents.too_few(job, f"{', '.join(lost)} {what}")

@@ -198,7 +198,7 @@ def node_lost_early(job: Job, name: str, reason: str, *, cannot_start: bool = Fa
         return
     text = f"node {name}: {reason}{early_node(job) if job.nodes[name].devices else ' before it joined'}"
     explain_early(job)
-    if job.needs_all:
+    if job.needs_all and (cannot_start or not incidents.runs_again(job)):
         job.say("notice", incidents.NOT_RESTARTED)
     if cannot_start:
         incidents.end(job, 5, f"{text}; to be mended first, so not to be run again")

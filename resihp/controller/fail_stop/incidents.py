@@ -173,6 +173,12 @@ def too_few(job: Job, reason: str) -> None:
         end(job, 75, f"{reason}; to be run again", requeue=True)
 
 
+def runs_again(job: Job) -> bool:
+    """Whether Slurm runs it again that ends for want of healthy nodes."""
+    settings = job.settings
+    return settings.slurm and settings.may_requeue and (bool(job.checkpointed) or settings.restarts_left > 0)
+
+
 def _advice(job: Job, newest: int) -> str:
     if newest:
         return f"; to go on from the checkpoint of iteration {newest}: --resume {job.settings.job}"

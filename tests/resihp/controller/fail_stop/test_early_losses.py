@@ -459,6 +459,25 @@ def test_who_lost_a_peer_and_takes_its_time_to_end_does_not_make_it_the_scripts_
     assert any(line.startswith("rank 0 (n1 device 0): lost a peer, and raised RuntimeError") for line in lines(job))
 
 
+def test_ranks_that_lost_peers_on_a_silent_node_do_not_make_it_the_scripts_fault() -> None:
+    """A node without power says nothing, and is lost after some seconds."""
+    job = met(nodes=3)
+    job.spawn(4, 5)
+    for rank, place in enumerate(job.controller.job.record.placements):
+        if place.node != "n3":
+            ends(job, rank, PEER.format(4000 + rank))
+    for _ in range(10):
+        for name in ("n1", "n2"):
+            job.feed(api.AgentBeat(node=name, beat=m.Beat(workers=())), 0.0)
+        job.feed(api.Tick(), 1.0)
+    assert job.end is not None
+    assert job.end[0] == 75
+    assert job.end[1].startswith("node n3: ")
+    assert not any(line.startswith("nothing was restarted") for line in lines(job)), "Slurm runs it again"
+    (failure,) = job.all(FailureFound)
+    assert (failure.component, failure.node, failure.ranks) == ("node", "n3", tuple(range(6)))
+
+
 def test_whose_ranks_have_met_ends_with_its_first_failure() -> None:
     """A script that may still say what it trains would be waited for; this one cannot do with less."""
     job = met()

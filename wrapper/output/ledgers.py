@@ -151,7 +151,8 @@ def from_all(ledger: str | None, ask: Callable[[Reader], Found], *, quiet: bool 
     """What `ask` finds in the ledger named, or in every ledger that a job of this home writes to.
 
     Of a home, a ledger that cannot be read is left out, with a warning on stderr unless `quiet`. Raises
-    JobNotFoundError where the home has no job, LedgerError where the ledger named cannot be read.
+    JobNotFoundError where the home has no job, LedgerError where the ledger named cannot be read, or none of the home's
+    can: that nothing is known must not look as if nothing had happened.
     """
     from db.reading.queries import Reader
     from wrapper.output.answers import message
@@ -159,7 +160,7 @@ def from_all(ledger: str | None, ask: Callable[[Reader], Found], *, quiet: bool 
     if ledger is not None and ledger != "sqlite":
         with Reader.open(ledger) as reader:
             return [ask(reader)]
-    from wrapper.job_folder import all_jobs, named, no_job_here, other_homes
+    from wrapper.job_folder import all_jobs, home, named, no_job_here, other_homes
 
     jobs = all_jobs()
     if not jobs:
@@ -168,18 +169,48 @@ def from_all(ledger: str | None, ask: Callable[[Reader], Found], *, quiet: bool 
         message(f"jobs of this home alone; others of yours are in {named(homes)}")
     found: list[Found] = []
     seen: set[str] = set()
+    servers = _Servers()
+    left_out: dict[str, list[str]] = {}
     for job in jobs:
         try:
-            url = _caught_up(job, own=ledger == "sqlite")
+            url = _caught_up(job, servers, own=ledger == "sqlite")
             if url in seen:
                 continue
             seen.add(url)
             with Reader.open(url) as reader:
                 found.append(ask(reader))
         except (ResihpError, OSError) as error:
-            if not quiet:
-                message(f"warning: job {job.name}: left out: {error}")
+            left_out.setdefault(str(error), []).append(job.name)
+    if not found:
+        error = next(iter(left_out))
+        whose = f"job {jobs[0].name}" if len(jobs) == 1 else f"none of {len(jobs)} jobs in {home()} can be read"
+        raise LedgerError(f"{whose}: {error}")
+    for error, names in () if quiet else left_out.items():
+        which = f"job {names[0]}" if len(names) == 1 else f"{len(names)} jobs ({named(names)})"
+        message(f"warning: {which}: left out: {error}")
     return found
+
+
+class _Servers:
+    """Ledgers on servers, each tried once: one that is down is not waited for again for each job that writes to it."""
+
+    def __init__(self) -> None:
+        self._tried: dict[str, LedgerError | None] = {}
+
+    def check(self, url: str) -> None:
+        """Raises LedgerError if that is a server's, and cannot be opened."""
+        from db.engine import file_of, resolve
+        from db.reading.queries import Reader
+
+        if url not in self._tried:
+            self._tried[url] = None
+            if file_of(resolve(url)) is None:
+                try:
+                    Reader.open(url).close()
+                except LedgerError as error:
+                    self._tried[url] = error
+        if (error := self._tried[url]) is not None:
+            raise error
 
 
 class _RunName(msgspec.Struct):
@@ -201,21 +232,25 @@ def attempts_here(ledger: str | None, run: str | None = None) -> list[dict[str, 
         with suppress(OSError, msgspec.DecodeError, UnicodeError):
             runs.setdefault(msgspec.json.decode(job.run_file.read_bytes(), type=_RunName).run, []).append(job)
     found: list[dict[str, Any]] = []
+    servers = _Servers()
     for name, jobs in runs.items():
         if not name or len(jobs) < 2 or run not in (None, name):
             continue
         for job in jobs:
-            with suppress(ResihpError, OSError), Reader.open(_caught_up(job, own=ledger == "sqlite")) as reader:
+            with suppress(ResihpError, OSError), Reader.open(
+                _caught_up(job, servers, own=ledger == "sqlite")
+            ) as reader:
                 found += reader.attempts(name)
     return found
 
 
-def _caught_up(job: Job, own: bool) -> str:
+def _caught_up(job: Job, servers: _Servers, *, own: bool) -> str:
     """The URL of a job's ledger, brought up to its journal unless it tells the job's end already."""
     from db.reading.queries import Reader
     from wrapper.job_folder import finish_dead_job
 
     url = _own_url(job) if own else url_of(job)
+    servers.check(url)
     if exists(url):
         with Reader.open(url) as reader:
             try:

@@ -19,8 +19,9 @@ import pytest
 
 from db.migrate import upgrade
 from db.reading import fleet
+from db.reading.reader import Reader
 from db.writer import catch_up
-from resihp.errors import JobNotFoundError, UsageError
+from resihp.errors import JobNotFoundError, LedgerError, UsageError
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan, spread
 from resihp.record import journal
@@ -458,6 +459,37 @@ def test_all_jobs_of_a_home_and_what_cannot_be_read_is_left_out(tmp_path: Path) 
     assert f"resihp: warning: job {second.name}: left out: " in result.stderr
     assert f"resihp: warning: job {first.name}: left out: " in result.stderr
     assert "upgrade resihp" in result.stderr
+
+
+def test_where_no_ledger_can_be_read_nobody_is_told_that_nothing_happened() -> None:
+    only = told()
+    (only.folder / "ledger.db").write_bytes(b"this is no database" * 100)
+    for view in ("failures", "cost", "jobs", "lemons"):
+        with pytest.raises(LedgerError, match=f"job {only.name}: ledger .* is no ledger|job {only.name}: .*database"):
+            resihp("history", view, "--all", "--json")
+    other = told()
+    (other.folder / "ledger.db").write_bytes(b"this is no database" * 100)
+    with pytest.raises(LedgerError, match="none of 2 jobs in .* can be read: "):
+        resihp("history", "failures", "--all")
+
+
+def test_a_server_that_is_down_is_tried_once_for_all_jobs_and_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    readable, *others = told(), told(), told(), told()
+    for job in others:
+        job.set_ledger("postgresql+psycopg://nobody@127.0.0.1:1/nothing")
+    tried: list[str] = []
+    opened = Reader.open
+
+    def open_(url: str) -> Reader:
+        tried.append(url)
+        return opened(url)
+
+    monkeypatch.setattr(Reader, "open", open_)
+    result = resihp("history", "failures", "--all", "--json")
+    assert {row["job"] for row in json.loads(result.stdout)["rows"]} == {readable.name}
+    assert len([url for url in tried if url.startswith("postgresql")]) == 1
+    assert result.stderr.count("left out: ") == 1
+    assert "warning: 3 jobs (local-4, local-3, local-2): left out: ledger postgresql+psycopg://" in result.stderr
 
 
 @pytest.mark.parametrize("view", ["failures", "nodes", "workers", "plans", "reconfigurations", "drains", "probes"])

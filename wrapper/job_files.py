@@ -85,6 +85,12 @@ class ProgressFile(msgspec.Struct, frozen=True, kw_only=True):
     recent: tuple[LastIteration, ...] = ()
 
 
+class _MadeIn(msgspec.Struct):
+    """Of run.json, the folder that the job was made in."""
+
+    folder: str = ""
+
+
 @dataclass(frozen=True)
 class Job:
     """One job's folder, and the names in it."""
@@ -159,6 +165,28 @@ class Job:
             file = msgspec.json.decode(read_own(self.folder / "job.json"), type=JobFile)
             check_folder(Path(file.journal).parent, "RESIHP_LOCAL")
         return read_own(self.folder / name)
+
+    def now(self, path: Path) -> Path:
+        """Where that is now which was written down of the job: its folder, or its home, may have been moved since,
+        and something else may be in their place."""
+        with suppress(OSError, UnicodeError, RecursionError, msgspec.DecodeError):
+            made = Path(msgspec.json.decode(read_plain(self.run_file), type=_MadeIn).folder)
+            for old, new in ((made, self.folder), (made.parent.parent, self.home)):
+                if made.is_absolute() and path.is_relative_to(old):
+                    return new / path.relative_to(old)
+        return path
+
+    @property
+    def ledger_url(self) -> str | None:
+        """Where its ledger is, None where nobody has said. Raises JobNotFoundError, LedgerError."""
+        from db.engine import file_of, resolve
+
+        if (url := self.read().ledger) is None:
+            return None
+        parsed = resolve(url, self.folder)
+        if (file := file_of(parsed)) is not None:
+            parsed = parsed.set(database=str(self.now(file)))
+        return parsed.render_as_string(hide_password=False)
 
     def set_ledger(self, url: str) -> None:
         """Remember where the job's ledger is, for the commands that read it."""

@@ -313,7 +313,7 @@ def finish_dead_job(job: Job, reason: str = "the supervisor was found dead", *, 
         copy_journal(job)
         write_private(job.exit_code_file, b"1\n")
         note_end(job)
-        if (url := job.read().ledger) is not None:
+        if (url := job.ledger_url) is not None:
             from db.writer import catch_up
 
             catch_up(url, job.folder, path)

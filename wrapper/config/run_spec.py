@@ -139,10 +139,13 @@ def virtual_nodes(count: int) -> tuple[str, ...]:
 def load(path: Path) -> RunRequest:
     """Raises OwnershipError when others could have written it, UsageError when it is not there or not of this version.
 
-    `path` is run.json in a job's folder."""
+    `path` is run.json in a job's folder; where that was moved since, its own folders are those of today."""
+    job = Job(path.parent.name, path.parent)
     try:
-        found = msgspec.json.decode(Job(path.parent.name, path.parent).read_own(path.name), type=dict[str, Any])
-        return msgspec.convert(found if "settings" in found else _of_0_1(found), RunRequest)
+        found = msgspec.json.decode(job.read_own(path.name), type=dict[str, Any])
+        request = msgspec.convert(found if "settings" in found else _of_0_1(found), RunRequest)
+        checkpoints = str(job.now(Path(request.checkpoint_folder))) if request.checkpoint_folder else ""
+        return msgspec.structs.replace(request, folder=str(job.folder), checkpoint_folder=checkpoints)
     except (OSError, KeyError, TypeError, UnicodeError, RecursionError, msgspec.MsgspecError) as error:
         raise UsageError(f"{path}: not a run of this version: {error}") from error
 

@@ -104,9 +104,7 @@ def _own_url(job: Job) -> str:
 
 
 def url_of(job: Job) -> str:
-    from db.engine import resolve
-
-    return resolve(job.read().ledger or "sqlite", job.folder).render_as_string(hide_password=False)
+    return job.ledger_url or _own_url(job)
 
 
 def exists(url: str) -> bool:
@@ -237,9 +235,10 @@ def attempts_here(ledger: str | None, run: str | None = None) -> list[dict[str, 
         if not name or len(jobs) < 2 or run not in (None, name):
             continue
         for job in jobs:
-            with suppress(ResihpError, OSError), Reader.open(
-                _caught_up(job, servers, own=ledger == "sqlite")
-            ) as reader:
+            with (
+                suppress(ResihpError, OSError),
+                Reader.open(_caught_up(job, servers, own=ledger == "sqlite")) as reader,
+            ):
                 found += reader.attempts(name)
     return found
 

@@ -377,7 +377,8 @@ def test_it_fits(runs: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, widt
     runs()
     entry = ended(create_slurm_job("123456789_1234", 12), state="failed", exit_code=93, layout="DP128 x PP16 x TP8")
     deep = "/".join(["a-folder-of-some-length"] * 9) + "[red]\x1b[2J"
-    registry.save(msgspec.structs.replace(entry, folder=f"/{deep}/jobs/x", iterations=10**9, target=10**9))
+    far = {"iterations": 10**9, "target": 10**9, "began_at": entry.began_at - 1}
+    registry.save(msgspec.structs.replace(entry, folder=f"/{deep}/jobs/x", **far))
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setenv("TERM", "xterm")
     text = jobs().stdout

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import shutil
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -48,9 +48,13 @@ def listed(*, every: bool, now_s: float, say: Say, slurm: Slurm | None = None) -
     rows: list[Row] = []
     hidden = 0
     known = list(_known(say))
+    moved = _moved(known)
     queued: list[tuple[KnownJob, Row]] = []
     with _Ledgers(say) as ledgers:
         for entry in known:
+            if entry in moved:
+                registry.drop(entry)
+                continue
             if entry.state == QUEUED:
                 if any(_is_begun(entry, other) for other in known):
                     registry.drop(entry)
@@ -72,6 +76,15 @@ def listed(*, every: bool, now_s: float, say: Say, slurm: Slurm | None = None) -
             registry.drop(entry)
             rows.remove(row)
     return sorted(rows, key=lambda row: (row["ended_at"] is not None, -row["began_at"].timestamp())), hidden
+
+
+def _moved(known: Sequence[KnownJob]) -> list[KnownJob]:
+    """Entries of jobs whose folders were moved, and are known where they are now."""
+    same: dict[tuple[str, str, float], list[KnownJob]] = {}
+    for entry in known:
+        same.setdefault((entry.name, entry.host, entry.began_at), []).append(entry)
+    twice = [entries for entries in same.values() if len(entries) > 1 and any(map(is_there, entries))]
+    return [entry for entries in twice for entry in entries if not is_there(entry)]
 
 
 def _is_begun(queued: KnownJob, other: KnownJob) -> bool:

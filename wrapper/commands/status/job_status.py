@@ -9,6 +9,7 @@ import json
 import re
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from db.layouts import from_json
@@ -63,7 +64,7 @@ def job_status(
         "schema": SCHEMA,
         **progress(target(row["model"]), iterations, now, running=row["state"] == "running"),
         **figures,
-        "checkpoint": checkpoints[-1] if checkpoints else None,
+        "checkpoint": _where_it_is_now(checkpoints[-1], folder) if checkpoints else None,
         "folder": folder,
         "logs": None if folder is None else f"{folder}/logs",
         "description": plans[0]["description"] if plans else None,
@@ -78,6 +79,15 @@ def job_status(
         "shells": shells(slurm_job, reader.rows("nodes", row["id"]), replacements) if slurm_job else {},
         "events": _with_noticing(reader, row["id"], reader.events(row["id"], EVENT_KINDS, EVENTS_IN_JSON)),
     }
+
+
+def _where_it_is_now(checkpoint: dict[str, Any], folder: str | None) -> dict[str, Any]:
+    from wrapper.job_folder import Job
+
+    if folder is None:
+        return checkpoint
+    job = Job(Path(folder).name, Path(folder))
+    return checkpoint | {"folder": str(job.now(Path(checkpoint["folder"])))}
 
 
 def _with_noticing(reader: Reader, job: int, events: list[dict[str, Any]]) -> list[dict[str, Any]]:

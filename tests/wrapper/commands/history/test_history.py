@@ -465,11 +465,11 @@ def test_where_no_ledger_can_be_read_nobody_is_told_that_nothing_happened() -> N
     only = told()
     (only.folder / "ledger.db").write_bytes(b"this is no database" * 100)
     for view in ("failures", "cost", "jobs", "lemons"):
-        with pytest.raises(LedgerError, match=f"job {only.name}: ledger .* is no ledger|job {only.name}: .*database"):
+        with pytest.raises(LedgerError, match=rf"job {only.name}: ledger .*database"):
             resihp("history", view, "--all", "--json")
     other = told()
     (other.folder / "ledger.db").write_bytes(b"this is no database" * 100)
-    with pytest.raises(LedgerError, match="none of 2 jobs in .* can be read: "):
+    with pytest.raises(LedgerError, match=r"none of 2 jobs in .* can be read: "):
         resihp("history", "failures", "--all")
 
 

@@ -6,13 +6,16 @@ password masked, and what to do.
 
 from __future__ import annotations
 
+import os
 import random
 import re
+import shlex
 import sqlite3
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from sqlalchemy import URL, Engine, create_engine, event
 from sqlalchemy.engine import Connection, Dialect, make_url
@@ -115,7 +118,7 @@ def make_engine(url: URL, *, write: bool, migrate: bool = False) -> Engine:
     if url.get_backend_name() == "sqlite":
         if (file := file_of(url)) is not None and file.exists() and not file.is_file():
             raise LedgerError(f"ledger {masked(url)}: is no plain file; name another with --ledger")
-        engine = create_engine(url, connect_args={"timeout": BUSY_TIMEOUT_S})
+        engine = create_engine(url if write else _only_to_be_read(url), connect_args={"timeout": BUSY_TIMEOUT_S})
         wal = write and not is_on_network(url)
 
         def connected(connection: sqlite3.Connection, _: ConnectionPoolEntry) -> None:
@@ -148,6 +151,15 @@ def make_engine(url: URL, *, write: bool, migrate: bool = False) -> Engine:
 
         event.listen(engine, "begin", limited)
     return engine
+
+
+def _only_to_be_read(url: URL) -> URL:
+    """How SQLite reads a file in WAL mode whose folder we may not write, as in a snapshot or of another user: it would
+    make a file beside it, unless it knows that nobody writes. Nobody does who has no WAL."""
+    file = file_of(url)
+    if file is None or os.access(file.parent, os.W_OK) or not file.exists() or Path(f"{file}-wal").exists():
+        return url
+    return url.set(database=f"file:{quote(str(file))}", query={**url.query, "immutable": "1", "uri": "true"})
 
 
 def _set_journal_mode(connection: sqlite3.Connection, mode: str) -> None:
@@ -230,13 +242,21 @@ def refusal(url: URL, error: DBAPIError | OSError) -> LedgerError:
         )
     elif "row-level security" in words:
         advice = "rows of a job that another database user wrote are not changed; name another with --ledger"
-    elif file_of(url) is not None:
+    elif (file := file_of(url)) is not None and _is_full(file.parent):
+        advice = f"its disk is full: df -h {shlex.quote(str(file.parent))}; make room there"
+    elif file is not None:
         advice = "is its folder writable? name another with --ledger sqlite:///PATH"
     elif _all_in_use(words):
         advice = "all its connections are in use: try again, or raise its max_connections, or use a pooler"
     else:
         advice = "is the server up, and may this user connect? name another with --ledger"
     return LedgerError(f"ledger {name}: {words}; {advice}")
+
+
+def _is_full(folder: Path) -> bool:
+    with suppress(OSError):
+        return os.statvfs(folder).f_bavail == 0
+    return False
 
 
 def prepare_folder(url: URL) -> None:

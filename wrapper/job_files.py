@@ -201,6 +201,11 @@ class Job:
         write_private(self.folder / "job.json", msgspec.json.encode(file))
 
     @property
+    def is_writable(self) -> bool:
+        """Whether its folder is ours alone, and may be worked on: not where its file system is read-only."""
+        return is_own(self.folder) and os.access(self.folder, os.W_OK)
+
+    @property
     def is_led(self) -> bool:
         """Whether somebody has the job's lock: it runs, or begins."""
         return _is_locked(self)
@@ -271,7 +276,7 @@ def user_name() -> str:
 def _note(job: Job, **figures: Any) -> registry.KnownJob | None:
     """Add something to what the registry has of a job, and return it; nothing of a job of somebody else's. What cannot
     be written was told when it began."""
-    if not is_own(job.folder):
+    if not job.is_writable:
         return None
     with suppress(JobNotFoundError):
         begins = entry_of(job, job.read())
@@ -313,7 +318,7 @@ def take_lock(job: Job) -> int | None:
 def _is_locked(job: Job) -> bool:
     """Whether somebody supervises the job: from where it was started, or from another node, if that is this one."""
     try:
-        descriptor = take_lock(job) if is_own(job.folder) else lock_file(job.folder / LOCK_NAME, look=True)
+        descriptor = take_lock(job) if job.is_writable else lock_file(job.folder / LOCK_NAME, look=True)
     except (FileNotFoundError, PermissionError):
         return False  # another user's job: nobody has led it yet, or we may not even look
     if descriptor is None:

@@ -286,13 +286,13 @@ def finish_dead_job(job: Job, reason: str = "the supervisor was found dead", *, 
     """Write the end of a job that nobody supervises any more; True if that was to be done.
 
     A no-op while a supervisor holds the lock, for a job that has ended or has not begun, where the journal is on
-    another machine, and for another user's. The ledger catches up with the journal. `locked`: our guardian has the
-    lock for us.
+    another machine, for another user's, and where the folder is read-only. The ledger catches up with the journal.
+    `locked`: our guardian has the lock for us.
     """
     from resihp.record import journal, journal_file
 
     path = job.journal_file
-    if not is_own(job.folder) or not is_own(path.parent) or not path.exists():
+    if not job.is_writable or not is_own(path.parent) or not path.exists():
         return False
     if is_succeeded(path):
         return False

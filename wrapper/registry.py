@@ -28,6 +28,9 @@ MOST_BYTES = 64 << 10
 PATIENCE_S = 2.0
 """How long a job waits for the file system that the registry is on."""
 
+LATEST_S = 2.5e11
+"""In the year 9892; no job was then, and what reckons with such times fails."""
+
 _FILE_NAME = re.compile(r"(?P<job>[^./]+)\.[0-9a-f]{16}\.json")
 
 
@@ -146,8 +149,9 @@ def _files(root: Path) -> Iterator[tuple[Path, str]]:
 def _decoded(content: bytes) -> KnownJob:
     """Raises ValueError for what is no entry (msgspec's errors and those of text are such)."""
     entry = msgspec.json.decode(content, type=KnownJob)
-    if not entry.folder.startswith("/") or not -1e12 < entry.began_at < 1e12:
-        raise ValueError("names no folder, or no time")
+    times = (entry.began_at, entry.ended_at or 0.0, entry.last_iteration_at or 0.0)
+    if not entry.folder.startswith("/") or not all(abs(time_s) < LATEST_S for time_s in times):
+        raise ValueError("names no folder, or a time that no calendar has")
     return entry
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from sqlalchemy.exc import OperationalError
 
 from db import migrate
-from db.engine import default_url, file_system, masked, resolve
+from db.engine import default_url, file_system, masked, refusal, resolve
 from db.reading.queries import Reader
 from db.writer import Ledger
 from resihp.errors import LedgerError
@@ -111,3 +114,13 @@ def test_a_file_that_another_job_writes_is_waited_for_when_it_is_first_opened(tm
     done.join()
     other.close()
     assert migrate.current(f"sqlite:///{tmp_path / 'ledger.db'}") == migrate.head()
+
+
+def test_a_full_disk_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SQLite calls it an I/O error where it cannot make the file that readers share."""
+    url = resolve(f"sqlite:///{tmp_path / 'ledger.db'}")
+    error = OperationalError("", None, sqlite3.OperationalError("disk I/O error"))
+    assert "is its folder writable?" in str(refusal(url, error))
+    full = SimpleNamespace(f_bavail=0)
+    monkeypatch.setattr(os, "statvfs", lambda folder: full)
+    assert str(refusal(url, error)).endswith(f"disk I/O error; its disk is full: df -h {tmp_path}; make room there")

@@ -142,7 +142,12 @@ def _bring_up_to_date(job: Job, url: str) -> None:
     if exists(url) and (why := only_readable(url)):
         message(f"warning: {why}; job {job.name} is shown as far as it was written")
         return
-    catch_up(url, job.folder, path)
+    try:
+        catch_up(url, job.folder, path)
+    except LedgerError as error:
+        if not exists(url):
+            raise
+        message(f"warning: {error}; job {job.name} is shown as far as it was written")
 
 
 def from_all(ledger: str | None, ask: Callable[[Reader], Found], *, quiet: bool = False) -> list[Found]:
@@ -180,12 +185,11 @@ def from_all(ledger: str | None, ask: Callable[[Reader], Found], *, quiet: bool 
         except (ResihpError, OSError) as error:
             left_out.setdefault(str(error), []).append(job.name)
     if not found:
-        error = next(iter(left_out))
         whose = f"job {jobs[0].name}" if len(jobs) == 1 else f"none of {len(jobs)} jobs in {home()} can be read"
-        raise LedgerError(f"{whose}: {error}")
-    for error, names in () if quiet else left_out.items():
+        raise LedgerError(f"{whose}: {next(iter(left_out))}")
+    for why, names in () if quiet else left_out.items():
         which = f"job {names[0]}" if len(names) == 1 else f"{len(names)} jobs ({named(names)})"
-        message(f"warning: {which}: left out: {error}")
+        message(f"warning: {which}: left out: {why}")
     return found
 
 
@@ -207,8 +211,8 @@ class _Servers:
                     Reader.open(url).close()
                 except LedgerError as error:
                     self._tried[url] = error
-        if (error := self._tried[url]) is not None:
-            raise error
+        if (failed := self._tried[url]) is not None:
+            raise failed
 
 
 class _RunName(msgspec.Struct):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -241,6 +242,36 @@ def test_a_damaged_file_is_one_warning(fresh_home: Path, own_registry: Path) -> 
     assert "; and 1 more" in result.stderr
 
 
+@pytest.mark.parametrize("wrong", [{"began_at": 9e11}, {"ended_at": 1e300}, {"last_iteration_at": -9e11}])
+def test_a_time_that_no_calendar_has_is_one_warning(fresh_home: Path, wrong: dict[str, float]) -> None:
+    entry = ended(create_local_job())
+    registry.save(msgspec.structs.replace(entry, name="local-7", **wrong))
+    result = jobs()
+    assert "local-1" in result.stdout
+    assert "left out: names no folder, or a time that no calendar has" in result.stderr
+
+
+def test_a_job_that_cannot_be_looked_at_costs_nobody_else(
+    runs: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken, fine = runs(), runs()
+    is_led = Job.is_led.fget
+    assert is_led is not None
+
+    def looks(job: Job) -> bool:
+        if job == broken:
+            raise OSError(errno.EIO, "Input/output error")
+        return bool(is_led(job))
+
+    monkeypatch.setattr(Job, "is_led", property(looks))
+    result = jobs("--json")
+    assert {row["job"]: row["state"] for row in json.loads(result.stdout)["rows"]} == {
+        fine.name: "running",
+        broken.name: "unknown",
+    }
+    assert f"warning: job {broken.name}: " in result.stderr
+
+
 def test_a_ledger_of_another_version_costs_its_figures_alone(runs: Callable[..., Job]) -> None:
     job = runs()
     with sqlite3.connect(job.folder / "ledger.db") as connection:
@@ -356,6 +387,42 @@ def test_a_submitted_job_that_never_began_is_forgotten_after_a_day(fresh_home: P
     submitted(fresh_home, days_ago=2)
     assert [row["state"] for row in ask(FakeSlurm([]))[0]] == ["never began"]
     assert len(registry.entries()[0]) == 1
+
+
+def test_a_job_of_another_cluster_is_not_this_slurms_to_tell(fresh_home: Path) -> None:
+    """Of the same home, on a login node of another cluster: it waits there, and is not forgotten."""
+    entry = submitted(fresh_home, days_ago=2)
+    registry.save(msgspec.structs.replace(entry, cluster="big"))
+    slurm = slurms_view(state="completed")
+    [row], said = ask(slurm)
+    assert (row["state"], row["slurm_state"], said) == ("queued", None, [])
+    assert len(registry.entries()[0]) == 1
+    here = FakeSlurm([], cluster="big")
+    assert not ask(here)[0] or ask(here)[0][0]["state"] == "never began"
+
+
+def died_elsewhere(home: Path, *, days_ago: float) -> registry.KnownJob:
+    """Job 77, whose nodes lost their power: nobody could tell its end."""
+    entry = submitted(home, days_ago=days_ago)
+    registry.drop(entry)
+    entry = msgspec.structs.replace(entry, host="gpu-9", state="running", folder="/there/jobs/77")
+    assert not registry.save(entry)
+    return entry
+
+
+def test_a_job_that_died_unseen_and_that_slurm_does_not_have_is_no_running_job_for_ever(fresh_home: Path) -> None:
+    died_elsewhere(fresh_home, days_ago=2)
+    for slurm in (FakeSlurm([]), slurms_view(state="node_fail"), slurms_view(state="running", user="somebody")):
+        said: list[str] = []
+        assert listed(every=False, now_s=time.time(), say=said.append, slurm=slurm) == ([], 1)
+        assert [row["state"] for row in listed(every=True, now_s=time.time(), say=said.append, slurm=slurm)[0]] == [
+            "not seen from here"
+        ]
+        assert said == []
+    assert [row["slurm_state"] for row in ask(slurms_view(state="running"))[0]] == ["running"]
+    assert len(registry.entries()[0]) == 1
+    died_elsewhere(fresh_home, days_ago=0.5)
+    assert len(ask(FakeSlurm([]))[0]) == 1, "for a day one is told of it"
 
 
 def test_slurm_is_asked_for_jobs_of_its_own_alone(runs: Callable[..., Job]) -> None:

@@ -3,41 +3,52 @@
 Of a job that was submitted and has not begun, what Slurm says of it; of one that is over, what the registry has; of one
 that runs, what its supervisor has written into its folder, or else its ledger, and what Slurm says of it. One that
 nobody supervises any more is ended here, as `status` does. Jobs whose folders are gone are dropped after a month, and
-those that never began after a day.
+those that never began after a day. One that died where nobody could tell its end, and that Slurm does not have any
+more, is taken for one that has ended. A file system that hangs holds up nothing but the jobs on it.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
-from collections.abc import Callable, Iterable, Sequence
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from resihp.errors import JobNotFoundError, ResihpError
 from wrapper import registry
-from wrapper.job_files import entry_of
+from wrapper.job_files import entry_of, home
 from wrapper.job_folder import Job, all_jobs, finish_dead_job, is_there, job_of, note_end
 from wrapper.registry import QUEUED, KnownJob
 
 if TYPE_CHECKING:
     from db.reading.queries import Reader
-    from slurm.client import Slurm
+    from slurm.client import JobView, Slurm
 
 Row = dict[str, Any]
 Say = Callable[[str], None]
 
 NEVER_BEGAN = "never began"
 """Of a job that was submitted, and ended before its supervisor was there."""
+NOT_SEEN = "not seen from here"
+"""Of a folder that another host made."""
+NOT_TOLD = "unknown"
+"""Of a job that nobody seems to supervise, and whose journal is elsewhere; or whose folder cannot be looked at."""
 LAST_S = 86400.0
 """So long after its end a job is listed."""
 KEPT_S = 30 * 86400.0
 """So long one is listed whose folder is gone."""
 STARTS_S = 60.0
 """So long a job may have no supervisor that can be seen, at its start."""
+ANSWER_S = 2.0
+"""How long a file system is waited for."""
 SLURM_S = 3.0
 """How long Slurm is waited for."""
 
@@ -47,34 +58,39 @@ def listed(*, every: bool, now_s: float, say: Say, slurm: Slurm | None = None) -
     ask for states; the commands on PATH if left out."""
     rows: list[Row] = []
     hidden = 0
-    known = list(_known(say))
-    moved = _moved(known)
-    queued: list[tuple[KnownJob, Row]] = []
+    known, silent = _known(say)
+    moved = _moved([entry for entry in known if entry.home not in silent])
     with _Ledgers(say) as ledgers:
         for entry in known:
-            if entry in moved:
+            if entry in moved or (entry.state == QUEUED and any(_is_begun(entry, other) for other in known)):
                 registry.drop(entry)
                 continue
-            if entry.state == QUEUED:
-                if any(_is_begun(entry, other) for other in known):
-                    registry.drop(entry)
+            try:
+                over_at = entry.ended_at
+                if entry.home not in silent and entry.state != QUEUED:
+                    entry = _settled(entry, now_s, say)
+                    over_at = _over_at(entry)
+                    if over_at is not None and over_at < now_s - KEPT_S and not is_there(entry):
+                        registry.drop(entry)
+                        continue
+                if over_at is not None and over_at < now_s - LAST_S and not every:
+                    hidden += 1
                 else:
-                    queued.append((entry, _row(entry, now_s, ledgers)))
-                continue
-            entry = _settled(entry, now_s, say)
-            over_at = _over_at(entry)
-            if over_at is not None and over_at < now_s - KEPT_S and not is_there(entry):
-                registry.drop(entry)
-            elif over_at is not None and over_at < now_s - LAST_S and not every:
-                hidden += 1
-            else:
-                rows.append(_row(entry, now_s, ledgers))
-    rows += [row for _, row in queued]
-    _ask_slurm(rows, slurm, say)
-    for entry, row in queued:
-        if row["state"] == NEVER_BEGAN and entry.began_at < now_s - LAST_S:
-            registry.drop(entry)
-            rows.remove(row)
+                    rows.append(_row(entry, now_s, None if entry.home in silent else ledgers))
+            except (ResihpError, OSError) as error:
+                say(f"warning: job {entry.name}: {entry.folder}: {error}")
+                rows.append(_row(entry, now_s, None))
+    for row in _that_are_over(rows, slurm, say):
+        if max(row["began_at"], row["last_iteration_at"] or row["began_at"]).timestamp() > now_s - LAST_S:
+            continue
+        if row["state"] == NEVER_BEGAN:
+            this = row["folder"], row["began_at"]
+            registry.drop(next(entry for entry in known if (entry.folder, _time(entry.began_at)) == this))
+        elif every:
+            continue
+        else:
+            hidden += 1
+        rows.remove(row)
     return sorted(rows, key=lambda row: (row["ended_at"] is not None, -row["began_at"].timestamp())), hidden
 
 
@@ -97,18 +113,40 @@ def _is_begun(queued: KnownJob, other: KnownJob) -> bool:
     )
 
 
-def _known(say: Say) -> Iterable[KnownJob]:
-    """Jobs of the registry; and those of this home that it does not have, as of an older version."""
-    known, wrong = registry.entries()
+def _known(say: Say) -> tuple[list[KnownJob], set[str]]:
+    """Jobs of the registry; those of this home that it does not have, as of an older version; and the homes that do
+    not answer."""
+    found, wrong = registry.entries()
     if wrong:
         say(f"warning: {wrong[0]}" + (f"; and {len(wrong) - 1} more" if len(wrong) > 1 else ""))
-    yield from known
-    folders = {(entry.folder, entry.began_at) for entry in known}
-    for job in all_jobs():
-        with suppress(JobNotFoundError):
-            file = job.read()
-            if (str(job.folder), file.created_at) not in folders:
-                yield entry_of(job, file)
+    silent = _silent({str(home()), *(entry.home for entry in found)})
+    for each in sorted(silent):
+        say(f"warning: {each}: no answer for {ANSWER_S:g} s; of jobs there is told what was known when they began")
+    if str(home()) not in silent:
+        folders = {(entry.folder, entry.began_at) for entry in found}
+        for job in all_jobs():
+            with suppress(JobNotFoundError):
+                file = job.read()
+                if (str(job.folder), file.created_at) not in folders:
+                    found.append(entry_of(job, file))
+    return found, silent
+
+
+def _silent(homes: Collection[str]) -> set[str]:
+    """Of these, those on a file system that hangs: who looks there would hang as well, with all that is to be told of
+    the others."""
+
+    def look(each: str) -> None:
+        with suppress(OSError), os.scandir(Path(each, "jobs")) as there:
+            next(there, None)
+
+    looks = {each: threading.Thread(target=look, args=(each,), daemon=True) for each in homes}
+    until = time.monotonic() + ANSWER_S
+    for one in looks.values():
+        one.start()
+    for one in looks.values():
+        one.join(max(until - time.monotonic(), 0.0))
+    return {each for each, one in looks.items() if one.is_alive()}
 
 
 def _settled(entry: KnownJob, now_s: float, say: Say) -> KnownJob:
@@ -136,8 +174,11 @@ def _over_at(entry: KnownJob) -> float | None:
     return entry.ended_at
 
 
-def _row(entry: KnownJob, now_s: float, ledgers: _Ledgers) -> Row:
-    state = _state(entry, now_s)
+def _row(entry: KnownJob, now_s: float, ledgers: _Ledgers | None) -> Row:
+    """`ledgers`: None where its folder cannot be looked at."""
+    state = NOT_TOLD if ledgers is None and entry.ended_at is None else entry.state
+    if ledgers is not None:
+        state = _state(entry, now_s)
     row: Row = {
         "job": entry.name,
         "state": state,
@@ -164,7 +205,7 @@ def _row(entry: KnownJob, now_s: float, ledgers: _Ledgers) -> Row:
         "ledger": entry.ledger or None,
         "folder": entry.folder,
     }
-    if state == "running":
+    if state == "running" and ledgers is not None:
         row |= _told(entry, now_s) or ledgers.figures(job_of(entry), now_s)
     return row
 
@@ -173,9 +214,9 @@ def _state(entry: KnownJob, now_s: float) -> str:
     if entry.state == QUEUED:
         return QUEUED  # it has no folder yet
     if not is_there(entry):
-        return "folder gone" if entry.host == socket.gethostname() else "not seen from here"
+        return "folder gone" if entry.host == socket.gethostname() else NOT_SEEN
     if entry.ended_at is None and not job_of(entry).is_led:
-        return "starting" if entry.began_at > now_s - STARTS_S else "unknown"
+        return "starting" if entry.began_at > now_s - STARTS_S else NOT_TOLD
     return entry.state
 
 
@@ -262,33 +303,45 @@ class _Ledgers:
         return self._readers[url]
 
 
-def _ask_slurm(rows: Iterable[Row], slurm: Slurm | None, say: Say) -> None:
-    """Add Slurm's state to jobs that are not known to have ended, in one call. Numbers are used again, and are those
-    of one cluster: a job that Slurm had before ours began, or of another user, is another one."""
+def _that_are_over(rows: Iterable[Row], slurm: Slurm | None, say: Say) -> list[Row]:
+    """Add Slurm's state to jobs that are not known to have ended, in one call; those that Slurm does not run or hold,
+    and of which nothing else is known. Numbers are used again, and are those of one cluster: a job that Slurm had
+    before ours began, of another user, or of another cluster, is another one."""
     asked = [row for row in rows if row["slurm_job"] and row["ended_at"] is None]
-    if not asked:
-        return
+    if not asked or (slurm is None and shutil.which("squeue") is None):
+        return []
     if slurm is None:
-        if shutil.which("squeue") is None:
-            return
         from slurm.commands import CommandLine
 
         slurm = CommandLine(timeout_s=SLURM_S)
     from slurm.errors import SlurmError
 
     try:
-        views = slurm.jobs(dict.fromkeys(row["slurm_job"] for row in asked))
+        here = slurm.cluster() if any(row["cluster"] for row in asked) else ""
+        asked = [row for row in asked if row["cluster"] in (None, here)]
+        views = slurm.jobs(dict.fromkeys(row["slurm_job"] for row in asked)) if asked else {}
     except SlurmError as error:
         say(f"Slurm was not asked: {error}")
-        return
+        return []
+    over = []
     for row in asked:
-        view = views.get(row["slurm_job"])
         waits = row["state"] == QUEUED
-        if view is None or view.user != row["user"]:
-            row["state"] = NEVER_BEGAN if waits else row["state"]
-            continue
-        if waits or view.submitted_at is None or view.submitted_at <= row["began_at"].timestamp() + STARTS_S:
+        view = views.get(row["slurm_job"])
+        if view is not None and not _is_that(view, row):
+            view = None
+        if view is not None:
             row["slurm_state"] = view.state
             row["slurm_reason"] = view.why or None
-        if waits and view.state != "pending":
-            row["state"] = "starting" if view.active else NEVER_BEGAN
+        active = view is not None and view.active
+        if waits and (view is None or view.state != "pending"):
+            row["state"] = "starting" if active else NEVER_BEGAN
+        if not active and row["state"] in (NEVER_BEGAN, NOT_SEEN, NOT_TOLD):
+            over.append(row)
+    return over
+
+
+def _is_that(view: JobView, row: Row) -> bool:
+    """Whether Slurm means the job of that row."""
+    began_s: float = row["began_at"].timestamp()
+    in_time = row["state"] == QUEUED or view.submitted_at is None or view.submitted_at <= began_s + STARTS_S
+    return in_time and view.user == str(row["user"])

@@ -8,9 +8,12 @@ import sys
 
 def main() -> None:
     _leave_python_path()
-    from wrapper.cli import main as run
+    try:
+        from wrapper.cli import main as run
 
-    run()
+        run()
+    except KeyboardInterrupt:  # also while modules are read, which takes seconds on a busy shared disk
+        sys.exit(130)
 
 
 def _leave_python_path() -> None:

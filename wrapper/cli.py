@@ -6,7 +6,11 @@ goes to stdout, messages to stderr.
 
 from __future__ import annotations
 
+import io
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -25,7 +29,7 @@ from wrapper.commands.options import command_of
 from wrapper.commands.plan import command as plan
 from wrapper.commands.report import command as report
 from wrapper.commands.status import command as status
-from wrapper.exit_codes import exit_code_of
+from wrapper.exit_codes import OUTPUT_CLOSED, exit_code_of
 from wrapper.output.answers import SCHEMA, JsonOption, message, to_json
 from wrapper.output.render import literal
 
@@ -217,13 +221,44 @@ for other in OTHERS:
     other.register(app)
 
 
+class _Output(io.TextIOWrapper):
+    """Stdout, which nobody may read to its end (`| head`), or whose disk may be full: no traceback, and no exit code
+    that says something else of a job."""
+
+    def write(self, text: str) -> int:
+        with self._ended_where_it_fails():
+            return super().write(text)
+
+    def flush(self) -> None:
+        with self._ended_where_it_fails():
+            super().flush()
+
+    @contextmanager
+    def _ended_where_it_fails(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())  # what is left in the buffer goes there
+            if isinstance(error, BrokenPipeError):
+                raise SystemExit(OUTPUT_CLOSED) from None
+            message(f"what is printed cannot be written: {error.strerror}")
+            raise SystemExit(1) from None
+
+
 def main() -> None:
     """Entry point of `resihp`."""
+    if not os.environ.get("COLUMNS", "").strip("0"):
+        os.environ.pop("COLUMNS", None)  # a terminal that has none, for which nothing at all would be printed
+    output = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115 - it was closed, and is as long as we are
+    if isinstance(output, io.TextIOWrapper):
+        encoding, errors, live = output.encoding, output.errors, output.isatty()
+        sys.stdout = _Output(output.detach(), encoding=encoding, errors=errors, line_buffering=live)
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
     except ResihpError as error:
         message(str(error))
         sys.exit(exit_code_of(error))
-    except BrokenPipeError:
-        sys.stderr.close()  # whoever read our output has seen enough
-        sys.exit(141)

@@ -14,6 +14,8 @@ DEPOSED = 76
 """Of a supervisor that gave up the lead, to its guardian; never that of `resihp run`."""
 CANNOT_LEAD = 77
 """Of a successor that could not even begin, to its agent: another node is to be chosen."""
+OUTPUT_CLOSED = 141
+"""Whoever read what a command prints had seen enough; what a shell says of SIGPIPE."""
 
 EXIT_CODES: dict[type[errors.ResihpError], int] = {
     errors.UsageError: 2,

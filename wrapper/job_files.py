@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 MOST_PROGRESS_BYTES = 64 << 10
 """Of progress.json; ours have some thousand."""
+STARTS_S = 60.0
+"""So long a job may have no supervisor that can be seen, at its start."""
 SLURM_NAME = re.compile(r"(\d+(?:_\d+)?)(-r\d+)?(-\d+)?")
 """What a job in Slurm is called, and which one that is."""
 
@@ -214,6 +216,12 @@ class Job:
     def is_over(self) -> bool:
         """Whether it has ended and nobody leads it any more."""
         return self.exit_code_file.exists() and self.supervisor() is None
+
+    def never_began(self, now_s: float) -> bool:
+        """Whether it was made on this machine a while ago, and nobody leads it or has left a journal."""
+        file = self.read()
+        old = file.created_at < now_s - STARTS_S and file.host == socket.gethostname()
+        return old and not self.is_led and not self.journal_file.exists()
 
     def supervisor(self) -> SupervisorFile | None:
         """Where the supervisor listens; None when none has the job's lock."""

@@ -185,7 +185,7 @@ def find_job(name: str | None = None, *, acts: bool = False) -> Job:
     for job in jobs:
         if _is_named(job.name, name):
             return job
-    known, _ = registry.entries(lambda other: _is_named(other, name))
+    known, wrong = registry.entries(lambda other: _is_named(other, name))
     there = {entry.home: entry for entry in reversed(known) if is_there(entry)}  # the newest of each home
     if len(there) == 1:
         return job_of(*there.values())
@@ -194,6 +194,8 @@ def find_job(name: str | None = None, *, acts: bool = False) -> Job:
         raise UsageError(f"job {name}: not in {home()}, and in {len(there)} others; name one by its folder:{choices}")
     if known:
         raise JobNotFoundError(f"job {name}: {gone(known[0])}")
+    if wrong:
+        raise JobNotFoundError(f"job {name}: not in {home()}; whether it is in another folder of yours: {wrong[0]}")
     near = difflib.get_close_matches(name, dict.fromkeys([*(job.name for job in jobs), *registry.names()]), n=3)
     hint = f"did you mean {' or '.join(near)}?" if near else "resihp jobs --all lists those that are"
     raise JobNotFoundError(f"job {name}: not in {home()}, nor in another folder of yours; {hint}")
@@ -201,9 +203,10 @@ def find_job(name: str | None = None, *, acts: bool = False) -> Job:
 
 def no_job_here() -> JobNotFoundError:
     """What to say where this home has no job."""
-    homes = other_homes()
+    homes, (_, wrong) = other_homes(), registry.entries()
     where = f"; you have jobs in {named(homes)}: set RESIHP_HOME to one of them, or name a job" if homes else ""
-    return JobNotFoundError(f"no job in {home()}{where or '; start one with resihp run, or set RESIHP_HOME'}")
+    unread = f"; {wrong[0]}" if wrong else ""
+    return JobNotFoundError(f"no job in {home()}{where or unread or '; start one with resihp run, or set RESIHP_HOME'}")
 
 
 def other_homes() -> list[str]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 import resihp
 from wrapper.cli import app
+from wrapper.job_folder import create_local_job, note_end
 
 
 def test_the_version_is_printed() -> None:
@@ -36,3 +39,36 @@ def test_shells_complete_commands() -> None:
         [sys.executable, "-c", script], env=os.environ | asked, capture_output=True, text=True, check=False, timeout=60
     )
     assert sorted(done.stdout.split()) == ["status", "stop"]
+
+
+def typed(arguments: str, **given: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "wrapper", *arguments.split()]
+    return subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False, timeout=60, **given)
+
+
+@pytest.mark.parametrize("what", ["--help", "jobs --all", "jobs --all --json", "history --help", "--version"])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_nobody_reads_ends_a_command_as_of_any_other_program(
+    fresh_home: Path, what: str, unbuffered: str
+) -> None:
+    """Not with 1, which of `status` says that the job has failed."""
+    note_end(create_local_job())
+    read, write = os.pipe()
+    os.close(read)
+    done = typed(what, stdout=write, env=os.environ | {"PYTHONUNBUFFERED": unbuffered})
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("what", ["--version", "jobs --all", "jobs --all --json"])
+def test_output_that_cannot_be_written_is_one_line(fresh_home: Path, what: str) -> None:
+    note_end(create_local_job())
+    with Path("/dev/full").open("w") as full:
+        done = typed(what, stdout=full)
+    assert (done.returncode, done.stderr) == (1, "resihp: what is printed cannot be written: No space left on device\n")
+
+
+@pytest.mark.parametrize("columns", ["0", "", "00"])
+def test_a_terminal_that_has_no_columns_gets_it_all(fresh_home: Path, columns: str) -> None:
+    note_end(create_local_job())
+    assert "local-1" in typed("jobs --all", stdout=subprocess.PIPE, env=os.environ | {"COLUMNS": columns}).stdout

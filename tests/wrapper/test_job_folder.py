@@ -7,13 +7,15 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from resihp.errors import JobNotFoundError, UsageError
+from resihp.errors import JobNotFoundError, LedgerError, UsageError
 from resihp.record.journal import AnyEntry, JobEnded, NodeJoined
 from resihp.record.journal_file import Journal
-from wrapper import job_folder
+from wrapper import job_folder, registry
 from wrapper.job_folder import create_local_job, find_job, finish_dead_job, lock_file, take_lock, write_private
+from wrapper.output.ledgers import opened
 
 
 def test_numbers_are_given_once(fresh_home: Path) -> None:
@@ -48,6 +50,35 @@ def test_find_job_takes_the_newest_and_names_near_matches(fresh_home: Path) -> N
     assert find_job("local-2") == made[1]
     with pytest.raises(JobNotFoundError, match="did you mean local-"):
         find_job("locl-2")
+
+
+def test_what_could_not_be_looked_at_is_not_said_not_to_be_there(
+    fresh_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create_local_job()
+    monkeypatch.setenv("RESIHP_HOME", str(fresh_home / "another"))
+    root = registry.place()
+    assert root is not None
+    root.chmod(0o775)
+    with pytest.raises(JobNotFoundError, match=r"whether it is in another folder of yours: .*: is not yours alone"):
+        find_job("local-1")
+    with pytest.raises(JobNotFoundError, match=r"no job in .*/another; .*: is not yours alone, and not read"):
+        find_job()
+    root.chmod(0o700)
+    [entry] = root.iterdir()
+    entry.write_bytes(entry.read_bytes()[:20])
+    with pytest.raises(JobNotFoundError, match=r"whether it is in another folder of yours: .* left out"):
+        find_job("local-1")
+
+
+def test_a_job_that_never_began_is_told_as_such(fresh_home: Path) -> None:
+    job = create_local_job()
+    with pytest.raises(LedgerError, match=r"has it begun\?"), opened(job.name, None):
+        pass
+    file = msgspec.structs.replace(job.read(), created_at=time.time() - 61)
+    write_private(job.folder / "job.json", msgspec.json.encode(file))
+    with pytest.raises(LedgerError, match="job local-1: never began: it has no supervisor"), opened(job.name, None):
+        pass
 
 
 def test_home_that_cannot_be_made_is_a_usage_error(fresh_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ the journal of a job that is over is brought up to it. Used by the commands that
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -44,7 +45,7 @@ def opened(job: str | None, ledger: str | None) -> Iterator[tuple[Reader, dict[s
     url = url_of(found) if ledger is None else _own_url(found)
     _bring_up_to_date(found, url)
     if not exists(url):
-        raise LedgerError(f"job {found.name}: its ledger is not there yet; has it begun? logs are in {found.logs}")
+        raise LedgerError(f"job {found.name}: {_no_ledger(found)}")
     with Reader.open(url) as reader:
         try:
             row = row_of(reader, found)
@@ -265,5 +266,11 @@ def _caught_up(job: Job, servers: _Servers, *, own: bool) -> str:
     finish_dead_job(job)
     _bring_up_to_date(job, url)
     if not exists(url):
-        raise LedgerError(f"its ledger is not there yet; has it begun? logs are in {job.logs}")
+        raise LedgerError(_no_ledger(job))
     return url
+
+
+def _no_ledger(job: Job) -> str:
+    if job.never_began(time.time()):
+        return f"never began: it has no supervisor, and no history; logs are in {job.logs}"
+    return f"its ledger is not there yet; has it begun? logs are in {job.logs}"

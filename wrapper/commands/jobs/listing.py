@@ -24,7 +24,7 @@ import msgspec
 
 from resihp.errors import JobNotFoundError, ResihpError
 from wrapper import registry
-from wrapper.job_files import entry_of, home
+from wrapper.job_files import STARTS_S, entry_of, home
 from wrapper.job_folder import Job, all_jobs, finish_dead_job, is_there, job_of, note_end
 from wrapper.registry import QUEUED, KnownJob
 
@@ -45,8 +45,6 @@ LAST_S = 86400.0
 """So long after its end a job is listed."""
 KEPT_S = 30 * 86400.0
 """So long one is listed whose folder is gone."""
-STARTS_S = 60.0
-"""So long a job may have no supervisor that can be seen, at its start."""
 ANSWER_S = 2.0
 """How long a file system is waited for."""
 SLURM_S = 3.0
@@ -157,9 +155,7 @@ def _settled(entry: KnownJob, now_s: float, say: Say) -> KnownJob:
     try:
         if job.is_led:
             return entry
-        never_began = job.read().host == socket.gethostname() and not job.journal_file.exists()
-        over = job.exit_code_file.exists() or finish_dead_job(job)
-        if over or (never_began and entry.began_at < now_s - STARTS_S):
+        if job.exit_code_file.exists() or finish_dead_job(job) or job.never_began(now_s):
             return note_end(job) or entry
     except (ResihpError, OSError) as error:
         say(f"warning: job {job.name}: {error}")

@@ -49,7 +49,13 @@ def now(
     from wrapper.job_folder import find_job
 
     found = find_job(job, acts=True)
-    reply = asyncio.run(ask(found, AskCheckpoint(), patience_s=patience))
+    try:
+        reply = asyncio.run(ask(found, AskCheckpoint(), patience_s=patience))
+    except KeyboardInterrupt:
+        message(
+            f"job {found.name}: not waited for any longer; it is written all the same: resihp checkpoint list {found.name}"
+        )
+        raise typer.Exit(130) from None
     if not reply.ok:
         raise ResihpError(f"job {found.name}: {reply.text}")
     row = next((row for row in rows(checkpoint_folder_of(found)) if row["resumes"]), None)

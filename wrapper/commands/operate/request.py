@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 
-from resihp.errors import ResihpError, UsageError
+from resihp.errors import ProtocolError, ResihpError, UsageError
 from resihp.protocol.framing import SecureChannel
 from resihp.protocol.messages import OperatorReply, OperatorRequest
 from wrapper.job_folder import Job
@@ -34,6 +34,12 @@ async def ask(job: Job, request: OperatorRequest, patience_s: float = ANSWER_S) 
         raise ResihpError(f"job {job.name}: no answer within {patience_s:g} s; resihp status {job.name}") from None
     except OSError as error:
         raise ResihpError(f"job {job.name}: the supervisor does not answer: {error}") from error
+    except ProtocolError as error:
+        raise ResihpError(_ended(job, f" ({error})")) from error
     if reply is None:
-        raise ResihpError(f"job {job.name}: the supervisor ended before it answered")
+        raise ResihpError(_ended(job))
     return reply
+
+
+def _ended(job: Job, how: str = "") -> str:
+    return f"job {job.name}: the supervisor ended before it answered{how}; resihp status {job.name}"

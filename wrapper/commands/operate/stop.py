@@ -53,12 +53,14 @@ def stop(
     found = find_job(job)
     journal = Told(found)
     journal.new()  # what was before is no news
-    reply = asyncio.run(ask(found, AskStop(at_once=now)))
-    message(f"job {found.name}: {reply.text}")
+    goes_on = "it may have been asked to stop"
     try:
+        reply = asyncio.run(ask(found, AskStop(at_once=now)))
+        message(f"job {found.name}: {reply.text}")
+        goes_on = "it goes on stopping"
         ended = _follow(found, journal)
     except KeyboardInterrupt:
-        message(f"job {found.name}: not waited for any longer; it goes on stopping: resihp status {found.name}")
+        message(f"job {found.name}: not waited for any longer; {goes_on}: resihp status {found.name}")
         raise typer.Exit(130) from None
     if not ended:
         raise ResihpError(f"job {found.name}: nobody supervises it any more, and it has not said how it ended")

@@ -96,6 +96,24 @@ def test_what_an_operator_stops_is_saved_and_told_how_to_go_on(
     goes_on(job, reference, done)
 
 
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_while_the_supervisor_still_imports_ends_the_job_as_any_other(
+    job: Job, number: signal.Signals, status: int
+) -> None:
+    job.train(iterations=ITERATIONS, **SMALL)
+    assert job.process is not None
+    guardian = psutil.Process(job.process.pid)
+    job.until(lambda: [child for child in guardian.children() if "wrapper.supervisor.process" in child.cmdline()])
+    job.process.send_signal(number)
+    job.wait(60)
+    assert job.status == status, job.stderr
+    assert f"received {number.name}" in job.stderr
+    assert "Traceback" not in job.stderr
+    assert "the supervisor" not in job.stderr, "none died of it"
+    assert job.ask("status")["state"] == "cancelled"
+    assert job.processes() == []
+
+
 def test_asked_twice_the_job_does_not_wait_for_its_iteration(job: Job) -> None:
     job.train("--fault", "hang:rank=1@iteration=4,phase=forward", iterations=ITERATIONS, **SMALL)
     job.until(lambda: committed(job) >= 3)

@@ -23,6 +23,7 @@ from resihp.controller import Controller
 from resihp.controller.interface import AgentJoined, AnyAction, AnyEvent, CutConnection, WorkerSaid
 from resihp.errors import ProtocolError
 from resihp.process import die_with_parent, inherited_socket
+from wrapper import early_signals
 from wrapper.config.run_spec import load
 from wrapper.supervisor.guardian import guard
 from wrapper.supervisor.process import agents_are_started, bury, heir_of, supervise_with
@@ -84,6 +85,7 @@ def command(run_file: Path, options: Sequence[str]) -> list[str]:
 
 
 def supervise(run_file: str, *arguments: str) -> int:
+    early_signals.note()
     options = dict(zip(arguments[::2], arguments[1::2], strict=True))
     request = load(Path(run_file))
     listener = socket.socket(fileno=int(options["--listen"]))

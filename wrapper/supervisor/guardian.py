@@ -23,6 +23,7 @@ from types import FrameType
 import msgspec
 
 from resihp.process import adopt_orphans, ending, name_process, wait_for
+from wrapper import early_signals
 from wrapper.config.run_spec import RunRequest, load
 from wrapper.exit_codes import DEPOSED, REQUEUE
 from wrapper.job_folder import Job, SupervisorFile, hold_lock, note_end
@@ -30,7 +31,6 @@ from wrapper.launch.launcher import own_environment
 from wrapper.launch.ports import listen
 from wrapper.launch.preloading import preloading
 
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 MOST_RESTARTS = 5
 """Supervisors that die by a signal and are started again; then the job is given up."""
 SUCCESSOR_PATIENCE_S = 90.0
@@ -86,11 +86,12 @@ def _watch(command: Sequence[str], inherited: Sequence[int]) -> int:
         else:
             child.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
-    previous = {number: signal.signal(number, forward) for number in (*FORWARDED, signal.SIGHUP)}
+    previous = {number: signal.signal(number, forward) for number in (*early_signals.SIGNALS, signal.SIGHUP)}
     try:
-        child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, env=own_environment(), process_group=0, pass_fds=inherited
-        )
+        with early_signals.held():
+            child = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, env=own_environment(), process_group=0, pass_fds=inherited
+            )
         for number in early:
             forward(number, None)
         return wait_for(child)  # and for what we have adopted

@@ -39,6 +39,7 @@ from resihp.record.journal import AnyEntry, JobEnded, JobStarted, LeaderChosen, 
 from resihp.record.journal_file import Journal, read_packed
 from resihp.record.packing import last_commits
 from resihp.record.quorum import Membership
+from wrapper import early_signals
 from wrapper.config.run_spec import RunRequest, load
 from wrapper.exit_codes import BROKEN, CANNOT_LEAD, DEPOSED, REQUEUE, exit_code_of
 from wrapper.job_folder import Job, finish_dead_job, note_end, write_private
@@ -414,6 +415,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--copy", type=Path, help="that agent's copy of the journal")
     parser.add_argument("--term", type=int, default=0, help="the term that agents were asked about")
     options = parser.parse_args(arguments)
+    early_signals.note()
     never_wait_for("stdout", "stderr")
     # vfork stops all of us until a child has closed what it inherited, and files of a folder that hangs take long.
     subprocess._USE_VFORK = False  # type: ignore[misc]

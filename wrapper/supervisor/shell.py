@@ -33,6 +33,7 @@ from resihp.protocol.serving import Refusals, serve
 from resihp.record.journal import AnyEntry, JobEnded, PlanDecided, Record, WorkerEnded
 from resihp.record.journal_file import Journal
 from resihp.record.quorum import Membership
+from wrapper import early_signals
 from wrapper.config.run_spec import RunRequest
 from wrapper.exit_codes import DEPOSED, REQUEUE
 from wrapper.job_folder import SupervisorFile, copy_journal, note_end, write_private
@@ -145,8 +146,6 @@ class Supervisor:
     async def run(self, started: AnyEntry) -> int:
         """Supervise to the end; `started` is the first entry of ours. Returns the exit code."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
-            loop.add_signal_handler(number, self._signalled, number)
         loop.add_signal_handler(signal.SIGHUP, loop.call_later, GUARDIAN_GONE_S, self._signalled, signal.SIGTERM)
         if self._request.succession and self._took_over:
             self._gate.claim(started)
@@ -162,6 +161,7 @@ class Supervisor:
         self._start(self._slurm.run())
         self._start(self._tick())
         self._start(self._beat())
+        early_signals.hand_over(self._signalled)
         if not self._took_over:
             self._start(self._launcher.start(port, self._links.agent_ended))
         end = await self._end

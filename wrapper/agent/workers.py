@@ -84,8 +84,9 @@ class Workers:
         self._kernel = KernelClues()
         self._newest_epoch = 0
         self._place = KeptPort()
-        self._declared = self._met = False
-        """Whether any worker has said what it trains; whether, without that, they have met by themselves or tried."""
+        self._is_first = self._declared = self._met = False
+        """Whether rank 0 is here, so that they meet here; whether any worker has said what it trains; whether, without
+        that, they have met by themselves or tried."""
         self._idle = asyncio.Event()
         self._idle.set()
         self.network: Mapping[str, str] = {}
@@ -171,7 +172,8 @@ class Workers:
         return self._place.port
 
     def _have_met(self) -> bool:
-        if not (self._declared or self._met):
+        """Asked with each beat, and on a node with many sockets that takes long: elsewhere nobody looks."""
+        if self._is_first and not (self._declared or self._met):
             self._met = self._place.is_used()
         return self._met
 
@@ -224,6 +226,7 @@ class Workers:
     def _spawn(self, start: m.Start, environment: dict[str, str]) -> None:
         ours, theirs = socket.socketpair()
         rank = start.rank
+        self._is_first = self._is_first or rank == 0
         pipe = WorkerPipe(ours, lambda body: self._said(rank, body))
         self._workers[rank] = Worker(start, pipe, beat_at=time.monotonic())
         self._idle.clear()

@@ -8,8 +8,10 @@ the job as the other listeners do (`wrapper.sinks.fanout`); who is handed the li
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,13 +20,15 @@ from resihp.record.journal import ModelDeclared, Record, WorkerStarted
 from wrapper.output.tail import GrowingFiles
 
 LOOK_EVERY_S = 0.2
+MOST_LINES = 10_000
+"""That are handed on of one look, the last ones: a console takes no more, and a log of any length was printed."""
 
 
 class FirstRank:
-    """`show` is handed lines, from our thread. `past`: records of those who led before us, who have shown what was
-    printed until now."""
+    """`show` is handed lines, and how many before them are left out, from our thread. `past`: records of those who led
+    before us, who have shown what was printed until now."""
 
-    def __init__(self, logs: Path, show: Callable[[Sequence[str]], None], past: Sequence[Record] = ()) -> None:
+    def __init__(self, logs: Path, show: Callable[[Sequence[str], int], None], past: Sequence[Record] = ()) -> None:
         self._logs = logs
         self._show = show
         self._over = threading.Event()
@@ -70,8 +74,10 @@ class FirstRank:
         over = False
         while not over:
             over = self._over.wait(LOOK_EVERY_S)
-            lines = [line for _, line in growing.new()]
-            if over:
-                lines += [line for _, line in growing.rest()]
+            lines: deque[str] = deque(maxlen=MOST_LINES)
+            count = 0
+            for _, line in itertools.chain(growing.new(), growing.rest() if over else ()):
+                lines.append(line)
+                count += 1
             if lines and not self._trains:
-                self._show(lines)
+                self._show(tuple(lines), count - len(lines))

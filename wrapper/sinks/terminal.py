@@ -48,7 +48,7 @@ BETWEEN_WORDS_S = 15.0
 HELD_BACK_S = 30.0
 """So long what rank 0 prints is held back while nobody knows whether its script trains with resihp."""
 MOST_HELD_BACK = 10_000
-"""Lines; the first ones go."""
+"""Lines; the first ones go, and it is said how many."""
 SHOWN_AFTER_FAILURE = 3
 """Iterations that are told one by one after a failure, however fast they are."""
 _STYLES: Mapping[Level, str] = {"progress": "", "notice": "cyan", "warning": "yellow", "error": "bold red"}
@@ -110,6 +110,7 @@ class LiveView:
         self._plain = not settings.declares
         """The script is known not to train with resihp."""
         self._held: deque[str] = deque(maxlen=MOST_HELD_BACK)
+        self._left_out = 0
         self._held_since: float | None = None
         self._always = 1
         self._reports: dict[int, int] = {}
@@ -204,12 +205,13 @@ class LiveView:
             self._dirty = True
 
     @_quiet
-    def output(self, lines: Sequence[str]) -> None:
-        """What rank 0 has printed."""
+    def output(self, lines: Sequence[str], left_out: int = 0) -> None:
+        """What rank 0 has printed, after so many lines more that cannot be shown."""
         if self._trains:
             return
         if self._held_since is None:
             self._held_since = self._clock()
+        self._left_out += left_out + max(0, len(self._held) + len(lines) - MOST_HELD_BACK)
         self._held.extend(lines)
         if self._plain or self._clock() - self._held_since > HELD_BACK_S:
             self._show_output()
@@ -237,6 +239,10 @@ class LiveView:
         self._held.clear()
         if not lines:
             return
+        if self._left_out:
+            where = f"resihp logs {self._settings.job} --rank 0 shows them"
+            lines.insert(0, f"resihp: {self._left_out} lines of rank 0 are left out here; {where}")
+            self._left_out = 0
         self._waited_since = self._clock()
         if self._live is not None and sys.stdout.isatty():
             for line in lines:

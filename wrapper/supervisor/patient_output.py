@@ -1,7 +1,8 @@
-"""Messages to a file that may hang: a supervisor's log and, under Slurm, its stderr lie on the shared file system.
+"""Messages to what may take nothing for a while: a supervisor's log and, under Slurm, its stderr lie on the shared file
+system, and a terminal is stopped by Ctrl-S, or by a connection that stalls.
 
 Whoever prints or logs goes on at once; a thread writes. What does not fit the queue any more is left out, and said
-so. A terminal is left alone. Used by the guardian and the supervisor, which must never wait for a folder.
+so. Used by the guardian and the supervisor, which must never wait for a folder or for a reader.
 """
 
 from __future__ import annotations
@@ -16,8 +17,12 @@ from pathlib import Path
 from typing import Literal, TextIO
 
 MOST_LINES = 10_000
+MOST_CHARACTERS = 1 << 24
+"""What waits to be written; a script may print faster than its output is read."""
 LAST_WRITE_S = 2.0
 """How long the end of a process waits for what it said last."""
+LAST_ON_A_TERMINAL_S = 60.0
+"""The same where somebody has stopped a terminal, and may go on reading. All else is done by then."""
 
 
 class PatientOutput(io.TextIOBase):
@@ -27,23 +32,36 @@ class PatientOutput(io.TextIOBase):
         self._stream = stream
         self._said: queue.Queue[str | None] = queue.Queue(MOST_LINES)
         self._left_out = 0
+        self._put = self._taken = 0
+        """Characters, each counted by one thread alone."""
+        self._is_terminal = stream.isatty()
+        """Asked once: whoever asks a file that hangs waits."""
         self._thread = threading.Thread(target=self._run, name="resihp-output", daemon=True)
         self._thread.start()
 
     def write(self, text: str) -> int:
         try:
+            if self._put - self._taken > MOST_CHARACTERS:
+                raise queue.Full
             if self._left_out:
-                self._said.put_nowait(f"resihp: {self._left_out} messages could not be written in time\n")
+                self._queue(f"resihp: {self._left_out} messages could not be written in time\n")
                 self._left_out = 0
-            self._said.put_nowait(text)
+            self._queue(text)
         except queue.Full:
             self._left_out += 1
         return len(text)
+
+    def _queue(self, text: str) -> None:
+        self._said.put_nowait(text)
+        self._put += len(text)
 
     def flush(self) -> None: ...
 
     def writable(self) -> bool:
         return True
+
+    def isatty(self) -> bool:
+        return self._is_terminal
 
     def fileno(self) -> int:
         return self._stream.fileno()
@@ -55,11 +73,12 @@ class PatientOutput(io.TextIOBase):
     def close(self) -> None:
         """Write what is still to be written, or give it up where the file hangs."""
         if self._thread.is_alive():
+            patience_s = LAST_ON_A_TERMINAL_S if self._is_terminal else LAST_WRITE_S
             try:
-                self._said.put(None, timeout=LAST_WRITE_S)
+                self._said.put(None, timeout=patience_s)
             except queue.Full:
                 return
-            self._thread.join(LAST_WRITE_S)
+            self._thread.join(patience_s)
 
     def _run(self) -> None:
         while (text := self._said.get()) is not None:
@@ -68,13 +87,14 @@ class PatientOutput(io.TextIOBase):
                 self._stream.flush()
             except (OSError, ValueError):  # a full disk, or a reader that has gone: training is more important
                 self._left_out += 1
+            self._taken += len(text)
 
 
 def never_wait_for(*names: Literal["stdout", "stderr"]) -> None:
-    """From here on, printing there does not block, unless it is a terminal."""
+    """From here on, printing there does not block."""
     for name in names:
         stream = getattr(sys, name)
-        if not stream.isatty() and not isinstance(stream, PatientOutput):
+        if not isinstance(stream, PatientOutput):
             setattr(sys, name, _written_behind(stream))
 
 

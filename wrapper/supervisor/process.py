@@ -168,9 +168,9 @@ async def supervise_with(
     def warn(text: str) -> None:
         loop.call_soon_threadsafe(view.say, "warning", text)
 
-    def show(lines: Sequence[str]) -> None:
+    def show(lines: Sequence[str], left_out: int) -> None:
         with suppress(RuntimeError):  # all is over
-            loop.call_soon_threadsafe(view.output, lines)
+            loop.call_soon_threadsafe(view.output, lines, left_out)
 
     past = heir.records if heir else ()
     comment, first = JobComment(request, past), FirstRank(job.logs, show, past)

@@ -92,6 +92,7 @@ class PretendedSupervisor:
         self.conversation: Conversation[Any] = Conversation()
         self.channel: SecureChannel[Any] | None = None
         self.joins: list[m.Join] = []
+        self.beats: list[m.Beat] = []
         self.said: list[Any] = []
         self.news = asyncio.Condition()
         self.refusing = False
@@ -116,6 +117,8 @@ class PretendedSupervisor:
         while envelope is not None:
             message = self.conversation.take(envelope)
             self.conversation.acknowledge()
+            if isinstance(message, m.Beat):
+                self.beats.append(message)
             if isinstance(message, m.Beat) and not self.silent:
                 self.conversation.mention(m.Alive())
             elif message is not None and not isinstance(message, m.Beat | m.Join):
@@ -230,6 +233,21 @@ def play(job: Job, scene: Callable[[PretendedSupervisor], Awaitable[None]], *arg
             await scene(supervisor)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(("rank", "looks"), [(0, True), (1, False)])
+def test_whether_ranks_have_met_is_looked_for_where_rank_0_is(job: Job, rank: int, looks: bool) -> None:
+    async def scene(supervisor: PretendedSupervisor) -> None:
+        supervisor.order(spawn(rank, 1))
+        await supervisor.until(lambda: supervisor.of(m.Spawned))
+        with socket.create_server(("127.0.0.1", supervisor.joins[0].meeting_port)):
+            before = len(supervisor.beats)
+            await supervisor.until(lambda: len(supervisor.beats) >= before + 2)
+        assert supervisor.beats[-1].met == looks
+        supervisor.order(halt(rank))
+        await supervisor.until(lambda: supervisor.of(m.Exited))
+
+    play(job, scene)
 
 
 def test_newcomers_get_ranks_of_their_own_and_logs_of_their_own(job: Job) -> None:

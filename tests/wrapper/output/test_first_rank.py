@@ -8,7 +8,7 @@ from pathlib import Path
 from resihp.record.journal import AnyEntry, ModelDeclared, Record, WorkerStarted
 from tests.resihp.controller.direct import DECLARE
 from tests.waiting import until
-from wrapper.output.first_rank import FirstRank
+from wrapper.output.first_rank import MOST_LINES, FirstRank
 
 STARTED = WorkerStarted(rank=0, node="n1", device=0, pid=1, epoch=0)
 
@@ -19,7 +19,7 @@ def records(*entries: AnyEntry) -> list[Record]:
 
 def test_lines_are_handed_on_as_they_come_and_the_last_ones_at_the_end(tmp_path: Path) -> None:
     shown: list[str] = []
-    first = FirstRank(tmp_path, shown.extend)
+    first = FirstRank(tmp_path, lambda lines, left_out: shown.extend(lines))
     other = WorkerStarted(rank=1, node="n1", device=1, pid=2, epoch=0)
     for record in records(other, STARTED):
         first.submit(record)
@@ -35,7 +35,7 @@ def test_lines_are_handed_on_as_they_come_and_the_last_ones_at_the_end(tmp_path:
 
 def test_nothing_more_is_handed_on_once_the_job_says_what_it_trains(tmp_path: Path) -> None:
     shown: list[str] = []
-    first = FirstRank(tmp_path, shown.extend)
+    first = FirstRank(tmp_path, lambda lines, left_out: shown.extend(lines))
     for record in records(STARTED, ModelDeclared(declare=DECLARE)):
         first.submit(record)
     (tmp_path / "n1.rank0.log").write_text("iteration 1\n")
@@ -47,9 +47,19 @@ def test_a_successor_goes_on_with_what_comes(tmp_path: Path) -> None:
     shown: list[str] = []
     log = tmp_path / "n1.rank0.log"
     log.write_text("before\n")
-    first = FirstRank(tmp_path, shown.extend, records(STARTED))
+    first = FirstRank(tmp_path, lambda lines, left_out: shown.extend(lines), records(STARTED))
     until(lambda: first.follows)
     with log.open("a") as file:
         file.write("after\n")
     first.close(time.monotonic() + 5)
     assert shown == ["after"]
+
+
+def test_of_very_many_lines_the_last_are_handed_on_and_the_others_counted(tmp_path: Path) -> None:
+    shown: list[tuple[int, str, int]] = []
+    (tmp_path / "n1.rank0.log").write_text("".join(f"{number}\n" for number in range(MOST_LINES + 5)))
+    first = FirstRank(tmp_path, lambda lines, left_out: shown.append((len(lines), lines[0], left_out)))
+    for record in records(STARTED):
+        first.submit(record)
+    first.close(time.monotonic() + 5)
+    assert shown == [(MOST_LINES, "5", 5)]

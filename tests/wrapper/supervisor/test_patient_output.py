@@ -1,9 +1,13 @@
 from __future__ import annotations
 
 import io
+import os
+import sys
 import threading
 
-from wrapper.supervisor.patient_output import MOST_LINES, PatientOutput
+import pytest
+
+from wrapper.supervisor.patient_output import MOST_CHARACTERS, MOST_LINES, PatientOutput, never_wait_for
 
 
 class Hung(io.StringIO):
@@ -52,3 +56,39 @@ def test_a_file_that_never_comes_back_does_not_hold_up_the_end() -> None:
     began = threading.Event()
     threading.Thread(target=lambda: (output.close(), began.set())).start()
     assert began.wait(10)
+
+
+def test_what_waits_takes_no_more_memory_than_it_may() -> None:
+    """As where a script prints much, and nobody reads on."""
+    file = Hung()
+    output = PatientOutput(file)
+    for _ in range(40):
+        output.write("x" * (MOST_CHARACTERS // 10))
+    assert sum(len(text or "") for text in list(output._said.queue)) <= 1.2 * MOST_CHARACTERS
+    file.released.set()
+    while not output._said.empty():
+        pass
+    output.write("later\n")
+    output.close()
+    assert file.getvalue().endswith(" messages could not be written in time\nlater\n")
+
+
+def test_a_terminal_that_nobody_reads_does_not_hold_up_who_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped by Ctrl-S, or by a connection that stalls. It is still a terminal."""
+    ours, theirs = os.openpty()
+    stopped = os.fdopen(theirs, "w")
+    monkeypatch.setattr(sys, "stderr", stopped)
+    never_wait_for("stderr")
+    printed = threading.Event()
+
+    def prints() -> None:
+        for _ in range(1000):
+            print("x" * 100, file=sys.stderr, flush=True)
+        printed.set()
+
+    threading.Thread(target=prints, daemon=True).start()
+    try:
+        assert printed.wait(10)
+        assert sys.stderr.isatty()
+    finally:
+        os.close(ours)  # whoever still writes has an error then, and ends

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import signal
+import sys
 from typing import Any
 
 import pytest
@@ -530,3 +531,27 @@ def test_telling_who_lost_a_peer_takes_as_long_for_each_rank_however_many_they_a
         return counted
 
     assert cost(64) < 10 * cost(8)
+
+
+def test_who_loses_a_peer_costs_the_same_in_a_large_job() -> None:
+    """A supervisor that compares each with each is silent for minutes at 2,048 nodes."""
+
+    def calls(nodes: int) -> int:
+        job = gathered(nodes=nodes, gpus_per_node=8)
+        ranks = range(8 * nodes)
+        job.spawn(*ranks)
+        job.feed(api.AgentBeat(node="n1", beat=m.Beat(workers=(), met=True)))
+        counted = itertools.count()
+        sys.setprofile(lambda frame, event, argument: next(counted))
+        try:
+            ends(job, 9, status=-9)
+            for rank in ranks:
+                if rank != 9:
+                    ends(job, rank, PEER.format(4000 + rank))
+        finally:
+            sys.setprofile(None)
+        assert job.end is not None
+        assert len(job.all(FailureFound)) == 1
+        return next(counted)
+
+    assert calls(64) < 4.5 * calls(16)

@@ -52,9 +52,8 @@ def now(
     try:
         reply = asyncio.run(ask(found, AskCheckpoint(), patience_s=patience))
     except KeyboardInterrupt:
-        message(
-            f"job {found.name}: not waited for any longer; it is written all the same: resihp checkpoint list {found.name}"
-        )
+        told = f"it is written all the same: resihp checkpoint list {found.name}"
+        message(f"job {found.name}: not waited for any longer; {told}")
         raise typer.Exit(130) from None
     if not reply.ok:
         raise ResihpError(f"job {found.name}: {reply.text}")

@@ -15,6 +15,7 @@ from resihp.protocol.messages import Start
 from resihp.worker.forkserver import ONE_THREAD
 from wrapper.config.run_spec import RunRequest
 
+MEETING_PLACE = ("MASTER_ADDR", "MASTER_PORT")
 ROLE = "default"
 """What torchrun calls workers that nobody has given another name."""
 
@@ -28,8 +29,7 @@ def environment_of(
 ) -> dict[str, str]:
     """`added` counts more than what is inherited, and that more than `network`, which is left out where `added` says
     how to reach others. A place to meet that was inherited is another job's."""
-    environment = {name: value for name, value in inherited.items() if not name.startswith("MASTER_")}
-    environment.pop(OPEN_FILES, None)
+    environment = {name: value for name, value in inherited.items() if name not in (*MEETING_PLACE, OPEN_FILES)}
     environment.setdefault("OMP_NUM_THREADS", ONE_THREAD["OMP_NUM_THREADS"])
     environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if request.python_path:

@@ -463,8 +463,8 @@ class ReconfigurationRow(LedgerTable):
 
 
 class FailureRow(LedgerTable):
-    """One root cause. `failed_at`: as well as that can be known (`resihp.controller.onsets`), null where nothing tells
-    and in older ledgers; `recovered_epoch`: the reconfiguration that ended it, null until then.
+    """One root cause. `failed_at`: as well as that can be known (`resihp.controller.fail_stop.onsets`), null where
+    nothing tells and in older ledgers; `recovered_epoch`: the reconfiguration that ended it, null until then.
 
     Of what is slow (`fail-slow`): `iteration` is the first slow one, `speed` the share of a healthy one's that is left,
     `confidence` the detector's; `ended_iteration` and `ended_at` when it was as fast as before, null while it is slow.

@@ -36,9 +36,9 @@ from resihp.controller import interface as api
 from resihp.controller.ahead import asking
 from resihp.controller.fail_slow import expectation, slowness, standings
 from resihp.controller.fail_stop import early_losses, failures, watchdog
+from resihp.controller.fail_stop.onsets import Commit
 from resihp.controller.interface import AnyAction, AnyEvent, Dependencies
 from resihp.controller.nodes import drains, replacements
-from resihp.controller.onsets import Commit
 from resihp.controller.state import Job
 from resihp.controller.tuning import retuning
 from resihp.protocol import messages as m
@@ -83,7 +83,7 @@ class Controller:
             return []
         if job.started_at is None:
             job.started_at = job.progress_at = job.now
-            job.commits.begin(job.now)
+            job.onsets.begin(job.now)
         waiting = [event]
         if job.stage == "recovering":
             waiting = takeover.handle(job, event)

@@ -81,7 +81,7 @@ def commit_up_to(job: Job, iteration: int) -> None:
         predicted_s = expectation.iteration_done(job, i, reports)
         job.rebuilds = 0
         retuning.note(job, reports.seconds, reports.outcome.tokens)
-        job.commits.add(i, job.now, reports.seconds)
+        job.onsets.add(i, job.now, reports.seconds)
         job.log(
             IterationCommitted(
                 epoch=min(reports.epoch, job.record.plan.epoch) if job.record.plan else reports.epoch,

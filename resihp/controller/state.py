@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from resihp.controller.ahead.answers import Foresight
+from resihp.controller.fail_stop.onsets import Onsets
 from resihp.controller.interface import AnyAction, AnyEvent, Dependencies, Log, Order, Planner, Say
 from resihp.controller.lifecycle import CHANGES, TRAINING, Lifecycle, Stage
-from resihp.controller.onsets import Commits
 from resihp.detector.diagnosis.diagnosis import Diagnosis
 from resihp.detector.findings import Finding
 from resihp.detector.probes import Judged, JudgedLink, Place
@@ -628,8 +628,6 @@ class Job:
         self.incidents: list[Incident] = []
         self.signalled: dict[int, float] = {}
         """When a fault was injected into a rank that may end it, by rank."""
-        self.silent_since: dict[int | str, float] = {}
-        """Since when nothing had been heard of ranks and nodes that are suspected of being silent, or were lost so."""
         self.slow_since: dict[int | tuple[str, str], float] = {}
         """When a `slow` fault was last injected, by rank, or by the nodes that a link joins."""
         self.errors: dict[int, tuple[int, str]] = {}
@@ -642,7 +640,7 @@ class Job:
         self.reports: dict[int, IterationReports] = {}
         self.furthest = 0
         """The furthest iteration whose step any rank has reported."""
-        self.commits = Commits()
+        self.onsets = Onsets()
         self.workloads: deque[tuple[int, int, int]] = deque(maxlen=50)
         """Tokens, squared lengths and micro-batches of recent iterations."""
         self.profile: Profile | None = None

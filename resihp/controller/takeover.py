@@ -19,9 +19,9 @@ from resihp.controller import interface as api
 from resihp.controller import iterations, replan_policy, shutdown, startup, transition
 from resihp.controller.fail_slow import slowness
 from resihp.controller.fail_stop import failures, incidents
+from resihp.controller.fail_stop.onsets import Commit, Onsets
 from resihp.controller.interface import AnyEvent, Dependencies
 from resihp.controller.nodes import drains, joins
-from resihp.controller.onsets import Commit, Commits
 from resihp.controller.state import Job, Recovery, Transition
 from resihp.errors import ProtocolError
 from resihp.protocol import messages as m
@@ -51,7 +51,7 @@ def begin(
         raise ProtocolError(f"job {settings.job}: its journal is empty")
     job = Job(settings, record, dependencies)
     job.stand_at(record.active, record.committed)
-    job.commits = Commits.before_us(commits)
+    job.onsets = Onsets.before_us(commits)
     job.lifecycle.take_over()
     job.recovery = Recovery(undisturbed=record.plan is not None and record.decided is record.plan)
     shutdown.resume(job)

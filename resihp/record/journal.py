@@ -292,8 +292,8 @@ class FailureFound(Entry, frozen=True, kw_only=True):
     noticed_s: float = 0.0
     """Seconds before this entry at which it was noticed: entries wait until it is known what else had failed."""
     failed_s: float | None = None
-    """Seconds before this entry at which it failed, as well as that can be known (`resihp.controller.onsets`); None
-    where nothing tells, and in journals of before."""
+    """Seconds before this entry at which it failed, as well as that can be known
+    (`resihp.controller.fail_stop.onsets`); None where nothing tells, and in journals of before."""
     speed: float | None = None
     confidence: float | None = None
     link: tuple[int, int] | None = None

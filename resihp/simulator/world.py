@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from resihp.controller import Controller
 from resihp.controller import interface as api
+from resihp.controller.fail_stop.onsets import KEPT, Commit
 from resihp.controller.interface import Dependencies
-from resihp.controller.onsets import KEPT, Commit
 from resihp.errors import ProtocolError, ResihpError
 from resihp.faults import Fault
 from resihp.parallelism.layout import Layout

@@ -79,9 +79,8 @@ class FirstRank:
             over = self._over.wait(LOOK_EVERY_S)
             lines: deque[str] = deque(maxlen=MOST_LINES)
             count = 0
-            for _, line in itertools.chain(growing.new(), growing.rest() if over else ()):
+            for count, (_, line) in enumerate(itertools.chain(growing.new(), growing.rest() if over else ()), 1):
                 lines.append(line)
-                count += 1
             if not lines and time.monotonic() - shown_at > BAR_EVERY_S:
                 _, is_bar, now = growing.begun(log).rpartition("\r")
                 if is_bar and now != bar:

@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import psutil
 
 import resihp
+from resihp.controller.fail_stop.onsets import KEPT, Commit
 from resihp.controller.interface import AnyEvent, Dependencies
-from resihp.controller.onsets import KEPT, Commit
 from resihp.errors import LedgerError, ProtocolError, ResihpError
 from resihp.process import die_with_parent, inherited_socket, name_process, raise_open_files
 from resihp.protocol.messages import Lead

@@ -93,7 +93,7 @@ def _failure(job: Job, one: Conviction, longer: IterationExcess | None) -> Failu
         epoch=job.epoch,
         evidence=f"{one.evidence}; {told}" if told and not left else one.evidence,
         detect_s=since_s,
-        failed_s=job.commits.slow_for_s(one.finding.iteration, job.now, since_s),
+        failed_s=job.onsets.slow_for_s(one.finding.iteration, job.now, since_s),
         speed=one.speed,
         confidence=one.confidence,
         intermittent=now_and_then is not None,

@@ -83,7 +83,7 @@ def _part_failed(job: Job, finding: Finding, ranks: tuple[int, ...]) -> None:
         epoch=job.epoch,
         evidence=finding.evidence,
         detect_s=None,
-        failed_s=job.commits.slow_for_s(finding.iteration, job.now),
+        failed_s=job.onsets.slow_for_s(finding.iteration, job.now),
         speed=speed_of(finding),
         confidence=finding.confidence,
     )
@@ -204,7 +204,7 @@ def _job_failed(job: Job, finding: Finding, told: str) -> None:
             epoch=job.epoch,
             evidence=f"{told}; {finding.evidence}",
             detect_s=None,
-            failed_s=job.commits.slow_for_s(finding.iteration, job.now),
+            failed_s=job.onsets.slow_for_s(finding.iteration, job.now),
             speed=possible(speed),
             confidence=finding.confidence,
         )

@@ -7,8 +7,8 @@ from typing import Literal
 
 from resihp.controller import interface as api
 from resihp.controller.fail_stop import root_causes, silence
+from resihp.controller.fail_stop.onsets import micros
 from resihp.controller.nodes import replacements
-from resihp.controller.onsets import micros
 from resihp.controller.state import COINCIDENCE_S, Incident, Job, Member
 from resihp.record.journal import Diagnosed, FailureFound, JobEnded, WorkerEnded
 
@@ -128,9 +128,9 @@ def _before_notice_s(job: Job, incident: Incident) -> float | None:
     silent: list[int | str] = [*incident.ranks]
     if incident.component == "node" and incident.node is not None:
         silent.append(incident.node)
-    since = [job.silent_since.pop(who) for who in silent if who in job.silent_since]
+    since = [job.onsets.silent_since.pop(who) for who in silent if who in job.onsets.silent_since]
     silent_s = incident.found_at - min(since) if since else None
-    return job.commits.before_notice_s(incident.found_at, fault_s=incident.detect_s, silent_s=silent_s)
+    return job.onsets.before_notice_s(incident.found_at, fault_s=incident.detect_s, silent_s=silent_s)
 
 
 def _with_its_place(job: Job, cause: str) -> str:

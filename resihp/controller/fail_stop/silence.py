@@ -47,7 +47,7 @@ def ended(job: Job, who: int | str, outcome: Outcome, why: str) -> None:
     if known is not None:
         job.log(msgspec.structs.replace(known, evidence=why, cleared=True, outcome=outcome))
         if outcome != "lost":
-            job.silent_since.pop(who, None)
+            job.onsets.silent_since.pop(who, None)
 
 
 def evidence(job: Job, member: Member) -> str:
@@ -86,7 +86,7 @@ def _opened(
     rank: int | None = None,
 ) -> None:
     due = job.record.committed + 1
-    job.silent_since[node if rank is None else rank] = job.now - statistic
+    job.onsets.silent_since[node if rank is None else rank] = job.now - statistic
     job.log(
         Suspected(
             rank=rank,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from resihp.controller import interface as api
-from resihp.controller.onsets import Commit, Commits
+from resihp.controller.fail_stop.onsets import Commit, Onsets
 from resihp.record.journal import FailureFound
 from resihp.simulator.scenario import Disturbance, Scenario
 from resihp.simulator.world import World
@@ -14,14 +14,14 @@ from tests.resihp.controller.fail_slow.test_slowness import Job, finding, slow_o
 from tests.resihp.controller.test_takeover import TakenOver
 
 
-def each_second(count: int, inherited: int = 0) -> Commits:
-    found = Commits(inherited=inherited)
+def each_second(count: int, inherited: int = 0) -> Onsets:
+    found = Onsets(inherited=inherited)
     for i in range(1, count + 1):
         found.add(i, float(i), 1.0)
     return found
 
 
-def before_s(commits: Commits, at: float, fault_s: float | None = None, silent_s: float | None = None) -> float | None:
+def before_s(commits: Onsets, at: float, fault_s: float | None = None, silent_s: float | None = None) -> float | None:
     found = commits.before_notice_s(at, fault_s=fault_s, silent_s=silent_s)
     return None if found is None else round(found, 6)
 
@@ -52,10 +52,10 @@ def test_between_two_supervisors_it_was_the_last_commit() -> None:
 
 
 def test_with_nothing_to_tell_by_it_is_not_told() -> None:
-    assert before_s(Commits(), 40.0) is None
-    assert before_s(Commits(), 40.0, silent_s=3.0) == 3.0
-    assert before_s(Commits(), 40.0, fault_s=0.5, silent_s=3.0) == 0.5
-    assert Commits().slow_for_s(5, 40.0) is None
+    assert before_s(Onsets(), 40.0) is None
+    assert before_s(Onsets(), 40.0, silent_s=3.0) == 3.0
+    assert before_s(Onsets(), 40.0, fault_s=0.5, silent_s=3.0) == 0.5
+    assert Onsets().slow_for_s(5, 40.0) is None
 
 
 def test_what_is_slow_is_so_since_the_last_healthy_iteration() -> None:
@@ -65,7 +65,7 @@ def test_what_is_slow_is_so_since_the_last_healthy_iteration() -> None:
 
 
 def test_commits_of_before_are_told_by_their_age() -> None:
-    commits = Commits.before_us([Commit(7, -12.0, 1.0), Commit(8, -11.0, None)])
+    commits = Onsets.before_us([Commit(7, -12.0, 1.0), Commit(8, -11.0, None)])
     commits.begin(100.0)
     assert before_s(commits, 100.5) == 11.5
     assert commits.slow_for_s(8, 100.0) == 12.0
@@ -98,7 +98,7 @@ def test_the_moment_that_is_told_is_near_the_true_one(seed: int, kind: str) -> N
 def test_a_batch_host_that_died_failed_at_its_last_commit() -> None:
     """Its ranks are gone with it, and its successor leads 10 s after the last commit."""
     job = TakenOver(Direct(nodes=3).run(2))
-    job.job.commits = Commits.before_us([Commit(1, -10.5, 0.5), Commit(2, -10.0, 0.5)])
+    job.job.onsets = Onsets.before_us([Commit(1, -10.5, 0.5), Commit(2, -10.0, 0.5)])
     job.back("n1")
     job.back("n3")
     job.feed(api.AgentLost(node="n2", reason="its host is gone"))

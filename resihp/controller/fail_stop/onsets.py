@@ -26,7 +26,7 @@ from typing import NamedTuple
 RECENT = 20
 """Iterations that tell how long one usually takes."""
 KEPT = 4096
-"""Commits among which the last healthy one is looked up."""
+"""Onsets among which the last healthy one is looked up."""
 
 
 class Commit(NamedTuple):
@@ -37,15 +37,18 @@ class Commit(NamedTuple):
 
 
 @dataclass
-class Commits:
-    """A job's last ones, in order."""
+class Onsets:
+    """What the moment of a failure is told by."""
 
     last: deque[Commit] = field(default_factory=lambda: deque(maxlen=KEPT))
+    """In order."""
     inherited: int = 0
     """The last iteration that was committed under another supervisor."""
+    silent_since: dict[int | str, float] = field(default_factory=dict)
+    """Since when nothing had been heard of ranks and nodes that are suspected of being silent, or were lost so."""
 
     @classmethod
-    def before_us(cls, commits: Iterable[Commit]) -> Commits:
+    def before_us(cls, commits: Iterable[Commit]) -> Onsets:
         """Those of supervisors before this one, whose times are seconds before it began, negative."""
         made = cls()
         made.last.extend(commits)

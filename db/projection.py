@@ -551,6 +551,11 @@ def _loss_explained(session: Session, job: models.JobRow, entry: journal.Failure
 
 def _failure_found(session: Session, job: models.JobRow, entry: journal.FailureFound, at: float) -> None:
     failed_at = entry.failed_at(at)
+    noticed_at = moment(entry.noticed_at(at))
+    if entry.noticed_s is None:  # older journals: what died was noticed when its process was seen to end
+        worker = models.WorkerRow.__table__.c
+        ended = select(func.min(worker.ended_at)).where(worker.job_id == job.id, worker.rank.in_(entry.ranks))
+        noticed_at = min(noticed_at, session.scalar(ended) or noticed_at)
     session.merge(
         models.FailureRow(
             job_id=job.id,
@@ -564,7 +569,7 @@ def _failure_found(session: Session, job: models.JobRow, entry: journal.FailureF
             iteration=entry.iteration,
             epoch=entry.epoch,
             failed_at=None if failed_at is None else moment(failed_at),
-            noticed_at=moment(entry.noticed_at(at)),
+            noticed_at=noticed_at,
             detect_seconds=_number(entry.detect_s),
             recovered_epoch=None,
             evidence=_text(entry.evidence),

@@ -289,8 +289,9 @@ class FailureFound(Entry, frozen=True, kw_only=True):
     epoch: int
     evidence: str
     detect_s: float | None
-    noticed_s: float = 0.0
-    """Seconds before this entry at which it was noticed: entries wait until it is known what else had failed."""
+    noticed_s: float | None = None
+    """Seconds before this entry at which it was noticed: entries wait until it is known what else had failed. None in
+    journals of before."""
     failed_s: float | None = None
     """Seconds before this entry at which it failed, as well as that can be known
     (`resihp.controller.fail_stop.onsets`); None where nothing tells, and in journals of before."""
@@ -308,12 +309,10 @@ class FailureFound(Entry, frozen=True, kw_only=True):
 
     def noticed_at(self, at: float) -> float:
         """`at`: the time of its record."""
-        return at - self.noticed_s
+        return at - (self.noticed_s or 0.0)
 
     def failed_at(self, at: float) -> float | None:
-        if self.failed_s is not None:
-            return at - self.failed_s
-        return None if self.detect_s is None else self.noticed_at(at) - self.detect_s
+        return None if self.failed_s is None else at - self.failed_s
 
 
 class FailureEnded(Entry, frozen=True, kw_only=True):

@@ -458,9 +458,9 @@ class Rules:
                 self.failures += 1
                 expect(entry.failure == self.failures, f"failure {entry.failure} after {self.failures - 1}")
                 self.pending_blame.append(entry)
-                least_s = 0.0 if entry.kind == "fail-slow" else entry.noticed_s
-                known = entry.failed_s is None or least_s <= entry.failed_s <= self.world.now + EPSILON
-                expect(entry.noticed_s >= 0.0 and known, f"{entry} was noticed before it was so, or was before the job")
+                noticed_s = entry.noticed_s or 0.0
+                known = entry.failed_s is None or noticed_s <= entry.failed_s <= self.world.now + EPSILON
+                expect(noticed_s >= 0.0 and known, f"{entry} was noticed before it was so, or was before the job")
             case FaultInjected():
                 expect(entry.fault not in self.fired, f"fault {entry.fault} fires twice")
                 self.fired[entry.fault] = entry

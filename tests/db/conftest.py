@@ -109,6 +109,7 @@ def story(ended: bool = True) -> Iterator[tuple[journal.AnyEntry, float]]:
             evidence="pid 1005 on node n2: killed by signal 9 (SIGKILL)",
             detect_s=0.02,
             noticed_s=0.1,
+            failed_s=0.12,
         ),
         noticed + 0.1,
     )
@@ -213,6 +214,7 @@ def any_layout_story() -> Iterator[tuple[journal.AnyEntry, float]]:
             evidence="pid 1005",
             detect_s=0.02,
             noticed_s=0.1,
+            failed_s=0.12,
         ),
         BEGAN + 2.3,
     )

@@ -79,7 +79,9 @@ class FirstRank:
             over = self._over.wait(LOOK_EVERY_S)
             lines: deque[str] = deque(maxlen=MOST_LINES)
             count = 0
-            for count, (_, line) in enumerate(itertools.chain(growing.new(), growing.rest() if over else ()), 1):
+            for count, (_, line) in enumerate(  # noqa: B007
+                itertools.chain(growing.new(), growing.rest() if over else ()), 1
+            ):
                 lines.append(line)
             if not lines and time.monotonic() - shown_at > BAR_EVERY_S:
                 _, is_bar, now = growing.begun(log).rpartition("\r")

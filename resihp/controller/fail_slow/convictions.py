@@ -93,6 +93,7 @@ def _failure(job: Job, one: Conviction, longer: IterationExcess | None) -> Failu
         epoch=job.epoch,
         evidence=f"{one.evidence}; {told}" if told and not left else one.evidence,
         detect_s=since_s,
+        noticed_s=0.0,
         failed_s=job.onsets.slow_for_s(one.finding.iteration, job.now, since_s),
         speed=one.speed,
         confidence=one.confidence,

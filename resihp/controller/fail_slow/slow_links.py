@@ -122,6 +122,7 @@ def _verdict(job: Job, finding: Finding, link: Link, speed: float, evidence: str
         epoch=job.epoch,
         evidence=f"{evidence}; {told}" if told and not left else evidence,
         detect_s=since_s,
+        noticed_s=0.0,
         failed_s=job.onsets.slow_for_s(finding.iteration, job.now, since_s),
         speed=speed,
         confidence=finding.confidence,

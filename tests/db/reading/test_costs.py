@@ -210,7 +210,7 @@ def commit(iteration: int, seconds: float, epoch: int = 1) -> journal.IterationC
 def failure(component: Any, detect_s: float | None = None) -> journal.FailureFound:
     return journal.FailureFound(
         failure=1, kind="fail-stop", component=component, cause="gone", ranks=(0,), node="n1", device=0,
-        iteration=11, epoch=1, evidence="", detect_s=detect_s,
+        iteration=11, epoch=1, evidence="", detect_s=detect_s, failed_s=detect_s,
     )  # fmt: skip
 
 

@@ -91,6 +91,8 @@ def _named(file: Path) -> str:
 def _content(file: Path) -> bytes:
     try:
         if str(file) == "-":
+            if sys.stdin is None:
+                raise UsageError("stdin: is closed; name a file")
             content = sys.stdin.buffer.read(LARGEST_BYTES + 1)
             size = len(content)
         else:

@@ -6,7 +6,7 @@ A device that is too slow stands by under the next plan, and is slow still; pipe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -15,11 +15,12 @@ from sqlalchemy import Select, select
 from db.layouts import from_json
 from db.models import PlanRow, WorkerRow
 from resihp.errors import LedgerError
-from resihp.parallelism.layout import Layout
 
 Row = dict[str, Any]
 Place = tuple[str, int]
 """Node and device."""
+Pipeline = list[set[Place]]
+"""Those of each stage."""
 
 
 def mark(
@@ -30,21 +31,25 @@ def mark(
     if not slow:
         return
     plans, workers = PlanRow.__table__.c, WorkerRow.__table__.c
-    layouts: dict[int, Layout] = {}
-    for row in fetch(select(plans.epoch, plans.layout).where(plans.job_id == job_id, plans.epoch.in_(epochs))):
-        with suppress(LedgerError):
-            layouts[row["epoch"]] = from_json(row["layout"])
     known = fetch(select(workers.rank, workers.node, workers.device).where(workers.job_id == job_id))
     places = {row["rank"]: (row["node"], row["device"]) for row in known}
+    pipelines: dict[int, list[Pipeline]] = {}
+    for row in fetch(select(plans.epoch, plans.layout).where(plans.job_id == job_id, plans.epoch.in_(epochs))):
+        with suppress(LedgerError):
+            replicas = from_json(row["layout"]).replicas
+            pipelines[row["epoch"]] = [[_places(stage.ranks, places) for stage in one.stages] for one in replicas]
     for row in slow:
-        ends = {places[rank] for rank in row["ranks"] if rank in places}
-        row["idle_epochs"] = [epoch for epoch, layout in layouts.items() if not _works(ends, layout, places)]
+        ends = _places(row["ranks"], places)
+        row["idle_epochs"] = [epoch for epoch, under in pipelines.items() if not _works(ends, under)]
 
 
-def _works(ends: set[Place], layout: Layout, places: Mapping[int, Place]) -> bool:
+def _places(ranks: Iterable[int], places: Mapping[int, Place]) -> set[Place]:
+    return {places[rank] for rank in ranks if rank in places}
+
+
+def _works(ends: set[Place], pipelines: Sequence[Pipeline]) -> bool:
     """A device that has work; a link whose ends are in stages that follow one another, as the first does the last."""
-    for replica in layout.replicas:
-        stages = [{places[rank] for rank in stage.ranks if rank in places} for stage in replica.stages]
+    for stages in pipelines:
         if len(ends) == 1 and any(ends & stage for stage in stages):
             return True
         for stage, following in zip(stages, [*stages[1:], *stages[:1]], strict=True):

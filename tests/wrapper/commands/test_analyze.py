@@ -158,6 +158,12 @@ def test_what_resihp_run_printed(tmp_path: Path) -> None:
     assert slow.startswith("1 fail-slow event, the worst +")
 
 
+def test_a_stdin_that_is_closed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(UsageError, match="stdin: is closed; name a file"):
+        analyze.judge(Path("-"))
+
+
 def test_json_lines_from_stdin() -> None:
     """`... | resihp analyze -`."""
     lines = "".join(f'{{"step": {i}, "step_time": {s}}}\n' for i, s in enumerate(seconds(), 1))

@@ -118,9 +118,11 @@ def _lasts(failure: Row, iteration: int) -> bool:
 def compared(number: int, iterations: Sequence[Row], failures: Sequence[Row], plans: Sequence[Row]) -> Comparison:
     """Iteration `number` of these with what was predicted for it, or with what is usual."""
     row, usual = iterations[number], _usual(number, iterations, failures, plans)
-    ratio = None if usual is None else usual.ratio
-    trusted = ratio is None or 1.0 / TRUSTED <= ratio <= TRUSTED
-    if row["predicted_seconds"] and (trusted or usual is None):
+    if usual is None or usual.ratio is None:
+        trusted = usual is None or len(usual.rows) < FEW
+    else:
+        trusted = 1.0 / TRUSTED <= usual.ratio <= TRUSTED
+    if row["predicted_seconds"] and trusted:
         return Comparison(usual=usual, measure="predicted", expected_s=row["predicted_seconds"], took_s=row["seconds"])
     if usual is None:
         return Comparison(usual=None, measure=None, expected_s=None, took_s=row["seconds"])

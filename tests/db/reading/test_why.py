@@ -147,6 +147,14 @@ def test_where_predictions_are_off_the_usual_of_the_job_is_the_measure() -> None
     assert usual.verdict[0].startswith("iteration 22 took 0.71 s: not slow, 1.01 times the 0.70 s usual for this job")
 
 
+def test_the_first_prediction_of_a_job_is_no_measure_beside_what_is_usual() -> None:
+    iterations = rows(*[0.4] * 20, predicted=None) + rows(0.41, predicted=0.17)
+    iterations[-1]["iteration"] = 21
+    told = ask(iterations, 21)
+    assert not told.slow, told.verdict
+    assert (told.measure, told.usual_seconds) == ("usual", 0.4)
+
+
 def test_an_iteration_with_less_to_do_is_not_compared_with_longer_ones() -> None:
     """By how far predictions are off, where too few were like it: it is twice as slow as it should be."""
     iterations = rows(*[0.8] * 20, 0.8, predicted=0.2)

@@ -130,7 +130,8 @@ def compared(number: int, iterations: Sequence[Row], failures: Sequence[Row], pl
 
 
 def _usual(number: int, iterations: Sequence[Row], failures: Sequence[Row], plans: Sequence[Row]) -> Usual | None:
-    """By those before it, or where they are too few by all."""
+    """By those of the same layout with as long sequences; where they are too few by the others of that layout, then by
+    those of others, whose times tell only with what was predicted."""
     row, shapes = iterations[number], {one["epoch"]: one["description"] for one in plans}
     shape = shapes.get(row["epoch"], row["epoch"])
     well = [
@@ -140,27 +141,32 @@ def _usual(number: int, iterations: Sequence[Row], failures: Sequence[Row], plan
     ]
     same = [one for one in well if shapes.get(one["epoch"], one["epoch"]) == shape]
     as_long = [one for one in same if _as_long(one, row)]
-    alike = len(as_long) >= FEW
-    found = as_long if alike else same or well
+    near = [_nearest(each, row) for each in (as_long, same, well)]
+    which = next((n for n, (found, _) in enumerate(near) if len(found) >= FEW), 1)
+    if which == 2 and (not row["predicted_seconds"] or _ratio(near[2][0]) is None):
+        which = 1
+    found, others = near[which]
+    if not found:
+        return None
+    seconds, ratio = statistics.median(one["seconds"] for one in found), _ratio(found)
+    scaled = which > 0 and ratio is not None and bool(row["predicted_seconds"])
+    if scaled and ratio is not None:
+        seconds = ratio * row["predicted_seconds"]
+    return Usual(
+        seconds=seconds, rows=found, others=others, ratio=ratio, alike=which == 0, scaled=scaled, shape=which < 2
+    )
+
+
+def _nearest(found: Sequence[Row], row: Row) -> tuple[list[Row], bool]:
+    """Those before an iteration; or all, and that they are, where there are too few before it."""
     before = [one for one in found if one["iteration"] < row["iteration"]][-NEAR:]
     others = len(before) < FEW and len(before) < len(found)
-    found = found if others else before
+    return (list(found) if others else before), others
+
+
+def _ratio(found: Sequence[Row]) -> float | None:
     ratios = [one["seconds"] / one["predicted_seconds"] for one in found if one["predicted_seconds"]]
-    ratio = statistics.median(ratios) if len(ratios) >= FEW else None
-    scaled = not alike and ratio is not None and bool(row["predicted_seconds"])
-    if not found or not (same or scaled):
-        return None
-    return Usual(
-        seconds=ratio * row["predicted_seconds"]
-        if scaled and ratio
-        else statistics.median(s["seconds"] for s in found),
-        rows=found,
-        others=others,
-        ratio=ratio,
-        alike=alike,
-        scaled=scaled,
-        shape=bool(same),
-    )
+    return statistics.median(ratios) if len(ratios) >= FEW else None
 
 
 def _as_long(one: Row, row: Row) -> bool:

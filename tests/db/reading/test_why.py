@@ -147,6 +147,14 @@ def test_where_predictions_are_off_the_usual_of_the_job_is_the_measure() -> None
     assert usual.verdict[0].startswith("iteration 22 took 0.71 s: not slow, 1.01 times the 0.70 s usual for this job")
 
 
+def test_the_first_iteration_under_a_plan_is_measured_by_how_far_predictions_were_off_before() -> None:
+    iterations = rows(*[0.7] * 20, 1.1, 0.5, predicted=0.16)
+    for row in iterations[20:]:
+        row["epoch"] = 2
+    told = why(21, job(99), iterations, [], [], [plan(1, 8), plan(2, 8)], [])
+    assert (told.measure, told.usual_seconds) == ("usual", pytest.approx(0.7))
+
+
 def test_the_first_prediction_of_a_job_is_no_measure_beside_what_is_usual() -> None:
     iterations = rows(*[0.4] * 20, predicted=None) + rows(0.41, predicted=0.17)
     iterations[-1]["iteration"] = 21

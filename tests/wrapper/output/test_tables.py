@@ -228,6 +228,7 @@ def test_every_view_of_history(view: str, narrow: int, seen: Seen, capsys: pytes
         tables.show(console(), *views.history_table(view, rows, with_jobs=with_jobs))
         printed = capsys.readouterr()
         check(printed.out, printed.err, narrow, seen)
+        assert not re.search(r"left out.*\b(text|cause)\b", printed.err), "it says what happened"
         seen.tables.clear()
 
 

@@ -22,8 +22,8 @@ GROUPS = (
 """What failures are counted by; `db.reading.fleet.GROUPS`, which takes time to import."""
 KEPT = frozenset(
     ("job", "id", "#", "node", "device", "node, device", "GPU", "UUID", "rank", "peer", "epoch", "at (UTC)", "money")
-)
-"""Headings of what tells rows apart, or was asked for: never left out where there is no room."""
+) | {"cause", "text"}
+"""Headings of what tells rows apart, was asked for, or says what happened: never left out where there is no room."""
 COST_WORDS = {
     "useful": "training",
     "start": "until the first iteration",

@@ -63,6 +63,9 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.kind}:{self.target}{how}{when}{end}{now_and_then}"
 
 
+_OF_SLOW = "example: slow:rank=5,speed=0.5@iteration=10,until=40"
+
+
 def parse(text: str, fault_id: int) -> Fault:
     """Parse one `--fault` value.
 
@@ -75,6 +78,7 @@ def parse(text: str, fault_id: int) -> Fault:
         raise ConfigurationError(f"fault {text!r}: expected KIND:TARGET@WHEN; {example}")
     if kind not in get_args(Kind):
         raise ConfigurationError(f"fault {text!r}: unknown kind {kind!r}, one of {', '.join(get_args(Kind))}")
+    example = _OF_SLOW if kind == "slow" else example
     values: dict[str, str] = {}
     for part in (*target.split(","), *when.split(",")):
         key, equals, value = part.partition("=")
@@ -131,7 +135,7 @@ def ends(link: str) -> tuple[str, str] | None:
 
 
 def _slowness(text: str, values: dict[str, str], iteration: int) -> tuple[float, int | None, int]:
-    example = "example: slow:rank=5,speed=0.5@iteration=10,until=40"
+    example = _OF_SLOW
     try:
         speed = float(values["speed"])
         until = int(values["until"]) if "until" in values else None

@@ -67,6 +67,7 @@ BAD = [
     ("kill:rank=1,rank=2@iteration=3", "'rank=2' is not one key=value"),
     ("kill:rank=1@iteration=3,", "'' is not one key=value"),
     ("kill:rank=1,speed=0.5@iteration=3", "speed does not apply to kill"),
+    ("slow:rank=1@iteration=3,factor=3", "factor does not apply to slow; example: slow:rank=5,speed=0.5@iteration=10"),
     ("kill:link=n1-n2@iteration=3", "link does not apply to kill"),
     ("kill:rank=1@iteration=3,until=5", "until does not apply to kill"),
     ("kill:rank=1,node=n2@iteration=3", "one of rank=R and node=N"),

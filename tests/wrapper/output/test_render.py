@@ -277,8 +277,8 @@ def test_plain_lines() -> None:
     assert failure <= 6  # 30 iterations in 3 s: one line a second
     assert lines[failure + 1].startswith("iteration 31 ")
     assert lines[failure + 2] == (
-        "recovered: DP1 x PP2 x TP2 + 3 standby, iteration 31 redone, 0.62 s after the failure "
-        "(noticed after 0.00 s, decided in 0.20 s, moved in 0.20 s, first iteration 0.20 s; 0.62 s without noticing)"
+        "recovered: DP1 x PP2 x TP2 + 3 standby, iteration 31 redone, 0.62 s after the failure was noticed "
+        "(decided in 0.20 s, moved in 0.20 s, first iteration 0.20 s)"
     )
     assert [line.split("  ")[0] for line in lines[failure + 3 :][:2]] == ["iteration 32", "iteration 33"]
     assert len(lines) - failure <= 10

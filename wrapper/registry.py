@@ -26,7 +26,7 @@ from wrapper.strict_modes import is_own, read_own, write_private
 MOST_BYTES = 64 << 10
 """Of a file; ours have some hundred."""
 PATIENCE_S = 2.0
-"""How long a job waits for the file system that the registry is on."""
+"""How long a job waits for the file system that the registry, or a list beside it, is on."""
 
 LATEST_S = 2.5e11
 """In the year 9892; no job was then, and what reckons with such times fails."""
@@ -93,7 +93,7 @@ def save(entry: KnownJob) -> str:
     path = file_of(entry.name, entry.folder, entry.began_at)
     if path is None:
         return "you have no home folder here; set RESIHP_STATE"
-    return _promptly(lambda: _write(path, entry), str(path.parent))
+    return promptly(lambda: _write(path, entry), str(path.parent))
 
 
 def note(job: KnownJob, change: Callable[[KnownJob | None], KnownJob]) -> str:
@@ -101,7 +101,7 @@ def note(job: KnownJob, change: Callable[[KnownJob | None], KnownJob]) -> str:
     path = file_of(job.name, job.folder, job.began_at)
     if path is None:
         return "no place"
-    return _promptly(lambda: _write(path, change(_read(path))), str(path.parent))
+    return promptly(lambda: _write(path, change(_read(path))), str(path.parent))
 
 
 def entries(wanted: Callable[[str], bool] = lambda name: True) -> tuple[list[KnownJob], list[str]]:
@@ -170,7 +170,7 @@ def _write(path: Path, entry: KnownJob) -> None:
     write_private(path, msgspec.json.encode(entry))
 
 
-def _promptly(work: Callable[[], None], where: str) -> str:
+def promptly(work: Callable[[], None], where: str) -> str:
     """Do it, unless that takes longer than anybody should wait: then it goes on behind, or never ends."""
     trouble = [f"{where}: no answer for {PATIENCE_S:.0f} s"]
 

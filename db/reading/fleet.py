@@ -492,7 +492,7 @@ def newest_iterations(
     if last < 1:
         raise UsageError(f"history: --last {last}: give 1 or more")
     jobs = JobRow.__table__.c
-    query = select(jobs.id, jobs.name, jobs.last_entry_at).order_by(jobs.last_entry_at.desc())
+    query = select(jobs.id, jobs.name, jobs.uuid, jobs.last_entry_at).order_by(jobs.last_entry_at.desc())
     if user is not None:
         query = query.where(jobs.owner == user)
     if since is not None:
@@ -510,6 +510,6 @@ def newest_iterations(
         if until is not None:
             newest = newest.where(columns.finished_at < until)
         rows = reader.fetch(newest.order_by(columns.finished_at.desc()).limit(last))
-        found += [{"job": job["name"], **row} for row in rows]
+        found += [{"job": job["name"], "job_uuid": job["uuid"], **row} for row in rows]
         found = sorted(found, key=lambda row: (row["finished_at"], row["job"], row["iteration"]))[-last:]
     return found

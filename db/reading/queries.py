@@ -42,7 +42,7 @@ from db.reading.plans import decisions as taken
 from db.reading.plans import idle_epochs
 from db.reading.plans import promises as promised
 from db.reading.plans import spares as spares_saved
-from db.reading.reader import JOB_COLUMNS, TABLES, Reader, Row, Table
+from db.reading.reader import JOB_COLUMNS, OF_JOB, TABLES, Reader, Row, Table
 from db.reading.why import Why
 from db.reading.why import why as explain_iteration
 from resihp.errors import UsageError
@@ -169,17 +169,22 @@ def decisions(
 def promises_of_all(
     reader: Reader, jobs: int, *, since: datetime | None = None, until: datetime | None = None
 ) -> list[Row]:
-    """The same of the newest so many jobs whose plan was changed, with `job` and `started_at` of each."""
+    """The same of the newest so many jobs whose plan was changed, with `job`, `job_uuid` and `started_at` of each."""
     plans, of = models.PlanRow.__table__.c, models.JobRow.__table__.c
     changed = select(plans.job_id).where(plans.in_effect_at.is_not(None))
     changed = changed.group_by(plans.job_id).having(func.count() > 1)
-    query = select(of.id, of.name, of.started_at).where(of.id.in_(changed)).order_by(of.started_at.desc()).limit(jobs)
+    query = (
+        select(of.id, of.name, of.uuid, of.started_at)
+        .where(of.id.in_(changed))
+        .order_by(of.started_at.desc())
+        .limit(jobs)
+    )
     if since is not None:
         query = query.where(of.last_entry_at >= since)
     if until is not None:
         query = query.where(of.started_at < until)
     return [
-        {"job": job["name"], "started_at": job["started_at"], **row}
+        {"job": job["name"], "job_uuid": job["uuid"], "started_at": job["started_at"], **row}
         for job in reader.fetch(query)
         for row in promises_rows(reader, job["id"])
         if row["promised"] is not None
@@ -278,7 +283,7 @@ def as_frame(rows: Sequence[Row], columns: Sequence[str], table: str | None = No
 
 def frame(reader: Reader, table: str, job_id: int | None = None, **filters: Any) -> pd.DataFrame:
     """One of `TABLES`, of a job or of all (with a column `job`); filters as of `Reader.rows`."""
-    columns = COLUMNS[table] if job_id is not None else ("job", *COLUMNS[table])
+    columns = COLUMNS[table] if job_id is not None else (*OF_JOB, *COLUMNS[table])
     return as_frame(reader.rows(table, job_id, **filters), columns, table)
 
 

@@ -63,6 +63,9 @@ JOB_COLUMNS = (
 )
 
 
+OF_JOB = ("job", "job_uuid")
+"""What rows of all jobs have besides: names repeat, between folders and hosts."""
+
 _ACCOUNT_COLUMNS: Mapping[str, tuple[str, ...]] = {
     "iterations": ("iteration", "epoch", "seconds", "predicted_seconds", "tokens", "loss", "finished_at"),
     "failures": (
@@ -574,7 +577,7 @@ class Reader:
                 there = self.node_name(columns.node, columns.job_id).label("node")
                 told = (there if column.key == "node" else column for column in query.selected_columns)
                 query = query.with_only_columns(*told)
-            query = query.add_columns(JobRow.name.label("job"))
+            query = query.add_columns(JobRow.name.label("job"), JobRow.uuid.label("job_uuid"))
             # An inner join SQLite would begin with the jobs.
             query = query.outerjoin(JobRow, JobRow.id == columns.job_id)
             order = [columns[asked.time], columns.job_id, *order]
@@ -604,7 +607,7 @@ class Reader:
             for row in found:
                 for column in asked.json_columns:
                     row[column] = self._decoded(row[column], column)
-            return found if job_id is not None else [{"job": row.pop("job"), **row} for row in found]
+            return found if job_id is not None else [{name: row.pop(name) for name in OF_JOB} | row for row in found]
 
     def _decoded(self, content: str | None, column: str) -> Any:
         """Raises LedgerError: what was imported may hold anything."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -61,9 +62,19 @@ def test_a_checkpoint_now_a_list_of_them_and_a_stop(job: Job) -> None:
     assert f"in {folder}" in out
     (folder / "kept").rename(folder / f"iteration-{second['iteration']:06d}" / "manifest.json")
 
-    status, _, err = say(job, "stop", "local-1")
+    status, out, err = say(job, "stop", "local-1", "--json")
     assert status == 0, err
     done = newest_checkpoint(job)
+    became = json.loads(out)
+    assert (became["exit_code"], became["state"], became["iteration"], became["target"]) == (
+        143,
+        "cancelled",
+        done,
+        ENDLESS,
+    )
+    assert (became["checkpoint"]["iteration"], became["checkpoint"]["complete"]) == (done, True)
+    assert became["go_on"].startswith("resihp run --local ")
+    assert became["folder"] == str(job.folder / "home" / "jobs" / "local-1")
     assert done > second["iteration"]
     told = err.splitlines()
     assert told[0] == "resihp: job local-1: stopping after the iteration under way, with a checkpoint"

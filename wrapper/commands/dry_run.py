@@ -18,10 +18,10 @@ from resihp.record.describe import size
 from resihp.record.journal import ModelDeclared
 from resihp.scheduler.cost import device_memory, memory
 from resihp.scheduler.planner import first_plan
-from slurm.drains.exclusions import Exclusions
+from wrapper.commands.node.lists import known, lists
 from wrapper.commands.run import Checked
 from wrapper.config.run_spec import load
-from wrapper.job_folder import all_jobs, home
+from wrapper.job_folder import all_jobs
 
 LOOKED_AT = 20
 """Jobs of this home, the newest, in which the same command is looked for."""
@@ -141,7 +141,10 @@ def _left_out(checked: Checked) -> Iterator[str]:
     for node in checked.of_slurm.died_before:
         yield f"node {node}: died under an earlier run of this job"
     cluster = checked.of_slurm.request.cluster
-    for one in Exclusions(home(), cluster).current(time.time()):
+    now = time.time()
+    for one in known(lists(cluster)):
+        if one.expires_at <= now:
+            continue
         until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(one.expires_at))
         here = " (it is in this allocation all the same)" if one.node in shape.nodes else ""
         yield f"left out: {one.node} until {until}: {one.reason}{here}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from slurm import releases
 from slurm.client import Slurm
 from slurm.errors import SlurmError
 from wrapper.commands import earlier_runs
+from wrapper.commands.node.lists import given_all_the_same
 from wrapper.config.run_spec import SlurmRequest
 from wrapper.config.schema import Configuration
 from wrapper.launch import allocation, batch_script, interfaces
@@ -66,6 +68,7 @@ def of_slurm(
     earlier = earlier_runs.of(found.job_id, notice)
     others = [name for node, name in host_names.items() if node != found.batch_node]
     cluster = os.environ.get("SLURM_CLUSTER_NAME") or slurm.cluster()
+    _tell_of_kept_out(cluster, found, notice)
     request = SlurmRequest(
         job_id=found.job_id,
         number=found.number,
@@ -94,6 +97,15 @@ def of_slurm(
         may_requeue=section.on_warning == "requeue" if asked is None else asked,
         restarts_left=section.restarts - failed - 1,
     )
+
+
+def _tell_of_kept_out(cluster: str, found: Allocation, notice: Callable[[str], None]) -> None:
+    """Of nodes that the user's jobs avoid, and that this one has been given."""
+    for one in given_all_the_same(cluster, found.nodes, time.time()):
+        notice(
+            f"node {one.node}: is in this allocation, though it is kept out of your jobs ({one.reason}); resihp submit "
+            f"heeds that, sbatch has to be told: --exclude={one.node}"
+        )
 
 
 def _identity(found: Allocation, slurm: Slurm, cluster: str) -> SlurmIdentity | None:

@@ -20,9 +20,9 @@ from typing import NamedTuple
 from resihp.errors import ConfigurationError, UsageError
 from slurm import releases, render
 from slurm.client import Slurm
-from slurm.drains.exclusions import Exclusions
 from slurm.errors import SlurmError, SlurmRefusedError, SlurmUnavailableError, SlurmUsageError
 from wrapper import registry
+from wrapper.commands.node.lists import lists
 from wrapper.config import container
 from wrapper.config.program import resolve
 from wrapper.config.schema import Configuration, read
@@ -188,7 +188,8 @@ def _keep(configuration: Configuration, job_file: Path, chain: int) -> Path:
 def _left_out(client: Slurm, configuration: Configuration, notice: Callable[[str], None]) -> tuple[str, ...]:
     """An option that keeps out what our jobs avoid for now, beside what the job file itself leaves out."""
     try:
-        known = Exclusions(home(), client.cluster()).to_avoid(client, time.time())
+        now = time.time()
+        known = sorted({node for each in lists(client.cluster()) for node in each.to_avoid(client, now)})
     except SlurmError as error:
         notice(f"{error}; whether nodes are to be avoided is not known")
         return ()

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 
 COLUMNS = (
-    *("job", "started_at", "decisions", "untold", "iterations", "measured_seconds", "saved_seconds"),
+    *("job", "job_uuid", "started_at", "decisions", "untold", "iterations", "measured_seconds", "saved_seconds"),
     *("saved_gpu_hours", "spare_gpu_hours"),
 )
 HOUR_S = 3600.0
@@ -73,6 +73,7 @@ def saved(job: Row, plans: Sequence[Row], nodes: Mapping[int, str], iterations: 
         saved_s += share * took_s
     return {
         "job": job["name"],
+        "job_uuid": job["uuid"],
         "started_at": job["started_at"],
         **found,
         "measured_seconds": measured_s,

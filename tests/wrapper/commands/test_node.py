@@ -21,7 +21,10 @@ from slurm.errors import SlurmRefusedError
 from tests.slurm.fake_slurm import FakeSlurm
 from wrapper.cli import app
 from wrapper.commands.node import command as node_commands
-from wrapper.job_folder import JobFile, create_slurm_job, home, write_private
+from wrapper.commands.node.lists import given_all_the_same
+from wrapper.commands.submit import submit
+from wrapper.job_files import JobFile
+from wrapper.job_folder import create_slurm_job, home, write_private
 
 ME = pwd.getpwuid(os.getuid()).pw_name
 
@@ -283,6 +286,39 @@ def test_exclude_and_list(slurm: FakeSlurm) -> None:
     assert result.exit_code == 0
     assert "n2" in result.stdout
     assert max(len(line) for line in result.stdout.splitlines()) <= 80
+
+
+def test_what_is_kept_out_is_so_from_any_folder(
+    slurm: FakeSlurm, elsewhere: Path, fresh_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By hand in a folder without jobs, by a job of another: both are listed and heeded in a third."""
+    assert run("exclude", "n4", "--reason", "slow link").exit_code == 0
+    rows("drain", "n3")
+    assert not home().exists(), "nothing is left in a folder that one happened to be in"
+    monkeypatch.setenv("RESIHP_HOME", str(fresh_home / "third"))
+    assert [(row["node"], row["measure"]) for row in rows("list")] == [("n3", "drain"), ("n4", "exclude")]
+    told: list[str] = []
+    job_file = fresh_home / "job.toml"
+    job_file.write_text('[job]\ncommand = ["true"]\n')
+    submit(job_file, dry_run=False, chain=1, slurm=lambda: slurm, notice=told.append)
+    assert slurm.submissions[-1][2] == ("--exclude=n3,n4",)
+    assert [one.node for one in given_all_the_same("vc", ("n1", "n4"), time.time())] == ["n4"]
+    for node in ("n3", "n4"):
+        assert run("exclude", node, "--remove").exit_code == 0
+        assert "is not kept out" in refused(UsageError, "exclude", node, "--remove")
+    submit(job_file, dry_run=False, chain=1, slurm=lambda: slurm, notice=told.append)
+    assert not slurm.submissions[-1][2]
+    assert given_all_the_same("vc", ("n1", "n4"), time.time()) == []
+
+
+def test_what_was_excluded_by_hand_is_heeded_by_jobs_of_this_home_that_run(slurm: FakeSlurm) -> None:
+    create_slurm_job("17", 0)
+    run("exclude", "n4")
+    assert [item.node for item in Exclusions(home(), "vc").current(time.time())] == ["n4"]
+    assert [row["node"] for row in rows("list")] == ["n4"]
+    slurm.operator = True
+    rows("undrain", "n4", "--job", "17")
+    assert rows("list") == [], "of no list"
 
 
 def test_what_is_used_again_but_still_drained_is_listed(slurm: FakeSlurm) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from resihp.record.journal import JobEnded, JobSignalled, JobStarted
 from resihp.record.journal_file import Journal
 from resihp.worker.checkpoints import write_manifest
 from slurm.client import JobView, NodeView
+from slurm.drains.exclusions import Exclusions
 from slurm.errors import SlurmOutputError, SlurmUnavailableError
 from tests.slurm.fake_slurm import FakeSlurm
 from wrapper.commands.resume import RUN_FILE, CompletedError, command_to_go_on, run_of
@@ -163,6 +165,19 @@ def test_missing_no_kill_is_a_warning(batch: Path, capsys: pytest.CaptureFixture
     assert "job 77: no --no-kill in the batch script: if a node fails, Slurm ends the whole job" in (
         capsys.readouterr().err
     )
+
+
+def test_a_node_that_is_kept_out_and_was_given_all_the_same_is_told(
+    batch: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A template that was given to sbatch itself."""
+    Exclusions(batch / "home", "fake").add("n2", "Xid 79", time.time() + 60)
+    Exclusions(batch / "home", "fake").add("n3", "Xid 79", time.time() + 60)
+    start()
+    told = [line for line in capsys.readouterr().err.splitlines() if "kept out" in line]
+    assert len(told) == 1
+    assert told[0].startswith("resihp: node n2: is in this allocation, though it is kept out of your jobs (Xid 79); ")
+    assert told[0].endswith("--exclude=n2")
 
 
 def test_what_slurm_starts_again_goes_on_unasked(batch: Path) -> None:

@@ -211,6 +211,16 @@ def test_jobs_of_the_same_name_are_told_apart(fleet: str, monkeypatch: pytest.Mo
         assert ids(*asked) == jobs, view
         rows = json.loads(run("history", *asked, "--json", "--ledger", fleet).stdout)["rows"]
         assert sorted(row["uuid"][:8] for row in rows if row["job"] == f"{JOB}0") == jobs
+    for view in ("failures", "events", "iterations", "promises", "plans"):
+        asked = (view, "--all", "--limit", "10000")
+        rows = json.loads(run("history", *asked, "--json", "--ledger", fleet).stdout)["rows"]
+        told = {row["job_uuid"][:8] for row in rows if row["job"] == f"{JOB}0"}
+        assert told
+        assert told <= set(jobs), view
+        assert set(ids(*asked)) == told, view
+        header = run("history", *asked, "--csv", "--ledger", fleet).stdout.splitlines()[0]
+        assert header.split(",")[:2] == ["job", "job_uuid"], view
+    assert ids("failures", f"{JOB}1") == [], "of one job nobody asks which"
     for name in jobs:
         assert run("status", name, "--ledger", fleet).exit_code == 0, "a name for every command"
 
@@ -221,11 +231,13 @@ def test_every_view_of_history(view: str, narrow: int, seen: Seen, capsys: pytes
     """Also those of which that fleet has nothing: two rows whose names differ in their last letter."""
     from wrapper.output.answers import console
 
-    rows = [{name: made(name, n) for name in (*queries.COLUMNS[view], "job", "uuid", "money")} for n in (1, 2)]
+    names = [name for name in (*queries.COLUMNS[view], "job", "uuid", "money") if name != "job_uuid"]
+    rows = [{name: made(name, n) for name in names} for n in (1, 2)]
     own = {"cost": {"cause": "rollback"}, "scores": {"evidence": 0.25}}
     rows = [row | own.get(view, {}) for row in rows]
-    for with_jobs in (False, True):
-        tables.show(console(), *views.history_table(view, rows, with_jobs=with_jobs))
+    of_all = [row | {"job": "one-name", "job_uuid": made("uuid", n)} for n, row in enumerate(rows, 1)]
+    for each in (rows, of_all):
+        tables.show(console(), *views.history_table(view, each))
         printed = capsys.readouterr()
         check(printed.out, printed.err, narrow, seen)
         assert not re.search(r"left out.*\b(text|cause)\b", printed.err), "it says what happened"

@@ -278,10 +278,10 @@ def history(options: HistoryOptions) -> None:
         from db.reading.reader import nearest
 
         raise UsageError(f"node {options.node}: not in {answer.whose}{nearest(options.node, answer.nodes)}")
-    _write(options, asked, answer, every)
+    _write(options, asked, answer)
 
 
-def _write(options: HistoryOptions, asked: Asked, answer: Listing, every: bool) -> None:
+def _write(options: HistoryOptions, asked: Asked, answer: Listing) -> None:
     if options.parquet is not None:
         from db.reading.queries import as_frame
 
@@ -294,7 +294,7 @@ def _write(options: HistoryOptions, asked: Asked, answer: Listing, every: bool) 
     elif not answer.rows:
         message(f"{answer.whose}: no {'node served lately' if asked.view == 'lemons' else asked.view}")
     else:
-        _show(asked, answer, every)
+        _show(asked, answer)
 
 
 def why(
@@ -485,7 +485,7 @@ def _explanation(found: Explanation | None) -> Row | None:
 def _of_all(asked: Asked, job: str | None, ledger: str | None) -> Listing:
     """Of all jobs of the ledger named, or of that of `job`, or of every ledger here."""
     from db.reading import fleet, hardware, queries
-    from db.reading.reader import TABLES
+    from db.reading.reader import OF_JOB, TABLES
 
     times: dict[str, Any] = {"since": asked.since, "until": asked.until}
     names: list[str] = []
@@ -517,7 +517,8 @@ def _of_all(asked: Asked, job: str | None, ledger: str | None) -> Listing:
     if asked.view in ("jobs", "lemons", "repairs", "rate", "promises", "spares"):
         rows = _reckoned(asked, ask, clusters)
         closing = _which_spares(asked, len(rows)) if asked.view == "spares" else ""
-        return Listing(queries.COLUMNS[asked.view], rows[: asked.limit], whose, len(rows), names, closing, clusters)
+        columns = (*(OF_JOB if asked.view == "promises" else ()), *queries.COLUMNS[asked.view])
+        return Listing(columns, rows[: asked.limit], whose, len(rows), names, closing, clusters)
     if asked.by is not None:
         by: Any = asked.by
         asks = {"node": asked.node, "user": asked.user, **times}
@@ -536,7 +537,7 @@ def _of_all(asked: Asked, job: str | None, ledger: str | None) -> Listing:
     time = TABLES[asked.view].time
     rows = sorted(rows, key=lambda row: row[time])
     return Listing(
-        ("job", *queries.COLUMNS[asked.view]), rows[-(asked.limit or len(rows)) :], whose, None, names, "", clusters
+        (*OF_JOB, *queries.COLUMNS[asked.view]), rows[-(asked.limit or len(rows)) :], whose, None, names, "", clusters
     )
 
 
@@ -636,13 +637,13 @@ def _reckoned(
 # --- terminal -------------------------------------------------------------------------------------------------------
 
 
-def _show(asked: Asked, answer: Listing, every: bool) -> None:
+def _show(asked: Asked, answer: Listing) -> None:
     from wrapper.commands.history.tables import history_table
     from wrapper.output.render import literal
     from wrapper.output.tables import show
 
     screen = console()
-    show(screen, *history_table(asked.shape, answer.rows, with_jobs=every and asked.is_table))
+    show(screen, *history_table(asked.shape, answer.rows))
     if answer.closing:
         screen.print(literal(answer.closing))
     if asked.limit is not None and len(answer.rows) == asked.limit and answer.total != len(answer.rows):

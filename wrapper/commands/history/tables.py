@@ -169,6 +169,8 @@ def _last_words(row: dict[str, Any]) -> str:
 
 ID = ViewColumn("id", lambda row: row["uuid"][:8])
 """Of jobs: names repeat, between folders and hosts."""
+JOB_ID = ViewColumn("id", lambda row: row["job_uuid"][:8])
+"""The same of what a job has."""
 
 
 def _counted(by: str) -> list[ViewColumn]:
@@ -350,7 +352,6 @@ _TERMINAL_COLUMNS: Mapping[str, list[ViewColumn]] = {
         ViewColumn("reason", _plan_reason, wraps=True),
     ],
     "spares": [
-        _words("job", wraps=True),
         _number("decisions", "changes"),
         _number("untold"),
         _seconds("measured_seconds", "measured"),
@@ -425,13 +426,15 @@ _TERMINAL_COLUMNS: Mapping[str, list[ViewColumn]] = {
 """What one looks for first; `--json` has the rest."""
 
 
-def history_table(
-    table: str, rows: list[dict[str, Any]], *, with_jobs: bool = False
-) -> tuple[list[Column], list[list[str]]]:
-    """Columns and cells of a view of `resihp history`, or of `failures by node`."""
+def history_table(table: str, rows: list[dict[str, Any]]) -> tuple[list[Column], list[list[str]]]:
+    """Columns and cells of a view of `resihp history`, or of `failures by node`; of many jobs with the job of each row,
+    and its id where names repeat."""
     columns = list(_TERMINAL_COLUMNS[table])
-    if with_jobs:
-        columns = [_words("job", wraps=True), *columns]
+    if any("job_uuid" in row for row in rows):
+        columns.insert(0, _words("job", wraps=True))
+        names = {row["job_uuid"]: row["job"] for row in rows}
+        if len(names) > len(set(names.values())):
+            columns.insert(1, JOB_ID)
     if any("money" in row for row in rows):
         columns.append(_amount("money", "money"))
     shown = [Column(one.heading, one.right, one.wraps, one.heading in KEPT) for one in columns]

@@ -104,6 +104,7 @@ def undrain(node: NodeArgument, job: JobOption = None, spool: SpoolOption = None
     """
     from slurm.drains.drain import descend
     from slurm.errors import SlurmRefusedError
+    from wrapper.commands.node.lists import own
     from wrapper.launch.allocation import job_id as own_job
 
     slurm = connect()
@@ -119,6 +120,8 @@ def undrain(node: NodeArgument, job: JobOption = None, spool: SpoolOption = None
     )
     outcomes = _print(steps, as_json)
     _tell_where(exclusions)
+    if (mine := own(exclusions.cluster)) is not None and mine.path.exists():
+        mine.remove(node)
     if not _reached(outcomes):
         raise SlurmRefusedError(f"node {node}: still drained; who drained it can undo it: sinfo -R -n {node}")
 
@@ -161,54 +164,54 @@ def exclude(
     remove: Annotated[bool, typer.Option("--remove", help="Use it again.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Keep a node out of your own jobs, without draining it for others."""
+    """Keep a node out of your own jobs, of any folder, without draining it for others."""
     from slurm.client import PREFIX, sanitised
     from slurm.parse import is_node
+    from wrapper.commands.node import lists
 
     if not is_node(node):
         raise UsageError(f"node {node[:80]!a}: no node has such a name; try: sinfo -N")
-    exclusions = _exclusions(connect())
+    slurm = connect()
+    cluster = slurm.cluster()
     if remove:
-        if not exclusions.remove(node):
-            raise UsageError(f"node {node}: is not kept out on cluster {exclusions.cluster}; try: resihp node list")
-        _message(f"node {node}: used again by your jobs on cluster {exclusions.cluster}")
+        if not lists.remove(cluster, node):
+            raise UsageError(f"node {node}: is not kept out on cluster {cluster}; try: resihp node list")
+        _message(f"node {node}: used again by your jobs on cluster {cluster}")
     else:
         words = sanitised(reason).removeprefix(PREFIX.strip()).strip()
         now = time.time()
-        added = exclusions.add(node, words, now + _seconds(keep_out), now=now)
+        added = lists.exclude(cluster, node, words, now + _seconds(keep_out), now)
         until = _day(added.expires_at)
-        _message(
-            f"node {node}: kept out of your jobs on cluster {exclusions.cluster} until {until}, not drained by this"
-        )
+        _message(f"node {node}: kept out of your jobs on cluster {cluster} until {until}, not drained by this")
     if as_json:
-        print(json.dumps({"schema": SCHEMA, "rows": _rows(exclusions, None)}))
+        print(json.dumps({"schema": SCHEMA, "rows": _rows(cluster, None)}))
 
 
 def show(as_json: JsonOption = False) -> None:
     """List nodes kept out of your jobs, until when, and those of them that Slurm has drained with our reason.
 
-    Measure: `drain` for those that were to be drained for all users, `exclude` for those that only your jobs avoid.
+    Of all your folders. Measure: `drain` for those that were to be drained for all users, `exclude` for those that only
+    your jobs avoid.
 
     What resihp has drained for all users: sinfo -R | grep resihp:
     """
-    from slurm.drains.exclusions import Exclusions, clusters
     from slurm.errors import SlurmError
-    from wrapper.job_folder import home
+    from wrapper.commands.node import lists
 
     slurm = connect()
     views: Slurm | None = slurm
     try:
-        lists = [_exclusions(slurm)]
+        names = [slurm.cluster()]
     except SlurmError as error:
         _message(f"{error}; what Slurm has drained is not shown")
-        views, lists = None, [Exclusions(home(), name) for name in clusters(home())]
-    rows = [row for each in lists for row in _rows(each, views)]
+        views, names = None, lists.known_clusters()
+    rows = [row for name in names for row in _rows(name, views)]
     if as_json:
         print(json.dumps({"schema": SCHEMA, "rows": rows}))
     elif rows:
         _show_list(rows)
     else:
-        _message(f"no node is kept out of your jobs, as far as {home()} knows")
+        _message("no node is kept out of your jobs, as far as is known here")
 
 
 # --- where things are -----------------------------------------------------------------------------------------------
@@ -287,12 +290,13 @@ def _print(steps: Iterator[Step], as_json: bool) -> dict[str, str]:
     return {row["step"]: row["outcome"] for row in rows}
 
 
-def _rows(exclusions: Exclusions, slurm: Slurm | None) -> list[dict[str, Any]]:
+def _rows(cluster: str, slurm: Slurm | None) -> list[dict[str, Any]]:
     """Nodes that are kept out, and those that were and that Slurm still has drained with our reason."""
     from slurm.client import PREFIX
     from slurm.errors import SlurmError
+    from wrapper.commands.node import lists
 
-    known = exclusions.known()
+    known = lists.known(lists.lists(cluster))
     views = {}
     try:
         if slurm is not None and known:
@@ -308,7 +312,7 @@ def _rows(exclusions: Exclusions, slurm: Slurm | None) -> list[dict[str, Any]]:
             continue
         rows.append(
             {
-                "cluster": exclusions.cluster,
+                "cluster": cluster,
                 "node": item.node,
                 "excluded_until": _iso(item.expires_at) if item.expires_at > now else None,
                 "excluded_because": item.reason,

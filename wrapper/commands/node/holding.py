@@ -98,7 +98,7 @@ def _homes() -> dict[Path, set[str]]:
 
     found = {home(): {slurm_job_of(job.name) or "" for job in all_jobs()}}
     for entry in registry.entries()[0]:
-        if entry.slurm_job and Path(entry.folder).is_dir():
+        if entry.slurm_job and Path(entry.home).is_dir():
             found.setdefault(Path(entry.home), set()).add(entry.slurm_job)
     return found
 

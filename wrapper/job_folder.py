@@ -44,6 +44,8 @@ LOCK_PATIENCE_S = 2.0
 MOST_HOMES = 3
 """Named of others."""
 
+_ID = re.compile(r"(?!\d+$)[0-9a-f]{8}[0-9a-f-]{0,28}")
+"""Of a job, in its ledger, or how that begins; digits alone are a number of Slurm's, which may be mistyped."""
 _LOCAL_NAME = re.compile(r"local-(\d+)")
 
 
@@ -170,8 +172,8 @@ def all_jobs(of: Path | None = None) -> list[Job]:
 def find_job(name: str | None = None, *, acts: bool = False) -> Job:
     """The job of that name, the newest one without a name; of a Slurm job that was run again, its newest run.
 
-    In this home first, then among the user's jobs of all others. A path names the job in that folder. `acts`: something
-    is to be done to it, so one of another home has to be named.
+    In this home first, then among the user's jobs of all others; what is no name may be how an id begins. A path names
+    the job in that folder. `acts`: something is to be done to it, so one of another home has to be named.
 
     Raises JobNotFoundError naming near matches, UsageError with the choices where several other homes have that name.
     """
@@ -194,11 +196,35 @@ def find_job(name: str | None = None, *, acts: bool = False) -> Job:
         raise UsageError(f"job {name}: not in {home()}, and in {len(there)} others; name one by its folder:{choices}")
     if known:
         raise JobNotFoundError(f"job {name}: {gone(known[0])}")
+    if _ID.fullmatch(name) and (of_that_id := _with_id(name, jobs)):
+        if len(of_that_id) == 1:
+            return of_that_id[0]
+        raise UsageError(f"job {name}: the ids of {len(of_that_id)} jobs begin so; give more of it")
     if wrong:
         raise JobNotFoundError(f"job {name}: not in {home()}; whether it is in another folder of yours: {wrong[0]}")
     near = difflib.get_close_matches(name, dict.fromkeys([*(job.name for job in jobs), *registry.names()]), n=3)
     hint = f"did you mean {' or '.join(near)}?" if near else "resihp jobs --all lists those that are"
     raise JobNotFoundError(f"job {name}: not in {home()}, nor in another folder of yours; {hint}")
+
+
+def id_of(job: Job) -> str | None:
+    """What its ledger knows it by (`resihp history jobs`), from what its journal begins with; None where that is on
+    another machine."""
+    from db.projection import identity
+    from resihp.record import journal_file
+
+    for path in job.journals:
+        with suppress(OSError, ProtocolError, ValueError):
+            if (begins := journal_file.first(path)) is not None:
+                return identity(begins)
+    return None
+
+
+def _with_id(begins: str, here: Sequence[Job]) -> list[Job]:
+    """Of this home and of all others, those whose ids begin so."""
+    others = [job_of(entry) for entry in registry.entries()[0] if is_there(entry)]
+    every = {job.folder: job for job in (*here, *others)}.values()
+    return [job for job in every if (found := id_of(job)) is not None and found.startswith(begins)]
 
 
 def no_job_here() -> JobNotFoundError:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from resihp.errors import JobNotFoundError, LedgerError, ProtocolError, ResihpError
+from resihp.errors import JobNotFoundError, LedgerError, ResihpError
 
 if TYPE_CHECKING:
     from db.reading.queries import Reader
@@ -78,13 +78,10 @@ def row_of(reader: Reader, job: Job) -> Row:
     Known by what its journal begins with. Where that is on another machine, by its host and when it began. Raises
     JobNotFoundError.
     """
-    from db.projection import identity
-    from resihp.record import journal_file
+    from wrapper.job_folder import id_of
 
-    for path in (job.journal_file, job.journal_copy):
-        with suppress(OSError, ProtocolError, ValueError):
-            if (begins := journal_file.first(path)) is not None:
-                return reader.job(job.name, uuid=identity(begins))
+    if (uuid := id_of(job)) is not None:
+        return reader.job(job.name, uuid=uuid)
     file = job.read()
     if file.host == socket.gethostname() and job.journal_file.parent.is_dir():
         raise JobNotFoundError(f"job {job.name}: has not begun; logs are in {job.logs}")

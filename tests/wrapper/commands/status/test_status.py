@@ -21,7 +21,7 @@ from typer.testing import CliRunner, Result
 from db.migrate import head
 from db.reading.queries import Reader
 from db.writer import Ledger, catch_up
-from resihp.errors import UsageError
+from resihp.errors import JobNotFoundError, UsageError
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan, spread
 from resihp.protocol.messages import StepOutcome
@@ -599,3 +599,19 @@ def test_a_job_that_committed_nothing_has_not_lost_nothing() -> None:
     write_journal(job.journal_file, ((entry, began + at) for entry, at in told))
     job.exit_code_file.write_text("93\n")
     assert "lost: all of it, no iteration is committed" in resihp("status", job.name).stdout
+
+
+def test_an_id_names_a_job_to_every_command_from_any_folder(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `history jobs` shows it, where several have one name."""
+    [row] = rows("jobs")
+    short = str(row["uuid"])[:8]
+    assert short in resihp("history", "jobs").stdout
+    (job.logs / "n1.rank0.log").write_text("the end\n")
+    monkeypatch.setenv("RESIHP_HOME", str(job.home.parent / "another"))
+    assert create_local_job().name == job.name
+    for name in (short, str(row["uuid"])):
+        assert json.loads(resihp("status", name, "--json").stdout)["folder"] == str(job.folder)
+        assert resihp("logs", name, "--rank", "0").stdout == "the end\n"
+        assert len(rows("failures", name)) == 1
+    with pytest.raises(JobNotFoundError, match="job 0000000f: not in"):
+        resihp("status", "0000000f")

@@ -17,7 +17,7 @@ import signal as signals
 
 from resihp.controller import interface as api
 from resihp.controller import iterations, startup
-from resihp.controller.fail_stop import failures, incidents
+from resihp.controller.fail_stop import failures, incidents, root_causes
 from resihp.controller.state import Job, Member, natural
 from resihp.protocol import client
 from resihp.protocol import messages as m
@@ -290,6 +290,8 @@ def _end_for(job: Job, failed: list[int]) -> None:
         told = member.unwilling
     else:
         how = member.fenced or failures.ending(job.record.unexplained[rank] or 0)
+        if member.lost_a_peer:
+            how = root_causes.own_words(job, member).removeprefix(f"rank {rank}: ")
         told = f"{how}{failures.early(job)}; its log, {place.node}.rank{rank}.log, tells more"
     if len(causes) > 1:
         told += f"; {len(causes) - 1} more failed"

@@ -55,7 +55,7 @@ def exited_early(job: Job, member: Member, status: int) -> None:
         return
     job.start.early_at = job.now
     if member.fenced is None and member.raised is None and job.departure is None:
-        _tell_early(job, member, ending(status), always=status < 0)
+        _tell_early(job, member, ending(status), always=status < 0 and not member.lost_a_peer)
 
 
 def raised(job: Job, member: Member, raised: m.Raised) -> None:

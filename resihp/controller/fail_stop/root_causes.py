@@ -140,14 +140,21 @@ def _is_surely_of(job: Job, member: Member, clue: Clue) -> bool:
 
 
 def _merge(job: Job) -> None:
-    """Who only lost a peer is part of the first failure that has a cause, if there is one."""
+    """Who only lost a peer is part of the first failure that has a cause; where there is none, and a script makes
+    process groups of its own, all of them are one failure, which is laid to no node."""
+    declared = job.has_declared
     own = [i for i in job.incidents if i.diagnosis is not None and not i.diagnosis.secondary]
     roots = [i for i in own if not _is_hung_abort(job, i)]
     roots += [i for i in job.incidents if i.component == "node"]
+    if not roots and job.stage == "gathering" and not declared:
+        roots = [i for i in job.incidents if _follows(job, i, declared)][:1]
+        for first in roots:
+            first.node = first.device = None
+            if first.component == "process" and first.diagnosis is not None:
+                first.cause = first.diagnosis.cause
     if not roots:
         return
     root = min(roots, key=lambda incident: incident.found_at)
-    declared = job.has_declared
     kept: list[Incident] = []
     for victim in job.incidents:
         if victim is root or not _follows(job, victim, declared):

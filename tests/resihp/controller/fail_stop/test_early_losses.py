@@ -11,6 +11,7 @@ import pytest
 
 from resihp.controller import Controller
 from resihp.controller import interface as api
+from resihp.detector.diagnosis.clues import read_log
 from resihp.parallelism.plan import Plan
 from resihp.protocol import messages as m
 from resihp.record.journal import FailureFound, NodeJoined, NodeLost, PlanDecided, ReplacementAsked, WorkerStarted
@@ -477,6 +478,21 @@ def test_ranks_that_lost_peers_on_a_silent_node_do_not_make_it_the_scripts_fault
     assert not any(line.startswith("nothing was restarted") for line in lines(job)), "Slurm runs it again"
     (failure,) = job.all(FailureFound)
     assert (failure.component, failure.node, failure.ranks) == ("node", "n3", tuple(range(6)))
+
+
+def test_a_collective_that_all_ranks_waited_for_in_vain_is_one_failure_of_no_node() -> None:
+    """NCCL's watchdog aborts every process, and nobody says why."""
+    job = met()
+    line = "[Rank {}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=6, OpType=ALLREDUCE) ran for 600 s"
+    for rank in range(4):
+        job.feed(api.WorkerExited(rank=rank, status=-6, clues=read_log(line.format(rank))))
+    told = "waited in vain for its peers in a collective; nobody said why the first one ended"
+    assert job.end == (1, f"rank 0 (n1 device 0): {told}; its log, n1.rank0.log, tells more; 3 more failed")
+    (failure,) = job.all(FailureFound)
+    assert (failure.kind, failure.node, failure.ranks) == ("fail-stop", None, (0, 1, 2, 3))
+    assert failure.cause == f"rank 0 (n1 device 0): {told}"
+    assert "Watchdog caught collective operation timeout" in failure.evidence
+    assert sum("killed by signal 6" in line for line in lines(job)) == 1, "said of the first rank alone"
 
 
 def test_whose_ranks_have_met_ends_with_its_first_failure() -> None:

@@ -609,7 +609,7 @@ def test_an_id_names_a_job_to_every_command_from_any_folder(job: Job, monkeypatc
     (job.logs / "n1.rank0.log").write_text("the end\n")
     monkeypatch.setenv("RESIHP_HOME", str(job.home.parent / "another"))
     assert create_local_job().name == job.name
-    for name in (short, str(row["uuid"])):
+    for name in (f"{short}-" if short.isdigit() else short, str(row["uuid"])):
         assert json.loads(resihp("status", name, "--json").stdout)["folder"] == str(job.folder)
         assert resihp("logs", name, "--rank", "0").stdout == "the end\n"
         assert len(rows("failures", name)) == 1

@@ -262,6 +262,9 @@ _HOST: dict[str, Sequence[str]] = {
         "RuntimeError: [../gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to "
         "complete",
         "torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients. 7/8 clients joined.",
+        "torch.distributed.DistNetworkError: The client socket has timed out after 600000ms while trying to connect to "
+        "(gpu-17, 29500).",
+        "RuntimeError: Gloo connectFullMesh failed with [../gloo/transport/tcp/pair.cc:144] no error",
     ),
     "interrupted transfer": ("resihp.errors.CommunicatorError: all-reduce of epoch 4 was woken: asked to park",),
     "launcher": (

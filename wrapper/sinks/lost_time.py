@@ -49,7 +49,7 @@ class LostTime:
         self._over = False
         """It has ended, and nothing that is told later is of its time; one that was only found dead may go on."""
         self._done = 0
-        """Onsets that were settled."""
+        """Commits that were settled."""
         self._first = 0
         """The number of the window's first commit, from 0."""
         self._iterations: list[Row] = []

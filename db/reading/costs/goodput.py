@@ -92,7 +92,7 @@ class Counting:
 
 
 class Course(msgspec.Struct, frozen=True, kw_only=True):
-    """Onsets on a clock that starts with the first committed iteration and never goes back; seconds, by commit."""
+    """Commits on a clock that starts with the first committed iteration and never goes back; seconds, by commit."""
 
     iterations: tuple[int, ...]
     epochs: tuple[int, ...]

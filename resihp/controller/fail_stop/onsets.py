@@ -26,7 +26,7 @@ from typing import NamedTuple
 RECENT = 20
 """Iterations that tell how long one usually takes."""
 KEPT = 4096
-"""Onsets among which the last healthy one is looked up."""
+"""Commits among which the last healthy one is looked up."""
 
 
 class Commit(NamedTuple):

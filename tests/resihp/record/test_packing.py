@@ -76,7 +76,7 @@ def all_alike(ones: list[Record], others: list[Record]) -> bool:
 
 
 def story(count: int) -> list[Record]:
-    """Onsets, with something else between them now and then, another epoch, an iteration redone, a new term."""
+    """Commits, with something else between them now and then, another epoch, an iteration redone, a new term."""
     records: list[Record] = []
     iteration, epoch, seq = 0, 1, 0
     rng = Random(count)

@@ -149,7 +149,7 @@ def _undrained(slurm: Slurm, node: str, user: str, uid: int) -> tuple[Step, bool
         if view is None:
             return _step("slurm", "refused", f"node {node}: Slurm does not know it"), False
         if not view.draining:
-            return _step("slurm", "done", f"node {node}: is not drained"), False
+            return _step("slurm", "done", f"node {node}: is not drained{_still_out(view)}"), False
         if not view.reason.startswith(PREFIX):
             whose = f"by {view.reason_by or 'somebody'} with {view.reason or 'no reason'!r}"
             return _step("slurm", "refused", f"node {node}: was drained {whose}, which is not ours to undo"), False
@@ -162,7 +162,21 @@ def _undrained(slurm: Slurm, node: str, user: str, uid: int) -> tuple[Step, bool
         return _step("slurm", "refused", f"node {node}: {error}"), ask
     except (SlurmError, OSError) as error:
         return _step("slurm", "unknown", f"node {node}: {error}"), ask
-    return _step("slurm", "done", f"node {node}: undrained, it had {view.reason!r}"), False
+    try:
+        left = _still_out(_view(slurm, node))
+    except SlurmError:
+        left = ""  # it was undrained, whatever else there is
+    return _step("slurm", "done", f"node {node}: undrained, it had {view.reason!r}{left}"), False
+
+
+def _still_out(view: NodeView | None) -> str:
+    """Why Slurm starts nothing on a node that is not drained, and what is still to be done: a drain is not all that may
+    keep a node out."""
+    if view is None or not (view.state in ("down", "error", "unknown") or view.flags & {"not_responding", "fail"}):
+        return ""
+    state = "+".join([view.state, *sorted(view.flags)])
+    why = f" ({view.reason})" if view.reason not in ("", "none") else ""
+    return f"; but it is {state}{why}: once slurmd answers there, scontrol update NodeName={view.name} State=RESUME"
 
 
 def _asked(spool: Path, kind: Literal["drain", "undrain"], node: str, *, job_id: str, reason: str, now: float) -> Step:

@@ -277,3 +277,21 @@ def test_no_answer_leaves_it_unknown(operator: Ladder) -> None:
     operator.slurm.unavailable = True
     assert outcomes(operator.descend("n3")) == {"slurm": "unknown", "exclusion": "done"}
     assert operator.excluded == []
+
+
+@pytest.mark.parametrize("flags", [{"drain"}, {"drain", "not_responding"}, set()])
+def test_a_node_that_is_down_is_not_given_back_by_taking_its_drain_away(operator: Ladder, flags: set[str]) -> None:
+    reason = f"{PREFIX}x" if flags else "Not responding"
+    operator.slurm.set_node("n3", state="down", flags=frozenset(flags), reason=reason, reason_by="alice")
+    step = operator.descend("n3")[0]
+    assert (step.step, step.outcome) == ("slurm", "done")
+    state = "+".join(["down", *sorted(flags - {"drain"})])
+    assert f"; but it is {state}" in step.text
+    assert step.text.endswith(": once slurmd answers there, scontrol update NodeName=n3 State=RESUME")
+
+
+@pytest.mark.parametrize("state", ["idle", "mixed"])
+def test_a_node_that_works_needs_nothing_more(operator: Ladder, state: str) -> None:
+    operator.slurm.set_node("n3", state=state, flags=frozenset({"drain"}), reason=f"{PREFIX}x", reason_by="alice")
+    assert operator.descend("n3")[0].text == f"node n3: undrained, it had '{PREFIX}x'"
+    assert operator.descend("n3")[0].text == "node n3: is not drained"

@@ -120,8 +120,8 @@ def undrain(node: NodeArgument, job: JobOption = None, spool: SpoolOption = None
     )
     outcomes = _print(steps, as_json)
     _tell_where(exclusions)
-    if (mine := own(exclusions.cluster)) is not None and mine.path.exists():
-        mine.remove(node)
+    if (mine := own(exclusions.cluster)) is not None and mine.path.exists() and mine.remove(node):
+        _message(f"node {node}: no longer kept out by what resihp node exclude was told, either")
     if not _reached(outcomes):
         raise SlurmRefusedError(f"node {node}: still drained; who drained it can undo it: sinfo -R -n {node}")
 

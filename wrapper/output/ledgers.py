@@ -41,12 +41,16 @@ def opened(job: str | None, ledger: str | None) -> Iterator[tuple[Reader, dict[s
     from wrapper.job_folder import find_job, finish_dead_job
 
     found = find_job(job)
-    finish_dead_job(found)
     url = url_of(found) if ledger is None else _own_url(found)
-    _bring_up_to_date(found, url)
-    if not exists(url):
-        raise LedgerError(f"job {found.name}: {_no_ledger(found)}")
-    with Reader.open(url) as reader:
+    try:
+        finish_dead_job(found)
+        _bring_up_to_date(found, url)
+        if not exists(url):
+            raise LedgerError(f"job {found.name}: {_no_ledger(found)}")
+        reader = Reader.open(url)
+    except LedgerError as error:
+        raise LedgerError(f"{error}\nwithout a ledger: resihp jobs, and resihp logs {found.name}") from error
+    with reader:
         try:
             row = row_of(reader, found)
         except JobNotFoundError:

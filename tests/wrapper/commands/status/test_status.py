@@ -21,7 +21,7 @@ from typer.testing import CliRunner, Result
 from db.migrate import head
 from db.reading.queries import Reader
 from db.writer import Ledger, catch_up
-from resihp.errors import JobNotFoundError, UsageError
+from resihp.errors import JobNotFoundError, LedgerError, UsageError
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan, spread
 from resihp.protocol.messages import StepOutcome
@@ -615,3 +615,13 @@ def test_an_id_names_a_job_to_every_command_from_any_folder(job: Job, monkeypatc
         assert len(rows("failures", name)) == 1
     with pytest.raises(JobNotFoundError, match="job 0000000f: not in"):
         resihp("status", "0000000f")
+
+
+def test_without_its_ledger_one_is_told_what_tells_of_a_job_all_the_same(job: Job) -> None:
+    job.set_ledger("postgresql+psycopg://nobody@127.0.0.1:1/nothing")
+    with pytest.raises(LedgerError) as refused:
+        resihp("status", job.name)
+    assert str(refused.value).splitlines()[-1] == f"without a ledger: resihp jobs, and resihp logs {job.name}"
+    for command in ("jobs", "logs"):
+        (job.logs / "n1.rank0.log").write_text("the end\n")
+        assert resihp(command).stdout

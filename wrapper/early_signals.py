@@ -1,7 +1,8 @@
 """Signals that come to a supervisor before it can answer any: it imports for seconds, and Ctrl-C is typed just then.
 
 The guardian starts it with them held back by the kernel (`held`); as it begins to run it notes them (`note`), and once
-there is a job they are answered as if they had come now (`hand_over`). Of one process, as signals are.
+there is a job they are answered as if they had come now (`hand_over`). Once its loop is over it disregards them
+(`ignore`). Of one process, as signals are.
 """
 
 from __future__ import annotations
@@ -42,3 +43,9 @@ def hand_over(answer: Callable[[signal.Signals], None]) -> None:
     came, _came[:] = list(_came), []
     for number in came:
         answer(number)
+
+
+def ignore() -> None:
+    """Nothing is left to be stopped. By the kernel: Python's own handlers end before its process does."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)

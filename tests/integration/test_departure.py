@@ -114,6 +114,19 @@ def test_a_signal_while_the_supervisor_still_imports_ends_the_job_as_any_other(
     assert job.processes() == []
 
 
+def test_who_asks_until_the_end_kills_no_supervisor(job: Job) -> None:
+    job.train(iterations=ITERATIONS, **SMALL)
+    job.until(lambda: committed(job) >= 3)
+    assert job.process is not None
+    supervisor = next(p for p in job.processes() if "wrapper.supervisor.process" in p.cmdline())
+    while supervisor.is_running() and supervisor.status() != psutil.STATUS_ZOMBIE:
+        job.process.send_signal(signal.SIGTERM)
+        time.sleep(0.02)
+    job.wait(30)
+    assert "was killed by" not in job.stderr
+    assert "its checkpoint is written" in job.stderr
+
+
 def test_asked_twice_the_job_does_not_wait_for_its_iteration(job: Job) -> None:
     job.train("--fault", "hang:rank=1@iteration=4,phase=forward", iterations=ITERATIONS, **SMALL)
     job.until(lambda: committed(job) >= 3)

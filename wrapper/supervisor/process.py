@@ -446,6 +446,7 @@ def main(arguments: list[str] | None = None) -> None:
                 sys.exit(CANNOT_LEAD)  # the agents of this node and all others are not ours to end
             sys.exit(bury(request, options.take_over, listener))
         status = asyncio.run(supervise(request, listener, heir, journal, forks))
+        early_signals.ignore()  # all is done: who dies of one now would be taken over
         if request.chained and status == BROKEN:
             _tell_the_chain(request, journal)
         if options.successor and request.slurm is not None and status != DEPOSED:

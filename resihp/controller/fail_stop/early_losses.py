@@ -265,11 +265,11 @@ def _lacks_nodes(job: Job) -> bool:
 
 def _failed(job: Job) -> list[int]:
     """Ranks that were lost, not with their node, and not as a plain program ends."""
-    ended = job.record.unexplained
+    ended, others_train = job.record.unexplained, bool(job.ready)
     return [
         rank
         for rank in sorted(ended)
-        if job.nodes[_node(job, rank)].alive and (rank in job.record.refused or ended[rank] or job.ready)
+        if job.nodes[_node(job, rank)].alive and (rank in job.record.refused or ended[rank] or others_train)
     ]
 
 

@@ -549,7 +549,8 @@ def test_telling_who_lost_a_peer_takes_as_long_for_each_rank_however_many_they_a
     assert cost(64) < 10 * cost(8)
 
 
-def test_who_loses_a_peer_costs_the_same_in_a_large_job() -> None:
+@pytest.mark.parametrize("how", ["lost peers", "done"])
+def test_who_ends_costs_the_same_in_a_large_job(how: str) -> None:
     """A supervisor that compares each with each is silent for minutes at 2,048 nodes."""
 
     def calls(nodes: int) -> int:
@@ -560,14 +561,17 @@ def test_who_loses_a_peer_costs_the_same_in_a_large_job() -> None:
         counted = itertools.count()
         sys.setprofile(lambda frame, event, argument: next(counted))
         try:
-            ends(job, 9, status=-9)
+            if how == "lost peers":
+                ends(job, 9, status=-9)
             for rank in ranks:
-                if rank != 9:
+                if how == "done":
+                    ends(job, rank, status=0)
+                elif rank != 9:
                     ends(job, rank, PEER.format(4000 + rank))
         finally:
             sys.setprofile(None)
         assert job.end is not None
-        assert len(job.all(FailureFound)) == 1
+        assert len(job.all(FailureFound)) == (how == "lost peers")
         return next(counted)
 
     assert calls(64) < 4.5 * calls(16)

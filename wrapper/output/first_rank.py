@@ -20,8 +20,6 @@ from resihp.record.journal import ModelDeclared, Record, WorkerStarted
 from wrapper.output.tail import GrowingFiles
 
 LOOK_EVERY_S = 0.2
-BAR_EVERY_S = 10.0
-"""How often a line is handed on that does not end, but is written over and over, as progress bars are."""
 MOST_LINES = 10_000
 """That are handed on of one look, the last ones: a console takes no more, and a log of any length was printed."""
 
@@ -74,7 +72,6 @@ class FirstRank:
         growing.begin(log, at)
         self.follows = True
         over = False
-        shown_at, bar = time.monotonic(), ""
         while not over:
             over = self._over.wait(LOOK_EVERY_S)
             lines: deque[str] = deque(maxlen=MOST_LINES)
@@ -83,12 +80,5 @@ class FirstRank:
                 itertools.chain(growing.new(), growing.rest() if over else ()), 1
             ):
                 lines.append(line)
-            if not lines and time.monotonic() - shown_at > BAR_EVERY_S:
-                _, is_bar, now = growing.begun(log).rpartition("\r")
-                if is_bar and now != bar:
-                    bar = now
-                    lines.append(bar)
-                    count = 1
             if lines and not self._trains:
                 self._show(tuple(lines), count - len(lines))
-                shown_at = time.monotonic()

@@ -64,10 +64,6 @@ class GrowingFiles:
                     yield from self._added(path, at if end > at else 0)
             yield from self._redrawn(path)
 
-    def begun(self, path: Path) -> str:
-        """Of the line that has not ended yet."""
-        return _text(self._begun.get(path, b""))
-
     def rest(self) -> Iterator[tuple[Path, str]]:
         """Lines that never ended."""
         for path, begun in self._begun.items():

@@ -290,9 +290,9 @@ def only_readable(url: str) -> str:
 def check_schema(connection: Connection, version: str, name: str, purpose: Purpose) -> None:
     """Raises LedgerError unless `version` is the schema that we know, or a newer one that lets us."""
     if is_older(version):
-        raise LedgerError(
-            f"ledger {name}: its schema {version} is older than {head()}; run resihp db upgrade --ledger {name}"
-        )
+        others = ", or resihp db upgrade --all for those of all jobs of a folder" if name.startswith("sqlite") else ""
+        told = f"its schema {version} is older than {head()}; run resihp db upgrade --ledger {name}{others}"
+        raise LedgerError(f"ledger {name}: {told}")
     if is_newer(version):
         check_compatible(version, oldest_client(connection, purpose), name, purpose)
 

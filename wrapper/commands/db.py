@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from resihp.errors import UsageError
+from resihp.errors import LedgerError, UsageError
 from wrapper.output.answers import SCHEMA, JobArgument, JsonOption, LedgerOption, message, moment, to_json
 
 if TYPE_CHECKING:
@@ -31,22 +31,42 @@ def register(app: typer.Typer) -> None:
     app.add_typer(ledger, name="db")
 
 
-def upgrade(job: JobArgument = None, as_json: JsonOption = False, ledger: LedgerOption = None) -> None:
+def upgrade(
+    job: JobArgument = None,
+    every: Annotated[bool, typer.Option("--all", help="The ledger files of all jobs here.")] = False,
+    as_json: JsonOption = False,
+    ledger: LedgerOption = None,
+) -> None:
     """Bring a ledger to this version's schema; makes it if it is not there.
 
     On a server nobody else does this to a ledger that is there. Jobs go on meanwhile: it waits for tables in turns.
     Then it keeps what jobs cost that are over, where that has yet to be reckoned.
     """
-    from db import migrate
-    from db.engine import masked, resolve
-    from db.settling import settle
-    from wrapper.output.ledgers import exists, url_of
-
+    if every and (job is not None or ledger is not None):
+        raise UsageError("db upgrade: --all is of all jobs of this home; leave JOB and --ledger out")
+    if every:
+        rows = _upgrade_home()
+        if as_json:
+            print(to_json({"schema": SCHEMA, "rows": rows}))
+        return
     if ledger is None or ledger == "sqlite":
+        from db.engine import resolve
         from wrapper.job_folder import find_job
+        from wrapper.output.ledgers import url_of
 
         found = find_job(job, acts=True)
         ledger = url_of(found) if ledger is None else str(resolve("sqlite", found.folder))
+    told = _upgrade(ledger)
+    if as_json:
+        print(to_json({"schema": SCHEMA, **told}))
+
+
+def _upgrade(ledger: str) -> dict[str, Any]:
+    from db import migrate
+    from db.engine import masked
+    from db.settling import settle
+    from wrapper.output.ledgers import exists
+
     before = migrate.current(ledger) if exists(ledger) else None
     after = migrate.upgrade(ledger, message)
     what = "is up to date" if before == after else "made" if before is None else f"upgraded from {before}"
@@ -56,9 +76,30 @@ def upgrade(job: JobArgument = None, as_json: JsonOption = False, ledger: Ledger
     elif settled := settle(ledger, message):
         what += f"; accounts of {settled} job{'s' * (settled != 1)} settled"
     message(f"ledger {masked(ledger)}: schema {after}, {what}")
-    if as_json:
-        told = {"ledger": masked(ledger), "before": before, "after": after, "newer": newer, "settled": settled}
-        print(to_json({"schema": SCHEMA, **told}))
+    return {"ledger": masked(ledger), "before": before, "after": after, "newer": newer, "settled": settled}
+
+
+def _upgrade_home() -> list[dict[str, Any]]:
+    """The files that jobs of this home write to. A server's is for many, and named by itself."""
+    from db.engine import file_of, resolve
+    from wrapper.job_folder import all_jobs, no_job_here
+    from wrapper.output.ledgers import url_of
+
+    jobs = all_jobs()
+    if not jobs:
+        raise no_job_here()
+    rows, left = [], 0
+    for url in dict.fromkeys(url_of(job) for job in jobs):
+        if (file := file_of(resolve(url))) is None or not file.exists():
+            continue
+        try:
+            rows.append(_upgrade(url))
+        except LedgerError as error:
+            message(f"warning: {error}")
+            left += 1
+    if left:
+        raise LedgerError(f"{left} of {left + len(rows)} ledgers are as they were")
+    return rows
 
 
 def export_jobs(

@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from alembic import command
 from typer.testing import CliRunner, Result
 
+from db import migrate
+from db.engine import make_engine, resolve
 from db.maintenance import record
 from db.migrate import head
 from db.reading.queries import Reader
@@ -164,3 +167,38 @@ def test_grant_prints_what_a_user_needs_for_psql(resihp: Resihp) -> None:
 
 def test_grant_of_a_file_says_that_it_has_no_users(resihp: Resihp, tmp_path: Path) -> None:
     assert "chmod" in refusal(resihp("grant", "alice", "--ledger", f"sqlite:///{tmp_path}/ledger.db"))
+
+
+def older(job: Job) -> None:
+    """Its ledger is of the version before."""
+    engine = make_engine(resolve(job.ledger_url or f"sqlite:///{job.folder}/ledger.db"), write=True, migrate=True)
+    with engine.begin() as connection:
+        config = migrate._config()
+        config.attributes["connection"] = connection
+        command.downgrade(config, "-1")
+    engine.dispose()
+
+
+def test_after_an_update_the_ledgers_of_all_jobs_of_a_folder_are_upgraded_at_once(resihp: Resihp, job: Job) -> None:
+    second, third, never_began = create_local_job(), create_local_job(), create_local_job()
+    for each in (second, third):
+        write_journal(each.journal_file, story())
+        each.exit_code_file.write_text("0")
+        catch_up("sqlite", each.folder, each.journal_file)
+    for each in (job, second):
+        older(each)
+    all_jobs = ["history", "failures", "--all", "--json"]
+    before = CliRunner().invoke(app, all_jobs)
+    assert before.stderr.count("or resihp db upgrade --all for those of all jobs of a folder") == 2
+    told = answer(resihp("upgrade", "--all", "--json"))
+    assert {Path(row["ledger"]).parent.name: row["before"] == row["after"] for row in told["rows"]} == {
+        job.name: False,
+        second.name: False,
+        third.name: True,
+    }
+    assert not (never_began.folder / "ledger.db").exists(), "none is made for a job that never began"
+    assert "older" not in CliRunner().invoke(app, all_jobs).stderr
+    (second.folder / "ledger.db").write_bytes(b"this is no database" * 100)
+    broken = resihp("upgrade", "--all")
+    assert "1 of 3 ledgers are as they were" in refusal(broken)
+    assert "--all is of all jobs of this home" in refusal(resihp("upgrade", job.name, "--all"))

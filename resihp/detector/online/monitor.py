@@ -379,18 +379,22 @@ class Monitor:
         return True
 
     def _begin_anew(self, frame: Frame) -> tuple[Finding, ...]:
-        """Predictions changed: learn levels anew, from the iterations that are still remembered."""
+        """Predictions changed: learn levels anew, from the iterations that are still remembered. Of a rank that is slow
+        or was, those since: what it was before would be taken for its level now."""
         self._remember()
         frame.revision = self.predictor.revision
         frame.beside_s = float(np.median(frame.beside)) if frame.beside else 0.0
         self._ranks.begin(self._slow, self._pardons)
         self._expect()
         self._whole.begin(self._carried_over(frame))
+        onsets = {rank: onset for rank, onset in self._ranks.onsets.items() if rank in self._slow} | self._ranks.well
         findings: tuple[Finding, ...] = ()
         for iteration, seconds, sums, _ in frame.kept:
             expected = frame.stacked.seconds(self.predictor, sums.tokens, sums.squares)
             if expected is not None:
-                findings += self._ranks.update(iteration, sums.compute / frame.stacked.totals(expected))
+                ratios = sums.compute / frame.stacked.totals(expected)
+                ratios[[frame.stacked.row[rank] for rank, onset in onsets.items() if iteration < onset]] = np.nan
+                findings += self._ranks.update(iteration, ratios)
                 findings += self._judge_whole(frame, iteration, seconds, expected)[1]
         return tuple(msgspec.structs.replace(finding, detected=frame.last or 0) for finding in findings)
 

@@ -35,6 +35,8 @@ class RankTest:
         self._together: dict[int, tuple[int, ...]] = {}
         self.onsets: dict[int, int] = {}
         """When ranks that are slow became so."""
+        self.well: dict[int, int] = {}
+        """When ranks that were slow became well again."""
         self.test = self._begun({}, {}, wandering)
 
     def begin(self, known: Mapping[int, float], pardons: Mapping[int, Pardon]) -> None:
@@ -117,6 +119,7 @@ class RankTest:
         named.sort(key=lambda row: (row != top.series, -since[row]))
         for row in named:
             self.onsets[int(self._stacked.ranks[row])] = top.onset
+            self.well.pop(int(self._stacked.ranks[row]), None)
             self._together[row] = tuple(named)
         return [self._told(iteration, top, named)]
 
@@ -148,6 +151,7 @@ class RankTest:
             for row in named:
                 self._together.pop(row, None)
                 self.onsets.pop(int(self._stacked.ranks[row]), None)
+                self.well[int(self._stacked.ranks[row])] = shift.onset
             findings.append(self._told(iteration, shift, named))
         return findings
 

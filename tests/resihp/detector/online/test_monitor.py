@@ -98,6 +98,16 @@ def test_what_was_slow_stays_slow_and_what_becomes_slow_is_found_in_a_batch_that
     assert (second.kind, second.ranks) == ("fail-slow", (6,))
 
 
+@pytest.mark.parametrize("layout", [uniform(2, 2, 2), uniform(1, 4, 1)])
+@pytest.mark.parametrize("until", [12, 100_000])
+def test_a_speed_counts_once_where_predictions_change_just_after_it_is_found(layout: Layout, until: int) -> None:
+    """Levels are learnt anew from what is remembered: a device at 0.3 was told to be at 0.09, its speed squared."""
+    for onset in (*range(5, 25), 30, 33, 36):
+        job = Job(layout, slower=slow_rank(2, 1 / 0.3, onset, onset + until))
+        told = [(one.kind, round(1 / (1 + one.change), 1)) for one in job.run(onset + 60) if 2 in one.ranks]
+        assert told == [("fail-slow", 0.3), ("recovered", 1.0)][: 2 if until == 12 else 1], onset
+
+
 def test_it_recovers() -> None:
     job = Job(uniform(2, 2, 2), slower=slow_rank(5, 1.5, 80, 120))
     first, second = job.run(200)

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 DEFAULT_HARDWARE = "a100"
 FEW, NEAR = 3, 100
-"""So many iterations tell how long they take, and no more of the last ones are asked."""
+"""So many iterations tell how long they take, of a plan after the first any, as all is warm by then; and no more of the
+last ones are asked."""
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,7 +146,7 @@ def _measured(reader: Reader, job_id: int, epoch: int) -> tuple[float, int] | No
     query = select(columns["iteration"], columns["seconds"])
     query = query.where(columns["job_id"] == job_id, columns["epoch"] == epoch, columns["seconds"] > 0.0)
     found = reader.fetch(query.order_by(columns["iteration"].desc()).limit(NEAR))
-    if len(found) < FEW:
+    if len(found) < (FEW if epoch == 1 else 1):
         return None
     slow = [row for row in reader.narrow("failures", job_id) if row["kind"] == "fail-slow"]
     since = max((row["ended_iteration"] or row["iteration"] for row in slow), default=0)

@@ -226,6 +226,22 @@ def test_iterations_before_the_last_change_of_what_is_slow_do_not_tell_how_long_
     assert content["unmitigated_seconds"] == pytest.approx(takes)
 
 
+def test_the_first_iteration_after_a_change_of_plan_tells_how_long_they_take(ledger: str, tmp_path: Path) -> None:
+    """Just after a failure is when one asks; what GPUs of the catalogue would take is no answer for processors."""
+    entries = small(0.76)
+    decided = next(entry for entry in entries if isinstance(entry, journal.PlanDecided))
+    plan = msgspec.structs.replace(decided.plan, epoch=2)
+    entries += [
+        msgspec.structs.replace(decided, plan=plan, next_iteration=11, action="between"),
+        journal.PlanInEffect(epoch=2),
+        journal.IterationCommitted(epoch=2, outcome=outcome(11), seconds=0.8, predicted_seconds=None),
+    ]
+    write(ledger, entries, tmp_path)
+    content, said = asked(ledger, "7")
+    assert "the median of the last 1 under the plan in effect" in said
+    assert content["before"]["iteration_seconds"] == pytest.approx(0.8)
+
+
 def test_other_hardware_is_asked_about_by_its_arithmetic(ledger: str, tmp_path: Path) -> None:
     write(ledger, small(0.76), tmp_path)
     content, said = asked(ledger, "7", "--hardware", "h100")

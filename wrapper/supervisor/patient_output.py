@@ -94,7 +94,7 @@ def never_wait_for(*names: Literal["stdout", "stderr"]) -> None:
     """From here on, printing there does not block."""
     for name in names:
         stream = getattr(sys, name)
-        if not isinstance(stream, PatientOutput):
+        if stream is not None and not isinstance(stream, PatientOutput):
             setattr(sys, name, _written_behind(stream))
 
 

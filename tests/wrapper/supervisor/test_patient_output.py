@@ -92,3 +92,10 @@ def test_a_terminal_that_nobody_reads_does_not_hold_up_who_prints(monkeypatch: p
         assert sys.stderr.isatty()
     finally:
         os.close(ours)  # whoever still writes has an error then, and ends
+
+
+def test_a_stream_that_was_closed_before_we_began_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`resihp run ... 2>&-`."""
+    monkeypatch.setattr(sys, "stderr", None)
+    never_wait_for("stderr")
+    assert sys.stderr is None

@@ -256,6 +256,8 @@ def told(found: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in row.items() if name != "seq" and not isinstance(value, datetime)}
 
     tables = {name: [bare(row) for row in rows] for name, rows in found.items() if isinstance(rows, list)}
+    for row in tables["failures"]:  # by when records were written
+        row["seconds_to_recover"] = row["seconds_without_noticing"] = None
     tables["events"] = [row for row in tables["events"] if row["kind"] != "LeaderChosen"]
     return {"state": found["job"]["state"], "exit_code": found["job"]["exit_code"], **tables}
 

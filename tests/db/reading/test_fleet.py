@@ -13,7 +13,7 @@ from sqlalchemy import update
 from db import models
 from db.engine import make_engine, resolve
 from db.migrate import upgrade
-from db.reading import fleet, health, queries, recoveries
+from db.reading import fleet, health, queries
 from db.reading.reader import Reader
 from db.writer import Ledger
 from resihp.record import journal
@@ -48,8 +48,8 @@ def reader(tmp_path: Path, ledger_url: str) -> Iterator[Reader]:
 def test_failures_are_counted_over_all_jobs_or_one(reader: Reader) -> None:
     [row] = fleet.joined("node", fleet.failures_by(reader, "node"))
     assert (row["node"], row["failures"], row["jobs"], row["fail_stop"], row["fail_slow"]) == ("n2", 3, 3, 3, 0)
-    assert (row["detect_seconds"], row["recover_seconds"]) == pytest.approx((0.02, 1.02))
-    assert row["without_noticing_seconds"] == pytest.approx(1.0)
+    assert (row["detect_seconds"], row["recover_seconds"]) == pytest.approx((0.02, 1.02), abs=1e-3)
+    assert row["without_noticing_seconds"] == pytest.approx(1.0, abs=1e-3)
     assert row["last"] == datetime.fromtimestamp(BEGAN + 7200 + 2.2, UTC)
     rows = fleet.joined("component", fleet.failures_by(reader, "component"))
     assert [(row["component"], row["failures"]) for row in rows] == [("process", 2), ("device", 1)]
@@ -61,21 +61,21 @@ def test_failures_are_counted_over_all_jobs_or_one(reader: Reader) -> None:
     assert fleet.failures_by(reader, "kind", node="n1") == []
 
 
-def test_of_very_many_failures_the_database_reckons_the_same(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
-    exact, rows = fleet.failures_by(reader, "node"), reader.rows("failures", None)
-    monkeypatch.setattr(recoveries, "MANY", 0)
-    for one, other in zip(exact, fleet.failures_by(reader, "node"), strict=True):
-        assert other == one | {"recover_seconds": pytest.approx(one["recover_seconds"], abs=1e-3)}
-    for one, other in zip(rows, reader.rows("failures", None), strict=True):
-        assert other == one | {
-            name: pytest.approx(one[name]) for name in ("seconds_to_recover", "noticed_after_seconds")
-        }
+def test_what_the_database_adds_up_is_what_its_rows_say(reader: Reader) -> None:
+    rows = reader.rows("failures", None)
+    [node] = fleet.failures_by(reader, "node")
+    for total, each in (
+        ("recover_seconds", "seconds_to_recover"),
+        ("without_noticing_seconds", "seconds_without_noticing"),
+    ):
+        assert node[total] == pytest.approx(sum(row[each] for row in rows), abs=1e-2)
+    assert all(row["seconds_to_recover"] > row["seconds_without_noticing"] > 0.0 for row in rows)
 
 
 def test_counts_of_several_ledgers_are_joined(reader: Reader) -> None:
     part = fleet.failures_by(reader, "node")
     [row] = fleet.joined("node", [*part, *part])
-    assert (row["failures"], row["jobs"], row["recover_seconds"]) == (6, 6, pytest.approx(1.02))
+    assert (row["failures"], row["jobs"], row["recover_seconds"]) == (6, 6, pytest.approx(1.02, abs=1e-3))
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,13 @@ def asked_for(configured: Path | None, name: str, command: Sequence[str], notice
 
 def _newest_here(command: Sequence[str], notice: Callable[[str], None]) -> Resumption:
     for job in all_jobs():
-        found = _newest(checkpoint_folder_of(job))
+        try:
+            found = _newest(checkpoint_folder_of(job))
+        except OwnershipError:
+            raise
+        except UsageError as error:  # of another version, say: it is not the newest that can be taken
+            notice(f"--resume: job {job.name} is passed over: {error}")
+            continue
         if found is not None:
             notice(
                 f"--resume: iteration {found.iteration} of job {job.name}{_another(job, command)}, "

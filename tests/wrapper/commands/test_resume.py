@@ -18,11 +18,12 @@ from slurm.client import JobView, NodeView
 from slurm.drains.exclusions import Exclusions
 from slurm.errors import SlurmOutputError, SlurmUnavailableError
 from tests.slurm.fake_slurm import FakeSlurm
-from wrapper.commands.resume import RUN_FILE, CompletedError, command_to_go_on, run_of
+from tests.wrapper.run_requests import run_request
+from wrapper.commands.resume import RUN_FILE, CompletedError, asked_for, command_to_go_on, run_of
 from wrapper.commands.run import Options, prepare
 from wrapper.config.run_spec import RunRequest
 from wrapper.exit_codes import exit_code_of
-from wrapper.job_folder import find_job, runs_of
+from wrapper.job_folder import create_local_job, find_job, runs_of, write_private
 
 COMMAND = (sys.executable, "train.py")
 STARTED: dict[str, Any] = {
@@ -414,3 +415,15 @@ def test_what_the_shell_would_take_apart_is_quoted() -> None:
     arguments = ("run", "--local", "--", "python", "my train.py")
     told = command_to_go_on(arguments, "local-1", ("python", "my train.py"))
     assert told == "resihp run --local --resume local-1 -- python 'my train.py'"
+
+
+def test_a_job_of_another_version_does_not_keep_from_the_checkpoints_of_the_one_before(fresh_home: Path) -> None:
+    good, odd = create_local_job(), create_local_job()
+    request = run_request(good.name, good.folder, checkpoint_folder=str(good.checkpoints))
+    request.save()
+    checkpoint(request, 7)
+    write_private(odd.run_file, b'{"settings": {}}')
+    said: list[str] = []
+    found = asked_for(None, "", ("true",), said.append)
+    assert (found.folder, found.iteration) == (good.checkpoints, 7)
+    assert said[0].startswith(f"--resume: job {odd.name} is passed over: {odd.run_file}: not a run of this version")

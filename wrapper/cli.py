@@ -250,8 +250,10 @@ def main() -> None:
     """Entry point of `resihp`."""
     if not os.environ.get("COLUMNS", "").strip("0"):
         os.environ.pop("COLUMNS", None)  # a terminal that has none, for which nothing at all would be printed
-    output = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115 - it was closed, and is as long as we are
-    if isinstance(output, io.TextIOWrapper):
+    if sys.stdout is None:
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - it was closed, and is as long as we are
+    output = sys.stdout
+    if isinstance(output, io.TextIOWrapper) and output is sys.__stdout__:  # whoever calls us may have another there
         encoding, errors, live = output.encoding, output.errors, output.isatty()
         sys.stdout = _Output(output.detach(), encoding=encoding, errors=errors, line_buffering=live)
     try:

@@ -233,18 +233,19 @@ def node_incident(job: Job, name: str, reason: str, ranks: list[int]) -> set[int
         return victims
     if job.stage != "gathering":  # there it was told when it happened
         job.say("warning", f"node {name}: {reason}; ranks {sorted(victims)} are lost")
+    found_at = min([job.now, *(i.found_at for i in earlier)])
     job.incidents.append(
         Incident(
             kind="fail-stop",
             component="node",
             cause=f"node {name}: {reason}{before}",
             evidence=reason,
-            found_at=min([job.now, *(i.found_at for i in earlier)]),
+            found_at=found_at,
             iteration=under_way(job, victims),
             epoch=job.epoch,
             ranks=victims,
             node=name,
-            detect_s=job.now - min(injected) if injected else None,
+            detect_s=max(found_at - min(injected), 0.0) if injected else None,
             died=not broken,
         )
     )

@@ -129,7 +129,7 @@ def _before_notice_s(job: Job, incident: Incident) -> float | None:
     if incident.component == "node" and incident.node is not None:
         silent.append(incident.node)
     since = [job.onsets.silent_since.pop(who) for who in silent if who in job.onsets.silent_since]
-    silent_s = incident.found_at - min(since) if since else None
+    silent_s = max(incident.found_at - min(since), 0.0) if since else None
     return job.onsets.before_notice_s(incident.found_at, fault_s=incident.detect_s, silent_s=silent_s)
 
 

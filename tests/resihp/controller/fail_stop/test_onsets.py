@@ -6,6 +6,8 @@ import pytest
 
 from resihp.controller import interface as api
 from resihp.controller.fail_stop.onsets import Commit, Onsets
+from resihp.faults import Fault
+from resihp.protocol import messages as m
 from resihp.record.journal import FailureFound
 from resihp.simulator.scenario import Disturbance, Scenario
 from resihp.simulator.world import World
@@ -107,3 +109,20 @@ def test_a_batch_host_that_died_failed_at_its_last_commit() -> None:
     assert failure.node == "n2"
     assert failure.failed_s is not None
     assert failure.failed_s - failure.noticed_s == pytest.approx(10.0, abs=0.1)
+
+
+def test_of_a_node_whose_processes_ended_first_the_fault_is_before_the_first_of_them() -> None:
+    """It was found 5 s after them that the node is lost; noticed was the first end, and the fault was just before."""
+    job = Direct(nodes=3, faults=(Fault(id=1, kind="kill", node="n2", iteration=3, phase="forward"),)).run(2)
+    job.say(2, m.FaultDue(fault=1))
+    job.crash(2)
+    job.crash(3)
+    job.wait(5.0)
+    job.feed(api.AgentLost(node="n2", reason="its host is gone"))
+    job.park(stepped=2, holds=(1,))
+    [failure] = job.all(FailureFound)
+    assert (failure.node, failure.ranks) == ("n2", (2, 3))
+    assert failure.detect_s == pytest.approx(0.01, abs=0.01)
+    assert failure.failed_s is not None
+    assert failure.noticed_s is not None
+    assert failure.failed_s - failure.noticed_s == pytest.approx(failure.detect_s, abs=1e-5)

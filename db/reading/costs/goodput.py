@@ -189,7 +189,7 @@ def interruptions(
         own = clock.took_s[after] if after < len(clock.took_s) else 0.0
         lost = max(end_s - begin_s - meanwhile - own, 0.0)
         unnoticed = min(max(noticed_s - begin_s - meanwhile, 0.0), lost)
-        detect = max(_detect_s(of, unnoticed), 0.0)
+        detect = _detect_s(of, unnoticed)
         redo = unnoticed - detect if action == "redo" else 0.0
         return Interruption(
             kind=of[0]["kind"] if of else "reconfiguration",
@@ -229,7 +229,7 @@ def _detect_s(of: Sequence[Row], unnoticed_s: float) -> float:
         for row in of
         if row["failed_at"] is not None and row["kind"] != "fail-slow"
     ]
-    return min(max(seconds, default=0.0), unnoticed_s)
+    return float(min(max([0.0, *seconds]), unnoticed_s))
 
 
 def _unmended(job: Row, clock: Course, failures: Sequence[Row]) -> list[Row]:

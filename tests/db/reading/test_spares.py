@@ -150,18 +150,13 @@ def test_what_older_journals_do_not_tell_is_counted(ledger_url: str, tmp_path: P
     assert (row["decisions"], row["untold"], row["saved_seconds"]) == (0, 1, 0.0)
 
 
+SMALL = {"name": "x", "uuid": "u", "started_at": None, "nodes": 1, "gpus_per_node": 1}
+
+
 def test_a_layout_that_makes_no_sense_is_counted_as_such() -> None:
     from db.reading.plans import spares
 
-    job = {
-        "name": "x",
-        "uuid": "u",
-        "started_at": None,
-        "nodes": 1,
-        "gpus_per_node": 1,
-        "model": "{",
-        "configuration": "{",
-    }
+    job = SMALL | {"model": "{", "configuration": "{"}
     row = {"epoch": 2, "basis": {}, "layout": {}, "assignment": [], "in_effect_at": None}
     times = [{"iteration": e, "epoch": e, "seconds": 1.0} for e in (1, 2)]
     told = spares.saved(job, [row | {"epoch": 1}, row], {}, times, 2.0)
@@ -181,15 +176,7 @@ def test_rows_that_were_thinned_tell_the_same(ledger_url: str, tmp_path: Path) -
 def test_an_end_before_the_start_holds_no_spare() -> None:
     from db.reading.plans import spares
 
-    job = {
-        "name": "x",
-        "uuid": "u",
-        "started_at": None,
-        "nodes": 1,
-        "gpus_per_node": 1,
-        "model": None,
-        "configuration": "{}",
-    }
+    job = SMALL | {"model": None, "configuration": "{}"}
     assert spares.saved(job, [], {}, [], -7200.0)["spare_gpu_hours"] == 0.0
 
 

@@ -99,7 +99,6 @@ def _with_noticing(reader: Reader, job: int, events: list[dict[str, Any]]) -> li
         if row["recovered_epoch"] is not None and row["noticed_after_seconds"] is not None:
             whole, epoch = row["seconds_to_recover"], row["recovered_epoch"]
             took[epoch] = max(whole, took.get(epoch, whole))
-
     for event in events:
         if event["kind"] == "Reconfigured" and event["epoch"] in took:
             told = partial(_from_the_failure, took[event["epoch"]])

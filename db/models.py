@@ -327,6 +327,9 @@ class PlanRow(LedgerTable):
     basis: Mapped[str | None] = mapped_column(Text)
     considered: Mapped[str | None] = mapped_column(Text)
     """What else was possible, as JSON (`resihp.record.journal.OtherPlan`), in `unit`; null where that was not told."""
+    unaffected_by: Mapped[str | None] = mapped_column(Text)
+    """Failures that lasted and did not slow it, as what is slow had no work under it, as JSON; null where there were
+    none, and in rows of before."""
 
 
 class DeclinedChangeRow(LedgerTable):
@@ -509,6 +512,8 @@ class FailureRow(LedgerTable):
     link_to: Mapped[int | None] = mapped_column(Integer)
     peer_node: Mapped[str | None] = mapped_column(Text)
     failed_at: Mapped[datetime | None]
+    idle: Mapped[bool] = mapped_column(server_default=text("false"))
+    """Of what is slow: it had no work then, as far as that was told."""
 
 
 class SuspicionKindRow(LedgerTable):

@@ -364,6 +364,7 @@ def _plan_decided(session: Session, job: models.JobRow, entry: journal.PlanDecid
             unit=entry.unit,
             basis=None if entry.basis is None else msgspec.json.encode(entry.basis).decode(),
             considered=_candidates(entry.considered) if entry.considered else None,
+            unaffected_by=json.dumps(entry.unaffected_by) if entry.unaffected_by else None,
         )
     )
 
@@ -579,6 +580,7 @@ def _failure_found(session: Session, job: models.JobRow, entry: journal.FailureF
             category=None if entry.diagnosed is None else _text(entry.diagnosed.category),
             hardware=entry.hardware,
             intermittent=entry.intermittent,
+            idle=entry.idle,
             link_from=None if entry.link is None else entry.link[0],
             link_to=None if entry.link is None else entry.link[1],
             peer_node=None if entry.link is None else _node_of(session, job, entry.link, entry.node),

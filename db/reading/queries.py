@@ -39,7 +39,6 @@ from db.reading.costs.cost_accounts import summarise
 from db.reading.excess import NEAR, untouched
 from db.reading.fleet import FIGURES, By, CostBy
 from db.reading.plans import decisions as taken
-from db.reading.plans import idle_epochs
 from db.reading.plans import promises as promised
 from db.reading.plans import spares as spares_saved
 from db.reading.reader import JOB_COLUMNS, OF_JOB, TABLES, Reader, Row, Table
@@ -217,7 +216,6 @@ def why(reader: Reader, job: Row, iteration: int) -> Why:
         before = near.where(number <= well, number < rows[0]["iteration"])
         rows = [*reader.fetch(before.order_by(number.desc()).limit(NEAR))[::-1], *rows]
     rows += reader.fetch(near.where(number > iteration).order_by(number).limit(NEAR))
-    idle_epochs.mark(reader.fetch, job["id"], failures, {row["epoch"] for row in rows})
     return explain_iteration(
         iteration,
         job,

@@ -70,12 +70,12 @@ _ACCOUNT_COLUMNS: Mapping[str, tuple[str, ...]] = {
     "iterations": ("iteration", "epoch", "seconds", "predicted_seconds", "tokens", "loss", "finished_at"),
     "failures": (
         *("failure", "kind", "node", "iteration", "failed_at", "noticed_at", "detect_seconds", "recovered_epoch"),
-        *("ended_iteration", "speed", "component", "hardware"),
+        *("ended_iteration", "speed", "component", "hardware", "epoch", "idle"),
     ),
     "reconfigurations": ("epoch", "action", "seconds", "finished_at"),
     "plans": (
         *("epoch", "active", "standby", "decided_at", "in_effect_at", "reason", "description"),
-        *("predicted", "present", "unit"),
+        *("predicted", "present", "unit", "unaffected_by"),
     ),
 }
 """What is reckoned with of each table: no layouts, which take longer than all else."""

@@ -32,6 +32,7 @@ from db.reading.excess import (
     seconds,
     slows,
 )
+from db.reading.plans.idle_epochs import idle_epochs
 
 Row = dict[str, Any]
 
@@ -96,6 +97,8 @@ def why(
     if number is None:
         raise KeyError(iteration)
     row = iterations[number]
+    idle = idle_epochs(failures, plans)
+    failures = [one | {"idle_epochs": idle.get(one["failure"], ())} for one in failures]
     plan = next((one for one in plans if one["epoch"] == row["epoch"]), None)
     active = [one for one in failures if slows(one, row)]
     comparison = compared(number, iterations, failures, plans)

@@ -19,6 +19,7 @@ from resihp.errors import LayoutError, NotEnoughDevicesError
 from resihp.parallelism.plan import Plan
 from resihp.protocol import messages as m
 from resihp.record.journal import PlanDecided, PlanInEffect, PlanRefused
+from resihp.record.slowness import unaffecting
 from resihp.scheduler.cost.layout_change import communicators
 from resihp.scheduler.explained.recorded import basis_of
 
@@ -262,6 +263,7 @@ def propose(job: Job, choice: planning.Choice) -> None:
             unit=choice.situation.unit,
             basis=basis_of(choice.situation, choice.kept_out),
             considered=choice.considered,
+            unaffected_by=unaffecting(job.record, plan.layout),
         )
     )
     job.order(

@@ -172,6 +172,8 @@ class PlanDecided(Entry, frozen=True, kw_only=True):
     """None in journals that do not tell."""
     considered: tuple[OtherPlan, ...] = ()
     """What else was possible, in `unit`; empty where nothing else was priced, and in journals of before."""
+    unaffected_by: tuple[int, ...] = ()
+    """Failures that last and do not slow it, as what is slow has no work under it (`resihp.record.slowness`)."""
 
 
 class IterationCommitted(Entry, frozen=True, kw_only=True):
@@ -300,6 +302,8 @@ class FailureFound(Entry, frozen=True, kw_only=True):
     link: tuple[int, int] | None = None
     intermittent: bool = False
     """Of what is slow: now and then; `speed` is what is left on average."""
+    idle: bool = False
+    """Of what is slow: it has no work under the plan in effect."""
     hardware: bool | None = None
     """Whether something of the node is broken, rather than that it died; None in journals of 0.1."""
     diagnosed: Diagnosed | None = None

@@ -20,6 +20,7 @@ from resihp.record.journal import (
     ChangeDecided,
     EvaluationDone,
     FailureEnded,
+    FailureEnded,
     FailureFound,
     FaultInjected,
     IterationCommitted,
@@ -507,6 +508,16 @@ class Rules:
             case _:
                 pass
 
+    def check_unaffected(self, decided: PlanDecided) -> None:
+        """Slow devices without work are said to be, and no others."""
+        ended = {entry.failure for entry in self.world.all(FailureEnded)}
+        slow = [one for one in self.world.all(FailureFound) if one.kind == "fail-slow" and one.component == "device"]
+        placements, active = self.world.record.placements, decided.plan.layout.active
+        working = {(placements[rank].node, placements[rank].device) for rank in active}
+        idle = {one.failure for one in slow if one.failure not in ended and (one.node, one.device) not in working}
+        told = {one.failure for one in slow} & set(decided.unaffected_by)
+        expect(told == idle, f"plan {decided.plan.epoch}: failures {told} are said to be of idle devices, {idle} are")
+
     def check_plan(self, decided: PlanDecided) -> None:
         plan = decided.plan
         expect(plan.epoch not in self.plans, f"two plans for epoch {plan.epoch}")
@@ -517,6 +528,7 @@ class Rules:
         due = self.world.scenario.batch_sizes.at(decided.next_iteration)
         expect(dealt == list(range(due)), f"plan {plan.epoch} deals {dealt}")
         expect(len(plan.assignment) == len(plan.layout.replicas), "an assignment for each replica")
+        self.check_unaffected(decided)
         expect(
             decided.next_iteration == self.committed + 1,
             f"plan {plan.epoch} begins with {decided.next_iteration}, committed are {self.committed}",

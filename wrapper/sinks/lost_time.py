@@ -113,6 +113,7 @@ class LostTime:
                     "standby": len(entry.plan.layout.standby),
                     "decided_at": at,
                     "in_effect_at": None,
+                    "unaffected_by": json.dumps(entry.unaffected_by) if entry.unaffected_by else None,
                 }
             case journal.PlanInEffect():
                 if entry.epoch in self._plans:
@@ -146,6 +147,8 @@ class LostTime:
             "component": entry.component,
             "hardware": entry.hardware,
             "iteration": entry.iteration,
+            "epoch": entry.epoch,
+            "idle": entry.idle,
             "failed_at": None if failed_at is None else datetime.fromtimestamp(failed_at, UTC),
             "noticed_at": datetime.fromtimestamp(entry.noticed_at(at.timestamp()), UTC),
             "detect_seconds": entry.detect_s,

@@ -16,10 +16,11 @@ after it, of one of which nobody has said so). That is the sum of
 `rollback`     committed iterations that a later attempt of the same run committed again: what would be `useful` of
                them. Known only once that attempt is there: an account that was kept has it apart (`RolledBack`), with
                the iterations that it is of, and where these are others by now it is reckoned anew
-`slow`         while something was slow (a `fail-slow` failure, from its first slow iteration to its end): iterations'
-               time, less `idle` and `capacity`, beyond what they take where all is well. That is the detector's
-               prediction, which knows the plan and the workload; under a plan made since, which already makes do with
-               the slow device, it is the time per token of healthy iterations on as many devices, where there are any
+`slow`         while something slow was at work (a `fail-slow` failure, from its first slow iteration to its end, but
+               under plans that have no work for it, `db.reading.plans.idle_epochs`): iterations' time, less `idle`
+               and `capacity`, beyond what they take where all is well. That is the detector's prediction, which knows
+               the plan and the workload; under a plan made since, which already makes do with the slow device, it is
+               the time per token of healthy iterations on as many devices, where there are any
 `idle`         iterations' time on fewer devices than the job was asked to have (`asked_devices`), as far as devices
                that are there stand by: the share that these are of those asked for, in which they would have done
                their part. They failed the start's probe, are slow, or the plan has no stage for them
@@ -53,7 +54,6 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from datetime import datetime, timedelta
-from heapq import heappop, heappush
 from typing import Any
 
 import msgspec
@@ -73,6 +73,7 @@ from db.reading.costs.timeline import (
     laid_out,
     spread_evenly,
 )
+from db.reading.plans.idle_epochs import idle_epochs
 
 Row = dict[str, Any]
 
@@ -402,20 +403,26 @@ def _pauses(clock: Course, spans: Sequence[Interruption], checkpoints: Iterable[
     return {index: pause - typical for index, pause in after.items() if pause > typical}
 
 
-def _onsets(iterations: Sequence[Row], failures: Sequence[Row]) -> list[int | None]:
+def _onsets(iterations: Sequence[Row], failures: Sequence[Row], plans: Sequence[Row]) -> list[int | None]:
     """For each iteration, the first one of the oldest slowness that it suffered from, None where all was well."""
-    coming = sorted(
-        ((row["iteration"], row["ended_iteration"] or sys.maxsize) for row in failures if row["kind"] == "fail-slow"),
-        reverse=True,
-    )
-    present: list[tuple[int, int]] = []
+    slow = [row for row in failures if row["kind"] == "fail-slow"]
+    idle = idle_epochs(slow, plans)
+    coming = sorted(slow, key=lambda row: row["iteration"], reverse=True)
+    present: list[Row] = []
+    """What may be slow, the oldest first."""
+    next_end, epoch, onset = sys.maxsize, None, None
     found: list[int | None] = []
     for row in iterations:
-        while coming and coming[-1][0] <= row["iteration"]:
-            heappush(present, coming.pop())
-        while present and present[0][1] <= row["iteration"]:
-            heappop(present)
-        found.append(present[0][0] if present else None)
+        begins = bool(coming) and coming[-1]["iteration"] <= row["iteration"]
+        if begins or row["iteration"] >= next_end or row["epoch"] != epoch:
+            while coming and coming[-1]["iteration"] <= row["iteration"]:
+                present.append(coming.pop())
+            present = [one for one in present if (one["ended_iteration"] or sys.maxsize) > row["iteration"]]
+            next_end = min((one["ended_iteration"] or sys.maxsize for one in present), default=sys.maxsize)
+            epoch = row["epoch"]
+            at_work = (one["iteration"] for one in present if epoch not in idle.get(one["failure"], ()))
+            onset = next(at_work, None)
+        found.append(onset)
     return found
 
 
@@ -424,7 +431,7 @@ def healthy_seconds(iterations: Sequence[Row], failures: Sequence[Row], plans: S
 
     Left out where nobody can tell.
     """
-    onsets = _onsets(iterations, failures)
+    onsets = _onsets(iterations, failures, plans)
     active = {row["epoch"]: row["active"] for row in plans}
     epoch_at = {row["iteration"]: row["epoch"] for row in iterations}
     rates: dict[int | None, list[float]] = {}

@@ -1,58 +1,32 @@
-"""Under which plans something slow had no work, so that no iteration of theirs is slow because of it. Reads only.
+"""Under which plans something slow had no work, so that no iteration of theirs is slow because of it. Pure.
 
-A device that is too slow stands by under the next plan, and is slow still; pipelines go round a slow link. Called by
-`db.reading.queries` for `db.reading.why`.
+A device that is too slow stands by under the next plan, and is slow still; pipelines go round a slow link. The
+controller says so with each plan, and with what it finds slow while that stands by (`resihp.record.slowness`); rows of
+before do not tell: then what is slow counts until it ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from sqlalchemy import Select, select
-
-from db.layouts import from_json
-from db.models import PlanRow, WorkerRow
-from resihp.errors import LedgerError
+import msgspec
 
 Row = dict[str, Any]
-Place = tuple[str, int]
-"""Node and device."""
-Pipeline = list[set[Place]]
-"""Those of each stage."""
 
 
-def mark(
-    fetch: Callable[[Select[Any]], list[Row]], job_id: int, failures: Sequence[Row], epochs: Collection[int]
-) -> None:
-    """Rows of what is slow get `idle_epochs`, of these. What was imported may have layouts that are none."""
-    slow = [row for row in failures if row["kind"] == "fail-slow" and row["component"] in ("device", "link")]
-    if not slow:
-        return
-    plans, workers = PlanRow.__table__.c, WorkerRow.__table__.c
-    known = fetch(select(workers.rank, workers.node, workers.device).where(workers.job_id == job_id))
-    places = {row["rank"]: (row["node"], row["device"]) for row in known}
-    pipelines: dict[int, list[Pipeline]] = {}
-    for row in fetch(select(plans.epoch, plans.layout).where(plans.job_id == job_id, plans.epoch.in_(epochs))):
-        with suppress(LedgerError):
-            replicas = from_json(row["layout"]).replicas
-            pipelines[row["epoch"]] = [[_places(stage.ranks, places) for stage in one.stages] for one in replicas]
-    for row in slow:
-        ends = _places(row["ranks"], places)
-        row["idle_epochs"] = [epoch for epoch, under in pipelines.items() if not _works(ends, under)]
-
-
-def _places(ranks: Iterable[int], places: Mapping[int, Place]) -> set[Place]:
-    return {places[rank] for rank in ranks if rank in places}
-
-
-def _works(ends: set[Place], pipelines: Sequence[Pipeline]) -> bool:
-    """A device that has work; a link whose ends are in stages that follow one another, as the first does the last."""
-    for stages in pipelines:
-        if len(ends) == 1 and any(ends & stage for stage in stages):
-            return True
-        for stage, following in zip(stages, [*stages[1:], *stages[:1]], strict=True):
-            if len(ends) > 1 and ends & stage and ends & following and ends <= stage | following:
-                return True
-    return not ends
+def idle_epochs(failures: Iterable[Row], plans: Iterable[Row]) -> Mapping[int, set[int]]:
+    """Epochs of these plans by failure, rows of one job; none of what is not there."""
+    found: defaultdict[int, set[int]] = defaultdict(set)
+    for plan in plans:
+        told = plan.get("unaffected_by")
+        if told:
+            with suppress(msgspec.DecodeError, UnicodeError):  # imported
+                for failure in msgspec.json.decode(told, type=tuple[int, ...]):
+                    found[failure].add(plan["epoch"])
+    for failure in failures:
+        if failure.get("idle"):
+            found[failure["failure"]].add(failure["epoch"])
+    return found

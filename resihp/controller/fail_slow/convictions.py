@@ -98,6 +98,7 @@ def _failure(job: Job, one: Conviction, longer: IterationExcess | None) -> Failu
         speed=one.speed,
         confidence=one.confidence,
         intermittent=now_and_then is not None,
+        idle=one.rank not in job.record.working,
     )
 
 

@@ -332,6 +332,25 @@ def test_under_a_plan_that_makes_do_with_the_slow_device_healthy_iterations_are_
     assert lost(told(job(15), iterations, [slow], plans=plans)) == {"slow": 0.15, "capacity": 1.25}
 
 
+def test_a_slow_device_that_stands_by_costs_what_stands_by_and_nothing_else() -> None:
+    """Whatever else makes iterations longer than predicted."""
+    iterations = [
+        *(iteration(i, i, predicted=1.0) for i in range(1, 11)),
+        *(iteration(10 + i, 10 + 2 * i, 2.0, predicted=1.0) for i in range(1, 5)),
+        *(iteration(14 + i, 18 + 2 * i, 2.0, epoch=2, predicted=1.1) for i in range(1, 6)),
+        *(iteration(19 + i, 28 + 3 * i, 3.0, epoch=3, predicted=1.0) for i in range(1, 3)),
+    ]
+    slow = failure(1, 12.0, 11, kind="fail-slow", speed=0.5, epoch=1)
+    put_aside = plan(2, 6, standby=2) | {"unaffected_by": "[1,7]"}
+    plans = [plan(1, 8), put_aside, plan(3, 8)]
+    assert lost(told(job(34), iterations, [slow], plans=plans)) == {"slow": 8.0, "idle": 2.5}, "in epochs 1 and 3"
+    at_another_speed = failure(2, 24.0, 17, kind="fail-slow", speed=0.4, epoch=2, idle=True)
+    found = told(job(34), iterations, [slow | {"ended_iteration": 17}, at_another_speed], plans=plans)
+    assert lost(found) == {"slow": 8.0, "idle": 2.5}, "found slower while it stood by"
+    untold = [one | {"unaffected_by": told} for one, told in zip(plans, (None, "", "[[1]]"), strict=True)]
+    assert lost(told(job(34), iterations, [slow], plans=untold))["slow"] > 9.0, "rows of before, and imported ones"
+
+
 def test_checkpoints_cost_the_pause_behind_them() -> None:
     iterations = [iteration(1, 1), iteration(2, 2.01), iteration(3, 5.01), iteration(4, 6.02), iteration(5, 7.03)]
     assert lost(told(job(7.03), iterations, checkpoints=[2])) == {"checkpoint": 1.99, "other": 0.04}

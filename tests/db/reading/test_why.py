@@ -185,8 +185,8 @@ def test_what_stands_by_slows_nothing_and_what_it_leaves_is_usual() -> None:
     iterations = rows(*[0.7] * 20, *[2.1] * 5, *[0.9] * 20, 1.8, predicted=0.16)
     for row in iterations[25:]:
         row["epoch"] = 2
-    put_aside = slow(1, 21) | {"idle_epochs": [2]}
-    told = why(46, job(99), iterations, [put_aside], [], [plan(1, 8), plan(2, 8)], [])
+    put_aside, plans = slow(1, 21), [plan(1, 8), plan(2, 8) | {"unaffected_by": "[1]"}]
+    told = why(46, job(99), iterations, [put_aside], [], plans, [])
     assert told.verdict == [
         "iteration 46 took 1.80 s, 2.00 times the 0.90 s usual for this job (median of the last 20 iterations of this "
         "shape)",
@@ -195,7 +195,7 @@ def test_what_stands_by_slows_nothing_and_what_it_leaves_is_usual() -> None:
         "unexplained: 0.90 s of the 0.90 s too much; no failure, workload or checkpoint in the ledger explains it",
     ]
     assert told.failures == []
-    [cause] = why(23, job(99), iterations, [put_aside], [], [plan(1, 8), plan(2, 8)], []).causes
+    [cause] = why(23, job(99), iterations, [put_aside], [], plans, []).causes
     assert cause["failure"] == 1, "before it stood by"
 
 
@@ -317,7 +317,12 @@ def test_a_slow_down_that_lasts_is_compared_with_before_it_and_ends_for_who_stan
             yield took, when
         layout = Layout(replicas=DP3.replicas[2:], standby=(0, 1, 2, 3, 4, 6, 7))
         plan = Plan(epoch=3, layout=layout, assignment=spread(12, 1))
-        yield journal.PlanDecided(plan=plan, next_iteration=221, action="between", finish=None, reason="slow"), when
+        yield (
+            journal.PlanDecided(
+                plan=plan, next_iteration=221, action="between", finish=None, reason="slow", unaffected_by=(2, 4)
+            ),
+            when,
+        )
         yield found_slow(3, "link", (8, 10), 230), when
         yield found_slow(4, "link", (0, 2), 230), when
         for number in range(221, 231):

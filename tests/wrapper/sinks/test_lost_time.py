@@ -7,6 +7,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 
 from db.reading.queries import Reader
@@ -144,6 +145,31 @@ def test_slow_that_was_settled_before_anybody_knew_is_told_when_it_is_known(tmp_
     assert lost.step()
     assert lost.by_cause()["slow"] == pytest.approx(40 + STEP - LAG)
     assert 40 + STEP < CONTEXT
+
+
+def test_what_is_slow_costs_nothing_while_it_stands_by(tmp_path: Path) -> None:
+    def put_aside() -> Story:
+        yield started(), BEGAN
+        yield decided(1, DP3, 1, BEGAN)
+        at = BEGAN
+        for i in range(1, 121):
+            if i == 31:
+                yield failure(1, "fail-slow", 21, 1), at
+                plan, when = decided(2, DP3.without(frozenset({5})), 31, at)
+                yield msgspec.structs.replace(plan, unaffected_by=(1,)), when
+            if i == 91:
+                yield decided(3, DP3, 91, at)
+            seconds = 3.0 if i > 20 else 2.0
+            at += seconds
+            epoch = 1 if i <= 30 else 2 if i <= 90 else 3
+            yield journal.IterationCommitted(epoch=epoch, outcome=outcome(i), seconds=seconds,
+                                             predicted_seconds=2.0), at  # fmt: skip
+        yield journal.JobEnded(exit_code=0, state="completed", reason=""), at
+
+    records = write_journal(tmp_path / "told", put_aside())
+    found = settled(records)
+    assert found == pytest.approx(accounted(records, tmp_path), abs=1e-5)
+    assert found["slow"] == pytest.approx(10.0 + 30.0), "under the first plan and the last one"
 
 
 def test_no_counter_goes_back_and_it_is_a_few_iterations_behind(tmp_path: Path) -> None:

@@ -895,6 +895,21 @@ def test_a_slow_device_that_stands_by_is_measured_now_and_then_and_comes_back() 
     assert len(job.orders(m.Probe)) == before + 1, "nobody stands by any more"
 
 
+def test_plans_tell_what_is_slow_and_has_no_work_under_them() -> None:
+    job = standing_by()
+    assert [plan.unaffected_by for plan in job.all(PlanDecided)] == [(), (1,)]
+    job.crash(0)
+    job.park(stepped=job.job.record.committed)
+    assert job.all(PlanDecided)[-1].unaffected_by == ((1,) if 3 not in job.job.record.active else ())
+    back = standing_by()
+    back.train(60)
+    back.measure()
+    back.train(2)
+    back.paused()
+    assert back.work == EVEN
+    assert back.all(PlanDecided)[-1].unaffected_by == ()
+
+
 def test_a_device_that_recovers_in_the_first_iteration_of_a_plan_comes_back_afterwards() -> None:
     job = standing_by()
     job.train(60)

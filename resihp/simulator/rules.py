@@ -20,7 +20,6 @@ from resihp.record.journal import (
     ChangeDecided,
     EvaluationDone,
     FailureEnded,
-    FailureEnded,
     FailureFound,
     FaultInjected,
     IterationCommitted,

@@ -13,7 +13,7 @@ depends_on = None
 
 def upgrade() -> None:
     op.add_column("plans", sa.Column("unaffected_by", sa.Text(), nullable=True))
-    op.add_column("failures", sa.Column("idle", sa.Boolean(), nullable=False, server_default=sa.false()))
+    op.add_column("failures", sa.Column("idle", sa.Boolean(), nullable=False, server_default=sa.text("false")))
 
 
 def downgrade() -> None:

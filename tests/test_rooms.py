@@ -88,7 +88,7 @@ LONG: Mapping[str, int] = {
 """Functions of more than `MOST_LINES` lines, with how many they may have."""
 CROWDED: Mapping[str, int] = {
     "resihp/controller": 13,  # the way in, the state, the lifecycle, and the decisions that every room there needs
-    "db/migrations/versions": 19,  # one for each change of the schema, for ever
+    "db/migrations/versions": 20,  # one for each change of the schema, for ever
 }
 WITHOUT_INIT = {
     "db/migrations": "Alembic's own",

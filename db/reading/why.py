@@ -32,7 +32,7 @@ from db.reading.excess import (
     seconds,
     slows,
 )
-from db.reading.plans.idle_epochs import idle_epochs
+from db.reading.plans.idle_epochs import with_idle_epochs
 
 Row = dict[str, Any]
 
@@ -97,8 +97,7 @@ def why(
     if number is None:
         raise KeyError(iteration)
     row = iterations[number]
-    idle = idle_epochs(failures, plans)
-    failures = [one | {"idle_epochs": idle.get(one["failure"], ())} for one in failures]
+    failures = with_idle_epochs(failures, plans)
     plan = next((one for one in plans if one["epoch"] == row["epoch"]), None)
     active = [one for one in failures if slows(one, row)]
     comparison = compared(number, iterations, failures, plans)
@@ -114,8 +113,7 @@ def why(
         and (one["iteration"] == iteration - 1 or (begun is not None and begun <= one["at"] <= row["finished_at"]))
     ]
     injected = _on_purpose(events, iteration)
-    causes = [cause(one, _slow_device(one)) for one in active]
-    causes += _workload(row, comparison)
+    causes = [*(cause(one, _slow_device(one)) for one in active), *_workload(row, comparison)]
     if checkpoints:
         written = f"a checkpoint of iteration {checkpoints[-1]['iteration']} was written meanwhile, or just before"
         causes.append(Cause(what=written, factor=None))

@@ -509,8 +509,10 @@ class Rules:
 
     def check_unaffected(self, decided: PlanDecided) -> None:
         """Slow devices without work are said to be, and no others."""
-        ended = {entry.failure for entry in self.world.all(FailureEnded)}
-        slow = [one for one in self.world.all(FailureFound) if one.kind == "fail-slow" and one.component == "device"]
+        entries = [entry for _, entry in self.world.entries]
+        ended = {entry.failure for entry in entries if isinstance(entry, FailureEnded)}
+        found = [entry for entry in entries if isinstance(entry, FailureFound)]
+        slow = [one for one in found if one.kind == "fail-slow" and one.component == "device"]
         placements, active = self.world.record.placements, decided.plan.layout.active
         working = {(placements[rank].node, placements[rank].device) for rank in active}
         idle = {one.failure for one in slow if one.failure not in ended and (one.node, one.device) not in working}

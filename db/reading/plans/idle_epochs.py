@@ -26,7 +26,14 @@ def idle_epochs(failures: Iterable[Row], plans: Iterable[Row]) -> Mapping[int, s
             with suppress(msgspec.DecodeError, UnicodeError):  # imported
                 for failure in msgspec.json.decode(told, type=tuple[int, ...]):
                     found[failure].add(plan["epoch"])
-    for failure in failures:
-        if failure.get("idle"):
-            found[failure["failure"]].add(failure["epoch"])
+    for row in failures:
+        if row.get("idle"):
+            found[row["failure"]].add(row["epoch"])
     return found
+
+
+def with_idle_epochs(failures: Iterable[Row], plans: Iterable[Row]) -> list[Row]:
+    """Failures, each with its `idle_epochs`."""
+    failures = list(failures)
+    idle = idle_epochs(failures, plans)
+    return [one | {"idle_epochs": idle.get(one["failure"], ())} for one in failures]

@@ -10,7 +10,8 @@ from __future__ import annotations
 from resihp.controller import transition as transitions
 from resihp.controller.fail_stop import incidents
 from resihp.controller.nodes import joins
-from resihp.controller.state import Job, Member
+from resihp.controller.state.job import Job
+from resihp.controller.state.members import Member
 from resihp.protocol import messages as m
 
 

@@ -39,7 +39,7 @@ from resihp.controller.fail_stop import early_losses, failures, watchdog
 from resihp.controller.fail_stop.onsets import Commit
 from resihp.controller.interface import AnyAction, AnyEvent, Dependencies
 from resihp.controller.nodes import drains, replacements
-from resihp.controller.state import Job
+from resihp.controller.state.job import Job
 from resihp.controller.tuning import retuning
 from resihp.protocol import messages as m
 from resihp.record.journal import AnyEntry

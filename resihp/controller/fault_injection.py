@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal as signals
 
 from resihp.controller import interface as api
-from resihp.controller.state import Job, Member, natural
+from resihp.controller.state.job import Job
+from resihp.controller.state.members import Member, natural
 from resihp.faults import Fault
 from resihp.protocol import messages as m
 from resihp.record.journal import FaultInjected

@@ -7,7 +7,8 @@ import signal as signals
 from resihp.controller import interface as api
 from resihp.controller.fail_slow import expectation
 from resihp.controller.fail_stop import incidents
-from resihp.controller.state import Job, Member
+from resihp.controller.state.job import Job
+from resihp.controller.state.members import Member
 from resihp.controller.tuning import retuning
 from resihp.protocol import messages as m
 from resihp.record.journal import EvaluationDone, IterationCommitted, Reconfigured

@@ -16,7 +16,8 @@ from dataclasses import replace
 import msgspec
 
 from resihp.controller.fail_slow import learned_times
-from resihp.controller.state import Job, natural
+from resihp.controller.state.job import Job
+from resihp.controller.state.members import natural
 from resihp.errors import LayoutError, NotEnoughDevicesError
 from resihp.parallelism.layout import Layout, Replica, Stage, validate
 from resihp.parallelism.ownership import ParameterSpec

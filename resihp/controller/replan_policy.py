@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from resihp.controller import planning
-from resihp.controller.state import Change, Job
+from resihp.controller.state.job import Job
+from resihp.controller.state.transitions import Change
 from resihp.errors import LayoutError, NotEnoughDevicesError
 from resihp.parallelism.plan import Plan
 from resihp.record.journal import ChangeDecided, ChangeDeclined

@@ -32,7 +32,9 @@ from resihp.controller import interface as api
 from resihp.controller import iterations, planning
 from resihp.controller import transition as transitions
 from resihp.controller.fail_stop import incidents
-from resihp.controller.state import COINCIDENCE_S, AgentSignal, Departure, Job, Meaning, natural
+from resihp.controller.state.job import Job
+from resihp.controller.state.members import natural
+from resihp.controller.state.requests import COINCIDENCE_S, AgentSignal, Departure, Meaning
 from resihp.protocol import messages as m
 from resihp.record.journal import JobSignalled, PlanWithdrawn
 

@@ -18,7 +18,9 @@ from resihp.controller import iterations, planning, transition
 from resihp.controller.fail_slow import probing
 from resihp.controller.fail_stop import incidents
 from resihp.controller.nodes import joins
-from resihp.controller.state import Job, Member, Transition, natural
+from resihp.controller.state.job import Job
+from resihp.controller.state.members import Member, natural
+from resihp.controller.state.transitions import Transition
 from resihp.detector import probes
 from resihp.errors import LayoutError, NotEnoughDevicesError
 from resihp.protocol import messages as m

@@ -22,7 +22,9 @@ from resihp.controller.fail_stop import failures, incidents
 from resihp.controller.fail_stop.onsets import Commit, Onsets
 from resihp.controller.interface import AnyEvent, Dependencies
 from resihp.controller.nodes import drains, joins
-from resihp.controller.state import Job, Recovery, Transition
+from resihp.controller.state.beginnings import Recovery
+from resihp.controller.state.job import Job
+from resihp.controller.state.transitions import Transition
 from resihp.errors import ProtocolError
 from resihp.protocol import messages as m
 from resihp.record.fold import apply

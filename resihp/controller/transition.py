@@ -14,7 +14,9 @@ from resihp.controller import interface as api
 from resihp.controller import iterations, planning
 from resihp.controller.ahead import last_copies
 from resihp.controller.fail_stop import incidents
-from resihp.controller.state import Job, Member, Outlook, Pause, Transition
+from resihp.controller.state.job import Job
+from resihp.controller.state.members import Member
+from resihp.controller.state.transitions import Outlook, Pause, Transition
 from resihp.errors import LayoutError, NotEnoughDevicesError
 from resihp.parallelism.plan import Plan
 from resihp.protocol import messages as m

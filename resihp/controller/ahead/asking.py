@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from resihp.controller import interface as api
 from resihp.controller import planning, replan_policy
 from resihp.controller.ahead.answers import Loss, OpenQuestion
-from resihp.controller.state import Job
+from resihp.controller.state.job import Job
 from resihp.scheduler import losses
 from resihp.scheduler.questions import canonical, key_of
 from resihp.scheduler.situation import Situation

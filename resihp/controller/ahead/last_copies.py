@@ -6,7 +6,7 @@ Decides nothing. Called by `transition`.
 from __future__ import annotations
 
 from resihp.controller import planning
-from resihp.controller.state import Job
+from resihp.controller.state.job import Job
 from resihp.parallelism.plan import Plan
 from resihp.scheduler.losses import held_alone, sole_holders
 

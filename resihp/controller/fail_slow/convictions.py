@@ -13,7 +13,8 @@ import msgspec
 from resihp.controller import replan_policy
 from resihp.controller.fail_slow import slow_parts
 from resihp.controller.fail_slow.suspicions import IterationExcess, ended, excess, opened, possible, speed_of
-from resihp.controller.state import Job, natural
+from resihp.controller.state.job import Job
+from resihp.controller.state.members import natural
 from resihp.detector.findings import Finding
 from resihp.record.describe import rank_list
 from resihp.record.journal import FailureEnded, FailureFound

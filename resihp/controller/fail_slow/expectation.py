@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from resihp.controller.fail_slow import learned_times, slow_parts, standings
-from resihp.controller.state import Forecast, IterationReports, Job
+from resihp.controller.state.iterations import Forecast, IterationReports
+from resihp.controller.state.job import Job
 from resihp.detector.observation import Observation, RankTimes, unpack
 from resihp.errors import ProtocolError
 from resihp.parallelism.plan import Plan

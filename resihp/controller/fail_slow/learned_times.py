@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from resihp.controller.state import Job
+from resihp.controller.state.job import Job
 from resihp.detector.online.predictor import Key
 from resihp.parallelism.model import ModelSpec
 from resihp.scheduler.cost.profile import Profile, Times, layer_units

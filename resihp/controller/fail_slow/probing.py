@@ -17,7 +17,8 @@ import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal
 
-from resihp.controller.state import Examination, Job
+from resihp.controller.state.examinations import Examination
+from resihp.controller.state.job import Job
 from resihp.detector import probes, suspects
 from resihp.detector.findings import Finding
 from resihp.protocol import messages as m

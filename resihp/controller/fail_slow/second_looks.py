@@ -12,7 +12,8 @@ from __future__ import annotations
 import msgspec
 
 from resihp.controller.fail_slow import probing
-from resihp.controller.state import Examination, Job, SecondLooks
+from resihp.controller.state.examinations import Examination, SecondLooks
+from resihp.controller.state.job import Job
 from resihp.detector import probes
 from resihp.settings import Thresholds
 

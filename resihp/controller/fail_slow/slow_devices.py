@@ -20,7 +20,8 @@ from resihp.controller import replan_policy
 from resihp.controller.fail_slow import probing, slow_parts
 from resihp.controller.fail_slow.convictions import Conviction, convict, convict_again, in_training
 from resihp.controller.fail_slow.suspicions import OTHER, change, dropped, ended, opened, possible, some, speed_of
-from resihp.controller.state import Examination, Job
+from resihp.controller.state.examinations import Examination
+from resihp.controller.state.job import Job
 from resihp.detector.findings import Finding
 from resihp.detector.sequential.peer_cusum import MOST_PATIENCE
 from resihp.detector.suspects import Verdicts

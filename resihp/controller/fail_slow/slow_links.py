@@ -11,7 +11,8 @@ import math
 from resihp.controller import replan_policy
 from resihp.controller.fail_slow import probing, slow_parts
 from resihp.controller.fail_slow.suspicions import change, dropped, ended, excess, opened, possible, speed_of
-from resihp.controller.state import Examination, Job
+from resihp.controller.state.examinations import Examination
+from resihp.controller.state.job import Job
 from resihp.detector import probes
 from resihp.detector.findings import Finding
 from resihp.record.journal import FailureEnded, FailureFound, Outcome

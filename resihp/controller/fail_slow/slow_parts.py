@@ -24,7 +24,8 @@ from resihp.controller.fail_slow.suspicions import (
     some,
     speed_of,
 )
-from resihp.controller.state import Examination, Job, Lasting
+from resihp.controller.state.examinations import Examination, Lasting
+from resihp.controller.state.job import Job
 from resihp.detector.findings import Finding
 from resihp.detector.suspects import Verdicts
 from resihp.record.journal import FailureEnded, FailureFound

@@ -19,7 +19,9 @@ import msgspec
 from resihp.controller import replan_policy, startup
 from resihp.controller.fail_slow import probing, second_looks, slow_devices, slow_links, slow_parts, suspicions
 from resihp.controller.nodes import joins
-from resihp.controller.state import Examination, Job, Member
+from resihp.controller.state.examinations import Examination
+from resihp.controller.state.job import Job
+from resihp.controller.state.members import Member
 from resihp.detector import probes
 from resihp.detector.findings import Finding
 from resihp.protocol import messages as m

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from resihp.controller import interface as api
-from resihp.controller.state import Job
+from resihp.controller.state.job import Job
 from resihp.record.describe import DETECTORS, rank_list
 from resihp.record.journal import CoverageChanged
 

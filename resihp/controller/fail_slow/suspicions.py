@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from resihp.controller.state import Job
+from resihp.controller.state.job import Job
 from resihp.detector.findings import Component, Finding
 from resihp.record.describe import rank_list
 from resihp.record.journal import Outcome, Suspected

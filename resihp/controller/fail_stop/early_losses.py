@@ -18,7 +18,8 @@ import signal as signals
 from resihp.controller import interface as api
 from resihp.controller import iterations, startup
 from resihp.controller.fail_stop import failures, incidents, root_causes
-from resihp.controller.state import Job, Member, natural
+from resihp.controller.state.job import Job
+from resihp.controller.state.members import Member, natural
 from resihp.protocol import client
 from resihp.protocol import messages as m
 

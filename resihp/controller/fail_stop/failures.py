@@ -10,7 +10,9 @@ from resihp.controller import iterations, startup
 from resihp.controller import transition as transitions
 from resihp.controller.fail_stop import incidents, root_causes, silence
 from resihp.controller.nodes import joins
-from resihp.controller.state import Incident, Job, Member
+from resihp.controller.state.incidents import Incident
+from resihp.controller.state.job import Job
+from resihp.controller.state.members import Member
 from resihp.protocol import messages as m
 from resihp.record.journal import NodeLost
 from resihp.record.state import HowLost

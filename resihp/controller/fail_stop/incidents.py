@@ -9,7 +9,10 @@ from resihp.controller import interface as api
 from resihp.controller.fail_stop import root_causes, silence
 from resihp.controller.fail_stop.onsets import micros
 from resihp.controller.nodes import replacements
-from resihp.controller.state import COINCIDENCE_S, Incident, Job, Member
+from resihp.controller.state.incidents import Incident
+from resihp.controller.state.job import Job
+from resihp.controller.state.members import Member
+from resihp.controller.state.requests import COINCIDENCE_S
 from resihp.record.journal import Diagnosed, FailureFound, JobEnded, WorkerEnded
 
 _RANK = re.compile(r"rank (\d+)\b(?! \()")

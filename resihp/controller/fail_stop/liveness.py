@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from resihp.controller.state import Member, Node
+from resihp.controller.state.members import Member, Node
 from resihp.settings import Settings
 
 STOPPED = frozenset("Tt")

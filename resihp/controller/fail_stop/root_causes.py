@@ -17,7 +17,9 @@ from collections.abc import Iterable
 
 import msgspec
 
-from resihp.controller.state import Incident, Job, Member
+from resihp.controller.state.incidents import Incident
+from resihp.controller.state.job import Job
+from resihp.controller.state.members import Member
 from resihp.detector.diagnosis.diagnosis import Diagnosis, Report, diagnose
 from resihp.detector.diagnosis.signatures import Depth, signature_of
 from resihp.protocol.messages import ABORT_STATUS, Clue

@@ -10,7 +10,8 @@ from __future__ import annotations
 import msgspec
 
 from resihp.controller.fail_stop import liveness
-from resihp.controller.state import Job, Member, Node
+from resihp.controller.state.job import Job
+from resihp.controller.state.members import Member, Node
 from resihp.record.journal import Component, Outcome, Suspected
 
 

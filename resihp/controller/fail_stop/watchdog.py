@@ -9,7 +9,8 @@ from resihp.controller import iterations
 from resihp.controller import transition as transitions
 from resihp.controller.fail_stop import early_losses, failures, incidents, liveness, silence
 from resihp.controller.nodes import joins
-from resihp.controller.state import Job, Member, Node
+from resihp.controller.state.job import Job
+from resihp.controller.state.members import Member, Node
 from resihp.record.journal import NodeLost
 
 LATECOMERS_S = 60.0

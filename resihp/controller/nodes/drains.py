@@ -16,7 +16,10 @@ from resihp.controller import planning, replan_policy, transition
 from resihp.controller.fail_stop import failures
 from resihp.controller.nodes import joins, measures, replacements
 from resihp.controller.nodes.measures import Decision
-from resihp.controller.state import COINCIDENCE_S, GivingBack, Job, natural
+from resihp.controller.state.job import Job
+from resihp.controller.state.members import natural
+from resihp.controller.state.requests import COINCIDENCE_S
+from resihp.controller.state.upkeep import GivingBack
 from resihp.errors import LayoutError, NotEnoughDevicesError
 from resihp.record.journal import DrainAnswered, DrainDecided, DrainWaived, NodeLost, NodeReleased, SlurmSaw
 from resihp.record.state import Drain, LostNode, Verdict

@@ -20,7 +20,8 @@ from resihp.controller import replan_policy, transition
 from resihp.controller.fail_slow import probing
 from resihp.controller.fail_stop import root_causes
 from resihp.controller.nodes import replacements
-from resihp.controller.state import Job, Member, natural
+from resihp.controller.state.job import Job
+from resihp.controller.state.members import Member, natural
 from resihp.detector import probes
 from resihp.protocol import messages as m
 from resihp.record.journal import JoinRefused, NodeJoined, WorkersOrdered

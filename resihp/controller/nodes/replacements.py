@@ -13,7 +13,8 @@ from typing import Literal
 
 from resihp.controller import interface as api
 from resihp.controller import planning, replan_policy
-from resihp.controller.state import COINCIDENCE_S, Job
+from resihp.controller.state.job import Job
+from resihp.controller.state.requests import COINCIDENCE_S
 from resihp.errors import LayoutError
 from resihp.record.journal import ChangeDeclined, ReplacementAsked, ReplacementChanged
 from resihp.record.state import Replacement

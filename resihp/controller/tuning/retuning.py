@@ -18,7 +18,8 @@ import statistics
 
 from resihp.controller import planning, replan_policy
 from resihp.controller.fail_slow import learned_times
-from resihp.controller.state import Job, Promise
+from resihp.controller.state.iterations import Promise
+from resihp.controller.state.job import Job
 from resihp.errors import LayoutError
 from resihp.parallelism.plan import Plan
 from resihp.record.journal import ChangeDecided

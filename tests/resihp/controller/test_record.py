@@ -19,7 +19,7 @@ from resihp.controller import Controller
 from resihp.controller import interface as api
 from resihp.controller.lifecycle import MOVES, InvalidMoveError, Lifecycle
 from resihp.controller.nodes import replacements
-from resihp.controller.state import Job
+from resihp.controller.state.job import Job
 from resihp.record.fold import fold
 from resihp.record.journal import AnyEntry, JoinRefused, PlanInEffect, WorkersOrdered
 from resihp.record.state import JobRecord

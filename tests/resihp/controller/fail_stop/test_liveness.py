@@ -7,7 +7,7 @@ from typing import Any
 
 from resihp.controller.fail_stop import silence
 from resihp.controller.fail_stop.liveness import culprits
-from resihp.controller.state import Member
+from resihp.controller.state.members import Member
 from resihp.protocol import messages as m
 from resihp.record.state import KnownWorker
 from resihp.settings import Settings

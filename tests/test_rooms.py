@@ -74,7 +74,7 @@ NAMED_TWICE: Mapping[str, str] = {
     "Worker": "an agent's; the simulator's",
 }
 LONG: Mapping[str, int] = {
-    "db.reading.why.why": 73,
+    "db.reading.iterations.why.why": 73,
     "resihp.controller.state.job.Job.__init__": 90,
     "resihp.detector.offline.traces.read": 66,
     "resihp.scheduler.search.kernels.partitioned": 71,  # machine code; a call more in it is one more to compile

@@ -36,14 +36,14 @@ from db import models
 from db.models import EventRow, IterationRow, JobRow
 from db.reading import comparison, fleet, hardware, rates
 from db.reading.costs.cost_accounts import summarise
-from db.reading.excess import NEAR, untouched
 from db.reading.fleet import FIGURES, By, CostBy
+from db.reading.iterations.excess import NEAR, untouched
+from db.reading.iterations.why import Why
+from db.reading.iterations.why import why as explain_iteration
 from db.reading.plans import decisions as taken
 from db.reading.plans import promises as promised
 from db.reading.plans import spares as spares_saved
 from db.reading.reader import JOB_COLUMNS, OF_JOB, TABLES, Reader, Row, Table
-from db.reading.why import Why
-from db.reading.why import why as explain_iteration
 from resihp.errors import UsageError
 
 if TYPE_CHECKING:

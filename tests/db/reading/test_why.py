@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from db.reading import queries
+from db.reading.iterations.why import Why, why
 from db.reading.reader import Reader
-from db.reading.why import Why, why
 from db.writer import Ledger
 from resihp.errors import UsageError
 from resihp.parallelism.layout import Layout

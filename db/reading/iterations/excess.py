@@ -1,5 +1,5 @@
 """How much longer an iteration took than it should have, and how much of that what is known can explain. Pure; reads
-nothing. Called by `db.reading.why`, which finds what touched the iteration, and puts all of it into sentences."""
+nothing. Called by `why` beside it, which finds what touched the iteration, and puts all of it into sentences."""
 
 from __future__ import annotations
 

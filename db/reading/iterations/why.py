@@ -2,8 +2,8 @@
 
 Called by `resihp why`. An iteration is slow when it took more than a tenth longer than it should have: than the
 detector predicted for its plan and workload where all is well; or, without a prediction, or in a job whose iterations
-take something else than is predicted (a busy machine), than is usual for the job (`db.reading.excess`). What touched
-it is told with how much of the excess it can explain at most. What cannot explain the size is not the cause: where all
+take something else than is predicted (a busy machine), than is usual for the job (`excess` beside it). What touched it
+is told with how much of the excess it can explain at most. What cannot explain the size is not the cause: where all
 that is known comes to less than half, "unexplained" comes first. What came between it and the iteration before is told
 apart, since an interruption is no part of an iteration's seconds.
 """
@@ -19,7 +19,7 @@ import msgspec
 
 from db.reading.costs.cost_accounts import asked_devices
 from db.reading.costs.goodput import Interruption, course, interruptions
-from db.reading.excess import (
+from db.reading.iterations.excess import (
     LARGER,
     NEAR,
     Cause,

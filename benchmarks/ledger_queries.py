@@ -27,7 +27,8 @@ from sqlalchemy import Connection
 from db import migrate
 from db.engine import make_engine, resolve
 from db.reading import fleet, queries
-from db.reading.reader import TABLES, Reader, Row
+from db.reading.reader import Reader
+from db.reading.tables import TABLES, Row
 
 LIMIT_S = {"sqlite": 2.0, "postgresql": 1.0}
 NODES, JOBS, DEVICES = 4000, 1981, 8

@@ -18,7 +18,8 @@ from db import migrate
 from db.engine import make_engine, masked, refusal, resolve
 from db.models import DeviceRow, JobRow, MaintenanceRow, NodeRow
 from db.reading.hardware import maintenance_rows
-from db.reading.reader import Reader, nearest
+from db.reading.naming import nearest
+from db.reading.reader import Reader
 from resihp.errors import LedgerError, UsageError
 
 DIGITS = 9

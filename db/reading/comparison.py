@@ -13,7 +13,8 @@ from sqlalchemy import select
 
 from db.models import DeviceRow, MembershipRow
 from db.reading.plans import promises
-from db.reading.reader import Reader, Row
+from db.reading.reader import Reader
+from db.reading.tables import Row
 
 SURE = 2.0
 """Standard errors."""

@@ -19,7 +19,8 @@ from db.models import DrainRow, FailureRow, IterationRow, JobRow, NodeRow, Recon
 from db.reading import hardware, health
 from db.reading.costs.cost_accounts import OF_FAILURES, Account, added, between, kept_with
 from db.reading.costs.timeline import CAUSES, SHARES, Again, HeldTime, committed_again
-from db.reading.reader import JOB_COLUMNS, TABLES, Reader, Row, no_collection
+from db.reading.reader import Reader
+from db.reading.tables import JOB_COLUMNS, TABLES, Row, no_collection
 from resihp.detector.lemons import NodeFailure, Service, node_health
 from resihp.detector.moved import Machine, Renewal, SeenDevice, follow
 from resihp.errors import UsageError

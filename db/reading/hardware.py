@@ -14,7 +14,8 @@ import msgspec
 from sqlalchemy import Select, String, and_, cast, func, or_, select
 
 from db.models import DeviceRow, DrainRow, JobRow, LedgerTable, MaintenanceRow, MembershipRow
-from db.reading.reader import Reader, Row, no_collection
+from db.reading.reader import Reader
+from db.reading.tables import Row, no_collection
 from resihp.detector.lemons import HORIZON_S
 from resihp.detector.moved import Machine, Renewal, SeenDevice
 

@@ -22,7 +22,8 @@ from sqlalchemy import ColumnElement, case, func, select
 
 from db.models import EventRow, FailureRow, JobRow, LedgerTable, NodeRow, ProbeRow
 from db.reading import hardware
-from db.reading.reader import Reader, Row
+from db.reading.reader import Reader
+from db.reading.tables import Row
 from resihp.detector.lemons import HALF_LIFE_S, HORIZON_S, NodeFailure, NodeHealth, Service, node_health
 from resihp.detector.moved import follow
 from resihp.detector.probes import Former, Place

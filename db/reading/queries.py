@@ -43,7 +43,8 @@ from db.reading.iterations.why import why as explain_iteration
 from db.reading.plans import decisions as taken
 from db.reading.plans import promises as promised
 from db.reading.plans import spares as spares_saved
-from db.reading.reader import JOB_COLUMNS, OF_JOB, TABLES, Reader, Row, Table
+from db.reading.reader import Reader
+from db.reading.tables import JOB_COLUMNS, OF_JOB, TABLES, Row, Table
 from resihp.errors import UsageError
 
 if TYPE_CHECKING:

@@ -16,7 +16,9 @@ from sqlalchemy import ColumnElement, Select, case, func, select
 from db.models import DeviceRow, DrainRow, FailureRow, JobRow, MembershipRow
 from db.reading import hardware
 from db.reading.health import unprovoked
-from db.reading.reader import Reader, Row, is_node
+from db.reading.naming import is_node
+from db.reading.reader import Reader
+from db.reading.tables import Row
 from resihp.errors import UsageError
 
 DAYS = 30.0

@@ -18,7 +18,8 @@ from sqlalchemy import func, select
 
 from db.models import FailureRow, NodeRow, ProbeRow, SuspicionRow, WorkerRow
 from db.reading.health import MEMORY, unprovoked
-from db.reading.reader import Reader, Row
+from db.reading.reader import Reader
+from db.reading.tables import Row
 from resihp.detector.probes import Place
 
 JobDevice = tuple[int, str, int]

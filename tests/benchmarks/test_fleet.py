@@ -19,7 +19,8 @@ from db.engine import make_engine, resolve
 from db.models import MaintenanceRow
 from db.reading import fleet, queries, rates
 from db.reading.comparison import compare
-from db.reading.reader import Reader, Row
+from db.reading.reader import Reader
+from db.reading.tables import Row
 from tests.db.conftest import postgres_server, postgres_url  # noqa: F401 - fixtures
 
 NOW = datetime.fromtimestamp(made.ENDED, UTC)

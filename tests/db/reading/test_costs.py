@@ -136,9 +136,9 @@ def test_however_many_periods_there_are_rows_are_read_once(url: str, monkeypatch
         with Reader.open(url) as reader:
             found = fleet.accounts(reader, now=NOW, period=period)  # type: ignore[arg-type]
             read.clear()
-            monkeypatch.setattr("db.reading.reader.JOBS_AT_ONCE", 3)
+            monkeypatch.setattr("db.reading.accounts.JOBS_AT_ONCE", 3)
             assert fleet.accounts(reader, now=NOW, period=period) == found  # type: ignore[arg-type]
-            monkeypatch.setattr("db.reading.reader.JOBS_AT_ONCE", 100)
+            monkeypatch.setattr("db.reading.accounts.JOBS_AT_ONCE", 100)
         parts = [job["id"] for job, _ in found]
         running = {job["id"] for job, _ in found if job["state"] == "running"}
         assert sorted(read) == sorted(running | {each for each in parts if parts.count(each) > 1})

@@ -13,8 +13,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from db.maintenance import record
-from db.reading import fleet, hardware, queries, rates
-from db.reading import reader as ledger_reader
+from db.reading import fleet, hardware, naming, queries, rates
 from db.reading.health import health_frame
 from db.reading.reader import Reader
 from db.writer import Ledger
@@ -183,7 +182,7 @@ def test_where_no_uuid_is_known_a_repair_is_of_the_number(told: Callable[..., st
 
 def test_a_node_is_known_however_many_there_are(told: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     url = told()
-    monkeypatch.setattr(ledger_reader, "NAMES", 1)
+    monkeypatch.setattr(naming, "NAMES", 1)
     assert record(url, "n3", at=NOW, now=NOW)["node"] == "n3"
 
 

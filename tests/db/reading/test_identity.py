@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from db.reading import reader as reading
+from db.reading import naming
 from db.reading.queries import Reader
 from db.writer import Ledger
 from resihp.errors import JobNotFoundError, UsageError
@@ -22,7 +22,7 @@ DAY = 86400.0
 
 @pytest.fixture(autouse=True)
 def me(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading.getpass, "getuser", lambda: "ann")
+    monkeypatch.setattr(naming.getpass, "getuser", lambda: "ann")
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 from db.maintenance import record
 from db.reading import fleet, hardware, queries, rates, suspicions
 from db.reading.health import health_frame, usual_speeds
-from db.reading.reader import Reader, is_node
+from db.reading.naming import is_node
+from db.reading.reader import Reader
 from db.writer import Ledger
 from resihp.errors import UsageError
 from resihp.record import journal

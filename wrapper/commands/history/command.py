@@ -1,6 +1,6 @@
 """`resihp history` and `resihp why`: what the ledger holds, of one job or of all, on a terminal or as data.
 
-A *view* is a table of the ledger (`db.reading.reader.TABLES`) or something reckoned from several: `cost`, `promises`,
+A *view* is a table of the ledger (`db.reading.tables.TABLES`) or something reckoned from several: `cost`, `promises`,
 `lemons`, and failures counted `--by` something. Only asks and shows; `db` knows the answers. Everything that takes time
 to import is imported in the functions.
 """
@@ -169,7 +169,7 @@ class Listing:
     """By which nodes are named."""
 
     def knows(self, node: str) -> bool:
-        from db.reading.reader import is_node
+        from db.reading.naming import is_node
 
         return any(is_node(node, name, self.clusters) for name in self.nodes)
 
@@ -275,7 +275,7 @@ def history(options: HistoryOptions) -> None:
             others = attempts_here(options.ledger, row["run"]) if asked.view == "cost" else []
             answer = _of_one(asked, reader, row, others, options.ledger)
     if options.node is not None and not answer.rows and not answer.knows(options.node):
-        from db.reading.reader import nearest
+        from db.reading.naming import nearest
 
         raise UsageError(f"node {options.node}: not in {answer.whose}{nearest(options.node, answer.nodes)}")
     _write(options, asked, answer)
@@ -461,7 +461,7 @@ def _of_one(asked: Asked, reader: Reader, job: Row, others: Sequence[Row], ledge
 def _stays(asked: Asked, rows: list[Row], job_id: int | None = None, clusters: Sequence[str] = ()) -> list[Row]:
     """Those asked for, with what changed since the stay before, whether that was asked for or not."""
     from db.reading import hardware
-    from db.reading.reader import is_node
+    from db.reading.naming import is_node
 
     found = hardware.told_changes(rows)
     if job_id is not None:
@@ -485,7 +485,7 @@ def _explanation(found: Explanation | None) -> Row | None:
 def _of_all(asked: Asked, job: str | None, ledger: str | None) -> Listing:
     """Of all jobs of the ledger named, or of that of `job`, or of every ledger here."""
     from db.reading import fleet, hardware, queries
-    from db.reading.reader import OF_JOB, TABLES
+    from db.reading.tables import OF_JOB, TABLES
 
     times: dict[str, Any] = {"since": asked.since, "until": asked.until}
     names: list[str] = []
@@ -593,7 +593,7 @@ def _reckoned(
     """What is reckoned of many jobs; `clusters` are those of the ledgers that were asked. Raises UsageError for a trait
     that there is not."""
     from db.reading import fleet, queries, rates
-    from db.reading.reader import is_node
+    from db.reading.naming import is_node
 
     if asked.view == "lemons":
         now = datetime.now(UTC)

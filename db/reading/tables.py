@@ -1,0 +1,191 @@
+"""The tables of `resihp history`: columns of each, and by which of them it is ordered and filtered. Reads nothing."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import ColumnElement, Float, FromClause, Select, case, exists, func, null, select
+from sqlalchemy import cast as sql_cast
+from sqlalchemy.orm import aliased
+
+from db import models
+from db.models import EventRow, FailureRow, IterationRow, PlanRow, ReconfigurationRow, WorkerRow
+from resihp.errors import UsageError
+
+Row = dict[str, Any]
+
+JOB_COLUMNS = (
+    *("id", "name", "host", "owner", "state", "exit_code", "reason", "started_at", "ended_at", "last_entry_at"),
+    *("restart_count", "nodes", "gpus_per_node", "tp", "pp", "schedule", "version", "telemetry_dropped"),
+    *("uuid", "run", "cluster", "slurm_job", "array_job", "array_task", "submitted_at", "slurm_account", "partition"),
+    *("qos", "torch", "megatron_core", "cuda", "nccl", "script_commit"),
+)
+
+OF_JOB = ("job", "job_uuid")
+"""What rows of all jobs have besides: names repeat, between folders and hosts."""
+
+ACCOUNT_COLUMNS: Mapping[str, tuple[str, ...]] = {
+    "iterations": ("iteration", "epoch", "seconds", "predicted_seconds", "tokens", "loss", "finished_at"),
+    "failures": (
+        *("failure", "kind", "node", "iteration", "failed_at", "noticed_at", "detect_seconds", "recovered_epoch"),
+        *("ended_iteration", "speed", "component", "hardware", "epoch", "idle"),
+    ),
+    "reconfigurations": ("epoch", "action", "seconds", "finished_at"),
+    "plans": (
+        *("epoch", "active", "standby", "decided_at", "in_effect_at", "reason", "description"),
+        *("predicted", "present", "unit", "unaffected_by"),
+    ),
+}
+"""What is reckoned with of each table: no layouts, which take longer than all else."""
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """While many rows are made: Python's collector of cycles would look through all of them again and again, and find
+    none, which takes as long as everything else."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def _columns(model: type[models.LedgerTable], *left_out: str) -> tuple[ColumnElement[Any], ...]:
+    return tuple(column for column in model.__table__.columns if column.key not in ("job_id", *left_out))
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table of `resihp history`: its columns, and by which of them it is ordered and filtered."""
+
+    query: Select[Any]
+    source: FromClause
+    order: str
+    time: str
+    json_columns: tuple[str, ...] = ()
+
+
+def _table(
+    model: type[models.LedgerTable],
+    order: str,
+    time: str,
+    json_columns: tuple[str, ...] = (),
+    left_out: tuple[str, ...] = (),
+) -> Table:
+    return Table(select(*_columns(model, *left_out)), model.__table__, order, time, json_columns)
+
+
+_recovery = FailureRow.__table__.outerjoin(
+    ReconfigurationRow.__table__,
+    (ReconfigurationRow.job_id == FailureRow.job_id) & (ReconfigurationRow.epoch == FailureRow.recovered_epoch),
+)
+_failure_columns = (
+    *_columns(FailureRow, "recovered_epoch", "evidence"),
+    *(
+        sql_cast(null(), Float(53)).label(name)
+        for name in ("seconds_to_recover", "noticed_after_seconds", "seconds_without_noticing")
+    ),
+    ReconfigurationRow.action.label("action"),
+    FailureRow.recovered_epoch,
+    FailureRow.evidence,
+)
+"""The three times are reckoned from `BACK_AT` (`with_times`)."""
+BACK_AT = ReconfigurationRow.finished_at.label("back_at")
+
+_node_columns_told = (
+    *(
+        case((models.NodeRow.host != "", column)).label("joined_at") if column.key == "joined_at" else column
+        for column in _columns(models.NodeRow)
+    ),
+    select(func.max(models.ReplacementRow.node))
+    .where(
+        models.ReplacementRow.job_id == models.NodeRow.job_id,
+        models.ReplacementRow.instead == models.NodeRow.node,
+        models.ReplacementRow.joined_at.is_not(None),
+    )
+    .scalar_subquery()
+    .label("replaced_by"),
+)
+"""`joined_at`: null of one that never came; `replaced_by`: the node that joined in its place."""
+
+_later = aliased(PlanRow)
+_plan_columns = (
+    *_columns(PlanRow),
+    case(
+        (PlanRow.in_effect_at.is_not(None), "in effect"),
+        (PlanRow.refused_reason.is_not(None), "refused"),
+        (exists().where(_later.job_id == PlanRow.job_id, _later.epoch > PlanRow.epoch), "superseded"),
+        else_="pending",
+    ).label("outcome"),
+)
+"""`outcome`: it took effect, at `in_effect_at`; it was refused; the next one was decided before it took effect; or it
+is on its way."""
+
+_suspicion_kind = func.coalesce(
+    models.SuspicionRow.kind,
+    case((models.SuspicionRow.component == "device", "slow-compute"), else_="slow-" + models.SuspicionRow.component),
+)
+_suspicion_columns = (
+    *(_suspicion_kind.label("kind") if column.key == "kind" else column for column in _columns(models.SuspicionRow)),
+    select(models.SuspicionKindRow.meaning)
+    .where(models.SuspicionKindRow.kind == _suspicion_kind)
+    .scalar_subquery()
+    .label("meaning"),
+)
+"""Older clients knew of slowness alone, and of no kinds."""
+
+TABLES: Mapping[str, Table] = {
+    "failures": Table(
+        select(*_failure_columns).select_from(_recovery), FailureRow.__table__, "failure", "noticed_at", ("ranks",)
+    ),
+    "nodes": Table(select(*_node_columns_told), models.NodeRow.__table__, "node", "joined_at"),
+    "memberships": _table(models.MembershipRow, "joined_at", "joined_at", ("nic_firmware",)),
+    "devices": _table(models.DeviceRow, "device", "joined_at"),
+    "checkpoints": _table(models.CheckpointRow, "iteration", "committed_at"),
+    "workers": _table(WorkerRow, "rank", "started_at"),
+    "iterations": _table(IterationRow, "iteration", "finished_at"),
+    "plans": Table(
+        select(*_plan_columns),
+        PlanRow.__table__,
+        "epoch",
+        "decided_at",
+        ("layout", "assignment", "basis", "considered"),
+    ),
+    "reconfigurations": _table(ReconfigurationRow, "epoch", "finished_at"),
+    "drains": _table(models.DrainRow, "drain", "drained_at", ("answers",)),
+    "declined_changes": _table(models.DeclinedChangeRow, "declined", "declined_at", ("failures", "considered")),
+    "replacements": _table(models.ReplacementRow, "replacement", "asked_at", ("excluded",)),
+    "probes": _table(models.ProbeRow, "id", "measured_at", left_out=("id",)),
+    "suspicions": Table(
+        select(*_suspicion_columns), models.SuspicionRow.__table__, "suspicion", "raised_at", ("ranks",)
+    ),
+    "scores": _table(models.RankScoreRow, "iteration", "iteration"),
+    "events": _table(EventRow, "seq", "at"),
+}
+
+
+def node_columns(table: str) -> list[str]:
+    """Columns that name nodes. Raises UsageError for a table that has none."""
+    found = [name for name in ("node", "instead") if name in TABLES[table].source.c]
+    if not found:
+        raise UsageError(f"history {table}: has no nodes; leave --node out")
+    return found
+
+
+def with_times(failure: Row) -> Row:
+    """From the failure to the first commit after it, and from there to its being noticed, and from there on: by the
+    clocks of those who wrote it, which may have been several hosts'."""
+    back_at, failed_at, noticed_at = failure.pop("back_at"), failure["failed_at"], failure["noticed_at"]
+    known_at = noticed_at if failed_at is None else failed_at
+    if back_at is not None:
+        failure["seconds_to_recover"] = max((back_at - known_at).total_seconds(), 0.0)
+        failure["seconds_without_noticing"] = max((back_at - noticed_at).total_seconds(), 0.0)
+    if failed_at is not None:
+        failure["noticed_after_seconds"] = max((noticed_at - failed_at).total_seconds(), 0.0)
+    return failure

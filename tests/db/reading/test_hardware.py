@@ -351,7 +351,7 @@ def test_they_can_be_read_on_a_terminal(told: Callable[..., str]) -> None:
         (("devices", "j80"), "NVIDIA H100"),
         (("devices", "--all"), "GPU-n1-0"),
     ):
-        shown = CliRunner().invoke(app, ["history", *argv, "--ledger", url])
+        shown = CliRunner().invoke(app, ["history", *argv, "--ledger", url], env={"COLUMNS": "80"})
         assert shown.exit_code == 0, shown.exception
         assert words in shown.stdout
         assert max(map(len, shown.stdout.splitlines())) <= 80

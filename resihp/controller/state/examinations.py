@@ -101,6 +101,6 @@ class Inquiry:
     lasting: Lasting | None = None
     """What nobody could be blamed for."""
     healthy_s: float | None = None
+    """What the last iteration would have taken where all is well, as far as that is known."""
     judged: deque[tuple[int, float, float]] = field(default_factory=lambda: deque(maxlen=JUDGED))
     """Iterations of the plan in effect: number, seconds, and what was predicted where all is well."""
-    """What the last iteration would have taken where all is well, as far as that is known."""

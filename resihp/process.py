@@ -160,6 +160,14 @@ def state_letter(pid: int) -> str:
         return "X"
 
 
+def identity(pid: int) -> str:
+    """What no other process of this machine has, while it is not started again: numbers are used again, with the time
+    since boot when it began they are not. Empty when there is no such process."""
+    with suppress(OSError, IndexError), open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
+        return f"{pid}/{stat.read().rpartition(')')[2].split()[19]}"  # starttime of proc(5)
+    return ""
+
+
 def ending(status: int) -> str:
     """How a process ended, in words; `status` as in subprocess."""
     if status >= 0:

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from resihp.errors import JobNotFoundError, ProtocolError
+from resihp.process import identity
 from wrapper import registry
 from wrapper.file_locks import LOCK_NAME, lock_file
 from wrapper.strict_modes import check_above, check_folder, is_own, read_own, read_plain, write_private
@@ -39,18 +40,21 @@ MOST_PROGRESS_BYTES = 64 << 10
 """Of progress.json; ours have some thousand."""
 STARTS_S = 60.0
 """So long a job may have no supervisor that can be seen, at its start."""
+NEVER_BEGAN = "never began"
+"""State of a job that ended before its supervisor was there."""
 SLURM_NAME = re.compile(r"(\d+(?:_\d+)?)(-r\d+)?(-\d+)?")
 """What a job in Slurm is called, and which one that is."""
 
 
 class JobFile(msgspec.Struct, frozen=True, kw_only=True):
-    """job.json. `created_at`: UTC, seconds since 1970."""
+    """job.json. `created_at`: UTC, seconds since 1970. `starter`: identity of the process that made it, on `host`."""
 
     name: str
     host: str
     created_at: float
     journal: str
     ledger: str | None = None
+    starter: str = ""
 
 
 class SupervisorFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -218,10 +222,12 @@ class Job:
         return self.exit_code_file.exists() and self.supervisor() is None
 
     def never_began(self, now_s: float) -> bool:
-        """Whether it was made on this machine a while ago, and nobody leads it or has left a journal."""
+        """Whether it was made on this machine, a while ago or by a process that is gone, and nobody leads it or left a
+        journal."""
         file = self.read()
-        old = file.created_at < now_s - STARTS_S and file.host == socket.gethostname()
-        return old and not self.is_led and not self.journal_file.exists()
+        if file.host != socket.gethostname() or self.is_led or self.journal_file.exists():
+            return False
+        return file.created_at < now_s - STARTS_S or _is_gone(file.starter)
 
     def supervisor(self) -> SupervisorFile | None:
         """Where the supervisor listens; None when none has the job's lock."""
@@ -295,13 +301,14 @@ def _note(job: Job, **figures: Any) -> registry.KnownJob | None:
 
 
 def note_end(job: Job, exit_code: int | None = None) -> registry.KnownJob | None:
-    """Tell the registry how a job ended and how far it came, as its journal has it; of one that never began, which has
-    none, with what it exited. Nothing depends on it, and nothing is raised."""
+    """Tell the registry how a job ended and how far it came, as its journal has it; of one without a journal, with what
+    it exited, or that it never began. Nothing depends on it, and nothing is raised."""
     from resihp.record import journal
 
-    figures: dict[str, Any] = {"state": "failed", "exit_code": exit_code, "ended_at": time.time()}
     with suppress(OSError, ValueError):
-        figures["exit_code"] = int(job.exit_code_file.read_text())
+        exit_code = int(job.exit_code_file.read_text())
+    state = NEVER_BEGAN if exit_code is None else "failed"
+    figures: dict[str, Any] = {"state": state, "exit_code": exit_code, "ended_at": time.time()}
     with suppress(OSError, ProtocolError, JobNotFoundError):
         for record in job.records():
             match record.entry:
@@ -321,6 +328,12 @@ def note_end(job: Job, exit_code: int | None = None) -> registry.KnownJob | None
 def take_lock(job: Job) -> int | None:
     """Become the one who may write the job's journal: a descriptor to keep open, or None if somebody else is."""
     return lock_file(job.folder / LOCK_NAME)
+
+
+def _is_gone(starter: str) -> bool:
+    """Whether the process of this machine has ended; not of one that nothing is known of."""
+    pid = starter.partition("/")[0]
+    return pid.isdecimal() and identity(int(pid)) != starter
 
 
 def _is_locked(job: Job) -> bool:

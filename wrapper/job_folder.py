@@ -25,6 +25,7 @@ from pathlib import Path
 import msgspec
 
 from resihp.errors import JobNotFoundError, ProtocolError, UsageError
+from resihp.process import identity
 from wrapper import registry
 from wrapper.file_locks import LOCK_NAME as LOCK_NAME
 from wrapper.file_locks import NO_LOCKS as NO_LOCKS
@@ -125,7 +126,13 @@ def _furnish(job: Job) -> Job:
     job.logs.mkdir(mode=0o700)
     write_private(job.key_file, os.urandom(KEY_BYTES))
     place = _local_place(job)
-    file = JobFile(name=job.name, host=socket.gethostname(), created_at=time.time(), journal=str(place / "journal"))
+    file = JobFile(
+        name=job.name,
+        host=socket.gethostname(),
+        created_at=time.time(),
+        journal=str(place / "journal"),
+        starter=identity(os.getpid()),
+    )
     write_private(job.folder / "job.json", msgspec.json.encode(file))
     if trouble := registry.save(entry_of(job, file)):
         print(f"resihp: warning: {trouble}; this job is found from {home().parent} alone", file=sys.stderr)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -14,6 +15,7 @@ import pytest
 
 from resihp.record import journal, journal_file
 from resihp.worker import checkpoints
+from tests.integration import jobs as jobs_of_tests
 from tests.integration.jobs import Job, jobs
 from wrapper.launch.preloading import FOR_TESTS
 
@@ -112,6 +114,53 @@ def test_a_signal_while_the_supervisor_still_imports_ends_the_job_as_any_other(
     assert "the supervisor" not in job.stderr, "none died of it"
     assert job.ask("status")["state"] == "cancelled"
     assert job.processes() == []
+
+
+SIGNALLED = """
+import os, signal, sys
+from wrapper import cli
+from wrapper.commands import run
+
+honest = run.create_local_job
+
+def create_local_job():
+    made = honest()
+    os.kill(os.getpid(), signal.Signals[os.environ["COMES"]])
+    return made
+
+run.create_local_job = create_local_job
+cli.main()
+"""
+"""`resihp`, with a signal that comes when there is a job's folder, and nothing else of it yet."""
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)])
+def test_a_signal_before_there_is_a_supervisor_ends_the_job_as_any_other(
+    job: Job, number: signal.Signals, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.environment["COMES"] = number.name
+    job.folder.mkdir()
+    signalled = job.folder / "signalled.py"
+    signalled.write_text(SIGNALLED)
+    monkeypatch.setattr(jobs_of_tests, "RESIHP", [sys.executable, str(signalled)])
+    job.train(**SMALL).wait(60)
+    monkeypatch.undo()
+    assert job.status == status, job.stderr
+    assert "the job is to stop; training has not begun" in job.stderr
+    assert job.ask("status")["state"] == "cancelled"
+    assert job.processes() == []
+
+
+def test_a_terminal_that_is_closed_does_not_stop_a_job_under_nohup(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs_of_tests, "RESIHP", ["nohup", *jobs_of_tests.RESIHP])
+    job.train(iterations=6, **SMALL)
+    monkeypatch.undo()
+    job.until(lambda: committed(job) >= 1)
+    assert job.process is not None
+    job.process.send_signal(signal.SIGHUP)
+    job.wait(60)
+    assert job.status == 0, job.stderr
+    assert list(job.losses()) == list(range(1, 7))
 
 
 def test_who_asks_until_the_end_kills_no_supervisor(job: Job) -> None:

@@ -20,6 +20,7 @@ from resihp.errors import ResihpError, UsageError
 from resihp.faults import Fault
 from resihp.settings import Detection, Settings, Thresholds
 from slurm.client import Slurm
+from wrapper import early_signals
 from wrapper.commands import in_slurm
 from wrapper.commands.in_slurm import InSlurm
 from wrapper.commands.operate.last_words import last_words
@@ -99,7 +100,15 @@ def _end_for_good(options: Options) -> None:
 
 
 def _run(options: Options) -> int:
-    request = prepare(options)
+    checked = check(options)
+    early_signals.note(early_signals.of_command())  # from here on there is a job, which they stop
+    try:
+        return _begin(made(checked, options), options)
+    finally:
+        early_signals.as_before()
+
+
+def _begin(request: RunRequest, options: Options) -> int:
     never_wait_for("stderr")
     settings = request.settings
     of_them = f", {settings.spares} of them spare" if settings.spares else ""
@@ -155,7 +164,11 @@ def prepare(options: Options, slurm: Slurm | None = None) -> RunRequest:
 
     `slurm`: whom to ask in an allocation; the commands on PATH if left out.
     """
-    checked = check(options, slurm)
+    return made(check(options, slurm), options)
+
+
+def made(checked: Checked, options: Options) -> RunRequest:
+    """The job that it is to be, with its folder."""
     configuration, found, of_slurm, shape = (
         checked.configuration,
         checked.allocation,

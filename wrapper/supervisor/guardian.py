@@ -66,6 +66,7 @@ def guard(run_file: Path, command: Command = supervisor_command) -> int:
         if status < 0:
             status = _watch(command(run_file, [*options, "--bury", ending(status)]), inherited)
             status = status if status >= 0 else 1
+    early_signals.as_before()
     if status == DEPOSED:
         status = _await_successor(request)
     elif status != REQUEUE and not request.of_job.exit_code_file.exists():
@@ -78,7 +79,7 @@ def guard(run_file: Path, command: Command = supervisor_command) -> int:
 def _watch(command: Sequence[str], inherited: Sequence[int]) -> int:
     """Run one supervisor, in a process group of its own: Ctrl-C reaches it through us, once."""
     child: subprocess.Popen[bytes] | None = None
-    early: list[int] = []
+    early: list[int] = [*early_signals.noted()]
 
     def forward(number: int, frame: FrameType | None) -> None:
         if child is None:
@@ -86,7 +87,7 @@ def _watch(command: Sequence[str], inherited: Sequence[int]) -> int:
         else:
             child.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
-    previous = {number: signal.signal(number, forward) for number in (*early_signals.SIGNALS, signal.SIGHUP)}
+    previous = {number: signal.signal(number, forward) for number in early_signals.of_command()}
     try:
         with early_signals.held():
             child = subprocess.Popen(

@@ -21,7 +21,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from db.writer import Ledger
-from resihp.errors import JobNotFoundError
+from resihp.errors import JobNotFoundError, LedgerError
 from resihp.record import journal, journal_file
 from slurm.client import JobView
 from slurm.errors import SlurmUnavailableError
@@ -34,6 +34,7 @@ from wrapper.commands.jobs.listing import listed
 from wrapper.commands.jobs.tables import lines
 from wrapper.job_files import entry_of, user_name
 from wrapper.job_folder import Job, create_local_job, create_slurm_job, find_job, note_end, take_lock
+from wrapper.output.ledgers import opened
 from wrapper.sinks.progress_file import ProgressFileWriter
 
 HOST = socket.gethostname()
@@ -207,9 +208,26 @@ def test_a_dead_job_is_ended_and_one_that_never_began_too(fresh_home: Path) -> N
     create_local_job()
     assert {row["job"]: row["state"] for row in rows()} == {
         "local-1": "abnormal",
-        "local-2": "failed",
+        "local-2": "never began",
         "local-3": "starting",
     }
+
+
+@pytest.mark.parametrize("which", ["its process", "that of an earlier boot"])
+def test_a_job_whose_process_ended_before_it_began_is_not_starting(fresh_home: Path, which: str) -> None:
+    if which == "its process":
+        code = "from wrapper.job_folder import create_local_job; create_local_job()"
+        subprocess.run([sys.executable, "-c", code], check=True)
+    else:
+        job = create_local_job()
+        file = msgspec.structs.replace(job.read(), starter=f"{os.getpid()}/1")
+        (job.folder / "job.json").write_bytes(msgspec.json.encode(file))
+    [row] = rows()
+    assert (row["state"], row["exit_code"]) == ("never began", None)
+    assert row["ended_at"] is not None
+    assert "never began" in jobs().stdout
+    with pytest.raises(LedgerError, match="local-1: never began"), opened("local-1", None):
+        pass
 
 
 def test_a_folder_that_is_gone_is_said_and_dropped_after_a_month(fresh_home: Path, own_registry: Path) -> None:

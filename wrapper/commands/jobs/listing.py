@@ -24,7 +24,7 @@ import msgspec
 
 from resihp.errors import JobNotFoundError, ResihpError
 from wrapper import registry
-from wrapper.job_files import STARTS_S, entry_of, home
+from wrapper.job_files import NEVER_BEGAN, STARTS_S, entry_of, home
 from wrapper.job_folder import Job, all_jobs, finish_dead_job, is_there, job_of, note_end
 from wrapper.registry import QUEUED, KnownJob
 
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 Say = Callable[[str], None]
 
-NEVER_BEGAN = "never began"
-"""Of a job that was submitted, and ended before its supervisor was there."""
 NOT_SEEN = "not seen from here"
 """Of a folder that another host made."""
 NOT_TOLD = "unknown"

@@ -52,6 +52,9 @@ class GrowingFiles:
     def __contains__(self, path: Path) -> bool:
         return path in self._read
 
+    def __len__(self) -> int:
+        return len(self._read)
+
     def begin(self, path: Path, at: int) -> None:
         """From byte `at` on."""
         self._read[path] = at

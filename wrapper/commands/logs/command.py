@@ -2,7 +2,7 @@
 
 Reads files in the job's folder, where agents bring what their processes print about once a second; never speaks to the
 job. What the supervisor printed is in its log and, where the job's host has died, in the log of the agent whose node
-leads since then.
+leads since then. Whose log is not there yet is waited for by `-f`, unless the job cannot have it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
+import msgspec
 import typer
 
 from resihp.errors import ResihpError, UsageError
 from wrapper.output.answers import SCHEMA, JobArgument, JsonOption, message, to_json
 from wrapper.output.tail import GrowingFiles, last_lines
+from wrapper.strict_modes import read_plain
 
 if TYPE_CHECKING:
     from wrapper.job_folder import Job
@@ -46,7 +48,8 @@ class Whose(NamedTuple):
         if self.supervisor:
             return "the supervisor"
         of_rank = "" if self.rank is None else f"rank {self.rank}"
-        return " on ".join(part for part in (of_rank, f"node {self.node}" if self.node else "") if part)
+        parts = [part for part in (of_rank, f"node {self.node}" if self.node else "") if part]
+        return " on ".join(parts) or "its processes"
 
 
 class _Look(NamedTuple):
@@ -87,7 +90,11 @@ def logs(
     found, wanted = find_job(job), Whose(rank, node, supervisor)
     paths = files_of(found, wanted)
     if not paths:
-        raise UsageError(_nothing(found, wanted))
+        if not follow or found.is_over or found.never_began(time.time()):
+            raise UsageError(f"job {found.name}: {_nothing(found, wanted)}")
+        if why_not := _cannot_come(found, wanted):
+            raise UsageError(f"job {found.name}: {why_not}{_instead(found)}")
+        message(f"job {found.name}: waiting for {wanted} to start{_instead(found)}")
     looked = {path: _look(path) for path in paths}
     written = [path for path in paths if looked[path].size] or paths[:1]
     shown = sorted(written, key=lambda path: looked[path].written_at)[-MOST_FILES:]
@@ -144,16 +151,52 @@ def _leaders(job: Job) -> set[str]:
     return set()
 
 
+class _Most(msgspec.Struct, frozen=True):
+    """Of a job's settings, what tells which ranks and nodes it may have at most."""
+
+    nodes: int
+    gpus_per_node: int
+    node_names: tuple[str, ...] = ()
+    come_backs: int = 3
+    replacements: int = 0
+
+
+class _Asked(msgspec.Struct, frozen=True):
+    settings: _Most
+
+
+def _cannot_come(job: Job, wanted: Whose) -> str:
+    """Why no such process can start any more; empty if one may. Each that comes back has a rank of its own, as those of
+    nodes that come instead of others have."""
+    try:
+        most = msgspec.json.decode(read_plain(job.run_file), type=_Asked).settings
+    except (OSError, UnicodeError, RecursionError, msgspec.DecodeError):
+        return ""  # it is just being written, or by an older version
+    ranks = (most.nodes + most.replacements) * most.gpus_per_node * (1 + most.come_backs)
+    if wanted.rank is not None and wanted.rank >= ranks:
+        return f"there will be no rank {wanted.rank}, they are 0 to {ranks - 1} at most"
+    if wanted.node is not None and most.node_names and not most.replacements and wanted.node not in most.node_names:
+        return f"there will be no node {wanted.node}, it is none of the job's {len(most.node_names)}"
+    return ""
+
+
 def _nothing(job: Job, wanted: Whose) -> str:
-    """Whose logs there are instead."""
+    """What is missing, and whose logs there are instead."""
+    if not (instead := _instead(job)):
+        return f"no log of {wanted} in {job.logs}, its workers have not begun; resihp status {job.name} tells more"
+    return f"no log of {wanted} in {job.logs}{instead}"
+
+
+def _instead(job: Job) -> str:
+    """Whose logs there are; empty where no node has any."""
     there = files_of(job, Whose())
     ranks = sorted({int(of[1]) for path in there if (of := _OF_RANK.search(path.name))})
     nodes = sorted({path.name.partition(".")[0] for path in there} - {"supervisor", "forkserver"})
-    if not there:
-        return f"job {job.name}: no logs in {job.logs}, its workers have not begun; resihp status {job.name} tells more"
+    if not nodes:
+        return ""
     some = ", ".join(nodes[:8]) + (f" and {len(nodes) - 8} more" if len(nodes) > 8 else "")
     of_ranks = f"ranks {ranks[0]} to {ranks[-1]}" if ranks else "no rank"
-    return f"job {job.name}: no log of {wanted} in {job.logs}; there are {of_ranks}, nodes {some}"
+    return f"; there are {of_ranks}, nodes {some}"
 
 
 def _follow(job: Job, wanted: Whose, growing: GrowingFiles, many: bool) -> None:
@@ -161,17 +204,19 @@ def _follow(job: Job, wanted: Whose, growing: GrowingFiles, many: bool) -> None:
     find_at, gone_at = time.monotonic() + FIND_EVERY_S, None
     while True:
         over, gone = job.is_over, job.supervisor() is None
-        if time.monotonic() >= find_at or over:
+        if time.monotonic() >= find_at or over or not growing:
             find_at = time.monotonic() + FIND_EVERY_S
             for path in files_of(job, wanted):
                 if path not in growing:
+                    many = many or bool(growing)
                     growing.begin(path, 0)
-                    many = True
         for path, line in growing.new():
             _print(path, line, many)
         if over:
             for path, line in growing.rest():
                 _print(path, line, many)
+            if not growing:
+                raise UsageError(f"job {job.name}: has ended: {_nothing(job, wanted)}")
             message(f"job {job.name}: has ended; resihp status {job.name} tells how")
             return
         gone_at = (gone_at or time.monotonic()) if gone else None

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
+from resihp.settings import Settings
 from wrapper.cli import app
 from wrapper.commands.logs import command
 from wrapper.exit_codes import exit_code_of
@@ -120,6 +125,73 @@ def test_what_comes_is_followed_until_the_job_ends(job: Job, monkeypatch: pytest
         "n2.rank3| and an end",
     ]
     assert "job local-1: has ended; resihp status local-1 tells how" in result.stderr
+
+
+def begins(monkeypatch: pytest.MonkeyPatch, does: Callable[[Job, int], bool]) -> None:
+    """What a job does until it is over, look by look."""
+    monkeypatch.setattr(command, "LOOK_EVERY_S", 0.0)
+    looks = itertools.count(1)
+    monkeypatch.setattr(Job, "is_over", property(lambda of: does(of, next(looks))))
+
+
+def test_a_rank_that_has_not_started_is_waited_for(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    def does(of: Job, look: int) -> bool:
+        if look == 4:
+            (of.logs / "n3.rank5.log").write_text("hello\n")
+        return look == 7
+
+    begins(monkeypatch, does)
+    result = run("--rank", "5", "-f", "-n", "0")
+    assert result.stdout == "hello\n"
+    assert "job local-1: waiting for rank 5 to start; there are ranks 0 to 3, nodes n1, n2" in result.stderr
+    assert "job local-1: has ended; resihp status local-1 tells how" in result.stderr
+
+
+def test_a_job_that_has_just_been_made_is_waited_for(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in job.logs.iterdir():
+        path.unlink()
+
+    def does(of: Job, look: int) -> bool:
+        if look == 3:
+            (of.logs / "n1.rank0.log").write_text("hello\n")
+        if look == 5:
+            (of.logs / "n1.rank1.log").write_text("hello too\n")
+        return look == 7
+
+    begins(monkeypatch, does)
+    result = run("-f")
+    assert result.stdout == "hello\nn1.rank1| hello too\n"
+    assert "job local-1: waiting for its processes to start\n" in result.stderr
+
+
+def test_a_rank_that_never_comes_is_an_error(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    begins(monkeypatch, lambda of, look: look >= 4)
+    words = "job local-1: has ended: no log of rank 5 in .*; there are ranks 0 to 3"
+    assert re.search(words, refused("--rank", "5", "-f"))
+    assert re.search("job local-1: no log of rank 5 in", refused("--rank", "5", "-f")), "it has ended before"
+
+
+@pytest.mark.parametrize(
+    ("argv", "comes"),
+    [
+        (("--rank", "11"), True),
+        (("--rank", "12"), False),
+        (("--rank", "11", "--node", "n3"), True),
+        (("--node", "n2"), True),
+        (("--node", "n3"), False),
+    ],
+)
+def test_a_rank_or_node_that_the_job_cannot_have_is_an_error_at_once(
+    job: Job, monkeypatch: pytest.MonkeyPatch, argv: tuple[str, ...], comes: bool
+) -> None:
+    """Two nodes of a device, on which four processes may be in turn; where a rank is named, one more node may come."""
+    of_job: dict[str, Any] = {"node_names": ("n1", "n2"), "come_backs": 3, "replacements": int("--rank" in argv)}
+    settings = Settings(job=job.name, nodes=2, gpus_per_node=1, tp=1, pp=1, **of_job)
+    job.run_file.write_bytes(msgspec.json.encode({"folder": str(job.folder), "settings": settings}))
+    for path in job.logs.iterdir():
+        path.unlink()
+    begins(monkeypatch, lambda of, look: look >= 4)
+    assert ("has ended: " if comes else f"there will be no {argv[0][2:]} {argv[1]}, ") in refused(*argv, "-f")
 
 
 def test_a_job_without_a_supervisor_is_not_followed_for_ever(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

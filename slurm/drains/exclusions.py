@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -65,6 +65,18 @@ def clusters(home: Path) -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in (home / "exclusions").glob("[!.]*.json")))
 
 
+def avoided(items: Collection[Exclusion], slurm: Slurm) -> tuple[str, ...]:
+    """Their names, as far as a submission may leave them out: it refuses those that Slurm does not know. Raises
+    SlurmError.
+
+    Of a cloud's nodes the names are used again: what a job found ends with the instance. One that is powered down has
+    its flag, or is not listed at all (22.05). One that was up again before anybody looked is left out still.
+    """
+    views = slurm.nodes(sorted({item.node for item in items})) if items else {}
+    found = (item.node for item in items if item.node in views and not (item.job_id and views[item.node].instance_gone))
+    return tuple(sorted(set(found)))
+
+
 class Exclusions:
     """The list of one cluster, under `home` (RESIHP_HOME). Read anew each time: other jobs change it, too."""
 
@@ -77,15 +89,8 @@ class Exclusions:
         return tuple(item for item in self.known() if item.expires_at > now)
 
     def to_avoid(self, slurm: Slurm, now: float) -> tuple[str, ...]:
-        """Names to leave out of a submission, which refuses those that Slurm does not know. Raises SlurmError.
-
-        Of a cloud's nodes the names are used again: what a job found ends with the instance. One that is powered down
-        has its flag, or is not listed at all (22.05). One that was up again before anybody looked is left out still.
-        """
-        items = self.current(now)
-        views = slurm.nodes([item.node for item in items]) if items else {}
-        gone = {item.node for item in items if item.job_id and item.node in views and views[item.node].instance_gone}
-        return tuple(item.node for item in items if item.node in views and item.node not in gone)
+        """Names to leave out of a submission: see `avoided`. Raises SlurmError."""
+        return avoided(self.current(now), slurm)
 
     def known(self) -> tuple[Exclusion, ...]:
         """All that was ever excluded, by name, also what has expired or was taken back (at 0)."""

@@ -18,10 +18,10 @@ from resihp.record.describe import size
 from resihp.record.journal import ModelDeclared
 from resihp.scheduler.cost import device_memory, memory
 from resihp.scheduler.planner import first_plan
-from wrapper.commands.node.lists import known, lists
 from wrapper.commands.run import Checked
 from wrapper.config.run_spec import load
 from wrapper.job_folder import all_jobs
+from wrapper.slurm_tasks.exclusion_lists import known, lists
 
 LOOKED_AT = 20
 """Jobs of this home, the newest, in which the same command is looked for."""

@@ -18,12 +18,12 @@ from slurm import releases
 from slurm.client import Slurm
 from slurm.errors import SlurmError
 from wrapper.commands import earlier_runs
-from wrapper.commands.node.lists import given_all_the_same
 from wrapper.config.run_spec import SlurmRequest
 from wrapper.config.schema import Configuration
 from wrapper.launch import allocation, batch_script, interfaces
 from wrapper.launch.allocation import Allocation
 from wrapper.slurm_tasks import chain
+from wrapper.slurm_tasks.exclusion_lists import given_all_the_same
 
 
 class InSlurm(NamedTuple):

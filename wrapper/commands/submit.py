@@ -22,7 +22,6 @@ from slurm import releases, render
 from slurm.client import Slurm
 from slurm.errors import SlurmError, SlurmRefusedError, SlurmUnavailableError, SlurmUsageError
 from wrapper import registry
-from wrapper.commands.node.lists import lists
 from wrapper.config import container
 from wrapper.config.program import resolve
 from wrapper.config.schema import Configuration, read
@@ -30,6 +29,7 @@ from wrapper.config.shape import check_layout
 from wrapper.job_files import user_name
 from wrapper.job_folder import close_home, home, write_private
 from wrapper.sinks.fanout import asked
+from wrapper.slurm_tasks.exclusion_lists import to_avoid
 from wrapper.strict_modes import check_folder
 
 MENDED = (
@@ -188,8 +188,7 @@ def _keep(configuration: Configuration, job_file: Path, chain: int) -> Path:
 def _left_out(client: Slurm, configuration: Configuration, notice: Callable[[str], None]) -> tuple[str, ...]:
     """An option that keeps out what our jobs avoid for now, beside what the job file itself leaves out."""
     try:
-        now = time.time()
-        known = sorted({node for each in lists(client.cluster()) for node in each.to_avoid(client, now)})
+        known = to_avoid(client, client.cluster(), time.time())
     except SlurmError as error:
         notice(f"{error}; whether nodes are to be avoided is not known")
         return ()

@@ -61,7 +61,7 @@ class SlurmDesk:
         slurm = slurm or Polite(CommandLine())
         exclusions = Exclusions(request.of_job.folder.parent.parent, request.slurm.cluster)
         self._own_job = OwnJob(request.slurm.job_id, slurm, clock, now)
-        self._replacements = Replacements(request, slurm, self._own_job, exclusions, submit, now)
+        self._replacements = Replacements(request, slurm, self._own_job, submit, now)
         self._nodes = Nodes(request, slurm, self._replacements, exclusions, now)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="slurm")
         self._agenda = Agenda(clock)

@@ -19,12 +19,12 @@ import msgspec
 from resihp.controller import interface as api
 from slurm import replacement
 from slurm.client import JobRequest, JobView
-from slurm.drains.exclusions import Exclusions
 from slurm.errors import SlurmError, SlurmRefusedError, SlurmUnavailableError
 from slurm.rate_limited import Polite
 from slurm.replacement import ReplacementJob
 from wrapper.config.run_spec import RunRequest
 from wrapper.slurm_tasks.agenda import Done, pause_of
+from wrapper.slurm_tasks.exclusion_lists import to_avoid
 from wrapper.slurm_tasks.own_job import RETRY_PAUSES_S, OwnJob
 
 REQUEST_PAUSES_S = (*(5.0,) * 12, 15.0)
@@ -68,17 +68,15 @@ class Replacements:
         request: RunRequest,
         slurm: Polite,
         own_job: OwnJob,
-        exclusions: Exclusions,
         submit: Submit,
         now: Callable[[], float],
     ) -> None:
-        """`exclusions`: nodes that our jobs stay away from. `now`: UTC in seconds since 1970."""
+        """`now`: UTC in seconds since 1970."""
         assert request.slurm is not None
         self._request = request
         self._main = request.slurm
         self._slurm = slurm
         self._own_job = own_job
-        self._exclusions = exclusions
         self._submit = submit
         self._now = now
         self._folder = request.of_job.folder / "replacements"
@@ -223,7 +221,8 @@ class Replacements:
     def _excluded(self, known: tuple[str, ...]) -> tuple[str, ...]:
         """What else our jobs stay away from on this cluster."""
         try:
-            return tuple(name for name in self._exclusions.to_avoid(self._slurm, self._now()) if name not in known)
+            found = to_avoid(self._slurm, self._main.cluster, self._now(), self._request.of_job.home)
+            return tuple(name for name in found if name not in known)
         except SlurmError as error:
             _log.info("excluded nodes: %s", error)
             return ()

@@ -21,10 +21,10 @@ from slurm.errors import SlurmRefusedError
 from tests.slurm.fake_slurm import FakeSlurm
 from wrapper.cli import app
 from wrapper.commands.node import command as node_commands
-from wrapper.commands.node.lists import given_all_the_same
 from wrapper.commands.submit import submit
 from wrapper.job_files import JobFile
 from wrapper.job_folder import create_slurm_job, home, write_private
+from wrapper.slurm_tasks.exclusion_lists import given_all_the_same
 
 ME = pwd.getpwuid(os.getuid()).pw_name
 
@@ -263,7 +263,7 @@ def test_undrain_of_what_the_hook_drained_asks_the_hook(slurm: FakeSlurm, tmp_pa
     ]
 
 
-def test_exclude_and_list(slurm: FakeSlurm) -> None:
+def test_exclude_and_list(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     run("exclude", "n2", "--reason", "slow link", "--for", "1h")
     slurm.set_node("n2", flags=frozenset({"drain"}), reason=f"{PREFIX}slow link", reason_by="root")
     run("exclude", "n4")
@@ -282,6 +282,7 @@ def test_exclude_and_list(slurm: FakeSlurm) -> None:
     }
     assert second["node"] == "n4"
     assert second["drained_by_us"] is False
+    monkeypatch.setenv("COLUMNS", "80")  # else as wide as it takes, where nobody looks at a terminal
     result = run("list")
     assert result.exit_code == 0
     assert "n2" in result.stdout

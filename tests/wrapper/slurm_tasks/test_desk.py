@@ -22,6 +22,7 @@ from slurm.rate_limited import Polite
 from slurm.replacement import ReplacementJob
 from tests.slurm.fake_slurm import FakeSlurm
 from tests.wrapper.run_requests import run_request
+from wrapper import registry
 from wrapper.config.run_spec import Program, SlurmRequest
 from wrapper.slurm_tasks import desk as slurm_desk
 from wrapper.slurm_tasks.desk import SlurmDesk
@@ -576,6 +577,29 @@ def test_nodes_that_our_jobs_stay_away_from_are_left_out_as_far_as_slurm_knows_t
         exclusions.add(node, "bad", until)
     desk.ask()
     assert desk.submitted[0].exclude == (*NODES, "n5")
+
+
+def test_what_is_kept_out_of_any_folders_jobs_is_so_of_replacements(desk: Desk, tmp_path: Path) -> None:
+    """What jobs of another folder found, and what `resihp node exclude` was told there."""
+    place, other = registry.place(), tmp_path / "other"
+    assert place is not None
+    folder = str(other / "jobs" / "5")
+    registry.save(registry.KnownJob(name="5", folder=folder, host="h", user="u", began_at=1.0, slurm_job="5"))
+    for root, node in ((other, "n5"), (place.parent, "n6")):
+        Exclusions(root, "fake").add(node, "bad", 2e9)
+    desk.ask()
+    assert desk.submitted[0].exclude == (*NODES, "n5", "n6")
+
+
+def test_lists_that_do_not_answer_hold_up_no_replacement(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Exclusions(desk.home, "fake").add("n5", "bad", 2e9)
+    monkeypatch.setattr(registry, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(registry, "entries", lambda: threading.Event().wait(60))
+    desk.ask()
+    assert desk.submitted[0].exclude == (*NODES, "n5")
+    assert f"no answer for 0 s; only those of {desk.home} are heeded" in caplog.text
 
 
 def test_a_request_is_followed_until_its_job_has_ended(desk: Desk) -> None:

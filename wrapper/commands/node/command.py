@@ -104,8 +104,8 @@ def undrain(node: NodeArgument, job: JobOption = None, spool: SpoolOption = None
     """
     from slurm.drains.drain import descend
     from slurm.errors import SlurmRefusedError
-    from wrapper.commands.node.lists import own
     from wrapper.launch.allocation import job_id as own_job
+    from wrapper.slurm_tasks.exclusion_lists import own
 
     slurm = connect()
     exclusions = _exclusions(slurm, home_of(job)) if job else _list_with(slurm, node)
@@ -167,7 +167,7 @@ def exclude(
     """Keep a node out of your own jobs, of any folder, without draining it for others."""
     from slurm.client import PREFIX, sanitised
     from slurm.parse import is_node
-    from wrapper.commands.node import lists
+    from wrapper.slurm_tasks import exclusion_lists as lists
 
     if not is_node(node):
         raise UsageError(f"node {node[:80]!a}: no node has such a name; try: sinfo -N")
@@ -196,7 +196,7 @@ def show(as_json: JsonOption = False) -> None:
     What resihp has drained for all users: sinfo -R | grep resihp:
     """
     from slurm.errors import SlurmError
-    from wrapper.commands.node import lists
+    from wrapper.slurm_tasks import exclusion_lists as lists
 
     slurm = connect()
     views: Slurm | None = slurm
@@ -294,7 +294,7 @@ def _rows(cluster: str, slurm: Slurm | None) -> list[dict[str, Any]]:
     """Nodes that are kept out, and those that were and that Slurm still has drained with our reason."""
     from slurm.client import PREFIX
     from slurm.errors import SlurmError
-    from wrapper.commands.node import lists
+    from wrapper.slurm_tasks import exclusion_lists as lists
 
     known = lists.known(lists.lists(cluster))
     views = {}

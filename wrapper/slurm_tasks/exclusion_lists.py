@@ -2,17 +2,22 @@
 
 Each of his homes has one, where its jobs write down what they found; his own has what `resihp node exclude` was told,
 beside his registry of jobs, since nobody thinks of a folder then. What is submitted heeds all of them. Used by
-`resihp node`, `resihp submit`, and `resihp run`, which tells of nodes that it has been given all the same.
+`resihp node`, `resihp submit`, a job's requests for replacements, and `resihp run`, which tells of nodes that it has
+been given all the same.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from slurm.drains.exclusions import Exclusion, Exclusions, clusters
+from slurm.client import Slurm
+from slurm.drains.exclusions import Exclusion, Exclusions, avoided, clusters
 from wrapper import registry
 from wrapper.job_folder import home
+
+_log = logging.getLogger("slurm")
 
 
 def own(cluster: str) -> Exclusions | None:
@@ -21,9 +26,25 @@ def own(cluster: str) -> Exclusions | None:
     return None if place is None else Exclusions(place.parent, cluster)
 
 
-def lists(cluster: str) -> list[Exclusions]:
-    """This home's, the user's own, and those of his other homes, as far as these are there."""
-    return [found for root in _roots() if (found := Exclusions(root, cluster)).path.exists()]
+def lists(cluster: str, here: Path | None = None) -> list[Exclusions]:
+    """This home's, or that of the home named, the user's own, and those of his other homes, as far as these are
+    there."""
+    return [found for root in _roots(here) if (found := Exclusions(root, cluster)).path.exists()]
+
+
+def to_avoid(slurm: Slurm, cluster: str, now: float, here: Path | None = None) -> tuple[str, ...]:
+    """Names of nodes to leave out of a submission from this home, or from the one named. Where others do not answer
+    soon, their lists are not heeded, with a warning. Raises SlurmError."""
+    found: list[Exclusion] = []
+
+    def look() -> None:
+        found.extend(item for each in lists(cluster, here) for item in each.current(now))
+
+    items: Iterable[Exclusion] = found
+    if trouble := registry.promptly(look, "lists of excluded nodes"):
+        _log.warning("%s; only those of %s are heeded", trouble, here or home())
+        items = Exclusions(here or home(), cluster).current(now)
+    return avoided(list(items), slurm)
 
 
 def known_clusters() -> list[str]:
@@ -42,8 +63,8 @@ def known(of: Iterable[Exclusions]) -> list[Exclusion]:
 
 
 def exclude(cluster: str, node: str, reason: str, until: float, now: float) -> Exclusion:
-    """Keep a node out of all of the user's jobs; this home's list has it as well, for replacements that jobs which run
-    already ask for. Raises ExclusionError."""
+    """Keep a node out of all of the user's jobs; this home's list has it as well, for jobs of an older version that run
+    already. Raises ExclusionError."""
     here, mine = Exclusions(home(), cluster), own(cluster)
     places = [each for each in (mine, here) if each is not None and (each is mine or home().is_dir())] or [here]
     return max((each.add(node, reason, until, now=now) for each in places), key=lambda added: added.expires_at)
@@ -66,7 +87,7 @@ def given_all_the_same(cluster: str, nodes: Collection[str], now: float) -> list
     return list(found)
 
 
-def _roots() -> list[Path]:
+def _roots(here: Path | None = None) -> list[Path]:
     place = registry.place()
     homes = [Path(entry.home) for entry in registry.entries()[0] if entry.slurm_job]
-    return list(dict.fromkeys([home(), *([place.parent] if place else []), *homes]))
+    return list(dict.fromkeys([here or home(), *([place.parent] if place else []), *homes]))

@@ -264,12 +264,13 @@ def explain_nodes(job: Job) -> None:
 
 def explain_early(job: Job) -> None:
     """What was lost before the first plan becomes failures: of nodes, with what died there before; of processes and
-    devices. All of it is on record, so that another supervisor comes to the same."""
+    devices. All of it is on record, so that another supervisor comes to the same. Who exits with status 0 is done,
+    unless somebody has said what they train."""
     alone = job.has_declared
     for rank, exit in list(job.record.unexplained.items()):  # as they ended: the first that tells a cause has it
         if rank in job.record.refused:
             never_started(job, rank, job.record.refused[rank])
-        elif exit is not None:
+        elif exit is not None and (exit or alone):
             incident(job, job.members[rank], exit, alone=alone)
     explain_nodes(job)
     incidents.log_incidents(job)

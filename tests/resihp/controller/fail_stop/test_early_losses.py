@@ -270,6 +270,52 @@ def test_a_plain_program_ends_with_its_first_failure() -> None:
     assert reason == "rank 2 (n2 device 0): killed by signal 9 (SIGKILL); its log, n2.rank2.log, tells more"
 
 
+@pytest.mark.parametrize("declares", [True, False], ids=["script", "command"])
+@pytest.mark.parametrize("how", ["killed", "raised", "exited", "node"])
+def test_a_rank_of_a_plain_program_that_is_done_is_no_failure(how: str, declares: bool) -> None:
+    """Its ranks never meet: the first is done before another one fails."""
+    job = gathered(declares=declares)
+    job.spawn(0, 1, 2, 3)
+    ends(job, 0, status=0)
+    if how == "node":
+        job.feed(api.AgentLost(node="n1", reason="its agent is gone", how="agent"))
+    else:
+        ends(job, 2, "ValueError: bad shard" if how == "raised" else "", status=-9 if how == "killed" else 3)
+    for rank in (1, 3) if how != "node" else (2, 3):
+        ends(job, rank, status=0)
+    assert job.end is not None
+    (failure,) = job.all(FailureFound)
+    assert failure.ranks == ((1,) if how == "node" else (2,))
+    assert failure.node == (None if how == "raised" else "n1" if how == "node" else "n2")
+
+
+def test_nor_is_it_under_a_new_supervisor() -> None:
+    before = gathered()
+    before.spawn(0, 1, 2, 3)
+    ends(before, 0, status=0)
+    job = Start(controller=Controller.recover(before.settings, before.journal), **FOUR)
+    alive = tuple(m.RunningWorker(rank=rank, device=rank % 2, pid=0, steps=(), said=()) for rank in (1, 2, 3))
+    for name, devices in (("n1", alive[:1]), ("n2", alive[1:])):
+        inventory = m.Inventory(workers=devices, ended=((0, 0),) if name == "n1" else (), epoch=0)
+        job.feed(api.AgentJoined(node=name, host=name, devices=2, inventory=inventory))
+    ends(job, 2, status=-9)
+    for rank in (1, 3):
+        ends(job, rank, status=0)
+    assert job.end == (1, "rank 2 (n2 device 0): killed by signal 9 (SIGKILL); its log, n2.rank2.log, tells more")
+    assert [failure.ranks for failure in job.all(FailureFound)] == [(2,)]
+
+
+def test_who_exits_with_status_0_while_others_say_what_they_train_is_lost() -> None:
+    job = gathered()
+    job.spawn(0)
+    ends(job, 0, status=0)
+    job.train(1, 2, 3)
+    assert job.planned == [(1, 2, 3)]
+    assert [(failure.cause, failure.ranks) for failure in job.all(FailureFound)] == [
+        ("rank 0 exited with status 0", (0,))
+    ]
+
+
 # --- who comes later ------------------------------------------------------------------------------------------------
 
 

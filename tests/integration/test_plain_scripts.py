@@ -19,7 +19,7 @@ pytest.importorskip("torch")
 
 SCRIPT = '''\
 """Data parallelism as torch has it."""
-import json, os, signal, sys, time
+import json, os, signal, sys, time, urllib.request
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -44,6 +44,8 @@ for step in range(1, 9 if how == "well" else 10_000):
             raise ValueError("no such token: 17")
         if how == "exit":
             os._exit(3)
+        if how == "refused":
+            urllib.request.urlopen("http://127.0.0.1:1/graphql")
         os.kill(os.getpid(), signal.SIGKILL)
     optimizer.zero_grad()
     model(torch.randn(4, 8)).pow(2).mean().backward()
@@ -56,6 +58,7 @@ NOT_RESTARTED = (
     'submit it again, or have it survive: docs/interface.md, "Scripts that do not use resihp"'
 )
 ERROR = "ValueError: no such token: 17"
+REFUSED = "URLError: <urlopen error [Errno 111] Connection refused>"
 LOG = "; its log, n2.rank3.log, tells more"
 THEN = "; ([23] others then lost their|another then lost its) peer"
 """On a busy machine not all have noticed within three seconds."""
@@ -115,6 +118,7 @@ def test_it_runs_as_under_torchrun_and_its_first_rank_is_heard(job: Job, nodes: 
         ("kill", f"killed by signal 9 (SIGKILL){LOG}", "killed by signal 9 (SIGKILL)", "fail-stop"),
         ("exit", f"exited with status 3{LOG}", "exited with status 3", "fail-stop"),
         ("raise", f"{ERROR}; other ranks did not raise it", f"raised {ERROR}", "program"),
+        ("refused", f"{REFUSED}; other ranks did not raise it", f"raised {REFUSED}", "program"),
     ],
 )
 def test_the_first_rank_that_fails_is_the_failure_and_its_peers_follow(
@@ -123,20 +127,22 @@ def test_the_first_rank_that_fails_is_the_failure_and_its_peers_follow(
     run(job, how, bad=3)
     assert job.status == 1, job.stderr
     told = messages(job)
+    raises = kind == "program"
     place = "rank 3 (n2 device 1)"
     log = log_of(job, 3)
     where = f"resihp: job local-1: log of rank 3: {log}"
-    last = [where] if how == "raise" else [f"{where}; it ends with", "    rank 3 of 4"]
+    last = [where] if raises else [f"{where}; it ends with", "    rank 3 of 4"]
     assert told[-3 - len(last) : -1 - len(last)] == [f"failure 1: {place} {cause}", NOT_RESTARTED]
     assert re.fullmatch(re.escape(f"{place}: {said}") + THEN, told[-1 - len(last)])
     assert told[-len(last) :] == last
     assert "before training began" not in job.stderr
-    if how == "raise":
-        assert any(line.strip() == 'raise ValueError("no such token: 17")' for line in told), "its traceback"
+    if raises:
+        line = 'raise ValueError("no such token: 17")' if how == "raise" else "raise URLError(err)"
+        assert line in [line.strip() for line in told], "its traceback"
     (failure,) = job.history("failures")
     assert 3 in failure["ranks"], "with those of its peers that had ended by then"
     assert failure["kind"] == kind
-    if how == "raise":
+    if raises:
         assert failure["cause"] == f"{place} {cause}"
         assert (failure["node"], failure["component"]) == (None, "script"), "no node is to blame"
     else:

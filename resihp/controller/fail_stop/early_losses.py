@@ -13,6 +13,7 @@ event, `judge` by the `watchdog`.
 
 from __future__ import annotations
 
+import math
 import signal as signals
 
 from resihp.controller import interface as api
@@ -198,10 +199,18 @@ def _ends_alike(job: Job, nodes: set[str]) -> bool:
 
 
 def _followers(job: Job) -> set[int]:
-    """Ranks that failed for the end of another one, where there is one that did not, or may be."""
+    """Ranks that failed for the end of another one, where there is one that did not, or may be. A connection that was
+    refused may have been one to a rank that had failed by then."""
     failed = _all_failed(job)
-    followers = {rank for rank in failed if rank in job.members and job.members[rank].lost_a_peer}
-    return followers if followers < failed or job.record.suspects_silent or _lacks_nodes(job) else set()
+    known = [job.members[rank] for rank in failed if rank in job.members]
+    elsewhere = bool(job.record.suspects_silent) or _lacks_nodes(job)
+    causes = [root_causes.may_follow_from(member) for member in known if member.follows in ("", "never")]
+    since = -math.inf if elsewhere or len(known) < len(failed) else min(causes, default=math.inf)
+    followers = {member.rank for member in known if member.follows == "surely"}
+    for member in known:
+        if member.follows == "perhaps" and member.failed_at is not None and member.failed_at >= since:
+            followers.add(member.rank)
+    return followers if followers < failed or elsewhere else set()
 
 
 def _all_failed(job: Job) -> set[int]:
@@ -275,9 +284,9 @@ def _failed(job: Job) -> list[int]:
 
 
 def _end_for(job: Job, failed: list[int]) -> None:
-    """Whatever these ranks failed of is told by the first of them whose end is not another's doing."""
-    followers, in_order = _followers(job), {rank: at for at, rank in enumerate(job.record.unexplained)}
-    causes = sorted(set(failed) - followers, key=in_order.__getitem__)
+    """Whatever these ranks failed of is told by the first of all whose end is not another's doing."""
+    followers = _followers(job)
+    causes = _in_order(job, _all_failed(job) - followers)
     rank = causes[0] if causes else failed[0]
     place = job.record.placements[rank]
     where = f"rank {rank} ({place.node} device {place.device})"
@@ -291,8 +300,8 @@ def _end_for(job: Job, failed: list[int]) -> None:
         told = member.unwilling
     else:
         how = member.fenced or failures.ending(job.record.unexplained[rank] or 0)
-        if member.lost_a_peer:
-            how = root_causes.own_words(job, member).removeprefix(f"rank {rank}: ")
+        if member.follows in ("perhaps", "surely"):
+            how = root_causes.own_words(job, member).removeprefix(f"rank {rank}").lstrip(": ")
         told = f"{how}{failures.early(job)}; its log, {place.node}.rank{rank}.log, tells more"
     if len(causes) > 1:
         told += f"; {len(causes) - 1} more failed"
@@ -305,6 +314,18 @@ def _end_for(job: Job, failed: list[int]) -> None:
     if plain:
         job.say("notice", incidents.NOT_RESTARTED)
     incidents.end(job, 1, f"{where}: {told}")
+
+
+def _in_order(job: Job, ranks: set[int]) -> list[int]:
+    """As they failed, as far as that is known, then as they ended."""
+    ended = {rank: at for at, rank in enumerate(job.record.unexplained)}
+
+    def order(rank: int) -> tuple[float, int]:
+        member = job.members.get(rank)
+        at = member.failed_at if member is not None else None
+        return -math.inf if at is None else at, ended.get(rank, len(ended))
+
+    return sorted(ranks, key=order)
 
 
 def _too_few(job: Job, what: str) -> None:

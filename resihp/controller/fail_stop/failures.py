@@ -28,7 +28,7 @@ def exited(job: Job, event: api.WorkerExited) -> None:
         return
     job.nodes[member.node].last_beat = job.now  # its agent tells of it
     member.exit_status, member.clues = event.status, event.clues
-    member.lost_a_peer = root_causes.lost_a_peer(job, member)
+    root_causes.note_failed(job, member)
     incidents.bury(job, member, event.status)
     if job.stage == "halting":
         told = f"{job.where(member.rank)}: {ending(event.status)} after training was done"
@@ -57,12 +57,12 @@ def exited_early(job: Job, member: Member, status: int) -> None:
         return
     job.start.early_at = job.now
     if member.fenced is None and member.raised is None and job.departure is None:
-        _tell_early(job, member, ending(status), always=status < 0 and not member.lost_a_peer)
+        _tell_early(job, member, ending(status), always=status < 0 and member.follows != "surely")
 
 
 def raised(job: Job, member: Member, raised: m.Raised) -> None:
     member.raised = raised
-    member.lost_a_peer = root_causes.lost_a_peer(job, member)
+    root_causes.note_failed(job, member)
     if member.declared is None and member.joins:
         return
     job.errors[member.rank] = (raised.iteration, raised.error)
@@ -71,7 +71,7 @@ def raised(job: Job, member: Member, raised: m.Raised) -> None:
         if member.alive:  # until it ends
             job.start.awaited.add(member.rank)
             member.declared = None
-        _tell_early(job, member, f"{'lost a peer, and ' if member.lost_a_peer else ''}raised {raised.error}")
+        _tell_early(job, member, f"{'lost a peer, and ' if member.follows == 'surely' else ''}raised {raised.error}")
 
 
 def _tell_early(job: Job, member: Member, what: str, *, always: bool = False) -> None:
@@ -272,6 +272,9 @@ def explain_early(job: Job) -> None:
             never_started(job, rank, job.record.refused[rank])
         elif exit is not None and (exit or alone):
             incident(job, job.members[rank], exit, alone=alone)
+    for member in job.members.values() if not alone else ():
+        if member.alive and member.raised is not None and member.follows != "surely":
+            incident(job, member, 1)  # the first to fail is not always the first to end
     explain_nodes(job)
     incidents.log_incidents(job)
 

@@ -12,6 +12,7 @@ is remembered, and explains nothing later.
 
 from __future__ import annotations
 
+import math
 import signal as signals
 from collections.abc import Iterable
 
@@ -19,13 +20,15 @@ import msgspec
 
 from resihp.controller.state.incidents import Incident
 from resihp.controller.state.job import Job
-from resihp.controller.state.members import Member
+from resihp.controller.state.members import Follows, Member
 from resihp.detector.diagnosis.diagnosis import Diagnosis, Report, diagnose
-from resihp.detector.diagnosis.signatures import Depth, signature_of
+from resihp.detector.diagnosis.signatures import CONNECTION_FAILED, Depth, signature_of
 from resihp.protocol.messages import ABORT_STATUS, Clue
 from resihp.record.journal import Diagnosed
 
 MOST_EVIDENCE = 6000
+OUT_OF_ORDER_S = 1.0
+"""Agents of different nodes may tell of a death this much later than of what it led to elsewhere."""
 DEVICES_ERROR = "AcceleratorError"
 """What torch calls an error of CUDA's since 2.8; a RuntimeError before."""
 _OF_A_PROCESS = ("process", "script")
@@ -49,13 +52,43 @@ def failed_on_its_device(job: Job, member: Member) -> bool:
     return raised and _own(job, member).category not in ("program", "memory")
 
 
-def lost_a_peer(job: Job, member: Member) -> bool:
-    """Whether a process only tells of another one's end. Nobody kills itself with SIGKILL for a lost peer: what such a
-    process wrote of peers is of another time. One that has raised may take its time to end."""
+def note_failed(job: Job, member: Member) -> None:
+    """A process has raised, or ended: when, and whether for another one's end."""
+    if member.failed_at is None:
+        member.failed_at = job.now
+    member.follows = _words_tell(job, member)
+
+
+def _words_tell(job: Job, member: Member) -> Follows:
+    """Nobody kills itself with SIGKILL for a lost peer: what such a process wrote of peers is of another time. One that
+    has raised may take its time to end. A connection that was refused may have been one to a peer, or to a service."""
+    if _was_killed(member):
+        return "never"
     report = _report(job, member, own=True)
     if report.exit is None:
         report = msgspec.structs.replace(report, exit=1)
-    return report.exit != -signals.SIGKILL and diagnose([report], job.record.diagnosed).secondary
+    found = diagnose([report], job.record.diagnosed)
+    if found.secondary:
+        return "surely"
+    if found.code == CONNECTION_FAILED.kind:
+        return "perhaps"
+    signature = signature_of(found.code)
+    return "never" if signature is not None and signature.depth <= Depth.TOLD else ""
+
+
+def _was_killed(member: Member) -> bool:
+    """Also by us; but one that had raised was killed only for taking too long to end."""
+    return member.exit_status == -signals.SIGKILL and not _was_hurried(member)
+
+
+def _was_hurried(member: Member) -> bool:
+    return member.raised is not None and member.fenced is not None
+
+
+def may_follow_from(member: Member) -> float:
+    """From when on a connection may have failed for this one's end."""
+    at = member.failed_at if member.failed_at is not None else -math.inf
+    return at - OUT_OF_ORDER_S if member.follows == "never" else at
 
 
 def own_words(job: Job, member: Member) -> str:
@@ -145,9 +178,7 @@ def _merge(job: Job) -> None:
     """Who only lost a peer is part of the first failure that has a cause; where there is none, and a script makes
     process groups of its own, all of them are one failure, which is laid to no node."""
     declared = job.has_declared
-    own = [i for i in job.incidents if i.diagnosis is not None and not i.diagnosis.secondary]
-    roots = [i for i in own if not _is_hung_abort(job, i)]
-    roots += [i for i in job.incidents if i.component == "node"]
+    roots, unsure = _roots(job, declared)
     if not roots and job.stage == "gathering" and not declared:
         roots = [i for i in job.incidents if _follows(job, i, declared)][:1]
         for first in roots:
@@ -156,10 +187,10 @@ def _merge(job: Job) -> None:
                 first.cause = first.diagnosis.cause
     if not roots:
         return
-    root = min(roots, key=lambda incident: incident.found_at)
+    root = min(roots, key=lambda incident: _failed_at(job, incident))
     kept: list[Incident] = []
     for victim in job.incidents:
-        if victim is root or not _follows(job, victim, declared):
+        if victim is root or not (id(victim) in unsure or _follows(job, victim, declared)):
             kept.append(victim)
             continue
         root.ranks |= victim.ranks
@@ -169,15 +200,47 @@ def _merge(job: Job) -> None:
     job.incidents = kept
 
 
+def _roots(job: Job, declared: bool) -> tuple[list[Incident], set[int]]:
+    """Those that have a cause of their own, and which others (their `id`) are connections that failed for one of them:
+    those that failed after it."""
+    sure: list[Incident] = []
+    unsure: list[Incident] = []
+    for incident in job.incidents:
+        found = incident.diagnosis
+        if incident.component == "node" or (found and not found.secondary and not _is_hung_abort(job, incident)):
+            perhaps = found is not None and found.code == CONNECTION_FAILED.kind
+            (unsure if perhaps and _may_be_anothers(job, incident, declared) else sure).append(incident)
+    since = min((_may_follow_from(job, incident) for incident in sure), default=math.inf)
+    first = [incident for incident in unsure if _failed_at(job, incident) < since]
+    return [*sure, *first], {id(incident) for incident in unsure} - {id(incident) for incident in first}
+
+
+def _may_follow_from(job: Job, incident: Incident) -> float:
+    """A node's loss is noticed long after what it led to."""
+    if incident.component == "node":
+        return -math.inf
+    return min((may_follow_from(member) for member in _members(job, incident)), default=incident.found_at)
+
+
+def _failed_at(job: Job, incident: Incident) -> float:
+    at = [member.failed_at for member in _members(job, incident) if member.failed_at is not None]
+    return min([incident.found_at, *at]) if incident.component != "node" else incident.found_at
+
+
 def _follows(job: Job, incident: Incident, declared: bool) -> bool:
-    """An abort that hangs is another's end as well. What a script raised that trains with us is always its own: there
-    a lost peer reaches no script."""
-    members = _members(job, incident)
+    """An abort that hangs is another's end as well."""
     if _is_hung_abort(job, incident):
         return True
-    if incident.diagnosis is None or not incident.diagnosis.secondary or incident.component not in _OF_A_PROCESS:
-        return False
-    return all(m.exit_status != -signals.SIGKILL and (m.raised is None or not declared) for m in members)
+    found = incident.diagnosis
+    return found is not None and found.secondary and _may_be_anothers(job, incident, declared)
+
+
+def _may_be_anothers(job: Job, incident: Incident, declared: bool) -> bool:
+    """Whether its words count that tell of another's end. What a script raised that trains with us is always its own:
+    there a lost peer reaches no script."""
+    members = _members(job, incident)
+    own = any(_was_killed(member) or (member.raised is not None and declared) for member in members)
+    return incident.component in _OF_A_PROCESS and not own
 
 
 def _is_hung_abort(job: Job, incident: Incident) -> bool:
@@ -235,7 +298,7 @@ def _members(job: Job, incident: Incident) -> list[Member]:
 
 def _report(job: Job, member: Member, own: bool = False) -> Report:
     """One rank's end; with `own`, without what may be about others of its node."""
-    explained = job.record.explained.get(member.node, set())
+    explained, hurried = job.record.explained.get(member.node, set()), _was_hurried(member)
     clues = [clue for clue in member.clues if not (_is_of_node(clue) and clue.line in explained)]
     if own:
         clues = [clue for clue in clues if _is_surely_of(job, member, clue)]
@@ -243,10 +306,10 @@ def _report(job: Job, member: Member, own: bool = False) -> Report:
         rank=member.rank,
         node=member.node,
         device=member.device,
-        exit=member.exit_status,
+        exit=1 if hurried else member.exit_status,
         pid=member.pid,
         clues=tuple(clues),
-        fenced=member.fenced or "",
+        fenced="" if hurried else member.fenced or "",
         log=member.raised.traceback if member.raised is not None else "",
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 from resihp.protocol.messages import Clue, Declare, Raised, WorkerBeat
 from resihp.record.state import KnownNode, KnownWorker
@@ -37,6 +38,9 @@ class Node:
         return self.known.alive
 
 
+Follows = Literal["", "never", "perhaps", "surely"]
+
+
 @dataclass
 class Member:
     """One worker process as it is now, from spawn to exit."""
@@ -49,8 +53,10 @@ class Member:
     finished: bool = False
     unwilling: str = ""
     """Why its script cannot start, as it said itself."""
-    lost_a_peer: bool = False
-    """What it raised, or wrote before it ended, follows from another rank's end."""
+    follows: Follows = ""
+    """Whether it failed for another rank's end, by what it raised, or wrote before it ended; empty: it does not say."""
+    failed_at: float | None = None
+    """When it raised, or ended, whichever was first."""
     fenced: str | None = None
     """Why the controller killed it, if it did."""
     stepped: int = 0

@@ -133,9 +133,13 @@ def _of_log(clues: Sequence[Clue], report: Report) -> list[Candidate]:
 
 
 def _telling(raised: Sequence[Clue]) -> Clue | None:
-    """Of a program's exceptions the last that is not a peer's doing; of the chain it belongs to, the most telling."""
+    """Of a program's exceptions the last that is not a peer's doing; of the chain it belongs to, the most telling.
+
+    A connection that may have been one to a peer counts if it was the last of all.
+    """
     depths = [signature.depth if (signature := signature_of(clue.kind)) else Depth.AFTER for clue in raised]
-    last = max((i for i, depth in enumerate(depths) if depth != Depth.AFTER), default=None)
+    passed = {Depth.AFTER, Depth.TRANSFER} if depths[-1:] != [Depth.TRANSFER] else {Depth.AFTER}
+    last = max((i for i, depth in enumerate(depths) if depth not in passed), default=None)
     if last is None:
         return None
     first = last

@@ -11,9 +11,11 @@ from calendar import timegm
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
+from typing import NamedTuple
 
 import msgspec
 
+from resihp.detector.diagnosis import connections
 from resihp.detector.diagnosis.signatures import EXCEPTION, SIGNATURES, Signature
 from resihp.protocol.messages import Clue
 
@@ -27,6 +29,8 @@ _LOOKED_AT = 64
 _AROUND = 600
 _TRACEBACK = "Traceback (most recent call last)"
 _CHAINED = ("The above exception was the direct cause", "During handling of the above exception")
+_FRAME_BEGINS = '  File "'
+_FRAME = re.compile(r'  File "([^"\n]{1,400})", line')
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]{0,127}(?:: |:?$)")
 _CONTROLS = re.compile(
     r"\x1b\[[0-?]{0,32}[ -/]{0,8}[@-~]|\x1b\][^\x07\x1b\n]{0,256}(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f]"
@@ -62,15 +66,20 @@ def read_log(tail: str, clock: Clock | None = None) -> tuple[Clue, ...]:
             error = _clean(text[start : _end(text, start)])
             found[start] = start, _of_exception(error), {}
     clues = []
+    before: Signature | None = None
     for start in sorted(found):
         at, signature, named = found[start]
         line = _clean(text[max(start, at - LINE_CHARACTERS // 2) : _end(text, at)])
+        signature = connections.of_system_error(signature, text[start : start + 2 * _AROUND])
         raised = ends.get(start)
         if raised is not None:
-            named["error"] = _clean(text[raised[0] : _end(text, start)])[: LINE_CHARACTERS // 2]
+            error = _clean(text[raised.error : _end(text, start)])
+            named["error"] = error[: LINE_CHARACTERS // 2]
+            signature = connections.of_exception(signature, error, raised.file, before if raised.chained else None)
+            before = signature
         kind = f"xid {int(named['xid'])}" if "xid" in named else signature.kind
         when = time_of(text[start : _end(text, start)], clock or Clock())
-        chained = raised is not None and raised[1]
+        chained = raised is not None and raised.chained
         clues.append(Clue(kind=kind, line=line, at=when, named=named, raised=raised is not None, chained=chained))
     return _thinned(clues)
 
@@ -112,14 +121,24 @@ def _confirmed(text: str, start: int, at: int, signature: Signature) -> dict[str
     return {name: value for name, value in match.groupdict().items() if value is not None}
 
 
-def _exceptions(text: str) -> dict[int, tuple[int, bool]]:
-    """Start of each line that ends a traceback: (start of its text, behind a prefix such as `[rank5]: `; chained)."""
-    found: dict[int, tuple[int, bool]] = {}
+class _TracebackEnd(NamedTuple):
+    """An exception that ends a traceback. `error`: start of its text, behind a prefix such as `[rank5]: `; `file`: the
+    innermost of its frames."""
+
+    error: int
+    chained: bool
+    file: str
+
+
+def _exceptions(text: str) -> dict[int, _TracebackEnd]:
+    """By the start of the line."""
+    found: dict[int, _TracebackEnd] = {}
     for start, at in _places(text, msgspec.structs.replace(EXCEPTION, needles=(_TRACEBACK,))):
         prefix = text[start:at]
         if len(prefix) > 120:
             continue
         before = text[max(0, start - 400) : start]
+        innermost = -1
         line = text.find("\n", at) + 1
         for _ in range(400):
             if not line or line >= len(text):
@@ -129,8 +148,12 @@ def _exceptions(text: str) -> dict[int, tuple[int, bool]]:
             bare = line + len(prefix)
             if text[bare : bare + 1] not in (" ", "\t", "\n"):
                 if _EXCEPTION.match(text, bare, _end(text, bare)):
-                    found[line] = bare, any(words in before for words in _CHAINED)
+                    frame = _FRAME.match(text, innermost, _end(text, innermost)) if innermost >= 0 else None
+                    chained = any(words in before for words in _CHAINED)
+                    found[line] = _TracebackEnd(bare, chained, frame[1] if frame is not None else "")
                 break
+            if text.startswith(_FRAME_BEGINS, bare):
+                innermost = bare
             line = text.find("\n", bare) + 1
     return found
 

@@ -336,6 +336,8 @@ _PROGRAM = (
     _row("file missing", "program", RAISED, "raised {error}", ("FileNotFoundError", "PermissionError",
         "NotADirectoryError"), raised=True, advice="ls -l of the path on that node, and on one where it works"),
     _row("interrupted", "allocation", RAISED, "interrupted from the keyboard", "KeyboardInterrupt", raised=True),
+    _row("connection failed", "program", TRANSFER, "raised {error}", (), raised=True,
+        advice="see whether what it connects to runs, and can be reached from that node"),
     _row("exception", "program", RAISED, "raised {error}", "", raised=True),
 )  # fmt: skip
 
@@ -344,7 +346,7 @@ SIGNATURES: tuple[Signature, ...] = (
     *(*_CUDA, *_NCCL, *_HOST, *_SECONDARY, *_PROGRAM),
 )
 _BY_KIND = {signature.kind: signature for signature in SIGNATURES}
-EXCEPTION = _BY_KIND["exception"]
+EXCEPTION, CONNECTION_FAILED, PEER_CLOSED = (_BY_KIND[k] for k in ("exception", "connection failed", "peer closed"))
 USUALLY_THE_PROGRAM = frozenset(
     {
         "illegal access",

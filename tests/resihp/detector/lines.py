@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from resihp.detector.diagnosis.xids import XIDS
 
 
-def traceback(error: str, prefix: str = "") -> str:
+def traceback(error: str, prefix: str = "", raised_in: str = "") -> str:
+    """`raised_in`: a library's file, beneath the script's frames."""
     lines = (
         "Traceback (most recent call last):",
         '  File "/home/me/train.py", line 88, in <module>',
@@ -15,9 +16,91 @@ def traceback(error: str, prefix: str = "") -> str:
         '  File "/home/me/train.py", line 71, in main',
         "    loss = step(batch)",
         "           ^^^^^^^^^^^",
+        *((f'  File "/opt/lib/python3.11/{raised_in}", line 239, in call', "    call()") if raised_in else ()),
         error,
     )
     return "\n".join(prefix + line for line in lines)
+
+
+CAUSED = "\n\nThe above exception was the direct cause of the following exception:\n\n"
+DURING = "\n\nDuring handling of the above exception, another exception occurred:\n\n"
+_POOL = (
+    "HTTPConnectionPool(host='wandb.local', port=8080): Max retries exceeded with url: /graphql (Caused by "
+    "NewConnectionError(\"HTTPConnection(host='wandb.local', port=8080): Failed to establish a new connection: "
+    '[Errno 111] Connection refused"))'
+)
+REFUSED_BY_A_SERVICE = DURING.join(
+    (
+        CAUSED.join(
+            (
+                traceback("ConnectionRefusedError: [Errno 111] Connection refused", raised_in="urllib3/connection.py"),
+                traceback(f"urllib3.exceptions.MaxRetryError: {_POOL}", raised_in="urllib3/util/retry.py"),
+            )
+        ),
+        traceback(f"requests.exceptions.ConnectionError: {_POOL}", raised_in="requests/adapters.py"),
+    )
+)
+"""Of wandb, for instance, as requests 2.32 has it."""
+GLOO_CLOSED = traceback(
+    "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:39831: Connection "
+    "reset by peer. This is typically caused by a remote worker hanging or bugs in the application.",
+    raised_in="torch/distributed/distributed_c10d.py",
+)
+NCCL_REFUSED = traceback(
+    "torch.distributed.DistBackendError: NCCL error in: ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:1691, "
+    "unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.19.3\n"
+    "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error. \n"
+    "Last error:\n"
+    "socketStartConnect: Connect to 10.0.0.2<41234> failed : Connection refused",
+    raised_in="torch/distributed/distributed_c10d.py",
+)
+LOST_PEERS = {
+    "gloo": GLOO_CLOSED,
+    "gloo under autograd": GLOO_CLOSED.replace("torch/distributed/distributed_c10d", "torch/autograd/graph"),
+    "gloo refused": traceback(
+        "RuntimeError: Gloo connectFullMesh failed with [../gloo/transport/tcp/pair.cc:144] Connection refused",
+        raised_in="torch/distributed/distributed_c10d.py",
+    ),
+    "store": traceback(
+        "torch.distributed.DistNetworkError: The client socket has failed to connect to any network address of "
+        "(gpu-17, 29500). The client socket has failed to connect to gpu-17:29500 (errno: 111 - Connection refused).",
+        raised_in="torch/distributed/rendezvous.py",
+    ),
+    "store, asked by the script": traceback("torch.distributed.DistNetworkError: Broken pipe"),
+    "an old store": traceback("RuntimeError: Connection reset by peer"),
+    "sockets of torch's": traceback(
+        "ConnectionResetError: [Errno 104] Connection reset by peer", raised_in="torch/distributed/rpc/api.py"
+    ),
+    "NCCL": traceback(
+        "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:275, remote process exited or there was a "
+        "network error, NCCL version 2.20.5\nncclRemoteError: A call failed possibly due to a network error or a "
+        "remote process exiting prematurely.\nLast error:\nsocketStartConnect: Connect to 10.0.0.2<41234> failed : "
+        "Connection refused",
+        raised_in="torch/distributed/distributed_c10d.py",
+    ),
+    "NCCL, refused": NCCL_REFUSED,
+}
+"""By their process group's own words."""
+FAILED_CONNECTIONS = {
+    "requests": REFUSED_BY_A_SERVICE,
+    "urllib": DURING.join(
+        (
+            traceback("ConnectionRefusedError: [Errno 111] Connection refused", raised_in="socket.py"),
+            traceback("urllib.error.URLError: <urlopen error [Errno 111] Connection refused>", raised_in="urllib.py"),
+        )
+    ),
+    "redis": traceback(
+        "redis.exceptions.ConnectionError: Error 111 connecting to localhost:6379. Connection refused.",
+        raised_in="redis/connection.py",
+    ),
+    "no route": traceback("httpx.ConnectError: [Errno 113] No route to host", raised_in="httpx/_transports/default.py"),
+    "a socket of the script's": traceback("BrokenPipeError: [Errno 32] Broken pipe"),
+    "told anew by the script": REFUSED_BY_A_SERVICE
+    + CAUSED
+    + traceback("RuntimeError: no tracking server: [Errno 111] Connection refused"),
+    "after a lost peer": GLOO_CLOSED + CAUSED + traceback("RuntimeError: step 17 failed"),
+}
+"""To whom, their words do not tell for sure."""
 
 
 def xid(code: int, bus: str = "0000:3b:00", pid: int | str = "'<unknown>'") -> str:
@@ -288,6 +371,10 @@ _PROGRAM: dict[str, Sequence[str]] = {
     ),
     "file missing": (traceback("FileNotFoundError: [Errno 2] No such file or directory: '/data/corpus.idx'"),),
     "interrupted": (traceback("KeyboardInterrupt"),),
+    "connection failed": (
+        traceback("ConnectionRefusedError: [Errno 111] Connection refused", raised_in="socket.py"),
+        traceback(f"requests.exceptions.ConnectionError: {_POOL}", "[rank5]: ", raised_in="requests/adapters.py"),
+    ),
     "exception": (
         traceback("ValueError: too many values to unpack (expected 2)"),
         traceback("KeyError: 'input_ids'", "[rank5]: "),

@@ -18,6 +18,7 @@ from resihp.record.journal import FailureFound, NodeJoined, NodeLost, PlanDecide
 from tests.resihp.controller.direct import DECLARE
 from tests.resihp.controller.test_size import work
 from tests.resihp.controller.test_startup import Start
+from tests.resihp.detector.lines import FAILED_CONNECTIONS, GLOO_CLOSED, LOST_PEERS, REFUSED_BY_A_SERVICE, traceback
 
 FOUR = {"nodes": 2, "gpus_per_node": 2, "spares": 0}
 
@@ -575,6 +576,115 @@ def test_what_all_ranks_say_of_peers_is_the_scripts_where_nobody_said_more() -> 
         ends(job, rank, "ConnectionRefusedError: [Errno 111] Connection refused")
     assert job.end is not None
     assert job.end[0] == 93
+
+
+def raises(job: Start, rank: int, text: str) -> None:
+    """As the process itself tells of it."""
+    kind, _, what = text.splitlines()[-1].partition(": ")
+    says(job, rank, m.Raised(iteration=1, error=f"{kind.rpartition('.')[2]}: {what}", traceback=text))
+
+
+def fails(job: Start, rank: int, text: str, how: str) -> None:
+    if how == "raised":
+        raises(job, rank, text)
+    clues = read_log(text) if how == "in its log" else ()
+    job.feed(api.WorkerExited(rank=rank, status=1, clues=clues))
+
+
+ORDERS = ((0, 1, 2, 3), (2, 0, 3, 1), (3, 2, 1, 0))
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=["first", "second", "last"])
+@pytest.mark.parametrize("how", ["raised", "in its log"])
+@pytest.mark.parametrize("service", FAILED_CONNECTIONS)
+@pytest.mark.parametrize("peers", ["gloo", "NCCL, refused"])
+def test_a_service_that_refused_one_rank_is_the_failure_and_its_peers_follow(
+    peers: str, service: str, how: str, order: tuple[int, ...]
+) -> None:
+    """wandb is down, which rank 0 alone talks to."""
+    job = met()
+    for rank in order:
+        fails(job, rank, FAILED_CONNECTIONS[service] if rank == 0 else LOST_PEERS[peers], how)
+    error = FAILED_CONNECTIONS[service].splitlines()[-1]
+    kind, _, what = error.partition(": ")
+    told = f"{kind.rpartition('.')[2]}: {what}; other ranks did not raise it"
+    if how == "in its log":
+        told = f"raised {error[:200]}; its log, n1.rank0.log, tells more"
+    assert job.end == (1, f"rank 0 (n1 device 0): {told}; 3 others then lost their peer")
+    (failure,) = job.all(FailureFound)
+    assert (failure.kind, failure.component, failure.node) == ("program", "script", None)
+    assert failure.ranks == (0, 1, 2, 3)
+    assert failure.cause.startswith("rank 0 (n1 device 0) raised ")
+    assert failure.diagnosed.ranks == (0,)
+
+
+def test_it_is_so_though_its_process_takes_its_time_to_end() -> None:
+    job = met()
+    raises(job, 0, REFUSED_BY_A_SERVICE)
+    for rank in (1, 2, 3):
+        fails(job, rank, GLOO_CLOSED, "raised")
+    job.wait(8)
+    assert job.end is not None
+    assert job.end[1].startswith("rank 0 (n1 device 0): ConnectionError: HTTPConnectionPool(host='wandb.local'")
+    assert job.end[1].endswith("; other ranks did not raise it; 3 others then lost their peer")
+    (failure,) = job.all(FailureFound)
+    assert (failure.kind, failure.node, failure.ranks) == ("program", None, (0, 1, 2, 3))
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=["first", "second", "last"])
+@pytest.mark.parametrize("how", ["raised", "in its log"])
+@pytest.mark.parametrize("text", [*LOST_PEERS, *FAILED_CONNECTIONS])
+def test_a_rank_that_was_killed_is_why_connections_to_it_were_refused(
+    text: str, how: str, order: tuple[int, ...]
+) -> None:
+    """Of the process group, or of what the script has beside it."""
+    job = met()
+    for rank in order:
+        if rank == 0:
+            ends(job, 0, status=-9)
+        else:
+            fails(job, rank, (LOST_PEERS | FAILED_CONNECTIONS)[text], how)
+    told = "killed by signal 9 (SIGKILL); its log, n1.rank0.log, tells more; 3 others then lost their peer"
+    assert job.end == (1, f"rank 0 (n1 device 0): {told}")
+    (failure,) = job.all(FailureFound)
+    assert (failure.kind, failure.node, failure.ranks) == ("fail-stop", "n1", (0, 1, 2, 3))
+
+
+def test_who_lost_a_peer_is_no_cause_since_we_killed_it() -> None:
+    """It is slow to end, and may yet have said what it trains."""
+    job = gathered()
+    job.spawn(0, 1, 2, 3)
+    raises(job, 1, GLOO_CLOSED)
+    ends(job, 0, status=-9)
+    job.wait(5)
+    assert api.SignalWorker(rank=1, signal=int(signal.SIGKILL)) in job.actions
+    ends(job, 1, status=-9)
+    for rank in (2, 3):
+        fails(job, rank, GLOO_CLOSED, "raised")
+    told = "killed by signal 9 (SIGKILL); its log, n1.rank0.log, tells more; 3 others then lost their peer"
+    assert job.end == (1, f"rank 0 (n1 device 0): {told}")
+    (failure,) = job.all(FailureFound)
+    assert failure.ranks == (0, 1, 2, 3)
+
+
+def test_of_a_failed_connection_and_another_error_the_first_one_is_the_cause() -> None:
+    """Somebody else's handler has a text of its own; a service that one rank offers is gone with it."""
+    for first, told in ((0, "ConnectionError: HTTPConnectionPool"), (2, "ValueError: step 17 failed")):
+        job = met()
+        for rank in (first, 2 - first):
+            fails(job, rank, REFUSED_BY_A_SERVICE if rank == 0 else traceback("ValueError: step 17 failed"), "raised")
+        job.wait(5)
+        assert job.end is not None
+        assert job.end[1].startswith(f"rank {first} (n{1 + first // 2} device 0): {told}")
+
+
+def test_a_service_that_refuses_all_ranks_is_no_nodes_fault() -> None:
+    job = met()
+    for rank in range(4):
+        fails(job, rank, REFUSED_BY_A_SERVICE, "raised")
+    assert job.end is not None
+    assert job.end[0] == 93
+    assert [failure.component for failure in job.all(FailureFound)] == ["script"]
 
 
 def test_telling_who_lost_a_peer_takes_as_long_for_each_rank_however_many_they_are() -> None:

@@ -15,7 +15,7 @@ from resihp.protocol.messages import Clue
 from resihp.record.journal import FailureFound, NodeLost, Reconfigured
 from tests.resihp.controller.direct import DECLARE, Direct
 from tests.resihp.controller.test_takeover import TakenOver
-from tests.resihp.detector.lines import EXAMPLES, traceback
+from tests.resihp.detector.lines import EXAMPLES, REFUSED_BY_A_SERVICE, traceback
 
 LONG = msgspec.structs.replace(DECLARE, iterations=1000)
 
@@ -295,6 +295,22 @@ def test_what_peers_say_of_a_lost_connection_is_part_of_the_same_failure(order: 
     assert "roken pipe" in entry.evidence or "remote process exited" in entry.evidence
     assert [e.failures for e in job.all(Reconfigured)] == [(1,)]
     assert sorted(job.started_again) == [("n2", 0), ("n3", 0)]
+
+
+@pytest.mark.parametrize("told", ["by the rank", "by a clue"])
+@pytest.mark.parametrize("order", [(1, 4, 2), (4, 2, 1)])
+def test_a_rank_that_a_service_refused_is_why_its_peers_lost_it(order: tuple[int, ...], told: str) -> None:
+    job = Job()
+    error = REFUSED_BY_A_SERVICE.splitlines()[-1]
+    for rank in order:
+        if rank == 1 and told == "by the rank":
+            job.say(1, m.Raised(iteration=3, error=error[:200], traceback=REFUSED_BY_A_SERVICE))
+        job.exit(rank, REFUSED_BY_A_SERVICE if rank == 1 else NCCL_REMOTE)
+    (entry,) = job.failures()
+    assert (entry.kind, entry.component, entry.node, entry.ranks) == ("program", "script", None, (1, 2, 4))
+    assert entry.cause == f"rank 1 raised {error[:200]}"
+    assert "remote process exited" in entry.evidence
+    assert job.started_again.count(("n1", 1)) == (told == "by a clue"), "what a script raised is not tried again"
 
 
 def test_two_roots_of_one_transition_are_two_failures() -> None:

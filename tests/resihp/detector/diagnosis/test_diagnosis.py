@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from resihp.detector.diagnosis.clues import Clock, read_log
 from resihp.detector.diagnosis.diagnosis import Diagnosis, Report, diagnose
-from tests.resihp.detector.lines import EXAMPLES, traceback, xid
+from tests.resihp.detector.lines import (
+    EXAMPLES,
+    FAILED_CONNECTIONS,
+    LOST_PEERS,
+    REFUSED_BY_A_SERVICE,
+    traceback,
+    xid,
+)
 
 NOW = 1_740_994_011.0  # 2025-03-03 09:26:51 UTC
 NCCL_REMOTE = "\n".join(
@@ -128,6 +135,36 @@ def test_an_exception_on_one_rank_is_the_programs_and_its_peers_are_victims() ->
     verdict = in_any_order(peers(16, root, log=GLOO))
     assert (verdict.category, verdict.ranks, verdict.cause) == ("program", (6,), "rank 6 raised KeyError: 'input_ids'")
     assert not verdict.blames_node
+
+
+@pytest.mark.parametrize("how", LOST_PEERS)
+def test_a_connection_of_the_process_group_is_one_to_a_peer_whatever_it_failed_of(how: str) -> None:
+    verdict = in_any_order([report(rank, log=LOST_PEERS[how]) for rank in (0, 1, 3)])
+    assert (verdict.category, verdict.secondary, verdict.blames_node) == ("secondary", True, False)
+    for root in (report(2, exit=-9), report(2, log=REFUSED_BY_A_SERVICE)):
+        assert in_any_order(peers(4, root, log=LOST_PEERS[how])).ranks == (2,)
+
+
+@pytest.mark.parametrize("how", FAILED_CONNECTIONS)
+def test_a_connection_that_another_library_lost_is_told_as_it_was_raised(how: str) -> None:
+    error = FAILED_CONNECTIONS[how].splitlines()[-1]
+    verdict = in_any_order(peers(8, report(0, log=FAILED_CONNECTIONS[how]), log=LOST_PEERS["gloo"]))
+    assert (verdict.category, verdict.component, verdict.ranks) == ("program", "script", (0,))
+    assert verdict.cause == f"rank 0 raised {error[:200]}"
+    assert not verdict.blames_node
+    assert not verdict.secondary
+
+
+@pytest.mark.parametrize("how", FAILED_CONNECTIONS)
+def test_a_connection_that_may_have_been_one_to_a_peer_follows_from_that_ones_end(how: str) -> None:
+    verdict = in_any_order([report(0, log=FAILED_CONNECTIONS[how]), report(1, exit=-9)])
+    assert (verdict.ranks, verdict.cause) == ((1,), "rank 1 killed by signal 9 (SIGKILL)")
+
+
+def test_a_service_that_was_tried_in_vain_before_is_not_why_a_rank_lost_its_peers() -> None:
+    log = f"{REFUSED_BY_A_SERVICE}\ngoing on without it\n{LOST_PEERS['gloo']}"
+    assert in_any_order([report(rank, log=log) for rank in range(4)]).secondary
+    assert diagnose([report(0, log=f"{traceback('KeyError: 3')}\n{log}")]).cause == "rank 0 raised KeyError: 3"
 
 
 def test_what_fails_on_one_node_only_says_so() -> None:

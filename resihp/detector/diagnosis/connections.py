@@ -1,0 +1,47 @@
+"""Whose connection it was that an exception tells of: of the process group, to a peer, or any other.
+
+"Connection refused" is what a rank raises whose peer has died, and one whose tracking server is down. A process group
+is known by its own words (gloo, NCCL, torch's store) and by where it raises: in `torch.distributed`, or in C++, which
+makes RuntimeErrors without "[Errno 111]". All else may be a service, or a peer that the script talks to by itself:
+`CONNECTION_FAILED`, which is a cause where nobody has a better one. Called by `clues`. Pure.
+"""
+
+from __future__ import annotations
+
+import re
+
+from resihp.detector.diagnosis.signatures import CONNECTION_FAILED, EXCEPTION, PEER_CLOSED, Depth, Signature
+
+_GROUPS_WORDS = re.compile(
+    r"\bgloo/|\bGloo\b|\bNCCL\b|\bnccl[A-Z]|\bc10d\b|TCPStore|ProcessGroup|torch\.distributed\.|tensorpipe|"
+    r"^Dist(?:Network|Backend|Store)Error\b"
+)
+_GROUPS_FILES = re.compile(r"/(?:torch/distributed|deepspeed/comm|horovod|mpi4py|resihp)/")
+_OF_THE_SYSTEM = re.compile(r"RuntimeError: (?:Connection (?:refused|reset by peer)|Broken pipe)")
+"""As torch's store of 1.x raised it."""
+_LAST_ERROR = re.compile(r"\nLast error:\n[^\n]{0,200}Connection (?:refused|reset by peer|closed)")
+"""In what NCCL adds to its ncclSystemError."""
+_LOST = ("peer closed", "ib no path")
+
+
+def of_exception(signature: Signature, error: str, raised_in: str, after: Signature | None) -> Signature:
+    """The kind of an exception that would be of the kind `signature` by its words alone.
+
+    `raised_in`: the innermost file of its traceback, empty if unknown; `after`: kind of the exception that it was
+    raised from, or during which.
+    """
+    if signature.kind in _LOST:
+        return signature if _is_the_groups(error, raised_in) else CONNECTION_FAILED
+    follows = after is not None and (after.depth == Depth.AFTER or after is CONNECTION_FAILED)
+    return CONNECTION_FAILED if follows and signature is EXCEPTION else signature
+
+
+def of_system_error(signature: Signature, following: str) -> Signature:
+    """An error of NCCL's in a system call: of a connection to a peer, if what follows in the log says so."""
+    return PEER_CLOSED if signature.kind == "nccl system" and _LAST_ERROR.search(following) else signature
+
+
+def _is_the_groups(error: str, raised_in: str) -> bool:
+    if _GROUPS_WORDS.search(error) or _GROUPS_FILES.search(raised_in):
+        return True
+    return _OF_THE_SYSTEM.match(error) is not None

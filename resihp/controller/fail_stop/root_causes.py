@@ -18,6 +18,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from resihp.controller.fail_stop import same_errors
 from resihp.controller.state.incidents import Incident
 from resihp.controller.state.job import Job
 from resihp.controller.state.members import Follows, Member
@@ -116,6 +117,7 @@ def explain(job: Job) -> None:
             living.setdefault(member.node, []).append(_alive(member))
     for node in sorted(gone):
         _weigh_node(job, gone[node], living.get(node, []), earlier)
+    same_errors.unite(job)
     _merge(job)
     for incident in job.incidents:
         if incident.diagnosis is not None:

@@ -687,6 +687,22 @@ def test_a_service_that_refuses_all_ranks_is_no_nodes_fault() -> None:
     assert [failure.component for failure in job.all(FailureFound)] == ["script"]
 
 
+def test_an_error_of_some_ranks_of_a_plain_script_is_one_failure() -> None:
+    """Of too few to call the script broken, and each with a text of its own."""
+    job = gathered(nodes=4)
+    ranks = range(8)
+    job.spawn(*ranks)
+    for rank in ranks:
+        fails(job, rank, traceback(f"ValueError: no sample {'abc'[rank]}.jpg") if rank < 3 else GLOO_CLOSED, "raised")
+    told = "ValueError: no sample a.jpg; other ranks did not raise it; 2 more failed; 5 others then lost their peer"
+    assert job.end == (1, f"rank 0 (n1 device 0): {told}")
+    (failure,) = job.all(FailureFound)
+    assert failure.cause == "3 ranks raised ValueError at train.py:71: no sample a.jpg"
+    assert failure.ranks == tuple(ranks)
+    assert (failure.kind, failure.component, failure.node) == ("program", "script", None)
+    assert "then rank 2 raised ValueError: no sample c.jpg" in failure.evidence
+
+
 def test_telling_who_lost_a_peer_takes_as_long_for_each_rank_however_many_they_are() -> None:
     """The supervisor hears nobody meanwhile."""
 

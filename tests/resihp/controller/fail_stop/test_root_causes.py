@@ -313,6 +313,56 @@ def test_a_rank_that_a_service_refused_is_why_its_peers_lost_it(order: tuple[int
     assert job.started_again.count(("n1", 1)) == (told == "by a clue"), "what a script raised is not tried again"
 
 
+BAD_BATCH = "ValueError: rank {0}: bad batch {1} in /data/shard-{0}"
+DEEPER = '  File "/opt/lib/python3.11/site-packages/torch/utils/data/fetch.py", line 5{0}, in fetch\n    data[i]\n'
+
+
+def bad_batch(rank: int) -> str:
+    """Raised in a library, for what one line of the script asked of it; which of its lines may differ."""
+    text = traceback(BAD_BATCH.format(rank, 17 * rank))
+    return text.replace("ValueError", DEEPER.format(rank) + "ValueError")
+
+
+def test_a_scripts_error_whose_text_differs_from_rank_to_rank_is_one_failure_and_the_job_goes_on() -> None:
+    job = Job(nodes=4)
+    for rank in (1, 2, 4, 6):
+        error = BAD_BATCH.format(rank, 17 * rank)
+        job.say(rank, m.Raised(iteration=3, error=error, traceback=bad_batch(rank)))
+    for rank in (1, 2, 4, 6):
+        job.exit(rank)
+    (entry,) = job.failures()
+    assert (entry.kind, entry.component, entry.node, entry.device) == ("program", "script", None, None)
+    assert entry.ranks == entry.diagnosed.ranks == (1, 2, 4, 6)
+    assert entry.cause == f"4 ranks raised ValueError at train.py:71: {BAD_BATCH.format(1, 17).partition(': ')[2]}"
+    assert "Traceback" in entry.evidence
+    for rank in (2, 4, 6):
+        assert f"then rank {rank} raised {BAD_BATCH.format(rank, 17 * rank)}" in entry.evidence
+    assert [e.failures for e in job.all(Reconfigured)] == [(1,)]
+    assert job.end is None
+    assert job.job.record.active == (0, 3, 5, 7), "each could have been survived, and all of them are"
+    assert TakenOver(job).all_back().job.record.failures == 1
+
+
+@pytest.mark.parametrize("differs", ["type", "place", "file", "device", "injected", "unknown place"])
+def test_errors_that_may_have_nothing_in_common_are_failures_of_their_own(differs: str) -> None:
+    fault = parse("crash:rank=4@iteration=3", 0)
+    job = Job(nodes=4, faults=(fault,) if differs == "injected" else ())
+    texts = [bad_batch(1), bad_batch(4)]
+    if differs == "device":
+        texts = [text.replace("ValueError", "AcceleratorError: CUDA error") for text in texts]
+    elif differs == "injected":
+        job.say(4, m.FaultDue(fault=0))
+    elif differs == "unknown place":
+        texts = ["Traceback cut short\nValueError: no such token", "Traceback cut short\nValueError: no more samples"]
+    else:
+        changes = {"type": ("ValueError", "KeyError"), "place": ("line 71", "line 72"), "file": ("train.py", "data.py")}
+        texts[1] = texts[1].replace(*changes[differs])
+    for rank, text in zip((1, 4), texts, strict=True):
+        job.say(rank, m.Raised(iteration=3, error=text.splitlines()[-1], traceback=text))
+        job.exit(rank)
+    assert [entry.ranks for entry in job.failures()] == [(1,), (4,)]
+
+
 def test_two_roots_of_one_transition_are_two_failures() -> None:
     job = Job()
     job.exit(1, GPU_LOST, OFF_THE_BUS)

@@ -10,9 +10,14 @@ from resihp.controller import iterations, startup
 from resihp.controller import transition as transitions
 from resihp.controller.fail_stop import incidents, root_causes, silence
 from resihp.controller.nodes import joins
+<<<<<<< HEAD
 from resihp.controller.state.incidents import Incident
 from resihp.controller.state.job import Job
 from resihp.controller.state.members import Member
+=======
+from resihp.controller.state import Incident, Job, Member
+from resihp.detector.diagnosis.diagnosis import read_log
+>>>>>>> ef0cb88 (What a rank raised is read once, and weighed again only for what is new)
 from resihp.protocol import messages as m
 from resihp.record.journal import NodeLost
 from resihp.record.state import HowLost
@@ -61,7 +66,7 @@ def exited_early(job: Job, member: Member, status: int) -> None:
 
 
 def raised(job: Job, member: Member, raised: m.Raised) -> None:
-    member.raised = raised
+    member.raised, member.raised_clues = raised, read_log(raised.traceback)
     root_causes.note_failed(job, member)
     if member.declared is None and member.joins:
         return

@@ -65,10 +65,7 @@ def _words_tell(job: Job, member: Member) -> Follows:
     has raised may take its time to end. A connection that was refused may have been one to a peer, or to a service."""
     if _was_killed(member):
         return "never"
-    report = _report(job, member, own=True)
-    if report.exit is None:
-        report = msgspec.structs.replace(report, exit=1)
-    found = diagnose([report], job.record.diagnosed)
+    found = _own(job, member)
     if found.secondary:
         return "surely"
     if found.code == CONNECTION_FAILED.kind:
@@ -98,7 +95,14 @@ def own_words(job: Job, member: Member) -> str:
 
 
 def _own(job: Job, member: Member) -> Diagnosis:
-    return diagnose([_report(job, member, own=True)], job.record.diagnosed)
+    """The verdict on one process alone: asked for at each step from what it raised to the failure's entry, and weighed
+    anew if anything of it, or of what came before, has changed. One that has raised ends with status 1."""
+    report, earlier = _report(job, member, own=True), job.record.diagnosed
+    if report.exit is None and member.raised is not None:
+        report = msgspec.structs.replace(report, exit=1)
+    if member.weighed is None or member.weighed[:2] != (report, len(earlier)):
+        member.weighed = report, len(earlier), diagnose([report], earlier)
+    return member.weighed[2]
 
 
 def explain(job: Job) -> None:
@@ -106,7 +110,11 @@ def explain(job: Job) -> None:
     ended = [i for i in job.incidents if i.kind != "communication" and i.component != "node" and _members(job, i)]
     earlier = tuple(job.record.diagnosed)
     for incident in ended:
-        incident.diagnosis = diagnose([_report(job, m, own=True) for m in _members(job, incident)], earlier)
+        members = _members(job, incident)
+        together = len(members) > 1
+        incident.diagnosis = (
+            diagnose([_report(job, m, own=True) for m in members], earlier) if together else _own(job, members[0])
+        )
     gone: dict[str, dict[int, Incident]] = {}
     for incident in ended:
         for member in _members(job, incident):
@@ -310,9 +318,8 @@ def _report(job: Job, member: Member, own: bool = False) -> Report:
         device=member.device,
         exit=1 if hurried else member.exit_status,
         pid=member.pid,
-        clues=tuple(clues),
+        clues=(*clues, *member.raised_clues),
         fenced="" if hurried else member.fenced or "",
-        log=member.raised.traceback if member.raised is not None else "",
     )
 
 

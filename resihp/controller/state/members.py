@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from resihp.detector.diagnosis.diagnosis import Diagnosis, Report
 from resihp.protocol.messages import Clue, Declare, Raised, WorkerBeat
 from resihp.record.state import KnownNode, KnownWorker
 
@@ -66,6 +67,10 @@ class Member:
     exit_status: int | None = None
     clues: tuple[Clue, ...] = ()
     """What was said of its end, by itself and by the kernel."""
+    raised_clues: tuple[Clue, ...] = ()
+    """What is read of that in what it raised."""
+    weighed: tuple[Report, int, Diagnosis] | None = None
+    """Of what came the last verdict on it alone, of how many earlier ones, and which."""
 
     @property
     def rank(self) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import signal
 import sys
+from collections import Counter
+from types import CodeType
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from resihp.controller import Controller
 from resihp.controller import interface as api
 from resihp.detector.diagnosis.clues import read_log
+from resihp.detector.diagnosis.diagnosis import diagnose
 from resihp.parallelism.plan import Plan
 from resihp.protocol import messages as m
 from resihp.record.journal import FailureFound, NodeJoined, NodeLost, PlanDecided, ReplacementAsked, WorkerStarted
@@ -719,6 +722,29 @@ def test_telling_who_lost_a_peer_takes_as_long_for_each_rank_however_many_they_a
         return counted
 
     assert cost(64) < 10 * cost(8)
+
+
+def test_what_a_rank_raised_is_read_once_and_weighed_again_only_for_what_is_new() -> None:
+    """At 2,048 nodes that takes the supervisor seconds, in which it hears nobody."""
+    job = met(nodes=4, gpus_per_node=4)
+    job.spawn(*range(4, 16))
+    said = {rank: GLOO_CLOSED.replace("39831", str(4000 + rank)) for rank in range(1, 16)}
+    clues = {rank: read_log(text) for rank, text in said.items()}
+    count: Counter[CodeType] = Counter()
+    sys.setprofile(lambda frame, event, argument: count.update([frame.f_code] if event == "call" else []))
+    try:
+        ends(job, 0, status=-9)
+        for rank, text in said.items():
+            raises(job, rank, text)
+        for rank in said:
+            job.feed(api.WorkerExited(rank=rank, status=1, clues=clues[rank]))
+    finally:
+        sys.setprofile(None)
+    (failure,) = job.all(FailureFound)
+    assert failure.ranks == tuple(range(16))
+    assert count[read_log.__code__] == len(said)
+    as_raised_and_as_it_ended, of_nodes, of_the_killed = 2 * len(said), 4, 1
+    assert count[diagnose.__code__] == as_raised_and_as_it_ended + of_nodes + of_the_killed
 
 
 @pytest.mark.parametrize("how", ["lost peers", "done"])

@@ -10,14 +10,10 @@ from resihp.controller import iterations, startup
 from resihp.controller import transition as transitions
 from resihp.controller.fail_stop import incidents, root_causes, silence
 from resihp.controller.nodes import joins
-<<<<<<< HEAD
 from resihp.controller.state.incidents import Incident
 from resihp.controller.state.job import Job
 from resihp.controller.state.members import Member
-=======
-from resihp.controller.state import Incident, Job, Member
 from resihp.detector.diagnosis.diagnosis import read_log
->>>>>>> ef0cb88 (What a rank raised is read once, and weighed again only for what is new)
 from resihp.protocol import messages as m
 from resihp.record.journal import NodeLost
 from resihp.record.state import HowLost

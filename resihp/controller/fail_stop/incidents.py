@@ -92,6 +92,9 @@ def log_incidents(job: Job) -> list[int]:
     numbers = []
     root_causes.explain(job)
     losses = [incident for incident in job.incidents if incident.kind != "communication"]
+    broke = [incident.found_at for incident in job.incidents if incident.kind == "communication"]
+    if losses and broke:
+        _noticed_with(min(losses, key=lambda incident: incident.found_at), min(broke))
     unknown = job.stage == "gathering" and not job.has_declared
     for incident in losses or job.incidents:
         if job.departure is not None and incident.found_at >= job.departure.first_at - COINCIDENCE_S:
@@ -102,7 +105,7 @@ def log_incidents(job: Job) -> list[int]:
         if unknown and incident.node is None:
             incident.cause = _with_its_place(job, incident.cause)
         numbers.append(job.record.failures + 1)
-        waited_s = job.now - incident.found_at
+        waited_s = job.now - incident.noticed_at
         failed_s = _before_notice_s(job, incident)
         entry = FailureFound(
             failure=job.record.failures + 1,
@@ -127,13 +130,24 @@ def log_incidents(job: Job) -> list[int]:
     return numbers
 
 
+def _noticed_with(loss: Incident, broke_at: float) -> None:
+    """Training stopped for broken communication before it was known who was lost: unless the fault came later still,
+    that was the notice."""
+    earlier_s = loss.found_at - broke_at
+    if earlier_s <= 0.0 or (loss.detect_s is not None and loss.detect_s < earlier_s):
+        return
+    loss.earlier_s = earlier_s
+    if loss.detect_s is not None:
+        loss.detect_s -= earlier_s
+
+
 def _before_notice_s(job: Job, incident: Incident) -> float | None:
     silent: list[int | str] = [*incident.ranks]
     if incident.component == "node" and incident.node is not None:
         silent.append(incident.node)
     since = [job.onsets.silent_since.pop(who) for who in silent if who in job.onsets.silent_since]
-    silent_s = max(incident.found_at - min(since), 0.0) if since else None
-    return job.onsets.before_notice_s(incident.found_at, fault_s=incident.detect_s, silent_s=silent_s)
+    silent_s = max(incident.noticed_at - min(since), 0.0) if since else None
+    return job.onsets.before_notice_s(incident.noticed_at, fault_s=incident.detect_s, silent_s=silent_s)
 
 
 def _with_its_place(job: Job, cause: str) -> str:

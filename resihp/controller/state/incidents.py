@@ -25,6 +25,8 @@ class Incident:
     node: str | None = None
     device: int | None = None
     detect_s: float | None = None
+    earlier_s: float = 0.0
+    """How long before it was found something was wrong already, and training was stopped for it."""
     diagnosis: Diagnosis | None = None
     """Why, as far as anybody said so."""
     died: bool = False
@@ -33,6 +35,10 @@ class Incident:
     """Lines about its node as such that it is told by: they are no cause of what comes later."""
     condemned: Device | None = None
     """(node, device) taken for dead as soon as its process had ended, for what was said of it."""
+
+    @property
+    def noticed_at(self) -> float:
+        return self.found_at - self.earlier_s
 
 
 @dataclass

@@ -126,3 +126,35 @@ def test_of_a_node_whose_processes_ended_first_the_fault_is_before_the_first_of_
     assert failure.failed_s is not None
     assert failure.noticed_s is not None
     assert failure.failed_s - failure.noticed_s == pytest.approx(failure.detect_s, abs=1e-5)
+
+
+def test_a_loss_is_noticed_with_the_communication_that_broke_with_it() -> None:
+    """A peer's transfer broke, and everybody parked for that; a second later its node's connection was found closed."""
+    job = Direct(nodes=3).run(2)
+    job.say(0, m.Stuck(epoch=1, error="connection reset by peer"))
+    job.wait(1)
+    parked_at = job.now
+    assert job.orders(m.Park), "training did not stop for the transfer"
+    job.wait(1)
+    job.feed(api.AgentLost(node="n2", reason="connection closed"))
+    job.park(stepped=2, holds=(1,))
+    [failure] = job.all(FailureFound)
+    assert (failure.kind, failure.node) == ("fail-stop", "n2")
+    assert failure.noticed_s == pytest.approx(job.now - parked_at, abs=0.05)
+    assert failure.failed_s is not None
+    assert failure.failed_s >= failure.noticed_s
+
+
+def test_communication_that_broke_before_a_fault_told_nothing_of_it() -> None:
+    fault = Fault(id=1, kind="kill", node="n2", iteration=3, phase="forward")
+    job = Direct(nodes=3, faults=(fault,)).run(2)
+    job.say(0, m.Stuck(epoch=1, error="connection reset by peer"))
+    job.wait(1)
+    job.say(2, m.FaultDue(fault=1))
+    job.feed(api.AgentLost(node="n2", reason="connection closed"))
+    job.park(stepped=2, holds=(1,))
+    [failure] = job.all(FailureFound)
+    assert failure.detect_s == pytest.approx(0.01, abs=0.01)
+    assert failure.failed_s is not None
+    assert failure.noticed_s is not None
+    assert failure.failed_s - failure.noticed_s == pytest.approx(failure.detect_s, abs=1e-5)

@@ -40,11 +40,15 @@ def node(
     }
 
 
-def iterations(first: int, last: int, epoch: int = 1) -> list[dict[str, Any]]:
-    return [{"iteration": i, "seconds": 1800.0, "epoch": epoch} for i in range(first, last + 1)]
+def iterations(first: int, last: int, epoch: int = 1, seconds: float = 1800.0) -> list[dict[str, Any]]:
+    """One each half an hour, whatever their ranks took for them."""
+    return [
+        {"iteration": i, "seconds": seconds, "epoch": epoch, "finished_at": T0 + (i - first + 1) * HOUR / 2}
+        for i in range(first, last + 1)
+    ]
 
 
-PLANS = [{"epoch": 1, "active": 16}, {"epoch": 2, "active": 8}]
+PLANS = [{"epoch": 1, "active": 16, "decided_at": T0}, {"epoch": 2, "active": 8, "decided_at": T0}]
 PREEMPTED = [{"text": "job: received signal 15 on 2 nodes (preempted)"}]
 
 
@@ -63,6 +67,12 @@ def both() -> list[Run]:
         ),
         run(first, [*iterations(1, 3), *iterations(4, 6, epoch=2)], PLANS, [node(0.1), node(0.1)], PREEMPTED, NOW),
     ]
+
+
+def test_iterations_that_overlap_use_no_more_than_the_time_that_they_took() -> None:
+    """Ranks begin one after the other: of a job whose iterations took 2000 s each, every 1800 s, 111 % was used."""
+    found = run(job("12", 0, 4), iterations(1, 8, seconds=2000.0), PLANS, [node(0), node(0)], [], NOW)
+    assert sum(hours for _, hours in found.used) == pytest.approx(4 * 16, rel=0.02)
 
 
 def test_what_was_held_and_what_of_it_counts() -> None:

@@ -69,6 +69,15 @@ def test_a_job_that_went_on_from_a_checkpoint_did_not_train_what_was_before_it(t
     assert first.startswith("Job local-1 trained iterations 57 to 76 on 3 nodes")
 
 
+def test_what_was_noticed_late_of_a_slow_down_is_no_part_of_the_time_to_recover_from_a_loss(tmp_path: Path) -> None:
+    """It said "training was back 1.07 s after it (4.08 s of that to notice it)"."""
+    facts = facts_of(tmp_path, story())
+    [loss] = facts.failures
+    slow = {**loss, "kind": "fail-slow", "seconds_to_recover": None, "noticed_after_seconds": 4.08}
+    told = " ".join(sentences(msgspec.structs.replace(facts, failures=[slow, loss])))
+    assert "training was back 1.02 s after the one that stopped it (0.02 s of that to notice it)" in told
+
+
 @pytest.mark.parametrize("step_s", [-2 * 3600.0, 6 * 3600.0])
 @pytest.mark.parametrize("tell", [story, any_layout_story, node_story])
 def test_a_clock_that_was_set_makes_no_time_negative(tell: Callable[[], Told], step_s: float, tmp_path: Path) -> None:

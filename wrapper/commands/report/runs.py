@@ -102,9 +102,12 @@ def run(
     now: datetime,
 ) -> Run:
     """One run from its rows; `signals` are events of the kind `JobSignalled`."""
+    from db.reading.costs.goodput import course
+
     over = job["last_entry_at"] if job["state"] == "abnormal" else job["ended_at"] or now
     ended = max(over, job["started_at"])
     active = {row["epoch"]: row["active"] for row in plans}
+    took_s = course(job, iterations, plans, ended).took_s
     held_s = 0.0
     for node in nodes:
         since = job["started_at"] if node["replacement"] is None else node["joined_at"]
@@ -118,7 +121,10 @@ def run(
         began=job["started_at"],
         ended=ended,
         held_gpu_hours=held_s / 3600.0,
-        used=[(row["iteration"], (row["seconds"] or 0.0) * active.get(row["epoch"], 0) / 3600.0) for row in iterations],
+        used=[
+            (row["iteration"], seconds * active.get(row["epoch"], 0) / 3600.0)
+            for row, seconds in zip(iterations, took_s, strict=True)
+        ],
         nodes_lost=sum(node["lost_at"] is not None for node in nodes),
         replacements=sum(node["replacement"] is not None for node in nodes),
         preempted=any("(preempted)" in row["text"] for row in signals),

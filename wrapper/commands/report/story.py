@@ -222,15 +222,16 @@ def _failures(facts: Facts) -> str:
     most = ""
     if worst and worst[0][1] > 1 and (len(worst) == 1 or worst[0][1] > worst[1][1]):
         most = f", most of them on {worst[0][0]} ({worst[0][1]})"
-    repairs = [row["seconds_to_recover"] for row in failures if row["seconds_to_recover"] is not None]
-    back = ""
-    if repairs:
-        usual, longest = statistics.median(repairs), max(repairs)
-        noticed_s = max(row["noticed_after_seconds"] or 0.0 for row in failures)
-        back = f"; training was back {duration(usual)} after it ({duration(noticed_s)} of that to notice it)"
-        if len(repairs) > 1:
-            back = f"; training was back in {duration(usual)} on median, {duration(longest)} at most"
     one = len(failures) == 1
+    mended = [row for row in failures if row["seconds_to_recover"] is not None]
+    repairs = [row["seconds_to_recover"] for row in mended]
+    back = ""
+    if len(mended) == 1:
+        which, noticed_s = "it" if one else "the one that stopped it", mended[0]["noticed_after_seconds"] or 0.0
+        back = f"; training was back {duration(repairs[0])} after {which} ({duration(noticed_s)} of that to notice it)"
+    elif mended:
+        usual, longest = statistics.median(repairs), max(repairs)
+        back = f"; training was back in {duration(usual)} on median, {duration(longest)} at most"
     head = f"One failure was noticed ({told})" if one else f"{len(failures):,} failures were noticed ({told}){most}"
     return f"{head}{back}."
 

@@ -348,6 +348,34 @@ def test_slurm_that_does_not_answer_is_told(runs: Callable[..., Job]) -> None:
     assert said == ["Slurm was not asked: squeue: no answer"]
 
 
+def over(job: Job, state: str, exit_code: int) -> registry.KnownJob:
+    entry = msgspec.structs.replace(entry_of(job, job.read()), state=state, exit_code=exit_code, ended_at=time.time())
+    assert not registry.save(entry)
+    return entry
+
+
+@pytest.mark.parametrize(("state", "exit_code"), [("cancelled", 75), ("abnormal", 1)])
+def test_a_job_that_slurm_runs_again_is_told_to_wait(
+    runs: Callable[..., Job], fresh_home: Path, state: str, exit_code: int
+) -> None:
+    """Its batch host died, or its time was up: "cancelled" alone sounded like the end."""
+    job = runs(create_slurm_job("77", 0))
+    over(job, state, exit_code)
+    submitted_at = time.time() + 3600
+    [row], said = ask(slurm_of(job, state="pending", why="BeginTime", submitted_at=submitted_at))
+    assert (row["state"], row["slurm_state"], row["slurm_reason"], said) == (state, "pending", "BeginTime", [])
+    assert f"{state}, runs again (BeginTime)" in "\n".join(line.plain for line in lines([row], 100))
+    assert ask(slurm_of(job, state="pending", user="somebody"))[0][0]["slurm_state"] is None
+    assert ask(slurm_of(job, state="completed"))[0][0]["slurm_state"] is None
+
+
+def test_a_job_that_was_cancelled_for_good_is_not_asked_about(runs: Callable[..., Job], fresh_home: Path) -> None:
+    job = runs(create_slurm_job("77", 0))
+    over(job, "cancelled", 143)
+    [row], _ = ask(slurm_of(job, state="pending"))
+    assert (row["state"], row["slurm_state"]) == ("cancelled", None)
+
+
 # --- submitted ------------------------------------------------------------------------------------------------------
 
 

@@ -24,6 +24,7 @@ import msgspec
 
 from resihp.errors import JobNotFoundError, ResihpError
 from wrapper import registry
+from wrapper.exit_codes import REQUEUE
 from wrapper.job_files import NEVER_BEGAN, STARTS_S, entry_of, home
 from wrapper.job_folder import Job, all_jobs, finish_dead_job, is_there, job_of, note_end
 from wrapper.registry import QUEUED, KnownJob
@@ -87,7 +88,8 @@ def listed(*, every: bool, now_s: float, say: Say, slurm: Slurm | None = None) -
         else:
             hidden += 1
         rows.remove(row)
-    return sorted(rows, key=lambda row: (row["ended_at"] is not None, -row["began_at"].timestamp())), hidden
+    waits = [row for row in rows if row["ended_at"] is None or row["slurm_state"] == "pending"]
+    return sorted(rows, key=lambda row: (row not in waits, -row["began_at"].timestamp())), hidden
 
 
 def _moved(known: Sequence[KnownJob]) -> list[KnownJob]:
@@ -298,10 +300,12 @@ class _Ledgers:
 
 
 def _that_are_over(rows: Iterable[Row], slurm: Slurm | None, say: Say) -> list[Row]:
-    """Add Slurm's state to jobs that are not known to have ended, in one call; those that Slurm does not run or hold,
-    and of which nothing else is known. Numbers are used again, and are those of one cluster: a job that Slurm had
-    before ours began, of another user, or of another cluster, is another one."""
-    asked = [row for row in rows if row["slurm_job"] and row["ended_at"] is None]
+    """Add Slurm's state to jobs that are not known to have ended, and to those that Slurm may run again, in one call;
+    those that Slurm does not run or hold, and of which nothing else is known. Numbers are used again, and are those of
+    one cluster: a job that Slurm had before ours began, of another user, or of another cluster, is another one."""
+    of_slurm = [row for row in rows if row["slurm_job"]]
+    newest = _newest(of_slurm)
+    asked = [row for row in of_slurm if row["ended_at"] is None or (row in newest and _may_run_again(row))]
     if not asked or (slurm is None and shutil.which("squeue") is None):
         return []
     if slurm is None:
@@ -323,6 +327,8 @@ def _that_are_over(rows: Iterable[Row], slurm: Slurm | None, say: Say) -> list[R
         view = views.get(row["slurm_job"])
         if view is not None and not _is_that(view, row):
             view = None
+        if row["ended_at"] is not None and (view is None or view.state != "pending"):
+            continue
         if view is not None:
             row["slurm_state"] = view.state
             row["slurm_reason"] = view.why or None
@@ -334,8 +340,22 @@ def _that_are_over(rows: Iterable[Row], slurm: Slurm | None, say: Say) -> list[R
     return over
 
 
+def _newest(rows: Iterable[Row]) -> Collection[Row]:
+    """Of several runs of a job in Slurm, the last one."""
+    of_job = {(row["cluster"], row["slurm_job"]): row for row in sorted(rows, key=lambda row: row["began_at"])}
+    return of_job.values()
+
+
+def _may_run_again(row: Row) -> bool:
+    """Whether it asked Slurm for that, or died in a way that Slurm may have seen."""
+    return bool(row["exit_code"] == REQUEUE or row["state"] == "abnormal")
+
+
 def _is_that(view: JobView, row: Row) -> bool:
-    """Whether Slurm means the job of that row."""
+    """Whether Slurm means the job of that row; one that is run again was submitted anew then."""
     began_s: float = row["began_at"].timestamp()
-    in_time = row["state"] == QUEUED or view.submitted_at is None or view.submitted_at <= began_s + STARTS_S
+    if row["ended_at"] is not None:
+        in_time = view.submitted_at is None or view.submitted_at >= began_s
+    else:
+        in_time = row["state"] == QUEUED or view.submitted_at is None or view.submitted_at <= began_s + STARTS_S
     return in_time and view.user == str(row["user"])

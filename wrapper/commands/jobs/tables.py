@@ -55,6 +55,8 @@ def _cells(row: Row, now: datetime) -> list[str]:
         state = f"failed {row['exit_code']}"
     if state == QUEUED:
         state += f" ({one_line(row['slurm_reason'])})" if row["slurm_reason"] else ""
+    elif row["ended_at"] is not None and row["slurm_state"] == "pending":
+        state += f", runs again ({one_line(row['slurm_reason'] or 'pending')})"
     elif row["slurm_state"] not in (None, "running"):
         state += f", Slurm: {one_line(row['slurm_state'])}"
     nodes = "-" if row["nodes"] is None else f"{row['nodes']} x {row['gpus_per_node']}"

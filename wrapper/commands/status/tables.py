@@ -16,6 +16,8 @@ from rich.text import Text
 
 from db.layouts import from_json
 from resihp.record.describe import DETECTORS, rank_list
+from wrapper.exit_codes import REQUEUE
+from wrapper.job_files import slurm_job_of
 from wrapper.output.progress import ago, of_target
 from wrapper.output.render import count, duration, layout_grid, legend, literal, one_line, percent
 from wrapper.output.shells import line
@@ -49,6 +51,15 @@ def progress_line(state: Mapping[str, Any]) -> str:
     if state["tokens_per_second"] is not None:
         told.append(f"{count(state['tokens_per_second'])} tokens/s")
     return ", ".join(told)
+
+
+def again_line(state: Mapping[str, Any]) -> str:
+    """Of a job that has ended and whose Slurm job may not have."""
+    if state["exit_code"] == REQUEUE:
+        return "to be run again: resihp jobs tells what it waits for"
+    if state["state"] == "abnormal" and slurm_job_of(state["job"]) is not None:
+        return "Slurm may run it again: resihp jobs tells"
+    return ""
 
 
 def places_lines(state: dict[str, Any]) -> list[str]:
@@ -97,6 +108,8 @@ def render_status(state: dict[str, Any], width: int) -> RenderableType:
     parts = [head]
     if state["state"] not in ("running", "completed") and state["reason"]:
         parts.append(Text(literal(state["reason"]), style=colour))
+    if again := again_line(state):
+        parts.append(Text(again))
     if moves := progress_line(state):
         parts.append(Text(moves, style="bold yellow" if state["stuck"] else ""))
     parts.append(Text(goodput_line(state)))

@@ -309,6 +309,20 @@ def test_every_table_has_json_csv_parquet_and_a_terminal_form(job: Job, table: H
         assert shown.stderr == f"resihp: {whose}: no {table.value}\n"
 
 
+@pytest.mark.parametrize(
+    ("job", "state", "exit_code", "told"),
+    [
+        ("6", "cancelled", 75, "to be run again: resihp jobs tells what it waits for"),
+        ("3", "abnormal", 1, "Slurm may run it again: resihp jobs tells"),
+        ("local-3", "abnormal", 1, ""),
+        ("6", "cancelled", 143, ""),
+        ("6", "running", None, ""),
+    ],
+)
+def test_a_job_that_ended_and_is_run_again_says_so(job: str, state: str, exit_code: int | None, told: str) -> None:
+    assert tables.again_line({"job": job, "state": state, "exit_code": exit_code}) == told
+
+
 def lines_of(shown: object, rows: list[dict[str, Any]] | None = None) -> list[str]:
     """What a terminal of 80 columns shows of something, or of rows of a view of `history`."""
     from rich.console import Console

@@ -20,6 +20,8 @@ Row = dict[str, Any]
 
 RECENT = 20
 """Iterations that its pace is read from."""
+TOGETHER = 6
+"""Pauses of which the mean counts as one: several iterations may be committed at once, and then there is none."""
 STUCK = 5
 """Times the longest pause between the last iterations, in which were evaluations, checkpoints and recoveries."""
 STUCK_LEAST_S = 60.0
@@ -44,7 +46,7 @@ def progress(of: int | None, iterations: Sequence[Row], now: datetime, *, runnin
     `of`, by its last committed ones, in order; while it runs, `seconds_since_iteration`, `eta_seconds` and whether it
     may be `stuck`.
 
-    The pace is the median pause between the last iterations, with all that comes in between.
+    The pace is that of the last iterations, with all that comes in between, but for a pause that is out of the usual.
     """
     last = iterations[-1] if iterations else None
     recent = iterations[-RECENT:]
@@ -65,7 +67,7 @@ def progress(of: int | None, iterations: Sequence[Row], now: datetime, *, runnin
     age_s = max((now - last["finished_at"]).total_seconds(), 0.0)
     found["seconds_since_iteration"] = age_s
     left = (found["target"] or 0) - found["iteration"]
-    pace_s = statistics.median(pauses) if pauses else last["seconds"]
+    pace_s = _pace_s(pauses) if pauses else last["seconds"]
     if left > 0:
         found["stuck"] = age_s > longest_s(recent)
         found["eta_seconds"] = None if pace_s is None or found["stuck"] else max(left * pace_s - age_s, 0.0)
@@ -76,6 +78,12 @@ def longest_s(recent: Sequence[Row]) -> float:
     """For how long nothing may be committed after these, its last iterations, before a job looks stuck."""
     usual_s = max(_pauses(recent), default=(recent[-1]["seconds"] if recent else None) or 0.0)
     return max(STUCK_LEAST_S, STUCK * usual_s)
+
+
+def _pace_s(pauses: Sequence[float]) -> float:
+    """The median of means of neighbours."""
+    width = min(TOGETHER, (len(pauses) + 1) // 2)
+    return statistics.median(statistics.fmean(pauses[n : n + width]) for n in range(len(pauses) - width + 1))
 
 
 def _pauses(recent: Sequence[Row]) -> list[float]:

@@ -45,7 +45,8 @@ def _begin(job: Job, done: Examination) -> SecondLooks | None:
     if not doubts or not others:
         return None
     first = min(doubts)
-    more = f", and {len(doubts) - 1} others" if len(doubts) > 1 else ""
+    left = len(doubts) - 1
+    more = f", and {left} other{'' if left == 1 else 's'}" if left else ""
     job.say("notice", f"{job.where(first)}{more}: measured again before it is judged: {doubts[first]}")
     witnesses = tuple(sorted(others[: probing.MOST_WITNESSES]))
     return SecondLooks(first=done, doubted=tuple(sorted(doubts)), witnesses=witnesses)

@@ -152,9 +152,19 @@ def conclude(job: Job) -> None:
         told = "; ".join(f"fault {armed.fault} did not fire: {armed.excuse}" for armed in unfired)
         incidents.end(job, 1, told)
     elif job.stage == "halting":
+        if job.declaration.resume_from != job.record.committed != job.checkpointed:
+            job.say("notice", _unsaved(job))
         incidents.end(job, 0, f"done: {job.record.committed} iterations", workers_leave=not job.live)
     else:
         incidents.end(job, 0, "done", workers_leave=True)
+
+
+def _unsaved(job: Job) -> str:
+    """What was trained is gone with its processes: that is not to be found out later."""
+    if not job.settings.checkpoint_every:
+        return "the trained model was not saved: --checkpoint-every N saves it each N iterations, and at the end"
+    newest = f"the newest one is of iteration {job.checkpointed}" if job.checkpointed else "there is none"
+    return f"no complete checkpoint of iteration {job.record.committed}, not all who were to write it lived; {newest}"
 
 
 def checkpoint_part(job: Job, member: Member, part: m.CheckpointPart) -> None:

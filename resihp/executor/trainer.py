@@ -192,7 +192,7 @@ class Trainer:
                     f"grad norm {outcome.gradient_norm:.4f} | {time.perf_counter() - began:.3f} s",
                     flush=True,
                 )
-            if self._every and iteration % self._every == 0:
+            if checkpoints.is_due(self._every, iteration, iterations):
                 self._save_alone(plan, rank, iteration)
             if evaluation is not None and evaluation.is_due(iteration, iterations):
                 loss, _ = self.engine.evaluate(plan, observer)
@@ -471,7 +471,7 @@ class _Supervised:
                 )
             )
             self._measure_links(plan, outcome)
-            if outcome.save or (self._every and iteration % self._every == 0):
+            if outcome.save or checkpoints.is_due(self._every, iteration, self._iterations):
                 self._save(plan, iteration, outcome.saving)
             if outcome.save and not outcome.saving:
                 self._saves_done = self._saves_told

@@ -593,9 +593,11 @@ class Worker:
         save = self.reduced.save
         self.take_step(self.reduced)
         self.reduced = None
-        every = scenario.checkpoint_every
+        every, last = scenario.checkpoint_every, self.stepped == scenario.iterations
         self.save_asked = self.save_asked and not save
-        if (save or (every and self.stepped % every == 0)) and self.rank in self.plan.layout.model_copy(0).ranks:
+        if (save or (every and (self.stepped % every == 0 or last))) and self.rank in self.plan.layout.model_copy(
+            0
+        ).ranks:
             self.activity = "checkpoint"
             self.later(self.world.rng.uniform(0.1, 1.0), self.checkpoint)
         else:

@@ -28,6 +28,12 @@ def folder_of(root: Path, iteration: int) -> Path:
     return root / f"iteration-{iteration:06d}"
 
 
+def is_due(every: int, iteration: int, last: int) -> bool:
+    """Whether one is written after this iteration: each `every` ones, if that is not 0, and then after the last one,
+    too, which has what was trained for."""
+    return every > 0 and (iteration % every == 0 or iteration == last)
+
+
 def iteration_of(folder: Path) -> int:
     """40 for `.../iteration-000040`. Raises CheckpointError for a folder that is not a checkpoint's."""
     match = _FOLDER.fullmatch(folder.name)

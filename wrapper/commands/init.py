@@ -247,7 +247,7 @@ pp = 1
 schedule = "1f1b"
 
 [checkpoint]
-# Iterations between checkpoints, 0 for none: for when too little is left to go on with.
+# Iterations between checkpoints, 0 for none: for when too little is left to go on with. One is of the last iteration.
 every = 100
 # How many complete ones are kept.
 keep = 2

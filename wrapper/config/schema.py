@@ -158,7 +158,7 @@ class CheckpointSection(Section):
     """[checkpoint]: when, how many, where."""
 
     every: int = Field(default=0, ge=0)
-    """Iterations between checkpoints; 0: none."""
+    """Iterations between checkpoints, of which there is one after the last iteration, too; 0: none."""
     keep: int = Field(default=2, ge=1)
     """Complete checkpoints that are kept."""
     folder: str = ""

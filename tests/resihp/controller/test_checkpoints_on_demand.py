@@ -125,3 +125,30 @@ def test_no_checkpoint_is_promised_where_there_will_be_none() -> None:
     ]
     assert not any(reply.ok for job in (early, stopping, done) for reply in replies(job))
     assert replies(ending)[-1].text.startswith("no checkpoint; the job has ended: stopped by an operator, at once")
+
+
+def ends_after(job: Direct, *saved: int) -> list[str]:
+    """What a job says that has trained all of its iterations, and of whose checkpoints these were written."""
+    for iteration in saved:
+        write(job, 0, 1, iteration=iteration)
+    for rank in range(4):
+        job.say(rank, m.Finished(iteration=6))
+    for rank in range(4):
+        job.feed(api.WorkerExited(rank=rank, status=0))
+    assert job.end is not None
+    assert job.end.exit_code == 0
+    return [action.text for action in job.actions if isinstance(action, api.Say) and action.level == "notice"]
+
+
+def test_what_was_trained_and_is_not_saved_is_told_at_the_end() -> None:
+    assert any("the trained model was not saved: --checkpoint-every N" in text for text in ends_after(Direct().run(6)))
+    lost = ends_after(Direct(checkpoint_every=4).run(6), 4)
+    assert any(
+        text == "no complete checkpoint of iteration 6, not all who were to write it lived; the newest one is of "
+        "iteration 4"
+        for text in lost
+    )
+
+
+def test_a_job_whose_last_iteration_is_saved_ends_without_a_word_on_it() -> None:
+    assert not any("checkpoint" in text for text in ends_after(Direct(checkpoint_every=4).run(6), 4, 6))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -222,6 +223,8 @@ def test_a_script_alone_trains_through_its_ramp_up(capsys: pytest.CaptureFixture
     growing(checkpoint_every=3, checkpoint_folder=tmp_path).train(5)
     losses = [line.split(" | ")[1] for line in capsys.readouterr().out.splitlines() if line.startswith("iteration")]
     assert len(losses) == 5
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["iteration-000003", "iteration-000005"]
+    shutil.rmtree(tmp_path / "iteration-000005")
     growing(checkpoint_folder=tmp_path, resume=True).train(5)
     resumed = [line.split(" | ")[1] for line in capsys.readouterr().out.splitlines() if line.startswith("iteration")]
     assert resumed == losses[3:]

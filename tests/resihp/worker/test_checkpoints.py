@@ -79,3 +79,8 @@ def test_pruning_keeps_the_newest_complete_ones_and_what_is_being_written(tmp_pa
 def test_a_folder_of_another_name_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not named like"):
         checkpoints.iteration_of(tmp_path / "latest")
+
+
+@pytest.mark.parametrize(("every", "due"), [(0, []), (1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (5, [5]), (100, [5])])
+def test_what_was_trained_for_is_saved_whatever_the_interval(every: int, due: list[int]) -> None:
+    assert [iteration for iteration in range(1, 6) if checkpoints.is_due(every, iteration, 5)] == due

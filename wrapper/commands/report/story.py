@@ -199,6 +199,8 @@ def _course(facts: Facts) -> str:
         "abnormal": "until its supervisor died",
     }[job["state"]]
     done = len(facts.iterations)
+    if _untold(facts):
+        return f"Job {job['name']} on {where} completed in {took}; its script did not say what it trains."
     if not done:
         ended = {"running": "is running", "completed": "ended", "failed": f"failed{reason}"}
         state = ended.get(job["state"], f"was {job['state']}{reason}")
@@ -210,6 +212,11 @@ def _course(facts: Facts) -> str:
     if first > 1:  # from a checkpoint on
         what = f"iteration{'' if first == last else f's {first:,} to'} {last:,}{of}"
     return f"Job {job['name']} trained {what}{model} on {where} in {took}, {how}."
+
+
+def _untold(facts: Facts) -> bool:
+    """Whether it is a script without `resihp.Trainer` that is done."""
+    return facts.job["state"] == "completed" and facts.model is None and not facts.iterations
 
 
 def _failures(facts: Facts) -> str:
@@ -238,6 +245,8 @@ def _failures(facts: Facts) -> str:
 
 def _cost(facts: Facts) -> str:
     account = facts.account
+    if _untold(facts):
+        return f"There is no goodput without iterations: {hours(account.gpu_hours)} were held."
     if account.goodput is None:
         held = f"{hours(account.gpu_hours)} went to starting" if account.gpu_hours > 0 else "nothing was held"
         return f"There is no goodput to tell yet: {held}."

@@ -27,10 +27,14 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 EVENTS_SHOWN = 8
+UNTOLD = "its script did not say what it trains (resihp.Trainer does)"
 
 
 def goodput_line(figures: dict[str, Any]) -> str:
-    """`goodput 91.6 %, ETTR 78.4 %; lost: fail-stop 0.70 s, idle GPUs 2.00 s, other 0.30 s`."""
+    """`goodput 91.6 %, ETTR 78.4 %; lost: fail-stop 0.70 s, idle GPUs 2.00 s, other 0.30 s`. Of a script that was
+    launched and watched, and is done, nothing is lost that anybody knows of."""
+    if figures["goodput"] is None and figures["state"] == "completed" and figures.get("target") is None:
+        return f"goodput and ETTR are not known: {UNTOLD}"
     words = {"idle": "idle GPUs", "capacity": "missing GPUs"}
     lost = ", ".join(
         f"{words.get(cause, cause)} {duration(s)}" for cause, s in figures["lost_seconds"].items() if s >= 0.005
@@ -56,9 +60,9 @@ def progress_line(state: Mapping[str, Any]) -> str:
 def again_line(state: Mapping[str, Any]) -> str:
     """Of a job that has ended and whose Slurm job may not have."""
     if state["exit_code"] == REQUEUE:
-        return "to be run again: resihp jobs tells what it waits for"
+        return "Slurm was asked to run it again: resihp jobs tells whether it waits"
     if state["state"] == "abnormal" and slurm_job_of(state["job"]) is not None:
-        return "Slurm may run it again: resihp jobs tells"
+        return "Slurm may run it again: resihp jobs tells whether it waits"
     return ""
 
 
@@ -100,7 +104,8 @@ def render_status(state: dict[str, Any], width: int) -> RenderableType:
     """What `status` prints on a terminal of `width` columns."""
     colour = {"running": "green", "completed": "green", "cancelled": "yellow"}.get(state["state"], "bold red")
     head = Text.assemble((f"job {one_line(state['job'])}", "bold"), "  ", (state["state"], colour))
-    head.append(f"  iteration {of_target(state)}")
+    if state["iteration"] or state["target"]:
+        head.append(f"  iteration {of_target(state)}")
     if state["loss"] is not None:
         head.append(f"  loss {state['loss']:.4f}")
     if state["iteration_seconds"] is not None:

@@ -312,8 +312,8 @@ def test_every_table_has_json_csv_parquet_and_a_terminal_form(job: Job, table: H
 @pytest.mark.parametrize(
     ("job", "state", "exit_code", "told"),
     [
-        ("6", "cancelled", 75, "to be run again: resihp jobs tells what it waits for"),
-        ("3", "abnormal", 1, "Slurm may run it again: resihp jobs tells"),
+        ("6", "cancelled", 75, "Slurm was asked to run it again: resihp jobs tells whether it waits"),
+        ("3", "abnormal", 1, "Slurm may run it again: resihp jobs tells whether it waits"),
         ("local-3", "abnormal", 1, ""),
         ("6", "cancelled", 143, ""),
         ("6", "running", None, ""),
@@ -613,6 +613,21 @@ def test_a_job_that_committed_nothing_has_not_lost_nothing() -> None:
     write_journal(job.journal_file, ((entry, began + at) for entry, at in told))
     job.exit_code_file.write_text("93\n")
     assert "lost: all of it, no iteration is committed" in resihp("status", job.name).stdout
+
+
+def test_a_script_without_a_trainer_that_is_done_has_lost_nothing_that_anybody_knows_of() -> None:
+    """It said "iteration 0" and "lost: all of it" of a job of DDP that had trained to its end."""
+    job = create_local_job()
+    began = job.read().created_at
+    told = [(started(job.name), 0.0), (journal.JobEnded(exit_code=0, state="completed", reason="done"), 3600.0)]
+    write_journal(job.journal_file, ((entry, began + at) for entry, at in told))
+    job.exit_code_file.write_text("0\n")
+    shown = " ".join(resihp("status", job.name).stdout.split())
+    assert f"job {job.name} completed goodput and ETTR are not known: its script did not say what it trains" in shown
+    assert "lost" not in shown
+    told_in_report = " ".join(resihp("report", job.name, "--markdown").stdout.split())
+    assert "completed in 1 h 00 min; its script did not say what it trains." in told_in_report
+    assert "committed no iteration" not in told_in_report
 
 
 def test_an_id_names_a_job_to_every_command_from_any_folder(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -307,6 +307,26 @@ def test_history_status_and_the_report_count_from_the_failure_on() -> None:
     assert "0.70 s after it was noticed" in json.dumps(rows("events", job.name))
 
 
+@pytest.mark.parametrize("successor", ["n2", "n1"])
+def test_status_tells_where_the_output_goes_on_after_the_batch_host(successor: str) -> None:
+    """The file of `#SBATCH --output` ends with its host; nothing said where the rest was. One that was started again
+    on the same host goes on in that file."""
+
+    def told(job: str) -> Told:
+        for entry, at in batch_host_dies(job):
+            if isinstance(entry, journal.NodeJoined):
+                entry = msgspec.structs.replace(entry, host="here" if entry.node == "n1" else f"of-{entry.node}")
+            if isinstance(entry, journal.LeaderChosen):
+                entry = msgspec.structs.replace(entry, node=successor)
+            yield entry, at
+
+    job = of(told)
+    log = f"{job.folder}/logs/n2.agent.log"
+    where = json.loads(resihp("status", job.name, "--json").stdout)["output"]
+    assert where == (log if successor == "n2" else None)
+    assert ("its output goes on in" in text_of("status", job.name)) == (successor == "n2")
+
+
 def test_a_trace_begins_with_the_failure() -> None:
     story = Story()
     told = enumerate(batch_host_dies("local-1"), 1)

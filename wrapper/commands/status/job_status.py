@@ -67,6 +67,7 @@ def job_status(
         "checkpoint": _where_it_is_now(checkpoints[-1], folder) if checkpoints else None,
         "folder": folder,
         "logs": None if folder is None else f"{folder}/logs",
+        "output": None if folder is None else _output(reader, row, f"{folder}/logs"),
         "description": plans[0]["description"] if plans else None,
         "layout": layout,
         "detector": detector(row),
@@ -79,6 +80,13 @@ def job_status(
         "shells": shells(slurm_job, reader.rows("nodes", row["id"]), replacements) if slurm_job else {},
         "events": _with_noticing(reader, row["id"], reader.events(row["id"], EVENT_KINDS, EVENTS_IN_JSON)),
     }
+
+
+def _output(reader: Reader, row: dict[str, Any], logs: str) -> str | None:
+    """Where the job's output goes on, once its batch host is gone: the log of the agent that leads."""
+    led = [event["node"] for event in reader.events(row["id"], ["LeaderChosen"], 1) if event["node"]]
+    first = {node["node"] for node in reader.rows("nodes", row["id"]) if node["host"] == row["host"]}
+    return f"{logs}/{led[-1]}.agent.log" if led and led[-1] not in first else None
 
 
 def _where_it_is_now(checkpoint: dict[str, Any], folder: str | None) -> dict[str, Any]:

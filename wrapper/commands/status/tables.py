@@ -74,6 +74,8 @@ def places_lines(state: dict[str, Any]) -> list[str]:
         found.append(f"last checkpoint: iteration {last['iteration']}, {last['committed_at']:%H:%M:%S} UTC{where}")
     if state["logs"]:
         found.append(f"logs: {state['logs']}")
+    if state["output"]:
+        found.append(f"its output goes on in {state['output']}, since the batch host was lost")
     return found
 
 

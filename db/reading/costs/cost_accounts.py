@@ -19,8 +19,9 @@ after it, of one of which nobody has said so). That is the sum of
 `slow`         while something slow was at work (a `fail-slow` failure, from its first slow iteration to its end, but
                under plans that have no work for it, `db.reading.plans.idle_epochs`): iterations' time, less `idle`
                and `capacity`, beyond what they take where all is well. That is the detector's prediction, which knows
-               the plan and the workload; under a plan made since, which already makes do with the slow device, it is
-               the time per token of healthy iterations on as many devices, where there are any
+               the plan and the workload, times what iterations took for theirs while nothing was slow, where that is
+               far from it, as on a busy machine; under a plan made since, which already makes do with the slow device,
+               it is the time per token of healthy iterations on as many devices, where there are any
 `idle`         iterations' time on fewer devices than the job was asked to have (`asked_devices`), as far as devices
                that are there stand by: the share that these are of those asked for, in which they would have done
                their part. They failed the start's probe, are slow, or the plan has no stage for them
@@ -73,6 +74,7 @@ from db.reading.costs.timeline import (
     laid_out,
     spread_evenly,
 )
+from db.reading.iterations.excess import FEW, TRUSTED
 from db.reading.plans.idle_epochs import idle_epochs
 
 Row = dict[str, Any]
@@ -439,6 +441,7 @@ def healthy_seconds(iterations: Sequence[Row], failures: Sequence[Row], plans: S
         if onset is None and row["seconds"] and row["tokens"]:
             rates.setdefault(active.get(row["epoch"]), []).append(row["seconds"] / row["tokens"])
     usual = {devices: statistics.median(each) for devices, each in rates.items()}
+    off = _off([row for row, onset in zip(iterations, onsets, strict=True) if onset is None])
     found: dict[int, float] = {}
     for row, onset in zip(iterations, onsets, strict=True):
         if onset is None:
@@ -447,10 +450,18 @@ def healthy_seconds(iterations: Sequence[Row], failures: Sequence[Row], plans: S
         rate = usual.get(active.get(row["epoch"]))
         same_plan = epoch_at.get(onset, row["epoch"]) == row["epoch"]
         if predicted is not None and (same_plan or rate is None):
-            found[row["iteration"]] = predicted
+            found[row["iteration"]] = predicted * off
         elif rate is not None and row["tokens"]:
             found[row["iteration"]] = rate * row["tokens"]
     return found
+
+
+def _off(well: Sequence[Row]) -> float:
+    """Times what was predicted for them these iterations took, in which nothing was slow: 1 where that is little, or
+    they are few. As `why` has it (`db.reading.excess`)."""
+    ratios = [row["seconds"] / row["predicted_seconds"] for row in well if row["seconds"] and row["predicted_seconds"]]
+    ratio = statistics.median(ratios) if len(ratios) >= FEW else 1.0
+    return 1.0 if 1.0 / TRUSTED <= ratio <= TRUSTED else ratio
 
 
 def asked_devices(job: Row) -> int:

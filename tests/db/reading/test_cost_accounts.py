@@ -319,6 +319,18 @@ def test_slow_iterations_cost_what_goes_beyond_the_prediction() -> None:
     assert lost(told(job(21), iterations)) == {}
 
 
+def test_where_predictions_are_off_the_slow_is_what_goes_beyond_what_the_job_usually_takes() -> None:
+    """As on a busy machine: a wait of 7 ms an iteration cost 17 s, all that a prediction was too low."""
+    iterations = [
+        *(iteration(i, i, predicted=0.4) for i in range(1, 11)),
+        *(iteration(10 + i, 10 + 1.25 * i, 1.25, predicted=0.4) for i in range(1, 5)),
+    ]
+    slow = failure(1, 12.0, 11, kind="fail-slow", component="reduction", speed=0.8)
+    found = told(job(15), iterations, [slow])
+    assert lost(found) == {"slow": 1.0}
+    assert found.useful_s == 14.0
+
+
 def test_under_a_plan_that_makes_do_with_the_slow_device_healthy_iterations_are_the_measure() -> None:
     iterations = [
         *(iteration(i, i, predicted=1.0) for i in range(1, 11)),

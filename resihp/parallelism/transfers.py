@@ -155,4 +155,6 @@ def _lost(base: Base, spec: ParameterSpec, piece: Slice) -> str:
         and piece.start < share(spec, t, stage.tp).stop
     )
     part = "" if spec.extent == 1 else f", rows {piece.start} to {piece.stop - 1}"
-    return f"the state of {spec.name}{part} was lost with ranks {', '.join(map(str, gone))}"
+    return (
+        f"the state of {spec.name}{part} was lost with rank{'' if len(gone) == 1 else 's'} {', '.join(map(str, gone))}"
+    )

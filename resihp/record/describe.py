@@ -11,6 +11,10 @@ from collections.abc import Iterable, Mapping
 from resihp.record import journal
 
 
+def _many(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def rank_list(ranks: Iterable[int]) -> str:
     """`rank 5`, `ranks 0-3, 8`; `no rank`."""
     runs: list[list[int]] = []
@@ -91,10 +95,10 @@ def _suspicion(entry: journal.Suspected) -> str:
 def _probes(entry: journal.ProbesTaken) -> str:
     unfit = [f"rank {probe.rank} ({probe.node} device {probe.device})" for probe in entry.devices if not probe.fit]
     unfit += [f"link {link.nodes[0]}-{link.nodes[1]}" for link in entry.links if not link.fit]
-    links = f", {len(entry.links)} links" if entry.links else ""
+    links = f", {_many(len(entry.links), 'link')}" if entry.links else ""
     told = f"; not fit: {', '.join(unfit)}" if unfit else ", all fit"
     looks = f", {entry.looks} looks at some" if entry.looks > 1 else ""
-    what = f"{len(entry.devices)} devices{links} in {entry.seconds:.2f} s{looks}"
+    what = f"{_many(len(entry.devices), 'device')}{links} in {entry.seconds:.2f} s{looks}"
     return f"probe {entry.probe} ({entry.occasion}): {what}{told}"
 
 

@@ -307,14 +307,15 @@ def timeline(
 
 
 def _recovered_s(failure: Row, clock: Course, spans: Sequence[Interruption], mended: Mapping[int, Row]) -> float | None:
-    """From a failure to the first commit after it; of what is slow from the end of the last healthy iteration on."""
+    """From a failure to the first commit after it; of what is slow from the fault, if that is known, or else from the
+    end of the last healthy iteration on."""
     row = mended.get(failure["recovered_epoch"])
     if row is None:
         return None
     if failure["kind"] != "fail-slow":
         return float(row["seconds"]) + sum(one.detect_s for one in spans if one.epoch == row["epoch"])
     index = bisect_left(clock.iterations, failure["iteration"]) - 1
-    onset = clock.finished[index] if index >= 0 else None
+    onset = failure["failed_at"] or (clock.finished[index] if index >= 0 else None)
     took = row["seconds"] if onset is None else (row["finished_at"] - onset).total_seconds()
     return max(float(took), float(row["seconds"]))
 

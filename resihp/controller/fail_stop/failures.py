@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal as signals
+from collections.abc import Collection
 
 from resihp.controller import interface as api
 from resihp.controller import iterations, startup
@@ -15,6 +16,7 @@ from resihp.controller.state.job import Job
 from resihp.controller.state.members import Member
 from resihp.detector.diagnosis.diagnosis import read_log
 from resihp.protocol import messages as m
+from resihp.record.describe import rank_list
 from resihp.record.journal import NodeLost
 from resihp.record.state import HowLost
 
@@ -182,7 +184,7 @@ def node_lost(job: Job, name: str, reason: str, how: HowLost = "silent", *, cann
         ranks = leave_node(job, NodeLost(node=name, reason=reason, how=how))
     if job.stage == "gathering":
         job.start.early_at = job.now
-        job.say("warning", f"node {name}: {reason}{f'; ranks {ranks} are lost' if ranks else ''}")
+        job.say("warning", f"node {name}: {reason}{f'; {_lost(ranks)}' if ranks else ''}")
         if job.departure is None:
             node_lost_early(job, name, reason, cannot_start=cannot_start)
         return
@@ -235,7 +237,7 @@ def node_incident(job: Job, name: str, reason: str, ranks: list[int]) -> set[int
         job.say("warning", f"node {name}: {reason}")
         return victims
     if job.stage != "gathering":  # there it was told when it happened
-        job.say("warning", f"node {name}: {reason}; ranks {sorted(victims)} are lost")
+        job.say("warning", f"node {name}: {reason}; {_lost(victims)}")
     found_at = min([job.now, *(i.found_at for i in earlier)])
     job.incidents.append(
         Incident(
@@ -253,6 +255,10 @@ def node_incident(job: Job, name: str, reason: str, ranks: list[int]) -> set[int
         )
     )
     return victims
+
+
+def _lost(ranks: Collection[int]) -> str:
+    return f"{rank_list(ranks)} {'is' if len(ranks) == 1 else 'are'} lost"
 
 
 def explain_nodes(job: Job) -> None:

@@ -187,6 +187,15 @@ def test_gpus_that_stand_by_from_the_start_are_a_cause_of_their_own() -> None:
     assert lost(told(of, iterations[:20], plans=[plan(1, 8, standby=4)])) == {}
 
 
+def test_what_was_slow_is_mended_from_the_moment_on_that_history_tells() -> None:
+    """Slowed on purpose at 1.0 s; slow since iteration 3, and mended at 6.0 s: it said 5.00 s here and 4.00 s there."""
+    iterations = [*(iteration(i, i) for i in range(1, 6)), iteration(6, 6.0, 0.5, epoch=2)]
+    slow = failure(1, 5.0, 3, kind="fail-slow", recovered_epoch=2)
+    mended = [transition(2, 0.5, 6.0, "between")]
+    assert told(job(7), iterations, [slow | {"failed_at": at(1)}], mended).mttr_s == pytest.approx(5.0)
+    assert told(job(7), iterations, [slow], mended).mttr_s == pytest.approx(4.0)
+
+
 def test_a_batch_host_that_died_is_counted_from_the_last_commit_on() -> None:
     """It died at 2.0 s; its successor noticed at 12.5 s, and was back 0.7 s later."""
     iterations = [iteration(1, 1), iteration(2, 2), iteration(3, 13.2, 0.5, epoch=2)]

@@ -70,4 +70,4 @@ def test_a_lost_stage_is_noticed() -> None:
     layout = Layout.uniform(tp=2, pp=2, dp=1, layers=4)
     assert missing(Base(epoch=1, layout=layout, survivors=(0, 1, 2, 3)), outline(MODEL)) is None
     lost = missing(Base(epoch=1, layout=layout, survivors=(0, 1, 3)), outline(MODEL))
-    assert lost == "the state of layers.2.self_attention.linear_proj.weight, rows 0 to 7 was lost with ranks 2"
+    assert lost == "the state of layers.2.self_attention.linear_proj.weight, rows 0 to 7 was lost with rank 2"

@@ -88,7 +88,7 @@ def carried_out(
         return moves(base, layout, specs, nodes)
     with pytest.raises(LayoutError) as caught:
         moves(base, layout, specs, nodes)
-    assert "was lost with ranks" in str(caught.value)
+    assert "was lost with rank" in str(caught.value)
     return None
 
 

@@ -55,6 +55,8 @@ def test_probes_name_what_is_not_fit() -> None:
 def test_probes_that_are_all_fit() -> None:
     entry = journal.ProbesTaken(probe=2, occasion="suspicion", devices=(device(0), device(1)), links=(), seconds=0.2)
     assert explain(entry) == "probe 2 (suspicion): 2 devices in 0.20 s, all fit"
+    alone = journal.ProbesTaken(probe=3, occasion="standby", devices=(device(0),), links=(), seconds=0.2)
+    assert explain(alone) == "probe 3 (standby): 1 device in 0.20 s, all fit"
 
 
 @pytest.mark.parametrize(

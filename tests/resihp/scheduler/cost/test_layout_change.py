@@ -30,7 +30,7 @@ def test_bytes_are_those_of_the_transfers(lost: set[int]) -> None:
     try:
         exact = moves(Base(epoch=1, layout=base, survivors=case.available), layout, specs, nodes)
     except LayoutError:
-        with pytest.raises(LayoutError, match="was lost with ranks"):
+        with pytest.raises(LayoutError, match="was lost with rank"):
             movement(case, layout)
         return
     found = movement(case, layout, inside_weight=1.0)

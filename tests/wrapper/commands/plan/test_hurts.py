@@ -78,7 +78,7 @@ def test_one_replica_loses_state_with_any_device_and_one_node_everything() -> No
     assert node["obstacle"] == "no rank is left"
     assert (node["iteration_seconds"], node["throughput"], node["idle"], node["bytes"]) == (None, 0, None, None)
     assert len(stages) == 2
-    assert all("was lost with ranks" in one["state_lost"] and one["bytes"] is None for one in stages)
+    assert all("was lost with rank" in one["state_lost"] and one["bytes"] is None for one in stages)
     assert content["now"]["sole_holders"] == [0, 1, 2, 3]
 
 

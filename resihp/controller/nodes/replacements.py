@@ -48,6 +48,10 @@ def _compare(job: Job) -> None:
         for request in coming:
             if request.state in ("asked", "pending"):
                 _let_go(job, request, "cancelled", "the job's time limit is too near")
+        allowed = max(0, job.settings.replacements - len(job.record.replacements))
+        if names := missing(job)[: min(lacking, allowed)]:
+            least = f"{job.settings.replacement_least_left_s / 60:.3g} min"
+            _decline(job, names, f"less than {least} are left until the job's time limit (slurm.replacement_min_left)")
         return
     needless = max(0, len(coming) - lacking)
     for request in [request for request in reversed(coming) if request.open][:needless]:

@@ -593,6 +593,9 @@ def test_no_node_is_asked_for_when_too_little_time_is_left(left_s: float | None,
     job.lose("n3")
     job.train(20)
     assert len(job.all(ReplacementAsked)) == asked
+    why = "less than 30 min are left until the job's time limit (slurm.replacement_min_left)"
+    told = [(entry.reason, entry.why) for entry in job.all(ChangeDeclined) if entry.about == "node"]
+    assert told == ([] if asked else [("node n3 lost", why)])
 
 
 def test_no_node_is_asked_for_in_the_last_iterations() -> None:

@@ -155,7 +155,7 @@ TABLES: Mapping[str, Table] = {
         PlanRow.__table__,
         "epoch",
         "decided_at",
-        ("layout", "assignment", "basis", "considered"),
+        ("layout", "assignment", "basis", "considered", "unaffected_by"),
     ),
     "reconfigurations": _table(ReconfigurationRow, "epoch", "finished_at"),
     "drains": _table(models.DrainRow, "drain", "drained_at", ("answers",)),

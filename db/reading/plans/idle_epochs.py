@@ -21,15 +21,21 @@ def idle_epochs(failures: Iterable[Row], plans: Iterable[Row]) -> Mapping[int, s
     """Epochs of these plans by failure, rows of one job; none of what is not there."""
     found: defaultdict[int, set[int]] = defaultdict(set)
     for plan in plans:
-        told = plan.get("unaffected_by")
-        if told:
-            with suppress(msgspec.DecodeError, UnicodeError):  # imported
-                for failure in msgspec.json.decode(told, type=tuple[int, ...]):
-                    found[failure].add(plan["epoch"])
+        told = plan.get("unaffected_by") or ()
+        if isinstance(told, str):
+            told = _decoded(told)
+        for failure in told:
+            found[failure].add(plan["epoch"])
     for row in failures:
         if row.get("idle"):
             found[row["failure"]].add(row["epoch"])
     return found
+
+
+def _decoded(told: str) -> tuple[int, ...]:
+    with suppress(msgspec.DecodeError, UnicodeError):
+        return msgspec.json.decode(told, type=tuple[int, ...])
+    return ()  # imported, and none
 
 
 def with_idle_epochs(failures: Iterable[Row], plans: Iterable[Row]) -> list[Row]:

@@ -117,7 +117,8 @@ def incident(job: Job, member: Member, status: int, *, alone: bool = False) -> N
     devices = condemned or root_causes.failed_on_its_device(job, member)
     blamed = (member.raised is None and status != m.ABORT_STATUS) or devices or alone
     stuck = not blamed and member.raised is None  # in an abort, which is no program's fault either
-    dead = condemned or (member.node, member.device) in job.dead_devices
+    before = job.record.dead_devices if job.stage == "gathering" else job.dead_devices  # early, it is its first process
+    dead = condemned or (member.node, member.device) in before
     if job.stage != "gathering":  # there it was told when it happened
         job.say("warning", f"{job.where(member.rank)}: {cause.removeprefix(f'rank {member.rank} ')}")
     job.incidents.append(

@@ -73,7 +73,7 @@ def judge(file: Path) -> tuple[Analysis, Recording | None]:
 
     content = _content(file)
     try:
-        if formats.recognise(content) != "parquet":
+        if not content.startswith(formats.PARQUET):
             recording = formats.read(content)
         elif (table := _table(content)) is None:
             return _operations(content), None

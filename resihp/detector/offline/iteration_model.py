@@ -5,6 +5,7 @@ Used by `resihp.detector.offline.series`, where logs tell tokens or the sum of s
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 import msgspec
@@ -12,12 +13,13 @@ import numpy as np
 
 from resihp.detector.sequential.changes import WARM_UP
 from resihp.detector.sequential.densities import Floats
+from resihp.detector.sequential.window import low_median
 
 REFIT = 25
 HISTORY = 300
 
 
-class Point(msgspec.Struct, frozen=True):
+class Point(msgspec.Struct, frozen=True, gc=False):
     """One iteration: seconds, and its workload where known (tokens, sum of squared lengths)."""
 
     iteration: int
@@ -77,7 +79,7 @@ class IterationModel:
         # A little prior: as long as nothing varies, all of it is work and none is intercept.
         prior = np.diag([0.3, 0.03, 0.03])
         weights = np.ones(len(seen))
-        middle = float(np.median(seconds))
+        middle = low_median(seconds, math.inf)
         solution = np.zeros(3)
         for _ in range(6):
             scale = np.sqrt(weights)[:, None] / middle
@@ -87,7 +89,7 @@ class IterationModel:
             )
             predicted = np.maximum(features @ solution, 1e-3 * middle)
             errors = np.log(seconds / predicted)
-            spread = max(1.4826 * float(np.median(np.abs(errors - np.median(errors)))), 0.003)
+            spread = max(1.4826 * low_median(np.abs(errors - low_median(errors, math.inf)), math.inf), 0.003)
             weights = 1 / (1 + (errors / (2 * spread)) ** 2) ** 2 * (middle / predicted) ** 2
         self._coefficients = solution / size
         self._range = seen[:, :2].min(axis=0), seen[:, :2].max(axis=0)

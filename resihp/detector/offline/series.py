@@ -298,7 +298,7 @@ def analyse(kind: Kind, runs: Sequence[TimedRun], remarks: Sequence[str] = ()) -
     """Events of all runs of a file; each run starts afresh, as layout and nodes may have changed in between."""
     events: list[SpeedChange] = []
     known: list[str] = []
-    healthy: list[float] = []
+    healthy: list[Floats] = []
     notes = list(remarks)
     iterations = 0
     for number, run in enumerate(runs):
@@ -313,17 +313,18 @@ def analyse(kind: Kind, runs: Sequence[TimedRun], remarks: Sequence[str] = ()) -
             found = [_began_after(event, run) for event in found]
         events += found
         known.append(told)
-        healthy += _healthy_seconds(points, found)
+        healthy.append(_healthy_seconds(points, found))
         iterations += len({point.iteration for point in points})
     short = sum(told == "warming up" for told in known)
     if short:
         runs_named = "the run is" if len(runs) == 1 else f"{short} of {len(runs)} runs are"
         notes.append(f"{runs_named} too short to tell slow from healthy: fewer than {WARM_UP} times")
+    seconds = np.concatenate([np.empty(0), *healthy])
     return Analysis(
         kind=kind,
         runs=len(runs),
         iterations=iterations,
-        healthy_seconds=float(np.median(healthy)) if healthy else math.nan,
+        healthy_seconds=float(np.median(seconds)) if seconds.size else math.nan,
         events=tuple(events),
         known=next((told for told in known if told != "warming up"), "plain times"),
         remarks=tuple(notes),
@@ -342,18 +343,20 @@ def _began_after(event: SpeedChange, run: TimedRun) -> SpeedChange:
     )
 
 
-def _healthy_seconds(points: Sequence[Point], events: Sequence[SpeedChange]) -> list[float]:
+def _healthy_seconds(points: Sequence[Point], events: Sequence[SpeedChange]) -> Floats:
     """Times of iterations in which nothing was wrong, the first few left out."""
-    usable = [p for p in points if math.isfinite(p.seconds) and p.seconds > 0]
-    first = min((p.iteration for p in usable), default=0)
-    slow = [(e.iteration, math.inf if e.end is None else e.end) for e in events if e.verdict != "recovered"]
-    good = [p.seconds for p in usable if not any(begin <= p.iteration < end for begin, end in slow)]
-    settled = [
-        p.seconds
-        for p in usable
-        if p.iteration >= first + SKIPPED and not any(begin <= p.iteration < end for begin, end in slow)
-    ]
-    return settled or good or [p.seconds for p in usable]
+    seconds = np.array([point.seconds for point in points])
+    iterations = np.array([point.iteration for point in points], dtype=np.int64)
+    usable = np.isfinite(seconds) & (seconds > 0)
+    seconds, iterations = seconds[usable], iterations[usable]
+    wrong = [e for e in events if e.verdict != "recovered" and (e.end is None or e.end > e.iteration)]
+    begun, over = (
+        np.searchsorted(np.sort(np.array(bounds, dtype=np.int64)), iterations, side="right")
+        for bounds in ([e.iteration for e in wrong], [e.end for e in wrong if e.end is not None])
+    )
+    good = begun == over
+    settled = good & (iterations >= (int(iterations.min()) if iterations.size else 0) + SKIPPED)
+    return next((seconds[which] for which in (settled, good) if which.any()), seconds)
 
 
 def _has_workload(points: Sequence[Point]) -> bool:

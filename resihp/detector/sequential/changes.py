@@ -143,6 +143,7 @@ class ChangeDetector:
         self._carried, self._outlier, self._before = 0.0, 0.0, 0.0
         self._levels: Floats = np.empty(0)
         self._prior: Floats = np.empty(0)
+        self._levels_squared: Floats = np.empty(0)
         self._blur: Floats = np.empty(0)
         self._evidence: Floats = np.empty(0)
         self._seen: Floats = np.empty(0)
@@ -211,8 +212,11 @@ class ChangeDetector:
         widths = np.sqrt(now.variance * self._caution + self._blur)
         if self.changed:
             widths[0] = math.sqrt(self._healthy.variance + self._uncertain(self._healthy) * (1 - rho) ** 2)
-        first, _ = self._densities(offset - levels - rho * self._carried, widths, wide)
-        more, inlier = self._densities(offset - levels - rho * self._carried_by_level, widths, wide)
+        away = offset - levels
+        errors = np.empty((2, away.size))
+        np.subtract(away, rho * self._carried, out=errors[0])
+        np.subtract(away, rho * self._carried_by_level, out=errors[1])
+        (first, more), (_, inlier) = self._densities(errors, widths, wide)
         begun = self._priors(uncertain) * (first / density)
         grown = self._evidence * (more / density)
         fresh = begun > grown
@@ -220,9 +224,9 @@ class ChangeDetector:
         self._onset[fresh] = index
         self._evidence = np.minimum(begun + grown, MOST)
         self._carried = offset * (1 - self._outlier)
-        self._carried_by_level = (offset - levels) * inlier
+        self._carried_by_level = away * inlier
 
-        evidence = float(self._evidence[self._seen > LEAST_VALUES - 0.5].sum())
+        evidence = float(np.add.reduce(self._evidence[self._seen > LEAST_VALUES - 0.5]))
         if evidence >= self._threshold():
             return self._change(index, evidence, self._threshold())
         self._learn(value, rho)
@@ -252,7 +256,7 @@ class ChangeDetector:
 
     def _priors(self, uncertain: float) -> Floats:
         """How likely a change leads to each level; small ones count less where the present level is not known well."""
-        doubt = (6 * uncertain + self._dull) / np.maximum(self._levels**2, 1e-12)
+        doubt = (6 * uncertain + self._dull) / self._levels_squared
         doubt[0] = 0.0  # the healthy level is known well, and coming back to it is what is waited for
         priors: Floats = self._prior / (1 + doubt * doubt)
         return priors
@@ -290,9 +294,10 @@ class ChangeDetector:
         now = self._now
         self._pending.append((value, 1 - self._outlier, rho))
         delay = min(6, int(now.count) // 4)
-        slack = 1 / (1 + float(self._evidence.sum()) / (30 if self._aim is None else 200))
+        evidence = float(np.add.reduce(self._evidence))
+        slack = 1 / (1 + evidence / (30 if self._aim is None else 200))
         # A shift that stays looks like correlated noise.
-        doubt = 1 / (1 + float(self._evidence.sum()) / SHIFTING) if self._familiar else 1.0
+        doubt = 1 / (1 + evidence / SHIFTING) if self._familiar else 1.0
         while len(self._pending) > delay:
             value, inlier, rho = self._pending.popleft()
             offset = value - now.level
@@ -381,6 +386,7 @@ class ChangeDetector:
         self._levels = np.concatenate([[self._healthy.level - self._now.level or 1.0], upward, -upward])
         each = (1 - back) / len(upward)
         self._prior = np.concatenate([[back], np.full(len(upward), up * each), np.full(len(upward), (1 - up) * each)])
+        self._levels_squared = np.maximum(self._levels**2, 1e-12)
         self._blur = (self._levels * 0.06) ** 2
         self._evidence = np.zeros(len(self._levels))
         self._seen = np.zeros(len(self._levels))

@@ -6,7 +6,9 @@ Used by `resihp.detector.sequential.changes`.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -32,18 +34,30 @@ class LateRange:
     they are apart, where a median of deviations sees the commonest level only."""
 
     def __init__(self) -> None:
-        self._values: deque[float] = deque(maxlen=LATE)
+        self._values: deque[float] = deque()
+        self._ordered: list[float] = []
         self._count = 0
         self._deviation = 0.0
 
     def follow(self, value: float) -> float:
         """Take a value less its level, healthy or not; the deviation so far, 0 of fewer than ten."""
+        if len(self._values) == LATE:
+            del self._ordered[bisect_left(self._ordered, self._values.popleft())]
         self._values.append(value)
+        insort(self._ordered, value)
         self._count += 1
         if len(self._values) >= 10 and (self._count % EVERY == 0 or len(self._values) < 4 * EVERY):
-            low, high = np.quantile(np.array(self._values), (0.1, 0.9))
-            self._deviation = float(high - low) / DECILES
+            self._deviation = (quantile(self._ordered, 0.9) - quantile(self._ordered, 0.1)) / DECILES
         return self._deviation
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """As numpy's, to the last bit, of values in ascending order; that takes twenty times as long for a hundred."""
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    one, two = ordered[low], ordered[min(low + 1, len(ordered) - 1)]
+    rest = place - low
+    return two - (two - one) * (1 - rest) if rest >= 0.5 else one + (two - one) * rest
 
 
 def robust(values: Floats, floor: float) -> tuple[float, float]:

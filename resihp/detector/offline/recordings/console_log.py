@@ -31,7 +31,7 @@ LARGE_S = {"min": (60.0, 1.0), "h": (3600.0, 60.0), "d": (86400.0, 3600.0)}
 
 
 def is_ours(line: str) -> bool:
-    return LINE.search(line) is not None
+    return "  loss " in line and LINE.search(line) is not None
 
 
 def read_console(content: bytes) -> Recording:

@@ -10,7 +10,7 @@ import difflib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -55,6 +55,7 @@ JOB = ("job_uuid", "job")
 OF_COMPUTING = "compute_seconds"
 """Of ranks, which all take as long as the slowest."""
 COLUMNS = (*ITERATION, *SECONDS, *MILLISECONDS, *MOMENT, *TOKENS, *SQUARES, *RANK, *JOB, OF_COMPUTING)
+USED = frozenset(COLUMNS)
 LEAST_MOMENTS = 8
 SINCE_1970_S, IN_MILLISECONDS = 1e8, 1e11
 
@@ -67,9 +68,17 @@ class NamedRow(NamedTuple):
 def read_json(content: bytes) -> Recording:
     """Raises UsageError, naming the line, where more lines are broken than not, or none has what is needed."""
     text = text_of(content)
-    if (document := _document(text)) is not None:
-        return read_rows([NamedRow(number, named(row)) for number, row in enumerate(document, 1)])
-    rows, broken, other = _rows_of(text)
+    try:
+        return _read(text, USED)
+    except UsageError:
+        return _read(text, None)  # what is missing is told with all that there is instead
+
+
+def _read(text: str, used: Collection[str] | None) -> Recording:
+    """`used`: names of fields that are kept, all if left out; others are most of what a large file has."""
+    if (document := _document(text, used)) is not None:
+        return read_rows(document)
+    rows, broken, other = _rows_of(text, used)
     if broken and len(broken) > len(rows):
         line, why = broken[0]
         raise UsageError(f"line {line} is no JSON object: {why}; {len(broken)} of {len(broken) + len(rows)} are not")
@@ -88,12 +97,12 @@ def read_rows(rows: Sequence[NamedRow], unit: str = "row") -> Recording:
 
     Raises UsageError naming what is missing, and where.
     """
-    usable, name, factor = _time_of(rows, unit)
-    iteration = _column(usable, ITERATION)
-    job = _column(usable, JOB, text=True)
-    rank, tokens, squares = (_column(usable, names) for names in (RANK, TOKENS, SQUARES))
+    usable, counts, name, factor = _time_of(rows, unit)
+    iteration = counts.column(ITERATION)
+    job = counts.column(JOB, text=True)
+    rank, tokens, squares = (counts.column(names) for names in (RANK, TOKENS, SQUARES))
     remarks: list[str] = []
-    if rank and _column(usable, (OF_COMPUTING,)) and name == "seconds":
+    if rank and counts.column((OF_COMPUTING,)) and name == "seconds":
         name = OF_COMPUTING
         remarks.append(f"times are `{OF_COMPUTING}`: what ranks take as a whole is as long as the slowest of them")
     of_job: dict[str, list[Measured]] = {}
@@ -127,15 +136,39 @@ def read_rows(rows: Sequence[NamedRow], unit: str = "row") -> Recording:
     return Recording("series", tuple(run for each in found for run in each.runs), tuple(remarks))
 
 
-def _time_of(rows: Sequence[NamedRow], unit: str) -> tuple[list[NamedRow], str, float]:
-    """Rows that have an iteration, the name of their times, and what makes seconds of them. Raises UsageError."""
-    iteration = _column(rows, ITERATION)
+class _Counts:
+    """Of rows, how many have each field, and how many a number there."""
+
+    def __init__(self, rows: Iterable[NamedRow]) -> None:
+        self._any: Counter[str] = Counter()
+        self._numbers: Counter[str] = Counter()
+        for _, fields in rows:
+            for name, value in fields.items():
+                if value is not None and name in USED:
+                    self._any[name] += 1
+                    if name in EITHER or math.isfinite(_number(value)):
+                        self._numbers[name] += 1
+
+    def column(self, names: Sequence[str], *, text: bool = False) -> str:
+        """Of these names the one that most rows have, the first of those; empty where none has any."""
+        counts = self._any if text else self._numbers
+        best = max(names, key=lambda name: counts[name])
+        return best if counts[best] else ""
+
+
+def _time_of(rows: Sequence[NamedRow], unit: str) -> tuple[Sequence[NamedRow], _Counts, str, float]:
+    """Rows that have an iteration, and their counts; the name of their times, and what makes seconds of them. Raises
+    UsageError."""
+    counts = _Counts(rows)
+    iteration = counts.column(ITERATION)
     usable = [row for row in rows if iteration and row.fields.get(iteration) is not None]
     if not usable:
         raise UsageError(_lacking(rows, unit, "iteration", ITERATION))
+    if len(usable) < len(rows):
+        counts = _Counts(usable)
     for names, factor in ((SECONDS, 1.0), (MILLISECONDS, 1e-3), (MOMENT, 1.0)):
-        if name := _column(usable, names, text=names is MOMENT):
-            return usable, name, factor
+        if name := counts.column(names, text=names is MOMENT):
+            return usable, counts, name, factor
     raise UsageError(_lacking(usable, unit, "time", ("seconds", "step_time", "milliseconds", "timestamp")))
 
 
@@ -148,18 +181,6 @@ def _lacking(rows: Sequence[NamedRow], unit: str, what: str, names: Sequence[str
         f"{where} has no field for the {what} ({', '.join(names[:4])}, ...); it has "
         f"{', '.join(f'`{short(key)}`' for key in keys[:12]) or 'none'}{hint}"
     )
-
-
-def _column(rows: Sequence[NamedRow], names: Iterable[str], *, text: bool = False) -> str:
-    """Of these names the one that most rows have, the first of those; empty where none has any."""
-    wanted = list(names)
-    counts: Counter[str] = Counter()
-    for _, fields in rows:
-        for name in wanted:
-            value = fields.get(name)
-            if value is not None and (text or name in EITHER or math.isfinite(_number(value))):
-                counts[name] += 1
-    return max(wanted, key=lambda name: counts[name]) if counts else ""
 
 
 def _never_back(rows: Sequence[NamedRow], iteration: str, name: str, rank: str) -> bool:
@@ -194,7 +215,7 @@ def _between(measured: Sequence[Measured]) -> list[Measured]:
 # --- values ---------------------------------------------------------------------------------------------------------
 
 
-def _rows_of(text: str) -> tuple[list[NamedRow], list[tuple[int, str]], list[int]]:
+def _rows_of(text: str, used: Collection[str] | None) -> tuple[list[NamedRow], list[tuple[int, str]], list[int]]:
     """Objects, lines that begin like one and are none, with why, and numbers of all other lines."""
     rows: list[NamedRow] = []
     broken: list[tuple[int, str]] = []
@@ -204,22 +225,37 @@ def _rows_of(text: str) -> tuple[list[NamedRow], list[tuple[int, str]], list[int
             other += [number] if line.strip() else []
             continue
         try:
-            rows.append(NamedRow(number, named(json.loads(line))))
+            rows.append(NamedRow(number, named(json.loads(line), used)))
         except (ValueError, RecursionError) as error:
             broken.append((number, f"{_reason(error)}: `{short(line)}`"))
     return rows, broken, other
 
 
-def _document(text: str) -> list[dict[str, Any]] | None:
+def _document(text: str, used: Collection[str] | None) -> list[NamedRow] | None:
     """Rows of a file that is one JSON document: a list of objects, or an object with `rows`, as ours have."""
     if not text.lstrip().startswith(("[", "{")):
         return None
+
+    kept = {"rows", *(used or ())}
+
+    def smaller(found: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: value
+            for name, value in found.items()
+            if name in kept or isinstance(value, dict) or name.lower() in kept
+        }
+
     try:
-        whole = json.loads(text)
+        whole = json.loads(text, object_hook=None if used is None else smaller)
     except (ValueError, RecursionError):
         return None
-    rows = whole.get("rows") if isinstance(whole, dict) else whole
-    return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else None
+    found = whole.get("rows") if isinstance(whole, dict) else whole
+    if not isinstance(found, list):
+        return None
+    rows = [row for row in found if isinstance(row, dict)]
+    del whole, found
+    rows.reverse()
+    return [NamedRow(number, named(rows.pop(), used)) for number in range(1, len(rows) + 1)]
 
 
 def _reason(error: Exception) -> str:
@@ -228,17 +264,24 @@ def _reason(error: Exception) -> str:
     return "nested too deep" if isinstance(error, RecursionError) else "a number is too long"
 
 
-def named(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Its fields by their names in lower case, and those one level down where no other has that name."""
-    found = {str(name).lower(): value for name, value in row.items() if not isinstance(value, dict)}
+def named(row: Mapping[str, Any], used: Collection[str] | None = None) -> dict[str, Any]:
+    """Its fields by their names in lower case, and those one level down where no other has that name; `used`: of these
+    names alone."""
+    found = {}
+    for name, value in row.items():
+        if not isinstance(value, dict) and (used is None or name.lower() in used):
+            found[name.lower()] = value
     for value in row.values():
         if isinstance(value, dict):
             for name, inner in value.items():
-                found.setdefault(str(name).lower(), inner)
+                if used is None or name.lower() in used:
+                    found.setdefault(name.lower(), inner)
     return found
 
 
 def _number(value: object) -> float:
+    if type(value) is float:
+        return value
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return math.nan
     try:

@@ -11,7 +11,7 @@ from resihp.detector.offline.recordings.console_log import is_ours, read_console
 from resihp.detector.offline.recordings.fields import ITERATION, named, read_json
 from resihp.detector.offline.recordings.megatron_log import ELAPSED, HEAD, read_log
 from resihp.detector.offline.recordings.recording import Recording, numbered_lines, short, text_of
-from resihp.detector.offline.recordings.tables import columns_told, read_csv, table_of
+from resihp.detector.offline.recordings.tables import columns_told, header_of, read_csv
 from resihp.errors import UsageError
 
 PARQUET = b"PAR1"
@@ -29,11 +29,11 @@ def recognise(content: bytes) -> Format:
             "the file is empty; expected a log of Megatron-LM or resihp, JSON lines, a CSV of iteration times, or a "
             "parquet trace"
         )
-    header = table_of(text).header
+    header = header_of(text)
     if "iteration" in header and ("seconds" in header or "milliseconds" in header):
         return "csv"
     lines = [line for _, line in numbered_lines(text)]
-    if any(HEAD.search(line) and ELAPSED.search(line) for line in lines):
+    if any("|" in line and HEAD.search(line) and ELAPSED.search(line) for line in lines):
         return "megatron-log"
     if any(map(is_ours, lines)):
         return "resihp-log"

@@ -6,7 +6,7 @@ import csv
 import difflib
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -133,20 +133,43 @@ def _sorted(points: Sequence[Point]) -> tuple[Point, ...]:
 
 def table_of(text: str) -> CsvTable:
     """Header (lower case) and rows, by the delimiter that the header has most of; lines of comment are skipped."""
-    lines = [
+    lines = _lines_of_table(text)
+    try:
+        rows = list(_rows_of_table(lines))
+    except csv.Error:
+        return CsvTable((), [])
+    return CsvTable(_header(rows[0][1]), rows[1:]) if rows else CsvTable((), [])
+
+
+def header_of(text: str) -> tuple[str, ...]:
+    """That of `table_of`, without a look at its rows."""
+    try:
+        _, header = next(_rows_of_table(_lines_of_table(text)), (0, []))
+    except csv.Error:
+        return ()
+    return _header(header)
+
+
+def _header(row: Sequence[str]) -> tuple[str, ...]:
+    return tuple(name.strip().strip("'\"").lower() for name in row)
+
+
+def _lines_of_table(text: str) -> list[tuple[int, str]]:
+    return [
         (number, line)
         for number, line in enumerate(text.splitlines(), 1)
         if line.strip() and not line.lstrip().startswith("#")
     ]
+
+
+def _rows_of_table(lines: Sequence[tuple[int, str]]) -> Iterator[tuple[int, list[str]]]:
+    """Each with the number of its last line. Raises csv.Error."""
     if not lines or len(lines[0][1]) > 10_000:
-        return CsvTable((), [])
+        return
     delimiter = max(",;\t", key=lines[0][1].count)
     reader = csv.reader((line for _, line in lines), delimiter=delimiter)
-    try:
-        rows = [(lines[reader.line_num - 1][0], row) for row in reader]
-    except csv.Error:
-        return CsvTable((), [])
-    return CsvTable(tuple(name.strip().strip("'\"").lower() for name in rows[0][1]), rows[1:])
+    for row in reader:
+        yield lines[reader.line_num - 1][0], row
 
 
 def columns_told(header: Sequence[str]) -> str:

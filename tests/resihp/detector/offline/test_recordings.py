@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import tracemalloc
 from collections.abc import Callable
 
 import pytest
 
+from resihp.detector.offline.iteration_model import Point
 from resihp.detector.offline.recordings.formats import read, recognise
 from resihp.detector.offline.recordings.recording import Recording
 from resihp.errors import UsageError
@@ -346,3 +349,29 @@ def test_ranks_of_json_have_a_series_each() -> None:
         *(f'{{"step": {n}, "rank": {rank}, "step_time": {1 + rank}}}' for n in range(3) for rank in range(2))
     )
     assert {rank: len(series) for rank, series in recording.runs[0].ranks.items()} == {0: 3, 1: 3}
+
+
+@pytest.mark.parametrize("document", [True, False], ids=["document", "lines"])
+def test_of_json_nothing_is_kept_that_is_not_needed(document: bool) -> None:
+    """As `resihp history iterations --json` writes a million rows: they took nine times the file's size."""
+    rows = [
+        {"iteration": i, "seconds": 0.5, "Tokens": 32768 + i, "samples_digest": f"{i:064x}", "loss": 2.5 + i}
+        | {
+            "gradient_norm": 1.0 / i,
+            "learning_rate": 1e-4 / i,
+            "predicted_seconds": 0.5 / i,
+            "epoch": 1,
+            "skipped": False,
+        }
+        for i in range(1, 5001)
+    ]
+    text = json.dumps({"schema": 1, "rows": rows}) if document else "\n".join(map(json.dumps, rows))
+    content = text.encode()
+    tracemalloc.start()
+    try:
+        [run] = read(content).runs
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 6 * len(content)
+    assert run.points[-1] == Point(5000, 0.5, tokens=37768.0)

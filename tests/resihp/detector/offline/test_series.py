@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import csv
 import math
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from resihp.detector.offline.analysis import Analysis, as_json
+from resihp.detector.offline.analysis import Analysis, SpeedChange, as_json
 from resihp.detector.offline.iteration_model import IterationModel, Point
 from resihp.detector.offline.series import (
+    SKIPPED,
     SeriesDetector,
     TimedRun,
+    _healthy_seconds,
     analyse,
     detect,
     detect_ranks,
@@ -338,3 +341,31 @@ def test_a_worker_that_is_alone_is_said_to_be() -> None:
     apart = {rank: tuple(Point(2 * i + rank, 1.0) for i in range(100)) for rank in range(2)}
     remarks = analyse("series", (TimedRun(ranks=apart),)).remarks
     assert sum("hardly any iteration in common" in remark for remark in remarks) == 2
+
+
+def test_healthy_times_are_found_in_one_pass_however_many_slow_downs_there_were() -> None:
+    """The same as by a look at every event for every iteration, which took a minute of a million iterations."""
+    times = np.random.default_rng(2).uniform(1.0, 2.0, 40_000)
+    times[7::500] = math.nan
+    many = points(times)
+    events = [
+        SpeedChange(
+            run=0, iteration=i, detected_at=i + 1, end=i + 3 if i < 39_990 else None, change=1.0, verdict=verdict
+        )
+        for verdict, first in (("fail-slow", 100), ("recovered", 104), ("workload", 108))
+        for i in range(first, 40_000, 10)
+    ]
+    began = time.process_time()
+    found = _healthy_seconds(many, events)
+    assert time.process_time() - began < 2.0
+    wrong = {i for event in events if event.verdict != "recovered" for i in range(event.iteration, event.end or 40_000)}
+    expected = [p.seconds for p in many[SKIPPED:] if p.seconds > 0 and p.iteration not in wrong]
+    assert list(found) == expected
+
+
+def test_where_nothing_is_healthy_all_times_are_taken() -> None:
+    many = points(np.array([1.0, 2.0, 3.0, 4.0, 5.0]))
+    slow = [SpeedChange(run=0, iteration=0, detected_at=1, change=1.0, verdict="fail-slow")]
+    assert list(_healthy_seconds(many, slow)) == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert list(_healthy_seconds(many[:3], [])) == [1.0, 2.0, 3.0], "of a short run the first ones as well"
+    assert list(_healthy_seconds((), [])) == []

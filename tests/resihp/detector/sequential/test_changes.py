@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from resihp.detector.sequential.changes import ChangeDetector, ChangePoint
+from resihp.detector.sequential.densities import DECILES, EVERY, LATE, LateRange
 from tests.resihp.detector.synthetic_runs import Floats, noise
 
 
@@ -161,3 +162,15 @@ def test_an_update_is_cheap() -> None:
     for index, value in enumerate(values):
         detector.update(index, value)
     assert (time.process_time() - spent) / len(values) <= 3e-4
+
+
+def test_the_range_of_late_values_is_numpys_to_the_last_bit() -> None:
+    """Of values that repeat, too: those that leave are the oldest."""
+    values = np.random.default_rng(5).normal(0.0, 0.03, 1000).round(2)
+    late, deviation = LateRange(), 0.0
+    for count, value in enumerate(values.tolist(), 1):
+        seen = values[max(count - LATE, 0) : count]
+        if len(seen) >= 10 and (count % EVERY == 0 or len(seen) < 4 * EVERY):
+            low, high = np.quantile(seen, (0.1, 0.9))
+            deviation = float(high - low) / DECILES
+        assert late.follow(value) == deviation

@@ -159,7 +159,9 @@ class Job:
         try:
             return msgspec.json.decode(read_plain(self.folder / "job.json"), type=JobFile)
         except (OSError, UnicodeError, RecursionError, msgspec.DecodeError) as error:
-            raise JobNotFoundError(f"job {self.name}: {self.folder} holds no job of this version: {error}") from error
+            gone = isinstance(error, FileNotFoundError)
+            why = "is there no more, or holds no job" if gone else f"holds no job of this version: {error}"
+            raise JobNotFoundError(f"job {self.name}: {self.folder} {why}") from error
 
     def read_own(self, name: str) -> bytes:
         """A file of it that decides what runs as us. Raises OwnershipError if others could have written that, or what

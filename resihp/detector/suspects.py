@@ -32,6 +32,8 @@ LEAST = 0.03
 """The smallest slow-down that a probe is to show, log units."""
 MOST = 20.0
 """Log odds beyond are no surer."""
+FASTEST = 100.0
+"""Log of what no device computes or moves in a second."""
 APART = 4.5
 """Two groups of answers lie apart if their means do by so many standard deviations; halves of one normal group, 2.7."""
 QUORUM = 4
@@ -130,10 +132,10 @@ def judge(
 
 
 def _log(figure: float) -> float | None:
-    """None where it was not measured; a device that does nothing at all is as slow as can be."""
+    """None where it was not measured; a device that does next to nothing is as slow as can be."""
     if math.isnan(figure) or figure < 0.0:
         return None
-    return math.log(figure) if figure > 0.0 else -MOST
+    return min(max(math.log(figure), -MOST), FASTEST) if figure > 0.0 else -MOST
 
 
 def _by_past(changes: Mapping[int, float], usual: float, repeat: float) -> _Usual | None:

@@ -594,10 +594,9 @@ class Worker:
         self.take_step(self.reduced)
         self.reduced = None
         every, last = scenario.checkpoint_every, self.stepped == scenario.iterations
+        due = save or (every and (self.stepped % every == 0 or last))
         self.save_asked = self.save_asked and not save
-        if (save or (every and (self.stepped % every == 0 or last))) and self.rank in self.plan.layout.model_copy(
-            0
-        ).ranks:
+        if due and self.rank in self.plan.layout.model_copy(0).ranks:
             self.activity = "checkpoint"
             self.later(self.world.rng.uniform(0.1, 1.0), self.checkpoint)
         else:

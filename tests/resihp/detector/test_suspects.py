@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from resihp.detector.suspects import Verdicts, judge
@@ -129,6 +129,8 @@ def test_nothing_measured_is_nothing_judged() -> None:
 
 
 @given(st.lists(st.floats(0.0, 10.0), min_size=1, max_size=12), st.lists(st.floats(0.0, 10.0), max_size=12))
+@example([2.0, 2.225073858507e-311, 2.2250738585072014e-308], [1.0, 1.0, 2.0])
+@example([1.0, 1e-320, 1e294], [1e-13, 1.0, 1.0])
 def test_whatever_was_measured_is_judged(now: list[float], before: list[float]) -> None:
     found = {rank: at(share) for rank, share in enumerate(now)}
     past = {rank: at(share) for rank, share in enumerate(before)}

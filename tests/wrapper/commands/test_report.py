@@ -258,6 +258,15 @@ def test_nodes_tell_what_became_of_them(tmp_path: Path) -> None:
     assert lines["n3"].device_hours == pytest.approx(4 * 5 / 3600)
 
 
+def test_a_node_that_is_only_left_out_of_the_next_jobs_is_not_said_to_be_drained(tmp_path: Path) -> None:
+    facts = facts_of(tmp_path, node_story())
+    for row in facts.drains:
+        row.update(step="exclusion", outcome="done", undrained_at=None)
+    what = {line.name: line.what for line in node_lines(facts)}
+    assert what["n2"] == "left out of next jobs"
+    assert "; left out of next jobs; " in what["n3"]
+
+
 def test_a_node_that_never_came_is_told_of(tmp_path: Path) -> None:
     facts = facts_of(tmp_path, absent_story(), now_s=700.0)
     lines = {line.name: line for line in node_lines(facts)}

@@ -162,8 +162,9 @@ def test_what_is_slow_costs_nothing_while_it_stands_by(tmp_path: Path) -> None:
             seconds = 3.0 if i > 20 else 2.0
             at += seconds
             epoch = 1 if i <= 30 else 2 if i <= 90 else 3
+            predicted = 2.9 if epoch == 2 else 2.0  # on fewer devices, and a little off
             yield journal.IterationCommitted(epoch=epoch, outcome=outcome(i), seconds=seconds,
-                                             predicted_seconds=2.0), at  # fmt: skip
+                                             predicted_seconds=predicted), at  # fmt: skip
         yield journal.JobEnded(exit_code=0, state="completed", reason=""), at
 
     records = write_journal(tmp_path / "told", put_aside())

@@ -596,8 +596,10 @@ def test_lists_that_do_not_answer_hold_up_no_replacement(
 ) -> None:
     Exclusions(desk.home, "fake").add("n5", "bad", 2e9)
     monkeypatch.setattr(registry, "PATIENCE_S", 0.0)
-    monkeypatch.setattr(registry, "entries", lambda: threading.Event().wait(60))
+    hangs = threading.Event()
+    monkeypatch.setattr(registry, "entries", lambda: ([], hangs.wait(60)))
     desk.ask()
+    hangs.set()
     assert desk.submitted[0].exclude == (*NODES, "n5")
     assert f"no answer for 0 s; only those of {desk.home} are heeded" in caplog.text
 

@@ -112,14 +112,20 @@ def node_lines(facts: Facts) -> list[NodeLine]:
         elif row["lost_at"] is not None:
             what.append(f"lost after {duration(held_s)}: {row['lost_reason']}")
         if name in drained:
-            back = "drained" if drained[name]["undrained_at"] is None else "drained, used again since"
-            what.append(back if drained[name]["outcome"] != "refused" else "drain refused")
+            what.append(_kept_out(drained[name]))
         if name in instead:
             other = instead[name]
             what.append(f"replaced by {other['node']}" if other["node"] else f"replacement {other['outcome']}")
         hours = row["devices"] * held_s / 3600
         found.append(NodeLine(name, row["host"], row["devices"], hours, failed.get(name, {}), "; ".join(what)))
     return sorted(found, key=lambda line: (-line.troubles, not line.what, _natural(line.name)))
+
+
+def _kept_out(drain: Mapping[str, Any]) -> str:
+    if drain["outcome"] == "refused":
+        return "drain refused"
+    how = "left out of next jobs" if drain["step"] == "exclusion" else "drained"
+    return how if drain["undrained_at"] is None else f"{how}, used again since"
 
 
 def gaps(facts: Facts) -> list[str]:

@@ -187,7 +187,7 @@ def _steps(begins: list[float], shares: list[float]) -> list[tuple[float, float]
 NODE_SIGNS = {
     "node lost": ("down", "fail-stop"),
     "node came": ("triangle", "good"),
-    "node drained": ("square", "drained"),
+    "node drained, or left out of next jobs": ("square", "drained"),
 }
 
 
@@ -212,8 +212,9 @@ def _node_changes(facts: Facts) -> Iterator[tuple[datetime, str, str, str]]:
         if row["replacement"] is not None and row["joined_at"] is not None:
             yield row["joined_at"], *NODE_SIGNS["node came"], f"node {row['node']} came, {clock(row['joined_at'])}"
     for row in facts.drains:
-        tip = f"node {row['node']} drained, {clock(row['drained_at'])}"
-        yield row["drained_at"], *NODE_SIGNS["node drained"], tip
+        how = "left out of next jobs" if row["step"] == "exclusion" else "drained"
+        tip = f"node {row['node']} {how}, {clock(row['drained_at'])}"
+        yield row["drained_at"], *NODE_SIGNS["node drained, or left out of next jobs"], tip
 
 
 def _since(second: float, span_s: float) -> str:

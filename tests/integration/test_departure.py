@@ -121,6 +121,7 @@ import os, signal, sys
 from wrapper import cli
 from wrapper.commands import run
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests run under nohup
 honest = run.create_local_job
 
 def create_local_job():

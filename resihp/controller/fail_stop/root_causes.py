@@ -110,11 +110,11 @@ def explain(job: Job) -> None:
     ended = [i for i in job.incidents if i.kind != "communication" and i.component != "node" and _members(job, i)]
     earlier = tuple(job.record.diagnosed)
     for incident in ended:
-        members = _members(job, incident)
-        together = len(members) > 1
-        incident.diagnosis = (
-            diagnose([_report(job, m, own=True) for m in members], earlier) if together else _own(job, members[0])
-        )
+        first, *others = _members(job, incident)
+        if others:
+            incident.diagnosis = diagnose([_report(job, m, own=True) for m in (first, *others)], earlier)
+        else:
+            incident.diagnosis = _own(job, first)
     gone: dict[str, dict[int, Incident]] = {}
     for incident in ended:
         for member in _members(job, incident):

@@ -32,6 +32,7 @@ from resihp.executor import devices
 from resihp.executor.tensor_group import Backend, dist
 from resihp.pipeline.program import Use
 from resihp.worker import nccl_versions
+from resihp.worker.leaving import begin_thread
 
 BACKEND = "RESIHP_BACKEND"
 ABORT_S = 10.0
@@ -206,12 +207,7 @@ class Nccl(BackEnd):
             communicator.abort()
             aborted.append(communicator)
 
-        threads = [
-            threading.Thread(target=abort, args=(each,), name="resihp-abort", daemon=True)
-            for each in (*communicators, *connecting)
-        ]
-        for thread in threads:
-            thread.start()
+        threads = [begin_thread(abort, each, name="resihp-abort") for each in (*communicators, *connecting)]
         for thread in threads[: len(communicators)]:
             thread.join(ABORT_S)
         return all(any(each is one for one in aborted) for each in communicators)
@@ -254,7 +250,7 @@ class _Mannered:
 
     def connect(self, connect: Callable[[], Backend]) -> None:
         """Hangs until it is aborted where gloo's fails. Raises RuntimeError then."""
-        threading.Thread(target=self._connect, args=(connect,), name="resihp-gloo", daemon=True).start()
+        begin_thread(self._connect, connect, name="resihp-gloo")
         self._settled.wait()
         if self._aborted.is_set():
             raise RuntimeError("aborted while it was being connected")

@@ -30,6 +30,7 @@ from resihp.executor.tensor_group import Backend
 from resihp.pipeline.program import WORLD, GroupSpec
 from resihp.pipeline.splits import Split, steps
 from resihp.protocol.messages import ABORT_STATUS, MeetingId
+from resihp.worker.leaving import begin_thread
 
 _LOOK_UP_S = 0.05
 _CLOSING_S = 0.2
@@ -197,11 +198,7 @@ class Communicators:
         if self._back_end.aborts:
             held = [backend for channel in list(self._channels.values()) if (backend := channel.held) is not None]
             connecting = [each for each in list(self._connecting.values()) if each not in held]
-            aborting = threading.Thread(
-                target=self._abort, args=(held, connecting), name="resihp-aborting", daemon=True
-            )
-            aborting.start()
-            self._aborting.append(aborting)
+            self._aborting.append(begin_thread(self._abort, held, connecting, name="resihp-aborting"))
         _shut_down(ours or set())
 
     def _abort(self, held: list[Backend], connecting: list[Backend]) -> None:
@@ -237,7 +234,7 @@ class _Making:
         if not rows:
             self.done.set()
         for row in rows:
-            threading.Thread(target=self._run, args=(row,), name="resihp-connecting", daemon=True).start()
+            begin_thread(self._run, row, name="resihp-connecting")
 
     def _run(self, row: Sequence[Split]) -> None:
         error: BaseException | None = None
@@ -295,9 +292,7 @@ def _let_go(
     going = [channel.detach() for channel in channels.values()]
     if connecting is not None:
         going += [connecting.pop(name) for name in list(connecting)]
-    closing = threading.Thread(target=_destroy, args=(going, stores, aborting), name="resihp-closing", daemon=True)
-    closing.start()
-    closing.join(_CLOSING_S)
+    begin_thread(_destroy, going, stores, aborting, name="resihp-closing").join(_CLOSING_S)
 
 
 def _destroy(going: list[Backend | None], stores: list[Store], aborting: Sequence[threading.Thread]) -> None:

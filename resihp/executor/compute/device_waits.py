@@ -28,6 +28,8 @@ from typing import Protocol
 
 import torch
 
+from resihp.worker.leaving import begin_thread
+
 ANSWER_S = 0.5
 """How long a beat waits for a device that answered when it was asked last."""
 _DRIVER = "libcuda.so.1"
@@ -127,8 +129,7 @@ class Asking:
         """Whether the device is in a wait for peers; and, if it does not answer, for how many seconds it has not."""
         if self._asking is None or not self._asking.is_alive():
             self._asked_at = self._clock()
-            self._asking = threading.Thread(target=self._look, name="resihp-device", daemon=True)
-            self._asking.start()
+            self._asking = begin_thread(self._look, name="resihp-device")
             self._asking.join(ANSWER_S)
         if self._asking.is_alive():
             return False, self._clock() - self._asked_at

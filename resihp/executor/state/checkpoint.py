@@ -26,6 +26,7 @@ from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.ownership import ParameterSpec, Slice, counted
 from resihp.parallelism.plan import Plan
 from resihp.worker import checkpoints
+from resihp.worker.leaving import begin_thread
 
 Piece = tuple[int, int, dict[str, Tensor]]
 """(start, stop, tensors by kind) of one stored slice."""
@@ -95,7 +96,7 @@ class Writer:
     def begin(self, part: Part, folder: Path, done: Callable[[int], None], failed: Callable[[Exception], None]) -> None:
         """Write `part`, then call `done` with its bytes, or `failed` with what went wrong, in the writer's thread.
 
-        The process does not wait for it when it ends.
+        The process does not wait long for it when it ends.
         """
         self.wait()
 
@@ -107,8 +108,7 @@ class Writer:
             else:
                 done(size)
 
-        self._thread = threading.Thread(target=write, name="resihp-checkpoint", daemon=True)
-        self._thread.start()
+        self._thread = begin_thread(write, name="resihp-checkpoint")
 
     def wait(self) -> None:
         """Until nothing is being written."""

@@ -168,3 +168,33 @@ def test_all_nodes_are_told_of_an_import_that_fails(shared: Shared) -> None:
         assert "cannot import no_such_library" in answer.reason
     shared.launcher.close()
     assert shared.process.wait(10) == 0
+
+
+ENDS_INSIDE_TORCH = """
+import threading, time
+from datetime import timedelta
+import torch
+from resihp.executor.backends import NcclLike, Role
+from resihp.executor.tensor_group import dist
+
+kept = open({told!r}, "w")
+kept.write("done")
+connect = NcclLike(torch.device("cpu")).connect
+arguments = (dist.HashStore(), 0, 2, timedelta(seconds=0.5))
+threading.Thread(target=connect, args=arguments, daemon=True).start()  # a peer that never comes
+time.sleep({waits_s})
+"""
+
+
+@pytest.mark.parametrize(("waits_s", "patience"), [(0.42, "5.0"), (0.1, "0.0")], ids=["comes back", "is stuck"])
+def test_a_worker_that_is_done_has_not_failed_because_a_thread_of_ours_is_inside_of_torch(
+    shared: Shared, waits_s: float, patience: str
+) -> None:
+    pytest.importorskip("torch")
+    node = shared.agent()
+    assert isinstance(node.server.recv(Report), Ready)
+    told = shared.folder / "told"
+    waits_less = f"import resihp.worker.leaving as leaving\nleaving.WAITS_S = {patience}\n"
+    pid = node.fork(waits_less + ENDS_INSIDE_TORCH.format(told=str(told), waits_s=waits_s))
+    assert node.server.recv(Report) == Ended(rank=0, pid=pid, status=0), node.said()
+    assert told.read_text() == "done", "though it was left open"

@@ -87,6 +87,12 @@ class Links:
             self.kind[:] = [
                 nodes.get(sender, sender) == nodes.get(receiver, receiver) for sender, receiver in self.pairs.tolist()
             ]
+        self.one_path: bool = (
+            nodes is not None
+            and len({frozenset(nodes.get(rank, rank) for rank in pair) for pair in self.pairs[self.kind == 0].tolist()})
+            == 1
+        )
+        """Whether all links between nodes, and there are some, join the same two."""
         self._transfers: tuple[Ints, Ints, Ints, Ints] | None = None
         self.resolution_s = 0.0
         self._looks = 0
@@ -160,6 +166,8 @@ class LinkTest:
         self._tokens = 1.0
         self._first: list[tuple[int, Floats, Floats, Floats]] = []
         self._recent: deque[tuple[int, Floats]] = deque(maxlen=REMEMBERED)
+        self._seen: tuple[Floats, Floats] | None = None
+        """Logs of what was measured in the iteration seen last: seconds and N, NaN for links that nobody waited for."""
         self._together: dict[int, tuple[int, ...]] = {}
         self.test = PeerTest(
             links.kind,
@@ -180,6 +188,15 @@ class LinkTest:
     def slow(self) -> dict[tuple[int, int], float]:
         """Log shift of each link that is slow."""
         return {self._names[i]: self.test.shift(i) for i in self.test.slow}
+
+    @property
+    def apart_from_healthy(self) -> Floats:
+        """(L,): log of what transfers of the iteration seen last took over what they would where all is well; NaN where
+        nobody waited for one, or nothing is known yet."""
+        if self._seen is None or not (self.ready and self.test.ready):
+            return np.full(self.links.size, np.nan)
+        delay, token = self._seen
+        return delay - self._exponent * token - self._usual - self.test.levels(healthy=True)
 
     def seconds(self, *, healthy: bool) -> Floats:
         """(L,): what a mean transfer over each link takes now, or where all is well; 0 while it is not known."""
@@ -202,12 +219,14 @@ class LinkTest:
 
         `excused`: ranks that are slow themselves, and since when; their transfers may well be late.
         """
+        self._seen = None
         sound = (delays > 0.0) & (delays < LONGEST_S) & (tokens > 0.0)
         if not sound.any():
             return ()
         delay, token = np.full((2, self.links.size), np.nan)
         delay[sound], token[sound] = np.log(delays[sound]), np.log(tokens[sound])
         self._recent.append((iteration, np.where(sound, delays, np.nan)))
+        self._seen = delay, token
         width = 1 / np.sqrt(np.clip(counts, 1.0, MANY))
         if self.ready:
             shifts = self.test.update(iteration, delay - self._exponent * token - self._usual, width)

@@ -1,16 +1,17 @@
 """What the controller asks after each committed iteration: how long should it have taken, is something slow, and where.
 
-Four channels look at an iteration:
+Five channels look at an iteration:
 
 ===================  ==================================================================================================
 `iteration_channel`  its seconds against Eq. 2 over Eq. 1 (`pipeline.compiled`, `predictor`), change points of the log
                      ratio (`changes`). Sees everything, also what hits everybody, but cannot say where
 `rank_channel`       each rank's own work against its prediction, relative to all others
 `link_channel`       transfers against the link's own past, relative to all others
+`only_path`          what all links between nodes have in common, where they join the same two
 `beside`             ranks that are slow now and then; collectives, sums of gradients and data (`lane_channel`)
 ===================  ==================================================================================================
 
-The last three see milder changes, sooner, and name who is slow. What they have found is part of the expectation that
+All but the first see milder changes, sooner, and name who is slow. What they have found is part of the expectation that
 the first one compares with, so that one failure is one finding. Without measurements of chunks only plain iteration
 times are left: the first channel then tests their logarithm.
 
@@ -32,6 +33,7 @@ from resihp.detector.online.beside import Beside
 from resihp.detector.online.frame import Frame
 from resihp.detector.online.iteration_channel import WholeTest
 from resihp.detector.online.link_channel import Links, LinkTest
+from resihp.detector.online.only_path import OnlyPath
 from resihp.detector.online.plan_arrays import LONGEST_S, Stacked, Sums
 from resihp.detector.online.predictor import Predictor
 from resihp.detector.online.rank_channel import RankTest
@@ -81,6 +83,7 @@ class Monitor:
         self._job_slow: float | None = None
         """While the job as a whole is slow: about the healthy level of whole iterations, NaN where it is not known."""
         self._ranks: RankTest
+        self._path: OnlyPath
         self._whole: WholeTest
         self._beside: Beside | None = None
         self._slow: dict[int, float] = {}
@@ -113,6 +116,7 @@ class Monitor:
         self._ranks = RankTest(frame.stacked, self._false_alarms_per, self._patience, self._least, wandering)
         self._ranks.begin(self._slow, self._pardons)
         self._links = LinkTest(frame.links, self._slow_links, self._false_alarms_per, self._patience, self._least)
+        self._path = OnlyPath(self._links, false_alarms_per=self._false_alarms_per, patience=self._patience)
         self._beside = Beside(
             frame.stacked, self._beside, false_alarms_per=self._false_alarms_per, patience=self._patience
         )
@@ -300,7 +304,9 @@ class Monitor:
         """A probe says that the link is healthy, in this direction."""
         self._remember()
         if self._slow_links.pop((sender, receiver), None) is not None and self._frame is not None:
-            self._links.clear((sender, receiver), self._frame.last or 0)
+            link, last = (sender, receiver), self._frame.last or 0
+            if not self._path.cleared(link, last):
+                self._links.clear(link, last)
             assert self._beside is not None
             self._beside.cleared_link(sender, receiver)
         self._expected = False
@@ -356,6 +362,7 @@ class Monitor:
                 findings += self._begin_anew(frame)
             ratios = sums.compute / frame.stacked.totals(expected)
             findings += self._ranks.update(iteration, ratios)
+            findings += self._path.update(iteration, ratios)
             if findings:
                 self._account_for(frame, findings)
             elif iteration % 16 == 0 and (self._slow or self._slow_links):

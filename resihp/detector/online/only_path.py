@@ -1,0 +1,93 @@
+"""Whether the only path between two nodes is slow: all links between nodes join these two, and none has a peer.
+
+What hits all links alike cancels in the test of links (`link_channel`), which compares each with all others. Where they
+all run between the same two nodes, what they have in common is that path's: it is tested against its own past, less
+what everybody's work is slower by (a busy machine is late with both). Links of several pairs of nodes are compared with
+each other, and what is common to those is nobody's in particular. Pure, no clock; called by
+`resihp.detector.online.monitor`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import numpy as np
+
+from resihp.detector.findings import Finding
+from resihp.detector.observation import Floats
+from resihp.detector.online.iteration_channel import WholeTest
+from resihp.detector.online.link_channel import LinkTest
+from resihp.detector.sequential.window import low_median
+
+LEAST = 0.4
+"""Smallest shift that counts, log units: half as long again. Nothing beside it tells noise from a slower path."""
+FLOOR = 0.1
+"""Transfers are never taken to vary by less."""
+
+
+class OnlyPath:
+    """The test of one plan's path. `links` holds the levels of its links, and is told what is found.
+
+    `patience`: iterations for which a path that was measured to be healthy is not suspected again.
+    """
+
+    def __init__(self, links: LinkTest, *, false_alarms_per: int, patience: int) -> None:
+        self._links, self._false_alarms_per, self._patience = links, false_alarms_per, patience
+        between = np.flatnonzero(links.links.kind == 0)
+        self._series: list[int] = between.tolist() if links.links.one_path else []
+        self._pairs = [(int(sender), int(receiver)) for sender, receiver in links.links.pairs[between]]
+        self._named: tuple[int, int] | None = None
+        """The link that stands for all; None where another plan's did."""
+        self._quiet_until = -math.inf
+        self._begin()
+        if self._series and all(links.test.is_slow(i) for i in self._series):
+            self._test.slow_before(0.0)
+
+    def _begin(self) -> None:
+        self._test = WholeTest(
+            "all links between two nodes", least=LEAST, floor=FLOOR, false_alarms_per=self._false_alarms_per
+        )
+
+    def cleared(self, name: tuple[int, int], iteration: int) -> bool:
+        """It was measured to be healthy, and what is seen now is usual; False if it does not stand for the path."""
+        if name != self._named:
+            return False
+        for i in self._series:
+            self._links.test.accept(i, 0.0, slow=False)
+        self._named, self._quiet_until = None, iteration + self._patience
+        self._begin()
+        return True
+
+    def update(self, iteration: int, ratios: Floats) -> tuple[Finding, ...]:
+        """After the links took the iteration. `ratios` (R,): measured over expected seconds of ranks' own work."""
+        if not self._series or iteration < self._quiet_until:
+            return ()
+        own, ratios = self._links.apart_from_healthy[self._series], ratios[ratios > 0.0]
+        own = own[np.isfinite(own)]
+        if not own.size or not ratios.size:
+            return ()
+        later = low_median(own) - max(math.log(low_median(ratios)), 0.0)
+        found: list[Finding] = []
+        for change in self._test.update(iteration, later):
+            found += self._told(change)
+        return tuple(found)
+
+    def _told(self, change: Finding) -> list[Finding]:
+        slow, test = change.kind == "fail-slow", self._links.test
+        for i in self._series:
+            test.accept(i, math.log1p(change.change) if slow else 0.0, slow=slow)
+        if slow:
+            self._named = self._named or self._pairs[0]
+        pairs = self._pairs if self._named is None else [self._named]
+        if not slow:
+            self._named = None
+        return [
+            msgspec.structs.replace(
+                change,
+                link=pair,
+                component="device",
+                evidence=f"{change.evidence}; {len(self._series)} of them, and no others to compare them with",
+            )
+            for pair in pairs
+        ]

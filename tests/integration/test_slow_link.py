@@ -73,5 +73,27 @@ def test_a_slow_link_is_found_and_pipelines_pass_it_by(job: Job) -> None:
     assert abs(relieved / decided.predicted - 1) <= TOLERANCE
 
 
+@pytest.mark.alone
+def test_the_only_path_between_two_nodes_is_named_though_all_its_links_are_as_slow(job: Job) -> None:
+    """Tensor parallelism within nodes, a pipeline between them: no link is left that could be compared with."""
+    job.environment |= {"RESIHP_ADAPT__DETECT": "true", LAYER_MS: "4", LINK_MS: "20"}
+    fault = f"slow:link=n1-n2,speed=0.05@iteration={ONSET},until={ONSET + 9}"
+    job.train("--fault", fault, script=("--micro-batches", "4"), iterations=41, nodes=2, gpus=2, tp=2, pp=2).wait()
+    assert job.status == 0, job.stderr
+
+    (file,) = (job.folder / "home").rglob("journal")
+    entries = [record.entry for record in journal_file.read(file)]
+    assert [entry.iteration for entry in entries if isinstance(entry, journal.FaultInjected)] == [ONSET]
+    (found,) = (entry for entry in entries if isinstance(entry, journal.FailureFound))
+    assert (found.component, found.ranks) == ("link", (0, 2)), job.stderr
+    assert abs(found.iteration - ONSET) <= 1
+    assert found.speed is not None
+    assert 0.03 < found.speed < 0.08
+    noticed = sum(isinstance(entry, journal.IterationCommitted) for entry in entries[: entries.index(found)])
+    assert noticed < ONSET + 9, "while it lasted"
+    assert [entry.failure for entry in entries if isinstance(entry, journal.FailureEnded)] == [found.failure]
+    print(f"found {noticed - ONSET + 1} iterations after the onset, at {found.speed:.1%}")
+
+
 def neighbours(layout: Layout) -> set[tuple[int, int]]:
     return {(a.ranks[0], b.ranks[0]) for replica in layout.replicas for a, b in pairwise(replica.stages)}

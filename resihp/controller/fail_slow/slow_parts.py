@@ -19,6 +19,7 @@ from resihp.controller.fail_slow.suspicions import (
     component,
     dropped,
     ended,
+    excess,
     opened,
     possible,
     some,
@@ -38,6 +39,7 @@ LASTS = 20
 def suspected(job: Job, finding: Finding) -> None:
     """What a group does together, or waits for, takes longer; nothing else is being looked into. Of nobody in
     particular: all do."""
+    finding = _of_what_iterations_take(job, finding)
     ranks = tuple(rank for rank in finding.ranks or job.record.active if rank in job.record.working)
     speed, known = speed_of(finding), job.record.slow_parts.get((finding.component, ranks))
     if not ranks:
@@ -220,8 +222,22 @@ def _job_failed(job: Job, finding: Finding, told: str) -> None:
 def _cost(job: Job, finding: Finding) -> str:
     """Of a change of whole iterations."""
     more = max(finding.change, 0.0)
-    healthy_s = job.inquiry.healthy_s or job.usual_s / (1.0 + more)
+    healthy_s = _healthy_s(job, finding) or job.usual_s / (1.0 + more)
     return f"{finding.change:+.0%}, {healthy_s * more:.2g} s an iteration"
+
+
+def _of_what_iterations_take(job: Job, finding: Finding) -> Finding:
+    """A part's change is a share of what was predicted, which may be far from what iterations take."""
+    predicted_s, healthy_s = job.inquiry.healthy_s, _healthy_s(job, finding)
+    if not predicted_s or not healthy_s:
+        return finding
+    return msgspec.structs.replace(finding, change=finding.change * predicted_s / healthy_s)
+
+
+def _healthy_s(job: Job, finding: Finding) -> float | None:
+    """What an iteration took before the onset, else what is predicted for one."""
+    longer = excess(job, finding.iteration, ())
+    return job.inquiry.healthy_s if longer is None else longer.healthy_s
 
 
 # --- as fast as before ----------------------------------------------------------------------------------------------

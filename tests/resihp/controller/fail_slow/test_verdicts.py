@@ -603,6 +603,25 @@ def test_what_ranks_do_together_or_wait_for_is_told_with_what_it_costs_until_it_
     assert job.job.record.slow_parts == {}
 
 
+def test_where_predictions_are_far_off_costs_are_those_of_what_iterations_took() -> None:
+    """They took three times what was predicted, and half as long again since iteration 7."""
+    took = [(n, 1.2 if n < 7 else 1.8, 0.4) for n in range(1, 11)]
+    part = Job().run(10)
+    part.job.inquiry.judged.clear()
+    part.job.inquiry.judged.extend(took)
+    part.find(of_part("reduction", 2, 3, change=0.9, iteration=7))
+    (entry,) = part.all(FailureFound)
+    assert entry.cause.endswith("+30%, 0.36 s an iteration"), "0.9 of what was predicted"
+    assert entry.speed == pytest.approx(1 / 1.3)
+    whole = known(nodes=8)
+    whole.job.inquiry.judged.clear()
+    whole.job.inquiry.judged.extend(took)
+    whole.find(of_nobody(change=0.5, iteration=7))
+    whole.measure(dict.fromkeys(range(16), 0.8))
+    (entry,) = whole.all(FailureFound)
+    assert "+50%, 0.6 s an iteration" in entry.cause
+
+
 def test_what_all_groups_wait_for_is_told_of_all_ranks() -> None:
     job = Job().run(4)
     job.find(of_part("reduction"))

@@ -91,8 +91,8 @@ def sole_holders(layout: Layout, specs: Sequence[ParameterSpec]) -> dict[int, fr
     return transfers.sole_holders(Base(epoch=0, layout=layout, survivors=layout.active), specs)
 
 
-def held_alone(holders: Mapping[int, Collection[str]]) -> str:
-    """A sentence about `sole_holders`, without its full stop."""
+def held_alone(holders: Mapping[int, Collection[str]], *, saved: bool = True) -> str:
+    """A sentence about `sole_holders`, without its full stop. `saved`: whether there are checkpoints, or will be."""
     units = {unit for held in holders.values() for unit in held}
     layers = sorted(int(unit.removeprefix("layer.")) for unit in units if unit.startswith("layer."))
     told = [f"{'layer' if len(layers) == 1 else 'layers'} {spans(layers)}"] if layers else []
@@ -104,7 +104,8 @@ def held_alone(holders: Mapping[int, Collection[str]]) -> str:
     are = "is" if len(told) == 1 and len(layers) < 2 else "are"
     who, one = ("rank", "it") if len(holders) == 1 else ("ranks", "one of these")
     ranks = f"{who} {spans(holders)}"
-    return f"{what} {are} held by {ranks} alone: if {one} is lost, training goes back to the last checkpoint"
+    then = "training goes back to the last checkpoint" if saved else "so is all training: --checkpoint-every N saves it"
+    return f"{what} {are} held by {ranks} alone: if {one} is lost, {then}"
 
 
 def _nodes(layout: Layout, situation: Situation) -> dict[str, Hashable]:

@@ -23,7 +23,8 @@ def tell(job: Job, before: Plan | None, plan: Plan) -> None:
     if not anew:
         return
     asked_so = before is None and job.settings.ranks_asked == job.settings.tp * job.settings.pp
-    job.say("notice" if asked_so else "warning", held_alone(anew))
+    saved = bool(job.settings.checkpoint_every or job.record.checkpointed or job.declaration.resume_from)
+    job.say("notice" if asked_so else "warning", held_alone(anew, saved=saved))
 
 
 def _units(holders: dict[int, frozenset[str]]) -> frozenset[str]:

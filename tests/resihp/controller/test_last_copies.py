@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from resihp.controller import interface as api
 from resihp.record.journal import PlanInEffect
 from resihp.simulator.harness import Disturbance, Scenario, World
@@ -23,14 +25,12 @@ def died(rank: int, after_s: float) -> Disturbance:
 
 
 def test_a_job_is_warned_when_one_of_two_replicas_is_lost() -> None:
-    found = World(Scenario(seed=1, nodes=2, gpus_per_node=1, pp=1, iterations=40, disturbances=(died(1, 15.0),))).run()
-    assert said(found) == [
-        (
-            "warning",
-            "layers 0-5, the embedding and the head are held by rank 0 alone: if it is lost, training goes back to the "
-            "last checkpoint",
-        )
-    ]
+    dies = Scenario(seed=1, nodes=2, gpus_per_node=1, pp=1, iterations=40, disturbances=(died(1, 15.0),))
+    held = "layers 0-5, the embedding and the head are held by rank 0 alone: if it is lost, "
+    found = World(replace(dies, checkpoint_every=5)).run()
+    assert said(found) == [("warning", held + "training goes back to the last checkpoint")]
+    found = World(dies).run()
+    assert said(found) == [("warning", held + "so is all training: --checkpoint-every N saves it")]
     assert len(found.all(PlanInEffect)) == 3, "who died came back: nothing is said of a plan with two holders"
 
 

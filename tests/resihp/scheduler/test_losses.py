@@ -73,3 +73,6 @@ def test_one_layer_of_one_rank_in_words() -> None:
     assert held_alone({4: {"layer.7"}}) == (
         "layer 7 is held by rank 4 alone: if it is lost, training goes back to the last checkpoint"
     )
+    assert held_alone({4: {"layer.7"}}, saved=False) == (
+        "layer 7 is held by rank 4 alone: if it is lost, so is all training: --checkpoint-every N saves it"
+    )

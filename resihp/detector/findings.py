@@ -46,6 +46,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """Where it is not slow all the time; `change` is then what it costs on average."""
     alarm: Alarm | None = None
     """What the test had come to; None where none raised it."""
+    transfers: float | None = None
+    """Of whole iterations: by how many times transfers between nodes, all of them, take longer since then."""
 
 
 class RankStanding(msgspec.Struct, frozen=True, kw_only=True):

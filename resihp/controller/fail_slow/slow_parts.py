@@ -34,6 +34,8 @@ from resihp.record.state import Slow
 
 LASTS = 20
 """Iterations for which all have to be slower than before, though every device is well, to be told as such."""
+GRAVE, SOON = 1.0, 5
+"""Where iterations take twice as long, and more, so many iterations are enough."""
 
 
 def suspected(job: Job, finding: Finding) -> None:
@@ -92,8 +94,9 @@ def _part_failed(job: Job, finding: Finding, ranks: tuple[int, ...]) -> None:
         confidence=finding.confidence,
     )
     job.log(entry)
-    lasting = job.inquiry.lasting
-    if lasting is not None and abs(lasting.finding.iteration - finding.iteration) <= SAME:
+    lasting, longer = job.inquiry.lasting, excess(job, finding.iteration, (speed_of(finding),))
+    explains = longer is None or not longer.left
+    if explains and lasting is not None and abs(lasting.finding.iteration - finding.iteration) <= SAME:
         job.inquiry.lasting = None  # this is why
     where = f"node {entry.node}: " if entry.node is not None else ""
     job.say(
@@ -183,12 +186,12 @@ def review(job: Job) -> None:
         job.say("notice", "job: another plan; all are measured again, for iterations took longer than they should")
     elif _known(job, lasting.finding) is not None:
         job.inquiry.lasting = None
-    elif job.furthest - lasting.since >= LASTS:
+    elif job.furthest - lasting.since >= (LASTS if lasting.finding.change < GRAVE else SOON):
         job.inquiry.lasting = None
         opened(job, lasting.finding)
         slow = job.record.slow or job.record.slow_links
         told = "what is known to be slow does not explain it" if slow else "every device's probe is fine"
-        ended(job, "slow", f"it lasts, for {LASTS} iterations; {told}")
+        ended(job, "slow", f"it lasts, for {job.furthest - lasting.since} iterations; {told}")
         _job_failed(job, lasting.finding, f"{told}, and it lasts")
 
 
@@ -200,7 +203,7 @@ def _job_failed(job: Job, finding: Finding, told: str) -> None:
             failure=job.record.failures + 1,
             kind="fail-slow",
             component="job",
-            cause=f"iterations take longer than they should, {cost}, and no device stands out",
+            cause=f"iterations take longer than they should, {cost}, and no device stands out{_transfers(finding)}",
             ranks=(),
             node=None,
             device=None,
@@ -216,7 +219,13 @@ def _job_failed(job: Job, finding: Finding, told: str) -> None:
     )
     if known is not None:  # once there is another: with the last verdict ends what all are known to have lost
         _end(job, known, max(finding.iteration, known.since), f"at {speed:.0%} of the speed from then on")
-    job.say("warning", f"job: slow since iteration {finding.iteration}, {cost}; {told}")
+    job.say("warning", f"job: slow since iteration {finding.iteration}, {cost}; {told}{_transfers(finding)}")
+
+
+def _transfers(finding: Finding) -> str:
+    """What all links between nodes have in common."""
+    longer = finding.transfers
+    return "" if longer is None else f"; transfers between nodes take {longer:.1f} times as long, all of them"
 
 
 def _cost(job: Job, finding: Finding) -> str:

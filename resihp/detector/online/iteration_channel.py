@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 
+import msgspec
+
 from resihp.detector.findings import Finding
 from resihp.detector.sequential.changes import ChangeDetector, ChangePoint
 from resihp.detector.sequential.shifts import Alarm
@@ -16,6 +18,8 @@ CORRELATION = 0.5
 """Of values from one iteration to the next, until they have shown it themselves."""
 CERTAIN = 0.99
 """Confidence that what was slow under another plan is over."""
+REST = 0.1
+"""What is left of a shift by less than this is over: the healthy level is not known better after so long."""
 HELD = 4
 """Iterations that are not looked at while ranks or links gather evidence of what may be the same."""
 
@@ -98,7 +102,7 @@ class WholeTest:
         if not self._seen and self._detector.ready:
             self._seen = True
             findings += self._over(iteration)
-        return tuple(findings)
+        return tuple(findings[:-2]) + _merged(findings[-2:])
 
     def _over(self, iteration: int) -> list[Finding]:
         """Of what was slow before the level was learnt anew, and is not any more by that."""
@@ -114,6 +118,7 @@ class WholeTest:
         slow = self._detector.changed and shift > 0.0
         if self._slow:  # and the level was perhaps learnt anew since
             slow = slow or (not self._detector.changed and self._detector.healthy - self.level > self._least)
+            slow = slow and shift > REST * (change.before - self.level)
         if not slow and not self._slow:
             return []
         if slow and not self._slow:
@@ -139,3 +144,11 @@ class WholeTest:
                 f"noise {self._detector.noise:.1%}"
             ),
         )
+
+
+def _merged(findings: list[Finding]) -> tuple[Finding, ...]:
+    """Slow and at once slower still, or less so, is one: what was found meanwhile is expected from then on."""
+    if len(findings) < 2 or any(finding.kind != "fail-slow" for finding in findings):
+        return tuple(findings)
+    largest = max(findings, key=lambda finding: finding.change)
+    return (msgspec.structs.replace(largest, iteration=min(finding.iteration for finding in findings)),)

@@ -7,7 +7,7 @@ Five channels look at an iteration:
                      ratio (`changes`). Sees everything, also what hits everybody, but cannot say where
 `rank_channel`       each rank's own work against its prediction, relative to all others
 `link_channel`       transfers against the link's own past, relative to all others
-`only_path`          what all links between nodes have in common, where they join the same two
+`between_nodes`      what all links between nodes have in common
 `beside`             ranks that are slow now and then; collectives, sums of gradients and data (`lane_channel`)
 ===================  ==================================================================================================
 
@@ -30,10 +30,10 @@ import numpy.typing as npt
 from resihp.detector.findings import Assessment, Finding, Known, RankStanding
 from resihp.detector.observation import Floats, Observation
 from resihp.detector.online.beside import Beside
+from resihp.detector.online.between_nodes import BetweenNodes
 from resihp.detector.online.frame import Frame
 from resihp.detector.online.iteration_channel import WholeTest
 from resihp.detector.online.link_channel import Links, LinkTest
-from resihp.detector.online.only_path import OnlyPath
 from resihp.detector.online.plan_arrays import LONGEST_S, Stacked, Sums
 from resihp.detector.online.predictor import Predictor
 from resihp.detector.online.rank_channel import RankTest
@@ -55,6 +55,9 @@ STAYS, FADING = 3.0, 0.9
 them takes a tenth of the count away."""
 FAR = 0.2
 """A level of healthy iterations that is further from what they are made of is none; log units."""
+UNEXPLAINED = 0.15
+"""By how much an iteration is longer than with all that is known to be slow, for that not to be the whole of it; log
+units."""
 LEAST_OF_PLAIN = 0.03
 """The same where nothing else is known."""
 
@@ -83,7 +86,7 @@ class Monitor:
         self._job_slow: float | None = None
         """While the job as a whole is slow: about the healthy level of whole iterations, NaN where it is not known."""
         self._ranks: RankTest
-        self._path: OnlyPath
+        self._between: BetweenNodes
         self._whole: WholeTest
         self._beside: Beside | None = None
         self._slow: dict[int, float] = {}
@@ -116,7 +119,7 @@ class Monitor:
         self._ranks = RankTest(frame.stacked, self._false_alarms_per, self._patience, self._least, wandering)
         self._ranks.begin(self._slow, self._pardons)
         self._links = LinkTest(frame.links, self._slow_links, self._false_alarms_per, self._patience, self._least)
-        self._path = OnlyPath(self._links, false_alarms_per=self._false_alarms_per, patience=self._patience)
+        self._between = BetweenNodes(self._links, false_alarms_per=self._false_alarms_per, patience=self._patience)
         self._beside = Beside(
             frame.stacked, self._beside, false_alarms_per=self._false_alarms_per, patience=self._patience
         )
@@ -305,7 +308,7 @@ class Monitor:
         self._remember()
         if self._slow_links.pop((sender, receiver), None) is not None and self._frame is not None:
             link, last = (sender, receiver), self._frame.last or 0
-            if not self._path.cleared(link, last):
+            if not self._between.cleared(link, last):
                 self._links.clear(link, last)
             assert self._beside is not None
             self._beside.cleared_link(sender, receiver)
@@ -362,14 +365,14 @@ class Monitor:
                 findings += self._begin_anew(frame)
             ratios = sums.compute / frame.stacked.totals(expected)
             findings += self._ranks.update(iteration, ratios)
-            findings += self._path.update(iteration, ratios)
+            findings += self._between.update(iteration, ratios)
             if findings:
                 self._account_for(frame, findings)
             elif iteration % 16 == 0 and (self._slow or self._slow_links):
                 self._expect()
             predicted, more = self._judge_whole(frame, iteration, seconds, expected)
             findings += more
-            findings += self._judge_beside(frame, iteration, sums, ratios, findings)
+            findings += self._judge_beside(frame, iteration, seconds, sums, expected, findings)
         frame.kept.append((iteration, seconds, sums, frame.present_s))
         return Assessment(predicted_s=predicted, findings=findings, known=self._known())
 
@@ -431,26 +434,51 @@ class Monitor:
             return predicted, ()
         assert self._beside is not None
         hold = self._ranks.test.suspects or self._links.test.suspects or self._beside.suspects
-        return predicted, self._whole.update(iteration, math.log(seconds / present), hold=hold)
+        found = self._whole.update(iteration, math.log(seconds / present), hold=hold)
+        return predicted, tuple(self._with_transfers(finding) for finding in found)
+
+    def _with_transfers(self, finding: Finding) -> Finding:
+        longer = self._between.longer_since(finding.iteration) if finding.kind == "fail-slow" else None
+        if longer is None:
+            return finding
+        told = f"{finding.evidence}; transfers between nodes take {longer:.1f} times as long"
+        return msgspec.structs.replace(finding, transfers=longer, evidence=told)
 
     def _judge_beside(
-        self, frame: Frame, iteration: int, sums: Sums, ratios: Floats, findings: tuple[Finding, ...]
+        self,
+        frame: Frame,
+        iteration: int,
+        seconds: float,
+        sums: Sums,
+        expected: Floats,
+        findings: tuple[Finding, ...],
     ) -> tuple[Finding, ...]:
         """What no slow rank, link or job explains; `findings`: of those."""
         assert self._beside is not None
         self._beside.heed(findings, self._links.slow)
         before = self._beside.lanes.slow.keys()
+        ratios = sums.compute / frame.stacked.totals(expected)
         more = self._beside.update(iteration, sums, ratios, frame.healthy_s, self._ranks.test)
-        if self._beside.lanes.slow.keys() != before:  # whole iterations are longer by that, or not any more: no news
-            self._whole.begin()
+        after = self._beside.lanes.slow.keys()
+        if self._whole.slow:
+            if before and any(finding.component == "job" for finding in findings):
+                self._whole.begin()  # what waits is part of that from now on
+        elif before - after or (after - before and not self._leaves_more(frame, seconds, expected)):
+            self._whole.begin()  # whole iterations are not longer by that any more, or are, and by that alone: no news
         return more
+
+    def _leaves_more(self, frame: Frame, seconds: float, expected: Floats) -> bool:
+        """Whether iterations take longer still than with all that is known: those who wait may have a common cause."""
+        present = self._now_and_healthy(frame, expected)[0]
+        told = 0.0 < seconds < LONGEST_S and 0.0 < present < LONGEST_S
+        return told and math.log(seconds / present) - self._whole.level > UNEXPLAINED
 
     def _now_and_healthy(self, frame: Frame, expected: Floats) -> tuple[float, float]:
         """Seconds of an iteration as things stand, and where all is well."""
         if not self._expected:  # verdicts and pardons come by the thousand
             self._expect()
         healthy = self._priced(frame, expected, frame.transfers)
-        added_s = 0.0 if self._beside is None else self._beside.added_s
+        added_s = 0.0 if self._beside is None or self._whole.slow else self._beside.added_s
         if frame.present_factors is None and frame.present_transfers is None:
             return healthy + added_s, healthy
         chunks = expected if frame.present_factors is None else expected * frame.present_factors

@@ -136,6 +136,30 @@ def test_a_slow_device_a_slow_link_and_a_slow_job_are_one_finding_each(setting: 
 
 
 @pytest.mark.parametrize("lasts", [20, 60])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_slow_network_is_the_jobs_at_once_though_the_sums_of_gradients_wait_a_little_for_it(
+    setting: Setting, lasts: int
+) -> None:
+    """They explain a tenth of it, and would be told after `LASTING` iterations, with nothing before."""
+
+    def change(line: Timeline) -> None:
+        line.transfers[at(ONSET + lasts)] += 2.0 * line.forward_s
+        line.sums[at(ONSET + lasts)] += 2.0 * line.forward_s
+
+    job = played(setting, 5, change, ONSET + lasts + 40)
+    monitor = Monitor()
+    monitor.adopt(job.plan, job.model, job.orders, {rank: f"n{rank}" for rank in job.plan.layout.active})
+    slow, well = [found for one in job.observations() for found in monitor.observe(one).findings]
+    assert (slow.kind, slow.component, slow.ranks, slow.link) == ("fail-slow", "job", (), None)
+    assert abs(slow.iteration - ONSET) <= 1
+    assert slow.detected <= ONSET + 10
+    assert slow.transfers is not None
+    assert slow.transfers > 3.0
+    assert (well.kind, well.component) == ("recovered", "job")
+    assert abs(well.iteration - ONSET - lasts) <= 1
+
+
+@pytest.mark.parametrize("lasts", [20, 60])
 def test_of_two_groups_one_whose_collectives_become_shorter_makes_the_other_no_slower(lasts: int) -> None:
     """Workers that share processors have them to themselves while others wait."""
 

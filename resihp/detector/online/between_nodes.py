@@ -1,15 +1,16 @@
-"""Whether the only path between two nodes is slow: all links between nodes join these two, and none has a peer.
+"""What all links between nodes have in common: the test of links (`link_channel`) compares them, and does not see it.
 
-What hits all links alike cancels in the test of links (`link_channel`), which compares each with all others. Where they
-all run between the same two nodes, what they have in common is that path's: it is tested against its own past, less
-what everybody's work is slower by (a busy machine is late with both). Links of several pairs of nodes are compared with
-each other, and what is common to those is nobody's in particular. Pure, no clock; called by
-`resihp.detector.online.monitor`.
+Where they all join the same two nodes, it is that path's, and none of them has a peer: it is tested against its own
+past, less what everybody's work is slower by (a busy machine is late with both), and found as a slow link. Links of
+several pairs of nodes are compared with each other; what those have in common is told of iterations that take longer,
+for then it may be the network. Pure, no clock; called by `resihp.detector.online.monitor`.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
+from collections import deque
 
 import msgspec
 import numpy as np
@@ -24,24 +25,30 @@ LEAST = 0.4
 """Smallest shift that counts, log units: half as long again. Nothing beside it tells noise from a slower path."""
 FLOOR = 0.1
 """Transfers are never taken to vary by less."""
+REMEMBERED = 256
+"""Iterations whose common part is kept."""
+FEW = 3
+"""Iterations before and after an onset that tell by how much transfers take longer."""
 
 
-class OnlyPath:
-    """The test of one plan's path. `links` holds the levels of its links, and is told what is found.
+class BetweenNodes:
+    """The test of one plan's links between nodes. `links` holds their levels, and is told what is found.
 
     `patience`: iterations for which a path that was measured to be healthy is not suspected again.
     """
 
     def __init__(self, links: LinkTest, *, false_alarms_per: int, patience: int) -> None:
         self._links, self._false_alarms_per, self._patience = links, false_alarms_per, patience
-        between = np.flatnonzero(links.links.kind == 0)
-        self._series: list[int] = between.tolist() if links.links.one_path else []
+        between = np.flatnonzero(links.links.kind == 0) if links.links.comparable else np.zeros(0, dtype=np.intp)
+        self._series: list[int] = between.tolist()
         self._pairs = [(int(sender), int(receiver)) for sender, receiver in links.links.pairs[between]]
+        self._one_path = links.links.one_path
         self._named: tuple[int, int] | None = None
         """The link that stands for all; None where another plan's did."""
         self._quiet_until = -math.inf
+        self._recent: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)
         self._begin()
-        if self._series and all(links.test.is_slow(i) for i in self._series):
+        if self._one_path and all(links.test.is_slow(i) for i in self._series):
             self._test.slow_before(0.0)
 
     def _begin(self) -> None:
@@ -61,17 +68,30 @@ class OnlyPath:
 
     def update(self, iteration: int, ratios: Floats) -> tuple[Finding, ...]:
         """After the links took the iteration. `ratios` (R,): measured over expected seconds of ranks' own work."""
-        if not self._series or iteration < self._quiet_until:
+        if not self._series:
             return ()
         own, ratios = self._links.apart_from_healthy[self._series], ratios[ratios > 0.0]
         own = own[np.isfinite(own)]
         if not own.size or not ratios.size:
             return ()
         later = low_median(own) - max(math.log(low_median(ratios)), 0.0)
+        self._recent.append((iteration, later))
+        if not self._one_path or iteration < self._quiet_until:
+            return ()
         found: list[Finding] = []
         for change in self._test.update(iteration, later):
             found += self._told(change)
         return tuple(found)
+
+    def longer_since(self, onset: int) -> float | None:
+        """By how many times the links' transfers have taken longer since then; None where that is not much or known."""
+        before, after = (
+            [value for iteration, value in self._recent if (iteration >= onset) == since] for since in (False, True)
+        )
+        if min(len(before), len(after)) < FEW:
+            return None
+        moved = statistics.median(after) - statistics.median(before)
+        return math.exp(moved) if moved > LEAST else None
 
     def _told(self, change: Finding) -> list[Finding]:
         slow, test = change.kind == "fail-slow", self._links.test

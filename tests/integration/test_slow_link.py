@@ -95,5 +95,28 @@ def test_the_only_path_between_two_nodes_is_named_though_all_its_links_are_as_sl
     print(f"found {noticed - ONSET + 1} iterations after the onset, at {found.speed:.1%}")
 
 
+@pytest.mark.alone
+def test_a_network_that_is_slow_as_a_whole_is_told_while_it_lasts_and_accuses_nobody(job: Job) -> None:
+    job.environment |= {"RESIHP_ADAPT__DETECT": "true", LAYER_MS: "4", LINK_MS: "20"}
+    onset, until = 44, 56  # by then nothing is learnt any more
+    faults = [f"slow:link={link},speed=0.1@iteration={onset},until={until}" for link in ("n1-n2", "n2-n3")]
+    options = [word for fault in faults for word in ("--fault", fault)]
+    script = ("--layers", "6", "--micro-batches", "4")
+    job.train(*options, script=script, iterations=until + 20, nodes=3, gpus=1, tp=1, pp=3).wait()
+    assert job.status == 0, job.stderr
+
+    (file,) = (job.folder / "home").rglob("journal")
+    entries = [record.entry for record in journal_file.read(file)]
+    assert [entry.iteration for entry in entries if isinstance(entry, journal.FaultInjected)] == [onset, onset]
+    (found,) = (entry for entry in entries if isinstance(entry, journal.FailureFound))
+    assert (found.component, found.ranks, found.node) == ("job", (), None), job.stderr
+    assert abs(found.iteration - onset) <= 1
+    assert "transfers between nodes take" in found.cause
+    noticed = sum(isinstance(entry, journal.IterationCommitted) for entry in entries[: entries.index(found)])
+    assert noticed < until, "while it lasted"
+    assert [entry.failure for entry in entries if isinstance(entry, journal.FailureEnded)] == [found.failure]
+    print(f"told {noticed - onset + 1} iterations after the onset: {found.cause}")
+
+
 def neighbours(layout: Layout) -> set[tuple[int, int]]:
     return {(a.ranks[0], b.ranks[0]) for replica in layout.replicas for a, b in pairwise(replica.stages)}

@@ -20,6 +20,7 @@ from resihp.detector.observation import Floats
 from resihp.detector.online.iteration_channel import WholeTest
 from resihp.detector.online.link_channel import LinkTest
 from resihp.detector.sequential.window import low_median
+from resihp.pipeline.compiled import Ints
 
 LEAST = 0.4
 """Smallest shift that counts, log units: half as long again. Nothing beside it tells noise from a slower path."""
@@ -40,7 +41,7 @@ class BetweenNodes:
     def __init__(self, links: LinkTest, *, false_alarms_per: int, patience: int) -> None:
         self._links, self._false_alarms_per, self._patience = links, false_alarms_per, patience
         between = np.flatnonzero(links.links.kind == 0) if links.links.comparable else np.zeros(0, dtype=np.intp)
-        self._series: list[int] = between.tolist()
+        self._series: Ints = between
         self._pairs = [(int(sender), int(receiver)) for sender, receiver in links.links.pairs[between]]
         self._one_path = links.links.one_path
         self._named: tuple[int, int] | None = None
@@ -48,7 +49,7 @@ class BetweenNodes:
         self._quiet_until = -math.inf
         self._recent: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)
         self._begin()
-        if self._one_path and all(links.test.is_slow(i) for i in self._series):
+        if self._one_path and all(links.test.is_slow(i) for i in self._series.tolist()):
             self._test.slow_before(0.0)
 
     def _begin(self) -> None:
@@ -60,7 +61,7 @@ class BetweenNodes:
         """It was measured to be healthy, and what is seen now is usual; False if it does not stand for the path."""
         if name != self._named:
             return False
-        for i in self._series:
+        for i in self._series.tolist():
             self._links.test.accept(i, 0.0, slow=False)
         self._named, self._quiet_until = None, iteration + self._patience
         self._begin()
@@ -68,7 +69,7 @@ class BetweenNodes:
 
     def update(self, iteration: int, ratios: Floats) -> tuple[Finding, ...]:
         """After the links took the iteration. `ratios` (R,): measured over expected seconds of ranks' own work."""
-        if not self._series:
+        if not self._series.size:
             return ()
         own, ratios = self._links.apart_from_healthy[self._series], ratios[ratios > 0.0]
         own = own[np.isfinite(own)]
@@ -95,7 +96,7 @@ class BetweenNodes:
 
     def _told(self, change: Finding) -> list[Finding]:
         slow, test = change.kind == "fail-slow", self._links.test
-        for i in self._series:
+        for i in self._series.tolist():
             test.accept(i, math.log1p(change.change) if slow else 0.0, slow=slow)
         if slow:
             self._named = self._named or self._pairs[0]
@@ -107,7 +108,7 @@ class BetweenNodes:
                 change,
                 link=pair,
                 component="device",
-                evidence=f"{change.evidence}; {len(self._series)} of them, and no others to compare them with",
+                evidence=f"{change.evidence}; {self._series.size} of them, and no others to compare them with",
             )
             for pair in pairs
         ]

@@ -372,7 +372,7 @@ class Monitor:
                 self._expect()
             predicted, more = self._judge_whole(frame, iteration, seconds, expected)
             findings += more
-            findings += self._judge_beside(frame, iteration, seconds, sums, expected, findings)
+            findings += self._judge_beside(frame, iteration, seconds, sums, ratios, findings)
         frame.kept.append((iteration, seconds, sums, frame.present_s))
         return Assessment(predicted_s=predicted, findings=findings, known=self._known())
 
@@ -450,28 +450,30 @@ class Monitor:
         iteration: int,
         seconds: float,
         sums: Sums,
-        expected: Floats,
+        ratios: Floats,
         findings: tuple[Finding, ...],
     ) -> tuple[Finding, ...]:
         """What no slow rank, link or job explains; `findings`: of those."""
         assert self._beside is not None
         self._beside.heed(findings, self._links.slow)
-        before = self._beside.lanes.slow.keys()
-        ratios = sums.compute / frame.stacked.totals(expected)
+        before, added_s = self._beside.lanes.slow.keys(), self._beside.added_s
         more = self._beside.update(iteration, sums, ratios, frame.healthy_s, self._ranks.test)
         after = self._beside.lanes.slow.keys()
         if self._whole.slow:
             if before and any(finding.component == "job" for finding in findings):
                 self._whole.begin()  # what waits is part of that from now on
-        elif before - after or (after - before and not self._leaves_more(frame, seconds, expected)):
+        elif before - after or (after - before and not self._leaves_more(frame, seconds, added_s)):
             self._whole.begin()  # whole iterations are not longer by that any more, or are, and by that alone: no news
         return more
 
-    def _leaves_more(self, frame: Frame, seconds: float, expected: Floats) -> bool:
-        """Whether iterations take longer still than with all that is known: those who wait may have a common cause."""
-        present = self._now_and_healthy(frame, expected)[0]
-        told = 0.0 < seconds < LONGEST_S and 0.0 < present < LONGEST_S
-        return told and math.log(seconds / present) - self._whole.level > UNEXPLAINED
+    def _leaves_more(self, frame: Frame, seconds: float, added_s: float) -> bool:
+        """Whether the iteration took longer still than with all that is known, what waits now included (it was expected
+        with `added_s`): those who wait may have a cause in common."""
+        usual = self._whole.expected
+        if self._beside is None or frame.present_s is None or usual is None or not 0.0 < seconds < LONGEST_S:
+            return False
+        present_s = frame.present_s + self._beside.added_s - added_s
+        return present_s > 0.0 and math.log(seconds / present_s) - usual > UNEXPLAINED
 
     def _now_and_healthy(self, frame: Frame, expected: Floats) -> tuple[float, float]:
         """Seconds of an iteration as things stand, and where all is well."""

@@ -50,10 +50,12 @@ class Window:
         return medians(rows) if rows.size else np.full(self._values.shape[1], np.nan)
 
     def moved(self, series: int, onset: int) -> float:
-        """From where `series` was before iteration `onset` to where it is since then; NaN where either is unknown."""
-        before = self._values[self._filled & (self._indices < onset), series]
-        since = self._values[self._filled & (self._indices >= onset), series]
-        before, since = before[np.isfinite(before)], since[np.isfinite(since)]
+        """From where `series` was in the last iterations before `onset` to where it is since then; NaN where either is
+        unknown."""
+        known = self._filled & np.isfinite(self._values[:, series])
+        order = np.argsort(self._indices, kind="stable")
+        earlier, later = (order[known[order] & side[order]] for side in (self._indices < onset, self._indices >= onset))
+        before, since = self._values[earlier[-ENOUGH:], series], self._values[later, series]
         return float(np.median(since) - np.median(before)) if before.size and since.size else float("nan")
 
     def means(self, count: int) -> tuple[Floats, Floats]:

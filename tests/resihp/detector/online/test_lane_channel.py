@@ -135,6 +135,20 @@ def test_a_slow_device_a_slow_link_and_a_slow_job_are_one_finding_each(setting: 
         assert finding.component not in ("collective", "reduction", "data")
 
 
+@pytest.mark.parametrize("lasts", [10, 14])
+def test_who_did_not_wait_longer_with_the_others_is_not_slower_once_they_are_well(lasts: int) -> None:
+    """The last to come waits for nobody, however slow the rest is."""
+    plan, orders = plan_of(uniform(1, 3, 1))
+    tests = LaneTests(Stacked(plan, compile_orders(plan, orders)), None, false_alarms_per=10_000, patience=500)
+    rng, found = np.random.default_rng(1), []
+    for i in range(1, ONSET + lasts + 60):
+        waits = (0.2 if ONSET <= i < ONSET + lasts else 0.02) + 0.001 * rng.standard_normal(3)
+        waits[0] = 1e-4
+        times = LaneTimes(collective=np.full(3, np.nan), reduction=waits, data=np.array([0.001, np.nan, np.nan]))
+        found += tests.update(i, times, 0.4, 1.0, lambda: {-1: (ONSET,)})
+    assert found == []
+
+
 @pytest.mark.parametrize("lasts", [20, 60])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_slow_network_is_the_jobs_at_once_though_the_sums_of_gradients_wait_a_little_for_it(

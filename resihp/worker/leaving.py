@@ -25,13 +25,15 @@ WAITS_S = 5.0
 """How long the end of a process waits for them, all together."""
 
 _started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_guard = threading.Lock()
 _status: int | None = None
 
 
 def begin_thread(target: Callable[..., None], *args: Any, name: str) -> threading.Thread:
     """A thread that may be inside of torch for long. It keeps no process from ending for more than `WAITS_S`."""
     thread = threading.Thread(target=target, args=args, name=name, daemon=True)
-    _started.add(thread)
+    with _guard:
+        _started.add(thread)
     thread.start()
     return thread
 
@@ -44,9 +46,12 @@ def leave_with(status: int) -> None:
 
 def _leave() -> None:
     until = time.monotonic() + WAITS_S
-    for thread in list(_started):
-        thread.join(max(0.0, until - time.monotonic()))
-    if _status is not None and any(thread.is_alive() for thread in list(_started)):
+    with _guard:
+        started = list(_started)
+    for thread in started:
+        with suppress(RuntimeError):  # not begun yet
+            thread.join(max(0.0, until - time.monotonic()))
+    if _status is not None and any(thread.is_alive() for thread in started):
         _flush_files()
         os._exit(_status)
 

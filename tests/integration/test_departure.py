@@ -17,6 +17,7 @@ from resihp.record import journal, journal_file
 from resihp.worker import checkpoints
 from tests.integration import jobs as jobs_of_tests
 from tests.integration.jobs import Job, jobs
+from tests.waiting import gone
 from wrapper.launch.preloading import FOR_TESTS
 
 ITERATIONS = 24
@@ -169,7 +170,7 @@ def test_who_asks_until_the_end_kills_no_supervisor(job: Job) -> None:
     job.until(lambda: committed(job) >= 3)
     assert job.process is not None
     supervisor = next(p for p in job.processes() if "wrapper.supervisor.process" in p.cmdline())
-    while supervisor.is_running() and supervisor.status() != psutil.STATUS_ZOMBIE:
+    while not gone(supervisor.pid):
         job.process.send_signal(signal.SIGTERM)
         time.sleep(0.02)
     job.wait(30)

@@ -41,7 +41,7 @@ from resihp.process import (
 )
 from resihp.protocol.framing import LocalChannel
 from resihp.worker.entry import become
-from resihp.worker.leaving import leave_with
+from resihp.worker.leaving import will_leave_with
 
 PRELOAD = "torch,resihp.executor.trainer,resihp.datasets"
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -211,7 +211,7 @@ class ForkServer:
         except BaseException as error:  # noqa: BLE001 - the child must never become a second server
             os.write(2, f"resihp: rank {request.rank}: {type(error).__name__}: {error}\n".encode())
             os._exit(1)
-        leave_with(status)
+        will_leave_with(status)
         # `SystemExit` runs the interpreter's own way out: threads joined, atexit called, files flushed.
         raise SystemExit(status)
 

@@ -38,7 +38,7 @@ def begin_thread(target: Callable[..., None], *args: Any, name: str) -> threadin
     return thread
 
 
-def leave_with(status: int) -> None:
+def will_leave_with(status: int) -> None:
     """What this process is to end with, known to whoever forked it; it raises SystemExit next."""
     global _status
     _status = status

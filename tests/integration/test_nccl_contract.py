@@ -40,14 +40,19 @@ def newest() -> str:
     return found[1]
 
 
-def answer(version: str) -> Answer:
-    """How a version answers. Raises what `subprocess` does where it cannot be had."""
+def installed(version: str) -> Path:
+    """The interpreter that has it. Raises what `subprocess` does where it cannot be had."""
     folder = FOLDER / f"torch-{version}"
     python = folder / "bin" / "python"
     if not (folder / "complete").exists():
         run(sys.executable, "-m", "venv", "--clear", folder, seconds=120)
         run(python, "-m", "pip", "install", "--quiet", "--no-cache-dir", f"torch==={version}", seconds=INSTALL_S)
         (folder / "complete").touch()
+    return python
+
+
+def answer(python: Path) -> Answer:
+    """How its torch answers; that it cannot is no reason to skip."""
     script = Path(nccl_contract.__file__)
     told: Answer = json.loads(run(python, script, *environment(), seconds=LOOK_S))
     return told
@@ -55,7 +60,9 @@ def answer(version: str) -> Answer:
 
 def environment() -> list[str]:
     """Variables that are set for the back end."""
-    backends = pytest.importorskip("resihp.executor.backends")
+    pytest.importorskip("torch")
+    from resihp.executor import backends
+
     return [*backends.NO_WATCHDOG, *(name for name in backends.PATIENCE if name.startswith("TORCH_"))]
 
 
@@ -73,9 +80,11 @@ def answers() -> dict[str, Answer | str]:
     found: dict[str, Answer | str] = {}
     for name, version_of in (("oldest", lambda: OLDEST), ("newest", newest)):
         try:
-            found[name] = answer(version_of())
+            python = installed(version_of())
         except (subprocess.SubprocessError, OSError) as error:
             found[name] = reason(error)
+        else:
+            found[name] = answer(python)
     had = [each for each in found.values() if not isinstance(each, str)]
     print(f"{'':45}" + "".join(f"{each['torch']:>16}" for each in had))
     print(f"{'NCCL':45}" + "".join(f"{each['nccl']:>16}" for each in had))

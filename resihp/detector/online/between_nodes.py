@@ -40,9 +40,8 @@ class BetweenNodes:
 
     def __init__(self, links: LinkTest, *, false_alarms_per: int, patience: int) -> None:
         self._links, self._false_alarms_per, self._patience = links, false_alarms_per, patience
-        between = np.flatnonzero(links.links.kind == 0) if links.links.comparable else np.zeros(0, dtype=np.intp)
-        self._series: Ints = between
-        self._pairs = [(int(sender), int(receiver)) for sender, receiver in links.links.pairs[between]]
+        self._series: Ints = np.flatnonzero((links.links.kind == 0) & links.links.comparable)
+        self._pairs = [(sender, receiver) for sender, receiver in links.links.pairs[self._series].tolist()]
         self._one_path = links.links.one_path
         self._named: tuple[int, int] | None = None
         """The link that stands for all; None where another plan's did."""

@@ -102,7 +102,7 @@ class WholeTest:
         if not self._seen and self._detector.ready:
             self._seen = True
             findings += self._over(iteration)
-        return tuple(findings[:-2]) + _merged(findings[-2:])
+        return _merged(findings)
 
     def _over(self, iteration: int) -> list[Finding]:
         """Of what was slow before the level was learnt anew, and is not any more by that."""
@@ -147,7 +147,7 @@ class WholeTest:
 
 
 def _merged(findings: list[Finding]) -> tuple[Finding, ...]:
-    """Slow and at once slower still, or less so, is one: what was found meanwhile is expected from then on."""
+    """Slow, and at once slower still or less so, is one: in between stands only what others found meanwhile."""
     if len(findings) < 2 or any(finding.kind != "fail-slow" for finding in findings):
         return tuple(findings)
     largest = max(findings, key=lambda finding: finding.change)

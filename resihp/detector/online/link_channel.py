@@ -83,15 +83,14 @@ class Links:
         self.comparable = nodes is not None
         self.kind: Ints = np.zeros(len(self.pairs), dtype=np.intp)
         """(L,): 1 for links within a node, 0 for those between nodes, or all where it is not known."""
+        between: set[frozenset[Hashable]] = set()
         if nodes is not None:
-            self.kind[:] = [
-                nodes.get(sender, sender) == nodes.get(receiver, receiver) for sender, receiver in self.pairs.tolist()
+            ends_at = [
+                (nodes.get(sender, sender), nodes.get(receiver, receiver)) for sender, receiver in self.pairs.tolist()
             ]
-        self.one_path: bool = (
-            nodes is not None
-            and len({frozenset(nodes.get(rank, rank) for rank in pair) for pair in self.pairs[self.kind == 0].tolist()})
-            == 1
-        )
+            self.kind[:] = [a == b for a, b in ends_at]
+            between = {frozenset(both) for both in ends_at if both[0] != both[1]}
+        self.one_path: bool = len(between) == 1
         """Whether all links between nodes, and there are some, join the same two."""
         self._transfers: tuple[Ints, Ints, Ints, Ints] | None = None
         self.resolution_s = 0.0
@@ -195,8 +194,11 @@ class LinkTest:
         nobody waited for one, or nothing is known yet."""
         if self._seen is None or not (self.ready and self.test.ready):
             return np.full(self.links.size, np.nan)
-        delay, token = self._seen
-        return delay - self._exponent * token - self._usual - self.test.levels(healthy=True)
+        return self._apart(*self._seen) - self.test.levels(healthy=True)
+
+    def _apart(self, delay: Floats, token: Floats) -> Floats:
+        """Logs of delays over what is usual for their N, of links of a kind."""
+        return delay - self._exponent * token - self._usual
 
     def seconds(self, *, healthy: bool) -> Floats:
         """(L,): what a mean transfer over each link takes now, or where all is well; 0 while it is not known."""
@@ -229,7 +231,7 @@ class LinkTest:
         self._seen = delay, token
         width = 1 / np.sqrt(np.clip(counts, 1.0, MANY))
         if self.ready:
-            shifts = self.test.update(iteration, delay - self._exponent * token - self._usual, width)
+            shifts = self.test.update(iteration, self._apart(delay, token), width)
         else:
             self._first.append((iteration, delay, token, width))
             shifts = self._begin() if self.ready else []
@@ -298,7 +300,7 @@ class LinkTest:
             self._usual[self.links.kind == kind] = np.nanmedian(usual)
         shifts: list[Shift] = []
         for then, delay, token, width in self._first:
-            shifts += self.test.update(then, delay - self._exponent * token - self._usual, width)
+            shifts += self.test.update(then, self._apart(delay, token), width)
         return shifts
 
     def _joined(self, shift: Shift, raised: set[int]) -> list[int]:

@@ -3,9 +3,9 @@
 All findings that wait are one suspicion. Their suspects are measured together, and so is the rest of their
 tensor-parallel groups, where one waits for the other. What the probe and the detector come to together decides, as
 odds: everyone whom it convicts is, at once. A device whose probe is fine, but which is found again before that is
-forgotten, is slow in its training and not in a matrix product; so is one that is slow now and then. Where nobody in
-particular is under suspicion everybody is measured, and only who stands out is convicted; if nobody does it is the
-job's (`slow_parts`). Called by `slowness`.
+forgotten, is slow in its training and not in a matrix product, unless far more is unexplained that it may suffer from;
+so is one that is slow now and then. Where nobody in particular is under suspicion everybody is measured, and only who
+stands out is convicted; if nobody does it is the job's (`slow_parts`). Called by `slowness`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,18 @@ import msgspec
 from resihp.controller import replan_policy
 from resihp.controller.fail_slow import probing, slow_parts
 from resihp.controller.fail_slow.convictions import Conviction, convict, convict_again, in_training
-from resihp.controller.fail_slow.suspicions import OTHER, change, dropped, ended, opened, possible, some, speed_of
+from resihp.controller.fail_slow.suspicions import (
+    OTHER,
+    IterationExcess,
+    change,
+    dropped,
+    ended,
+    excess,
+    opened,
+    possible,
+    some,
+    speed_of,
+)
 from resihp.controller.state.examinations import Examination
 from resihp.controller.state.job import Job
 from resihp.detector.findings import Finding
@@ -42,6 +53,9 @@ UNNAMED = 2.0
 """So much speaks against the guilt of a device that is measured because its group is."""
 FORGOTTEN = 200
 """Iterations after which a probe that found nothing is forgotten."""
+MILD = 0.2
+"""So much longer at most takes the work of who only suffers from what makes iterations longer: kernels of transfers
+that last longer take processors from it, and clocks fall while a device waits."""
 ALIKE = 0.9
 """Who takes this share of what a slow peer of its group takes longer may just wait for it."""
 IN_TRAINING = "in its training, not in a matrix product"
@@ -164,7 +178,8 @@ def measured(job: Job, done: Examination) -> None:
         and (convicted.intersection(mates := groups.get(rank, ())) or _waits_for(job, rank, mates, finding) is not None)
     ]
     left = [rank for rank in named if rank not in convicted and rank not in waiting]
-    guilty += _by_training(job, done, verdicts, findings, frozenset(left))
+    longer = excess(job, min(finding.iteration for finding in findings), ())
+    guilty += _by_training(job, done, verdicts, findings, frozenset(left), longer)
     convicted = {one.rank for one in guilty}
     well = [*waiting, *(rank for rank in left if rank not in convicted)]
     for rank in well:
@@ -187,7 +202,11 @@ def measured(job: Job, done: Examination) -> None:
         gone = not any(_present(job, rank) for finding in findings for rank in finding.ranks)
         _acquit(job, (), "dropped", "it has gone" if gone else "it is known to be slow", done.probe)
     else:
-        _acquit(job, well, *_finding_nothing(done, verdicts, well), done.probe, tuple(named))
+        outcome, why = _finding_nothing(done, verdicts, well)
+        if outcome == "fine" and all(_may_suffer(finding, speed_of(finding), longer) for finding in findings):
+            many = len(well) > 1
+            why = f"{why}, and {'they explain' if many else 'it explains'} little of what iterations take longer"
+        _acquit(job, well, outcome, why, done.probe, tuple(named))
 
 
 def _tell_well(job: Job, findings: Iterable[Finding], well: Mapping[int, Finding], slow: Sequence[int]) -> None:
@@ -242,27 +261,41 @@ def _trust(finding: Finding) -> float:
 
 
 def _by_training(
-    job: Job, done: Examination, verdicts: Verdicts, findings: Sequence[Finding], left: Collection[int]
+    job: Job,
+    done: Examination,
+    verdicts: Verdicts,
+    findings: Sequence[Finding],
+    left: Collection[int],
+    longer: IterationExcess | None,
 ) -> list[Conviction]:
-    """Whom training convicts though the probe does not: the most likely suspect of what is found again, or shows now
-    and then only."""
+    """Whom training convicts though the probe does not: the most likely suspect of what is found again, and may not
+    come of what else makes iterations longer, or shows now and then only."""
     guilty: dict[int, Conviction] = {}
     speeds = job.monitor.speeds()
     for finding in findings:
         rank = next((rank for rank in finding.ranks if rank in left), None)
         if rank is None or finding.change < TRAINED or not (finding.intermittent or _was_acquitted(job, rank)):
             continue
+        speed = in_training(speeds, rank, finding)
+        if _may_suffer(finding, speed, longer):
+            continue
         fine = rank in done.answers and not done.answers[rank].untried
         told = verdicts.devices[rank].evidence if rank in done.answers else "it did not answer"
         guilty[rank] = Conviction(
             rank=rank,
-            speed=in_training(speeds, rank, finding),
+            speed=speed,
             confidence=1.0 / (1.0 + math.exp(-_trust(finding))),
             evidence=f"{f'its probe is fine ({told})' if fine else told}; {finding.evidence}",
             finding=finding,
             only=IN_TRAINING if fine else "",
         )
     return list(guilty.values())
+
+
+def _may_suffer(finding: Finding, speed: float, longer: IterationExcess | None) -> bool:
+    """Whether it is slower by little, while iterations take longer by far more than it and what is known explain."""
+    mild = finding.intermittent is None and 1.0 / speed - 1.0 <= MILD
+    return mild and longer is not None and longer.leaves_most(speed)
 
 
 def _was_acquitted(job: Job, rank: int) -> bool:

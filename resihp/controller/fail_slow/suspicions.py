@@ -64,7 +64,11 @@ class IterationExcess(msgspec.Struct, frozen=True, kw_only=True):
     def left(self) -> bool:
         """Whether all that is known to be slow explains less than half: then it is not the cause, and most is
         unexplained."""
-        return self._counts and self._explained_s(self.slowest) < self.longer_s / 2
+        return self.leaves_most(1.0)
+
+    def leaves_most(self, speed: float) -> bool:
+        """The same where something of that speed is slow as well."""
+        return self._counts and self._explained_s(min(self.slowest, speed)) < self.longer_s / 2
 
     def told(self, speed: float) -> str:
         """What something of that speed explains, in words; empty where iterations take hardly longer."""

@@ -21,7 +21,9 @@ Nothing here measures, probes, or decides what is done about a finding: that is 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Hashable, Mapping
+from itertools import islice
 
 import msgspec
 import numpy as np
@@ -56,8 +58,10 @@ them takes a tenth of the count away."""
 FAR = 0.2
 """A level of healthy iterations that is further from what they are made of is none; log units."""
 UNEXPLAINED = 0.15
-"""By how much an iteration is longer than with all that is known to be slow, for that not to be the whole of it; log
+"""By how much iterations are longer than with all that is known to be slow, for that not to be the whole of it; log
 units."""
+FEW = 3
+"""Iterations that tell it, the last ones: one of them may have been long by chance."""
 LEAST_OF_PLAIN = 0.03
 """The same where nothing else is known."""
 
@@ -356,7 +360,8 @@ class Monitor:
         predicted: float | None = None
         if expected is not None and self._foreign(frame, sums):
             if findings:
-                self._account_for(frame, findings)
+                self._account_for(findings)
+                self._whole.begin()
                 assert self._beside is not None
                 self._beside.heed(findings, self._links.slow)
             return Assessment(predicted_s=None, findings=findings, known="warming up")
@@ -367,7 +372,10 @@ class Monitor:
             findings += self._ranks.update(iteration, ratios)
             findings += self._between.update(iteration, ratios)
             if findings:
-                self._account_for(frame, findings)
+                frame.present_s, _ = self._now_and_healthy(frame, expected)
+                self._account_for(findings)
+                if not self._leaves_more(frame, seconds, self._now_and_healthy(frame, expected)[0] - frame.present_s):
+                    self._whole.begin()  # what they showed since its onset is explained
             elif iteration % 16 == 0 and (self._slow or self._slow_links):
                 self._expect()
             predicted, more = self._judge_whole(frame, iteration, seconds, expected)
@@ -462,18 +470,26 @@ class Monitor:
         if self._whole.slow:
             if before and any(finding.component == "job" for finding in findings):
                 self._whole.begin()  # what waits is part of that from now on
-        elif before - after or (after - before and not self._leaves_more(frame, seconds, added_s)):
+        elif before - after or (
+            after - before and not self._leaves_more(frame, seconds, self._beside.added_s - added_s)
+        ):
             self._whole.begin()  # whole iterations are not longer by that any more, or are, and by that alone: no news
         return more
 
     def _leaves_more(self, frame: Frame, seconds: float, added_s: float) -> bool:
-        """Whether the iteration took longer still than with all that is known, what waits now included (it was expected
-        with `added_s`): those who wait may have a cause in common."""
-        usual = self._whole.expected
-        if self._beside is None or frame.present_s is None or usual is None or not 0.0 < seconds < LONGEST_S:
+        """Whether the last iterations took longer still than with all that is known, what was just found included: this
+        one is expected to take `added_s` longer for it. That may have its cause in what is left."""
+        usual, present_s = self._whole.expected, frame.present_s
+        if usual is None or present_s is None or not 0.0 < min(present_s, present_s + added_s) < LONGEST_S:
             return False
-        present_s = frame.present_s + self._beside.added_s - added_s
-        return present_s > 0.0 and math.log(seconds / present_s) - usual > UNEXPLAINED
+        last = [(one, expected_s) for _, one, _, expected_s in islice(reversed(frame.kept), FEW - 1)]
+        longer = [
+            math.log(one / expected_s)
+            for one, expected_s in (*last, (seconds, present_s))
+            if expected_s is not None and 0.0 < one < LONGEST_S
+        ]
+        left = statistics.median(longer or [usual]) - math.log1p(added_s / present_s)
+        return left - usual > UNEXPLAINED
 
     def _now_and_healthy(self, frame: Frame, expected: Floats) -> tuple[float, float]:
         """Seconds of an iteration as things stand, and where all is well."""
@@ -492,14 +508,13 @@ class Monitor:
 
     # --- what is known of ranks and links ---------------------------------------------------------------------------
 
-    def _account_for(self, frame: Frame, findings: tuple[Finding, ...]) -> None:
-        """What is slow now is expected from now on: what whole iterations showed since its onset is explained."""
+    def _account_for(self, findings: tuple[Finding, ...]) -> None:
+        """What is slow now is expected from now on."""
         for finding in findings:
             for rank in finding.ranks:
                 self._confirmed.pop(rank, None)
         self._remember()
         self._expect()
-        self._whole.begin()
 
     def _remember(self) -> None:
         """Take over what the tests know of slow ranks and links of the present plan."""

@@ -348,6 +348,25 @@ def test_what_a_slow_device_leaves_unexplained_of_whole_iterations_is_told_once_
     assert ("job", "what is known to be slow does not explain it") in found
 
 
+@pytest.mark.parametrize(("change", "convicted"), [(0.1, False), (0.6, True)])
+def test_who_is_a_little_slower_while_something_far_larger_is_unexplained_is_not_convicted_by_training_alone(
+    change: float, convicted: bool
+) -> None:
+    """Longer transfers take processors from it, its clock falls while it waits: that is what it suffers, not does."""
+    job = twelve_times_as_slow(finding(3, iteration=6, change=0.05))
+    job.measure()
+    job.find(finding(3, iteration=8, change=change))
+    job.monitor.estimates = {3: 1 / (1 + change)}
+    job.measure()
+    assert bool(slow_ones(job)) == convicted
+    suspicions = [entry for entry in job.all(Suspected) if entry.cleared]
+    assert [entry.outcome for entry in suspicions] == ["fine", "slow" if convicted else "fine"]
+    if not convicted:
+        told = "its probe is fine, and it explains little of what iterations take longer"
+        assert suspicions[-1].evidence == told
+        assert job.texts("notice")[-1] == f"rank 3 (n2 device 1): no longer suspected to be slow, {told}"
+
+
 def test_the_speed_in_training_counts_more_than_the_probes() -> None:
     job = Job(finding(3)).run(4)
     job.monitor.estimates = {3: 0.7}

@@ -27,6 +27,7 @@ class Watched:
         iterations: range,
         factor: Callable[[int], float] = lambda i: 1.0,
         everybody: Callable[[int], float] = lambda i: 1.0,
+        slower: Callable[[int, int], float] = lambda rank, i: 1.0,
     ) -> list[Finding]:
         found: list[Finding] = []
         for observation in observations(
@@ -35,6 +36,7 @@ class Watched:
             iterations,
             slower_link=lambda sender, receiver, i: factor(i),
             everybody=everybody,
+            slower=slower,
         ):
             found += self.monitor.observe(observation).findings
         return found
@@ -88,6 +90,35 @@ def test_links_between_several_nodes_have_each_other_to_be_compared_with() -> No
     assert (finding.link, finding.ranks, finding.component) == (None, (), "job")
     assert finding.transfers == pytest.approx(20.0, rel=0.15), "it may be the network"
     assert "transfers between nodes take" in finding.evidence
+
+
+@pytest.mark.parametrize("least", [1.06, 1.12])
+def test_ranks_that_are_a_little_slower_with_it_do_not_hide_that_the_network_is(least: float) -> None:
+    """Kernels of transfers that last longer take processors from others, and clocks fall while a device waits."""
+    watched = Watched(uniform(2, 4, 1), FOUR_NODES)
+    findings = watched.run(
+        range(140),
+        lambda i: 20.0 if i >= 60 else 1.0,
+        slower=lambda rank, i: least if i >= 60 and rank in (2, 3, 6) else 1.0,
+    )
+    assert {rank for finding in findings for rank in finding.ranks} >= {2, 6}
+    (whole,) = (finding for finding in findings if finding.component == "job")
+    assert abs(whole.iteration - 60) <= 1
+    assert whole.detected <= 70
+    assert whole.transfers == pytest.approx(20.0, rel=0.15)
+
+
+def test_a_rank_that_recovers_while_the_network_is_slow_does_not_hide_that_it_is() -> None:
+    watched = Watched(uniform(2, 4, 1), FOUR_NODES)
+    findings = watched.run(
+        range(160),
+        lambda i: 20.0 if 80 <= i < 120 else 1.0,
+        slower=lambda rank, i: 1.3 if rank == 2 and 50 <= i < 78 else 1.0,
+    )
+    told = [(finding.kind, finding.component) for finding in findings]
+    assert ("recovered", "device") in told
+    assert told.count(("fail-slow", "job")) == 1
+    assert told.count(("recovered", "job")) == 1
 
 
 def test_a_machine_that_is_slower_as_a_whole_accuses_no_link() -> None:

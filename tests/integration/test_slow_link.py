@@ -98,7 +98,7 @@ def test_the_only_path_between_two_nodes_is_named_though_all_its_links_are_as_sl
 @pytest.mark.alone
 def test_a_network_that_is_slow_as_a_whole_is_told_while_it_lasts_and_accuses_nobody(job: Job) -> None:
     job.environment |= {"RESIHP_ADAPT__DETECT": "true", LAYER_MS: "4", LINK_MS: "20"}
-    onset, until = 44, 56  # by then nothing is learnt any more
+    onset, until = 44, 64  # by then nothing is learnt any more
     faults = [f"slow:link={link},speed=0.1@iteration={onset},until={until}" for link in ("n1-n2", "n2-n3")]
     options = [word for fault in faults for word in ("--fault", fault)]
     script = ("--layers", "6", "--micro-batches", "4")

@@ -535,7 +535,7 @@ def summarise(
     now: datetime,
 ) -> Row:
     """Figures of a job from its rows. Times and shares as of `between`, but `useful_seconds` counts slow iterations,
-    too, and `lost_seconds` is by the kind of the failure that interrupted training, `idle` and `capacity` as there.
+    too (`slow_seconds` of them are beyond their healthy time), and `lost_seconds` is by the kind of the failure that interrupted training, `idle` and `capacity` as there.
     What was kept of a job that is over holds: its rows may have been thinned since."""
     clock = course(job, iterations, plans, now)
     if (of := kept(job)) is not None:
@@ -567,6 +567,7 @@ def summarise(
         "iteration_seconds": statistics.median(recent) if recent else None,
         "failures": len(failures),
         "useful_seconds": useful_s,
+        "slow_seconds": unused.get("slow", 0.0),
         "wall_seconds": wall_s,
         "goodput": goodput,
         "ettr": ettr,

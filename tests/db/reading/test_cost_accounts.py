@@ -108,6 +108,7 @@ def told(
     assert found.lost_s["start"] == pytest.approx(start_s)
     figures = summarise(of, iterations, failures, transitions, plans, at(now))
     assert (figures["goodput"], figures["ettr"]) == pytest.approx((found.goodput, found.ettr))
+    assert again or figures["slow_seconds"] == pytest.approx(found.lost_s["slow"])
     assert figures["useful_seconds"] + sum(figures["lost_seconds"].values()) == pytest.approx(found.wall_s)
     for cut in (0.0, 3.3, found.held_s / 2, found.held_s):  # parts add up to the whole
         parts = added([between(timeline(*rows), until_s=cut), between(timeline(*rows), since_s=cut)])

@@ -27,12 +27,15 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 EVENTS_SHOWN = 8
+WORTH_A_WORD = 0.01
+"""Of the wall time: what was slow by less needs no word."""
 UNTOLD = "its script did not say what it trains (resihp.Trainer does)"
 
 
 def goodput_line(figures: dict[str, Any]) -> str:
-    """`goodput 91.6 %, ETTR 78.4 %; lost: fail-stop 0.70 s, idle GPUs 2.00 s, other 0.30 s`. Of a script that was
-    launched and watched, and is done, nothing is lost that anybody knows of."""
+    """`goodput 91.6 %, ETTR 78.4 %; lost: fail-stop 0.70 s, idle GPUs 2.00 s, other 0.30 s`. Goodput counts slow
+    iterations in full: by how much they were slow is told beside it. Of a script that was launched and watched, and is
+    done, nothing is lost that anybody knows of."""
     if figures["goodput"] is None and figures["state"] == "completed" and figures.get("target") is None:
         return f"goodput and ETTR are not known: {UNTOLD}"
     words = {"idle": "idle GPUs", "capacity": "missing GPUs"}
@@ -41,7 +44,9 @@ def goodput_line(figures: dict[str, Any]) -> str:
     )
     if figures["goodput"] is None:
         lost = "all of it, no iteration is committed"
-    return f"goodput {percent(figures['goodput'])}, ETTR {percent(figures['ettr'])}; lost: {lost or 'nothing'}"
+    slow_s, wall_s = figures.get("slow_seconds", 0.0), figures.get("wall_seconds", 0.0)
+    slow = f", slow: {duration(slow_s)} of it" if slow_s > WORTH_A_WORD * wall_s else ""
+    return f"goodput {percent(figures['goodput'])}{slow}, ETTR {percent(figures['ettr'])}; lost: {lost or 'nothing'}"
 
 
 def progress_line(state: Mapping[str, Any]) -> str:

@@ -654,3 +654,10 @@ def test_without_its_ledger_one_is_told_what_tells_of_a_job_all_the_same(job: Jo
     for command in ("jobs", "logs"):
         (job.logs / "n1.rank0.log").write_text("the end\n")
         assert resihp(command).stdout
+
+
+@pytest.mark.parametrize(("slow_s", "told"), [(27.0, ", slow: 27.0 s of it"), (0.5, "")])
+def test_goodput_of_slow_iterations_says_so(slow_s: float, told: str) -> None:
+    """They count in full, for their work was done: 99 % alone would say that all is well at 3 a.m."""
+    figures = {"goodput": 0.99, "ettr": 0.95, "slow_seconds": slow_s, "wall_seconds": 61.0, "lost_seconds": {}}
+    assert tables.goodput_line(figures) == f"goodput 99.0 %{told}, ETTR 95.0 %; lost: nothing"

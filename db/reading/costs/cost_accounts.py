@@ -535,8 +535,9 @@ def summarise(
     now: datetime,
 ) -> Row:
     """Figures of a job from its rows. Times and shares as of `between`, but `useful_seconds` counts slow iterations,
-    too (`slow_seconds` of them are beyond their healthy time), and `lost_seconds` is by the kind of the failure that interrupted training, `idle` and `capacity` as there.
-    What was kept of a job that is over holds: its rows may have been thinned since."""
+    too (`slow_seconds` of them are beyond their healthy time), and `lost_seconds` is by the kind of the failure that
+    interrupted training, `idle` and `capacity` as there. What was kept of a job that is over holds: its rows may have
+    been thinned since."""
     clock = course(job, iterations, plans, now)
     if (of := kept(job)) is not None:
         unused, wall_s, useful_s, goodput, ettr = of.lost_s, of.wall_s, of.committed_s, of.goodput, of.ettr

@@ -209,7 +209,7 @@ def _slow_device(failure: Row) -> str:
     if failure["device"] is not None:
         where = f"{where} device {failure['device']}"
     if failure["component"] == "link":
-        where = f"a link of {where}"
+        where = "a link"  # the failure's cause names both of its ends
     elif failure["component"] == "job":
         where = "the whole job"
     elif failure["component"] in TOGETHER:

@@ -665,6 +665,8 @@ def _cost_lines(found: Sequence[Any], price: float | None) -> str:
         line += f", {amount(one.failure_gpu_hours * price)} of {amount(one.gpu_hours * price)} in money"
     if (idle := one.lost_gpu_hours["idle"]) > 0:
         line += f"\nof that, GPUs that stood by {amount(idle)} ({percent(idle / one.gpu_hours)})"
+    if one.goodput is None:
+        line += "\nno iteration was committed: where the time of a script without resihp.Trainer went is not known"
     line += f"\ngoodput {percent(one.goodput)}, useful share {percent(one.useful_share)}"
     if one.mttr_s is not None:
         line += f", MTTR {duration(one.mttr_s)} (noticing included)"

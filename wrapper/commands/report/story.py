@@ -67,7 +67,9 @@ def sentences(facts: Facts) -> tuple[str, ...]:
 
 
 def costs(facts: Facts) -> list[CauseCost]:
-    """Lost time by cause, the largest first; causes that took nothing are left out."""
+    """Lost time by cause, the largest first; causes that took nothing are left out. None where nobody knows."""
+    if untold(facts):
+        return []
     lost = facts.account.lost_s
     whole = sum(lost.values()) or 1.0
     found = [
@@ -205,8 +207,8 @@ def _course(facts: Facts) -> str:
         "abnormal": "until its supervisor died",
     }[job["state"]]
     done = len(facts.iterations)
-    if _untold(facts):
-        return f"Job {job['name']} on {where} completed in {took}; its script did not say what it trains."
+    if untold(facts):
+        return f"Job {job['name']} on {where} took {took}, {how}; its script did not say what it trains."
     if not done:
         ended = {"running": "is running", "completed": "ended", "failed": f"failed{reason}"}
         state = ended.get(job["state"], f"was {job['state']}{reason}")
@@ -220,9 +222,10 @@ def _course(facts: Facts) -> str:
     return f"Job {job['name']} trained {what}{model} on {where} in {took}, {how}."
 
 
-def _untold(facts: Facts) -> bool:
-    """Whether it is a script without `resihp.Trainer` that is done."""
-    return facts.job["state"] == "completed" and facts.model is None and not facts.iterations
+def untold(facts: Facts) -> bool:
+    """Whether it is a script without `resihp.Trainer`, or one that ended before it had begun: where its time went
+    nobody knows."""
+    return facts.job["state"] != "running" and facts.model is None and not facts.iterations
 
 
 def _failures(facts: Facts) -> str:
@@ -251,7 +254,7 @@ def _failures(facts: Facts) -> str:
 
 def _cost(facts: Facts) -> str:
     account = facts.account
-    if _untold(facts):
+    if untold(facts):
         return f"There is no goodput without iterations: {hours(account.gpu_hours)} were held."
     if account.goodput is None:
         held = f"{hours(account.gpu_hours)} went to starting" if account.gpu_hours > 0 else "nothing was held"

@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 EVENTS_SHOWN = 8
 WORTH_A_WORD = 0.01
 """Of the wall time: what was slow by less needs no word."""
-UNTOLD = "its script did not say what it trains (resihp.Trainer does)"
 
 
 def goodput_line(figures: dict[str, Any]) -> str:
     """`goodput 91.6 %, ETTR 78.4 %; lost: fail-stop 0.70 s, idle GPUs 2.00 s, other 0.30 s`. Goodput counts slow
-    iterations in full: by how much they were slow is told beside it. Of a script that was launched and watched, and is
-    done, nothing is lost that anybody knows of."""
-    if figures["goodput"] is None and figures["state"] == "completed" and figures.get("target") is None:
-        return f"goodput and ETTR are not known: {UNTOLD}"
+    iterations in full: by how much they were slow is told beside it. Of a script that is launched
+    and watched, nothing is lost that anybody knows of."""
+    if figures["goodput"] is None and figures.get("target") is None and figures.get("epoch") is None:
+        told = "has not said" if figures["state"] == "running" else "did not say"
+        return f"goodput and ETTR are not known: its script {told} what it trains (resihp.Trainer does)"
     words = {"idle": "idle GPUs", "capacity": "missing GPUs"}
     lost = ", ".join(
         f"{words.get(cause, cause)} {duration(s)}" for cause, s in figures["lost_seconds"].items() if s >= 0.005

@@ -607,27 +607,37 @@ def test_what_the_detector_sees_is_told(row: dict[str, Any], words: str) -> None
 
 
 def test_a_job_that_committed_nothing_has_not_lost_nothing() -> None:
-    job = create_local_job()
-    began = job.read().created_at
-    told = [(started(job.name), 0.0), (journal.JobEnded(exit_code=93, state="failed", reason="no module"), 3600.0)]
-    write_journal(job.journal_file, ((entry, began + at) for entry, at in told))
-    job.exit_code_file.write_text("93\n")
-    assert "lost: all of it, no iteration is committed" in resihp("status", job.name).stdout
+    figures = {"goodput": None, "ettr": None, "state": "failed", "epoch": 1, "lost_seconds": {"other": 3600.0}}
+    assert tables.goodput_line(figures) == "goodput -, ETTR -; lost: all of it, no iteration is committed"
 
 
-def test_a_script_without_a_trainer_that_is_done_has_lost_nothing_that_anybody_knows_of() -> None:
-    """It said "iteration 0" and "lost: all of it" of a job of DDP that had trained to its end."""
+@pytest.mark.parametrize(
+    ("state", "exit_code", "how"),
+    [("completed", 0, "and completed"), ("failed", 1, "and failed: rank 2 was killed")],
+)
+def test_what_a_script_without_a_trainer_has_lost_nobody_knows(state: Any, exit_code: int, how: str) -> None:
+    """It said "iteration 0", "lost: all of it" and "until the first iteration 100 %" of a job of DDP that had trained
+    for an hour."""
     job = create_local_job()
     began = job.read().created_at
-    told = [(started(job.name), 0.0), (journal.JobEnded(exit_code=0, state="completed", reason="done"), 3600.0)]
+    reason = "done" if state == "completed" else "rank 2 was killed"
+    told = [(started(job.name), 0.0), (journal.JobEnded(exit_code=exit_code, state=state, reason=reason), 3600.0)]
     write_journal(job.journal_file, ((entry, began + at) for entry, at in told))
-    job.exit_code_file.write_text("0\n")
+    job.exit_code_file.write_text(f"{exit_code}\n")
     shown = " ".join(resihp("status", job.name).stdout.split())
-    assert f"job {job.name} completed goodput and ETTR are not known: its script did not say what it trains" in shown
+    assert "goodput and ETTR are not known: its script did not say what it trains" in shown
     assert "lost" not in shown
     told_in_report = " ".join(resihp("report", job.name, "--markdown").stdout.split())
-    assert "completed in 1 h 00 min; its script did not say what it trains." in told_in_report
+    assert f"took 1 h 00 min, {how}; its script did not say what it trains." in told_in_report
     assert "committed no iteration" not in told_in_report
+    assert "| starting |" not in told_in_report
+    cost = " ".join(resihp("history", "cost", job.name).stdout.split())
+    assert "where the time of a script without resihp.Trainer went is not known" in cost
+
+
+def test_a_script_that_has_not_said_yet_what_it_trains_has_lost_nothing_that_anybody_knows_of() -> None:
+    figures = {"goodput": None, "ettr": None, "state": "running", "epoch": None, "lost_seconds": {"other": 3600.0}}
+    assert tables.goodput_line(figures).endswith("its script has not said what it trains (resihp.Trainer does)")
 
 
 def test_an_id_names_a_job_to_every_command_from_any_folder(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

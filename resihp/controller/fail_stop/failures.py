@@ -21,6 +21,8 @@ from resihp.record.journal import NodeLost
 from resihp.record.state import HowLost
 
 _NUMBERS = re.compile(r"\d+")
+_OF_GLOO = re.compile(r"\[[^\s\]]+\.(?:cc|cpp|h|cu):\d+\] | This is typically caused by .*", re.DOTALL)
+"""Where in its own source a library raised it, and what it advises."""
 MAX_REBUILDS = 5
 """Communication failures in a row, all ranks alive and no iteration committed, before the job gives up."""
 
@@ -74,7 +76,8 @@ def raised(job: Job, member: Member, raised: m.Raised) -> None:
         if member.alive:  # until it ends
             job.start.awaited.add(member.rank)
             member.declared = None
-        _tell_early(job, member, f"{'lost a peer, and ' if member.follows == 'surely' else ''}raised {raised.error}")
+        lost = "lost a peer, and " if member.follows == "surely" else ""
+        _tell_early(job, member, f"{lost}raised {_OF_GLOO.sub('', raised.error)}")
 
 
 def _tell_early(job: Job, member: Member, what: str, *, always: bool = False) -> None:
@@ -326,7 +329,8 @@ def communication_failed(job: Job, evidence: str) -> None:
     if job.rebuilds > MAX_REBUILDS and job.departure is None:
         incidents.end(job, 1, f"communication failed {job.rebuilds} times without an iteration in between: {evidence}")
         return
-    job.say("warning", f"communication of epoch {job.epoch} failed: {evidence}; rebuilding")
+    told = _OF_GLOO.sub("", evidence).rstrip(".")
+    job.say("warning", f"communication of epoch {job.epoch} failed: {told}; rebuilding")
     job.incidents.append(
         Incident(
             kind="communication",

@@ -509,6 +509,7 @@ def test_who_lost_a_peer_and_takes_its_time_to_end_does_not_make_it_the_scripts_
     (failure,) = job.all(FailureFound)
     assert (failure.kind, failure.node, failure.ranks) == ("fail-stop", "n2", (2,))
     assert any(line.startswith("rank 0 (n1 device 0): lost a peer, and raised RuntimeError") for line in lines(job))
+    assert not any("pair.cc" in line or "typically" in line for line in lines(job)), "gloo's own words are in the log"
 
 
 def test_ranks_that_lost_peers_on_a_silent_node_do_not_make_it_the_scripts_fault() -> None:

@@ -184,6 +184,17 @@ def link(scene: Scene, forwards: float, speed: float) -> None:
     scene.expected.append(Expected("link", frozenset(ends), scene.onset))
 
 
+def network(scene: Scene, forwards: float, suffering: float) -> None:
+    """All transfers longer by so many forwards. A third of the ranks are slower by `suffering` meanwhile: no probe
+    shows it, for it is what they suffer, no failure of their own."""
+    added = forwards * scene.line.forward_s * scene.line.factor[scene.onset :]
+    scene.line.transfers[scene.onset :] += added[:, None, None]
+    factors = np.ones((scene.iterations, scene.ranks))
+    factors[scene.onset :, sorted(scene.rng.permutation(scene.ranks)[: scene.ranks // 3])] += suffering
+    levels(scene, factors, probes=False)
+    scene.expected.append(Expected("job", frozenset(), scene.onset))
+
+
 # --- what is healthy, and looks odd ---------------------------------------------------------------------------------
 
 

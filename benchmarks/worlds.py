@@ -95,6 +95,7 @@ FAILING = (
     World("flicker 2 of 12 at x1.5", lambda scene: d.flicker(scene, 2, 12, 1.5), 100),
     World("TP collective x2", lambda scene: d.collectives(scene, 2.0), 60),
     World("gradient sums x3", lambda scene: d.sums(scene, 3.0), 60),
+    World("network, ranks suffer +8 %", lambda scene: d.network(scene, 2.0, 0.08), 60),
     World("data late by a forward", lambda scene: d.late_data(scene, 1.0), 60),
 )
 

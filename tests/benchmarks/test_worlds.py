@@ -262,6 +262,14 @@ def test_a_device_alone_is_measured_by_order_of_the_controller_and_told_in_its_j
         assert job.false == []
 
 
+def test_ranks_that_suffer_from_a_slow_network_neither_hide_it_nor_are_convicted_of_it() -> None:
+    for seed in (0, 1):
+        job = worlds.play(world("network, ranks suffer +8 %"), seed, 320)
+        assert job.false == []
+        assert job.delays[0] is not None
+        assert job.delays[0] <= 60
+
+
 def test_equal_seeds_are_told_the_same() -> None:
     one, other = (worlds.play(world("start skew 0.5 ms"), 2, 120) for _ in range(2))
     assert [(told.at, told.entry) for told in one.played.told] == [(told.at, told.entry) for told in other.played.told]

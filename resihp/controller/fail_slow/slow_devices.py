@@ -45,6 +45,8 @@ TRUSTED = 4.0
 large."""
 LARGE = (0.10, 0.35)
 """From which change on noise is less and less likely, and from which it is nobody's."""
+DOUBTED, SHOWN = 1.0, 2 / 3
+"""So much a finding brings at most where it may come of what else is slow, and the probe shows less than this of it."""
 LEANING = 1.0
 """Log odds that the probe alone has to have, however sure the finding is."""
 TRAINED = 0.04
@@ -168,7 +170,8 @@ def measured(job: Job, done: Examination) -> None:
     named: dict[int, Finding] = {}
     for finding in findings:
         named |= {rank: finding for rank in _fresh(job, finding) if rank not in named}
-    guilty = _by_probe(job, done, verdicts, named)
+    longer = excess(job, min(finding.iteration for finding in findings), ())
+    guilty = _by_probe(job, done, verdicts, named, longer)
     convicted = {one.rank for one in guilty}
     groups = _groups(job)
     waiting = [
@@ -178,7 +181,6 @@ def measured(job: Job, done: Examination) -> None:
         and (convicted.intersection(mates := groups.get(rank, ())) or _waits_for(job, rank, mates, finding) is not None)
     ]
     left = [rank for rank in named if rank not in convicted and rank not in waiting]
-    longer = excess(job, min(finding.iteration for finding in findings), ())
     guilty += _by_training(job, done, verdicts, findings, frozenset(left), longer)
     convicted = {one.rank for one in guilty}
     well = [*waiting, *(rank for rank in left if rank not in convicted)]
@@ -203,7 +205,7 @@ def measured(job: Job, done: Examination) -> None:
         _acquit(job, (), "dropped", "it has gone" if gone else "it is known to be slow", done.probe)
     else:
         outcome, why = _finding_nothing(done, verdicts, well)
-        if outcome == "fine" and all(_may_suffer(finding, speed_of(finding), longer) for finding in findings):
+        if outcome == "fine" and all(_may_suffer(job, finding, speed_of(finding), longer) for finding in findings):
             many = len(well) > 1
             why = f"{why}, and {'they explain' if many else 'it explains'} little of what iterations take longer"
         _acquit(job, well, outcome, why, done.probe, tuple(named))
@@ -218,7 +220,9 @@ def _tell_well(job: Job, findings: Iterable[Finding], well: Mapping[int, Finding
             dropped(job, msgspec.structs.replace(finding, ranks=ranks), beside, "fine")
 
 
-def _by_probe(job: Job, done: Examination, verdicts: Verdicts, named: dict[int, Finding]) -> list[Conviction]:
+def _by_probe(
+    job: Job, done: Examination, verdicts: Verdicts, named: dict[int, Finding], longer: IterationExcess | None
+) -> list[Conviction]:
     """Whom the probe convicts, with what was found before it."""
     groups = _groups(job)
     mates = {mate: one for rank, one in reversed(named.items()) for mate in groups.get(rank, ()) if mate not in named}
@@ -233,18 +237,21 @@ def _by_probe(job: Job, done: Examination, verdicts: Verdicts, named: dict[int, 
             continue
         finding = named.get(rank)
         if finding is not None:
-            odds = one.odds + _trust(finding) - math.log(len(named))
+            speed = in_training(speeds, rank, finding)
+            shown = one.speed is None or 1.0 / one.speed - 1.0 >= SHOWN * (1.0 / speed - 1.0)
+            doubted = not shown and _may_suffer(job, finding, speed, longer)
+            odds = one.odds + min(_trust(finding), DOUBTED if doubted else math.inf) - math.log(len(named))
         elif rank in mates:
             finding, odds = mates[rank], one.odds - UNNAMED - math.log(len(mates))
         elif whole is not None:
             finding, odds = whole, one.odds - math.log(len(done.answers))
         if finding is None or odds < least or one.odds < LEANING:
             continue
-        speed = speeds.get(rank) if finding.intermittent is None else speed_of(finding)
+        told = speeds.get(rank) if finding.intermittent is None else speed_of(finding)
         guilty.append(
             Conviction(
                 rank=rank,
-                speed=possible(speed or one.speed or speed_of(finding)),
+                speed=possible(told or one.speed or speed_of(finding)),
                 confidence=max(1.0 / (1.0 + math.exp(-min(odds, 10.0))), finding.confidence),
                 evidence=f"{one.evidence}; {finding.evidence}",
                 finding=finding,
@@ -277,7 +284,7 @@ def _by_training(
         if rank is None or finding.change < TRAINED or not (finding.intermittent or _was_acquitted(job, rank)):
             continue
         speed = in_training(speeds, rank, finding)
-        if _may_suffer(finding, speed, longer):
+        if _may_suffer(job, finding, speed, longer):
             continue
         fine = rank in done.answers and not done.answers[rank].untried
         told = verdicts.devices[rank].evidence if rank in done.answers else "it did not answer"
@@ -292,10 +299,15 @@ def _by_training(
     return list(guilty.values())
 
 
-def _may_suffer(finding: Finding, speed: float, longer: IterationExcess | None) -> bool:
-    """Whether it is slower by little, while iterations take longer by far more than it and what is known explain."""
-    mild = finding.intermittent is None and 1.0 / speed - 1.0 <= MILD
-    return mild and longer is not None and longer.leaves_most(speed)
+def _may_suffer(job: Job, finding: Finding, speed: float, longer: IterationExcess | None) -> bool:
+    """Whether it is slower by little, while iterations take longer by far more: since then (`longer`), and more than
+    what is known explains, or because the job as a whole is known to be slow."""
+    by, whole = 1.0 / speed - 1.0, job.record.slow_job
+    if finding.intermittent is not None or by > MILD:
+        return False
+    if whole is not None and by < (1.0 / whole.speed - 1.0) / 2:
+        return True
+    return longer is not None and longer.leaves_most(speed)
 
 
 def _was_acquitted(job: Job, rank: int) -> bool:

@@ -45,8 +45,8 @@ TRUSTED = 4.0
 large."""
 LARGE = (0.10, 0.35)
 """From which change on noise is less and less likely, and from which it is nobody's."""
-DOUBTED, SHOWN = 1.0, 2 / 3
-"""So much a finding brings at most where it may come of what else is slow, and the probe shows less than this of it."""
+SHOWN = 2 / 3
+"""A finding that may come of what else is slow brings nothing where the probe shows less than this of it."""
 LEANING = 1.0
 """Log odds that the probe alone has to have, however sure the finding is."""
 TRAINED = 0.04
@@ -239,8 +239,8 @@ def _by_probe(
         if finding is not None:
             speed = in_training(speeds, rank, finding)
             shown = one.speed is None or 1.0 / one.speed - 1.0 >= SHOWN * (1.0 / speed - 1.0)
-            doubted = not shown and _may_suffer(job, finding, speed, longer)
-            odds = one.odds + min(_trust(finding), DOUBTED if doubted else math.inf) - math.log(len(named))
+            alone = not shown and _may_suffer(job, finding, speed, longer)
+            odds = one.odds + (0.0 if alone else _trust(finding)) - math.log(len(named))
         elif rank in mates:
             finding, odds = mates[rank], one.odds - UNNAMED - math.log(len(mates))
         elif whole is not None:

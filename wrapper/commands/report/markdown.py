@@ -9,7 +9,7 @@ from resihp.record.describe import rank_list
 from wrapper.commands.report import runs
 from wrapper.commands.report.facts import Facts
 from wrapper.commands.report.marks import clock
-from wrapper.commands.report.story import costs, gaps, node_lines, safe, sentences
+from wrapper.commands.report.story import costs, gaps, lost_hours, node_lines, safe, sentences
 from wrapper.output.explanations import sentences as explained
 from wrapper.output.render import as_change, duration, hours, literal, percent
 
@@ -30,7 +30,7 @@ def markdown(facts: Facts) -> str:
                 f"{facts.began:%Y-%m-%d %H:%M:%S}",
                 percent(account.goodput),
                 percent(account.ettr),
-                hours(sum(account.lost_gpu_hours.values())),
+                lost_hours(facts),
                 str(account.failures),
                 duration(account.mtbf_s),
                 duration(account.mttr_s),

@@ -20,7 +20,7 @@ from wrapper.commands.report.facts import Facts, Row
 from wrapper.commands.report.layouts import LayoutChange, changes
 from wrapper.commands.report.levels import rank_levels
 from wrapper.commands.report.marks import NAMED, SIGNS, clock
-from wrapper.commands.report.story import costs, gaps, node_lines, not_drawn, safe, sentences, settings
+from wrapper.commands.report.story import costs, gaps, lost_hours, node_lines, not_drawn, safe, sentences, settings
 from wrapper.commands.report.svg import sign
 from wrapper.commands.report.timeline import MOST_BOXES, has_slow_strips, node_signs, timeline
 from wrapper.commands.report.times import iteration_times
@@ -65,7 +65,7 @@ def html(facts: Facts) -> str:
             slurm_sentence=runs.sentence(facts.slurm) if facts.slurm else "",
             slurm_heads=runs.HEADS,
             slurm_runs=runs.lines(facts.slurm) if facts.slurm else [],
-            lost_gpu_hours=sum(facts.account.lost_gpu_hours.values()),
+            lost_hours=lost_hours(facts),
             timeline=timeline(facts),
             times=iteration_times(facts),
             levels=rank_levels(facts),

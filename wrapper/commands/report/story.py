@@ -80,6 +80,11 @@ def costs(facts: Facts) -> list[CauseCost]:
     return sorted(found, key=lambda cost: -cost.seconds)
 
 
+def lost_hours(facts: Facts) -> str:
+    """GPU-hours lost to all causes; `-` where nobody knows."""
+    return "-" if untold(facts) else hours(sum(facts.account.lost_gpu_hours.values()))
+
+
 def parameters(model: Mapping[str, Any] | None) -> str:
     """`32 layers and 8.0G parameters`; empty where the script has not told, or told it otherwise."""
     from resihp.parallelism.model import ModelSpec
@@ -264,7 +269,7 @@ def _cost(facts: Facts) -> str:
     if lost < 0.005:
         return f"{goodput}, and nothing was lost."
     largest = costs(facts)[0]
-    gpu = hours(sum(account.lost_gpu_hours.values()))
+    gpu = lost_hours(facts)
     most = f"most of it to {largest.name} ({duration(largest.seconds)})"
     return f"{goodput}; with slow devices counted as well, {duration(lost)} or {gpu} were lost, {most}."
 

@@ -630,7 +630,7 @@ def test_what_a_script_without_a_trainer_has_lost_nobody_knows(state: Any, exit_
     told_in_report = " ".join(resihp("report", job.name, "--markdown").stdout.split())
     assert f"took 1 h 00 min, {how}; its script did not say what it trains." in told_in_report
     assert "committed no iteration" not in told_in_report
-    assert "| starting |" not in told_in_report
+    assert "| - | - | - | 0 |" in told_in_report, "goodput, ETTR, lost, failures"
     cost = " ".join(resihp("history", "cost", job.name).stdout.split())
     assert "where the time of a script without resihp.Trainer went is not known" in cost
 

@@ -179,7 +179,9 @@ app.command(context_settings={"allow_interspersed_args": False})(command_of(RunO
 @app.command()
 def submit(
     job_file: Annotated[Path, typer.Argument(help="A job file (TOML).")],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the batch script, submit nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the batch script, without --exclude; submit nothing.")
+    ] = False,
     chain: Annotated[int, typer.Option(help="Submit so many jobs, each going on where the last one ended.")] = 1,
     as_json: JsonOption = False,
 ) -> None:

@@ -270,6 +270,33 @@ def test_ranks_that_suffer_from_a_slow_network_neither_hide_it_nor_are_convicted
         assert job.delays[0] <= 60
 
 
+def components(job: Judged) -> list[str]:
+    return [told.entry.component for told in job.played.told if isinstance(told.entry, FailureFound)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_a_slow_device_slows_beside_its_chunks_is_no_second_failure(seed: int) -> None:
+    """Its step of the optimizer, say: iterations are longer by more than is predicted of it."""
+
+    def act(scene: Scene) -> None:
+        usual = float(scene.line.ended()[-1][: scene.onset].mean())
+        scene.line.beside[scene.onset :] += 0.4 * usual
+        d.devices(scene, [scene.drawn()], 1.0)
+
+    assert components(worlds.play(World("", act, 60), seed, 320)) == ["device"]
+
+
+def test_a_device_that_becomes_a_little_slower_long_after_the_network_did_is_told() -> None:
+    def act(scene: Scene) -> None:
+        later = 2.0 * scene.line.forward_s * scene.line.factor[120:]
+        scene.line.transfers[120:] += later[:, None, None]
+        factors = np.ones((scene.iterations, scene.ranks))
+        factors[300:, scene.drawn()] += 0.15
+        d.levels(scene, factors, probes=False)
+
+    assert components(worlds.play(World("", act, 60), 0, 500)) == ["job", "device"]
+
+
 def test_equal_seeds_are_told_the_same() -> None:
     one, other = (worlds.play(world("start skew 0.5 ms"), 2, 120) for _ in range(2))
     assert [(told.at, told.entry) for told in one.played.told] == [(told.at, told.entry) for told in other.played.told]

@@ -194,7 +194,7 @@ def _left_out(client: Slurm, configuration: Configuration, notice: Callable[[str
         return ()
     if not known:
         return ()
-    notice(f"avoids {', '.join(known)}, which are kept out of your jobs: resihp node list")
+    notice(f"avoids {', '.join(known)}: kept out of your jobs, see resihp node list")
     own = [option.partition("=")[2] for option in configuration.slurm.extra if option.startswith("--exclude=")]
     return (f"--exclude={','.join([*own, *known])}",)
 

@@ -58,6 +58,8 @@ FORGOTTEN = 200
 MILD = 0.2
 """So much longer at most takes the work of who only suffers from what makes iterations longer: kernels of transfers
 that last longer take processors from it, and clocks fall while a device waits."""
+WITH_IT = 20
+"""Who suffers from what all do becomes slower within so many iterations of it."""
 ALIKE = 0.9
 """Who takes this share of what a slow peer of its group takes longer may just wait for it."""
 IN_TRAINING = "in its training, not in a matrix product"
@@ -100,7 +102,9 @@ def _is_news(
     """Whether it is worth a probe; who is known to be slow may be slower still. `speeds`: of all that were found slow,
     which are others after such a verdict."""
     if not finding.ranks:
-        return True
+        if (cause := _explains(job, finding)) is not None:
+            dropped(job, finding, f"failure {cause} explains it")
+        return cause is None
     present = [rank for rank in finding.ranks if _present(job, rank)]
     fresh = _fresh(job, finding)
     if not present:
@@ -124,6 +128,16 @@ def _is_news(
         dropped(job, finding, f"{job.where(fresh[0])} may just wait for rank {mates[0]}, which is slow")
         return False
     return bool(fresh)
+
+
+def _explains(job: Job, finding: Finding) -> int | None:
+    """The failure, known since about then, that explains at least half of what iterations take longer: for all of them
+    to be slower is no failure of its own then."""
+    longer = excess(job, finding.iteration, ())
+    if longer is None or longer.left or longer.slowest == 1.0:
+        return None
+    known = (*job.record.slow.values(), *job.record.slow_links.values())
+    return next((slow.failure for slow in known if slow.speed == longer.slowest), None)
 
 
 def _present(job: Job, rank: int) -> bool:
@@ -186,7 +200,7 @@ def measured(job: Job, done: Examination) -> None:
     well = [*waiting, *(rank for rank in left if rank not in convicted)]
     for rank in well:
         job.monitor.cleared(rank)
-        job.inquiry.acquitted[rank] = job.furthest
+        job.inquiry.acquitted[rank] = (job.furthest, _first_onset(job, rank, named[rank]))
     whole = next((finding for finding in findings if not finding.ranks), None)
     if guilty:
         found = (one.rank for one in guilty)
@@ -301,18 +315,23 @@ def _by_training(
 
 def _may_suffer(job: Job, finding: Finding, speed: float, longer: IterationExcess | None) -> bool:
     """Whether it is slower by little, while iterations take longer by far more: since then (`longer`), and more than
-    what is known explains, or because the job as a whole is known to be slow."""
+    what is known explains, or because the job as a whole is known to be slow since about then."""
     by, whole = 1.0 / speed - 1.0, job.record.slow_job
     if finding.intermittent is not None or by > MILD:
         return False
     if whole is not None and by < (1.0 / whole.speed - 1.0) / 2:
-        return True
+        return any(_first_onset(job, rank, finding) <= whole.since + WITH_IT for rank in finding.ranks)
     return longer is not None and longer.leaves_most(speed)
+
+
+def _first_onset(job: Job, rank: int, finding: Finding) -> int:
+    """When it became slower: what is found again after a pardon seems to begin anew."""
+    return job.inquiry.acquitted[rank][1] if _was_acquitted(job, rank) else finding.iteration
 
 
 def _was_acquitted(job: Job, rank: int) -> bool:
     lasts = max(FORGOTTEN, 2 * MOST_PATIENCE * job.settings.detection.patience)  # longer than any pardon
-    return rank in job.inquiry.acquitted and job.furthest - job.inquiry.acquitted[rank] <= lasts
+    return rank in job.inquiry.acquitted and job.furthest - job.inquiry.acquitted[rank][0] <= lasts
 
 
 def _finding_nothing(

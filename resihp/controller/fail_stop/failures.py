@@ -21,8 +21,8 @@ from resihp.record.journal import NodeLost
 from resihp.record.state import HowLost
 
 _NUMBERS = re.compile(r"\d+")
-_OF_GLOO = re.compile(r"\[[^\s\]]+\.(?:cc|cpp|h|cu):\d+\] | This is typically caused by .*", re.DOTALL)
-"""Where in its own source a library raised it, and what it advises."""
+_OF_GLOO = re.compile(r"\[\S*gloo/\S+:\d+\] | This is typically caused by a remote worker crashing\.[^\n]*")
+"""Where in its own source gloo raised it, and what it advises."""
 MAX_REBUILDS = 5
 """Communication failures in a row, all ranks alive and no iteration committed, before the job gives up."""
 

@@ -96,8 +96,8 @@ class Lasting:
 class Inquiry:
     """What is remembered of suspicions to be slow, beside what is on record."""
 
-    acquitted: dict[int, int] = field(default_factory=dict)
-    """Ranks whose probe did not confirm one: the furthest iteration then."""
+    acquitted: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Ranks whose probe did not confirm one: the furthest iteration then, and the onset that was found first."""
     lasting: Lasting | None = None
     """What nobody could be blamed for."""
     healthy_s: float | None = None

@@ -93,6 +93,8 @@ class Monitor:
         self._between: BetweenNodes
         self._whole: WholeTest
         self._beside: Beside | None = None
+        self._before = -math.inf
+        """Level of whole iterations before what is slow was found: as that ends, they may learn a lower one."""
         self._slow: dict[int, float] = {}
         """Log shifts of slow ranks, those without work included."""
         self._slow_links: dict[tuple[int, int], float] = {}
@@ -127,6 +129,7 @@ class Monitor:
         self._beside = Beside(
             frame.stacked, self._beside, false_alarms_per=self._false_alarms_per, patience=self._patience
         )
+        self._before = -math.inf
         self._whole = WholeTest(
             "iterations against the predicted time, no rank or link stands out",
             least=max(LEAST_OF_WHOLE, self._least),
@@ -374,7 +377,10 @@ class Monitor:
             if findings:
                 frame.present_s, _ = self._now_and_healthy(frame, expected)
                 self._account_for(findings)
-                if not self._leaves_more(frame, seconds, self._now_and_healthy(frame, expected)[0] - frame.present_s):
+                added_s = self._now_and_healthy(frame, expected)[0] - frame.present_s
+                if self._whole.slow or not self._leaves_more(frame, seconds, added_s):
+                    if added_s > 0.0 and self._whole.expected is not None:
+                        self._before = self._whole.expected
                     self._whole.begin()  # what they showed since its onset is explained
             elif iteration % 16 == 0 and (self._slow or self._slow_links):
                 self._expect()
@@ -405,6 +411,7 @@ class Monitor:
         self._ranks.begin(self._slow, self._pardons)
         self._expect()
         self._whole.begin(self._carried_over(frame))
+        self._before = -math.inf
         onsets = {rank: onset for rank, onset in self._ranks.onsets.items() if rank in self._slow} | self._ranks.well
         findings: tuple[Finding, ...] = ()
         for iteration, seconds, sums, _ in frame.kept:
@@ -477,8 +484,9 @@ class Monitor:
         return more
 
     def _leaves_more(self, frame: Frame, seconds: float, added_s: float) -> bool:
-        """Whether the last iterations took longer still than with all that is known, what was just found included: this
-        one is expected to take `added_s` longer for it. That may have its cause in what is left."""
+        """Whether the last iterations took longer by far than with all that is known, what was just found included:
+        this one is expected to take `added_s` longer for it. It explains less than half then, and may have its cause in
+        what is left."""
         usual, present_s = self._whole.expected, frame.present_s
         if usual is None or present_s is None or not 0.0 < min(present_s, present_s + added_s) < LONGEST_S:
             return False
@@ -488,8 +496,11 @@ class Monitor:
             for one, expected_s in (*last, (seconds, present_s))
             if expected_s is not None and 0.0 < one < LONGEST_S
         ]
-        left = statistics.median(longer or [usual]) - math.log1p(added_s / present_s)
-        return left - usual > UNEXPLAINED
+        if not longer:
+            return False
+        explained = math.log1p(added_s / present_s)
+        left = statistics.median(longer) - explained - max(usual, self._before)
+        return left > max(UNEXPLAINED, abs(explained))
 
     def _now_and_healthy(self, frame: Frame, expected: Floats) -> tuple[float, float]:
         """Seconds of an iteration as things stand, and where all is well."""

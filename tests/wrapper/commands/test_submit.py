@@ -70,7 +70,7 @@ def test_nodes_where_jobs_failed_lately_are_left_out(job_file: Path) -> None:
     exclusions.add("n1", "mended", time.time() - 60)
     slurm = FakeSlurm(["n1", "n3", "n5"])
     _, told = submitted(job_file, slurm)
-    assert "avoids n3, n5, which are kept out of your jobs: resihp node list" in told
+    assert "avoids n3, n5: kept out of your jobs, see resihp node list" in told
     ((_, _, options),) = slurm.submissions
     assert options == ("--exclude=n3,n5",)
 

@@ -33,8 +33,8 @@ WORTH_A_WORD = 0.01
 
 def goodput_line(figures: dict[str, Any]) -> str:
     """`goodput 91.6 %, ETTR 78.4 %; lost: fail-stop 0.70 s, idle GPUs 2.00 s, other 0.30 s`. Goodput counts slow
-    iterations in full: by how much they were slow is told beside it. Of a script that is launched
-    and watched, nothing is lost that anybody knows of."""
+    iterations in full: by how much they were slow is told beside it. Of a script that is launched and watched, nothing
+    is lost that anybody knows of."""
     if figures["goodput"] is None and figures.get("target") is None and figures.get("epoch") is None:
         told = "has not said" if figures["state"] == "running" else "did not say"
         return f"goodput and ETTR are not known: its script {told} what it trains (resihp.Trainer does)"

@@ -121,6 +121,15 @@ def test_a_rank_that_recovers_while_the_network_is_slow_does_not_hide_that_it_is
     assert told.count(("recovered", "job")) == 1
 
 
+def test_a_rank_that_comes_and_goes_while_the_network_is_slow_tells_no_more_of_the_job() -> None:
+    findings = Watched(uniform(2, 4, 1), FOUR_NODES).run(
+        range(240),
+        lambda i: 60.0 if 60 <= i < 200 else 1.0,
+        slower=lambda rank, i: 3.0 if rank == 2 and 100 <= i < 140 else 1.0,
+    )
+    assert [finding.kind for finding in findings if finding.component == "job"] == ["fail-slow", "recovered"]
+
+
 def test_a_machine_that_is_slower_as_a_whole_accuses_no_link() -> None:
     (finding,) = Watched().run(range(140), everybody=lambda i: 2.5 if i >= 60 else 1.0)
     assert (finding.link, finding.component, finding.transfers) == (None, "job", None)

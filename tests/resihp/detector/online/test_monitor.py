@@ -118,6 +118,19 @@ def test_it_recovers() -> None:
     assert job.monitor.speeds() == {}
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("factor", "took"), [(2.0, 1.0), (3.0, 1.0), (2.0, 0.8)])
+def test_once_it_is_well_the_job_as_a_whole_is_not_slow(seed: int, factor: float, took: float) -> None:
+    """Iterations become shorter before it is found to be well; or took less than what it should have cost."""
+    job = Job(uniform(2, 4, 1), slower=slow_rank(2, factor, 60, 120), apart=False, seed=seed)
+    made = job.made(220)
+    shorter = {one.iteration: one.seconds * (took if 60 <= one.iteration < 120 else 1.0) for one in made}
+    given = (msgspec.structs.replace(one, seconds=shorter[one.iteration]) for one in made)
+    found = findings(job.monitor.observe(one) for one in given)
+    assert [finding.kind for finding in found if finding.ranks] == ["fail-slow", "recovered"]
+    assert [finding for finding in found if finding.component == "job"] == []
+
+
 def test_ranks_of_a_group_that_look_alike_are_all_suspects() -> None:
     job = Job(uniform(2, 2, 2), slower=slow_rank(5, 1.5, 80, 120), apart=False)
     first, second = job.run(200)

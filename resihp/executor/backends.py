@@ -237,22 +237,45 @@ class NcclLike(Gloo):
         return True
 
 
+class _UnderWay:
+    """Work that has begun on one communicator, and whether that was aborted. Work holds this, and not the communicator:
+    the garbage collector would destroy that, and wait for its threads, in whatever thread it comes by."""
+
+    def __init__(self) -> None:
+        self.aborted = threading.Event()
+        self._works: set[_MannersOfWork] = set()
+        self._guard = threading.Lock()
+
+    def add(self, work: _MannersOfWork) -> None:
+        with self._guard:
+            if not self.aborted.is_set():
+                self._works.add(work)
+
+    def remove(self, work: _MannersOfWork) -> None:
+        with self._guard:
+            self._works.discard(work)
+
+    def abort(self) -> None:
+        self.aborted.set()
+        with self._guard:
+            while self._works:
+                self._works.pop().poison()
+
+
 class _Mannered:
     """One of gloo's communicators that behaves as one of NCCL's."""
 
     def __init__(self) -> None:
         self._gloo: Backend = None
-        self._aborted = threading.Event()
+        self._under_way = _UnderWay()
         self._settled = threading.Event()
         """It is connected, or aborted."""
-        self._under_way: set[_MannersOfWork] = set()
-        self._guard = threading.Lock()
 
     def connect(self, connect: Callable[[], Backend]) -> None:
         """Hangs until it is aborted where gloo's fails. Raises RuntimeError then."""
         begin_thread(self._connect, connect, name="resihp-gloo")
         self._settled.wait()
-        if self._aborted.is_set():
+        if self._under_way.aborted.is_set():
             raise RuntimeError("aborted while it was being connected")
 
     def _connect(self, connect: Callable[[], Backend]) -> None:
@@ -269,15 +292,9 @@ class _Mannered:
         return int(self._gloo.rank())
 
     def abort(self) -> None:
-        self._aborted.set()
+        self._under_way.aborted.set()
         self._settled.set()
-        with self._guard:
-            for work in self._under_way:
-                work.poison()
-
-    def _ended(self, work: _MannersOfWork) -> None:
-        with self._guard:
-            self._under_way.discard(work)
+        self._under_way.abort()
 
     def allreduce(self, tensors: list[torch.Tensor], *options: Any) -> Any:
         return self._begin(tensors, lambda: self._gloo.allreduce(tensors, *options), options)
@@ -293,9 +310,8 @@ class _Mannered:
             work = begin()
         except RuntimeError:
             work = None  # seen by nobody before somebody asks
-        mannered = _MannersOfWork(work, written, self._aborted, self._ended)
-        with self._guard:
-            self._under_way.add(mannered)
+        mannered = _MannersOfWork(work, written, self._under_way)
+        self._under_way.add(mannered)
         if options and getattr(options[0], "asyncOp", True) is False:
             mannered.wait()
             return None
@@ -305,24 +321,17 @@ class _Mannered:
 class _MannersOfWork:
     """Work that tells of no failure."""
 
-    def __init__(
-        self,
-        work: Any,
-        written: list[torch.Tensor],
-        aborted: threading.Event,
-        ended: Callable[[_MannersOfWork], None],
-    ) -> None:
+    def __init__(self, work: Any, written: list[torch.Tensor], under_way: _UnderWay) -> None:
         self._work = work
         self._written = written
-        self._aborted = aborted
-        self._ended = ended
+        self._under_way = under_way
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """What depends on the result comes after it; whether there is one, nobody says."""
         if self._work is None or not self._finished():
-            self._aborted.wait()  # a dead peer's kernel never ends
+            self._under_way.aborted.wait()  # a dead peer's kernel never ends
             self.poison()
-        self._ended(self)
+        self._under_way.remove(self)
         return True
 
     def poison(self) -> None:
@@ -331,7 +340,7 @@ class _MannersOfWork:
 
     def _finished(self) -> bool:
         glance = timedelta(seconds=0.1)
-        while not self._aborted.is_set():
+        while not self._under_way.aborted.is_set():
             try:
                 return bool(self._work.wait(glance))
             except RuntimeError as error:
@@ -340,7 +349,7 @@ class _MannersOfWork:
         return False
 
     def is_completed(self) -> bool:
-        return self._aborted.is_set() or (self._work is not None and bool(self._work.is_completed()))
+        return self._under_way.aborted.is_set() or (self._work is not None and bool(self._work.is_completed()))
 
 
 _KINDS: dict[str, type[BackEnd]] = {kind.name: kind for kind in (Gloo, Nccl, NcclLike)}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -390,6 +392,23 @@ def test_what_was_done_before_an_abort_stays() -> None:
             assert work.wait()
         end.abort()
         assert tensors[0].tolist() == [2.0, 2.0, 2.0]
+
+
+def test_an_aborted_communicator_goes_with_its_last_holder_and_no_garbage_collector_waits_for_it() -> None:
+    """In whatever thread that comes by: in the one that trains, it was a rank that hangs until gloo's timeout."""
+    with pair() as ends:
+        works = [end.allreduce([torch.zeros(3)]) for end in ends]  # nobody waits for them
+        for end in ends:
+            end.abort()
+        held = [weakref.ref(end) for end in ends]
+    gc.disable()
+    try:
+        del end
+        ends.clear()
+        assert [one() for one in held] == [None, None], "though work that was under way is still held"
+        assert all(work.is_completed() for work in works)
+    finally:
+        gc.enable()
 
 
 def test_nobody_takes_what_an_abort_left_for_a_result() -> None:

@@ -292,9 +292,8 @@ class _Mannered:
         return int(self._gloo.rank())
 
     def abort(self) -> None:
-        self._under_way.aborted.set()
-        self._settled.set()
         self._under_way.abort()
+        self._settled.set()
 
     def allreduce(self, tensors: list[torch.Tensor], *options: Any) -> Any:
         return self._begin(tensors, lambda: self._gloo.allreduce(tensors, *options), options)

@@ -253,8 +253,8 @@ def _by_probe(
         if finding is not None:
             speed = in_training(speeds, rank, finding)
             shown = one.speed is None or 1.0 / one.speed - 1.0 >= SHOWN * (1.0 / speed - 1.0)
-            alone = not shown and _may_suffer(job, finding, speed, longer)
-            odds = one.odds + (0.0 if alone else _trust(finding)) - math.log(len(named))
+            trusted = shown or not _may_suffer(job, finding, speed, longer)
+            odds = one.odds + (_trust(finding) if trusted else 0.0) - math.log(len(named))
         elif rank in mates:
             finding, odds = mates[rank], one.odds - UNNAMED - math.log(len(mates))
         elif whole is not None:

@@ -375,13 +375,7 @@ class Monitor:
             findings += self._ranks.update(iteration, ratios)
             findings += self._between.update(iteration, ratios)
             if findings:
-                frame.present_s, _ = self._now_and_healthy(frame, expected)
-                self._account_for(findings)
-                added_s = self._now_and_healthy(frame, expected)[0] - frame.present_s
-                if self._whole.slow or not self._leaves_more(frame, seconds, added_s):
-                    if added_s > 0.0 and self._whole.expected is not None:
-                        self._before = self._whole.expected
-                    self._whole.begin()  # what they showed since its onset is explained
+                self._explain(frame, seconds, expected, findings)
             elif iteration % 16 == 0 and (self._slow or self._slow_links):
                 self._expect()
             predicted, more = self._judge_whole(frame, iteration, seconds, expected)
@@ -482,6 +476,17 @@ class Monitor:
         ):
             self._whole.begin()  # whole iterations are not longer by that any more, or are, and by that alone: no news
         return more
+
+    def _explain(self, frame: Frame, seconds: float, expected: Floats, findings: tuple[Finding, ...]) -> None:
+        """What was found is expected from now on, and whole iterations are learnt anew, unless it explains little of
+        what they showed since its onset."""
+        frame.present_s, _ = self._now_and_healthy(frame, expected)
+        self._account_for(findings)
+        added_s = self._now_and_healthy(frame, expected)[0] - frame.present_s
+        if self._whole.slow or not self._leaves_more(frame, seconds, added_s):
+            if added_s > 0.0 and self._whole.expected is not None:
+                self._before = self._whole.expected
+            self._whole.begin()
 
     def _leaves_more(self, frame: Frame, seconds: float, added_s: float) -> bool:
         """Whether the last iterations took longer by far than with all that is known, what was just found included:

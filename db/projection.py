@@ -345,7 +345,7 @@ def _plan_decided(session: Session, job: models.JobRow, entry: journal.PlanDecid
             epoch=plan.epoch,
             action=entry.action,
             next_iteration=entry.next_iteration,
-            description=plan.layout.describe(),
+            description=plan.describe(),
             replicas=len(plan.layout.replicas),
             active=len(plan.layout.active),
             standby=len(plan.layout.standby),

@@ -97,6 +97,7 @@ class Controller:
             slowness.review(job)
             early_losses.review(job)
             transition.resize(job)
+            replan_policy.review_copies(job)
             replan = replan_policy.review(job) or retuning.review(job)
             if replan is not None:
                 transition.pause(job, replan.reason, replan.failures, tuned=replan.plan)

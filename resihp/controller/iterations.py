@@ -203,7 +203,7 @@ def checkpoint_part(job: Job, member: Member, part: m.CheckpointPart) -> None:
                 folder=part.folder,
                 parts=tuple((parts[rank].file, parts[rank].bytes) for rank in writers),
                 seconds=max(p.seconds for p in parts.values()),
-                layout=job.record.plan.layout.describe() if present else "",
+                layout=job.record.plan.describe() if present else "",
             )
         )
 

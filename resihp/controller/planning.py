@@ -28,7 +28,7 @@ from resihp.scheduler.cost import device_memory, memory
 from resihp.scheduler.cost.device_memory import Overhead
 from resihp.scheduler.cost.layout_change import movement
 from resihp.scheduler.cost.prices import iteration_seconds
-from resihp.scheduler.layouts import first_layout
+from resihp.scheduler.layouts import first_layout, mirrors
 from resihp.scheduler.orders.lanes import overfull
 from resihp.scheduler.situation import Decision, Situation
 from resihp.scheduler.transition_cost import Movement
@@ -201,10 +201,9 @@ def best(job: Job, epoch: int, available: set[int], base: Base | None, *, minds_
     situation, unfit = question.situation, set(question.kept_out)
     ready = job.foresight.ready(question.fit)
     if ready is not None:
-        plan = with_standby(ready.plan, unfit)
-        if unfit:
-            job.dependencies.check(plan)  # as it is, it was checked with its answer
-        job.foresight.searched = plan.layout.replicas if job.settings.search_s else None
+        # without ranks that were kept out, the plan was checked with its answer
+        plan = _mirrored(job, with_standby(ready.plan, unfit), situation, checked=not unfit)
+        job.foresight.searched = ready.plan.layout.replicas if job.settings.search_s else None
         return _choice(job, plan, situation, f"{ready.reason}; planned ahead", ready.seconds, ready)
     try:
         decision = job.planner.decide(question.fit)
@@ -213,8 +212,7 @@ def best(job: Job, epoch: int, available: set[int], base: Base | None, *, minds_
             raise
         unfit = set()
         decision = job.planner.decide(situation)
-    plan = with_standby(decision.plan, unfit)
-    job.dependencies.check(plan)
+    plan = _mirrored(job, with_standby(decision.plan, unfit), situation)
     return _choice(job, plan, situation, decision.reason, decision.seconds, decision)
 
 
@@ -233,8 +231,8 @@ def resized(job: Job, epoch: int, available: set[int], base: Base | None) -> Cho
     Raises LayoutError where it cannot stay as it is: somebody is gone, a replica would get nothing, memory forbids it,
     or the plan in effect was made for its number by more than shares.
     """
-    old = job.record.plan
-    assert old is not None
+    assert job.record.plan is not None
+    old = job.record.plan.without_mirrors()
     fixed = (old.migrations or old.orders) and not old.layout.vacant
     if fixed or not available.issuperset(old.layout.active):
         raise LayoutError("the plan in effect does not suit another number of micro-batches")
@@ -243,12 +241,11 @@ def resized(job: Job, epoch: int, available: set[int], base: Base | None) -> Cho
         raise LayoutError("the plan in effect does not suit those who are there")
     reason = f"the layout in effect for {situation.micro_batches} micro-batches"
     if old.layout.vacant:
-        plan = _redealt(old, old.layout.replicas, situation)
-        job.dependencies.check(plan)
+        plan = _mirrored(job, _redealt(old, old.layout.replicas, situation), situation)
         return _choice(job, plan, situation, reason)
     decision = job.planner.without_lost_replicas(situation)
-    job.dependencies.check(decision.plan)
-    return _choice(job, decision.plan, situation, reason, decision.seconds)
+    plan = _mirrored(job, decision.plan, situation)
+    return _choice(job, plan, situation, reason, decision.seconds)
 
 
 def tuned(job: Job, epoch: int, available: set[int], base: Base | None, plan: Plan) -> Choice:
@@ -262,8 +259,9 @@ def tuned(job: Job, epoch: int, available: set[int], base: Base | None, plan: Pl
         raise LayoutError("the tuned plan does not suit those who are there")
     standby = tuple(sorted(available.difference(plan.layout.active)))
     plan = msgspec.structs.replace(plan, epoch=epoch, layout=Layout(plan.layout.replicas, standby))
-    job.dependencies.check(plan)
-    choice = _choice(job, plan, _situation(job, epoch, available, base), "layers and orders by measured times")
+    situation = _situation(job, epoch, available, base)
+    plan = _mirrored(job, plan, situation)
+    choice = _choice(job, plan, situation, "layers and orders by measured times")
     if job.tuning.promise is not None:
         job.tuning.promise = replace(job.tuning.promise, epoch=epoch)
     return choice
@@ -308,7 +306,7 @@ def _choice(
     return Choice(
         plan=plan,
         reason=reason,
-        predicted=_price(plan, situation) if predicted is None else predicted,
+        predicted=_price(plan, situation) if predicted is None or plan.mirrors else predicted,
         present=present(job, situation),
         situation=situation,
         kept_out=tuple(sorted(_kept_out(job, set(plan.layout.standby).intersection(situation.available)))),
@@ -318,9 +316,10 @@ def _choice(
 
 def present(job: Job, situation: Situation) -> float | None:
     """Of the plan in effect, dealing as many micro-batches as there are now."""
-    if job.record.plan is None or situation.micro_batches < len(job.record.plan.layout.replicas):
+    plan = job.record.plan
+    if plan is None or situation.micro_batches < len(plan.layout.replicas) - len(plan.mirrors):
         return None
-    return _price(_for_so_many(job.record.plan, situation.micro_batches), situation)
+    return _price(_for_so_many(plan, situation.micro_batches), situation)
 
 
 def _price(plan: Plan, situation: Situation) -> float | None:
@@ -358,6 +357,44 @@ def _with_spares(job: Job, plan: Plan, unfit: set[int]) -> Plan:
     return msgspec.structs.replace(plan, layout=layout)
 
 
+def _mirrored(job: Job, plan: Plan, situation: Situation, *, checked: bool = False) -> Plan:
+    """Return the plan, with mirrors for the layers that one stage holds, as far as ranks on standby can hold copies.
+
+    A device that is slow, or failed its probe by its speed, is good enough for a copy. `checked`: whether the plan
+    without mirrors was checked before. Raises PlanError if that one cannot be carried out.
+    """
+    able = [rank for rank in plan.layout.standby if can_hold_copies(job, rank, situation.speeds)]
+    protected = mirrors.with_mirrors(plan, situation, able)
+    if protected is not plan:
+        try:
+            job.dependencies.check(protected)
+            return protected
+        except LayoutError as error:
+            job.say("warning", f"no copies of state that one rank holds: {error}")
+    if not checked:
+        job.dependencies.check(plan)
+    return plan
+
+
+def can_hold_copies(job: Job, rank: int, speeds: Mapping[int, float]) -> bool:
+    """Return whether a rank may be part of a mirror: measured, and neither stopped, nor without an answer to its last
+    probe, nor about to leave with its node."""
+    member = job.members[rank]
+    return (
+        member.ready
+        and rank not in job.unmeasured
+        and member.node not in job.vacating
+        and job.device_of(rank) not in job.record.unanswered
+        and speeds.get(rank, 1.0) > 0
+    )
+
+
+def layers_at_risk(job: Job) -> frozenset[int]:
+    """Return the layers whose state one stage of the plan in effect holds alone."""
+    plan = job.record.plan
+    return frozenset() if plan is None else mirrors.layers_held_once(plan.layout)
+
+
 def _kept_out(job: Job, ranks: set[int]) -> set[int]:
     """Of these, those that are to stand by: unfit, not measured yet, or about to leave with their node."""
     leaving = {rank for rank in ranks if job.members[rank].node in job.vacating}
@@ -379,8 +416,13 @@ def cautious(job: Job, epoch: int, available: set[int], base: Base | None) -> Ch
         plan = _for_so_many(old, job.micro_batches)
         plan = msgspec.structs.replace(plan, epoch=epoch, layout=Layout(old.layout.replicas, standby))
         reason = "the plan in effect once more"
+    elif old.mirrors and able.issuperset(old.computing):
+        plan = _for_so_many(old.without_mirrors(), job.micro_batches)
+        standby = tuple(sorted(available - set(old.computing)))
+        plan = msgspec.structs.replace(plan, epoch=epoch, layout=Layout(plan.layout.replicas, standby))
+        reason = "the plan in effect without its mirrors"
     else:
-        plan, reason = _without_lost(job, old, situation, able)
+        plan, reason = _without_lost(job, old.without_mirrors(), situation, able)
     job.dependencies.check(plan)
     return _choice(job, plan, situation, reason)
 
@@ -419,7 +461,8 @@ def _situation(
     overhead = device_memory.overhead(declared.device, declared.back_end)
     return Situation(
         epoch=epoch,
-        base=old.layout,
+        base=old.without_mirrors().layout,
+        mirrors=tuple(old.layout.replicas[d] for d in old.mirrors),
         available=tuple(sorted(available)),
         nodes=job.node_of,
         model=declared.model,

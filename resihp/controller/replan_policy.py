@@ -10,7 +10,7 @@ makes the next one dearer. Told by `slowness` and `joins`, asked by `replacement
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
@@ -18,14 +18,20 @@ from resihp.controller import planning
 from resihp.controller.state.job import Job
 from resihp.controller.state.transitions import Change
 from resihp.errors import LayoutError, NotEnoughDevicesError
+from resihp.parallelism.layout import spans
 from resihp.parallelism.plan import Plan
 from resihp.record.journal import ChangeDecided, ChangeDeclined
 from resihp.record.state import Device, Link
 from resihp.scheduler import transition_cost
+from resihp.scheduler.layouts import mirrors
 
 AGAIN_S = 600.0
 """When a newcomer that was not worth a change is looked at again: recent changes have passed, costs are known better.
 It takes the planner, which in the largest jobs takes a while."""
+
+MOST_PROTECTIVE_CHANGES = 4
+"""Changes of layout within an hour on account of one device, after which a second copy of state alone is no reason for
+another one: a device that comes and goes must not keep training from going on."""
 
 
 def consider(job: Job, reason: str, since: int, *, device: Device | Link, failure: int | None = None) -> None:
@@ -128,7 +134,7 @@ def _answer(job: Job, asked: list[Change], *, only_tell: bool = False) -> Replan
     job.say("notice", f"{reason}: the plan stays: {found.reason}")
     declined(job, reason, found.reason, choice, asked)
     again_in_s = found.again_in_s
-    if again_in_s is None and any(one.rank in choice.plan.layout.active for one in asked):
+    if again_in_s is None and any(one.rank in choice.plan.computing for one in asked):
         again_in_s = AGAIN_S
     if again_in_s is not None and math.isfinite(again_in_s):
         again_at = job.now + max(again_in_s, job.usual_s)
@@ -151,7 +157,7 @@ def declined(
     if choice is not None:
         entry = msgspec.structs.replace(
             entry,
-            layout=choice.plan.layout.describe(),
+            layout=choice.plan.describe(),
             predicted=choice.predicted,
             present=choice.present,
             unit=choice.situation.unit,
@@ -165,7 +171,7 @@ def _stands(job: Job, change: Change) -> bool:
     found may not be for how things are now."""
     if change.question:
         return change.question in job.foresight.answers
-    return change.rank is None or (job.members[change.rank].ready and change.rank not in job.record.working)
+    return change.rank is None or (job.members[change.rank].ready and change.rank not in job.record.computing)
 
 
 def _is_in_effect(job: Job, plan: Plan) -> bool:
@@ -188,16 +194,72 @@ def weigh(job: Job, choice: planning.Choice, asked: list[Change]) -> transition_
     """
     slow = choice.situation.speeds or choice.situation.links
     found = any(one.question for one in asked) and not slow
-    lasts = found or any(one.rank in choice.plan.layout.active for one in asked)
+    lasts = found or any(one.rank in choice.plan.computing for one in asked)
+    cost, left_s = _cost(job, choice), remaining_s(job)
+    protection = _protection(job, choice, asked, cost, left_s)
+    if protection is not None:
+        return protection
     return transition_cost.verdict(
-        _cost(job, choice),
+        cost,
         _time(choice.present),
         _time(choice.predicted),
-        remaining_s=remaining_s(job),
+        remaining_s=left_s,
         duration_s=math.inf if lasts else None,
         elapsed_s=max(max(0, job.furthest + 1 - one.since) * job.usual_s for one in asked),
         changes=max(transition_cost.recent(job.changed_at.get(one.device, ()), job.now) for one in asked),
     )
+
+
+def _protection(
+    job: Job, choice: planning.Choice, asked: Sequence[Change], cost: transition_cost.Cost, left_s: float
+) -> transition_cost.Verdict | None:
+    """Return that a plan is worth its transition because it has a second copy made of state that one rank holds.
+
+    None where it makes none, where less is left to train than the transition takes, or where the same devices have been
+    the cause of `MOST_PROTECTIVE_CHANGES` within an hour: then time alone decides. The loss of a last holder costs all
+    since the last checkpoint, or all of the training; a transition costs seconds.
+    """
+    assert job.record.plan is not None
+    gained = mirrors.newly_held_twice(job.record.plan.layout, choice.plan.layout)
+    changes = max(transition_cost.recent(job.changed_at.get(one.device, ()), job.now) for one in asked)
+    if not gained or left_s <= cost.seconds or changes >= MOST_PROTECTIVE_CHANGES:
+        return None
+    return transition_cost.Verdict(
+        go=True,
+        reason=f"gives {_layers(gained)} a second holder, and costs {cost.seconds:.3g} s",
+        cost_s=cost.seconds,
+        threshold_s=cost.seconds,
+        share=0.0,
+        horizon_s=left_s,
+        gain_s=0.0,
+    )
+
+
+def _layers(layers: Collection[int]) -> str:
+    return f"{'layer' if len(layers) == 1 else 'layers'} {spans(sorted(layers))}"
+
+
+def review_copies(job: Job) -> None:
+    """Look for a plan that gives state with one holder a second one, where a rank on standby could be it.
+
+    Asked once of each layout in effect and set of ranks that could.
+    """
+    plan = job.record.plan
+    if plan is None or not job.may_interrupt or not (layers := planning.layers_at_risk(job)):
+        return
+    able = [rank for rank in job.ready if rank not in job.record.working and could_hold_copies(job, rank)]
+    question = (plan.layout.replicas, frozenset(able))
+    if not able or question == job.copies_looked_for:
+        return
+    job.copies_looked_for = question
+    for rank in able:
+        consider_newcomer(job, rank, f"{_layers(layers)} would be lost with one rank")
+
+
+def could_hold_copies(job: Job, rank: int) -> bool:
+    """Return whether a rank without work may hold a copy of state, as far as training tells of its speed."""
+    slow = job.record.slow.get(job.device_of(rank))
+    return planning.can_hold_copies(job, rank, {} if slow is None else {rank: slow.speed})
 
 
 def weigh_asking(job: Job, choice: planning.Choice, *, wait_s: float, joining_s: float) -> transition_cost.Verdict:

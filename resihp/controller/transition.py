@@ -265,7 +265,7 @@ def propose(job: Job, choice: planning.Choice) -> None:
             unit=choice.situation.unit,
             basis=basis_of(choice.situation, choice.kept_out),
             considered=choice.considered,
-            unaffected_by=unaffecting(job.record, plan.layout),
+            unaffected_by=unaffecting(job.record, plan.without_mirrors().layout),
         )
     )
     job.order(
@@ -337,7 +337,7 @@ def _take_effect(job: Job, transition: Transition) -> None:
     transition.stage_at = transition.begun_at = job.now
     job.progress_at = job.now
     verb = "started" if transition.initial else "resumed"
-    job.say("notice", f"{verb}: {plan.layout.describe()}, epoch {job.epoch}, iteration {job.record.committed + 1}")
+    job.say("notice", f"{verb}: {plan.describe()}, epoch {job.epoch}, iteration {job.record.committed + 1}")
     last_copies.tell(job, before, plan)
     if job.record.committed >= job.record.goal:
         iterations.transition_done(job)

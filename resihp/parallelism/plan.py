@@ -6,6 +6,7 @@ Written by the controller, confirmed by every rank through `Plan.digest` before 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from functools import cached_property
 from typing import Literal
 
@@ -57,7 +58,8 @@ class Migration(msgspec.Struct, frozen=True):
 class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """One epoch's agreement.
 
-    `assignment[d]` lists the micro-batches, by their index in the global batch, whose home is replica d, in order.
+    `assignment[d]` lists the micro-batches, by their index in the global batch, whose home is replica d, in order. A
+    replica without any is a mirror (`mirrors`).
     Each stage's order of work is `orders[d][s]` where given, else follows from `schedule`
     (`resihp.pipeline.schedules.orders_of`). Communication, its order included, follows from these
     (`resihp.pipeline.program`).
@@ -77,14 +79,64 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Micro-batches of the global batch."""
         return sum(len(share) for share in self.assignment)
 
+    @cached_property
+    def mirrors(self) -> tuple[int, ...]:
+        """Replicas that no micro-batch passes, by index, ascending.
+
+        A mirror's ranks hold a copy of the state of their stages, take part in the sums of gradients, and take each
+        step. They compute nothing, and send and receive no activations.
+        """
+        hosts = {migration.replica for migration in self.migrations}
+        return tuple(d for d, share in enumerate(self.assignment) if not share and d not in hosts)
+
+    @cached_property
+    def mirroring(self) -> frozenset[int]:
+        """Ranks of mirrors."""
+        return frozenset(rank for d in self.mirrors for rank in self.layout.replicas[d].ranks)
+
+    @cached_property
+    def computing(self) -> tuple[int, ...]:
+        """Ranks that have micro-batches, ascending."""
+        return tuple(rank for rank in self.layout.active if rank not in self.mirroring)
+
+    def without_mirrors(self) -> Plan:
+        """Return the same plan with the ranks of mirrors on standby."""
+        if not self.mirrors:
+            return self
+        kept = [d for d in range(len(self.layout.replicas)) if d not in self.mirrors]
+        position = {d: i for i, d in enumerate(kept)}
+        replicas = tuple(self.layout.replicas[d] for d in kept)
+        return msgspec.structs.replace(
+            self,
+            layout=Layout(replicas, tuple(sorted({*self.layout.standby, *self.mirroring}))),
+            assignment=tuple(self.assignment[d] for d in kept),
+            migrations=tuple(
+                msgspec.structs.replace(migration, replica=position[migration.replica]) for migration in self.migrations
+            ),
+            orders=tuple(self.orders[d] for d in kept) if self.orders else (),
+        )
+
+    def describe(self) -> str:
+        """Return `Layout.describe` of the replicas that compute, and how many ranks hold copies: `DP1 x PP2 x TP2 + 1
+        mirror`."""
+        if not self.mirrors:
+            return self.layout.describe()
+        bare = self.without_mirrors().layout
+        shapes = Layout(bare.replicas, self.layout.standby).describe()
+        ranks = len(self.mirroring)
+        return f"{shapes} + {ranks} mirror{'' if ranks == 1 else 's'}"
+
     def dealing(self, micro_batches: int) -> Plan:
-        """The same layout and schedule for an iteration of so many micro-batches, in even shares.
+        """Return the same layout and schedule for an iteration of `micro_batches`, in even shares; mirrors get none.
 
         What would pass a stage without ranks is dealt out among the replicas that hold its layers. Raises LayoutError
-        when a replica would get none.
+        when a replica that is no mirror would get none.
         """
-        shares = spread(micro_batches, len(self.layout.replicas))
-        return msgspec.structs.replace(self, assignment=shares, migrations=_from_vacant(self.layout, shares), orders=())
+        mirrors = set(self.mirrors)
+        dealt = iter(spread(micro_batches, len(self.layout.replicas) - len(mirrors)))
+        shares = tuple(() if d in mirrors else next(dealt) for d in range(len(self.layout.replicas)))
+        migrations = _from_vacant(self.layout, shares, mirrors)
+        return msgspec.structs.replace(self, assignment=shares, migrations=migrations, orders=())
 
     @cached_property
     def digest(self) -> str:
@@ -119,7 +171,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         )
 
 
-def _from_vacant(layout: Layout, assignment: tuple[tuple[int, ...], ...]) -> tuple[Migration, ...]:
+def _from_vacant(
+    layout: Layout, assignment: tuple[tuple[int, ...], ...], mirrors: Collection[int]
+) -> tuple[Migration, ...]:
     """What has to migrate: each to the replica that has the least to do of those that hold the layers."""
     found: list[Migration] = []
     loads: dict[LayerSpan, dict[int, int]] = {}
@@ -128,7 +182,8 @@ def _from_vacant(layout: Layout, assignment: tuple[tuple[int, ...], ...]) -> tup
         for v, (s, c) in enumerate(replica.virtual_stages):
             if not replica.stages[s].ranks:
                 span = replica.stages[s].chunks[c]
-                load = loads.setdefault(span, {host: len(assignment[host]) for host in layout.hosts(span)})
+                hosts = [host for host in layout.hosts(span) if host not in mirrors]
+                load = loads.setdefault(span, {host: len(assignment[host]) for host in hosts})
                 for m in assignment[d]:
                     host = min(load, key=lambda h: (load[h], h))
                     load[host] += 1

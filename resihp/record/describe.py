@@ -171,7 +171,7 @@ def _plan(entry: journal.AnyEntry) -> str | None:
             }[entry.action]
             moved = f", {size(entry.bytes_planned)} to move" if entry.bytes_planned else ""
             tail = f": {entry.reason}" if entry.reason else ""
-            return f"epoch {plan.epoch}: {plan.layout.describe()}, iteration {entry.next_iteration} {what}{moved}{tail}"
+            return f"epoch {plan.epoch}: {plan.describe()}, iteration {entry.next_iteration} {what}{moved}{tail}"
         case journal.PlanInEffect():
             return f"epoch {entry.epoch}: in effect"
         case journal.PlanRefused():

@@ -222,6 +222,7 @@ def _plans(record: JobRecord, entry: ModelDeclared | PlanDecided | PlanRefused |
             record.plan, record.proposed = plan, None
             record.active = plan.layout.active
             record.working = frozenset(record.active)
+            record.computing = plan.computing
             if plan.layout.replicas:
                 record.writers[plan.epoch] = plan.layout.model_copy(0).ranks
             record.writers = dict(sorted(record.writers.items())[-WRITERS_KEPT:])
@@ -364,6 +365,8 @@ def _probes(record: JobRecord, entry: ProbesTaken) -> None:
         if probe.fit and probe.flops:
             flops, memory_bytes = probe.flops / share.flops, probe.memory_bytes / share.memory_bytes
             record.reference.setdefault(place, Speed(flops=flops, memory_bytes=memory_bytes, hardware=probe.hardware))
+        no_answer = not probe.fit and probe.speed is None
+        (record.unanswered.add if no_answer else record.unanswered.discard)(place)
         if entry.occasion in ("start", "join"):
             (record.unfit.discard if probe.fit else record.unfit.add)(place)
         elif entry.occasion == "standby" and probe.fit and (probe.speed or 0.0) >= RECOVERED:

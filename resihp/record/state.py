@@ -190,6 +190,8 @@ class JobRecord:
     """Ranks with work in the plan in effect, ascending."""
     working: frozenset[int] = frozenset()
     """The same, to look up."""
+    computing: tuple[int, ...] = ()
+    """Those of them that have micro-batches: all but the ranks of mirrors."""
     first_plan: Plan | None = None
     writers: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Who writes checkpoints under each of the last few plans, by epoch."""
@@ -227,6 +229,8 @@ class JobRecord:
     """Those of silence that have not ended, by rank or by the name of a node; of journals that number them."""
     unfit: set[Device] = field(default_factory=set)
     """That failed the probe before they were given work: they stand by."""
+    unanswered: set[Device] = field(default_factory=set)
+    """Devices whose last probe failed or gave no answer: not even a copy of state is safe there."""
     reference: dict[Device, Speed] = field(default_factory=dict)
     """What each device's first good probe gave, or would have, had all not lost a share of it by then."""
     common_share: Speed | None = None

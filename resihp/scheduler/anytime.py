@@ -143,6 +143,8 @@ class Anytime:
         seconds, unit = self._instant.seconds, self._situation.unit
         if chosen is None or chosen.seconds >= seconds * (1 - TIE):
             return self._instant
+        if best_of(self._situation, [present, chosen]) is present:
+            return self._instant
         return Decision(
             plan=chosen.plan,
             seconds=chosen.seconds,

@@ -10,7 +10,7 @@ leaving everything as it is; leaving stages that lost all their ranks to other r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 
 import msgspec
@@ -34,6 +34,10 @@ MOST_ROUNDED = 2048
 
 MOST_RELABELLED = 64
 """Groups that change places so that the old state has room beside the new one."""
+
+SAFETY_SHARE = 0.02
+"""How much longer an iteration may take where all state has holders on two nodes: the loss of the last one costs all
+that was trained since the last checkpoint."""
 
 TIE = 0.002
 """Relative difference below which two predictions are the same, and what moves the fewest bytes is taken."""
@@ -141,7 +145,7 @@ def transition_obstacle(situation: Situation, plan: Plan) -> str | None:
     if situation.memory_bytes is None or situation.fresh:
         return None
     return transition_memory.obstacle(
-        situation.base,
+        situation.holding,
         set(situation.available).difference(situation.stale),
         plan.layout,
         situation.model,
@@ -152,9 +156,17 @@ def transition_obstacle(situation: Situation, plan: Plan) -> str | None:
 
 
 def best_of(situation: Situation, plans: list[PricedPlan]) -> PricedPlan:
-    """The fastest; of equally fast ones one whose state has more than one holder, so that the next loss takes none with
-    it; then that which moves the fewest bytes, then changes the fewest stages."""
+    """Return the fastest plan, or one that takes up to `SAFETY_SHARE` longer and keeps all state on two nodes.
+
+    Of equally fast ones that whose state has more than one holder, then that which moves the fewest bytes, then changes
+    the fewest stages.
+    """
     fastest = min(one.seconds for one in plans)
+    if len(plans) > 1:
+        near = [one for one in plans if one.seconds <= fastest * (1 + SAFETY_SHARE)]
+        safe = [one for one in near if is_held_on_two_nodes(one.plan.layout, situation.nodes)]
+        plans = safe or plans
+        fastest = min(one.seconds for one in plans)
     equal = [one for one in plans if one.seconds <= fastest * (1 + TIE)]
     if len(equal) == 1:
         return equal[0]
@@ -166,6 +178,23 @@ def best_of(situation: Situation, plans: list[PricedPlan]) -> PricedPlan:
         return layout.whole < 2, bytes_to_move(situation, layout), len(stages.symmetric_difference(present))
 
     return min(equal, key=unrest)
+
+
+def is_held_on_two_nodes(layout: Layout, nodes: Mapping[int, str]) -> bool:
+    """Return whether every layer's state outlives the loss of any one node.
+
+    It does where no node has a rank of each stage that holds the layer.
+    """
+    in_common: dict[int, set[str]] = {}
+    """Nodes that have a part of every copy of a layer, by layer."""
+    for replica in layout.replicas:
+        for stage in replica.stages:
+            where = {nodes[rank] for rank in stage.ranks}
+            for layer in stage.layers if where else ():
+                in_common[layer] = in_common.get(layer, where) & where
+        if not replica.vacant and not any(in_common.values()):
+            return True
+    return False
 
 
 def _keep(situation: Situation, prices: Prices) -> PricedPlan:
@@ -218,7 +247,7 @@ def _crossed(plans: list[PricedPlan], situation: Situation, prices: Prices) -> l
 def _draft(situation: Situation, prices: Prices, given_up: Collection[int], beside: bool, improve: bool) -> Draft:
     live = set(situation.available)
     survivors = live.difference(situation.stale)
-    held = holdings(situation.base.replicas) if beside else ()
+    held = holdings(situation.holding.replicas) if beside else ()
     holds = {rank: own for rank, own in held if rank in survivors} if beside else None
     drafts = [Draft(situation, prices, given_up, beside=holds)]
     stages = [stage for replica in situation.base.replicas for stage in replica.stages]

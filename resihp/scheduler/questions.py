@@ -20,7 +20,7 @@ _decisions = msgspec.msgpack.Decoder(Decision)
 
 def canonical(situation: Situation) -> Situation:
     """The same question of any epoch, without nodes and links of ranks that are neither there nor in the layout."""
-    concerned = sorted({*situation.available, *situation.base.ranks})
+    concerned = sorted({*situation.available, *situation.holding.ranks})
     there = {situation.nodes[rank] for rank in situation.available}
     return msgspec.structs.replace(
         situation,

@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from resihp.errors import PlanError
-from resihp.parallelism.layout import Layout
+from resihp.parallelism.layout import Layout, Replica
 from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.plan import Plan
 from resihp.scheduler.cost import memory, profile
@@ -23,7 +23,9 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     """Of the plan to be made."""
     base: Layout
-    """The layout in effect, the dead included."""
+    """The layout in effect, the dead included; ranks of mirrors are on standby in it."""
+    mirrors: tuple[Replica, ...] = ()
+    """Replicas in effect that hold copies of state and compute nothing (`Plan.mirrors`), the dead included."""
     available: tuple[int, ...]
     """Live ranks that can work, with those that have none now and those that just came."""
     nodes: dict[int, str]
@@ -115,6 +117,15 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
         if {self.nodes[rank] for rank in sender} == {self.nodes[rank] for rank in receiver}:
             return times.inside_s
         return times.transfer_s / self.link(sender, receiver)
+
+    @property
+    def holding(self) -> Layout:
+        """The layout in effect with its mirrors: all that hold state."""
+        if not self.mirrors:
+            return self.base
+        mirroring = {rank for replica in self.mirrors for rank in replica.ranks}
+        standby = tuple(rank for rank in self.base.standby if rank not in mirroring)
+        return Layout((*self.base.replicas, *self.mirrors), standby)
 
     @property
     def lost(self) -> frozenset[int]:

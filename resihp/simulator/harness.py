@@ -76,6 +76,7 @@ def main(arguments: list[str]) -> int:
         "--slow": Scenario.sluggish,
         "--start": Scenario.hindered,
         "--ramp": Scenario.ramped,
+        "--harassed": Scenario.harassed,
     }
     draw = next((kinds[argument] for argument in arguments if argument in kinds), Scenario.drawn)
     numbers = [int(argument) for argument in arguments if argument.isdigit()]

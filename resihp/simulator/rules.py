@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from resihp.controller import interface as api
-from resihp.controller import planning
+from resihp.controller import planning, replan_policy
 from resihp.faults import Fault
 from resihp.parallelism.layout import validate
 from resihp.parallelism.plan import Plan
@@ -36,6 +36,7 @@ from resihp.record.journal import (
     WorkerEnded,
 )
 from resihp.record.state import Placement
+from resihp.scheduler.layouts.mirrors import layers_held_once, with_mirrors
 from resihp.simulator.holdings import after, drawn, everything, needed
 from resihp.simulator.scenario import SIGINT, SIGKILL, SIGTERM
 
@@ -47,6 +48,9 @@ EPSILON = 1e-6
 
 PATIENCE = 6
 """Iterations until a newcomer must have been given the work that there is for it."""
+
+LONGEST_CHANGE_S = 15.0
+"""Training that is left when no change of layout is asked for any more: longer than any takes here."""
 
 
 class Violation(AssertionError):
@@ -114,6 +118,9 @@ class Rules:
         self.halted_at: float | None = None
         self.requests: dict[int, bool] = {}
         self.checkpoints: dict[str, set[str]] = {}
+        self.exposed: tuple[tuple[int, frozenset[int]], int] | None = None
+        """Under which epoch state has one holder though which ranks could hold a copy, and the iterations committed
+        when that began."""
 
     def took_over(self) -> None:
         """Another supervisor knows what is in the journal, suspicions too, and remembers no orders or answers."""
@@ -173,6 +180,8 @@ class Rules:
             self.declared_at = {rank: max(since, self.committed) for rank, since in self.declared_at.items()}
         if self.world.end is not None:
             self.check_end()
+        else:
+            self.check_copies()
 
     def learn(self, event: api.AnyEvent, again: bool) -> None:
         """What the controller is about to know."""
@@ -373,7 +382,8 @@ class Rules:
                 or (isinstance(e, ProbesTaken) and e.occasion == "standby")
                 for _, e in self.world.entries
             )
-            new = {rank for rank in self.declared_at if rank not in self.plan.layout.active}
+            new = {rank for rank in self.declared_at if rank not in self.plan.computing}
+            exposed = bool(layers_held_once(self.plan.layout))
             left = self.world.scenario.on_drain == "vacate" and any(
                 isinstance(e, SlurmSaw) and "drain" in e.state for _, e in self.world.entries
             )
@@ -385,8 +395,10 @@ class Rules:
                 or left
                 or other
                 or tuned
+                or exposed
                 or self.world.thinking.has_found(self.plan),
-                "pauses though nobody has joined, is slow or to be left, the batch stays and no better plan was found",
+                "pauses though nobody has joined, is slow or to be left, the batch stays, no better plan was found, "
+                "and all state has two holders",
             )
             return
         if self.world.takeovers and self.world.now - self.world.takeovers[-1] < 12.0:
@@ -485,7 +497,7 @@ class Rules:
                 expect(self.world.settings.tune and not self.world.scenario.observes, f"{entry}, asked for by nobody")
             case ChangeDecided() if self.world.scenario.observes:
                 job = self.world.controller.job
-                at_work = {job.device_of(rank) for rank in job.record.active}
+                at_work = {job.device_of(rank) for rank in job.record.computing}
                 newcomers = not entry.links and at_work.isdisjoint(entry.devices)
                 allowed = newcomers and not entry.found
                 expect(allowed, f"{entry} on account of what is slow, where nothing is done about it")
@@ -513,7 +525,7 @@ class Rules:
         ended = {entry.failure for entry in entries if isinstance(entry, FailureEnded)}
         found = [entry for entry in entries if isinstance(entry, FailureFound)]
         slow = [one for one in found if one.kind == "fail-slow" and one.component == "device"]
-        placements, active = self.world.record.placements, decided.plan.layout.active
+        placements, active = self.world.record.placements, decided.plan.computing
         working = {(placements[rank].node, placements[rank].device) for rank in active}
         idle = {one.failure for one in slow if one.failure not in ended and (one.node, one.device) not in working}
         told = {one.failure for one in slow} & set(decided.unaffected_by)
@@ -601,6 +613,7 @@ class Rules:
             not idle
             or self.taking_over
             or not job.training
+            or job.pause is not None  # a plan for all who are ready is about to be made
             or self.committed + 2 >= job.record.goal
             or scenario.slow  # what is not worth an interruption waits
             or scenario.planner_trouble
@@ -610,8 +623,39 @@ class Rules:
         if job.reconsider and job.reconsider_at > self.world.now:
             return  # a question that stands asks about all who are ready, for whomever it was put
         better = planning.best_while_running(job).plan
-        unused = better.layout.active == self.in_effect.layout.active
+        unused = better.computing == self.in_effect.computing
         expect(unused, f"ranks {sorted(idle)} have no work, though {better.layout} has some for them")
+
+    def check_copies(self) -> None:
+        """State with one holder gets a second one within a few iterations, where a live rank without work could be it.
+
+        Not near the end, where nothing is left that a change would pay for, nor once copies were refused.
+        """
+        job, scenario = self.world.controller.job, self.world.scenario
+        plan = job.record.plan
+        settled = job.stage == "running" and not self.taking_over and not self.world.stopping.is_on
+        if plan is None or not settled or not layers_held_once(plan.layout):
+            self.exposed = None
+            return
+        able = {
+            rank for rank in job.ready if rank not in job.record.working and replan_policy.could_hold_copies(job, rank)
+        }
+        near_end = replan_policy.remaining_s(job) < LONGEST_CHANGE_S
+        if not able or near_end or self.objected or scenario.planner_trouble or scenario.checker_trouble:
+            self.exposed = None
+            return
+        now = (plan.epoch, frozenset(able))
+        if self.exposed is None or self.exposed[0] != now:
+            self.exposed = now, self.committed
+            return
+        if self.committed - self.exposed[1] <= PATIENCE:
+            return
+        better = with_mirrors(plan, planning.situation_now(job), able)
+        gained = layers_held_once(plan.layout) - layers_held_once(better.layout)
+        often = any(
+            len(job.changed_at.get(job.device_of(rank), ())) >= replan_policy.MOST_PROTECTIVE_CHANGES for rank in able
+        )
+        expect(not gained or often, f"layers {sorted(gained)} have one holder, and ranks {sorted(able)} hold nothing")
 
     def check_suspicion(self, entry: Suspected) -> None:
         """Silence and slowness are numbered in one sequence, and each suspicion ends with what it came to."""

@@ -230,6 +230,37 @@ class Scenario:
         )
 
     @classmethod
+    def harassed(cls, seed: int) -> Scenario:
+        """A job of two replicas whose ranks are killed or stopped each 4 to 14 s; half of the probes read slow.
+
+        Every process comes back on its device, and is set aside at first where its probe read slow.
+        """
+        rng = random.Random(seed + 7_000_000)
+        nodes, gpus, tp, pp = rng.choice([(2, 1, 1, 1), (2, 2, 1, 2), (4, 1, 1, 2), (4, 2, 2, 2), (3, 2, 1, 3)])
+        iteration_s, length_s = rng.choice([0.3, 0.6]), rng.choice([40.0, 80.0])
+        ranks, at = nodes * gpus, 10.0
+        disturbances: list[Disturbance] = []
+        while (at := at + rng.uniform(4.0, 14.0)) < length_s:
+            rank = rng.randrange(ranks + len(disturbances))
+            kind: DisturbanceKind = rng.choice(["kill", "kill", "stop"])
+            disturbances.append(Disturbance(kind, delay=at, rank=rank))
+        return cls(
+            seed=seed,
+            nodes=nodes,
+            gpus_per_node=gpus,
+            tp=tp,
+            pp=pp,
+            iterations=int(length_s / iteration_s),
+            micro_batches=ranks,
+            iteration_s=iteration_s,
+            disturbances=tuple(disturbances),
+            come_backs=99,
+            examine=True,
+            unfit=0.5,
+            limit_s=3000.0,
+        )
+
+    @classmethod
     def drawn(cls, seed: int) -> Scenario:
         rng = random.Random(seed * 2 + 1)
         nodes, gpus = rng.choice(

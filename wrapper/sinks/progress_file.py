@@ -33,7 +33,7 @@ def after(found: ProgressFile, record: journal.Record) -> ProgressFile:
         case journal.ModelDeclared(declare=declare):
             return msgspec.structs.replace(found, target=declare.iterations)
         case journal.PlanDecided(plan=plan):
-            return msgspec.structs.replace(found, layout=plan.layout.describe())
+            return msgspec.structs.replace(found, layout=plan.describe())
         case journal.IterationCommitted(outcome=outcome) as entry:
             last = LastIteration(
                 iteration=outcome.iteration,

@@ -124,7 +124,7 @@ def _improvements(job: Job) -> Iterable[Loss]:
     record, settings = job.record, job.settings
     assert record.plan is not None
     assert record.first_plan is not None
-    now, first = record.plan.layout.replicas, record.first_plan.layout
+    now, first = record.plan.without_mirrors().layout.replicas, record.first_plan.layout
     as_asked = now == first.replicas and len(first.active) >= settings.ranks_asked
     unknown = settings.memory_bytes is None and job.declaration.memory_bytes is None
     if settings.observes or not _search_s(job) or unknown:
@@ -138,7 +138,7 @@ def _weigh(job: Job, key: str) -> None:
     assert job.record.plan is not None
     question = planning.asked(job, job.epoch + 1, set(job.ready), None)
     found, present = job.foresight.ready(question.fit), planning.present(job, question.situation)
-    job.foresight.searched = job.record.plan.layout.replicas
+    job.foresight.searched = job.record.plan.without_mirrors().layout.replicas
     if found is not None and (present is None or found.seconds < present * (1 - DOUBT)):
         replan_policy.consider_found(job, key)
 

@@ -101,7 +101,8 @@ def overdue(job: Job) -> list[Examination]:
 def _busy_s(job: Job, examination: Examination) -> float:
     """How much longer answers may take: ranks that train answer between two iterations, and an evaluation may come
     before the next. A rank that has reported one since had its chance."""
-    if examination.occasion != "suspicion" or examination.ahead_s or not job.training:
+    training = any(rank in job.record.working for rank in examination.silent)
+    if not training or examination.ahead_s or not job.training:
         return 0.0
     had = any(job.members[rank].stepped > examination.after for rank in examination.silent)
     return 0.0 if had else LONGEST_S
@@ -312,7 +313,7 @@ def witnesses(job: Job, beside: Sequence[int]) -> tuple[int, ...]:
     turn, which show what it is that they share."""
     nodes = {job.members[rank].node for rank in beside}
     slow, known = job.record.slow, set(beside)
-    others = [rank for rank in job.record.active if rank not in known and job.device_of(rank) not in slow]
+    others = [rank for rank in job.record.computing if rank not in known and job.device_of(rank) not in slow]
     near = [rank for rank in others if job.members[rank].node in nodes]
     far = [rank for rank in others if job.members[rank].node not in nodes]
     return tuple(sorted(alternating(near, far)[:MOST_WITNESSES]))

@@ -137,7 +137,7 @@ def _measure_standby(job: Job) -> None:
     if job.now < job.recheck_at:
         return
     job.recheck_at = job.now + job.settings.recheck_s
-    idle = [rank for rank in job.ready if rank not in job.record.working]
+    idle = [rank for rank in job.ready if rank not in job.record.computing]
     slow = [rank for rank in idle if job.device_of(rank) in job.record.slow.keys() | job.record.unfit]
     busy = {rank for known in job.examinations.values() for rank in known.asked}
     if slow and not busy.intersection(slow):

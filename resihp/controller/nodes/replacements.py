@@ -71,7 +71,7 @@ def _compare(job: Job) -> None:
 def nodes_lacking(job: Job) -> int:
     """How many nodes' worth of ranks the plan in effect is below the first one, or below what was asked for, where the
     job began with less."""
-    ranks = _wanted(job) - len(job.record.active)
+    ranks = _wanted(job) - len(job.record.computing)
     return max(0, -(-ranks // job.settings.gpus_per_node))
 
 
@@ -106,7 +106,7 @@ def _is_coming(job: Job, request: Replacement) -> bool:
     """On its way, or here and without work: starting, or of no use, like any other that we could ask for."""
     if request.state != "joined":
         return request.open
-    return not any(job.members[rank].node == request.node for rank in job.record.active)
+    return not any(job.members[rank].node == request.node for rank in job.record.computing)
 
 
 def _worth(job: Job) -> transition_cost.Verdict | None:
@@ -134,7 +134,7 @@ def _decline(job: Job, names: Sequence[str], why: str) -> None:
 
 def _ask(job: Job, instead: str, why: str) -> None:
     number = len(job.record.replacements) + 1
-    reason = f"{len(job.record.active)} of {_wanted(job)} ranks have work; another node {why}"
+    reason = f"{len(job.record.computing)} of {_wanted(job)} ranks have work; another node {why}"
     excluded = unwanted(job)
     job.log(ReplacementAsked(replacement=number, node=instead, excluded=excluded, reason=reason))
     job.say("notice", f"node {instead}: lost, {reason}; asking Slurm for another one")

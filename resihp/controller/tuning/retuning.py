@@ -64,7 +64,7 @@ def review(job: Job) -> replan_policy.Replan | None:
     tuning = job.tuning
     if not job.settings.tune or tuning.seen < tuning.look_at or not _may(job):
         return None
-    plan = job.record.plan
+    plan = None if job.record.plan is None else job.record.plan.without_mirrors()
     measured = learned_times.now(job)
     if plan is None or measured is None:
         tuning.look_at = tuning.seen + 1
@@ -89,7 +89,7 @@ def _may(job: Job) -> bool:
     if not job.may_interrupt or job.reconsider or not job.can_still_gain:
         return False
     slow = job.record.slow
-    return not job.record.slow_links and not any(job.device_of(rank) in slow for rank in job.record.active)
+    return not job.record.slow_links and not any(job.device_of(rank) in slow for rank in job.record.computing)
 
 
 def _answer(job: Job, plan: Plan) -> replan_policy.Replan | None:

@@ -40,7 +40,7 @@ def movement(
     precision, and two moments). Raises LayoutError naming what nobody holds any more.
     """
     survivors = set(situation.available).difference(situation.stale)
-    if layout.replicas == situation.base.replicas and survivors.issuperset(layout.active):
+    if layout.replicas == situation.holding.replicas and survivors.issuperset(layout.active):
         return Movement(groups=communicators(layout))
     specs = _blocks(situation.model)
     by_name = {spec.name: spec for spec in specs}
@@ -129,7 +129,7 @@ def _asked(
     All together in a small job; in a large one each with those that its ranks were in, and with `SENDERS` that are
     whole, the nearest ones first and each in turn.
     """
-    base = situation.base.replicas
+    base = situation.holding.replicas
     before = {replica for replica in base if survivors.issuperset(replica.ranks)}
     changed = tuple(replica for replica in layout.replicas if replica not in before)
     used = {rank for replica in changed for rank in replica.ranks}

@@ -151,7 +151,7 @@ class Pipelines:
         carried = np.ones((largest + 1, 4, 2), np.int64)
         replicas = len(situation.base.replicas)
         sharing = (replicas, replicas) if situation.zero_1 else None
-        for rank, held in holdings(situation.base.replicas) if sizes else ():
+        for rank, held in holdings(situation.holding.replicas) if sizes else ():
             if rank in self._number and rank not in situation.stale:
                 i = self._number[rank]
                 left[i] = transition_memory.left_bytes(held, model, room, sharing)

@@ -222,3 +222,20 @@ def test_an_iteration_keeps_the_host_waiting_for_the_device_three_times_at_most(
     for counted in (*ranks("host_waits", 4, grid_of=(2, 2, 1)), *ranks("host_waits", 1, grid_of=(1, 1, 1))):
         for calls in counted:
             assert sum(calls.values()) <= 3, calls
+
+
+def test_a_mirror_holds_the_state_of_a_stage_and_computes_nothing(
+    ranks: Ranks, serial: dict[str, dict[str, Any]]
+) -> None:
+    """A replica without micro-batches: its ranks join the sums of gradients and take each step."""
+    stages = [
+        [([0, 1], (0, 1)), ([2], (2, 3))],
+        [([3], (0, 1)), ([], (2, 3))],
+        [([], (0, 1)), ([4], (2, 3))],
+    ]
+    answers = ranks("train", 5, kind="llama", stages=stages, assignment=[[0, 1, 2, 3, 4, 5], [], []])
+    assert losses(answers[0]) == pytest.approx(losses(serial["llama"]), rel=1e-5)
+    assert all(answer["outcomes"] == answers[0]["outcomes"] for answer in answers)
+    assert answers[4]["digest"] == answers[2]["digest"], "or the mirror's copy is another one"
+    assert [answer["compute_s"] > 0 for answer in answers] == [True, True, True, False, False]
+    assert [answer["phases"] for answer in answers[3:]] == [["reduce"], ["reduce"]]

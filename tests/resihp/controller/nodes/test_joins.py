@@ -155,18 +155,18 @@ def test_two_newcomers_cost_one_interruption() -> None:
 
 
 def test_a_newcomer_that_the_planner_has_no_work_for_stands_by() -> None:
-    job = Direct(nodes=1, gpus=5, pp=2, dependencies=Dependencies(planner=RandomPlanner(0, 0.0, "cautious"))).run(1)
+    job = Direct(nodes=1, gpus=7, pp=2, dependencies=Dependencies(planner=RandomPlanner(0, 0.0, "cautious"))).run(1)
     job.crash(1)
     job.park(stepped=1)
     job.run(1)
-    job.join(5)
+    job.join(7)
     assert job.job.pause is None
-    job.crash(4)
+    job.crash(6)
     assert job.orders(m.Park)[-1][1].epoch == 2
     job.say(3, m.Stuck(epoch=2, error="connection reset"))
     job.wait(2)
     job.park(stepped=2)
-    assert job.plan.layout.standby == (0, 5)
+    assert job.plan.layout.standby == (0, 7)
 
 
 @pytest.mark.parametrize("seed", range(20))

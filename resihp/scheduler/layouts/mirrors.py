@@ -1,0 +1,196 @@
+"""Give ranks on standby copies of the state that has one holder, so that the next loss does not take it. Pure.
+
+A mirror is a replica without micro-batches (`resihp.parallelism.plan.Plan.mirrors`). It costs its share of the sums of
+gradients and a step; a slow device does for it. Mirrors come after all other replicas of a plan, one for each run of
+stages that one group of ranks copies. Layers whose state several replicas hold get none.
+
+Decides who mirrors what. Never changes who computes, and never asks whether a change of layout is worth it
+(`resihp.controller.replan_policy`). Called by `resihp.controller.planning` with each plan.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+
+import msgspec
+
+from resihp.errors import LayoutError
+from resihp.parallelism.layout import LayerSpan, Layout, Replica, Stage, validate
+from resihp.parallelism.plan import Plan
+from resihp.scheduler.candidates import transition_obstacle
+from resihp.scheduler.cost.held_state import HeldState, holdings
+from resihp.scheduler.orders.lanes import overfull
+from resihp.scheduler.situation import Situation
+
+Group = tuple[int, ...]
+"""Ranks that hold one copy of a stage together, each a part."""
+
+
+def layers_held_once(layout: Layout) -> frozenset[int]:
+    """Return the layers of `layout` that exactly one stage with ranks holds.
+
+    The embedding goes with the first layer, the head and the last norm with the last one.
+    """
+    if layout.whole > 1:
+        return frozenset()
+    holders = Counter(
+        layer for replica in layout.replicas for stage in replica.stages if stage.ranks for layer in stage.layers
+    )
+    return frozenset(layer for layer, count in holders.items() if count == 1)
+
+
+def with_mirrors(plan: Plan, situation: Situation, able: Collection[int]) -> Plan:
+    """Return `plan` with mirrors, made of ranks of `able`, for the layers that it leaves with one holder.
+
+    As many of these layers as there are ranks and memory for; the same plan where all are held twice, or nobody can
+    hold a copy. Mirrors that are in effect stay where they are as far as they are of use.
+    """
+    plan = plan.without_mirrors()
+    at_risk = layers_held_once(plan.layout)
+    idle = sorted(set(able).intersection(plan.layout.standby))
+    if not at_risk or not idle:
+        return plan
+    best = plan
+    for candidate in _candidates(plan, situation, at_risk, idle):
+        left, so_far = (len(layers_held_once(one.layout)) for one in (candidate, best))
+        if left < so_far and _possible(candidate, situation):
+            best = candidate
+            if not left:
+                break
+    return best
+
+
+def _candidates(plan: Plan, situation: Situation, at_risk: frozenset[int], idle: Sequence[int]) -> Iterator[Plan]:
+    """Yield plans with mirrors, those that spread each copy over the most ranks first."""
+    sources: list[tuple[int, list[int]]] = []
+    for d, replica in enumerate(plan.layout.replicas):
+        stages = [s for s, stage in enumerate(replica.stages) if stage.ranks and at_risk.intersection(stage.layers)]
+        if stages:
+            sources.append((d, stages))
+    widest = max(stage.tp for replica in plan.layout.replicas for stage in replica.stages)
+    for tp in range(min(widest, len(idle)), 0, -1):
+        if situation.model.tensor_parallel_obstacle(tp) is not None:
+            continue
+        groups = _groups(situation, idle, tp)
+        whole = sum(len(_joinable_runs(plan, d, stages)) for d, stages in sources)
+        most = sum(len(stages) for _, stages in sources)
+        all_copied = range(min(most, len(groups)), whole - 1, -1)
+        some_copied = range(max(whole, len(groups) + 1), most + 1)
+        for pieces in (*all_copied, *some_copied):
+            runs = _cut(plan, sources, pieces)[: len(groups)]
+            yield _mirrored(plan, situation, runs, groups)
+
+
+def _joinable_runs(plan: Plan, d: int, stages: Sequence[int]) -> list[list[int]]:
+    """Return runs of neighbouring stages of a replica that one group could hold as a single stage.
+
+    A stage of several chunks (an interleaved schedule) stands alone.
+    """
+    runs: list[list[int]] = []
+    for s in stages:
+        stage = plan.layout.replicas[d].stages[s]
+        before = plan.layout.replicas[d].stages[runs[-1][-1]] if runs else None
+        joins = (
+            before is not None
+            and len(stage.chunks) == len(before.chunks) == 1
+            and runs[-1][-1] == s - 1
+            and before.chunks[0][1] + 1 == stage.chunks[0][0]
+        )
+        if joins:
+            runs[-1].append(s)
+        else:
+            runs.append([s])
+    return runs
+
+
+def _cut(plan: Plan, sources: Sequence[tuple[int, list[int]]], pieces: int) -> list[tuple[int, list[int]]]:
+    """Return the stages to be copied in so many runs of neighbours, (replica, stages), those with most layers first."""
+    runs = [(d, run) for d, stages in sources for run in _joinable_runs(plan, d, stages)]
+    while len(runs) < pieces:
+        longest = max(range(len(runs)), key=lambda i: (len(runs[i][1]), -i))
+        d, run = runs[longest]
+        half = (len(run) + 1) // 2
+        runs[longest : longest + 1] = [(d, run[:half]), (d, run[half:])]
+    runs.sort(key=lambda run: -_layers(plan, *run))
+    return runs
+
+
+def _layers(plan: Plan, d: int, run: Sequence[int]) -> int:
+    return sum(len(plan.layout.replicas[d].stages[s].layers) for s in run)
+
+
+def _groups(situation: Situation, idle: Sequence[int], tp: int) -> list[Group]:
+    """Return disjoint groups of `tp` ranks, those within a node first."""
+    by_node: dict[str, list[int]] = {}
+    for rank in idle:
+        by_node.setdefault(situation.nodes[rank], []).append(rank)
+    groups: list[Group] = []
+    left: list[int] = []
+    for ranks in by_node.values():
+        full = len(ranks) // tp * tp
+        groups += [tuple(ranks[i : i + tp]) for i in range(0, full, tp)]
+        left += ranks[full:]
+    groups += [tuple(left[i : i + tp]) for i in range(0, len(left) // tp * tp, tp)]
+    return groups
+
+
+def _mirrored(plan: Plan, situation: Situation, runs: Sequence[tuple[int, list[int]]], groups: Sequence[Group]) -> Plan:
+    """Return the plan with one mirror for each run of stages, by the group that suits it best."""
+    free = list(groups)
+    held = dict(holdings(situation.holding.replicas))
+    mirrors: list[Replica] = []
+    for d, run in runs:
+        source = plan.layout.replicas[d]
+        ranks = min(free, key=lambda group: _unsuited(group, source, run, situation, held))
+        free.remove(ranks)
+        mirrors.append(Replica(_stages(source, run, ranks)))
+    mirrors.sort(key=lambda mirror: mirror.ranks)
+    mirroring = {rank for mirror in mirrors for rank in mirror.ranks}
+    standby = tuple(rank for rank in plan.layout.standby if rank not in mirroring)
+    nothing = tuple(() for _ in mirrors)
+    idle_orders = tuple(tuple(() for _ in mirror.stages) for mirror in mirrors)
+    return msgspec.structs.replace(
+        plan,
+        layout=Layout((*plan.layout.replicas, *mirrors), standby),
+        assignment=(*plan.assignment, *nothing),
+        orders=(*plan.orders, *idle_orders) if plan.orders else (),
+    )
+
+
+def _stages(source: Replica, run: Sequence[int], ranks: Group) -> tuple[Stage, ...]:
+    """Return the stages of `source` without ranks, but for those of `run`, which are one stage of `ranks`."""
+    chunks: tuple[LayerSpan, ...] = source.stages[run[0]].chunks
+    if len(run) > 1:
+        chunks = ((chunks[0][0], source.stages[run[-1]].chunks[0][1]),)
+    before, after = source.stages[: run[0]], source.stages[run[-1] + 1 :]
+    return (*_vacated(before), Stage(ranks, chunks), *_vacated(after))
+
+
+def _vacated(stages: Sequence[Stage]) -> Iterator[Stage]:
+    return (Stage((), stage.chunks) for stage in stages)
+
+
+def _unsuited(
+    group: Group, source: Replica, run: Sequence[int], situation: Situation, held: dict[int, HeldState]
+) -> tuple[int, int, float, Group]:
+    """Order groups for a run of stages: least to receive first, then another node than the holder's, then speed."""
+    wanted = {layer for s in run for layer in source.stages[s].layers}
+    stays = sum(len(wanted & held[rank].layers) for rank in group if rank in held and rank not in situation.stale)
+    holders = {situation.nodes[rank] for s in run for rank in source.stages[s].ranks}
+    beside = sum(situation.nodes[rank] in holders for rank in group)
+    return -stays, beside, -situation.speed(group), group
+
+
+def _possible(plan: Plan, situation: Situation) -> bool:
+    """Return whether all ranks have the memory for a plan with mirrors, and for the change to it."""
+    try:
+        validate(plan.layout, situation.model)
+    except LayoutError:
+        return False
+    return overfull(plan, situation) is None and transition_obstacle(situation, plan) is None
+
+
+def newly_held_twice(before: Layout, after: Layout) -> frozenset[int]:
+    """Return the layers that one stage holds in `before` and several hold in `after`."""
+    return layers_held_once(before) - layers_held_once(after)

@@ -1,4 +1,5 @@
-"""Which state the next loss would take with it: said when a plan takes effect under which fewer hold it than before.
+"""Which state the next loss would take with it, and who holds a copy so that it does not: said when a plan takes
+effect under which that is newly so.
 
 Decides nothing. Called by `transition`.
 """
@@ -7,7 +8,9 @@ from __future__ import annotations
 
 from resihp.controller import planning
 from resihp.controller.state.job import Job
+from resihp.parallelism.layout import spans
 from resihp.parallelism.plan import Plan
+from resihp.record.describe import rank_list
 from resihp.scheduler.losses import held_alone, sole_holders
 
 
@@ -15,6 +18,14 @@ def tell(job: Job, before: Plan | None, plan: Plan) -> None:
     """What has one holder under `plan` that had more under the plan `before`. A job that was asked to have one replica
     is told once, at its start, and not warned."""
     specs = planning.specs(job)
+    mirroring = plan.mirroring
+    if mirroring and (before is None or before.mirroring != mirroring):
+        copied = {layer for d in plan.mirrors for s in plan.layout.replicas[d].stages if s.ranks for layer in s.layers}
+        layers = f"layer{'' if len(copied) == 1 else 's'} {spans(sorted(copied))}"
+        verbs = "holds" if len(mirroring) == 1 else "hold"
+        computes = "computes" if len(mirroring) == 1 else "compute"
+        ranks = rank_list(sorted(mirroring))
+        job.say("notice", f"{ranks} {verbs} a second copy of {layers}, and {computes} nothing")
     alone = sole_holders(plan.layout, specs)
     if not alone:
         return

@@ -154,3 +154,10 @@ def test_a_mirror_that_is_well_again_gets_work() -> None:
     assert job.job.pause is not None
     interrupted(job)
     assert 5 in job.plan.computing
+
+
+def test_who_holds_a_copy_is_said_once() -> None:
+    job = after_a_loss().run(3)
+    assert [text for text in said(job) if "copy of" in text] == [
+        "rank 0 holds a second copy of layers 0-5, and computes nothing"
+    ]

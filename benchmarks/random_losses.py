@@ -1,7 +1,7 @@
 """Does a job outlive ranks that are killed or stopped again and again? Eight workers on this machine's processors.
 
-TP2 PP2 DP2 on four nodes of two devices, without checkpoints. For so many seconds, a live worker gets SIGKILL or SIGSTOP
-each 4 to 14 s, drawn from the seed; then the job trains on to its end. It has to complete with every iteration
+TP2 PP2 DP2 on four nodes of two devices, without checkpoints. For so many seconds, a live worker gets SIGKILL or
+SIGSTOP each 4 to 14 s, drawn from the seed; then the job trains on to its end. It has to complete with every iteration
 committed once. A run in which nothing died counts as failed.
 
     python -m benchmarks.random_losses [--seeds 5] [--seconds 300] [--iterations 400]

@@ -241,9 +241,10 @@ def test_killed_before_the_last_synchronisation_the_iteration_is_redone(seed: in
     assert result.exit_code == 0
     assert committed(result) == [1, 2, 3, 4, 5, 6]
     assert [plan.next_iteration for plan in result.plans] == [1, 3]
-    assert left(result.plans[1]) == [(2, 3)]
-    assert result.plans[1].plan.layout.standby == (0,)
-    assert result.plans[1].plan.assignment == (tuple(range(8)),)
+    assert left(result.plans[1]) == [(2, 3), (0,)]
+    assert result.plans[1].plan.mirroring == {0}, "which has no pipeline of its own any more"
+    assert result.plans[1].plan.layout.standby == ()
+    assert result.plans[1].plan.assignment == (tuple(range(8)), ())
     (failure,) = result.failures
     assert (failure.kind, failure.component, failure.ranks, failure.node) == ("fail-stop", "device", (1,), "n1")
     assert (failure.iteration, failure.device) == (3, 1)

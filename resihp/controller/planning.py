@@ -360,8 +360,9 @@ def _with_spares(job: Job, plan: Plan, unfit: set[int]) -> Plan:
 def _mirrored(job: Job, plan: Plan, situation: Situation, *, checked: bool = False) -> Plan:
     """Return the plan, with mirrors for the layers that one stage holds, as far as ranks on standby can hold copies.
 
-    A device that is slow, or failed its probe by its speed, is good enough for a copy. `checked`: whether the plan
-    without mirrors was checked before. Raises PlanError if that one cannot be carried out.
+    A device that is slow, or failed its probe by its speed, is good enough for a copy. Other rules than ours get none:
+    they are there to be compared with. `checked`: whether the plan without mirrors was checked before. Raises PlanError
+    if that one cannot be carried out.
     """
     able = [rank for rank in plan.layout.standby if can_hold_copies(job, rank, situation.speeds)]
     protected = mirrors.with_mirrors(plan, situation, able)
@@ -377,11 +378,12 @@ def _mirrored(job: Job, plan: Plan, situation: Situation, *, checked: bool = Fal
 
 
 def can_hold_copies(job: Job, rank: int, speeds: Mapping[int, float]) -> bool:
-    """Return whether a rank may be part of a mirror: measured, and neither stopped, nor without an answer to its last
-    probe, nor about to leave with its node."""
+    """Return whether a rank may be part of a mirror: under our own planner, measured, and neither stopped, nor without
+    an answer to its last probe, nor about to leave with its node."""
     member = job.members[rank]
     return (
-        member.ready
+        job.settings.planner == "resihp"
+        and member.ready
         and rank not in job.unmeasured
         and member.node not in job.vacating
         and job.device_of(rank) not in job.record.unanswered

@@ -434,12 +434,23 @@ def test_a_report_that_comes_after_the_decision_to_redo_is_void(seed: int) -> No
 
 @pytest.mark.parametrize("seed", FEW)
 def test_the_last_replica_lost_ends_with_5_and_says_what_each_lost(seed: int) -> None:
-    result = run(seed, faults=("kill:rank=1@iteration=3", "kill:rank=2@iteration=4"))
+    """Nobody is left who could have held a copy."""
+    result = run(seed, faults=("kill:rank=0@iteration=2", "kill:rank=1@iteration=3", "kill:rank=2@iteration=4"))
     assert result.exit_code == 5
     assert committed(result) == [1, 2, 3]
     assert "was lost with rank" in result.reason
     assert "there is no checkpoint to go on from (--checkpoint-every N writes them)" in result.reason
     assert [text for text in result.said if text == result.reason] == [result.reason]
+    assert len(result.failures) == 3
+
+
+@pytest.mark.parametrize("seed", FEW)
+def test_the_last_replica_may_lose_a_rank_while_another_one_holds_its_copy(seed: int) -> None:
+    faults = ("kill:rank=1@iteration=3", "kill:rank=2@iteration=4")
+    result = run(seed, faults=faults, planner="real")
+    assert result.exit_code == 0
+    assert committed(result) == [1, 2, 3, 4, 5, 6]
+    assert set(result.plans[2].plan.layout.active) == {0, 3}
     assert len(result.failures) == 2
 
 
@@ -603,7 +614,8 @@ def test_an_exception_on_one_rank_is_a_failure_of_the_script_and_costs_its_repli
     (failure,) = result.failures
     assert (failure.kind, failure.component, failure.ranks) == ("program", "script", (1,))
     assert (failure.node, failure.device) == (None, None)
-    assert left(result.plans[-1]) == [(2, 3)]
+    assert left(result.plans[-1]) == [(2, 3), (0,)]
+    assert result.plans[-1].plan.mirroring == {0}
 
 
 @pytest.mark.parametrize("seed", FEW)

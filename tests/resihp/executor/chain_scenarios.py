@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from meeting_place import Line
 from megatron.core.transformer import TransformerConfig
@@ -130,7 +131,26 @@ def random_plan(rng: random.Random, epoch: int, world: int, *, vacant: bool = Fa
         )
     if schedule == "explicit":
         plan = Plan(**{**{f: getattr(plan, f) for f in plan.__struct_fields__}, "orders": random_orders(rng, plan)})
-    return plan
+    return random_mirror(rng, plan)
+
+
+def random_mirror(rng: random.Random, plan: Plan) -> Plan:
+    """Ranks on standby hold a copy of one stage of a whole replica, cut as many ways as they like."""
+    standby = list(plan.layout.standby)
+    whole = [replica for replica in plan.layout.replicas if not replica.vacant]
+    if not standby or not whole:
+        return plan
+    source = rng.choice(whole)
+    copied, tp = rng.randrange(len(source.stages)), rng.choice([1, 2] if len(standby) > 1 else [1])
+    stages = tuple(
+        Stage(tuple(standby[:tp]) if s == copied else (), stage.chunks) for s, stage in enumerate(source.stages)
+    )
+    return msgspec.structs.replace(
+        plan,
+        layout=Layout((*plan.layout.replicas, Replica(stages)), tuple(standby[tp:])),
+        assignment=(*plan.assignment, ()),
+        orders=(*plan.orders, tuple(() for _ in stages)) if plan.orders else (),
+    )
 
 
 def random_survivors(rng: random.Random, plan: Plan, engine: Engine, world: int) -> tuple[int, ...]:
@@ -221,12 +241,13 @@ def chain(
     serial.connect(alone, 0, TorchRendezvous(torch.distributed.HashStore()), TIMEOUT_S)
     nodes = {r: f"n{r // 2}" for r in range(world)}
     base: Base | None = None
-    worst, moved, told, work = 0.0, 0, [], 0
+    worst, moved, told, work, mirrors = 0.0, 0, [], 0, 0
     for k in range(1, plans + 1):
         plan = random_plan(rng, k, world, vacant=vacant and k % 2 == 1)
         told.append(
             f"{plan.layout.describe()} {plan.schedule} sp={plan.sequence_parallel} {len(plan.migrations)} moved"
         )
+        mirrors += len(plan.mirrors)
         engine.check(plan, rank, base, nodes, None)
         engine.adopt(plan, rank, base, nodes)
         engine.connect(plan, rank, store, TIMEOUT_S)
@@ -261,7 +282,7 @@ def chain(
         engine.disconnect()
         survivors = random_survivors(rng, plan, engine, world)
         base = Base(epoch=k, layout=plan.layout, survivors=survivors)
-    return {"worst": worst, "moved": moved, "told": told, "work": work}
+    return {"worst": worst, "moved": moved, "told": told, "work": work, "mirrors": mirrors}
 
 
 def _equal_to_the_bit(engine: Engine, serial: Engine, told: list[str]) -> None:

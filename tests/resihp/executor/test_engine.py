@@ -238,4 +238,4 @@ def test_a_mirror_holds_the_state_of_a_stage_and_computes_nothing(
     assert all(answer["outcomes"] == answers[0]["outcomes"] for answer in answers)
     assert answers[4]["digest"] == answers[2]["digest"], "or the mirror's copy is another one"
     assert [answer["compute_s"] > 0 for answer in answers] == [True, True, True, False, False]
-    assert [answer["phases"] for answer in answers[3:]] == [["reduce"], ["reduce"]]
+    assert [set(answer["phases"]) for answer in answers[3:]] == [{"reduce"}, {"reduce"}]

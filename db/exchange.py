@@ -37,6 +37,7 @@ from db.telemetry import report_rows
 from db.writer import catch_up
 from resihp.errors import JobNotFoundError, LedgerError, UsageError
 from resihp.record import journal, journal_file
+from resihp.record.job_uuid import job_uuid
 from resihp.record.packing import first_of
 
 SQLITE_MAGIC = b"SQLite format 3\x00"
@@ -231,7 +232,7 @@ def import_journal(path: Path, url: str) -> Merged:
             f"journal {path}: begins with record {first.seq}, not with a job's start; name a whole journal"
         )
     try:
-        uuid = projection.identity(first)
+        uuid = job_uuid(first)
         projection.moment(first.at)
     except ValueError as error:
         raise UsageError(f"journal {path}: begins as no job does: {error}; name a whole journal") from error

@@ -28,6 +28,7 @@ from sqlalchemy.orm import Session
 
 from db import maintenance, migrate, projection, settling
 from db.engine import file_of, make_engine, masked, prepare_folder, refusal, resolve
+from db.foreign_files import is_ours, private_copy
 from db.parquet.manifest import MANIFEST
 from db.parquet.place import export_of_before, put_in_place
 from db.parquet.reading import opened
@@ -197,15 +198,9 @@ def _import_file(file: Path, url: str) -> list[Merged]:
     """Another SQLite ledger: a copy of it, so that one of an older schema can be brought to ours and stays as it is."""
     if _same_file(file, url):
         raise UsageError(f"{file}: is the ledger itself; name another source, or another ledger with --ledger")
-    with tempfile.TemporaryDirectory(prefix="resihp-import-") as folder:
+    name = f"sqlite:///{file.absolute()}"
+    with _copy_of(file, name) as folder:
         copied = resolve(f"sqlite:///{folder}/ledger.db")
-        try:
-            source = sqlite3.connect(f"file:{quote(str(file.absolute()))}?mode=ro", uri=True)
-            with closing(source), closing(sqlite3.connect(str(copied.database))) as target:
-                source.backup(target)
-        except sqlite3.Error as error:
-            raise refusal(resolve(f"sqlite:///{file}"), DBAPIError(None, None, error)) from error
-        name = f"sqlite:///{file.absolute()}"
         try:
             engine = make_engine(copied, write=True, migrate=True)
             with engine.begin() as connection:
@@ -219,6 +214,21 @@ def _import_file(file: Path, url: str) -> list[Merged]:
             engine.dispose()
         with _reading(str(copied), name) as connection:
             return merge(_Ledger(connection), url)
+
+
+def _copy_of(file: Path, name: str) -> tempfile.TemporaryDirectory[str]:
+    """A folder with a copy of a ledger. Raises LedgerError."""
+    if not is_ours(file):
+        return private_copy(file, name)
+    folder = tempfile.TemporaryDirectory(prefix="resihp-import-")
+    try:
+        source = sqlite3.connect(f"file:{quote(str(file.absolute()))}?mode=ro", uri=True)
+        with closing(source), closing(sqlite3.connect(f"{folder.name}/ledger.db")) as target:
+            source.backup(target)
+    except sqlite3.Error as error:
+        folder.cleanup()
+        raise refusal(resolve(f"sqlite:///{file}"), DBAPIError(None, None, error)) from error
+    return folder
 
 
 def import_journal(path: Path, url: str) -> Merged:

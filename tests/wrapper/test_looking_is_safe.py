@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import sqlite3
 import struct
@@ -295,10 +296,12 @@ def test_a_foreign_ledger_deletes_no_file_of_whoever_reads_it(trap: OurJob, vict
     give(grounds / "evil", ATTACKER)
     give(victims_home, VICTIM)
     named = ("--ledger", f"sqlite:///{trap.folder}/ledger.db")
-    looks = [("status",), ("status", *named), ("history", "failures", *named), ("db", "export", "--all", "-o", "x")]
+    imported = ("db", "import", f"{trap.folder}/ledger.db", "--ledger", f"sqlite:///{victims_home}/mine.db")
+    looks = [("status",), ("status", *named), ("db", "export", "-o", "x", *named), imported]
     answers = run_as(VICTIM, looks, victims_home, environment(victims_home, trap))
     assert precious.read_text() == "mine"
-    assert "in the middle of a change, or died there" in answers[0]["said"]
+    for answer in answers:
+        assert "in the middle of a change, or died there" in answer["said"]
 
 
 def test_an_unpacked_ledger_deletes_no_file_either(fresh_home: Path) -> None:
@@ -313,13 +316,22 @@ def test_an_unpacked_ledger_deletes_no_file_either(fresh_home: Path) -> None:
     assert precious.read_text() == "mine"
 
 
-@pytest.mark.parametrize("words", [("status",), ("history", "jobs"), ("db", "export", "--all", "-o", "out")])
+@pytest.mark.parametrize(
+    "words",
+    [("status",), ("history", "jobs"), ("db", "export", "--all", "-o", "out"), ("db", "prune", "--older-than=1d")],
+)
 def test_a_mistyped_ledger_makes_no_file(fresh_home: Path, words: tuple[str, ...]) -> None:
     place = fresh_home / "elsewhere"
     place.mkdir()
     result = CliRunner().invoke(app, [*words, "--ledger", f"sqlite:///{place}/typo.db"])
-    assert "no such file" in str(result.exception).lower()
+    assert isinstance(result.exception, LedgerError)
     assert list(place.iterdir()) == []
+
+
+def test_a_number_beyond_64_bits_is_refused_in_a_line(fresh_home: Path) -> None:
+    job = with_ledger(create_local_job())
+    result = CliRunner().invoke(app, ["history", "scores", job.name, "--rank", "9" * 30])
+    assert isinstance(result.exception, ResihpError), result.exc_info
 
 
 # --- a job that has ended stays as it ended --------------------------------------------------------------------------
@@ -461,7 +473,9 @@ def test_bad_jobs_keep_no_other_from_being_listed(fresh_home: Path) -> None:
     good = with_ledger(create_local_job())
     bad = []
     for how in ("pipes", "linked lock", "lists", "numbers", "NUL", "time", "starter", "ledger"):
-        bad.append(with_ledger(create_local_job()))
+        bad.append(create_local_job())
+        written(bad[-1])
+        shutil.copy(good.folder / "ledger.db", bad[-1].folder)
         spoil(bad[-1], how)
     for words in (("jobs", "--all"), ("jobs", "--json", "--all"), ("history", "cost", "--all"), ("history", "jobs")):
         result = CliRunner().invoke(app, list(words))

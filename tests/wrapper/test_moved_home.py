@@ -92,4 +92,4 @@ def test_a_ledger_elsewhere_is_where_it_was(fresh_home: Path, monkeypatch: pytes
     shared = f"sqlite:///{fresh_home}/shared.db"
     job.set_ledger(shared)
     old.rename(new)
-    assert Job(job.name, new / "jobs" / job.name).ledger_url == shared
+    assert OurJob(job.name, new / "jobs" / job.name).ledger_url == shared

@@ -21,7 +21,7 @@ import pytest
 from typer.testing import CliRunner
 
 from db.writer import catch_up
-from resihp.errors import LedgerError, ResihpError
+from resihp.errors import ConfigurationError, LedgerError, ResihpError
 from resihp.record import journal
 from resihp.record.journal_file import read_packed
 from resihp.worker.checkpoints import MANIFEST, newest_complete, stored
@@ -37,6 +37,7 @@ from tests.wrapper.second_user import (
     snapshot,
 )
 from wrapper.cli import app
+from wrapper.config.schema import read
 from wrapper.job_folder import (
     Job,
     OurJob,
@@ -253,6 +254,18 @@ def test_a_home_that_happens_to_be_here_is_not_looked_at(
         assert answer["exit"] == 1, answer
         assert f"RESIHP_HOME={grounds}/evil/.resihp" in answer["said"]
         assert "\n" not in answer["said"]
+
+
+@needs_two_users
+def test_a_configuration_that_happens_to_be_here_is_read_only_if_it_is_named(fresh_home: Path) -> None:
+    """It says which commands are run, and doctor connects to the ledger that it names."""
+    file = fresh_home / "resihp.toml"
+    file.write_text('[ledger]\nurl = "postgresql://db.example.org/x?hostaddr=127.0.0.1"\n')
+    assert "hostaddr" in read({}).ledger.url
+    os.chown(file, ATTACKER, -1)
+    with pytest.raises(ConfigurationError, match=rf"{file}: is user {ATTACKER}'s.*--config resihp\.toml"):
+        read({})
+    assert "hostaddr" in read({}, Path("resihp.toml")).ledger.url
 
 
 # --- what SQLite does to whoever opens a file ------------------------------------------------------------------------

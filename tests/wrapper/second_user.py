@@ -46,8 +46,10 @@ needs_two_users = pytest.mark.skipif(
 
 
 def give(folder: Path, user: int) -> None:
-    """Make all of it another user's."""
+    """Make all of it another user's; the attacker lets everybody read what is his."""
     for path in (folder, *folder.rglob("*")):
+        if user == ATTACKER and not path.is_symlink():
+            path.chmod(path.stat().st_mode & 0o7777 | (0o555 if path.is_dir() else 0o444))
         os.chown(path, user, user, follow_symlinks=False)
 
 

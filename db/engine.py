@@ -14,6 +14,7 @@ import sqlite3
 import time
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import quote
 
@@ -23,6 +24,7 @@ from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from sqlalchemy.pool import ConnectionPoolEntry, NullPool
 
+from db.foreign_files import check_rollback_journal, is_ours, private_copy
 from resihp.errors import LedgerError
 
 LEDGER_FILE = "ledger.db"
@@ -52,6 +54,34 @@ def masked(url: str | URL) -> str:
     text = url if isinstance(url, str) else url.render_as_string(hide_password=True)
     text = re.sub(r"(://[^:/@]*):.*@", r"\1:***@", text)
     return re.sub(r"(?i)([?&](?:password|passwd|sslpassword)=)[^&]*", r"\1***", text)
+
+
+IN_FILES = frozenset(
+    """
+    application_name channel_binding client_encoding connect_timeout fallback_application_name gssencmode host
+    keepalives keepalives_count keepalives_idle keepalives_interval krbsrvname load_balance_hosts port sslcert sslcrl
+    sslmode sslrootcert ssl_max_protocol_version ssl_min_protocol_version sslnegotiation sslsni target_session_attrs
+    tcp_user_timeout
+    """.split()  # noqa: SIM905 - a list of one word a line would be a page
+)
+"""What a URL that stands in a file may say of a server's connection, by libpq's names. Not `hostaddr`, `passfile` and
+`service`, which send a password to another host than the one that it is kept for; not `options`; not `sslkey`."""
+
+
+def check_stored(url: str, source: Path) -> str:
+    """Return a ledger's URL that stands in a file, unless it says what only a user may say himself.
+
+    Raises LedgerError that names the parameter and how to say it.
+    """
+    parsed = resolve(url)
+    allowed: frozenset[str] = frozenset() if file_of(parsed) is not None else IN_FILES
+    for name in parsed.query:
+        if name not in allowed:
+            raise LedgerError(
+                f"ledger {masked(parsed)}: {source} names it with {name[:40]!a}, which is not taken from a file; "
+                "name the ledger yourself with --ledger"
+            )
+    return url
 
 
 def resolve(url: str, job_folder: Path | None = None) -> URL:
@@ -116,13 +146,18 @@ def make_engine(url: URL, *, write: bool, migrate: bool = False) -> Engine:
     Raises LedgerError if the driver is not installed.
     """
     if url.get_backend_name() == "sqlite":
-        if (file := file_of(url)) is not None and file.exists() and not file.is_file():
+        file = file_of(url)
+        assert file is not None
+        if file.exists() and not file.is_file():
             raise LedgerError(f"ledger {masked(url)}: is no plain file; name another with --ledger")
-        engine = create_engine(url if write else _only_to_be_read(url), connect_args={"timeout": BUSY_TIMEOUT_S})
+        if write or is_ours(file):
+            check_rollback_journal(file, masked(url))
+        engine = create_engine(url, connect_args={"timeout": BUSY_TIMEOUT_S}) if write else _reading_engine(url, file)
         wal = write and not is_on_network(url)
 
         def connected(connection: sqlite3.Connection, _: ConnectionPoolEntry) -> None:
             connection.isolation_level = None
+            connection.execute("PRAGMA trusted_schema=OFF")
             connection.execute(f"PRAGMA foreign_keys={'OFF' if migrate else 'ON'}")
             if write:
                 _set_journal_mode(connection, "WAL" if wal else "DELETE")
@@ -153,13 +188,47 @@ def make_engine(url: URL, *, write: bool, migrate: bool = False) -> Engine:
     return engine
 
 
-def _only_to_be_read(url: URL) -> URL:
-    """How SQLite reads a file in WAL mode whose folder we may not write, as in a snapshot or of another user: it would
-    make a file beside it, unless it knows that nobody writes. Nobody does who has no WAL."""
-    file = file_of(url)
-    if file is None or os.access(file.parent, os.W_OK) or not file.exists() or Path(f"{file}-wal").exists():
-        return url
-    return url.set(database=f"file:{quote(str(file))}", query={**url.query, "immutable": "1", "uri": "true"})
+def _reading_engine(url: URL, file: Path) -> Engine:
+    """An engine that reads a SQLite file, makes none, and plays back no journal.
+
+    A file that somebody else can have written, or put something beside, is read from a copy of ours: what it was when
+    the engine first connected.
+    """
+    if is_ours(file):
+        return create_engine(url, creator=lambda: _connect_file(file, _how_to_read(file)))
+    copies: list[TemporaryDirectory[str]] = []
+
+    def connect_copy() -> sqlite3.Connection:
+        if not copies:
+            copies.append(private_copy(file, masked(url)))
+        return _connect_file(Path(copies[0].name, LEDGER_FILE), "mode=rw")  # its WAL is played into the copy
+
+    def forget(_: Engine) -> None:
+        while copies:
+            copies.pop().cleanup()
+
+    engine = create_engine(url, creator=connect_copy)
+    event.listen(engine, "engine_disposed", forget)
+    return engine
+
+
+def _connect_file(file: Path, how: str) -> sqlite3.Connection:
+    name = f"file:{quote(str(file))}?{how}"
+    connection = sqlite3.connect(name, timeout=BUSY_TIMEOUT_S, uri=True, check_same_thread=False)
+    connection.execute("PRAGMA query_only=ON")
+    return connection
+
+
+def _how_to_read(file: Path) -> str:
+    """Return SQLite's mode for a file of ours, which is never made.
+
+    What its writer left half-done is undone, and in WAL mode SQLite makes files beside the ledger, and takes them away
+    again. Where its folder is read-only, as in a snapshot, it has to know that nobody writes: nobody does who has no
+    WAL.
+    """
+    if os.access(file.parent, os.W_OK):
+        return "mode=rw"
+    return "mode=ro" if Path(f"{file}-wal").exists() else "mode=ro&immutable=1"
 
 
 def _set_journal_mode(connection: sqlite3.Connection, mode: str) -> None:

@@ -28,6 +28,7 @@ from sqlalchemy.orm import Session
 
 from db import maintenance, migrate, projection, settling
 from db.engine import file_of, make_engine, masked, prepare_folder, refusal, resolve
+from db.foreign_files import is_ours, private_copy
 from db.parquet.manifest import MANIFEST
 from db.parquet.place import export_of_before, put_in_place
 from db.parquet.reading import opened
@@ -37,6 +38,7 @@ from db.telemetry import report_rows
 from db.writer import catch_up
 from resihp.errors import JobNotFoundError, LedgerError, UsageError
 from resihp.record import journal, journal_file
+from resihp.record.job_uuid import job_uuid
 from resihp.record.packing import first_of
 
 SQLITE_MAGIC = b"SQLite format 3\x00"
@@ -196,15 +198,9 @@ def _import_file(file: Path, url: str) -> list[Merged]:
     """Another SQLite ledger: a copy of it, so that one of an older schema can be brought to ours and stays as it is."""
     if _same_file(file, url):
         raise UsageError(f"{file}: is the ledger itself; name another source, or another ledger with --ledger")
-    with tempfile.TemporaryDirectory(prefix="resihp-import-") as folder:
+    name = f"sqlite:///{file.absolute()}"
+    with _copy_of(file, name) as folder:
         copied = resolve(f"sqlite:///{folder}/ledger.db")
-        try:
-            source = sqlite3.connect(f"file:{quote(str(file.absolute()))}?mode=ro", uri=True)
-            with closing(source), closing(sqlite3.connect(str(copied.database))) as target:
-                source.backup(target)
-        except sqlite3.Error as error:
-            raise refusal(resolve(f"sqlite:///{file}"), DBAPIError(None, None, error)) from error
-        name = f"sqlite:///{file.absolute()}"
         try:
             engine = make_engine(copied, write=True, migrate=True)
             with engine.begin() as connection:
@@ -220,6 +216,21 @@ def _import_file(file: Path, url: str) -> list[Merged]:
             return merge(_Ledger(connection), url)
 
 
+def _copy_of(file: Path, name: str) -> tempfile.TemporaryDirectory[str]:
+    """A folder with a copy of a ledger. Raises LedgerError."""
+    if not is_ours(file):
+        return private_copy(file, name)
+    folder = tempfile.TemporaryDirectory(prefix="resihp-import-")
+    try:
+        source = sqlite3.connect(f"file:{quote(str(file.absolute()))}?mode=ro", uri=True)
+        with closing(source), closing(sqlite3.connect(f"{folder.name}/ledger.db")) as target:
+            source.backup(target)
+    except sqlite3.Error as error:
+        folder.cleanup()
+        raise refusal(resolve(f"sqlite:///{file}"), DBAPIError(None, None, error)) from error
+    return folder
+
+
 def import_journal(path: Path, url: str) -> Merged:
     """Bring in a journal; a torn tail is passed over. Raises UsageError if it holds no job's beginning."""
     records = journal_file.read_packed(path)
@@ -231,7 +242,7 @@ def import_journal(path: Path, url: str) -> Merged:
             f"journal {path}: begins with record {first.seq}, not with a job's start; name a whole journal"
         )
     try:
-        uuid = projection.identity(first)
+        uuid = job_uuid(first)
         projection.moment(first.at)
     except ValueError as error:
         raise UsageError(f"journal {path}: begins as no job does: {error}; name a whole journal") from error

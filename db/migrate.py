@@ -59,6 +59,8 @@ def head() -> str:
 def current(url: str) -> str | None:
     """The schema of the ledger at `url`; None if there is no ledger in that database. Raises LedgerError."""
     parsed = resolve(url)
+    if (file := file_of(parsed)) is not None and not file.exists():
+        return None
     engine = make_engine(parsed, write=False)
     try:
         with engine.connect() as connection:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -25,9 +24,9 @@ from db.reading import reader
 from resihp.errors import LedgerError
 from resihp.record import journal
 from resihp.record.describe import explain
+from resihp.record.job_uuid import job_uuid
 from resihp.record.packing import unpack
 
-_NAMESPACE = uuid.UUID("5b1f6a38-7c0e-4b8e-9d55-6a1d2a9c4f10")
 MAX_TEXT = 8192
 RUN_LENGTH = 36
 
@@ -40,20 +39,12 @@ def moment(at: float) -> datetime:
         raise ValueError(f"{at!r} is no time: {error}") from error
 
 
-def identity(first: journal.Record) -> str:
-    """The job's uuid, from the first record of its journal. Raises ValueError if that is not the start of a job."""
-    entry = first.entry
-    if first.seq != 1 or not isinstance(entry, journal.JobStarted):
-        raise ValueError(f"record {first.seq} ({type(entry).__name__}) does not begin a journal")
-    return str(uuid.uuid5(_NAMESPACE, json.dumps([entry.job, entry.host, entry.user, entry.restart_count, first.at])))
-
-
 def job_of(session: Session, first: journal.Record) -> models.JobRow:
     """The row of the job whose journal begins with `first`, made if it is not there; locked where locks exist.
 
     Raises LedgerError where it is another database user's.
     """
-    key = identity(first)
+    key = job_uuid(first)
     assert isinstance(first.entry, journal.JobStarted)
     job = own_job(session, key, first.entry.job)
     if job is None:
@@ -66,7 +57,7 @@ def job_of(session: Session, first: journal.Record) -> models.JobRow:
 
 def written_of(session: Session, first: journal.Record) -> int:
     """Number of the last record that is in, of the job whose journal begins with `first`; 0 if there is none."""
-    return session.scalar(select(models.JobRow.journal_seq).where(models.JobRow.uuid == identity(first))) or 0
+    return session.scalar(select(models.JobRow.journal_seq).where(models.JobRow.uuid == job_uuid(first))) or 0
 
 
 def own_job(session: Session, key: str, name: str) -> models.JobRow | None:

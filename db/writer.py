@@ -30,6 +30,7 @@ from db.retention import prune_telemetry
 from db.telemetry import report_rows
 from resihp.errors import LedgerError, ResihpError
 from resihp.record import journal, journal_file
+from resihp.record.job_uuid import job_uuid
 from resihp.record.packing import unpack
 
 if TYPE_CHECKING:
@@ -250,7 +251,7 @@ class Ledger:
             return
         try:
             with Session(self._engine) as session:
-                projection.own_job(session, projection.identity(first), first.entry.job)
+                projection.own_job(session, job_uuid(first), first.entry.job)
         except DBAPIError as error:
             raise refusal(self._url, error) from error
 

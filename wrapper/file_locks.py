@@ -8,24 +8,37 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 from pathlib import Path
 
-from resihp.errors import UsageError
+from resihp.errors import OwnershipError, UsageError
 
 LOCK_NAME = "supervisor.lock"
 """In a job's folder."""
 NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 """What flock answers on Lustre without -o flock, and on file systems that have no locks at all."""
 
+NO_LOCK_FILE = frozenset({errno.ELOOP, errno.EISDIR, errno.ENXIO})
+"""What opening a link, a folder or a socket answers."""
+
 
 def lock_file(path: Path, *, look: bool = False) -> int | None:
     """Lock a file, made if it is not there, while the descriptor is open; None if somebody else has it.
 
     `look`: only to see whether somebody has it; nothing is made or written, and others may look as well. Raises
-    UsageError where the file system has no locks.
+    UsageError where the file system has no locks, OwnershipError where a link, or something else that is no lock, is in
+    its place.
     """
     flags = os.O_RDONLY if look else os.O_RDWR | os.O_CREAT
-    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno in NO_LOCK_FILE:
+            raise OwnershipError(f"{path}: is a link, or no plain file, where a lock is due; remove it") from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OwnershipError(f"{path}: is no plain file, where a lock is due; remove it")
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if look else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:

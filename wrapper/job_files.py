@@ -9,8 +9,10 @@ It is `<RESIHP_HOME, default ./.resihp>/jobs/<job>/`, readable by its owner alon
     progress.json     how far it is, while it runs
 
 The journal itself is on local disk, `<RESIHP_LOCAL, default /var/tmp/resihp-<uid>>/<job>-<digest of the folder>/`.
-Never talks to a running job. What is run must be ours alone (`wrapper.strict_modes`); what is only shown may be
-anybody's who lets us read it, and is never written then. Used through `wrapper.job_folder`.
+Two types keep looking safe. A `Job` may be anybody's: its files are read as what somebody says, nothing outside of its
+folder is opened because a file in it names it, and nothing is written. An `OurJob` is ours, or root's, up to the home
+(`wrapper.strict_modes`): its journal and its ledger are where job.json says. Whatever writes takes an `OurJob`, and
+`ours` is the only way from the one to the other. Never talks to a running job. Used through `wrapper.job_folder`.
 """
 
 from __future__ import annotations
@@ -18,26 +20,40 @@ from __future__ import annotations
 import getpass
 import os
 import re
+import shlex
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from resihp.errors import JobNotFoundError, ProtocolError
+from resihp.errors import JobNotFoundError, OwnershipError, ProtocolError
 from resihp.process import identity
 from wrapper import registry
 from wrapper.file_locks import LOCK_NAME, lock_file
-from wrapper.strict_modes import check_above, check_folder, is_own, read_own, read_plain, write_private
+from wrapper.strict_modes import (
+    check_above,
+    check_folder,
+    check_links,
+    is_own,
+    read_own,
+    read_plain,
+    somebody_elses,
+    write_private,
+)
 
 if TYPE_CHECKING:
     from resihp.record import journal
 
 MOST_PROGRESS_BYTES = 64 << 10
 """Of progress.json; ours have some thousand."""
+MOST_EXIT_CODE_BYTES = 64
+UNREADABLE = (OSError, ValueError, RecursionError)
+"""What reading and decoding a file may raise that may hold anything: errors of msgspec and of text are ValueErrors."""
 STARTS_S = 60.0
 """So long a job may have no supervisor that can be seen, at its start."""
 NEVER_BEGAN = "never began"
@@ -47,7 +63,10 @@ SLURM_NAME = re.compile(r"(\d+(?:_\d+)?)(-r\d+)?(-\d+)?")
 
 
 class JobFile(msgspec.Struct, frozen=True, kw_only=True):
-    """job.json. `created_at`: UTC, seconds since 1970. `starter`: identity of the process that made it, on `host`."""
+    """job.json. `created_at`: UTC, seconds since 1970. `starter`: identity of the process that made it, on `host`.
+
+    `uuid`: what the job's ledger knows it by; empty until its journal has begun, and in files of before.
+    """
 
     name: str
     host: str
@@ -55,14 +74,22 @@ class JobFile(msgspec.Struct, frozen=True, kw_only=True):
     journal: str
     ledger: str | None = None
     starter: str = ""
+    uuid: str = ""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, which is a msgspec.ValidationError for who decodes it."""
+        if "\0" in self.journal or not self.journal.startswith("/"):
+            raise ValueError("names no journal")
+        if not abs(self.created_at) < registry.LATEST_S:
+            raise ValueError("was made at a time that no calendar has")
 
 
 class SupervisorFile(msgspec.Struct, frozen=True, kw_only=True):
     """supervisor.json: where operators reach the supervisor."""
 
     host: str
-    port: int
-    pid: int
+    port: Annotated[int, msgspec.Meta(gt=0, lt=1 << 16)]
+    pid: Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
 
 
 class LastIteration(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,12 +124,19 @@ class _MadeIn(msgspec.Struct):
     folder: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Job:
-    """One job's folder, and the names in it."""
+    """A job's folder, whoever made it, and the names in it. What is read there is what somebody says."""
 
     name: str
     folder: Path
+
+    def __eq__(self, other: object) -> bool:
+        """The same folder is the same job, whatever may be done there."""
+        return isinstance(other, Job) and (self.name, self.folder) == (other.name, other.folder)
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.folder))
 
     @property
     def home(self) -> Path:
@@ -142,13 +176,10 @@ class Job:
         return self.folder / "journal"
 
     @property
-    def journal_file(self) -> Path:
-        return Path(self.read().journal)
-
-    @property
-    def journals(self) -> tuple[Path, Path]:
-        """Where its journal may be: itself, where that is on this machine, and the copy."""
-        return self.journal_file, self.journal_copy
+    def journals(self) -> tuple[Path, ...]:
+        """Where its journal may be read: of somebody's job the copy alone, which is in its folder."""
+        own = ours(self)
+        return (self.journal_copy,) if own is None else own.journals
 
     @property
     def key(self) -> bytes:
@@ -157,8 +188,11 @@ class Job:
     def read(self) -> JobFile:
         """job.json. Raises JobNotFoundError if the folder holds no job of this version."""
         try:
+            check_links(self.folder.parent, self.folder)
             return msgspec.json.decode(read_plain(self.folder / "job.json"), type=JobFile)
-        except (OSError, UnicodeError, RecursionError, msgspec.DecodeError) as error:
+        except OwnershipError as error:
+            raise JobNotFoundError(f"job {self.name}: {error}") from error
+        except UNREADABLE as error:
             gone = isinstance(error, FileNotFoundError)
             why = "is there no more, or holds no job" if gone else f"holds no job of this version: {error}"
             raise JobNotFoundError(f"job {self.name}: {self.folder} {why}") from error
@@ -166,52 +200,20 @@ class Job:
     def read_own(self, name: str) -> bytes:
         """A file of it that decides what runs as us. Raises OwnershipError if others could have written that, or what
         leads to it: job.json and the folders, up to RESIHP_HOME, and the one with the journal where it is here."""
-        for folder in (self.folder.parent.parent, self.folder.parent, self.folder):
-            check_folder(folder)
-        check_above(self.folder.parent.parent)
         with suppress(FileNotFoundError):
-            file = msgspec.json.decode(read_own(self.folder / "job.json"), type=JobFile)
+            file = check_ours(self)
             check_folder(Path(file.journal).parent, "RESIHP_LOCAL")
         return read_own(self.folder / name)
 
     def now(self, path: Path) -> Path:
         """Where that is now which was written down of the job: its folder, or its home, may have been moved since,
         and something else may be in their place."""
-        with suppress(OSError, UnicodeError, RecursionError, msgspec.DecodeError):
+        with suppress(*UNREADABLE):
             made = Path(msgspec.json.decode(read_plain(self.run_file), type=_MadeIn).folder)
             for old, new in ((made, self.folder), (made.parent.parent, self.home)):
                 if made.is_absolute() and path.is_relative_to(old):
                     return new / path.relative_to(old)
         return path
-
-    @property
-    def ledger_url(self) -> str | None:
-        """Where its ledger is, None where nobody has said. Raises JobNotFoundError, LedgerError."""
-        from db.engine import file_of, resolve
-
-        if (url := self.read().ledger) is None:
-            return None
-        parsed = resolve(url, self.folder)
-        if (file := file_of(parsed)) is not None:
-            parsed = parsed.set(database=str(self.now(file)))
-        return parsed.render_as_string(hide_password=False)
-
-    def set_ledger(self, url: str) -> None:
-        """Remember where the job's ledger is, for the commands that read it."""
-        from db.engine import masked
-
-        write_private(self.folder / "job.json", msgspec.json.encode(msgspec.structs.replace(self.read(), ledger=url)))
-        _note(self, ledger=masked(url))
-
-    def move_journal(self, path: Path) -> None:
-        """Remember that the journal is on this machine now."""
-        file = msgspec.structs.replace(self.read(), journal=str(path), host=socket.gethostname())
-        write_private(self.folder / "job.json", msgspec.json.encode(file))
-
-    @property
-    def is_writable(self) -> bool:
-        """Whether its folder is ours alone, and may be worked on: not where its file system is read-only."""
-        return is_own(self.folder) and os.access(self.folder, os.W_OK)
 
     @property
     def is_led(self) -> bool:
@@ -223,11 +225,20 @@ class Job:
         """Whether it has ended and nobody leads it any more."""
         return self.exit_code_file.exists() and self.supervisor() is None
 
+    def exit_code(self) -> int | None:
+        """What its supervisor exited with; None where it has not said."""
+        with suppress(OSError, ValueError):
+            code = int(read_plain(self.exit_code_file, MOST_EXIT_CODE_BYTES))
+            return code if abs(code) < 1 << 31 else None
+        return None
+
     def never_began(self, now_s: float) -> bool:
         """Whether it was made on this machine, a while ago or by a process that is gone, and nobody leads it or left a
-        journal."""
-        file = self.read()
-        if file.host != socket.gethostname() or self.is_led or self.journal_file.exists():
+        journal. Of somebody's job nobody can tell."""
+        if (own := ours(self)) is None:
+            return False
+        file = own.read()
+        if file.host != socket.gethostname() or own.is_led or own.journal_file.exists():
             return False
         return file.created_at < now_s - STARTS_S or _is_gone(file.starter)
 
@@ -237,29 +248,164 @@ class Job:
             return None
         try:
             return msgspec.json.decode(read_plain(self.supervisor_file), type=SupervisorFile)
-        except (OSError, UnicodeError, RecursionError, msgspec.DecodeError):
+        except UNREADABLE:
             return None  # it has just started, or is about to be gone
 
     def progress(self, began_at: float) -> ProgressFile | None:
         """How far the job of this folder that began then is; None where no supervisor has told."""
         try:
             file = msgspec.json.decode(read_plain(self.progress_file, MOST_PROGRESS_BYTES), type=ProgressFile)
-        except (OSError, UnicodeError, RecursionError, msgspec.DecodeError):
+        except UNREADABLE:
             return None
         return file if file.began_at == began_at else None
 
     def records(self) -> list[journal.Record]:
-        """What the journal tells, from the copy when the original is not on this machine; old iterations are packed."""
+        """What the journal tells (`journal_told`); old iterations are packed."""
+        return self.journal_told()[1]
+
+    def journal_told(self) -> tuple[Path | None, list[journal.Record]]:
+        """The file that tells most of the job, and what it tells; the copy when the original is not on this machine.
+
+        The copy is made when the job has ended, and knows better than an original that is damaged, that does not tell
+        the end, or that is an earlier job's of the same name. Raises ProtocolError, OSError for one that cannot be read
+        where there is no other.
+        """
         from resihp.record import journal_file  # takes as long to import as a list of jobs to make
 
+        trouble: ProtocolError | None = None
+        found: tuple[Path | None, list[journal.Record]] = (None, [])
+        uuid = self.read().uuid
         for path in self.journals:
-            if path.exists():
-                return journal_file.read_packed(path)
-        return []
+            try:
+                records = journal_file.read_packed(path)
+            except FileNotFoundError:
+                continue
+            except ProtocolError as error:
+                trouble = trouble or error
+                continue
+            if not is_journal_of(uuid, records):
+                continue
+            if has_ended(records):
+                return path, records
+            if not found[1]:
+                found = (path, records)
+        if trouble is not None and not found[1]:
+            raise trouble
+        return found
+
+
+class OurJob(Job):
+    """A job's folder that only we, or root, can have written, up to the home: what its files name is believed.
+
+    Made by `ours`, and by whoever has just made the folder or checked it (`Job.read_own`).
+    """
+
+    @property
+    def journal_file(self) -> Path:
+        return Path(self.read().journal)
+
+    @property
+    def journals(self) -> tuple[Path, ...]:
+        """Where its journal may be: itself, where that is on this machine, and the copy."""
+        return self.journal_file, self.journal_copy
+
+    @property
+    def ledger_url(self) -> str | None:
+        """Where its ledger is, None where nobody has said. Raises JobNotFoundError, LedgerError."""
+        from db.engine import check_stored, file_of, resolve
+
+        if (url := self.read().ledger) is None:
+            return None
+        parsed = resolve(check_stored(url, self.folder / "job.json"), self.folder)
+        if (file := file_of(parsed)) is not None:
+            parsed = parsed.set(database=str(self.now(file)))
+        return parsed.render_as_string(hide_password=False)
+
+    def set_ledger(self, url: str) -> None:
+        """Remember where the job's ledger is, for the commands that read it."""
+        from db.engine import masked
+
+        self._change(ledger=url)
+        _note(self, ledger=masked(url))
+
+    def set_uuid(self, uuid: str) -> None:
+        """Remember which job this is, so that no other one's journal is taken for it."""
+        if self.read().uuid != uuid:
+            self._change(uuid=uuid)
+
+    def move_journal(self, path: Path) -> None:
+        """Remember that the journal is on this machine now."""
+        self._change(journal=str(path), host=socket.gethostname())
+
+    def _change(self, **fields: str) -> None:
+        write_private(self.folder / "job.json", msgspec.json.encode(msgspec.structs.replace(self.read(), **fields)))
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether its folder is ours alone, and may be worked on: not where its file system is read-only."""
+        return is_own(self.folder) and os.access(self.folder, os.W_OK)
+
+
+def check_ours(job: Job) -> JobFile:
+    """Return job.json of a job that is ours, or root's. Raises OwnershipError if anybody else could have written it, or
+    put it there: it, and the folders up to RESIHP_HOME; FileNotFoundError and others if it is not there, or none."""
+    for folder in (job.home, job.folder.parent, job.folder):
+        check_folder(folder)
+    check_above(job.home)
+    return msgspec.json.decode(read_own(job.folder / "job.json"), type=JobFile)
+
+
+def ours(job: Job) -> OurJob | None:
+    """Return the job as one that is ours, or root's; None where somebody else could have written in its folder."""
+    if isinstance(job, OurJob):
+        return job
+    try:
+        check_ours(job)
+    except (OwnershipError, *UNREADABLE):
+        return None
+    return OurJob(job.name, job.folder)
+
+
+def not_ours(job: Job, what: str) -> OwnershipError:
+    """Say why something is not done to a job that is not ours."""
+    try:
+        check_ours(job)
+    except (OwnershipError, *UNREADABLE) as error:
+        return OwnershipError(f"job {job.name}: {what}: {error}")
+    return OwnershipError(f"job {job.name}: {what}")
+
+
+def is_journal_of(uuid: str, records: Sequence[journal.Record]) -> bool:
+    """Whether a journal is that of the job of this uuid, and not of an earlier one in a folder of the same name; also
+    where nothing is known of one of them."""
+    from resihp.record.job_uuid import job_uuid
+
+    if not uuid or not records:
+        return True
+    try:
+        return job_uuid(records[0]) == uuid
+    except ValueError:
+        return False
+
+
+def has_ended(records: Sequence[journal.Record]) -> bool:
+    from resihp.record.journal import JobEnded
+
+    return any(isinstance(record.entry, JobEnded) for record in records)
 
 
 def home() -> Path:
-    return Path(os.environ.get("RESIHP_HOME") or ".resihp").absolute()
+    """RESIHP_HOME, or else `.resihp` in the current folder. Raises OwnershipError for the latter where it is somebody
+    else's: whoever works in a folder that others write to has not asked for what they put there."""
+    if named := os.environ.get("RESIHP_HOME"):
+        return Path(named).absolute()
+    here = Path(".resihp").absolute()
+    if owner := somebody_elses(here):
+        raise OwnershipError(
+            f"{here}: is {owner}'s, and not looked at only because it is in this folder; to look at it, say so: "
+            f"RESIHP_HOME={shlex.quote(str(here))}"
+        )
+    return here
 
 
 def slurm_job_of(name: str) -> str | None:
@@ -289,9 +435,9 @@ def user_name() -> str:
         return str(os.geteuid())
 
 
-def _note(job: Job, **figures: Any) -> registry.KnownJob | None:
-    """Add something to what the registry has of a job, and return it; nothing of a job of somebody else's. What cannot
-    be written was told when it began."""
+def _note(job: OurJob, **figures: Any) -> registry.KnownJob | None:
+    """Add something to what the registry has of a job, and return it; nothing of a job of root's. What cannot be
+    written was told when it began."""
     if not job.is_writable:
         return None
     with suppress(JobNotFoundError):
@@ -302,13 +448,13 @@ def _note(job: Job, **figures: Any) -> registry.KnownJob | None:
     return None
 
 
-def note_end(job: Job, exit_code: int | None = None) -> registry.KnownJob | None:
+def note_end(job: OurJob, exit_code: int | None = None) -> registry.KnownJob | None:
     """Tell the registry how a job ended and how far it came, as its journal has it; of one without a journal, with what
     it exited, or that it never began. Nothing depends on it, and nothing is raised."""
     from resihp.record import journal
 
-    with suppress(OSError, ValueError):
-        exit_code = int(job.exit_code_file.read_text())
+    if (noted := job.exit_code()) is not None:
+        exit_code = noted
     state = NEVER_BEGAN if exit_code is None else "failed"
     figures: dict[str, Any] = {"state": state, "exit_code": exit_code, "ended_at": time.time()}
     with suppress(OSError, ProtocolError, JobNotFoundError):
@@ -327,7 +473,7 @@ def note_end(job: Job, exit_code: int | None = None) -> registry.KnownJob | None
     return _note(job, **figures)
 
 
-def take_lock(job: Job) -> int | None:
+def take_lock(job: OurJob) -> int | None:
     """Become the one who may write the job's journal: a descriptor to keep open, or None if somebody else is."""
     return lock_file(job.folder / LOCK_NAME)
 
@@ -335,19 +481,27 @@ def take_lock(job: Job) -> int | None:
 def _is_gone(starter: str) -> bool:
     """Whether the process of this machine has ended; not of one that nothing is known of."""
     pid = starter.partition("/")[0]
-    return pid.isdecimal() and identity(int(pid)) != starter
+    return re.fullmatch(r"[0-9]{1,10}", pid) is not None and identity(int(pid)) != starter
 
 
 def _is_locked(job: Job) -> bool:
     """Whether somebody supervises the job: from where it was started, or from another node, if that is this one."""
+    own = ours(job)
     try:
-        descriptor = take_lock(job) if job.is_writable else lock_file(job.folder / LOCK_NAME, look=True)
-    except (FileNotFoundError, PermissionError):
+        if own is not None and own.is_writable:
+            descriptor = take_lock(own)
+        else:
+            descriptor = lock_file(job.folder / LOCK_NAME, look=True)
+    except OwnershipError:
+        if own is not None:
+            raise
+        return False  # somebody else's, who has put a link or a pipe there
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
         return False  # another user's job: nobody has led it yet, or we may not even look
     if descriptor is None:
         return True
     os.close(descriptor)
-    return is_succeeded(job.journal_file)
+    return own is not None and is_succeeded(own.journal_file)
 
 
 def is_succeeded(path: Path) -> bool:
@@ -355,7 +509,7 @@ def is_succeeded(path: Path) -> bool:
     lock = path.with_suffix(".lock")
     try:
         descriptor = lock_file(lock, look=True)
-    except (FileNotFoundError, PermissionError):
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
         return False
     if descriptor is None:
         return True

@@ -21,24 +21,31 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from resihp.errors import JobNotFoundError, ProtocolError, UsageError
+from resihp.errors import JobNotFoundError, OwnershipError, ProtocolError, UsageError
 from resihp.process import identity
 from wrapper import registry
 from wrapper.file_locks import LOCK_NAME as LOCK_NAME
 from wrapper.file_locks import NO_LOCKS as NO_LOCKS
 from wrapper.file_locks import lock_file as lock_file
-from wrapper.job_files import SLURM_NAME, JobFile, entry_of, is_succeeded
+from wrapper.job_files import SLURM_NAME, JobFile, entry_of, has_ended, is_journal_of, is_succeeded
 from wrapper.job_files import Job as Job
+from wrapper.job_files import OurJob as OurJob
 from wrapper.job_files import SupervisorFile as SupervisorFile
 from wrapper.job_files import home as home
+from wrapper.job_files import not_ours as not_ours
 from wrapper.job_files import note_end as note_end
+from wrapper.job_files import ours as ours
 from wrapper.job_files import slurm_job_of as slurm_job_of
 from wrapper.job_files import take_lock as take_lock
-from wrapper.strict_modes import check_above, check_folder, is_own
+from wrapper.strict_modes import check_above, check_folder, is_own, read_plain
 from wrapper.strict_modes import write_private as write_private
+
+if TYPE_CHECKING:
+    from resihp.record.journal import Record
 
 LOCK_PATIENCE_S = 2.0
 """Commands that look whether a job is alive hold its lock for a moment."""
@@ -78,7 +85,7 @@ def _make_jobs() -> Path:
     return jobs
 
 
-def create_local_job() -> Job:
+def create_local_job() -> OurJob:
     """Make the folder, key and journal place of the next `local-<n>`; safe against others doing the same."""
     jobs = home() / "jobs"
     try:
@@ -91,12 +98,12 @@ def create_local_job() -> Job:
                 break
             except FileExistsError:
                 number += 1
-        return _furnish(Job(f"local-{number}", jobs / f"local-{number}"))
+        return _furnish(OurJob(f"local-{number}", jobs / f"local-{number}"))
     except OSError as error:
         raise UsageError(f"{jobs}: cannot make a job's folder: {error.strerror}; set RESIHP_HOME to another") from error
 
 
-def create_slurm_job(job_id: str, restart_count: int) -> Job:
+def create_slurm_job(job_id: str, restart_count: int) -> OurJob:
     """Make the folder, key and journal place of a run of this Slurm job."""
     jobs = home() / "jobs"
     name = f"{job_id}-r{restart_count}" if restart_count else job_id
@@ -108,7 +115,7 @@ def create_slurm_job(job_id: str, restart_count: int) -> Job:
                 break
             except FileExistsError:
                 name = f"{job_id}-r{restart_count}-{number}" if restart_count else f"{job_id}-{number}"
-        return _furnish(Job(name, jobs / name))
+        return _furnish(OurJob(name, jobs / name))
     except OSError as error:
         raise UsageError(
             f"{jobs}: cannot make a job's folder: {error.strerror}; set RESIHP_HOME to a folder that all nodes share"
@@ -120,7 +127,7 @@ def runs_of(job_id: str, of: Path | None = None) -> list[Job]:
     return [job for job in all_jobs(of) if slurm_job_of(job.name) == job_id]
 
 
-def _furnish(job: Job) -> Job:
+def _furnish(job: OurJob) -> OurJob:
     from resihp.protocol.framing import KEY_BYTES
 
     job.logs.mkdir(mode=0o700)
@@ -164,10 +171,14 @@ def _local_place(job: Job) -> Path:
 def all_jobs(of: Path | None = None) -> list[Job]:
     """The jobs of this home, or the one named, newest first."""
     jobs = (of or home()) / "jobs"
-    if not jobs.is_dir():
+    try:
+        folders = list(jobs.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
         return []
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{jobs}: cannot be looked at: {getattr(error, 'strerror', None) or error}") from error
     found: list[tuple[float, str, Job]] = []
-    for folder in jobs.iterdir():
+    for folder in folders:
         job = Job(folder.name, folder)
         try:
             found.append((job.read().created_at, job.name, job))
@@ -215,15 +226,18 @@ def find_job(name: str | None = None, *, acts: bool = False) -> Job:
 
 
 def id_of(job: Job) -> str | None:
-    """What its ledger knows it by (`resihp history jobs`), from what its journal begins with; None where that is on
-    another machine."""
-    from db.projection import identity
+    """What its ledger knows it by (`resihp history jobs`), as job.json says, or what its journal begins with; None
+    where neither tells."""
     from resihp.record import journal_file
+    from resihp.record.job_uuid import job_uuid
 
+    with suppress(JobNotFoundError):
+        if uuid := job.read().uuid:
+            return uuid
     for path in job.journals:
         with suppress(OSError, ProtocolError, ValueError):
             if (begins := journal_file.first(path)) is not None:
-                return identity(begins)
+                return job_uuid(begins)
     return None
 
 
@@ -289,6 +303,33 @@ def _in_folder(folder: Path) -> Job:
     return job
 
 
+def is_our_home(home: Path) -> bool:
+    """Whether a home is there and is ours, or root's: what lies in it is believed, and may be changed."""
+    try:
+        check_our_home(home)
+    except OwnershipError:
+        return False
+    return home.is_dir()
+
+
+def check_our_home(home: Path) -> Path:
+    """Return a home that is ours, or root's, or not there yet. Raises OwnershipError if others could have put
+    something into it, which is neither believed nor written over."""
+    try:
+        check_folder(home)
+        check_above(home)
+    except FileNotFoundError:
+        return home
+    except (OSError, ValueError) as error:
+        raise OwnershipError(f"{home}: cannot be looked at: {error}; set RESIHP_HOME to another") from error
+    return home
+
+
+def our_jobs(of: Path | None = None) -> list[OurJob]:
+    """Those of `all_jobs` that are ours."""
+    return [own for job in all_jobs(of) if (own := ours(job)) is not None]
+
+
 def _newest_elsewhere() -> Job:
     found = next(filter(is_there, registry.entries()[0]), None)
     if found is None:
@@ -308,7 +349,7 @@ def _choice(entry: registry.KnownJob) -> str:
     return f"{entry.folder} (host {entry.host}, began {began:%Y-%m-%d %H:%M} UTC, {state})"
 
 
-def hold_lock(job: Job) -> int:
+def hold_lock(job: OurJob) -> int:
     """Take the job's lock, for good. Raises UsageError when somebody else has it."""
     deadline = time.monotonic() + LOCK_PATIENCE_S
     while (lock := take_lock(job)) is None:
@@ -318,18 +359,21 @@ def hold_lock(job: Job) -> int:
     return lock
 
 
-def finish_dead_job(job: Job, reason: str = "the supervisor was found dead", *, locked: bool = False) -> bool:
+def finish_dead_job(job: OurJob, reason: str = "the supervisor was found dead", *, locked: bool = False) -> bool:
     """Write the end of a job that nobody supervises any more; True if that was to be done.
 
     A no-op while a supervisor holds the lock, for a job that has ended or has not begun, where the journal is on
-    another machine, for another user's, and where the folder is read-only. The ledger catches up with the journal.
-    `locked`: our guardian has the lock for us.
+    another machine, for another user's, and where the folder is read-only. What a job has said of its end stands: where
+    its exit code or the copy of its journal is there, nothing is written over, and an original that does not tell the
+    end is restored from the copy. The ledger catches up with the journal. `locked`: our guardian has the lock for us.
     """
     from resihp.record import journal, journal_file
 
     path = job.journal_file
     if not job.is_writable or not is_own(path.parent) or not path.exists():
         return False
+    if job.read().host != socket.gethostname() and not locked:
+        return False  # of an earlier job of that name, whose journal is on this machine
     if is_succeeded(path):
         return False
     lock = None if locked else take_lock(job)
@@ -339,8 +383,12 @@ def finish_dead_job(job: Job, reason: str = "the supervisor was found dead", *, 
         try:
             records = journal_file.read_packed(path)
         except ProtocolError as error:
+            if _is_restored(job, []):
+                return False
             raise ProtocolError(f"job {job.name}: {error}") from error
-        if not records or any(isinstance(record.entry, journal.JobEnded) for record in records):
+        if not records or has_ended(records) or not is_journal_of(job.read().uuid, records):
+            return False
+        if _is_restored(job, records) or job.exit_code_file.exists():
             return False
         writer = journal_file.Journal(path)
         entry = journal.JobEnded(exit_code=1, state="abnormal", reason=reason)
@@ -359,7 +407,22 @@ def finish_dead_job(job: Job, reason: str = "the supervisor was found dead", *, 
     return True
 
 
-def copy_journal(job: Job) -> None:
+def _is_restored(job: OurJob, records: Sequence[Record]) -> bool:
+    """Put the copy of the journal in the place of the original, `records`, if it tells the job's end and begins as the
+    original does; whether that was done."""
+    from resihp.record import journal_file
+
+    try:
+        copied = journal_file.read_packed(job.journal_copy)
+    except (OSError, ProtocolError):
+        return False
+    if not has_ended(copied) or not is_journal_of(job.read().uuid, copied) or (records and copied[0] != records[0]):
+        return False
+    write_private(job.journal_file, read_plain(job.journal_copy, journal_file.MAX_FILE_BYTES), sync=True)
+    return True
+
+
+def copy_journal(job: OurJob) -> None:
     """Put a copy of the journal beside the job's other files."""
     source = job.journal_file
     if source.exists():

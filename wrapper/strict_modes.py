@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from resihp.errors import OwnershipError
+from resihp.plain_files import open_plain
 
 MAX_BYTES = 64 << 20
 """Of a file that is read whole: a configuration, an address, a key. The largest that we write has some hundred kB."""
@@ -35,31 +36,35 @@ def read_own(path: Path, most_bytes: int = MAX_BYTES, *, root_may: bool = False)
 
 
 def read_plain(path: Path, most_bytes: int = MAX_BYTES) -> bytes:
-    """The bytes of a plain file, whoever it belongs to. Raises OSError for a pipe, a device, a folder, or a file that
-    is larger than that, and never waits for one."""
+    """The bytes of a plain file, whoever it belongs to. Raises OSError for a link, a pipe, a device, a folder, or a
+    file that is larger than that, and never waits for one."""
     return _read(path, most_bytes, own=False)
 
 
 def _read(path: Path, most_bytes: int, *, own: bool, root_may: bool = False) -> bytes:
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (os.O_NOFOLLOW if own else 0)
     try:
-        descriptor = os.open(path, flags)
+        descriptor = open_plain(path)
     except OSError as error:
         if own and error.errno == errno.ELOOP:
             raise OwnershipError(f"{path}: is a link, where a file of yours is due; remove it") from None
         raise
-    try:
+    with os.fdopen(descriptor, "rb") as file:
         found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.EINVAL, "is no plain file", str(path))
         if own and not (root_may and os.geteuid() == 0 and not _open_to(found)):
             _check(path, found, "RESIHP_HOME")
         if found.st_size > most_bytes:
             raise OSError(errno.EFBIG, f"has {found.st_size} bytes, at most {most_bytes} are read", str(path))
-        with os.fdopen(descriptor, "rb", closefd=False) as file:
-            return file.read(found.st_size)
-    finally:
-        os.close(descriptor)
+        return file.read(found.st_size)
+
+
+def check_links(*folders: Path) -> None:
+    """Raises OwnershipError if one of them is a link that somebody else has made: it may lead anywhere. Our own links,
+    to another disk, say, are followed, and root's."""
+    for folder in folders:
+        found = folder.lstat()
+        if stat.S_ISLNK(found.st_mode) and found.st_uid not in (os.geteuid(), 0):
+            owner = _user(found.st_uid)
+            raise OwnershipError(f"{folder}: is a link of {owner}'s, and not followed; name where it leads")
 
 
 def write_private(path: Path, content: bytes, *, sync: bool = False) -> None:
@@ -94,6 +99,15 @@ def check_above(folder: Path, setting: str = "RESIHP_HOME") -> None:
                 f"{folder}: everybody may take it away, since {parent} is writable by all; "
                 f"chmod o-w {shlex.quote(str(parent))}, or set {setting} to a folder of yours elsewhere"
             )
+
+
+def somebody_elses(folder: Path) -> str:
+    """Name the other user whose folder, or link to one, is at a path; empty for ours, for root's, and for none."""
+    with suppress(OSError):
+        for found in (folder.lstat(), folder.stat()):
+            if found.st_uid not in (os.geteuid(), 0):
+                return _user(found.st_uid)
+    return ""
 
 
 def is_own(folder: Path) -> bool:

@@ -189,6 +189,9 @@ class Reader:
         except DBAPIError as error:
             self._connection.rollback()
             raise refusal(self._connection.engine.url, error) from error
+        except OverflowError as error:  # SQLite's driver has no number beyond 64 bits
+            self._connection.rollback()
+            raise UsageError(f"ledger {self.name}: a number that is asked for is larger than any in it") from error
         finally:
             self._part()
         return found

@@ -10,8 +10,8 @@ Decides nothing. One thread may number records (`Journal.stamp`) while another o
 
 from __future__ import annotations
 
+import errno
 import os
-import stat
 import threading
 import zlib
 from array import array
@@ -26,6 +26,7 @@ import msgspec
 
 from resihp.durable_files import sync_folder
 from resihp.errors import ProtocolError
+from resihp.plain_files import open_plain
 from resihp.protocol.framing import MAX_MESSAGE_BYTES
 from resihp.record.journal import AnyEntry, IterationCommitted, LeaderChosen, Record, first_seq
 from resihp.record.packing import first_of, pack, unpack
@@ -81,10 +82,7 @@ def read_packed(path: Path) -> list[Record]:
 def first(path: Path) -> Record | None:
     """The record that a journal begins with, without a look at the rest; None where there is no whole one. Raises
     ProtocolError, OSError as `read` does."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    with os.fdopen(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ProtocolError(f"journal {path}: is no plain file")
+    with os.fdopen(_opened(path), "rb") as file:
         content = file.read(len(MAGIC) + 8)
         content += file.read(min(int.from_bytes(content[len(MAGIC) : len(MAGIC) + 4], "little"), MAX_RECORD_BYTES))
     if content[: len(MAGIC)] != MAGIC[: len(content)]:
@@ -105,17 +103,20 @@ def torn_bytes(path: Path) -> int:
 def _content(path: Path) -> bytes:
     """Of the file, which is never waited for. Raises ProtocolError for a pipe, a device, or one that is far too large,
     OSError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    with os.fdopen(_opened(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > MAX_FILE_BYTES:
+            raise ProtocolError(f"journal {path}: has {size} bytes, more than any journal")
+        return file.read(size)
+
+
+def _opened(path: Path) -> int:
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise ProtocolError(f"journal {path}: is no plain file")
-        if found.st_size > MAX_FILE_BYTES:
-            raise ProtocolError(f"journal {path}: has {found.st_size} bytes, more than any journal")
-        with os.fdopen(descriptor, "rb", closefd=False) as file:
-            return file.read(found.st_size)
-    finally:
-        os.close(descriptor)
+        return open_plain(path)
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.ELOOP):
+            raise ProtocolError(f"journal {path}: is no plain file") from error
+        raise
 
 
 def _frame(body: bytes) -> bytes:

@@ -8,17 +8,22 @@ learns of the parts from the ranks' reports, and by whoever resumes.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from resihp.durable_files import write_durably
 from resihp.errors import CheckpointError
+from resihp.plain_files import open_plain
 
 MANIFEST = "manifest.json"
+MAX_MANIFEST_BYTES = 64 << 20
+"""Of one that is read; a part has some hundred bytes in it."""
 FORMAT = 1
 _FOLDER = re.compile(r"iteration-(\d{6,})")
 
@@ -80,16 +85,32 @@ def read_manifest(folder: Path) -> tuple[int, str, tuple[str, ...]]:
     Raises CheckpointError when it is incomplete: no readable manifest, or a part that is missing or cut short.
     """
     try:
-        content = json.loads((folder / MANIFEST).read_bytes())
+        content = _content(folder)
         if content["format"] != FORMAT:
             raise CheckpointError(f"checkpoint {folder}: format {content['format']}; this version reads {FORMAT}")
         parts = tuple(str(part["file"]) for part in content["parts"])
+        for name in parts:
+            if Path(name).name != name:
+                raise CheckpointError(f"checkpoint {folder}: part {name[:80]!a} is not in its folder")
         for part in content["parts"]:
             if (folder / part["file"]).stat().st_size != part["bytes"]:
                 raise CheckpointError(f"checkpoint {folder}: part {part['file']} is not of {part['bytes']} bytes")
         return int(content["iteration"]), str(content["fingerprint"]), parts
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"checkpoint {folder}: incomplete: {error}") from error
+
+
+def _content(folder: Path) -> dict[str, Any]:
+    """What a manifest says, whoever wrote it. Raises OSError for what is no plain file or too large, ValueError,
+    TypeError, RecursionError for what is none."""
+    with os.fdopen(open_plain(folder / MANIFEST, follow=True), "rb") as file:
+        content = file.read(MAX_MANIFEST_BYTES + 1)
+    if len(content) > MAX_MANIFEST_BYTES:
+        raise ValueError(f"{MANIFEST} has more than {MAX_MANIFEST_BYTES} bytes")
+    told = json.loads(content)
+    if not isinstance(told, dict):
+        raise TypeError(f"{MANIFEST} is no JSON object")
+    return told
 
 
 def newest_complete(root: Path, *, verify: bool = True) -> Path | None:
@@ -140,11 +161,12 @@ def _stored(folder: Path, verify: bool) -> Stored:
     try:
         _, _, parts = read_manifest(folder)
         written = folder / MANIFEST
-        told = json.loads(written.read_bytes())
+        told = _content(folder)
         layout, seconds = str(told.get("layout") or ""), told.get("seconds")
+        seconds = float(seconds) if isinstance(seconds, int | float) else None
         damaged = [part for part in parts if not _sound(folder / part)] if verify else []
         fault = f"{', '.join(damaged)} damaged" if damaged else ""
-    except CheckpointError as error:
+    except (CheckpointError, ValueError, TypeError, OverflowError, RecursionError) as error:
         fault = str(error).removeprefix(f"checkpoint {folder}: ").removeprefix("incomplete: ")
         fault = "no manifest: not all parts were written" if not (folder / MANIFEST).exists() else fault
     size = sum(file.stat().st_size for file in folder.iterdir() if file.name != MANIFEST)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import msgspec
 import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
+from typer.testing import CliRunner
 
 from db import migrate
 from db.engine import make_engine, resolve
@@ -33,6 +35,8 @@ from tests.db.conftest import BEGAN, Listener, started, story, write_journal
 from tests.db.exports import sealed, set_column
 from tests.db.postgres import SUPERUSER, Server
 from tests.db.test_migrate import execute, moved_to
+from wrapper.cli import app
+from wrapper.job_folder import create_local_job, id_of, write_private
 
 JOBS = 5
 MINE, THEIRS, BOARD, ADMIN = "alice", 'mallory "the" role', "board's $$ :x", "ledger_admin"
@@ -695,3 +699,31 @@ def test_who_was_granted_the_ledger_may_use_the_tables_that_an_upgrade_brings(sh
         assert asked(shared.board, f"SELECT * FROM {view}") == []
     with pytest.raises(DBAPIError, match="permission denied"):
         execute(shared.board, REPAIRED)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_looking_at_anothers_folder_changes_nothing_of_ones_own_on_the_server(
+    shared: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """His job.json names the ledger as she reaches it, and his journal begins as hers does, and goes on as he likes:
+    it was brought in with her rights, which row-level security allows."""
+    told = list(story(ended=False))
+    written(shared.alice, tmp_path / "hers", "local-1", iter(told))
+    monkeypatch.setenv("RESIHP_HOME", str(tmp_path / "his"))
+    monkeypatch.setenv("RESIHP_LOCAL", str(tmp_path / "local"))
+    job = create_local_job()
+    job.set_ledger(shared.alice)
+    forged = journal.JobEnded(exit_code=1, state="failed", reason="forged")
+    entries = [*told, (forged, told[-1][1] + 1.0)]
+    write_journal(job.journal_file, iter([(msgspec.structs.replace(started(), job="local-1"), BEGAN), *entries[1:]]))
+    write_private(job.journal_copy, job.journal_file.read_bytes())
+    write_private(job.exit_code_file, b"1\n")
+    with Reader.open(shared.alice) as reader:
+        before = reader.job("local-1")
+    assert before["uuid"] == id_of(job), "his journal passes for hers"
+    for path in (job.home, *job.home.rglob("*")):
+        os.chown(path, 54321, 54321, follow_symlinks=False)
+    for words in (("status", "--json"), ("history", "failures"), ("report", "--markdown"), ("db", "upgrade", "--all")):
+        CliRunner().invoke(app, list(words))
+    with Reader.open(shared.alice) as reader:
+        assert reader.job("local-1") == before

@@ -16,7 +16,7 @@ from tests.wrapper.run_requests import run_request
 from wrapper import registry
 from wrapper.commands.resume import checkpoint_folder_of
 from wrapper.config.run_spec import load
-from wrapper.job_folder import Job, create_local_job, find_job, note_end
+from wrapper.job_folder import Job, OurJob, create_local_job, find_job, note_end
 
 
 def made(home: Path, monkeypatch: pytest.MonkeyPatch, *, ended: bool = True) -> Job:
@@ -51,7 +51,7 @@ def test_a_job_of_a_moved_home_is_read_where_it_is_now_and_what_is_in_its_old_pl
     old.rename(new)
     after = made(old, monkeypatch)
     assert (before.name, before.folder) == (after.name, after.folder)
-    moved = Job(before.name, new / "jobs" / before.name)
+    moved = OurJob(before.name, new / "jobs" / before.name)
     state = json.loads(resihp("status", str(moved.folder), "--json").stdout)
     assert state["iteration"] == 3
     assert moved.ledger_url == f"sqlite:///{moved.folder}/ledger.db"
@@ -92,4 +92,4 @@ def test_a_ledger_elsewhere_is_where_it_was(fresh_home: Path, monkeypatch: pytes
     shared = f"sqlite:///{fresh_home}/shared.db"
     job.set_ledger(shared)
     old.rename(new)
-    assert Job(job.name, new / "jobs" / job.name).ledger_url == shared
+    assert OurJob(job.name, new / "jobs" / job.name).ledger_url == shared

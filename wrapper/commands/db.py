@@ -51,11 +51,13 @@ def upgrade(
         return
     if ledger is None or ledger == "sqlite":
         from db.engine import resolve
-        from wrapper.job_folder import find_job
-        from wrapper.output.ledgers import url_of
+        from wrapper.job_folder import find_job, not_ours, ours
+        from wrapper.output.ledgers import our_url
 
         found = find_job(job, acts=True)
-        ledger = url_of(found) if ledger is None else str(resolve("sqlite", found.folder))
+        if (own := ours(found)) is None:
+            raise not_ours(found, "its ledger is not upgraded")
+        ledger = our_url(own) if ledger is None else str(resolve("sqlite", own.folder))
     told = _upgrade(ledger)
     if as_json:
         print(to_json({"schema": SCHEMA, **told}))
@@ -82,14 +84,13 @@ def _upgrade(ledger: str) -> dict[str, Any]:
 def _upgrade_home() -> list[dict[str, Any]]:
     """The files that jobs of this home write to. A server's is for many, and named by itself."""
     from db.engine import file_of, resolve
-    from wrapper.job_folder import all_jobs, no_job_here
-    from wrapper.output.ledgers import url_of
+    from wrapper.job_folder import all_jobs, no_job_here, our_jobs
+    from wrapper.output.ledgers import our_url
 
-    jobs = all_jobs()
-    if not jobs:
+    if not all_jobs():
         raise no_job_here()
     rows, left = [], 0
-    for url in dict.fromkeys(url_of(job) for job in jobs):
+    for url in dict.fromkeys(our_url(job) for job in our_jobs()):
         if (file := file_of(resolve(url))) is None or not file.exists():
             continue
         try:
@@ -215,17 +216,17 @@ def import_jobs(
 def _own_ledger(path: Path) -> str:
     """Of the job whose journal it is, in this home. Raises UsageError if it is none."""
     from resihp.record import journal_file
-    from wrapper.job_folder import all_jobs
-    from wrapper.output.ledgers import url_of
+    from wrapper.job_folder import our_jobs
+    from wrapper.output.ledgers import our_url
 
     journals = [path, path / "journal"]
     found = next((each for each in journals if each.is_file() and _begins_as_journal(each)), None)
     records = journal_file.read_packed(found) if found is not None else []
     if records:
-        for job in all_jobs():
+        for job in our_jobs():
             own = job.records()
             if own and own[0] == records[0]:
-                return url_of(job)
+                return our_url(job)
     raise UsageError(f"{path}: not the journal of a job here; name the ledger with --ledger URL")
 
 
@@ -249,15 +250,15 @@ def prune(
     """
     from db.engine import masked
     from db.retention import prune as prune_rows
-    from wrapper.job_folder import all_jobs
-    from wrapper.output.ledgers import exists, url_of
+    from wrapper.job_folder import our_jobs
+    from wrapper.output.ledgers import exists, our_url
 
     before = moment(older_than)
     assert before is not None
     if ledger is not None and ledger != "sqlite":
         urls = [ledger]
     else:
-        urls = [url for url in dict.fromkeys(url_of(job) for job in all_jobs()) if exists(url)]
+        urls = [url for url in dict.fromkeys(our_url(job) for job in our_jobs()) if exists(url)]
     rows = [
         {"ledger": masked(url), **asdict(each)}
         for url in urls
@@ -292,12 +293,15 @@ def grant(
     """
     from db.engine import masked, resolve
     from db.grants import statements
-    from wrapper.output.ledgers import url_of
+    from wrapper.output.ledgers import our_url
 
     if ledger is None:
-        from wrapper.job_folder import find_job
+        from wrapper.job_folder import find_job, not_ours, ours
 
-        ledger = url_of(find_job())
+        found = find_job()
+        if (own := ours(found)) is None:
+            raise not_ours(found, "which database it names is not believed")
+        ledger = our_url(own)
     parsed = resolve(ledger)
     if parsed.get_backend_name() != "postgresql" or not parsed.database:
         raise UsageError(f"ledger {masked(ledger)}: has no users of its own; chmod says who may read a SQLite file")

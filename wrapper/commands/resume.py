@@ -30,7 +30,18 @@ from resihp.errors import (
 from resihp.record.journal import JobEnded, JobSignalled
 from resihp.worker.checkpoints import iteration_of, newest_complete
 from wrapper.config.run_spec import RunRequest, load
-from wrapper.job_folder import Job, all_jobs, find_job, home, named, other_homes, runs_of, write_private
+from wrapper.job_folder import (
+    Job,
+    all_jobs,
+    find_job,
+    home,
+    named,
+    not_ours,
+    other_homes,
+    ours,
+    runs_of,
+    write_private,
+)
 from wrapper.strict_modes import read_plain
 
 RUN_FILE = ".run"
@@ -203,15 +214,16 @@ def how_to_go_on(request: RunRequest) -> str:
 
 
 def _completed(run: Job) -> bool:
-    try:
-        return int(run.exit_code_file.read_text()) == 0
-    except (OSError, ValueError):
-        return False  # it did not get so far as to say how it ended
+    return run.exit_code() == 0  # None where it did not get so far as to say how it ended
 
 
 def checkpoint_folder_of(job: Job) -> Path:
     """Where a job wrote its checkpoints: a resumed one goes on in the folder that it took over."""
-    return Path(load(job.run_file).checkpoint_folder) if job.run_file.exists() else job.checkpoints
+    if job.run_file.exists():
+        return Path(load(job.run_file).checkpoint_folder)
+    if ours(job) is None:
+        raise not_ours(job, "its checkpoints are not looked at")
+    return job.checkpoints
 
 
 def _newest(folder: Path) -> Resumption | None:

@@ -102,9 +102,11 @@ def _asked(name: str | None, job: Row, rank: int) -> Row | None:
 
     from resihp.protocol.messages import AskStanding
     from wrapper.commands.operate.request import ask
-    from wrapper.job_folder import find_job
+    from wrapper.job_folder import find_job, ours
 
-    found = find_job(name)
+    found = ours(find_job(name))
+    if found is None:
+        return None  # where somebody else's supervisor listens is his to say, and nobody is connected to for a look
     if job["state"] != "running" or found.supervisor() is None:
         return None
     try:

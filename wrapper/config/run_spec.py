@@ -14,7 +14,7 @@ from resihp.errors import UsageError
 from resihp.record.journal import SlurmIdentity
 from resihp.settings import Settings
 from resihp.worker.forkserver import PRELOAD
-from wrapper.job_folder import Job, write_private
+from wrapper.job_folder import Job, OurJob, write_private
 from wrapper.launch.ports import Ports
 
 
@@ -127,8 +127,9 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
         return self.settings.job
 
     @property
-    def of_job(self) -> Job:
-        return Job(self.job, Path(self.folder))
+    def of_job(self) -> OurJob:
+        """Ours: `load` has looked who could have written the folder, and nobody else makes a request."""
+        return OurJob(self.job, Path(self.folder))
 
 
 def virtual_nodes(count: int) -> tuple[str, ...]:
@@ -146,7 +147,7 @@ def load(path: Path) -> RunRequest:
         request = msgspec.convert(found if "settings" in found else _of_0_1(found), RunRequest)
         checkpoints = str(job.now(Path(request.checkpoint_folder))) if request.checkpoint_folder else ""
         return msgspec.structs.replace(request, folder=str(job.folder), checkpoint_folder=checkpoints)
-    except (OSError, KeyError, TypeError, UnicodeError, RecursionError, msgspec.MsgspecError) as error:
+    except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"{path}: not a run of this version: {error}") from error
 
 

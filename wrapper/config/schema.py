@@ -37,11 +37,14 @@ from pydantic_settings import (
 from resihp.errors import ConfigurationError
 from resihp.settings import PlannerName
 from wrapper.config import values
+from wrapper.strict_modes import somebody_elses
 
 PREFIX = "RESIHP_"
 SEPARATOR = "__"
 
 SITE_FILE = Path("/etc/resihp.toml")
+HERE = Path("resihp.toml")
+"""In the current folder."""
 """The administrator's: the only place for [site]."""
 
 SECRETS = (("hooks", "webhook"),)
@@ -355,7 +358,7 @@ def read(
     paths = [] if job_file is None else [job_file]
     if job_file is not None and not job_file.is_file():
         raise ConfigurationError(f"{job_file}: no such file; resihp run --config names a TOML file")
-    paths += [path for path in (site_files() if site is None else site) if path.is_file()]
+    paths += [path for path in (site_files() if site is None else site) if path.is_file() and _is_read(path, job_file)]
     files = [(str(path), _parse(path)) for path in paths]
     given = {section: dict(keys) for section, keys in command_line.items() if keys}
     environment = _environment()
@@ -419,10 +422,23 @@ def check_partition(named: str, found: Configuration, whose: str, authority: str
             raise ConfigurationError(f"{whose}: {name} is not allowed by {authority}; choose {' or '.join(allowed)}")
 
 
+def _is_read(path: Path, job_file: Path | None) -> bool:
+    """Whether a file is read without having been named. Raises ConfigurationError for somebody else's in the current
+    folder: it says which commands are run and which servers are spoken to. The one that was named is read already."""
+    if path != HERE or not (owner := somebody_elses(path)):
+        return True
+    if job_file is not None and job_file.samefile(path):
+        return False
+    raise ConfigurationError(
+        f"{path.absolute()}: is {owner}'s, and not read only because it is in this folder; name it, "
+        f"resihp run --config {path} or resihp submit {path}, or make a copy of your own"
+    )
+
+
 def site_files() -> tuple[Path, ...]:
     """Files that are read when they exist, the strongest first."""
     configuration = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
-    return (Path("resihp.toml"), configuration / "resihp" / "config.toml", SITE_FILE)
+    return (HERE, configuration / "resihp" / "config.toml", SITE_FILE)
 
 
 def _parse(path: Path) -> dict[str, Any]:

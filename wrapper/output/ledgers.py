@@ -1,11 +1,13 @@
 """Where the ledgers are that a command reads: one job's, the one named with `--ledger`, or those of every job here.
 
-A job whose supervisor is gone is marked so first (`wrapper.job_folder.finish_dead_job`), and a ledger that lags behind
-the journal of a job that is over is brought up to it. Used by the commands that read ledgers.
+A job of ours whose supervisor is gone is marked so first (`wrapper.job_folder.finish_dead_job`), and a ledger that lags
+behind the journal of a job of ours that is over is brought up to it. Of somebody's job only the ledger file in its
+folder is read, as it is, whatever its job.json says. Used by the commands that read ledgers.
 """
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -16,10 +18,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from resihp.errors import JobNotFoundError, LedgerError, ResihpError
+from wrapper.strict_modes import read_plain
 
 if TYPE_CHECKING:
     from db.reading.queries import Reader
-    from wrapper.job_folder import Job
+    from wrapper.job_folder import Job, OurJob
 
 Found = TypeVar("Found")
 Row = dict[str, Any]
@@ -38,13 +41,14 @@ def opened(job: str | None, ledger: str | None) -> Iterator[tuple[Reader, dict[s
         with Reader.open(ledger) as reader:
             yield reader, reader.job(job)
         return
-    from wrapper.job_folder import find_job, finish_dead_job
+    from wrapper.job_folder import find_job, finish_dead_job, ours
 
     found = find_job(job)
     url = url_of(found) if ledger is None else _own_url(found)
     try:
-        finish_dead_job(found)
-        _bring_up_to_date(found, url)
+        if (own := ours(found)) is not None:
+            finish_dead_job(own)
+            _bring_up_to_date(own, url)
         if not exists(url):
             raise LedgerError(f"job {found.name}: {_no_ledger(found)}")
         reader = Reader.open(url)
@@ -82,12 +86,12 @@ def row_of(reader: Reader, job: Job) -> Row:
     Known by what its journal begins with. Where that is on another machine, by its host and when it began. Raises
     JobNotFoundError.
     """
-    from wrapper.job_folder import id_of
+    from wrapper.job_folder import id_of, ours
 
     if (uuid := id_of(job)) is not None:
         return reader.job(job.name, uuid=uuid)
-    file = job.read()
-    if file.host == socket.gethostname() and job.journal_file.parent.is_dir():
+    file, own = job.read(), ours(job)
+    if own is not None and file.host == socket.gethostname() and own.journal_file.parent.is_dir():
         raise JobNotFoundError(f"job {job.name}: has not begun; logs are in {job.logs}")
     return reader.job(job.name, host=file.host, started=datetime.fromtimestamp(file.created_at, UTC))
 
@@ -106,6 +110,15 @@ def _own_url(job: Job) -> str:
 
 
 def url_of(job: Job) -> str:
+    """Where a job's ledger may be read: of ours where its job.json says, of somebody's in its folder alone."""
+    from wrapper.job_folder import ours
+
+    own = ours(job)
+    return _own_url(job) if own is None else our_url(own)
+
+
+def our_url(job: OurJob) -> str:
+    """Where the ledger of a job of ours is, to be read and written."""
     return job.ledger_url or _own_url(job)
 
 
@@ -113,21 +126,20 @@ def exists(url: str) -> bool:
     from db.engine import file_of, resolve
 
     file = file_of(resolve(url))
-    return file is None or file.exists()
+    return file is None or os.path.lexists(file)
 
 
-def _bring_up_to_date(job: Job, url: str) -> None:
+def _bring_up_to_date(job: OurJob, url: str) -> None:
     """Bring in what the journal of a job that is over has and its ledger lacks.
 
     A ledger that a newer resihp made may be one to read alone: then it is read as it is, with a warning.
     """
     from db.reading.queries import Reader
 
-    path = next((path for path in (job.journal_file, job.journal_copy) if path.exists()), None)
-    if path is None or not job.is_over:
+    if not job.is_over:
         return
-    records = job.records()
-    if not records:
+    path, records = job.journal_told()
+    if path is None or not records:
         return
     if exists(url):
         with Reader.open(url) as reader:
@@ -233,8 +245,8 @@ def attempts_here(ledger: str | None, run: str | None = None) -> list[dict[str, 
         return []
     runs: dict[str, list[Job]] = {}
     for job in all_jobs():
-        with suppress(OSError, msgspec.DecodeError, UnicodeError):
-            runs.setdefault(msgspec.json.decode(job.run_file.read_bytes(), type=_RunName).run, []).append(job)
+        with suppress(OSError, ValueError, RecursionError):
+            runs.setdefault(msgspec.json.decode(read_plain(job.run_file), type=_RunName).run, []).append(job)
     found: list[dict[str, Any]] = []
     servers = _Servers()
     for name, jobs in runs.items():
@@ -252,7 +264,7 @@ def attempts_here(ledger: str | None, run: str | None = None) -> list[dict[str, 
 def _caught_up(job: Job, servers: _Servers, *, own: bool) -> str:
     """The URL of a job's ledger, brought up to its journal unless it tells the job's end already."""
     from db.reading.queries import Reader
-    from wrapper.job_folder import finish_dead_job
+    from wrapper.job_folder import finish_dead_job, ours
 
     url = _own_url(job) if own else url_of(job)
     servers.check(url)
@@ -264,14 +276,22 @@ def _caught_up(job: Job, servers: _Servers, *, own: bool) -> str:
                 row = {"ended_at": None}
         if row["ended_at"] is not None:
             return url
-    finish_dead_job(job)
-    _bring_up_to_date(job, url)
+    if (our_job := ours(job)) is not None:
+        finish_dead_job(our_job)
+        _bring_up_to_date(our_job, url)
     if not exists(url):
         raise LedgerError(_no_ledger(job))
     return url
 
 
 def _no_ledger(job: Job) -> str:
+    from wrapper.job_folder import ours
+
+    if ours(job) is None:
+        return (
+            f"{job.folder} is not yours alone, so nothing but a ledger in it is read, and it has none; "
+            "name the job's ledger yourself with --ledger"
+        )
     if job.never_began(time.time()):
         return f"never began: it has no supervisor, and no history; logs are in {job.logs}"
     return f"its ledger is not there yet; has it begun? logs are in {job.logs}"

@@ -6,6 +6,7 @@ A node that came as a replacement belongs to a Slurm job of its own, and only th
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,10 +17,15 @@ def shells(slurm_job: str, nodes: Sequence[Row], replacements: Sequence[Row]) ->
     """Commands by node, of those that the job has. `nodes`, `replacements`: rows of the ledger's tables."""
     guests = {row["node"]: row["slurm_job"] for row in replacements if row["outcome"] == "joined" and row["slurm_job"]}
     return {
-        row["node"]: f"srun --jobid={guests.get(row['node'], slurm_job)} --overlap -w {row['node']} --pty bash"
+        row["node"]: _command(guests.get(row["node"], slurm_job), row["node"])
         for row in nodes
         if row["lost_at"] is None and row["released_at"] is None
     }
+
+
+def _command(slurm_job: str, node: str) -> str:
+    """Quoted: whoever wrote the ledger chose the names, and whoever reads this types it."""
+    return f"srun --jobid={shlex.quote(slurm_job)} --overlap -w {shlex.quote(node)} --pty bash"
 
 
 def line(commands: Mapping[str, str]) -> str:

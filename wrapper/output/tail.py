@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from resihp.plain_files import is_plain, open_plain
+
 CHUNK_BYTES = 1 << 16
 LONGEST_LINE_BYTES = 1 << 20
 """Of a line that does not end so much is waited for, and then it is shown as it is."""
@@ -22,9 +24,9 @@ REDRAWN_EVERY_S = 5.0
 def last_lines(path: Path, lines: int) -> tuple[list[str], int]:
     """The last `lines` of a file, and where it ended then, in bytes. Reads no more of it than it has to.
 
-    A line that is still being written is one of them. Raises OSError.
+    A line that is still being written is one of them. Raises OSError, also for a link, a pipe or a device.
     """
-    with path.open("rb") as file:
+    with os.fdopen(open_plain(path), "rb") as file:
         end = start = file.seek(0, os.SEEK_END)
         chunks: list[bytes] = []
         ends = 0
@@ -63,7 +65,7 @@ class GrowingFiles:
         """The lines that have come since the last call. A file that became shorter is read from its beginning."""
         for path, at in list(self._read.items()):
             with suppress(OSError):
-                if (end := path.stat().st_size) != at:
+                if is_plain(path) and (end := path.lstat().st_size) != at:
                     yield from self._added(path, at if end > at else 0)
             yield from self._redrawn(path)
 
@@ -76,7 +78,7 @@ class GrowingFiles:
     def _added(self, path: Path, at: int) -> Iterator[tuple[Path, str]]:
         if at == 0:
             self._begun.pop(path, None)
-        with path.open("rb") as file:
+        with os.fdopen(open_plain(path), "rb") as file:
             file.seek(at)
             while content := file.read(CHUNK_BYTES):
                 self._read[path] = at = at + len(content)

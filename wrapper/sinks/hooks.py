@@ -29,6 +29,7 @@ from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from resihp.errors import ConfigurationError
+from resihp.plain_files import open_plain
 from resihp.record import journal
 from wrapper.job_folder import write_private
 from wrapper.sinks.queue import MOST_WAITING, Aside, UndeliveredError
@@ -241,7 +242,7 @@ def url_in(path: Path) -> str:
     """The URL that a file of ours holds. Raises ConfigurationError unless nobody else may read it."""
     subject = f"[hooks] webhook_file {path}"
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_plain(path, follow=True), "rb") as file:
             status = os.fstat(file.fileno())
             content = file.read(LONGEST_URL_FILE)
     except OSError as error:

@@ -1,4 +1,5 @@
-"""How far a job is, in a small file of its folder (`job_files.ProgressFile`): `resihp jobs` opens no ledger for it.
+"""How far a job is, in a small file of its folder (`job_files.ProgressFile`): `resihp jobs` opens no ledger for it; and
+in job.json, which journal is the job's.
 
 Listens to the journal (`wrapper.sinks.fanout`). A thread of its own replaces the file, at most every `EVERY_S`, so that
 nobody waits for a folder that hangs. Nothing depends on it: what cannot be written is logged once, and whoever finds
@@ -16,7 +17,8 @@ import msgspec
 
 from resihp.errors import JobNotFoundError
 from resihp.record import journal
-from wrapper.job_files import Job, LastIteration, ProgressFile
+from resihp.record.job_uuid import job_uuid
+from wrapper.job_files import LastIteration, OurJob, ProgressFile
 from wrapper.output.progress import RECENT
 from wrapper.strict_modes import write_private
 
@@ -51,9 +53,11 @@ class ProgressFileWriter:
     """A listener. `past`: the records of those who led before us."""
 
     def __init__(
-        self, job: Job, past: Sequence[journal.Record] = (), *, clock: Callable[[], float] = time.time
+        self, job: OurJob, past: Sequence[journal.Record] = (), *, clock: Callable[[], float] = time.time
     ) -> None:
         self._job = job
+        self._uuid = ""
+        """Of the job, from the first record of its journal; empty once job.json has it."""
         self._clock = clock
         self._found = ProgressFile(began_at=0.0, written_at=0.0, nodes=0, gpus_per_node=0)
         self._layout_before = ""
@@ -82,6 +86,9 @@ class ProgressFileWriter:
 
     def _follow(self, record: journal.Record) -> None:
         match record.entry:
+            case journal.JobStarted() if record.seq == 1:
+                self._uuid = job_uuid(record)
+                self._found = after(self._found, record)
             case journal.PlanDecided():
                 self._layout_before = self._found.layout
                 self._found = after(self._found, record)
@@ -103,6 +110,9 @@ class ProgressFileWriter:
         try:
             if self._began_at is None:  # read here, since files may hang
                 self._began_at = self._job.read().created_at
+            if self._uuid:
+                self._job.set_uuid(self._uuid)
+                self._uuid = ""
             told = msgspec.structs.replace(self._found, began_at=self._began_at, written_at=self._clock())
             write_private(self._job.progress_file, msgspec.json.encode(told))
             self._failed = False

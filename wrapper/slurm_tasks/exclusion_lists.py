@@ -15,7 +15,7 @@ from pathlib import Path
 from slurm.client import Slurm
 from slurm.drains.exclusions import Exclusion, Exclusions, avoided, clusters
 from wrapper import registry
-from wrapper.job_folder import home
+from wrapper.job_folder import check_our_home, home, is_our_home
 
 _log = logging.getLogger("slurm")
 
@@ -65,8 +65,11 @@ def known(of: Iterable[Exclusions]) -> list[Exclusion]:
 def exclude(cluster: str, node: str, reason: str, until: float, now: float) -> Exclusion:
     """Keep a node out of all of the user's jobs; this home's list has it as well, for jobs of an older version that run
     already. Raises ExclusionError."""
-    here, mine = Exclusions(home(), cluster), own(cluster)
-    places = [each for each in (mine, here) if each is not None and (each is mine or home().is_dir())] or [here]
+    here, mine = home(), own(cluster)
+    if mine is None or is_our_home(here):
+        places = [*([] if mine is None else [mine]), Exclusions(check_our_home(here), cluster)]
+    else:
+        places = [mine]
     return max((each.add(node, reason, until, now=now) for each in places), key=lambda added: added.expires_at)
 
 
@@ -90,4 +93,5 @@ def given_all_the_same(cluster: str, nodes: Collection[str], now: float) -> list
 def _roots(here: Path | None = None) -> list[Path]:
     place = registry.place()
     homes = [Path(entry.home) for entry in registry.entries()[0] if entry.slurm_job]
-    return list(dict.fromkeys([here or home(), *([place.parent] if place else []), *homes]))
+    every = dict.fromkeys([here or home(), *([place.parent] if place else []), *homes])
+    return [each for each in every if is_our_home(each)]

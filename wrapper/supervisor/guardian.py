@@ -107,8 +107,8 @@ def _await_successor(request: RunRequest) -> int:
     print(f"resihp: job {request.job}: no quorum follows this supervisor; waiting for its successor", file=sys.stderr)
     heard_at = time.monotonic()
     while time.monotonic() - heard_at < SUCCESSOR_PATIENCE_S:
-        with suppress(OSError, ValueError):
-            return int(job.exit_code_file.read_text())
+        if (code := job.exit_code()) is not None:
+            return code
         if _is_led(job):
             heard_at = time.monotonic()
         time.sleep(LOOK_EVERY_S)

@@ -17,7 +17,7 @@ from resihp.protocol.forwarding import records_in
 from resihp.record.journal import Record
 from resihp.record.journal_file import Journal, decode, read_packed
 from resihp.record.quorum import Membership
-from wrapper.job_folder import Job
+from wrapper.job_folder import OurJob
 from wrapper.strict_modes import check_folder
 
 
@@ -75,7 +75,7 @@ class Replica:
             self.membership.apply(record)
 
 
-def local_place(job: Job) -> Path:
+def local_place(job: OurJob) -> Path:
     """The job's folder on this machine's own disk, made if it is not there.
 
     Raises UsageError if it cannot be made, or is not ours alone: somebody else could forge what we find there.

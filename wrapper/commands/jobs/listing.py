@@ -26,7 +26,7 @@ from resihp.errors import JobNotFoundError, ResihpError
 from wrapper import registry
 from wrapper.exit_codes import REQUEUE
 from wrapper.job_files import NEVER_BEGAN, STARTS_S, entry_of, home
-from wrapper.job_folder import Job, all_jobs, finish_dead_job, is_there, job_of, note_end
+from wrapper.job_folder import Job, all_jobs, finish_dead_job, is_there, job_of, note_end, ours
 from wrapper.registry import QUEUED, KnownJob
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ NOT_SEEN = "not seen from here"
 """Of a folder that another host made."""
 NOT_TOLD = "unknown"
 """Of a job that nobody seems to supervise, and whose journal is elsewhere; or whose folder cannot be looked at."""
+UNFIT = (ResihpError, OSError, ValueError, ArithmeticError, RecursionError)
+"""What a job may cause whose files or ledger hold anything: one such job keeps none of the others from being listed."""
 LAST_S = 86400.0
 """So long after its end a job is listed."""
 KEPT_S = 30 * 86400.0
@@ -74,7 +76,7 @@ def listed(*, every: bool, now_s: float, say: Say, slurm: Slurm | None = None) -
                     hidden += 1
                 else:
                     rows.append(_row(entry, now_s, None if entry.home in silent else ledgers))
-            except (ResihpError, OSError) as error:
+            except UNFIT as error:
                 say(f"warning: job {entry.name}: {entry.folder}: {error}")
                 rows.append(_row(entry, now_s, None))
     for row in _that_are_over(rows, slurm, say):
@@ -151,13 +153,15 @@ def _settled(entry: KnownJob, now_s: float, say: Say) -> KnownJob:
     """The entry, with the end of a job that is over and whose end was not noted."""
     if entry.ended_at is not None or not is_there(entry):
         return entry
-    job = job_of(entry)
+    job = ours(job_of(entry))
+    if job is None:
+        return entry  # somebody else may have written what is there
     try:
         if job.is_led:
             return entry
         if job.exit_code_file.exists() or finish_dead_job(job) or job.never_began(now_s):
             return note_end(job) or entry
-    except (ResihpError, OSError) as error:
+    except UNFIT as error:
         say(f"warning: job {job.name}: {error}")
     return entry
 
@@ -283,7 +287,7 @@ class _Ledgers:
             }
         except JobNotFoundError:
             return {}  # it has just begun
-        except (ResihpError, OSError) as error:
+        except UNFIT as error:
             self._say(f"warning: job {job.name}: {error}")
             return {}
 

@@ -18,9 +18,10 @@ import msgspec
 import typer
 
 from resihp.errors import ResihpError, UsageError
+from resihp.plain_files import is_plain
 from wrapper.output.answers import SCHEMA, JobArgument, JsonOption, message, to_json
 from wrapper.output.tail import GrowingFiles, last_lines
-from wrapper.strict_modes import read_plain
+from wrapper.strict_modes import check_links, read_plain
 
 if TYPE_CHECKING:
     from wrapper.job_folder import Job
@@ -127,8 +128,9 @@ def logs(
 def files_of(job: Job, wanted: Whose) -> list[Path]:
     """Logs of these processes that are there."""
     try:
-        every = [path for path in job.logs.iterdir() if path.suffix == ".log"]
-    except FileNotFoundError:
+        check_links(job.logs)
+        every = [path for path in job.logs.iterdir() if path.suffix == ".log" and is_plain(path)]
+    except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise ResihpError(f"job {job.name}: {job.logs}: {error.strerror}") from error
@@ -170,7 +172,7 @@ def _cannot_come(job: Job, wanted: Whose) -> str:
     nodes that come instead of others have."""
     try:
         most = msgspec.json.decode(read_plain(job.run_file), type=_Asked).settings
-    except (OSError, UnicodeError, RecursionError, msgspec.DecodeError):
+    except (OSError, ValueError, RecursionError):
         return ""  # it is just being written, or by an older version
     ranks = (most.nodes + most.replacements) * most.gpus_per_node * (1 + most.come_backs)
     if wanted.rank is not None and wanted.rank >= ranks:
@@ -243,7 +245,7 @@ def _rows(ends: dict[Path, list[str]]) -> list[dict[str, object]]:
 
 def _look(path: Path) -> _Look:
     try:
-        found = path.stat()
+        found = path.lstat()
     except OSError:
         return _Look(0, 0.0)
     return _Look(found.st_size, found.st_mtime)

@@ -233,9 +233,9 @@ def _most_drained() -> int | None:
 def _exclusions(slurm: Slurm, of: Path | None = None) -> Exclusions:
     """This home's list, or that of another."""
     from slurm.drains.exclusions import Exclusions
-    from wrapper.job_folder import home
+    from wrapper.job_folder import check_our_home, home
 
-    return Exclusions(of or home(), slurm.cluster())
+    return Exclusions(check_our_home(of or home()), slurm.cluster())
 
 
 def _list_with(slurm: Slurm, node: str) -> Exclusions:

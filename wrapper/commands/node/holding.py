@@ -60,8 +60,9 @@ def home_of(job_id: str) -> Path:
 def lists_with(node: str, cluster: str, now: float) -> list[Exclusions]:
     """Of all homes that are known, those that keep the node out of the user's jobs."""
     from slurm.drains.exclusions import Exclusions
+    from wrapper.job_folder import is_our_home
 
-    lists = [Exclusions(each, cluster) for each in _homes()]
+    lists = [Exclusions(each, cluster) for each in _homes() if is_our_home(each)]
     return [each for each in lists if any(item.node == node for item in each.current(now))]
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 
 from resihp.errors import JobNotFoundError, ProtocolError
+from resihp.plain_files import open_plain
 from resihp.record import journal
 from wrapper.job_folder import Job
 
@@ -34,8 +36,8 @@ def last_words(job: Job) -> str:
         return ""
     log = job.logs / f"{nodes[failed]}.rank{failed}.log"
     try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - MOST_BYTES))
+        with os.fdopen(open_plain(log), "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - MOST_BYTES))
             lines = file.read().decode(errors="replace").split("\n")
     except OSError:
         return ""

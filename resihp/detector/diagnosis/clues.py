@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from resihp.detector.diagnosis import connections
+from resihp.detector.diagnosis import connections, outside
 from resihp.detector.diagnosis.signatures import EXCEPTION, SIGNATURES, Signature
 from resihp.protocol.messages import Clue
 
@@ -76,6 +76,8 @@ def read_log(tail: str, clock: Clock | None = None) -> tuple[Clue, ...]:
             error = _clean(text[raised.error : _end(text, start)])
             named["error"] = error[: LINE_CHARACTERS // 2]
             signature = connections.of_exception(signature, error, raised.file, before if raised.chained else None)
+            following = text[_end(text, start) : _end(text, start) + _AROUND]
+            signature = outside.of_exception(signature, error, raised.file, following)
             before = signature
         kind = f"xid {int(named['xid'])}" if "xid" in named else signature.kind
         when = time_of(text[start : _end(text, start)], clock or Clock())

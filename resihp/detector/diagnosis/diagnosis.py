@@ -133,7 +133,7 @@ class _Verdict:
             return again
         if signature.category == "storage" and len(self.nodes) > 1:
             return self._of_all(single, f"{len(self.nodes)} nodes: {self._words()}").but(blames_node=False)
-        if signature.category == "program" and len(self.ranks) > 1:
+        if signature.category in ("program", "service") and len(self.ranks) > 1:
             return self._program(single)
         if signature.category == "link" and signature.depth == Depth.TRANSFER:
             towards = f" its peer {next(iter(self.peers))}" if len(self.peers) == 1 else " its peer"

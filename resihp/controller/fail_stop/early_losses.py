@@ -171,8 +171,13 @@ def _is_the_scripts(job: Job) -> bool:
         if member.raised is not None and rank not in followers:
             by_error.setdefault(failures.alike(member.raised.error), []).append(rank)
     worst = max(by_error.values(), key=len, default=[])
-    if _is_common(job, worst, nodes):
-        incidents.program_is_broken(job, min(worst), len(worst))
+    if _is_common(job, worst, nodes) and not root_causes.lost_a_peer(job, worst[0]):
+        if root_causes.may_pass(job, worst[0]):
+            raised = job.members[min(worst)].raised
+            assert raised is not None
+            incidents.outside_is_broken(job, worst, f"raised the same: {raised.error}")
+        else:
+            incidents.program_is_broken(job, worst)
         return True
     return _ends_alike(job, nodes)
 
@@ -194,7 +199,11 @@ def _ends_alike(job: Job, nodes: set[str]) -> bool:
     status, worst = max(by_status.items(), key=lambda item: len(item[1]), default=(0, []))
     if not _is_common(job, worst, nodes):
         return False
-    incidents.program_ends(job, worst, status)
+    if all(root_causes.may_pass(job, rank) for rank in worst):
+        words = root_causes.own_words(job, job.members[worst[0]])
+        incidents.outside_is_broken(job, worst, f"failed alike; {words}")
+    else:
+        incidents.program_ends(job, worst, status)
     return True
 
 

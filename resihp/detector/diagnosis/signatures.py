@@ -311,8 +311,9 @@ _HOST = (
         advice="ulimit -n on the nodes, or fewer files"),
     _row("heap", "program", TOLD, "the program damaged its own memory", ("double free or corruption", "free(): invalid",
         "malloc(): ", "corrupted size vs"), component="process"),
-    _row("fatal python", "program", TOLD, "the interpreter crashed", "Fatal Python error: ", component="process",
-        certainty=0.5),
+    # faulthandler says "Aborted" of any abort, and so of NCCL's watchdog: that is how it ended, not why.
+    _row("fatal python", "program", TOLD, "the interpreter crashed", "Fatal Python error: ",
+        "Fatal Python error: (?!Aborted)", component="process", certainty=0.5),
 )  # fmt: skip
 
 _SECONDARY = (

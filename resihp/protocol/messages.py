@@ -608,13 +608,15 @@ class WorkerBeat(msgspec.Struct, frozen=True, kw_only=True):
     """Last progress of one worker as its agent knows it.
 
     `age_s` is the time since the worker's own thread last beat; `state` the kernel's process state letter (R, S, D,
-    T, Z).
+    T, Z). `idle_s`: for how long neither the process nor anything that it started has done any work; None of a worker
+    that has said what it trains, and of those of an agent that does not look.
     """
 
     rank: int
     age_s: float
     state: str
     progress: Progress | None
+    idle_s: float | None = None
 
 
 class Beat(Message, frozen=True, kw_only=True):

@@ -120,7 +120,7 @@ def incident(job: Job, member: Member, status: int, *, alone: bool = False) -> N
     devices = condemned or root_causes.failed_on_its_device(job, member)
     blamed = (member.raised is None and status != m.ABORT_STATUS) or devices or alone
     # An abort is no program's fault either, nor is storage or a service that it lost.
-    nobodys = not blamed and (member.raised is None or root_causes.may_pass(job, member.rank))
+    nobodys = not blamed and (member.raised is None or root_causes.is_from_outside(job, member.rank))
     before = job.record.dead_devices if job.stage == "gathering" else job.dead_devices  # early, it is its first process
     dead = condemned or (member.node, member.device) in before
     if job.stage != "gathering":  # there it was told when it happened

@@ -72,7 +72,9 @@ def outside_is_broken(job: Job, ranks: list[int], what: str) -> None:
     member = job.members[rank]
     if member.raised is not None:
         job.say("error", traceback_of(job, rank))
-    evidence = member.raised.traceback[-4000:] if member.raised is not None else "\n".join(root_causes.lines(job, rank))
+    evidence = (
+        member.raised.traceback[-4000:] if member.raised is not None else "\n".join(root_causes.log_lines(job, rank))
+    )
     job.incidents.append(
         Incident(
             kind="fail-stop",

@@ -22,8 +22,9 @@ from resihp.controller.fail_stop import same_errors
 from resihp.controller.state.incidents import Incident
 from resihp.controller.state.job import Job
 from resihp.controller.state.members import Follows, Member
+from resihp.detector.diagnosis.candidates import kind_of_raised
 from resihp.detector.diagnosis.diagnosis import Diagnosis, Report, diagnose, read_log
-from resihp.detector.diagnosis.signatures import CONNECTION_FAILED, Depth, signature_of
+from resihp.detector.diagnosis.signatures import CONNECTION_FAILED, EXCEPTION, Depth, signature_of
 from resihp.protocol.messages import ABORT_STATUS, Clue
 from resihp.record.journal import Diagnosed
 
@@ -57,44 +58,55 @@ def failed_on_its_device(job: Job, member: Member) -> bool:
     return raised and _own(job, member).category not in ("program", "memory")
 
 
-def may_pass(job: Job, rank: int) -> bool:
-    """Whether a rank failed for something outside of its script and of its node: storage, a service, a connection.
+def is_from_outside(job: Job, rank: int) -> bool:
+    """Whether storage, or a service that its script asks, is why a rank failed: neither the script nor its node."""
+    return _kind_of_end(job, rank)[0] in OUTSIDE
 
-    Another run may do well then, with the same script on the same nodes.
+
+def may_pass(job: Job, rank: int) -> bool:
+    """Whether another run may do well, with the same script on the same nodes: also where a connection failed.
+
+    Without a traceback nothing tells whether that was one to a service.
     """
-    found = _of_what_ended(job, rank)
+    category, code = _kind_of_end(job, rank)
     member = job.members[rank]
-    is_located = member.raised is None or bool(member.raised_clues)  # without a traceback it may be one to a peer
-    return found.category in OUTSIDE or (found.code == CONNECTION_FAILED.kind and is_located)
+    is_traced = member.raised is None or any(clue.raised for clue in member.raised_clues)
+    return category in OUTSIDE or (code == CONNECTION_FAILED.kind and is_traced)
 
 
 def may_be_the_programs(job: Job, rank: int) -> bool:
     """Whether what a rank failed of could be its script's doing. A device or a peer that it lost never is."""
-    return not may_pass(job, rank) and _of_what_ended(job, rank).category in THE_PROGRAMS
+    return not may_pass(job, rank) and _kind_of_end(job, rank)[0] in THE_PROGRAMS
 
 
 def lost_a_peer(job: Job, rank: int) -> bool:
     """Whether a rank failed of a connection to others of its process group, and of nothing else."""
-    return _of_what_ended(job, rank).category in ("secondary", "link")
+    return _kind_of_end(job, rank)[0] in ("secondary", "link")
 
 
 def advice(job: Job, rank: int) -> str:
     """What to do about the end of a rank."""
-    return _of_what_ended(job, rank).advice
+    signature = signature_of(_kind_of_end(job, rank)[1])
+    return signature.advice if signature is not None else _own(job, job.members[rank]).advice
 
 
-def lines(job: Job, rank: int) -> tuple[str, ...]:
+def log_lines(job: Job, rank: int) -> tuple[str, ...]:
     """The lines of its log by which a rank's end is told."""
-    return _of_what_ended(job, rank).evidence
+    return _own(job, job.members[rank]).evidence
 
 
-def _of_what_ended(job: Job, rank: int) -> Diagnosis:
-    """The verdict on what a rank raised, whatever its log says besides; without that, on how it ended."""
+def _kind_of_end(job: Job, rank: int) -> tuple[str, str]:
+    """Category and code of what a rank raised, whatever its log says besides; without that, of how it ended."""
     member = job.members[rank]
     if member.raised is None:
-        return _own(job, member)
-    clues = member.raised_clues or read_log(f"Traceback (most recent call last):\n{member.raised.error}\n")
-    return diagnose([Report(rank=rank, node=member.node, device=member.device, exit=1, clues=clues)])
+        found = _own(job, member)
+        return found.category, found.code
+    signature = kind_of_raised(member.raised_clues)
+    if signature is None:
+        signature = (
+            kind_of_raised(read_log(f"Traceback (most recent call last):\n{member.raised.error}\n")) or EXCEPTION
+        )
+    return signature.category, signature.kind
 
 
 def note_failed(job: Job, member: Member) -> None:

@@ -37,7 +37,7 @@ def come_back(job: Job, lost: Member) -> None:
         return
     if job.departure is not None or job.excused(lost.node, job.now):
         return
-    outside = root_causes.failed_on_its_device(job, lost) or root_causes.may_pass(job, lost.rank)
+    outside = root_causes.failed_on_its_device(job, lost) or root_causes.is_from_outside(job, lost.rank)
     by_script = lost.raised is not None and not outside
     if by_script or lost.unwilling or device in job.dead_devices or not job.nodes[lost.node].alive:
         return

@@ -188,6 +188,13 @@ def _ended_it(clue: Clue, status: int | None) -> bool:
     return status == -signals.SIGABRT and _OF_CPLUSPLUS.search(clue.line) is not None
 
 
+def kind_of_raised(clues: Sequence[Clue]) -> Signature | None:
+    """The kind of the exception that counts of those that a program raised; None where none is among the clues."""
+    raised = [clue for clue in clues if clue.raised]
+    telling = _telling(raised) or (raised[-1] if raised else None)
+    return None if telling is None else signature_of(telling.kind)
+
+
 def _telling(raised: Sequence[Clue]) -> Clue | None:
     """Of a program's exceptions the last that is not a peer's doing; of the chain it belongs to, the most telling.
 

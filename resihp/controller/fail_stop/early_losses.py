@@ -123,7 +123,7 @@ def _budget_is_spent(job: Job) -> None:
             _too_few(job, f"lost, and no rank was ready to train within {budget}")
         return
     for rank in sorted(job.start.awaited):
-        give_up(job, job.members[rank], f"not ready to train within {budget} of the start")
+        _fence(job, job.members[rank], f"not ready to train within {budget} of the start")
 
 
 def _part_with(job: Job) -> None:
@@ -134,14 +134,13 @@ def _part_with(job: Job) -> None:
         if member is None or not member.alive:
             continue
         if member.fenced is None and (member.raised is not None or member.unwilling):
-            give_up(job, member, "did not end after its script had failed")
+            _fence(job, member, "did not end after its script had failed")
         elif member.fenced is not None and job.now - job.start.early_at > job.settings.hang_given_up_s:
             job.start.awaited.discard(rank)
             incidents.bury(job, member, -signals.SIGKILL)
 
 
-def give_up(job: Job, member: Member, reason: str) -> None:
-    """Kill a process that is not waited for any more; its exit decides what follows."""
+def _fence(job: Job, member: Member, reason: str) -> None:
     if member.fenced is None:
         member.fenced, member.declared = reason, None
         job.start.early_at = job.now

@@ -8,7 +8,8 @@ plan; of training that declared itself `watchdog.judge_leaving` decides.
 
 from __future__ import annotations
 
-from resihp.controller.fail_stop import early_losses
+from resihp.controller.fail_stop import incidents
+from resihp.controller.state.incidents import Incident
 from resihp.controller.state.job import Job
 from resihp.controller.state.members import Member
 from resihp.record.describe import rank_list
@@ -46,10 +47,33 @@ def judge(job: Job) -> None:
             )
     if idle_s < limit_s:
         return
-    for member in live:
-        early_losses.give_up(
-            job, member, f"idle for {idle_s:.0f} s while {others} ([job] idle_limit is {limit_s:.0f} s)"
+    _end(job, live, f"idle for {idle_s:.0f} s while {others}")
+
+
+def _end(job: Job, idle: list[Member], how: str) -> None:
+    """End the job for the processes that are left. Whether their work was done is not known: it has failed."""
+    ranks = [member.rank for member in idle]
+    job.incidents.append(
+        Incident(
+            kind="fail-stop",
+            component="process",
+            cause=f"{rank_list(ranks)} did not end: {how}",
+            evidence="\n".join(f"pid {member.pid} on node {member.node}: {_state(member)}" for member in idle),
+            found_at=job.now,
+            iteration=job.record.committed + 1,
+            epoch=job.epoch,
+            ranks=set(ranks),
         )
+    )
+    where = ", ".join(job.where(rank) for rank in ranks)
+    incidents.end(
+        job, 1, f"{where}: did not end, {how}; [job] idle_limit, here {job.settings.idle_limit_s:.0f} s, allows more"
+    )
+
+
+def _state(member: Member) -> str:
+    """What the kernel says of a process."""
+    return f"state {member.beat.state}" if member.beat is not None else "nothing was heard of it"
 
 
 def idle_for_s(member: Member) -> float:

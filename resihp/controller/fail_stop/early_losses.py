@@ -300,11 +300,13 @@ def _end_for(job: Job, failed: list[int]) -> None:
     place = job.record.placements[rank]
     where = f"rank {rank} ({place.node} device {place.device})"
     member = job.members.get(rank)
+    same = _raised_the_same(job, rank, causes)
     if member is None:
         told = f"could not be started: {job.record.refused[rank]}"
     elif member.raised is not None:
         job.say("error", incidents.traceback_of(job, rank))
-        told = f"{member.raised.error}{failures.early(job)}; other ranks did not raise it"
+        others = f"{len(same)} more raised the same" if same else "other ranks did not raise it"
+        told = f"{member.raised.error}{failures.early(job)}; {others}"
     elif member.unwilling:
         told = member.unwilling
     else:
@@ -312,8 +314,8 @@ def _end_for(job: Job, failed: list[int]) -> None:
         if member.follows in ("perhaps", "surely"):
             how = root_causes.own_words(job, member).removeprefix(f"rank {rank}").lstrip(": ")
         told = f"{how}{failures.early(job)}; its log, {place.node}.rank{rank}.log, tells more"
-    if len(causes) > 1:
-        told += f"; {len(causes) - 1} more failed"
+    if more := len(causes) - 1 - len(same):
+        told += f"; {more} more failed"
     if followers:
         told += (
             f"; {len(followers)} others then lost their peer" if len(followers) > 1 else "; another then lost its peer"
@@ -323,6 +325,16 @@ def _end_for(job: Job, failed: list[int]) -> None:
     if plain:
         job.say("notice", incidents.NOT_RESTARTED)
     incidents.end(job, 1, f"{where}: {told}")
+
+
+def _raised_the_same(job: Job, rank: int, among: list[int]) -> list[int]:
+    """The others of these ranks that raised what a rank did, whatever numbers it names."""
+    texts = {
+        other: failures.alike(member.raised.error)
+        for other in {rank, *among}
+        if (member := job.members.get(other)) is not None and member.raised is not None
+    }
+    return [other for other in texts if other != rank and texts[other] == texts.get(rank)]
 
 
 def _in_order(job: Job, ranks: set[int]) -> list[int]:

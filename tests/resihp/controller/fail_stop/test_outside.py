@@ -107,6 +107,7 @@ def test_a_lost_peer_on_all_ranks_is_not_the_scripts_doing() -> None:
     all_raise(job, GLOO_CLOSED)
     assert job.end is not None
     assert job.end[0] == 1
+    assert job.end[1].endswith("; 3 more raised the same")
 
 
 # --- while training -----------------------------------------------------------------------------------------------

@@ -131,7 +131,7 @@ def test_a_script_whose_last_line_destroys_its_process_group_ends(job: Job) -> N
     of two runs with four ranks."""
     job.folder.mkdir(parents=True)
     (job.folder / "train.py").write_text(ENDS_AT_ONCE)
-    job.start(command=(sys.executable, str(job.folder / "train.py")), nodes=2, gpus=4, tp=1, pp=1).wait(60)
+    job.start(command=(sys.executable, str(job.folder / "train.py")), nodes=2, gpus=4, tp=1, pp=1).wait(180)
     assert job.status == 0, job.stderr
     assert messages(job)[-1] == "done"
 

@@ -5,6 +5,7 @@ Decides which lines count and of which rank they are; `diagnosis` weighs them. P
 
 from __future__ import annotations
 
+import re
 import signal as signals
 from collections.abc import Mapping, Sequence
 
@@ -17,6 +18,21 @@ from resihp.protocol.messages import ABORT_STATUS, Clue
 BEFORE_S = 900.0
 """A line may be this much older than the end that it explains: NCCL waits 10 minutes for a peer, as PyTorch sets it."""
 AFTER_S = 120.0
+MOST_LAST_LINES = 20
+"""A program that writes more lines of output than this has lived with what it wrote before."""
+SENT_BY_OTHERS = frozenset({-signals.SIGKILL, -signals.SIGTERM, -signals.SIGINT, -signals.SIGHUP, -signals.SIGUSR1})
+"""Signals that no process ends itself by."""
+OF_A_KILL = frozenset({"loader killed"})
+"""Kinds of lines that tell of a kill, and may explain another one."""
+UNSPECIFIC = frozenset({"nccl cuda", "nccl system", "nccl internal", "cuda error", "cuda libraries"})
+"""Kinds of exceptions that say that CUDA or NCCL failed, and not of what: a line beside them does."""
+_OF_CPLUSPLUS = re.compile(r"what\(\)|terminate called|ProcessGroup\w{1,8}\.cpp|NCCL WARN|[Ww]atchdog")
+_OF_WHAT_IS_HANDLED = re.compile(
+    r"(?i:(?<!NCCL )warn|caught|retry|retries|ignor|fall(?:ing|s)? ?back|skipp|(?<!un)handled|recovered|"
+    r"temporary (?:cache|dir)|instead)|"
+    r"\b(?:INFO|DEBUG)\b|(?:^|[\[\s])W\d{4}\b"
+)
+"""Words of a line whose writer goes on: a warning, an attempt that is made again, another way."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,16 +72,18 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     until: float | None
     clue: Clue | None = None
     line: str = ""
+    survived: bool = False
+    """Whether the process went on after it, or ended by something that this line is not: evidence, and no cause."""
 
     @property
     def kind(self) -> str:
         return self.clue.kind if self.clue is not None else self.signature.kind
 
     @property
-    def order(self) -> tuple[float, float, int]:
+    def order(self) -> tuple[bool, float, float, int]:
         """Nearest to a root first, then the earliest."""
         known = self.until if self.until is not None else float("inf")
-        return self.signature.depth, known, self.report.rank if self.report is not None else -1
+        return self.survived, self.signature.depth, known, self.report.rank if self.report is not None else -1
 
     def named(self, what: str) -> str:
         return self.clue.named.get(what, "") if self.clue is not None else ""
@@ -127,9 +145,54 @@ def _of_log(clues: Sequence[Clue], report: Report) -> list[Candidate]:
             continue
         lives_on = not report.ended and signature.depth < Depth.SIGN and signature.category != "link"
         overtaken = clue.raised and clue is not telling and signature.depth != Depth.AFTER
-        if not lives_on and not overtaken:
-            found.append(_candidate(clue, report, report, signature))
+        if lives_on or overtaken:
+            continue
+        candidate = _candidate(clue, report, report, signature)
+        if candidate is not None and _was_survived(clue, signature, report, telling):
+            candidate = msgspec.structs.replace(candidate, survived=True)
+        found.append(candidate)
     return [candidate for candidate in found if candidate is not None]
+
+
+def _was_survived(clue: Clue, signature: Signature, report: Report, telling: Clue | None) -> bool:
+    """Whether a line of a log is not why its process ended: a line that a library logs is lived with as a rule.
+
+    The process ended by what it raised, if it raised anything that tells why; by a signal that somebody else sent; or
+    long after the line, as the output in between shows. A device or a node is never condemned on a line that was only
+    logged: by what was raised, in Python or in C++ that then aborted, it may be.
+    """
+    if not report.ended or signature.depth > Depth.RAISED:
+        return False
+    status = report.exit
+    if status is not None and 128 < status <= 192:
+        status = 128 - status
+    if status in SENT_BY_OTHERS and signature.kind not in OF_A_KILL:
+        return True
+    if clue.lines_after > MOST_LAST_LINES:
+        return True
+    if clue.raised:
+        return False
+    if _ended_it(clue, status):
+        return False
+    if _OF_WHAT_IS_HANDLED.search(clue.line):
+        return True
+    told = signature_of(telling.kind) if telling is not None else None
+    if told is not None and told.depth <= Depth.RAISED:
+        return True
+    asks_which = told is not None and told.kind in UNSPECIFIC
+    return signature.category in ("device", "node") and not asks_which
+
+
+def _ended_it(clue: Clue, status: int | None) -> bool:
+    """Whether C++ ended the process by what this line says: it aborts on an exception that nobody catches."""
+    return status == -signals.SIGABRT and _OF_CPLUSPLUS.search(clue.line) is not None
+
+
+def kind_of_raised(clues: Sequence[Clue]) -> Signature | None:
+    """The kind of the exception that counts of those that a program raised; None where none is among the clues."""
+    raised = [clue for clue in clues if clue.raised]
+    telling = _telling(raised) or (raised[-1] if raised else None)
+    return None if telling is None else signature_of(telling.kind)
 
 
 def _telling(raised: Sequence[Clue]) -> Clue | None:
@@ -227,7 +290,7 @@ def _of_end(report: Report, clued: Sequence[Candidate]) -> Candidate | None:
     status = report.exit
     if status is not None and 128 < status <= 192:
         status = 128 - status  # a shell's or container's way to tell of a signal
-    own = [candidate.signature for candidate in clued if candidate.report is report]
+    own = [candidate.signature for candidate in clued if candidate.report is report and not candidate.survived]
     crashed = status is not None and -status in CRASHES
     ordered = status is not None and status < 0 and any(c.signature.category == "allocation" for c in clued)
     explained = any(signature.depth <= Depth.RAISED for signature in own)

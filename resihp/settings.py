@@ -120,7 +120,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     search_s: float = 0.0
     """With these, for how long a better plan is looked for than the one that is found at once; 0: not at all."""
     recheck_s: float = 60.0
-    """How often a slow device that stands by is measured again."""
+    """How often a slow device that stands by is measured again. One that a probe set aside is sooner at first, and ten
+    times as rarely in the end."""
     signal_grace_s: float = 20.0
     """How long a checkpoint may take once Slurm has signalled all of the job; it kills the rest."""
 

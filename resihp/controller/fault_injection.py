@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal as signals
 
 from resihp.controller import interface as api
+from resihp.controller.state.incidents import ArmedFault
 from resihp.controller.state.job import Job
 from resihp.controller.state.members import Member, natural
 from resihp.faults import Fault
@@ -81,6 +82,29 @@ def inject(job: Job, fault: Fault, waiting: int | None = None) -> str | None:
     return None
 
 
+def stay_slow(job: Job, rank: int) -> None:
+    """Make a process slow that starts on a device, node or link that an injected fault has made slow: it is the device
+    that is, not the process that died on it."""
+    place = job.record.placements[rank]
+    for fault in _lasting(job):
+        of_device = fault.rank is not None and job.record.placements[fault.rank] == place
+        if not of_device and place.node not in (fault.node, *(fault.link or ())):
+            continue
+        assert fault.speed is not None
+        slow = m.Slow(speed=fault.speed, until=fault.until, link=fault.link, every=fault.every)
+        job.order((rank,), slow)
+        if fault.until is not None:
+            job.slowed.append(((rank,), slow))
+
+
+def _lasting(job: Job) -> list[Fault]:
+    """Return the injected `slow` faults that are not over, in the order in which they were armed or asked for."""
+    fired = [armed.fault for armed in job.faults.values() if armed.fault.id in job.record.fired]
+    return [
+        fault for fault in fired if fault.kind == "slow" and (fault.until is None or job.record.committed < fault.until)
+    ]
+
+
 def end_slowness(job: Job) -> None:
     """Who stands by does not see iterations pass: it is told when a `slow` fault is over."""
     over = [each for each in job.slowed if job.record.committed >= (each[1].until or 0)]
@@ -94,5 +118,7 @@ def inject_asked(job: Job, event: api.InjectAsked) -> None:
         obstacle: str | None = f"{event.fault.kind} needs a moment: use resihp run --fault"
     else:
         obstacle = inject(job, event.fault)
+        if obstacle is None and event.fault.kind == "slow":
+            job.faults[event.fault.id] = ArmedFault(event.fault)
     text = obstacle or f"{event.fault} injected in iteration {job.record.committed + 1}"
     job.do(api.Reply(request=event.request, ok=obstacle is None, text=text))

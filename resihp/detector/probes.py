@@ -37,6 +37,17 @@ ALIKE = 0.9
 """Witnesses of which one reaches less than this of their median are disturbed themselves: nobody is judged by them."""
 LOOKS = (3, 5)
 """At a device in doubt: before it is found unfit, and after which the doubt is in its favour."""
+SHARED_LOOKS = (5, 10)
+"""The same while training goes on beside it, on processors that others share: there a look tells less, and nobody waits
+for the verdict."""
+SUSPECT_LOOKS = 3
+"""At a suspect on shared processors, before a probe says anything against it."""
+
+AGAIN_S = 5.0
+"""How soon a device that a probe set aside is measured again; after each further one in twice the time."""
+RARELY = 10
+"""So many times `recheck_s` at most lie between two of these probes."""
+MOST_DOUBLINGS = 30
 
 LINK_LOOKS = 3
 """At a link between ranks that share their machine's processors with others: each of them has to find it slow."""
@@ -153,21 +164,23 @@ def judge_again(
     *,
     shared: bool = True,
     wanted: Thresholds = USUAL,
+    within: tuple[int, int] = LOOKS,
 ) -> Judged | None:
     """A device in doubt against its witnesses, by the best that each gave in as many looks; None: look once more.
 
     Others' work only ever makes a device look slower than it is: the best of all looks comes closest, and once the
     witnesses come to the same it is what they can do. Until then nothing is known, and in the end nothing held against
-    the device; unless it is far below the slowest of them, and has its processor to itself, not `shared` with others.
+    the device, unless it is far below the slowest of them. Where processors are `shared` that takes many looks.
+    `within`: how many looks it takes to find a device unfit, and after how many it is judged in any case.
     """
     peers = _median(witnesses)
     every = _against(own, peers, "of its peers")
     sure = _against(own, _where_alike(witnesses, peers), "of its peers")
-    if not shared:
+    least, most = within
+    if not shared or looks >= SHARED_LOOKS[1]:
         flops, memory_bytes = min(one.flops for one in witnesses), min(one.memory_bytes for one in witnesses)
         slowest = _against(own, Speed(flops=flops, memory_bytes=memory_bytes), "of its slowest peer")
         sure += [each for each in slowest if each[0] < wanted.fit]
-    least, most = LOOKS
     if sure and min(sure)[0] < wanted.fit:
         speed, text = min(sure)
         if looks < least:
@@ -191,6 +204,13 @@ def _where_alike(witnesses: Sequence[Speed], median: Speed) -> Speed:
         if min(one.memory_bytes for one in witnesses) >= ALIKE * median.memory_bytes
         else 0.0,
     )
+
+
+def again_in_s(times_unfit: int, recheck_s: float) -> float:
+    """Return the seconds until a device is measured again that so many probes in a row have found unfit: soon at first,
+    then ever more rarely."""
+    doublings = min(max(times_unfit - 1, 0), MOST_DOUBLINGS)
+    return min(min(AGAIN_S, recheck_s) * 2.0**doublings, RARELY * recheck_s)
 
 
 def best(one: Speed, other: Speed) -> Speed:

@@ -70,7 +70,7 @@ MOST_VOTERS = 63
 """Agents that choose a leader and keep copies of the journal. Where a quarter of 2,048 nodes dies at once, more than
 half of them live on but in 7 cases of a million."""
 RECOVERED = 0.95
-"""A device that stands by for being unfit is fit again when a probe gives this share of its peers' speed."""
+"""A slow device that stands by is as fast as before when a probe gives this share of its peers' speed."""
 
 
 def fold(entries: Iterable[AnyEntry]) -> JobRecord:
@@ -367,10 +367,14 @@ def _probes(record: JobRecord, entry: ProbesTaken) -> None:
             record.reference.setdefault(place, Speed(flops=flops, memory_bytes=memory_bytes, hardware=probe.hardware))
         no_answer = not probe.fit and probe.speed is None
         (record.unanswered.add if no_answer else record.unanswered.discard)(place)
-        if entry.occasion in ("start", "join"):
-            (record.unfit.discard if probe.fit else record.unfit.add)(place)
-        elif entry.occasion == "standby" and probe.fit and (probe.speed or 0.0) >= RECOVERED:
+        if entry.occasion == "suspicion":
+            continue
+        if probe.fit:
             record.unfit.discard(place)
+            record.unfit_probes.pop(place, None)
+        elif entry.occasion != "standby" or place in record.unfit:
+            record.unfit.add(place)
+            record.unfit_probes[place] = record.unfit_probes.get(place, 0) + 1
 
 
 # --- nodes out, nodes in ------------------------------------------------------------------------------------------

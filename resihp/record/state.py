@@ -231,6 +231,8 @@ class JobRecord:
     """That failed the probe before they were given work: they stand by."""
     unanswered: set[Device] = field(default_factory=set)
     """Devices whose last probe failed or gave no answer: not even a copy of state is safe there."""
+    unfit_probes: dict[Device, int] = field(default_factory=dict)
+    """How many probes in a row each of them failed: the more, the later it is measured again."""
     reference: dict[Device, Speed] = field(default_factory=dict)
     """What each device's first good probe gave, or would have, had all not lost a share of it by then."""
     common_share: Speed | None = None

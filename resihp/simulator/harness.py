@@ -7,7 +7,7 @@ clock, `Rules` (rules.py) assert after every event what architecture.md and inte
     .venv/bin/python -m resihp.simulator.harness 4711 --beats    with the agents' beats
     .venv/bin/python -m resihp.simulator.harness 0 5000          many seeds: violations by kind, exit codes
     ... --storm, --orphan, --slurm, --slow       the same with `Scenario.stormy`, `.orphaned`, `.allocated`, `.sluggish`
-    ... --stop, --start, --ramp                  ... and with `.stopped`, `.hindered`, `.ramped`
+    ... --stop, --start, --ramp, --noise         ... and with `.stopped`, `.hindered`, `.ramped`, `.noisy`
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ def main(arguments: list[str]) -> int:
         "--start": Scenario.hindered,
         "--ramp": Scenario.ramped,
         "--harassed": Scenario.harassed,
+        "--noise": Scenario.noisy,
     }
     draw = next((kinds[argument] for argument in arguments if argument in kinds), Scenario.drawn)
     numbers = [int(argument) for argument in arguments if argument.isdigit()]

@@ -316,11 +316,16 @@ class Worker:
         if rng.random() < unfit / 4:
             return
         bad = self.slow = rng.random() < (0.9 if self.slow else unfit)  # most that are slow stay so
+        flops = rng.uniform(0.2, 0.8) if bad else rng.uniform(0.97, 1.03)
+        memory_bytes = 1.0
+        if self.world.scenario.noise and self.world.record.plan is not None:
+            disturbed = rng.random() < self.world.scenario.noise
+            memory_bytes = rng.uniform(0.54, 0.8) if disturbed else rng.uniform(0.9, 1.0)
         peers = [pair[pair[0] == self.rank] for round_ in order.pairs for pair in round_ if self.rank in pair]
         self.say(
             m.Probed(
                 probe=order.probe,
-                speed=m.Speed(flops=rng.uniform(0.2, 0.8) if bad else rng.uniform(0.97, 1.03), memory_bytes=1.0),
+                speed=m.Speed(flops=flops, memory_bytes=memory_bytes),
                 transfers=tuple(m.Transfer(peer=peer, seconds=rng.uniform(0.9, 1.1)) for peer in peers),
                 seconds=0.1,
                 error="the device fails" if rng.random() < unfit / 4 else "",

@@ -7,7 +7,8 @@ interface.md ("Detection times", exit codes).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
 
 from resihp.controller import interface as api
 from resihp.controller import planning, replan_policy
@@ -35,7 +36,7 @@ from resihp.record.journal import (
     Suspected,
     WorkerEnded,
 )
-from resihp.record.state import Placement
+from resihp.record.state import Device, Placement
 from resihp.scheduler.layouts.mirrors import layers_held_once, with_mirrors
 from resihp.simulator.holdings import after, drawn, everything, needed
 from resihp.simulator.scenario import SIGINT, SIGKILL, SIGTERM
@@ -46,11 +47,23 @@ if TYPE_CHECKING:
 
 EPSILON = 1e-6
 
+RECHECK_S = 2.0
+"""How much later than it says a device that a probe set aside may be measured again: it takes a tick, and a second
+where it was being measured."""
 PATIENCE = 6
 """Iterations until a newcomer must have been given the work that there is for it."""
 
 LONGEST_CHANGE_S = 15.0
 """Training that is left when no change of layout is asked for any more: longer than any takes here."""
+
+
+class SetAside(NamedTuple):
+    """A device that stands by for what a probe said of it."""
+
+    times: int
+    """Probes in a row that found it unfit."""
+    since: float
+    """When the last one did, or was asked for, or training began to go on after it."""
 
 
 class Violation(AssertionError):
@@ -121,6 +134,8 @@ class Rules:
         self.exposed: tuple[tuple[int, frozenset[int]], int] | None = None
         """Under which epoch state has one holder though which ranks could hold a copy, and the iterations committed
         when that began."""
+        self.set_aside: dict[Device, SetAside] = {}
+        """Devices that stand by for what a probe said of them."""
 
     def took_over(self) -> None:
         """Another supervisor knows what is in the journal, suspicions too, and remembers no orders or answers."""
@@ -131,6 +146,7 @@ class Rules:
         self.reported = self.committed  # what was told to the one before, and is not in the journal, it takes along
         known = [0, *self.plans, *(node.epoch for node in self.world.nodes.values())]
         self.highest_epoch = max(known)  # what nobody was told of never was
+        self._wait_anew(self.set_aside)
 
     def begin(self) -> None:
         """Before each answer."""
@@ -142,6 +158,7 @@ class Rules:
         match action:
             case api.Log():
                 self.check_entry(action.entry)
+                self.note_verdicts(action.entry)
             case api.Order():
                 expect(bool(action.ranks), "an order to nobody")
                 self.check_order(action)
@@ -176,6 +193,7 @@ class Rules:
         if self.plan is not None and not self.began:
             self.began = True
             self.check_beginning(self.plan)
+        self.check_set_aside()
         if self.taking_over:  # nobody was there who could have given them work
             self.declared_at = {rank: max(since, self.committed) for rank, since in self.declared_at.items()}
         if self.world.end is not None:
@@ -324,9 +342,8 @@ class Rules:
                     expect(fired, f"fault {order.fault} is told to fire without an entry in the journal")
                 return
             case m.Probe():
-                if order.after_iteration is not None:
-                    self.check_announcement(action.ranks, order)
-                return  # else at any time, to anybody
+                self.check_probe(action.ranks, order)
+                return
             case m.Slow():
                 return
             case m.Save() | m.SaveNext():
@@ -346,6 +363,12 @@ class Rules:
         if step < 2:  # several orders for the same epoch go to some each
             self.taking_part = set(action.ranks) | (self.taking_part if epoch == self.parking else set())
             self.parking = epoch
+
+    def check_probe(self, ranks: tuple[int, ...], order: m.Probe) -> None:
+        """Of devices at any time, of anybody; of links announced ahead while training goes on."""
+        if order.after_iteration is not None:
+            self.check_announcement(ranks, order)
+        self._wait_anew([self.world.controller.job.device_of(rank) for rank in ranks])
 
     def check_announcement(self, ranks: tuple[int, ...], order: m.Probe) -> None:
         """Ahead of everybody, to both ends of every link, of pairs that are disjoint in each round.
@@ -656,6 +679,43 @@ class Rules:
             len(job.changed_at.get(job.device_of(rank), ())) >= replan_policy.MOST_PROTECTIVE_CHANGES for rank in able
         )
         expect(not gained or often, f"layers {sorted(gained)} have one holder, and ranks {sorted(able)} hold nothing")
+
+    def note_verdicts(self, entry: AnyEntry) -> None:
+        """Remember which devices a probe sets aside, and how often in a row."""
+        if isinstance(entry, PlanInEffect):
+            self._wait_anew(self.set_aside)
+        if not isinstance(entry, ProbesTaken) or entry.occasion == "suspicion":
+            return
+        for probe in entry.devices:
+            device = probe.node, probe.device
+            before = self.set_aside.pop(device, None)
+            if not probe.fit and (before is not None or entry.occasion != "standby"):
+                times = 1 if before is None else before.times + 1
+                self.set_aside[device] = SetAside(times, self.world.now)
+
+    def _wait_anew(self, devices: Iterable[Device]) -> None:
+        """These are being measured, or cannot have been: from now on they are waiting to be."""
+        for device in devices:
+            if device in self.set_aside:
+                self.set_aside[device] = self.set_aside[device]._replace(since=self.world.now)
+
+    def check_set_aside(self) -> None:
+        """No live device stands by for a probe for longer than until the next one is due: 5 s after the first, twice
+        that after the second, and so on up to ten times `recheck_s`."""
+        job = self.world.controller.job
+        if not job.training or self.taking_over or self.world.leaderless or self.world.stopping.is_on:
+            return
+        busy = {rank for examination in job.examinations.values() for rank in examination.asked}
+        busy |= {rank for looks in job.rechecks.second_looks.values() for rank in looks.doubted}
+        for rank in set(job.ready) - set(job.record.computing) - busy - job.unmeasured:
+            aside = self.set_aside.get(job.device_of(rank))
+            if aside is None:
+                continue
+            due_s = min(5.0 * 2 ** (aside.times - 1), 10 * job.settings.recheck_s)
+            idle_s = self.world.now - aside.since
+            expect(
+                idle_s <= due_s + RECHECK_S, f"rank {rank}: stands by for {idle_s:.1f} s, to be measured in {due_s} s"
+            )
 
     def check_suspicion(self, entry: Suspected) -> None:
         """Silence and slowness are numbered in one sequence, and each suspicion ends with what it came to."""

@@ -175,6 +175,8 @@ class Scenario:
     """Workers share their machines' processors."""
     unfit: float = 0.0
     """Chance that a probe comes out badly; half as often it fails, or is not answered."""
+    noise: float = 0.0
+    """Chance that a healthy device looks slow in a probe while others train on the same machine."""
 
     @property
     def batch_sizes(self) -> BatchSizes:
@@ -258,6 +260,21 @@ class Scenario:
             examine=True,
             unfit=0.5,
             limit_s=3000.0,
+        )
+
+    @classmethod
+    def noisy(cls, seed: int) -> Scenario:
+        """A longer job that is measured, all of whose devices are well and many of whose probes say otherwise."""
+        rng = random.Random(seed + 8_000_000)
+        drawn = rng.choice([cls.drawn, cls.orphaned, cls.stormy, cls.stormy])(seed)
+        return dataclasses.replace(
+            drawn,
+            examine=True,
+            iterations=drawn.iterations + rng.choice([20, 60]),
+            noise=rng.choice([0.3, 0.6, 0.9]),
+            shared=rng.random() < 0.7,
+            come_backs=8,
+            limit_s=5 * drawn.limit_s,
         )
 
     @classmethod

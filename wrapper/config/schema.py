@@ -119,7 +119,8 @@ class AdaptSection(Section):
     detect: bool = True
     """Look for slow devices and links while training."""
     recheck_s: float = Field(default=60.0, gt=0)
-    """How often a slow device that stands by is measured again."""
+    """How often a slow device that stands by is measured again. One that only failed its probe is after 5 s (or this,
+    if that is less), and then ever more rarely, up to ten times this."""
     planner: PlannerName = "resihp"
     """By whose rules the job is planned anew. For comparison: `resihp-paper`, the paper's; `paper-tp` and
     `paper-tp-pp`, its first steps alone; `drop-replica`, which gives up replicas that lose a device."""

@@ -112,7 +112,7 @@ class IdleGpus:
 
     def probed(self, device: Device, occasion: str, speed: float | None, *, fit: bool) -> None:
         """As `resihp.record.fold` has it: what failed is not fit until it passes."""
-        if fit:
+        if fit and occasion != "suspicion":
             self.unfit.pop(device, None)
         elif occasion in ("start", "join"):
             self.unfit[device] = occasion, speed

@@ -17,11 +17,14 @@ import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal
 
+import msgspec
+
 from resihp.controller.state.examinations import Examination
 from resihp.controller.state.job import Job
 from resihp.detector import probes, suspects
 from resihp.detector.findings import Finding
 from resihp.protocol import messages as m
+from resihp.record.fold import RECOVERED
 from resihp.record.journal import DeviceProbe, LinkProbe, ProbesTaken
 from resihp.record.state import Device, Link
 
@@ -41,15 +44,16 @@ def begin(
     ranks: Iterable[int],
     pairs: Sequence[Sequence[tuple[int, int]]] = (),
     findings: Iterable[Finding] = (),
-) -> None:
+) -> Examination:
     """Ask ranks to measure their devices, and with `pairs` (rounds of them) the links between them."""
     job.probes += 1
     asked = tuple(sorted(ranks))
-    job.examinations[job.probes] = Examination(
+    begun = job.examinations[job.probes] = Examination(
         probe=job.probes, occasion=occasion, asked=asked, asked_at=job.now, findings=[*findings], after=job.furthest
     )
     rounds = tuple(tuple(pair for pair in round_) for round_ in pairs)
     job.order(asked, m.Probe(probe=job.probes, pairs=rounds))
+    return begun
 
 
 def begin_link(
@@ -100,11 +104,11 @@ def overdue(job: Job) -> list[Examination]:
 
 def _busy_s(job: Job, examination: Examination) -> float:
     """How much longer answers may take: ranks that train answer between two iterations, and an evaluation may come
-    before the next. A rank that has reported one since had its chance."""
-    training = any(rank in job.record.working for rank in examination.silent)
-    if not training or examination.ahead_s or not job.training:
+    before the next. A rank that has reported one since had its chance, and so had one that has no work."""
+    if examination.ahead_s or not job.training:
         return 0.0
-    had = any(job.members[rank].stepped > examination.after for rank in examination.silent)
+    working = job.record.working
+    had = any(rank not in working or job.members[rank].stepped > examination.after for rank in examination.silent)
     return 0.0 if had else LONGEST_S
 
 
@@ -129,9 +133,12 @@ def conclude(job: Job, examination: Examination) -> dict[int, probes.Judged]:
     asked = set(examination.asked)
     judged = {rank: verdict for rank, verdict in judged.items() if rank in asked}
     judged |= {rank: verdict for rank, verdict in examination.settled.items() if rank in found}
-    if examination.occasion != "suspicion":
-        slower = _slower_than_in_former_jobs(job, found, found | known | examination.best)
-        judged |= {rank: verdict for rank, verdict in slower.items() if judged[rank].fit}
+    judged |= _unconfirmed(job, examination, judged)
+    comparable = found
+    if examination.occasion != "start":  # what trains beside it was not at work when former jobs were measured
+        comparable = {rank: speed for rank, speed in found.items() if not examination.answers[rank].shared}
+    slower = _slower_than_in_former_jobs(job, comparable, found | known | examination.best)
+    judged |= {rank: verdict for rank, verdict in slower.items() if judged[rank].fit}
     for rank, why in untried.items():
         judged[rank] = probes.Judged(rank=rank, speed=None, fit=True, evidence=f"not measured: {why}")
         job.say("notice", f"{job.where(rank)}: {judged[rank].evidence}")
@@ -156,16 +163,52 @@ def measured(examination: Examination) -> dict[int, m.Speed]:
     return {rank: answer.speed for rank, answer in answers if not answer.error and not answer.untried}
 
 
+def _unconfirmed(job: Job, examination: Examination, judged: Mapping[int, probes.Judged]) -> dict[int, probes.Judged]:
+    """Return the devices that one look at shared processors found slow, and no witness beside them: they count as fit,
+    for others at work on the machine make a healthy device look as slow. What stands by goes on doing so."""
+    fit: dict[int, probes.Judged] = {}
+    if examination.occasion == "standby":
+        return fit
+    for rank, verdict in judged.items():
+        answer = examination.answers.get(rank)
+        settled = rank in examination.settled or verdict.fit or verdict.speed is None
+        if answer is None or settled or not answer.shared:
+            continue
+        fit[rank] = msgspec.structs.replace(verdict, fit=True)
+        job.say(
+            "notice",
+            f"{job.where(rank)}: {verdict.evidence}, in one look, on shared processors and with no other device to "
+            "compare it with: not held against it",
+        )
+    return fit
+
+
 def in_doubt(job: Job, examination: Examination) -> dict[int, str]:
-    """Of the start's: devices that are slow or nearly so, by this one short probe, and what it says of them."""
+    """Return the devices that are slow or nearly so, by this one short probe, and what it says of them.
+
+    One look at a device that stands by, and has its processor to itself, is good enough to find it as slow as before.
+    """
     found = measured(examination)
-    judged = probes.judge_devices(found, {}, _past(job, found))
-    doubts = {rank: judged[rank].evidence for rank in probes.in_doubt(judged)}
-    slow, known = _slow_nodes(job, found)
-    if 2 * len(slow) <= known:
+    known = {} if examination.occasion == "start" else _fleet(job, examination)
+    past = {rank: _usual(job, job.device_of(rank)) for rank in _past(job, found)}
+    judged = probes.judge_devices(found | known, {}, past)
+    if examination.occasion == "standby":
+        return {rank: judged[rank].evidence for rank in found if _standby_in_doubt(job, examination, judged[rank])}
+    doubts = {rank: judged[rank].evidence for rank in probes.in_doubt(judged) if rank in found}
+    slow, known_nodes = _slow_nodes(job, found | known)
+    if 2 * len(slow) <= known_nodes:
         names = {rank: job.members[rank].node for rank in found}
         doubts |= {rank: slow[name][1] for rank, name in names.items() if name in slow and rank not in doubts}
     return doubts
+
+
+def _standby_in_doubt(job: Job, examination: Examination, judged: probes.Judged) -> bool:
+    if judged.speed is None:
+        return False
+    shared, device = examination.answers[judged.rank].shared, job.device_of(judged.rank)
+    if device in job.record.unfit:
+        return judged.speed < probes.NEAR and (shared or judged.speed >= job.settings.detection.thresholds.fit)
+    return shared and judged.speed < RECOVERED
 
 
 def _usual(job: Job, device: Device) -> m.Speed:
@@ -182,19 +225,39 @@ def _past(job: Job, ranks: Iterable[int]) -> dict[int, m.Speed]:
     return {rank: reference[device] for rank in ranks if (device := job.device_of(rank)) in reference}
 
 
-def conclude_suspicion(job: Job, examination: Examination) -> suspects.Verdicts:
-    """Judge suspects beside their witnesses, or everybody, remember and tell it. A live rank that did not answer is not
-    fit; of one that answers that it could not be measured nothing is known."""
-    job.examinations.pop(examination.probe, None)
+def best_of_looks(examination: Examination) -> dict[int, m.Speed]:
+    """Return the best that each device gave in all looks at it: others at work only make it look slower than it is."""
+    found, before = measured(examination), examination.best
+    return found | {rank: probes.best(found.get(rank, speed), speed) for rank, speed in before.items()}
+
+
+def weigh_suspicion(job: Job, examination: Examination) -> suspects.Verdicts:
+    """Return what the answers to a suspicion's probe come to; nothing follows from it yet."""
     answers = examination.answers.items()
-    found = measured(examination)
+    found = best_of_looks(examination)
     failed = {rank: answer.error for rank, answer in answers if answer.error}
     named = {rank for finding in examination.findings for rank in finding.ranks}
     everybody = any(not finding.ranks for finding in examination.findings)
     suspected, wanted = None if everybody else named, job.settings.detection.thresholds
     usual, shared = job.record.common_share, any(answer.shared for _, answer in answers)
-    verdicts = suspects.judge(found, failed, _past(job, found), suspected, usual, wanted, shared=shared)
+    found = {rank: speed for rank, speed in found.items() if rank not in failed}
+    return suspects.judge(found, failed, _past(job, found), suspected, usual, wanted, shared=shared)
+
+
+def conclude_suspicion(job: Job, examination: Examination) -> suspects.Verdicts:
+    """Judge suspects beside their witnesses, or everybody, remember and tell it. A live rank that did not answer is not
+    fit; of one that answers that it could not be measured nothing is known."""
+    job.examinations.pop(examination.probe, None)
+    answers = examination.answers.items()
+    found = best_of_looks(examination)
+    verdicts = weigh_suspicion(job, examination)
+    everybody = any(not finding.ranks for finding in examination.findings)
     judged = verdicts.devices
+    if examination.looks > 1:
+        for rank, verdict in judged.items():
+            if verdict.speed is not None:
+                evidence = f"{verdict.evidence}, the best of {examination.looks} looks"
+                judged[rank] = msgspec.structs.replace(verdict, evidence=evidence)
     for rank, answer in answers:
         if answer.untried:
             evidence = f"not measured: {answer.untried}"
@@ -308,12 +371,22 @@ def _fleet(job: Job, examination: Examination) -> dict[int, m.Speed]:
     }
 
 
+def measured_again(job: Job, rank: int) -> str:
+    """Say when a device that was set aside is measured again."""
+    times = job.record.unfit_probes.get(job.device_of(rank), 1)
+    return f"measured again in {probes.again_in_s(times, job.settings.recheck_s):.3g} s"
+
+
 def witnesses(job: Job, beside: Sequence[int]) -> tuple[int, ...]:
     """Active ranks to measure beside suspects: of the same nodes, which share whatever is a node's, and of others in
     turn, which show what it is that they share."""
     nodes = {job.members[rank].node for rank in beside}
     slow, known = job.record.slow, set(beside)
-    others = [rank for rank in job.record.computing if rank not in known and job.device_of(rank) not in slow]
+    others = [
+        rank
+        for rank in job.record.computing
+        if rank not in known and job.members[rank].alive and job.device_of(rank) not in slow
+    ]
     near = [rank for rank in others if job.members[rank].node in nodes]
     far = [rank for rank in others if job.members[rank].node not in nodes]
     return tuple(sorted(alternating(near, far)[:MOST_WITNESSES]))

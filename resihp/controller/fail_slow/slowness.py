@@ -30,6 +30,8 @@ from resihp.record.state import Device
 
 UNANSWERED = 1000
 """Probes that the last supervisor may have asked for, and whose answers may still come: their numbers are taken."""
+BUSY_S = 1.0
+"""When to try again to measure a device that stands by, where it is being measured, or has no process."""
 
 
 def review(job: Job) -> None:
@@ -81,17 +83,18 @@ def concluded(job: Job, done: Examination) -> None:
     if done.link is not None:
         slow_links.measured(job, done, done.findings[0], done.link)
         return
-    if done.occasion == "start":
-        complete = second_looks.after(job, done)
-        if complete is not None:
-            startup.measured(job, probing.conclude(job, complete))
-        return
     if done.occasion == "suspicion":
-        slow_devices.measured(job, done)
+        if not second_looks.suspects_again(job, done):
+            slow_devices.measured(job, done)
+        return
+    complete = second_looks.after(job, done)
+    if complete is None:
         return
     unfit = set(job.record.unfit)
-    judged = probing.conclude(job, done)
-    if done.occasion == "join":
+    judged = probing.conclude(job, complete)
+    if done.occasion == "start":
+        startup.measured(job, judged)
+    elif done.occasion == "join":
         joins.measured(job, judged)
     else:
         _measured_standby(job, judged, unfit)
@@ -133,26 +136,44 @@ def _without(finding: Finding, well: Finding) -> Finding | None:
 
 
 def _measure_standby(job: Job) -> None:
-    """Now and then: what stands by is not seen in training."""
-    if job.now < job.recheck_at:
+    """Measure again what stands by and is due: it is not seen in training."""
+    due = _due(job)
+    if not due:
         return
-    job.recheck_at = job.now + job.settings.recheck_s
-    idle = [rank for rank in job.ready if rank not in job.record.computing]
-    slow = [rank for rank in idle if job.device_of(rank) in job.record.slow.keys() | job.record.unfit]
     busy = {rank for known in job.examinations.values() for rank in known.asked}
-    if slow and not busy.intersection(slow):
-        probing.begin(job, "standby", slow)
+    busy |= {rank for looks in job.rechecks.second_looks.values() for rank in looks.doubted}
+    busy |= {*job.record.computing, *job.unmeasured}
+    standby = [rank for rank in job.ready if job.device_of(rank) in due and rank not in busy]
+    if standby:
+        probing.begin(job, "standby", standby)
+
+
+def _due(job: Job) -> set[Device]:
+    """Devices to measure again now: what is slow every `recheck_s` seconds, what a probe set aside soon at first, then
+    ever more rarely. A new supervisor waits as long as the last one would have."""
+    due: set[Device] = set()
+    for device in job.record.unfit:
+        times = job.record.unfit_probes.get(device, 1)
+        again_in_s = probes.again_in_s(times, job.settings.recheck_s)
+        if job.now >= job.rechecks.unfit_at.setdefault(device, job.now + again_in_s):
+            job.rechecks.unfit_at[device] = job.now + BUSY_S  # if it cannot be measured now
+            due.add(device)
+    if job.now >= job.rechecks.slow_at:
+        job.rechecks.slow_at = job.now + job.settings.recheck_s
+        due.update(job.record.slow.keys() - job.record.unfit)
+    return due
 
 
 def _measured_standby(job: Job, judged: Mapping[int, probes.Judged], unfit: Set[Device]) -> None:
     """Who stood by, some of them because they were `unfit`, was measured once more."""
     for rank, verdict in judged.items():
         device = job.device_of(rank)
-        if not verdict.fit or verdict.speed is None or verdict.speed < RECOVERED or not job.members[rank].ready:
+        if not verdict.fit or not job.members[rank].ready:
             continue
         if device in unfit:
-            replan_policy.consider_newcomer(job, rank)
-        if device in job.record.slow:
+            job.say("notice", f"{job.where(rank)}: passes its probe now, it can be given work")
+            replan_policy.consider_newcomer(job, rank, f"rank {rank} passes its probe")
+        if device in job.record.slow and verdict.speed is not None and verdict.speed >= RECOVERED:
             evidence = f"standing by, its probe is fine: {verdict.evidence}"
             slow_devices.devices_recovered(job, (device,), job.record.committed + 1, evidence)
 

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
+from resihp.controller import fault_injection, replan_policy, transition
 from resihp.controller import interface as api
-from resihp.controller import replan_policy, transition
 from resihp.controller.fail_slow import probing
 from resihp.controller.fail_stop import root_causes
 from resihp.controller.nodes import replacements
@@ -159,6 +159,7 @@ def declared(job: Job, member: Member, declare: m.Declare) -> None:
         turn_away(job, member, f"declares another {' and '.join(name.replace('_', ' ') for name in odd)} than the job")
         return
     member.declared = msgspec.structs.replace(declare, resume_from=first.resume_from)
+    fault_injection.stay_slow(job, member.rank)
     job.say("notice", f"{job.where(member.rank)}: ready to join")
     came(job, member.rank)
     if member.rank in job.unmeasured:
@@ -189,7 +190,8 @@ def measured(job: Job, judged: Mapping[int, probes.Judged]) -> None:
             told = f"fails its probe: {verdict.evidence}; observe mode, it is given work all the same"
             job.say("warning", f"{job.where(rank)}: {told}")
         elif not verdict.fit:
-            job.say("warning", f"{job.where(rank)}: stands by, it fails its probe: {verdict.evidence}")
+            when = probing.measured_again(job, rank)
+            job.say("warning", f"{job.where(rank)}: stands by, it fails its probe: {verdict.evidence}; {when}")
 
 
 def turn_away(job: Job, member: Member, reason: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from resihp.controller.interface import AnyEvent
-from resihp.controller.state.examinations import SecondLooks
 from resihp.protocol.messages import Clue, Inventory
 from resihp.record.state import HowLost
 
@@ -32,8 +31,6 @@ class Beginning:
     """It was said that those do nothing."""
     examined: bool = False
     """Devices and links have been measured."""
-    second_looks: SecondLooks | None = None
-    """While devices are in doubt."""
 
 
 @dataclass

@@ -11,7 +11,7 @@ from resihp.detector.findings import Finding
 from resihp.detector.probes import Judged, JudgedLink
 from resihp.protocol.messages import Probed
 from resihp.protocol.messages import Speed as DeviceSpeed
-from resihp.record.state import Link
+from resihp.record.state import Device, Link
 
 JUDGED = 100
 """Iterations of a plan that are remembered, for what they take longer since an onset."""
@@ -37,7 +37,7 @@ class Examination:
     looks: int = 1
     """How often devices in doubt were measured."""
     best: dict[int, DeviceSpeed] = field(default_factory=dict)
-    """Of what devices in doubt and their witnesses gave in all looks but the first."""
+    """Of what devices in doubt and their witnesses gave in all looks but the first; of suspects, all but the last."""
     settled: dict[int, Judged] = field(default_factory=dict)
     """Devices that were in doubt: what these looks found."""
     slow_looks: tuple[JudgedLink, ...] = ()
@@ -69,16 +69,28 @@ class Examination:
 
 @dataclass(kw_only=True)
 class SecondLooks:
-    """Devices in doubt after the start's examination, measured again beside the same witnesses."""
+    """Devices in doubt after an examination, measured again beside the same witnesses."""
 
     first: Examination
-    """What everybody answered, kept until they are judged."""
+    """What was answered first, kept until they are judged."""
     doubted: tuple[int, ...]
     witnesses: tuple[int, ...]
     turns: list[tuple[int, ...]] = field(default_factory=list)
     """Who is measured next, and after them, in the look under way."""
     taken: int = 0
     """Looks after the first one, with the one under way."""
+
+
+@dataclass
+class Rechecks:
+    """Devices that are measured again: those in doubt, and those that stand by."""
+
+    second_looks: dict[int, SecondLooks] = field(default_factory=dict)
+    """Of devices in doubt, by the number of the probe under way for them."""
+    slow_at: float = 0.0
+    """When what stands by for being slow is measured next."""
+    unfit_at: dict[Device, float] = field(default_factory=dict)
+    """When each device that a probe set aside is measured next, as far as that is settled."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from resihp.controller.fail_stop.onsets import Onsets
 from resihp.controller.interface import AnyAction, Dependencies, Log, Order, Planner, Say
 from resihp.controller.lifecycle import CHANGES, TRAINING, Lifecycle, Stage
 from resihp.controller.state.beginnings import Beginning, Recovery
-from resihp.controller.state.examinations import Examination, Inquiry
+from resihp.controller.state.examinations import Examination, Inquiry, Rechecks
 from resihp.controller.state.incidents import ArmedFault, Incident
 from resihp.controller.state.iterations import Forecast, IterationReports, Tuning
 from resihp.controller.state.members import Member, Node
@@ -34,6 +34,7 @@ from resihp.record.journal import (
     FailureFound,
     NodeJoined,
     NodeLost,
+    ProbesTaken,
     ReplacementAsked,
     WorkerStarted,
 )
@@ -97,8 +98,7 @@ class Job:
         """Not before then: when another plan begins to be worth it."""
         self.changed_at: dict[Occasion, list[float]] = {}
         """When plans were changed on account of which device or link; for a new supervisor, when it began to lead."""
-        self.recheck_at = 0.0
-        """When what stands by for being slow is measured next."""
+        self.rechecks = Rechecks()
         self.vacating: set[str] = set()
         """Nodes whose ranks are to stand by, so that they can be left."""
         self.usual_speeds: dict[Place, DeviceSpeed] = {}
@@ -172,6 +172,9 @@ class Job:
                 self.upkeep.decided_at[entry.drain] = self.now
             case ReplacementAsked():
                 self.upkeep.asked_at[entry.replacement] = self.now
+            case ProbesTaken():
+                for probe in entry.devices:
+                    self.rechecks.unfit_at.pop((probe.node, probe.device), None)
             case ChangeDecided():
                 for what in changed(entry):
                     self.changed_at.setdefault(what, []).append(self.now)

@@ -60,6 +60,11 @@ def test_invariants_hold_when_plans_are_made_ahead(first: int) -> None:
     play_chunk(Scenario.foreseeing, first)
 
 
+@pytest.mark.parametrize("first", range(0, SEEDS // 20, CHUNK), ids=lambda first: f"noisy-{first}-{first + CHUNK - 1}")
+def test_invariants_hold_when_healthy_devices_look_slow(first: int) -> None:
+    play_chunk(Scenario.noisy, first)
+
+
 def play_chunk(scenario: Callable[[int], Scenario], first: int) -> None:
     failed: dict[int, Violation] = {}
     for seed in range(first, first + CHUNK):

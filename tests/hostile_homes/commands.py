@@ -96,6 +96,8 @@ NO_JOB = frozenset({("doctor",), ("init",), ("submit",), ("db", "grant")})
 """Look at no home of a job; tried all the same, but rarely."""
 SPEAK = frozenset({"stop", "inject", "checkpoint now", "why-not", "node drain", "node undrain"})
 """Ask a job's supervisor, whom an administrator may ask, too."""
+WRITE_A_LEDGER = frozenset({"db upgrade", "db prune", "db grant", "node repaired"})
+"""Change the ledger that `--ledger` names, whosever that is, where its file allows that."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,11 @@ class Invocation:
     def speaks(self) -> bool:
         """Whether it is for a running job's supervisor."""
         return self.command in SPEAK
+
+    @property
+    def writes_the_ledger(self) -> bool:
+        """Whether the foreign ledger itself is named to be changed."""
+        return self.command in WRITE_A_LEDGER and "{ledger}" in self.words
 
     @property
     def endless(self) -> bool:

@@ -8,6 +8,7 @@ so that each has its turn with each kind. After every command the world is compa
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import re
@@ -26,8 +27,12 @@ APPROACHES = ("named", "cwd", "path")
 DOCUMENTED = frozenset({0, 3, 130, 143, BROKEN, OUTPUT_CLOSED, REQUEUE, *EXIT_CODES.values()})
 STEERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 SLURM = frozenset({"scontrol", "sinfo", "squeue", "sacct", "sacctmgr", "sbatch", "scancel", "srun", "sdiag", "sshare"})
-RARELY = 40
-"""One call in so many of a command that looks at no home."""
+RARELY = 10
+"""A command that looks at no home is called in one of so many turns."""
+HISTORY_TURNS = 4
+"""That `history` has more than another command."""
+BESIDE_A_LEDGER = ("-wal", "-shm")
+"""What SQLite makes beside a ledger of one's own while it is open."""
 MAY_BE_WRITTEN = re.compile(r"/dev/(null|tty|ptmx|pts/\d+)|/proc/self/.*|/memfd:.*")
 
 
@@ -80,13 +85,18 @@ class Harness:
         self._decks = {name: self._deck(name) for name in ("reader", "root", "owner")}
 
     def _deck(self, name: str) -> Iterator[Invocation]:
+        """Commands in turn, `history` with its many views more often; each goes through all ways to call it."""
         rng = random.Random(f"{self.seed}/{name}/deck")
+        ways: dict[str, list[Invocation]] = {}
+        for invocation in self.every:
+            ways.setdefault(invocation.command, []).append(invocation)
+        turns = {command: itertools.cycle(rng.sample(found, len(found))) for command, found in ways.items()}
         rarely = {" ".join(words) for words in NO_JOB}
         while True:
-            for invocation in rng.sample(self.every, len(self.every)):
-                if invocation.command in rarely and rng.randrange(RARELY):
-                    continue
-                yield invocation
+            commands = [*ways, *("history",) * HISTORY_TURNS]
+            for command in rng.sample(commands, len(commands)):
+                if command not in rarely or not rng.randrange(RARELY):
+                    yield next(turns[command])
 
     def dealt(self, mutation: Mutation, each: int) -> list[Case]:
         """So many cases of the mutation for each who looks, on any of the ways."""
@@ -250,6 +260,8 @@ class _Seen:
 
     def _outside(self) -> Iterator[tuple[str, str]]:
         for words in differences(*self.belongings):
+            if words.endswith(BESIDE_A_LEDGER):
+                continue
             if not (self._prunes_its_own and words.endswith("/home/jobs/local-1/ledger.db")):
                 yield "outside", words
 
@@ -259,9 +271,13 @@ class _Seen:
         return self.case.invocation.command == "db prune" and self.case.approach == "path"
 
     def _foreign(self) -> Iterator[tuple[str, str]]:
-        """A foreign home stays as it is, also where everybody may write it."""
-        if self.case.person != "owner":
-            yield from (("foreign home", words) for words in differences(*self.foreign))
+        """A foreign home stays as it is, also where everybody may write it; but for a ledger that one was told to."""
+        if self.case.person == "owner":
+            return
+        named = f"{self.target.folder}/ledger.db" if self.case.invocation.writes_the_ledger else None
+        for words in differences(*self.foreign):
+            if named is None or not words.partition(" ")[2].startswith(named):
+                yield "foreign home", words
 
     def _own(self) -> Iterator[tuple[str, str]]:
         """What tells how a job has ended outlives damage elsewhere, whoever looks."""

@@ -240,6 +240,16 @@ DAMAGE = frozenset(
     | {"file is a pipe", "file is a folder", "file is giant", "file is gone", "ledger schema", "checkpoint names"}
 )
 """What may befall a home by accident: nothing in it says where to write."""
+OFTEN = (
+    "ledger URL",
+    "ledger URL",
+    "JSON value",
+    "JSON value",
+    "file is a link",
+    "file is a pipe",
+    "ledger hot journal",
+)
+"""Have further turns: what they draw from is large."""
 CHANGES_WHAT_JOURNALS_SAY = frozenset({"journal entry", "victim's journal"})
 
 
@@ -256,7 +266,8 @@ class Mutation:
         """Each kind has its turn; of four, one comes with a second and a third kind."""
         rng = random.Random(f"{seed}/{number}/kinds")
         names = list(KINDS)
-        kinds = [names[number % len(names)]]
+        turns = [*names, *OFTEN]
+        kinds = [turns[number % len(turns)]]
         if rng.random() < 0.25:
             kinds += rng.sample(names, rng.choice((1, 2)))
         return cls(seed, number, tuple(dict.fromkeys(kinds)))

@@ -147,7 +147,11 @@ def links_beside(target: Target) -> str:
 
 
 def _ledger(target: Target) -> Path:
-    return target.folder / "ledger.db"
+    """Raises ValueError where an earlier mutation has left a journal, which SQLite would play back for us, as root."""
+    path = target.folder / "ledger.db"
+    if os.path.lexists(f"{path}-journal"):
+        raise ValueError("a journal is beside the ledger")
+    return path
 
 
 def _open_to_all(target: Target, path: Path) -> str:

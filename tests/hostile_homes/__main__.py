@@ -51,10 +51,8 @@ def main() -> int:
         return 2
     began = time.monotonic()
     os.environ["NUMBA_DISABLE_JIT"] = "1"  # to compile the planner's search takes longer than all that is tried here
-    numbers = (
-        [options.only] if options.only is not None else list(range(options.first, options.first + options.mutations))
-    )
-    jobs = 1 if options.only is not None else options.jobs
+    numbers = options.only or list(range(options.first, options.first + options.mutations))
+    jobs = min(options.jobs, len(numbers))
     parts = [numbers[start::jobs] for start in range(jobs)]
     if jobs == 1:
         played = [_play(options, parts[0])]
@@ -84,7 +82,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--every-command", action="store_true")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--kind", help="only mutations that begin with this kind")
-    parser.add_argument("--only", type=int, help="only the mutation of this number")
+    parser.add_argument("--only", type=int, nargs="+", help="only the mutations of these numbers")
     parser.add_argument("--command", help="only this command, with its words as they are printed")
     parser.add_argument("--person", choices=("reader", "root", "owner"))
     parser.add_argument("--approach", choices=APPROACHES)

@@ -1,6 +1,6 @@
 """Whether looking at a foreign home is safe, whatever is in it.
 
-    python -m tests.hostile_homes [--mutations 1000] [--seed 1] [--each 6] [--jobs 2] [--json FILE]
+    python -m tests.hostile_homes [--mutations 1000] [--seed 1] [--each 4] [--jobs 2] [--json FILE]
 
 Plays mutations of a job's home and commands of `resihp` on them, as a user, as root, and what is damage as the owner.
 Nothing outside may be made, changed, deleted or connected to; nothing hangs, ends with a traceback, steers the terminal
@@ -78,7 +78,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--mutations", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0, help="number of the first mutation")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--each", type=int, default=6, help="commands for each mutation and person")
+    parser.add_argument("--each", type=int, default=4, help="commands for each mutation and person")
     parser.add_argument("--every-command", action="store_true")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--kind", help="only mutations that begin with this kind")

@@ -106,17 +106,22 @@ def explain(
 
 
 def as_json(found: Explanation) -> dict[str, object]:
-    """Plain data. Times and changes that are not finite become null."""
+    """Plain data. Times and changes that are not finite become null.
+
+    Where numba is absent, the search gives numpy's numbers, which msgspec does not know.
+    """
     limits, healthy = found.limiting, found.healthy
     return {
         "iteration": found.seconds,
         "unit": found.unit,
-        "limiting": msgspec.to_builtins(limits),
+        "limiting": msgspec.to_builtins(limits, enc_hook=float),
         "beside": found.beside,
-        "idle": msgspec.to_builtins(found.idle),
+        "idle": msgspec.to_builtins(found.idle, enc_hook=float),
         "bound": found.bound if math.isfinite(found.bound) else None,
         "above_bound": found.above_bound,
-        "all_well": None if healthy is None else msgspec.to_builtins(healthy) | {"excess": healthy.excess},
+        "all_well": None
+        if healthy is None
+        else msgspec.to_builtins(healthy, enc_hook=float) | {"excess": healthy.excess},
     }
 
 

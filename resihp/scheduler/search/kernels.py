@@ -3,17 +3,19 @@
 What an order means is said by `resihp.pipeline.timeline`, and a pipeline takes here, to rounding, what it takes there:
 `played` walks the orders of 1F1B and zero-bubble (`resihp.pipeline.schedules`) in a sequence in which whatever a
 primitive needs has been done before. Numba compiles the functions when they are first called and keeps the result on
-disk, beside this file or in the user's cache; where neither can be written, it compiles again in each process. Without
-numba, everything works as plain Python, a hundred times slower. All of it is in one module, as that cache notices a
-change of a function's own file, and of no other. In this order: pipelines played and cut, what is known of them
-(`Tables`), layouts, moves, annealing.
+disk, beside this file or in the user's cache, and never where a file in the current folder says; where neither can be
+written, it compiles again in each process. Without numba, everything works as plain Python, a hundred times slower. All
+of it is in one module, as that cache notices a change of a function's own file, and of no other. In this order:
+pipelines played and cut, what is known of them (`Tables`), layouts, moves, annealing.
 
 Called by `resihp.scheduler.search.pipelines`. Nothing else may import this module: numba takes a quarter of a second.
 """
 
 from __future__ import annotations
 
+import os
 import pickle
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
@@ -26,6 +28,8 @@ Ints = npt.NDArray[np.int64]
 P = ParamSpec("P")
 R = TypeVar("R")
 
+CACHE_VARIABLES = ("NUMBA_CACHE_DIR", "NUMBA_CACHE_LOCATOR_CLASSES")
+"""Where numba keeps compiled functions, and who finds the place."""
 SLACK = 1e-9
 """Relative difference below which two times are the same."""
 WORTH = 1e-3
@@ -197,18 +201,44 @@ class Layouts(NamedTuple):
 
 def machine_code(function: Callable[P, R]) -> Callable[P, R]:
     """The same function, compiled when it is first called."""
+    with _cache_of_the_environment():
+        try:
+            from numba import njit
+        except Exception:  # noqa: BLE001 - not installed, or a file of settings here that it cannot read
+            return function
+        compiled: Any = njit(error_model="numpy", nogil=True)(function)
+        try:
+            compiled._cache = _lasting_cache()(function)
+        except (ImportError, AttributeError):  # another numba, whose cache is made otherwise
+            compiled = njit(cache=True, error_model="numpy", nogil=True)(function)
+        except RuntimeError:  # there is no place for it
+            pass
+        return cast("Callable[P, R]", compiled)
+
+
+@contextmanager
+def _cache_of_the_environment() -> Iterator[None]:
+    """Have numba choose the place of its cache by environment variables alone.
+
+    It also takes settings from `.numba_config.yaml` in the current folder, which may be anybody's, and unpickles what
+    it finds in the cache. A variable that is there, be it empty, overrules that file.
+    """
+    absent = [name for name in CACHE_VARIABLES if name not in os.environ]
+    os.environ |= dict.fromkeys(absent, "")
     try:
-        from numba import njit
-    except ImportError:
-        return function
-    compiled: Any = njit(error_model="numpy", nogil=True)(function)
-    try:
-        compiled._cache = _lasting_cache()(function)
-    except (ImportError, AttributeError):  # another numba, whose cache is made otherwise
-        compiled = njit(cache=True, error_model="numpy", nogil=True)(function)
-    except RuntimeError:  # there is no place for it
-        pass
-    return cast("Callable[P, R]", compiled)
+        _reload_settings()
+        yield
+    finally:
+        for name in absent:
+            del os.environ[name]
+        _reload_settings()
+
+
+def _reload_settings() -> None:
+    """Have numba look at the variables again, where it has been imported."""
+    if (config := sys.modules.get("numba.core.config")) is not None:
+        with suppress(Exception):  # settings of the current folder that cannot be read
+            config.reload_config()
 
 
 def _lasting_cache() -> Callable[..., Any]:

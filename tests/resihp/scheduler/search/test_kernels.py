@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -141,3 +142,36 @@ def test_a_disk_that_is_full_keeps_nobody_from_computing(tmp_path: Path, monkeyp
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(caching.IndexDataCacheFile, "_save_data", write)
     assert math.isclose(kernels.machine_code(twice)(1.5), 3.0)
+
+
+YAML = """
+def safe_load(file):
+    return dict(line.strip().split(": ") for line in file if ": " in line)
+"""
+"""So much of PyYAML as numba asks for; most that train have it, and our tests do not."""
+
+
+@pytest.mark.parametrize("settings", ["cache_dir: {}\n", "broken"])
+def test_current_folder_does_not_say_where_machine_code_is_found(tmp_path: Path, settings: str) -> None:
+    """It would be unpickled: whoever called `resihp plan` in a folder of somebody else's ran what was put there."""
+    evil, folder, packages = tmp_path / "evil", tmp_path / "folder", tmp_path / "packages"
+    for path in (evil, folder, packages):
+        path.mkdir()
+    broken = "def safe_load(file):\n    raise ValueError('no settings')\n"
+    (packages / "yaml.py").write_text(broken if settings == "broken" else YAML)
+    (folder / ".numba_config.yaml").write_text(settings.format(evil))
+    code = (
+        f"import sys; sys.path.append({str(packages)!r}); import numpy as np\n"
+        "from resihp.scheduler.search import kernels\n"
+        "one = np.ones(2)\n"
+        "print(kernels.played(2, 4, one, one, one, np.zeros(2), False))\n"
+        "import os; assert 'NUMBA_CACHE_DIR' not in os.environ\n"
+    )
+    command = [sys.executable, "-P", "-W", "error", "-c", code]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA_")}
+    root = str(Path(__file__).parents[4])
+    done = subprocess.run(
+        command, cwd=folder, env=environment | {"PYTHONPATH": root}, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not list(evil.iterdir())

@@ -333,6 +333,12 @@ def _plan_refused(session: Session, job: models.JobRow, entry: journal.PlanRefus
         plan.refused_by = entry.rank
 
 
+def _plan_withdrawn(session: Session, job: models.JobRow, entry: journal.PlanWithdrawn, at: float) -> None:
+    plan = session.get(models.PlanRow, (job.id, entry.epoch))
+    if plan is not None:
+        plan.withdrawn_reason = _text(entry.reason)
+
+
 def _join_refused(session: Session, job: models.JobRow, entry: journal.JoinRefused, at: float) -> None:
     """Events only: the process has its row, if it ever started."""
 
@@ -359,6 +365,7 @@ def _plan_decided(session: Session, job: models.JobRow, entry: journal.PlanDecid
             in_effect_at=None,
             refused_reason=None,
             refused_by=None,
+            withdrawn_reason=None,
             predicted=_number(entry.predicted),
             present=_number(entry.present),
             unit=entry.unit,
@@ -826,7 +833,7 @@ _APPLY: dict[type, Callable[[Session, models.JobRow, Any, float], None]] = {
     journal.LeaderChosen: _leader_chosen,
     journal.JobSignalled: _event_only,
     journal.WorkersOrdered: _event_only,
-    journal.PlanWithdrawn: _event_only,
+    journal.PlanWithdrawn: _plan_withdrawn,
     journal.ChangeDecided: _event_only,
     journal.ChangeDeclined: _change_declined,
     journal.IterationsUnreported: _event_only,

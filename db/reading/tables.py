@@ -120,12 +120,13 @@ _plan_columns = (
     case(
         (PlanRow.in_effect_at.is_not(None), "in effect"),
         (PlanRow.refused_reason.is_not(None), "refused"),
+        (PlanRow.withdrawn_reason.is_not(None), "withdrawn"),
         (exists().where(_later.job_id == PlanRow.job_id, _later.epoch > PlanRow.epoch), "superseded"),
         else_="pending",
     ).label("outcome"),
 )
-"""`outcome`: it took effect, at `in_effect_at`; it was refused; the next one was decided before it took effect; or it
-is on its way."""
+"""`outcome`: it took effect, at `in_effect_at`; it was refused; it was withdrawn, as the job was to stop; the next one
+was decided before it took effect; or it is on its way."""
 
 _suspicion_kind = func.coalesce(
     models.SuspicionRow.kind,

@@ -47,7 +47,7 @@ EVENTS: Mapping[str, tuple[type[journal.Entry], ...]] = {
     "failure": (journal.FailureFound,),
     "recovery": (journal.Reconfigured, journal.FailureEnded),
     "suspicion": (journal.Suspected,),
-    "plan": (journal.PlanDecided, journal.PlanInEffect, journal.PlanRefused),
+    "plan": (journal.PlanDecided, journal.PlanInEffect, journal.PlanRefused, journal.PlanWithdrawn),
     "node": (journal.NodeJoined, journal.NodeLost, journal.NodeReleased, journal.SlurmSaw),
     "drain": (journal.DrainDecided, journal.DrainAnswered),
     "replacement": (journal.ReplacementAsked, journal.ReplacementChanged),

@@ -177,7 +177,7 @@ class LiveView:
                 self._next = entry.next_iteration
             case journal.PlanInEffect():
                 self._in_effect = self._layout
-            case journal.PlanRefused():
+            case journal.PlanRefused() | journal.PlanWithdrawn():
                 self._layout = self._in_effect or self._layout
             case journal.IterationCommitted():
                 self._last, self._last_at = entry, record.at

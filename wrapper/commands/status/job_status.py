@@ -33,6 +33,7 @@ EVENT_KINDS = (
         "Reconfigured",
         "PlanDecided",
         "PlanRefused",
+        "PlanWithdrawn",
         "JoinRefused",
         "NodeLost",
     ),

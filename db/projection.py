@@ -26,6 +26,7 @@ from resihp.errors import LedgerError
 from resihp.record import journal
 from resihp.record.describe import explain
 from resihp.record.packing import unpack
+from resihp.record.recovery import Moments, Recovery, first_of, recovery
 
 _NAMESPACE = uuid.UUID("5b1f6a38-7c0e-4b8e-9d55-6a1d2a9c4f10")
 MAX_TEXT = 8192
@@ -119,7 +120,8 @@ def apply(session: Session, job: models.JobRow, record: journal.Record) -> None:
     if not isinstance(entry, journal.IterationCommitted | journal.IterationsPacked):
         cleared = isinstance(entry, journal.Suspected) and entry.cleared
         kind = "SuspicionCleared" if cleared else type(entry).__name__
-        session.add(models.EventRow(**_event(job, record, kind, explain(entry))))
+        mended = _mended(session, job, entry, record.at) if isinstance(entry, journal.Reconfigured) else None
+        session.add(models.EventRow(**_event(job, record, kind, explain(entry, mended))))
     if not (isinstance(entry, journal.JobEnded) and entry.state == "abnormal"):
         job.last_entry_at = moment(record.at)
     job.journal_seq = record.seq
@@ -678,6 +680,13 @@ def _reconfigured(session: Session, job: models.JobRow, entry: journal.Reconfigu
         .where(models.FailureRow.job_id == job.id, models.FailureRow.failure.in_(entry.failures))
         .values(recovered_epoch=entry.epoch)
     )
+
+
+def _mended(session: Session, job: models.JobRow, entry: journal.Reconfigured, at: float) -> Recovery | None:
+    """Return how long the failures that a change of plan mended took, together; None where nothing had failed."""
+    failures = [session.get(models.FailureRow, (job.id, failure)) for failure in entry.failures]
+    moments = [Moments.of_times(row.failed_at, row.noticed_at) for row in failures if row is not None]
+    return recovery(first_of(moments), at) if moments else None
 
 
 def _fault_injected(session: Session, job: models.JobRow, entry: journal.FaultInjected, at: float) -> None:

@@ -244,7 +244,8 @@ def _reconfigured(figures: Figures, entry: journal.Reconfigured, at: float) -> N
     figures.reconfiguration_seconds[entry.action] = seconds
     figures.bytes_moved += entry.bytes_moved
     if entry.failures:
-        whole = entry.seconds + (figures.recoveries.noticed_after(entry, at) or 0.0)
+        mended = figures.recoveries.of(entry, at)
+        whole = entry.seconds if mended is None else mended.seconds_to_recover
         figures.recovery_seconds[entry.action] = figures.recovery_seconds.get(entry.action, 0.0) + whole
 
 

@@ -80,6 +80,23 @@ def costs(facts: Facts) -> list[CauseCost]:
     return sorted(found, key=lambda cost: -cost.seconds)
 
 
+def figures(facts: Facts) -> dict[str, Any]:
+    """What the report's text and pictures round: for programs."""
+    account = facts.account
+    return {
+        "goodput": account.goodput,
+        "ettr": account.ettr,
+        "held_seconds": account.held_s,
+        "wall_seconds": account.wall_s,
+        "useful_seconds": account.useful_s,
+        "lost_seconds": account.lost_s,
+        "gpu_hours": account.gpu_hours,
+        "lost_gpu_hours": account.lost_gpu_hours,
+        "failures": account.failures,
+        "mttr_seconds": account.mttr_s,
+    }
+
+
 def lost_hours(facts: Facts) -> str:
     """GPU-hours lost to all causes; `-` where nobody knows."""
     return "-" if untold(facts) else hours(sum(facts.account.lost_gpu_hours.values()))

@@ -6,9 +6,7 @@ Reads only. Called by `wrapper.commands.status.command` and `wrapper.commands.wa
 from __future__ import annotations
 
 import json
-import re
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +21,6 @@ if TYPE_CHECKING:
     from db.reading.queries import Reader
 
 EVENTS_IN_JSON = 50
-_SINCE_NOTICED = re.compile(r"(?:,| in) ([\d.]+) s(?: after it was noticed)?")
-"""In the words of `resihp.record.describe`, and those of versions before."""
 EVENT_KINDS = (
     *(
         "FailureFound",
@@ -79,7 +75,7 @@ def job_status(
         "drains": reader.rows("drains", row["id"]),
         "replacements": replacements,
         "shells": shells(slurm_job, reader.rows("nodes", row["id"]), replacements) if slurm_job else {},
-        "events": _with_noticing(reader, row["id"], reader.events(row["id"], EVENT_KINDS, EVENTS_IN_JSON)),
+        "events": reader.events(row["id"], EVENT_KINDS, EVENTS_IN_JSON),
     }
 
 
@@ -97,29 +93,6 @@ def _where_it_is_now(checkpoint: dict[str, Any], folder: str | None) -> dict[str
         return checkpoint
     job = Job(Path(folder).name, Path(folder))
     return checkpoint | {"folder": str(job.now(Path(checkpoint["folder"])))}
-
-
-def _with_noticing(reader: Reader, job: int, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Events of recoveries tell how long these took from the failure on: the journal's entry knows of no noticing."""
-    if not any(event["kind"] == "Reconfigured" for event in events):
-        return events
-    took: dict[int, float] = {}
-    for row in reader.rows("failures", job):
-        if row["recovered_epoch"] is not None and row["noticed_after_seconds"] is not None:
-            whole, epoch = row["seconds_to_recover"], row["recovered_epoch"]
-            took[epoch] = max(whole, took.get(epoch, whole))
-    for event in events:
-        if event["kind"] == "Reconfigured" and event["epoch"] in took:
-            told = partial(_from_the_failure, took[event["epoch"]])
-            event["text"] = _SINCE_NOTICED.sub(told, event["text"], count=1)
-    return events
-
-
-def _from_the_failure(whole_s: float, told: re.Match[str]) -> str:
-    seconds = float(told[1])
-    return (
-        f", {whole_s:.2f} s after it (noticed after {max(whole_s - seconds, 0.0):.2f} s, {told[1]} s without noticing)"
-    )
 
 
 def detector(row: dict[str, Any]) -> str:

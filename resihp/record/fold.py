@@ -265,7 +265,7 @@ def _progress(
         case IterationsUnreported() | IterationsPacked():  # after what is packed, `journal_file.LEFT_UNPACKED` follow
             record.committed = entry.last
         case CheckpointCommitted():
-            record.checkpointed = entry.iteration
+            record.checkpointed = max(record.checkpointed, entry.iteration)
         case EvaluationDone():
             record.evaluated = max(record.evaluated, entry.iteration)
 

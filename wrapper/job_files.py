@@ -88,6 +88,7 @@ class ProgressFile(msgspec.Struct, frozen=True, kw_only=True):
     gpus_per_node: int
     layout: str = ""
     target: int | None = None
+    resumed_from: int = 0
     recent: tuple[LastIteration, ...] = ()
 
 

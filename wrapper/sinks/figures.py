@@ -180,6 +180,8 @@ def follow(figures: Figures, record: journal.Record) -> None:
             figures.job, figures.user, figures.version = entry.job, entry.user, entry.version
             figures.started_at = at
             figures.asked = devices_of(entry.nodes, entry.gpus_per_node, entry.configuration)
+        case journal.ModelDeclared():
+            figures.iteration = max(figures.iteration, entry.declare.resume_from)
         case journal.IterationCommitted():
             _committed(figures, entry, at)
         case journal.EvaluationDone():

@@ -176,7 +176,7 @@ def _disturbances(of: _Families, figures: Figures) -> Iterator[Metric]:
     )
     yield from of.counters(
         "reconfiguration_seconds",
-        "From a failure's being noticed, or the decision to change the plan, to the next commit.",
+        "From the interruption of training to the next commit.",
         ("action",),
         figures.reconfiguration_seconds,
     )

@@ -32,7 +32,7 @@ def after(found: ProgressFile, record: journal.Record) -> ProgressFile:
         case journal.JobStarted() as entry:
             return msgspec.structs.replace(found, nodes=entry.nodes, gpus_per_node=entry.gpus_per_node)
         case journal.ModelDeclared(declare=declare):
-            return msgspec.structs.replace(found, target=declare.iterations)
+            return msgspec.structs.replace(found, target=declare.iterations, resumed_from=declare.resume_from)
         case journal.IterationCommitted(outcome=outcome) as entry:
             last = LastIteration(
                 iteration=outcome.iteration,

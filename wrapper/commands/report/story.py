@@ -231,6 +231,10 @@ def _course(facts: Facts) -> str:
     done = len(facts.iterations)
     if untold(facts):
         return f"Job {job['name']} on {where} took {took}, {how}; its script did not say what it trains."
+    began_at, goal = ((facts.model or {}).get(name) for name in ("resume_from", "iterations"))
+    if not done and job["state"] == "completed" and isinstance(began_at, int) and began_at and began_at == goal:
+        left = f"nothing was left to do after iteration {began_at:,}, from whose checkpoint it went on"
+        return f"Job {job['name']} on {where} completed in {took}: {left}."
     if not done:
         ended = {"running": "is running", "completed": "ended", "failed": f"failed{reason}"}
         state = ended.get(job["state"], f"was {job['state']}{reason}")

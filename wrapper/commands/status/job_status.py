@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from db.layouts import from_json
 from wrapper.output.answers import SCHEMA
 from wrapper.output.idle_gpus import of_ledger
-from wrapper.output.progress import RECENT, progress, target
+from wrapper.output.progress import RECENT, goal, progress
 from wrapper.output.rank_health import RankHealth
 from wrapper.output.shells import shells
 
@@ -59,8 +59,8 @@ def job_status(
     idle = of_ledger(reader, row)
     return {
         "schema": SCHEMA,
-        **progress(target(row["model"]), iterations, now, running=row["state"] == "running"),
         **figures,
+        **progress(goal(row["model"]), iterations, now, running=row["state"] == "running"),
         "checkpoint": _where_it_is_now(checkpoints[-1], folder) if checkpoints else None,
         "folder": folder,
         "logs": None if folder is None else f"{folder}/logs",

@@ -1,4 +1,6 @@
-"""Record the jobs whose figures `test_figures.py` recomputes, from real runs: `python -m tests.figures.record [NAME...]`.
+"""Record the jobs whose figures `test_figures.py` recomputes, from real runs.
+
+    python -m tests.wrapper.figures.record [NAME...]
 
 Writes `recorded/NAME.jsonl`: the records of one journal, one a line, as JSON. What names this machine or its user is
 replaced. Each job is small; all of them take some minutes.
@@ -62,7 +64,7 @@ def two_failures(job: Job) -> dict[str, list[Record]]:
 
 
 def resumed(job: Job) -> dict[str, list[Record]]:
-    """A job without replicas loses a device after a checkpoint; another goes on from that, and repeats what was lost."""
+    """A job without replicas loses a device after a checkpoint; another goes on from that, and repeats iterations."""
     where = {"nodes": 1, "gpus": 2, "tp": 1, "pp": 2}
     job.train("--checkpoint-every", "5", "--fault", "kill:rank=1@iteration=14", iterations=20, **where).wait(900)
     job.train("--checkpoint-every", "5", "--resume", "local-1", iterations=20, **where).wait(900)
@@ -100,7 +102,7 @@ def slow_device(job: Job) -> dict[str, list[Record]]:
     for name in UNWATCHED:
         del job.environment[name]
     job.environment["RESIHP_ADAPT__EXAMINE"] = "false"
-    job.train("--fault", "slow:rank=1,speed=0.4@iteration=30,until=60", iterations=90, **WHERE).wait(900)
+    job.train("--fault", "slow:rank=1,speed=0.4@iteration=20,until=40", iterations=60, **WHERE).wait(900)
     records = records_of(job)
     expect(records, FailureFound, 1)
     expect(records, FailureEnded, 1)

@@ -218,8 +218,11 @@ def _tell_of_missed_checkpoints(job: Job, complete: int) -> None:
     missed = range(before - before % every + every, complete, every)
     if missed:
         which = ", ".join(map(str, missed))
-        whose = f"checkpoint of iteration {which} was" if len(missed) == 1 else f"checkpoints of iterations {which} were"
-        job.say("warning", f"{whose} due while no supervisor led, and not completed; iteration {complete}'s is there")
+        due = f"checkpoint of iteration {which} was due"
+        if len(missed) > 1:
+            due = f"checkpoints of iterations {which} were due"
+        newest = f"the newest one is of iteration {complete}"
+        job.say("warning", f"{due} while no supervisor led, and not completed; {newest}")
 
 
 # --- checkpoints that operators ask for -----------------------------------------------------------------------------

@@ -23,7 +23,7 @@ import psutil
 from resihp.errors import JobNotFoundError
 from resihp.executor.emulation import LAYER_MS
 from resihp.record import journal_file
-from resihp.record.journal import FailureEnded, FailureFound, IterationCommitted, Reconfigured, Record
+from resihp.record.journal import FailureFound, IterationCommitted, Reconfigured, Record
 from tests.integration.jobs import REPOSITORY, UNWATCHED, Job
 from wrapper import job_files as wrapper_job
 
@@ -105,7 +105,7 @@ def slow_device(job: Job) -> dict[str, list[Record]]:
     job.train("--fault", "slow:rank=1,speed=0.4@iteration=20,until=40", iterations=60, **WHERE).wait(900)
     records = records_of(job)
     expect(records, FailureFound, 1)
-    expect(records, FailureEnded, 1)
+    expect(records, Reconfigured, 1)
     return {"slow": records}
 
 

@@ -59,9 +59,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """All runs of the Slurm job that it was in; None without Slurm."""
 
 
-def read(
-    reader: Reader, job: Row, now: datetime, slurm: Total | None = None, attempts: Sequence[Row] = ()
-) -> Facts:
+def read(reader: Reader, job: Row, now: datetime, slurm: Total | None = None, attempts: Sequence[Row] = ()) -> Facts:
     """The facts about `job`, as `Reader.job` gives it.
 
     `attempts`: those of its run in other ledgers (`ledgers.attempts_here`), which may have repeated iterations of it.

@@ -26,7 +26,7 @@ from resihp.errors import LedgerError
 from resihp.record import journal
 from resihp.record.describe import explain
 from resihp.record.packing import unpack
-from resihp.record.recovery import Moments, Recovery, first_of, recovery
+from resihp.record.recovery import Moments, RecoveryTimes, first_of, recovery
 
 _NAMESPACE = uuid.UUID("5b1f6a38-7c0e-4b8e-9d55-6a1d2a9c4f10")
 MAX_TEXT = 8192
@@ -682,7 +682,7 @@ def _reconfigured(session: Session, job: models.JobRow, entry: journal.Reconfigu
     )
 
 
-def _mended(session: Session, job: models.JobRow, entry: journal.Reconfigured, at: float) -> Recovery | None:
+def _mended(session: Session, job: models.JobRow, entry: journal.Reconfigured, at: float) -> RecoveryTimes | None:
     """Return how long the failures that a change of plan mended took, together; None where nothing had failed."""
     failures = [session.get(models.FailureRow, (job.id, failure)) for failure in entry.failures]
     moments = [Moments.of_times(row.failed_at, row.noticed_at) for row in failures if row is not None]

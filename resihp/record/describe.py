@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from resihp.record import journal
-from resihp.record.recovery import Recovery
+from resihp.record.recovery import RecoveryTimes
 
 
 def _many(number: int, what: str) -> str:
@@ -103,7 +103,7 @@ def _probes(entry: journal.ProbesTaken) -> str:
     return f"probe {entry.probe} ({entry.occasion}): {what}{told}"
 
 
-def explain(entry: journal.AnyEntry, mended: Recovery | None = None) -> str:
+def explain(entry: journal.AnyEntry, mended: RecoveryTimes | None = None) -> str:
     """One line; whatever names and reasons it quotes stand in it as they are.
 
     `mended`: of a `Reconfigured`, how long its failures took, which the entry alone does not tell.
@@ -206,7 +206,7 @@ def _plan(entry: journal.AnyEntry) -> str | None:
             return None
 
 
-def _reconfigured(entry: journal.Reconfigured, mended: Recovery | None) -> str:
+def _reconfigured(entry: journal.Reconfigured, mended: RecoveryTimes | None) -> str:
     """A change of plan that is over; with its failures, from the first of them on."""
     planned = entry.action == "between" and not entry.failures
     causes = _numbers(entry.failures, "failure") if entry.failures else "interruption"

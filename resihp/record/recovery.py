@@ -29,7 +29,7 @@ class Moments(NamedTuple):
         return self.noticed_at if self.failed_at is None else self.failed_at
 
 
-class Recovery(NamedTuple):
+class RecoveryTimes(NamedTuple):
     """Seconds of one recovery; both parts make up the whole unless clocks were set back."""
 
     seconds_to_recover: float
@@ -48,12 +48,12 @@ def first_of(failures: Sequence[Moments]) -> Moments:
     return Moments(failed_at if is_known else None, noticed_at)
 
 
-def recovery(failure: Moments, back_at: float) -> Recovery:
+def recovery(failure: Moments, back_at: float) -> RecoveryTimes:
     """Return how long it took from a failure until training was back: `back_at`, when the change of plan was over.
 
     Moments may come from the clocks of several hosts: no duration is less than 0.
     """
-    return Recovery(
+    return RecoveryTimes(
         seconds_to_recover=_passed(failure.began_at, back_at),
         noticed_after=noticed_after(failure),
         seconds_without_noticing=_passed(failure.noticed_at, back_at),

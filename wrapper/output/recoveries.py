@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from resihp.record import journal
-from resihp.record.recovery import Moments, Recovery, first_of, recovery
+from resihp.record.recovery import Moments, RecoveryTimes, first_of, recovery
 
 
 @dataclass
@@ -23,7 +23,7 @@ class Recoveries:
         if isinstance(entry := record.entry, journal.FailureFound):
             self._moments[entry.failure] = Moments(entry.failed_at(record.at), entry.noticed_at(record.at))
 
-    def of(self, entry: journal.Reconfigured, at: float) -> Recovery | None:
+    def of(self, entry: journal.Reconfigured, at: float) -> RecoveryTimes | None:
         """Return how long the failures that a change of plan mended took, together; `at`: of its record.
 
         None where nothing had failed.

@@ -31,7 +31,7 @@ from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from resihp.errors import ConfigurationError
 from resihp.record import journal
-from resihp.record.recovery import Recovery
+from resihp.record.recovery import RecoveryTimes
 from wrapper.job_folder import write_private
 from wrapper.output.recoveries import Recoveries
 from wrapper.sinks.queue import MOST_WAITING, Aside, UndeliveredError
@@ -88,7 +88,7 @@ def event_of(entry: journal.AnyEntry) -> str | None:
     return _EVENT_OF.get(type(entry))
 
 
-def document(job: str, record: journal.Record, mended: Recovery | None = None) -> dict[str, Any]:
+def document(job: str, record: journal.Record, mended: RecoveryTimes | None = None) -> dict[str, Any]:
     """What is told of a record. Job, names and reasons stand in it as they are. `mended`: as for `explain`."""
     from resihp.record.describe import explain
 
@@ -114,11 +114,11 @@ def document(job: str, record: journal.Record, mended: Recovery | None = None) -
     }
 
 
-class _Event(NamedTuple):
+class _HookEvent(NamedTuple):
     """What is to be told: a record, and how long the failures took that it says are mended."""
 
     record: journal.Record
-    mended: Recovery | None
+    mended: RecoveryTimes | None
 
 
 class Hook:
@@ -156,14 +156,14 @@ class Hook:
         if (event := self._event(record)) is not None:
             self._aside.put(event)
 
-    def _event(self, record: journal.Record) -> _Event | None:
+    def _event(self, record: journal.Record) -> _HookEvent | None:
         """Return what is to be told of a record, None for nothing; every record has to come by, in order."""
         self._recoveries.follow(record)
         entry = record.entry
         if event_of(entry) not in self._events:
             return None
         mended = self._recoveries.of(entry, record.at) if isinstance(entry, journal.Reconfigured) else None
-        return _Event(record, mended)
+        return _HookEvent(record, mended)
 
     def close(self, deadline: float) -> bool:
         return self._aside.close(deadline)
@@ -174,7 +174,7 @@ class Hook:
         aside = self._aside
         return {"told": aside.done, "failed": aside.failed, "dropped": aside.dropped}
 
-    def _deliver(self, event: _Event) -> None:
+    def _deliver(self, event: _HookEvent) -> None:
         record = event.record
         if self._told is None:  # read here, since files may hang
             self._told = _number(self._noted)

@@ -327,7 +327,7 @@ def note_end(job: Job, exit_code: int | None = None) -> registry.KnownJob | None
                 case journal.JobEnded(state=state, exit_code=code):
                     figures |= {"state": state, "exit_code": code, "ended_at": record.at}
         if decided.shown_plan is not None:
-            figures["layout"] = decided.shown_plan.layout.describe()
+            figures["layout"] = decided.shown_plan.describe()
     return _note(job, **figures)
 
 

@@ -290,8 +290,8 @@ class PlanRow(LedgerTable):
     (`resihp.record.journal.PlanBasis`), by which it is explained when somebody asks; null where the journal has none.
 
     `in_effect_at`: when every rank had acknowledged its state; in journals that do not tell, when the first iteration
-    under the plan was committed. Null for one that never took effect: refused (by a rank, or by our own check), or
-    overtaken by the next one.
+    under the plan was committed. Null for one that never took effect: refused (by a rank, or by our own check),
+    withdrawn as the job was to stop, or overtaken by the next one.
     """
 
     __tablename__ = "plans"
@@ -321,6 +321,7 @@ class PlanRow(LedgerTable):
     in_effect_at: Mapped[datetime | None]
     refused_reason: Mapped[str | None] = mapped_column(Text)
     refused_by: Mapped[int | None] = mapped_column(Integer)
+    withdrawn_reason: Mapped[str | None] = mapped_column(Text)
     predicted: Mapped[float | None]
     present: Mapped[float | None]
     unit: Mapped[str] = mapped_column(String(16), server_default="layer times")

@@ -26,6 +26,7 @@ from resihp.record import journal
 from resihp.record.describe import explain
 from resihp.record.job_uuid import job_uuid
 from resihp.record.packing import unpack
+from resihp.record.recovery import Moments, RecoveryTimes, first_of, recovery
 
 MAX_TEXT = 8192
 RUN_LENGTH = 36
@@ -110,7 +111,8 @@ def apply(session: Session, job: models.JobRow, record: journal.Record) -> None:
     if not isinstance(entry, journal.IterationCommitted | journal.IterationsPacked):
         cleared = isinstance(entry, journal.Suspected) and entry.cleared
         kind = "SuspicionCleared" if cleared else type(entry).__name__
-        session.add(models.EventRow(**_event(job, record, kind, explain(entry))))
+        mended = _mended(session, job, entry, record.at) if isinstance(entry, journal.Reconfigured) else None
+        session.add(models.EventRow(**_event(job, record, kind, explain(entry, mended))))
     if not (isinstance(entry, journal.JobEnded) and entry.state == "abnormal"):
         job.last_entry_at = moment(record.at)
     job.journal_seq = record.seq
@@ -324,6 +326,12 @@ def _plan_refused(session: Session, job: models.JobRow, entry: journal.PlanRefus
         plan.refused_by = entry.rank
 
 
+def _plan_withdrawn(session: Session, job: models.JobRow, entry: journal.PlanWithdrawn, at: float) -> None:
+    plan = session.get(models.PlanRow, (job.id, entry.epoch))
+    if plan is not None:
+        plan.withdrawn_reason = _text(entry.reason)
+
+
 def _join_refused(session: Session, job: models.JobRow, entry: journal.JoinRefused, at: float) -> None:
     """Events only: the process has its row, if it ever started."""
 
@@ -350,6 +358,7 @@ def _plan_decided(session: Session, job: models.JobRow, entry: journal.PlanDecid
             in_effect_at=None,
             refused_reason=None,
             refused_by=None,
+            withdrawn_reason=None,
             predicted=_number(entry.predicted),
             present=_number(entry.present),
             unit=entry.unit,
@@ -664,6 +673,13 @@ def _reconfigured(session: Session, job: models.JobRow, entry: journal.Reconfigu
     )
 
 
+def _mended(session: Session, job: models.JobRow, entry: journal.Reconfigured, at: float) -> RecoveryTimes | None:
+    """Return how long the failures that a change of plan mended took, together; None where nothing had failed."""
+    failures = [session.get(models.FailureRow, (job.id, failure)) for failure in entry.failures]
+    moments = [Moments.of_times(row.failed_at, row.noticed_at) for row in failures if row is not None]
+    return recovery(first_of(moments), at) if moments else None
+
+
 def _fault_injected(session: Session, job: models.JobRow, entry: journal.FaultInjected, at: float) -> None:
     """Events only."""
 
@@ -817,7 +833,7 @@ _APPLY: dict[type, Callable[[Session, models.JobRow, Any, float], None]] = {
     journal.LeaderChosen: _leader_chosen,
     journal.JobSignalled: _event_only,
     journal.WorkersOrdered: _event_only,
-    journal.PlanWithdrawn: _event_only,
+    journal.PlanWithdrawn: _plan_withdrawn,
     journal.ChangeDecided: _event_only,
     journal.ChangeDeclined: _change_declined,
     journal.IterationsUnreported: _event_only,

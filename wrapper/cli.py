@@ -29,7 +29,7 @@ from wrapper.commands.options import command_of
 from wrapper.commands.plan import command as plan
 from wrapper.commands.report import command as report
 from wrapper.commands.status import command as status
-from wrapper.exit_codes import OUTPUT_CLOSED, exit_code_of
+from wrapper.exit_codes import INTERNAL, OUTPUT_CLOSED, exit_code_of
 from wrapper.output.answers import SCHEMA, JsonOption, message, to_json
 from wrapper.output.render import literal
 
@@ -245,7 +245,7 @@ class _Output(io.TextIOWrapper):
             if isinstance(error, BrokenPipeError):
                 raise SystemExit(OUTPUT_CLOSED) from None
             message(f"what is printed cannot be written: {error.strerror}")
-            raise SystemExit(1) from None
+            raise SystemExit(INTERNAL) from None
 
 
 def main() -> None:
@@ -266,3 +266,6 @@ def main() -> None:
     except ResihpError as error:
         message(str(error))
         sys.exit(exit_code_of(error))
+    except Exception:  # noqa: BLE001 - what nobody foresaw must not pass for a training that failed
+        sys.excepthook(*sys.exc_info())
+        sys.exit(INTERNAL)

@@ -1,13 +1,17 @@
 """Which error ends a command with which exit code: one table, used by the command line and the supervisor.
 
 0 done · 1 training failed · 2 usage · 3 unhealthy environment · 4 restart budget spent · 5 not enough healthy nodes ·
-75 please requeue · 93 do not requeue (the training program is broken) · 130/143 signalled.
+70 resihp itself failed · 75 please requeue · 93 do not requeue (the training program is broken) · 130/143 signalled.
 """
 
 from __future__ import annotations
 
 from resihp import errors
 
+FAILED = 1
+"""Training failed."""
+INTERNAL = 70
+"""Any other error, of resihp's own: what sysexits calls a software error. Nothing is known of the training by it."""
 REQUEUE = 75
 BROKEN = 93
 DEPOSED = 76
@@ -19,13 +23,12 @@ OUTPUT_CLOSED = 141
 
 EXIT_CODES: dict[type[errors.ResihpError], int] = {
     errors.UsageError: 2,
-    errors.ProtocolError: 1,
-    errors.CommunicatorError: 1,
-    errors.FaultNotFiredError: 1,
+    errors.CommunicatorError: FAILED,
+    errors.FaultNotFiredError: FAILED,
     errors.RestartBudgetError: 4,
     errors.NotEnoughDevicesError: 5,
     errors.TrainingProgramError: BROKEN,
-    errors.ResihpError: 1,
+    errors.ResihpError: INTERNAL,
 }
 """The nearest class in an exception's ancestry decides."""
 

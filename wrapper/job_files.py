@@ -115,6 +115,7 @@ class ProgressFile(msgspec.Struct, frozen=True, kw_only=True):
     gpus_per_node: int
     layout: str = ""
     target: int | None = None
+    resumed_from: int = 0
     recent: tuple[LastIteration, ...] = ()
 
 
@@ -451,25 +452,28 @@ def _note(job: OurJob, **figures: Any) -> registry.KnownJob | None:
 def note_end(job: OurJob, exit_code: int | None = None) -> registry.KnownJob | None:
     """Tell the registry how a job ended and how far it came, as its journal has it; of one without a journal, with what
     it exited, or that it never began. Nothing depends on it, and nothing is raised."""
-    from resihp.record import journal
+    from resihp.record import fold, journal
+    from resihp.record.state import JobRecord
 
     if (noted := job.exit_code()) is not None:
         exit_code = noted
     state = NEVER_BEGAN if exit_code is None else "failed"
     figures: dict[str, Any] = {"state": state, "exit_code": exit_code, "ended_at": time.time()}
+    decided = JobRecord()
     with suppress(OSError, ProtocolError, JobNotFoundError):
         for record in job.records():
+            fold.apply(decided, record.entry)
             match record.entry:
                 case journal.JobStarted(nodes=nodes, gpus_per_node=gpus):
                     figures |= {"nodes": nodes, "gpus_per_node": gpus}
                 case journal.ModelDeclared(declare=declare):
                     figures |= {"target": declare.iterations, "iterations": declare.resume_from}
-                case journal.PlanDecided(plan=plan):
-                    figures["layout"] = plan.layout.describe()
                 case journal.IterationCommitted(outcome=outcome):
                     figures |= {"iterations": outcome.iteration, "loss": outcome.loss, "last_iteration_at": record.at}
                 case journal.JobEnded(state=state, exit_code=code):
                     figures |= {"state": state, "exit_code": code, "ended_at": record.at}
+        if decided.shown_plan is not None:
+            figures["layout"] = decided.shown_plan.describe()
     return _note(job, **figures)
 
 

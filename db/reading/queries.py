@@ -104,7 +104,6 @@ def decisions_rows(
         promised=promises_rows(reader, job_id),
         failures=reader.narrow("failures", job_id, ("failure", "recovered_epoch")),
         iterations=reader.narrow("iterations", job_id, ("epoch", "seconds")),
-        withdrawn={event["epoch"] for event in reader.rows("events", job_id, kind="PlanWithdrawn")},
     )
     return [row for row in rows if (since is None or row["at"] >= since) and (until is None or row["at"] < until)]
 

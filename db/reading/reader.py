@@ -20,6 +20,7 @@ from sqlalchemy import (
     extract,
     func,
     literal_column,
+    not_,
     or_,
     select,
     text,
@@ -338,9 +339,16 @@ class Reader:
         return self.fetch(query.order_by(EventRow.seq.desc()).limit(last))[::-1]
 
     def shown_plan(self, job_id: int) -> list[Row]:
-        """The plan that a job's status is about, if any: the newest not refused, in effect or about to be."""
-        query = TABLES["plans"].query.where(PlanRow.job_id == job_id, PlanRow.refused_reason.is_(None))
-        found = self.fetch(query.order_by(PlanRow.epoch.desc()).limit(1))
+        """Return the plan that a job's status is about, if any: the one in effect.
+
+        Before the first has taken effect, the newest that was neither refused nor withdrawn.
+        """
+        given_up = or_(PlanRow.refused_reason.is_not(None), PlanRow.withdrawn_reason.is_not(None))
+        query = TABLES["plans"].query.where(
+            PlanRow.job_id == job_id, or_(PlanRow.in_effect_at.is_not(None), not_(given_up))
+        )
+        in_effect_first = PlanRow.in_effect_at.is_(None)
+        found = self.fetch(query.order_by(in_effect_first, PlanRow.epoch.desc()).limit(1))
         return [
             {**row, **{name: self._decoded(row[name], name) for name in TABLES["plans"].json_columns}} for row in found
         ]

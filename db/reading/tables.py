@@ -15,6 +15,7 @@ from sqlalchemy.orm import aliased
 from db import models
 from db.models import EventRow, FailureRow, IterationRow, PlanRow, ReconfigurationRow, WorkerRow
 from resihp.errors import UsageError
+from resihp.record.recovery import Moments, noticed_after, recovery
 
 Row = dict[str, Any]
 
@@ -120,12 +121,13 @@ _plan_columns = (
     case(
         (PlanRow.in_effect_at.is_not(None), "in effect"),
         (PlanRow.refused_reason.is_not(None), "refused"),
+        (PlanRow.withdrawn_reason.is_not(None), "withdrawn"),
         (exists().where(_later.job_id == PlanRow.job_id, _later.epoch > PlanRow.epoch), "superseded"),
         else_="pending",
     ).label("outcome"),
 )
-"""`outcome`: it took effect, at `in_effect_at`; it was refused; the next one was decided before it took effect; or it
-is on its way."""
+"""`outcome`: it took effect, at `in_effect_at`; it was refused; it was withdrawn, as the job was to stop; the next one
+was decided before it took effect; or it is on its way."""
 
 _suspicion_kind = func.coalesce(
     models.SuspicionRow.kind,
@@ -181,11 +183,10 @@ def node_columns(table: str) -> list[str]:
 def with_times(failure: Row) -> Row:
     """From the failure to the first commit after it, and from there to its being noticed, and from there on: by the
     clocks of those who wrote it, which may have been several hosts'."""
-    back_at, failed_at, noticed_at = failure.pop("back_at"), failure["failed_at"], failure["noticed_at"]
-    known_at = noticed_at if failed_at is None else failed_at
+    back_at, moments = failure.pop("back_at"), Moments.of_times(failure["failed_at"], failure["noticed_at"])
+    failure["noticed_after_seconds"] = noticed_after(moments)
     if back_at is not None:
-        failure["seconds_to_recover"] = max((back_at - known_at).total_seconds(), 0.0)
-        failure["seconds_without_noticing"] = max((back_at - noticed_at).total_seconds(), 0.0)
-    if failed_at is not None:
-        failure["noticed_after_seconds"] = max((noticed_at - failed_at).total_seconds(), 0.0)
+        mended = recovery(moments, back_at.timestamp())
+        failure["seconds_to_recover"] = mended.seconds_to_recover
+        failure["seconds_without_noticing"] = mended.seconds_without_noticing
     return failure

@@ -189,13 +189,15 @@ def checkpoint_part(job: Job, member: Member, part: m.CheckpointPart) -> None:
     parts = job.parts.setdefault((part.epoch, part.iteration, part.folder), {})
     parts[member.rank] = part
     if set(writers) <= parts.keys():
-        if (
-            part.iteration > job.record.committed
-        ):  # all its writers have taken that step, whoever has not reported it yet
+        if part.iteration > job.record.committed:
+            # All its writers have taken that step, whoever has not reported it yet.
+            if not job.reports.keys() >= set(range(job.record.committed + 1, part.iteration + 1)):
+                return  # after a take-over: nobody remembers the steps before it
             commit_up_to(job, part.iteration)
             if job.stage == "first-iteration":
                 transition_done(job)
         job.parts = {key: value for key, value in job.parts.items() if key[1] > part.iteration}
+        _tell_of_missed_checkpoints(job, part.iteration)
         job.checkpointed = max(job.checkpointed, part.iteration)
         job.do(
             api.CommitCheckpoint(
@@ -206,6 +208,21 @@ def checkpoint_part(job: Job, member: Member, part: m.CheckpointPart) -> None:
                 layout=job.record.plan.describe() if present else "",
             )
         )
+
+
+def _tell_of_missed_checkpoints(job: Job, complete: int) -> None:
+    """Say which checkpoints before a complete one were due while no supervisor led, and were completed by nobody."""
+    every, before = job.settings.checkpoint_every, max(job.checkpointed, job.declaration.resume_from)
+    if not every or before > job.onsets.inherited:
+        return  # all of it was under this supervisor
+    missed = range(before - before % every + every, complete, every)
+    if missed:
+        which = ", ".join(map(str, missed))
+        due = f"checkpoint of iteration {which} was due"
+        if len(missed) > 1:
+            due = f"checkpoints of iterations {which} were due"
+        newest = f"the newest one is of iteration {complete}"
+        job.say("warning", f"{due} while no supervisor led, and not completed; {newest}")
 
 
 # --- checkpoints that operators ask for -----------------------------------------------------------------------------

@@ -135,7 +135,8 @@ def _conclude(job: Job, recovery: Recovery) -> None:
     undisturbed = recovery.undisturbed and job.record.plan is not None and job.epoch == job.record.plan.epoch
     undisturbed = undisturbed and not any(isinstance(s.message, m.Stuck | m.Parked | m.Ready) for s in said)  # it waits
     _hear(job, said)
-    recovery.waiting = [*(s for s in said if isinstance(s.message, m.FaultDue)), *recovery.waiting]
+    faults = [s for s in said if isinstance(s.message, m.FaultDue)]
+    recovery.waiting = [*faults, *_parts_in_order(job, said), *recovery.waiting]
     if _is_over(job, told):
         job.move("halting")
         job.halted_at = job.now
@@ -188,6 +189,16 @@ def _hear(job: Job, said: Iterable[api.WorkerSaid]) -> None:
             job.members[message.rank].finished = True
         elif isinstance(message.message, m.Evaluated):
             iterations.evaluated(job, message.message)
+
+
+def _parts_in_order(job: Job, said: Iterable[api.WorkerSaid]) -> list[api.WorkerSaid]:
+    """Return the parts of checkpoints that the last supervisor may not have completed, the oldest checkpoint first."""
+    parts = [
+        (s.message.iteration, s)
+        for s in said
+        if isinstance(s.message, m.CheckpointPart) and s.message.iteration > job.checkpointed
+    ]
+    return [s for _, s in sorted(parts, key=lambda part: part[0])]
 
 
 def _complete_losses(job: Job) -> None:

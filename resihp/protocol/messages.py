@@ -517,7 +517,7 @@ class RunningWorker(msgspec.Struct, frozen=True, kw_only=True):
 
     `steps`: reports of steps that the journal's copy does not show as committed. `said`: the last of each that is still
     true of it, in order of arrival: `Declare`, `Evaluated`, `Parked`, `Stuck`, `Raised`, `Ready`, `Finished`,
-    `FaultDue`.
+    `FaultDue`; and the last few `CheckpointPart`, of which nobody may have heard.
     """
 
     rank: int

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from resihp.record import journal
+from resihp.record.recovery import RecoveryTimes
 
 
 def _many(number: int, what: str) -> str:
@@ -102,8 +103,13 @@ def _probes(entry: journal.ProbesTaken) -> str:
     return f"probe {entry.probe} ({entry.occasion}): {what}{told}"
 
 
-def explain(entry: journal.AnyEntry) -> str:
-    """One line; whatever names and reasons it quotes stand in it as they are."""
+def explain(entry: journal.AnyEntry, mended: RecoveryTimes | None = None) -> str:
+    """One line; whatever names and reasons it quotes stand in it as they are.
+
+    `mended`: of a `Reconfigured`, how long its failures took, which the entry alone does not tell.
+    """
+    if isinstance(entry, journal.Reconfigured):
+        return _reconfigured(entry, mended)
     told = _member(entry) or _plan(entry) or _trouble(entry) or _upkeep(entry)
     assert told is not None, f"{type(entry).__name__}: no words for it"
     return told
@@ -188,14 +194,6 @@ def _plan(entry: journal.AnyEntry) -> str | None:
             places += ["measured times"] if entry.tuned else []
             places += ["a search"] if entry.found else []
             return f"change of plan because of {', '.join(places)}: {entry.reason}"
-        case journal.Reconfigured():
-            planned = entry.action == "between" and not entry.failures
-            causes = _numbers(entry.failures, "failure") if entry.failures else "interruption"
-            what = "layout changed" if planned else f"recovered from {causes}"
-            tries = f" after {entry.attempts} attempts" if entry.attempts > 1 else ""
-            moved = f", {size(entry.bytes_moved)} moved" if entry.bytes_moved else ""
-            when = f" in {entry.seconds:.2f} s" if planned else f", {entry.seconds:.2f} s after it was noticed"
-            return f"epoch {entry.epoch}: {what}{when}{tries}{moved}"
         case journal.IterationCommitted():
             return f"iteration {entry.outcome.iteration}: committed, loss {entry.outcome.loss:.4f}"
         case journal.EvaluationDone():
@@ -206,6 +204,23 @@ def _plan(entry: journal.AnyEntry) -> str | None:
             return f"iterations {entry.first} to {entry.last}: done while nobody led, their figures are lost"
         case _:
             return None
+
+
+def _reconfigured(entry: journal.Reconfigured, mended: RecoveryTimes | None) -> str:
+    """A change of plan that is over; with its failures, from the first of them on."""
+    planned = entry.action == "between" and not entry.failures
+    causes = _numbers(entry.failures, "failure") if entry.failures else "interruption"
+    what = "layout changed" if planned else f"recovered from {causes}"
+    tries = f" after {entry.attempts} attempts" if entry.attempts > 1 else ""
+    moved = f", {size(entry.bytes_moved)} moved" if entry.bytes_moved else ""
+    when = f" in {entry.seconds:.2f} s"
+    if mended is not None:
+        without_s, noticed_s = mended.seconds_without_noticing, mended.noticed_after
+        when = f", {without_s:.2f} s after it was noticed"
+        if noticed_s is not None:
+            noticing = f"noticed after {noticed_s:.2f} s, {without_s:.2f} s without noticing"
+            when = f", {mended.seconds_to_recover:.2f} s after it ({noticing})"
+    return f"epoch {entry.epoch}: {what}{when}{tries}{moved}"
 
 
 def _trouble(entry: journal.AnyEntry) -> str | None:

@@ -39,6 +39,7 @@ from resihp.record.journal import (
     PlanDecided,
     PlanInEffect,
     PlanRefused,
+    PlanWithdrawn,
     ProbesTaken,
     ReplacementAsked,
     ReplacementChanged,
@@ -90,7 +91,7 @@ def apply(record: JobRecord, entry: AnyEntry) -> None:
             record.leader = entry.node
         case NodeJoined() | NodeLost() | WorkersOrdered() | WorkerStarted() | WorkerEnded() | JoinRefused():
             _places(record, entry)
-        case ModelDeclared() | PlanDecided() | PlanRefused() | PlanInEffect() | ChangeDecided():
+        case ModelDeclared() | PlanDecided() | PlanRefused() | PlanWithdrawn() | PlanInEffect() | ChangeDecided():
             _plans(record, entry)
         case IterationCommitted() | IterationsPacked() | IterationsUnreported():
             _progress(record, entry)
@@ -199,7 +200,10 @@ def _place(record: JobRecord, rank: int, node: str, device: int) -> None:
 # --- plans --------------------------------------------------------------------------------------------------------
 
 
-def _plans(record: JobRecord, entry: ModelDeclared | PlanDecided | PlanRefused | PlanInEffect | ChangeDecided) -> None:
+def _plans(
+    record: JobRecord,
+    entry: ModelDeclared | PlanDecided | PlanRefused | PlanWithdrawn | PlanInEffect | ChangeDecided,
+) -> None:
     match entry:
         case ModelDeclared():
             record.trains = entry.declare
@@ -211,7 +215,11 @@ def _plans(record: JobRecord, entry: ModelDeclared | PlanDecided | PlanRefused |
             record.first_plan = record.first_plan or entry.plan
             record.enrolled.update(entry.plan.layout.ranks)
             record.epoch = max(record.epoch, entry.plan.epoch)
-        case PlanRefused() if record.proposed is not None and record.proposed.plan.epoch == entry.epoch:
+        case PlanRefused() | PlanWithdrawn() if (
+            record.proposed is not None and record.proposed.plan.epoch == entry.epoch
+        ):
+            # No rank has acted on it, so its voters are asked no more. Those of the plan in effect have been asked
+            # throughout, so every quorum from here on shares an agent with every one before.
             record.proposed = None
         case PlanInEffect() if record.proposed is not None and record.proposed.plan.epoch == entry.epoch:
             plan, record.incumbent, record.voters = record.proposed
@@ -257,7 +265,7 @@ def _progress(
         case IterationsUnreported() | IterationsPacked():  # after what is packed, `journal_file.LEFT_UNPACKED` follow
             record.committed = entry.last
         case CheckpointCommitted():
-            record.checkpointed = entry.iteration
+            record.checkpointed = max(record.checkpointed, entry.iteration)
         case EvaluationDone():
             record.evaluated = max(record.evaluated, entry.iteration)
 

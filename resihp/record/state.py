@@ -265,9 +265,16 @@ class JobRecord:
     leader: str = ""
     """Node of the latest leader; empty where it runs on none of the job's."""
     proposed: Proposed | None = None
-    """The plan that was decided and is not in effect, nor refused."""
+    """The plan that was decided and is not in effect, nor refused or withdrawn."""
     incumbent: str = ""
     """Where the leader was that decided the plan in effect: its agent decides between equal halves."""
     voters: frozenset[str] = frozenset()
     """Nodes whose agents choose a leader (`fold.voters_of` the plan in effect); before there is one, of the first that
     have joined."""
+
+    @property
+    def shown_plan(self) -> Plan | None:
+        """Return the plan that a job's status is about: the one in effect; before the first, the one proposed."""
+        if self.plan is not None:
+            return self.plan
+        return None if self.proposed is None else self.proposed.plan

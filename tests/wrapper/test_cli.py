@@ -12,6 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 import resihp
+from resihp.errors import FaultNotFiredError, ProtocolError, ResihpError, UsageError
+from wrapper import cli
 from wrapper.cli import app
 from wrapper.job_folder import create_local_job, note_end
 
@@ -65,10 +67,37 @@ def test_output_that_cannot_be_written_is_one_line(fresh_home: Path, what: str) 
     note_end(create_local_job())
     with Path("/dev/full").open("w") as full:
         done = typed(what, stdout=full)
-    assert (done.returncode, done.stderr) == (1, "resihp: what is printed cannot be written: No space left on device\n")
+    assert (done.returncode, done.stderr) == (
+        70,
+        "resihp: what is printed cannot be written: No space left on device\n",
+    )
 
 
 @pytest.mark.parametrize("columns", ["0", "", "00"])
 def test_a_terminal_that_has_no_columns_gets_it_all(fresh_home: Path, columns: str) -> None:
     note_end(create_local_job())
     assert "local-1" in typed("jobs --all", stdout=subprocess.PIPE, env=os.environ | {"COLUMNS": columns}).stdout
+
+
+@pytest.mark.parametrize(
+    ("raised", "code"),
+    [
+        (ResihpError("the other end hung up"), 70),
+        (ProtocolError("malformed"), 70),
+        (ZeroDivisionError("a bug"), 70),
+        (FaultNotFiredError("fault 1 did not fire"), 1),
+        (UsageError("no such key"), 2),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
+)
+def test_only_a_training_that_failed_ends_with_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], raised: Exception, code: int
+) -> None:
+    def broken() -> None:
+        raise raised
+
+    monkeypatch.setattr(cli, "app", broken)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == code
+    assert str(raised) in capsys.readouterr().err

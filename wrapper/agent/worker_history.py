@@ -20,6 +20,9 @@ LAST_STEPS = 32
 """Steps that are told of every worker, whatever its agent believes to be committed: a record in its copy of the journal
 may be one that the new leader does not have. Of one worker of a node, all that are kept are told."""
 
+PARTS_KEPT = 8
+"""Parts of checkpoints of one worker that are kept: the last ones, complete or not for a supervisor that took over."""
+
 _LASTING = {
     kind.__name__: kind
     for kind in (m.Declare, m.Evaluated, m.Parked, m.Stuck, m.Raised, m.Ready, m.Finished, m.FaultDue)
@@ -35,12 +38,15 @@ class WorkerRecord:
     def __init__(self, most_steps: int = MOST_STEPS) -> None:
         self._steps: deque[tuple[int, bytes]] = deque(maxlen=most_steps)
         self._said: list[tuple[Label, bytes]] = []
+        self._parts: deque[bytes] = deque(maxlen=PARTS_KEPT)
 
     def said(self, label: Label, body: bytes) -> None:
         """The worker has reported."""
         if label.type == m.Stepped.__name__:
             if label.outcome is not None:
                 self._steps.append((label.outcome.iteration, body))
+        elif label.type == m.CheckpointPart.__name__:
+            self._parts.append(body)
         elif (kind := _LASTING.get(label.type)) is not None:
             self._drop(kind)
             self._said.append((label, body))
@@ -64,8 +70,8 @@ class WorkerRecord:
                 pass
 
     def still_true(self) -> tuple[m.WorkerMessage, ...]:
-        """In order of arrival. Raises ProtocolError for what is no report."""
-        return tuple(report_of(body) for _, body in self._said)
+        """In order of arrival, parts of checkpoints last. Raises ProtocolError for what is no report."""
+        return tuple(report_of(body) for body in (*(body for _, body in self._said), *self._parts))
 
     @property
     def steps_kept(self) -> int:

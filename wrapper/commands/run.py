@@ -40,7 +40,7 @@ from wrapper.config.program import resolve
 from wrapper.config.run_spec import Container, ListenerSettings, Program, RunRequest
 from wrapper.config.schema import Configuration, DetectSection, check_partition, read
 from wrapper.config.shape import Shape, check_layout, check_target, of_allocation, on_this_machine
-from wrapper.exit_codes import BROKEN, EXIT_CODES, REQUEUE
+from wrapper.exit_codes import BROKEN, FAILED, REQUEUE
 from wrapper.job_folder import close_home, create_local_job, create_slurm_job, home
 from wrapper.launch import allocation
 from wrapper.launch.allocation import Allocation
@@ -119,7 +119,7 @@ def _begin(request: RunRequest, options: Options) -> int:
         _notice(f"job {request.job}: goes on from iteration {request.begins_at}, in {request.checkpoint_folder}")
     with _prints_on_stderr() if options.as_json else nullcontext():
         status = guardian.guard(request.save())
-    if status in (EXIT_CODES[ResihpError], BROKEN) and (words := last_words(request.of_job)):
+    if status in (FAILED, BROKEN) and (words := last_words(request.of_job)):
         message(f"job {request.job}: {words}")
     if status not in (0, REQUEUE) and (told := how_to_go_on(request)):
         message(f"job {request.job}: {told}")

@@ -27,38 +27,40 @@ STUCK = 5
 STUCK_LEAST_S = 60.0
 
 
-class _Trains(msgspec.Struct):
-    """Of what a job declared, the last iteration."""
+class Goal(msgspec.Struct, frozen=True):
+    """Of what a job declared, the last iteration, None before it has said so, and the one that it goes on from."""
 
     iterations: int | None = None
+    resume_from: int = 0
 
 
-def target(model: str | None) -> int | None:
-    """The last iteration of what a job trains, by the ledger's `model`; None before it has said so."""
+def goal(model: str | None) -> Goal:
+    """Return what a job trains, by the ledger's `model`."""
     try:
-        return msgspec.json.decode(model or "{}", type=_Trains).iterations
+        return msgspec.json.decode(model or "{}", type=Goal)
     except (msgspec.DecodeError, UnicodeError):
-        return None
+        return Goal()
 
 
-def progress(of: int | None, iterations: Sequence[Row], now: datetime, *, running: bool) -> Row:
-    """`iteration`, `loss`, `target`, `last_iteration_at` and `tokens_per_second` of a job that trains up to iteration
-    `of`, by its last committed ones, in order; while it runs, `seconds_since_iteration`, `eta_seconds` and whether it
-    may be `stuck`.
+def progress(of: Goal, iterations: Sequence[Row], now: datetime, *, running: bool) -> Row:
+    """`iteration`, `loss`, `target`, `last_iteration_at` and `tokens_per_second` of a job that trains `of`, by its last
+    committed iterations, in order; while it runs, `seconds_since_iteration`, `eta_seconds` and whether it may be
+    `stuck`. Before the first one, `iteration` is the one that it goes on from.
 
-    The pace is that of the last iterations, with all that comes in between, but for a pause that is out of the usual.
+    The pace is that of the last iterations, with all that comes in between, but for a pause that is out of the usual;
+    tokens per second and the time that is left are both by it.
     """
     last = iterations[-1] if iterations else None
     recent = iterations[-RECENT:]
     pauses = _pauses(recent)
-    timed = [row for row in recent if row["seconds"]]
+    pace_s = _pace_s(pauses) if pauses else last["seconds"] if last else None
     found: Row = {
-        "iteration": last["iteration"] if last else 0,
+        "iteration": last["iteration"] if last else of.resume_from,
         "loss": last["loss"] if last else None,
-        "target": of,
+        "target": of.iterations,
         "last_iteration_at": last["finished_at"] if last else None,
         "seconds_since_iteration": None,
-        "tokens_per_second": sum(r["tokens"] for r in timed) / sum(r["seconds"] for r in timed) if timed else None,
+        "tokens_per_second": statistics.fmean(row["tokens"] for row in recent) / pace_s if pace_s else None,
         "eta_seconds": None,
         "stuck": False,
     }
@@ -67,7 +69,6 @@ def progress(of: int | None, iterations: Sequence[Row], now: datetime, *, runnin
     age_s = max((now - last["finished_at"]).total_seconds(), 0.0)
     found["seconds_since_iteration"] = age_s
     left = (found["target"] or 0) - found["iteration"]
-    pace_s = _pace_s(pauses) if pauses else last["seconds"]
     if left > 0:
         found["stuck"] = age_s > longest_s(recent)
         found["eta_seconds"] = None if pace_s is None or found["stuck"] else max(left * pace_s - age_s, 0.0)

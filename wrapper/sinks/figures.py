@@ -56,7 +56,7 @@ class Figures:
     the later iteration counts as if it had followed at once."""
     committed_at: float | None = None
     committed_epoch: int = 0
-    """Of the last committed iteration; `epoch` may be the next one's."""
+    """Of the last committed iteration; `epoch`, of the plan in effect, may be the next one's."""
     last_at: float | None = None
     ended_at: float | None = None
     epoch: int = 0
@@ -86,6 +86,8 @@ class Figures:
     predicted_seconds: float | None = None
     layout: Layout | None = None
     decided: Layout | None = None
+    decided_epoch: int = 0
+    """Of the plan that was decided last, in effect or not."""
     health: RankHealth = field(default_factory=RankHealth)
     ended: int = 0
     """Workers, also of ranks that run again."""
@@ -178,6 +180,8 @@ def follow(figures: Figures, record: journal.Record) -> None:
             figures.job, figures.user, figures.version = entry.job, entry.user, entry.version
             figures.started_at = at
             figures.asked = devices_of(entry.nodes, entry.gpus_per_node, entry.configuration)
+        case journal.ModelDeclared():
+            figures.iteration = max(figures.iteration, entry.declare.resume_from)
         case journal.IterationCommitted():
             _committed(figures, entry, at)
         case journal.EvaluationDone():
@@ -192,7 +196,7 @@ def follow(figures: Figures, record: journal.Record) -> None:
         case journal.PlanDecided():
             _decided(figures, entry)
         case journal.PlanInEffect():
-            figures.layout = figures.decided
+            _in_effect(figures, entry.epoch)
         case journal.Suspected(kind="slow", cleared=False):
             figures.suspicions[entry.component] += 1
         case journal.CoverageChanged():
@@ -221,11 +225,18 @@ def follow(figures: Figures, record: journal.Record) -> None:
 
 
 def _decided(figures: Figures, entry: journal.PlanDecided) -> None:
-    figures.decided, figures.epoch = entry.plan.layout, entry.plan.epoch
+    figures.decided, figures.decided_epoch = entry.plan.layout, entry.plan.epoch
     since = figures.committed_epoch
     figures.at_work = {epoch: count for epoch, count in figures.at_work.items() if epoch >= since}
     figures.at_work[entry.plan.epoch] = len(entry.plan.layout.active)
-    if figures.layout is None:
+    if not figures.epoch:  # the first plan is shown while it is on its way
+        figures.layout = figures.decided
+
+
+def _in_effect(figures: Figures, epoch: int) -> None:
+    """Take over the plan of this epoch; one that was decided and never took effect is not shown."""
+    figures.epoch = max(figures.epoch, epoch)
+    if epoch == figures.decided_epoch:
         figures.layout = figures.decided
 
 
@@ -235,7 +246,8 @@ def _reconfigured(figures: Figures, entry: journal.Reconfigured, at: float) -> N
     figures.reconfiguration_seconds[entry.action] = seconds
     figures.bytes_moved += entry.bytes_moved
     if entry.failures:
-        whole = entry.seconds + (figures.recoveries.noticed_after(entry, at) or 0.0)
+        mended = figures.recoveries.of(entry, at)
+        whole = entry.seconds if mended is None else mended.seconds_to_recover
         figures.recovery_seconds[entry.action] = figures.recovery_seconds.get(entry.action, 0.0) + whole
 
 
@@ -263,11 +275,11 @@ def _committed(figures: Figures, entry: journal.IterationCommitted, at: float) -
         figures.began_at = at - (entry.seconds or 0.0)
     figures.committed_at, figures.committed_epoch = at, entry.epoch
     figures.iterations += 1
-    figures.iteration, figures.epoch = entry.outcome.iteration, entry.epoch
+    figures.iteration = entry.outcome.iteration
     figures.tokens += entry.outcome.tokens
     figures.loss = entry.outcome.loss
     figures.last_seconds, figures.predicted_seconds = entry.seconds, entry.predicted_seconds
-    figures.layout = figures.decided or figures.layout
+    _in_effect(figures, entry.epoch)
 
 
 def _all_committed(figures: Figures, record: journal.Record, entry: journal.IterationsPacked) -> None:
@@ -294,12 +306,12 @@ def _all_committed(figures: Figures, record: journal.Record, entry: journal.Iter
     figures.began_at += float((passed_s - seconds)[set_back].sum())
     figures.committed_at, figures.committed_epoch = float(ats[-1]), entry.epoch
     figures.iterations += entry.count
-    figures.iteration, figures.epoch = entry.first + entry.count - 1, entry.epoch
+    figures.iteration = entry.first + entry.count - 1
     figures.tokens += sum(column(record, "tokens"))
     figures.loss = column(record, "loss")[-1]
     figures.last_seconds = _seconds(int(micros[-1]))
     figures.predicted_seconds = _seconds(column(record, "predicted_seconds")[-1])
-    figures.layout = figures.decided or figures.layout
+    _in_effect(figures, entry.epoch)
 
 
 def _seconds(micros: int) -> float | None:

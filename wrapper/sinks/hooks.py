@@ -18,12 +18,13 @@ import os
 import signal
 import socket
 import subprocess
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from http.client import HTTPException
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
@@ -31,7 +32,9 @@ from urllib.request import HTTPRedirectHandler, Request, build_opener
 from resihp.errors import ConfigurationError
 from resihp.plain_files import open_plain
 from resihp.record import journal
+from resihp.record.recovery import RecoveryTimes
 from wrapper.job_folder import write_private
+from wrapper.output.recoveries import Recoveries
 from wrapper.sinks.queue import MOST_WAITING, Aside, UndeliveredError
 
 SCHEMA = 1
@@ -48,7 +51,7 @@ EVENTS: Mapping[str, tuple[type[journal.Entry], ...]] = {
     "failure": (journal.FailureFound,),
     "recovery": (journal.Reconfigured, journal.FailureEnded),
     "suspicion": (journal.Suspected,),
-    "plan": (journal.PlanDecided, journal.PlanInEffect, journal.PlanRefused),
+    "plan": (journal.PlanDecided, journal.PlanInEffect, journal.PlanRefused, journal.PlanWithdrawn),
     "node": (journal.NodeJoined, journal.NodeLost, journal.NodeReleased, journal.SlurmSaw),
     "drain": (journal.DrainDecided, journal.DrainAnswered),
     "replacement": (journal.ReplacementAsked, journal.ReplacementChanged),
@@ -86,8 +89,8 @@ def event_of(entry: journal.AnyEntry) -> str | None:
     return _EVENT_OF.get(type(entry))
 
 
-def document(job: str, record: journal.Record) -> dict[str, Any]:
-    """What is told of a record. Job, names and reasons stand in it as they are."""
+def document(job: str, record: journal.Record, mended: RecoveryTimes | None = None) -> dict[str, Any]:
+    """What is told of a record. Job, names and reasons stand in it as they are. `mended`: as for `explain`."""
     from resihp.record.describe import explain
 
     entry = record.entry
@@ -107,9 +110,16 @@ def document(job: str, record: journal.Record) -> dict[str, Any]:
         "time": at,
         "kind": event_of(entry),
         "entry": type(entry).__name__,
-        "text": explain(entry),
+        "text": explain(entry, mended),
         "ids": ids,
     }
+
+
+class _HookEvent(NamedTuple):
+    """What is to be told: a record, and how long the failures took that it says are mended."""
+
+    record: journal.Record
+    mended: RecoveryTimes | None
 
 
 class Hook:
@@ -138,12 +148,23 @@ class Hook:
         self._noted = noted
         self._told: int | None = None if past else 0
         self._aside = Aside(f"hook {name}", self._deliver, say, pauses_s=pauses_s)
-        for record in [record for record in past if event_of(record.entry) in self._events][-MOST_WAITING:]:
-            self._aside.put(record)
+        self._recoveries = Recoveries()
+        waiting = deque((event for record in past if (event := self._event(record)) is not None), maxlen=MOST_WAITING)
+        for event in waiting:
+            self._aside.put(event)
 
     def submit(self, record: journal.Record) -> None:
-        if event_of(record.entry) in self._events:
-            self._aside.put(record)
+        if (event := self._event(record)) is not None:
+            self._aside.put(event)
+
+    def _event(self, record: journal.Record) -> _HookEvent | None:
+        """Return what is to be told of a record, None for nothing; every record has to come by, in order."""
+        self._recoveries.follow(record)
+        entry = record.entry
+        if event_of(entry) not in self._events:
+            return None
+        mended = self._recoveries.of(entry, record.at) if isinstance(entry, journal.Reconfigured) else None
+        return _HookEvent(record, mended)
 
     def close(self, deadline: float) -> bool:
         return self._aside.close(deadline)
@@ -154,12 +175,13 @@ class Hook:
         aside = self._aside
         return {"told": aside.done, "failed": aside.failed, "dropped": aside.dropped}
 
-    def _deliver(self, record: journal.Record) -> None:
+    def _deliver(self, event: _HookEvent) -> None:
+        record = event.record
         if self._told is None:  # read here, since files may hang
             self._told = _number(self._noted)
         if record.seq <= self._told:
             return
-        self._tell(json.dumps(document(self._job, record), default=str).encode())
+        self._tell(json.dumps(document(self._job, record, event.mended), default=str).encode())
         with suppress(OSError):  # then it may be told again
             write_private(self._noted, str(record.seq).encode())
 

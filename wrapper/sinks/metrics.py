@@ -130,7 +130,7 @@ def _progress(of: _Families, figures: Figures, now: float) -> Iterator[Metric]:
     yield from of.gauges("job_state", "1 for the state that the job is in.", ("state",), states)
     yield from of.gauge("job_start_timestamp_seconds", "When the job started.", figures.started_at)
     yield from of.gauge("job_exit_code", "How the job ended.", figures.exit_code)
-    yield from of.gauge("epoch", "Epoch of the newest plan.", figures.epoch)
+    yield from of.gauge("epoch", "Epoch of the plan in effect.", figures.epoch)
     yield from of.gauge("iteration", "Last committed iteration.", figures.iteration)
     yield from of.gauge("last_commit_timestamp_seconds", "When it was committed.", figures.committed_at)
     yield from of.gauge("last_iteration_seconds", "How long it took, by the slowest rank.", figures.last_seconds)
@@ -176,7 +176,7 @@ def _disturbances(of: _Families, figures: Figures) -> Iterator[Metric]:
     )
     yield from of.counters(
         "reconfiguration_seconds",
-        "From a failure's being noticed, or the decision to change the plan, to the next commit.",
+        "From the interruption of training to the next commit.",
         ("action",),
         figures.reconfiguration_seconds,
     )

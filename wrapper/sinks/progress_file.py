@@ -16,8 +16,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from resihp.errors import JobNotFoundError
-from resihp.record import journal
+from resihp.record import fold, journal
 from resihp.record.job_uuid import job_uuid
+from resihp.record.state import JobRecord
 from wrapper.job_files import LastIteration, OurJob, ProgressFile
 from wrapper.output.progress import RECENT
 from wrapper.strict_modes import write_private
@@ -33,9 +34,7 @@ def after(found: ProgressFile, record: journal.Record) -> ProgressFile:
         case journal.JobStarted() as entry:
             return msgspec.structs.replace(found, nodes=entry.nodes, gpus_per_node=entry.gpus_per_node)
         case journal.ModelDeclared(declare=declare):
-            return msgspec.structs.replace(found, target=declare.iterations)
-        case journal.PlanDecided(plan=plan):
-            return msgspec.structs.replace(found, layout=plan.describe())
+            return msgspec.structs.replace(found, target=declare.iterations, resumed_from=declare.resume_from)
         case journal.IterationCommitted(outcome=outcome) as entry:
             last = LastIteration(
                 iteration=outcome.iteration,
@@ -60,8 +59,8 @@ class ProgressFileWriter:
         """Of the job, from the first record of its journal; empty once job.json has it."""
         self._clock = clock
         self._found = ProgressFile(began_at=0.0, written_at=0.0, nodes=0, gpus_per_node=0)
-        self._layout_before = ""
-        """What is shown again if the plan that was decided last is refused."""
+        self._record = JobRecord()
+        """Says which plan is in effect."""
         for record in past:
             self._follow(record)
         self._began_at: float | None = None
@@ -85,17 +84,15 @@ class ProgressFileWriter:
         self._changed.set()
 
     def _follow(self, record: journal.Record) -> None:
-        match record.entry:
-            case journal.JobStarted() if record.seq == 1:
-                self._uuid = job_uuid(record)
-                self._found = after(self._found, record)
-            case journal.PlanDecided():
-                self._layout_before = self._found.layout
-                self._found = after(self._found, record)
-            case journal.PlanRefused():
-                self._found = msgspec.structs.replace(self._found, layout=self._layout_before)
-            case _:
-                self._found = after(self._found, record)
+        if isinstance(record.entry, journal.JobStarted) and record.seq == 1:
+            self._uuid = job_uuid(record)
+        self._found = after(self._found, record)
+        shown = self._record.shown_plan
+        fold.apply(self._record, record.entry)
+        if self._record.shown_plan is not shown:
+            plan = self._record.shown_plan
+            layout = "" if plan is None else plan.describe()
+            self._found = msgspec.structs.replace(self._found, layout=layout)
 
     def _run(self) -> None:
         while True:

@@ -177,7 +177,7 @@ class LiveView:
                 self._next = entry.next_iteration
             case journal.PlanInEffect():
                 self._in_effect = self._layout
-            case journal.PlanRefused():
+            case journal.PlanRefused() | journal.PlanWithdrawn():
                 self._layout = self._in_effect or self._layout
             case journal.IterationCommitted():
                 self._last, self._last_at = entry, record.at
@@ -304,18 +304,23 @@ class LiveView:
         if entry.action == "between" and not entry.failures:
             return f"layout changed: {layout}, {what}, in {duration(entry.seconds)}{moved}"
         since = "the failure" if len(entry.failures) == 1 else "the first sign of trouble"
-        noticed_s = self._recoveries.noticed_after(entry, at)
-        whole = f"{duration(entry.seconds)} after {since}{' was noticed' if len(entry.failures) == 1 else ''}"
+        mended = self._recoveries.of(entry, at)
+        decided_s, without_s = entry.park_s + entry.plan_s, entry.seconds
+        if mended is not None:
+            without_s = mended.seconds_without_noticing
+            decided_s += max(without_s - entry.seconds, 0.0)  # it was weighed before training was interrupted
         phases = [
-            ("decided in", entry.park_s + entry.plan_s),
+            ("decided in", decided_s),
             ("moved in", entry.groups_s + entry.state_s),
             ("first iteration", entry.first_iteration_s),
         ]
-        if noticed_s is not None:
-            whole = f"{duration(noticed_s + entry.seconds)} after {since}"
-            phases.insert(0, ("noticed after", noticed_s))
+        whole = f"{duration(without_s)} after {since}{' was noticed' if len(entry.failures) == 1 else ''}"
+        alone = ""
+        if mended is not None and mended.noticed_after is not None:
+            whole = f"{duration(mended.seconds_to_recover)} after {since}"
+            phases.insert(0, ("noticed after", mended.noticed_after))
+            alone = f"; {duration(without_s)} without noticing"
         told = ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in phases)
-        alone = f"; {duration(entry.seconds)} without noticing" if noticed_s is not None else ""
         return f"recovered: {layout}, {what}, {whole} ({told}{alone}){moved}"
 
     def _committed(self) -> None:

@@ -35,6 +35,8 @@ class CheckpointCommits:
         self._start = start
         self._log = log
         self._lost = lost
+        self._in_turn = asyncio.Lock()
+        """One at a time, in the order in which they became complete: the newest ones are kept, older ones removed."""
 
     def begin(self, action: api.CommitCheckpoint) -> None:
         task = self._start(self._commit(action))
@@ -48,7 +50,8 @@ class CheckpointCommits:
         keep = self._request.checkpoint_keep
         write = partial(write_manifest, layout=action.layout, seconds=round(action.seconds, 3))
         try:
-            await asyncio.to_thread(write, folder, action.iteration, action.parts, self.fingerprint, keep)
+            async with self._in_turn:
+                await asyncio.to_thread(write, folder, action.iteration, action.parts, self.fingerprint, keep)
         except (CheckpointError, OSError) as error:
             self._lost(f"checkpoint of iteration {action.iteration}: not committed: {error}")
             return

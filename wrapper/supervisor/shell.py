@@ -4,7 +4,7 @@ Run by `wrapper.supervisor.process`, one for a job. What happens to the job is d
 the controller; here its actions are carried out in order, each `Log` on disk before what follows it, and a decision
 known to a quorum of agents as well (`wrapper.supervisor.journaling.gate`). A leader whose disk fails, or that no quorum
 follows, steps back: it closes its connections and leaves the job to a successor. A crash in here ends the job with a
-message, exit code 1, and the traceback in `<job>/logs/supervisor.log`.
+message, exit code 70, and the traceback in `<job>/logs/supervisor.log`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from resihp.record.journal_file import Journal
 from resihp.record.quorum import Membership
 from wrapper import early_signals
 from wrapper.config.run_spec import RunRequest
-from wrapper.exit_codes import DEPOSED, REQUEUE
+from wrapper.exit_codes import DEPOSED, INTERNAL, REQUEUE
 from wrapper.job_folder import SupervisorFile, copy_journal, note_end, write_private
 from wrapper.launch.launcher import Launcher
 from wrapper.launch.ports import listen
@@ -515,7 +515,7 @@ class Supervisor:
         log = self._job.logs / "supervisor.log"
         text = f"{what}; see {log}" if what.startswith("internal error") else what
         self._view.say("error", f"supervisor: {text}")
-        self._end.set_result(api.End(exit_code=1, reason=f"supervisor: {text}", workers_leave=False))
+        self._end.set_result(api.End(exit_code=INTERNAL, reason=f"supervisor: {text}", workers_leave=False))
 
 
 class _Runs:

@@ -6,13 +6,12 @@ after it, of one of which nobody has said so). That is the sum of
 =============  ========================================================================================================
 `useful`       committed iterations, less what `slow`, `idle`, `capacity` and `rollback` take of them
 `start`        from the job's start until the first committed iteration begins; all of it where none was committed
-`detect`       from a fault to its being noticed. The moment of the fault is known of injected ones only; of others it
-               is what went by since the last commit beyond a usual iteration's time, in which nothing can have been
-               computed
-`redo`         work on the interrupted iteration that was thrown away: from the last commit to the fault. Nothing where
-               the iteration counted, or none was under way
-`reconfigure`  from there to the first commit after it, less the iterations committed meanwhile: park, plan, groups,
-               state. Of a failure that nobody mended, until the end
+`detect`       from a failure to its being noticed, both as the failure's row has them (`failed_at`, `noticed_at`); of
+               several that one change of plan mended, from the first failure to the first notice
+`redo`         work on the interrupted iteration that was thrown away: from the last commit to the failure. Nothing
+               where the iteration counted, or none was under way
+`reconfigure`  from the notice to the first commit after it, less the iterations committed meanwhile: park, plan,
+               groups, state. Of a failure that nobody mended, until the end
 `rollback`     committed iterations that a later attempt of the same run committed again: what would be `useful` of
                them. Known only once that attempt is there: an account that was kept has it apart (`RolledBack`), with
                the iterations that it is of, and where these are others by now it is reckoned anew
@@ -51,7 +50,6 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -76,6 +74,7 @@ from db.reading.costs.timeline import (
 )
 from db.reading.iterations.excess import FEW, TRUSTED
 from db.reading.plans.idle_epochs import idle_epochs
+from resihp.record.recovery import Moments, recovery
 
 Row = dict[str, Any]
 
@@ -282,9 +281,7 @@ def timeline(
         _work(job, clock, iterations, failures, plans, again, _held_meanwhile(clock, held)),
         held,
         failures=tuple((at(row), of_hardware(row)) for row in failures),
-        repairs=tuple(
-            (at(row), took) for row in failures if (took := _recovered_s(row, clock, spans, mended)) is not None
-        ),
+        repairs=tuple((at(row), took) for row in failures if (took := _recovered_s(row, mended)) is not None),
     )
     if (before := kept_once(job)) is None or not _is_thinned(clock):
         return found
@@ -306,18 +303,13 @@ def timeline(
     return replace(evenly, hours_scale=scale)
 
 
-def _recovered_s(failure: Row, clock: Course, spans: Sequence[Interruption], mended: Mapping[int, Row]) -> float | None:
-    """From a failure to the first commit after it; of what is slow from the fault, if that is known, or else from the
-    end of the last healthy iteration on."""
+def _recovered_s(failure: Row, mended: Mapping[int, Row]) -> float | None:
+    """Return the seconds from a failure to the first commit after it, as its row has them (`tables.with_times`)."""
     row = mended.get(failure["recovered_epoch"])
     if row is None:
         return None
-    if failure["kind"] != "fail-slow":
-        return float(row["seconds"]) + sum(one.detect_s for one in spans if one.epoch == row["epoch"])
-    index = bisect_left(clock.iterations, failure["iteration"]) - 1
-    onset = failure["failed_at"] or (clock.finished[index] if index >= 0 else None)
-    took = row["seconds"] if onset is None else (row["finished_at"] - onset).total_seconds()
-    return max(float(took), float(row["seconds"]))
+    moments = Moments.of_times(failure["failed_at"], failure["noticed_at"])
+    return recovery(moments, row["finished_at"].timestamp()).seconds_to_recover
 
 
 def between(of: HeldTime, since_s: float = -np.inf, until_s: float = np.inf) -> Account:

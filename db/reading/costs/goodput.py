@@ -19,6 +19,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from resihp.record.recovery import Moments, first_of
+
 Row = dict[str, Any]
 Floats = NDArray[np.float64]
 
@@ -181,15 +183,20 @@ def interruptions(
         if row["recovered_epoch"] is not None:
             mended.setdefault(row["recovered_epoch"], []).append(row)
 
-    def span(of: list[Row], epoch: int | None, action: str, noticed_s: float, after: int, end_s: float) -> Interruption:
-        """Between the last commit before `noticed_s` and `end_s`, at which commit `after` was made, if it was."""
+    def span(
+        of: list[Row], epoch: int | None, action: str, began_s: tuple[float, float], after: int, end_s: float
+    ) -> Interruption:
+        """Between the last commit before it was noticed and `end_s`, at which commit `after` was made, if it was.
+
+        `began_s`: when it failed, and when that was noticed."""
+        failed_s, noticed_s = began_s
         before = min(bisect_right(clock.ends_s, noticed_s + SAME_MOMENT_S), after) - 1
         begin_s = clock.ends_s[before] if before >= 0 else 0.0
         meanwhile = summed[min(after, len(clock.took_s))] - summed[before + 1]
         own = clock.took_s[after] if after < len(clock.took_s) else 0.0
         lost = max(end_s - begin_s - meanwhile - own, 0.0)
         unnoticed = min(max(noticed_s - begin_s - meanwhile, 0.0), lost)
-        detect = _detect_s(of, unnoticed)
+        detect = min(max(noticed_s - failed_s, 0.0), unnoticed)
         redo = unnoticed - detect if action == "redo" else 0.0
         return Interruption(
             kind=of[0]["kind"] if of else "reconfiguration",
@@ -208,28 +215,29 @@ def interruptions(
         after = first_of.get(row["epoch"], bisect_right(clock.finished, row["finished_at"]) - 1)
         if after < 0:
             continue
-        end_s = clock.ends_s[after]
-        found.append(
-            span(mended.get(row["epoch"], []), row["epoch"], row["action"], end_s - row["seconds"], after, end_s)
-        )
-    if clock.finished and (unmended := _unmended(job, clock, failures)):
-        noticed_s = clock.ends_s[-1] + (unmended[0]["noticed_at"] - clock.finished[-1]).total_seconds()
-        found.append(span(unmended, None, "redo", noticed_s, len(clock.finished), clock.wall_s))
-    elif not clock.finished and clock.begin is not None and (unmended := _unmended(job, clock, failures)):
-        noticed_s = (unmended[0]["noticed_at"] - clock.begin).total_seconds()
-        found.append(span(unmended, None, "redo", noticed_s, 0, clock.wall_s))
+        end_s, of = clock.ends_s[after], mended.get(row["epoch"], [])
+        began_s = _began_s(of, clock.finished[after], end_s) or (end_s - row["seconds"],) * 2
+        found.append(span(of, row["epoch"], row["action"], began_s, after, end_s))
+    known_at, known_s = (clock.finished[-1], clock.ends_s[-1]) if clock.finished else (clock.begin, 0.0)
+    if known_at is not None and (unmended := _unmended(job, clock, failures)):
+        stopped_s = _began_s(unmended, known_at, known_s)
+        assert stopped_s is not None, "what is only slow is none of these"
+        found.append(span(unmended, None, "redo", stopped_s, len(clock.finished), clock.wall_s))
     return found
 
 
-def _detect_s(of: Sequence[Row], unnoticed_s: float) -> float:
-    """From the first of these failures to its being noticed, of the time since the commit before. Until what is slow is
-    found out, iterations go on: that of its time is no detection."""
-    seconds = [
-        (row["noticed_at"] - row["failed_at"]).total_seconds()
-        for row in of
-        if row["failed_at"] is not None and row["kind"] != "fail-slow"
-    ]
-    return float(min(max([0.0, *seconds]), unnoticed_s))
+def _began_s(of: Sequence[Row], known_at: datetime, known_s: float) -> tuple[float, float] | None:
+    """Return when the first of these failures happened and when the first was noticed, on the clock of commits, which
+    shows `known_s` at the moment `known_at`.
+
+    None where nothing stopped training: until what is slow is found out, iterations go on, and it is interrupted for a
+    change of plan only.
+    """
+    stopped = [Moments.of_times(row["failed_at"], row["noticed_at"]) for row in of if row["kind"] != "fail-slow"]
+    if not stopped:
+        return None
+    first, known = first_of(stopped), known_at.timestamp()
+    return known_s - (known - first.began_at), known_s - (known - first.noticed_at)
 
 
 def _unmended(job: Row, clock: Course, failures: Sequence[Row]) -> list[Row]:

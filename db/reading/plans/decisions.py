@@ -9,7 +9,7 @@ iterations took under it; what came of a plan that stayed, how long it did.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from db.reading.plans.promises import MOST
@@ -30,9 +30,8 @@ def decisions(
     promised: Sequence[Row],
     failures: Sequence[Row],
     iterations: Sequence[Row],
-    withdrawn: Collection[int] = (),
 ) -> list[Row]:
-    """One row for each, in order of time, of the rows of one job. `withdrawn`: epochs of plans that were taken back.
+    """One row for each, in order of time, of the rows of one job.
 
     `kind`: `plan`, `plan stays`, `node`, `no node`. `advice`: what called for it, with the numbers of `failures`.
     `predicted`, `present`: of what was chosen, or thought of, and of the plan in effect, in `unit`, as in `plans`.
@@ -51,7 +50,7 @@ def decisions(
             seconds.setdefault(row["epoch"], []).append(row["seconds"])
     in_effect = sorted((row for row in plans if row["in_effect_at"] is not None), key=lambda row: row["epoch"])
     found = [
-        *(_plan(row, by_epoch, answered, seconds, withdrawn) for row in plans),
+        *(_plan(row, by_epoch, answered, seconds) for row in plans),
         *(_declined(row, in_effect) for row in declined),
         *(_replacement(row) for row in replacements),
     ]
@@ -63,7 +62,6 @@ def _plan(
     promised: Mapping[int, Row],
     answered: Mapping[int, list[int]],
     seconds: Mapping[int, list[float]],
-    withdrawn: Collection[int],
 ) -> Row:
     promise = promised.get(row["epoch"])
     took = seconds.get(row["epoch"], [])[1 : MOST + 1]
@@ -79,19 +77,19 @@ def _plan(
         present=row["present"],
         unit=row["unit"],
         refused=_slower(row["considered"], row["predicted"]),
-        outcome=_outcome(row, promise, withdrawn),
+        outcome=_outcome(row, promise),
         promised=None if promise is None else promise["promised"],
         kept=None if promise is None else promise["kept"],
         measured=statistics.median(took) if took else None,
     )
 
 
-def _outcome(row: Row, promise: Row | None, withdrawn: Collection[int]) -> str:
+def _outcome(row: Row, promise: Row | None) -> str:
     """What came of a plan."""
     if promise is not None:
         return str(promise["verdict"]).replace("kept", "kept its promise").replace("broken", "broke its promise")
-    if row["epoch"] in withdrawn:
-        return "rolled back: the job was to stop"
+    if row["withdrawn_reason"] is not None:
+        return f"rolled back: {row['withdrawn_reason'].replace('the job is to stop', 'the job was to stop')}"
     if row["refused_reason"] is not None:
         who = "our own check" if row["refused_by"] is None else f"rank {row['refused_by']}"
         return f"refused by {who}: {row['refused_reason']}"

@@ -15,6 +15,7 @@ from db.reading.costs.cost_accounts import OF_HARDWARE, Account, added, between,
 from db.reading.costs.timeline import CAUSES, Again, committed_again
 from db.reading.health import CERTAINTY
 from db.reading.reader import Reader
+from db.reading.tables import with_times
 from db.writer import Ledger
 from tests.db.conftest import any_layout_story, story, write_journal
 
@@ -194,7 +195,10 @@ def test_what_was_slow_is_mended_from_the_moment_on_that_history_tells() -> None
     slow = failure(1, 5.0, 3, kind="fail-slow", recovered_epoch=2)
     mended = [transition(2, 0.5, 6.0, "between")]
     assert told(job(7), iterations, [slow | {"failed_at": at(1)}], mended).mttr_s == pytest.approx(5.0)
-    assert told(job(7), iterations, [slow], mended).mttr_s == pytest.approx(4.0)
+    # Where nothing tells when it began, `history failures` counts from the notice, and so does this.
+    assert told(job(7), iterations, [slow], mended).mttr_s == pytest.approx(1.0)
+    rows = [with_times({**row, "back_at": at(6)}) for row in (slow | {"failed_at": at(1)}, slow)]
+    assert [row["seconds_to_recover"] for row in rows] == [5.0, 1.0]
 
 
 def test_a_batch_host_that_died_is_counted_from_the_last_commit_on() -> None:
@@ -204,12 +208,22 @@ def test_a_batch_host_that_died_is_counted_from_the_last_commit_on() -> None:
     found = told(job(14), iterations, [failed | {"failed_at": at(2)}], [transition(2, 0.7, 13.2)])
     assert found.mttr_s == pytest.approx(11.2)
     assert found.lost_s["detect"] == pytest.approx(10.5)
-    # It is no more than what went by since the last commit; and of a ledger of before it is not known.
+    # What was lost is no more than what went by since the last commit; and of a ledger of before it is not known.
     found = told(job(14), iterations, [failed | {"failed_at": at(1)}], [transition(2, 0.7, 13.2)])
-    assert found.mttr_s == pytest.approx(11.2)
+    assert found.mttr_s == pytest.approx(12.2)
+    assert found.lost_s["detect"] == pytest.approx(10.5)
     found = told(job(14), iterations, [failed], [transition(2, 0.7, 13.2)])
     assert found.mttr_s == pytest.approx(0.7)
     assert found.lost_s["detect"] == 0.0
+
+
+def test_a_transition_that_began_after_the_notice_begins_neither_the_repair_nor_what_was_thrown_away() -> None:
+    """It failed 0.03 s after the last commit, was noticed at 2.08 s, and training was interrupted at 2.12 s."""
+    iterations = [iteration(1, 1), iteration(2, 2), iteration(3, 2.78, 0.5, epoch=2)]
+    failed = failure(1, 2.08, 3, failed_at=at(2.03), recovered_epoch=2)
+    found = told(job(3), iterations, [failed], [transition(2, 0.66, 2.78)])
+    assert found.mttr_s == pytest.approx(0.75)
+    assert lost(found) == {"redo": 0.03, "detect": 0.05, "reconfigure": 0.2, "other": 0.22}
 
 
 def test_a_change_of_layout_is_no_work_redone(tmp_path: Path, ledger_url: str) -> None:

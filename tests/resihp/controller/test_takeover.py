@@ -6,6 +6,7 @@ A failing seed is shown by `python -m resihp.simulator.harness --orphan SEED`.
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ import pytest
 from resihp.controller import Controller
 from resihp.controller import interface as api
 from resihp.controller.fail_stop import silence
+from resihp.controller.fail_stop.onsets import Commit
 from resihp.controller.takeover import NOBODY_PATIENCE_S, PATIENCE_S
 from resihp.errors import ProtocolError
 from resihp.faults import Fault
@@ -52,11 +54,11 @@ def journal_of(job: Direct) -> list[AnyEntry]:
 class TakenOver(Direct):
     """A controller that takes over from another one's journal. `forgets`: the last so many entries are not in it."""
 
-    def __init__(self, before: Direct, forgets: int = 0) -> None:
+    def __init__(self, before: Direct, forgets: int = 0, commits: Sequence[Commit] = ()) -> None:
         self.before = before
         self.declare = before.declare
         self.controller = Controller.recover(
-            before.job.settings, journal_of(before)[: len(journal_of(before)) - forgets]
+            before.job.settings, journal_of(before)[: len(journal_of(before)) - forgets], commits=commits
         )
         self.job = self.controller.job
         self.now = 0.0
@@ -129,6 +131,45 @@ def test_a_step_that_only_some_have_reported_waits_for_the_others() -> None:
     assert job.all(IterationCommitted) == []
     job.step(4, 2, 3)
     assert [entry.outcome.iteration for entry in job.all(IterationCommitted)] == [4]
+
+
+def part(rank: int, iteration: int) -> m.CheckpointPart:
+    folder, file = f"iteration-{iteration}", f"r{rank}"
+    return m.CheckpointPart(epoch=1, iteration=iteration, folder=folder, file=file, bytes=9, seconds=0.5)
+
+
+def test_checkpoints_that_were_written_while_nobody_led_are_completed() -> None:
+    """Rank 0 and rank 1 hold the first replica; what the one before had heard of their parts is gone with it."""
+    before = Direct(checkpoint_every=2).run(3)
+    before.say(0, part(0, 2))
+    job = TakenOver(before)
+    writers = job.job.record.writers[1]
+    steps: dict[int, tuple[int, ...]] = {rank: (4, 5) for rank in range(4)}
+    job.all_back(steps=steps, said={rank: (part(rank, 4), part(rank, 2)) for rank in writers})
+    commits = [action for action in job.actions if isinstance(action, api.CommitCheckpoint)]
+    assert [(commit.iteration, commit.folder) for commit in commits] == [(2, "iteration-2"), (4, "iteration-4")]
+    assert [entry.outcome.iteration for entry in job.all(IterationCommitted)] == [4, 5]
+    assert not any("not completed" in text for text in job.said)
+
+
+def test_checkpoints_that_nobody_can_complete_any_more_are_told_of() -> None:
+    before = Direct(checkpoint_every=2).run(3)
+    job = TakenOver(before, commits=[Commit(iteration, -1.0, 0.5) for iteration in (1, 2, 3)])
+    writers = job.job.record.writers[1]
+    steps: dict[int, tuple[int, ...]] = {rank: (4, 5, 6, 7) for rank in range(4)}
+    job.all_back(steps=steps, said={writers[0]: (part(writers[0], 2),)})
+    for rank in writers:
+        job.say(rank, part(rank, 6))
+    commits = [action for action in job.actions if isinstance(action, api.CommitCheckpoint)]
+    assert [commit.iteration for commit in commits] == [6]
+    told = "checkpoints of iterations 2, 4 were due while no supervisor led, and not completed"
+    assert f"{told}; the newest one is of iteration 6" in job.said
+    for rank in writers:
+        job.say(rank, part(rank, 6))
+    job.step(8)
+    for rank in writers:
+        job.say(rank, part(rank, 8))
+    assert sum("not completed" in text for text in job.said) == 1
 
 
 def test_what_comes_before_everybody_is_back_is_handled_then() -> None:

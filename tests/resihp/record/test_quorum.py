@@ -19,6 +19,7 @@ from resihp.record.journal import (
     PlanDecided,
     PlanInEffect,
     PlanRefused,
+    PlanWithdrawn,
     Record,
     WorkerStarted,
     first_seq,
@@ -132,6 +133,18 @@ def test_between_decision_and_effect_both_plans_agents_are_needed() -> None:
     assert after(*growing, PlanRefused(epoch=2, rank=None, reason="")).electorates == after(*FOUR).electorates
     assert after(*growing, PlanRefused(epoch=9, rank=None, reason="")).electorates == membership.electorates
     assert after(*growing, decided(3, "n1", "n2")).electorates[1] == (frozenset({"n1", "n2"}), "n1")
+
+
+def test_voters_of_a_withdrawn_plan_are_not_needed_any_more() -> None:
+    growing = [*FOUR, *joined("n5"), decided(2, "n1", "n5")]
+    withdrawn = after(*growing, PlanWithdrawn(epoch=2, reason="the job is to stop"))
+    assert withdrawn.electorates == after(*FOUR).electorates
+    assert withdrawn.quorum({"n2", "n3", "n4"}), "more than half of the plan in effect"
+    assert not withdrawn.quorum({"n1", "n5"}), "the plan in effect has been asked throughout"
+    of_another = after(*growing, PlanWithdrawn(epoch=1, reason="the job is to stop"))
+    assert of_another.electorates == after(*growing).electorates
+    first = after(*FOUR[:-1], PlanWithdrawn(epoch=1, reason="the job is to stop"))
+    assert first.electorates == ((first.voters, "n1"),), "before the first plan, those that have joined"
 
 
 def test_a_new_leader_decides_equal_halves_only_from_its_own_plan_on() -> None:

@@ -11,7 +11,7 @@ from resihp.protocol import messages as m
 from resihp.protocol.forwarding import label_of
 from resihp.protocol.framing import encode
 from tests.wrapper.agent.test_agent import outcome
-from wrapper.agent.worker_history import LAST_STEPS, WorkerRecord
+from wrapper.agent.worker_history import LAST_STEPS, PARTS_KEPT, WorkerRecord
 
 DECLARE = m.Declare(
     model=ModelSpec(layers=2, hidden=8, heads=2, kv_groups=2, ffn_hidden=16, vocab=16, sequence=8),
@@ -72,6 +72,18 @@ def test_what_is_still_true(happened: list[m.Message], true: list[m.Message] | N
         else:
             record.said(label, encode(each))
     assert list(record.still_true()) == (happened[:1] if true is None else true)
+
+
+def test_the_last_parts_of_checkpoints_are_kept_whatever_is_ordered_since() -> None:
+    record = WorkerRecord()
+    parts = [
+        m.CheckpointPart(epoch=1, iteration=i, folder="f", file=f"part-{i}", bytes=1, seconds=0.1) for i in range(20)
+    ]
+    for part in parts:
+        record.said(label_of(encode(part)), encode(part))
+    record.said(label_of(encode(FINISHED)), encode(FINISHED))
+    record.told(label_of(encode(PARK)))
+    assert record.still_true() == (FINISHED, *parts[-PARTS_KEPT:])
 
 
 def test_steps_are_kept_until_they_are_committed_and_the_last_few_always() -> None:

@@ -304,7 +304,7 @@ def test_history_status_and_the_report_count_from_the_failure_on() -> None:
     report = in_words(resihp("report", job.name, "--markdown").stdout).replace("\\", "")
     assert "training was back 11.0 s after it (10.3 s of that to notice it)" in report
     assert "training back in 11.0 s (0.70 s without noticing)" in report
-    assert "0.70 s after it was noticed" in json.dumps(rows("events", job.name))
+    assert "11.00 s after it (noticed after 10.30 s, 0.70 s without noticing)" in json.dumps(rows("events", job.name))
 
 
 @pytest.mark.parametrize("successor", ["n2", "n1"])

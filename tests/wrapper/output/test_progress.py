@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from wrapper.output.progress import ago, of_target, progress, target
+from wrapper.output.progress import Goal, ago, goal, of_target, progress
 
 BEGAN = datetime(2026, 1, 31, 12, tzinfo=UTC)
 MODEL = '{"iterations":60,"layers":[1,2]}'
@@ -27,7 +27,7 @@ def rows(*at_s: float, first: int = 1, seconds: float | None = 1.0) -> list[dict
 
 
 def found(*at_s: float, now_s: float, state: str = "running", model: str | None = MODEL, **of: Any) -> dict[str, Any]:
-    return progress(target(model), rows(*at_s, **of), BEGAN + timedelta(seconds=now_s), running=state == "running")
+    return progress(goal(model), rows(*at_s, **of), BEGAN + timedelta(seconds=now_s), running=state == "running")
 
 
 def test_a_running_job() -> None:
@@ -35,7 +35,7 @@ def test_a_running_job() -> None:
     assert (told["iteration"], told["target"], told["loss"]) == (3, 60, 1.0)
     assert told["seconds_since_iteration"] == 1
     assert told["eta_seconds"] == 57 * 2 - 1
-    assert told["tokens_per_second"] == 4000
+    assert told["tokens_per_second"] == 2000, "by the same pace as the time that is left: with the pauses"
     assert not told["stuck"]
     assert of_target(told) == "3 of 60"
 
@@ -79,6 +79,14 @@ def test_before_the_first_iteration_and_after_the_first() -> None:
     assert found(5, now_s=6, seconds=None)["eta_seconds"] is None
 
 
+def test_a_job_that_goes_on_from_a_checkpoint_is_at_its_iteration() -> None:
+    """Before its first commit, and to its end where nothing was left to do."""
+    resumed = '{"iterations":60,"resume_from":60}'
+    assert of_target(found(now_s=5, model=resumed)) == "60 of 60"
+    assert of_target(found(now_s=5, model=resumed, state="completed")) == "60 of 60"
+    assert found(5, now_s=6, first=31, model='{"iterations":60,"resume_from":30}')["iteration"] == 31
+
+
 def test_after_the_last_iteration_it_waits_for_nothing() -> None:
     """The last checkpoint is being written."""
     told = found(2, 4, now_s=500, first=59)
@@ -87,7 +95,7 @@ def test_after_the_last_iteration_it_waits_for_nothing() -> None:
 
 @pytest.mark.parametrize("model", [None, "", "{", "[]", '{"iterations":"x"}', "{}"])
 def test_a_model_that_says_nothing(model: str | None) -> None:
-    assert target(model) is None
+    assert goal(model) == Goal()
     assert of_target(found(2, now_s=3, model=model)) == "1"
 
 

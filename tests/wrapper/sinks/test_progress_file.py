@@ -14,6 +14,7 @@ import pytest
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan, spread
 from resihp.record import journal
+from tests.resihp.controller.direct import DECLARE
 from tests.waiting import until
 from tests.wrapper.commands.status.test_status import record_job
 from wrapper.job_files import ProgressFile
@@ -68,14 +69,24 @@ def test_after_a_take_over_it_goes_on(job: Job) -> None:
     writer.close(time.monotonic())
 
 
-def test_a_plan_that_is_refused_is_not_shown(job: Job) -> None:
-    whole, part = (Layout.uniform(tp=1, pp=2, dp=dp, layers=4) for dp in (2, 1))
+def test_a_plan_that_never_took_effect_is_not_shown(job: Job) -> None:
+    whole, half, one = (Layout.uniform(tp=1, pp=pp, dp=dp, layers=4) for pp, dp in ((2, 2), (2, 1), (1, 1)))
+    never = [
+        plan(2, half),  # overtaken by the next one
+        plan(3, one),
+        journal.PlanRefused(epoch=3, rank=1, reason="no"),
+        plan(4, one),
+        journal.PlanWithdrawn(epoch=4, reason="the job is to stop"),
+    ]
     writer = ProgressFileWriter(job)
-    for seq, entry in enumerate((plan(1, whole), plan(2, part)), 1):
-        writer.submit(journal.Record(seq, 1.0, entry))
-    wait_for(job, lambda file: file.layout == part.describe())
-    writer.submit(journal.Record(3, 1.0, journal.PlanRefused(epoch=2, rank=1, reason="no")))
+    writer.submit(journal.Record(1, 1.0, plan(1, whole)))
     wait_for(job, lambda file: file.layout == whole.describe())
+    for seq, entry in enumerate((journal.PlanInEffect(epoch=1), *never, journal.ModelDeclared(declare=DECLARE)), 2):
+        writer.submit(journal.Record(seq, 1.0, entry))
+    assert wait_for(job, lambda file: file.target == DECLARE.iterations).layout == whole.describe()
+    for seq, taken in enumerate((plan(5, half), journal.PlanInEffect(epoch=5)), 20):
+        writer.submit(journal.Record(seq, 1.0, taken))
+    wait_for(job, lambda file: file.layout == half.describe())
     writer.close(time.monotonic())
 
 

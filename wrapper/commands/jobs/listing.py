@@ -223,7 +223,7 @@ def _state(entry: KnownJob, now_s: float) -> str:
 def _told(entry: KnownJob, now_s: float) -> Row | None:
     """What the job's supervisor has written of it, with no ledger to be opened; None where nothing new was written for
     so long that the job may be stuck: the ledger tells whether it is, or the folder could not be written to."""
-    from wrapper.output.progress import longest_s, progress
+    from wrapper.output.progress import Goal, longest_s, progress
 
     file = job_of(entry).progress(entry.began_at)
     if file is None:
@@ -233,7 +233,8 @@ def _told(entry: KnownJob, now_s: float) -> Row | None:
             {**msgspec.structs.asdict(each), "finished_at": datetime.fromtimestamp(each.finished_at, UTC)}
             for each in file.recent
         ]
-        found = progress(file.target, recent, datetime.fromtimestamp(now_s, UTC), running=True)
+        trains = Goal(iterations=file.target, resume_from=file.resumed_from)
+        found = progress(trains, recent, datetime.fromtimestamp(now_s, UTC), running=True)
     except (ValueError, OverflowError, OSError):
         return None  # times that no calendar has
     if now_s - (file.recent[-1].finished_at if file.recent else file.written_at) > longest_s(recent):
@@ -266,7 +267,7 @@ class _Ledgers:
 
     def figures(self, job: Job, now_s: float) -> Row:
         from wrapper.output.ledgers import row_of
-        from wrapper.output.progress import RECENT, progress, target
+        from wrapper.output.progress import RECENT, goal, progress
 
         try:
             if (reader := self._reader(job)) is None:
@@ -276,7 +277,7 @@ class _Ledgers:
             now = datetime.fromtimestamp(now_s, UTC)
             return {
                 **progress(
-                    target(row["model"]),
+                    goal(row["model"]),
                     reader.rows("iterations", row["id"], last=RECENT),
                     now,
                     running=row["state"] == "running",

@@ -36,15 +36,21 @@ def report(
     Example: resihp report local-3 -o report.html
     """
     from wrapper.commands.report import facts, runs
-    from wrapper.commands.report.story import sentences
-    from wrapper.output.ledgers import opened, pinned
+    from wrapper.commands.report.story import figures, sentences
+    from wrapper.output.ledgers import attempts_here, opened, pinned
 
     job = pinned(job, ledger)
     with opened(job, ledger) as (reader, row):
         now = datetime.now(UTC)
-        found = facts.read(reader, row, now, runs.read(reader, row["name"], job, ledger, now))
+        slurm = runs.read(reader, row["name"], job, ledger, now)
+        found = facts.read(reader, row, now, slurm, attempts_here(ledger, row["run"]))
     name = str(row["name"])
-    told = {"job": name, "summary": sentences(found), "format": "markdown" if markdown else "html"}
+    told = {
+        "job": name,
+        "summary": sentences(found),
+        "figures": figures(found),
+        "format": "markdown" if markdown else "html",
+    }
     if markdown:
         from wrapper.commands.report.markdown import markdown as made
 

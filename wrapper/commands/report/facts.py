@@ -59,8 +59,11 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """All runs of the Slurm job that it was in; None without Slurm."""
 
 
-def read(reader: Reader, job: Row, now: datetime, slurm: Total | None = None) -> Facts:
-    """The facts about `job`, as `Reader.job` gives it."""
+def read(reader: Reader, job: Row, now: datetime, slurm: Total | None = None, attempts: Sequence[Row] = ()) -> Facts:
+    """The facts about `job`, as `Reader.job` gives it.
+
+    `attempts`: those of its run in other ledgers (`ledgers.attempts_here`), which may have repeated iterations of it.
+    """
     number = job["id"]
     iterations = reader.narrow("iterations", number)
     failures, plans, reconfigurations, nodes = (
@@ -84,7 +87,7 @@ def read(reader: Reader, job: Row, now: datetime, slurm: Total | None = None) ->
         drains=reader.rows("drains", number),
         replacements=reader.rows("replacements", number),
         checkpoints=checkpoints,
-        account=reader.account(job, now),
+        account=reader.account(job, now, reader.committed_again(job, attempts)),
         promises=promises(plans, iterations, failures),
         explanations=reader.explanations(number, _to_explain(plans)),
         suspicions=suspicions,

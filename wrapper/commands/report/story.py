@@ -80,6 +80,23 @@ def costs(facts: Facts) -> list[CauseCost]:
     return sorted(found, key=lambda cost: -cost.seconds)
 
 
+def figures(facts: Facts) -> dict[str, Any]:
+    """What the report's text and pictures round: for programs."""
+    account = facts.account
+    return {
+        "goodput": account.goodput,
+        "ettr": account.ettr,
+        "held_seconds": account.held_s,
+        "wall_seconds": account.wall_s,
+        "useful_seconds": account.useful_s,
+        "lost_seconds": account.lost_s,
+        "gpu_hours": account.gpu_hours,
+        "lost_gpu_hours": account.lost_gpu_hours,
+        "failures": account.failures,
+        "mttr_seconds": account.mttr_s,
+    }
+
+
 def lost_hours(facts: Facts) -> str:
     """GPU-hours lost to all causes; `-` where nobody knows."""
     return "-" if untold(facts) else hours(sum(facts.account.lost_gpu_hours.values()))
@@ -214,6 +231,10 @@ def _course(facts: Facts) -> str:
     done = len(facts.iterations)
     if untold(facts):
         return f"Job {job['name']} on {where} took {took}, {how}; its script did not say what it trains."
+    began_at, goal = ((facts.model or {}).get(name) for name in ("resume_from", "iterations"))
+    if not done and job["state"] == "completed" and isinstance(began_at, int) and began_at and began_at == goal:
+        left = f"nothing was left to do after iteration {began_at:,}, from whose checkpoint it went on"
+        return f"Job {job['name']} on {where} completed in {took}: {left}."
     if not done:
         ended = {"running": "is running", "completed": "ended", "failed": f"failed{reason}"}
         state = ended.get(job["state"], f"was {job['state']}{reason}")

@@ -6,16 +6,14 @@ Reads only. Called by `wrapper.commands.status.command` and `wrapper.commands.wa
 from __future__ import annotations
 
 import json
-import re
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from db.layouts import from_json
 from wrapper.output.answers import SCHEMA
 from wrapper.output.idle_gpus import of_ledger
-from wrapper.output.progress import RECENT, progress, target
+from wrapper.output.progress import RECENT, goal, progress
 from wrapper.output.rank_health import RankHealth
 from wrapper.output.shells import shells
 
@@ -23,8 +21,6 @@ if TYPE_CHECKING:
     from db.reading.queries import Reader
 
 EVENTS_IN_JSON = 50
-_SINCE_NOTICED = re.compile(r"(?:,| in) ([\d.]+) s(?: after it was noticed)?")
-"""In the words of `resihp.record.describe`, and those of versions before."""
 EVENT_KINDS = (
     *(
         "FailureFound",
@@ -33,6 +29,7 @@ EVENT_KINDS = (
         "Reconfigured",
         "PlanDecided",
         "PlanRefused",
+        "PlanWithdrawn",
         "JoinRefused",
         "NodeLost",
     ),
@@ -62,8 +59,8 @@ def job_status(
     idle = of_ledger(reader, row)
     return {
         "schema": SCHEMA,
-        **progress(target(row["model"]), iterations, now, running=row["state"] == "running"),
         **figures,
+        **progress(goal(row["model"]), iterations, now, running=row["state"] == "running"),
         "checkpoint": _where_it_is_now(checkpoints[-1], folder) if checkpoints else None,
         "folder": folder,
         "logs": None if folder is None else f"{folder}/logs",
@@ -78,7 +75,7 @@ def job_status(
         "drains": reader.rows("drains", row["id"]),
         "replacements": replacements,
         "shells": shells(slurm_job, reader.rows("nodes", row["id"]), replacements) if slurm_job else {},
-        "events": _with_noticing(reader, row["id"], reader.events(row["id"], EVENT_KINDS, EVENTS_IN_JSON)),
+        "events": reader.events(row["id"], EVENT_KINDS, EVENTS_IN_JSON),
     }
 
 
@@ -96,29 +93,6 @@ def _where_it_is_now(checkpoint: dict[str, Any], folder: str | None) -> dict[str
         return checkpoint
     job = Job(Path(folder).name, Path(folder))
     return checkpoint | {"folder": str(job.now(Path(checkpoint["folder"])))}
-
-
-def _with_noticing(reader: Reader, job: int, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Events of recoveries tell how long these took from the failure on: the journal's entry knows of no noticing."""
-    if not any(event["kind"] == "Reconfigured" for event in events):
-        return events
-    took: dict[int, float] = {}
-    for row in reader.rows("failures", job):
-        if row["recovered_epoch"] is not None and row["noticed_after_seconds"] is not None:
-            whole, epoch = row["seconds_to_recover"], row["recovered_epoch"]
-            took[epoch] = max(whole, took.get(epoch, whole))
-    for event in events:
-        if event["kind"] == "Reconfigured" and event["epoch"] in took:
-            told = partial(_from_the_failure, took[event["epoch"]])
-            event["text"] = _SINCE_NOTICED.sub(told, event["text"], count=1)
-    return events
-
-
-def _from_the_failure(whole_s: float, told: re.Match[str]) -> str:
-    seconds = float(told[1])
-    return (
-        f", {whole_s:.2f} s after it (noticed after {max(whole_s - seconds, 0.0):.2f} s, {told[1]} s without noticing)"
-    )
 
 
 def detector(row: dict[str, Any]) -> str:

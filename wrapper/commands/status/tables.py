@@ -42,11 +42,19 @@ def goodput_line(figures: dict[str, Any]) -> str:
     lost = ", ".join(
         f"{words.get(cause, cause)} {duration(s)}" for cause, s in figures["lost_seconds"].items() if s >= 0.005
     )
+    if figures["goodput"] is None and nothing_left(figures):
+        return f"nothing was left to do: iteration {figures['iteration']} was in the checkpoint that it went on from"
     if figures["goodput"] is None:
         lost = "all of it, no iteration is committed"
     slow_s, wall_s = figures.get("slow_seconds", 0.0), figures.get("wall_seconds", 0.0)
     slow = f", slow: {duration(slow_s)} of it" if slow_s > WORTH_A_WORD * wall_s else ""
     return f"goodput {percent(figures['goodput'])}{slow}, ETTR {percent(figures['ettr'])}; lost: {lost or 'nothing'}"
+
+
+def nothing_left(figures: Mapping[str, Any]) -> bool:
+    """Whether a job that is completed went on from a checkpoint of the last iteration."""
+    committed, target = figures.get("committed_iterations"), figures.get("target")
+    return figures["state"] == "completed" and committed == 0 and target is not None and figures["iteration"] >= target
 
 
 def progress_line(state: Mapping[str, Any]) -> str:

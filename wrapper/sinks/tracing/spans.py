@@ -161,8 +161,10 @@ class Story:
             "resihp.bytes_moved": entry.bytes_moved,
             "resihp.seconds": entry.seconds,
         }
-        if (noticed_s := self._recoveries.noticed_after(entry, began + entry.seconds)) is not None:
-            attributes |= {"resihp.seconds_to_recover": noticed_s + entry.seconds, "resihp.noticed_after": noticed_s}
+        if (mended := self._recoveries.of(entry, record.at)) is not None:
+            attributes["resihp.seconds_to_recover"] = mended.seconds_to_recover
+            if mended.noticed_after is not None:
+                attributes["resihp.noticed_after"] = mended.noticed_after
         self._before = self._layout
         if decided is not None:
             attributes["resihp.iteration"] = decided.next_iteration

@@ -299,6 +299,13 @@ def test_iterations_that_a_later_job_of_this_home_repeated() -> None:
     assert (second["useful"], second["rollback"]) == pytest.approx((40.0, 0.0), abs=1e-3)
     both = {row["cause"]: row["seconds"] for row in rows("cost", "--all")}
     assert (both["useful"], both["rollback"]) == pytest.approx((40.0, 40.0), abs=1e-3)
+    # The report of each tells the same, in its figures and in words.
+    for name, cost in (("local-1", first), ("local-2", second)):
+        told = json.loads(resihp("report", name, "--markdown", "--json").stdout)
+        lost = {cause: seconds for cause, seconds in cost.items() if cause != "useful"}
+        assert told["figures"]["lost_seconds"] == pytest.approx(lost)
+        assert told["figures"]["useful_seconds"] == pytest.approx(cost["useful"])
+        assert ("repeated iterations" in told["text"]) == (name == "local-1")
 
 
 def test_did_the_last_plan_keep_its_promise() -> None:

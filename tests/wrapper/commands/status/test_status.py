@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pandas as pd
 import pytest
 from typer.testing import CliRunner, Result
@@ -27,6 +28,7 @@ from resihp.parallelism.plan import Plan, spread
 from resihp.protocol.messages import StepOutcome
 from resihp.record import journal, journal_file
 from tests.db.conftest import BEGAN, any_layout_story, node_story, started, write_journal
+from tests.resihp.controller.direct import DECLARE
 from wrapper.cli import app
 from wrapper.commands.history.command import OF_ALL, History
 from wrapper.commands.history.tables import history_table
@@ -35,6 +37,7 @@ from wrapper.commands.status.job_status import job_status
 from wrapper.job_folder import Job, create_local_job, take_lock
 from wrapper.output.answers import moment, to_json
 from wrapper.output.tables import show
+from wrapper.sinks.figures import followed
 
 ODD = "rank 3 raised ValueError: [red]'x'[/red] \"y\" [/b] \x1b[2J"
 NODE = "n2[bold]"
@@ -609,6 +612,27 @@ def test_what_the_detector_sees_is_told(row: dict[str, Any], words: str) -> None
 def test_a_job_that_committed_nothing_has_not_lost_nothing() -> None:
     figures = {"goodput": None, "ettr": None, "state": "failed", "epoch": 1, "lost_seconds": {"other": 3600.0}}
     assert tables.goodput_line(figures) == "goodput -, ETTR -; lost: all of it, no iteration is committed"
+
+
+def test_a_job_that_went_on_from_the_last_iteration_has_lost_nothing() -> None:
+    job = create_local_job()
+    records = record_job(job)
+    declare = msgspec.structs.replace(DECLARE, iterations=60, resume_from=60)
+    ended = journal.JobEnded(exit_code=0, state="completed", reason="done: 60 iterations")
+    began = records[0].at
+    job.journal_file.unlink()
+    told = [(records[0].entry, began), (journal.ModelDeclared(declare=declare), began + 1), (ended, began + 2)]
+    write_journal(job.journal_file, iter(told))
+    job.exit_code_file.write_text("0\n")
+    state = json.loads(resihp("status", job.name, "--json").stdout)
+    assert (state["iteration"], state["target"], state["committed_iterations"]) == (60, 60, 0)
+    shown = " ".join(resihp("status", job.name).stdout.split())
+    assert "iteration 60 of 60" in shown
+    assert "nothing was left to do: iteration 60 was in the checkpoint that it went on from" in shown
+    assert "lost" not in shown
+    assert "nothing was left to do after iteration 60" in resihp("report", job.name, "--markdown").stdout
+    figures = followed(job.records())
+    assert figures.iteration == 60
 
 
 @pytest.mark.parametrize(

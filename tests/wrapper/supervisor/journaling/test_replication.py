@@ -23,6 +23,7 @@ from resihp.record.journal import (
     NodeJoined,
     PlanInEffect,
     PlanRefused,
+    PlanWithdrawn,
     Record,
     Suspected,
     first_seq,
@@ -397,13 +398,18 @@ def test_a_change_of_voters_needs_both_until_it_is_in_effect(tmp_path: Path) -> 
     assert scene.replication.settled
 
 
-def test_a_refused_plan_leaves_the_voters_as_they_were(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "given_up",
+    [PlanRefused(epoch=2, rank=None, reason=""), PlanWithdrawn(epoch=2, reason="")],
+    ids=lambda e: type(e).__name__,
+)
+def test_a_plan_that_is_given_up_leaves_the_voters_as_they_were(tmp_path: Path, given_up: AnyEntry) -> None:
     scene = Scene(tmp_path, beginning(3))
     scene.join("n1", "n2", "n3")
     scene.append(plan_of(2, (0,)))
     scene.acknowledge("n1")
     assert not scene.replication.settled, "n1 alone is not most of those before"
-    scene.append(PlanRefused(epoch=2, rank=None, reason=""))
+    scene.append(given_up)
     scene.append(DRAIN)
     scene.acknowledge("n2")
     assert not scene.replication.settled, "n1 lacks the drain"
@@ -424,7 +430,7 @@ def test_before_anybody_has_joined_there_is_nobody_to_ask(tmp_path: Path) -> Non
 MOVES = {
     **dict.fromkeys(("take", "acknowledge"), 10),
     **dict.fromkeys(("join", "plan", "effect", "drain", "other"), 2),
-    **dict.fromkeys(("leave", "refuse"), 0.3),
+    **dict.fromkeys(("leave", "refuse", "withdraw"), 0.3),
 }
 
 
@@ -466,6 +472,7 @@ def test_a_decision_never_counts_before_a_quorum_has_it(dice: Random, moves: int
                 "plan": plan_of(epoch, ranks),
                 "effect": PlanInEffect(epoch=epoch),
                 "refuse": PlanRefused(epoch=epoch, rank=None, reason=""),
+                "withdraw": PlanWithdrawn(epoch=epoch, reason=""),
                 "drain": DRAIN,
                 "other": OTHER,
             }

@@ -23,6 +23,7 @@ from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from sqlalchemy.pool import ConnectionPoolEntry, NullPool
 
+from db import url_passwords
 from resihp.errors import LedgerError
 
 LEDGER_FILE = "ledger.db"
@@ -49,9 +50,7 @@ def default_url(job_folder: Path) -> str:
 
 def masked(url: str | URL) -> str:
     """`url` for messages: without its password, wherever it stands."""
-    text = url if isinstance(url, str) else url.render_as_string(hide_password=True)
-    text = re.sub(r"(://[^:/@]*):.*@", r"\1:***@", text)
-    return re.sub(r"(?i)([?&](?:password|passwd|sslpassword)=)[^&]*", r"\1***", text)
+    return url_passwords.masked(url if isinstance(url, str) else url.render_as_string(hide_password=True))
 
 
 def resolve(url: str, job_folder: Path | None = None) -> URL:
@@ -248,6 +247,11 @@ def refusal(url: URL, error: DBAPIError | OSError) -> LedgerError:
         advice = "is its folder writable? name another with --ledger sqlite:///PATH"
     elif _all_in_use(words):
         advice = "all its connections are in use: try again, or raise its max_connections, or use a pooler"
+    elif "no password supplied" in words or "password authentication failed" in words:
+        advice = (
+            "put the password into ~/.pgpass (chmod 600), a line HOST:PORT:DATABASE:USER:PASSWORD, or the whole URL "
+            "into url of [ledger] in a configuration file that only you can read"
+        )
     else:
         advice = "is the server up, and may this user connect? name another with --ledger"
     return LedgerError(f"ledger {name}: {words}; {advice}")

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from db.url_passwords import has_password
 from resihp import faults
 from resihp.errors import ResihpError, UsageError
 from resihp.faults import Fault
@@ -101,6 +102,11 @@ def _end_for_good(options: Options) -> None:
 
 def _run(options: Options) -> int:
     checked = check(options)
+    if has_password(options.ledger.get("url") or ""):
+        _notice(
+            "warning: --ledger: others could read its password in the process list until resihp had begun; keep it in "
+            "~/.pgpass (chmod 600), or the URL in url of [ledger] of a file that only you can read"
+        )
     early_signals.note(early_signals.of_command())  # from here on there is a job, which they stop
     try:
         return _begin(made(checked, options), options)

@@ -44,7 +44,7 @@ SEPARATOR = "__"
 SITE_FILE = Path("/etc/resihp.toml")
 """The administrator's: the only place for [site]."""
 
-SECRETS = (("hooks", "webhook"),)
+SECRETS = (("hooks", "webhook"), ("ledger", "url"))
 """(section, key) of what no message repeats."""
 
 _reading = threading.Lock()

@@ -745,8 +745,9 @@ def test_nobody_takes_the_numbers_that_come_next(shared: Shared, tmp_path: Path)
     columns = [column.name for column in LedgerTable.metadata.tables["jobs"].columns if column.name != "id"]
     taken = ", ".join({"uuid": "'x' || n"}.get(name, name) for name in columns)
     source = "FROM jobs, generate_series({}, {}) AS n WHERE name = 'his'"
-    honest = f"INSERT INTO jobs ({', '.join(columns)}) SELECT {taken} {source.format(0, 0)}"
+    honest = f"INSERT INTO jobs ({', '.join(columns)}) SELECT {taken} {source.format(-2, 0)}"
     squat = f"INSERT INTO jobs (id, {', '.join(columns)}) {{}} SELECT id + n, {taken} {source.format(2, 5)}"
+    execute(shared.mallory, honest, "DELETE FROM jobs WHERE name = 'his' AND uuid LIKE 'x%'")  # several, row by row
     with pytest.raises(DBAPIError, match="cannot insert a non-DEFAULT value"):
         execute(shared.mallory, squat.format(""))
     with pytest.raises(DBAPIError, match="row-level security"):  # in a session that was given a number

@@ -8,7 +8,6 @@ values stand there instead, and that is said. Both files are tried before they a
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import shutil
 import sys
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
+from resihp.durable_files import replacing
 from resihp.errors import UsageError
 
 if TYPE_CHECKING:
@@ -204,9 +204,8 @@ def write(wanted: JobFileChoice, folder: Path, *, force: bool) -> tuple[str, str
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, content in ((job_file, text), (script, batch)):
-            new = path.with_name(f".{path.name}.{os.getpid()}")
-            new.write_text(content, encoding="utf-8")
-            new.replace(path)
+            with replacing(path) as file:
+                file.write(content.encode())
     except OSError as error:
         raise UsageError(f"{folder}: cannot be written: {error.strerror}; --folder names another place") from None
     return JOB_FILE, SCRIPT

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from resihp.durable_files import replacing
 from resihp.errors import UsageError
 
 if TYPE_CHECKING:
@@ -81,7 +82,8 @@ def write_csv(columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
 def write_parquet(found: pd.DataFrame, path: Path, what: str) -> None:
     """Raises UsageError if the file cannot be written."""
     try:
-        found.to_parquet(path, index=False)
+        with replacing(path) as file:
+            found.to_parquet(file, index=False)
     except OSError as error:
         raise UsageError(f"{path}: cannot be written: {error.strerror or error}; name another file") from error
     message(f"{what} written to {path}")

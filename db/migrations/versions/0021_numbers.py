@@ -1,8 +1,9 @@
-"""The database numbers jobs and repairs, and no writer does: where many users share one PostgreSQL, a writer that chose
-`jobs.id` could take the numbers that come next, and the others' inserts would fail.
+"""The database numbers jobs, repairs and probes, and no writer does.
 
-GENERATED ALWAYS lets nobody change a number. An INSERT with OVERRIDING SYSTEM VALUE could still bring its own: that is
-refused by a policy, for all but the owner of the tables. SQLite's files have one user, and stay as they are.
+Where many users share one PostgreSQL, a writer that chose `jobs.id` could take the numbers that come next, and the
+others' inserts would fail. GENERATED ALWAYS lets nobody change a number. An INSERT with OVERRIDING SYSTEM VALUE could
+still bring its own: that is refused by a policy, for all but the owner of the tables. SQLite's files have one user, and
+stay as they are.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ down_revision = "0020"
 branch_labels = None
 depends_on = None
 
-NUMBERED = ("jobs", "maintenance")
+NUMBERED = ("jobs", "maintenance", "probes")
 
 BY_THE_DATABASE = """
 DO $$ DECLARE next bigint; last bigint; given record; BEGIN

@@ -176,10 +176,12 @@ def _set_journal_mode(connection: sqlite3.Connection, mode: str) -> None:
 
 def _connect_arguments(url: URL) -> dict[str, Any]:
     """What a server is connected with unless its URL says otherwise. Nothing that pgbouncer would refuse, or keep for
-    the next who comes: no `options`, and no prepared statements, whose names are a connection's own."""
+    the next who comes: no `options`, and no prepared statements, whose names are a connection's own. Always UTF-8: a
+    database of encoding SQL_ASCII, as of an initdb in locale C, would give bytes instead of text."""
     usual = {"connect_timeout": 5, "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 4}
     usual["tcp_user_timeout"] = round(SILENCE_S * 1000)
-    return {"prepare_threshold": None, **{name: value for name, value in usual.items() if name not in url.query}}
+    chosen = {name: value for name, value in usual.items() if name not in url.query}
+    return {"prepare_threshold": None, "client_encoding": "utf8", **chosen}
 
 
 def _connect_patiently(

@@ -72,7 +72,8 @@ def test_a_warning_leads_to_a_checkpoint_of_the_iteration_under_way_and_a_requeu
     job = trained(slurm=False, batch_node="")
     supervisor_gets(job, number)
     assert job.all(JobSignalled) == [JobSignalled(signal=number, nodes=(), meaning="warning")]
-    assert f"received {signals.Signals(number).name}: time is running out; stopping after the iteration under way" in said(job)
+    name = signals.Signals(number).name
+    assert f"received {name}: time is running out; stopping after the iteration under way" in said(job)
     assert parks(job, after_iteration=True) == [(0, 1, 2, 3)]
     pause(job)
     assert [entry.outcome.iteration for entry in job.all(IterationCommitted)] == [1, 2, 3]

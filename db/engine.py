@@ -70,7 +70,10 @@ def resolve(url: str, job_folder: Path | None = None) -> URL:
     if parsed.get_backend_name() == "sqlite":
         if not parsed.database or parsed.database == ":memory:" or parsed.database.startswith("file:"):
             raise LedgerError(f"ledger {masked(url)}: names no file; {EXAMPLES}")
-        parsed = parsed.set(database=str(Path(parsed.database).expanduser().absolute()))
+        try:
+            parsed = parsed.set(database=str(Path(parsed.database).expanduser().absolute()))
+        except RuntimeError:
+            raise LedgerError(f"ledger {masked(url)}: ~ is no folder here, since that user has no home") from None
     return parsed
 
 

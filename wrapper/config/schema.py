@@ -14,6 +14,7 @@ import os
 import threading
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -421,8 +422,11 @@ def check_partition(named: str, found: Configuration, whose: str, authority: str
 
 def site_files() -> tuple[Path, ...]:
     """Files that are read when they exist, the strongest first."""
-    configuration = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
-    return (Path("resihp.toml"), configuration / "resihp" / "config.toml", SITE_FILE)
+    own: tuple[Path, ...] = ()
+    with suppress(RuntimeError):  # a container may know no home of ours
+        configuration = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+        own = (configuration / "resihp" / "config.toml",)
+    return (Path("resihp.toml"), *own, SITE_FILE)
 
 
 def _parse(path: Path) -> dict[str, Any]:

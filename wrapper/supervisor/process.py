@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import getpass
 import itertools
 import os
 import shutil
@@ -42,6 +41,7 @@ from resihp.record.quorum import Membership
 from wrapper import early_signals
 from wrapper.config.run_spec import RunRequest, load
 from wrapper.exit_codes import BROKEN, CANNOT_LEAD, DEPOSED, REQUEUE, exit_code_of
+from wrapper.job_files import user_name
 from wrapper.job_folder import Job, finish_dead_job, note_end, write_private
 from wrapper.launch.allocation import end_time
 from wrapper.launch.launcher import Followers, Launcher, LocalLauncher
@@ -276,7 +276,7 @@ def _first_entry(request: RunRequest, heir: Heir | None) -> AnyEntry:
         pp=settings.pp,
         schedule=settings.schedule,
         host=socket.gethostname(),
-        user=getpass.getuser(),
+        user=user_name(),
         restart_count=request.restart_count,
         version=resihp.__version__,
         configuration=_with_spares(request.configuration, settings.spares),

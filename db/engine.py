@@ -11,6 +11,7 @@ import random
 import re
 import shlex
 import sqlite3
+import stat
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -269,7 +270,11 @@ def _is_full(folder: Path) -> bool:
 
 
 def prepare_folder(url: URL) -> None:
-    """Make the folder of a SQLite file, for its owner alone. Raises LedgerError."""
+    """Make the folder of a SQLite file, for its owner alone, and the file. Raises LedgerError.
+
+    SQLite would leave the file's permissions to the umask, and gives its journals the file's. Where nobody else may
+    enter the folder, as a job's, the file is its owner's alone; in a folder that is shared the umask says who reads.
+    """
     file = file_of(url)
     if file is None:
         return
@@ -278,5 +283,9 @@ def prepare_folder(url: URL) -> None:
             file.parent.mkdir(mode=0o700, parents=True)
         if not file.parent.is_dir():
             raise NotADirectoryError(20, f"{file.parent} is not a folder")
+        shared = stat.S_IMODE(file.parent.stat().st_mode) & 0o077
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with suppress(FileExistsError):
+            os.close(os.open(file, flags, 0o666 if shared else 0o600))
     except OSError as error:
         raise refusal(url, error) from error

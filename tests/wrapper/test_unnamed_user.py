@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,8 @@ def test_a_job_of_a_user_without_a_name_runs_and_is_shown(unnamed: list[str], tm
     ran = resihp("run", "--local", "--", "true")
     assert ran.returncode == 0, ran.stderr
     assert "Traceback" not in ran.stderr
+    files = {path: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / ".resihp").rglob("*") if path.is_file()}
+    assert set(files.values()) == {0o600}, "ledger and logs, too"
     for command in (["status"], ["history", "jobs", "--user", str(NUMBER), "--json"], ["jobs"], ["doctor", "--json"]):
         done = resihp(*command)
         assert "Traceback" not in done.stderr, done.stderr

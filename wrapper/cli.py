@@ -30,7 +30,7 @@ from wrapper.commands.plan import command as plan
 from wrapper.commands.report import command as report
 from wrapper.commands.status import command as status
 from wrapper.exit_codes import OUTPUT_CLOSED, exit_code_of
-from wrapper.output.answers import SCHEMA, JsonOption, message, to_json
+from wrapper.output.answers import SCHEMA, JsonOption, console, message, tell, to_json
 from wrapper.output.render import literal
 
 OTHERS = (
@@ -168,7 +168,12 @@ def run(said: RunOptions) -> None:
         from wrapper.commands.dry_run import told
 
         lines = [literal(line) for line in told(start.check(options))]
-        print(to_json({"schema": SCHEMA, "dry_run": True, "lines": lines}) if said.as_json else "\n".join(lines))
+        if said.as_json:
+            print(to_json({"schema": SCHEMA, "dry_run": True, "lines": lines}))
+            return
+        screen = console()
+        for line in lines:
+            tell(screen, line)
         return
     raise typer.Exit(start.run(options))
 

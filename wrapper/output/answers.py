@@ -107,6 +107,13 @@ def message(text: str) -> None:
     print("resihp: " + literal(text).replace("\n", "\n  "), file=sys.stderr)
 
 
+def tell(screen: Console, text: str) -> None:
+    """Print a sentence: broken between words in a terminal, on one line elsewhere."""
+    from wrapper.output.render import literal
+
+    screen.print(literal(text), soft_wrap=not screen.is_terminal)
+
+
 PIPE_COLUMNS = 10_000
 
 

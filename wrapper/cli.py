@@ -30,8 +30,7 @@ from wrapper.commands.plan import command as plan
 from wrapper.commands.report import command as report
 from wrapper.commands.status import command as status
 from wrapper.exit_codes import OUTPUT_CLOSED, exit_code_of
-from wrapper.output.answers import SCHEMA, JsonOption, console, message, tell, to_json
-from wrapper.output.render import literal
+from wrapper.output.answers import SCHEMA, JsonOption, message, to_json
 
 OTHERS = (
     *(jobs, status, logs, stop, checkpoint),
@@ -165,15 +164,9 @@ def run(said: RunOptions) -> None:
         as_json=said.as_json,
     )
     if said.dry_run:
-        from wrapper.commands.dry_run import told
+        from wrapper.commands.dry_run import show
 
-        lines = [literal(line) for line in told(start.check(options))]
-        if said.as_json:
-            print(to_json({"schema": SCHEMA, "dry_run": True, "lines": lines}))
-            return
-        screen = console()
-        for line in lines:
-            tell(screen, line)
+        show(start.check(options), as_json=said.as_json)
         return
     raise typer.Exit(start.run(options))
 

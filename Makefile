@@ -6,7 +6,7 @@ BIN := .venv/bin
 RUN := $(BIN)/resihp
 HOME_OF_DEMO := .resihp-demo
 
-.PHONY: help setup setup-system demo test quick lint bench gpu soak clean
+.PHONY: help setup setup-system demo test quick lint bench gpu bounds soak clean
 
 # Most of a test's time is processes that start: they find themselves compiled.
 unexport PYTHONDONTWRITEBYTECODE
@@ -16,6 +16,7 @@ help:
 	@echo "make test     all tests but those that take minutes each (sets itself up)"
 	@echo "make quick    the pure tests, in four minutes: without torch, clusters, databases that are servers, and jobs"
 	@echo "make soak     all tests, the longest of them, on all releases of Slurm: takes hours"
+	@echo "make bounds   a few tests with the lowest versions of libraries that are allowed"
 	@echo "make lint     ruff and mypy"
 	@echo "make gpu      on a machine with one: what a GPU can show, three quarters of an hour; says so where there is none"
 	@echo "make bench    recovery, overhead, changes of layout, steady state, detection, planning, the ledger, each against its baseline"
@@ -121,7 +122,22 @@ bench: setup
 gpu:
 	@if [ -x $(BIN)/python ]; then python=$(BIN)/python; else python=$(PYTHON); fi; $$python -m benchmarks.gpu $(BLOCKS)
 
-soak: setup
+# With the lowest versions that pyproject.toml allows, in an environment of their own.
+BOUNDS := .venv-bounds
+BOUNDS_TESTS := $(addprefix tests/,wrapper/test_cli.py wrapper/config wrapper/output/test_render.py db/test_engine.py db/test_projection.py \
+  resihp/record resihp/protocol/test_framing.py)
+
+bounds:
+	rm -rf $(BOUNDS)
+	$(PYTHON) -m venv $(BOUNDS)
+	$(PYTHON) -m tests.lower_bounds postgres metrics > $(BOUNDS)/lowest.txt
+	$(BOUNDS)/bin/python -m pip install --quiet --disable-pip-version-check -r $(BOUNDS)/lowest.txt hypothesis pytest pytest-timeout
+	$(BOUNDS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	$(BOUNDS)/bin/resihp --help > /dev/null
+	RESIHP_STATE=$(BOUNDS)/state $(BOUNDS)/bin/resihp jobs --json
+	$(BOUNDS)/bin/python -m pytest -q $(BOUNDS_TESTS)
+
+soak: setup bounds
 	RESIHP_FUZZ_SEEDS=50000 $(BIN)/python -m pytest -n 2 tests/resihp/controller --timeout 7200
 	$(BIN)/python -m tests.mutants
 	if [ "$$(id -u)" = 0 ]; then $(BIN)/python -m tests.hostile_homes; fi
@@ -136,4 +152,4 @@ soak: setup
 	RESIHP_CHAINS=200 $(BIN)/python -m pytest tests/resihp/executor/test_any_layout.py --timeout 3600
 
 clean:
-	rm -rf .venv .resihp $(HOME_OF_DEMO) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv $(BOUNDS) .resihp $(HOME_OF_DEMO) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -2,6 +2,7 @@
 
 =================================  ============================================================================
 `models`, `engine`, `migrate`      tables, databases that we speak to, versions of the schema
+`url_passwords`                    masks passwords in ledgers' URLs, and takes them out of the process list
 `projection`, `layouts`            a journal's entries as rows
 `writer`, `report_rows`            the one writer of a job's ledger
 `exchange`, `parquet`              jobs from one ledger into another, what was repaired as well

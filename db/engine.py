@@ -11,6 +11,7 @@ import random
 import re
 import shlex
 import sqlite3
+import stat
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +25,7 @@ from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from sqlalchemy.pool import ConnectionPoolEntry, NullPool
 
+from db import url_passwords
 from db.foreign_files import check_rollback_journal, is_ours, private_copy
 from resihp.errors import LedgerError
 
@@ -51,9 +53,7 @@ def default_url(job_folder: Path) -> str:
 
 def masked(url: str | URL) -> str:
     """`url` for messages: without its password, wherever it stands."""
-    text = url if isinstance(url, str) else url.render_as_string(hide_password=True)
-    text = re.sub(r"(://[^:/@]*):.*@", r"\1:***@", text)
-    return re.sub(r"(?i)([?&](?:password|passwd|sslpassword)=)[^&]*", r"\1***", text)
+    return url_passwords.masked(url if isinstance(url, str) else url.render_as_string(hide_password=True))
 
 
 IN_FILES = frozenset(
@@ -101,7 +101,10 @@ def resolve(url: str, job_folder: Path | None = None) -> URL:
     if parsed.get_backend_name() == "sqlite":
         if not parsed.database or parsed.database == ":memory:" or parsed.database.startswith("file:"):
             raise LedgerError(f"ledger {masked(url)}: names no file; {EXAMPLES}")
-        parsed = parsed.set(database=str(Path(parsed.database).expanduser().absolute()))
+        try:
+            parsed = parsed.set(database=str(Path(parsed.database).expanduser().absolute()))
+        except RuntimeError:
+            raise LedgerError(f"ledger {masked(url)}: ~ is no folder here, since that user has no home") from None
     return parsed
 
 
@@ -246,10 +249,12 @@ def _set_journal_mode(connection: sqlite3.Connection, mode: str) -> None:
 
 def _connect_arguments(url: URL) -> dict[str, Any]:
     """What a server is connected with unless its URL says otherwise. Nothing that pgbouncer would refuse, or keep for
-    the next who comes: no `options`, and no prepared statements, whose names are a connection's own."""
+    the next who comes: no `options`, and no prepared statements, whose names are a connection's own. Always UTF-8: a
+    database of encoding SQL_ASCII, as of an initdb in locale C, would give bytes instead of text."""
     usual = {"connect_timeout": 5, "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 4}
     usual["tcp_user_timeout"] = round(SILENCE_S * 1000)
-    return {"prepare_threshold": None, **{name: value for name, value in usual.items() if name not in url.query}}
+    chosen = {name: value for name, value in usual.items() if name not in url.query}
+    return {"prepare_threshold": None, "client_encoding": "utf8", **chosen}
 
 
 def _connect_patiently(
@@ -317,6 +322,11 @@ def refusal(url: URL, error: DBAPIError | OSError) -> LedgerError:
         advice = "is its folder writable? name another with --ledger sqlite:///PATH"
     elif _all_in_use(words):
         advice = "all its connections are in use: try again, or raise its max_connections, or use a pooler"
+    elif "no password supplied" in words or "password authentication failed" in words:
+        advice = (
+            "put the password into ~/.pgpass (chmod 600), a line HOST:PORT:DATABASE:USER:PASSWORD, or the whole URL "
+            "into url of [ledger] in a configuration file that only you can read"
+        )
     else:
         advice = "is the server up, and may this user connect? name another with --ledger"
     return LedgerError(f"ledger {name}: {words}; {advice}")
@@ -329,7 +339,11 @@ def _is_full(folder: Path) -> bool:
 
 
 def prepare_folder(url: URL) -> None:
-    """Make the folder of a SQLite file, for its owner alone. Raises LedgerError."""
+    """Make the folder of a SQLite file, for its owner alone, and the file. Raises LedgerError.
+
+    SQLite would leave the file's permissions to the umask, and gives its journals the file's. Where nobody else may
+    enter the folder, as a job's, the file is its owner's alone; in a folder that is shared the umask says who reads.
+    """
     file = file_of(url)
     if file is None:
         return
@@ -338,5 +352,9 @@ def prepare_folder(url: URL) -> None:
             file.parent.mkdir(mode=0o700, parents=True)
         if not file.parent.is_dir():
             raise NotADirectoryError(20, f"{file.parent} is not a folder")
+        shared = stat.S_IMODE(file.parent.stat().st_mode) & 0o077
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with suppress(FileExistsError):
+            os.close(os.open(file, flags, 0o666 if shared else 0o600))
     except OSError as error:
         raise refusal(url, error) from error

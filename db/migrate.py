@@ -192,6 +192,7 @@ def upgrade_connection(connection: Connection, name: str, purpose: Purpose = "re
                 f"ledger {name}: holds tables of another program ({', '.join(sorted(foreign))}); "
                 "name an empty database with --ledger"
             )
+        _check_encoding(connection, name)
     from alembic import command
 
     config = _config()
@@ -205,6 +206,18 @@ def upgrade_connection(connection: Connection, name: str, purpose: Purpose = "re
                 "before, and is left as it is: move the file away, or name another with --ledger"
             )
     return head()
+
+
+def _check_encoding(connection: Connection, name: str) -> None:
+    """Raises LedgerError for a PostgreSQL that cannot hold every text, where a ledger is to be made."""
+    if connection.dialect.name != "postgresql":
+        return
+    encoding = str(connection.execute(text("SHOW server_encoding")).scalar_one())
+    if encoding not in ("UTF8", "SQL_ASCII"):
+        raise LedgerError(
+            f"ledger {name}: its database has encoding {encoding}, in which not every text can be written; make one "
+            "with CREATE DATABASE ... ENCODING 'UTF8' TEMPLATE template0"
+        )
 
 
 def is_older(version: str) -> bool:

@@ -22,6 +22,7 @@ from sqlalchemy import (
     Float,
     ForeignKey,
     ForeignKeyConstraint,
+    Identity,
     Index,
     Integer,
     MetaData,
@@ -85,7 +86,7 @@ class JobRow(LedgerTable):
         Index(None, "run"),
     )
 
-    id: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=True)
+    id: Mapped[int] = mapped_column(Integer, Identity(always=True), primary_key=True, autoincrement=True)
     uuid: Mapped[str] = mapped_column(String(36), unique=True)
     name: Mapped[str] = mapped_column(Text)
     host: Mapped[str] = mapped_column(Text)
@@ -239,7 +240,7 @@ class MaintenanceRow(LedgerTable):
     __tablename__ = "maintenance"
     __table_args__ = (Index(None, "node", "at"),)
 
-    id: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=True)
+    id: Mapped[int] = mapped_column(Integer, Identity(always=True), primary_key=True, autoincrement=True)
     cluster: Mapped[str] = mapped_column(Text)
     node: Mapped[str] = mapped_column(Text)
     device_uuid: Mapped[str | None] = mapped_column(Text)
@@ -581,7 +582,7 @@ class ProbeRow(LedgerTable):
         Index(None, "node", "measured_at"),
     )
 
-    id: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=True)
+    id: Mapped[int] = mapped_column(Integer, Identity(always=True), primary_key=True, autoincrement=True)
     job_id: Mapped[int] = _of_job()
     probe: Mapped[int] = mapped_column(Integer)
     occasion: Mapped[str] = mapped_column(String(16))

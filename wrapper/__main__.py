@@ -9,6 +9,9 @@ import sys
 def main() -> None:
     _leave_python_path()
     try:
+        from db.url_passwords import hide_own
+
+        hide_own()  # before anything that takes time to import: until then others can read them
         from wrapper.cli import main as run
 
         run()

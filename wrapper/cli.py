@@ -31,7 +31,6 @@ from wrapper.commands.report import command as report
 from wrapper.commands.status import command as status
 from wrapper.exit_codes import INTERNAL, OUTPUT_CLOSED, exit_code_of
 from wrapper.output.answers import SCHEMA, JsonOption, message, to_json
-from wrapper.output.render import literal
 
 OTHERS = (
     *(jobs, status, logs, stop, checkpoint),
@@ -165,10 +164,9 @@ def run(said: RunOptions) -> None:
         as_json=said.as_json,
     )
     if said.dry_run:
-        from wrapper.commands.dry_run import told
+        from wrapper.commands.dry_run import show
 
-        lines = [literal(line) for line in told(start.check(options))]
-        print(to_json({"schema": SCHEMA, "dry_run": True, "lines": lines}) if said.as_json else "\n".join(lines))
+        show(start.check(options), as_json=said.as_json)
         return
     raise typer.Exit(start.run(options))
 

@@ -82,6 +82,12 @@ def write_private(path: Path, content: bytes, *, sync: bool = False) -> None:
     temporary.replace(path)
 
 
+def private(path: str, flags: int) -> int:
+    """For `open(..., opener=private)`: a file that is made is its owner's alone, whatever the umask, and no link is
+    followed."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+
 def check_folder(folder: Path, setting: str = "RESIHP_HOME") -> None:
     """Raises OwnershipError if others could put files into it, OSError if it cannot be looked at.
 

@@ -58,7 +58,8 @@ def put_in_place(part: Path, folder: Path) -> None:
 
 def _moved_aside(folder: Path) -> list[Path]:
     """By exports into this place: theirs that is in the making, or of those that were killed meanwhile."""
-    return sorted(folder.parent.glob(f".{glob.escape(folder.name)}.*.old"))
+    aside = folder.parent.glob(f".{glob.escape(folder.name)}.*.old")
+    return sorted(path for path in aside if path.lstat().st_uid == os.geteuid())  # others may write here, too
 
 
 def _sync(path: Path) -> None:

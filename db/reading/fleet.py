@@ -107,7 +107,7 @@ def failures_by(
         here = failures.c.node == node
         conditions.append(here if job_id is not None else reader.is_asked(node, failures.c.node, failures.c.job_id))
     if user is not None:
-        conditions.append(JobRow.__table__.c.owner == user)
+        conditions.append(reader.is_of(user))
     if since is not None:
         conditions.append(failures.c.noticed_at >= since)
     if until is not None:
@@ -119,6 +119,8 @@ def failures_by(
 
 
 def _group(reader: Reader, by: By, job_id: int | None) -> ColumnElement[Any]:
+    if by == "owner":
+        return reader.owner()
     if by in OF_JOBS:
         return JobRow.__table__.c[OF_JOBS[by]]
     failures = FailureRow.__table__.c
@@ -197,10 +199,10 @@ def accounts(
     """
     now = now or datetime.now(UTC)
     columns = JobRow.__table__.c
-    query = select(*(columns[name] for name in (*JOB_COLUMNS, "account")))
+    query = select(*(reader.owner() if name == "owner" else columns[name] for name in (*JOB_COLUMNS, "account")))
     query = query.order_by(columns.started_at.desc(), columns.id.desc())
     if user is not None:
-        query = query.where(columns.owner == user)
+        query = query.where(reader.is_of(user))
     if since is not None:
         query = query.where(or_(columns.last_entry_at >= since - CLOCKS, columns.state == "running"))
     if until is not None:
@@ -495,7 +497,7 @@ def newest_iterations(
     jobs = JobRow.__table__.c
     query = select(jobs.id, jobs.name, jobs.uuid, jobs.last_entry_at).order_by(jobs.last_entry_at.desc())
     if user is not None:
-        query = query.where(jobs.owner == user)
+        query = query.where(reader.is_of(user))
     if since is not None:
         query = query.where(jobs.last_entry_at >= since)
     if until is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import getpass
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -59,27 +60,24 @@ class NamedJob:
         user, slash, name = text.rpartition("/")
         return cls(name, user if slash else None)
 
-    def _of_user(self, condition: ColumnElement[bool]) -> ColumnElement[bool]:
-        return condition if self.user is None else condition & (JobRow.__table__.c.owner == self.user)
+    def _of_user(self, reader: Reader, condition: ColumnElement[bool]) -> ColumnElement[bool]:
+        return condition if self.user is None else condition & reader.is_of(self.user)
 
-    @property
-    def named(self) -> ColumnElement[bool]:
-        return self._of_user(JobRow.__table__.c.name == self.name)
+    def named(self, reader: Reader) -> ColumnElement[bool]:
+        return self._of_user(reader, JobRow.__table__.c.name == self.name)
 
-    @property
-    def numbered(self) -> ColumnElement[bool]:
+    def numbered(self, reader: Reader) -> ColumnElement[bool]:
         """Runs again of a Slurm job, and what is called otherwise and has its number."""
         columns = JobRow.__table__.c
         again = columns.name.like(f"{_plain(self.name)}-r%", escape="\\")
         number = int(self.name) if self.name.isdecimal() and len(self.name) < DIGITS else None
-        return self._of_user(again if number is None else again | (columns.slurm_job == number))
+        return self._of_user(reader, again if number is None else again | (columns.slurm_job == number))
 
-    @property
-    def prefix(self) -> ColumnElement[bool] | None:
+    def prefix(self, reader: Reader) -> ColumnElement[bool] | None:
         """None where it cannot be the beginning of a uuid that somebody meant."""
         if len(self.name) < UUID_PREFIX or not set(self.name) <= set("0123456789abcdef-"):
             return None
-        return self._of_user(JobRow.__table__.c.uuid.startswith(self.name))
+        return self._of_user(reader, JobRow.__table__.c.uuid.startswith(self.name))
 
 
 def node_name(clusters: Sequence[str], node: ColumnElement[Any], job: ColumnElement[int]) -> ColumnElement[Any]:
@@ -115,10 +113,11 @@ def _plain(name: str) -> str:
 
 
 def _me() -> str:
+    """Return the reader's name, as his jobs tell it (`wrapper.job_files.user_name`)."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # a container has no name for us
-        return ""
+        return str(os.geteuid())
 
 
 def _choices(name: str, found: Sequence[Row]) -> str:
@@ -140,9 +139,14 @@ def job(
     started: datetime | None = None,
     uuid: str | None = None,
 ) -> Row:
-    query = select(*JobRow.__table__.columns).order_by(JobRow.started_at.desc(), JobRow.id.desc())
+    columns = [reader.owner() if column.key == "owner" else column for column in JobRow.__table__.columns]
+    query = select(*columns).order_by(JobRow.started_at.desc(), JobRow.id.desc())
     if name is None and host is None:
-        found = reader.fetch(query.where(JobRow.owner == _me()).limit(1)) or reader.fetch(query.limit(1))
+        found = (
+            reader.fetch(query.where(reader.is_of(_me())).limit(1))
+            or reader.fetch(query.where(reader.is_written_by_reader()).limit(1))
+            or reader.fetch(query.limit(1))
+        )
         if not found:
             raise JobNotFoundError(f"ledger {reader.name}: holds no job yet")
         return found[0]
@@ -153,14 +157,18 @@ def job(
     wanted = NamedJob.of(name or "")
     found = (
         reader.fetch(query.where(JobRow.name == name))
-        or reader.fetch(query.where(wanted.named))
-        or reader.fetch(query.where(wanted.numbered))
+        or reader.fetch(query.where(wanted.named(reader)))
+        or reader.fetch(query.where(wanted.numbered(reader)))
     )
-    if not found and wanted.prefix is not None:
-        found = reader.fetch(query.where(wanted.prefix))
+    if not found and (prefix := wanted.prefix(reader)) is not None:
+        found = reader.fetch(query.where(prefix))
     if not found:
         raise JobNotFoundError(f"job {name}: not in ledger {reader.name}{nearest(wanted.name, _names(reader))}")
     mine = [job for job in found if job["owner"] == _me()]
+    if not mine and len(found) > 1:
+        own = select(JobRow.uuid).where(reader.is_written_by_reader(), JobRow.uuid.in_([job["uuid"] for job in found]))
+        uuids = {row["uuid"] for row in reader.fetch(own)}
+        mine = [job for job in found if job["uuid"] in uuids]
     candidates = mine if mine and wanted.user is None else found
     newest = {job["run"] or job["uuid"]: job for job in reversed(candidates)}
     if len(newest) > 1:

@@ -166,7 +166,7 @@ def _stays(reader: Reader, since: datetime, until: datetime, user: str | None, t
         .where(stays.joined_at <= until, jobs.last_entry_at >= since)
         .order_by(stays.job_id, stays.node, stays.joined_at)
     )
-    return reader.fetch(_of(query, user))
+    return reader.fetch(_of(reader, query, user))
 
 
 def _trait(reader: Reader, name: str) -> ColumnElement[Any]:
@@ -195,11 +195,11 @@ def _failures(reader: Reader, since: datetime, until: datetime, user: str | None
         .join(JobRow, JobRow.__table__.c.id == failures.job_id)
         .where(failures.noticed_at >= since, failures.noticed_at <= until, failures.detect_seconds.is_(None))
     )
-    return unprovoked(reader, reader.fetch(_of(query, user)), "at")
+    return unprovoked(reader, reader.fetch(_of(reader, query, user)), "at")
 
 
-def _of(query: Select[Any], user: str | None) -> Select[Any]:
-    return query if user is None else query.where(JobRow.__table__.c.owner == user)
+def _of(reader: Reader, query: Select[Any], user: str | None) -> Select[Any]:
+    return query if user is None else query.where(reader.is_of(user))
 
 
 # --- repairs --------------------------------------------------------------------------------------------------------

@@ -17,7 +17,10 @@ from sqlalchemy import (
     Connection,
     Float,
     Select,
+    and_,
+    case,
     extract,
+    false,
     func,
     literal_column,
     not_,
@@ -162,6 +165,35 @@ class Reader:
         ).bindparams(trusted=TRUSTED)
         return or_(writer == func.current_user(), writer == owner, writer.in_(trusted))
 
+    def owner(self) -> ColumnElement[str]:
+        """Whose a job is, as the column `owner`: the user whom the job itself names.
+
+        In a PostgreSQL that many users write to anybody can write any name there. It stands alone where the database
+        vouches for it, as a role of that name or one that counts (`is_believed`) has written the job; else who wrote it
+        is told with it, as in `alice (by mallory)`, so that no job counts as another user's.
+        """
+        columns = JobRow.__table__.c
+        if self._connection.dialect.name == "sqlite":
+            return columns.owner
+        vouched = or_(columns.written_by.is_(None), columns.written_by == columns.owner)
+        with_writer = columns.owner + " (by " + columns.written_by + ")"
+        owner = case((or_(vouched, self.is_believed(columns.written_by)), columns.owner), else_=with_writer)
+        return owner.label("owner")
+
+    def is_of(self, user: str) -> ColumnElement[bool]:
+        """Whether a job is this user's, called as `owner` has it."""
+        columns = JobRow.__table__.c
+        if self._connection.dialect.name == "sqlite":
+            return columns.owner == user
+        names = {user, user.rpartition(" (by ")[0] or user}  # by these an index finds them
+        return and_(columns.owner.in_(names), self.owner() == user)
+
+    def is_written_by_reader(self) -> ColumnElement[bool]:
+        """Whether the database user who asks has written a job; never in SQLite, which has no users."""
+        if self._connection.dialect.name == "sqlite":
+            return false()
+        return JobRow.written_by == func.current_user()
+
     def clusters(self) -> list[str]:
         """Clusters whose jobs are here, of those that we believe, and `other_clusters`."""
         columns = JobRow.__table__.c
@@ -212,10 +244,10 @@ class Reader:
         last: int | None = None,
     ) -> list[Row]:
         """All jobs of this ledger, or of a `user`, that were alive meanwhile; newest first, columns `JOB_COLUMNS`."""
-        columns = [JobRow.__table__.columns[name] for name in JOB_COLUMNS]
+        columns = [self.owner() if name == "owner" else JobRow.__table__.columns[name] for name in JOB_COLUMNS]
         query = select(*columns).order_by(JobRow.started_at.desc(), JobRow.id.desc()).limit(last)
         if user is not None:
-            query = query.where(JobRow.owner == user)
+            query = query.where(self.is_of(user))
         if since is not None:
             query = query.where(JobRow.last_entry_at >= since)
         if until is not None:
@@ -288,7 +320,7 @@ class Reader:
                 raise UsageError(f"history {table}: has no kinds; leave --kind out")
             query = query.where(asked.query.selected_columns.kind == kind)
         if user is not None:
-            query = query.where(columns.job_id.in_(select(JobRow.id).where(JobRow.owner == user)))
+            query = query.where(columns.job_id.in_(select(JobRow.id).where(self.is_of(user))))
         if since is not None:
             query = query.where(columns[asked.time] >= since)
         if until is not None:

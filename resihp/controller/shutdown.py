@@ -11,7 +11,7 @@ received                    is taken for                then
 TERM under Slurm            a stop: Slurm tells why     checkpoint, exit 143; 75 for the time limit, preemption
 TERM by agents of several   the same                    the same
 nodes, or of the only one
-USR2; USR1 or USR2 by       a warning: time runs out    checkpoint, exit 75 (requeue) or 143, as configured
+USR1 or USR2, also by       a warning: time runs out    checkpoint, exit 75 (requeue) or 143, as configured
 agents of several nodes
 a signal by one agent       its node's own business     a notice; its end is no failure of the node's
 INT, TERM without Slurm,    an operator                 checkpoint, exit 130 for INT, else 143; asked once more, the
@@ -57,8 +57,8 @@ LATE_S = 30.0
 
 def signalled(job: Job, event: api.Signalled) -> None:
     """The supervisor's own signals."""
-    if event.signal == signals.SIGUSR2:
-        _begin(job, event.signal, "warning", "received SIGUSR2")
+    if event.signal in _WARNINGS:
+        _begin(job, event.signal, "warning", f"received {_name(event.signal)}")
     elif event.signal == signals.SIGTERM and job.settings.slurm:
         _begin(job, event.signal, None, "received SIGTERM")
     elif event.signal in (signals.SIGTERM, signals.SIGINT):

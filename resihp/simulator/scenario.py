@@ -524,7 +524,8 @@ class Scenario:
         rng = random.Random(seed + 2_000_000)
         base = cls.allocated(seed) if rng.random() < 0.2 else cls.drawn(seed)
         warned: tuple[DisturbanceKind, int] = ("signal", SIGUSR2)
-        kinds: list[tuple[DisturbanceKind, int]] = [warned] * 3 + [
+        kinds: list[tuple[DisturbanceKind, int]] = [warned] * 2 + [
+            ("signal", SIGUSR1),
             ("signal", SIGTERM),
             ("cancel", SIGTERM),
             ("cancel", SIGTERM),

@@ -118,7 +118,7 @@ class Stopping:
         now, slurm = self.world.now, self.world.scenario.slurm
         match event:
             case api.Signalled():
-                if event.signal == SIGUSR2:
+                if event.signal in WARNINGS:
                     self.begin(is_warning=True)
                 elif event.signal == SIGTERM and slurm:
                     self.begin(is_warning=False)

@@ -15,7 +15,7 @@ import os
 import re
 import time
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -168,7 +168,10 @@ class Exclusions:
     def _write(self, items: tuple[Exclusion, ...]) -> None:
         content = msgspec.json.encode(_File(version=VERSION, cluster=self.cluster, nodes=items))
         temporary = self.path.with_name(f".{self.path.name}.new")  # one writer at a time has the lock
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
+        with suppress(FileNotFoundError):
+            temporary.unlink()  # of one that was killed here, or put there to be written through
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
             file.write(msgspec.json.format(content, indent=2))
             file.flush()
             os.fsync(file.fileno())

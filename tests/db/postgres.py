@@ -133,7 +133,7 @@ class Server:
         """The same for psycopg itself."""
         return f"host={self.folder} user={SUPERUSER} dbname={database}"
 
-    def new_database(self, folder: Path | None = None) -> str:
+    def new_database(self, folder: Path | None = None, encoding: str = "") -> str:
         """The URL of an empty database of its own; its tables in `folder`, an empty one, if it is given."""
         import psycopg
 
@@ -145,6 +145,8 @@ class Server:
                     os.chown(folder, self._owner.pw_uid, self._owner.pw_gid)
                 connection.execute(f"CREATE TABLESPACE of_{name} LOCATION '{folder}'")  # type: ignore[arg-type]
                 place = f" TABLESPACE of_{name}"
+            if encoding:
+                place += f" ENCODING '{encoding}' TEMPLATE template0"
             connection.execute(f"CREATE DATABASE {name}{place}")  # type: ignore[arg-type]
         return self.url(name)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import stat
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -124,3 +125,18 @@ def test_a_full_disk_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyP
     full = SimpleNamespace(f_bavail=0)
     monkeypatch.setattr(os, "statvfs", lambda folder: full)
     assert str(refusal(url, error)).endswith(f"disk I/O error; its disk is full: df -h {tmp_path}; make room there")
+
+
+@pytest.mark.parametrize(("mode", "expected"), [(0o700, 0o600), (0o2770, 0o640)], ids=["own folder", "shared folder"])
+def test_a_ledger_in_a_folder_of_ones_own_is_ones_own(tmp_path: Path, mode: int, expected: int) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    folder.chmod(mode)
+    before = os.umask(0o027)
+    try:
+        ledger = Ledger.open(f"sqlite:///{folder}/ledger.db", tmp_path)
+        modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
+        ledger.close()
+    finally:
+        os.umask(before)
+    assert set(modes.values()) == {expected}, modes

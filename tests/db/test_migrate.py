@@ -49,7 +49,12 @@ def test_migrated_schema_equals_the_models(ledger_url: str) -> None:
     with engine.connect() as connection:
         options = {"version_table": migrate.VERSION_TABLE, "compare_type": True, "compare_server_default": True}
         context = MigrationContext.configure(connection, opts=options)
-        assert compare_metadata(context, LedgerTable.metadata) == []
+        found = compare_metadata(context, LedgerTable.metadata)
+        if engine.dialect.name == "sqlite":  # has no columns that are GENERATED ALWAYS, and numbers rows all the same
+            numbered = {(one, table, column) for [(one, _, table, column, *_)] in found}
+            assert numbered == {("modify_default", table, "id") for table in ("jobs", "maintenance", "probes")}
+        else:
+            assert found == []
         names = set(inspect(connection).get_table_names())
         checks = {
             (table, check["name"])

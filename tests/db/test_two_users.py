@@ -21,7 +21,7 @@ from db.exchange import export, import_from
 from db.grants import VIEWS, statements
 from db.maintenance import record
 from db.models import LedgerTable
-from db.reading import fleet
+from db.reading import fleet, naming
 from db.reading.hardware import maintenance_rows
 from db.reading.health import nodes_by_health, usual_speeds
 from db.reading.rates import repairs
@@ -727,3 +727,107 @@ def test_looking_at_anothers_folder_changes_nothing_of_ones_own_on_the_server(
         CliRunner().invoke(app, list(words))
     with Reader.open(shared.alice) as reader:
         assert reader.job("local-1") == before
+
+
+def told_by(user: str, at: float = 0.0) -> Told:
+    """The story of a job that says it is this user's, so many seconds later."""
+    for entry, moment in story():
+        yield (
+            (msgspec.structs.replace(entry, user=user) if isinstance(entry, journal.JobStarted) else entry),
+            moment + at,
+        )
+
+
+def test_a_job_of_another_database_user_does_not_pose_as_ones_own(
+    shared: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(naming.getpass, "getuser", lambda: MINE)
+    written(shared.alice, tmp_path / "hers", "train", told_by(MINE))
+    written(shared.mallory, tmp_path / "his", "train", told_by(MINE, at=3600.0))
+    written(shared.mallory, tmp_path / "his", "bait", told_by(MINE, at=7200.0))
+    forged = f"{MINE} (by {THEIRS})"
+    with Reader.open(shared.alice) as reader:
+        assert reader.job("train")["written_by"] == MINE
+        assert reader.job()["written_by"] == MINE, "the newest one of mine"
+        assert reader.job(f"{MINE}/train")["written_by"] == MINE
+        assert (reader.job("bait")["owner"], reader.job(f"{forged}/bait")["name"]) == (forged, "bait")
+        assert [job["name"] for job in reader.jobs(user=MINE)] == ["train"]
+        assert {row["job"] for row in reader.rows("failures", None, user=MINE)} == {"train"}
+        costs = fleet.cost_by("owner", fleet.accounts(reader))
+        assert {row["owner"]: row["jobs"] for row in costs} == {MINE: 1, forged: 2}
+        assert len(fleet.accounts(reader, user=MINE)) == 1
+        failures = fleet.failures_by(reader, "owner")
+        assert {row["key"]: row["failures"] for row in failures} == {MINE: 1, forged: 2}
+        assert [row["failures"] for row in fleet.failures_by(reader, "job", user=MINE)] == [1]
+    shared.trust(THEIRS)
+    with Reader.open(shared.alice) as reader:
+        assert len(reader.jobs(user=MINE)) == 3, "an administrator vouches for what he writes"
+
+
+def test_a_job_is_ones_own_by_the_database_where_its_name_for_us_is_another(shared: Shared, tmp_path: Path) -> None:
+    written(shared.alice, tmp_path / "hers", "train", told_by("container-user"))
+    written(shared.mallory, tmp_path / "his", "train", told_by("somebody", at=3600.0))
+    with Reader.open(shared.alice) as reader:
+        assert reader.job("train")["written_by"] == MINE
+        assert reader.job()["written_by"] == MINE
+
+
+def test_nobody_takes_the_numbers_that_come_next(shared: Shared, tmp_path: Path) -> None:
+    written(shared.mallory, tmp_path, "his")
+    columns = [column.name for column in LedgerTable.metadata.tables["jobs"].columns if column.name != "id"]
+    taken = ", ".join({"uuid": "'x' || n"}.get(name, name) for name in columns)
+    source = "FROM jobs, generate_series({}, {}) AS n WHERE name = 'his'"
+    honest = f"INSERT INTO jobs ({', '.join(columns)}) SELECT {taken} {source.format(-2, 0)}"
+    squat = f"INSERT INTO jobs (id, {', '.join(columns)}) {{}} SELECT id + n, {taken} {source.format(2, 5)}"
+    execute(shared.mallory, honest, "DELETE FROM jobs WHERE name = 'his' AND uuid LIKE 'x%'")  # several, row by row
+    with pytest.raises(DBAPIError, match="cannot insert a non-DEFAULT value"):
+        execute(shared.mallory, squat.format(""))
+    with pytest.raises(DBAPIError, match="row-level security"):  # in a session that was given a number
+        execute(shared.mallory, honest, squat.format("OVERRIDING SYSTEM VALUE"))
+    with pytest.raises(DBAPIError, match="can only be updated to DEFAULT"):
+        execute(shared.mallory, "UPDATE jobs SET id = id + 1")
+    with pytest.raises(DBAPIError, match="permission denied for sequence"):
+        execute(shared.mallory, "SELECT nextval('jobs_id_seq')")
+    repair = (
+        "INSERT INTO maintenance ({}cluster, node, kind, text, at, recorded_at) {} "
+        "VALUES ({}'', 'n1', 'x', '', now(), now())"
+    )
+    with pytest.raises(DBAPIError, match="row-level security"):
+        execute(shared.mallory, repair.format("", "", ""), repair.format("id, ", "OVERRIDING SYSTEM VALUE", "9, "))
+    written(shared.alice, tmp_path, "hers")
+    assert writers(shared.alice) == {"hers": MINE, "his": THEIRS}
+
+
+def test_numbers_go_on_where_they_were_and_writers_of_before_stay_writers(
+    postgres_server: Server, tmp_path: Path
+) -> None:
+    url = postgres_server.new_database()
+    moved_to(url, "0020")
+    as_psql(url, f"DROP ROLE IF EXISTS {MINE}", f"CREATE ROLE {MINE} LOGIN")
+    name = url.partition("?")[0].rpartition("/")[2]
+    before = [line.replace("GRANT SELECT ON SEQUENCE", "GRANT USAGE ON SEQUENCE") for line in statements(MINE, name)]
+    as_psql(url, *before)
+    alice = resolve(url).set(username=MINE).render_as_string(hide_password=False)
+    begins = [at for at in range(3)]
+    try:
+        insert = (
+            "INSERT INTO jobs (uuid, name, host, owner, command, nodes, gpus_per_node, tp, pp, schedule, "
+            "restart_count, version, configuration, state, started_at, last_entry_at, journal_seq, telemetry_dropped) "
+            "VALUES ('{}', 'x', 'h', 'o', '[]', 1, 1, 1, 1, 's', 0, '0', '{{}}', 'running', now(), now(), 0, 0)"
+        )
+        execute(alice, *(insert.format(number) for number in begins))
+        execute(url, "DELETE FROM jobs WHERE uuid = '2'")
+        migrate.upgrade(url)
+        execute(alice, insert.format("later"))
+        engine = make_engine(resolve(url), write=False)
+        with engine.connect() as connection:
+            ids = [row.id for row in connection.execute(text("SELECT id FROM jobs ORDER BY id"))]
+        engine.dispose()
+        assert ids == [1, 2, 4]
+        moved_to(url, "0020")
+        execute(alice, insert.format("older"))
+        moved_to(url, migrate.head())
+        execute(alice, insert.format("newer"))
+    finally:
+        postgres_server.drop_database(url)
+        as_psql(postgres_server.url("postgres"), f"DROP ROLE IF EXISTS {MINE}")

@@ -200,7 +200,9 @@ def test_key_is_in_no_environment_and_no_command_line(stub_job: StubJob) -> None
 # --- ending -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 75), (signal.SIGUSR2, 75)]
+)
 def test_signal_ends_the_job_in_order(stub_job: StubJob, number: signal.Signals, status: int) -> None:
     stub_job.start(FOREVER, gpus=2)
     running(stub_job, 2)

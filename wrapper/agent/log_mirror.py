@@ -72,7 +72,7 @@ class LogMirror:
         done = self._copied.get(path.name, 0)
         if path.stat().st_size <= done:
             return
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         with (
             path.open("r+b", buffering=0) as source,
             open(os.open(self._there / path.name, flags, 0o600), "wb") as target,

@@ -22,6 +22,7 @@ from resihp.worker.forkserver import ONE_THREAD, Deliver, Ended, Fork, Forked, N
 from wrapper.config import container
 from wrapper.config.run_spec import Container, Program
 from wrapper.launch.launcher import own_environment
+from wrapper.strict_modes import private
 
 CHUNK_BYTES = 1 << 16
 
@@ -156,7 +157,7 @@ class ForkServerLink:
         ]
         command += ["--preload", preload, *(["--own", ",".join(container.ITS_OWN)] if inside else [])]
         command += self._called
-        with theirs, self._log.open("ab") as log:
+        with theirs, open(self._log, "ab", opener=private) as log:
             self._process = await asyncio.create_subprocess_exec(
                 *container.wrap(inside, command, (*ONE_THREAD, OPEN_FILES)),
                 stdin=theirs.fileno(),

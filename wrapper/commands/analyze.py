@@ -171,7 +171,7 @@ def _finite(value: Any) -> Any:
 
 
 def _show(file: Path, analysis: Analysis) -> None:
-    from wrapper.output.answers import console
+    from wrapper.output.answers import console, tell
     from wrapper.output.render import literal
 
     screen = console()
@@ -182,7 +182,7 @@ def _show(file: Path, analysis: Analysis) -> None:
     if analysis.ranks:
         _show_ranks(screen, analysis)
     for sentence in sentences(file, analysis):
-        screen.print(literal(sentence), soft_wrap=True)
+        tell(screen, sentence)
     for remark in analysis.remarks:
         print(f"resihp: {literal(remark)}", file=sys.stderr)
 

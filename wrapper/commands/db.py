@@ -282,6 +282,7 @@ def grant(
     trusted: Annotated[
         bool, typer.Option("--trusted", help="What its jobs tell of nodes counts for everybody's.")
     ] = False,
+    as_json: JsonOption = False,
     ledger: LedgerOption = None,
 ) -> None:
     """Print what gives a database user the use of a shared ledger: to read all of it, and to write jobs of his own.
@@ -305,5 +306,9 @@ def grant(
     parsed = resolve(ledger)
     if parsed.get_backend_name() != "postgresql" or not parsed.database:
         raise UsageError(f"ledger {masked(ledger)}: has no users of its own; chmod says who may read a SQLite file")
-    lines = statements(role, parsed.database, kind=kind, trusted=trusted)
-    print("\n".join(["BEGIN;", *lines, "COMMIT;"]))
+    lines = ["BEGIN;", *statements(role, parsed.database, kind=kind, trusted=trusted), "COMMIT;"]
+    if as_json:
+        told = {"ledger": masked(parsed), "role": role, "kind": kind, "trusted": trusted, "statements": lines}
+        print(to_json({"schema": SCHEMA, **told}))
+        return
+    print("\n".join(lines))

@@ -21,12 +21,25 @@ from resihp.scheduler.planner import first_plan
 from wrapper.commands.run import Checked
 from wrapper.config.run_spec import load
 from wrapper.job_folder import all_jobs
+from wrapper.output.answers import SCHEMA, console, tell, to_json
+from wrapper.output.render import literal
 from wrapper.slurm_tasks.exclusion_lists import known, lists
 
 LOOKED_AT = 20
 """Jobs of this home, the newest, in which the same command is looked for."""
 ROWS = 32
 """Stages that are listed; further replicas are only counted."""
+
+
+def show(checked: Checked, *, as_json: bool) -> None:
+    """Print it. Raises as `told` does, before anything is printed."""
+    lines = [literal(line) for line in told(checked)]
+    if as_json:
+        print(to_json({"schema": SCHEMA, "dry_run": True, "lines": lines}))
+        return
+    screen = console()
+    for line in lines:
+        tell(screen, line)
 
 
 def told(checked: Checked) -> Iterator[str]:

@@ -8,10 +8,8 @@ values stand there instead, and that is said. Both files are tried before they a
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,7 +17,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
+from resihp.durable_files import replacing
 from resihp.errors import UsageError
+from wrapper.output.answers import message
 
 if TYPE_CHECKING:
     from slurm.survey import PartitionView, Survey
@@ -89,15 +89,15 @@ def init(
     )
     files = write(wanted, folder, force=force)
     for text in wanted.notices:
-        _message(text)
+        message(text)
     name = shlex.quote(files[0] if folder == Path() else str(folder / files[0]))
     after = [f"resihp submit {name} --dry-run"]
     if wanted.command == PLACEHOLDER:
-        _message(f"put what you train into command = [...] of {name}, and the layout that your model needs")
+        message(f"put what you train into command = [...] of {name}, and the layout that your model needs")
     elif missing := missing_script(wanted.command):
-        _message(f"{missing}; put it there, or mend command = [...] of {name}")
-    _message(f"resihp doctor --config {name} looks whether this cluster can run it")
-    _message(f"{after[0]} prints the batch script, resihp submit {name} submits it")
+        message(f"{missing}; put it there, or mend command = [...] of {name}")
+    message(f"resihp doctor --config {name} looks whether this cluster can run it")
+    message(f"{after[0]} prints the batch script, resihp submit {name} submits it")
     paths = [str(folder / file) for file in files]
     if as_json:
         print(json.dumps({"schema": SCHEMA, "files": paths, "next": after}))
@@ -204,9 +204,8 @@ def write(wanted: JobFileChoice, folder: Path, *, force: bool) -> tuple[str, str
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, content in ((job_file, text), (script, batch)):
-            new = path.with_name(f".{path.name}.{os.getpid()}")
-            new.write_text(content, encoding="utf-8")
-            new.replace(path)
+            with replacing(path) as file:
+                file.write(content.encode())
     except OSError as error:
         raise UsageError(f"{folder}: cannot be written: {error.strerror}; --folder names another place") from None
     return JOB_FILE, SCRIPT
@@ -344,7 +343,3 @@ def _seconds(text: str | None) -> float | None:
         return duration(text)
     except ValueError as error:
         raise UsageError(f"--time {text!r}: {error}") from None
-
-
-def _message(text: str) -> None:
-    print(f"resihp: {text}", file=sys.stderr)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
+from db.url_passwords import without_password
 from resihp.errors import (
     CheckpointError,
     JobNotFoundError,
@@ -182,7 +183,8 @@ def run_of(folder: Path, *, resumed: bool, earlier: str) -> str:
 
 def command_to_go_on(arguments: Sequence[str], job: str, command: Sequence[str], resumed: str = "") -> str:
     """The command line that goes on from a job's checkpoints: as it was started, `arguments`, but from there, and
-    without the faults that were injected. `resumed`: whose checkpoints it went on from itself, if that was said."""
+    without the faults that were injected and the password of a ledger, which would be shown on terminals and in logs.
+    `resumed`: whose checkpoints it went on from itself, if that was said."""
     said = list(arguments)
     if command and said[-len(command) :] == list(command):
         said = said[: -len(command)]
@@ -198,7 +200,7 @@ def command_to_go_on(arguments: Sequence[str], job: str, command: Sequence[str],
             or one.startswith("--fault=")
         ):
             continue
-        kept.append(one)
+        kept.append(without_password(one) if before == "--ledger" or one.startswith("--ledger=") else one)
     return shlex.join(["resihp", *(kept or ["run"]), "--resume", job, "--", *command])
 
 

@@ -6,7 +6,6 @@ Nothing is started and no folder made before configuration, layout, faults and c
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -15,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from db.url_passwords import has_password
 from resihp import faults
 from resihp.errors import ResihpError, UsageError
 from resihp.faults import Fault
@@ -81,7 +81,7 @@ def run(options: Options) -> int:
     try:
         status = _run(options)
     except CompletedError as error:
-        _notice(str(error))
+        message(str(error))
         if options.as_json:
             print(to_json({"schema": SCHEMA, "job": None, "exit_code": 0, "state": "completed", "reason": str(error)}))
         return 0
@@ -101,6 +101,11 @@ def _end_for_good(options: Options) -> None:
 
 def _run(options: Options) -> int:
     checked = check(options)
+    if has_password(options.ledger.get("url") or ""):
+        message(
+            "warning: --ledger: others could read its password in the process list until resihp had begun; keep it in "
+            "~/.pgpass (chmod 600), or the URL in url of [ledger] of a file that only you can read"
+        )
     early_signals.note(early_signals.of_command())  # from here on there is a job, which they stop
     try:
         return _begin(made(checked, options), options)
@@ -112,11 +117,11 @@ def _begin(request: RunRequest, options: Options) -> int:
     never_wait_for("stderr")
     settings = request.settings
     of_them = f", {settings.spares} of them spare" if settings.spares else ""
-    _notice(
+    message(
         f"job {request.job}: {settings.nodes} nodes of {settings.gpus_per_node}{of_them}, logs in {request.of_job.logs}"
     )
     if request.resume:
-        _notice(f"job {request.job}: goes on from iteration {request.begins_at}, in {request.checkpoint_folder}")
+        message(f"job {request.job}: goes on from iteration {request.begins_at}, in {request.checkpoint_folder}")
     with _prints_on_stderr() if options.as_json else nullcontext():
         status = guardian.guard(request.save())
     if status in (FAILED, BROKEN) and (words := last_words(request.of_job)):
@@ -220,23 +225,23 @@ def check(options: Options, slurm: Slurm | None = None) -> Checked:
     if not options.local:
         slurm = slurm or _slurm()
         found = allocation.find(os.environ, slurm)
-        in_slurm.look_at_release(slurm, _notice)
+        in_slurm.look_at_release(slurm, message)
         check_partition(found.partition, configuration, f"job {found.job_id}: partition")
-    shape = of_allocation(configuration, found, _notice) if found else on_this_machine(configuration)
+    shape = of_allocation(configuration, found, message) if found else on_this_machine(configuration)
     check_layout(configuration.layout, shape.laid_out, shape.gpus_per_node)
     planned = tuple(faults.parse(text, i + 1) for i, text in enumerate(options.faults))
     for fault in planned:
         check_target(fault, shape, configuration.adapt.come_backs)
     listening = fanout.asked(configuration)
     inside = container.check(configuration.container)
-    program = resolve(configuration.job.command, _notice, configuration.container.python if inside else None)
+    program = resolve(configuration.job.command, message, configuration.container.python if inside else None)
     cwd, python_path = os.getcwd(), _absolute_entries(os.environ.get("PYTHONPATH", ""))
     container.with_folders(inside, [Path(cwd), home()])  # raises for what cannot be mounted
     saved = _checkpoint_folder(options, configuration, found)
     if options.resume_or_start and found and slurm and saved:
-        in_slurm.check_chain(saved, found, slurm, _notice)
+        in_slurm.check_chain(saved, found, slurm, message)
     restart = _resumption(options, configuration, found, saved)
-    of_slurm = in_slurm.of_slurm(configuration, found, slurm, restart.failed, _notice) if found and slurm else None
+    of_slurm = in_slurm.of_slurm(configuration, found, slurm, restart.failed, message) if found and slurm else None
     return Checked(
         configuration=configuration,
         allocation=found,
@@ -289,7 +294,7 @@ def _checkpoint_folder(options: Options, configuration: Configuration, found: Al
     folder = Path(configuration.checkpoint.folder).absolute()
     if found is None or not found.task or options.resume_or_start or folder.name == found.task:
         return folder
-    _notice(f"job {found.job_id}: an element of an array; its checkpoints are in {folder / found.task}")
+    message(f"job {found.job_id}: an element of an array; its checkpoints are in {folder / found.task}")
     return folder / found.task
 
 
@@ -301,13 +306,13 @@ def _resumption(
     restart = Restart(None, 0)
     if found is not None and found.restart_count:
         job, most = configuration.job, configuration.slurm.restarts
-        restart = after_restart(found.job_id, found.restart_count, job.command, most, _notice)
+        restart = after_restart(found.job_id, found.restart_count, job.command, most, message)
         if restart.resumption is not None:
             return restart
     if options.resume is not None:
-        resumption = asked_for(saved, options.resume, configuration.job.command, _notice)
+        resumption = asked_for(saved, options.resume, configuration.job.command, message)
         return replace(restart, resumption=resumption)
-    return replace(restart, resumption=if_there_is_one(saved, _notice)) if options.resume_or_start else restart
+    return replace(restart, resumption=if_there_is_one(saved, message)) if options.resume_or_start else restart
 
 
 def _settings(
@@ -389,7 +394,3 @@ def _succession(configuration: Configuration, default: bool) -> bool:
 
 def _absolute_entries(python_path: str) -> str:
     return os.pathsep.join(os.path.abspath(entry) for entry in python_path.split(os.pathsep)) if python_path else ""
-
-
-def _notice(text: str) -> None:
-    print(f"resihp: {text}", file=sys.stderr)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import socket
 import sys
 import tempfile
@@ -178,7 +177,7 @@ def _keep(configuration: Configuration, job_file: Path, chain: int) -> Path:
         place.mkdir(mode=0o700, exist_ok=True)
         check_folder(place)  # the script in it is what Slurm runs as us
         folder = Path(tempfile.mkdtemp(prefix=f"{configuration.job.name.replace('/', '-')}-", dir=place))
-        shutil.copyfile(job_file, folder / "job.toml")
+        write_private(folder / "job.toml", job_file.read_bytes())  # the URL of its ledger may have a password
         write_private(folder / "job.sbatch", script_of(configuration, folder / "job.toml", chain).encode())
     except OSError as error:
         raise UsageError(f"{place}: cannot be written: {error.strerror}; set RESIHP_HOME to another folder") from error

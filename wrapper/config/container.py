@@ -25,6 +25,7 @@ import msgspec
 
 from resihp.errors import ConfigurationError
 from wrapper.config.run_spec import Container
+from wrapper.config.values import expanded
 
 if TYPE_CHECKING:  # agents need none of it, and start sooner
     from wrapper.config.schema import ContainerSection
@@ -58,7 +59,7 @@ def check(section: ContainerSection) -> Container | None:
             raise ConfigurationError("[container]: has no runtime; set it to apptainer, enroot or pyxis")
         return None
     runtime: Literal["apptainer", "enroot"] = "apptainer" if section.runtime == "apptainer" else "enroot"
-    image = Path(section.image).expanduser()
+    image = expanded(section.image)
     if not section.image:
         raise ConfigurationError("[container]: has no image; name a file that all nodes can read")
     if "://" in section.image or (not image.exists() and "#" in section.image):

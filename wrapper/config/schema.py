@@ -14,6 +14,7 @@ import os
 import threading
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -43,11 +44,11 @@ PREFIX = "RESIHP_"
 SEPARATOR = "__"
 
 SITE_FILE = Path("/etc/resihp.toml")
+"""The administrator's: the only place for [site]."""
 HERE = Path("resihp.toml")
 """In the current folder."""
-"""The administrator's: the only place for [site]."""
 
-SECRETS = (("hooks", "webhook"),)
+SECRETS = (("hooks", "webhook"), ("ledger", "url"))
 """(section, key) of what no message repeats."""
 
 _reading = threading.Lock()
@@ -441,8 +442,11 @@ def _is_read(path: Path, job_file: Path | None) -> bool:
 
 def site_files() -> tuple[Path, ...]:
     """Files that are read when they exist, the strongest first."""
-    configuration = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
-    return (HERE, configuration / "resihp" / "config.toml", SITE_FILE)
+    own: tuple[Path, ...] = ()
+    with suppress(RuntimeError):  # a container may know no home of ours
+        configuration = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+        own = (configuration / "resihp" / "config.toml",)
+    return (HERE, *own, SITE_FILE)
 
 
 def _parse(path: Path) -> dict[str, Any]:

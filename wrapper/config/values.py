@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import difflib
 import re
+from pathlib import Path
 
 from pydantic import SecretStr
 
+from resihp.errors import ConfigurationError
 from resihp.pipeline.schedules import SCHEDULES
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(I?)B", re.IGNORECASE)
@@ -181,6 +183,16 @@ def known_events(names: tuple[str, ...]) -> tuple[str, ...]:
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(EVENTS)}"
             raise ValueError(f"unknown event {name[:40]}; {hint}")
     return names
+
+
+def expanded(path: str) -> Path:
+    """Return a path with the user's home in place of `~`. Raises ConfigurationError where there is none."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ConfigurationError(
+            f"{path}: ~ is no folder here, since that user has no home; write the whole path"
+        ) from None
 
 
 def known_schedule(name: str) -> str:

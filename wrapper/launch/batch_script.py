@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 
 import psutil
 
-HEARD = frozenset({"USR2", "TERM", "INT", "HUP"})
+HEARD = frozenset({"USR1", "USR2", "TERM", "INT", "HUP"})
 """What `resihp run` acts upon; of others its process dies, as the shell would."""
 
 _SIGNAL = re.compile(r"(?:([BR]{1,2}):)?([A-Za-z0-9]+)(?:@[0-9]+)?")

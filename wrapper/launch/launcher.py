@@ -19,6 +19,7 @@ from typing import Protocol
 from resihp.protocol.framing import LocalChannel
 from resihp.worker.forkserver import Serve
 from wrapper.job_folder import Job
+from wrapper.strict_modes import private
 
 NO_JOB_STATUS = 3
 """Exit status of an agent that cannot read the run's file: the job's folder is not there on its node."""
@@ -90,7 +91,7 @@ class LocalLauncher:
         command += ["--supervisor", f"{self.host}:{port}"]
         agents, servers = socket.socketpair()
         forks = () if self._preloading is None else (agents.fileno(),)
-        with agents, servers, (self._job.logs / f"{node}.agent.log").open("ab") as log:
+        with agents, servers, open(self._job.logs / f"{node}.agent.log", "ab", opener=private) as log:
             process = await asyncio.create_subprocess_exec(
                 *command,
                 *(f"--forks={number}" for number in forks),

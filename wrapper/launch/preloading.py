@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from resihp.worker.forkserver import ONE_THREAD, PRELOAD
 from wrapper.config.run_spec import RunRequest
 from wrapper.launch.launcher import own_environment
+from wrapper.strict_modes import private
 
 FOR_TESTS = "RESIHP_FORK_SERVER"
 LEAVES_S = 2.0
@@ -62,7 +63,7 @@ def _start(request: RunRequest, theirs: socket.socket) -> subprocess.Popen[bytes
     command = [program.interpreter, "-P", "-m", "resihp.worker.forkserver", "--shared", "--fd", "0"]
     command += ["--parent", str(os.getpid()), "--preload", "" if program.kind == "command" else program.preload]
     command += ["--job", request.job]
-    with (request.of_job.logs / "forkserver.log").open("ab") as log:
+    with open(request.of_job.logs / "forkserver.log", "ab", opener=private) as log:
         return subprocess.Popen(
             command,
             stdin=theirs.fileno(),

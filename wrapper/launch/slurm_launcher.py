@@ -24,6 +24,7 @@ from typing import Any, Literal
 from resihp.errors import ResihpError
 from wrapper.config.run_spec import RunRequest
 from wrapper.launch.launcher import EXECVE_FAILED, NO_JOB_STATUS, NOT_LAUNCHED, AgentEnded, own_environment
+from wrapper.strict_modes import private, write_private
 
 Say = Callable[[Literal["warning", "error"], str], None]
 
@@ -123,7 +124,7 @@ class SlurmLauncher:
     async def start(self, port: int, ended: AgentEnded) -> None:
         """Start the step. Raises ResihpError when there is no srun."""
         command = step_command(self._request, f"{_bracketed(self.host)}:{port}", srun=self._srun)
-        with self._messages_file.open("wb") as messages:
+        with open(self._messages_file, "wb", opener=private) as messages:
             try:
                 process = await asyncio.create_subprocess_exec(
                     *command,
@@ -135,7 +136,7 @@ class SlurmLauncher:
                 )
             except OSError as error:
                 raise ResihpError(f"{self._srun}: {error.strerror}; is Slurm on the batch script's PATH?") from None
-        self._pid_file.write_text(f"{process.pid}\n")
+        write_private(self._pid_file, f"{process.pid}\n".encode())
         self._watch(self._until_exit(process, ended), ended)
 
     def adopt(self, node: str, pid: int, ended: AgentEnded) -> None:

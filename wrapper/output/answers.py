@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from resihp.durable_files import replacing
 from resihp.errors import UsageError
 
 if TYPE_CHECKING:
@@ -67,7 +68,16 @@ def moment(text: str | None, now: datetime | None = None) -> datetime | None:
         raise UsageError(f"time {text!r}: not a time; examples: 2026-01-31T12:00, 30m, 2h, 1d") from None
 
 
+def for_stdout(text: str) -> str:
+    """Return `text` as it is printed to stdout: a terminal is not steered by what a log, a ledger or a file's name
+    holds; a pipe or a file gets it as it is, since what reads it there wants the data."""
+    from wrapper.output.render import literal
+
+    return literal(text) if sys.stdout.isatty() else text
+
+
 def write_csv(columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
+    """Print rows as CSV; a terminal shows control characters in their cells escaped (`for_stdout`)."""
     import csv
     import json
 
@@ -75,13 +85,15 @@ def write_csv(columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
     writer.writerow(columns)
     for row in rows:
         cells = [plain(row[column]) for column in columns]
-        writer.writerow(json.dumps(cell) if isinstance(cell, dict | list) else cell for cell in cells)
+        texts = [json.dumps(cell) if isinstance(cell, dict | list) else cell for cell in cells]
+        writer.writerow(for_stdout(text) if isinstance(text, str) else text for text in texts)
 
 
 def write_parquet(found: pd.DataFrame, path: Path, what: str) -> None:
     """Raises UsageError if the file cannot be written."""
     try:
-        found.to_parquet(path, index=False)
+        with replacing(path) as file:
+            found.to_parquet(file, index=False)
     except OSError as error:
         raise UsageError(f"{path}: cannot be written: {error.strerror or error}; name another file") from error
     message(f"{what} written to {path}")
@@ -93,6 +105,13 @@ def message(text: str) -> None:
     from wrapper.output.render import literal
 
     print("resihp: " + literal(text).replace("\n", "\n  "), file=sys.stderr)
+
+
+def tell(screen: Console, text: str) -> None:
+    """Print a sentence: broken between words in a terminal, on one line elsewhere."""
+    from wrapper.output.render import literal
+
+    screen.print(literal(text), soft_wrap=not screen.is_terminal)
 
 
 PIPE_COLUMNS = 10_000

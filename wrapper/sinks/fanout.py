@@ -20,6 +20,7 @@ import msgspec
 
 from resihp.errors import ConfigurationError
 from wrapper.config.run_spec import ListenerSettings, RunRequest
+from wrapper.config.values import expanded
 
 if TYPE_CHECKING:
     from db.telemetry import report_rows
@@ -107,7 +108,7 @@ def asked(configuration: Configuration) -> ListenerSettings:
     if hooks.webhook_file:
         from wrapper.sinks.hooks import url_in
 
-        url_in(Path(hooks.webhook_file).expanduser().absolute())
+        url_in(expanded(hooks.webhook_file).absolute())
     return ListenerSettings(
         metrics_port=metrics.port,
         textfile=_absolute(metrics.textfile),
@@ -122,7 +123,7 @@ def asked(configuration: Configuration) -> ListenerSettings:
 
 
 def _absolute(path: str) -> str:
-    return str(Path(path).expanduser().absolute()) if path else ""
+    return str(expanded(path).absolute()) if path else ""
 
 
 def listeners(

@@ -16,6 +16,8 @@ import threading
 from pathlib import Path
 from typing import Literal, TextIO
 
+from wrapper.strict_modes import private
+
 MOST_LINES = 10_000
 MOST_CHARACTERS = 1 << 24
 """What waits to be written; a script may print faster than its output is read."""
@@ -100,7 +102,7 @@ def never_wait_for(*names: Literal["stdout", "stderr"]) -> None:
 
 def log_without_waiting(path: Path) -> None:
     """What this process logs is added to the end of `path`; whoever logs does not wait for it."""
-    stream = _written_behind(path.open("a"))
+    stream = _written_behind(open(path, "a", opener=private))  # noqa: SIM115 - it is as long as we are
     logging.basicConfig(stream=stream, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import getpass
 import itertools
 import os
 import shutil
@@ -42,10 +41,12 @@ from resihp.record.quorum import Membership
 from wrapper import early_signals
 from wrapper.config.run_spec import RunRequest, load
 from wrapper.exit_codes import BROKEN, CANNOT_LEAD, DEPOSED, REQUEUE, exit_code_of
+from wrapper.job_files import user_name
 from wrapper.job_folder import Job, finish_dead_job, note_end, write_private
 from wrapper.launch.allocation import end_time
 from wrapper.launch.launcher import Followers, Launcher, LocalLauncher
 from wrapper.output.first_rank import FirstRank
+from wrapper.output.render import literal
 from wrapper.sinks.deferred_ledger import LateLedger
 from wrapper.sinks.fanout import LedgerLike, Listeners, listeners, tell_of_the_end
 from wrapper.sinks.progress_file import ProgressFileWriter
@@ -251,16 +252,14 @@ def _end_slurm_job(request: RunRequest, status: int) -> None:
         except SlurmError as error:
             if isinstance(error, SlurmRefusedError) or time.monotonic() > deadline:
                 text = f"Slurm job {number} may still run: {error}; scancel {number}"
-                print(f"resihp: job {request.job}: {text}", file=sys.stderr)
+                _say(f"job {request.job}: {text}")
                 return
 
 
 def _tell_the_chain(request: RunRequest, journal: Path) -> None:
     from wrapper.slurm_tasks import chain
 
-    chain.leave_note(
-        request, read_packed(journal), lambda text: print(f"resihp: job {request.job}: {text}", file=sys.stderr)
-    )
+    chain.leave_note(request, read_packed(journal), lambda text: _say(f"job {request.job}: {text}"))
 
 
 def _first_entry(request: RunRequest, heir: Heir | None) -> AnyEntry:
@@ -277,7 +276,7 @@ def _first_entry(request: RunRequest, heir: Heir | None) -> AnyEntry:
         pp=settings.pp,
         schedule=settings.schedule,
         host=socket.gethostname(),
-        user=getpass.getuser(),
+        user=user_name(),
         restart_count=request.restart_count,
         version=resihp.__version__,
         configuration=_with_spares(request.configuration, settings.spares),
@@ -355,15 +354,15 @@ def bury(request: RunRequest, how: str, listener: socket.socket) -> int:
 
             with _told_of_ledger(job):
                 catch_up(url, job.folder, job.journal_file)
-    print(f"resihp: job {job.name}: the supervisor {how}; {text}, logs in {job.logs}", file=sys.stderr)
-    tell_of_the_end(request, job.records(), lambda text: print(f"resihp: job {job.name}: {text}", file=sys.stderr))
+    _say(f"job {job.name}: the supervisor {how}; {text}, logs in {job.logs}")
+    tell_of_the_end(request, job.records(), lambda text: _say(f"job {job.name}: {text}"))
     if request.slurm is not None:
         _say_at_last(request)
     deadline = time.monotonic() + AGENTS_GONE_S
     while (left := _agents(job)) and time.monotonic() < deadline:
         time.sleep(0.05)
     for process in left:
-        print(f"resihp: job {job.name}: process {process.pid} is still there, killing it", file=sys.stderr)
+        _say(f"job {job.name}: process {process.pid} is still there, killing it")
         for each in (*process.children(recursive=True), process):
             with suppress(psutil.NoSuchProcess):
                 each.kill()
@@ -376,8 +375,12 @@ def _told_of_ledger(job: Job) -> Iterator[None]:
     try:
         yield
     except LedgerError as error:
-        text = f"resihp: job {job.name}: {error}; the next resihp status brings in what it lacks"
-        print(text, file=sys.stderr)
+        _say(f"job {job.name}: {error}; the next resihp status brings in what it lacks")
+
+
+def _say(text: str) -> None:
+    """Print a line on stderr. What it quotes may come from a worker's log or from Slurm, and steers no terminal."""
+    print(f"resihp: {literal(text)}", file=sys.stderr)
 
 
 def _say_at_last(request: RunRequest) -> None:
@@ -387,7 +390,7 @@ def _say_at_last(request: RunRequest) -> None:
     try:
         say_at_last(request, request.of_job.records(), CommandLine())
     except SlurmError as error:
-        print(f"resihp: job {request.job}: {error}", file=sys.stderr)
+        _say(f"job {request.job}: {error}")
 
 
 def _agents(job: Job) -> list[psutil.Process]:
@@ -441,7 +444,7 @@ def main(arguments: list[str] | None = None) -> None:
                 are_started = partial(agents_are_started, request)
                 heir = heir_of(journal, request.settings.batch_node, "restarted", are_started=are_started)
         except (ProtocolError, OSError, ValueError) as error:
-            print(f"resihp: job {request.job}: cannot be taken over: {error}", file=sys.stderr)
+            _say(f"job {request.job}: cannot be taken over: {error}")
             if options.successor:
                 sys.exit(CANNOT_LEAD)  # the agents of this node and all others are not ours to end
             sys.exit(bury(request, options.take_over, listener))
@@ -453,7 +456,7 @@ def main(arguments: list[str] | None = None) -> None:
             _end_slurm_job(request, status)
         sys.exit(status)
     except ResihpError as error:
-        print(f"resihp: {error}", file=sys.stderr)
+        _say(f"{error}")
         sys.exit(exit_code_of(error))
 
 

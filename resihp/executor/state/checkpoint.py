@@ -10,6 +10,7 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,7 +70,9 @@ def write_part(part: Part, folder: Path) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / part.file
     temporary = path.with_suffix(".writing")
-    with temporary.open("wb") as file:
+    with suppress(FileNotFoundError):
+        temporary.unlink()  # of one that was killed here, or a link that somebody put there
+    with temporary.open("xb") as file:
         torch.save(part.content, file)
         file.flush()
         os.fsync(file.fileno())

@@ -67,11 +67,13 @@ def asked(job: Direct, kind: type) -> list[api.AnyAction]:
 # --- a warning ----------------------------------------------------------------------------------------------------
 
 
-def test_a_warning_leads_to_a_checkpoint_of_the_iteration_under_way_and_a_requeue() -> None:
+@pytest.mark.parametrize("number", [USR1, USR2])
+def test_a_warning_leads_to_a_checkpoint_of_the_iteration_under_way_and_a_requeue(number: int) -> None:
     job = trained(slurm=False, batch_node="")
-    supervisor_gets(job, USR2)
-    assert job.all(JobSignalled) == [JobSignalled(signal=USR2, nodes=(), meaning="warning")]
-    assert "received SIGUSR2: time is running out; stopping after the iteration under way" in said(job)
+    supervisor_gets(job, number)
+    assert job.all(JobSignalled) == [JobSignalled(signal=number, nodes=(), meaning="warning")]
+    name = signals.Signals(number).name
+    assert f"received {name}: time is running out; stopping after the iteration under way" in said(job)
     assert parks(job, after_iteration=True) == [(0, 1, 2, 3)]
     pause(job)
     assert [entry.outcome.iteration for entry in job.all(IterationCommitted)] == [1, 2, 3]

@@ -160,6 +160,9 @@ def test_grant_prints_what_a_user_needs_for_psql(resihp: Resihp) -> None:
     reader = resihp("grant", "o", "--as", "reader", "--ledger", url).stdout
     assert "GRANT SELECT ON" in reader
     assert "INSERT" not in reader
+    told = json.loads(resihp("grant", "o", "--as", "reader", "--ledger", url, "--json").stdout)
+    assert (told["schema"], told["role"], told["kind"], told["trusted"]) == (1, "o", "reader", False)
+    assert "\n".join(told["statements"]) + "\n" == reader
     king = refusal(resihp("grant", "o", "--as", "king", "--ledger", url))
     assert "--as king: not one of owner, writer, reader" in king
     assert "GRANT resihp_trusted TO" in resihp("grant", "o", "--trusted", "--ledger", url).stdout

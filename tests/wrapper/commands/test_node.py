@@ -266,7 +266,11 @@ def test_undrain_of_what_the_hook_drained_asks_the_hook(slurm: FakeSlurm, tmp_pa
 def test_exclude_and_list(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     run("exclude", "n2", "--reason", "slow link", "--for", "1h")
     slurm.set_node("n2", flags=frozenset({"drain"}), reason=f"{PREFIX}slow link", reason_by="root")
-    run("exclude", "n4")
+    excluded = rows("exclude", "n4")
+    assert [(row["node"], row["excluded_because"]) for row in excluded] == [
+        ("n2", "slow link"),
+        ("n4", "excluded by hand"),
+    ]
     (first, second) = rows("list")
     assert first == {
         "cluster": "vc",

@@ -332,6 +332,18 @@ def test_nothing_is_injected_into_the_page(tmp_path: Path) -> None:
     assert words.count(whole) > 20, "it is shown as it is, wherever it stands"
 
 
+def test_a_name_with_line_breaks_is_one_line_in_headings(tmp_path: Path) -> None:
+    def named() -> Told:
+        for entry, at in story():
+            named = isinstance(entry, journal.JobStarted)
+            yield (msgspec.structs.replace(entry, job="a\n## b") if named else entry), at
+
+    facts = facts_of(tmp_path, named())
+    assert "<title>Job a ## b</title>" in page.html(facts)
+    assert "<h1>Job a ## b <span" in page.html(facts)
+    assert markdown(facts).startswith("## Job a \\#\\# b: completed\n")
+
+
 def test_nothing_is_injected_into_a_ticket(tmp_path: Path) -> None:
     words = markdown(facts_of(tmp_path, nasty_story()))
     told, command = words.rsplit("\n", 2)[0], words.rsplit("\n", 2)[1]

@@ -411,6 +411,14 @@ def test_the_command_that_goes_on_is_the_one_that_was_typed_but_from_the_checkpo
     assert again == f"resihp {told}"
 
 
+@pytest.mark.parametrize("typed", ["--ledger {}", "--ledger={}"])
+def test_the_command_that_goes_on_has_no_password(typed: str) -> None:
+    arguments = ("run", *typed.format("postgresql://me:s3cret@db:5432/runs").split(), "--local", "--", "python", "x.py")
+    told = command_to_go_on(arguments, "local-1", ("python", "x.py"))
+    ledger = typed.format("postgresql://me@db:5432/runs")
+    assert told == f"resihp run {ledger} --local --resume local-1 -- python x.py"
+
+
 def test_what_the_shell_would_take_apart_is_quoted() -> None:
     arguments = ("run", "--local", "--", "python", "my train.py")
     told = command_to_go_on(arguments, "local-1", ("python", "my train.py"))

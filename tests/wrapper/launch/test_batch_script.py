@@ -69,9 +69,10 @@ def test_doctor_reads_what_the_script_would_do() -> None:
         WARNED + "# resihp run would be here\nsrun train\n",
         "#!/bin/bash\n" + RUN,
         "#SBATCH --signal=USR2@300\n" + RUN,
+        "#SBATCH --signal=B:USR1@300\nexec " + RUN,
     ):
         assert warning_would_be_lost({}, script) is None, script
-    unknown = warning_would_be_lost({}, "#SBATCH --signal=B:USR1@300\nexec " + RUN)
+    unknown = warning_would_be_lost({}, "#SBATCH --signal=B:ALRM@300\nexec " + RUN)
     assert unknown is not None
     assert unknown.endswith("write #SBATCH --signal=B:USR2@300")
 

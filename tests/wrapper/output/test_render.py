@@ -17,6 +17,7 @@ from resihp.protocol.messages import Beat, StepOutcome, Stepped, WorkerBeat
 from resihp.record import journal
 from resihp.settings import Settings
 from tests.resihp.controller.direct import DECLARE
+from wrapper.output.answers import tell
 from wrapper.output.render import Health, count, duration, layout_grid, legend, literal
 from wrapper.sinks.terminal import MOST_HELD_BACK, LiveView
 
@@ -623,3 +624,14 @@ def test_what_rank_0_prints_is_not_held_back_for_ever(capsys: pytest.CaptureFixt
     else:
         shown.view.close()
     assert printed(capsys) == ["hello"]
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_a_sentence_is_broken_between_words_in_a_terminal_alone(live: bool) -> None:
+    printed = io.StringIO()
+    screen = Console(file=printed, width=40, force_terminal=live, markup=False, highlight=False, color_system=None)
+    sentence = "memory: not known before the script has said what it \x1btrains; no earlier job here ran this command"
+    tell(screen, sentence)
+    lines = printed.getvalue().splitlines()
+    assert " ".join(line.strip() for line in lines) == sentence.replace("\x1b", "\\x1b")
+    assert max(map(len, lines)) <= 40 if live else len(lines) == 1

@@ -89,7 +89,7 @@ def examine(
     host = own_address(here, others or [here])
     note = nearest(home) / f".resihp-doctor-{secrets.token_hex(8)}"
     try:
-        note.write_text(note.name)
+        _leave(note, note.name)
         with ClockCheck(host, ports=ports) as clock:
             argv = [sys.executable, "-P", "-m", "wrapper.commands.doctor.nodes", clock.host, str(clock.port), str(note)]
             output = survey.on_nodes(found.number, nodes, argv, timeout_s=timeout_s)
@@ -103,6 +103,12 @@ def examine(
     yield from _given_gpus(found.gpus_per_node or 0, reports)
     if interface:
         yield from interfaces_of(interface, reports)
+
+
+def _leave(note: Path, text: str) -> None:
+    """Write a file that is not there yet; a link in its place is not written through."""
+    with note.open("x", encoding="utf-8") as file:
+        file.write(text)
 
 
 def interfaces_of(wanted: str, reports: Mapping[str, NodeReport]) -> Iterator[CheckResult]:
@@ -320,7 +326,7 @@ def probe(node: str, host: str, port: int, note: Path, now: Callable[[], float] 
     try:
         if note.read_text() != note.name:
             home = "holds another file of the same name"
-        note.with_name(f"{note.name}-{node}").write_text(node)
+        _leave(note.with_name(f"{note.name}-{node}"), node)
     except FileNotFoundError:
         home = "is not the same folder there"
     except OSError as error:

@@ -6,7 +6,6 @@ not answer at all is said once, too.
 
 from __future__ import annotations
 
-import getpass
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from wrapper.commands.doctor import site, slurm_settings
 from wrapper.commands.doctor.machine import CheckResult, Outcome
 from wrapper.config.schema import Configuration, read
 from wrapper.config.values import ports_of
+from wrapper.job_files import user_name
 from wrapper.job_folder import home
 from wrapper.launch.allocation import batch_script, find, job_id, no_kill_seen
 from wrapper.launch.batch_script import warning_would_be_lost
@@ -100,14 +100,14 @@ class SlurmChecks:
 
     def _rights(self) -> Iterable[CheckResult]:
         spool = folder_of(self._wanted().slurm.spool)
-        yield from slurm_settings.rights(self._survey, self._settings(), getpass.getuser(), spool)
+        yield from slurm_settings.rights(self._survey, self._settings(), user_name(), spool)
         yield from slurm_settings.releases_nodes(self._slurm.version(), self._settings())
 
     def _node_death(self) -> Iterable[CheckResult]:
         settings = self._settings()
         yield from slurm_settings.survival(settings)
         if "nodes" in settings.get("PrivateData", "").lower():
-            yield from site.visibility(settings, self._survey.is_operator(getpass.getuser(), settings))
+            yield from site.visibility(settings, self._survey.is_operator(user_name(), settings))
 
     def _partition(self) -> Iterable[CheckResult]:
         configuration = self._wanted()
@@ -132,7 +132,7 @@ class SlurmChecks:
         if not names:
             return [CheckResult(check="limits", outcome="skipped", text="no partition to look at")]
         rules, cluster = self._survey.rules(names[0]), settings["ClusterName"]
-        found = self._survey.limits(getpass.getuser(), section.account, section.qos, rules, cluster)
+        found = self._survey.limits(user_name(), section.account, section.qos, rules, cluster)
         return site.limits(found, site.wanted(configuration))
 
     def _requeue(self) -> Iterable[CheckResult]:

@@ -19,7 +19,7 @@ import typer
 
 from resihp.errors import ResihpError, UsageError
 from resihp.plain_files import is_plain
-from wrapper.output.answers import SCHEMA, JobArgument, JsonOption, message, to_json
+from wrapper.output.answers import SCHEMA, JobArgument, JsonOption, for_stdout, message, to_json
 from wrapper.output.tail import GrowingFiles, last_lines
 from wrapper.strict_modes import check_links, read_plain
 
@@ -113,7 +113,7 @@ def logs(
         return
     for path, told in ends.items():
         if many:
-            print(f"==> {path.name} <==")
+            print(f"==> {for_stdout(path.name)} <==")
         for line in told:
             print(_shown(line))
     if left := len(written) - len(shown):
@@ -229,14 +229,12 @@ def _follow(job: Job, wanted: Whose, growing: GrowingFiles, many: bool) -> None:
 
 
 def _print(path: Path, line: str, many: bool) -> None:
-    print(f"{path.stem}| {_shown(line)}" if many else _shown(line), flush=True)
+    print(f"{for_stdout(path.stem)}| {_shown(line)}" if many else _shown(line), flush=True)
 
 
 def _shown(line: str) -> str:
     """What a process printed must not steer the terminal; elsewhere it is left as it is."""
-    from wrapper.output.render import literal
-
-    return literal(line.replace("\t", "    ")) if sys.stdout.isatty() else line
+    return for_stdout(line.replace("\t", "    ")) if sys.stdout.isatty() else line
 
 
 def _rows(ends: dict[Path, list[str]]) -> list[dict[str, object]]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
@@ -24,6 +23,7 @@ from resihp.errors import UsageError
 from wrapper.commands.node import maintenance
 from wrapper.commands.node.holding import holder, home_of, lists_with, user
 from wrapper.commands.node.maintenance import connect
+from wrapper.output.answers import message
 
 if TYPE_CHECKING:
     from slurm.client import Slurm
@@ -121,7 +121,7 @@ def undrain(node: NodeArgument, job: JobOption = None, spool: SpoolOption = None
     outcomes = _print(steps, as_json)
     _tell_where(exclusions)
     if (mine := own(exclusions.cluster)) is not None and mine.path.exists() and mine.remove(node):
-        _message(f"node {node}: no longer kept out by what resihp node exclude was told, either")
+        message(f"node {node}: no longer kept out by what resihp node exclude was told, either")
     if not _reached(outcomes):
         raise SlurmRefusedError(f"node {node}: still drained; who drained it can undo it: sinfo -R -n {node}")
 
@@ -154,7 +154,7 @@ def health(
     elif rows:
         _show_health(rows)
     else:
-        _message("no node of this ledger has ever served")
+        message("no node of this ledger has ever served")
 
 
 def exclude(
@@ -176,13 +176,13 @@ def exclude(
     if remove:
         if not lists.remove(cluster, node):
             raise UsageError(f"node {node}: is not kept out on cluster {cluster}; try: resihp node list")
-        _message(f"node {node}: used again by your jobs on cluster {cluster}")
+        message(f"node {node}: used again by your jobs on cluster {cluster}")
     else:
         words = sanitised(reason).removeprefix(PREFIX.strip()).strip()
         now = time.time()
         added = lists.exclude(cluster, node, words, now + _seconds(keep_out), now)
         until = _day(added.expires_at)
-        _message(f"node {node}: kept out of your jobs on cluster {cluster} until {until}, not drained by this")
+        message(f"node {node}: kept out of your jobs on cluster {cluster} until {until}, not drained by this")
     if as_json:
         print(json.dumps({"schema": SCHEMA, "rows": _rows(cluster, None)}))
 
@@ -203,7 +203,7 @@ def show(as_json: JsonOption = False) -> None:
     try:
         names = [slurm.cluster()]
     except SlurmError as error:
-        _message(f"{error}; what Slurm has drained is not shown")
+        message(f"{error}; what Slurm has drained is not shown")
         views, names = None, lists.known_clusters()
     rows = [row for name in names for row in _rows(name, views)]
     if as_json:
@@ -211,7 +211,7 @@ def show(as_json: JsonOption = False) -> None:
     elif rows:
         _show_list(rows)
     else:
-        _message("no node is kept out of your jobs, as far as is known here")
+        message("no node is kept out of your jobs, as far as is known here")
 
 
 # --- where things are -----------------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ def _tell_where(exclusions: Exclusions) -> None:
     from wrapper.job_folder import home
 
     if (there := exclusions.path.parent.parent) != home():
-        _message(f"the list that keeps nodes out is of {there}, where that job is")
+        message(f"the list that keeps nodes out is of {there}, where that job is")
 
 
 def _seconds(text: str) -> float:
@@ -302,7 +302,7 @@ def _rows(cluster: str, slurm: Slurm | None) -> list[dict[str, Any]]:
         if slurm is not None and known:
             views = dict(slurm.nodes([item.node for item in known]))
     except SlurmError as error:
-        _message(f"{error}; what Slurm has drained is not shown")
+        message(f"{error}; what Slurm has drained is not shown")
     rows = []
     now = time.time()
     for item in known:
@@ -369,7 +369,3 @@ def _iso(at: float) -> str:
 
 def _day(at: float) -> str:
     return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M UTC")
-
-
-def _message(text: str) -> None:
-    print(f"resihp: {text}", file=sys.stderr)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wrapper.output.answers import SCHEMA, JobArgument, JsonOption, console, message, to_json
+from wrapper.output.answers import SCHEMA, JobArgument, JsonOption, console, for_stdout, message, to_json
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -63,7 +63,7 @@ def now(
         return
     message(f"job {found.name}: {reply.text}")
     if row is not None:
-        print(row["folder"])
+        print(for_stdout(row["folder"]))
 
 
 def show(
@@ -137,4 +137,4 @@ def _print(listed: list[Row], folder: Path) -> None:
         *(Column("layout", wraps=True), Column("state", wraps=True, kept=True)),
     )
     show_table(screen, columns, cells)
-    screen.print(f"in {folder}", soft_wrap=True)
+    screen.print(f"in {for_stdout(str(folder))}", soft_wrap=True)

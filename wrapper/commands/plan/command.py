@@ -314,12 +314,12 @@ def _show(
     again: str,
 ) -> None:
     from wrapper.commands.plan import tables
-    from wrapper.output.answers import console
+    from wrapper.output.answers import console, tell
     from wrapper.output.explanations import sentences as explanations
     from wrapper.output.tables import Column, show
 
     screen = console()
-    screen.print(literal(tables.title(asked, model, hardware)), soft_wrap=True)
+    tell(screen, tables.title(asked, model, hardware))
     tables.show_times(screen, found)
     tables.show_layouts(screen, asked, found)
     rows, before = [], ""
@@ -328,7 +328,7 @@ def _show(
         before = about
     show(screen, (Column(""), Column("", wraps=True)), rows)
     for sentence in sentences(found, planning_s, first, again):
-        screen.print(literal(sentence), soft_wrap=True)
+        tell(screen, sentence)
 
 
 def sentences(found: WhatIfAnswer, planning_s: float, first: bool = False, again: str = "") -> list[str]:

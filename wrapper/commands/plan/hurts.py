@@ -17,7 +17,7 @@ from resihp.scheduler.what_if.losses import Aftermath, Losses
 from resihp.scheduler.what_if.question import Question, device_of
 from wrapper.commands.plan.tables import described, gigabytes, title
 from wrapper.output import tables
-from wrapper.output.answers import console
+from wrapper.output.answers import console, tell
 from wrapper.output.render import duration, literal
 from wrapper.output.tables import Column
 
@@ -56,16 +56,16 @@ def show(asked: Question, model: str, hardware: str, found: Losses, planning_s: 
     """On stdout."""
     screen = console()
     idle = len(found.plan.layout.standby)
-    screen.print(literal(title(asked, model, hardware)), soft_wrap=True)
-    screen.print(
+    tell(screen, title(asked, model, hardware))
+    tell(
+        screen,
         f"Plan: {described(found.plan.layout)}, {duration(found.seconds)} an iteration. "
         "The loss that hurts most first:",
-        soft_wrap=True,
     )
     shown = rows(found)
     _show(screen, asked, found, shown[:MOST_ROWS])
     for sentence in _sentences(asked, found, shown, idle, planning_s):
-        screen.print(literal(sentence), soft_wrap=True)
+        tell(screen, sentence)
 
 
 def rows(found: Losses) -> list[Row]:

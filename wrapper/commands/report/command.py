@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from datetime import UTC, datetime
@@ -11,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from resihp.durable_files import replacing
 from resihp.errors import UsageError
 from wrapper.output.answers import SCHEMA, JsonOption, message, to_json
 
@@ -77,13 +77,9 @@ def file_name(job: str) -> str:
 def write(path: Path, text: str) -> int:
     """Write a file whole or not at all; its size in bytes. Raises UsageError if it cannot be written."""
     content = text.encode()
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        try:
-            temporary.write_bytes(content)
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with replacing(path) as file:
+            file.write(content)
     except OSError as error:
         reason = error.strerror or error
         raise UsageError(f"{path}: the report cannot be written: {reason}; name another file with -o") from error

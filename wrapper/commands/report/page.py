@@ -25,7 +25,7 @@ from wrapper.commands.report.svg import sign
 from wrapper.commands.report.timeline import MOST_BOXES, has_slow_strips, node_signs, timeline
 from wrapper.commands.report.times import iteration_times
 from wrapper.output.explanations import sentences as explained
-from wrapper.output.render import as_change, duration, hours, literal, percent, suspects
+from wrapper.output.render import as_change, duration, hours, literal, one_line, percent, suspects
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -129,6 +129,7 @@ def _environment() -> Environment:
     )
     environment.filters |= {
         "duration": duration,
+        "one_line": one_line,
         "percent": percent,
         "hours": hours,
         "size": size,

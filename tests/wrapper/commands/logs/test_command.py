@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import itertools
 import json
 import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from wrapper.cli import app
 from wrapper.commands.logs import command
 from wrapper.exit_codes import exit_code_of
 from wrapper.job_folder import Job, create_local_job
+from wrapper.output.answers import write_csv
 
 
 @pytest.fixture
@@ -198,3 +202,32 @@ def test_a_job_without_a_supervisor_is_not_followed_for_ever(job: Job, monkeypat
     monkeypatch.setattr(command, "LOOK_EVERY_S", 0.01)
     monkeypatch.setattr(command, "GONE_S", 0.02)
     assert "has had no supervisor for" in run("--rank", "0", "-f").stderr
+
+
+ESCAPE = "\x1b]0;owned\x07"
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_a_terminal_is_not_steered_by_the_name_of_a_log(job: Job, monkeypatch: pytest.MonkeyPatch, live: bool) -> None:
+    (job.logs / f"n3{ESCAPE}.rank4.log").write_text("line\n")
+    monkeypatch.setattr("wrapper.output.answers.sys.stdout", Terminal() if live else io.StringIO())
+    command.logs(job.name, rank=None, node=None, supervisor=False, follow=False, lines=1)
+    command._print(job.logs / f"n3{ESCAPE}.rank4.log", "line", many=True)
+    found = sys.stdout.getvalue()  # type: ignore[attr-defined]
+    name = "n3\\x1b]0;owned\\x07.rank4" if live else f"n3{ESCAPE}.rank4"
+    assert f"==> {name}.log <==\n" in found
+    assert f"{name}| line\n" in found
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_a_terminal_is_not_steered_by_a_cell_of_a_ledger(monkeypatch: pytest.MonkeyPatch, live: bool) -> None:
+    monkeypatch.setattr("wrapper.output.answers.sys.stdout", Terminal() if live else io.StringIO())
+    write_csv(["a", "b"], [{"a": ESCAPE, "b": [ESCAPE]}])
+    text = "\\x1b]0;owned\\x07" if live else ESCAPE
+    cells = [["a", "b"], [text, '["\\u001b]0;owned\\u0007"]']]
+    assert list(csv.reader(sys.stdout.getvalue().splitlines())) == cells  # type: ignore[attr-defined]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True

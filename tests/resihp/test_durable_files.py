@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from resihp import durable_files
+from resihp.durable_files import replacing, write_durably
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Path:
+    """Somebody's file, to which links lead."""
+    file = tmp_path / "victim"
+    file.write_text("precious")
+    return file
+
+
+def test_a_file_takes_its_place_whole_with_the_permissions_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    path.write_text("old")
+    before = os.umask(0o027)
+    try:
+        with replacing(path) as file:
+            file.write(b"new")
+            file.flush()
+            assert path.read_text() == "old"
+    finally:
+        os.umask(before)
+    assert path.read_text() == "new"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_cannot_be_finished_leaves_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    path.write_text("old")
+    with pytest.raises(ZeroDivisionError), replacing(path) as file:
+        file.write(bytes(1 // 0))
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_links_are_not_written_through(tmp_path: Path, victim: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(durable_files.secrets, "token_hex", lambda _: "guessed")
+    path = tmp_path / "report.html"
+    path.symlink_to(victim)
+    planted = tmp_path / f".report.html.{os.getpid()}-guessed"
+    planted.symlink_to(victim)
+    with pytest.raises(FileExistsError), replacing(path) as file:
+        file.write(b"new")
+    planted.unlink()
+    write_durably(path, b"new")
+    assert (victim.read_text(), path.read_text(), path.is_symlink()) == ("precious", "new", False)
+
+
+def test_a_device_is_written_and_not_replaced() -> None:
+    with replacing(Path("/dev/null")) as file:
+        file.write(b"x")
+    assert stat.S_ISCHR(Path("/dev/null").stat().st_mode)

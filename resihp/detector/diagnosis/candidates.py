@@ -5,6 +5,7 @@ Decides which lines count and of which rank they are; `diagnosis` weighs them. P
 
 from __future__ import annotations
 
+import re
 import signal as signals
 from collections.abc import Mapping, Sequence
 
@@ -12,11 +13,14 @@ import msgspec
 
 from resihp.detector.diagnosis.clues import Clock, read_log
 from resihp.detector.diagnosis.signatures import DEFAULTS, Category, Depth, Signature, signature_of, xid_of
+from resihp.detector.diagnosis.ties import Ends, ends_of
 from resihp.protocol.messages import ABORT_STATUS, Clue
 
 BEFORE_S = 900.0
 """A line may be this much older than the end that it explains: NCCL waits 10 minutes for a peer, as PyTorch sets it."""
 AFTER_S = 120.0
+_SEVERITY = re.compile(r"(?i)Xid .{0,200}?\b(non-?)?fatal\b")
+_ENDED_BY_SLURM = ("time limit", "preempted", "cancelled", "interrupted")
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,13 +86,17 @@ def candidates_of(reports: Sequence[Report]) -> list[Candidate]:
         return read.get((text, clock), ())
 
     own: list[Candidate] = []
+    words: list[tuple[Report, list[tuple[Signature, Clue]]]] = []
     of_nodes: dict[tuple[str, str, float | None], tuple[Clue, Report]] = {}
     for report in reports:
         clues = (*report.clues, *clues_in(report.log, report))
-        own += _of_log(clues, report)
+        of_this = _of_log(clues, report)
+        own += of_this
+        words.append((report, [(candidate.signature, candidate.clue) for candidate in of_this if candidate.clue]))
         for clue in (*clues, *clues_in(report.messages, report)):
             of_nodes.setdefault((report.node, clue.line, clue.at), (clue, report))
-    of_nodes_found = [_of_node(clue, report, reports) for clue, report in of_nodes.values()]
+    endings = ends_of(words if of_nodes else ())
+    of_nodes_found = [_of_node(clue, report, reports, endings) for clue, report in of_nodes.values()]
     clued = [*own, *(candidate for candidate in of_nodes_found if candidate is not None)]
     lost = _lost_nodes(reports)
     ends = [_of_end(report, clued) for report in reports if report.node not in lost]
@@ -152,15 +160,30 @@ def _telling(raised: Sequence[Clue]) -> Clue | None:
 # --- what was said on a node ------------------------------------------------------------------------------------------
 
 
-def _of_node(clue: Clue, report: Report, reports: Sequence[Report]) -> Candidate | None:
-    """A clue of the kernel's or Slurm's, of the rank that it names; None if it is about none of ours."""
+def _of_node(clue: Clue, report: Report, reports: Sequence[Report], ends: Ends) -> Candidate | None:
+    """A clue of the kernel's or Slurm's, of the rank that it names; None if it is about none of ours, or about a part
+    of the node that has nothing to do with these ends."""
     signature = signature_of(clue.kind)
     if signature is None or not signature.node_wide:
         return None
+    age_s = clue.age_s if None in (clue.at, report.at) else (report.at or 0.0) - (clue.at or 0.0)
+    if not ends.allow(signature, age_s):
+        return None
+    signature = _as_severe(signature, clue)
     if clue.kind.startswith("xid ") and xid_of(int(clue.kind[4:])).role == "notice":
         return None
     of, foreign = _whose(clue, signature, [other for other in reports if other.node == report.node])
     return None if foreign else _candidate(clue, report, of, signature)
+
+
+def _as_severe(signature: Signature, clue: Clue) -> Signature:
+    """The row of an NVLink Xid whose line calls it non-fatal blames nobody: the link goes on."""
+    if not clue.kind.startswith("xid ") or signature.category != "link":
+        return signature
+    severity = _SEVERITY.search(clue.line)
+    if severity is None or severity[1] is None:
+        return signature
+    return msgspec.structs.replace(signature, depth=Depth.SIGN, blames=False, certainty=0.3)
 
 
 def _whose(clue: Clue, signature: Signature, here: Sequence[Report]) -> tuple[Report | None, bool]:
@@ -170,9 +193,11 @@ def _whose(clue: Clue, signature: Signature, here: Sequence[Report]) -> tuple[Re
     done to it for its memory, is not ours.
     """
     bus, pid = normal_bus(clue.named.get("bus", "")), int(clue.named.get("pid", 0))
-    for report in here:
-        if (bus and bus == normal_bus(report.bus)) or (pid and pid == report.pid):
-            return report, False
+    by_process = next((report for report in here if pid and pid == report.pid), None)
+    by_device = next((report for report in here if bus and bus == normal_bus(report.bus)), None)
+    named = by_process or by_device  # several processes may have a part of one GPU each
+    if named is not None:
+        return named, False
     another_device = bool(bus) and all(report.bus for report in here)
     another_process = bool(pid) and all(report.pid for report in here)
     if signature.category in ("program", "secondary", "memory") and (another_device or another_process):
@@ -229,7 +254,7 @@ def _of_end(report: Report, clued: Sequence[Candidate]) -> Candidate | None:
         status = 128 - status  # a shell's or container's way to tell of a signal
     own = [candidate.signature for candidate in clued if candidate.report is report]
     crashed = status is not None and -status in CRASHES
-    ordered = status is not None and status < 0 and any(c.signature.category == "allocation" for c in clued)
+    ordered = status is not None and status < 0 and any(c.kind in _ENDED_BY_SLURM for c in clued)
     explained = any(signature.depth <= Depth.RAISED for signature in own)
     if explained or ((own or ordered) and not crashed and not report.fenced):
         return None

@@ -13,7 +13,7 @@ import msgspec
 
 from resihp.detector.diagnosis.clues import Clock, read_log
 from resihp.detector.diagnosis.signatures import DEFAULTS, Category, Depth, Signature, signature_of, xid_of
-from resihp.detector.diagnosis.ties import Ends, ends_of
+from resihp.detector.diagnosis.ties import Endings, ends_of
 from resihp.protocol.messages import ABORT_STATUS, Clue
 
 BEFORE_S = 900.0
@@ -99,7 +99,12 @@ def candidates_of(reports: Sequence[Report]) -> list[Candidate]:
     of_nodes_found = [_of_node(clue, report, reports, endings) for clue, report in of_nodes.values()]
     clued = [*own, *(candidate for candidate in of_nodes_found if candidate is not None)]
     lost = _lost_nodes(reports)
-    ends = [_of_end(report, clued) for report in reports if report.node not in lost]
+    of_reports: dict[int, list[Signature]] = {}
+    for candidate in clued:
+        if candidate.report is not None:
+            of_reports.setdefault(candidate.report.rank, []).append(candidate.signature)
+    ordered = any(candidate.kind in _ENDED_BY_SLURM for candidate in clued)
+    ends = [_of_end(r, of_reports.get(r.rank, []), ordered) for r in reports if r.node not in lost]
     return [*clued, *lost.values(), *(end for end in ends if end is not None)]
 
 
@@ -160,7 +165,7 @@ def _telling(raised: Sequence[Clue]) -> Clue | None:
 # --- what was said on a node ------------------------------------------------------------------------------------------
 
 
-def _of_node(clue: Clue, report: Report, reports: Sequence[Report], ends: Ends) -> Candidate | None:
+def _of_node(clue: Clue, report: Report, reports: Sequence[Report], ends: Endings) -> Candidate | None:
     """A clue of the kernel's or Slurm's, of the rank that it names; None if it is about none of ours, or about a part
     of the node that has nothing to do with these ends."""
     signature = signature_of(clue.kind)
@@ -220,8 +225,10 @@ def _lost_nodes(reports: Sequence[Report]) -> dict[str, Candidate]:
     """Nodes whose processes are all gone and nobody saw how."""
     lost = {}
     signature = _made("node lost", "node", Depth.NAMED, "lost, nobody saw its processes end")
-    for node in dict.fromkeys(report.node for report in reports):
-        here = [report for report in reports if report.node == node]
+    on_nodes: dict[str, list[Report]] = {}
+    for report in reports:
+        on_nodes.setdefault(report.node, []).append(report)
+    for node, here in on_nodes.items():
         if all(report.ended and report.exit is None and not report.fenced for report in here):
             at = min((report.at for report in here if report.at is not None), default=None)
             lost[node] = Candidate(signature=signature, node=node, report=None, at=None, until=at)
@@ -245,16 +252,15 @@ CRASHES: Mapping[int, tuple[Category, str, str]] = {
 """Signals that tell more than that somebody sent them: category, what to add to the name, what to do."""
 
 
-def _of_end(report: Report, clued: Sequence[Candidate]) -> Candidate | None:
+def _of_end(report: Report, own: Sequence[Signature], ended_by_slurm: bool) -> Candidate | None:
     """How a rank ended, unless its own words or somebody else's order explain it."""
     if not report.ended:
         return None
     status = report.exit
     if status is not None and 128 < status <= 192:
         status = 128 - status  # a shell's or container's way to tell of a signal
-    own = [candidate.signature for candidate in clued if candidate.report is report]
     crashed = status is not None and -status in CRASHES
-    ordered = status is not None and status < 0 and any(c.kind in _ENDED_BY_SLURM for c in clued)
+    ordered = status is not None and status < 0 and ended_by_slurm
     explained = any(signature.depth <= Depth.RAISED for signature in own)
     if explained or ((own or ordered) and not crashed and not report.fenced):
         return None

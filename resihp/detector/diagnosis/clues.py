@@ -55,7 +55,7 @@ class Clock(msgspec.Struct, frozen=True, kw_only=True):
 def read_log(tail: str, clock: Clock | None = None) -> tuple[Clue, ...]:
     """The clues in the tail of a log or of the kernel's messages, in the order of their lines."""
     clock = clock or Clock()
-    text = tail.replace("\r\n", "\n").replace("\r", "\n")
+    text = tail.replace("\r\n", "\n").replace("\r", "\n") if "\r" in tail else tail
     if "\x1b" in text:
         text = _CONTROLS.sub("", text)
     ends = tracebacks.exceptions(text, _lines_of(text, tracebacks.TITLE), _lines_of(text, tracebacks.STRUCTURED))

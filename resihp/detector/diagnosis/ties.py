@@ -40,7 +40,7 @@ class Ending(Protocol):
     def fenced(self) -> str: ...
 
 
-class Ends(msgspec.Struct):
+class Endings(msgspec.Struct):
     """How all ranks of an incident ended, as far as ties go. `at_any_time`, `at_the_moment`: ends that a line of this
     tie can have led to, however old it is, or only if it is of that moment; `against`: ends of another cause."""
 
@@ -61,15 +61,15 @@ class Ends(msgspec.Struct):
         return of_that_moment and (tie in self.at_any_time or tie in self.at_the_moment)
 
 
-def ends_of(reports: Iterable[tuple[Ending, Sequence[tuple[Signature, Clue]]]]) -> Ends:
+def ends_of(reports: Iterable[tuple[Ending, Sequence[tuple[Signature, Clue]]]]) -> Endings:
     """Sum up the ends of all ranks, each with the clues of its own log."""
-    ends = Ends(set(), set(), set())
+    ends = Endings(set(), set(), set())
     for report, own in reports:
         _add(ends, report, own)
     return ends
 
 
-def _add(ends: Ends, report: Ending, own: Sequence[tuple[Signature, Clue]]) -> None:
+def _add(ends: Endings, report: Ending, own: Sequence[tuple[Signature, Clue]]) -> None:
     for signature, clue in own:
         _add_words(ends, signature, clue, report.ended)
     if not report.ended:
@@ -87,7 +87,7 @@ def _add(ends: Ends, report: Ending, own: Sequence[tuple[Signature, Clue]]) -> N
         ends.at_the_moment |= {"network", "storage"}
 
 
-def _add_words(ends: Ends, signature: Signature, clue: Clue, ended: bool) -> None:
+def _add_words(ends: Endings, signature: Signature, clue: Clue, ended: bool) -> None:
     error = clue.named.get("error", "") if signature.depth == Depth.RAISED else ""
     network = signature.category in ("link", "secondary") or signature.depth in (Depth.TRANSFER, Depth.AFTER)
     storage = signature.category == "storage" or signature.kind in _FILE_KINDS

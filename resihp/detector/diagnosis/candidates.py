@@ -20,6 +20,8 @@ BEFORE_S = 900.0
 """A line may be this much older than the end that it explains: NCCL waits 10 minutes for a peer, as PyTorch sets it."""
 AFTER_S = 120.0
 _SEVERITY = re.compile(r"(?i)Xid .{0,200}?\b(non-?)?fatal\b")
+_TOLD_BY_SLURM = ("container", "nodes left out")
+"""What may be why a process that said nothing exited, but never why one was killed."""
 _ENDED_BY_SLURM = ("time limit", "preempted", "cancelled", "interrupted")
 
 
@@ -95,16 +97,22 @@ def candidates_of(reports: Sequence[Report]) -> list[Candidate]:
         words.append((report, [(candidate.signature, candidate.clue) for candidate in of_this if candidate.clue]))
         for clue in (*clues, *clues_in(report.messages, report)):
             of_nodes.setdefault((report.node, clue.line, clue.at), (clue, report))
-    endings = ends_of(words if of_nodes else ())
+    endings = ends_of(words)
+    own = [candidate for candidate in own if _is_tied(candidate, endings)]
     of_nodes_found = [_of_node(clue, report, reports, endings) for clue, report in of_nodes.values()]
     clued = [*own, *(candidate for candidate in of_nodes_found if candidate is not None)]
     lost = _lost_nodes(reports)
     of_reports: dict[int, list[Signature]] = {}
     for candidate in clued:
-        if candidate.report is not None:
+        if candidate.report is not None and candidate.signature.tie != "moment":
             of_reports.setdefault(candidate.report.rank, []).append(candidate.signature)
     ordered = any(candidate.kind in _ENDED_BY_SLURM for candidate in clued)
-    ends = [_of_end(r, of_reports.get(r.rank, []), ordered) for r in reports if r.node not in lost]
+    slurm_tells = any(candidate.kind in _TOLD_BY_SLURM for candidate in clued)
+    ends = [
+        _of_end(report, of_reports.get(report.rank, []), ordered)
+        for report in reports
+        if report.node not in lost and not (slurm_tells and report.exit and 0 < report.exit <= 128)
+    ]
     return [*clued, *lost.values(), *(end for end in ends if end is not None)]
 
 
@@ -165,20 +173,31 @@ def _telling(raised: Sequence[Clue]) -> Clue | None:
 # --- what was said on a node ------------------------------------------------------------------------------------------
 
 
-def _of_node(clue: Clue, report: Report, reports: Sequence[Report], ends: Endings) -> Candidate | None:
+def _of_node(clue: Clue, report: Report, reports: Sequence[Report], endings: Endings) -> Candidate | None:
     """A clue of the kernel's or Slurm's, of the rank that it names; None if it is about none of ours, or about a part
     of the node that has nothing to do with these ends."""
     signature = signature_of(clue.kind)
     if signature is None or not signature.node_wide:
         return None
-    age_s = clue.age_s if None in (clue.at, report.at) else (report.at or 0.0) - (clue.at or 0.0)
-    if not ends.allow(signature, age_s):
-        return None
     signature = _as_severe(signature, clue)
+    if not endings.allow(signature, _age_s(clue, report)):
+        return None
     if clue.kind.startswith("xid ") and xid_of(int(clue.kind[4:])).role == "notice":
         return None
     of, foreign = _whose(clue, signature, [other for other in reports if other.node == report.node])
     return None if foreign else _candidate(clue, report, of, signature)
+
+
+def _is_tied(candidate: Candidate, endings: Endings) -> bool:
+    clue, report = candidate.clue, candidate.report
+    return clue is None or report is None or endings.allow(candidate.signature, _age_s(clue, report))
+
+
+def _age_s(clue: Clue, report: Report) -> float | None:
+    """How much older than the rank's end a line is."""
+    if clue.at is None or report.at is None:
+        return clue.age_s
+    return report.at - clue.at
 
 
 def _as_severe(signature: Signature, clue: Clue) -> Signature:
@@ -188,7 +207,8 @@ def _as_severe(signature: Signature, clue: Clue) -> Signature:
     severity = _SEVERITY.search(clue.line)
     if severity is None or severity[1] is None:
         return signature
-    return msgspec.structs.replace(signature, depth=Depth.SIGN, blames=False, certainty=0.3)
+    words = f"{signature.words}, which its driver calls non-fatal"
+    return msgspec.structs.replace(signature, words=words, depth=Depth.SIGN, blames=False, certainty=0.3, tie="moment")
 
 
 def _whose(clue: Clue, signature: Signature, here: Sequence[Report]) -> tuple[Report | None, bool]:

@@ -67,8 +67,10 @@ def read_log(tail: str, clock: Clock | None = None) -> tuple[Clue, ...]:
                 if start not in found and (named := _confirmed(text, start, at, signature)) is not None:
                     found[start] = at, signature, named
     for start, end in ends.items():
-        if start not in found:
-            found[start] = start, _of_exception(end.words or _clean(text[end.error : _end(text, start)])), {}
+        if end.words or start not in found:
+            signature = _of_exception(end.words or _clean(text[end.error : _end(text, start)]))
+            if start not in found or signature is not EXCEPTION:
+                found[start] = start, signature, {}
     clues = []
     before: Signature | None = None
     for start in sorted(found):

@@ -24,7 +24,7 @@ Category = Literal[
     "device", "link", "node", "memory", "storage", "program", "allocation", "secondary", "unknown"
 ]  # fmt: skip
 Component = Literal["process", "device", "node", "link", "script"]
-Tie = Literal["", "network", "storage", "moment"]
+Tie = Literal["", "network", "storage", "moment", "nothing"]
 """What an end must have to do with a line about a node's parts before the line explains it: see `ties`."""
 
 
@@ -207,8 +207,8 @@ _KERNEL = (
         tie="network"),
     _row("storage recovered", "storage", SIGN, "a disk or file server did not answer for a while", (), certainty=0.3,
         tie="storage"),
-    _row("pcie recovered", "node", SIGN, "PCIe reported an error and recovered", (), blames=False, certainty=0.3,
-        tie="moment"),
+    _row("pcie recovered", "node", SIGN, "PCIe reported an error and recovered", (), blames=False, certainty=0.0,
+        tie="nothing"),
 )  # fmt: skip
 
 _SLURM = (
@@ -220,7 +220,8 @@ _SLURM = (
         r"NODE FAILURE|failure on (?P<node>[\w.-]{1,64})", advice="scontrol show node; slurmctld's log tells why"),
     _row("slurm oom", "memory", NAMED, "killed at the memory limit of its Slurm step", ("oom_kill event",
         "oom-kill event", ": Out Of Memory", " memory limit (", "cgroup out-of-memory handler", "have been OOM Killed"),
-        r"Detected [1-9]\d{0,8} oom.kill|tasks? [\d,-]{1,64}: Out Of Memory|^\W{0,8}Some of (?:your processes|the)|"
+        r"Detected [1-9]\d{0,8} oom.kill|tasks? [\d,-]{1,64}: Out Of Memory|"
+        r"^(?!.{0,200}Detected 0).{0,300}cgroup out-of-memory|"
         r"exceeded (?:virtual |job |step )?memory limit \([^)]{1,64}\), being killed"),
     _row("memory limit reached", "memory", SIGN, "came to the memory limit of its Slurm step", ("memory limit at some",
         "limit at least once"), r"[Ee]xceeded (?:job|step) memory limit at some|hit memory(?:\+swap)? limit at least",
@@ -239,6 +240,9 @@ _SLURM = (
     _row("nodes left out", "allocation", SIGN, "srun left out nodes: its list names more than it may use ({counts})",
         "Required nodelist includes more nodes", r"max-node count \((?P<counts>\d{1,6} > \d{1,6})\)", certainty=0.5,
         advice="make --nodes and --nodelist of the step agree"),
+    _row("epilog", "unknown", SIGN, "Slurm's epilog failed after the job ({why})", "epilog: error: ",
+        r"epilog: error: (?P<why>[^\n]{1,160})", certainty=0.2,
+        advice="the site's operators: it is no cause of what came before"),
     _row("container", "unknown", SIGN, "its container could not be set up ({why})", ("error: pyxis: ", "spank_pyxis"),
         r"(?:error: pyxis: |spank_)(?P<why>[^\n]{1,160})", certainty=0.5,
         advice="read enroot's lines beside it; its folders on that node (ENROOT_DATA_PATH) have to be writable"),
@@ -302,7 +306,7 @@ _NCCL = (
     _row("ib completion", "link", TRANSFER, "a transfer failed", ("NET/IB : Got completion", "NET/IB: Got completion")),
     _row("ib event", "link", TOLD, "network adapter reported an error", ("sync event", "sync fatal event"),
         rf"(?i)\basync fatal event(?! on SRQ)|\basync event.{{0,24}}?{_FATAL}",
-        blames=True, certainty=0.7),
+        blames=True, certainty=0.7, tie="network"),
     _row("ib no path", "link", TRANSFER, "no connection to its peer could be made", ("ibv_modify_qp failed",
         "NET/OFI Request", "No route to host", "Network is unreachable")),
     _row("ib locked memory", "memory", TOLD, "no memory could be registered with the network adapter", ("ibv_reg_mr",

@@ -54,7 +54,7 @@ class Endings(msgspec.Struct):
         of_that_moment = age_s is None or age_s <= MOMENT_S
         if not tie or (tie == "moment" and of_that_moment):
             return True
-        if tie in self.against:
+        if tie in self.against or tie == "nothing":
             return False
         if tie in self.at_any_time and signature.depth < Depth.SIGN:
             return True

@@ -29,6 +29,7 @@ _EXCEPTION = re.compile(r"[^\W\d][\w.<>]{0,199}(?:\([\w.]{1,64}\))?(?:: |:?$)")
 _STAMP = re.compile(r"[\[(]?20\d\d-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?\s?(?:Z|[+-]\d\d:?\d\d)?[\])]?")
 _GROUP = "Exception Group "
 _SUB_EXCEPTION = re.compile(r"\+(?:-\+)?-{8,40} (?:\d{1,4}|\.\.\.) -{8,40}$")
+_GROUPS_ERROR = re.compile(r"\(\d{1,4} sub-exceptions?\)\s{0,200}$")
 _BOX_FRAME = re.compile(r"[│|] (\S[^\n]{0,300}?):\d{1,7} in ")
 _ESCAPED_FRAME = re.compile(r'  File \\?"([^"\\\n]{1,400})')
 _STRUCTURED = re.compile(r'"exc_type": ?"([\w.<>]{1,200})", ?"exc_value": ?"((?:[^"\\]|\\.){0,300})')
@@ -62,6 +63,16 @@ def exceptions(
         match = _STRUCTURED.search(text, start, start + 8 * MAX_JSON_CHARACTERS)
         if match is not None and start not in found:
             found[start] = TracebackEnd(start, False, "", f"{match[1]}: {_unescaped(match[2])}")
+    return _without_groups(text, found)
+
+
+def _without_groups(text: str, found: dict[int, TracebackEnd]) -> dict[int, TracebackEnd]:
+    """A group says less than the exceptions in it, which follow."""
+    starts = sorted(found)
+    for start in starts[:-1]:
+        end = found[start]
+        if _GROUPS_ERROR.search(end.words or text[end.error : _line_end(text, end.error)]):
+            del found[start]
     return found
 
 
@@ -137,7 +148,9 @@ def _sub_exceptions(text: str, group: int, prefix: str, file: str) -> dict[int, 
         line = text.find("\n", line) + 1
         if _SUB_EXCEPTION.search(rest) and line:
             seen = True
-            bare = line + len(text[line : _line_end(text, line)]) - len(text[line : _line_end(text, line)].lstrip(" |"))
+            bare = line + len(margin)
+            below = text[bare : _line_end(text, bare)]
+            bare += len(below) - len(below.lstrip(" |"))
             if TITLE not in text[bare : _line_end(text, bare)] and _EXCEPTION.match(text, bare, _line_end(text, bare)):
                 ends[line] = TracebackEnd(bare, False, file)
     return ends if seen else None
@@ -175,6 +188,8 @@ def _after_box(text: str, start: int, at: int) -> dict[int, TracebackEnd]:
 
 def _wrapped(text: str, bare: int, prefix: str, width: int) -> str:
     """The text of an error over several lines: each but the last is about as wide as the box."""
+    if "│" in prefix or "|" in prefix:  # within another box, whose border ends each line
+        return text[bare : _line_end(text, bare)].rstrip(" │|")
     words = text[bare : _line_end(text, bare)].rstrip()
     last = words
     line = text.find("\n", bare) + 1

@@ -294,9 +294,11 @@ _SLURM: dict[str, Sequence[str]] = {
         "nodes "
         "from the nodelist.",
     ),
-    "container": (
+    "epilog": (
         "slurmd[13562]: spank-epilog: error: pyxis: mkdir: cannot create directory '/opt/nvme/tmp/enroot/data': "
         "Permission denied",
+    ),
+    "container": (
         "slurmstepd: error: pyxis: container start failed with error code: 1",
         "slurmstepd: error: spank: required plugin spank_pyxis.so: task_init() failed with rc=-1",
     ),
@@ -378,6 +380,7 @@ _NCCL: dict[str, Sequence[str]] = {
         "vendor err 136 (Send)",
     ),
     "ib event": (
+        "gpu-17:983:1261 [3] NCCL WARN NET/IB: mlx5_0:1 Got async event : local access violation work queue error",
         "gpu-17:983:1261 [3] NCCL WARN NET/IB : mlx5_0:1 Got async event : port error",
         "gpu-17:983:1261 [3] NCCL WARN NET/IB : Got async event : local catastrophic error",
         "[2025-03-03 09:26:51] gpu-17:983:1261 [3] transport/net_ib.cc:253 NCCL WARN NET/IB : mlx5_3:1 Got non-fatal "

@@ -176,6 +176,8 @@ def _after_box(text: str, start: int, at: int) -> dict[int, TracebackEnd]:
             frame = _BOX_FRAME.match(text, bare, _line_end(text, bare))
             innermost = frame[1] if frame is not None else innermost
         elif head.startswith(("╭", "╰")) or head == "+--":
+            if TITLE in text[bare : _line_end(text, bare)]:
+                return {}  # it was cut off, and another one begins
             inside = head.startswith("╭") or (head == "+--" and not inside)
         elif head.strip() and not inside:
             if not _EXCEPTION.match(text, bare, _line_end(text, bare)):

@@ -104,7 +104,7 @@ def candidates_of(reports: Sequence[Report]) -> list[Candidate]:
     lost = _lost_nodes(reports)
     of_reports: dict[int, list[Signature]] = {}
     for candidate in clued:
-        if candidate.report is not None and candidate.signature.tie != "moment":
+        if candidate.report is not None and candidate.signature.tie not in ("moment", "silence"):
             of_reports.setdefault(candidate.report.rank, []).append(candidate.signature)
     ordered = any(candidate.kind in _ENDED_BY_SLURM for candidate in clued)
     slurm_tells = any(candidate.kind in _TOLD_BY_SLURM for candidate in clued)
@@ -208,7 +208,7 @@ def _as_severe(signature: Signature, clue: Clue) -> Signature:
     if severity is None or severity[1] is None:
         return signature
     words = f"{signature.words}, which its driver calls non-fatal"
-    return msgspec.structs.replace(signature, words=words, depth=Depth.SIGN, blames=False, certainty=0.3, tie="moment")
+    return msgspec.structs.replace(signature, words=words, depth=Depth.SIGN, blames=False, certainty=0.3, tie="silence")
 
 
 def _whose(clue: Clue, signature: Signature, here: Sequence[Report]) -> tuple[Report | None, bool]:

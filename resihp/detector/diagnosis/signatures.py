@@ -24,8 +24,9 @@ Category = Literal[
     "device", "link", "node", "memory", "storage", "program", "allocation", "secondary", "unknown"
 ]  # fmt: skip
 Component = Literal["process", "device", "node", "link", "script"]
-Tie = Literal["", "network", "storage", "moment", "nothing"]
-"""What an end must have to do with a line about a node's parts before the line explains it: see `ties`."""
+Tie = Literal["", "network", "storage", "moment", "silence", "nothing"]
+"""What an end must have to do with a line about a node's parts before the line explains it: a lost connection, a file,
+the same moment, also that nobody said a word of its own; or nothing does. See `ties`."""
 
 
 class Depth(IntEnum):

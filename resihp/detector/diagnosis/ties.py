@@ -47,6 +47,8 @@ class Endings(msgspec.Struct):
     at_any_time: set[str]
     at_the_moment: set[str]
     against: set[str]
+    spoken: bool = False
+    """Whether any of them said why, or whom it lost."""
 
     def allow(self, signature: Signature, age_s: float | None) -> bool:
         """Whether a line of this kind, so much older than the end, can be a cause."""
@@ -54,6 +56,8 @@ class Endings(msgspec.Struct):
         of_that_moment = age_s is None or age_s <= MOMENT_S
         if not tie or (tie == "moment" and of_that_moment):
             return True
+        if tie == "silence":
+            return of_that_moment and not self.spoken
         if tie in self.against or tie == "nothing":
             return False
         if tie in self.at_any_time and signature.depth < Depth.SIGN:
@@ -70,6 +74,7 @@ def ends_of(reports: Iterable[tuple[Ending, Sequence[tuple[Signature, Clue]]]]) 
 
 
 def _add(ends: Endings, report: Ending, own: Sequence[tuple[Signature, Clue]]) -> None:
+    ends.spoken |= bool(own)
     for signature, clue in own:
         _add_words(ends, signature, clue, report.ended)
     if not report.ended:

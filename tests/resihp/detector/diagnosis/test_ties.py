@@ -131,7 +131,8 @@ def test_an_nvlink_xid_blames_its_node_only_where_it_is_fatal(code: int) -> None
             for age_s in (5, 400):
                 assert not one_rank(harmless, age_s, **end).blames_node
         assert one_rank(harmless, 5, exit=-9).code == "exit -9"
-        assert one_rank(harmless, 400, exit=1, log=GLOO).secondary
+        assert one_rank(harmless, 5, exit=1, log=GLOO).secondary
+        assert one_rank(harmless, 5, exit=1).code == "exit 1"
 
 
 def test_an_xid_of_a_part_of_a_gpu_is_the_process_that_it_names() -> None:

@@ -41,7 +41,7 @@ _FILE_SERVER = TroubleEnd(
     "storage recovered",
     ("Connection restored", "nfs: server "),
     re.compile(r"Connection restored|nfs: server \S{1,255} OK"),
-    re.compile(r"nfs: server (\S{1,255})|([\w.-]{1,64}-(?:OST|MDT)[0-9a-fA-F]{4})|(MGC?)[\d.S]"),
+    re.compile(r"nfs: server (\S{1,255})|([\w.-]{1,64}-(?:OST|MDT)[0-9a-fA-F]{4})|(MG)[CS]"),
 )
 RECOVERIES: Mapping[str, TroubleEnd] = {
     "port down": _PORT,

@@ -231,9 +231,9 @@ _SLURM = (
         r"TERMINATED ON (?P<node>[\w.-]{1,64}) AT .{1,40}NOT ENDING WITH SIGNALS", blames=False, certainty=0.4,
         advice="ps -eo pid,stat,wchan:32,cmd on the node shows those in state D; dmesg -T what they wait for"),
     _row("gpus missing", "node", NAMED, "has fewer GPUs than Slurm is configured for ({counts})",
-        "count reported lower",
-        r"(?:(?:node|NodeName=) ?(?P<node>[\w.-]{1,64}) .{0,80})?gres/gpu count reported lower than configured "
-        r"\((?P<counts>\d{1,4} < \d{1,4})\)", certainty=0.8,
+        ("count reported lower", "count too low"),
+        r"(?:(?:node|NodeName=) ?(?P<node>[\w.-]{1,64}) .{0,80})?gres/gpu\S{0,64} count "
+        r"(?:reported lower than configured|too low) \((?P<counts>\d{1,4} < \d{1,4})\)", certainty=0.8,
         advice="nvidia-smi -L and dmesg -T on the node; after the repair scontrol update NodeName=NODE State=RESUME"),
     _row("srun ports", "allocation", TOLD, "srun could not open a port ({why})", "slurm_init_msg_engine_port",
         r"slurm_init_msg_engine_ports? error:? ?(?P<why>[^\n]{1,80})", certainty=0.7,

@@ -232,6 +232,8 @@ _KERNEL: dict[str, Sequence[str]] = {
     ),
     "storage recovered": (
         "[5.5] nfs: server fs1 not responding, still trying\n[9.5] nfs: server fs1 OK",
+        "[5.5] LustreError: 166-1: MGC10.0.0.1@o2ib: Connection to MGS (at 10.0.0.1@o2ib) was lost; in progress "
+        "operations using this service will fail\n[6.5] Lustre: MGC10.0.0.1@o2ib: Connection restored to MGS",
         "[5.5] LustreError: 11-0: scratch-OST0004-osc-ffff9: operation ost_read to node 10.0.0.4@o2ib failed: rc = -107"
         "\n[5.6] Lustre: scratch-OST0004-osc-ffff9: Connection to scratch-OST0004 (at 10.0.0.4@o2ib) was lost; in "
         "progress operations using this service will wait for recovery to complete\n"
@@ -283,6 +285,7 @@ _SLURM: dict[str, Sequence[str]] = {
     ),
     "gpus missing": (
         "Reason=gres/gpu count reported lower than configured (0 < 8) [slurm@2025-03-03T09:26:51]",
+        "error: Setting node n0 state to DRAIN with reason:gres/gpu count too low (4 < 8)",
         "error: Setting node n0 state to INVAL with reason:gres/gpu count reported lower than configured (7 < 8)",
     ),
     "srun ports": (

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 AGENT_FD = "RESIHP_AGENT_FD"
 """Environment variable of a worker: the number of its inherited socket to the agent."""
@@ -158,6 +159,42 @@ def state_letter(pid: int) -> str:
             return stat.read().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return "X"
+
+
+class Work(NamedTuple):
+    """What a process and everything below it have done so far."""
+
+    processor_s: float
+    bytes_moved: int
+    bytes_written_by_itself: int
+    waits_for_disk: bool
+    processes: frozenset[int]
+
+
+def work_of(pid: int) -> Work:
+    """What the kernel says of a process and its descendants; zeros for what is gone, or may not be seen."""
+    ticks = os.sysconf("SC_CLK_TCK")
+    processes: set[int] = set()
+    pending = [pid]
+    processor_s, bytes_moved, own_bytes, waits = 0.0, 0, 0, False
+    while pending:
+        each = pending.pop()
+        if each in processes:
+            continue
+        processes.add(each)
+        pending += _children(each)
+        with suppress(OSError, IndexError, ValueError):
+            with open(f"/proc/{each}/stat", encoding="utf-8", errors="replace") as stat:
+                fields = stat.read().rpartition(")")[2].split()
+            waits = waits or fields[0] == "D"
+            processor_s += sum(int(field) for field in fields[11:15]) / ticks  # its own, and of children waited for
+        with suppress(OSError, ValueError):
+            with open(f"/proc/{each}/io", encoding="ascii") as io:
+                counts = dict(line.split(": ") for line in io.read().splitlines())
+            bytes_moved += int(counts["rchar"]) + int(counts["wchar"])
+            if each == pid:
+                own_bytes = int(counts["wchar"])
+    return Work(processor_s, bytes_moved, own_bytes, waits, frozenset(processes))
 
 
 def identity(pid: int) -> str:

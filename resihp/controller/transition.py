@@ -186,13 +186,14 @@ def decide_when_parked(job: Job) -> None:
     iterations.commit_up_to(job, max(job.reports, default=job.record.committed))
     if job.incidents:
         transition.reason = "; ".join(incident.cause for incident in job.incidents)
-    transition.failures += incidents.log_incidents(job)
     if incidents.same_error_everywhere(job):
         return
+    told = incidents.told_from_outside(job)
+    transition.failures += incidents.log_incidents(job)
     transition.base = planning.base(job)
     lost = planning.state_lost(job, transition.base)
     if lost is not None:
-        incidents.too_few(job, lost)
+        incidents.too_few(job, f"{told}; {lost}" if told else lost)
         return
     transition.action = _action(job, transition)
     transition.finish = job.record.last_outcome

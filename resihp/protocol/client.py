@@ -345,7 +345,7 @@ def report_exception(error: BaseException) -> None:
         client.send(m.Refuse(reason=str(error)))
         client.flush(LAST_WORDS_S)
         return
-    text = str(error).strip().splitlines()
+    text = _text_of(error).strip().splitlines()
     client.send(
         m.Raised(
             iteration=client.iteration,
@@ -354,3 +354,11 @@ def report_exception(error: BaseException) -> None:
         )
     )
     client.flush(LAST_WORDS_S)
+
+
+def _text_of(error: BaseException) -> str:
+    """The text of an exception, which may itself fail to make one."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - the script's own code
+        return "<exception str() failed>"

@@ -557,13 +557,17 @@ class SpawnFailed(Message, frozen=True, kw_only=True):
     rank: int | None = None
 
 
+MOST_LINES_AFTER = 99
+
+
 class Clue(msgspec.Struct, frozen=True, kw_only=True):
     """One telling line of a log. `at` in seconds since 1970, UTC.
 
     `kind` names its row in `resihp.detector.diagnosis.signatures` (`xid 79` for Xids).
     `named`: what the line names, of xid, pid, bus, node, peer, error. `raised`: an exception that ended a traceback;
     `chained`: raised while the clue before it, of the same log, was handled. `age_s`: how old the line was when it was
-    read, which is as soon as its process has ended; None if its time is not known.
+    read, which is as soon as its process has ended; None if its time is not known. `lines_after`: how many lines of
+    ordinary output follow it in the log, at most `MOST_LINES_AFTER`: a program that goes on has lived with it.
     """
 
     kind: str
@@ -573,6 +577,7 @@ class Clue(msgspec.Struct, frozen=True, kw_only=True):
     raised: bool = False
     chained: bool = False
     age_s: float | None = None
+    lines_after: int = 0
 
 
 ABORT_STATUS = 117
@@ -605,13 +610,15 @@ class WorkerBeat(msgspec.Struct, frozen=True, kw_only=True):
     """Last progress of one worker as its agent knows it.
 
     `age_s` is the time since the worker's own thread last beat; `state` the kernel's process state letter (R, S, D,
-    T, Z).
+    T, Z). `idle_s`: for how long neither the process nor anything that it started has done any work; None of a worker
+    that has said what it trains, and of those of an agent that does not look.
     """
 
     rank: int
     age_s: float
     state: str
     progress: Progress | None
+    idle_s: float | None = None
 
 
 class Beat(Message, frozen=True, kw_only=True):

@@ -1,22 +1,35 @@
-"""How a forked process becomes the user's program: as `python script.py` would have started it.
+"""How a forked process becomes the user's program: as `python script.py` would have started and ended it.
 
 Called in the child by `resihp.worker.forkserver`. What python itself does before a script (its folder first on
 sys.path, then PYTHONPATH, `sys.argv`, `__main__`) is done here by hand; nothing of the program is wrapped or patched.
+
+The same holds for the end. What a script leaves in `__main__` lives until the interpreter goes down, when its other
+threads no longer run python: a process group that was freed earlier would wait for its thread with the GIL held, and
+that thread for the GIL. So the program runs in a `__main__` of its own that stays in `sys.modules`.
 """
 
 from __future__ import annotations
 
+import builtins
+import io
 import os
+import pkgutil
 import runpy
 import signal
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Literal
+from contextlib import suppress
+from importlib.machinery import ModuleSpec, SourceFileLoader, SourcelessFileLoader
+from types import CodeType, ModuleType, TracebackType
+from typing import Any, Literal
 
-from resihp.errors import ResihpError
 from resihp.process import AGENT_FD
+
+INTERRUPTED_STATUS = 130
+"""Of a script that ends with KeyboardInterrupt: what a shell shows where python ends itself by SIGINT."""
+OVERFLOW_STATUS = 255
+"""Of `sys.exit` with a number that no C long holds, which python takes for -1."""
 
 
 def become(
@@ -42,16 +55,69 @@ def become(
     _settle(threads, environment.get("OMP_NUM_THREADS"))
     try:
         if kind == "module":
-            runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
+            _run_module(argv[0])
         else:
-            runpy.run_path(argv[0], run_name="__main__")
+            _run_script(argv[0])
     except SystemExit as error:
         return _status(error)
-    except BaseException as error:  # noqa: BLE001 - the end of the program: as python does, print and exit with 1
-        _print(error)
-        _report(error)
-        return 1
-    return 0
+    except BaseException as error:  # noqa: BLE001 - the end of the program: python prints any exception and exits
+        uncaught: BaseException | None = error
+    else:
+        uncaught = None
+    return 0 if uncaught is None else _fail(uncaught)  # no longer handled, or what its hook raises would be chained
+
+
+def _run_module(name: str) -> None:
+    """Run a module as `python -m` does. Raises ImportError where there is none."""
+    _, spec, code = runpy._get_module_details(name)  # type: ignore[attr-defined]  # what `python -m` calls itself
+    sys.argv[0] = spec.origin
+    exec(code, _make_main(spec).__dict__)
+
+
+def _run_script(path: str) -> None:
+    """Run a file, or the `__main__` of a folder or an archive, as `python PATH` does."""
+    if _is_searched(path):
+        _, spec, code = runpy._get_main_module_details()  # type: ignore[attr-defined]  # searches sys.path
+        exec(code, _make_main(spec).__dict__)
+        return
+    file = os.path.abspath(path)
+    code, is_compiled = _code_of(file)
+    main = _make_main(None)
+    main.__file__ = file
+    main.__dict__["__cached__"] = None
+    main.__loader__ = (SourcelessFileLoader if is_compiled else SourceFileLoader)("__main__", file)
+    exec(code, main.__dict__)
+
+
+def _is_searched(path: str) -> bool:
+    """Whether a path is a folder or an archive, in which python looks for `__main__.py`."""
+    return pkgutil.get_importer(path) is not None
+
+
+def _code_of(file: str) -> tuple[CodeType, bool]:
+    """The code in a file, and whether it was compiled before."""
+    with io.open_code(file) as opened:
+        compiled: Any = pkgutil.read_code(opened)  # reads .pyc, as runpy does
+    if compiled is not None:
+        return compiled, True
+    with io.open_code(file) as opened:
+        return compile(opened.read(), file, "exec", dont_inherit=True), False
+
+
+def _make_main(spec: ModuleSpec | None) -> ModuleType:
+    """Put a fresh `__main__` into `sys.modules`, to stay there; its attributes are those that python gives it."""
+    main = ModuleType("__main__")
+    main.__dict__.update(__builtins__=builtins, __annotations__={})
+    if spec is not None:
+        main.__dict__.update(
+            __file__=spec.origin,
+            __cached__=spec.cached,
+            __loader__=spec.loader,
+            __package__=spec.parent,
+            __spec__=spec,
+        )
+    sys.modules["__main__"] = main
+    return main
 
 
 def _execute(argv: Sequence[str], agent_fd: int) -> None:
@@ -69,7 +135,7 @@ def _first_entry(kind: str, program: str, cwd: str) -> str:
     """sys.path[0]: the script's folder with links resolved; the script itself if it is a folder or an archive."""
     if kind == "module":
         return cwd
-    if os.path.isdir(program) or program.endswith((".zip", ".pyz")):
+    if _is_searched(program):
         return os.path.abspath(program)
     return os.path.dirname(os.path.realpath(program))
 
@@ -89,11 +155,13 @@ def _settle(inherited: str | None, wanted: str | None) -> None:
 
 
 def _status(error: SystemExit) -> int:
+    """The exit status that python makes of `sys.exit`; a text is printed, and is 1."""
     if error.code is None:
         return 0
     if isinstance(error.code, int):
-        return error.code & 0xFF
-    print(error.code, file=sys.stderr)
+        return error.code & 0xFF if -(1 << 63) <= error.code < 1 << 63 else OVERFLOW_STATUS
+    with suppress(Exception):  # standard error may be closed, or be an object of the script's: python says nothing
+        print(error.code, file=sys.stderr or sys.__stderr__, flush=True)
     return 1
 
 
@@ -105,10 +173,29 @@ def _own_frames(frames: TracebackType | None) -> TracebackType | None:
     return frames
 
 
-def _print(error: BaseException) -> None:
-    error.__traceback__ = _own_frames(error.__traceback__)
-    sys.stdout.flush()
-    traceback.print_exception(error)
+def _fail(error: BaseException) -> int:
+    """End as python does with an exception that nobody has caught; returns the exit status.
+
+    The supervisor hears of it first: a hook of the script's may end the process.
+    """
+    trace = error.__traceback__ = _own_frames(error.__traceback__)
+    _report(error)
+    with suppress(Exception):  # standard output may be full, closed, or an object of the script's
+        sys.stdout.flush()
+    # They keep what the exception's frames hold until the interpreter goes down, as `__main__` does for its objects.
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
+    try:
+        sys.excepthook(type(error), error, trace)
+    except SystemExit as left:
+        return _status(left)
+    except BaseException as broken:  # noqa: BLE001 - the hook is the script's
+        broken.__traceback__ = _own_frames(broken.__traceback__)
+        with suppress(Exception):
+            print("Error in sys.excepthook:", file=sys.stderr)
+            traceback.print_exception(broken)
+            print("\nOriginal exception was:", file=sys.stderr)
+            traceback.print_exception(error)
+    return INTERRUPTED_STATUS if isinstance(error, KeyboardInterrupt) else 1
 
 
 def _report(error: BaseException) -> None:
@@ -117,5 +204,6 @@ def _report(error: BaseException) -> None:
 
     try:
         client.report_exception(error)
-    except (OSError, EOFError, ResihpError) as failure:
-        print(f"resihp: the exception could not be reported: {failure}", file=sys.stderr)
+    except Exception as failure:  # noqa: BLE001 - the connection's, or that of an exception that has no text
+        with suppress(Exception):
+            print(f"resihp: the exception could not be reported: {failure!r}", file=sys.stderr)

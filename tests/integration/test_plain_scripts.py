@@ -53,6 +53,20 @@ for step in range(1, 9 if how == "well" else 10_000):
     time.sleep(0.02)
 dist.destroy_process_group()
 '''
+ENDS_AT_ONCE = """\
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(10):
+    optimizer.zero_grad()
+    model(torch.randn(4, 8)).pow(2).mean().backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
 NOT_RESTARTED = (
     "nothing was restarted: a script that does not train with resihp.Trainer ends with its first rank that fails; "
     'submit it again, or have it survive: docs/interface.md, "Scripts that do not use resihp"'
@@ -110,6 +124,16 @@ def test_it_runs_as_under_torchrun_and_its_first_rank_is_heard(job: Job, nodes: 
     assert messages(job)[-1] == "done"
     for rank in range(1, world):
         assert log_of(job, rank).read_text() == f"rank {rank} of {world}\n"
+
+
+def test_a_script_whose_last_line_destroys_its_process_group_ends(job: Job) -> None:
+    """Its model, in `__main__`, holds the last reference to gloo: freed before the interpreter ends, it hung in one
+    of two runs with four ranks."""
+    job.folder.mkdir(parents=True)
+    (job.folder / "train.py").write_text(ENDS_AT_ONCE)
+    job.start(command=(sys.executable, str(job.folder / "train.py")), nodes=2, gpus=4, tp=1, pp=1).wait(180)
+    assert job.status == 0, job.stderr
+    assert messages(job)[-1] == "done"
 
 
 @pytest.mark.parametrize(

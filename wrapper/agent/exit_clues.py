@@ -14,13 +14,17 @@ from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
+
 from resihp.detector.diagnosis.clues import Clock, read_log
-from resihp.protocol.messages import Clue
+from resihp.protocol.messages import MOST_LINES_AFTER, Clue
 
 LOG_BYTES = 64 << 10
 KERNEL_BYTES = 64 << 10
 KERNEL_S = 900.0
 """How far back kernel messages count."""
+SILENT_S = 60.0
+"""A process that has written nothing for so long before its end has lived with what it wrote last."""
 
 
 class KernelClues:
@@ -49,7 +53,18 @@ def last_words(log: Path, kernel: KernelClues | None = None, ended_at: float | N
     `ended_at`: when its process was seen to have ended (`time.monotonic`); None for now.
     """
     said = (kernel or KernelClues()).since(time.monotonic() if ended_at is None else ended_at)
-    return (*read_log(_tail(log), _clock()), *said)
+    return (*_of_log(log), *said)
+
+
+def _of_log(log: Path) -> tuple[Clue, ...]:
+    """Clues in a log's tail. Of a process that was silent before its end, a line that it had logged is long past."""
+    clues = read_log(_tail(log), _clock())
+    with suppress(OSError):
+        if time.time() - log.stat().st_mtime > SILENT_S:
+            return tuple(
+                clue if clue.raised else msgspec.structs.replace(clue, lines_after=MOST_LINES_AFTER) for clue in clues
+            )
+    return clues
 
 
 async def last_words_within(limit_s: float, log: Path, kernel: KernelClues) -> tuple[Clue, ...]:

@@ -26,6 +26,7 @@ from resihp.protocol.forwarding import label_of, order_in
 from resihp.protocol.framing import decode, encode
 from resihp.worker.forkserver import Ended, Fork, Forked, NotForked
 from wrapper.agent.exit_clues import KernelClues, last_words_within
+from wrapper.agent.idleness import Idleness
 from wrapper.agent.rendezvous import Relay
 from wrapper.agent.sockets import ForkServerLink, WorkerPipe
 from wrapper.agent.worker_environment import environment_of
@@ -82,6 +83,7 @@ class Workers:
         """News of exits on their way."""
         self._rendezvous = Relay(tell, self._hand_to)
         self._kernel = KernelClues()
+        self._idleness = Idleness()
         self._newest_epoch = 0
         self._place = KeptPort()
         self._is_first = self._declared = self._met = False
@@ -187,6 +189,7 @@ class Workers:
                     age_s=now - worker.beat_at,
                     state=state_letter(worker.pid),
                     progress=worker.progress,
+                    idle_s=None if self._declared else self._idleness.idle_s(worker.pid),
                 )
                 for rank, worker in self._workers.items()
                 if worker.pid
@@ -279,6 +282,7 @@ class Workers:
     def _ended(self, rank: int, pid: int, status: int) -> None:
         print(f"rank {rank}: process {pid} {ending(status)}", flush=True)
         self._workers[rank].pipe.drain()
+        self._idleness.forget(pid)
         self._forget(rank)
         self._exits.append((rank, status))
         if rank == 0 and status and not self._have_met() and not self._declared:

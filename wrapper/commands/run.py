@@ -334,6 +334,7 @@ def _settings(
         sequence_parallel=layout.sequence_parallel,
         tune=layout.tune,
         memory_bytes=configuration.job.memory_per_device,
+        idle_limit_s=configuration.job.idle_limit,
         come_backs=adapt.come_backs,
         least=adapt.least,
         examine=adapt.examine,

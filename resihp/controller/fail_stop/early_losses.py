@@ -171,8 +171,13 @@ def _is_the_scripts(job: Job) -> bool:
         if member.raised is not None and rank not in followers:
             by_error.setdefault(failures.alike(member.raised.error), []).append(rank)
     worst = max(by_error.values(), key=len, default=[])
-    if _is_common(job, worst, nodes):
-        incidents.program_is_broken(job, min(worst), len(worst))
+    if _is_common(job, worst, nodes) and not root_causes.lost_a_peer(job, worst[0]):
+        if root_causes.may_pass(job, worst[0]):
+            raised = job.members[min(worst)].raised
+            assert raised is not None
+            incidents.outside_is_broken(job, worst, f"raised the same: {raised.error}")
+        else:
+            incidents.program_is_broken(job, worst)
         return True
     return _ends_alike(job, nodes)
 
@@ -194,7 +199,11 @@ def _ends_alike(job: Job, nodes: set[str]) -> bool:
     status, worst = max(by_status.items(), key=lambda item: len(item[1]), default=(0, []))
     if not _is_common(job, worst, nodes):
         return False
-    incidents.program_ends(job, worst, status)
+    if all(root_causes.may_pass(job, rank) for rank in worst):
+        words = root_causes.own_words(job, job.members[worst[0]])
+        incidents.outside_is_broken(job, worst, f"failed alike; {words}")
+    else:
+        incidents.program_ends(job, worst, status)
     return True
 
 
@@ -291,11 +300,13 @@ def _end_for(job: Job, failed: list[int]) -> None:
     place = job.record.placements[rank]
     where = f"rank {rank} ({place.node} device {place.device})"
     member = job.members.get(rank)
+    same = _raised_the_same(job, rank, causes)
     if member is None:
         told = f"could not be started: {job.record.refused[rank]}"
     elif member.raised is not None:
         job.say("error", incidents.traceback_of(job, rank))
-        told = f"{member.raised.error}{failures.early(job)}; other ranks did not raise it"
+        others = f"{len(same)} more raised the same" if same else "other ranks did not raise it"
+        told = f"{member.raised.error}{failures.early(job)}; {others}"
     elif member.unwilling:
         told = member.unwilling
     else:
@@ -303,8 +314,8 @@ def _end_for(job: Job, failed: list[int]) -> None:
         if member.follows in ("perhaps", "surely"):
             how = root_causes.own_words(job, member).removeprefix(f"rank {rank}").lstrip(": ")
         told = f"{how}{failures.early(job)}; its log, {place.node}.rank{rank}.log, tells more"
-    if len(causes) > 1:
-        told += f"; {len(causes) - 1} more failed"
+    if more := len(causes) - 1 - len(same):
+        told += f"; {more} more failed"
     if followers:
         told += (
             f"; {len(followers)} others then lost their peer" if len(followers) > 1 else "; another then lost its peer"
@@ -314,6 +325,16 @@ def _end_for(job: Job, failed: list[int]) -> None:
     if plain:
         job.say("notice", incidents.NOT_RESTARTED)
     incidents.end(job, 1, f"{where}: {told}")
+
+
+def _raised_the_same(job: Job, rank: int, among: list[int]) -> list[int]:
+    """The others of these ranks that raised what a rank did, whatever numbers it names."""
+    texts = {
+        other: failures.alike(member.raised.error)
+        for other in {rank, *among}
+        if (member := job.members.get(other)) is not None and member.raised is not None
+    }
+    return [other for other in texts if other != rank and texts[other] == texts.get(rank)]
 
 
 def _in_order(job: Job, ranks: set[int]) -> list[int]:

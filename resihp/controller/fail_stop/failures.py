@@ -119,15 +119,16 @@ def incident(job: Job, member: Member, status: int, *, alone: bool = False) -> N
     # others can do it: of a program that never says what it trains, nobody knows.
     devices = condemned or root_causes.failed_on_its_device(job, member)
     blamed = (member.raised is None and status != m.ABORT_STATUS) or devices or alone
-    stuck = not blamed and member.raised is None  # in an abort, which is no program's fault either
+    # An abort is no program's fault either, nor is storage or a service that it lost.
+    nobodys = not blamed and (member.raised is None or root_causes.is_from_outside(job, member.rank))
     before = job.record.dead_devices if job.stage == "gathering" else job.dead_devices  # early, it is its first process
     dead = condemned or (member.node, member.device) in before
     if job.stage != "gathering":  # there it was told when it happened
         job.say("warning", f"{job.where(member.rank)}: {cause.removeprefix(f'rank {member.rank} ')}")
     job.incidents.append(
         Incident(
-            kind="fail-stop" if blamed or stuck else "program",
-            component="process" if stuck else "script" if not blamed else "device" if dead else "process",
+            kind="fail-stop" if blamed or nobodys else "program",
+            component="process" if nobodys else "script" if not blamed else "device" if dead else "process",
             cause=cause,
             evidence=evidence,
             found_at=job.now,

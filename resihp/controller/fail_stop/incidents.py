@@ -27,24 +27,28 @@ def traceback_of(job: Job, rank: int) -> str:
     return f"{job.where(rank)} raised:\n{raised.traceback.rstrip()}" if raised else ""
 
 
-def program_is_broken(job: Job, rank: int, count: int) -> None:
+def program_is_broken(job: Job, ranks: list[int]) -> None:
+    """End the job whose script raised the same on these ranks."""
+    rank, count = min(ranks), len(ranks)
     raised = job.members[rank].raised
     assert raised is not None
     job.say("error", traceback_of(job, rank))
-    _blame_script(job, f"{count} ranks raised the same: {raised.error}", raised.traceback[-4000:])
+    _blame_script(job, f"{count} ranks raised the same: {raised.error}", raised.traceback[-4000:], ranks)
     end(job, 93, f"the training script fails in the same way on {count} ranks: {raised.error}; no node is to blame")
 
 
 def program_ends(job: Job, ranks: list[int], status: int) -> None:
     """Before training began, and not by an exception."""
     count = f"{len(ranks)} ranks" if len(ranks) > 1 else f"rank {ranks[0]}"
-    _blame_script(job, f"{count} exited with status {status}", "")
+    _blame_script(job, f"{count} exited with status {status}", "", ranks)
     what = f"the training script exits with status {status}"
     end(job, 93, f"{what}, on {count}; no node is to blame")
 
 
-def _blame_script(job: Job, cause: str, evidence: str) -> None:
-    job.incidents = [
+def _blame_script(job: Job, cause: str, evidence: str, ranks: list[int]) -> None:
+    """Log one failure of the script in place of those of its ranks, beside whatever else has failed."""
+    job.incidents = [incident for incident in job.incidents if not (incident.ranks and incident.ranks <= set(ranks))]
+    job.incidents.append(
         Incident(
             kind="program",
             component="script",
@@ -54,27 +58,69 @@ def _blame_script(job: Job, cause: str, evidence: str) -> None:
             iteration=job.record.committed + 1,
             epoch=job.epoch,
         )
-    ]
+    )
     log_incidents(job)
+
+
+def outside_is_broken(job: Job, ranks: list[int], what: str) -> None:
+    """End the job that cannot begin since storage, or a service that its script asks, fails on these ranks alike.
+
+    Slurm runs it again where it may, as for a lost node: the same script may do well on the same nodes.
+    """
+    rank = min(ranks)
+    count = f"{len(ranks)} ranks" if len(ranks) > 1 else f"rank {rank}"
+    member = job.members[rank]
+    if member.raised is not None:
+        job.say("error", traceback_of(job, rank))
+    evidence = (
+        member.raised.traceback[-4000:] if member.raised is not None else "\n".join(root_causes.log_lines(job, rank))
+    )
+    job.incidents.append(
+        Incident(
+            kind="fail-stop",
+            component="process",
+            cause=f"{count} {what}",
+            evidence=f"{evidence}\nnext: {root_causes.advice(job, rank)}",
+            found_at=job.now,
+            iteration=job.record.committed + 1,
+            epoch=job.epoch,
+        )
+    )
+    log_incidents(job)
+    too_few(job, f"{count} {what}; neither the script nor a node is to blame: {root_causes.advice(job, rank)}", 1)
 
 
 def same_error_everywhere(job: Job) -> bool:
     """End the job when two ranks raised the same: a script or a sample that no other device would digest better.
 
-    Or one, where no other has work, nor was about to get some: another may not have raised it.
+    Or one, where no other has work, nor was about to get some: another may not have raised it. Nothing is concluded of
+    errors that cannot be the script's: of storage, of a service, of a device, of a lost peer. Their processes are lost,
+    and training goes on with what is left, or from a checkpoint.
     """
     by_error: dict[tuple[int, str], list[int]] = {}
     for rank, error in job.errors.items():
-        by_error.setdefault(error, []).append(rank)
+        if root_causes.may_be_the_programs(job, rank):
+            by_error.setdefault(error, []).append(rank)
     worst = max(by_error.values(), key=len, default=[])
     proposed = job.record.proposed
     plans = [job.record.plan or job.record.first_plan, None if proposed is None else proposed.plan]
     with_work = {rank for plan in plans if plan is not None for rank in plan.layout.active}
     if len(worst) >= 2 or (worst and with_work == set(worst)):
-        job.incidents = []
-        program_is_broken(job, min(worst), len(worst))
+        program_is_broken(job, worst)
         return True
     return False
+
+
+def told_from_outside(job: Job) -> str:
+    """What the ranks that have just failed say of storage or a service that failed them; empty where none says so."""
+    ranks = sorted({rank for incident in job.incidents for rank in incident.ranks if rank in job.members})
+    failed = [rank for rank in ranks if job.members[rank].raised is not None and root_causes.may_pass(job, rank)]
+    if not failed:
+        return ""
+    raised = job.members[failed[0]].raised
+    assert raised is not None
+    more = f", and {len(failed) - 1} more like it" if len(failed) > 1 else ""
+    return f"{job.where(failed[0])} raised {raised.error}{more}"
 
 
 def bury(job: Job, member: Member, status: int | None) -> None:
@@ -164,8 +210,8 @@ def _diagnosed(incident: Incident) -> Diagnosed | None:
     return Diagnosed(code=found.code, category=found.category, ranks=found.ranks, node=found.node, device=found.device)
 
 
-def too_few(job: Job, reason: str) -> None:
-    """End for want of healthy nodes: Slurm runs the job again where it may and that can help, else exit code 5.
+def too_few(job: Job, reason: str, exit_code: int = 5) -> None:
+    """End for want of healthy nodes: Slurm runs the job again where it may and that can help, else `exit_code`.
 
     A run that added a checkpoint always may; one that added none only so often in a row, and what it had done is done
     once more.
@@ -174,12 +220,14 @@ def too_few(job: Job, reason: str) -> None:
     newest = job.checkpointed or (job.record.trains.resume_from if job.record.trains is not None else 0)
     done = job.record.committed - newest if began else 0
     if not settings.slurm:
-        end(job, 5, f"{reason}{_advice(job, newest) if began else ''}")
+        end(job, exit_code, f"{reason}{_advice(job, newest) if began else ''}")
     elif not settings.may_requeue:
-        end(job, 5, f"{reason}; not to be run again, as its batch script has it: submit it anew to go on")
+        end(job, exit_code, f"{reason}; not to be run again, as its batch script has it: submit it anew to go on")
     elif not job.checkpointed and settings.restarts_left < 1:
         end(
-            job, 5, f"{reason}; not run again: no checkpoint was added; [slurm] restarts allows more runs like this one"
+            job,
+            exit_code,
+            f"{reason}; not run again: no checkpoint was added; [slurm] restarts allows more runs like this one",
         )
     elif newest:
         end(job, 75, f"{reason}; to be run again, from the checkpoint of iteration {newest}", requeue=True)

@@ -22,8 +22,9 @@ from resihp.controller.fail_stop import same_errors
 from resihp.controller.state.incidents import Incident
 from resihp.controller.state.job import Job
 from resihp.controller.state.members import Follows, Member
-from resihp.detector.diagnosis.diagnosis import Diagnosis, Report, diagnose
-from resihp.detector.diagnosis.signatures import CONNECTION_FAILED, Depth, signature_of
+from resihp.detector.diagnosis.candidates import kind_of_raised
+from resihp.detector.diagnosis.diagnosis import Diagnosis, Report, diagnose, read_log
+from resihp.detector.diagnosis.signatures import CONNECTION_FAILED, EXCEPTION, Depth, signature_of
 from resihp.protocol.messages import ABORT_STATUS, Clue
 from resihp.record.journal import Diagnosed
 
@@ -33,6 +34,10 @@ OUT_OF_ORDER_S = 1.0
 DEVICES_ERROR = "AcceleratorError"
 """What torch calls an error of CUDA's since 2.8; a RuntimeError before."""
 _OF_A_PROCESS = ("process", "script")
+OUTSIDE = frozenset({"storage", "service"})
+"""Categories of what is neither a script's doing nor a node's."""
+THE_PROGRAMS = frozenset({"program", "memory", "unknown"})
+"""Categories of what a script may have done itself."""
 ENDS = ("unknown", "fenced", "gone", "node lost")
 """Codes of diagnoses that rest on how a process ended alone; beside these `exit N`."""
 
@@ -51,6 +56,57 @@ def failed_on_its_device(job: Job, member: Member) -> bool:
     """Whether what a rank raised came from its device, and nothing says that the program asked the device for it."""
     raised = member.raised is not None and member.raised.error.startswith(DEVICES_ERROR)
     return raised and _own(job, member).category not in ("program", "memory")
+
+
+def is_from_outside(job: Job, rank: int) -> bool:
+    """Whether storage, or a service that its script asks, is why a rank failed: neither the script nor its node."""
+    return _kind_of_end(job, rank)[0] in OUTSIDE
+
+
+def may_pass(job: Job, rank: int) -> bool:
+    """Whether another run may do well, with the same script on the same nodes: also where a connection failed.
+
+    Without a traceback nothing tells whether that was one to a service.
+    """
+    category, code = _kind_of_end(job, rank)
+    member = job.members[rank]
+    is_traced = member.raised is None or any(clue.raised for clue in member.raised_clues)
+    return category in OUTSIDE or (code == CONNECTION_FAILED.kind and is_traced)
+
+
+def may_be_the_programs(job: Job, rank: int) -> bool:
+    """Whether what a rank failed of could be its script's doing. A device or a peer that it lost never is."""
+    return not may_pass(job, rank) and _kind_of_end(job, rank)[0] in THE_PROGRAMS
+
+
+def lost_a_peer(job: Job, rank: int) -> bool:
+    """Whether a rank failed of a connection to others of its process group, and of nothing else."""
+    return _kind_of_end(job, rank)[0] in ("secondary", "link")
+
+
+def advice(job: Job, rank: int) -> str:
+    """What to do about the end of a rank."""
+    signature = signature_of(_kind_of_end(job, rank)[1])
+    return signature.advice if signature is not None else _own(job, job.members[rank]).advice
+
+
+def log_lines(job: Job, rank: int) -> tuple[str, ...]:
+    """The lines of its log by which a rank's end is told."""
+    return _own(job, job.members[rank]).evidence
+
+
+def _kind_of_end(job: Job, rank: int) -> tuple[str, str]:
+    """Category and code of what a rank raised, whatever its log says besides; without that, of how it ended."""
+    member = job.members[rank]
+    if member.raised is None:
+        found = _own(job, member)
+        return found.category, found.code
+    signature = kind_of_raised(member.raised_clues)
+    if signature is None:
+        signature = (
+            kind_of_raised(read_log(f"Traceback (most recent call last):\n{member.raised.error}\n")) or EXCEPTION
+        )
+    return signature.category, signature.kind
 
 
 def note_failed(job: Job, member: Member) -> None:
@@ -126,10 +182,11 @@ def explain(job: Job) -> None:
     for node in sorted(gone):
         _weigh_node(job, gone[node], living.get(node, []), earlier)
     same_errors.unite(job)
+    roots = {id(incident): _members(job, incident) for incident in job.incidents}
     _merge(job)
     for incident in job.incidents:
         if incident.diagnosis is not None:
-            _tell(job, incident, incident.diagnosis)
+            _tell(roots[id(incident)], incident, incident.diagnosis)
 
 
 # --- one node -----------------------------------------------------------------------------------------------------
@@ -262,8 +319,8 @@ def _is_hung_abort(job: Job, incident: Incident) -> bool:
 # --- how it is told -----------------------------------------------------------------------------------------------
 
 
-def _tell(job: Job, incident: Incident, found: Diagnosis) -> None:
-    members = _members(job, incident)
+def _tell(members: list[Member], incident: Incident, found: Diagnosis) -> None:
+    """Tell an incident by its cause. `members`: those that had it, without their victims, who raise for lost peers."""
     if not any(_is_telling(found, member) for member in members):
         return
     raised = any(member.raised is not None for member in members) and incident.condemned is None

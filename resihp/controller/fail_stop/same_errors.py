@@ -47,10 +47,16 @@ def unite(job: Job) -> None:
 
 
 def _of_the_script(job: Job, incident: Incident) -> Raised | None:
-    """What its rank raised, if that is nothing but the script's error: no lost peer's, and no device's if it recurs."""
-    if incident.kind != "program" or incident.component != "script" or incident.detect_s is not None:
-        return None
+    """What its rank raised, if that is nothing but the script's error: no lost peer's, and no device's if it recurs.
+
+    Or what storage or a service did to it, of which no node is to blame.
+    """
     found = incident.diagnosis
+    of_the_script = incident.kind == "program" and incident.component == "script"
+    of_no_node = incident.component == "process" and incident.node is None
+    from_outside = found is not None and found.category in ("storage", "service") and of_no_node
+    if not (of_the_script or from_outside) or incident.detect_s is not None:
+        return None
     if found is not None and (found.secondary or found.code in USUALLY_THE_PROGRAM):
         return None
     told = [job.members[rank].raised for rank in incident.ranks if rank in job.members]

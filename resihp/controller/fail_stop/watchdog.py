@@ -7,7 +7,7 @@ import signal as signals
 from resihp.controller import interface as api
 from resihp.controller import iterations
 from resihp.controller import transition as transitions
-from resihp.controller.fail_stop import early_losses, failures, incidents, liveness, silence
+from resihp.controller.fail_stop import early_losses, failures, incidents, last_to_leave, liveness, silence
 from resihp.controller.nodes import joins
 from resihp.controller.state.job import Job
 from resihp.controller.state.members import Member, Node
@@ -72,6 +72,8 @@ def judge_start(job: Job) -> None:
         judge_absent(job)
     elif job.record.placements:
         early_losses.judge(job)
+    if job.stage == "gathering" and job.record.placements:
+        last_to_leave.judge(job)
 
 
 def judge_absent(job: Job) -> None:

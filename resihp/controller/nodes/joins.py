@@ -28,13 +28,17 @@ from resihp.record.journal import JoinRefused, NodeJoined, WorkersOrdered
 
 
 def come_back(job: Job, lost: Member) -> None:
-    """Start another process where one died, unless the script raised, or the device is dead or had its chances."""
+    """Start another process where one died, unless the script raised, or the device is dead or had its chances.
+
+    An error of storage, or of a service, is not the script's, and may have passed.
+    """
     device = (lost.node, lost.device)
     if not job.under_way or job.furthest >= job.record.goal:
         return
     if job.departure is not None or job.excused(lost.node, job.now):
         return
-    by_script = lost.raised is not None and not root_causes.failed_on_its_device(job, lost)
+    outside = root_causes.failed_on_its_device(job, lost) or root_causes.is_from_outside(job, lost.rank)
+    by_script = lost.raised is not None and not outside
     if by_script or lost.unwilling or device in job.dead_devices or not job.nodes[lost.node].alive:
         return
     if sum((p.node, p.device) == device for p in job.record.placements) > job.settings.come_backs:

@@ -26,6 +26,10 @@ class Beginning:
     """What scripts ended with, as was told: of many ranks that end alike, the first is."""
     met: bool = False
     """Ranks have met by themselves, without having said what they train (`messages.Beat`)."""
+    last_since: tuple[int, float] | None = None
+    """How many processes had ended, all of them well, and since when so many, while others were still there."""
+    idle_noticed: bool = False
+    """It was said that those do nothing."""
     examined: bool = False
     """Devices and links have been measured."""
     second_looks: SecondLooks | None = None

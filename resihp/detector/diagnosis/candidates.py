@@ -23,6 +23,21 @@ _SEVERITY = re.compile(r"(?i)Xid .{0,200}?\b(non-?)?fatal\b")
 _TOLD_BY_SLURM = ("container", "nodes left out")
 """What may be why a process that said nothing exited, but never why one was killed."""
 _ENDED_BY_SLURM = ("time limit", "preempted", "cancelled", "interrupted")
+MOST_LAST_LINES = 20
+"""A program that writes more lines of output than this has lived with what it wrote before."""
+SENT_BY_OTHERS = frozenset({-signals.SIGKILL, -signals.SIGTERM, -signals.SIGINT, -signals.SIGHUP, -signals.SIGUSR1})
+"""Signals that no process ends itself by."""
+OF_A_KILL = frozenset({"loader killed"})
+"""Kinds of lines that tell of a kill, and may explain another one."""
+UNSPECIFIC = frozenset({"nccl cuda", "nccl system", "nccl internal", "cuda error", "cuda libraries"})
+"""Kinds of exceptions that say that CUDA or NCCL failed, and not of what: a line beside them does."""
+_OF_CPLUSPLUS = re.compile(r"what\(\)|terminate called|ProcessGroup\w{1,8}\.cpp|NCCL WARN|[Ww]atchdog")
+_OF_WHAT_IS_HANDLED = re.compile(
+    r"(?i:(?<!NCCL )warn|caught|retry|retries|ignor|fall(?:ing|s)? ?back|skipp|(?<!un)handled|recovered|"
+    r"temporary (?:cache|dir)|instead)|"
+    r"\b(?:INFO|DEBUG)\b|(?:^|[\[\s])W\d{4}\b"
+)
+"""Words of a line whose writer goes on: a warning, an attempt that is made again, another way."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,16 +77,18 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     until: float | None
     clue: Clue | None = None
     line: str = ""
+    survived: bool = False
+    """Whether the process went on after it, or ended by something that this line is not: evidence, and no cause."""
 
     @property
     def kind(self) -> str:
         return self.clue.kind if self.clue is not None else self.signature.kind
 
     @property
-    def order(self) -> tuple[float, float, int]:
+    def order(self) -> tuple[bool, float, float, int]:
         """Nearest to a root first, then the earliest."""
         known = self.until if self.until is not None else float("inf")
-        return self.signature.depth, known, self.report.rank if self.report is not None else -1
+        return self.survived, self.signature.depth, known, self.report.rank if self.report is not None else -1
 
     def named(self, what: str) -> str:
         return self.clue.named.get(what, "") if self.clue is not None else ""
@@ -94,7 +111,7 @@ def candidates_of(reports: Sequence[Report]) -> list[Candidate]:
         clues = (*report.clues, *clues_in(report.log, report))
         of_this = _of_log(clues, report)
         own += of_this
-        words.append((report, [(candidate.signature, candidate.clue) for candidate in of_this if candidate.clue]))
+        words.append((report, [(c.signature, c.clue) for c in of_this if c.clue is not None and not c.survived]))
         for clue in (*clues, *clues_in(report.messages, report)):
             of_nodes.setdefault((report.node, clue.line, clue.at), (clue, report))
     endings = ends_of(words)
@@ -104,7 +121,9 @@ def candidates_of(reports: Sequence[Report]) -> list[Candidate]:
     lost = _lost_nodes(reports)
     of_reports: dict[int, list[Signature]] = {}
     for candidate in clued:
-        if candidate.report is not None and candidate.signature.tie not in ("moment", "silence"):
+        if candidate.report is None or candidate.survived:
+            continue
+        if candidate.signature.tie not in ("moment", "silence"):
             of_reports.setdefault(candidate.report.rank, []).append(candidate.signature)
     ordered = any(candidate.kind in _ENDED_BY_SLURM for candidate in clued)
     slurm_tells = any(candidate.kind in _TOLD_BY_SLURM for candidate in clued)
@@ -148,9 +167,54 @@ def _of_log(clues: Sequence[Clue], report: Report) -> list[Candidate]:
             continue
         lives_on = not report.ended and signature.depth < Depth.SIGN and signature.category != "link"
         overtaken = clue.raised and clue is not telling and signature.depth != Depth.AFTER
-        if not lives_on and not overtaken:
-            found.append(_candidate(clue, report, report, signature))
+        if lives_on or overtaken:
+            continue
+        candidate = _candidate(clue, report, report, signature)
+        if candidate is not None and _was_survived(clue, signature, report, telling):
+            candidate = msgspec.structs.replace(candidate, survived=True)
+        found.append(candidate)
     return [candidate for candidate in found if candidate is not None]
+
+
+def _was_survived(clue: Clue, signature: Signature, report: Report, telling: Clue | None) -> bool:
+    """Whether a line of a log is not why its process ended: a line that a library logs is lived with as a rule.
+
+    The process ended by what it raised, if it raised anything that tells why; by a signal that somebody else sent; or
+    long after the line, as the output in between shows. A device or a node is never condemned on a line that was only
+    logged: by what was raised, in Python or in C++ that then aborted, it may be.
+    """
+    if not report.ended or signature.depth > Depth.RAISED:
+        return False
+    status = report.exit
+    if status is not None and 128 < status <= 192:
+        status = 128 - status
+    if status in SENT_BY_OTHERS and signature.kind not in OF_A_KILL:
+        return True
+    if clue.lines_after > MOST_LAST_LINES:
+        return True
+    if clue.raised:
+        return False
+    if _ended_it(clue, status):
+        return False
+    if _OF_WHAT_IS_HANDLED.search(clue.line):
+        return True
+    told = signature_of(telling.kind) if telling is not None else None
+    if told is not None and told.depth <= Depth.RAISED:
+        return True
+    asks_which = told is not None and told.kind in UNSPECIFIC
+    return signature.category in ("device", "node") and not asks_which
+
+
+def _ended_it(clue: Clue, status: int | None) -> bool:
+    """Whether C++ ended the process by what this line says: it aborts on an exception that nobody catches."""
+    return status == -signals.SIGABRT and _OF_CPLUSPLUS.search(clue.line) is not None
+
+
+def kind_of_raised(clues: Sequence[Clue]) -> Signature | None:
+    """The kind of the exception that counts of those that a program raised; None where none is among the clues."""
+    raised = [clue for clue in clues if clue.raised]
+    telling = _telling(raised) or (raised[-1] if raised else None)
+    return None if telling is None else signature_of(telling.kind)
 
 
 def _telling(raised: Sequence[Clue]) -> Clue | None:

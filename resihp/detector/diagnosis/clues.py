@@ -7,6 +7,7 @@ it holds; colours and control characters are taken out of what is kept.
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from calendar import timegm
 from collections import Counter
 from collections.abc import Container, Iterator
@@ -15,10 +16,10 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from resihp.detector.diagnosis import connections, tracebacks
+from resihp.detector.diagnosis import connections, outside, tracebacks
 from resihp.detector.diagnosis.recoveries import recovered_kind
 from resihp.detector.diagnosis.signatures import EXCEPTION, SIGNATURES, Signature
-from resihp.protocol.messages import Clue
+from resihp.protocol.messages import MOST_LINES_AFTER, Clue
 
 LINE_CHARACTERS = 400
 """What is kept of a line, beginning a little before what was recognised."""
@@ -28,6 +29,17 @@ MOST_CLUES = 64
 _LOOKED_AT = 64
 """Places looked at for each literal, from the text's beginning and from its end."""
 _AROUND = 600
+_OF_A_CRASH = re.compile(
+    r"[ \t]*$|[ \t]|[│╭╰|+]|> File|Traceback|frame #|#\d|Thread 0x|Current thread|Extension modules|\[rank\d|"
+    r"terminate called|"
+    r"what\(\)|Exception raised from|Fatal Python error|Aborted|Segmentation fault|\*\*\* |\[[\w.-]{1,64}:\d|"
+    r"\[[EFW]\d|[EFW]\d{4} |"
+    r"\S{1,64}:\d{1,9}:\d{1,9} \[\d|srun:|slurmstepd:|(?:During handling of|The above exception)|"
+    r"Compile with|For debugging consider|CUDA kernel errors|Last error:|nccl\w{1,32}Error|"
+    r"(?:[A-Za-z_][\w.]{0,127}(?:Error|Exception|Interrupt|Exit)\b)|(?i:warning\b)|.{0,80}(?:Warning|resource_tracker)"
+)
+"""Begins a line that a program writes as it goes down: stacks, C++ exceptions, watchdogs, launchers. All else is output
+of a program that goes on."""
 _CONTROLS = re.compile(
     r"\x1b\[[0-?]{0,32}[ -/]{0,8}[@-~]|\x1b\][^\x07\x1b\n]{0,256}(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f]"
 )
@@ -71,6 +83,7 @@ def read_log(tail: str, clock: Clock | None = None) -> tuple[Clue, ...]:
             signature = _of_exception(end.words or _clean(text[end.error : _end(text, start)]))
             if start not in found or signature is not EXCEPTION:
                 found[start] = start, signature, {}
+    ordinary = _ordinary_lines(text, min(found)) if found else []
     clues = []
     before: Signature | None = None
     for start in sorted(found):
@@ -82,16 +95,39 @@ def read_log(tail: str, clock: Clock | None = None) -> tuple[Clue, ...]:
             error = _clean(raised.words or text[raised.error : _end(text, start)])
             named["error"] = error[: LINE_CHARACTERS // 2]
             signature = connections.of_exception(signature, error, raised.file, before if raised.chained else None)
+            following = text[_end(text, start) : _end(text, start) + _AROUND]
+            signature = outside.of_exception(signature, error, raised.file, following)
             before = signature
         kind = f"xid {int(named['xid'])}" if "xid" in named else signature.kind
         kind = recovered_kind(kind, line, text, _end(text, at)) or kind
         when = time_of(text[start : _end(text, start)], clock)
-        age_s = clock.near - when if clock.near is not None and when is not None else None
-        chained = raised is not None and raised.chained
         clues.append(
-            Clue(kind=kind, line=line, at=when, named=named, raised=raised is not None, chained=chained, age_s=age_s)
+            Clue(
+                kind=kind,
+                line=line,
+                at=when,
+                named=named,
+                raised=raised is not None,
+                chained=raised is not None and raised.chained,
+                age_s=clock.near - when if clock.near is not None and when is not None else None,
+                lines_after=min(len(ordinary) - bisect_right(ordinary, start), MOST_LINES_AFTER),
+            )
         )
     return _thinned(clues)
+
+
+def _ordinary_lines(text: str, since: int) -> list[int]:
+    """Where lines begin that a program writes while it works; of the last ones no more than are counted."""
+    places: list[int] = []
+    line_end = len(text)
+    while line_end > since and len(places) < MOST_LINES_AFTER + MOST_CLUES:
+        start = text.rfind("\n", since, line_end) + 1
+        if start == 0:
+            break
+        if not _OF_A_CRASH.match(text, start, min(line_end, start + LINE_CHARACTERS)):
+            places.append(start)
+        line_end = start - 1
+    return places[::-1]
 
 
 def _end(text: str, start: int) -> int:

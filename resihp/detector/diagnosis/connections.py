@@ -31,7 +31,7 @@ def of_exception(signature: Signature, error: str, raised_in: str, after: Signat
     raised from, or during which.
     """
     if signature.kind in _LOST:
-        return signature if _is_the_groups(error, raised_in) else CONNECTION_FAILED
+        return signature if is_the_groups(error, raised_in) else CONNECTION_FAILED
     follows = after is not None and (after.depth == Depth.AFTER or after is CONNECTION_FAILED)
     return CONNECTION_FAILED if follows and signature is EXCEPTION else signature
 
@@ -41,7 +41,8 @@ def of_system_error(signature: Signature, following: str) -> Signature:
     return PEER_CLOSED if signature.kind == "nccl system" and _LAST_ERROR.search(following) else signature
 
 
-def _is_the_groups(error: str, raised_in: str) -> bool:
+def is_the_groups(error: str, raised_in: str) -> bool:
+    """Whether an exception is the process group's own, by its words or by the file that raised it."""
     if _GROUPS_WORDS.search(error) or _GROUPS_FILES.search(raised_in):
         return True
     return _OF_THE_SYSTEM.match(error) is not None

@@ -9,6 +9,7 @@ failure is about to be recorded. Rules, in this order:
    earliest. A lost connection, a peer's timeout, a flushed work request or Xid 45 never wins over anything else, and
    never blames a node.
 4. An end that its own log explains is no cause of its own. A node whose processes are all gone unseen is one cause.
+   A line that its process lived with (`candidates`) explains nothing: how the process ended counts for more.
 5. The same exception on several ranks is the program's. What is the application's as a rule (`USUALLY_THE_PROGRAM`) is
    the device's if the same device did it before.
 """
@@ -91,11 +92,16 @@ def diagnose(reports: Sequence[Report], earlier: Sequence[Past] = ()) -> Diagnos
     candidates = candidates_of(reports)
     if not candidates:
         return _nothing(reports)
-    causes = [c for c in candidates if c.signature.depth <= Depth.EXIT]
+    causes = [c for c in candidates if c.signature.depth <= Depth.EXIT and not c.survived]
     first = min((c.until for c in causes if c.until is not None), default=float("inf"))
     in_time = [c for c in candidates if c.at is None or c.at <= first + SKEW_S]
     root = min(in_time or candidates, key=lambda candidate: candidate.order)
-    same = [c for c in in_time or candidates if c.signature.kind == root.signature.kind and _alike(c, root)]
+    same = [
+        candidate
+        for candidate in in_time or candidates
+        if (candidate.signature.kind, candidate.survived) == (root.signature.kind, root.survived)
+        and _alike(candidate, root)
+    ]
     return _Verdict(root, same, candidates, reports).told(earlier)
 
 
@@ -133,7 +139,7 @@ class _Verdict:
             return again
         if signature.category == "storage" and len(self.nodes) > 1:
             return self._of_all(single, f"{len(self.nodes)} nodes: {self._words()}").but(blames_node=False)
-        if signature.category == "program" and len(self.ranks) > 1:
+        if signature.category in ("program", "service") and len(self.ranks) > 1:
             return self._program(single)
         if signature.category == "link" and signature.depth == Depth.TRANSFER:
             towards = f" its peer {next(iter(self.peers))}" if len(self.peers) == 1 else " its peer"
@@ -194,7 +200,11 @@ class _Verdict:
             return None
         bus = normal_bus(root.named("bus"))
         here = [report for report in self.reports if report.node == root.node and not (bus and report.bus)]
-        told = [c.report for c in self.candidates if c.signature.depth <= Depth.SIGN and c.report is not None]
+        told = [
+            candidate.report
+            for candidate in self.candidates
+            if candidate.signature.depth <= Depth.SIGN and candidate.report is not None and not candidate.survived
+        ]
         complaining = [report for report in here if report in told]
         return complaining[0] if len(complaining) == 1 else None
 

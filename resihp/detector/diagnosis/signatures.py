@@ -21,7 +21,7 @@ import msgspec
 from resihp.detector.diagnosis.xids import XIDS, Xid
 
 Category = Literal[
-    "device", "link", "node", "memory", "storage", "program", "allocation", "secondary", "unknown"
+    "device", "link", "node", "memory", "storage", "service", "program", "allocation", "secondary", "unknown"
 ]  # fmt: skip
 Component = Literal["process", "device", "node", "link", "script"]
 Tie = Literal["", "network", "storage", "moment", "silence", "nothing"]
@@ -66,6 +66,9 @@ DEFAULTS: Mapping[Category, Defaults] = {
     "memory": Defaults("process", False, 0.9, "ask for more memory (--mem), or use less in the program"),
     "storage": Defaults(
         "process", False, 0.8, "df -h and df -i of the folder on that node; ask the storage's operators"
+    ),
+    "service": Defaults(
+        "process", False, 0.8, "see whether the service answers, and can be reached from that node (curl -v URL)"
     ),
     "program": Defaults("script", False, 0.8, "mend the training script; the worker's log holds the traceback"),
     "allocation": Defaults("process", False, 0.9, "sacct -j JOB --format=State,ExitCode,DerivedExitCode,Comment"),
@@ -368,8 +371,9 @@ _HOST = (
         "EADDRINUSE", "Errno 98]", "another process is utilizing it"), component="process", advice=_OTHER_PORT),
     _row("heap", "program", TOLD, "the program damaged its own memory", ("double free or corruption", "free(): invalid",
         "malloc(): ", "corrupted size vs"), component="process"),
-    _row("fatal python", "program", TOLD, "the interpreter crashed", "Fatal Python error: ", component="process",
-        certainty=0.5),
+    # faulthandler says "Aborted" of any abort, and so of NCCL's watchdog: that is how it ended, not why.
+    _row("fatal python", "program", TOLD, "the interpreter crashed", "Fatal Python error: ",
+        "Fatal Python error: (?!Aborted)", component="process", certainty=0.5),
 )  # fmt: skip
 
 _SECONDARY = (
@@ -397,6 +401,9 @@ _PROGRAM = (
     _row("file missing", "program", RAISED, "raised {error}", ("FileNotFoundError", "PermissionError",
         "NotADirectoryError"), raised=True, advice="ls -l of the path on that node, and on one where it works"),
     _row("interrupted", "allocation", RAISED, "interrupted from the keyboard", "KeyboardInterrupt", raised=True),
+    _row("storage failed", "storage", TOLD, "raised {error}", (), raised=True,
+        advice="df, mount and stat of the path on that node; ask the storage's operators"),
+    _row("service failed", "service", TOLD, "raised {error}", (), raised=True),
     _row("connection failed", "program", TRANSFER, "raised {error}", (), raised=True,
         advice="see whether what it connects to runs, and can be reached from that node"),
     _row("exception", "program", RAISED, "raised {error}", "", raised=True),
@@ -408,6 +415,9 @@ SIGNATURES: tuple[Signature, ...] = (
 )
 _BY_KIND = {signature.kind: signature for signature in SIGNATURES}
 EXCEPTION, CONNECTION_FAILED, PEER_CLOSED = (_BY_KIND[k] for k in ("exception", "connection failed", "peer closed"))
+FILE_MISSING, STORAGE_FAILED, SERVICE_FAILED = (
+    _BY_KIND[kind] for kind in ("file missing", "storage failed", "service failed")
+)
 USUALLY_THE_PROGRAM = frozenset(
     {
         "illegal access",

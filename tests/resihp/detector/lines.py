@@ -524,6 +524,14 @@ _PROGRAM: dict[str, Sequence[str]] = {
     ),
     "file missing": (traceback("FileNotFoundError: [Errno 2] No such file or directory: '/data/corpus.idx'"),),
     "interrupted": (traceback("KeyboardInterrupt"),),
+    "storage failed": (
+        traceback("OSError: [Errno 108] Cannot send after transport endpoint shutdown: '/lustre/data/shard-17.bin'"),
+        traceback("TimeoutError: [Errno 110] Connection timed out: '/mnt/nfs/data/shard-17.bin'", "[rank5]: "),
+    ),
+    "service failed": (
+        traceback("requests.exceptions.HTTPError: 503 Server Error: Service Unavailable for url: https://hub/api"),
+        traceback("socket.gaierror: [Errno -3] Temporary failure in name resolution", raised_in="socket.py"),
+    ),
     "connection failed": (
         traceback("ConnectionRefusedError: [Errno 111] Connection refused", raised_in="socket.py"),
         traceback(f"requests.exceptions.ConnectionError: {_POOL}", "[rank5]: ", raised_in="requests/adapters.py"),

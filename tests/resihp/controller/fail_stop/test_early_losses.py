@@ -682,13 +682,13 @@ def test_of_a_failed_connection_and_another_error_the_first_one_is_the_cause() -
         assert job.end[1].startswith(f"rank {first} (n{1 + first // 2} device 0): {told}")
 
 
-def test_a_service_that_refuses_all_ranks_is_no_nodes_fault() -> None:
+def test_a_service_that_refuses_all_ranks_is_no_nodes_fault_nor_the_scripts() -> None:
     job = met()
     for rank in range(4):
         fails(job, rank, REFUSED_BY_A_SERVICE, "raised")
     assert job.end is not None
-    assert job.end[0] == 93
-    assert [failure.component for failure in job.all(FailureFound)] == ["script"]
+    assert job.end[0] == 75
+    assert [(failure.component, failure.node) for failure in job.all(FailureFound)] == [("process", None)]
 
 
 def test_an_error_of_some_ranks_of_a_plain_script_is_one_failure() -> None:

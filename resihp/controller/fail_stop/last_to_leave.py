@@ -1,0 +1,89 @@
+"""The last processes of a script that does not train with us: how long they may do nothing once others have ended well.
+
+A process can hang on its way out, in a library's destructor or in a wait for a peer that is done, and would keep its
+nodes for ever. One that works is never ended: its agent says for how long neither it nor anything that it started used
+a processor, waited for a disk, or wrote (`WorkerBeat.idle_s`). Called by `watchdog` with each tick before the first
+plan; of training that declared itself `watchdog.judge_leaving` decides.
+"""
+
+from __future__ import annotations
+
+from resihp.controller.fail_stop import incidents
+from resihp.controller.state.incidents import Incident
+from resihp.controller.state.job import Job
+from resihp.controller.state.members import Member
+from resihp.record.describe import rank_list
+
+NOTICED_AFTER_S = 60.0
+"""From then on it is said that a process does nothing, and for how long it is waited for."""
+
+
+def judge(job: Job) -> None:
+    """Say that the last processes do nothing, and end them when they have done nothing for `Settings.idle_limit_s`."""
+    ended = job.record.unexplained
+    live = [job.members[rank] for rank in job.live]
+    ended_well = bool(ended) and all(status == 0 for status in ended.values())
+    are_the_last = ended_well and bool(live) and not job.has_declared and not job.starting
+    if not are_the_last:
+        job.start.last_since = None
+        return
+    if job.start.last_since is None or job.start.last_since[0] != len(ended):
+        job.start.last_since = len(ended), job.now
+    since = job.start.last_since[1]
+    idle_s = min(min(idle_for_s(member), job.now - since) for member in live)
+    limit_s = job.settings.idle_limit_s
+    if idle_s < min(NOTICED_AFTER_S, limit_s):
+        job.start.idle_noticed = False
+        return
+    others = f"{rank_list(ended)} {'has' if len(ended) == 1 else 'have'} ended well"
+    if not job.start.idle_noticed and idle_s < limit_s:
+        job.start.idle_noticed = True
+        for member in live:
+            ends_s = limit_s - idle_s
+            job.say(
+                "warning",
+                f"{job.where(member.rank)}: idle for {idle_s:.0f} s while {others}; if it stays so it is ended in "
+                f"{ends_s:.0f} s; to see what it waits for: {_to_see(job, member)}",
+            )
+    if idle_s < limit_s:
+        return
+    _end(job, live, f"idle for {idle_s:.0f} s while {others}")
+
+
+def _end(job: Job, idle: list[Member], how: str) -> None:
+    """End the job for the processes that are left. Whether their work was done is not known: it has failed."""
+    ranks = [member.rank for member in idle]
+    job.incidents.append(
+        Incident(
+            kind="fail-stop",
+            component="process",
+            cause=f"{rank_list(ranks)} did not end: {how}",
+            evidence="\n".join(f"pid {member.pid} on node {member.node}: {_state(member)}" for member in idle),
+            found_at=job.now,
+            iteration=job.record.committed + 1,
+            epoch=job.epoch,
+            ranks=set(ranks),
+        )
+    )
+    where = ", ".join(job.where(rank) for rank in ranks)
+    incidents.end(
+        job, 1, f"{where}: did not end, {how}; [job] idle_limit, here {job.settings.idle_limit_s:.0f} s, allows more"
+    )
+
+
+def _state(member: Member) -> str:
+    """What the kernel says of a process."""
+    return f"state {member.beat.state}" if member.beat is not None else "nothing was heard of it"
+
+
+def idle_for_s(member: Member) -> float:
+    """For how long a process has done nothing, by its agent's last word; 0 where that is not known."""
+    if member.beat is None or member.beat.idle_s is None:
+        return 0.0
+    return member.beat.idle_s
+
+
+def _to_see(job: Job, member: Member) -> str:
+    """The command that shows where a process is."""
+    host = job.nodes[member.node].host
+    return f"py-spy dump --pid {member.pid} on {host or member.node}"

@@ -1,0 +1,110 @@
+"""Whether an exception comes from outside of the program: from storage, or from a service that it asks.
+
+Such an error is raised on all ranks at once, word for word, and is still not the script's: another run may do well.
+Exceptions are known by the number of a system call's error, by an HTTP status, or by the words and class names of
+common clients (requests, urllib3, httpx, aiohttp, botocore, google, azure, grpc, huggingface_hub, databases, licence
+managers). An error that asks for something that is not there (404, NoSuchKey, a wrong path) or that it may not have
+(401, 403) stays the program's. Called by `clues` after `connections`. Pure.
+"""
+
+from __future__ import annotations
+
+import re
+
+from resihp.detector.diagnosis.connections import is_the_groups
+from resihp.detector.diagnosis.signatures import (
+    CONNECTION_FAILED,
+    EXCEPTION,
+    FILE_MISSING,
+    PEER_CLOSED,
+    SERVICE_FAILED,
+    STORAGE_FAILED,
+    Signature,
+)
+
+_ERRNO = re.compile(r"\[Errno (\d{1,3})\]|\berrno[ =:]{1,3}(\d{1,3})\b")
+_FILE = re.compile(r"(?::|->) b?['\"][^'\"]{1,400}['\"]?$|\bfilename\b")
+"""A path at the error's end, in quotation marks, as Python's OSError names it, or the word."""
+STORAGE_ERRNOS = frozenset({5, 28, 30, 37, 61, 67, 70, 74, 107, 108, 116, 117, 121, 122, 126, 127, 521, 526, 528})
+"""EIO ENOSPC EROFS ENOLCK ENODATA ENOLINK ECOMM EBADMSG ENOTCONN ESHUTDOWN ESTALE EUCLEAN EREMOTEIO EDQUOT ENOKEY
+EKEYEXPIRED, and NFS' own."""
+STORAGE_ERRNOS_WITH_A_FILE = frozenset({6, 11, 16, 19, 71, 100, 101, 104, 110, 111, 112, 113})
+"""Of these EBUSY, ENODEV, ETIMEDOUT and the like are a file system's only where they are about a file."""
+NETWORK_ERRNOS = frozenset({-2, -3, -5, 100, 101, 102, 103, 104, 110, 111, 112, 113})
+_STORAGE = re.compile(
+    r"Cannot send after transport endpoint shutdown|Structure needs cleaning|No locks available|Stale NFS file handle|"
+    r"Communication error on send|Link has been severed|Required key not available|Key has expired|disk I/O error|"
+    r"\bStorageFull\b|\bStaleNetworkFileHandle\b|\bQuotaExceeded\b|\bReadOnlyFilesystem\b"
+)
+
+_STATUS = r"(?:408|425|429|500|502|503|504|507|509|52\d|529|530|598|599)"
+_SERVICE = re.compile(
+    rf"\b{_STATUS},? (?:Server|Client) Error\b|\bHTTP Error {_STATUS}\b|(?:Server|Client) error '{_STATUS} |"
+    rf"Error: {_STATUS}, message=|"
+    rf"(?i:(?<!exit )\b(?:https?|status)(?:[ _]?(?:status|error|code|response))*[\"']?[ :=(]{{1,4}}{_STATUS}\b)|"
+    r"An error occurred \((?:SlowDown|Internal\w*|Service ?Unavailable\w*|"
+    r"Request(?:Timeout|TimeTooSkewed|LimitExceeded)\w*|Throttl\w*|TooManyRequests\w*|Provisioned\w*|BandwidthLimit\w*|ServerBusy|OperationAborted|ExpiredToken\w*|"
+    rf"{_STATUS})\)|"
+    r"Name or service not known|name resolution|No address associated with hostname|nodename nor servname|"
+    r"[Cc]ould not resolve|[Ff]ailed to resolve|getaddrinfo failed|gai error|"
+    r"Max retries exceeded with url|Failed to establish a new connection|Could not connect to the endpoint URL|"
+    r"(?i:time-?(?:d )?out on endpoint URL)|Read timed out|The (?:read|write|handshake) operation timed out|"
+    r"Remote end closed connection|Server disconnected|Response payload is not completed|IncompleteRead\(|"
+    r"EOF occurred in violation of protocol|UNEXPECTED_EOF_WHILE_READING|"
+    r"(?i:\b(?:service (?:temporarily )?unavailable|bad gateway|gateway time-?out|too many requests|"
+    r"internal server error|rate limit(?:ed| exceeded| reached)?|server busy|serverbusy|overloaded)\b)|"
+    r"reduce your request rate|reached max retries|"
+    r"couldn.t connect to '?https?:|Couldn't reach .{1,200}|[Cc]heck your (?:internet |network )?connection|"
+    r"StatusCode\.(?:UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|INTERNAL|ABORTED)|"
+    r"[Cc]an't connect to (?:local )?MySQL|[Cc]ould not connect to server|connection to server at|"
+    r"Lost connection to MySQL|server closed the connection unexpectedly|"
+    r"(?i:\blicen[cs]e (?:server|manager|daemon|service|checkout|check-out)|\bflexnet\b|\bflexlm\b|"
+    r"\bno (?:more )?licen[cs]es? (?:is |are )?(?:available|found)|licen[cs]ed number of users|"
+    r"\blicen[cs]es? (?:is |are )?(?:all )?in use|\b(?:check ?out|acquire|obtain|get) (?:a |the )?licen[cs]e)"
+)
+_SERVICE_CLASSES = re.compile(
+    r"(?:^|[.\s])(?:EndpointConnectionError|ConnectTimeout(?:Error)?|ReadTimeout(?:Error)?|WriteTimeout|PoolTimeout|"
+    r"ConnectionClosedError|ResponseStreamingError|IncompleteRead(?:Error)?|HTTPClientError|RemoteDisconnected|"
+    r"BadStatusLine|ServerDisconnectedError|Client(?:Connector\w{0,16}|OS|Payload)Error|ServerTimeoutError|"
+    r"SocketTimeoutError|ConnectionTimeoutError|RemoteProtocolError|ConnectError|ChunkedEncodingError|ProxyError|"
+    r"SSLError|SSLEOFError|SSLZeroReturnError|NameResolutionError|NewConnectionError|MaxRetryError|gaierror|herror|"
+    r"FSTimeoutError|TransportError|ServiceUnavailable|TooManyRequests|InternalServerError|BadGateway|GatewayTimeout|"
+    r"DeadlineExceeded|ServiceRequest\w{0,16}Error|ServiceResponse\w{0,16}Error|_InactiveRpcError|"
+    r"_MultiThreadedRendezvous|AioRpcError|CommError|NeptuneConnectionLostException|ServerSelectionTimeoutError|"
+    r"NoBrokersAvailable|AutoReconnect|NetworkTimeout|RateLimitError|APIConnectionError|APITimeoutError|"
+    r"OverloadedError|ThrottlingException|LicenseError|LicenceError)(?::|$)"
+)
+_OFFLINE = re.compile(r"HF_HUB_OFFLINE|OfflineMode|local_files_only|outgoing traffic has been disabled")
+"""What the program, or its environment, asked not to be connected."""
+_TIMED_OUT = re.compile(r"^(?:[\w.]{1,64}\.)?(?:TimeoutError|timeout)(?::? ?$|: .{0,64}timed? ?out)")
+"""Of a socket, to a service or to a peer: nothing tells which."""
+_SQL_GONE = re.compile(r"\bOperationalError: .{0,120}(?:connection|connect to|server)", re.IGNORECASE)
+
+
+def of_exception(signature: Signature, error: str, raised_in: str, following: str = "") -> Signature:
+    """The kind of an exception that would be of the kind `signature` without a look at storage and services.
+
+    `raised_in`: the innermost file of its traceback, empty if unknown; `following`: what stands below its first line.
+    """
+    if signature not in (EXCEPTION, CONNECTION_FAILED, FILE_MISSING):
+        return signature
+    if is_the_groups(error, raised_in):
+        return PEER_CLOSED if signature is EXCEPTION and "timed out" in error else signature
+    number = _errno(error)
+    names_a_file = _FILE.search(error) is not None
+    if number in STORAGE_ERRNOS or (number in STORAGE_ERRNOS_WITH_A_FILE and names_a_file) or _STORAGE.search(error):
+        return STORAGE_FAILED
+    if signature is not EXCEPTION or _OFFLINE.search(error):
+        return signature
+    if _SERVICE_CLASSES.search(error.partition("(")[0]) or _SERVICE.search(error) or _SQL_GONE.search(error):
+        return SERVICE_FAILED
+    if following.lstrip().startswith("status = StatusCode.") and _SERVICE.search(following[:200]):
+        return SERVICE_FAILED
+    if number in NETWORK_ERRNOS or _TIMED_OUT.search(error):
+        return CONNECTION_FAILED
+    return signature
+
+
+def _errno(error: str) -> int | None:
+    match = _ERRNO.search(error)
+    return None if match is None else int(match[1] or match[2])

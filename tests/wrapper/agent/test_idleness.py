@@ -1,0 +1,69 @@
+"""Whether a worker does anything, as the kernel counts it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from resihp.process import work_of
+from wrapper.agent.idleness import EACH_S, Idleness
+
+SLEEPS = "import time\nprint('ready', flush=True)\ntime.sleep(600)\n"
+COMPUTES = "print('ready', flush=True)\nwhile True: pass\n"
+WRITES = "import time\nprint('ready', flush=True)\nwhile True:\n    print('.', flush=True)\n    time.sleep(0.01)\n"
+HAS_IT_DONE = "import subprocess, sys\nsubprocess.run([sys.executable, '-c', {!r}])\n"
+
+
+@contextmanager
+def running(script: str, log: Path) -> Iterator[int]:
+    with log.open("w") as out:
+        process = subprocess.Popen([sys.executable, "-c", script], stdout=out)
+    try:
+        while "ready" not in log.read_text():
+            assert process.poll() is None
+            time.sleep(0.01)
+        yield process.pid
+    finally:
+        for pid in work_of(process.pid).processes - {process.pid}:
+            subprocess.run(["kill", "-9", str(pid)], check=True)
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("script", "works"),
+    [
+        (SLEEPS, False),
+        (COMPUTES, True),
+        (WRITES, True),
+        (HAS_IT_DONE.format(COMPUTES), True),
+        (HAS_IT_DONE.format(SLEEPS), False),
+    ],
+)
+def test_a_process_that_computes_or_writes_or_has_it_done_is_at_work(tmp_path: Path, script: str, works: bool) -> None:
+    idleness = Idleness()
+    with running(script, tmp_path / "log") as pid:
+        time.sleep(0.1)
+        assert idleness.idle_s(pid, now=0.0) == 0.0
+        before = work_of(pid)
+        deadline = time.monotonic() + 20
+        while works and time.monotonic() < deadline:
+            done = work_of(pid)
+            if (
+                done.processor_s - before.processor_s > 0.1
+                or done.bytes_written_by_itself != before.bytes_written_by_itself
+            ):
+                break
+            time.sleep(0.05)
+        assert idleness.idle_s(pid, now=EACH_S) == (0.0 if works else EACH_S)
+        assert idleness.idle_s(pid, now=EACH_S + 1.0) == (1.0 if works else EACH_S + 1.0), "not looked at again so soon"
+
+
+def test_a_process_that_is_gone_has_done_nothing() -> None:
+    assert work_of(2**22 + 1).processor_s == 0.0

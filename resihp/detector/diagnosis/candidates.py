@@ -20,7 +20,7 @@ BEFORE_S = 900.0
 """A line may be this much older than the end that it explains: NCCL waits 10 minutes for a peer, as PyTorch sets it."""
 AFTER_S = 120.0
 _SEVERITY = re.compile(r"(?i)Xid .{0,200}?\b(non-?)?fatal\b")
-_TOLD_BY_SLURM = ("container", "nodes left out")
+_TOLD_BY_SLURM = ("container", "nodes left out", "unkillable")
 """What may be why a process that said nothing exited, but never why one was killed."""
 _ENDED_BY_SLURM = ("time limit", "preempted", "cancelled", "interrupted")
 MOST_LAST_LINES = 20

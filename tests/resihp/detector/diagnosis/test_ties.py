@@ -188,7 +188,7 @@ def test_slurm_tells_of_memory_in_many_ways(line: str) -> None:
 
 
 def test_what_slurm_set_up_badly_is_told_of_a_process_that_exited_and_not_of_one_that_was_killed() -> None:
-    for kind in ("container", "nodes left out"):
+    for kind in ("container", "nodes left out", "unkillable"):
         line = EXAMPLES[kind][0]
         assert diagnose([Report(rank=3, node="n0", exit=1, messages=line)]).code == kind
         assert diagnose([Report(rank=3, node="n0", exit=-9, messages=line)]).code == "exit -9"

@@ -10,7 +10,7 @@ import re
 from bisect import bisect_right
 from calendar import timegm
 from collections import Counter
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
 
@@ -136,11 +136,15 @@ def _end(text: str, start: int) -> int:
     return end if end >= 0 else min(start + _AROUND, len(text))
 
 
-def _places(text: str, signature: Signature, absent: Container[str]) -> Iterator[tuple[int, int]]:
-    """Where any of a row's literals stands. `absent`: how literals begin that are nowhere in the text."""
+def _places(text: str, signature: Signature, absent: set[str]) -> Iterator[tuple[int, int]]:
+    """Where any of a row's literals stands. `absent`: literals, and how some begin, that are nowhere in the text."""
     for needle in signature.needles:
-        if needle[:_STEM_CHARACTERS] not in absent:
-            yield from _lines_of(text, needle)
+        if needle[:_STEM_CHARACTERS] in absent or needle in absent:
+            continue
+        places = list(_lines_of(text, needle))
+        if not places:
+            absent.add(needle)
+        yield from places
 
 
 def _lines_of(text: str, needle: str) -> Iterator[tuple[int, int]]:

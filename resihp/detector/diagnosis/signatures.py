@@ -180,7 +180,7 @@ _KERNEL = (
     _row("blocked task", "storage", SIGN, "a process waited for disk or file system for minutes",
         "blocked for more than", rf"task [^:]{{1,32}}:{_PROCESS} blocked", certainty=0.4),
     _row("memory cgroup", "memory", NAMED, "killed by the kernel: its memory limit was reached",
-        ("Memory cgroup out of memory", "oom-kill:constraint=CONSTRAINT_MEMCG"),
+        ("Memory cgroup out of memory", "oom-kill:constraint="),
         rf"(?:of memory.{{0,40}}: (?:OOM k|K)ill(?:ed)? process |CONSTRAINT_MEMCG.{{0,400}},pid=){_PROCESS}"),
     _row("host memory", "memory", NAMED, "killed by the kernel: the node was out of memory",
         ("Out of memory: Kill", "Out of memory (oom_kill", "oom-kill:constraint="),
@@ -223,7 +223,7 @@ _SLURM = (
     _row("node failure", "node", NAMED, "Slurm lost the node", ("DUE TO NODE FAILURE", "Node failure on "),
         r"NODE FAILURE|failure on (?P<node>[\w.-]{1,64})", advice="scontrol show node; slurmctld's log tells why"),
     _row("slurm oom", "memory", NAMED, "killed at the memory limit of its Slurm step", ("oom_kill event",
-        "oom-kill event", ": Out Of Memory", " memory limit (", "cgroup out-of-memory handler", "have been OOM Killed"),
+        "oom-kill event", ": Out Of Memory", " memory limit (", "cgroup out-of-memory handler"),
         r"Detected [1-9]\d{0,8} oom.kill|tasks? [\d,-]{1,64}: Out Of Memory|"
         r"^(?!.{0,200}Detected 0).{0,300}cgroup out-of-memory|"
         r"exceeded (?:virtual |job |step )?memory limit \([^)]{1,64}\), being killed"),
@@ -368,7 +368,7 @@ _HOST = (
     _row("open files", "program", TOLD, "too many files were open", ("Too many open files", "items of ancdata"),
         advice="ulimit -n on the nodes, or fewer files"),
     _row("port in use", "program", TOLD, "a port that it wants to listen at is in use", ("Address already in use",
-        "EADDRINUSE", "Errno 98]", "another process is utilizing it"), component="process", advice=_OTHER_PORT),
+        "EADDRINUSE", "another process is utilizing it"), component="process", advice=_OTHER_PORT),
     _row("heap", "program", TOLD, "the program damaged its own memory", ("double free or corruption", "free(): invalid",
         "malloc(): ", "corrupted size vs"), component="process"),
     # faulthandler says "Aborted" of any abort, and so of NCCL's watchdog: that is how it ended, not why.

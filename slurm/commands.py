@@ -143,6 +143,7 @@ class CommandLine:
         return parse.script(self._checked(answer, subject, "scontrol"), job_id)
 
     def expand(self, nodelist: str) -> tuple[str, ...]:
+        nodelist = parse.node_list(nodelist)
         if not parse.NODE_LIST.fullmatch(nodelist):
             raise SlurmOutputError(f"node list {nodelist[:80]!a}: this is not one")
         return self._expand(nodelist)

@@ -48,6 +48,7 @@ PREEMPTION_FORMAT = _format(_PREEMPTION_FIELDS)
 _NODE_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,252}[A-Za-z0-9_])?", re.ASCII)
 JOB_ID = re.compile(r"[0-9]{1,10}(?:[_+][0-9]{1,10})?", re.ASCII)
 """A job's number; `_` an element of an array, `+` a component of a heterogeneous job."""
+_BLANKS = re.compile(r"\s*,\s*")
 NODE_LIST = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._,\[\]-]*[A-Za-z0-9_\]])?", re.ASCII)
 
 _STATE = re.compile(r"[a-z_]+", re.ASCII)
@@ -72,6 +73,11 @@ _EXCERPT = 80
 def is_node(name: str) -> bool:
     """Whether this can be a node's name. ALL cannot: to Slurm's commands it is the whole cluster."""
     return _NODE_NAME.fullmatch(name) is not None and name.lower() != "all"
+
+
+def node_list(text: str) -> str:
+    """Return a list of nodes as Slurm writes it: people put blanks after its commas, and Slurm takes these."""
+    return _BLANKS.sub(",", text.strip())
 
 
 def nodes(output: bytes) -> dict[str, NodeView]:
@@ -107,8 +113,7 @@ def jobs(output: bytes) -> list[tuple[frozenset[str], JobView, str]]:
             raise _unreadable("squeue", "a job's id", number)
         if not _STATE.fullmatch(state.lower()):
             raise _unreadable("squeue", f"the state of job {number}", state)
-        if nodelist in ("(null)", "n/a", "N/A"):
-            nodelist = ""
+        nodelist = "" if nodelist in ("(null)", "n/a", "N/A") else node_list(nodelist)
         if nodelist and not NODE_LIST.fullmatch(nodelist):
             raise _unreadable("squeue", f"the nodes of job {number}", nodelist)
         view = JobView(

@@ -565,8 +565,9 @@ class Clue(msgspec.Struct, frozen=True, kw_only=True):
 
     `kind` names its row in `resihp.detector.diagnosis.signatures` (`xid 79` for Xids).
     `named`: what the line names, of xid, pid, bus, node, peer, error. `raised`: an exception that ended a traceback;
-    `chained`: raised while the clue before it, of the same log, was handled. `lines_after`: how many lines of ordinary
-    output follow it in the log, at most `MOST_LINES_AFTER`: a program that goes on has lived with it.
+    `chained`: raised while the clue before it, of the same log, was handled. `age_s`: how old the line was when it was
+    read, which is as soon as its process has ended; None if its time is not known. `lines_after`: how many lines of
+    ordinary output follow it in the log, at most `MOST_LINES_AFTER`: a program that goes on has lived with it.
     """
 
     kind: str
@@ -575,6 +576,7 @@ class Clue(msgspec.Struct, frozen=True, kw_only=True):
     named: dict[str, str] = {}
     raised: bool = False
     chained: bool = False
+    age_s: float | None = None
     lines_after: int = 0
 
 

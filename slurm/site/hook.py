@@ -463,7 +463,8 @@ def holdings(output: str, now: float) -> list[NodeHolding]:
 
 
 def expanded(nodes: str, most: int = 100_000) -> Iterator[str]:
-    """Names in a node list such as `n[1-3,07],login`. Raises ValueError."""
+    """Names in a node list such as `n[1-3,07],login`; blanks after commas say nothing. Raises ValueError."""
+    nodes = re.sub(r"\s*([,\[\]])\s*", r"\1", nodes.strip())
     for item in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", nodes):
         parts = re.split(r"\[([^\[\]]*)\]", item)
         names = [parts[0]]

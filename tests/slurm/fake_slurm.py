@@ -20,7 +20,7 @@ import msgspec
 from slurm import releases
 from slurm.client import Gres, JobRequest, JobView, NodeView, sanitised
 from slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
-from slurm.parse import JOB_ID, NODE_LIST, is_node
+from slurm.parse import JOB_ID, NODE_LIST, is_node, node_list
 
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?", re.ASCII)
 _PART = re.compile(r"([^\[\],]+)(?:\[([0-9,-]+)\])?", re.ASCII)
@@ -330,6 +330,7 @@ def expand(nodelist: str) -> tuple[str, ...]:
     Raises SlurmOutputError for what is not such a list.
     """
     broken = SlurmOutputError(f"node list {nodelist[:80]!a}: this is not one")
+    nodelist = node_list(nodelist)
     if not NODE_LIST.fullmatch(nodelist):
         raise broken
     names: list[str] = []

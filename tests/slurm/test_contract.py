@@ -432,6 +432,7 @@ def test_an_allocation_has_no_batch_script(scene: Scene) -> None:
 
 def test_node_lists(scene: Scene) -> None:
     assert scene.user.expand("n[08-11,3],gpu-a7,x.y[1]") == ("n08", "n09", "n10", "n11", "n3", "gpu-a7", "x.y1")
+    assert scene.user.expand("n[08-09,3], gpu-a7") == ("n08", "n09", "n3", "gpu-a7")
 
 
 def test_what_is_no_node_list_is_an_error(scene: Scene) -> None:

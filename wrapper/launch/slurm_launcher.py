@@ -311,7 +311,7 @@ class Messages:
 def indices(text: str) -> list[int]:
     """Numbers in `0-2,5`; parts that are none are left out."""
     found: list[int] = []
-    for part in text.split(","):
+    for part in map(str.strip, text.split(",")):
         first, _, last = part.partition("-")
         if first.isdigit() and (last or first).isdigit():
             found += range(int(first), min(int(last or first), int(first) + 100_000) + 1)

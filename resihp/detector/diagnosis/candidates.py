@@ -13,11 +13,16 @@ import msgspec
 
 from resihp.detector.diagnosis.clues import Clock, read_log
 from resihp.detector.diagnosis.signatures import DEFAULTS, Category, Depth, Signature, signature_of, xid_of
+from resihp.detector.diagnosis.ties import Endings, ends_of
 from resihp.protocol.messages import ABORT_STATUS, Clue
 
 BEFORE_S = 900.0
 """A line may be this much older than the end that it explains: NCCL waits 10 minutes for a peer, as PyTorch sets it."""
 AFTER_S = 120.0
+_SEVERITY = re.compile(r"(?i)Xid .{0,200}?\b(non-?)?fatal\b")
+_TOLD_BY_SLURM = ("container", "nodes left out", "unkillable")
+"""What may be why a process that said nothing exited, but never why one was killed."""
+_ENDED_BY_SLURM = ("time limit", "preempted", "cancelled", "interrupted")
 MOST_LAST_LINES = 20
 """A program that writes more lines of output than this has lived with what it wrote before."""
 SENT_BY_OTHERS = frozenset({-signals.SIGKILL, -signals.SIGTERM, -signals.SIGINT, -signals.SIGHUP, -signals.SIGUSR1})
@@ -100,16 +105,33 @@ def candidates_of(reports: Sequence[Report]) -> list[Candidate]:
         return read.get((text, clock), ())
 
     own: list[Candidate] = []
+    words: list[tuple[Report, list[tuple[Signature, Clue]]]] = []
     of_nodes: dict[tuple[str, str, float | None], tuple[Clue, Report]] = {}
     for report in reports:
         clues = (*report.clues, *clues_in(report.log, report))
-        own += _of_log(clues, report)
+        of_this = _of_log(clues, report)
+        own += of_this
+        words.append((report, [(c.signature, c.clue) for c in of_this if c.clue is not None and not c.survived]))
         for clue in (*clues, *clues_in(report.messages, report)):
             of_nodes.setdefault((report.node, clue.line, clue.at), (clue, report))
-    of_nodes_found = [_of_node(clue, report, reports) for clue, report in of_nodes.values()]
+    endings = ends_of(words)
+    own = [candidate for candidate in own if _is_tied(candidate, endings)]
+    of_nodes_found = [_of_node(clue, report, reports, endings) for clue, report in of_nodes.values()]
     clued = [*own, *(candidate for candidate in of_nodes_found if candidate is not None)]
     lost = _lost_nodes(reports)
-    ends = [_of_end(report, clued) for report in reports if report.node not in lost]
+    of_reports: dict[int, list[Signature]] = {}
+    for candidate in clued:
+        if candidate.report is None or candidate.survived:
+            continue
+        if candidate.signature.tie not in ("moment", "silence"):
+            of_reports.setdefault(candidate.report.rank, []).append(candidate.signature)
+    ordered = any(candidate.kind in _ENDED_BY_SLURM for candidate in clued)
+    slurm_tells = any(candidate.kind in _TOLD_BY_SLURM for candidate in clued)
+    ends = [
+        _of_end(report, of_reports.get(report.rank, []), ordered)
+        for report in reports
+        if report.node not in lost and not (slurm_tells and report.exit and 0 < report.exit <= 128)
+    ]
     return [*clued, *lost.values(), *(end for end in ends if end is not None)]
 
 
@@ -215,15 +237,42 @@ def _telling(raised: Sequence[Clue]) -> Clue | None:
 # --- what was said on a node ------------------------------------------------------------------------------------------
 
 
-def _of_node(clue: Clue, report: Report, reports: Sequence[Report]) -> Candidate | None:
-    """A clue of the kernel's or Slurm's, of the rank that it names; None if it is about none of ours."""
+def _of_node(clue: Clue, report: Report, reports: Sequence[Report], endings: Endings) -> Candidate | None:
+    """A clue of the kernel's or Slurm's, of the rank that it names; None if it is about none of ours, or about a part
+    of the node that has nothing to do with these ends."""
     signature = signature_of(clue.kind)
     if signature is None or not signature.node_wide:
+        return None
+    signature = _as_severe(signature, clue)
+    if not endings.allow(signature, _age_s(clue, report)):
         return None
     if clue.kind.startswith("xid ") and xid_of(int(clue.kind[4:])).role == "notice":
         return None
     of, foreign = _whose(clue, signature, [other for other in reports if other.node == report.node])
     return None if foreign else _candidate(clue, report, of, signature)
+
+
+def _is_tied(candidate: Candidate, endings: Endings) -> bool:
+    clue, report = candidate.clue, candidate.report
+    return clue is None or report is None or endings.allow(candidate.signature, _age_s(clue, report))
+
+
+def _age_s(clue: Clue, report: Report) -> float | None:
+    """How much older than the rank's end a line is."""
+    if clue.at is None or report.at is None:
+        return clue.age_s
+    return report.at - clue.at
+
+
+def _as_severe(signature: Signature, clue: Clue) -> Signature:
+    """The row of an NVLink Xid whose line calls it non-fatal blames nobody: the link goes on."""
+    if not clue.kind.startswith("xid ") or signature.category != "link":
+        return signature
+    severity = _SEVERITY.search(clue.line)
+    if severity is None or severity[1] is None:
+        return signature
+    words = f"{signature.words}, which its driver calls non-fatal"
+    return msgspec.structs.replace(signature, words=words, depth=Depth.SIGN, blames=False, certainty=0.3, tie="silence")
 
 
 def _whose(clue: Clue, signature: Signature, here: Sequence[Report]) -> tuple[Report | None, bool]:
@@ -233,9 +282,11 @@ def _whose(clue: Clue, signature: Signature, here: Sequence[Report]) -> tuple[Re
     done to it for its memory, is not ours.
     """
     bus, pid = normal_bus(clue.named.get("bus", "")), int(clue.named.get("pid", 0))
-    for report in here:
-        if (bus and bus == normal_bus(report.bus)) or (pid and pid == report.pid):
-            return report, False
+    by_process = next((report for report in here if pid and pid == report.pid), None)
+    by_device = next((report for report in here if bus and bus == normal_bus(report.bus)), None)
+    named = by_process or by_device  # several processes may have a part of one GPU each
+    if named is not None:
+        return named, False
     another_device = bool(bus) and all(report.bus for report in here)
     another_process = bool(pid) and all(report.pid for report in here)
     if signature.category in ("program", "secondary", "memory") and (another_device or another_process):
@@ -258,8 +309,10 @@ def _lost_nodes(reports: Sequence[Report]) -> dict[str, Candidate]:
     """Nodes whose processes are all gone and nobody saw how."""
     lost = {}
     signature = _made("node lost", "node", Depth.NAMED, "lost, nobody saw its processes end")
-    for node in dict.fromkeys(report.node for report in reports):
-        here = [report for report in reports if report.node == node]
+    on_nodes: dict[str, list[Report]] = {}
+    for report in reports:
+        on_nodes.setdefault(report.node, []).append(report)
+    for node, here in on_nodes.items():
         if all(report.ended and report.exit is None and not report.fenced for report in here):
             at = min((report.at for report in here if report.at is not None), default=None)
             lost[node] = Candidate(signature=signature, node=node, report=None, at=None, until=at)
@@ -283,16 +336,15 @@ CRASHES: Mapping[int, tuple[Category, str, str]] = {
 """Signals that tell more than that somebody sent them: category, what to add to the name, what to do."""
 
 
-def _of_end(report: Report, clued: Sequence[Candidate]) -> Candidate | None:
+def _of_end(report: Report, own: Sequence[Signature], ended_by_slurm: bool) -> Candidate | None:
     """How a rank ended, unless its own words or somebody else's order explain it."""
     if not report.ended:
         return None
     status = report.exit
     if status is not None and 128 < status <= 192:
         status = 128 - status  # a shell's or container's way to tell of a signal
-    own = [candidate.signature for candidate in clued if candidate.report is report and not candidate.survived]
     crashed = status is not None and -status in CRASHES
-    ordered = status is not None and status < 0 and any(c.signature.category == "allocation" for c in clued)
+    ordered = status is not None and status < 0 and ended_by_slurm
     explained = any(signature.depth <= Depth.RAISED for signature in own)
     if explained or ((own or ordered) and not crashed and not report.fenced):
         return None

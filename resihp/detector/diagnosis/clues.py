@@ -9,14 +9,15 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from calendar import timegm
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
-from typing import NamedTuple
 
 import msgspec
 
-from resihp.detector.diagnosis import connections, outside
+from resihp.detector.diagnosis import connections, outside, tracebacks
+from resihp.detector.diagnosis.recoveries import recovered_kind
 from resihp.detector.diagnosis.signatures import EXCEPTION, SIGNATURES, Signature
 from resihp.protocol.messages import MOST_LINES_AFTER, Clue
 
@@ -28,13 +29,9 @@ MOST_CLUES = 64
 _LOOKED_AT = 64
 """Places looked at for each literal, from the text's beginning and from its end."""
 _AROUND = 600
-_TRACEBACK = "Traceback (most recent call last)"
-_CHAINED = ("The above exception was the direct cause", "During handling of the above exception")
-_FRAME_BEGINS = '  File "'
-_FRAME = re.compile(r'  File "([^"\n]{1,400})", line')
-_EXCEPTION = re.compile(r"[A-Za-z_][\w.]{0,127}(?:: |:?$)")
 _OF_A_CRASH = re.compile(
-    r"[ \t]*$|[ \t]|Traceback|frame #|#\d|Thread 0x|Current thread|Extension modules|\[rank\d|terminate called|"
+    r"[ \t]*$|[ \t]|[│╭╰|+]|> File|Traceback|frame #|#\d|Thread 0x|Current thread|Extension modules|\[rank\d|"
+    r"terminate called|"
     r"what\(\)|Exception raised from|Fatal Python error|Aborted|Segmentation fault|\*\*\* |\[[\w.-]{1,64}:\d|"
     r"\[[EFW]\d|[EFW]\d{4} |"
     r"\S{1,64}:\d{1,9}:\d{1,9} \[\d|srun:|slurmstepd:|(?:During handling of|The above exception)|"
@@ -46,6 +43,13 @@ of a program that goes on."""
 _CONTROLS = re.compile(
     r"\x1b\[[0-?]{0,32}[ -/]{0,8}[@-~]|\x1b\][^\x07\x1b\n]{0,256}(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f]"
 )
+
+
+_STEM_CHARACTERS = 6
+_NEEDLES = {needle for row in SIGNATURES if not row.raised for needle in row.needles}
+_STEMS = Counter(needle[:_STEM_CHARACTERS] for needle in _NEEDLES)
+_SHARED_STEMS = tuple(stem for stem, needles in _STEMS.items() if needles > 1)
+"""How several literals begin: where the beginning is nowhere in a text, none of these is looked for."""
 
 
 class Clock(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,20 +66,23 @@ class Clock(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_log(tail: str, clock: Clock | None = None) -> tuple[Clue, ...]:
     """The clues in the tail of a log or of the kernel's messages, in the order of their lines."""
-    text = tail.replace("\r\n", "\n").replace("\r", "\n")
+    clock = clock or Clock()
+    text = tail.replace("\r\n", "\n").replace("\r", "\n") if "\r" in tail else tail
     if "\x1b" in text:
         text = _CONTROLS.sub("", text)
-    ends = _exceptions(text)
+    ends = tracebacks.exceptions(text, _lines_of(text, tracebacks.TITLE), _lines_of(text, tracebacks.STRUCTURED))
     found: dict[int, tuple[int, Signature, dict[str, str]]] = {}
+    absent = {stem for stem in _SHARED_STEMS if stem not in text}
     for signature in SIGNATURES:
         if not signature.raised:
-            for start, at in _places(text, signature):
+            for start, at in _places(text, signature, absent):
                 if start not in found and (named := _confirmed(text, start, at, signature)) is not None:
                     found[start] = at, signature, named
-    for start in ends:
-        if start not in found:
-            error = _clean(text[start : _end(text, start)])
-            found[start] = start, _of_exception(error), {}
+    for start, end in ends.items():
+        if end.words or start not in found:
+            signature = _of_exception(end.words or _clean(text[end.error : _end(text, start)]))
+            if start not in found or signature is not EXCEPTION:
+                found[start] = start, signature, {}
     ordinary = _ordinary_lines(text, min(found)) if found else []
     clues = []
     before: Signature | None = None
@@ -85,14 +92,15 @@ def read_log(tail: str, clock: Clock | None = None) -> tuple[Clue, ...]:
         signature = connections.of_system_error(signature, text[start : start + 2 * _AROUND])
         raised = ends.get(start)
         if raised is not None:
-            error = _clean(text[raised.error : _end(text, start)])
+            error = _clean(raised.words or text[raised.error : _end(text, start)])
             named["error"] = error[: LINE_CHARACTERS // 2]
             signature = connections.of_exception(signature, error, raised.file, before if raised.chained else None)
             following = text[_end(text, start) : _end(text, start) + _AROUND]
             signature = outside.of_exception(signature, error, raised.file, following)
             before = signature
         kind = f"xid {int(named['xid'])}" if "xid" in named else signature.kind
-        when = time_of(text[start : _end(text, start)], clock or Clock())
+        kind = recovered_kind(kind, line, text, _end(text, at)) or kind
+        when = time_of(text[start : _end(text, start)], clock)
         clues.append(
             Clue(
                 kind=kind,
@@ -101,6 +109,7 @@ def read_log(tail: str, clock: Clock | None = None) -> tuple[Clue, ...]:
                 named=named,
                 raised=raised is not None,
                 chained=raised is not None and raised.chained,
+                age_s=clock.near - when if clock.near is not None and when is not None else None,
                 lines_after=min(len(ordinary) - bisect_right(ordinary, start), MOST_LINES_AFTER),
             )
         )
@@ -127,24 +136,34 @@ def _end(text: str, start: int) -> int:
     return end if end >= 0 else min(start + _AROUND, len(text))
 
 
-def _places(text: str, signature: Signature) -> Iterator[tuple[int, int]]:
-    """(start of line, place of the literal): the first in each line, the text's first and last such lines."""
+def _places(text: str, signature: Signature, absent: set[str]) -> Iterator[tuple[int, int]]:
+    """Where any of a row's literals stands. `absent`: literals, and how some begin, that are nowhere in the text."""
     for needle in signature.needles:
-        at = text.find(needle)
-        looked = 0
-        while at >= 0 and looked < _LOOKED_AT:
-            yield text.rfind("\n", 0, at) + 1, at
-            looked += 1
-            line_end = text.find("\n", at)
-            at = text.find(needle, line_end) if line_end >= 0 else -1
-        first_half = at
-        at = len(text)
-        looked = 0
-        while first_half >= 0 and looked < _LOOKED_AT and (at := text.rfind(needle, first_half, at)) >= 0:
-            start = text.rfind("\n", 0, at) + 1
-            yield start, text.find(needle, start)
-            looked += 1
-            at = start
+        if needle[:_STEM_CHARACTERS] in absent or needle in absent:
+            continue
+        places = list(_lines_of(text, needle))
+        if not places:
+            absent.add(needle)
+        yield from places
+
+
+def _lines_of(text: str, needle: str) -> Iterator[tuple[int, int]]:
+    """(start of line, place of the literal): the first in each line, the text's first and last such lines."""
+    at = text.find(needle)
+    looked = 0
+    while at >= 0 and looked < _LOOKED_AT:
+        yield text.rfind("\n", 0, at) + 1, at
+        looked += 1
+        line_end = text.find("\n", at)
+        at = text.find(needle, line_end) if line_end >= 0 else -1
+    first_half = at
+    at = len(text)
+    looked = 0
+    while first_half >= 0 and looked < _LOOKED_AT and (at := text.rfind(needle, first_half, at)) >= 0:
+        start = text.rfind("\n", 0, at) + 1
+        yield start, text.find(needle, start)
+        looked += 1
+        at = start
 
 
 def _confirmed(text: str, start: int, at: int, signature: Signature) -> dict[str, str] | None:
@@ -155,49 +174,19 @@ def _confirmed(text: str, start: int, at: int, signature: Signature) -> dict[str
     match = signature.pattern.search(window)
     if match is None:
         return None
-    return {name: value for name, value in match.groupdict().items() if value is not None}
-
-
-class _TracebackEnd(NamedTuple):
-    """An exception that ends a traceback. `error`: start of its text, behind a prefix such as `[rank5]: `; `file`: the
-    innermost of its frames."""
-
-    error: int
-    chained: bool
-    file: str
-
-
-def _exceptions(text: str) -> dict[int, _TracebackEnd]:
-    """By the start of the line."""
-    found: dict[int, _TracebackEnd] = {}
-    for start, at in _places(text, msgspec.structs.replace(EXCEPTION, needles=(_TRACEBACK,))):
-        prefix = text[start:at]
-        if len(prefix) > 120:
-            continue
-        before = text[max(0, start - 400) : start]
-        innermost = -1
-        line = text.find("\n", at) + 1
-        for _ in range(400):
-            if not line or line >= len(text):
-                break
-            if not text.startswith(prefix, line):
-                break  # another process wrote in between: its end cannot be told
-            bare = line + len(prefix)
-            if text[bare : bare + 1] not in (" ", "\t", "\n"):
-                if _EXCEPTION.match(text, bare, _end(text, bare)):
-                    frame = _FRAME.match(text, innermost, _end(text, innermost)) if innermost >= 0 else None
-                    chained = any(words in before for words in _CHAINED)
-                    found[line] = _TracebackEnd(bare, chained, frame[1] if frame is not None else "")
-                break
-            if text.startswith(_FRAME_BEGINS, bare):
-                innermost = bare
-            line = text.find("\n", bare) + 1
-    return found
+    named = {name: value for name, value in match.groupdict().items() if value is not None}
+    if signature.preceding is not None and not named:
+        before = [*signature.preceding.finditer(text, max(0, start - _AROUND), start)]
+        named = before[-1].groupdict() if before else {}
+    return named
 
 
 def _of_exception(error: str) -> Signature:
+    """The row of an exception whose line no other row matched, or whose text is not one line of the log."""
     for signature in SIGNATURES:
-        if signature.raised and any(needle in error for needle in signature.needles):
+        if signature.node_wide or not any(needle in error for needle in signature.needles):
+            continue
+        if signature.pattern is None or signature.pattern.search(error):
             return signature
     return EXCEPTION
 

@@ -182,9 +182,10 @@ class _Verdict:
         return f"rank {report.rank}{'' if signature.words.startswith(verbs) else ':'}"
 
     def _words(self) -> str:
+        named = self.root.clue.named if self.root.clue is not None else {}
         words = self.root.signature.words
-        for name in ("error", "sxid"):
-            words = words.replace(f"{{{name}}}", self.root.named(name))
+        for name, value in named.items():
+            words = words.replace(f"{{{name}}}", value)
         return words
 
     def _advice(self) -> str:
@@ -227,9 +228,13 @@ class _Verdict:
         if self.root.signature.kind == "node failure":
             gone = {report.node for report in self.reports if report.ended and report.exit is None}
             node = self.root.named("node") or (next(iter(gone)) if len(gone) == 1 else None)
+        else:
+            node = self.root.named("node") or node
         ranks = tuple(report.rank for report in self.reports if report.node == node and report.ended)
         subject = f"node {node}" if node else "job"
-        words = self._words() if node == self.root.node else "Slurm lost this node" if node else "Slurm lost a node"
+        words = self._words()
+        if self.root.signature.kind == "node failure" and node != self.root.node:
+            words = "Slurm lost this node" if node else "Slurm lost a node"
         blames = single.blames_node and node is not None and len(self.nodes) == 1
         return single.but(cause=f"{subject}: {words}", ranks=ranks, node=node, device=None, blames_node=blames)
 

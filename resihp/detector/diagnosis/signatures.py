@@ -24,6 +24,9 @@ Category = Literal[
     "device", "link", "node", "memory", "storage", "service", "program", "allocation", "secondary", "unknown"
 ]  # fmt: skip
 Component = Literal["process", "device", "node", "link", "script"]
+Tie = Literal["", "network", "storage", "moment", "silence", "nothing"]
+"""What an end must have to do with a line about a node's parts before the line explains it: a lost connection, a file,
+the same moment, also that nobody said a word of its own; or nothing does. See `ties`."""
 
 
 class Depth(IntEnum):
@@ -91,6 +94,9 @@ class Signature(msgspec.Struct, frozen=True):
     advice: str
     raised: bool = False
     node_wide: bool = False
+    tie: Tie = ""
+    preceding: re.Pattern[str] | None = None
+    """Names what the line itself does not: looked for in the lines just before it."""
 
 
 def _row(
@@ -106,6 +112,8 @@ def _row(
     certainty: float | None = None,
     advice: str | None = None,
     raised: bool = False,
+    tie: Tie = "",
+    preceding: str = "",
 ) -> Signature:
     default = DEFAULTS[category]
     return Signature(
@@ -120,6 +128,8 @@ def _row(
         certainty=default.certainty if certainty is None else certainty,
         advice=default.advice if advice is None else advice,
         raised=raised,
+        tie=tie,
+        preceding=re.compile(preceding) if preceding else None,
     )
 
 
@@ -130,27 +140,29 @@ _BUS = r"(?:PCI:)?(?P<bus>[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2})"
 _PROCESS = r"(?P<pid>\d{1,10})"
 _FABRIC = "systemctl status nvidia-fabricmanager on the node"
 _OOM = "torch.cuda.memory_summary(); smaller micro-batches, more pipeline stages or recomputation"
+_OTHER_PORT = "ss -ltnp on the node shows who holds the port; let the system choose one (port 0), or name another"
 _SHM = "df -h /dev/shm on the node; a larger /dev/shm, or fewer DataLoader workers"
 _BAD_ACCESS = "run again with CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer; if it repeats on this GPU: dcgmi diag -r 3"
 
 _KERNEL = (
     _row("xid", "device", NAMED, "", "NVRM: Xid (",
-        rf"Xid \({_BUS}[^)]{{0,4}}\): (?P<xid>\d{{1,4}})\b(?:, pid='?(?P<pid>\d{{1,10}})\b)?"),
+        rf"Xid \({_BUS}[^)]{{0,48}}\): (?P<xid>\d{{1,4}})\b(?:, pid=['\"]?(?P<pid>\d{{1,10}})\b)?"),
     _row("sxid fatal", "link", NAMED, "NVSwitch reported a fatal error (SXid {sxid})", "SXid (",
-        rf"SXid \({_BUS}[^)]{{0,4}}\): (?P<sxid>\d{{1,6}}), Fatal", blames=True, certainty=0.9, advice=_FABRIC),
+        rf"SXid \({_BUS}[^)]{{0,48}}\): (?P<sxid>\d{{1,6}}), Fatal", blames=True, certainty=0.9, advice=_FABRIC),
     _row("sxid", "link", SIGN, "NVSwitch reported an error (SXid {sxid})", "SXid (",
-        rf"SXid \({_BUS}[^)]{{0,4}}\): (?P<sxid>\d{{1,6}})", advice=_FABRIC),
+        rf"SXid \({_BUS}[^)]{{0,48}}\): (?P<sxid>\d{{1,6}})", advice=_FABRIC),
     _row("gpu off the bus", "device", NAMED, "GPU has fallen off the bus", "fallen off the bus",
-        rf"NVRM: .{{0,40}}{_BUS}", advice="drain the node, power-cycle it, then dcgmi diag -r 3"),
+        rf"NVRM: .{{0,40}}{_BUS}|NVRM: .{{0,80}}fallen off", preceding=rf"NVRM: The NVIDIA GPU {_BUS}",
+        advice="drain the node, power-cycle it, then dcgmi diag -r 3"),
     _row("gpu initialisation", "device", NAMED, "GPU could not be initialised by its driver", "RmInitAdapter failed",
         rf"NVRM: GPU {_BUS}"),
     _row("row remapping", "device", NAMED, "GPU could not remap a row of its memory", "Row Remapper: Error"),
     _row("pcie fatal", "node", NAMED, "PCIe reported an uncorrected error", ("AER: Uncorrect",
-        "AER: Multiple Uncorrect", "severity=Uncorrect"), r"Uncorrect(?:ed|able) \((?:Fatal|Non-Fatal)"),
+        "AER: Multiple Uncorrect", "severity=Uncorrect"), r"Uncorrect(?:ed|able) \((?:Fatal|Non-Fatal)", tie="moment"),
     _row("machine check", "node", NAMED, "CPU or memory reported a hardware error", ("Machine Check Exception",
         "Machine Check:"), r"Machine Check(?: Exception|: \d)"),
     _row("hardware error", "node", NAMED, "hardware reported an uncorrected error", "[Hardware Error]: event severity:",
-        "severity: (?:fatal|recoverable)"),
+        "severity: (?:fatal|recoverable)", tie="moment"),
     _row("uncorrected memory", "node", NAMED, "host memory had an uncorrected error", "EDAC MC",
         r"EDAC MC\d{1,3}: \d{1,9} UE "),
     _row("poisoned memory", "node", NAMED, "host memory had an uncorrected error", "due to hardware memory corruption",
@@ -163,34 +175,44 @@ _KERNEL = (
     _row("overheated", "node", NAMED, "shut down at its critical temperature", "critical temperature reached"),
     _row("cpu throttled", "node", SIGN, "CPU was throttled at its temperature limit", "temperature above threshold",
         blames=False, certainty=0.4, advice="check fans and air flow of the node; turbostat"),
-    _row("soft lockup", "node", SIGN, "a CPU was stuck in the kernel", "BUG: soft lockup", certainty=0.5),
+    _row("soft lockup", "node", SIGN, "a CPU was stuck in the kernel", "BUG: soft lockup", certainty=0.5,
+        tie="moment"),
     _row("blocked task", "storage", SIGN, "a process waited for disk or file system for minutes",
         "blocked for more than", rf"task [^:]{{1,32}}:{_PROCESS} blocked", certainty=0.4),
     _row("memory cgroup", "memory", NAMED, "killed by the kernel: its memory limit was reached",
-        "Memory cgroup out of memory: Kill", rf"Kill(?:ed)? process {_PROCESS}"),
-    _row("host memory", "memory", NAMED, "killed by the kernel: the node was out of memory", "Out of memory: Kill",
-        rf"Kill(?:ed)? process {_PROCESS}",
+        ("Memory cgroup out of memory", "oom-kill:constraint="),
+        rf"(?:of memory.{{0,40}}: (?:OOM k|K)ill(?:ed)? process |CONSTRAINT_MEMCG.{{0,400}},pid=){_PROCESS}"),
+    _row("host memory", "memory", NAMED, "killed by the kernel: the node was out of memory",
+        ("Out of memory: Kill", "Out of memory (oom_kill", "oom-kill:constraint="),
+        rf"(?:of memory.{{0,40}}: Kill(?:ed)? process |CONSTRAINT_(?!MEMCG).{{0,400}},pid=){_PROCESS}",
         advice="ask for the node's memory as a whole (--mem=0 --exclusive), or use less"),
     _row("kernel segfault", "program", TOLD, "ended by a segmentation fault", "segfault at ",
         rf"\[{_PROCESS}\]: segfault at", component="process", certainty=0.5,
         advice="PYTHONFAULTHANDLER=1 shows where; if it repeats on this node: dcgmi diag -r 3"),
     _row("kernel trap", "program", TOLD, "ended by a processor exception", ("general protection",
         "trap invalid opcode"), rf"\[{_PROCESS}\]", component="process", certainty=0.5),
-    _row("port down", "link", NAMED, "network port went down", ("Link down", "NIC Link is Down",
-        "link status definitely down", "Cable unplugged"), r"mlx5|NIC Link|bond\w{0,8}: |Port module", blames=True,
-        certainty=0.8),
+    _row("port down", "link", NAMED, "network port went down", ("Link down", "NIC Link is",
+        "link status definitely down", "Cable unplugged"), r"mlx5|NIC Link is [Dd]own|bond\w{0,8}: |Port module",
+        blames=True, certainty=0.8, tie="network"),
     _row("nic failure", "link", NAMED, "network adapter failed", "mlx5_core",
         r"health compromised|reached miss count|leak of a command|Port module event\[error\]|ealth poll failed|synd 0x",
-        blames=True, certainty=0.9, advice="drain the node; mlxfwreset or power-cycle, then ibdiagnet"),
-    _row("nic stuck", "link", NAMED, "network adapter stopped sending", "NETDEV WATCHDOG", blames=True, certainty=0.7),
+        blames=True, certainty=0.9, advice="drain the node; mlxfwreset or power-cycle, then ibdiagnet", tie="network"),
+    _row("nic stuck", "link", NAMED, "network adapter stopped sending", "NETDEV WATCHDOG", blames=True, certainty=0.7,
+        tie="network"),
     _row("disk failure", "storage", NAMED, "a disk of the node failed", ("I/O error, dev ", "Buffer I/O error on dev",
         "controller is down; will reset"), component="node", blames=True, certainty=0.9,
-        advice="drain the node; smartctl -a or nvme smart-log of the disk"),
+        advice="drain the node; smartctl -a or nvme smart-log of the disk", tie="storage"),
     _row("file system damaged", "storage", NAMED, "a file system of the node is damaged", ("EXT4-fs error",
         "Corruption detected. Unmount"), component="node", blames=True, certainty=0.8,
-        advice="drain the node and run fsck"),
-    _row("file server silent", "storage", NAMED, "a file server does not answer", ("nfs: server ", "LustreError: "),
-        r"not responding|LustreError: "),
+        advice="drain the node and run fsck", tie="storage"),
+    _row("file server silent", "storage", NAMED, "a file server does not answer", ("nfs: server ", "LustreError: ",
+        "in progress operations using this service"), r"not responding|LustreError: |Lustre: ", tie="storage"),
+    _row("link recovered", "link", SIGN, "network port was down for a while", (), blames=False, certainty=0.3,
+        tie="network"),
+    _row("storage recovered", "storage", SIGN, "a disk or file server did not answer for a while", (), certainty=0.3,
+        tie="storage"),
+    _row("pcie recovered", "node", SIGN, "PCIe reported an error and recovered", (), blames=False, certainty=0.0,
+        tie="nothing"),
 )  # fmt: skip
 
 _SLURM = (
@@ -201,7 +223,33 @@ _SLURM = (
     _row("node failure", "node", NAMED, "Slurm lost the node", ("DUE TO NODE FAILURE", "Node failure on "),
         r"NODE FAILURE|failure on (?P<node>[\w.-]{1,64})", advice="scontrol show node; slurmctld's log tells why"),
     _row("slurm oom", "memory", NAMED, "killed at the memory limit of its Slurm step", ("oom_kill event",
-        "oom-kill event", ": Out Of Memory"), r"Detected \d{1,6} oom.kill|tasks? [\d,-]{1,64}: Out Of Memory"),
+        "oom-kill event", ": Out Of Memory", " memory limit (", "cgroup out-of-memory handler"),
+        r"Detected [1-9]\d{0,8} oom.kill|tasks? [\d,-]{1,64}: Out Of Memory|"
+        r"^(?!.{0,200}Detected 0).{0,300}cgroup out-of-memory|"
+        r"exceeded (?:virtual |job |step )?memory limit \([^)]{1,64}\), being killed"),
+    _row("memory limit reached", "memory", SIGN, "came to the memory limit of its Slurm step", ("memory limit at some",
+        "limit at least once"), r"[Ee]xceeded (?:job|step) memory limit at some|hit memory(?:\+swap)? limit at least",
+        certainty=0.4),
+    _row("unkillable", "node", SIGN, "its processes did not end when Slurm killed them", "STEPD TERMINATED ON",
+        r"TERMINATED ON (?P<node>[\w.-]{1,64}) AT .{1,40}NOT ENDING WITH SIGNALS", blames=False, certainty=0.4,
+        advice="ps -eo pid,stat,wchan:32,cmd on the node shows those in state D; dmesg -T what they wait for"),
+    _row("gpus missing", "node", NAMED, "has fewer GPUs than Slurm is configured for ({counts})",
+        ("count reported lower", "count too low"),
+        r"(?:(?:node|NodeName=) ?(?P<node>[\w.-]{1,64}) .{0,80})?gres/gpu\S{0,64} count "
+        r"(?:reported lower than configured|too low) \((?P<counts>\d{1,4} < \d{1,4})\)", certainty=0.8,
+        advice="nvidia-smi -L and dmesg -T on the node; after the repair scontrol update NodeName=NODE State=RESUME"),
+    _row("srun ports", "allocation", TOLD, "srun could not open a port ({why})", "slurm_init_msg_engine_port",
+        r"slurm_init_msg_engine_ports? error:? ?(?P<why>[^\n]{1,80})", certainty=0.7,
+        advice="ss -tan on that node shows which ports are taken; a larger SrunPortRange in slurm.conf"),
+    _row("nodes left out", "allocation", SIGN, "srun left out nodes: its list names more than it may use ({counts})",
+        "Required nodelist includes more nodes", r"max-node count \((?P<counts>\d{1,6} > \d{1,6})\)", certainty=0.5,
+        advice="make --nodes and --nodelist of the step agree"),
+    _row("epilog", "unknown", SIGN, "Slurm's epilog failed after the job ({why})", "epilog: error: ",
+        r"epilog: error: (?P<why>[^\n]{1,160})", certainty=0.2,
+        advice="the site's operators: it is no cause of what came before"),
+    _row("container", "unknown", SIGN, "its container could not be set up ({why})", ("error: pyxis: ", "spank_pyxis"),
+        r"(?:error: pyxis: |spank_)(?P<why>[^\n]{1,160})", certainty=0.5,
+        advice="read enroot's lines beside it; its folders on that node (ENROOT_DATA_PATH) have to be writable"),
     _row("cancelled", "allocation", TRANSFER, "cancelled", "CANCELLED AT ", certainty=0.6),
     _row("task ended", "secondary", AFTER, "Slurm told of an end", ("srun: error: ", "srun: Job step aborted",
         "srun: Terminating StepId"), r"error: \S{1,64}: tasks? |srun: (?:Job step aborted|Terminating)"),
@@ -251,6 +299,8 @@ _CUDA = (
         advice="run again with CUDA_LAUNCH_BLOCKING=1; dmesg -T on the node shows Xids"),
 )  # fmt: skip
 
+_FATAL = r"\b(?:port error|(?:device|QP|WQ) fatal|CQ error|catastrophic error|local work queue|local access violation)"
+"""Of the words of `ibv_event_type_str` those after which an adapter, a port or a queue pair does not work."""
 _IB = r"(?:from peer (?P<peer>[^\s<]{1,64})\S{0,16} )?with (?:status=|error )(?:\w{1,32}\()?"
 _NCCL = (
     _row("ib flushed", "secondary", AFTER, "work requests were flushed after an error", "Got completion",
@@ -258,8 +308,9 @@ _NCCL = (
     _row("ib retry exceeded", "link", TRANSFER, "transfers to its peer were not acknowledged", "Got completion",
         rf"{_IB}1[23]\b|vendor err 129"),
     _row("ib completion", "link", TRANSFER, "a transfer failed", ("NET/IB : Got completion", "NET/IB: Got completion")),
-    _row("ib event", "link", TOLD, "network adapter reported an error", ("NET/IB : Got async", "NET/IB: Got async",
-        "NET/IB : mlx", "Async fatal event"), r"(?i)async (?:fatal )?event", blames=True, certainty=0.7),
+    _row("ib event", "link", TOLD, "network adapter reported an error", ("sync event", "sync fatal event"),
+        rf"(?i)\basync fatal event(?! on SRQ)|\basync event.{{0,24}}?{_FATAL}",
+        blames=True, certainty=0.7, tie="network"),
     _row("ib no path", "link", TRANSFER, "no connection to its peer could be made", ("ibv_modify_qp failed",
         "NET/OFI Request", "No route to host", "Network is unreachable")),
     _row("ib locked memory", "memory", TOLD, "no memory could be registered with the network adapter", ("ibv_reg_mr",
@@ -270,6 +321,13 @@ _NCCL = (
     _row("nccl usage", "program", TOLD, "NCCL was used wrongly", ("ncclInvalidUsage", "ncclInvalidArgument")),
     _row("collective mismatch", "program", TOLD, "ranks called different collectives",
         ("Detected mismatch between collectives", "ran into a mismatch of collectives")),
+    _row("ras mismatch", "unknown", SIGN, "ranks were at different collectives (NCCL RAS)", "ommunicator ranks have",
+        r"ranks have different (?:\w{1,24} operation counts|status)", certainty=0.4,
+        advice="the ranks that RAS names below it are ahead or behind: look at their logs, or py-spy dump of both"),
+    _row("watchdog stuck", "unknown", SIGN, "its NCCL watchdog was stuck: a call of NCCL or CUDA hung",
+        ("watchdog got stuck for", "due to ProcessGroupNCCL watchdog hang"),
+        r"got stuck for|Terminating the process", certainty=0.4,
+        advice="py-spy dump of a rank that hangs; nvidia-smi and dmesg -T on its node"),
     _row("watchdog", "secondary", AFTER, "waited in vain for its peers in a collective",
         ("Watchdog caught collective operation timeout", "Some NCCL operations have failed or timed out",
         "detected by watchdog at work", "Timeout at NCCL work", "due to a collective timeout",
@@ -307,8 +365,10 @@ _HOST = (
     _row("no host memory", "memory", TOLD, "host memory was exhausted", ("DefaultCPUAllocator: can't allocate",
         "DefaultCPUAllocator: not enough", "std::bad_alloc", "MemoryError", "Cannot allocate memory"),
         r"\bMemoryError|Default|bad_alloc|Cannot allocate"),
-    _row("open files", "program", TOLD, "too many files were open", "Too many open files",
+    _row("open files", "program", TOLD, "too many files were open", ("Too many open files", "items of ancdata"),
         advice="ulimit -n on the nodes, or fewer files"),
+    _row("port in use", "program", TOLD, "a port that it wants to listen at is in use", ("Address already in use",
+        "EADDRINUSE", "another process is utilizing it"), component="process", advice=_OTHER_PORT),
     _row("heap", "program", TOLD, "the program damaged its own memory", ("double free or corruption", "free(): invalid",
         "malloc(): ", "corrupted size vs"), component="process"),
     # faulthandler says "Aborted" of any abort, and so of NCCL's watchdog: that is how it ended, not why.
@@ -330,7 +390,8 @@ _SECONDARY = (
 
 _PROGRAM = (
     _row("not a number", "program", RAISED, "loss or gradient is not a number", ("oss is NaN", "oss is nan",
-        "found NaN in", "found Inf in", "Unexpected result nan", "Unexpected result inf"),
+        "found NaN in", "found Inf in", "Unexpected result nan", "Unexpected result inf", "NaN found in input tensor"),
+        r"oss is N|oss is n|found (?:NaN|Inf) in|Unexpected result|(?:Error|Rank \d{1,6}\]).{0,24} NaN found",
         advice="compare with other ranks at the same weights and samples: a single deviating GPU computes wrongly"),
     _row("shapes", "program", RAISED, "raised {error}", ("shapes cannot be multiplied", "size mismatch for",
         "The size of tensor a", "Sizes of tensors must match", "is invalid for input of size", "shape mismatch"),

@@ -111,20 +111,39 @@ _KERNEL: dict[str, Sequence[str]] = {
     "xid 79": (
         "[191433.212907] NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.",
         "Mar  3 09:26:51 gpu-17 kernel: NVRM: Xid (0000:3b:00): 79, GPU has fallen off the bus.",
+        "[7.1] NVRM: Xid (PCI:000c:01:00): 79, pid=0, GPU has fallen off the bus.",
     ),
     "xid 31": (
         "[88.100000] NVRM: Xid (PCI:0000:89:00): 31, pid=2217, name=python, Ch 00000008, intr 00000000. MMU Fault: "
         "ENGINE GRAPHICS GPCCLIENT_T1_4 faulted @ 0x7f0a_5c000000. Fault is of type FAULT_PDE ACCESS_TYPE_VIRT_READ",
     ),
+    "xid 94": (
+        "[7.1] NVRM: Xid (PCI:0000:3b:00 GPU-I:01): 94, pid='<unknown>', name=<unknown>, Contained: SM (0x1). RST: No",
+        "[7.1] NVRM: Xid (PCI:0000:3b:00 GPU-I:01 GPU-CI:00): 94, pid=2217, name=python3, Contained: SM (0x1). RST: No",
+    ),
+    "xid 45": (
+        "[7.1] NVRM: Xid (PCI:0000:dc:00 GPU-I:13 GPU-CI:02): 45, pid=2217, name=pt_main_thread, Ch 00000001 caused by "
+        "previous Xid 149",
+    ),
     "xid 63": (
         "NVRM: Xid (PCI:0000:b3:00): 63, pid=1, Row Remapper: New row (0x00000000035c21c9) marked for remapping",
+    ),
+    "xid 149": (
+        "[7.1] NVRM: Xid (PCI:0019:01:00): 149, NETIR_LINK_EVT Fatal XC0 i0 Link 05 (0x025001c6 0x00000000 0x00000000)",
+        "[7.1] NVRM: Xid (PCI:0019:01:00): 149, pid='<unknown>', name=<unknown>, NETIR_BER_EVENT Nonfatal XC1 i0 Link "
+        "3",
     ),
     "xid 145": ("NVRM: Xid (PCI:0000:9b:00): 145, RLW_REMAP Nonfatal XC0 i0 Link 0 (0x00000010 0x00000004)",),
     "sxid fatal": ("[7.1] nvidia-nvswitch3: SXid (PCI:0000:c1:00.0): 20034, Fatal, Link 30 LTSSM Fault Up",),
     "sxid": (
         "[7.1] nvidia-nvswitch0: SXid (PCI:0000:85:00.0): 12028, Non-fatal, Link 32 egress non-posted PRIV error",
     ),
-    "gpu off the bus": ("[9.9] NVRM: GPU 0000:3b:00.0: GPU has fallen off the bus.",),
+    "gpu off the bus": (
+        "[9.9] NVRM: GPU 0000:3b:00.0: GPU has fallen off the bus.",
+        "[9.9] NVRM: The NVIDIA GPU 0000:3b:00.0 (PCI ID: 10de:2330) installed in this system has fallen off the bus",
+        "[ 1843.308145] NVRM: The NVIDIA GPU 0000:3b:00.0\n               NVRM: (PCI ID: 10de:26b5) installed in this "
+        "system has\n               NVRM: fallen off the bus and is not responding to commands.",
+    ),
     "gpu initialisation": ("[5.5] NVRM: GPU 0000:3b:00.0: RmInitAdapter failed! (0x26:0x56:1474)",),
     "row remapping": ("[5.5] NVRM: GPU0 Row Remapper: Error recording row remapping for row 0x2a1 in the InfoROM",),
     "pcie fatal": (
@@ -147,8 +166,17 @@ _KERNEL: dict[str, Sequence[str]] = {
     "blocked task": ("[5.5] INFO: task python:2217 blocked for more than 120 seconds.",),
     "memory cgroup": (
         "[5.5] Memory cgroup out of memory: Killed process 2217 (python) total-vm:91823412kB, anon-rss:64891234kB",
+        "[5.5] Memory cgroup out of memory: Kill process 2217 (python) score 998 or sacrifice child",
+        "[5.5] oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),cpuset=step_0,mems_allowed=0-1,oom_memcg=/slurm/"
+        "uid_1000/job_4711,task_memcg=/slurm/uid_1000/job_4711/step_0/task_3,task=pt_main_thread,pid=2217,uid=1000",
     ),
-    "host memory": ("[5.5] Out of memory: Killed process 2217 (python) total-vm:91823412kB, anon-rss:64891234kB",),
+    "host memory": (
+        "[5.5] Out of memory: Killed process 2217 (python) total-vm:91823412kB, anon-rss:64891234kB",
+        "[5.5] Out of memory: Kill process 2217 (python) score 903 or sacrifice child",
+        "[5.5] Out of memory (oom_kill_allocating_task): Killed process 2217 (python) total-vm:91823412kB",
+        "[5.5] oom-kill:constraint=CONSTRAINT_NONE,nodemask=(null),cpuset=/,mems_allowed=0-1,global_oom,task_memcg=/"
+        "user.slice,task=python,pid=2217,uid=1000",
+    ),
     "kernel segfault": ("[5.5] python[2217]: segfault at 0 ip 00007f2b1c0a1b2e sp 00007ffd8 error 4 in libc.so.6",),
     "kernel trap": (
         "[5.5] traps: python[2217] general protection fault ip:7f2b1c0a1b2e sp:7ffd8 error:0 in libc.so.6",
@@ -157,6 +185,7 @@ _KERNEL: dict[str, Sequence[str]] = {
         "[5.5] mlx5_core 0000:5e:00.0 ens1f0: Link down",
         "[5.5] mlx5_core 0000:5e:00.0: Port module event: module 0, Cable unplugged",
         "[5.5] bnxt_en 0000:5e:00.0 eth0: NIC Link is Down",
+        "[5.5] igb 0000:02:00.0 eno1: igb: eno1 NIC Link is Down",
         "[5.5] bond0: (slave eth0): link status definitely down, disabling slave",
     ),
     "nic failure": (
@@ -174,6 +203,48 @@ _KERNEL: dict[str, Sequence[str]] = {
         "[5.5] nfs: server fs1 not responding, still trying",
         "[5.5] LustreError: 11-0: scratch-OST0004-osc-ffff9: operation ost_read to node 10.0.0.4@o2ib failed: rc = "
         "-107",
+        "[5.5] Lustre: scratch-OST0004-osc-ffff9: Connection to scratch-OST0004 (at 10.0.0.4@o2ib) was lost; in "
+        "progress operations using this service will wait for recovery to complete",
+        "[5.5] LustreError: 167-0: scratch-MDT0000-mdc-ffff9: This client was evicted by scratch-MDT0000; in progress "
+        "operations using this service will fail.",
+    ),
+    "link recovered": (
+        "[5.5] bnxt_en 0000:5e:00.0 eth0: NIC Link is Down\n[8.5] bnxt_en 0000:5e:00.0 eth0: NIC Link is Up, 100000 "
+        "Mbps full duplex, Flow control: none",
+        "[5.5] igb 0000:02:00.0 eno1: igb: eno1 NIC Link is Down\n[9.5] igb 0000:02:00.0 eno1: igb: eno1 NIC Link is "
+        "Up "
+        "1000 Mbps Full Duplex, Flow Control: RX/TX",
+        "[5.5] mlx5_core 0000:5e:00.0 ens1f0: Link down\n[7.5] mlx5_core 0000:5e:00.0 ens1f0: Link up",
+        "[5.5] mlx5_core 0000:5e:00.0: Port module event: module 0, Cable unplugged\n[7.5] mlx5_core 0000:5e:00.0: "
+        "Port "
+        "module event: module 0, Cable plugged",
+        "[5.5] bond0: (slave eth0): link status definitely down, disabling slave\n[7.5] bond0: (slave eth0): link "
+        "status "
+        "definitely up, 25000 Mbps full duplex",
+        "[5.5] NETDEV WATCHDOG: eth0 (bnxt_en): transmit queue 3 timed out\n[9.5] bnxt_en 0000:5e:00.0 eth0: NIC Link "
+        "is "
+        "Up, 100000 Mbps full duplex",
+        "[5.5] mlx5_core 0000:5e:00.0: poll_health:800:(pid 0): device's health compromised - reached miss count\n"
+        "[9.5] mlx5_core 0000:5e:00.0: mlx5_health_try_recover:350:(pid 7): health recovery succeeded",
+        "gpu-17:983:1261 [3] NCCL WARN NET/IB : mlx5_0:1 Got non-fatal async event: port error(10)\n"
+        "gpu-17:983:1261 [3] NCCL WARN NET/IB : mlx5_0:1 Got non-fatal async event: client reregistration(17)\n"
+        "gpu-17:983:1261 [3] NCCL WARN NET/IB : mlx5_0:1 Got non-fatal async event: port active(9)",
+    ),
+    "storage recovered": (
+        "[5.5] nfs: server fs1 not responding, still trying\n[9.5] nfs: server fs1 OK",
+        "[5.5] LustreError: 166-1: MGC10.0.0.1@o2ib: Connection to MGS (at 10.0.0.1@o2ib) was lost; in progress "
+        "operations using this service will fail\n[6.5] Lustre: MGC10.0.0.1@o2ib: Connection restored to MGS",
+        "[5.5] LustreError: 11-0: scratch-OST0004-osc-ffff9: operation ost_read to node 10.0.0.4@o2ib failed: rc = -107"
+        "\n[5.6] Lustre: scratch-OST0004-osc-ffff9: Connection to scratch-OST0004 (at 10.0.0.4@o2ib) was lost; in "
+        "progress operations using this service will wait for recovery to complete\n"
+        "[6.5] Lustre: scratch-OST0004-osc-ffff9: Connection restored to scratch-OST0004 (at 10.0.0.4@o2ib)",
+        "[5.5] nvme nvme0: controller is down; will reset: CSTS=0xffffffff, PCI_STATUS=0xffff\n[9.5] nvme nvme0: "
+        "16/0/0 "
+        "default/read/poll queues",
+    ),
+    "pcie recovered": (
+        "[5.5] pcieport 0000:3a:00.0: AER: Uncorrected (Non-Fatal) error received: 0000:3b:00.0\n[6.5] pcieport "
+        "0000:3a:00.0: AER: device recovery successful",
     ),
 }
 _SLURM: dict[str, Sequence[str]] = {
@@ -189,6 +260,50 @@ _SLURM: dict[str, Sequence[str]] = {
         "slurmstepd: error: Detected 2 oom-kill event(s) in StepId=191.batch cgroup. Some of your processes may have "
         "been killed by the cgroup out-of-memory handler.",
         "srun: error: gpu-17: task 4: Out Of Memory",
+        "srun: error: gpu-17: tasks 0-3,5: Out Of Memory",
+        "slurmstepd: error: Detected 1 oom-kill event(s) in step 370626.batch cgroup",
+        "Some of your processes may have been killed by the cgroup out-of-memory handler.",
+        "slurmstepd: error: Job 4711 exceeded memory limit (33893560 > 33554432), being killed",
+        "slurmstepd: error: Step 4711.0 exceeded memory limit (33893560 > 33554432), being killed",
+        "[2025-03-03T09:26:51.123] [4711.0] error: StepId=4711.0 exceeded memory limit (34706 > 34359), being killed",
+        "slurmstepd: error: StepId=4711_5.batch exceeded virtual memory limit (34706 > 34359), being killed",
+    ),
+    "memory limit reached": (
+        "slurmstepd: error: Exceeded job memory limit at some point.",
+        "slurmstepd: StepId=4711.0 hit memory+swap limit at least once during execution. This may or may not result in "
+        "some failure.",
+    ),
+    "unkillable": (
+        "[2025-03-03T09:26:51.002] [4711.0] error: *** STEP 4711.0 STEPD TERMINATED ON n0 AT 2025-03-03T09:26:51 DUE "
+        "TO "
+        "JOB NOT ENDING WITH SIGNALS ***",
+        "slurmstepd: error: *** JOB 4711 STEPD TERMINATED ON n0 AT 2025-03-03T09:26:51 DUE TO JOB NOT ENDING WITH "
+        "SIGNALS ***",
+        "slurmstepd: error: *** EXTERN STEP FOR 4711 STEPD TERMINATED ON n0 AT 2025-03-03T09:26:51 DUE TO JOB NOT "
+        "ENDING "
+        "WITH SIGNALS ***",
+    ),
+    "gpus missing": (
+        "Reason=gres/gpu count reported lower than configured (0 < 8) [slurm@2025-03-03T09:26:51]",
+        "error: Setting node n0 state to DRAIN with reason:gres/gpu count too low (4 < 8)",
+        "error: Setting node n0 state to INVAL with reason:gres/gpu count reported lower than configured (7 < 8)",
+    ),
+    "srun ports": (
+        "srun: error: slurm_init_msg_engine_port error Address already in use",
+        "srun: fatal: slurm_init_msg_engine_port error Too many open files",
+    ),
+    "nodes left out": (
+        "srun: error: Required nodelist includes more nodes than permitted by max-node count (2 > 1). Eliminating "
+        "nodes "
+        "from the nodelist.",
+    ),
+    "epilog": (
+        "slurmd[13562]: spank-epilog: error: pyxis: mkdir: cannot create directory '/opt/nvme/tmp/enroot/data': "
+        "Permission denied",
+    ),
+    "container": (
+        "slurmstepd: error: pyxis: container start failed with error code: 1",
+        "slurmstepd: error: spank: required plugin spank_pyxis.so: task_init() failed with rc=-1",
     ),
     "cancelled": ("slurmstepd: error: *** STEP 4711.0 ON gpu-17 CANCELLED AT 2025-03-03T09:26:51 ***",),
     "task ended": (
@@ -267,7 +382,18 @@ _NCCL: dict[str, Sequence[str]] = {
         "gpu-17:983:1261 [3] NCCL WARN NET/IB : Got completion from peer 10.0.0.2<55921> with status=10 opcode=2 len=0 "
         "vendor err 136 (Send)",
     ),
-    "ib event": ("gpu-17:983:1261 [3] NCCL WARN NET/IB : mlx5_0:1 Got async event : port error",),
+    "ib event": (
+        "gpu-17:983:1261 [3] NCCL WARN NET/IB: mlx5_0:1 Got async event : local access violation work queue error",
+        "gpu-17:983:1261 [3] NCCL WARN NET/IB : mlx5_0:1 Got async event : port error",
+        "gpu-17:983:1261 [3] NCCL WARN NET/IB : Got async event : local catastrophic error",
+        "[2025-03-03 09:26:51] gpu-17:983:1261 [3] transport/net_ib.cc:253 NCCL WARN NET/IB : mlx5_3:1 Got non-fatal "
+        "async event: port error(10)",
+        "gpu-17:983:1261 [3] transport/net_ib.cc:226 NCCL WARN NET/IB : mlx5_0:1 async fatal event: local catastrophic "
+        "error",
+        "gpu-17:983:1261 [3] transport/net_ib.cc:235 NCCL WARN NET/IB : mlx5_0:1 async fatal event on QP (0x7f0a5c): "
+        "local access violation work queue error",
+        "gpu-17:983:1261 [3] NCCL WARN NET/IB : bnxt_re0:1 async fatal event on CQ (0x7f0a5c): CQ error",
+    ),
     "ib no path": (
         "gpu-17:983:1261 [3] NCCL WARN Call to ibv_modify_qp failed with error Connection timed out errno 110",
         "gpu-17:983:1261 [3] misc/socket.cc:484 NCCL WARN socketStartConnect: Connect to 10.0.0.2<44545> failed : No "
@@ -279,6 +405,24 @@ _NCCL: dict[str, Sequence[str]] = {
         "bytes",
         "ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory (shm).",
         "RuntimeError: unable to write to file </torch_2217_1>: No space left on device (28): shared memory object",
+    ),
+    "ras mismatch": (
+        "#0-0 (fa93daea854b060b) MISMATCH\n  Communicator ranks have different AllGather operation counts\n  30 ranks "
+        "have "
+        "launched up to operation 640\n  2 ranks have launched up to operation 641\n  Rank 12 -- GPU 4 managed by "
+        "process "
+        "323032 on node 192.0.2.124",
+        "  Communicator ranks have different status",
+    ),
+    "watchdog stuck": (
+        "[rank7]:[E626 05:14:36.393067540 ProcessGroupNCCL.cpp:1743] [PG ID 0 PG GUID 0(default_pg) Rank 7] "
+        "ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress in monitoring enqueued "
+        "collectives. This typically indicates a NCCL/CUDA API (e.g., CudaEventDestroy) hang blocking the watchdog, "
+        "and "
+        "could be triggered by another thread holding the GIL inside a CUDA api",
+        "[rank7]:[F626 05:22:36.393067540 ProcessGroupNCCL.cpp:1554] [PG ID 0 PG GUID 0(default_pg) Rank 7] "
+        "Terminating "
+        "the process after attempting to dump debug info, due to ProcessGroupNCCL watchdog hang.",
     ),
     "nccl usage": ("ncclInvalidUsage: This usually reflects invalid usage of NCCL library.",),
     "collective mismatch": (
@@ -330,7 +474,15 @@ _HOST: dict[str, Sequence[str]] = {
         "OSError: [Errno 12] Cannot allocate memory",
         "terminate called after throwing an instance of 'std::bad_alloc'",
     ),
-    "open files": ("OSError: [Errno 24] Too many open files",),
+    "open files": ("OSError: [Errno 24] Too many open files", "RuntimeError: received 0 items of ancdata"),
+    "port in use": (
+        "ConnectionError: Tried to launch distributed communication on port `11986`, but another process is utilizing "
+        "it.",
+        "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. "
+        "port: "
+        "29500, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use",
+        "OSError: [Errno 98] Address already in use",
+    ),
     "heap": ("double free or corruption (!prev)", "malloc(): unsorted double linked list corrupted"),
     "fatal python": ("Fatal Python error: Segmentation fault",),
     "peer closed": (
@@ -359,6 +511,7 @@ _HOST: dict[str, Sequence[str]] = {
 _PROGRAM: dict[str, Sequence[str]] = {
     "not a number": (
         "ERROR: loss is NaN in iteration 812, stopping",
+        "RuntimeError: [Rank 3]: NaN found in input tensor (TORCH_NCCL_NAN_CHECK)",
         traceback("RuntimeError: Unexpected result nan (message='found NaN in local forward loss calculation')"),
     ),
     "shapes": (
@@ -388,6 +541,7 @@ _PROGRAM: dict[str, Sequence[str]] = {
         traceback("KeyError: 'input_ids'", "[rank5]: "),
         traceback("AssertionError"),
         traceback("my_project.errors.Diverged: gave up"),
+        traceback("__main__.main.<locals>.DataError: shard 17 is empty"),
     ),
 }
 

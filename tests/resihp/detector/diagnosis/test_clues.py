@@ -21,7 +21,7 @@ NOISE = (
     "gpu-17:2217:2301 [3] NCCL INFO Channel 00/08 : 0 1 2 3",
     "/opt/torch/amp.py:12: FutureWarning: `torch.cuda.amp.GradScaler(args...)` is deprecated",
     "UserWarning: apex not found, ImportError ignored",
-    "[191000.000001] mlx5_core 0000:5e:00.0 ens1f0: Link up",
+    "[191000.000001] mlx5_core 0000:5f:00.0 ens2f0: Link up",
     "[191000.000001] pcieport 0000:3a:00.0: AER: Corrected error received: 0000:3b:00.0",
     "[191000.000001] {2}[Hardware Error]: event severity: corrected",
     "loss: nan is what we would print in case of an Error",

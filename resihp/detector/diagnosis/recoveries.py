@@ -1,0 +1,107 @@
+"""Which trouble of a node's parts was over again: a port that came back up, a file server that answered.
+
+Decides only what a line says together with a later one of the same text; `clues` asks, and tells a weaker kind where
+the later line is there. What recovered may still have broken a connection, so it stays a sign. Pure.
+
+Texts are those of the Linux kernel's network, bonding, NFS, NVMe and PCIe code, of mlx5, Lustre, and of NCCL.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import msgspec
+
+MAX_LINES = 256
+"""Later lines looked at for each literal."""
+_LINE_CHARACTERS = 600
+
+
+class TroubleEnd(msgspec.Struct, frozen=True):
+    """How the end of one kind of trouble is told. `part`: finds the port, server or disk in a line of either sort, in
+    the one group that matched; lines of two different parts have nothing to do with each other."""
+
+    kind: str
+    needles: tuple[str, ...]
+    ended: re.Pattern[str]
+    part: re.Pattern[str]
+
+
+_PORT = TroubleEnd(
+    "link recovered",
+    ("ink is Up", "ink is up", "Link up", "Link Up", "link status definitely up", "Cable plugged", "becomes ready"),
+    re.compile(r"[Ll]ink is [Uu]p|Link [Uu]p|link status definitely up|Cable plugged|link becomes ready"),
+    re.compile(
+        r"(?:slave|backup) ([^\s)]{1,32})|for interface ([^\s,]{1,32})|mlx5_core (\S{1,32}): Port module|"
+        r"NETDEV WATCHDOG: (?:CPU: \d{1,5}: )?(\S{1,32}) \(|([^\s:]{1,32}):? (?:NIC )?[Ll]ink (?:is |becomes |up|down)"
+    ),
+)
+_FILE_SERVER = TroubleEnd(
+    "storage recovered",
+    ("Connection restored", "nfs: server "),
+    re.compile(r"Connection restored|nfs: server \S{1,255} OK"),
+    re.compile(r"nfs: server (\S{1,255})|([\w.-]{1,64}-(?:OST|MDT)[0-9a-fA-F]{4})|(MG)[CS]"),
+)
+RECOVERIES: Mapping[str, TroubleEnd] = {
+    "port down": _PORT,
+    "nic stuck": _PORT,
+    "nic failure": TroubleEnd(
+        "link recovered",
+        ("health recovery succeeded", "recovered after timeout"),
+        re.compile(r"mlx5_core .{0,200}(?:recovery succeeded|recovered after)"),
+        re.compile(r"mlx5_core ([\da-fA-F:.]{7,16})"),
+    ),
+    "file server silent": _FILE_SERVER,
+    "disk failure": TroubleEnd(
+        "storage recovered",
+        ("default/read/poll queues",),
+        re.compile(r"\d{1,5}/\d{1,5}/\d{1,5} default/read/poll queues"),
+        re.compile(r"(nvme\d{1,4})"),
+    ),
+    "pcie fatal": TroubleEnd(
+        "pcie recovered",
+        ("evice recovery successful",),
+        re.compile(r"AER: [Dd]evice recovery successful"),
+        re.compile(r"pcieport ([\da-fA-F:.]{7,16}): AER"),
+    ),
+    "ib event": TroubleEnd(
+        "link recovered",
+        ("port active",),
+        re.compile(r"async event.{0,24}port active"),
+        re.compile(r"\b(\w{1,32}:\d{1,3}) Got\b"),
+    ),
+}
+
+
+def recovered_kind(kind: str, line: str, text: str, after: int) -> str | None:
+    """Return the kind of a trouble that was over again: `line` tells of it, `text` from `after` on is what came later.
+
+    None if nothing later in the text says that the same part works again.
+    """
+    recovery = RECOVERIES.get(kind)
+    if recovery is None:
+        return None
+    part = _part(recovery, line)
+    for needle in recovery.needles:
+        at = text.find(needle, after)
+        for _ in range(MAX_LINES):
+            if at < 0:
+                break
+            start = max(text.rfind("\n", 0, at) + 1, at - _LINE_CHARACTERS)
+            end = text.find("\n", at, at + _LINE_CHARACTERS)
+            later = text[start : end if end >= 0 else at + _LINE_CHARACTERS]
+            if recovery.ended.search(later) and _is_same(part, _part(recovery, later)):
+                return recovery.kind
+            at = text.find(needle, at + len(later)) if end >= 0 else -1
+    return None
+
+
+def _part(recovery: TroubleEnd, line: str) -> str:
+    match = recovery.part.search(line)
+    return next((group for group in match.groups() if group), "") if match is not None else ""
+
+
+def _is_same(part: str, other: str) -> bool:
+    """Whether both lines are about one part. A line that names none may be about any."""
+    return not part or not other or part == other

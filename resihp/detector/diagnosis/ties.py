@@ -1,0 +1,110 @@
+"""What a line about a node's network, disks or file servers has to do with how its processes ended.
+
+Decides whether such a line can have led to an end at all. A port that is down, a file server that does not answer, is
+the cause only where a process lost a connection, or a file, or hung: never of a process that somebody killed, and never
+of one that failed for a reason of its own. Called by `candidates`. Pure.
+"""
+
+from __future__ import annotations
+
+import re
+import signal as signals
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from resihp.detector.diagnosis.signatures import Depth, Signature
+from resihp.protocol.messages import ABORT_STATUS, Clue
+
+MOMENT_S = 60.0
+"""A line that is this much older than an end is not tied to it by its time alone."""
+
+_NETWORK_WORDS = re.compile(r"(?i)connect|timed? ?out|network|unreachable|socket|transport|\bNCCL\b|\bgloo\b")
+_STORAGE_WORDS = re.compile(r"\b(?:OS|IO|EOF|Timeout)Error\b|I/O|Errno \d|timed? ?out|truncated|corrupt|BadZip")
+_TOLD_BY_A_LIVING_PEER = ("peer closed", "nccl remote", "launcher", "interrupted transfer")
+"""A peer that closes a connection can be reached: these tell of its end, and of a broken link only at that moment."""
+_OF_ITS_OWN = (signals.SIGKILL, signals.SIGSEGV, signals.SIGILL, signals.SIGFPE)
+"""Signals that no broken connection and no file server leads to. Others may follow from another rank's end."""
+_FILE_KINDS = ("import", "file missing", "broken file", "loader ended")
+
+
+class Ending(Protocol):
+    """What is asked of a rank's report."""
+
+    @property
+    def ended(self) -> bool: ...
+    @property
+    def exit(self) -> int | None: ...
+    @property
+    def fenced(self) -> str: ...
+
+
+class Endings(msgspec.Struct):
+    """How all ranks of an incident ended, as far as ties go. `at_any_time`, `at_the_moment`: ends that a line of this
+    tie can have led to, however old it is, or only if it is of that moment; `against`: ends of another cause."""
+
+    at_any_time: set[str]
+    at_the_moment: set[str]
+    against: set[str]
+    spoken: bool = False
+    """Whether any of them said why, or whom it lost."""
+
+    def allow(self, signature: Signature, age_s: float | None) -> bool:
+        """Whether a line of this kind, so much older than the end, can be a cause."""
+        tie = signature.tie
+        of_that_moment = age_s is None or age_s <= MOMENT_S
+        if not tie or (tie == "moment" and of_that_moment):
+            return True
+        if tie == "silence":
+            return of_that_moment and not self.spoken
+        if tie in self.against or tie == "nothing":
+            return False
+        if tie in self.at_any_time and signature.depth < Depth.SIGN:
+            return True
+        return of_that_moment and (tie in self.at_any_time or tie in self.at_the_moment)
+
+
+def ends_of(reports: Iterable[tuple[Ending, Sequence[tuple[Signature, Clue]]]]) -> Endings:
+    """Sum up the ends of all ranks, each with the clues of its own log."""
+    ends = Endings(set(), set(), set())
+    for report, own in reports:
+        _add(ends, report, own)
+    return ends
+
+
+def _add(ends: Endings, report: Ending, own: Sequence[tuple[Signature, Clue]]) -> None:
+    ends.spoken |= bool(own)
+    for signature, clue in own:
+        _add_words(ends, signature, clue, report.ended)
+    if not report.ended:
+        return
+    if report.fenced or report.exit is None or report.exit == ABORT_STATUS:
+        ends.at_any_time |= {"network", "storage"}
+        return
+    status = 128 - report.exit if 128 < report.exit <= 192 else report.exit
+    if status == -signals.SIGBUS:  # a mapped file that cannot be read
+        ends.against.add("network")
+        ends.at_any_time.add("storage")
+    elif -status in _OF_ITS_OWN:
+        ends.against |= {"network", "storage"}
+    elif not own and status >= 0:
+        ends.at_the_moment |= {"network", "storage"}
+
+
+def _add_words(ends: Endings, signature: Signature, clue: Clue, ended: bool) -> None:
+    error = clue.named.get("error", "") if signature.depth == Depth.RAISED else ""
+    network = signature.category in ("link", "secondary") or signature.depth in (Depth.TRANSFER, Depth.AFTER)
+    storage = signature.category == "storage" or signature.kind in _FILE_KINDS
+    if network or _NETWORK_WORDS.search(error):
+        momentary = signature.kind in _TOLD_BY_A_LIVING_PEER
+        (ends.at_the_moment if momentary else ends.at_any_time).add("network")
+        if not momentary:
+            ends.at_any_time.add("storage")  # peers wait in vain for a rank that waits for a file
+        return
+    if storage or _STORAGE_WORDS.search(error):
+        ends.at_any_time.add("storage")
+        if ended:
+            ends.against.add("network")
+    elif ended and signature.depth <= Depth.RAISED:
+        ends.against |= {"network", "storage"}

@@ -46,10 +46,12 @@ def analyze(
 ) -> None:
     """Find slow-downs in what a training run left behind.
 
-    A Megatron-LM log; what resihp run printed, as in a Slurm job's output; a CSV
+    A log of Megatron-LM, NeMo, DeepSpeed, torchtitan, nanotron or MaxText, or
+    with progress bars; what resihp run printed, as in a Slurm job's output; a CSV
     with columns iteration and seconds or milliseconds (and rank, tokens,
-    sum_squared_lengths); JSON lines with an iteration and a time; a Parquet file
-    of resihp history or db export, or of single operations.
+    sum_squared_lengths), or exported from TensorBoard or Weights & Biases; JSON
+    lines with an iteration and a time; a Parquet file of resihp history or
+    db export, or of single operations.
 
     Example: resihp analyze train.log --plot times.png
 

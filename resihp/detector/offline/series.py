@@ -318,7 +318,7 @@ def analyse(kind: Kind, runs: Sequence[TimedRun], remarks: Sequence[str] = ()) -
         events += found
         known.append(told)
         healthy.append(_healthy_seconds(points, found))
-        iterations += len({point.iteration for point in points})
+        iterations += len({point.iteration for point in points}) * run.interval
     short = sum(told == "warming up" for told in known)
     if short:
         runs_named = "the run is" if len(runs) == 1 else f"{short} of {len(runs)} runs are"

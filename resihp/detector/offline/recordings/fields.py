@@ -66,8 +66,10 @@ TIMES = (*SECONDS, *MILLISECONDS, *WINDOW_SECONDS, *PER_SECOND, *MOMENT)
 COLUMNS = (*ITERATION, *TIMES, *TOKENS, *SQUARES, *RANK, *JOB, *EPOCH, OF_COMPUTING)
 USED = frozenset(COLUMNS)
 OF_TRAINING = frozenset(
-    ("train", "training", "trainer", "perf", "performance", "timing", "timings", "time", "timers", "throughput")
-    + ("speed", "stats", "metrics", "time_metrics", "iteration-time", "progress", "log")
+    (
+        *("train", "training", "trainer", "perf", "performance", "timing", "timings", "time", "timers", "throughput"),
+        *("speed", "stats", "metrics", "time_metrics", "iteration-time", "progress", "log"),
+    )
 )
 """What may stand before a name and a slash: `perf/step_time` is a step's time, `eval/step_time` is not."""
 HISTORIES = ("rows", "log_history")
@@ -101,7 +103,15 @@ def read_json(content: bytes) -> Recording:
 def _read(text: str, used: Collection[str] | None) -> Recording:
     """`used`: names of fields that are kept, all if left out; others are most of what a large file has."""
     if (document := _document(text, used)) is not None:
-        return read_rows(document)
+        try:
+            return read_rows(document)
+        except UsageError:
+            if _is_trainer_state(text):
+                raise UsageError(
+                    "trainer_state.json of Hugging Face's Trainer: its log_history has steps and losses, no times; "
+                    "give what the run printed (with progress bars), or its TensorBoard or Weights & Biases export as CSV"
+                ) from None
+            raise
     rows, broken, other = _rows_of(text, used)
     if broken and len(broken) > len(rows):
         line, why = broken[0]
@@ -318,7 +328,9 @@ def _scaled(
     readings.append((1e-3, f"`{name}` holds seconds, as `{moment}` shows", False))
     if rise > 1:
         readings.append((rise, f"`{name}` is the time of all {rise:g} iterations since the row before", True))
-        readings.append((1e3 * rise, f"`{name}` holds milliseconds of all {rise:g} iterations since the row before", True))
+        readings.append(
+            (1e3 * rise, f"`{name}` holds milliseconds of all {rise:g} iterations since the row before", True)
+        )
     scale, words, window = min(readings, key=lambda reading: abs(math.log(ratio / reading[0])))
     if not 1 / CLOCK_FACTOR < ratio / scale < CLOCK_FACTOR:
         return None
@@ -446,7 +458,8 @@ def object_start(line: str) -> int:
 def object_of(text: str) -> dict[str, Any]:
     """A JSON object, or a dict as Python prints it. Raises ValueError, RecursionError."""
     if not re.match(r"\s*\{\s*'", text):
-        return json.loads(text)  # type: ignore[no-any-return] - it begins with a brace
+        loaded: dict[str, Any] = json.loads(text)
+        return loaded
     if len(text) > MAX_LITERAL_CHARS:
         raise ValueError("too long")
     try:
@@ -486,6 +499,10 @@ def _document(text: str, used: Collection[str] | None) -> list[NamedRow] | None:
     del whole, found
     rows.reverse()
     return [NamedRow(number, named(rows.pop(), used)) for number in range(1, len(rows) + 1)]
+
+
+def _is_trainer_state(text: str) -> bool:
+    return '"log_history"' in text and '"global_step"' in text
 
 
 def _reason(error: Exception) -> str:

@@ -38,6 +38,7 @@ ELAPSED = re.compile(
 BATCH = re.compile(r"\b(?:global|gloabl) batch size:\s*(\d+)\s*(?:\||$)", re.IGNORECASE)
 LENGTH = re.compile(r"\b(?:actual|curriculum) seqlen:\s*(\d+)\s*(?:\||$)", re.IGNORECASE)
 
+
 class _Line(msgspec.Struct, frozen=True):
     number: int
     speaker: str

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from resihp.errors import ResihpError, UsageError
+from resihp.words import count_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -195,7 +196,7 @@ def sentences(file: Path, analysis: Analysis) -> tuple[str, str]:
 
     runs = "one run" if analysis.runs == 1 else f"{analysis.runs} runs"
     read = (
-        f"{'stdin' if str(file) == '-' else file.name}: {analysis.iterations} iterations of {runs}, "
+        f"{'stdin' if str(file) == '-' else file.name}: {count_of(analysis.iterations, 'iteration')} of {runs}, "
         f"{duration(analysis.healthy_seconds)} each where nothing is wrong, told from {analysis.known}."
     )
     slow = [event for event in analysis.events if event.verdict == "fail-slow"]

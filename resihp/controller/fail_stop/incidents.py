@@ -14,6 +14,7 @@ from resihp.controller.state.job import Job
 from resihp.controller.state.members import Member
 from resihp.controller.state.requests import COINCIDENCE_S
 from resihp.record.journal import Diagnosed, FailureFound, JobEnded, WorkerEnded
+from resihp.words import count_of
 
 _RANK = re.compile(r"rank (\d+)\b(?! \()")
 NOT_RESTARTED = (
@@ -31,8 +32,11 @@ def program_is_broken(job: Job, rank: int, count: int) -> None:
     raised = job.members[rank].raised
     assert raised is not None
     job.say("error", traceback_of(job, rank))
-    _blame_script(job, f"{count} ranks raised the same: {raised.error}", raised.traceback[-4000:])
-    end(job, 93, f"the training script fails in the same way on {count} ranks: {raised.error}; no node is to blame")
+    everywhere = "in the same way on " if count > 1 else "on "
+    who = f"{count} ranks raised the same" if count > 1 else f"rank {rank} raised"
+    _blame_script(job, f"{who}: {raised.error}", raised.traceback[-4000:])
+    ranks = f"{count} ranks" if count > 1 else f"rank {rank}"
+    end(job, 93, f"the training script fails {everywhere}{ranks}: {raised.error}; no node is to blame")
 
 
 def program_ends(job: Job, ranks: list[int], status: int) -> None:
@@ -184,7 +188,8 @@ def too_few(job: Job, reason: str) -> None:
     elif newest:
         end(job, 75, f"{reason}; to be run again, from the checkpoint of iteration {newest}", requeue=True)
     elif done:
-        again = f"there is no checkpoint, so that {done} iterations are done once more"
+        are = "is" if done == 1 else "are"
+        again = f"there is no checkpoint, so that {count_of(done, 'iteration')} {are} done once more"
         end(job, 75, f"{reason}; to be run again, from the beginning: {again}", requeue=True)
     else:
         end(job, 75, f"{reason}; to be run again", requeue=True)

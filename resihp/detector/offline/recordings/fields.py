@@ -109,7 +109,8 @@ def _read(text: str, used: Collection[str] | None) -> Recording:
             if _is_trainer_state(text):
                 raise UsageError(
                     "trainer_state.json of Hugging Face's Trainer: its log_history has steps and losses, no times; "
-                    "give what the run printed (with progress bars), or its TensorBoard or Weights & Biases export as CSV"
+                    "give what the run printed, with progress bars, or its TensorBoard or Weights & Biases export "
+                    "as CSV"
                 ) from None
             raise
     rows, broken, other = _rows_of(text, used)
@@ -146,20 +147,8 @@ def read_rows(rows: Sequence[NamedRow], unit: str = "row") -> Recording:
     clock = name in MOMENT or (name in EITHER and _never_back(usable, iteration, name, rank))
     coarse = clock and all(_in_whole_seconds(fields[name]) for _, fields in usable if fields.get(name) is not None)
     if not clock:
-        moment = counts.column(MOMENT, text=True)
-        scaled = _scaled(usable, iteration, name, factor, moment, (rank, job))
-        if scaled is not None:
-            usable, words = scaled
-            factor = 1.0
-            remarks.append(words)
-        elif name in WINDOW_SECONDS or name in PER_SECOND:
-            usable, factor = _per_iteration(usable, iteration, name, (rank, job)), 1.0
-            remarks.append(f"times are reckoned from `{name}`")
-        elif factor == 1.0 and not moment and name not in _UNIT_IN_NAME:
-            values = [_number(fields.get(name)) for _, fields in usable]
-            values = [value for value in values if math.isfinite(value)]
-            if values and median(values) > SUSPICIOUS_SECONDS:
-                remarks.append(f"`{name}` was taken for seconds; if it is milliseconds, rename it to `milliseconds`")
+        usable, factor, words = _in_seconds(usable, counts, iteration, name, factor, (rank, job))
+        remarks += words
     for line, fields in usable:
         if fields.get(name) is None or fields.get(iteration) is None:
             without.append(line)
@@ -187,6 +176,25 @@ def read_rows(rows: Sequence[NamedRow], unit: str = "row") -> Recording:
         [row.line for row in rows if row.fields.get(iteration) is None], "row without its iteration", unit
     )
     return Recording("series", tuple(run for each in found for run in each.runs), tuple(remarks))
+
+
+def _in_seconds(
+    rows: Sequence[NamedRow], counts: _Counts, iteration: str, name: str, factor: float, series: tuple[str, str]
+) -> tuple[Sequence[NamedRow], float, list[str]]:
+    """Rows whose times are those of one iteration, what makes seconds of these, and what a reader must know of that."""
+    moment = counts.column(MOMENT, text=True)
+    scaled = _scaled(rows, iteration, name, factor, moment, series)
+    if scaled is not None:
+        rows, words = scaled
+        return rows, 1.0, [words]
+    if name in WINDOW_SECONDS or name in PER_SECOND:
+        return _per_iteration(rows, iteration, name, series), 1.0, [f"times are reckoned from `{name}`"]
+    if factor == 1.0 and not moment and name not in _UNIT_IN_NAME:
+        values = [_number(fields.get(name)) for _, fields in rows]
+        values = [value for value in values if math.isfinite(value)]
+        if values and median(values) > SUSPICIOUS_SECONDS:
+            return rows, factor, [f"`{name}` was taken for seconds; if it is milliseconds, rename it to `milliseconds`"]
+    return rows, factor, []
 
 
 class _Counts:
@@ -336,12 +344,10 @@ def _scaled(
         return None
     unit_s = factor / (scale / rise if window else scale)
     rows = [row._replace(fields={**row.fields, name: _number(row.fields.get(name)) * unit_s}) for row in rows]
-    return (_per_iteration(rows, iteration, name, series, window=True) if window else rows), words
+    return (_per_iteration(rows, iteration, name, series) if window else rows), words
 
 
-def _per_iteration(
-    rows: Sequence[NamedRow], iteration: str, name: str, series: tuple[str, str], *, window: bool = False
-) -> list[NamedRow]:
+def _per_iteration(rows: Sequence[NamedRow], iteration: str, name: str, series: tuple[str, str]) -> list[NamedRow]:
     """Rows with the seconds of one iteration, made of a rate or of what all since the row before took."""
     if name in PER_SECOND:
         rates = ((row, _number(row.fields.get(name))) for row in rows)

@@ -51,8 +51,8 @@ def recognise(content: bytes) -> Format:
     raise UsageError(
         "neither a Megatron-LM log (`iteration N/ M | ... elapsed time per iteration (ms): X | ...`), nor one of NeMo, "
         "DeepSpeed, torchtitan, nanotron or MaxText, nor progress bars, nor what resihp run prints, nor JSON lines "
-        "with an iteration and a time, nor a CSV with columns `iteration` and `seconds` or `milliseconds`, nor a parquet "
-        "trace; " + _nearest(text, header)
+        "with an iteration and a time, nor a CSV with columns `iteration` and `seconds` or `milliseconds`, nor a "
+        "parquet trace; " + _nearest(text, header)
     )
 
 

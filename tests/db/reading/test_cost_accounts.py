@@ -212,6 +212,24 @@ def test_a_batch_host_that_died_is_counted_from_the_last_commit_on() -> None:
     assert found.lost_s["detect"] == 0.0
 
 
+def test_what_falls_on_a_cut_counts_in_the_part_that_begins_there() -> None:
+    """Neither twice nor never: parts add up to the whole wherever a job is cut."""
+    iterations = [*(iteration(i, i) for i in range(1, 5)), *(iteration(i, i + 2, epoch=2) for i in range(5, 9))]
+    broke = failure(1, 4.5, 5, recovered_epoch=2)
+    rows: Any = (
+        *(job(10), iterations, [broke], [transition(2, 1.5, 6)], [plan(1, 8), plan(2, 8, 5)]),
+        *((), (), at(0), ()),
+    )
+    of = timeline(*rows)
+    ((failed_at, _),) = of.failures
+    ((repaired_at, _),) = of.repairs
+    for cut, both in ((failed_at, "failures"), (repaired_at, "repairs")):
+        before, after = between(of, until_s=cut), between(of, since_s=cut)
+        assert (getattr(before, both), getattr(after, both)) == (0, 1)
+        assert (before.mttr_s is None, after.mttr_s is None) == (True, False)
+    assert between(of, since_s=failed_at, until_s=failed_at).failures == 0
+
+
 def test_a_change_of_layout_is_no_work_redone(tmp_path: Path, ledger_url: str) -> None:
     found = of_journal(tmp_path, ledger_url, any_layout_story())
     # To 3.2 s: 0.2 s until noticed, 0.4 s of transition; to 4.8 s: 1.1 s, of which 0.6 before ranks paused. Epoch 4 has

@@ -575,6 +575,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", default="", help="those whose name contains this, instead of random ones")
+    parser.add_argument("--under", default="", help="of those drawn, only the ones in files below this")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--list", action="store_true", help="name the mutants, run nothing")
     options = parser.parse_args(arguments)
@@ -590,6 +591,7 @@ def main(arguments: list[str] | None = None) -> int:
         drawn = [mutant for mutant in counted if options.only in mutant.name]
     else:
         drawn = random.Random(options.seed).sample(counted, min(options.mutants, len(counted)))
+    drawn = [mutant for mutant in drawn if mutant.path.startswith(options.under)]
     print(
         f"{len(every)} mutants, {len(every) - len(counted)} of them equivalent; {len(drawn)} drawn, seed {options.seed}"
     )

@@ -26,7 +26,17 @@ from resihp.errors import UsageError
 
 ITERATION = (
     *("iteration", "global_step", "global_steps", "trainer/global_step", "train/global_step", "iteration_number"),
-    *("step", "train_step", "iter", "current_steps", "num_updates", "training_step", "step_num", "_step"),
+    *(
+        "step",
+        "train_step",
+        "global_step/max_steps",
+        "iter",
+        "current_steps",
+        "num_updates",
+        "training_step",
+        "step_num",
+        "_step",
+    ),
 )
 """Those that count on through epochs first."""
 EPOCH = ("epoch",)
@@ -35,7 +45,15 @@ SECONDS = (
     *("time_per_iteration", "time_per_step", "seconds_per_iteration", "seconds_per_step", "sec_per_step", "s_per_it"),
     *("iteration_time_s", "step_time_s", "elapsed_seconds", "elapsed_s", "duration_s", "duration_seconds", "time_s"),
     *("step_time_seconds", "step_duration", "step_duration_s", "time_per_iter", "sec_per_iter", "s/it", "sec/step"),
-    *("train_step_timing in s", "train_step_timing", "end_to_end(s)", "seconds/step", "iter_time_s", "sec/iter"),
+    *(
+        "timing_s/step",
+        "train_step_timing in s",
+        "train_step_timing",
+        "end_to_end(s)",
+        "seconds/step",
+        "iter_time_s",
+        "sec/iter",
+    ),
     *("elapsed time per iteration (s)", "iteration-time", "duration", "time", "elapsed"),
 )
 MILLISECONDS = (
@@ -543,10 +561,21 @@ def named(row: Mapping[str, Any], used: Collection[str] | None = None) -> dict[s
 def usual_name(name: str) -> str:
     """`step_time` of `Perf/Step_Time`; a name that means nothing without what stands before it keeps that."""
     lower = name.strip().lower()
-    if lower in USED or "/" not in lower:
+    if lower in USED:
         return lower
-    head, _, tail = lower.partition("/")
-    return tail if head in OF_TRAINING and tail in USED else lower
+    head, slash, tail = lower.partition("/")
+    if slash and head in OF_TRAINING and (usual := usual_name(tail)) in USED:
+        return usual
+    joined = re.sub(r"[ -]+", "_", lower)
+    if joined in USED:
+        return joined
+    if (unit := _UNIT.fullmatch(joined)) is not None and unit[1] in SECONDS:
+        return unit[1] if unit[2].startswith("s") else "milliseconds"
+    return lower
+
+
+_UNIT = re.compile(r"(.+?)_*[(\[](s|sec|secs|seconds|ms|msec|milliseconds)[)\]]")
+"""`step_time(ms)`, `Step Time [s]`, with blanks joined."""
 
 
 def _number(value: object) -> float:
@@ -557,7 +586,12 @@ def _number(value: object) -> float:
     try:
         return float(value)
     except (ValueError, OverflowError):
-        return math.nan
+        of_total = _OF_TOTAL.fullmatch(value) if isinstance(value, str) else None
+        return math.nan if of_total is None else float(of_total[1])
+
+
+_OF_TOTAL = re.compile(r"\s*(\d{1,15})\s*/\s*\d{1,15}\s*")
+"""`5/100`, as some write an iteration."""
 
 
 def _least_0(value: object) -> float | None:
@@ -573,7 +607,7 @@ def _moment(value: object) -> float:
     if math.isfinite(number):
         return number / 1e3 if number > IN_MILLISECONDS else number
     text = str(value).strip()
-    if (passed := _PASSED.fullmatch(text)) is not None:
+    if (passed := _PASSED.fullmatch(text) or (_PASSED_IN_WORDS.fullmatch(text) if text else None)) is not None:
         days, hours, minutes, seconds = (float(part or 0) for part in passed.groups())
         return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
     try:
@@ -586,8 +620,12 @@ _PASSED = re.compile(r"(?:(\d{1,5}) days?, )?(?:(\d{1,6}):)?(\d{1,2}):(\d{2}(?:\
 """`1 day, 2:03:04`, `2:03:04`, `03:04.5`: time that has passed, as Python and progress bars write it."""
 
 
+_PASSED_IN_WORDS = re.compile(r"(?:(\d{1,5})d ?)?(?:(\d{1,6})h ?)?(?:(\d{1,3})m(?:in)? ?)?(?:(\d{1,6}(?:\.\d+)?)s)?")
+"""`1h 2m 3s`."""
+
+
 def _in_whole_seconds(value: object) -> bool:
     if isinstance(value, str):
         text = value.strip()
-        return not math.isfinite(_number(text)) and not re.search(r":\d\d[.,]\d", text)
+        return not math.isfinite(_number(text)) and not re.search(r"\d[.,]\d+s?(?:$|[+Z-])", text)
     return isinstance(value, int) and not isinstance(value, bool) and value < IN_MILLISECONDS

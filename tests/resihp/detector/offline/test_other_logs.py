@@ -58,6 +58,23 @@ TEXT = {
     "llm.c": lambda i: (
         f"step {i:4}/18865 | loss 10.9 (+nanz)| norm 33.2 (+nanz)| lr 8e-07 | 1250.00 ms | 53.1% bf16 MFU"
     ),
+    "lit-llama": lambda i: f"iter {i} step {i}: loss 2.1, time: 1250.00ms",
+    "verl": lambda i: (
+        f"(TaskRunner pid=12) step:{i} - actor/loss:0.01 - timing_s/gen:0.50 - timing_s/step:1.25 - perf/mfu:0.1"
+    ),
+    "paddle": lambda i: (
+        f"[2024-05-01 10:00:00,123] [    INFO] - loss: 1.2, learning_rate: 3e-05, global_step: {i}, "
+        "interval_runtime: 1.25, interval_samples_per_second: 6.4, interval_steps_per_second: 0.8, epoch: 0.1"
+    ),
+    "mindformers": lambda i: (
+        f"2024-05-01 10:00:00,123 - INFO - {{ Epoch:[{1 + i // 20:3}/  3], step:[{1 + i % 20:5}/   20], "
+        "loss: 1.234, per_step_time: 1250ms, lr: 1e-06, overflow cond: False }"
+    ),
+    "olmo-core": lambda i: (
+        f"{clock(SECONDS * i)}\tn1:0\tconsole_logger:55\tINFO\t[step={i}/1000,epoch=1]\n    train/CE loss=2.2"
+    ),
+    "json of ms-swift": lambda i: json.dumps({"global_step/max_steps": f"{i}/60", "elapsed_time": f"{1.25 * i:.2f}s"}),
+    "json with units in names": lambda i: f'{{"Step": {i}, "perf/Step Time (ms)": 1250.0}}',
     "torchtitan": lambda i: (
         f"[rank0]:[titan] {clock(SECONDS * i)} - root - INFO - \x1b[31mstep: {i:2}  \x1b[32mloss:  6.1384  "
         "\x1b[33mmemory: 49.66GiB(52.28%)  \x1b[34mtps: 5,856  \x1b[36mtflops: 339.16  \x1b[35mmfu: 34.29%\x1b[39m"
@@ -93,7 +110,7 @@ TEXT = {
 def test_each_trainers_line_is_read(tool: str) -> None:
     (run,) = of(lines(TEXT[tool])).runs
     assert len(run.points) >= ROWS - 2
-    assert {point.iteration for point in run.points} <= set(range(ROWS))
+    assert {point.iteration for point in run.points} <= set(range(ROWS + 1))
     assert [point.seconds for point in run.points] == [pytest.approx(SECONDS, abs=1e-4)] * len(run.points)
     assert run.interval == 1
 
@@ -110,6 +127,7 @@ TABLES = {
     ),
     "decimal commas": ("iteration;seconds", lambda i: f"{10 * i};1,25"),
     "decimal commas and thousands": ("Step;Step_Time_ms", lambda i: f"{10 * i};1.250,00"),
+    "units in a header": ("Iteration,Step Time [ms]", lambda i: f"{10 * i},1250"),
     "lightning": ("epoch,step,train_loss,train_step_timing", lambda i: f"0,{10 * i + 9},2.0,1.25"),
 }
 

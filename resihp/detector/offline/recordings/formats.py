@@ -40,11 +40,12 @@ def recognise(content: bytes) -> Format:
         return "resihp-log"
     if is_table(header):
         return "table"
-    if re.match(r"\s*(\{\s*\"|\[\s*\{)", text) or any(map(_is_timed_row, lines)):
+    is_document = re.match(r"\s*(\{\s*\"|\[\s*\{)", text) is not None
+    if not is_document and any(map(_is_timed_row, lines)):
         return "json"
     if tool_of(lines):
         return "text-log"
-    if any(map(_is_row, lines)):
+    if is_document or any(map(_is_row, lines)):
         return "json"
     if why := without_times(header) or lines_without_times(lines):
         raise UsageError(why)

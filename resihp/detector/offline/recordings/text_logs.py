@@ -105,8 +105,9 @@ FORMATS = (
 )
 
 BAR = re.compile(
-    r"(?P<head>[^|]*)\|.{0,400}?\|\s*(?P<done>\d{1,15})/(?P<total>\d{1,15}|\?)\s*"
-    r"\[(?P<passed>(?:\d+ days?, )?\d+(?::\d\d){1,2})<[^\]]*?(?:s/it|it/s|s/step|step/s|s/batch|batch/s)"
+    r"\|\s*(?P<done>\d{1,15})/(?P<total>\d{1,15}|\?)\s*"
+    r"\[(?P<passed>(?:\d{1,5} days?, )?\d{1,6}(?::\d\d){1,2})<"
+    r"[^\]]{0,200}?(?:s/it|it/s|s/step|step/s|s/batch|batch/s)"
 )
 BAR_OF_EPOCHS = re.compile(r"\bepoch:?\s*(\d{1,9})", re.IGNORECASE)
 
@@ -215,8 +216,9 @@ def _bars(numbered: Sequence[tuple[int, str]]) -> list[NamedRow]:
         if "<" not in line or (match := BAR.search(line)) is None:
             continue
         done, total = int(match["done"]), match["total"]
-        key = re.sub(r"[\d%\s]+", " ", match["head"]).strip(), total
-        if (epoch := BAR_OF_EPOCHS.search(match["head"])) is not None and total != "?":
+        head = line[: match.start()].partition("|")[0]
+        key = re.sub(r"[\d%\s]+", " ", head).strip(), total
+        if (epoch := BAR_OF_EPOCHS.search(head)) is not None and total != "?":
             done += int(epoch[1]) * int(total)
         series.setdefault(key, []).append(NamedRow(number, {"iteration": done, "elapsed_time": match["passed"]}))
         span[key] += 1

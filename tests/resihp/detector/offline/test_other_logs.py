@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from datetime import datetime, timedelta
 
@@ -156,6 +157,19 @@ def test_a_progress_bar_is_read_over_windows_longer_than_its_clock_is_coarse() -
     assert slow == [pytest.approx(SECONDS + 1, rel=0.06)] * len(slow)
     assert run.interval == 12
     assert "at least 20 s apart" in " ".join(recording.remarks)
+
+
+def test_a_line_of_json_before_a_log_does_not_make_it_json() -> None:
+    (run,) = of('{"step": 0, "config": 1}\n' + lines(TEXT["torchtitan"])).runs
+    assert len(run.points) == ROWS - 1
+
+
+def test_a_long_line_of_anything_takes_no_time() -> None:
+    began = time.process_time()
+    for text in ("[a<" * 200_000, "|" * 400_000 + "[<", "{'a': [" * 50_000, "step " * 100_000 + "ms |"):
+        with pytest.raises(UsageError):
+            of("x\n" + text)
+    assert time.process_time() - began < 10.0
 
 
 def test_a_bar_that_begins_again_with_each_epoch_is_counted_on() -> None:

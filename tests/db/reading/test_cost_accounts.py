@@ -9,9 +9,11 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from db.reading.costs.cost_accounts import OF_HARDWARE, Account, added, between, summarise, timeline
+from db.reading.costs.goodput import Counting
 from db.reading.costs.timeline import CAUSES, Again, committed_again
 from db.reading.health import CERTAINTY
 from db.reading.reader import Reader
@@ -505,3 +507,21 @@ def test_many_failures_and_iterations_take_no_longer_than_their_number() -> None
     began_s = time.process_time()
     assert told(job(100_000), iterations, failures, transitions, plans).wall_s == pytest.approx(100_000)
     assert time.process_time() - began_s < 20
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_commits_taken_together_count_what_they_count_one_by_one(seed: int) -> None:
+    """In parts, each under a plan of its own, with some commits late and some at once."""
+    rng = np.random.default_rng(seed)
+    together, single = Counting(), Counting()
+    for part in range(6):
+        size = int(rng.integers(0, 9))
+        seconds = rng.uniform(0.5, 1.5, size)
+        passed_s = np.where(rng.random(size) < 0.3, 0.01, rng.uniform(0.4, 3.0, size))
+        same_plan = bool(part % 2)
+        counted = together.of_many(seconds, passed_s, same_plan=same_plan)
+        expected = [
+            single.of(float(took), float(passed), same_plan=same_plan or place > 0)
+            for place, (took, passed) in enumerate(zip(seconds, passed_s, strict=True))
+        ]
+        assert counted.tolist() == pytest.approx(expected)

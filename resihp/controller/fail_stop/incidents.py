@@ -32,11 +32,14 @@ def program_is_broken(job: Job, rank: int, count: int) -> None:
     raised = job.members[rank].raised
     assert raised is not None
     job.say("error", traceback_of(job, rank))
-    everywhere = "in the same way on " if count > 1 else "on "
-    who = f"{count} ranks raised the same" if count > 1 else f"rank {rank} raised"
+    if count > 1:
+        who = f"{count} ranks raised the same"
+        what = f"the training script fails in the same way on {count} ranks"
+    else:
+        who = f"{job.where(rank)} raised"
+        what = f"the training script fails on rank {rank}"
     _blame_script(job, f"{who}: {raised.error}", raised.traceback[-4000:])
-    ranks = f"{count} ranks" if count > 1 else f"rank {rank}"
-    end(job, 93, f"the training script fails {everywhere}{ranks}: {raised.error}; no node is to blame")
+    end(job, 93, f"{what}: {raised.error}; no node is to blame")
 
 
 def program_ends(job: Job, ranks: list[int], status: int) -> None:

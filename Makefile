@@ -141,6 +141,7 @@ soak: setup bounds
 	RESIHP_FUZZ_SEEDS=50000 $(BIN)/python -m pytest -n 2 tests/resihp/controller --timeout 7200
 	$(BIN)/python -m tests.mutants
 	if [ "$$(id -u)" = 0 ]; then $(BIN)/python -m tests.hostile_homes; fi
+	$(BIN)/python -m tests.mutants --target edges --mutants 100
 	RESIHP_CHECKED_PLANS=10000 $(BIN)/python -m pytest tests/resihp/pipeline --timeout 3600
 	RESIHP_STRICT_ORDER=1 $(BIN)/python -m pytest tests/resihp/executor tests/integration --timeout 600
 	RESIHP_BACKEND=nccl-like $(BIN)/python -m pytest -m "soak or not soak" tests/resihp/executor $(addprefix tests/integration/test_,takeover.py reconfiguration.py survival.py bf16.py slow.py slow_link.py) --timeout 1200

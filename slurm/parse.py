@@ -54,11 +54,16 @@ NODE_LIST = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._,\[\]-]*[A-Za-z0-9_\]])?", r
 _STATE = re.compile(r"[a-z_]+", re.ASCII)
 _COUNT = re.compile(r"[0-9]{1,15}", re.ASCII)
 _CLOCK = re.compile(r"(?:([0-9]{1,6})-)?(?:([0-9]{1,6}):)?([0-9]{1,6}):([0-9]{2})", re.ASCII)
-_GPUS = re.compile(r"gpu(?::[^:(),]+)??(?::([0-9]{1,6}))?(?:\([^()]*\))?", re.ASCII)
+_GPUS = re.compile(r"gpu(?::[^:(),]+)??(?::no_consume)?(?::([0-9]{1,6})([KMG]?))?(?:\([^()]*\))?", re.ASCII)
+"""`gpu:8`, `gpu:h100:8(S:0-1)`, `gpu:a100:no_consume:4`, as gres.conf allows them."""
+_MULTIPLES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _GRES = re.compile(r"gres[:/]([A-Za-z0-9_-]+)(?:[:=]([A-Za-z0-9_.-]+?))??(?:[:=]([0-9]{1,6}))?", re.ASCII)
 _MEMORY = re.compile(r"([0-9]{1,15}(?:\.[0-9]+)?)([KMGTP]?)", re.ASCII)
 _NODES_GRES = re.compile(r"\s+Nodes=(\S+) CPU_IDs=\S* Mem=\S* GRES(?:_IDX)?=(\S*)\s*", re.ASCII)
-_VERSION = re.compile(r"\bslurm\S* ([0-9]{1,4})\.([0-9]{1,4})\.([0-9]{1,4})", re.ASCII)
+_VERSION = re.compile(
+    r"\bslurm(?:[-_ ][A-Za-z][A-Za-z0-9_]*)*[-_ ]v?([0-9]{1,4})\.([0-9]{1,4})(?:\.([0-9]{1,4}))?(?![0-9])", re.ASCII
+)
+"""`slurm 24.11.3`, `slurm-wlm 22.05.8`, `slurm-23.02.7`, `slurm 25.11`, each with whatever a site appends."""
 _CLUSTER = re.compile(r"^ClusterName\s*=\s*(\S+)\s*$", re.MULTILINE)
 _SETTING = re.compile(r"^([A-Za-z][\w/]*) *= ?(.*?) *$", re.MULTILINE)
 _PARTITION_MODE = re.compile(r" PreemptMode=(\S+) ", re.ASCII)
@@ -81,27 +86,49 @@ def node_list(text: str) -> str:
 
 
 def nodes(output: bytes) -> dict[str, NodeView]:
-    """Views by name from `sinfo -h -N -O NODE_FORMAT`. A node in two partitions is there twice, and the same."""
-    views = {}
-    for fields in _records(output, len(_NODE_FIELDS), "sinfo"):
-        name, state, reason, by, address, cpus, memory, gres = fields
-        if not is_node(name):
-            raise _unreadable("sinfo", "a node's name", name)
-        base, *flags = state.lower().split("+")
-        if not all(_STATE.fullmatch(word) for word in (base, *flags)):
-            raise _unreadable("sinfo", f"the state of node {name}", state)
-        views[name] = NodeView(
-            name=name,
-            state=base,
-            flags=frozenset(flags),
-            reason="" if reason == "none" else reason,
-            reason_by="" if reason == "none" else by,
-            address=address,
-            cpus=_count(cpus, f"the CPUs of node {name}"),
-            memory_mb=_count(memory, f"the memory of node {name}"),
-            gpus=gpus(gres),
-        )
-    return views
+    """Views by name from `sinfo -h -N -O NODE_FORMAT`. A node in two partitions is there twice, and the same.
+
+    A row that cannot be read takes no other row with it: its node has the state `unknown`, and a row without a node's
+    name is left out. Raises SlurmOutputError where no row can be read.
+    """
+    views: dict[str, NodeView] = {}
+    unknown: dict[str, NodeView] = {}
+    refusal = None
+    for fields in _rows(output, "sinfo"):
+        try:
+            view = _node(fields)
+        except SlurmOutputError as error:
+            refusal = refusal or error
+            if is_node(fields[0]):
+                unknown[fields[0]] = NodeView(name=fields[0], state="unknown")
+        else:
+            views[view.name] = view
+    if refusal is not None and not views:
+        raise refusal
+    return unknown | views
+
+
+def _node(fields: list[str]) -> NodeView:
+    """One row of `sinfo`. Raises SlurmOutputError."""
+    if len(fields) != len(_NODE_FIELDS):
+        raise _wrong_width("sinfo", fields, len(_NODE_FIELDS))
+    name, state, reason, by, address, cpus, memory, gres = fields
+    if not is_node(name):
+        raise _unreadable("sinfo", "a node's name", name)
+    base, *flags = state.lower().split("+")
+    if not all(_STATE.fullmatch(word) for word in (base, *flags)):
+        raise _unreadable("sinfo", f"the state of node {name}", state)
+    return NodeView(
+        name=name,
+        state=base,
+        flags=frozenset(flags),
+        reason="" if reason == "none" else reason,
+        reason_by="" if reason == "none" else by,
+        address=address,
+        cpus=_count(cpus, f"the CPUs of node {name}"),
+        memory_mb=_count(memory, f"the memory of node {name}"),
+        gpus=gpus(gres),
+    )
 
 
 def jobs(output: bytes) -> list[tuple[frozenset[str], JobView, str]]:
@@ -241,12 +268,12 @@ def hostnames(output: bytes, nodelist: str) -> tuple[str, ...]:
 
 
 def version(output: bytes) -> tuple[int, int, int]:
-    """From `sinfo --version`, such as `slurm 24.11.3` or `slurm-wlm 22.05.8`."""
+    """From `sinfo --version`, such as `slurm 24.11.3`, `slurm-wlm 22.05.8` or `slurm 25.11`, which is 25.11.0."""
     text = _text(output, "sinfo")
     found = _VERSION.search(text)
     if found is None:
         raise _unreadable("sinfo", "the version", text)
-    major, minor, micro = (int(number) for number in found.groups())
+    major, minor, micro = (int(number or 0) for number in found.groups())
     return major, minor, micro
 
 
@@ -345,24 +372,35 @@ def gpus(gres: str, command: str = "sinfo") -> int:
     for part in re.split(r",(?![^()]*\))", gres):
         found = _GPUS.fullmatch(part)
         if found is not None:
-            total += int(found.group(1) or 1)
+            total += int(found[1] or 1) * _MULTIPLES[found[2] or ""]
         elif part.startswith("gpu:"):
             raise _unreadable(command, "generic resources", gres)
     return total
 
 
 def _records(output: bytes, width: int, command: str) -> list[list[str]]:
-    """Fields of each record. Whatever stands after the last record's end was cut off."""
+    """Fields of each record, all of them of that width. Raises SlurmOutputError."""
+    rows = _rows(output, command)
+    for fields in rows:
+        if len(fields) != width:
+            raise _wrong_width(command, fields, width)
+    return rows
+
+
+def _rows(output: bytes, command: str) -> list[list[str]]:
+    """Fields of each record. Raises SlurmOutputError where something stands after the last record's end: the output
+    was cut off."""
     text = _text(output, command)
     *records, rest = text.split(RECORD)
     if rest.strip():
-        raise SlurmOutputError(f"slurm: {command}'s output is cut off after {len(records)} records")
-    fields = [record.removeprefix("\n").split(FIELD) for record in records]
-    for record in fields:
-        if len(record) != width:
-            raise _unreadable(command, f"a record of {len(record)} fields instead of {width}", " ".join(record))
+        whole = f"{len(records)} record{'s' * (len(records) != 1)}"
+        raise SlurmOutputError(f"slurm: {command}'s output is cut off after {whole}")
     # Versions that pad fields do it with spaces.
-    return [[field.strip(" ") for field in record] for record in fields]
+    return [[field.strip(" ") for field in record.removeprefix("\n").split(FIELD)] for record in records]
+
+
+def _wrong_width(command: str, fields: list[str], width: int) -> SlurmOutputError:
+    return _unreadable(command, f"a record of {len(fields)} fields instead of {width}", " ".join(fields))
 
 
 def _text(output: bytes, command: str) -> str:

@@ -29,7 +29,7 @@ _SOCKET = re.compile(r"\bsocket=([^,\s]+)")
 _TO_START = re.compile(r"to start at .*")
 _RANKS = ("operator", "administrator")
 _RULE = re.compile(r"(\w+)=(\S*)")
-_TYPE = re.compile(r"\bgpu:([^:(),\s]*[^:(),\s0-9][^:(),\s]*)", re.ASCII)
+_TYPE = re.compile(r"\bgpu:(?!no_consume\b|[0-9]+[KMG]?(?![^:(),\s]))([^:(),\s]+)", re.ASCII)
 """The a100 in gpu:a100:8."""
 _GENERATIONS = 32
 """How many accounts above a user's are looked at."""
@@ -228,35 +228,47 @@ def admin_level(output: bytes) -> str:
 
 
 def partitions(output: bytes) -> list[PartitionView]:
-    """From `sinfo -h -O FORMAT`, a record for nodes of each kind in each partition."""
+    """From `sinfo -h -O FORMAT`, a record for nodes of each kind in each partition.
+
+    A record that cannot be read is left out, and takes no other with it. Raises SlurmOutputError where none can be.
+    """
     *records, rest = output.decode("utf-8", "replace").split(RECORD)
     if rest.strip():
-        raise SlurmOutputError(f"slurm: sinfo's output is cut off after {len(records)} records")
-    found = []
+        whole = f"{len(records)} record{'s' * (len(records) != 1)}"
+        raise SlurmOutputError(f"slurm: sinfo's output is cut off after {whole}")
+    views = []
+    refusal = None
     for record in records:
-        fields = [field.strip() for field in record.removeprefix("\n").split(FIELD)]
-        if len(fields) != len(_FIELDS):
-            raise SlurmOutputError(f"slurm: cannot read sinfo's record of {len(fields)} fields")
-        name, available, longest, usual, nodes, gres, cpus, memory = fields
-        counts = nodes.split("/")
-        if len(counts) != 4 or not all(count.isdigit() for count in counts):
-            raise SlurmOutputError(f"slurm: cannot read the nodes of partition {name[:80]!a}: {nodes[:80]!a}")
-        found.append(
-            PartitionView(
-                name=name.removesuffix("*"),
-                default=name.endswith("*"),
-                up=available == "up",
-                nodes=int(counts[3]),
-                nodes_idle=int(counts[1]),
-                gpus=parse.gpus(gres),
-                gpu_types=tuple(sorted(set(_TYPE.findall(gres)))),
-                cpus=_least(cpus),
-                memory_mb=_least(memory),
-                seconds=_limit(longest),
-                default_seconds=_limit(usual),
-            )
-        )
-    return found
+        try:
+            views.append(_partition([field.strip() for field in record.removeprefix("\n").split(FIELD)]))
+        except SlurmOutputError as error:
+            refusal = refusal or error
+    if refusal is not None and not views:
+        raise refusal
+    return views
+
+
+def _partition(fields: list[str]) -> PartitionView:
+    """One record of `sinfo`. Raises SlurmOutputError."""
+    if len(fields) != len(_FIELDS):
+        raise SlurmOutputError(f"slurm: cannot read sinfo's record of {len(fields)} fields")
+    name, available, longest, usual, nodes, gres, cpus, memory = fields
+    counts = nodes.split("/")
+    if len(counts) != 4 or not all(count.isdecimal() and count.isascii() for count in counts):
+        raise SlurmOutputError(f"slurm: cannot read the nodes of partition {name[:80]!a}: {nodes[:80]!a}")
+    return PartitionView(
+        name=name.removesuffix("*"),
+        default=name.endswith("*"),
+        up=available == "up",
+        nodes=int(counts[3]),
+        nodes_idle=int(counts[1]),
+        gpus=parse.gpus(gres),
+        gpu_types=tuple(sorted(set(_TYPE.findall(gres)))),
+        cpus=_least(cpus),
+        memory_mb=_least(memory),
+        seconds=_limit(longest),
+        default_seconds=_limit(usual),
+    )
 
 
 def rules(output: bytes, partition: str) -> PartitionRules:

@@ -27,7 +27,7 @@ PACKAGES: Mapping[str, set[str]] = {
 """The four packages, and what each may import beside itself."""
 ORDER: Mapping[str, tuple[set[str], ...]] = {
     "resihp": (
-        {"errors", "durable_files", "faults", "plain_files", "process"},
+        {"errors", "durable_files", "faults", "plain_files", "process", "words"},
         {"settings"},
         {"parallelism"},
         {"protocol", "datasets"},

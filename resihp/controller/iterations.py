@@ -12,6 +12,7 @@ from resihp.controller.state.members import Member
 from resihp.controller.tuning import retuning
 from resihp.protocol import messages as m
 from resihp.record.journal import EvaluationDone, IterationCommitted, Reconfigured
+from resihp.words import count_of
 
 MOST_OPEN = 3
 
@@ -154,7 +155,7 @@ def conclude(job: Job) -> None:
     elif job.stage == "halting":
         if job.declaration.resume_from != job.record.committed != job.checkpointed:
             job.say("notice", _unsaved(job))
-        incidents.end(job, 0, f"done: {job.record.committed} iterations", workers_leave=not job.live)
+        incidents.end(job, 0, f"done: {count_of(job.record.committed, 'iteration')}", workers_leave=not job.live)
     else:
         incidents.end(job, 0, "done", workers_leave=True)
 

@@ -14,6 +14,7 @@ import warnings
 import torch
 
 from resihp.errors import ModelError
+from resihp.words import count_of
 
 LOCAL_RANK = "LOCAL_RANK"
 """Which of the node's devices is the worker's."""
@@ -62,7 +63,7 @@ def own_device(gpus: int) -> torch.device:
         hint = f"look at {VISIBLE} and at --gpus-per-node"
         if "MIG-" in os.environ.get(VISIBLE, ""):
             hint = "CUDA shows a process one MIG slice: ask for whole GPUs"
-        raise ModelError(f"device {local}: {gpus} GPUs are visible here; {hint}")
+        raise ModelError(f"device {local}: {count_of(gpus, 'GPU')} visible here; {hint}")
     device = torch.device("cuda", local)
     try:
         torch.cuda.set_device(device)

@@ -10,10 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from resihp.record import journal
 from resihp.record.recovery import RecoveryTimes
-
-
-def _many(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+from resihp.words import count_of
 
 
 def rank_list(ranks: Iterable[int]) -> str:
@@ -96,10 +93,10 @@ def _suspicion(entry: journal.Suspected) -> str:
 def _probes(entry: journal.ProbesTaken) -> str:
     unfit = [f"rank {probe.rank} ({probe.node} device {probe.device})" for probe in entry.devices if not probe.fit]
     unfit += [f"link {link.nodes[0]}-{link.nodes[1]}" for link in entry.links if not link.fit]
-    links = f", {_many(len(entry.links), 'link')}" if entry.links else ""
+    links = f", {count_of(len(entry.links), 'link')}" if entry.links else ""
     told = f"; not fit: {', '.join(unfit)}" if unfit else ", all fit"
     looks = f", {entry.looks} looks at some" if entry.looks > 1 else ""
-    what = f"{_many(len(entry.devices), 'device')}{links} in {entry.seconds:.2f} s{looks}"
+    what = f"{count_of(len(entry.devices), 'device')}{links} in {entry.seconds:.2f} s{looks}"
     return f"probe {entry.probe} ({entry.occasion}): {what}{told}"
 
 
@@ -121,8 +118,8 @@ def _member(entry: journal.AnyEntry) -> str | None:
         case journal.JobStarted():
             restart = f", restart {entry.restart_count}" if entry.restart_count else ""
             return (
-                f"job {entry.job}: started on {entry.host} with {entry.nodes} nodes of {entry.gpus_per_node}, "
-                f"TP{entry.tp} x PP{entry.pp}{restart}"
+                f"job {entry.job}: started on {entry.host} with {count_of(entry.nodes, 'node')} of "
+                f"{entry.gpus_per_node}, TP{entry.tp} x PP{entry.pp}{restart}"
             )
         case journal.NodeJoined():
             return f"node {entry.node}: joined on {entry.host} with {entry.devices} devices"
@@ -142,13 +139,13 @@ def _member(entry: journal.AnyEntry) -> str | None:
             ramp = f" (at first {declare.ramp[0][1]})" if declare.ramp else ""
             return (
                 f"model: {declare.model.layers} layers, {declare.micro_batches} micro-batches{ramp}, "
-                f"{declare.iterations} iterations"
+                f"{count_of(declare.iterations, 'iteration')}"
             )
         case journal.LeaderChosen():
             how = "started again" if entry.how == "restarted" else "chosen by a quorum of agents"
             return f"supervisor: {how} on {entry.node or entry.host}, term {entry.term}"
         case journal.JobSignalled():
-            nodes = f" on {len(entry.nodes)} nodes" if entry.nodes else ""
+            nodes = f" on {count_of(len(entry.nodes), 'node')}" if entry.nodes else ""
             if not entry.signal:
                 return "job: asked to stop (operator)"
             return f"job: received signal {entry.signal}{nodes} ({entry.meaning})"

@@ -211,6 +211,10 @@ def test_no_time(text: str) -> None:
         ("gpu:h100:8(S:0-1)", 8),
         ("gpu:a100:4(S:0,1),gpu:v100:2(S:1),nic:mlx5:9", 6),
         ("nic:2,shard:32", 0),
+        ("gpu:a100:no_consume:4", 4),
+        ("gpu:no_consume:4(S:0-1)", 4),
+        ("bandwidth:lustre:no_consume:4G,gpu:a100_3g.20gb:2(S:0),gpu:h100", 3),
+        ("gpu:nvidia_h100_80gb_hbm3:1K", 1024),
     ],
 )
 def test_gpus(gres: str, count: int) -> None:
@@ -234,8 +238,21 @@ def test_gpus(gres: str, count: int) -> None:
     ],
 )
 def test_nodes_that_cannot_be(bad: tuple[str, ...]) -> None:
+    """An answer of such rows alone is none; among others such a row takes nothing with it."""
     with pytest.raises(SlurmOutputError, match="slurm: "):
-        parse.nodes(output(NODE, bad))
+        parse.nodes(output(bad, bad))
+    other = ("n2", *NODE[1:])
+    views = parse.nodes(output(bad, other))
+    assert views.pop("n2").usable is False
+    assert all(not view.usable and view.state == "unknown" for view in views.values())
+    assert views.keys() <= {NODE[0]}
+    assert parse.nodes(output(NODE, bad)) == parse.nodes(output(NODE))
+
+
+def test_one_node_with_odd_resources_is_read_beside_the_others() -> None:
+    odd = ("n2", "idle", *NODE[2:7], "gpu:a100:no_consume:4")
+    views = parse.nodes(output(NODE, odd))
+    assert (views["n1"].gpus, views["n2"].gpus, views["n2"].usable) == (8, 4, True)
 
 
 @pytest.mark.parametrize(
@@ -286,6 +303,14 @@ def test_other_encodings_look_odd_and_break_nothing() -> None:
         (b"slurm-wlm 22.05.8\n", (22, 5, 8)),
         (b"slurm 24.11.3\n", (24, 11, 3)),
         (b"slurm 25.05.0-0rc1\n", (25, 5, 0)),
+        (b"slurm 25.11\n", (25, 11, 0)),
+        (b"slurm 25.11-rc1\n", (25, 11, 0)),
+        (b"slurm-23.02.7\n", (23, 2, 7)),
+        (b"slurm 20.11.9-Bull.1.0\n", (20, 11, 9)),
+        (b"slurm-wlm 23.11.4-1.2ubuntu5\n", (23, 11, 4)),
+        (b"slurm-wlm-emulator 24.05.2\n", (24, 5, 2)),
+        (b"slurm_22.05.11\n", (22, 5, 11)),
+        (b"Welcome to cluster 7.1.2\nslurm 24.05.8-custom\n", (24, 5, 8)),
     ],
 )
 def test_versions(text: bytes, expected: tuple[int, int, int]) -> None:

@@ -226,3 +226,22 @@ def test_threads_that_ask_the_same_share_a_call(fake: FakeSlurm, clock: Clock) -
         assert set(first.result(10)) == set(NODES)
         assert [set(each.result(10)) for each in others] == [{name} for name in NODES for _ in range(2)]
     assert slurm.calls["nodes"] == 1
+
+
+def test_what_is_asked_anew_each_time_is_answered_as_slurm_does_and_counted(clock: Clock) -> None:
+    fake = FakeSlurm(NODES, operator=True, version=(24, 11, 5))
+    slurm = Polite(fake, clock=clock)
+    number = fake.add_job("n1", "n2", script="#!/bin/sh\n")
+    fake.job_gpus[number] = {"n1": 8, "n2": 4}
+    fake.set_node("n3", flags=frozenset({"drain"}))
+    preempted = fake.add_job("n3", preempted=True)
+    assert slurm.gpus(number) == {"n1": 8, "n2": 4}
+    assert slurm.batch_script(number) == "#!/bin/sh\n"
+    assert slurm.expand("n[1-2]") == ("n1", "n2")
+    assert list(slurm.drained()) == ["n3"]
+    assert [slurm.runs_again(job) for job in (number, preempted)] == [False, True]
+    slurm.end_for_good(number)
+    slurm.comment(number, "half way")
+    assert fake.job_views[number].comment == "half way"
+    asked = ("gpus", "batch_script", "expand", "drained", "runs_again", "end_for_good", "comment")
+    assert [slurm.calls[kind] for kind in asked] == [1, 1, 1, 1, 2, 1, 1]

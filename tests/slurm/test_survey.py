@@ -49,6 +49,13 @@ def test_what_is_no_answer_about_partitions(output: bytes) -> None:
         partitions(output)
 
 
+def test_one_odd_record_takes_no_partition_with_it() -> None:
+    usual = row("gpu", "up", "infinite", "n/a", "0/4/0/4", "gpu:a100:no_consume:4", "1", "1")
+    odd = row("old", "up", "tomorrow", "n/a", "0/0/4/4", "gpu:a:b:c", "1", "1")
+    (view,) = partitions(odd + usual)
+    assert (view.name, view.gpus, view.gpu_types) == ("gpu", 4, ("a100",))
+
+
 def test_settings() -> None:
     text = b"Configuration data as of x\nClusterName             = c1\nProlog = (null)\nKillWait   = 30 sec\n"
     text += b"AuthInfo = socket=/run/m,ttl=5\n\nSlurmctld(primary) at x is UP\n"

@@ -37,7 +37,7 @@ from wrapper.config import container
 from wrapper.config.run_spec import RunRequest, load
 from wrapper.job_folder import SupervisorFile
 from wrapper.launch.interfaces import of_workers
-from wrapper.launch.launcher import NO_JOB_STATUS
+from wrapper.launch.launcher import NO_JOB_STATUS, NO_SUPERVISOR_STATUS
 
 BEAT_S = 1.0
 REAP_EVERY_S = 10.0
@@ -48,6 +48,10 @@ SUCCESSOR_LEAVES_S = 60.0
 """How long a supervisor that runs as our child may take to end once it has released us."""
 REPORTED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGCONT)
 """Signals that mean something to the job, if somebody sends them to an agent."""
+
+
+class NoSupervisorError(ResihpError):
+    """No supervisor ever answered."""
 
 
 class Agent:
@@ -86,6 +90,7 @@ class Agent:
         """Resolved with the seconds of grace once it is time to go; negative: end workers with TERM first."""
 
     async def run(self) -> None:
+        """Raises NoSupervisorError where no supervisor ever answered."""
         adopt_orphans()
         loop = asyncio.get_running_loop()
         for number in REPORTED:
@@ -117,6 +122,8 @@ class Agent:
             self._peers.close()
         for task in tasks:
             task.cancel()
+        if self._link.trouble and not self._link.welcome:
+            raise NoSupervisorError(self._link.trouble)
 
     # --- what the link to the leader asks ---------------------------------------------------------------------
 
@@ -258,7 +265,7 @@ def run(request: RunRequest, node: str, address: str, lease: int, forks: socket.
         asyncio.run(live(logs))
     except ResihpError as error:
         print(f"agent {node}: {error}", flush=True)
-        sys.exit(1)
+        sys.exit(_status_of(error))
     except Exception:  # noqa: BLE001 - where it is copied from, while it still is
         traceback.print_exc()
         sys.exit(1)
@@ -297,7 +304,11 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(NO_JOB_STATUS)
     except (ResihpError, msgspec.MsgspecError) as error:
         print(f"agent {node}: {error}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(_status_of(error))
+
+
+def _status_of(error: Exception) -> int:
+    return NO_SUPERVISOR_STATUS if isinstance(error, NoSupervisorError) else 1
 
 
 class _NoJobError(Exception):

@@ -102,6 +102,8 @@ class LeaderLink:
         """When the leader last said anything."""
         self.settled = asyncio.Event()
         """Set while the leader has acknowledged all that it was told."""
+        self.trouble = ""
+        """Why no supervisor was reached in the end; empty unless `run` gave up for that."""
         self._leader: Address = home
         self._hint: Address | None = None
         self._hinted = asyncio.Event()
@@ -145,6 +147,7 @@ class LeaderLink:
                 gone = self._gone_for()
                 if gone is not None:
                     print(f"supervisor not reached for {gone:g} s: {news}", flush=True)
+                    self.trouble = f"no supervisor at {self._home[0]}:{self._home[1]} for {gone:g} s: {news}"
                     return
             if answered and self._conversation is not None:
                 back_off.begin_anew()

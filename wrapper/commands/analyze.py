@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from resihp.errors import ResihpError, UsageError
+from resihp.words import count_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,10 +47,12 @@ def analyze(
 ) -> None:
     """Find slow-downs in what a training run left behind.
 
-    A Megatron-LM log; what resihp run printed, as in a Slurm job's output; a CSV
+    A log of Megatron-LM, NeMo, DeepSpeed, torchtitan, nanotron or MaxText, or
+    with progress bars; what resihp run printed, as in a Slurm job's output; a CSV
     with columns iteration and seconds or milliseconds (and rank, tokens,
-    sum_squared_lengths); JSON lines with an iteration and a time; a Parquet file
-    of resihp history or db export, or of single operations.
+    sum_squared_lengths), or exported from TensorBoard or Weights & Biases; JSON
+    lines with an iteration and a time; a Parquet file of resihp history or
+    db export, or of single operations.
 
     Example: resihp analyze train.log --plot times.png
 
@@ -193,7 +196,7 @@ def sentences(file: Path, analysis: Analysis) -> tuple[str, str]:
 
     runs = "one run" if analysis.runs == 1 else f"{analysis.runs} runs"
     read = (
-        f"{'stdin' if str(file) == '-' else file.name}: {analysis.iterations} iterations of {runs}, "
+        f"{'stdin' if str(file) == '-' else file.name}: {count_of(analysis.iterations, 'iteration')} of {runs}, "
         f"{duration(analysis.healthy_seconds)} each where nothing is wrong, told from {analysis.known}."
     )
     slow = [event for event in analysis.events if event.verdict == "fail-slow"]

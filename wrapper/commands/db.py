@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from resihp.errors import LedgerError, UsageError
+from resihp.words import count_of
 from wrapper.output.answers import SCHEMA, JobArgument, JsonOption, LedgerOption, message, moment, to_json
 
 if TYPE_CHECKING:
@@ -135,7 +136,9 @@ def export_jobs(
     if as_json:
         told = {"folder": str(folder), "jobs": list(manifest.jobs), "tables": manifest.rows}
         print(to_json({"schema": SCHEMA, **told, "months": {"written": exported.written, "kept": exported.kept}}))
-    counted = f"{len(manifest.jobs)} job{'s' * (len(manifest.jobs) != 1)}, {sum(manifest.rows.values())} rows"
+    counted = (
+        f"{len(manifest.jobs)} job{'s' * (len(manifest.jobs) != 1)}, {count_of(sum(manifest.rows.values()), 'row')}"
+    )
     message(f"{counted} in {folder} (ledger schema {manifest.schema})")
     for what, months in (("written", exported.written), ("kept as they were", exported.kept)):
         if months:
@@ -268,7 +271,8 @@ def prune(
         print(to_json({"schema": SCHEMA, "dry_run": dry_run, "rows": rows}))
     done = "would be removed" if dry_run else "removed"
     for row in rows:
-        message(f"job {row['job']}: {row['iterations']} iterations and {row['rank_reports']} rank reports {done}")
+        reports = count_of(row["rank_reports"], "rank report")
+        message(f"job {row['job']}: {count_of(row['iterations'], 'iteration')} and {reports} {done}")
     if not rows:
         message(f"nothing older than {before:%Y-%m-%d %H:%M} UTC to remove")
 

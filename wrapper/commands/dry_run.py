@@ -18,6 +18,7 @@ from resihp.record.describe import size
 from resihp.record.journal import ModelDeclared
 from resihp.scheduler.cost import device_memory, memory
 from resihp.scheduler.planner import first_plan
+from resihp.words import count_of
 from wrapper.commands.run import Checked
 from wrapper.config.run_spec import load
 from wrapper.job_folder import all_jobs
@@ -51,7 +52,7 @@ def told(checked: Checked) -> Iterator[str]:
     plan = None if known is None else _plan(checked, known[1], nodes, laid_out)
     dp = laid_out // (layout.tp * layout.pp)
     ranks = dp * layout.pp * layout.tp
-    yield f"layout: DP{dp} x PP{layout.pp} x TP{layout.tp}, {ranks} ranks on {_listed(shape.nodes)}"
+    yield f"layout: DP{dp} x PP{layout.pp} x TP{layout.tp}, {count_of(ranks, 'rank')} on {_listed(shape.nodes)}"
     grid = Layout.uniform(
         tp=layout.tp,
         pp=layout.pp,
@@ -116,7 +117,7 @@ def _stages(grid: Layout, nodes: dict[int, str], plan: Plan | None, declared: De
             line += f", {len(stage.layers)} layers, {size(needed)} a device"
         yield line
     if len(stages) > ROWS:
-        yield f"  and {len(stages) - ROWS} stages more, in the same way"
+        yield f"  and {count_of(len(stages) - ROWS, 'stage')} more, in the same way"
 
 
 def _of_memory(checked: Checked, known: tuple[str, Declare] | None, plan: Plan | None) -> Iterator[str]:
@@ -130,7 +131,7 @@ def _of_memory(checked: Checked, known: tuple[str, Declare] | None, plan: Plan |
     of = f" of {size(has)}" if has is not None else ""
     yield (
         f"memory: {size(overhead.with_gaps(needed))}{of} on rank {rank}'s device, the fullest, by estimate: the model "
-        f"is the one of job {name}, {declared.iterations} iterations"
+        f"is the one of job {name}, {count_of(declared.iterations, 'iteration')}"
     )
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from resihp.errors import OwnershipError, ResihpError, UsageError
 from resihp.record.journal import DrainDecided
+from resihp.words import count_of
 from wrapper.config.run_spec import load
 from wrapper.job_folder import Job, runs_of
 
@@ -30,7 +31,9 @@ def of(job_id: str, notice: Callable[[str], None]) -> EarlierRuns:
             allowed = _allowed(run)
             drained += allowed
             if allowed:
-                notice(f"{run.name}: its journal cannot be read; counted as having had {allowed} nodes drained")
+                notice(
+                    f"{run.name}: its journal cannot be read; counted as having had {count_of(allowed, 'node')} drained"
+                )
             continue
         drained += sum(entry.measure == "drain" for entry in decisions)
         died |= {entry.node for entry in decisions if entry.grounds in ("died", "died again")}

@@ -19,6 +19,7 @@ import typer
 
 from resihp.durable_files import replacing
 from resihp.errors import UsageError
+from resihp.words import count_of
 from wrapper.output.answers import message
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ def choose(
         notices.append("no Slurm on this machine: usual values are written; on a login node they are Slurm's")
     view = _pick(found, partition if partition is not None else site.slurm.partition, site.site.partitions)
     if view is not None:
-        why = f"from Slurm: partition {view.name} has {view.nodes} nodes of {view.gpus} GPUs"
+        why = f"from Slurm: partition {view.name} has {count_of(view.nodes, 'node')} of {count_of(view.gpus, 'GPU')}"
         if nodes is not None and nodes > view.nodes:
             raise UsageError(f"--nodes {nodes}: partition {view.name} has {view.nodes}; sinfo -p {view.name}")
         if gpus_per_node is not None and gpus_per_node > max(view.gpus, 1):

@@ -19,6 +19,7 @@ from resihp import faults
 from resihp.errors import ResihpError, UsageError
 from resihp.faults import Fault
 from resihp.settings import Detection, Settings, Thresholds
+from resihp.words import count_of
 from slurm.client import Slurm
 from wrapper import early_signals
 from wrapper.commands import in_slurm
@@ -117,9 +118,8 @@ def _begin(request: RunRequest, options: Options) -> int:
     never_wait_for("stderr")
     settings = request.settings
     of_them = f", {settings.spares} of them spare" if settings.spares else ""
-    message(
-        f"job {request.job}: {settings.nodes} nodes of {settings.gpus_per_node}{of_them}, logs in {request.of_job.logs}"
-    )
+    nodes = f"{count_of(settings.nodes, 'node')} of {settings.gpus_per_node}{of_them}"
+    message(f"job {request.job}: {nodes}, logs in {request.of_job.logs}")
     if request.resume:
         message(f"job {request.job}: goes on from iteration {request.begins_at}, in {request.checkpoint_folder}")
     with _prints_on_stderr() if options.as_json else nullcontext():

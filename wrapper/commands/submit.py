@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from resihp.errors import ConfigurationError, UsageError
+from resihp.words import count_of
 from slurm import releases, render
 from slurm.client import Slurm
 from slurm.errors import SlurmError, SlurmRefusedError, SlurmUnavailableError, SlurmUsageError
@@ -249,7 +250,9 @@ def _tell(
     notice: Callable[[str], None],
 ) -> None:
     job, spares = configuration.job, configuration.slurm.spares
-    what = f"{job.nodes} nodes of {job.gpus_per_node} GPUs" + (f" and {spares} spare" if spares else "")
+    what = f"{count_of(job.nodes, 'node')} of {count_of(job.gpus_per_node, 'GPU')}" + (
+        f" and {spares} spare" if spares else ""
+    )
     if len(ids) > 1:
         notice(f"submitted a chain of {len(ids)} jobs, each {what}: {', '.join(ids)}; script {folder / 'job.sbatch'}")
     else:

@@ -23,6 +23,8 @@ from wrapper.strict_modes import private
 
 NO_JOB_STATUS = 3
 """Exit status of an agent that cannot read the run's file: the job's folder is not there on its node."""
+NO_SUPERVISOR_STATUS = 4
+"""Of an agent that no supervisor ever answered."""
 EXECVE_FAILED = 2
 """What a task's exit status is when its program cannot be started there (slurmstepd)."""
 NOT_LAUNCHED = 127

@@ -25,6 +25,7 @@ from rich.text import Text
 
 from resihp.record import journal
 from resihp.record.describe import explain, size
+from resihp.words import count_of
 from wrapper.output.idle_gpus import IdleGpus
 from wrapper.output.rank_health import RankHealth
 from wrapper.output.recoveries import Recoveries
@@ -241,7 +242,8 @@ class LiveView:
             return
         if self._left_out:
             where = f"resihp logs {self._settings.job} --rank 0 shows them"
-            lines.insert(0, f"resihp: {self._left_out} lines of rank 0 are left out here; {where}")
+            are = "is" if self._left_out == 1 else "are"
+            lines.insert(0, f"resihp: {count_of(self._left_out, 'line')} of rank 0 {are} left out here; {where}")
             self._left_out = 0
         self._waited_since = self._clock()
         if self._live is not None and sys.stdout.isatty():

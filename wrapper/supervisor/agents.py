@@ -25,7 +25,7 @@ from resihp.protocol import messages as m
 from resihp.protocol.forwarding import deflated, report_of, to_workers
 from resihp.protocol.framing import Envelope, SecureChannel, encode
 from resihp.protocol.resumable import Conversation
-from wrapper.launch.launcher import CANNOT_START, Launcher
+from wrapper.launch.launcher import CANNOT_START, NO_SUPERVISOR_STATUS, Launcher
 from wrapper.supervisor.rendezvous import Exchange
 from wrapper.supervisor.roster import Rosters
 
@@ -430,5 +430,10 @@ class AgentLinks:
         except TimeoutError:
             pass
         link.live.clear()
-        reason = "its agent is gone" if status is None else f"its agent {ending(status)}"
+        if status is None:
+            reason = "its agent is gone"
+        elif status == NO_SUPERVISOR_STATUS:
+            reason = f"its agent never reached the supervisor at {self._launcher.host} (is the network up? ip address)"
+        else:
+            reason = f"its agent {ending(status)}"
         self._event(api.AgentLost(node=link.node, reason=reason, how="agent", cannot_start=status in CANNOT_START))

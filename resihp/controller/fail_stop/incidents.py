@@ -14,6 +14,7 @@ from resihp.controller.state.job import Job
 from resihp.controller.state.members import Member
 from resihp.controller.state.requests import COINCIDENCE_S
 from resihp.record.journal import Diagnosed, FailureFound, JobEnded, WorkerEnded
+from resihp.words import count_of
 
 _RANK = re.compile(r"rank (\d+)\b(?! \()")
 NOT_RESTARTED = (
@@ -33,8 +34,14 @@ def program_is_broken(job: Job, ranks: list[int]) -> None:
     raised = job.members[rank].raised
     assert raised is not None
     job.say("error", traceback_of(job, rank))
-    _blame_script(job, f"{count} ranks raised the same: {raised.error}", raised.traceback[-4000:], ranks)
-    end(job, 93, f"the training script fails in the same way on {count} ranks: {raised.error}; no node is to blame")
+    if count > 1:
+        who = f"{count} ranks raised the same"
+        what = f"the training script fails in the same way on {count} ranks"
+    else:
+        who = f"{job.where(rank)} raised"
+        what = f"the training script fails on rank {rank}"
+    _blame_script(job, f"{who}: {raised.error}", raised.traceback[-4000:], ranks)
+    end(job, 93, f"{what}: {raised.error}; no node is to blame")
 
 
 def program_ends(job: Job, ranks: list[int], status: int) -> None:
@@ -232,7 +239,8 @@ def too_few(job: Job, reason: str, exit_code: int = 5) -> None:
     elif newest:
         end(job, 75, f"{reason}; to be run again, from the checkpoint of iteration {newest}", requeue=True)
     elif done:
-        again = f"there is no checkpoint, so that {done} iterations are done once more"
+        are = "is" if done == 1 else "are"
+        again = f"there is no checkpoint, so that {count_of(done, 'iteration')} {are} done once more"
         end(job, 75, f"{reason}; to be run again, from the beginning: {again}", requeue=True)
     else:
         end(job, 75, f"{reason}; to be run again", requeue=True)

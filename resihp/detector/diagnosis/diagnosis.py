@@ -242,7 +242,7 @@ class _Verdict:
         error = self.root.named("error")
         raised = self._words().startswith("raised ")
         cause = f"{_rank_list(self.ranks)}: {self._words()}"
-        if raised:
+        if raised and len(self.ranks) > 1:
             cause = f"{len(self.ranks)} ranks raised the same: {error}"
         if len(self.nodes) == 1 and len({report.node for report in self.reports}) > 1:
             cause += f", only on node {self.root.node}"

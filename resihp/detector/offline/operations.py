@@ -23,6 +23,7 @@ from resihp.detector.offline.slow_runs import Slowness, noises, runs
 from resihp.detector.offline.traces import Flags, Floats, Trace, read
 from resihp.detector.offline.what_if import WhatIf, what_if
 from resihp.detector.sequential.changes import ChangeDetector
+from resihp.words import count_of
 
 LEAST = 0.05
 """Smallest lasting shift that is a verdict, log units: healthy devices of one kind differ by less. Ranks that are slow
@@ -309,10 +310,11 @@ def _scores(cost: WhatIf) -> tuple[RankScore, ...]:
 def _remarks(trace: Trace, cost: WhatIf | None) -> tuple[str, ...]:
     remarks = []
     if trace.left_out:
-        remarks.append(f"{trace.left_out} rows have no place, start or known optype, or are repeated; left out")
+        remarks.append(f"{count_of(trace.left_out, 'row')} without place, start or known optype, or repeated, left out")
     unknown = int((~trace.known).sum())
     if unknown:
-        remarks.append(f"{unknown} rows have no sound duration; the median of their like stands in for what-if figures")
+        rows = count_of(unknown, "row")
+        remarks.append(f"{rows} with no sound duration; the median of their like stands in for what-if figures")
     if cost is None:
         remarks.append("no step could be simulated from its operations; no what-if figures")
     elif cost.steps.size < len(trace.steps):

@@ -9,9 +9,11 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from db.reading.costs.cost_accounts import OF_HARDWARE, Account, added, between, summarise, timeline
+from db.reading.costs.goodput import Counting
 from db.reading.costs.timeline import CAUSES, Again, committed_again
 from db.reading.health import CERTAINTY
 from db.reading.reader import Reader
@@ -224,6 +226,24 @@ def test_a_transition_that_began_after_the_notice_begins_neither_the_repair_nor_
     found = told(job(3), iterations, [failed], [transition(2, 0.66, 2.78)])
     assert found.mttr_s == pytest.approx(0.75)
     assert lost(found) == {"redo": 0.03, "detect": 0.05, "reconfigure": 0.2, "other": 0.22}
+
+
+def test_what_falls_on_a_cut_counts_in_the_part_that_begins_there() -> None:
+    """Neither twice nor never: parts add up to the whole wherever a job is cut."""
+    iterations = [*(iteration(i, i) for i in range(1, 5)), *(iteration(i, i + 2, epoch=2) for i in range(5, 9))]
+    broke = failure(1, 4.5, 5, recovered_epoch=2)
+    rows: Any = (
+        *(job(10), iterations, [broke], [transition(2, 1.5, 6)], [plan(1, 8), plan(2, 8, 5)]),
+        *((), (), at(0), ()),
+    )
+    of = timeline(*rows)
+    ((failed_at, _),) = of.failures
+    ((repaired_at, _),) = of.repairs
+    for cut, both in ((failed_at, "failures"), (repaired_at, "repairs")):
+        before, after = between(of, until_s=cut), between(of, since_s=cut)
+        assert (getattr(before, both), getattr(after, both)) == (0, 1)
+        assert (before.mttr_s is None, after.mttr_s is None) == (True, False)
+    assert between(of, since_s=failed_at, until_s=failed_at).failures == 0
 
 
 def test_a_change_of_layout_is_no_work_redone(tmp_path: Path, ledger_url: str) -> None:
@@ -501,3 +521,21 @@ def test_many_failures_and_iterations_take_no_longer_than_their_number() -> None
     began_s = time.process_time()
     assert told(job(100_000), iterations, failures, transitions, plans).wall_s == pytest.approx(100_000)
     assert time.process_time() - began_s < 20
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_commits_taken_together_count_what_they_count_one_by_one(seed: int) -> None:
+    """In parts, each under a plan of its own, with some commits late and some at once."""
+    rng = np.random.default_rng(seed)
+    together, single = Counting(), Counting()
+    for part in range(6):
+        size = int(rng.integers(0, 9))
+        seconds = rng.uniform(0.5, 1.5, size)
+        passed_s = np.where(rng.random(size) < 0.3, 0.01, rng.uniform(0.4, 3.0, size))
+        same_plan = bool(part % 2)
+        counted = together.of_many(seconds, passed_s, same_plan=same_plan)
+        expected = [
+            single.of(float(took), float(passed), same_plan=same_plan or place > 0)
+            for place, (took, passed) in enumerate(zip(seconds, passed_s, strict=True))
+        ]
+        assert counted.tolist() == pytest.approx(expected)

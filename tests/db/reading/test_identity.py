@@ -70,6 +70,25 @@ def test_a_name_of_several_others_is_refused_with_the_choices(ledger: Callable[.
             assert reader.job(each["uuid"][:8])["uuid"] == each["uuid"]
 
 
+def test_a_job_of_another_user_is_never_answered_with_ones_own(ledger: Callable[..., str]) -> None:
+    """Not by its name, nor by its number or the beginning of its id, and not where one of mine has a slash in its."""
+    url = ledger(
+        job("4711", "ann", slurm=slurm(4711)),
+        job("4711-r1", "bob", slurm=slurm(12)),
+        job("bob/local-1", "ann"),
+        job("bob/local-1", "eve"),
+    )
+    with Reader.open(url) as reader:
+        assert reader.job("bob/4711")["owner"] == "bob"
+        mine = reader.job("4711")
+        assert mine["owner"] == "ann"
+        for name in (f"bob/{mine['uuid'][:8]}", "eve/4711", "bob/local-2"):
+            with pytest.raises(JobNotFoundError):
+                reader.job(name)
+        with pytest.raises(UsageError, match="2 jobs have that name"):
+            reader.job("bob/local-1")
+
+
 def test_a_slurm_number_that_was_used_again_is_refused_and_both_are_reachable(ledger: Callable[..., str]) -> None:
     url = ledger(
         job("4711", "ann", run="a" * 36, slurm=slurm(4711, submitted_at=BEGAN)),

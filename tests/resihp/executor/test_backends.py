@@ -164,7 +164,7 @@ def test_slices_of_a_gpu_are_told_by_name(gpus: dict[str, Any], monkeypatch: pyt
     with pytest.raises(ModelError, match=r"MIG 1g\.10gb is a slice of a GPU"):
         chosen()
     monkeypatch.setenv(LOCAL_RANK, "1")
-    with pytest.raises(ModelError, match="1 GPUs are visible here; CUDA shows a process one MIG slice"):
+    with pytest.raises(ModelError, match="1 GPU visible here; CUDA shows a process one MIG slice"):
         chosen()
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv(LOCAL_RANK, "0")

@@ -30,7 +30,7 @@ from resihp.record.journal_file import encode
 from tests.wrapper.run_requests import run_request
 from wrapper.config.run_spec import Program
 from wrapper.job_folder import Job, create_local_job
-from wrapper.launch.launcher import own_environment
+from wrapper.launch.launcher import NO_SUPERVISOR_STATUS, own_environment
 
 SCRIPT = """
 import os, socket, sys
@@ -512,6 +512,21 @@ def test_signals_from_outside_are_reported_and_end_nothing(job: Job) -> None:
         await supervisor.until(lambda: supervisor.of(m.Exited))
 
     play(job, scene)
+
+
+def test_agent_that_nobody_ever_answers_says_where_it_looked_and_exits_with_a_status_of_its_own(job: Job) -> None:
+    """As where loopback is down: it exited with status 0, as after a job that is done."""
+    run_file = run_file_of(job, SCRIPT)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+    async def main() -> int:
+        agent = await start_agent(job, run_file, "--node", "n1", "--supervisor", f"127.0.0.1:{port}")
+        async with asyncio.timeout(20):
+            return await agent.wait()
+
+    assert asyncio.run(main()) == NO_SUPERVISOR_STATUS
+    assert f"agent n1: no supervisor at 127.0.0.1:{port} for 3 s" in (job.logs / "n1.agent.log").read_text()
 
 
 def test_agent_that_nobody_answers_ends_when_it_is_told_to(job: Job) -> None:

@@ -426,6 +426,38 @@ def test_a_submitted_job_that_begins_is_one_job(runs: Callable[..., Job], fresh_
     assert [entry.state for entry in registry.entries()[0]] == ["running"]
 
 
+@pytest.mark.parametrize(
+    ("cluster", "began_s", "states"),
+    [
+        ("blue", -40 * 3600.0, ["queued", "running"]),
+        ("red", 1.0, ["queued", "running"]),
+        ("blue", 1.0, ["running"]),
+        ("", 1.0, ["running"]),
+    ],
+    ids=["an earlier job of that number", "another cluster's", "the one that was submitted", "of no known cluster"],
+)
+def test_a_submitted_job_waits_beside_others_of_its_number(
+    fresh_home: Path, cluster: str, began_s: float, states: list[str]
+) -> None:
+    """Slurm begins its numbers again, and each cluster has its own."""
+    queued = msgspec.structs.replace(submitted(fresh_home), cluster="blue")
+    job = create_local_job()
+    other = msgspec.structs.replace(
+        queued,
+        name=job.name,
+        folder=str(job.folder),
+        host="elsewhere",
+        state="running",
+        cluster=cluster,
+        began_at=queued.began_at + began_s,
+    )
+    for entry in (queued, other):
+        assert not registry.save(entry)
+    listed(every=True, now_s=time.time(), say=lambda _: None, slurm=FakeSlurm([]))
+    known = [entry for entry in registry.entries()[0] if entry.slurm_job == "77"]
+    assert sorted(entry.state for entry in known) == states
+
+
 def test_a_submitted_job_that_never_began_is_forgotten_after_a_day(fresh_home: Path) -> None:
     submitted(fresh_home)
     assert ask(slurms_view(state="cancelled"))[0][0]["state"] == "never began"

@@ -354,3 +354,13 @@ def test_markup_and_control_characters_are_shown_as_they_are(slurm: FakeSlurm) -
     run("exclude", "n2", "--reason", "[red]x[/red] \x1b[2J")
     assert "[red]x[/red]" in run("list").stdout
     assert "\x1b" not in run("list").stdout
+
+
+@pytest.mark.parametrize(
+    ("option", "text"), [("--kind", "x" * 500), ("--note", "x" * 5000), ("--note", "two\nlines"), ("--kind", " ")]
+)
+def test_what_was_repaired_is_told_in_one_short_line(fresh_home: Path, option: str, text: str) -> None:
+    ledger = fresh_home / "ledger.db"
+    said = refused(UsageError, "repaired", "n1", "--ledger", f"sqlite:///{ledger}", option, text)
+    assert said.startswith(f"{option}: ")
+    assert not ledger.exists()

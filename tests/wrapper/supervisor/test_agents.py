@@ -950,7 +950,12 @@ def test_dropped_node_is_ended_and_never_heard_again() -> None:
 
 @pytest.mark.parametrize(
     ("status", "reason"),
-    [(-9, "its agent was killed by SIGKILL"), (3, "its agent exited with status 3"), (None, "its agent is gone")],
+    [
+        (-9, "its agent was killed by SIGKILL"),
+        (3, "its agent exited with status 3"),
+        (4, "its agent never reached the supervisor at 127.0.0.1 (is the network up? ip address)"),
+        (None, "its agent is gone"),
+    ],
 )
 def test_agents_exit_is_told_after_what_it_had_sent(status: int | None, reason: str) -> None:
     async def scene(it: Scene) -> None:

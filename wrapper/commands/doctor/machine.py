@@ -21,6 +21,7 @@ from typing import Literal
 
 import msgspec
 
+from resihp.words import count_of
 from resihp.worker import nccl_versions
 
 Outcome = Literal["ok", "warning", "failed", "skipped", "unknown"]
@@ -145,7 +146,7 @@ def gpus() -> Iterator[CheckResult]:
     devices = sorted(VISIBLE_DEVICES.glob("nvidia[0-9]*"))
     if shutil.which("nvidia-smi") is None:
         if devices:
-            text = f"{len(devices)} GPUs, and no nvidia-smi to ask about them"
+            text = f"{count_of(len(devices), 'GPU')}, and no nvidia-smi to ask about them"
             yield CheckResult(check="gpus", outcome="warning", text=text, advice="install NVIDIA's driver utilities")
         else:
             yield CheckResult(check="gpus", outcome="skipped", text="no NVIDIA GPU on this machine")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from resihp.words import count_of
 from wrapper.commands.doctor.machine import CheckResult
 from wrapper.exit_codes import EXIT_CODES, REQUEUE
 
@@ -66,7 +67,8 @@ def shape(views: Sequence[PartitionView], rules: PartitionRules, job: Wanted) ->
     there, count = sum(view.nodes for view in fit), sum(view.nodes for view in views)
     kinds = f"sinfo -p {rules.name} -o '%D %G %f' lists what there is"
     if job.nodes > there:
-        text = f"{there} of its {count} nodes have {job.gpus_per_node} GPUs, and the job asks for {job.nodes} nodes"
+        text = f"{there} of its {count} nodes have {count_of(job.gpus_per_node, 'GPU')}"
+        text += f", and the job asks for {count_of(job.nodes, 'node')}"
         yield finding("failed", text, f"{kinds}; lower nodes or gpus_per_node in [job], or spares in [slurm]")
     types = sorted({kind for view in fit for kind in view.gpu_types})
     if len(types) > 1 and job.gpus_per_node and job.nodes + job.replacements > 1 and not job.particular:
@@ -74,8 +76,8 @@ def shape(views: Sequence[PartitionView], rules: PartitionRules, job: Wanted) ->
         text += "go at the pace of the slowest"
         yield finding("warning", text, f"{kinds}; set gpu_type or constraint in [slurm]")
     if rules.max_nodes is not None and job.nodes > rules.max_nodes:
-        text = f"a job gets {rules.max_nodes} nodes at most (MaxNodes): one that asks for {job.nodes} is refused, or "
-        text += "waits for ever (PartitionNodeLimit)"
+        text = f"a job gets {count_of(rules.max_nodes, 'node')} at most (MaxNodes): one that asks for {job.nodes} is "
+        text += "refused, or waits for ever (PartitionNodeLimit)"
         yield finding("failed", text, "lower nodes in [job] or spares in [slurm], or set another partition")
     yield from _time(views, rules, job, finding)
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from resihp.errors import UsageError
+from resihp.words import count_of
 from wrapper.commands.options import command_of
 from wrapper.output.answers import (
     SCHEMA,
@@ -286,7 +287,7 @@ def _write(options: HistoryOptions, asked: Asked, answer: Listing) -> None:
         from db.reading.queries import as_frame
 
         found = as_frame(answer.rows, answer.columns, asked.view if asked.is_table else None)
-        write_parquet(found, options.parquet, f"{answer.whose}: {len(answer.rows)} rows")
+        write_parquet(found, options.parquet, f"{answer.whose}: {count_of(len(answer.rows), 'row')}")
     elif options.as_json:
         print(to_json({"schema": SCHEMA, "rows": answer.rows}))
     elif options.as_csv:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from resihp.parallelism.layout import Layout, Replica, spans
 from resihp.record.describe import size
 from resihp.scheduler.what_if.question import Question, gone, stage_bytes
+from resihp.words import count_of
 from wrapper.output.render import duration
 from wrapper.output.tables import Column, show
 
@@ -82,7 +83,7 @@ def described(layout: Layout) -> str:
     if "|" not in words and len(words) <= 30:
         return words
     idle = f", {len(layout.standby)} standing by" if layout.standby else ""
-    return f"{len(layout.active)} ranks work{idle}"
+    return f"{count_of(len(layout.active), 'rank')} {'works' if len(layout.active) == 1 else 'work'}{idle}"
 
 
 def show_layouts(screen: Console, asked: Question, found: WhatIfAnswer) -> None:

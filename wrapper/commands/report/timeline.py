@@ -13,6 +13,7 @@ from datetime import datetime, timedelta
 from markupsafe import Markup
 
 from resihp.record.describe import size
+from resihp.words import count_of
 from wrapper.commands.report.facts import Facts
 from wrapper.commands.report.marks import NAMED, SIGNS, clock, every_nth, failure_line, inside, iterations_of
 from wrapper.commands.report.svg import Drawing, time_ticks
@@ -37,9 +38,11 @@ def timeline(facts: Facts) -> Markup:
 
     changes = list(_node_changes(facts))
     saved = facts.checkpoints
+    number = len(facts.reconfigurations)
+    recoveries = "1 recovery" if number == 1 else f"{number} recoveries"
     drawing = Drawing(
         186 + 42 * bool(changes) + 38 * bool(saved),
-        f"timeline of {duration(span_s)}: {len(facts.failures)} failures, {len(facts.reconfigurations)} recoveries",
+        f"timeline of {duration(span_s)}: {count_of(len(facts.failures), 'failure')}, {recoveries}",
     )
     drawing.text(0, 11, "training", "lane")
     _training_lane(drawing, facts, at)

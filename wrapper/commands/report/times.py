@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 from markupsafe import Markup
 
+from resihp.words import count_of
 from wrapper.commands.report.facts import Facts, Row
 from wrapper.commands.report.marks import NAMED, SIGNS, every_nth, failure_line, inside, iterations_of
 from wrapper.commands.report.svg import Drawing, Points, ticks
@@ -63,7 +64,7 @@ def iteration_times(facts: Facts) -> TimesPicture | None:
     def share(values: Sequence[float]) -> list[float]:
         return [min(value / top_s, 1.0) for value in values]
 
-    title = f"times of {len(known)} iterations, {duration(float(np.median(seconds)))} on median"
+    title = f"times of {count_of(len(known), 'iteration')}, {duration(float(np.median(seconds)))} on median"
     drawing = Drawing(head + plot + 24, title)
     kinds = []
     spells = _spells(facts, first, last)

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from resihp.detector.offline.recordings.console_log import is_ours, read_console
-from resihp.detector.offline.recordings.fields import ITERATION, named, read_json
+from resihp.detector.offline.recordings.fields import ITERATION, TIMES, named, object_of, object_start, read_json
 from resihp.detector.offline.recordings.megatron_log import ELAPSED, HEAD, read_log
+from resihp.detector.offline.recordings.named_tables import is_table, read_table, without_times
 from resihp.detector.offline.recordings.recording import Recording, numbered_lines, short, text_of
 from resihp.detector.offline.recordings.tables import columns_told, header_of, read_csv
+from resihp.detector.offline.recordings.text_logs import lines_without_times, read_text_log, tool_of
 from resihp.errors import UsageError
 
 PARQUET = b"PAR1"
 
-Format = Literal["parquet", "megatron-log", "resihp-log", "csv", "json"]
+Format = Literal["parquet", "megatron-log", "resihp-log", "csv", "table", "text-log", "json"]
 
 
 def recognise(content: bytes) -> Format:
@@ -37,12 +38,22 @@ def recognise(content: bytes) -> Format:
         return "megatron-log"
     if any(map(is_ours, lines)):
         return "resihp-log"
-    if re.match(r"\s*(\{|\[\s*\{)", text) or any(map(_is_row, lines)):
+    if is_table(header):
+        return "table"
+    is_document = re.match(r"\s*(\{\s*\"|\[\s*\{)", text) is not None
+    if not is_document and any(map(_is_timed_row, lines)):
         return "json"
+    if tool_of(lines):
+        return "text-log"
+    if is_document or any(map(_is_row, lines)):
+        return "json"
+    if why := without_times(header) or lines_without_times(lines):
+        raise UsageError(why)
     raise UsageError(
-        "neither a Megatron-LM log (`iteration N/ M | ... elapsed time per iteration (ms): X | ...`), nor what resihp "
-        "run prints, nor JSON lines with an iteration and a time, nor a CSV with columns `iteration` and `seconds` or "
-        "`milliseconds`, nor a parquet trace; " + _nearest(text, header)
+        "neither a Megatron-LM log (`iteration N/ M | ... elapsed time per iteration (ms): X | ...`), nor one of NeMo, "
+        "DeepSpeed, torchtitan, nanotron or MaxText, nor progress bars, nor what resihp run prints, nor JSON lines "
+        "with an iteration and a time, nor a CSV with columns `iteration` and `seconds` or `milliseconds`, nor a "
+        "parquet trace; " + _nearest(text, header)
     )
 
 
@@ -51,7 +62,14 @@ def read(content: bytes) -> Recording:
     kind = recognise(content)
     if kind == "parquet":
         raise UsageError("a parquet file is no text; it is read as a table")
-    readers = {"megatron-log": read_log, "resihp-log": read_console, "csv": read_csv, "json": read_json}
+    readers = {
+        "megatron-log": read_log,
+        "resihp-log": read_console,
+        "csv": read_csv,
+        "table": read_table,
+        "text-log": read_text_log,
+        "json": read_json,
+    }
     return usable(readers[kind](content))
 
 
@@ -63,13 +81,23 @@ def usable(recording: Recording) -> Recording:
 
 
 def _is_row(line: str) -> bool:
-    if not line.lstrip().startswith("{"):
-        return False
-    try:
-        row = named(json.loads(line))
-    except (ValueError, RecursionError):
-        return False
+    row = _row_in(line)
     return any(name in row for name in ITERATION)
+
+
+def _is_timed_row(line: str) -> bool:
+    row = _row_in(line)
+    return any(name in row for name in ITERATION) and any(name in row for name in TIMES)
+
+
+def _row_in(line: str) -> dict[str, Any]:
+    """Fields of the object in a line, if it is one."""
+    if "{" not in line or (start := object_start(line)) < 0:
+        return {}
+    try:
+        return named(object_of(line[start:]))
+    except (ValueError, RecursionError):
+        return {}
 
 
 def _nearest(text: str, header: Sequence[str]) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 
 import msgspec
 
@@ -19,16 +18,18 @@ from resihp.detector.offline.iteration_model import Point
 from resihp.detector.offline.recordings.recording import (
     Recording,
     counted,
+    interval_remarks,
     log_interval,
     missing_iterations,
     number_in,
     numbered_lines,
+    one_speaker,
+    speaker_of,
     split_runs,
     text_of,
 )
 from resihp.detector.offline.series import TimedRun
 
-MOST_SPEAKERS = 64
 HEAD = re.compile(r"\biteration\s+(\d{1,15})\s*/\s*(\d{1,15})\s*\|", re.IGNORECASE)
 NUMBER = r"[-+]?(?:nan|inf(?:inity)?|\d+\.?\d*(?:e[-+]?\d+)?|\.\d+)"
 ELAPSED = re.compile(
@@ -36,8 +37,6 @@ ELAPSED = re.compile(
 )
 BATCH = re.compile(r"\b(?:global|gloabl) batch size:\s*(\d+)\s*(?:\||$)", re.IGNORECASE)
 LENGTH = re.compile(r"\b(?:actual|curriculum) seqlen:\s*(\d+)\s*(?:\||$)", re.IGNORECASE)
-SPEAKER = re.compile(r"\[\s*(?:default|rank)\s*(\d+)|^\s*(\d+)\s*:\s|^\s*([A-Za-z][\w.-]*)\s*:\s", re.IGNORECASE)
-"""Marks of a rank before a line: torchrun's `[default7]:` or `[rank7]:`, `[Rank 7 | ...]`, srun's `7: `, `host: `."""
 
 
 class _Line(msgspec.Struct, frozen=True):
@@ -75,13 +74,12 @@ def read_log(content: bytes) -> Recording:
                 continue
             batch, length = BATCH.search(part), LENGTH.search(part)
             tokens = None if batch is None else float(batch[1]) * (1.0 if length is None else float(length[1]))
-            marks = SPEAKER.findall(line[: heads[0].start()])
-            speaker = " ".join("".join(mark) for mark in marks)
+            speaker = speaker_of(line[: heads[0].start()])
             found.append(_Line(number, speaker, Point(iteration, seconds, tokens=tokens), "|" in part[elapsed.end() :]))
     if 2 * sum(line.closed for line in found) > len(found):
         torn = sorted([*torn, *(line.number for line in found if not line.closed)])
         found = [line for line in found if line.closed]
-    heard = _heard(found)
+    heard = one_speaker(found, lambda line: line.speaker)
     runs, repeated = split_runs([line.point for line in heard])
     made = tuple(TimedRun(points=points, interval=log_interval(points)) for points in runs)
     speakers = {line.speaker for line in heard}
@@ -92,23 +90,5 @@ def read_log(content: bytes) -> Recording:
     ]
     if repeated:
         remarks.append(f"{repeated} repeated iteration{'s' * (repeated > 1)} left out")
-    means = sorted({run.interval for run in made if run.interval > 1})
-    if means:
-        shown = " or ".join(map(str, means))
-        remarks.append(f"each time is a mean over {shown} iterations (log interval); onsets are known no better")
+    remarks += interval_remarks(made)
     return Recording("megatron-log", made, tuple(remarks + missing_iterations(made)))
-
-
-def _heard(found: Sequence[_Line]) -> list[_Line]:
-    """Lines of one speaker at a time: of two whose lines interleave, those of the one with more."""
-    spans: dict[str, list[int]] = {}
-    for position, line in enumerate(found):
-        spans.setdefault(line.speaker, []).append(position)
-    if not 1 < len(spans) <= MOST_SPEAKERS:
-        return list(found)
-    chosen: list[str] = []
-    for speaker in sorted(spans, key=lambda name: -len(spans[name])):
-        first, last = spans[speaker][0], spans[speaker][-1]
-        if all(last < spans[other][0] or first > spans[other][-1] for other in chosen):
-            chosen.append(speaker)
-    return [line for line in found if line.speaker in chosen]

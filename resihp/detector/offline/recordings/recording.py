@@ -6,13 +6,17 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, TypeVar
 
 import msgspec
 
 from resihp.detector.offline.iteration_model import Point
 from resihp.detector.offline.series import TimedRun
+
+MOST_SPEAKERS = 64
+SPEAKER = re.compile(r"\[\s*(?:default|rank)\s*(\d+)|^\s*(\d+)\s*:\s|^\s*([A-Za-z][\w.-]*)\s*:\s", re.IGNORECASE)
+"""Marks of a rank before a line: torchrun's `[default7]:` or `[rank7]:`, `[Rank 7 | ...]`, srun's `7: `, `host: `."""
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-_]|[\x07\x08]")
 
@@ -53,12 +57,46 @@ def log_interval(points: Sequence[Point]) -> int:
     return step if 2 * times > len(points) - 1 else 1
 
 
+def interval_remarks(runs: Sequence[TimedRun]) -> list[str]:
+    """What a reader must know of times that stand for several iterations."""
+    intervals = sorted({run.interval for run in runs if run.interval > 1})
+    if not intervals:
+        return []
+    shown = " or ".join(map(str, intervals))
+    return [f"each time is a mean over {shown} iterations (log interval); onsets are known no better"]
+
+
+def speaker_of(head: str) -> str:
+    """The rank or host that marks stand for, of the beginning of a line; empty without any."""
+    return " ".join("".join(mark) for mark in SPEAKER.findall(head))
+
+
+_Line = TypeVar("_Line")
+
+
+def one_speaker(lines: Sequence[_Line], speaker: Callable[[_Line], str]) -> list[_Line]:
+    """Lines of one speaker at a time: of two whose lines interleave, those of the one with more."""
+    spans: dict[str, list[int]] = {}
+    for position, line in enumerate(lines):
+        spans.setdefault(speaker(line), []).append(position)
+    if not 1 < len(spans) <= MOST_SPEAKERS:
+        return list(lines)
+    chosen: list[str] = []
+    for name in sorted(spans, key=lambda name: -len(spans[name])):
+        first, last = spans[name][0], spans[name][-1]
+        if all(last < spans[other][0] or first > spans[other][-1] for other in chosen):
+            chosen.append(name)
+    return [line for line in lines if speaker(line) in chosen]
+
+
 def missing_iterations(runs: Sequence[TimedRun]) -> list[str]:
     missing = 0
     for run in runs:
         for before, after in itertools.pairwise(run.points):
             missing += max(0, (after.iteration - before.iteration) // run.interval - 1)
-    return [] if not missing else [f"{missing} iterations are missing"]
+    if not missing:
+        return []
+    return [f"{missing} iterations are missing" if missing > 1 else "1 iteration is missing"]
 
 
 def text_of(content: bytes) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import difflib
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -15,6 +16,8 @@ from resihp.detector.offline.iteration_model import Point
 from resihp.detector.offline.recordings.recording import (
     Recording,
     counted,
+    interval_remarks,
+    log_interval,
     number_in,
     optional_in,
     split_runs,
@@ -42,6 +45,14 @@ class CsvTable(msgspec.Struct, frozen=True):
     header: tuple[str, ...]
     rows: list[tuple[int, list[str]]]
     """Each with the number of its line."""
+    delimiter: str = ","
+
+
+def with_point(cell: str) -> str:
+    """A number as Python reads it: `1.234,5` and `1,5` are written so where commas separate no columns."""
+    if not re.fullmatch(r"[-+]?\d[\d.]*,\d+(?:[eE][-+]?\d+)?", cell):
+        return cell
+    return cell.replace(".", "").replace(",", ".")
 
 
 def read_csv(content: bytes) -> Recording:
@@ -63,6 +74,8 @@ def read_csv(content: bytes) -> Recording:
             short.append(line)
             continue
         cells = {name: row[at].strip() if at < len(row) else "" for name, at in columns.items()}
+        if table.delimiter != ",":
+            cells = {name: with_point(cell) for name, cell in cells.items()}
         rank = number_in(cells["rank"]) if "rank" in columns else 0.0
         tokens, squares = (optional_in(cells.get(name)) for name in ("tokens", "sum_squared_lengths"))
         seconds = number_in(cells[unit]) * factor
@@ -99,7 +112,8 @@ def recording_of(measured: Sequence[Measured], *, by_rank: bool, unit: str = "li
     if by_rank and len(of_rank) > 1:
         kept = {worker: _sorted(points) for worker, points in sorted(of_rank.items())}
         repeated = sum(len(of_rank[worker]) - len(kept[worker]) for worker in kept)
-        runs: tuple[TimedRun, ...] = (TimedRun(ranks=kept),)
+        interval = log_interval(max(kept.values(), key=len))
+        runs: tuple[TimedRun, ...] = (TimedRun(ranks=kept, interval=interval),)
     else:
         points = next(iter(of_rank.values()), [])
         runs, repeated = _runs(points)
@@ -107,6 +121,7 @@ def recording_of(measured: Sequence[Measured], *, by_rank: bool, unit: str = "li
             remarks += without_peers({next(iter(of_rank)): {point.iteration for point in points}})
     if repeated:
         remarks.append(f"{repeated} repeated row{'s' * (repeated > 1)} left out")
+    remarks += interval_remarks(runs)
     return Recording("series", runs, tuple(remarks))
 
 
@@ -118,9 +133,13 @@ def _runs(points: Sequence[Point]) -> tuple[tuple[TimedRun, ...], int]:
         again += sum(point.iteration in seen for point in part)
         seen.update(point.iteration for point in part)
     if again and 20 * (len(parts) - 1) <= len(points) and len(set(points)) == len(points):
-        return tuple(TimedRun(points=part) for part in parts), repeated
+        return tuple(map(_run, parts)), repeated
     ordered = _sorted(points)
-    return ((TimedRun(points=ordered),) if ordered else ()), len(points) - len(ordered)
+    return ((_run(ordered),) if ordered else ()), len(points) - len(ordered)
+
+
+def _run(points: tuple[Point, ...]) -> TimedRun:
+    return TimedRun(points=points, interval=log_interval(points))
 
 
 def _sorted(points: Sequence[Point]) -> tuple[Point, ...]:
@@ -138,7 +157,7 @@ def table_of(text: str) -> CsvTable:
         rows = list(_rows_of_table(lines))
     except csv.Error:
         return CsvTable((), [])
-    return CsvTable(_header(rows[0][1]), rows[1:]) if rows else CsvTable((), [])
+    return CsvTable(_header(rows[0][1]), rows[1:], _delimiter(lines[0][1])) if rows else CsvTable((), [])
 
 
 def header_of(text: str) -> tuple[str, ...]:
@@ -166,10 +185,13 @@ def _rows_of_table(lines: Sequence[tuple[int, str]]) -> Iterator[tuple[int, list
     """Each with the number of its last line. Raises csv.Error."""
     if not lines or len(lines[0][1]) > 10_000:
         return
-    delimiter = max(",;\t", key=lines[0][1].count)
-    reader = csv.reader((line for _, line in lines), delimiter=delimiter)
+    reader = csv.reader((line for _, line in lines), delimiter=_delimiter(lines[0][1]))
     for row in reader:
         yield lines[reader.line_num - 1][0], row
+
+
+def _delimiter(header: str) -> str:
+    return max(",;\t", key=header.count)
 
 
 def columns_told(header: Sequence[str]) -> str:

@@ -66,6 +66,17 @@ def test_what_all_ranks_raise_is_the_scripts_in_whatever_order_they_end(order: t
     assert [failure.component for failure in job.all(FailureFound)] == ["script"], "no node is to blame"
 
 
+def test_the_only_rank_that_raises_is_told_as_one() -> None:
+    """It was told as `1 ranks raised the same`."""
+    job = gathered(nodes=1, gpus_per_node=1, tp=1, pp=1)
+    job.spawn(0)
+    ends(job, 0, "ValueError: broken")
+    assert job.end is not None
+    assert (job.end[0], "on rank 0: ValueError: broken" in job.end[1]) == (93, True)
+    (failure,) = job.all(FailureFound)
+    assert failure.cause == "rank 0 (n1 device 0) raised: ValueError: broken"
+
+
 def test_what_differs_in_a_number_alone_is_the_same() -> None:
     job = gathered()
     job.spawn(0, 1, 2, 3)

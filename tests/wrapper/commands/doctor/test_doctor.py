@@ -597,3 +597,16 @@ def test_a_script_that_is_not_there_is_noticed(fresh_home: Path) -> None:
     assert (finding.outcome, finding.text) == ("failed", f"train.py: no such script in {fresh_home}")
     (fresh_home / "train.py").write_text("")
     assert only(places.configuration(fresh_home / "job.toml")).outcome == "ok"
+
+
+@pytest.mark.parametrize(
+    ("worst", "end"),
+    [
+        (["ok", "warning"], "this can run resihp"),
+        (["ok", "unknown"], "what gave no answer may be broken"),
+        (["unknown", "failed"], "this cannot run resihp as it is"),
+    ],
+)
+def test_the_end_says_whether_it_can_run(capsys: pytest.CaptureFixture[str], worst: list[str], end: str) -> None:
+    doctor.show([CheckResult(check="c", outcome=outcome, text="t") for outcome in worst])  # type: ignore[arg-type]
+    assert capsys.readouterr().err.rstrip().endswith(f": {end}")

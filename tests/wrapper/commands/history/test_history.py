@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -721,3 +721,30 @@ def test_ledgers_of_two_clusters_in_one_home_tell_nodes_apart() -> None:
     assert {row["node"]: row["failures"] for row in counted} == dict.fromkeys(everywhere, 1)
     assert {row["node"] for row in rows("hosts", "--all", "--node", "alpha/n1")} <= {"alpha/n1"}
     assert len(rows("failures", "--all", "--node", "beta/n2")) == 1
+
+
+def test_spares_of_many_jobs_begin_with_those_that_saved_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        {"job": name, "saved_gpu_hours": saved, "started_at": began}
+        for name, saved, began in (
+            ("a", 1.0, 3),
+            ("b", 9.0, 2),
+            ("c", 1.0, 1),
+        )
+    ]
+    asked_for: list[dict[str, Any]] = []
+
+    def spares_rows(_: object, *of: object, **wanted: Any) -> list[dict[str, Any]]:
+        asked_for.append(wanted | {"of": of})
+        return list(rows)
+
+    monkeypatch.setattr("db.reading.queries.spares_rows", spares_rows)
+    asked = command.Asked(
+        view="spares", by=None, node=None, rank=None, since=None, until=None, limit=None, injected=False
+    )
+    found = command._reckoned(asked, lambda read: read(cast(Any, None)), ())
+    assert [row["job"] for row in found] == ["b", "c", "a"]
+    assert asked_for == [{"since": None, "until": None, "jobs": None, "of": ()}]
+    listing = command._of_one(asked, cast(Any, None), {"id": 7, "name": "4711"}, (), None)
+    assert (listing.whose, listing.rows, listing.closing) == ("job 4711", rows, command.SPARES)
+    assert asked_for[1] == {"of": ({"id": 7, "name": "4711"},)}

@@ -58,6 +58,29 @@ def test_the_end_of_a_rank(job: Job) -> None:
     assert run(job.name, "--rank", "3", "-n", "2").stdout == "rank 3 line 98\nrank 3 line 99\n"
 
 
+class Screen(io.StringIO):
+    """A terminal's stdout, or a pipe's."""
+
+    def __init__(self, tty: bool) -> None:
+        super().__init__()
+        self.isatty = lambda: tty  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("tty", [True, False])
+def test_what_a_process_printed_does_not_steer_a_terminal(job: Job, monkeypatch: pytest.MonkeyPatch, tty: bool) -> None:
+    """Colours, a title, a cleared screen: shown as text; a pipe gets what was written."""
+    screen = Screen(tty)
+    monkeypatch.setattr("sys.stdout", screen)
+    line = "loss\t1.0 \x1b]0;title\x07\x1b[2J\x9b31m"
+    (job.logs / "n1.rank0.log").write_text(line + "\n")
+    app(["logs", "--rank", "0"], standalone_mode=False)
+    if tty:
+        assert not set("\x1b\x07\x9b\t") & set(screen.getvalue())
+        assert screen.getvalue().startswith("loss    1.0 ")
+    else:
+        assert screen.getvalue() == line + "\n"
+
+
 def test_of_a_node_and_of_all_each_has_its_name(job: Job) -> None:
     found = run("--node", "n2", "-n", "1").stdout
     assert found.splitlines() == [

@@ -15,7 +15,7 @@ from db.layouts import to_plain
 from resihp.errors import LedgerError
 from resihp.parallelism.layout import Layout
 from wrapper.commands.watch.command import changes, follow
-from wrapper.commands.watch.picture import Watched, picture, signs
+from wrapper.commands.watch.picture import Watched, _top, picture, signs
 
 BEGAN = datetime(2026, 1, 31, 12, 0, tzinfo=UTC)
 SMALL = Layout.uniform(tp=2, pp=2, dp=2, layers=8)
@@ -319,3 +319,15 @@ def test_a_large_ledger_is_read_less_often() -> None:
     story.read = slow  # type: ignore[method-assign]
     story.follow(terminal=True)
     assert story.now >= 3 * (2.0 / 0.2)
+
+
+@pytest.mark.parametrize(
+    ("how", "reason", "shown"),
+    [("running", "a word", False), ("completed", "a word", False), ("failed", "a word", True), ("failed", None, False)],
+)
+def test_why_a_job_ended_is_shown_of_one_that_failed(how: str, reason: str | None, shown: bool) -> None:
+    watched = state(how=how)
+    watched.status["reason"] = reason
+    lines = [line.plain for line in _top(watched, 80, unicode=True)]
+    assert ("a word" in lines) == shown
+    assert all(line.strip() for line in lines[:2])

@@ -1,0 +1,89 @@
+"""A CSV whose columns have other names than ours: exports of TensorBoard and Weights & Biases, loggers' files. Pure.
+
+    Wall time,Step,Value
+    Step,run-1 - perf/step_time,run-1 - perf/step_time__MIN,run-1 - perf/step_time__MAX
+
+Rows become those of `fields`, which knows the usual names. Decides which column is a run's time, and refuses a file
+with several runs by their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from resihp.detector.offline.recordings.fields import (
+    ITERATION,
+    TIMES,
+    NamedRow,
+    read_rows,
+    usual_name,
+)
+from resihp.detector.offline.recordings.recording import Recording, short, text_of
+from resihp.detector.offline.recordings.tables import CsvTable, table_of, with_point
+from resihp.errors import UsageError
+
+RUN_SEPARATOR = " - "
+"""Of Weights & Biases, between a run's name and a metric's."""
+BOUNDS = ("__min", "__max")
+"""Ends of its columns that hold no values of their own."""
+MAX_NAMED_COLUMNS = 3
+
+
+def is_table(header: Sequence[str]) -> bool:
+    """Whether columns have an iteration and a time in any form."""
+    names = {_metric(column) for column in header}
+    return len(header) > 1 and bool(names & set(ITERATION)) and bool(names & set(TIMES))
+
+
+def without_times(header: Sequence[str]) -> str:
+    """Why a Weights & Biases or TensorBoard export that has no time cannot be read, and what to give instead; empty for
+    all else."""
+    names = {_metric(column) for column in header}
+    is_export = any(column.endswith(BOUNDS) or RUN_SEPARATOR in column for column in header)
+    if not is_export or not names & set(ITERATION) or names & set(TIMES):
+        return ""
+    shown = ", ".join(f"`{short(column)}`" for column in header if not column.endswith(BOUNDS))
+    return (
+        f"a Weights & Biases export without a time ({shown}); export the chart of a step's time, or a table of the run "
+        "with `_step` and `_timestamp`"
+    )
+
+
+def read_table(content: bytes) -> Recording:
+    """Raises UsageError where several runs are in one file, or no row can be used."""
+    table = table_of(text_of(content))
+    columns = _columns(table)
+    rows = []
+    for line, row in table.rows:
+        cells = {name: row[place].strip() for name, place in columns.items() if place < len(row)}
+        if table.delimiter != ",":
+            cells = {name: with_point(cell) for name, cell in cells.items()}
+        rows.append(NamedRow(line, {name: cell for name, cell in cells.items() if cell}))
+    return read_rows(rows, "line")
+
+
+def _columns(table: CsvTable) -> dict[str, int]:
+    """Places of columns by their usual names. Raises UsageError where two runs have the same metric of time."""
+    columns: dict[str, int] = {}
+    runs: dict[str, list[str]] = {}
+    for place, column in enumerate(table.header):
+        if column.endswith(BOUNDS):
+            continue
+        name = _metric(column)
+        if RUN_SEPARATOR in column and name in TIMES:
+            runs.setdefault(name, []).append(column)
+        columns.setdefault(name, place)
+    for name, of_runs in runs.items():
+        if len(of_runs) > 1:
+            shown = [f"`{short(column)}`" for column in of_runs[:MAX_NAMED_COLUMNS]]
+            if len(of_runs) > MAX_NAMED_COLUMNS:
+                shown.append("...")
+            raise UsageError(
+                f"`{name}` of {len(of_runs)} runs is in one table ({', '.join(shown)}); "
+                "export one run, or keep the column of one"
+            )
+    return columns
+
+
+def _metric(column: str) -> str:
+    return usual_name(column.rpartition(RUN_SEPARATOR)[2])

@@ -249,9 +249,9 @@ def review_copies(job: Job) -> None:
         return
     able = [rank for rank in job.ready if rank not in job.record.working and could_hold_copies(job, rank)]
     question = (plan.layout.replicas, frozenset(able))
-    if not able or question == job.copies_looked_for:
+    if not able or question == job.foresight.copies_looked_for:
         return
-    job.copies_looked_for = question
+    job.foresight.copies_looked_for = question
     for rank in able:
         consider_newcomer(job, rank, f"{_layers(layers)} would be lost with one rank")
 

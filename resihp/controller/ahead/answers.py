@@ -53,6 +53,9 @@ class Foresight:
     answers: dict[str, bytes] = field(default_factory=dict)
     searched: tuple[Replica, ...] | None = None
     """The layout that the last answer used has, where it was searched for."""
+    copies_looked_for: tuple[tuple[Replica, ...], frozenset[int]] | None = None
+    """For which layout in effect, and which ranks without work, second copies of state were looked for last. Outlives
+    `forget`: what was refused is not asked for again."""
 
     def forget(self, asked_of: object, since: int) -> None:
         """Something is not as it was: other questions, from that iteration on."""

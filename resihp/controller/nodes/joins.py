@@ -178,13 +178,14 @@ def came(job: Job, rank: int) -> None:
 
 
 def measured(job: Job, judged: Mapping[int, probes.Judged]) -> None:
-    """A newcomer's device was measured: one that is not fit stands by."""
+    """A newcomer's device was measured: one that is not fit stands by, unless the job has to use such ones already."""
+    uses_unfit = any(job.device_of(rank) in job.record.unfit for rank in job.record.computing)
     for rank, verdict in judged.items():
         member = job.members[rank]
         job.unmeasured.discard(rank)
         if not member.ready:
             continue
-        if verdict.fit or job.settings.observes:
+        if verdict.fit or job.settings.observes or (uses_unfit and verdict.speed is not None):
             replan_policy.consider_newcomer(job, rank)
         if not verdict.fit and job.settings.observes:
             told = f"fails its probe: {verdict.evidence}; observe mode, it is given work all the same"

@@ -21,7 +21,6 @@ from resihp.controller.state.transitions import Change, Pause, Transition
 from resihp.controller.state.upkeep import GivingBack, Upkeep
 from resihp.detector.findings import Finding
 from resihp.detector.probes import Place
-from resihp.parallelism.layout import Replica
 from resihp.parallelism.ownership import ParameterSpec
 from resihp.protocol import messages as m
 from resihp.protocol.messages import CheckpointPart, Declare, StepOutcome, Stepped, WorkerOrder
@@ -92,8 +91,6 @@ class Job:
         """Newcomers whose device is still to be measured before they are given work."""
         self.reconsider: list[Change] = []
         """Why another plan may be better now, and the verdicts behind it."""
-        self.copies_looked_for: tuple[tuple[Replica, ...], frozenset[int]] | None = None
-        """For which layout in effect, and which ranks on standby, second copies of state were looked for last."""
         self.reconsider_at = 0.0
         """Not before then: when another plan begins to be worth it."""
         self.changed_at: dict[Occasion, list[float]] = {}

@@ -155,7 +155,7 @@ def make_engine(url: URL, *, write: bool, migrate: bool = False) -> Engine:
             raise LedgerError(f"ledger {masked(url)}: is no plain file; name another with --ledger")
         if write or is_ours(file):
             check_rollback_journal(file, masked(url))
-        engine = create_engine(url, connect_args={"timeout": BUSY_TIMEOUT_S}) if write else _reading_engine(url, file)
+        engine = create_engine(url, connect_args=SQLITE_ARGUMENTS) if write else _reading_engine(url, file)
         wal = write and not is_on_network(url)
 
         def connected(connection: sqlite3.Connection, _: ConnectionPoolEntry) -> None:
@@ -191,6 +191,27 @@ def make_engine(url: URL, *, write: bool, migrate: bool = False) -> Engine:
     return engine
 
 
+class _SqliteCursor(sqlite3.Cursor):
+    """Says of a file whose schema is no text what SQLite does of others that are damaged."""
+
+    def execute(self, *arguments: Any) -> _SqliteCursor:
+        try:
+            return super().execute(*arguments)
+        except UnicodeDecodeError as error:
+            raise sqlite3.DatabaseError(f"database disk image is malformed: {error}") from error
+
+
+class _SqliteConnection(sqlite3.Connection):
+    def cursor(self, factory: Any = _SqliteCursor) -> Any:
+        return super().cursor(factory)
+
+    def execute(self, *arguments: Any) -> sqlite3.Cursor:
+        return self.cursor().execute(*arguments)  # type: ignore[no-any-return]
+
+
+SQLITE_ARGUMENTS: dict[str, Any] = {"timeout": BUSY_TIMEOUT_S, "factory": _SqliteConnection}
+
+
 def _reading_engine(url: URL, file: Path) -> Engine:
     """An engine that reads a SQLite file, makes none, and plays back no journal.
 
@@ -217,7 +238,9 @@ def _reading_engine(url: URL, file: Path) -> Engine:
 
 def _connect_file(file: Path, how: str) -> sqlite3.Connection:
     name = f"file:{quote(str(file))}?{how}"
-    connection = sqlite3.connect(name, timeout=BUSY_TIMEOUT_S, uri=True, check_same_thread=False)
+    connection = sqlite3.connect(
+        name, timeout=BUSY_TIMEOUT_S, uri=True, check_same_thread=False, factory=_SqliteConnection
+    )
     connection.execute("PRAGMA query_only=ON")
     return connection
 

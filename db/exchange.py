@@ -28,6 +28,7 @@ from sqlalchemy.orm import Session
 
 from db import maintenance, migrate, projection, settling
 from db.engine import file_of, make_engine, masked, prepare_folder, refusal, resolve
+from db.foreign_cells import check_cells
 from db.foreign_files import is_ours, private_copy
 from db.parquet.manifest import MANIFEST
 from db.parquet.place import export_of_before, put_in_place
@@ -147,7 +148,7 @@ def import_from(path: str, url: str) -> list[Merged]:
         with _reading(path) as connection:
             return merge(_Ledger(connection), url)
     place = Path(path)
-    if place.is_dir():
+    if os.path.isdir(place):  # which raises nothing, as Path's does where a link leads to what one may not look at
         return _import_folder(place, url)
     try:
         descriptor = os.open(place, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
@@ -208,6 +209,8 @@ def _import_file(file: Path, url: str) -> list[Merged]:
                 if migrate.version_of(connection) is None:
                     raise LedgerError(f"ledger {name}: holds no ledger of resihp; name another source")
                 migrate.upgrade_connection(connection, name)
+                if not is_ours(file):
+                    check_cells(connection, name)
         except DBAPIError as error:
             raise refusal(resolve(name), error) from error
         finally:
@@ -369,7 +372,7 @@ def _reading(url: str, name: str | None = None) -> Iterator[Connection]:
     parsed = resolve(url)
     name = name or masked(parsed)
     file = file_of(parsed)
-    if file is not None and not file.exists():
+    if file is not None and not os.path.exists(file):
         raise LedgerError(f"ledger {name}: no such file; name another with --ledger")
     engine = make_engine(parsed, write=False)
     if parsed.get_backend_name() == "postgresql":
@@ -377,6 +380,8 @@ def _reading(url: str, name: str | None = None) -> Iterator[Connection]:
     try:
         with engine.connect() as connection:
             migrate.check_readable(connection, name)
+            if file is not None and not is_ours(file):
+                check_cells(connection, name)
             yield connection
     except (DBAPIError, OSError) as error:
         raise refusal(parsed, error) from error

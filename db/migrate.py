@@ -9,6 +9,7 @@ on with it (table `compatibility`): a migration that only adds leaves that as it
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from functools import cache
@@ -59,7 +60,7 @@ def head() -> str:
 def current(url: str) -> str | None:
     """The schema of the ledger at `url`; None if there is no ledger in that database. Raises LedgerError."""
     parsed = resolve(url)
-    if (file := file_of(parsed)) is not None and not file.exists():
+    if (file := file_of(parsed)) is not None and not os.path.exists(file):
         return None
     engine = make_engine(parsed, write=False)
     try:

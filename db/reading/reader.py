@@ -6,6 +6,7 @@ UTC. `db.reading.queries` has the same as pandas frames, `db.reading.fleet` what
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import datetime
 from types import TracebackType
@@ -35,6 +36,8 @@ from sqlalchemy.orm import InstrumentedAttribute
 
 from db import models
 from db.engine import file_of, make_engine, masked, refusal, resolve
+from db.foreign_cells import check_cells
+from db.foreign_files import is_ours
 from db.migrate import check_readable
 from db.models import EventRow, JobRow, PlanRow, WorkerRow
 from db.reading import accounts, naming
@@ -86,7 +89,7 @@ class Reader:
         """Raises LedgerError if there is no ledger at `url`, or one of another schema than ours."""
         parsed = resolve(url)
         file = file_of(parsed)
-        if file is not None and not file.exists():
+        if file is not None and not os.path.exists(file):
             raise LedgerError(f"ledger {masked(parsed)}: no such file; name another with --ledger")
         engine = make_engine(parsed, write=False)
         try:
@@ -96,6 +99,8 @@ class Reader:
             raise refusal(parsed, error) from error
         try:
             check_readable(connection, masked(parsed))
+            if file is not None and not is_ours(file):
+                check_cells(connection, masked(parsed))
             connection.rollback()
         except (DBAPIError, OSError, LedgerError) as error:
             connection.close()
@@ -222,6 +227,12 @@ class Reader:
         except DBAPIError as error:
             self._connection.rollback()
             raise refusal(self._connection.engine.url, error) from error
+        except (ValueError, TypeError) as error:  # a driver and a type make Python's values of what is stored
+            self._connection.rollback()
+            raise LedgerError(
+                f"ledger {self.name}: holds what resihp never writes: {error}; "
+                "resihp db import JOURNAL makes a ledger anew from a job's journal"
+            ) from error
         except OverflowError as error:  # SQLite's driver has no number beyond 64 bits
             self._connection.rollback()
             raise UsageError(f"ledger {self.name}: a number that is asked for is larger than any in it") from error

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from resihp.errors import JobNotFoundError, OwnershipError, ProtocolError
+from resihp.errors import JobNotFoundError, LedgerError, OwnershipError, ProtocolError
 from resihp.process import identity
 from wrapper import registry
 from wrapper.file_locks import LOCK_NAME, lock_file
@@ -310,16 +310,38 @@ class OurJob(Job):
         """Where its journal may be: itself, where that is on this machine, and the copy."""
         return self.journal_file, self.journal_copy
 
+    def may_name(self, path: Path) -> bool:
+        """Tell whether job.json may name that place: one in its home, or any if the user's registry knows the job.
+
+        Whoever has unpacked an archive or cloned a repository owns what is in it, and wrote none of it.
+        """
+        file = self.read()
+        if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(self.home)):
+            return True
+        return registry.knows(file.name, {str(self.folder), str(self._made_in())}, file.created_at)
+
+    def _made_in(self) -> Path:
+        """The folder that the job was made in, as run.json has it; that of today where it does not say."""
+        with suppress(*UNREADABLE):
+            return Path(msgspec.json.decode(read_plain(self.run_file), type=_MadeIn).folder)
+        return self.folder
+
     @property
     def ledger_url(self) -> str | None:
         """Where its ledger is, None where nobody has said. Raises JobNotFoundError, LedgerError."""
-        from db.engine import check_stored, file_of, resolve
+        from db.engine import check_stored, file_of, masked, resolve
 
         if (url := self.read().ledger) is None:
             return None
         parsed = resolve(check_stored(url, self.folder / "job.json"), self.folder)
         if (file := file_of(parsed)) is not None:
             parsed = parsed.set(database=str(self.now(file)))
+        if not self.may_name(Path("/") if file is None else self.now(file)):
+            raise LedgerError(
+                f"ledger {masked(parsed)}: {self.folder / 'job.json'} names it, outside of its home, and "
+                "resihp jobs --all does not know the job as one that you ran: its folder may have been unpacked from "
+                "somebody's archive; if you trust it, name the ledger with --ledger"
+            )
         return parsed.render_as_string(hide_password=False)
 
     def set_ledger(self, url: str) -> None:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from resihp.errors import JobNotFoundError, OwnershipError, ProtocolError, UsageError
+from resihp.errors import JobNotFoundError, LedgerError, OwnershipError, ProtocolError, UsageError
 from resihp.process import identity
 from wrapper import registry
 from wrapper.file_locks import LOCK_NAME as LOCK_NAME
@@ -158,14 +158,19 @@ def _local_place(job: Job) -> Path:
             raise UsageError(f"{root}: is a link; set RESIHP_LOCAL to a folder of yours on local disk")
         check_folder(root, "RESIHP_LOCAL")
         check_above(root, "RESIHP_LOCAL")
-        digest = hashlib.sha256(str(job.folder.resolve()).encode()).hexdigest()[:10]
-        place = root / f"{job.name}-{digest}"
+        place = root / _place_name(job)
         if place.exists():  # of a job in a folder that was removed since
             shutil.rmtree(place)
         place.mkdir(mode=0o700)
     except OSError as error:
         raise UsageError(f"{root}: cannot hold journals: {error.strerror}; set RESIHP_LOCAL to another") from error
     return place
+
+
+def _place_name(job: Job) -> str:
+    """What the folder of its journal is called, if the job's folder has not been moved since."""
+    digest = hashlib.sha256(str(job.folder.resolve()).encode()).hexdigest()[:10]
+    return f"{job.name}-{digest}"
 
 
 def all_jobs(of: Path | None = None) -> list[Job]:
@@ -372,6 +377,10 @@ def finish_dead_job(job: OurJob, reason: str = "the supervisor was found dead", 
     path = job.journal_file
     if not job.is_writable or not is_own(path.parent) or not path.exists():
         return False
+    if path.parent.name != _place_name(job) and not job.may_name(path):
+        return (
+            False  # its folder may have been unpacked from somebody's archive, and that file be another job's, or none
+        )
     if job.read().host != socket.gethostname() and not locked:
         return False  # of an earlier job of that name, whose journal is on this machine
     if is_succeeded(path):
@@ -397,7 +406,10 @@ def finish_dead_job(job: OurJob, reason: str = "the supervisor was found dead", 
         copy_journal(job)
         write_private(job.exit_code_file, b"1\n")
         note_end(job)
-        if (url := job.ledger_url) is not None:
+        url = None
+        with suppress(LedgerError):
+            url = job.ledger_url  # or one that is not believed
+        if url is not None:
             from db.writer import catch_up
 
             catch_up(url, job.folder, path)

@@ -3,7 +3,8 @@
 `<RESIHP_STATE, default $XDG_STATE_HOME/resihp or ~/.local/state/resihp>/jobs/<job>.<digest>.json`, ours alone. It is
 written when a job is submitted, when its folder is made, when its ledger is known, and when it ends. It may be on NFS
 and written from many hosts: each job has a file of its own, which is replaced whole. It only says where to look: what
-is true of a job stands in its folder, and nothing that is run or believed comes from here. No training depends on it:
+is true of a job stands in its folder, and nothing that is run comes from here; but what a folder says of other places
+is believed only of a job that is known here. No training depends on it:
 what cannot be written is told once, and a file system that hangs is left alone. Written by `wrapper.job_files` and
 `resihp submit`; read by `wrapper.job_folder`, and by `resihp jobs`.
 """
@@ -14,7 +15,7 @@ import hashlib
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -86,6 +87,12 @@ def file_of(name: str, folder: str, began_at: float) -> Path | None:
     root = place()
     digest = hashlib.sha256(f"{folder}\0{began_at!r}".encode()).hexdigest()[:16]
     return None if root is None else root / f"{name}.{digest}.json"
+
+
+def knows(name: str, folders: Iterable[str], began_at: float) -> bool:
+    """Tell whether the user began the job of that name at that moment in one of these folders."""
+    files = [file_of(name, folder, began_at) for folder in folders]
+    return any(file is not None and is_own(file.parent) and os.path.isfile(file) for file in files)
 
 
 def save(entry: KnownJob) -> str:

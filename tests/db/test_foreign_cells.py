@@ -11,6 +11,7 @@ import pytest
 
 from db.engine import make_engine, resolve
 from db.foreign_cells import check_cells
+from db.reading.reader import Reader
 from db.writer import catch_up
 from resihp.errors import LedgerError
 from tests.db.conftest import story, write_journal
@@ -71,3 +72,11 @@ def test_column_that_is_reckoned_when_it_is_read_is_refused(sound: Path, tmp_pat
         connection.execute("ALTER TABLE jobs ADD COLUMN reason TEXT AS (hex(zeroblob(900000000))) VIRTUAL")
     with pytest.raises(LedgerError, match=r"column jobs\.'reason' is reckoned"):
         check(file)
+
+
+def test_schema_that_is_no_text_is_a_damaged_file(sound: Path, tmp_path: Path) -> None:
+    content = sound.read_bytes()
+    assert b"CREATE INDEX" in content
+    (tmp_path / "ledger.db").write_bytes(content.replace(b"CREATE INDEX", b"CREATE \xacNDEX", 1))
+    with pytest.raises(LedgerError, match=r"malformed|not made by resihp|no ledger"):
+        Reader.open(f"sqlite:///{tmp_path}/ledger.db")

@@ -26,7 +26,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from sqlalchemy.pool import ConnectionPoolEntry, NullPool
 
 from db import url_passwords
-from db.foreign_files import check_rollback_journal, is_ours, private_copy
+from db.foreign.files import check_rollback_journal, is_ours, private_copy
 from resihp.errors import LedgerError
 
 LEDGER_FILE = "ledger.db"

@@ -28,8 +28,8 @@ from sqlalchemy.orm import Session
 
 from db import maintenance, migrate, projection, settling
 from db.engine import file_of, make_engine, masked, prepare_folder, refusal, resolve
-from db.foreign_cells import check_cells
-from db.foreign_files import is_ours, private_copy
+from db.foreign.cells import check_cells
+from db.foreign.files import is_ours, private_copy
 from db.parquet.manifest import MANIFEST
 from db.parquet.place import export_of_before, put_in_place
 from db.parquet.reading import opened

@@ -87,7 +87,7 @@ LONG: Mapping[str, int] = {
 }
 """Functions of more than `MOST_LINES` lines, with how many they may have."""
 CROWDED: Mapping[str, int] = {
-    "db/migrations/versions": 21,  # one for each change of the schema, for ever
+    "db/migrations/versions": 22,  # one for each change of the schema, for ever
 }
 WITHOUT_INIT = {
     "db/migrations": "Alembic's own",

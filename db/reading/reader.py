@@ -36,8 +36,8 @@ from sqlalchemy.orm import InstrumentedAttribute
 
 from db import models
 from db.engine import file_of, make_engine, masked, refusal, resolve
-from db.foreign_cells import check_cells
-from db.foreign_files import is_ours
+from db.foreign.cells import check_cells
+from db.foreign.files import is_ours
 from db.migrate import check_readable
 from db.models import EventRow, JobRow, PlanRow, WorkerRow
 from db.reading import accounts, naming

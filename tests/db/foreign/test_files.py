@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
-import db.foreign_files
+import db.foreign.files
 from db import migrate
 from db.engine import make_engine, resolve
-from db.foreign_files import is_ours, private_copy
+from db.foreign.files import is_ours, private_copy
 from resihp.errors import LedgerError
 
 
@@ -21,7 +21,7 @@ from resihp.errors import LedgerError
 def open_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that everybody may write, as a project's may be; temporary files are beside it."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    monkeypatch.setattr(db.foreign_files, "COPY_PATIENCE_S", 0.1)
+    monkeypatch.setattr(db.foreign.files, "COPY_PATIENCE_S", 0.1)
     (tmp_path / "temporary").mkdir()
     folder = tmp_path / "open"
     folder.mkdir()
@@ -95,7 +95,7 @@ def test_links_pipes_and_giants_are_not_copied(open_folder: Path, monkeypatch: p
     with pytest.raises(LedgerError, match="symbolic link"):
         private_copy(ledger, "x")
     (open_folder / "ledger.db-wal").unlink()
-    monkeypatch.setattr(db.foreign_files, "MAX_COPY_BYTES", 100)
+    monkeypatch.setattr(db.foreign.files, "MAX_COPY_BYTES", 100)
     with pytest.raises(LedgerError, match="ask its owner for resihp db export"):
         private_copy(ledger, "x")
     assert list(Path(tempfile.gettempdir()).iterdir()) == []

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from db.engine import make_engine, resolve
-from db.foreign_cells import check_cells
+from db.foreign.cells import check_cells
 from db.reading.reader import Reader
 from db.writer import catch_up
 from resihp.errors import LedgerError

@@ -1,7 +1,7 @@
 """What stands in the cells of a SQLite ledger that somebody else may have written: of its column's type, or refused.
 
 SQLite keeps any value in any column, and a table may reckon a column when it is read. All that reads a ledger reckons
-with numbers, times and texts as our schema has them. Called for copies of foreign files (`db.foreign_files`), by
+with numbers, times and texts as our schema has them. Called for copies of foreign files (`db.foreign.files`), by
 `db.reading.reader` and imports; a ledger of ours is not looked through.
 """
 

@@ -258,7 +258,7 @@ class Scenario:
             disturbances=tuple(disturbances),
             come_backs=99,
             examine=True,
-            unfit=0.5,
+            noise=0.5,
             limit_s=3000.0,
         )
 

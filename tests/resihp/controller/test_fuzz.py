@@ -65,6 +65,13 @@ def test_invariants_hold_when_healthy_devices_look_slow(first: int) -> None:
     play_chunk(Scenario.noisy, first)
 
 
+@pytest.mark.parametrize(
+    "first", range(0, SEEDS // 20, CHUNK), ids=lambda first: f"harassed-{first}-{first + CHUNK - 1}"
+)
+def test_invariants_hold_while_ranks_are_killed_and_stopped_again_and_again(first: int) -> None:
+    play_chunk(Scenario.harassed, first)
+
+
 def play_chunk(scenario: Callable[[int], Scenario], first: int) -> None:
     failed: dict[int, Violation] = {}
     for seed in range(first, first + CHUNK):

@@ -112,8 +112,9 @@ def _look(job: Job, iteration: int, known: str) -> None:
 
 
 def _unwatched(job: Job, iteration: int) -> tuple[int, ...]:
-    """Ranks with work that have been silent for long, under one plan after the other."""
-    covered = job.monitor.coverage()
+    """Ranks with micro-batches that have been silent for long, under one plan after the other."""
+    computing = set(job.record.computing)
+    covered = {rank: last for rank, last in job.monitor.coverage().items() if rank in computing}
     if not covered:  # of a plan that has just begun nothing is known
         return tuple(rank for rank in job.record.unwatched if rank in job.record.working)
     silent = {rank for rank, last in covered.items() if iteration - last >= UNHEARD}

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from resihp.controller import interface as api
+from resihp.controller.fail_slow import standings
 from resihp.controller.interface import Dependencies
 from resihp.protocol import messages as m
 from resihp.record.journal import ChangeDecided, PlanRefused
@@ -161,3 +162,14 @@ def test_who_holds_a_copy_is_said_once() -> None:
     assert [text for text in said(job) if "copy of" in text] == [
         "rank 0 holds a second copy of layers 0-5, and computes nothing"
     ]
+
+
+def test_a_mirror_has_nothing_to_measure_and_is_not_told_to_be_silent() -> None:
+    job = after_a_loss().run(1)
+    job.monitor.coverage = lambda: {0: 0, 2: 0, 3: 400}  # type: ignore[method-assign]
+    job.monitor.standing = lambda rank: None  # type: ignore[attr-defined]
+    job.monitor.scores = lambda: None  # type: ignore[method-assign]
+    job.job.judged_by = "workload"
+    for iteration in (400, 416):
+        standings.note(job.job, iteration, "workload")
+    assert job.job.record.unwatched == (2,), "rank 0 mirrors them, and never reports times"

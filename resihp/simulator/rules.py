@@ -194,7 +194,8 @@ class Rules:
             self.began = True
             self.check_beginning(self.plan)
         self.check_set_aside()
-        if self.taking_over:  # nobody was there who could have given them work
+        if self.taking_over:  # nobody was there who could have measured them, or given them work
+            self._wait_anew(self.set_aside)
             self.declared_at = {rank: max(since, self.committed) for rank, since in self.declared_at.items()}
         if self.world.end is not None:
             self.check_end()
@@ -225,7 +226,7 @@ class Rules:
                     for step in running.steps:
                         self.note_report(self.world.workers[running.rank], step.outcome.iteration)
                     for message in running.said:
-                        if isinstance(message, m.Declare):
+                        if isinstance(message, m.Declare | m.CheckpointPart):
                             self.learn(api.WorkerSaid(rank=running.rank, message=message), again=True)
             case api.AgentBeat():
                 self.world.nodes[event.node].last_beat = self.world.now

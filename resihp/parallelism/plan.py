@@ -86,6 +86,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         A mirror's ranks hold a copy of the state of their stages, take part in the sums of gradients, and take each
         step. They compute nothing, and send and receive no activations.
         """
+        if not any(self.assignment):
+            return ()  # nothing was dealt out yet
         hosts = {migration.replica for migration in self.migrations}
         return tuple(d for d, share in enumerate(self.assignment) if not share and d not in hosts)
 

@@ -222,11 +222,14 @@ def asked(url: str, query: str) -> list[tuple[object, ...]]:
 def test_a_reader_reads_everything_and_writes_nothing(shared: Shared, tmp_path: Path, table: str) -> None:
     written(shared.alice, tmp_path, "hers")
     asked(shared.board, f"SELECT * FROM {table}")
-    column = "version_num" if table == migrate.VERSION_TABLE else next(iter(LedgerTable.metadata.tables[table].c)).name
+    columns = ["version_num"]
+    if table != migrate.VERSION_TABLE:  # nobody may change a number that the database gives
+        columns = [column.name for column in LedgerTable.metadata.tables[table].c if column.name != "id"]
+    column = columns[0]
     for statement in (
         f"DELETE FROM {table}",
         f"UPDATE {table} SET {column} = {column}",
-        f"INSERT INTO {table} SELECT * FROM {table}",
+        f"INSERT INTO {table} DEFAULT VALUES",
         f"LOCK TABLE {table} IN EXCLUSIVE MODE",
     ):
         with pytest.raises(DBAPIError, match="permission denied"):

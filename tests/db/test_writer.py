@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
 import threading
 from collections.abc import Callable
@@ -259,6 +260,9 @@ def told(found: dict[str, Any]) -> dict[str, Any]:
     for row in tables["failures"]:  # by when records were written
         row["seconds_to_recover"] = row["seconds_without_noticing"] = None
     tables["events"] = [row for row in tables["events"] if row["kind"] != "LeaderChosen"]
+    for row in tables["events"]:
+        if row["kind"] == "Reconfigured":
+            row["text"] = re.sub(r"[\d.]+ s\b", "... s", row["text"])  # the same seconds
     return {"state": found["job"]["state"], "exit_code": found["job"]["exit_code"], **tables}
 
 

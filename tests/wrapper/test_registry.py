@@ -328,6 +328,8 @@ def test_jobs_of_one_name_in_one_ledger_are_told_apart_by_their_folders(
     file = second.read()  # as if it were made at the very moment of the first
     content = msgspec.structs.replace(file, created_at=first.read().created_at)
     (second.folder / "job.json").write_bytes(msgspec.json.encode(content))
+    (known,) = [entry for entry in registry.entries()[0] if entry.folder == str(second.folder)]
+    assert not registry.save(msgspec.structs.replace(known, began_at=content.created_at))
     assert json.loads(ask("status", str(second.folder), "--json").stdout)["loss"] == 1
 
 

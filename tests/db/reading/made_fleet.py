@@ -137,7 +137,7 @@ def _write_job(connection: Connection, number: int, chance: random.Random) -> No
         "started_at": began, "ended_at": end, "last_entry_at": at(now), "cluster": "c",
         "slurm_account": f"lab{number % 2}" if number % 5 else None, "partition": "gpu",
     }  # fmt: skip
-    connection.execute(insert(models.JobRow), [job])
+    connection.execute(insert(models.JobRow), [{name: value for name, value in job.items() if name != "id"}])
     for model in (models.PlanRow, models.ReconfigurationRow, *tables):
         if rows := tables.pop(model, []):
             connection.execute(insert(model), rows)

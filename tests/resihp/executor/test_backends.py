@@ -109,7 +109,7 @@ def test_a_version_of_nccl_that_has_hung_is_told_by_name(
     ("count", "environment", "told"),
     [
         (8, {BACKEND: "ncl"}, "RESIHP_BACKEND=ncl: is none of gloo, nccl, nccl-like"),
-        (4, {LOCAL_RANK: "6"}, "device 6: 4 GPUs are visible here"),
+        (4, {LOCAL_RANK: "6"}, "device 6: 4 GPUs visible here"),
         (0, {BACKEND: "nccl"}, "no GPU is visible here"),
     ],
 )

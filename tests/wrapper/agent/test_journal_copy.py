@@ -15,6 +15,7 @@ from resihp.record.journal import IterationCommitted, LeaderChosen, NodeJoined, 
 from resihp.record.journal_file import encode
 from tests.wrapper.agent.test_agent import outcome
 from wrapper.agent.succession.journal_copy import Replica, local_place
+from wrapper.job_files import OurJob, ours
 from wrapper.job_folder import Job
 
 
@@ -85,13 +86,15 @@ def test_full_disk_ends_neither_the_agent_nor_its_vote(
     assert journal_file.read(tmp_path / "n1.copy") == [committed(1)]
 
 
-def job_at(tmp_path: Path) -> Job:
+def job_at(tmp_path: Path) -> OurJob:
     folder = tmp_path / "job"
     folder.mkdir()
     place = tmp_path / "local" / "job-1"
     content = f'{{"name":"j","host":"h","created_at":0.0,"journal":"{place}/journal"}}'
     (folder / "job.json").write_text(content)
-    return Job("j", folder)
+    job = ours(Job("j", folder))
+    assert job is not None
+    return job
 
 
 def test_place_on_local_disk_is_made_for_its_owner_alone(tmp_path: Path) -> None:

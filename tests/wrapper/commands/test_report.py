@@ -446,7 +446,7 @@ def slow_facts(folder: Path) -> Facts:
 
     job = Job("local-1", folder)
     (folder / "job.json").write_text(
-        '{"name": "local-1", "host": "here", "created_at": %r, "journal": ""}' % (BEGAN + 3600.0)
+        '{"name": "local-1", "host": "here", "created_at": %r, "journal": "/nowhere/journal"}' % (BEGAN + 3600.0)
     )
     return facts_of(folder, hurt(job), 200.0)
 

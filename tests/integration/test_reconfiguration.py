@@ -272,8 +272,10 @@ def test_a_plan_that_needs_more_memory_than_there_is_is_not_tried(job: Job) -> N
 
 
 def held(layout: Any) -> set[float]:
-    """Layers that a rank which computes holds, whole ones or shares. A mirror, some of whose stages have no ranks, needs
-    no room for activations."""
+    """Count the layers that each computing rank holds, whole ones or shares.
+
+    A mirror, some of whose stages have no ranks, needs no room for activations.
+    """
     whole = [replica for replica in layout["replicas"] if all(stage["ranks"] for stage in replica)]
     stages = [stage for replica in whole for stage in replica]
     return {(stage["layers"][-1] - stage["layers"][0] + 1) / len(stage["ranks"]) for stage in stages}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -11,8 +12,12 @@ from resihp.errors import LedgerError
 from resihp.parallelism.layout import Layout, Replica, Stage
 
 
-def to_plain(layout: Layout) -> dict[str, Any]:
-    """`{"replicas": [[{"ranks": [..], "layers": [first, last]}]], "standby": [..]}`; `chunks` where not exactly one."""
+def to_plain(layout: Layout, mirrors: Sequence[int] = ()) -> dict[str, Any]:
+    """Return `{"replicas": [[{"ranks": [..], "layers": [first, last]}]], "standby": [..]}`.
+
+    A stage has `chunks` instead of `layers` where it has not exactly one. `mirrors`, indices of replicas
+    (`Plan.mirrors`), is a key where there are any.
+    """
     return {
         "replicas": [
             [
@@ -24,11 +29,13 @@ def to_plain(layout: Layout) -> dict[str, Any]:
             for replica in layout.replicas
         ],
         "standby": list(layout.standby),
+        **({"mirrors": list(mirrors)} if mirrors else {}),
     }
 
 
-def to_json(layout: Layout) -> str:
-    return json.dumps(to_plain(layout), separators=(",", ":"))
+def to_json(layout: Layout, mirrors: Sequence[int] = ()) -> str:
+    """Return `to_plain` as text."""
+    return json.dumps(to_plain(layout, mirrors), separators=(",", ":"))
 
 
 def from_json(text: str) -> Layout:
@@ -46,15 +53,22 @@ class _Stage(msgspec.Struct):
 class _Ranks(msgspec.Struct):
     replicas: list[list[_Stage]]
     standby: frozenset[int]
+    mirrors: frozenset[int] = frozenset()
 
 
-def ranks_of(text: str) -> tuple[frozenset[int], frozenset[int]]:
-    """Ranks that work, and those that stand by: much sooner than all of a layout. Raises LedgerError as `from_json`."""
+def ranks_of(text: str) -> tuple[frozenset[int], frozenset[int], frozenset[int]]:
+    """Return the ranks that compute, those on standby, and those of mirrors.
+
+    Takes much less time than `from_json`. Raises LedgerError as that does.
+    """
     try:
         found = msgspec.json.decode(text, type=_Ranks)
     except (msgspec.DecodeError, RecursionError) as error:
         raise LedgerError(f"ledger: a plan's layout is none: {error}; import the job again") from error
-    return frozenset().union(*(stage.ranks for replica in found.replicas for stage in replica)), found.standby
+    ranks: dict[bool, set[int]] = {False: set(), True: set()}
+    for d, replica in enumerate(found.replicas):
+        ranks[d in found.mirrors].update(*(stage.ranks for stage in replica))
+    return frozenset(ranks[False]), found.standby, frozenset(ranks[True])
 
 
 def _from_plain(plain: dict[str, Any]) -> Layout:

@@ -311,7 +311,9 @@ class PlanRow(LedgerTable):
     description: Mapped[str] = mapped_column(Text)
     replicas: Mapped[int] = mapped_column(Integer)
     active: Mapped[int] = mapped_column(Integer)
+    """Ranks that compute micro-batches."""
     standby: Mapped[int] = mapped_column(Integer)
+    """Ranks that compute none: those on standby, and those of mirrors."""
     schedule: Mapped[str] = mapped_column(Text)
     reason: Mapped[str] = mapped_column(Text)
     decided_at: Mapped[datetime]

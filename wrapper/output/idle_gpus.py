@@ -19,7 +19,7 @@ from resihp.record.describe import rank_list
 
 if TYPE_CHECKING:
     from db.reading.queries import Reader
-    from resihp.parallelism.layout import Layout
+    from resihp.parallelism.plan import Plan
 
 Row = dict[str, Any]
 Device = tuple[str, int]
@@ -27,7 +27,7 @@ MOST_TOLD = 6
 """Groups of GPUs that are named one by one."""
 PLANS_KEPT = 64
 """Since when a GPU has no work is looked for in them."""
-NO_STAGE, SPARE = "no stage for it", "spare"
+NO_STAGE, SPARE, MIRROR = "no stage for it", "spare", "holds a copy of the state"
 START = 0
 """Since the start, as the first iteration without work."""
 
@@ -43,15 +43,16 @@ class IdleGpu(NamedTuple):
 
 
 class PlanOfWork(NamedTuple):
-    """`begins`: with which iteration."""
+    """`begins`: the first iteration under the plan. `active`: ranks that compute."""
 
     begins: int
     active: frozenset[int]
     standby: frozenset[int]
+    mirroring: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, begins: int, layout: Layout) -> PlanOfWork:
-        return cls(begins, frozenset(layout.active), frozenset(layout.standby))
+    def of(cls, begins: int, plan: Plan) -> PlanOfWork:
+        return cls(begins, frozenset(plan.computing), frozenset(plan.layout.standby), plan.mirroring)
 
 
 @dataclass
@@ -104,7 +105,7 @@ class IdleGpus:
             case journal.FailureEnded():
                 self.slow.pop(entry.failure, None)
             case journal.PlanDecided():
-                self.decided = PlanOfWork.of(entry.next_iteration, entry.plan.layout)
+                self.decided = PlanOfWork.of(entry.next_iteration, entry.plan)
             case journal.PlanInEffect() if self.decided is not None:
                 self.whole = self.whole and len(self.plans) < PLANS_KEPT
                 self.plans = [*self.plans[-PLANS_KEPT + 1 :], self.decided]
@@ -178,7 +179,17 @@ class IdleGpus:
             return "no process was started on it"
         if rank in self.failed:
             return "it died"
-        place = node, device
+        slowness = self._slowness((node, device))
+        if rank in self.plans[-1].mirroring:
+            return f"{MIRROR}; {slowness}" if slowness else MIRROR
+        if slowness:
+            return slowness
+        if rank not in self.plans[-1].standby:
+            return "its process ended" if rank in self.ended else "not in the plan yet"
+        return SPARE if self.asked and active >= self.asked else NO_STAGE
+
+    def _slowness(self, place: Device) -> str:
+        """Say how a device failed its probe, or how slow it is; empty for one that is neither."""
         if place in self.unfit:
             occasion, speed = self.unfit[place]
             probe = "the start probe" if occasion == "start" else "the probe as it joined"
@@ -186,9 +197,7 @@ class IdleGpus:
         for slow, speed in self.slow.values():
             if slow == place:
                 return f"slow, {100 * speed:.0f} % of its speed"
-        if rank not in self.plans[-1].standby:
-            return "its process ended" if rank in self.ended else "not in the plan yet"
-        return SPARE if self.asked and active >= self.asked else NO_STAGE
+        return ""
 
     def _since(self, rank: int | None) -> int | None:
         """First iteration of the first of the last plans that give the rank no work."""

@@ -228,7 +228,7 @@ def _decided(figures: Figures, entry: journal.PlanDecided) -> None:
     figures.decided, figures.decided_epoch = entry.plan.layout, entry.plan.epoch
     since = figures.committed_epoch
     figures.at_work = {epoch: count for epoch, count in figures.at_work.items() if epoch >= since}
-    figures.at_work[entry.plan.epoch] = len(entry.plan.layout.active)
+    figures.at_work[entry.plan.epoch] = len(entry.plan.computing)
     if not figures.epoch:  # the first plan is shown while it is on its way
         figures.layout = figures.decided
 

@@ -109,8 +109,8 @@ class LostTime:
             case journal.PlanDecided():
                 self._plans[entry.plan.epoch] = {
                     "epoch": entry.plan.epoch,
-                    "active": len(entry.plan.layout.active),
-                    "standby": len(entry.plan.layout.standby),
+                    "active": len(entry.plan.computing),
+                    "standby": len(entry.plan.layout.standby) + len(entry.plan.mirroring),
                     "decided_at": at,
                     "in_effect_at": None,
                     "unaffected_by": json.dumps(entry.unaffected_by) if entry.unaffected_by else None,

@@ -26,6 +26,7 @@ from tests.wrapper.commands.history.test_history import text_of
 from tests.wrapper.commands.status.test_status import home, resihp, rows
 from wrapper.job_folder import Job, create_local_job
 from wrapper.output.idle_gpus import IdleGpus
+from wrapper.sinks.figures import followed
 from wrapper.sinks.terminal import LiveView
 from wrapper.sinks.tracing.spans import Story
 
@@ -216,6 +217,33 @@ def test_spare_nodes_stand_by_as_they_were_asked_to() -> None:
     assert "4 of 8 GPUs idle since the start: ranks 4-7 on n2 (spare)" in text
     assert "goodput 100.0 %" in text
     assert {row["cause"]: row["seconds"] for row in rows("cost", job.name)}["idle"] == 0.0
+
+
+def test_a_mirror_computes_nothing_so_its_gpus_count_as_idle() -> None:
+    """The same in the console, status, cost and metrics."""
+
+    def with_mirror(job: str) -> Told:
+        yield from begins(job)
+        layout = Layout.uniform(tp=1, pp=2, dp=4, layers=4)
+        made = Plan(epoch=1, layout=layout, assignment=(*spread(12, 3), ()))
+        yield journal.PlanDecided(plan=made, next_iteration=1, action="start", finish=None, reason="start"), 2.0
+        yield journal.PlanInEffect(epoch=1), 2.0
+        for i in range(1, 11):
+            yield commit(i, 1, 1.0), 2.0 + i
+        yield journal.JobEnded(exit_code=0, state="completed", reason="done"), 12.0
+
+    line = "2 of 8 GPUs idle since the start: ranks 6-7 on n2 (holds a copy of the state)"
+    job = of(with_mirror)
+    assert line in shown(with_mirror(job.name))
+    state = json.loads(resihp("status", job.name, "--json").stdout)
+    assert state["idle_line"] == line
+    assert state["goodput"] == pytest.approx(0.75, abs=1e-4)
+    assert {row["cause"]: row["seconds"] for row in rows("cost", job.name)}["idle"] == pytest.approx(2.5, abs=1e-3)
+    [row] = rows("plans", job.name)
+    assert (row["active"], row["standby"], row["layout"]["mirrors"]) == (6, 2, [3])
+    entries = enumerate(with_mirror(job.name), 1)
+    figures = followed(journal.Record(seq, 1e9 + at, entry) for seq, (entry, at) in entries)
+    assert figures.goodput(1e9 + 12.0) == pytest.approx(0.75, abs=1e-4)
 
 
 def test_since_when_and_why_each_has_no_work() -> None:

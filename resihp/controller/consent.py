@@ -34,7 +34,7 @@ def objected(job: Job, member: Member, objection: m.Object) -> None:
     assert transition.plan is not None
     told = f"{job.where(member.rank)}: refuses the plan of epoch {job.epoch}: {objection.reason}"
     if transition.plan is job.record.first_plan:
-        if len(transition.plan.layout.active) < job.settings.ranks_asked:
+        if len(transition.plan.computing) < job.settings.ranks_asked:
             incidents.too_few(job, f"{told}; the job is begun with fewer devices than it was asked to have")
         else:
             incidents.end(job, 2, told)

@@ -212,18 +212,18 @@ def checkpoint_part(job: Job, member: Member, part: m.CheckpointPart) -> None:
 
 
 def _tell_of_missed_checkpoints(job: Job, complete: int) -> None:
-    """Say which checkpoints before a complete one were due while no supervisor led, and were completed by nobody."""
+    """Say which checkpoints before a complete one were left incomplete when the supervisor changed."""
     every, before = job.settings.checkpoint_every, max(job.checkpointed, job.declaration.resume_from)
-    if not every or before > job.onsets.inherited:
+    inherited = job.onsets.inherited
+    if not every or not inherited or before > inherited:
         return  # all of it was under this supervisor
     missed = range(before - before % every + every, complete, every)
     if missed:
-        which = ", ".join(map(str, missed))
-        due = f"checkpoint of iteration {which} was due"
+        due = f"the checkpoint of iteration {missed[0]} was"
         if len(missed) > 1:
-            due = f"checkpoints of iterations {which} were due"
-        newest = f"the newest one is of iteration {complete}"
-        job.say("warning", f"{due} while no supervisor led, and not completed; {newest}")
+            due = f"{len(missed)} checkpoints, of iterations {missed[0]} to {missed[-1]}, were"
+        newest = f"the newest complete one is of iteration {complete}"
+        job.say("warning", f"{due} not completed: the supervisor was replaced meanwhile; {newest}")
 
 
 # --- checkpoints that operators ask for -----------------------------------------------------------------------------

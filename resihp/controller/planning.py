@@ -89,8 +89,8 @@ def first(job: Job) -> Choice:
             plan = with_standby(decision.plan, unfit)
         except LayoutError:
             job.say("warning", "not enough devices pass their probe: the others are used as well")
-    job.dependencies.check(plan)
-    return _choice(job, plan, _situation(job, plan.epoch, set(job.ready), None, plan), reason)
+    situation = _situation(job, plan.epoch, set(job.ready), None, plan)
+    return _choice(job, _mirrored(job, plan, situation), situation, reason)
 
 
 def as_asked(job: Job) -> tuple[Plan, dict[int, str]]:
@@ -180,11 +180,11 @@ def _first_with_less(job: Job, grid: Plan, absent: Collection[int]) -> Choice:
         try:
             decision = ask(_situation(job, grid.epoch, ready - kept_out, None, grid))
             plan = with_standby(decision.plan, kept_out)
-            job.dependencies.check(plan)
+            situation = _situation(job, grid.epoch, ready, None, plan)
+            plan = _mirrored(job, plan, situation)
         except LayoutError as error:
             obstacle = error
             continue
-        situation = _situation(job, grid.epoch, ready, None, plan)
         return _choice(
             job, plan, situation, f"{shares} devices are missing; {decision.reason}", decision.seconds, decision
         )
@@ -285,7 +285,7 @@ def first_again(job: Job) -> Choice:
     """
     plan = job.record.first_plan
     assert plan is not None
-    plan = _for_so_many(plan, job.micro_batches)
+    plan = _for_so_many(plan.without_mirrors(), job.micro_batches)
     situation = _situation(job, job.epoch + 1, set(job.ready), None)
     if len(plan.layout.active) < job.settings.ranks_asked:
         plan, absent = as_asked(job)

@@ -377,6 +377,8 @@ def _probes(record: JobRecord, entry: ProbesTaken) -> None:
         (record.unanswered.add if no_answer else record.unanswered.discard)(place)
         if entry.occasion == "suspicion":
             continue
+        if probe.fit and probe.speed is None and place in record.unfit:
+            continue  # it could not be measured: nothing is known, and nothing follows
         if probe.fit:
             record.unfit.discard(place)
             record.unfit_probes.pop(place, None)

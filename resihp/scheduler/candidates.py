@@ -193,8 +193,8 @@ def is_held_on_two_nodes(layout: Layout, nodes: Mapping[int, str]) -> bool:
             for layer in stage.layers if where else ():
                 in_common[layer] = in_common.get(layer, where) & where
         if not replica.vacant and not any(in_common.values()):
-            return True
-    return False
+            return True  # it holds every layer
+    return bool(in_common) and not any(in_common.values())
 
 
 def _keep(situation: Situation, prices: Prices) -> PricedPlan:

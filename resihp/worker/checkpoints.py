@@ -84,6 +84,23 @@ def read_manifest(folder: Path) -> tuple[int, str, tuple[str, ...]]:
 
     Raises CheckpointError when it is incomplete: no readable manifest, or a part that is missing or cut short.
     """
+    manifest = _manifest(folder)
+    return manifest.iteration, manifest.fingerprint, manifest.parts
+
+
+@dataclass(frozen=True)
+class _Manifest:
+    """A manifest whose parts are all there. `seconds`: how long it took to write them; None where nobody says."""
+
+    iteration: int
+    fingerprint: str
+    parts: tuple[str, ...]
+    layout: str
+    seconds: float | None
+
+
+def _manifest(folder: Path) -> _Manifest:
+    """Raises CheckpointError as `read_manifest`."""
     try:
         content = _content(folder)
         if content["format"] != FORMAT:
@@ -95,7 +112,14 @@ def read_manifest(folder: Path) -> tuple[int, str, tuple[str, ...]]:
         for part in content["parts"]:
             if (folder / part["file"]).stat().st_size != part["bytes"]:
                 raise CheckpointError(f"checkpoint {folder}: part {part['file']} is not of {part['bytes']} bytes")
-        return int(content["iteration"]), str(content["fingerprint"]), parts
+        seconds = content.get("seconds")
+        return _Manifest(
+            iteration=int(content["iteration"]),
+            fingerprint=str(content["fingerprint"]),
+            parts=parts,
+            layout=str(content.get("layout") or ""),
+            seconds=float(seconds) if isinstance(seconds, int | float) else None,
+        )
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"checkpoint {folder}: incomplete: {error}") from error
 
@@ -159,14 +183,11 @@ def stored(root: Path, *, verify: bool = False) -> list[Stored]:
 def _stored(folder: Path, verify: bool) -> Stored:
     fault, layout, seconds, written = "", "", None, folder
     try:
-        _, _, parts = read_manifest(folder)
-        written = folder / MANIFEST
-        told = _content(folder)
-        layout, seconds = str(told.get("layout") or ""), told.get("seconds")
-        seconds = float(seconds) if isinstance(seconds, int | float) else None
-        damaged = [part for part in parts if not _sound(folder / part)] if verify else []
+        manifest = _manifest(folder)
+        layout, seconds, written = manifest.layout, manifest.seconds, folder / MANIFEST
+        damaged = [part for part in manifest.parts if not _sound(folder / part)] if verify else []
         fault = f"{', '.join(damaged)} damaged" if damaged else ""
-    except (CheckpointError, ValueError, TypeError, OverflowError, RecursionError) as error:
+    except CheckpointError as error:
         fault = str(error).removeprefix(f"checkpoint {folder}: ").removeprefix("incomplete: ")
         fault = "no manifest: not all parts were written" if not (folder / MANIFEST).exists() else fault
     size = sum(file.stat().st_size for file in folder.iterdir() if file.name != MANIFEST)

@@ -124,7 +124,7 @@ def _improvements(job: Job) -> Iterable[Loss]:
     record, settings = job.record, job.settings
     assert record.plan is not None
     assert record.first_plan is not None
-    now, first = record.plan.without_mirrors().layout.replicas, record.first_plan.layout
+    now, first = record.plan.without_mirrors().layout.replicas, record.first_plan.without_mirrors().layout
     as_asked = now == first.replicas and len(first.active) >= settings.ranks_asked
     unknown = settings.memory_bytes is None and job.declaration.memory_bytes is None
     if settings.observes or not _search_s(job) or unknown:

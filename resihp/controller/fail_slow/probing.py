@@ -231,11 +231,16 @@ def best_of_looks(examination: Examination) -> dict[int, m.Speed]:
     return found | {rank: probes.best(found.get(rank, speed), speed) for rank, speed in before.items()}
 
 
+def failed_looks(examination: Examination) -> dict[int, str]:
+    """Return the errors that devices answered with, in any look."""
+    return examination.failed | {rank: answer.error for rank, answer in examination.answers.items() if answer.error}
+
+
 def weigh_suspicion(job: Job, examination: Examination) -> suspects.Verdicts:
     """Return what the answers to a suspicion's probe come to; nothing follows from it yet."""
     answers = examination.answers.items()
     found = best_of_looks(examination)
-    failed = {rank: answer.error for rank, answer in answers if answer.error}
+    failed = failed_looks(examination)
     named = {rank for finding in examination.findings for rank in finding.ranks}
     everybody = any(not finding.ranks for finding in examination.findings)
     suspected, wanted = None if everybody else named, job.settings.detection.thresholds

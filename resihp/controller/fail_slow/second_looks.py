@@ -53,6 +53,7 @@ def suspects_again(job: Job, done: Examination) -> bool:
     del job.examinations[done.probe]
     again = probing.begin(job, "suspicion", asked, findings=done.findings)
     again.best, again.looks = probing.best_of_looks(done), done.looks + 1
+    again.failed = probing.failed_looks(done)
     return True
 
 

@@ -111,7 +111,7 @@ def same_error_everywhere(job: Job) -> bool:
     worst = max(by_error.values(), key=len, default=[])
     proposed = job.record.proposed
     plans = [job.record.plan or job.record.first_plan, None if proposed is None else proposed.plan]
-    with_work = {rank for plan in plans if plan is not None for rank in plan.layout.active}
+    with_work = {rank for plan in plans if plan is not None for rank in plan.computing}
     if len(worst) >= 2 or (worst and with_work == set(worst)):
         program_is_broken(job, worst)
         return True

@@ -13,9 +13,12 @@ from resihp.controller.state.incidents import Incident
 from resihp.controller.state.job import Job
 from resihp.controller.state.members import Member
 from resihp.record.describe import rank_list
+from resihp.words import count_of
 
 NOTICED_AFTER_S = 60.0
 """From then on it is said that a process does nothing, and for how long it is waited for."""
+MAX_EVIDENCE = 8
+"""Processes whose state is put on record."""
 
 
 def judge(job: Job) -> None:
@@ -35,19 +38,18 @@ def judge(job: Job) -> None:
     if idle_s < min(NOTICED_AFTER_S, limit_s):
         job.start.idle_noticed = False
         return
-    others = f"{rank_list(ended)} {'has' if len(ended) == 1 else 'have'} ended well"
+    others = f"{rank_list(ended)} {'has' if len(ended) == 1 else 'have'} already exited with status 0"
     if not job.start.idle_noticed and idle_s < limit_s:
         job.start.idle_noticed = True
-        for member in live:
-            ends_s = limit_s - idle_s
-            job.say(
-                "warning",
-                f"{job.where(member.rank)}: idle for {idle_s:.0f} s while {others}; if it stays so it is ended in "
-                f"{ends_s:.0f} s; to see what it waits for: {_to_see(job, member)}",
-            )
+        more = f" and {count_of(len(live) - 1, 'other rank')}" if len(live) > 1 else ""
+        job.say(
+            "warning",
+            f"{job.where(live[0].rank)}{more}: idle for {idle_s:.0f} s; {others}. If this stays so, the job is ended in "
+            f"{limit_s - idle_s:.0f} s ([job] idle_limit). To see where it is stuck: {_to_see(job, live[0])}",
+        )
     if idle_s < limit_s:
         return
-    _end(job, live, f"idle for {idle_s:.0f} s while {others}")
+    _end(job, live, f"idle for {idle_s:.0f} s; {others}")
 
 
 def _end(job: Job, idle: list[Member], how: str) -> None:
@@ -58,17 +60,18 @@ def _end(job: Job, idle: list[Member], how: str) -> None:
             kind="fail-stop",
             component="process",
             cause=f"{rank_list(ranks)} did not end: {how}",
-            evidence="\n".join(f"pid {member.pid} on node {member.node}: {_state(member)}" for member in idle),
+            evidence="\n".join(
+                f"pid {member.pid} on node {member.node}: {_state(member)}" for member in idle[:MAX_EVIDENCE]
+            ),
             found_at=job.now,
             iteration=job.record.committed + 1,
             epoch=job.epoch,
             ranks=set(ranks),
         )
     )
-    where = ", ".join(job.where(rank) for rank in ranks)
-    incidents.end(
-        job, 1, f"{where}: did not end, {how}; [job] idle_limit, here {job.settings.idle_limit_s:.0f} s, allows more"
-    )
+    where = job.where(ranks[0]) if len(ranks) == 1 else rank_list(ranks)
+    limit = f"raise [job] idle_limit (now {job.settings.idle_limit_s:.0f} s) to wait longer"
+    incidents.end(job, 1, f"{where}: killed after being {how}; {limit}")
 
 
 def _state(member: Member) -> str:

@@ -78,7 +78,7 @@ def nodes_lacking(job: Job) -> int:
 def _wanted(job: Job) -> int:
     """Ranks with work in the first layout; what was asked for where nodes were missing then."""
     assert job.record.first_plan is not None
-    first = len(job.record.first_plan.layout.active)
+    first = len(job.record.first_plan.computing)
     return max(first, job.settings.ranks_asked) if job.record.lost else first
 
 

@@ -38,6 +38,8 @@ class Examination:
     """How often devices in doubt were measured."""
     best: dict[int, DeviceSpeed] = field(default_factory=dict)
     """Of what devices in doubt and their witnesses gave in all looks but the first; of suspects, all but the last."""
+    failed: dict[int, str] = field(default_factory=dict)
+    """Errors that suspects answered with in former looks: a device that computes wrongly once is not fit."""
     settled: dict[int, Judged] = field(default_factory=dict)
     """Devices that were in doubt: what these looks found."""
     slow_looks: tuple[JudgedLink, ...] = ()

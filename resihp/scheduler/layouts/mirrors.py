@@ -19,12 +19,21 @@ from resihp.errors import LayoutError
 from resihp.parallelism.layout import LayerSpan, Layout, Replica, Stage, validate
 from resihp.parallelism.plan import Plan
 from resihp.scheduler.candidates import transition_obstacle
+from resihp.scheduler.cost import memory
 from resihp.scheduler.cost.held_state import HeldState, holdings
+from resihp.scheduler.cost.prices import after_backward_s, iteration_seconds
 from resihp.scheduler.orders.lanes import overfull
 from resihp.scheduler.situation import Situation
 
 Group = tuple[int, ...]
 """Ranks that hold one copy of a stage together, each a part."""
+Run = tuple[int, list[int]]
+"""A replica, and neighbouring stages of it that one group is to copy."""
+MAX_SLOWDOWN = 0.1
+"""Share of an iteration's time that mirrors may add, as over a slow link. Beyond it, they would cost more than the loss
+that they insure against."""
+MAX_CHECKED = 8
+"""Plans with mirrors that are checked in full; each takes some 30 ms at 500 ranks."""
 
 
 def layers_held_once(layout: Layout) -> frozenset[int]:
@@ -44,26 +53,35 @@ def with_mirrors(plan: Plan, situation: Situation, able: Collection[int]) -> Pla
     """Return `plan` with mirrors, made of ranks of `able`, for the layers that it leaves with one holder.
 
     As many of these layers as there are ranks and memory for; the same plan where all are held twice, or nobody can
-    hold a copy. Mirrors that are in effect stay where they are as far as they are of use.
+    hold a copy without slowing iterations by more than `MAX_SLOWDOWN`. Mirrors that are in effect stay where they are
+    as far as they are of use.
     """
     plan = plan.without_mirrors()
     at_risk = layers_held_once(plan.layout)
     idle = sorted(set(able).intersection(plan.layout.standby))
     if not at_risk or not idle:
         return plan
-    best = plan
-    for candidate in _candidates(plan, situation, at_risk, idle):
-        left, so_far = (len(layers_held_once(one.layout)) for one in (candidate, best))
-        if left < so_far and _possible(candidate, situation):
-            best = candidate
-            if not left:
-                break
+    held = dict(holdings(situation.holding.replicas))
+    added_s = MAX_SLOWDOWN * iteration_seconds(plan, situation)
+    best, most_copied, checked = plan, 0, 0
+    for runs, groups in _candidates(plan, situation, at_risk, idle):
+        copied = sum(_layers(plan, *run) for run in runs)
+        if copied <= most_copied or any(_is_too_large(plan, situation, run, len(groups[0])) for run in runs):
+            continue
+        candidate = _mirrored(plan, situation, runs, groups, held)
+        checked += 1
+        if _slowdown_s(plan, candidate, situation) <= added_s and _possible(candidate, situation):
+            best, most_copied = candidate, copied
+        if most_copied == len(at_risk) or checked == MAX_CHECKED:
+            break
     return best
 
 
-def _candidates(plan: Plan, situation: Situation, at_risk: frozenset[int], idle: Sequence[int]) -> Iterator[Plan]:
-    """Yield plans with mirrors, those that spread each copy over the most ranks first."""
-    sources: list[tuple[int, list[int]]] = []
+def _candidates(
+    plan: Plan, situation: Situation, at_risk: frozenset[int], idle: Sequence[int]
+) -> Iterator[tuple[list[Run], list[Group]]]:
+    """Yield runs of stages to be copied and groups to copy them, those that spread each copy over most ranks first."""
+    sources: list[Run] = []
     for d, replica in enumerate(plan.layout.replicas):
         stages = [s for s, stage in enumerate(replica.stages) if stage.ranks and at_risk.intersection(stage.layers)]
         if stages:
@@ -78,8 +96,7 @@ def _candidates(plan: Plan, situation: Situation, at_risk: frozenset[int], idle:
         all_copied = range(min(most, len(groups)), whole - 1, -1)
         some_copied = range(max(whole, len(groups) + 1), most + 1)
         for pieces in (*all_copied, *some_copied):
-            runs = _cut(plan, sources, pieces)[: len(groups)]
-            yield _mirrored(plan, situation, runs, groups)
+            yield _cut(plan, sources, pieces)[: len(groups)], groups
 
 
 def _joinable_runs(plan: Plan, d: int, stages: Sequence[int]) -> list[list[int]]:
@@ -104,8 +121,8 @@ def _joinable_runs(plan: Plan, d: int, stages: Sequence[int]) -> list[list[int]]
     return runs
 
 
-def _cut(plan: Plan, sources: Sequence[tuple[int, list[int]]], pieces: int) -> list[tuple[int, list[int]]]:
-    """Return the stages to be copied in so many runs of neighbours, (replica, stages), those with most layers first."""
+def _cut(plan: Plan, sources: Sequence[Run], pieces: int) -> list[Run]:
+    """Return the stages to be copied in so many runs of neighbours, those with most layers first."""
     runs = [(d, run) for d, stages in sources for run in _joinable_runs(plan, d, stages)]
     while len(runs) < pieces:
         longest = max(range(len(runs)), key=lambda i: (len(runs[i][1]), -i))
@@ -135,10 +152,38 @@ def _groups(situation: Situation, idle: Sequence[int], tp: int) -> list[Group]:
     return groups
 
 
-def _mirrored(plan: Plan, situation: Situation, runs: Sequence[tuple[int, list[int]]], groups: Sequence[Group]) -> Plan:
+def _is_too_large(plan: Plan, situation: Situation, run: Run, tp: int) -> bool:
+    """Return whether a run's state alone is more than one of `tp` ranks has memory for."""
+    if situation.room_bytes is None:
+        return False
+    stages = [plan.layout.replicas[run[0]].stages[s] for s in run[1]]
+    layers = {layer for stage in stages for layer in stage.layers}
+    outside, of_each, _ = memory.stage_bytes(
+        situation.model,
+        tp,
+        0,
+        first=0 in layers,
+        last=situation.model.layers - 1 in layers,
+        state_bytes=situation.state_bytes_of(2),
+    )
+    return outside + len(layers) * of_each > situation.room_bytes
+
+
+def _slowdown_s(plan: Plan, candidate: Plan, situation: Situation) -> float:
+    """Return the seconds that mirrors add to an iteration: to the sums of gradients, and by steps on slow devices.
+
+    In the unit of `Situation.times`.
+    """
+    sums_s = [after_backward_s(each.layout.replicas, situation) for each in (plan, candidate)]
+    slowest = min(1.0, *(situation.speeds.get(rank, 1.0) for rank in candidate.mirroring))
+    return sums_s[1] - sums_s[0] + situation.times.step_s * (1 / slowest - 1)
+
+
+def _mirrored(
+    plan: Plan, situation: Situation, runs: Sequence[Run], groups: Sequence[Group], held: dict[int, HeldState]
+) -> Plan:
     """Return the plan with one mirror for each run of stages, by the group that suits it best."""
     free = list(groups)
-    held = dict(holdings(situation.holding.replicas))
     mirrors: list[Replica] = []
     for d, run in runs:
         source = plan.layout.replicas[d]
@@ -173,22 +218,26 @@ def _vacated(stages: Sequence[Stage]) -> Iterator[Stage]:
 
 def _unsuited(
     group: Group, source: Replica, run: Sequence[int], situation: Situation, held: dict[int, HeldState]
-) -> tuple[int, int, float, Group]:
-    """Order groups for a run of stages: least to receive first, then another node than the holder's, then speed."""
+) -> tuple[float, int, int, float, Group]:
+    """Order groups for a run of stages: by their link to the holder, if one is slow; then least to receive, then
+    another node than the holder's, then speed."""
     wanted = {layer for s in run for layer in source.stages[s].layers}
     stays = sum(len(wanted & held[rank].layers) for rank in group if rank in held and rank not in situation.stale)
-    holders = {situation.nodes[rank] for s in run for rank in source.stages[s].ranks}
-    beside = sum(situation.nodes[rank] in holders for rank in group)
-    return -stays, beside, -situation.speed(group), group
+    holders = tuple(rank for s in run for rank in source.stages[s].ranks)
+    holding_nodes = {situation.nodes[rank] for rank in holders}
+    beside = sum(situation.nodes[rank] in holding_nodes for rank in group)
+    return -situation.link(group, holders), -stays, beside, -situation.speed(group), group
 
 
 def _possible(plan: Plan, situation: Situation) -> bool:
     """Return whether all ranks have the memory for a plan with mirrors, and for the change to it."""
+    if overfull(plan, situation) is not None or transition_obstacle(situation, plan) is not None:
+        return False
     try:
         validate(plan.layout, situation.model)
     except LayoutError:
         return False
-    return overfull(plan, situation) is None and transition_obstacle(situation, plan) is None
+    return True
 
 
 def newly_held_twice(before: Layout, after: Layout) -> frozenset[int]:

@@ -43,6 +43,14 @@ def changes(job: Job) -> list[str]:
     return [entry.reason for entry in job.all(ChangeDecided)]
 
 
+def test_a_job_of_one_replica_begins_with_its_copies_and_is_not_interrupted_for_them() -> None:
+    job = Job(nodes=2, spares=1)
+    job.run(2)
+    assert (job.plan.epoch, job.plan.computing, job.plan.mirroring) == (1, (0, 1), {2, 3})
+    assert not [text for text in said(job) if "alone: if" in text]
+    assert changes(job) == []
+
+
 def test_the_rank_that_a_loss_leaves_idle_takes_a_copy_with_the_same_change_of_layout() -> None:
     job = after_a_loss()
     assert job.plan.computing == (2, 3)

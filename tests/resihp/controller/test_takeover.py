@@ -162,14 +162,26 @@ def test_checkpoints_that_nobody_can_complete_any_more_are_told_of() -> None:
         job.say(rank, part(rank, 6))
     commits = [action for action in job.actions if isinstance(action, api.CommitCheckpoint)]
     assert [commit.iteration for commit in commits] == [6]
-    told = "checkpoints of iterations 2, 4 were due while no supervisor led, and not completed"
-    assert f"{told}; the newest one is of iteration 6" in job.said
+    told = "2 checkpoints, of iterations 2 to 4, were not completed: the supervisor was replaced meanwhile"
+    assert f"{told}; the newest complete one is of iteration 6" in job.said
     for rank in writers:
         job.say(rank, part(rank, 6))
     job.step(8)
     for rank in writers:
         job.say(rank, part(rank, 8))
     assert sum("not completed" in text for text in job.said) == 1
+
+
+def test_a_job_that_always_had_its_supervisor_is_told_of_none() -> None:
+    """Rank 0 dies before its part of iteration 2 is written; iteration 4 is the first that is complete."""
+    job = Direct(checkpoint_every=2).run(2)
+    writers = job.job.record.writers[1]
+    for iteration in (3, 4):
+        job.step(iteration)
+    for rank in writers:
+        job.say(rank, part(rank, 4))
+    assert [action.iteration for action in job.actions if isinstance(action, api.CommitCheckpoint)] == [4]
+    assert not any("not completed" in action.text for action in job.actions if isinstance(action, api.Say))
 
 
 def test_what_comes_before_everybody_is_back_is_handled_then() -> None:

@@ -92,6 +92,19 @@ def test_what_a_device_gives_first_while_all_have_lost_something_is_taken_for_wh
     assert record.reference["n2", 0] == Speed(flops=1e14 / 0.8, memory_bytes=1e12 / 0.5)
 
 
+def test_a_probe_that_could_not_be_made_does_not_make_a_device_fit() -> None:
+    def probed(occasion: Literal["join", "standby"], *, fit: bool, speed: float | None) -> ProbesTaken:
+        device = DeviceProbe(
+            rank=0, node="n1", device=0, flops=None, memory_bytes=None, speed=speed, fit=fit, evidence=""
+        )
+        return ProbesTaken(probe=1, occasion=occasion, devices=(device,), links=(), seconds=0.2)
+
+    set_aside = probed("join", fit=False, speed=0.4)
+    not_measured = probed("standby", fit=True, speed=None)
+    assert fold((set_aside, not_measured)).unfit == {("n1", 0)}
+    assert fold((set_aside, probed("standby", fit=True, speed=1.0))).unfit == set()
+
+
 @pytest.mark.parametrize(
     ("entry", "how"),
     [

@@ -13,7 +13,7 @@ from resihp.controller.fail_slow import probing
 from resihp.detector import probes
 from resihp.faults import parse
 from resihp.protocol import messages as m
-from resihp.record.journal import PlanDecided, ProbesTaken
+from resihp.record.journal import FailureFound, PlanDecided, ProbesTaken
 from tests.resihp.controller.fail_slow.test_slowness import Job, finding, slow_ones
 from tests.resihp.controller.test_takeover import TakenOver
 
@@ -218,6 +218,23 @@ def test_on_shared_processors_a_suspect_is_convicted_by_three_looks_and_not_by_o
         assert "the best of 3 looks" in slow_ones(job)[0].evidence
     else:
         assert len(job.all(PlanDecided)) == plans
+
+
+def test_a_suspect_that_computes_wrongly_in_one_look_is_not_fit_whatever_the_next_one_says() -> None:
+    """Rank 3 looks slow in the first look, so that all are asked again; rank 2 answers with an error in that one."""
+    job = ComeBack().live(2, newcomer_at(1.0))
+    job.seen.clear()
+    job.find(finding(3, iteration=job.job.record.committed), finding(2, iteration=job.job.record.committed))
+    ranks, probe = job.orders(m.Probe)[-1]
+    assert {2, 3} <= set(ranks)
+    job.answered = len(job.orders(m.Probe))
+    for rank in ranks:
+        speed = m.Speed(flops=1e14 if rank != 3 else 5e13, memory_bytes=1e12 if rank != 3 else 5e11)
+        error = "a product is wrong" if rank == 2 else ""
+        job.say(rank, m.Probed(probe=probe.probe, speed=speed, seconds=0.1, shared=True, error=error))
+    assert len(job.orders(m.Probe)) > job.answered, "another look"
+    job.answer(lambda rank, look: 1.0)
+    assert [failure.ranks for failure in job.all(FailureFound) if "wrong" in failure.evidence] == [(2,)]
 
 
 def test_a_process_on_a_device_that_an_injected_fault_made_slow_is_slow_as_well() -> None:

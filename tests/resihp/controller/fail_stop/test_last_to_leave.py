@@ -49,18 +49,29 @@ def test_a_rank_that_does_nothing_when_all_others_are_done_is_told_then_ended(me
     passes(job, 100, {0: True})
     (notice,) = [text for text in said(job) if "idle for" in text]
     assert notice.startswith(
-        "rank 0 (n1 device 0): idle for 60 s while ranks 1-3 have ended well; if it stays so it is "
+        "rank 0 (n1 device 0): idle for 60 s; ranks 1-3 have already exited with status 0. If this stays so, the job "
     )
     assert "py-spy dump --pid 1000 on " in notice
     assert job.end is None
     passes(job, 550, {0: True})
     assert job.end is not None
     assert job.end[0] == 1
-    assert job.end[1].startswith("rank 0 (n1 device 0): did not end, idle for 60")
-    assert job.end[1].endswith("ranks 1-3 have ended well; [job] idle_limit, here 600 s, allows more")
+    assert job.end[1].startswith("rank 0 (n1 device 0): killed after being idle for 60")
+    assert job.end[1].endswith("exited with status 0; raise [job] idle_limit (now 600 s) to wait longer")
     (failure,) = job.all(FailureFound)
     assert (failure.component, failure.node, failure.ranks) == ("process", None, (0,))
     assert failure.cause.startswith("rank 0 (n1 device 0) did not end: idle for 60")
+
+
+def test_of_many_ranks_that_do_nothing_one_is_named() -> None:
+    """Thousands may wait in a barrier for the one that has left."""
+    job = left(1)
+    passes(job, 100, {0: True, 2: True, 3: True})
+    (notice,) = [text for text in said(job) if "idle for" in text]
+    assert notice.startswith("rank 0 (n1 device 0) and 2 other ranks: idle for 60 s; rank 1 has already exited")
+    passes(job, 550, {0: True, 2: True, 3: True})
+    assert job.end is not None
+    assert job.end[1].startswith("ranks 0, 2-3: killed after being idle")
 
 
 def test_a_rank_that_works_is_waited_for_as_long_as_it_takes() -> None:

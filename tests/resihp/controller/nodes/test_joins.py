@@ -103,10 +103,10 @@ def test_nobody_is_started_for_a_job_whose_checkpoint_is_of_its_last_iteration()
 
 
 def test_a_standby_rank_that_crashes_comes_back_without_a_transition() -> None:
-    job = Direct(nodes=1, gpus=3, pp=2).run(1)
-    answer = job.crash(2)
+    job = Direct(nodes=1, gpus=5, pp=2).run(1)
+    answer = job.crash(4)
     assert job.orders(m.Park, answer) == []
-    assert [action.workers for action in started(job)] == [((3, 2),)]
+    assert [action.workers for action in started(job)] == [((5, 4),)]
 
 
 # --- who joins, and when ------------------------------------------------------------------------------------------

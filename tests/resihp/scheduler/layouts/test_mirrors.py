@@ -10,9 +10,10 @@ from resihp.parallelism.parameter_outline import outline
 from resihp.parallelism.plan import Plan, spread
 from resihp.parallelism.transfers import Base, missing, sole_holders
 from resihp.pipeline import checker, program
-from resihp.scheduler.candidates import PricedPlan, best_of
+from resihp.scheduler.candidates import PricedPlan, best_of, is_held_on_two_nodes
 from resihp.scheduler.cost import memory
 from resihp.scheduler.cost.prices import iteration_seconds
+from resihp.scheduler.layouts import mirrors
 from resihp.scheduler.layouts.mirrors import layers_held_once, with_mirrors
 from tests.resihp.scheduler.cases import MODEL, on_nodes, situation
 
@@ -108,6 +109,47 @@ def test_a_plan_with_mirrors_takes_no_longer_where_sums_take_no_time() -> None:
     assert iteration_seconds(with_mirrors(plan, case, (4, 5)), case) == iteration_seconds(plan, case)
 
 
+SLOW_LINKS = {("n1", "n3"): 0.05, ("n2", "n3"): 0.05}
+
+
+@pytest.mark.parametrize(
+    ("standby", "step_s", "speed", "groups"),
+    [
+        ((4, 5, 6, 7), 0.2, 1.0, [(6, 7)]),
+        ((4, 5), 0.2, 1.0, []),
+        ((6, 7), 0.2, 0.1, [(6, 7)]),
+        ((6, 7), 0.5, 0.1, []),
+    ],
+    ids=["one node behind slow links", "only that node", "slow device", "slow device, long step"],
+)
+def test_copies_that_would_slow_training_by_more_than_a_tenth_are_not_made(
+    standby: tuple[int, ...], step_s: float, speed: float, groups: list[tuple[int, ...]]
+) -> None:
+    """Node n3 is behind slow links. An iteration takes 45 units without mirrors."""
+    plan = one_replica(((0, 1), (0, 2)), ((2, 3), (3, 5)), standby=standby)
+    case = situation(plan.layout, nodes=NODES, tp=2, pp=2, epoch=3, speeds=dict.fromkeys(standby, speed))
+    profile = msgspec.structs.replace(case.times, gradient_s=0.5, step_s=step_s)
+    case = msgspec.structs.replace(case, profile=profile, links=SLOW_LINKS)
+    found = with_mirrors(plan, case, standby)
+    assert [ranks for ranks, _ in copies(found)] == groups
+    assert iteration_seconds(found, case) <= 1.1 * iteration_seconds(plan, case)
+
+
+def test_few_plans_are_checked_however_many_stages_are_to_be_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica of 16 stages, and memory for little more than a stage: each full check takes long at that size."""
+    checked: list[Layout] = []
+    monkeypatch.setattr(mirrors, "validate", lambda layout, model: checked.append(layout))
+    model = msgspec.structs.replace(MODEL, layers=32)
+    stages = tuple(Stage((2 * s, 2 * s + 1), ((2 * s, 2 * s + 1),)) for s in range(16))
+    plan = Plan(epoch=3, layout=Layout((Replica(stages),), tuple(range(32, 62))), assignment=spread(32, 1))
+    needed = max(memory.needed_bytes(plan, rank, model, 0) for rank in plan.layout.active)
+    nodes = on_nodes(62, of=2)
+    case = situation(plan.layout, nodes=nodes, tp=2, pp=16, model=model, epoch=3, memory_bytes=int(1.02 * needed))
+    found = with_mirrors(plan, case, plan.layout.standby)
+    assert len(layers_held_once(found.layout)) == 2, "15 of 16 stages have a copy"
+    assert len(checked) <= mirrors.MAX_CHECKED
+
+
 def test_a_growing_batch_gives_mirrors_nothing() -> None:
     found = in_effect(one_replica(((0,), (0, 2)), ((2,), (3, 5)), standby=(4,)))
     grown = found.dealing(12)
@@ -150,3 +192,15 @@ def test_a_plan_that_keeps_state_on_two_nodes_is_preferred_up_to_two_percent() -
     assert best_of(case, [same_nodes, two_nodes]) is two_nodes
     assert best_of(case, [same_nodes, slower]) is same_nodes
     assert best_of(case, [same_nodes, priced(1.01, (0, 2))]) is same_nodes
+
+
+def test_state_of_replicas_with_stages_that_others_hold_is_on_two_nodes() -> None:
+    """The second and the third replica hold half of the layers each, on the other node than the first."""
+    first, last = ((0, 2),), ((3, 5),)
+    replicas = (
+        Replica((Stage((0,), first), Stage((1,), last))),
+        Replica((Stage((2,), first), Stage((), last))),
+        Replica((Stage((), first), Stage((3,), last))),
+    )
+    assert is_held_on_two_nodes(Layout(replicas), {0: "a", 1: "b", 2: "b", 3: "a"})
+    assert not is_held_on_two_nodes(Layout(replicas), {0: "a", 1: "b", 2: "a", 3: "a"})

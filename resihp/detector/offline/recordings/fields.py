@@ -264,7 +264,7 @@ def _scaled(
     rows: Sequence[NamedRow], iteration: str, name: str, factor: float, moment: str, series: tuple[str, str]
 ) -> tuple[Sequence[NamedRow], str] | None:
     """Rows with the times that the clock beside them says they are, and in words what they were; None where they agree
-    with the clock, or neither unit nor window explains why they do not."""
+    with the clock. Where neither unit nor window explains why they do not, they stay as they are."""
     if not moment or is_rate(name):
         return None
     ratios, rises = [], []
@@ -279,16 +279,19 @@ def _scaled(
     ratio, rise = median(ratios), median(rises)
     if 1 / CLOCK_FACTOR < ratio < CLOCK_FACTOR:
         return None
-    readings = [(1e3, f"`{name}` holds milliseconds, as `{moment}` shows", False)]
-    readings.append((1e-3, f"`{name}` holds seconds, as `{moment}` shows", False))
+    readings = [
+        (factor / unit_s, f"`{name}` holds {word}, as `{moment}` shows", False)
+        for word, unit_s in (("seconds", 1.0), ("milliseconds", 1e-3), ("microseconds", 1e-6))
+        if unit_s != factor
+    ]
     if rise > 1:
-        readings.append((rise, f"`{name}` is the time of all {rise:g} iterations since the row before", True))
-        readings.append(
-            (1e3 * rise, f"`{name}` holds milliseconds of all {rise:g} iterations since the row before", True)
-        )
+        window_words = f"of all {rise:g} iterations since the row before"
+        readings.append((rise, f"`{name}` is the time {window_words}", True))
+        readings.append((1e3 * factor * rise, f"`{name}` holds milliseconds {window_words}", True))
     scale, words, window = min(readings, key=lambda reading: abs(math.log(ratio / reading[0])))
     if not 1 / CLOCK_FACTOR < ratio / scale < CLOCK_FACTOR:
-        return None
+        scale, window = 1.0, False
+        words = f"`{name}` is {ratio:.2g} times what passed by `{moment}`; is it the time of whole iterations?"
     unit_s = factor / (scale / rise if window else scale)
     rows = [row._replace(fields={**row.fields, name: _number(row.fields.get(name)) * unit_s}) for row in rows]
     return (_per_iteration(rows, iteration, name, series) if window else rows), words

@@ -11,6 +11,7 @@ from resihp.detector.offline.recordings.console_log import is_ours, read_console
 from resihp.detector.offline.recordings.json_rows import JsonRows, read_json, rows_of_document, rows_of_lines
 from resihp.detector.offline.recordings.megatron_log import ELAPSED, HEAD, read_log
 from resihp.detector.offline.recordings.named_tables import export_without_times, is_table, read_table
+from resihp.detector.offline.recordings.names import JOB
 from resihp.detector.offline.recordings.recording import Recording, numbered_lines, short, text_of
 from resihp.detector.offline.recordings.tables import columns_told, header_of, read_csv
 from resihp.detector.offline.recordings.text_logs import reader_of
@@ -62,7 +63,7 @@ def _source_of(content: bytes) -> _Source:
             "parquet trace"
         )
     header = header_of(text)
-    if "iteration" in header and ("seconds" in header or "milliseconds" in header):
+    if _is_our_table(header):
         return _Source("csv", partial(read_csv, content))
     numbered = list(numbered_lines(text))
     if any("|" in line and HEAD.search(line) and ELAPSED.search(line) for _, line in numbered):
@@ -90,6 +91,12 @@ def _source_of(content: bytes) -> _Source:
         "with an iteration and a time, nor a CSV with columns `iteration` and `seconds` or `milliseconds`, nor a "
         "parquet trace; " + _nearest(numbered, header)
     )
+
+
+def _is_our_table(header: Sequence[str]) -> bool:
+    """Decide whether a CSV has columns of the names that we ask for, and one job."""
+    has_time = "seconds" in header or "milliseconds" in header
+    return "iteration" in header and has_time and not any(name in JOB for name in header)
 
 
 def _refuse_parquet() -> Recording:

@@ -138,6 +138,8 @@ TEXT = {
     "milliseconds by the clock": lambda i: f'{{"step": {i}, "step_time": 1250.0, "timestamp": {1.7e9 + SECONDS * i}}}',
     "microseconds since 1970": lambda i: f'{{"step": {i}, "ts": {1_718_570_000_000_000 + 1_250_000 * i}}}',
     "nanoseconds since 1970": lambda i: f'{{"step": {i}, "ts": {1_718_570_000_000_000_000 + 1_250_000_000 * i}}}',
+    "microseconds by the clock": lambda i: f'{{"step": {i}, "step_time": 1250000, "timestamp": {1.7e9 + SECONDS * i}}}',
+    "json with a field without a name": lambda i: f'{{"": {i}, "step": {i}, "step_time": 1.25}}',
     "a clock set back": lambda i: f'{{"step": {i}, "timestamp": {1.7e9 + SECONDS * i - 3600 * (i > 40)}}}',
 }
 
@@ -367,6 +369,19 @@ def test_times_of_a_window_are_told_from_those_of_an_iteration_by_the_clock() ->
     recording = of("\n".join(rows))
     assert {point.seconds for point in recording.runs[0].points} == {0.5}
     assert "`elapsed` is the time of all 50 iterations since the row before" in recording.remarks
+
+
+def test_times_that_disagree_with_the_clock_for_no_known_reason_are_said() -> None:
+    recording = of("\n".join(f'{{"step": {i}, "step_time": 0.1, "timestamp": {1.7e9 + 1.5 * i}}}' for i in range(ROWS)))
+    assert {point.seconds for point in recording.runs[0].points} == {0.1}
+    assert any("0.067 times what passed by `timestamp`" in remark for remark in recording.remarks)
+
+
+def test_a_csv_of_several_jobs_has_a_run_for_each() -> None:
+    """As a Parquet file has; of two jobs that began with the same iteration one was left out."""
+    rows = [f"{job},{i},{1 + job + i / 1000}" for i in range(ROWS) for job in range(2)]
+    recording = of("\n".join(["job,iteration,seconds", *rows]))
+    assert [len(run.points) for run in recording.runs] == [ROWS, ROWS]
 
 
 def test_seconds_that_may_be_milliseconds_are_said() -> None:

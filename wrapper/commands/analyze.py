@@ -130,22 +130,21 @@ def _table(content: bytes) -> Recording | None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from resihp.detector.offline.recordings import fields
+    from resihp.detector.offline.recordings.fields import NamedRow, read_rows
+    from resihp.detector.offline.recordings.names import has_iteration, is_known, usual_name
     from resihp.detector.offline.traces import COLUMNS
 
     try:
         file = pq.ParquetFile(io.BytesIO(content))
         names = {name.lower(): name for name in file.schema_arrow.names}
-        wanted = [name for name in fields.COLUMNS if name in names]
-        if "optype" in names or len(set(COLUMNS) & set(names)) > 3 or not set(fields.ITERATION) & set(wanted):
+        wanted = {usual: names[name] for name in reversed(names) if is_known(usual := usual_name(name))}
+        if "optype" in names or len(set(COLUMNS) & set(names)) > 3 or not has_iteration(wanted):
             return None
-        columns = file.read(columns=[names[name] for name in wanted]).to_pydict()
+        columns = file.read(columns=list(wanted.values())).to_pydict()
     except (pa.ArrowException, OSError, ValueError) as error:
         raise UsageError(_UNREADABLE.format(str(error).splitlines()[0])) from None
-    rows = zip(*(columns[names[name]] for name in wanted), strict=True)
-    return fields.read_rows(
-        [fields.NamedRow(number, dict(zip(wanted, row, strict=True))) for number, row in enumerate(rows, 1)]
-    )
+    rows = zip(*(columns[name] for name in wanted.values()), strict=True)
+    return read_rows([NamedRow(number, dict(zip(wanted, row, strict=True))) for number, row in enumerate(rows, 1)])
 
 
 def _operations(content: bytes) -> Analysis:

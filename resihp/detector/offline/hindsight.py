@@ -70,6 +70,13 @@ class SeenTimes(msgspec.Struct, frozen=True, eq=False):
     values: Floats
     seconds: Floats
 
+    def iterations_in(self, first: int, end: int) -> int:
+        """Return how many iterations the times from `first` up to `end` stand for, as not each need have a time: each
+        for those up to the next, the last for as many as the one before it."""
+        gaps = np.diff(self.iterations)
+        around = gaps[max(end - 2, 0) : end] if end - first < 2 else gaps[end - 2 : end - 1]
+        return int(self.iterations[end - 1] - self.iterations[first] + (around.min() if around.size else 1))
+
     def place(self, iteration: int) -> int:
         return int(np.searchsorted(self.iterations, iteration))
 
@@ -289,7 +296,7 @@ class Background:
         healthy = self.level(self.around(first, end))
         parts = self._sizes(span, least)
         sizes = [math.expm1(self.level(series.values[part.first : part.end]) - healthy) for part in parts]
-        counts = np.array([part.size for part in parts])
+        counts = np.array([series.iterations_in(part.first, part.end) for part in parts])
         typical = np.array([np.median(series.seconds[part.first : part.end]) for part in parts])
         changes = np.array(sizes)
         onset = int(series.iterations[first])

@@ -314,7 +314,7 @@ def _remarks(trace: Trace, cost: WhatIf | None) -> tuple[str, ...]:
     unknown = int((~trace.known).sum())
     if unknown:
         rows = count_of(unknown, "row")
-        remarks.append(f"{rows} with no sound duration; the median of their like stands in for what-if figures")
+        remarks.append(f"{rows} without a valid duration; what-if figures use the median of similar operations")
     if cost is None:
         remarks.append("no step could be simulated from its operations; no what-if figures")
     elif cost.steps.size < len(trace.steps):

@@ -52,8 +52,6 @@ class TimedRun(msgspec.Struct, frozen=True):
     ranks: Mapping[int, tuple[Point, ...]] = {}
     interval: int = 1
     """Iterations that a time is the mean of."""
-    iterations_per_time: float = 1.0
-    """Where only some iterations have a time: how many each of these stands for."""
 
 
 class SeriesDetector:
@@ -313,12 +311,12 @@ def analyse(kind: Kind, runs: Sequence[TimedRun], remarks: Sequence[str] = ()) -
             found, told = detect(points, run=number)
         if run.interval > 1:
             found = [_began_after(event, run) for event in found]
-        elif run.iterations_per_time > 1:
-            found = [_for_all(event, run.iterations_per_time) for event in found]
         events += found
         known.append(told)
         healthy.append(_healthy_seconds(points, found))
-        iterations += len({point.iteration for point in points}) * run.interval
+        if points:
+            labels = [point.iteration for point in points]
+            iterations += max(labels) - min(labels) + run.interval
     short = sum(told == "warming up" for told in known)
     if short:
         runs_named = "the run is" if len(runs) == 1 else f"{short} of {len(runs)} runs are"
@@ -342,16 +340,8 @@ def _began_after(event: SpeedChange, run: TimedRun) -> SpeedChange:
         event,
         iteration=event.iteration - before,
         end=None if event.end is None else event.end - before,
-        cost_seconds=None if event.cost_seconds is None else event.cost_seconds * run.interval,
         sizes=tuple((iteration - before, size) for iteration, size in event.sizes),
     )
-
-
-def _for_all(event: SpeedChange, iterations_per_time: float) -> SpeedChange:
-    """The same event with the cost of the iterations that have no time as well."""
-    if event.cost_seconds is None:
-        return event
-    return msgspec.structs.replace(event, cost_seconds=event.cost_seconds * iterations_per_time)
 
 
 def _healthy_seconds(points: Sequence[Point], events: Sequence[SpeedChange]) -> Floats:

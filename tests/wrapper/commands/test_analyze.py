@@ -186,7 +186,7 @@ def test_parquet_of_history_and_of_an_export(fresh_home: Path) -> None:
     content = found(whole)
     assert (content["kind"], content["runs"], content["iterations"]) == ("series", 2, 500)
     assert {event["run"] for event in content["events"] if event["verdict"] == "fail-slow"} == {0, 1}
-    assert "of 2 jobs, each a run" in run(whole).stderr
+    assert "the file has 2 jobs; each is analysed as its own run" in run(whole).stderr
     ranks = fresh_home / "rank_reports.parquet"
     frames = []
     for rank in range(4):
@@ -197,6 +197,9 @@ def test_parquet_of_history_and_of_an_export(fresh_home: Path) -> None:
     pd.concat(frames).to_parquet(ranks)
     slow = [event for event in found(ranks)["events"] if event["verdict"] == "fail-slow"]
     assert [event["where"]["rank"] for event in slow] == [2]
+    others = fresh_home / "others.parquet"
+    pd.DataFrame({"Step": range(250), "train/Step Time (ms)": [1000 * s for s in seconds()]}).to_parquet(others)
+    assert found(others)["healthy_seconds"] == pytest.approx(1.2, rel=0.02)
     export = fresh_home / "export" / "iterations"
     export.mkdir(parents=True)
     whole.rename(export / "2026-11.parquet")

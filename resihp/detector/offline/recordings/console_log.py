@@ -50,20 +50,13 @@ def read_console(content: bytes) -> Recording:
     remarks = counted(bad, "iteration without a usable time")
     if repeated:
         remarks.append(f"{repeated} repeated iteration{'s' * (repeated > 1)} left out")
-    untold = sum(run[-1].iteration - run[0].iteration + 1 - len(run) for run in runs)
-    if untold:
+    missing = sum(run[-1].iteration - run[0].iteration + 1 - len(run) for run in runs)
+    if missing:
         remarks.append(
-            f"{untold} iteration{'s' * (untold > 1)} between {'are' if untold > 1 else 'is'} not in it, as at most one "
-            "line a second is printed; all are in the ledger: resihp history iterations JOB --json | resihp analyze -"
+            f"{missing} iteration{'s are' if missing > 1 else ' is'} missing: at most one line a second is printed; "
+            "all are in the ledger: resihp history iterations JOB --json | resihp analyze -"
         )
-    return Recording("resihp-log", tuple(map(_sampled, runs)), tuple(remarks))
-
-
-def _sampled(points: tuple[Point, ...]) -> TimedRun:
-    """A run of which each time stands for those of the iterations around it."""
-    gaps = len(points) - 1
-    share = (points[-1].iteration - points[0].iteration) / gaps if gaps else 1.0
-    return TimedRun(points=points, iterations_per_time=share)
+    return Recording("resihp-log", tuple(TimedRun(points=run) for run in runs), tuple(remarks))
 
 
 def _seconds(rest: str) -> float:

@@ -1,148 +1,56 @@
-"""Rows of named fields, as programs log them: JSON lines, a JSON document of rows, a Parquet table. Pure.
+"""Rows of named fields, as programs log them: JSON, a Parquet table, a CSV, lines of a trainer's log. Pure.
 
 Each row has an iteration and what it took, how many there were in a second, or the moment when it was through; names
-are those that are usual, in any case, also one level down or behind `train/` and its like. What is no row of that kind
-is left out and counted; the first such line is named.
+are those of `names`. What is no row of that kind is left out and counted; the first such line is named.
 """
 
 from __future__ import annotations
 
-import ast
 import difflib
-import json
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from statistics import median
 from typing import Any, NamedTuple
 
-import msgspec
-
-from resihp.detector.offline.recordings.recording import Recording, counted, numbered_lines, short, text_of
+from resihp.detector.offline.recordings.names import (
+    EPOCH,
+    ITERATION,
+    JOB,
+    MOMENT,
+    OF_COMPUTING,
+    RANK,
+    SQUARES,
+    TOKENS,
+    WINDOW_SECONDS,
+    duration_of,
+    is_known,
+    is_rate,
+)
+from resihp.detector.offline.recordings.recording import Recording, counted, number_in, short
 from resihp.detector.offline.recordings.tables import Measured, recording_of
 from resihp.errors import UsageError
 
-ITERATION = (
-    *("iteration", "global_step", "global_steps", "trainer/global_step", "train/global_step", "iteration_number"),
-    *(
-        "step",
-        "train_step",
-        "global_step/max_steps",
-        "iter",
-        "current_steps",
-        "num_updates",
-        "training_step",
-        "step_num",
-        "_step",
-    ),
-)
-"""Those that count on through epochs first."""
-EPOCH = ("epoch",)
-SECONDS = (
-    *("seconds", "iteration_seconds", "step_seconds", "iteration_time", "iter_time", "step_time", "train_step_time"),
-    *("time_per_iteration", "time_per_step", "seconds_per_iteration", "seconds_per_step", "sec_per_step", "s_per_it"),
-    *("iteration_time_s", "step_time_s", "elapsed_seconds", "elapsed_s", "duration_s", "duration_seconds", "time_s"),
-    *("step_time_seconds", "step_duration", "step_duration_s", "time_per_iter", "sec_per_iter", "s/it", "sec/step"),
-    *(
-        "timing_s/step",
-        "train_step_timing in s",
-        "train_step_timing",
-        "end_to_end(s)",
-        "seconds/step",
-        "iter_time_s",
-        "sec/iter",
-    ),
-    *("elapsed time per iteration (s)", "iteration-time", "duration", "time", "elapsed"),
-)
-MILLISECONDS = (
-    *("milliseconds", "ms", "iteration_ms", "step_ms", "iteration_time_ms", "iter_time_ms", "step_time_ms", "time_ms"),
-    *("elapsed time per iteration (ms)", "elapsed_time_per_iteration_ms", "duration_ms", "elapsed_ms", "ms_per_step"),
-    *("ms/step", "ms/it", "dt_ms", "step_duration_ms"),
-)
-WINDOW_SECONDS = ("train_wall",)
-"""What all iterations since the row before took."""
-PER_SECOND = (
-    *("steps_per_second", "steps_per_sec", "iterations_per_second", "iters_per_sec", "its_per_sec", "it/s", "steps/s"),
-    *("steps/sec", "iter/s", "iters/s", "ups", "batches_per_second", "batches_per_sec", "global_step/sec"),
-)
-MOMENT = (
-    *("timestamp", "_timestamp", "finished_at", "created_at", "@timestamp", "datetime", "date", "ts", "at"),
-    *("wall time", "wall_time", "walltime", "_runtime", "wall", "elapsed_time"),
-    *("relative time (process)", "relative time (wall)"),
-)
-EITHER = ("time", "elapsed")
-"""What an iteration took, or a clock: one that never goes back is a clock."""
-TOKENS = ("tokens", "num_tokens", "n_tokens", "tokens_per_step", "tokens_per_iteration")
-SQUARES = ("sum_squared_lengths",)
-RANK = ("rank", "global_rank")
-JOB = ("job_uuid", "job")
-OF_COMPUTING = "compute_seconds"
-"""Of ranks, which all take as long as the slowest."""
-TIMES = (*SECONDS, *MILLISECONDS, *WINDOW_SECONDS, *PER_SECOND, *MOMENT)
-COLUMNS = (*ITERATION, *TIMES, *TOKENS, *SQUARES, *RANK, *JOB, *EPOCH, OF_COMPUTING)
-USED = frozenset(COLUMNS)
-OF_TRAINING = frozenset(
-    (
-        *("train", "training", "trainer", "perf", "performance", "timing", "timings", "time", "timers", "throughput"),
-        *("speed", "stats", "metrics", "time_metrics", "iteration-time", "progress", "log"),
-    )
-)
-"""What may stand before a name and a slash: `perf/step_time` is a step's time, `eval/step_time` is not."""
-HISTORIES = ("rows", "log_history")
-"""In a JSON document that is an object, the list of its rows."""
-LEAST_MOMENTS = 8
+MIN_MOMENTS = 8
 LATE_ITERATIONS = 2
-SINCE_1970_S, IN_MILLISECONDS = 1e8, 1e11
+LATE_S = 2.0
+"""Lines of ranks that are not marked may be late by so much; a clock that falls by more has started again."""
+SINCE_1970_S = 1e8
+IN_MILLISECONDS, IN_MICROSECONDS, IN_NANOSECONDS = 1e11, 1e14, 1e17
+"""A moment larger than this counts these units since 1970."""
 COARSE_CLOCK_WINDOW_S = 20.0
 """Moments in whole seconds are compared over windows that long, so that rounding is at most 5 % of a time."""
 CLOCK_FACTOR = 3.0
 """Times that disagree with the clock by more than this are in another unit than their name says."""
 SUSPICIOUS_SECONDS = 300.0
 """Where no clock is there, seconds longer than this may be milliseconds."""
-MAX_LITERAL_CHARS = 20_000
 
 
 class NamedRow(NamedTuple):
     line: int
     fields: Mapping[str, Any]
-
-
-def read_json(content: bytes) -> Recording:
-    """Raises UsageError, naming the line, where more lines are broken than not, or none has what is needed."""
-    text = text_of(content)
-    try:
-        return _read(text, USED)
-    except UsageError:
-        return _read(text, None)  # what is missing is told with all that there is instead
-
-
-def _read(text: str, used: Collection[str] | None) -> Recording:
-    """`used`: names of fields that are kept, all if left out; others are most of what a large file has."""
-    if (document := _document(text, used)) is not None:
-        try:
-            return read_rows(document)
-        except UsageError:
-            if _is_trainer_state(text):
-                raise UsageError(
-                    "trainer_state.json of Hugging Face's Trainer: its log_history has steps and losses, no times; "
-                    "give what the run printed, with progress bars, or its TensorBoard or Weights & Biases export "
-                    "as CSV"
-                ) from None
-            raise
-    rows, broken, other = _rows_of(text, used)
-    if broken and len(broken) > len(rows):
-        line, why = broken[0]
-        raise UsageError(f"line {line} is no JSON object: {why}; {len(broken)} of {len(broken) + len(rows)} are not")
-    found = read_rows(rows, "line")
-    remarks = list(found.remarks)
-    if broken:
-        line, why = broken[0]
-        several = len(broken) > 1
-        words = f"{len(broken)} lines that are no JSON" if several else "1 line that is no JSON"
-        remarks.insert(0, f"{words} left out, {'the first is ' if several else ''}line {line}: {why}")
-    return msgspec.structs.replace(found, remarks=(*remarks, *counted(other, "line without JSON")))
 
 
 def read_rows(rows: Sequence[NamedRow], unit: str = "row") -> Recording:
@@ -156,13 +64,13 @@ def read_rows(rows: Sequence[NamedRow], unit: str = "row") -> Recording:
     remarks: list[str] = []
     usable, epochs = _counted_on(usable, iteration, counts.column(EPOCH), rank, job)
     if epochs > 1:
-        remarks.append(f"`{iteration}` begins again in each of {epochs} epochs, and is counted on")
+        remarks.append(f"`{iteration}` restarts in each of {epochs} epochs; numbered continuously here")
     if rank and counts.column((OF_COMPUTING,)) and name == "seconds":
         name = OF_COMPUTING
-        remarks.append(f"times are `{OF_COMPUTING}`: what ranks take as a whole is as long as the slowest of them")
+        remarks.append(f"used `{OF_COMPUTING}`: `seconds` is the same on all ranks, since all wait for the slowest")
     of_job: dict[str, list[Measured]] = {}
     without: list[int] = []
-    clock = name in MOMENT or (name in EITHER and _never_back(usable, iteration, name, rank))
+    clock = name in MOMENT or (_may_be_clock(name) and _is_clock(usable, iteration, name, rank))
     coarse = clock and all(_in_whole_seconds(fields[name]) for _, fields in usable if fields.get(name) is not None)
     if not clock:
         usable, factor, words = _in_seconds(usable, counts, iteration, name, factor, (rank, job))
@@ -175,7 +83,7 @@ def read_rows(rows: Sequence[NamedRow], unit: str = "row") -> Recording:
             Measured(
                 line,
                 _number(fields[iteration]),
-                _moment(fields[name]) if clock else _number(fields[name]) * factor,
+                moment_in(fields[name], factor) if clock else _number(fields[name]) * factor,
                 _number(fields.get(rank, 0)) if rank else 0.0,
                 _least_0(fields.get(tokens)),
                 _least_0(fields.get(squares)),
@@ -183,11 +91,16 @@ def read_rows(rows: Sequence[NamedRow], unit: str = "row") -> Recording:
         )
     if clock:
         of_job = {of: _between(_apart(measured) if coarse else measured) for of, measured in of_job.items()}
-        seconds_apart = f" at least {COARSE_CLOCK_WINDOW_S:g} s apart" if coarse else ""
-        remarks.append(f"times are those between two lines{seconds_apart}, by `{name}`, with all that came in between")
+        remarks.append(
+            f"each time is the difference of two lines' `{name}`; evaluation and checkpoints in between are included"
+        )
+        if coarse:
+            remarks.append(
+                f"`{name}` has whole seconds only: times are means over at least {COARSE_CLOCK_WINDOW_S:g} s"
+            )
     found = [recording_of(measured, by_rank=bool(rank), unit=unit) for measured in of_job.values()]
     if len(found) > 1:
-        remarks.append(f"of {len(found)} jobs, each a run")
+        remarks.append(f"the file has {len(found)} jobs; each is analysed as its own run")
     remarks += [remark for each in found for remark in each.remarks]
     remarks += counted(without, "row without its time", unit)
     remarks += counted(
@@ -205,9 +118,10 @@ def _in_seconds(
     if scaled is not None:
         rows, words = scaled
         return rows, 1.0, [words]
-    if name in WINDOW_SECONDS or name in PER_SECOND:
-        return _per_iteration(rows, iteration, name, series), 1.0, [f"times are reckoned from `{name}`"]
-    if factor == 1.0 and not moment and name not in _UNIT_IN_NAME:
+    if name in WINDOW_SECONDS or is_rate(name):
+        return _per_iteration(rows, iteration, name, series), 1.0, [f"times are computed from `{name}`"]
+    duration = duration_of(name)
+    if duration is not None and not duration.is_unit_told and not moment:
         values = [_number(fields.get(name)) for _, fields in rows]
         values = [value for value in values if math.isfinite(value)]
         if values and median(values) > SUSPICIOUS_SECONDS:
@@ -223,9 +137,9 @@ class _Counts:
         self._numbers: Counter[str] = Counter()
         for _, fields in rows:
             for name, value in fields.items():
-                if value is not None and name in USED:
+                if value is not None and is_known(name):
                     self._any[name] += 1
-                    if name in EITHER or math.isfinite(_number(value)):
+                    if _may_be_clock(name) or math.isfinite(_number(value)):
                         self._numbers[name] += 1
 
     def often(self, names: Sequence[str]) -> list[str]:
@@ -240,6 +154,23 @@ class _Counts:
         best = max(names, key=lambda name: counts[name])
         return best if counts[best] else ""
 
+    def duration(self) -> str:
+        """Return the field that tells best what an iteration took, of those that nine tenths of the rows with any have;
+        empty where none has any."""
+        orders = {
+            name: (duration.order, -duration.unit_s)
+            for name in self._numbers
+            if (duration := duration_of(name)) is not None
+        }
+        most = max((self._numbers[name] for name in orders), default=0)
+        often = [name for name in orders if 10 * self._numbers[name] >= 9 * most]
+        return min(often, key=lambda name: orders[name], default="")
+
+    def rate(self) -> str:
+        """Return the rate of iterations that most rows have; empty where none has any."""
+        rates = [name for name in self._numbers if is_rate(name)]
+        return max(rates, key=lambda name: self._numbers[name], default="")
+
 
 def _time_of(rows: Sequence[NamedRow], unit: str) -> tuple[Sequence[NamedRow], _Counts, str, str, float]:
     """Rows that have an iteration, and their counts; the names of their iterations and times, and what makes seconds of
@@ -251,10 +182,11 @@ def _time_of(rows: Sequence[NamedRow], unit: str) -> tuple[Sequence[NamedRow], _
         raise UsageError(_lacking(rows, unit, "iteration", ("iteration", "iter", "step", "global_step")))
     if len(usable) < len(rows):
         counts = _Counts(usable)
-    units = ((SECONDS, 1.0), (MILLISECONDS, 1e-3), (WINDOW_SECONDS, 1.0), (PER_SECOND, 1.0), (MOMENT, 1.0))
-    for names, factor in units:
-        if name := counts.column(names, text=names is MOMENT):
-            return usable, counts, iteration, name, factor
+    name = counts.duration()
+    if (duration := duration_of(name)) is not None:
+        return usable, counts, iteration, name, duration.unit_s
+    if name := counts.column(WINDOW_SECONDS) or counts.rate() or counts.column(MOMENT, text=True):
+        return usable, counts, iteration, name, 1.0
     raise UsageError(_lacking(usable, unit, "time", ("seconds", "step_time", "milliseconds", "timestamp")))
 
 
@@ -313,9 +245,6 @@ class _Counter:
         return label + self.offset
 
 
-_UNIT_IN_NAME = frozenset(name for name in SECONDS if re.search(r"sec|_s$|\(s\)|in s$|s/it", name))
-
-
 def _steps(
     rows: Sequence[NamedRow], iteration: str, series: tuple[str, str]
 ) -> Iterable[tuple[int, NamedRow, NamedRow, float]]:
@@ -335,31 +264,34 @@ def _scaled(
     rows: Sequence[NamedRow], iteration: str, name: str, factor: float, moment: str, series: tuple[str, str]
 ) -> tuple[Sequence[NamedRow], str] | None:
     """Rows with the times that the clock beside them says they are, and in words what they were; None where they agree
-    with the clock, or neither unit nor window explains why they do not."""
-    if not moment or name in PER_SECOND:
+    with the clock. Where neither unit nor window explains why they do not, they stay as they are."""
+    if not moment or is_rate(name):
         return None
     ratios, rises = [], []
     for _, before, row, rise in _steps(rows, iteration, series):
-        passed_s = _moment(row.fields.get(moment)) - _moment(before.fields.get(moment))
+        passed_s = moment_in(row.fields.get(moment)) - moment_in(before.fields.get(moment))
         seconds = _number(row.fields.get(name)) * factor
         if passed_s > 0 and seconds > 0 and math.isfinite(passed_s + seconds):
             ratios.append(seconds * rise / passed_s)
             rises.append(rise)
-    if len(ratios) < LEAST_MOMENTS:
+    if len(ratios) < MIN_MOMENTS:
         return None
     ratio, rise = median(ratios), median(rises)
     if 1 / CLOCK_FACTOR < ratio < CLOCK_FACTOR:
         return None
-    readings = [(1e3, f"`{name}` holds milliseconds, as `{moment}` shows", False)]
-    readings.append((1e-3, f"`{name}` holds seconds, as `{moment}` shows", False))
+    readings = [
+        (factor / unit_s, f"`{name}` holds {word}, as `{moment}` shows", False)
+        for word, unit_s in (("seconds", 1.0), ("milliseconds", 1e-3), ("microseconds", 1e-6))
+        if unit_s != factor
+    ]
     if rise > 1:
-        readings.append((rise, f"`{name}` is the time of all {rise:g} iterations since the row before", True))
-        readings.append(
-            (1e3 * rise, f"`{name}` holds milliseconds of all {rise:g} iterations since the row before", True)
-        )
+        window_words = f"of all {rise:g} iterations since the row before"
+        readings.append((rise, f"`{name}` is the time {window_words}", True))
+        readings.append((1e3 * factor * rise, f"`{name}` holds milliseconds {window_words}", True))
     scale, words, window = min(readings, key=lambda reading: abs(math.log(ratio / reading[0])))
     if not 1 / CLOCK_FACTOR < ratio / scale < CLOCK_FACTOR:
-        return None
+        scale, window = 1.0, False
+        words = f"`{name}` is {ratio:.2g} times what passed by `{moment}`; is it the time of whole iterations?"
     unit_s = factor / (scale / rise if window else scale)
     rows = [row._replace(fields={**row.fields, name: _number(row.fields.get(name)) * unit_s}) for row in rows]
     return (_per_iteration(rows, iteration, name, series) if window else rows), words
@@ -367,7 +299,7 @@ def _scaled(
 
 def _per_iteration(rows: Sequence[NamedRow], iteration: str, name: str, series: tuple[str, str]) -> list[NamedRow]:
     """Rows with the seconds of one iteration, made of a rate or of what all since the row before took."""
-    if name in PER_SECOND:
+    if is_rate(name):
         rates = ((row, _number(row.fields.get(name))) for row in rows)
         return [row._replace(fields={**row.fields, name: 1 / rate if rate else math.nan}) for row, rate in rates]
     made = []
@@ -387,21 +319,40 @@ def _lacking(rows: Sequence[NamedRow], unit: str, what: str, names: Sequence[str
     )
 
 
-def _never_back(rows: Sequence[NamedRow], iteration: str, name: str, rank: str) -> bool:
-    """Whether `time` is a clock: a text, seconds since 1970, or what only grows from one iteration to the next."""
-    values = [fields[name] for _, fields in rows if fields.get(name) is not None]
-    if not all(math.isfinite(_number(value)) for value in values) or _number(values[-1]) > SINCE_1970_S:
+def _may_be_clock(name: str) -> bool:
+    duration = duration_of(name)
+    return duration is not None and duration.may_be_clock
+
+
+def _is_clock(rows: Sequence[NamedRow], iteration: str, name: str, rank: str) -> bool:
+    """Decide whether `time` is a clock: a text, seconds since 1970, or what only grows from one iteration to the next.
+
+    A clock that starts again with a requeued job falls to about its first value; between such falls it rises most of
+    the time, which the times of iterations do not.
+    """
+    values = [_number(fields[name]) for _, fields in rows if fields.get(name) is not None]
+    if not all(map(math.isfinite, values)) or values[-1] > SINCE_1970_S:
         return True
+    first: dict[str, float] = {}
     last: dict[str, tuple[float, float]] = {}
+    rises = falls = 0
     for _, fields in rows:
         if fields.get(name) is None:
             continue
-        of, at, now = str(fields.get(rank)), _number(fields[iteration]), _number(fields[name])
-        before = last.get(of, (-math.inf, -math.inf))
-        if at > before[0] and now < before[1]:
-            return False
-        last[of] = (at, now)
-    return len(values) >= LEAST_MOMENTS and _number(values[-1]) > 2 * _number(values[0])
+        of, label, now = str(fields.get(rank)), _number(fields[iteration]), _number(fields[name])
+        before = last.get(of)
+        last[of] = (label, now)
+        if before is None or label <= before[0]:
+            first.setdefault(of, now)
+        elif now < before[1]:
+            if now > max(2 * first[of], before[1] / 10):
+                return False
+            falls += 1
+        else:
+            rises += now > before[1]
+    if falls and (rises < MIN_MOMENTS * falls or 2 * rises < len(values)):
+        return False
+    return len(values) >= MIN_MOMENTS and max(values) > 2 * values[0]
 
 
 def _between(measured: Sequence[Measured]) -> list[Measured]:
@@ -440,154 +391,32 @@ def _apart(measured: Sequence[Measured]) -> list[Measured]:
 
 
 def _rising(measured: Sequence[Measured]) -> Iterable[tuple[int, int]]:
-    """Parts in which the iteration never falls by more than what ranks are late by."""
+    """Parts in which neither the iteration nor the clock falls by more than what ranks are late by."""
     first = 0
     for place in range(1, len(measured) + 1):
-        if place == len(measured) or measured[place].label < measured[place - 1].label - LATE_ITERATIONS:
-            yield first, place
-            first = place
+        if place < len(measured):
+            now, before = measured[place], measured[place - 1]
+            if now.label >= before.label - LATE_ITERATIONS and now.seconds >= before.seconds - LATE_S:
+                continue
+        yield first, place
+        first = place
 
 
 # --- values ---------------------------------------------------------------------------------------------------------
 
 
-def _rows_of(text: str, used: Collection[str] | None) -> tuple[list[NamedRow], list[tuple[int, str]], list[int]]:
-    """Objects, lines that begin like one and are none, with why, and numbers of all other lines."""
-    rows: list[NamedRow] = []
-    broken: list[tuple[int, str]] = []
-    other: list[int] = []
-    for number, line in numbered_lines(text):
-        if (start := object_start(line)) < 0:
-            other += [number] if line.strip() else []
-            continue
-        try:
-            rows.append(NamedRow(number, named(object_of(line[start:]), used)))
-        except (ValueError, RecursionError) as error:
-            broken.append((number, f"{_reason(error)}: `{short(line)}`"))
-    return rows, broken, other
-
-
-_HEAD = re.compile(r"[^{}\"']{0,120}(?=\{[\"'])")
-
-
-def object_start(line: str) -> int:
-    """Where a line's JSON object, or Python's dict, begins: behind what a launcher or a logger puts before it. -1
-    without any."""
-    if line.lstrip().startswith("{"):
-        return len(line) - len(line.lstrip())
-    head = _HEAD.match(line)
-    return head.end() if head is not None and line.rstrip().endswith("}") else -1
-
-
-def object_of(text: str) -> dict[str, Any]:
-    """A JSON object, or a dict as Python prints it. Raises ValueError, RecursionError."""
-    if not re.match(r"\s*\{\s*'", text):
-        loaded: dict[str, Any] = json.loads(text)
-        return loaded
-    if len(text) > MAX_LITERAL_CHARS:
-        raise ValueError("too long")
-    try:
-        found = ast.literal_eval(re.sub(r"(?<=[:\s\[(,-])(?:nan|inf)\b", "None", text.strip()))
-    except (SyntaxError, MemoryError, TypeError) as error:
-        raise ValueError("no dict of Python's") from error
-    if not isinstance(found, dict):
-        raise ValueError("no dict of Python's")
-    return {str(name): value for name, value in found.items()}
-
-
-def _document(text: str, used: Collection[str] | None) -> list[NamedRow] | None:
-    """Rows of a file that is one JSON document: a list of objects, or an object with `rows`, as ours have, or with
-    `log_history`, as Hugging Face's trainer_state.json."""
-    if not text.lstrip().startswith(("[", "{")):
-        return None
-
-    kept = {*HISTORIES, *(used or ())}
-
-    def smaller(found: dict[str, Any]) -> dict[str, Any]:
-        return {
-            name: value
-            for name, value in found.items()
-            if name in kept or isinstance(value, dict) or usual_name(name) in kept
-        }
-
-    try:
-        whole = json.loads(text, object_hook=None if used is None else smaller)
-    except (ValueError, RecursionError):
-        return None
-    found = whole
-    if isinstance(whole, dict):
-        found = next((whole[name] for name in HISTORIES if isinstance(whole.get(name), list)), None)
-    if not isinstance(found, list):
-        return None
-    rows = [row for row in found if isinstance(row, dict)]
-    del whole, found
-    rows.reverse()
-    return [NamedRow(number, named(rows.pop(), used)) for number in range(1, len(rows) + 1)]
-
-
-def _is_trainer_state(text: str) -> bool:
-    return '"log_history"' in text and '"global_step"' in text
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg[:1].lower()}{error.msg[1:]} at column {error.colno}"
-    if str(error) == "no dict of Python's":
-        return str(error)
-    return "nested too deep" if isinstance(error, RecursionError) else "a number is too long"
-
-
-def named(row: Mapping[str, Any], used: Collection[str] | None = None) -> dict[str, Any]:
-    """Its fields by their names in lower case, and those one level down where no other has that name; `used`: of these
-    names alone."""
-    found = {}
-    for name, value in row.items():
-        usual = usual_name(name)
-        if isinstance(value, dict) or (used is not None and usual not in used):
-            continue
-        if usual == name.lower():
-            found[usual] = value
-        else:
-            found.setdefault(usual, value)
-    for value in row.values():
-        if isinstance(value, dict):
-            for name, inner in value.items():
-                usual = usual_name(str(name))
-                if used is None or usual in used:
-                    found.setdefault(usual, inner)
-    return found
-
-
-def usual_name(name: str) -> str:
-    """`step_time` of `Perf/Step_Time`; a name that means nothing without what stands before it keeps that."""
-    lower = name.strip().lower()
-    if lower in USED:
-        return lower
-    head, slash, tail = lower.partition("/")
-    if slash and head in OF_TRAINING and (usual := usual_name(tail)) in USED:
-        return usual
-    joined = re.sub(r"[ -]+", "_", lower)
-    if joined in USED:
-        return joined
-    if (unit := _UNIT.fullmatch(joined)) is not None and unit[1] in SECONDS:
-        return unit[1] if unit[2].startswith("s") else "milliseconds"
-    return lower
-
-
-_UNIT = re.compile(r"(.+?)_*[(\[](s|sec|secs|seconds|ms|msec|milliseconds)[)\]]")
-"""`step_time(ms)`, `Step Time [s]`, with blanks joined."""
-
-
 def _number(value: object) -> float:
     if type(value) is float:
         return value
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
+    if isinstance(value, str):
+        of_total = _OF_TOTAL.fullmatch(value)
+        return number_in(value if of_total is None else of_total[1])
+    if isinstance(value, bool) or not isinstance(value, int):
         return math.nan
     try:
         return float(value)
-    except (ValueError, OverflowError):
-        of_total = _OF_TOTAL.fullmatch(value) if isinstance(value, str) else None
-        return math.nan if of_total is None else float(of_total[1])
+    except OverflowError:
+        return math.nan
 
 
 _OF_TOTAL = re.compile(r"\s*(\d{1,15})\s*/\s*\d{1,15}\s*")
@@ -599,13 +428,16 @@ def _least_0(value: object) -> float | None:
     return number if math.isfinite(number) and number >= 0 else None
 
 
-def _moment(value: object) -> float:
-    """Seconds, from some time on."""
+def moment_in(value: object, unit_s: float = 1.0) -> float:
+    """Seconds, from some time on. `unit_s`: what a number counts, where the field's name tells."""
     if isinstance(value, datetime):
         return value.timestamp()
     number = _number(value)
     if math.isfinite(number):
-        return number / 1e3 if number > IN_MILLISECONDS else number
+        if unit_s != 1.0:
+            return number * unit_s
+        larger = ((IN_NANOSECONDS, 1e9), (IN_MICROSECONDS, 1e6), (IN_MILLISECONDS, 1e3))
+        return number / next((in_a_second for bound, in_a_second in larger if number > bound), 1.0)
     text = str(value).strip()
     if (passed := _PASSED.fullmatch(text) or (_PASSED_IN_WORDS.fullmatch(text) if text else None)) is not None:
         days, hours, minutes, seconds = (float(part or 0) for part in passed.groups())
@@ -627,5 +459,7 @@ _PASSED_IN_WORDS = re.compile(r"(?:(\d{1,5})d ?)?(?:(\d{1,6})h ?)?(?:(\d{1,3})m(
 def _in_whole_seconds(value: object) -> bool:
     if isinstance(value, str):
         text = value.strip()
+        if text.isdecimal():
+            return float(text) < IN_MILLISECONDS
         return not math.isfinite(_number(text)) and not re.search(r"\d[.,]\d+s?(?:$|[+Z-])", text)
     return isinstance(value, int) and not isinstance(value, bool) and value < IN_MILLISECONDS

@@ -3,27 +3,59 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal, NamedTuple
 
 from resihp.detector.offline.recordings.console_log import is_ours, read_console
-from resihp.detector.offline.recordings.fields import ITERATION, TIMES, named, object_of, object_start, read_json
+from resihp.detector.offline.recordings.json_rows import JsonRows, read_json, rows_of_document, rows_of_lines
 from resihp.detector.offline.recordings.megatron_log import ELAPSED, HEAD, read_log
-from resihp.detector.offline.recordings.named_tables import is_table, read_table, without_times
+from resihp.detector.offline.recordings.named_tables import export_without_times, is_table, read_table
+from resihp.detector.offline.recordings.names import JOB
 from resihp.detector.offline.recordings.recording import Recording, numbered_lines, short, text_of
 from resihp.detector.offline.recordings.tables import columns_told, header_of, read_csv
-from resihp.detector.offline.recordings.text_logs import lines_without_times, read_text_log, tool_of
+from resihp.detector.offline.recordings.text_logs import reader_of
 from resihp.errors import UsageError
 
 PARQUET = b"PAR1"
+COMPRESSED = (
+    (b"\x1f\x8b", "gzip", "zcat"),
+    (b"\xfd7zXZ\x00", "xz", "xzcat"),
+    (b"BZh", "bzip2", "bzcat"),
+    (b"\x28\xb5\x2f\xfd", "zstd", "zstdcat"),
+)
+"""First bytes, name, and what prints the text."""
+EVENT_FILE = b"brain.Event:"
+"""In the first record of what TensorBoard reads."""
+SQLITE = b"SQLite format 3\x00"
+OF_TRAINER = frozenset({"loss", "learning_rate", "epoch"})
+"""Fields of each dict that Hugging Face's Trainer prints."""
 
 Format = Literal["parquet", "megatron-log", "resihp-log", "csv", "table", "text-log", "json"]
 
 
+class _Source(NamedTuple):
+    """What a file is, and what reads it; the reader raises UsageError."""
+
+    format: Format
+    read: Callable[[], Recording]
+
+
 def recognise(content: bytes) -> Format:
     """Raises UsageError with what was expected and the nearest thing found."""
+    return _source_of(content).format
+
+
+def read(content: bytes) -> Recording:
+    """A text of any of these. Raises UsageError where it is none, or holds no usable iteration time."""
+    return usable(_source_of(content).read())
+
+
+def _source_of(content: bytes) -> _Source:
     if content[:4] == PARQUET:
-        return "parquet"
+        return _Source("parquet", _refuse_parquet)
+    if why := _no_text(content):
+        raise UsageError(why)
     text = text_of(content)
     if not text.strip():
         raise UsageError(
@@ -31,46 +63,81 @@ def recognise(content: bytes) -> Format:
             "parquet trace"
         )
     header = header_of(text)
-    if "iteration" in header and ("seconds" in header or "milliseconds" in header):
-        return "csv"
-    lines = [line for _, line in numbered_lines(text)]
-    if any("|" in line and HEAD.search(line) and ELAPSED.search(line) for line in lines):
-        return "megatron-log"
-    if any(map(is_ours, lines)):
-        return "resihp-log"
+    if _is_our_table(header):
+        return _Source("csv", partial(read_csv, content))
+    numbered = list(numbered_lines(text))
+    if any("|" in line and HEAD.search(line) and ELAPSED.search(line) for _, line in numbered):
+        return _Source("megatron-log", partial(read_log, content))
+    if any(is_ours(line) for _, line in numbered):
+        return _Source("resihp-log", partial(read_console, content))
     if is_table(header):
-        return "table"
-    is_document = re.match(r"\s*(\{\s*\"|\[\s*\{)", text) is not None
-    if not is_document and any(map(_is_timed_row, lines)):
-        return "json"
-    if tool_of(lines):
-        return "text-log"
-    if is_document or any(map(_is_row, lines)):
-        return "json"
-    if why := without_times(header) or lines_without_times(lines):
+        return _Source("table", partial(read_table, content))
+    # A line of JSON may stand before a trainer's log.
+    begins_as_json = re.match(r"\s*(\{\s*\"|\[\s*\{)", text) is not None
+    rows = None if begins_as_json else rows_of_lines(numbered)
+    if rows is not None and rows.has_timed_iterations():
+        return _Source("json", partial(_read_json, rows))
+    if (reader := reader_of(numbered)) is not None:
+        return _Source("text-log", reader)
+    if rows is None:
+        rows = rows_of_document(text) or rows_of_lines(numbered)
+    if begins_as_json or rows.has_iterations():
+        return _Source("json", partial(_read_json, rows))
+    if why := export_without_times(header) or _trainer_without_times(rows):
         raise UsageError(why)
     raise UsageError(
         "neither a Megatron-LM log (`iteration N/ M | ... elapsed time per iteration (ms): X | ...`), nor one of NeMo, "
         "DeepSpeed, torchtitan, nanotron or MaxText, nor progress bars, nor what resihp run prints, nor JSON lines "
         "with an iteration and a time, nor a CSV with columns `iteration` and `seconds` or `milliseconds`, nor a "
-        "parquet trace; " + _nearest(text, header)
+        "parquet trace; " + _nearest(numbered, header)
     )
 
 
-def read(content: bytes) -> Recording:
-    """A text of any of these. Raises UsageError where it is none, or holds no usable iteration time."""
-    kind = recognise(content)
-    if kind == "parquet":
-        raise UsageError("a parquet file is no text; it is read as a table")
-    readers = {
-        "megatron-log": read_log,
-        "resihp-log": read_console,
-        "csv": read_csv,
-        "table": read_table,
-        "text-log": read_text_log,
-        "json": read_json,
-    }
-    return usable(readers[kind](content))
+def _is_our_table(header: Sequence[str]) -> bool:
+    """Decide whether a CSV has columns of the names that we ask for, and one job."""
+    has_time = "seconds" in header or "milliseconds" in header
+    return "iteration" in header and has_time and not any(name in JOB for name in header)
+
+
+def _refuse_parquet() -> Recording:
+    raise UsageError("a parquet file is no text; it is read as a table")
+
+
+def _no_text(content: bytes) -> str:
+    """Name a file that is known by its first bytes and cannot be read, with what to type; empty for all others."""
+    for magic, name, command in COMPRESSED:
+        if content.startswith(magic):
+            return f"is compressed with {name}; type: {command} FILE | resihp analyze -"
+    if EVENT_FILE in content[:64]:
+        return "is TensorBoard's event file: export the scalar as CSV (its download link), and analyze that"
+    if content.startswith(SQLITE):
+        return (
+            "is an SQLite database; of a ledger of ours, type: resihp history iterations JOB --json | resihp analyze -"
+        )
+    return ""
+
+
+def _read_json(rows: JsonRows) -> Recording:
+    try:
+        return read_json(rows)
+    except UsageError:
+        if why := _trainer_without_times(rows):
+            raise UsageError(why) from None
+        raise
+
+
+def _trainer_without_times(rows: JsonRows) -> str:
+    """Explain why the dicts of Hugging Face's Trainer cannot be read, and what to give instead; empty for all else."""
+    if rows.history == "log_history":
+        what = "trainer_state.json of Hugging Face's Trainer: its log_history has steps and losses, no times"
+    elif any(row.fields.keys() >= OF_TRAINER for row in rows.rows):
+        what = "lines of Hugging Face's Trainer: its dicts have neither step nor time"
+    else:
+        return ""
+    return (
+        f"{what}; give what the run printed, with its progress bars (stderr), or its TensorBoard or Weights & Biases "
+        "export as CSV"
+    )
 
 
 def usable(recording: Recording) -> Recording:
@@ -80,29 +147,8 @@ def usable(recording: Recording) -> Recording:
     return recording
 
 
-def _is_row(line: str) -> bool:
-    row = _row_in(line)
-    return any(name in row for name in ITERATION)
-
-
-def _is_timed_row(line: str) -> bool:
-    row = _row_in(line)
-    return any(name in row for name in ITERATION) and any(name in row for name in TIMES)
-
-
-def _row_in(line: str) -> dict[str, Any]:
-    """Fields of the object in a line, if it is one."""
-    if "{" not in line or (start := object_start(line)) < 0:
-        return {}
-    try:
-        return named(object_of(line[start:]))
-    except (ValueError, RecursionError):
-        return {}
-
-
-def _nearest(text: str, header: Sequence[str]) -> str:
+def _nearest(lines: Sequence[tuple[int, str]], header: Sequence[str]) -> str:
     """What comes closest to something readable."""
-    lines = list(numbered_lines(text))
     for pattern, lacks in ((ELAPSED, "no `iteration N/ M |` before it"), (HEAD, "no `elapsed time per iteration`")):
         near = next((each for each in lines if pattern.search(each[1])), None)
         if near is not None:

@@ -12,12 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from resihp.detector.offline.recordings.fields import (
-    ITERATION,
-    TIMES,
     NamedRow,
     read_rows,
-    usual_name,
 )
+from resihp.detector.offline.recordings.names import has_iteration, has_time, usual_name
 from resihp.detector.offline.recordings.recording import Recording, short, text_of
 from resihp.detector.offline.recordings.tables import CsvTable, table_of, with_point
 from resihp.errors import UsageError
@@ -32,15 +30,15 @@ MAX_NAMED_COLUMNS = 3
 def is_table(header: Sequence[str]) -> bool:
     """Whether columns have an iteration and a time in any form."""
     names = {_metric(column) for column in header}
-    return len(header) > 1 and bool(names & set(ITERATION)) and bool(names & set(TIMES))
+    return len(header) > 1 and has_iteration(names) and has_time(names)
 
 
-def without_times(header: Sequence[str]) -> str:
-    """Why a Weights & Biases or TensorBoard export that has no time cannot be read, and what to give instead; empty for
-    all else."""
+def export_without_times(header: Sequence[str]) -> str:
+    """Explain why a Weights & Biases or TensorBoard export that has no time cannot be read, and what to give instead;
+    empty for all else."""
     names = {_metric(column) for column in header}
     is_export = any(column.endswith(BOUNDS) or RUN_SEPARATOR in column for column in header)
-    if not is_export or not names & set(ITERATION) or names & set(TIMES):
+    if not is_export or not has_iteration(names) or has_time(names):
         return ""
     shown = ", ".join(f"`{short(column)}`" for column in header if not column.endswith(BOUNDS))
     return (
@@ -70,7 +68,9 @@ def _columns(table: CsvTable) -> dict[str, int]:
         if column.endswith(BOUNDS):
             continue
         name = _metric(column)
-        if RUN_SEPARATOR in column and name in TIMES:
+        if not name:
+            continue  # pandas' index
+        if RUN_SEPARATOR in column and has_time((name,)):
             runs.setdefault(name, []).append(column)
         columns.setdefault(name, place)
     for name, of_runs in runs.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, TypeVar
@@ -14,7 +15,6 @@ import msgspec
 from resihp.detector.offline.iteration_model import Point
 from resihp.detector.offline.series import TimedRun
 
-MOST_SPEAKERS = 64
 SPEAKER = re.compile(r"\[\s*(?:default|rank)\s*(\d+)|^\s*(\d+)\s*:\s|^\s*([A-Za-z][\w.-]*)\s*:\s", re.IGNORECASE)
 """Marks of a rank before a line: torchrun's `[default7]:` or `[rank7]:`, `[Rank 7 | ...]`, srun's `7: `, `host: `."""
 
@@ -79,13 +79,16 @@ def one_speaker(lines: Sequence[_Line], speaker: Callable[[_Line], str]) -> list
     spans: dict[str, list[int]] = {}
     for position, line in enumerate(lines):
         spans.setdefault(speaker(line), []).append(position)
-    if not 1 < len(spans) <= MOST_SPEAKERS:
-        return list(lines)
-    chosen: list[str] = []
+    chosen: set[str] = set()
+    taken: list[tuple[int, int]] = []
     for name in sorted(spans, key=lambda name: -len(spans[name])):
-        first, last = spans[name][0], spans[name][-1]
-        if all(last < spans[other][0] or first > spans[other][-1] for other in chosen):
-            chosen.append(name)
+        span = spans[name][0], spans[name][-1]
+        place = bisect_left(taken, span)
+        is_before_next = place == len(taken) or span[1] < taken[place][0]
+        is_after_last = place == 0 or taken[place - 1][1] < span[0]
+        if is_before_next and is_after_last:
+            taken.insert(place, span)
+            chosen.add(name)
     return [line for line in lines if speaker(line) in chosen]
 
 
@@ -114,7 +117,14 @@ def numbered_lines(text: str) -> Iterator[tuple[int, str]]:
                 yield number, line
 
 
+THOUSANDS = re.compile(r"\s*[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?\s*")
+"""`1,250.5`, as spreadsheets write it in quotes."""
+
+
 def number_in(text: str) -> float:
+    """A number as Python or a spreadsheet writes it; NaN for any other text."""
+    if "," in text and THOUSANDS.fullmatch(text):
+        text = text.replace(",", "")
     try:
         return float(text)
     except ValueError:

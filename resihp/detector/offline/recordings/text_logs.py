@@ -11,20 +11,22 @@ that have passed. Rows become those of `fields`.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
 
-from resihp.detector.offline.recordings.fields import NamedRow, object_of, object_start, read_rows
-from resihp.detector.offline.recordings.recording import Recording, numbered_lines, one_speaker, speaker_of, text_of
-from resihp.errors import UsageError
+from resihp.detector.offline.recordings.fields import NamedRow, moment_in, read_rows
+from resihp.detector.offline.recordings.recording import Recording, one_speaker, short, speaker_of
+from resihp.detector.sequential.changes import WARM_UP
 
 NUMBER = r"\d+(?:[.,]\d+)?(?:[eE][-+]?\d+)?"
 TIMESTAMP = re.compile(r"\d{4}[-/]\d\d[-/]\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d{1,6})?")
-MULTIPLES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
+MULTIPLES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "ms": 1e-3}
 MIN_LINES = 2
 """One line may look like one of a trainer and be something else."""
 
@@ -36,9 +38,10 @@ class LineFormat(NamedTuple):
     needle: str
     """What every such line contains: quicker than the patterns."""
     iteration: re.Pattern[str]
-    """Its group is the number; named groups `epoch` and `length` where that begins again in each epoch."""
+    """Its group is the number; named groups `epoch` and `length` where that begins again in each epoch, `epoch0` of
+    epochs that count from 0."""
     time: re.Pattern[str] | None
-    """Its group is a number, the next one a K or M behind it if there is one; None: the line's moment tells."""
+    """Its group is a number, the next one a K, M or ms behind it if there is one; None: the line's moment tells."""
     field: str = "timestamp"
     """The field of `fields` that it is."""
 
@@ -65,6 +68,14 @@ FORMATS = (
         *(rf"\btime:?\s*({NUMBER})\s*ms", "milliseconds"),
     ),
     _format("GPT-2 in PyTorch", "dt:", r"\bstep\s+(\d{1,15})\s*\|", rf"\bdt:\s*({NUMBER})\s*ms", "milliseconds"),
+    _format(
+        *("nanochat", "dt:", r"\bstep\s+(\d{1,15})/\d{1,15} \([\d.]{1,9}%\)\s*\|"),
+        *(rf"\bdt:\s*({NUMBER})\s*ms", "milliseconds"),
+    ),
+    _format(
+        *("modded-nanogpt", "train_time:", r"\bstep:(\d{1,15})/\d{1,15}\s"),
+        *(rf"\btrain_time:({NUMBER})(ms)", "elapsed_time"),
+    ),
     _format("llm.c", " ms |", r"\bstep\s+(\d{1,15})/\d+\s*\|", rf"\|\s*({NUMBER}) ms\s*\|", "milliseconds"),
     _format("LitGPT", "iter time:", r"\biter (\d{1,15})\b", rf"\biter time:\s*({NUMBER})\s*ms", "milliseconds"),
     _format(
@@ -78,6 +89,37 @@ FORMATS = (
         rf"\btime:\s*({NUMBER})",
         "seconds",
     ),
+    _format(
+        *("mmcv", ", time: ", r"\bEpoch \[(?P<epoch>\d{1,9})\]\[(\d{1,15})/(?P<length>\d{1,15})\]\s"),
+        *(rf", time: ({NUMBER})", "seconds"),
+    ),
+    _format("mmcv", ", time: ", r"\bIter \[(\d{1,15})/\d{1,15}\]\s", rf", time: ({NUMBER})", "seconds"),
+    _format(
+        *("detectron2", "last_time:", r"\biter: (\d{1,15})\s+total_loss:"),
+        *(rf"\btime: ({NUMBER})\s+last_time:", "seconds"),
+    ),
+    _format(
+        "timm",
+        "Train: ",
+        r"\bTrain: (?P<epoch0>\d{1,9}) \[\s*(\d{1,15})/(?P<length>\d{1,15})\s",
+        rf"\bTime: ({NUMBER})s",
+        "seconds",
+    ),
+    _format(
+        "PyTorch's ImageNet example",
+        "Time ",
+        r"\bEpoch: \[(?P<epoch0>\d{1,9})\]\[\s*(\d{1,15})/(?P<length>\d{1,15})\]\s+Time\s",
+        rf"\bTime\s+({NUMBER}) \(",
+        "seconds",
+    ),
+    _format(
+        "MetricLogger",
+        "  time: ",
+        r"\bEpoch: \[(?P<epoch0>\d{1,9})(?:/\d{1,9})?\]\s+\[\s*(\d{1,15})/(?P<length>\d{1,15})\]\s",
+        rf"  time: ({NUMBER})",
+        "seconds",
+    ),
+    _format("MLX", "It/sec", r"\bIter (\d{1,15}): Train loss", rf"\bIt/sec ({NUMBER})", "steps_per_second"),
     _format(
         *("TensorFlow", "sec/step)", r"\bglobal step (\d{1,15}): loss"),
         *(rf"\(({NUMBER}) sec/step\)", "seconds"),
@@ -99,26 +141,48 @@ FORMATS = (
     _format("OLMo", "[step=", r"\[step=(\d{1,15})/\d+"),
     _format("Composer", "[batch=", r"\[batch=(\d{1,15})/\d+\]"),
     _format("torchtitan", "loss:", r"\bstep:\s*(\d{1,15})\s+loss:"),
+    _format(
+        *("DeepSpeed", "iter time (s):", r"\bsteps: (\d{1,15}) loss:"),
+        *(rf"\biter time \(s\): ({NUMBER})", "seconds"),
+    ),
     _format("DeepSpeed", "SamplesPerSec", r"\bglobal_step=(\d{1,15})\b"),
     _format("DeepSpeed", "SamplesPerSec", r"\s\d+/(\d{1,15}), (?:RunningAvg)?SamplesPerSec="),
     _format("DeepSpeed", "skipped=", r"\bstep=(\d{1,15}), skipped="),
 )
 
-BAR = re.compile(
-    r"\|\s*(?P<done>\d{1,15})/(?P<total>\d{1,15}|\?)\s*"
-    r"\[(?P<passed>(?:\d{1,5} days?, )?\d{1,6}(?::\d\d){1,2})<"
-    r"[^\]]{0,200}?(?:s/it|it/s|s/step|step/s|s/batch|batch/s)"
-)
+_PASSED = r"(?P<passed>(?:\d{1,5} days?, )?\d{1,6}(?::\d\d){1,2})"
+_BAR_UNIT = r"(?:it|iter|step|steps|batch|batches)"
+_PACE = rf"(?:s/ ?{_BAR_UNIT}|{_BAR_UNIT}/s)\b"
+BAR = re.compile(rf"\|\s*(?P<done>\d{{1,15}})/(?P<total>\d{{1,15}}|\?)\s*\[{_PASSED}<[^\]]{{0,200}}?{_PACE}")
+BAR_WITHOUT_TOTAL = re.compile(rf"(?:^|\s)(?P<done>\d{{1,15}}) ?{_BAR_UNIT} \[{_PASSED}, [^\]]{{0,200}}?{_PACE}")
 BAR_OF_EPOCHS = re.compile(r"\bepoch:?\s*(\d{1,9})", re.IGNORECASE)
 
-WITHOUT_TIMES = (
-    (
-        "Hugging Face's Trainer",
-        frozenset({"loss", "learning_rate", "epoch"}),
-        "its dicts have neither step nor time; keep its progress bars in the log (stderr), or give its TensorBoard or "
-        "Weights & Biases export as CSV",
-    ),
-)
+
+class _BarLine(NamedTuple):
+    """A line of a progress bar."""
+
+    head: str
+    """What stands before it, without numbers."""
+    total: str
+    """Iterations; `?` where it is not known."""
+    done: int
+    passed: str
+
+
+class _Bar:
+    """A progress bar: its lines, and how far they go."""
+
+    def __init__(self) -> None:
+        self.rows: list[NamedRow] = []
+        self.passed_s = 0.0
+        """While the bar was there, in all."""
+        self._last_s = math.inf
+
+    def take(self, number: int, line: _BarLine) -> None:
+        self.rows.append(NamedRow(number, {"iteration": line.done, "elapsed_time": line.passed}))
+        now_s = moment_in(line.passed)
+        self.passed_s += max(0.0, now_s - self._last_s)
+        self._last_s = now_s
 
 
 class _Read(NamedTuple):
@@ -126,22 +190,17 @@ class _Read(NamedTuple):
     row: NamedRow
 
 
-def tool_of(lines: Sequence[str]) -> str:
-    """The trainer that printed most of these lines, `progress bars` where none did and they are there; empty if it is
-    no log of any."""
-    format, count = _best(lines)
-    if format is not None and count >= MIN_LINES:
-        return format.tool
-    bars = sum(BAR.search(line) is not None for line in lines if "[" in line and "<" in line)
-    return "progress bars" if bars >= MIN_LINES else ""
-
-
-def read_text_log(content: bytes) -> Recording:
-    """Rows of the trainer that most lines are of, or of progress bars. Raises UsageError where none can be used."""
-    numbered = list(numbered_lines(text_of(content)))
+def reader_of(numbered: Sequence[tuple[int, str]]) -> Callable[[], Recording] | None:
+    """Return what reads these lines: as those of the trainer that printed most of them, as progress bars where none
+    did. None if there is neither. The reader raises UsageError where nothing can be used."""
     format, count = _best([line for _, line in numbered])
-    if format is None or count < MIN_LINES:
-        return _named("progress bars", read_rows(_bars(numbered), "line"))
+    if format is not None and count >= MIN_LINES:
+        return partial(_read_lines, numbered, format)
+    bars = sum(_bar_line(line) is not None for _, line in numbered)
+    return partial(_read_bars, numbered) if bars >= MIN_LINES else None
+
+
+def _read_lines(numbered: Sequence[tuple[int, str]], format: LineFormat) -> Recording:
     rows = []
     for number, line in numbered:
         if (fields := _fields(format, line)) is not None:
@@ -155,21 +214,6 @@ def read_text_log(content: bytes) -> Recording:
         remark = f"{others} line{'s' * (others > 1)} of other ranks left out"
         recording = msgspec.structs.replace(recording, remarks=(*recording.remarks, remark))
     return recording
-
-
-def lines_without_times(lines: Sequence[str]) -> str:
-    """Why lines of a trainer that tells no times cannot be read, and what to give instead; empty for all others."""
-    for line in lines:
-        if "{" not in line or (start := object_start(line)) < 0:
-            continue
-        try:
-            names = object_of(line[start:]).keys()
-        except (ValueError, RecursionError):
-            continue
-        for tool, wanted, advice in WITHOUT_TIMES:
-            if wanted <= names:
-                return f"lines of {tool}: {advice}"
-    return ""
 
 
 def _named(tool: str, recording: Recording) -> Recording:
@@ -191,7 +235,8 @@ def _fields(format: LineFormat, line: str) -> dict[str, object] | None:
     groups = match.groupdict()
     label = int(next(group for name, group in _groups(match) if name not in groups))
     if groups:
-        label += (int(groups["epoch"]) - 1) * int(groups["length"])
+        epoch = int(groups["epoch0"]) if "epoch0" in groups else int(groups["epoch"]) - 1
+        label += epoch * int(groups["length"])
     if format.time is None:
         moment = TIMESTAMP.search(line)
         return None if moment is None else {"iteration": label, "timestamp": moment[0]}
@@ -208,21 +253,33 @@ def _groups(match: re.Match[str]) -> list[tuple[str, str]]:
     return [(names.get(number, ""), group) for number, group in enumerate(match.groups(), 1)]
 
 
-def _bars(numbered: Sequence[tuple[int, str]]) -> list[NamedRow]:
-    """Of several progress bars that of training: it lasts longest. Raises UsageError where there is none."""
-    series: dict[tuple[str, str], list[NamedRow]] = {}
-    span: Counter[tuple[str, str]] = Counter()
-    for number, line in numbered:
-        if "<" not in line or (match := BAR.search(line)) is None:
-            continue
-        done, total = int(match["done"]), match["total"]
-        head = line[: match.start()].partition("|")[0]
-        key = re.sub(r"[\d%\s]+", " ", head).strip(), total
+def _bar_line(line: str) -> _BarLine | None:
+    if "[" not in line:
+        return None
+    if "<" in line and (match := BAR.search(line)) is not None:
+        head, total, done = line[: match.start()].partition("|")[0], match["total"], int(match["done"])
         if (epoch := BAR_OF_EPOCHS.search(head)) is not None and total != "?":
             done += int(epoch[1]) * int(total)
-        series.setdefault(key, []).append(NamedRow(number, {"iteration": done, "elapsed_time": match["passed"]}))
-        span[key] += 1
-    if not series:
-        raise UsageError("has no progress bar of iterations")
-    longest = max(series, key=lambda key: span[key])
-    return series[longest]
+    elif "/" in line and (match := BAR_WITHOUT_TOTAL.search(line)) is not None:
+        head, total, done = line[: match.start()], "?", int(match["done"])
+    else:
+        return None
+    return _BarLine(re.sub(r"[\d%\s]+", " ", head).strip(), total, done, match["passed"])
+
+
+def _read_bars(numbered: Sequence[tuple[int, str]]) -> Recording:
+    """Of several progress bars read that of training: its clock runs longest. One around it, of epochs, has too few
+    lines to tell anything."""
+    bars: dict[tuple[str, str], _Bar] = {}
+    for number, line in numbered:
+        if (bar_line := _bar_line(line)) is not None:
+            bars.setdefault((bar_line.head, bar_line.total), _Bar()).take(number, bar_line)
+    key = max(bars, key=lambda key: (len(bars[key].rows) >= WARM_UP, bars[key].passed_s))
+    recording = _named("progress bars", read_rows(bars[key].rows, "line"))
+    if len(bars) == 1:
+        return recording
+    head, total = key
+    name = f" `{short(head)}`" if head else ""
+    iterations = f" of {total} iterations" if total != "?" else ""
+    remark = f"{len(bars)} progress bars in the file; used{name or ' that'}{iterations}, whose clock runs longest"
+    return msgspec.structs.replace(recording, remarks=(recording.remarks[0], remark, *recording.remarks[1:]))

@@ -212,7 +212,10 @@ def test_unsound_durations_are_told_and_do_not_count() -> None:
     (found,) = verdicts(analysis)
     assert found.where == Where(dp=1, stage=1, rank=3)
     assert (found.iteration, found.end) == (label(10), label(22))
-    assert any("no sound duration" in remark for remark in analysis.remarks)
+    assert any(
+        "without a valid duration; what-if figures use the median of similar operations" in remark
+        for remark in analysis.remarks
+    )
     zero = frame.assign(duration=np.where(frame.index % 50 == 0, 0.0, frame["duration"]))
     assert verdicts(analyse(zero))[0].where == found.where
 

@@ -232,7 +232,7 @@ def test_what_we_print_is_read_with_all_that_stands_around_it() -> None:
     assert [point.seconds for run in recording.runs for point in run.points] == [0.45, 245.0, 3720.0, 12.3]
     bad, between = recording.remarks
     assert bad == "1 iteration without a usable time left out, line 6"
-    assert between.startswith("3 iterations between are not in it, as at most one line a second is printed")
+    assert between.startswith("3 iterations are missing: at most one line a second is printed")
 
 
 @pytest.mark.parametrize("seconds", [250e-6, 0.0031, 0.0099, 0.45, 12.3, 245.0, 3720.0, 97200.0])
@@ -329,7 +329,7 @@ def test_where_only_moments_are_told_times_are_those_between(moment: Callable[[f
         [0.1] * 4 + [0.2] + [0.1] * 25,
         [0.3],
     ]
-    assert any("times are those between two lines" in remark for remark in recording.remarks)
+    assert any("each time is the difference of two lines'" in remark for remark in recording.remarks)
 
 
 def test_json_fields_that_are_of_no_use_where_they_are_do_no_harm() -> None:

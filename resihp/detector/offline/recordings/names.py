@@ -1,0 +1,138 @@
+"""Names of fields and columns, as programs log them: which number iterations, and which are a time, in what unit. Pure.
+
+    train/Step Time (ms)   sec/batch   it_per_sec   iteration_time_us   train_step_timing in s   global_step
+
+`usual_name` writes each in one form (`step_time_ms`, `sec_per_batch`); all else in here takes names in that form. A
+duration is read by its parts, so that each unit goes with each word for an iteration. Called by `fields` and by those
+that recognise a file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import NamedTuple
+
+ITERATION = (
+    *("iteration", "global_step", "global_steps", "trainer/global_step", "train/global_step", "iteration_number"),
+    *("step", "train_step", "global_step/max_steps", "iter", "current_steps", "num_updates", "training_step"),
+    *("step_num", "_step", "iterations", "iters", "it", "steps", "batch", "batch_idx", "batch_number"),
+)
+"""Those that count on through epochs first."""
+EPOCH = ("epoch",)
+MOMENT = (
+    *("timestamp", "_timestamp", "finished_at", "created_at", "@timestamp", "datetime", "date", "ts", "at"),
+    *("wall_time", "walltime", "_runtime", "wall", "elapsed_time"),
+    *("relative_time_(process)", "relative_time_(wall)"),
+)
+TOKENS = ("tokens", "num_tokens", "n_tokens", "tokens_per_step", "tokens_per_iteration")
+SQUARES = ("sum_squared_lengths",)
+RANK = ("rank", "global_rank")
+JOB = ("job_uuid", "job")
+OF_COMPUTING = "compute_seconds"
+"""Of ranks, which all take as long as the slowest."""
+WINDOW_SECONDS = ("train_wall",)
+"""What all iterations since the row before took."""
+
+_LISTED = frozenset((*ITERATION, *EPOCH, *MOMENT, *TOKENS, *SQUARES, *RANK, *JOB, OF_COMPUTING, *WINDOW_SECONDS))
+_OF_TRAINING = frozenset(
+    (
+        *("train", "training", "trainer", "perf", "performance", "timing", "timings", "time", "timers", "throughput"),
+        *("speed", "stats", "metrics", "time_metrics", "iteration-time", "progress", "log"),
+    )
+)
+"""What may stand before a name and a slash: `perf/step_time` is a step's time, `eval/step_time` is not."""
+
+UNITS_S = {
+    **dict.fromkeys(("s", "sec", "secs", "second", "seconds"), 1.0),
+    **dict.fromkeys(("ms", "msec", "msecs", "millis", "millisecond", "milliseconds"), 1e-3),
+    **dict.fromkeys(("us", "µs", "usec", "usecs", "microsecond", "microseconds"), 1e-6),
+}
+_UNIT = "|".join(sorted(UNITS_S, key=len, reverse=True))
+_ITERATION_WORD = "iteration|iter|it|step|batch"
+_DURATION_WORD = "time|timing|duration|elapsed|elapsed_time|wall_?time"
+_OF_ITERATIONS = re.compile(
+    rf"(?P<prefix>(?:(?:avg|average|mean|train|training)_)*)"
+    rf"(?:(?:{_ITERATION_WORD})_(?:{_DURATION_WORD})(?:_(?P<unit>{_UNIT}))?"
+    rf"|(?:{_ITERATION_WORD})_(?P<unit_alone>{_UNIT})"
+    rf"|(?:{_DURATION_WORD})(?:_(?P<unit_before>{_UNIT}))?_per_(?:{_ITERATION_WORD})(?:_(?P<unit_behind>{_UNIT}))?"
+    rf"|(?P<unit_first>{_UNIT})_per_(?:{_ITERATION_WORD}))"
+)
+_BARE = re.compile(
+    rf"(?P<word>time|elapsed|elapsed_time(?=_)|duration|dt|end_to_end)(?:_(?P<unit>{_UNIT}))?"
+    r"|(?P<unit_alone>seconds|milliseconds|ms|microseconds)"
+)
+_RATE = re.compile(
+    r"(?:(?:avg|average|mean)_)?(?:global_)?(?:iterations?|iters?|its?|steps?|batch(?:es)?)_per_(?:s|sec|seconds?)|ups"
+)
+
+
+class NamedDuration(NamedTuple):
+    """What a field's name says of the time that it holds."""
+
+    order: int
+    """Of fields that are as frequent, that of the lowest order is taken."""
+    unit_s: float
+    is_unit_told: bool
+    may_be_clock: bool
+    """`time` and `elapsed` are what an iteration took, or a clock: one that never goes back is a clock."""
+
+
+@lru_cache(maxsize=4096)
+def usual_name(name: str) -> str:
+    """Return `step_time_ms` for `Perf/Step Time (ms)`; a name that means nothing without its head keeps that."""
+    lower = name.strip().lower()
+    if lower in _LISTED:
+        return lower
+    joined = re.sub(r"[ -]+", "_", lower)
+    joined = re.sub(rf"_*[(\[]({_UNIT})[)\]]$|_in_({_UNIT})$", lambda unit: f"_{unit[1] or unit[2]}", joined)
+    whole = re.sub(r"(?<=[a-z])/(?=[a-z])", "_per_", joined)
+    for form in (joined, whole):
+        if is_known(form):
+            return form
+    head, slash, tail = lower.partition("/")
+    if slash and head in _OF_TRAINING and is_known(usual := usual_name(tail)):
+        return usual
+    return lower
+
+
+@lru_cache(maxsize=4096)
+def duration_of(name: str) -> NamedDuration | None:
+    """Return what a usual name says of a duration; None for all names of something else."""
+    if (match := _OF_ITERATIONS.fullmatch(name)) is not None:
+        groups = match.groupdict()
+        unit = next((groups[group] for group in groups if group.startswith("unit") and groups[group]), None)
+        is_mean = re.search("avg|average|mean", groups["prefix"]) is not None
+        return NamedDuration(2 if is_mean else 1, UNITS_S[unit or "s"], unit is not None, False)
+    if (match := _BARE.fullmatch(name)) is None:
+        return None
+    if (alone := match["unit_alone"]) is not None:
+        return NamedDuration(0, UNITS_S[alone], True, False)
+    may_be_clock = match["word"] in ("time", "elapsed", "elapsed_time")
+    return NamedDuration(
+        4 if may_be_clock else 3, UNITS_S[match["unit"] or "s"], match["unit"] is not None, may_be_clock
+    )
+
+
+@lru_cache(maxsize=4096)
+def is_rate(name: str) -> bool:
+    """Decide whether a usual name is that of iterations in a second."""
+    return _RATE.fullmatch(name) is not None
+
+
+def is_known(name: str) -> bool:
+    """Decide whether a usual name is one that rows are read by."""
+    return name in _LISTED or duration_of(name) is not None or is_rate(name)
+
+
+def has_iteration(names: Iterable[str]) -> bool:
+    """Decide whether one of these usual names numbers iterations."""
+    return any(name in ITERATION for name in names)
+
+
+def has_time(names: Iterable[str]) -> bool:
+    """Decide whether one of these usual names holds a time of any kind."""
+    return any(
+        name in MOMENT or name in WINDOW_SECONDS or duration_of(name) is not None or is_rate(name) for name in names
+    )

@@ -41,10 +41,11 @@ def judge(job: Job) -> None:
     others = f"{rank_list(ended)} {'has' if len(ended) == 1 else 'have'} already exited with status 0"
     if not job.start.idle_noticed and idle_s < limit_s:
         job.start.idle_noticed = True
+        first = job.where(live[0].rank)
         more = f" and {count_of(len(live) - 1, 'other rank')}" if len(live) > 1 else ""
         job.say(
             "warning",
-            f"{job.where(live[0].rank)}{more}: idle for {idle_s:.0f} s; {others}. If this stays so, the job is ended in "
+            f"{first}{more}: idle for {idle_s:.0f} s; {others}. If this stays so, the job is ended in "
             f"{limit_s - idle_s:.0f} s ([job] idle_limit). To see where it is stuck: {_to_see(job, live[0])}",
         )
     if idle_s < limit_s:

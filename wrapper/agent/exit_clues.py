@@ -58,7 +58,7 @@ def last_words(log: Path, kernel: KernelClues | None = None, ended_at: float | N
 
 def _of_log(log: Path) -> tuple[Clue, ...]:
     """Clues in a log's tail. Of a process that was silent before its end, a line that it had logged is long past."""
-    clues = read_log(_tail(log), _clock())
+    clues = read_log(_tail(log), _clock(), kernel_lines=False)
     with suppress(OSError):
         if time.time() - log.stat().st_mtime > SILENT_S:
             return tuple(

@@ -66,7 +66,7 @@ def exited_early(job: Job, member: Member, status: int) -> None:
 
 
 def raised(job: Job, member: Member, raised: m.Raised) -> None:
-    member.raised, member.raised_clues = raised, read_log(raised.traceback)
+    member.raised, member.raised_clues = raised, read_log(raised.traceback, kernel_lines=False)
     root_causes.note_failed(job, member)
     if member.declared is None and member.joins:
         return

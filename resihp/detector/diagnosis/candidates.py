@@ -11,14 +11,11 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from resihp.detector.diagnosis.clues import Clock, read_log
+from resihp.detector.diagnosis.clues import AFTER_S, BEFORE_S, Clock, read_log
 from resihp.detector.diagnosis.signatures import DEFAULTS, Category, Depth, Signature, signature_of, xid_of
 from resihp.detector.diagnosis.ties import Endings, ends_of
-from resihp.protocol.messages import ABORT_STATUS, Clue
+from resihp.protocol.messages import ABORT_STATUS, MOST_LINES_AFTER, Clue
 
-BEFORE_S = 900.0
-"""A line may be this much older than the end that it explains: NCCL waits 10 minutes for a peer, as PyTorch sets it."""
-AFTER_S = 120.0
 _SEVERITY = re.compile(r"(?i)Xid .{0,200}?\b(non-?)?fatal\b")
 _TOLD_BY_SLURM = ("container", "nodes left out", "unkillable")
 """What may be why a process that said nothing exited, but never why one was killed."""
@@ -34,10 +31,10 @@ UNSPECIFIC = frozenset({"nccl cuda", "nccl system", "nccl internal", "cuda error
 _OF_CPLUSPLUS = re.compile(r"what\(\)|terminate called|ProcessGroup\w{1,8}\.cpp|NCCL WARN|[Ww]atchdog")
 _OF_WHAT_IS_HANDLED = re.compile(
     r"(?i:(?<!NCCL )warn|caught|retry|retries|ignor|fall(?:ing|s)? ?back|skipp|(?<!un)handled|recovered|"
-    r"temporary (?:cache|dir)|instead)|"
+    r"temporary (?:cache|dir)|instead|\bhint\b|\bif you (?:see|get|hit|run)\b)|"
     r"\b(?:INFO|DEBUG)\b|(?:^|[\[\s])W\d{4}\b"
 )
-"""Words of a line whose writer goes on: a warning, an attempt that is made again, another way."""
+"""Words of a line whose writer goes on: a warning, a hint, an attempt that is made again, another way."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,23 +93,23 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
 def candidates_of(reports: Sequence[Report]) -> list[Candidate]:
     """All that may be a cause, of one incident's reports. Deterministic in their order."""
-    read: dict[tuple[str, Clock], tuple[Clue, ...]] = {}
+    read: dict[tuple[str, Clock, bool], tuple[Clue, ...]] = {}
 
-    def clues_in(text: str, report: Report) -> tuple[Clue, ...]:
-        clock = report.clock or Clock(near=report.at)
-        if text and (text, clock) not in read:
-            read[text, clock] = read_log(text, clock)
-        return read.get((text, clock), ())
+    def clues_in(text: str, report: Report, *, kernel_lines: bool) -> tuple[Clue, ...]:
+        key = text, report.clock or Clock(near=report.at), kernel_lines
+        if text and key not in read:
+            read[key] = read_log(text, key[1], kernel_lines=kernel_lines)
+        return read.get(key, ())
 
     own: list[Candidate] = []
     words: list[tuple[Report, list[tuple[Signature, Clue]]]] = []
     of_nodes: dict[tuple[str, str, float | None], tuple[Clue, Report]] = {}
     for report in reports:
-        clues = (*report.clues, *clues_in(report.log, report))
+        clues = (*report.clues, *clues_in(report.log, report, kernel_lines=False))
         of_this = _of_log(clues, report)
         own += of_this
         words.append((report, [(c.signature, c.clue) for c in of_this if c.clue is not None and not c.survived]))
-        for clue in (*clues, *clues_in(report.messages, report)):
+        for clue in (*clues, *clues_in(report.messages, report, kernel_lines=True)):
             of_nodes.setdefault((report.node, clue.line, clue.at), (clue, report))
     endings = ends_of(words)
     own = [candidate for candidate in own if _is_tied(candidate, endings)]
@@ -190,7 +187,7 @@ def _was_survived(clue: Clue, signature: Signature, report: Report, telling: Clu
         status = 128 - status
     if status in SENT_BY_OTHERS and signature.kind not in OF_A_KILL:
         return True
-    if clue.lines_after > MOST_LAST_LINES:
+    if clue.lines_after > (MOST_LAST_LINES if clue is not telling or status != 1 else _lines_after_raised(signature)):
         return True
     if clue.raised:
         return False
@@ -202,7 +199,14 @@ def _was_survived(clue: Clue, signature: Signature, report: Report, telling: Clu
     if told is not None and told.depth <= Depth.RAISED:
         return True
     asks_which = told is not None and told.kind in UNSPECIFIC
-    return signature.category in ("device", "node") and not asks_which
+    condemns = signature.component in ("device", "node") or (signature.blames and "NCCL WARN" not in clue.line)
+    return condemns and not asks_which
+
+
+def _lines_after_raised(signature: Signature) -> int:
+    """How many lines may follow the last exception of a process that ends with status 1, as Python ends by one: what
+    closes down at the exit may print much. A device or a node is condemned on no such line."""
+    return MOST_LAST_LINES if signature.blames else MOST_LINES_AFTER - 1
 
 
 def _ended_it(clue: Clue, status: int | None) -> bool:
@@ -369,7 +373,7 @@ def _end(status: int | None, fenced: str) -> Signature:
         words = "exited, since an abort of its communicators did not end"
         return _made(f"exit {status}", "link", Depth.EXIT, words, advice="look at NCCL's version: resihp doctor")
     if status >= 0:
-        return _made(f"exit {status}", "unknown", Depth.EXIT, f"exited with status {status}, its log does not tell why")
+        return _made(f"exit {status}", "unknown", Depth.EXIT, f"exited with status {status}, no line of its log tells why")
     try:
         name = f"killed by signal {-status} ({signals.Signals(-status).name})"
     except ValueError:

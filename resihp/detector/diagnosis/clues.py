@@ -18,9 +18,12 @@ import msgspec
 
 from resihp.detector.diagnosis import connections, outside, tracebacks
 from resihp.detector.diagnosis.recoveries import recovered_kind
-from resihp.detector.diagnosis.signatures import EXCEPTION, SIGNATURES, Signature
+from resihp.detector.diagnosis.signatures import EXCEPTION, KERNEL_KINDS, SIGNATURES, Signature
 from resihp.protocol.messages import MOST_LINES_AFTER, Clue
 
+BEFORE_S = 900.0
+"""A line may be this much older than the end that it explains: NCCL waits 10 minutes for a peer, as PyTorch sets it."""
+AFTER_S = 120.0
 LINE_CHARACTERS = 400
 """What is kept of a line, beginning a little before what was recognised."""
 MOST_OF_A_KIND = 4
@@ -36,10 +39,11 @@ _OF_A_CRASH = re.compile(
     r"\[[EFW]\d|[EFW]\d{4} |"
     r"\S{1,64}:\d{1,9}:\d{1,9} \[\d|srun:|slurmstepd:|(?:During handling of|The above exception)|"
     r"Compile with|For debugging consider|CUDA kernel errors|Last error:|nccl\w{1,32}Error|"
+    r"wandb: |COMET \w{1,16}: |\[neptune\]|\[mlflow\]|🏃 View run|🧪 View experiment|"
     r"(?:[A-Za-z_][\w.]{0,127}(?:Error|Exception|Interrupt|Exit)\b)|(?i:warning\b)|.{0,80}(?:Warning|resource_tracker)"
 )
-"""Begins a line that a program writes as it goes down: stacks, C++ exceptions, watchdogs, launchers. All else is output
-of a program that goes on."""
+"""Begins a line that a program writes as it goes down: stacks, C++ exceptions, watchdogs, launchers, the summaries of
+experiment trackers. All else is output of a program that goes on."""
 _CONTROLS = re.compile(
     r"\x1b\[[0-?]{0,32}[ -/]{0,8}[@-~]|\x1b\][^\x07\x1b\n]{0,256}(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f]"
 )
@@ -64,8 +68,12 @@ class Clock(msgspec.Struct, frozen=True, kw_only=True):
     utc_offset_s: float | None = None
 
 
-def read_log(tail: str, clock: Clock | None = None) -> tuple[Clue, ...]:
-    """The clues in the tail of a log or of the kernel's messages, in the order of their lines."""
+def read_log(tail: str, clock: Clock | None = None, *, kernel_lines: bool = True) -> tuple[Clue, ...]:
+    """The clues in the tail of a log or of the kernel's messages, in the order of their lines.
+
+    `kernel_lines`: whether the kernel may have written any of it. In what a program wrote, a line of the kernel's is
+    quoted and says nothing of this machine; and a time that is far from the program's end is of another time zone.
+    """
     clock = clock or Clock()
     text = tail.replace("\r\n", "\n").replace("\r", "\n") if "\r" in tail else tail
     if "\x1b" in text:
@@ -74,7 +82,7 @@ def read_log(tail: str, clock: Clock | None = None) -> tuple[Clue, ...]:
     found: dict[int, tuple[int, Signature, dict[str, str]]] = {}
     absent = {stem for stem in _SHARED_STEMS if stem not in text}
     for signature in SIGNATURES:
-        if not signature.raised:
+        if not signature.raised and (kernel_lines or signature.kind not in KERNEL_KINDS):
             for start, at in _places(text, signature, absent):
                 if start not in found and (named := _confirmed(text, start, at, signature)) is not None:
                     found[start] = at, signature, named
@@ -94,13 +102,16 @@ def read_log(tail: str, clock: Clock | None = None) -> tuple[Clue, ...]:
         if raised is not None:
             error = _clean(raised.words or text[raised.error : _end(text, start)])
             named["error"] = error[: LINE_CHARACTERS // 2]
-            signature = connections.of_exception(signature, error, raised.file, before if raised.chained else None)
             following = text[_end(text, start) : _end(text, start) + _AROUND]
-            signature = outside.of_exception(signature, error, raised.file, following)
+            after = before if raised.chained else None
+            signature = outside.of_exception(signature, error, raised.file, after, following)
             before = signature
         kind = f"xid {int(named['xid'])}" if "xid" in named else signature.kind
         kind = recovered_kind(kind, line, text, _end(text, at)) or kind
-        when = time_of(text[start : _end(text, start)], clock)
+        told_until = _end(text, start) if _may_end_with_a_time(signature) else at if raised is None else raised.error
+        when = time_of(text[start:told_until], clock)
+        if when is not None and not kernel_lines and not _is_near(when, clock):
+            when = None
         clues.append(
             Clue(
                 kind=kind,
@@ -114,6 +125,15 @@ def read_log(tail: str, clock: Clock | None = None) -> tuple[Clue, ...]:
             )
         )
     return _thinned(clues)
+
+
+def _may_end_with_a_time(signature: Signature) -> bool:
+    """Slurm writes when a job was cancelled behind the words; all others write the time first."""
+    return signature.node_wide and signature.kind not in KERNEL_KINDS
+
+
+def _is_near(when: float, clock: Clock) -> bool:
+    return clock.near is None or clock.near - BEFORE_S <= when <= clock.near + AFTER_S
 
 
 def _ordinary_lines(text: str, since: int) -> list[int]:

@@ -3,7 +3,7 @@
 "Connection refused" is what a rank raises whose peer has died, and one whose tracking server is down. A process group
 is known by its own words (gloo, NCCL, torch's store) and by where it raises: in `torch.distributed`, or in C++, which
 makes RuntimeErrors without "[Errno 111]". All else may be a service, or a peer that the script talks to by itself:
-`CONNECTION_FAILED`, which is a cause where nobody has a better one. Called by `clues`. Pure.
+`CONNECTION_FAILED`, which is a cause where nobody has a better one. Called by `clues` and `outside`. Pure.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LAST_ERROR = re.compile(r"\nLast error:\n[^\n]{0,200}Connection (?:refused|rese
 _LOST = ("peer closed", "ib no path")
 
 
-def of_exception(signature: Signature, error: str, raised_in: str, after: Signature | None) -> Signature:
+def of_connection(signature: Signature, error: str, raised_in: str, after: Signature | None) -> Signature:
     """The kind of an exception that would be of the kind `signature` by its words alone.
 
     `raised_in`: the innermost file of its traceback, empty if unknown; `after`: kind of the exception that it was

@@ -10,7 +10,7 @@ failure is about to be recorded. Rules, in this order:
    never blames a node.
 4. An end that its own log explains is no cause of its own. A node whose processes are all gone unseen is one cause.
    A line that its process lived with (`candidates`) explains nothing: how the process ended counts for more.
-5. The same exception on several ranks is the program's. What is the application's as a rule (`USUALLY_THE_PROGRAM`) is
+5. The same exception on several ranks is the program's, or of a setting: of several devices none is to blame for it. What is the application's as a rule (`USUALLY_THE_PROGRAM`) is
    the device's if the same device did it before.
 """
 
@@ -131,7 +131,7 @@ class _Verdict:
         if signature.category == "allocation":
             return self._of_all(single, f"job: {self._words()}").but(node=None)
         if signature.category == "secondary":
-            cause = f"{_rank_list(self.ranks)}: {self._words()}; nobody said why the first one ended"
+            cause = f"{_rank_list(self.ranks)}: {self._words()}; the rank that failed first left no reason"
             return self._of_all(single, cause).but(node=None, device=None)
         if signature.kind == "gpu memory":
             return self._gpu_memory(single)
@@ -141,6 +141,8 @@ class _Verdict:
             return self._of_all(single, f"{len(self.nodes)} nodes: {self._words()}").but(blames_node=False)
         if signature.category in ("program", "service") and len(self.ranks) > 1:
             return self._program(single)
+        if signature.component == "device" and len(self.ranks) > 1:
+            return self._device(single)
         if signature.category == "link" and signature.depth == Depth.TRANSFER:
             towards = f" its peer {next(iter(self.peers))}" if len(self.peers) == 1 else " its peer"
             return self._of_all(single, f"{_rank_list(self.ranks)}: {self._words()}".replace(" its peer", towards))
@@ -221,6 +223,12 @@ class _Verdict:
     def _node(self, single: Diagnosis) -> Diagnosis:
         """A node, with all its ranks. Slurm may tell of one in another node's log, and may not name it."""
         node: str | None = self.root.node
+        named = self.root.named("node")
+        if "[" in named or "," in named:
+            words = "Slurm lost these nodes" if self.root.kind == "node failure" else self._words()
+            gone = tuple(r.rank for r in self.reports if r.ended and r.exit is None)
+            cause = f"nodes {named}: {words}"
+            return single.but(cause=cause, ranks=gone, node=None, device=None, blames_node=False)
         if len(self.nodes) > 1 and self.root.signature.kind != "node failure":
             ranks = tuple(report.rank for report in self.reports if report.node in self.nodes and report.ended)
             cause = f"nodes {', '.join(sorted(self.nodes))}: {self._words()}, all at once"
@@ -237,6 +245,16 @@ class _Verdict:
             words = "Slurm lost this node" if node else "Slurm lost a node"
         blames = single.blames_node and node is not None and len(self.nodes) == 1
         return single.but(cause=f"{subject}: {words}", ranks=ranks, node=node, device=None, blames_node=blames)
+
+    def _device(self, single: Diagnosis) -> Diagnosis:
+        """Of one device that several ranks share; of none if several devices do the same at once."""
+        devices = {(report.node, report.device) for report in self.reports if report.rank in self.ranks}
+        cause = f"{_rank_list(self.ranks)}: {self._words()}"
+        if len(devices) == 1 and single.device is not None:
+            return single.but(cause=cause, ranks=self.ranks)
+        if self.root.signature.depth != Depth.TOLD:
+            return single
+        return self._of_all(single, cause).but(device=None, blames_node=False)
 
     def _program(self, single: Diagnosis) -> Diagnosis:
         error = self.root.named("error")
@@ -284,7 +302,7 @@ def _again(verdict: Diagnosis, earlier: Sequence[Past]) -> Diagnosis | None:
     return verdict.but(
         category="device",
         component="device" if verdict.device is not None else "node",
-        cause=f"{verdict.cause}, not for the first time on this device",
+        cause=f"{verdict.cause}; the same happened on this device before",
         blames_node=True,
         advice="drain the node, then dcgmi diag -r 3",
         certainty=min(0.95, 0.6 + 0.15 * len(before)),
@@ -297,7 +315,7 @@ def _nothing(reports: Sequence[Report]) -> Diagnosis:
     return Diagnosis(
         category="unknown",
         component=default.component,
-        cause=f"{_rank_list(ranks)}: nobody said why" if ranks else "job: nobody said why",
+        cause=f"{_rank_list(ranks)}: no log or kernel message gives a reason",
         blames_node=False,
         secondary=False,
         evidence=(),

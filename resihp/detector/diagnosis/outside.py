@@ -4,14 +4,14 @@ Such an error is raised on all ranks at once, word for word, and is still not th
 Exceptions are known by the number of a system call's error, by an HTTP status, or by the words and class names of
 common clients (requests, urllib3, httpx, aiohttp, botocore, google, azure, grpc, huggingface_hub, databases, licence
 managers). An error that asks for something that is not there (404, NoSuchKey, a wrong path) or that it may not have
-(401, 403) stays the program's. Called by `clues` after `connections`. Pure.
+(401, 403) stays the program's. Called by `clues`; asks `connections` first. Pure.
 """
 
 from __future__ import annotations
 
 import re
 
-from resihp.detector.diagnosis.connections import is_the_groups
+from resihp.detector.diagnosis.connections import is_the_groups, of_connection
 from resihp.detector.diagnosis.signatures import (
     CONNECTION_FAILED,
     EXCEPTION,
@@ -41,20 +41,21 @@ _STATUS = r"(?:408|425|429|500|502|503|504|507|509|52\d|529|530|598|599)"
 _SERVICE = re.compile(
     rf"\b{_STATUS},? (?:Server|Client) Error\b|\bHTTP Error {_STATUS}\b|(?:Server|Client) error '{_STATUS} |"
     rf"Error: {_STATUS}, message=|"
-    rf"(?i:(?<!exit )\b(?:https?|status)(?:[ _]?(?:status|error|code|response))*[\"']?[ :=(]{{1,4}}{_STATUS}\b)|"
+    rf"(?i:\bhttps?(?:[ _]?(?:status|error|code|response))*[\"']?[ :=(]{{1,4}}{_STATUS}\b)|"
     r"An error occurred \((?:SlowDown|Internal\w*|Service ?Unavailable\w*|"
     r"Request(?:Timeout|TimeTooSkewed|LimitExceeded)\w*|Throttl\w*|TooManyRequests\w*|Provisioned\w*|BandwidthLimit\w*|ServerBusy|OperationAborted|ExpiredToken\w*|"
     rf"{_STATUS})\)|"
     r"Name or service not known|name resolution|No address associated with hostname|nodename nor servname|"
-    r"[Cc]ould not resolve|[Ff]ailed to resolve|getaddrinfo failed|gai error|"
+    r"(?i:(?:could not|failed to) resolve (?:the )?(?:proxy |server |remote )?(?:host|address\b))|getaddrinfo failed|"
+    r"gai error|"
     r"Max retries exceeded with url|Failed to establish a new connection|Could not connect to the endpoint URL|"
     r"(?i:time-?(?:d )?out on endpoint URL)|Read timed out|The (?:read|write|handshake) operation timed out|"
     r"Remote end closed connection|Server disconnected|Response payload is not completed|IncompleteRead\(|"
     r"EOF occurred in violation of protocol|UNEXPECTED_EOF_WHILE_READING|"
     r"(?i:\b(?:service (?:temporarily )?unavailable|bad gateway|gateway time-?out|too many requests|"
-    r"internal server error|rate limit(?:ed| exceeded| reached)?|server busy|serverbusy|overloaded)\b)|"
-    r"reduce your request rate|reached max retries|"
-    r"couldn.t connect to '?https?:|Couldn't reach .{1,200}|[Cc]heck your (?:internet |network )?connection|"
+    r"internal server error|rate limit(?:ed| exceeded| reached)|server busy|serverbusy)\b)|"
+    r"reduce your request rate|\(reached max retries: \d|"
+    r"couldn.t connect to '?https?:|Couldn't reach (?:.{1,200} on the Hub|'?https?:)|[Cc]heck your (?:internet |network )?connection|"
     r"StatusCode\.(?:UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|INTERNAL|ABORTED)|"
     r"[Cc]an't connect to (?:local )?MySQL|[Cc]ould not connect to server|connection to server at|"
     r"Lost connection to MySQL|server closed the connection unexpectedly|"
@@ -62,6 +63,11 @@ _SERVICE = re.compile(
     r"\bno (?:more )?licen[cs]es? (?:is |are )?(?:available|found)|licen[cs]ed number of users|"
     r"\blicen[cs]es? (?:is |are )?(?:all )?in use|\b(?:check ?out|acquire|obtain|get) (?:a |the )?licen[cs]e)"
 )
+_STATUS_OF_SOMETHING = re.compile(
+    rf"(?i:(?<!exit )\bstatus(?:[ _]?(?:error|code|response))*[\"']?[ :=(]{{1,4}}{_STATUS}\b)"
+)
+_OF_A_REQUEST = re.compile(r"(?i)https?\b|response|request|download|upload|\bserver\b|\burl\b")
+"""What has a status of HTTP. Others have statuses too."""
 _SERVICE_CLASSES = re.compile(
     r"(?:^|[.\s])(?:EndpointConnectionError|ConnectTimeout(?:Error)?|ReadTimeout(?:Error)?|WriteTimeout|PoolTimeout|"
     r"ConnectionClosedError|ResponseStreamingError|IncompleteRead(?:Error)?|HTTPClientError|RemoteDisconnected|"
@@ -81,15 +87,19 @@ _TIMED_OUT = re.compile(r"^(?:[\w.]{1,64}\.)?(?:TimeoutError|timeout)(?::? ?$|: 
 _SQL_GONE = re.compile(r"\bOperationalError: .{0,120}(?:connection|connect to|server)", re.IGNORECASE)
 
 
-def of_exception(signature: Signature, error: str, raised_in: str, following: str = "") -> Signature:
-    """The kind of an exception that would be of the kind `signature` without a look at storage and services.
+def of_exception(
+    signature: Signature, error: str, raised_in: str, after: Signature | None, following: str = ""
+) -> Signature:
+    """The kind of an exception that would be of the kind `signature` without a look at connections, storage, services.
 
-    `raised_in`: the innermost file of its traceback, empty if unknown; `following`: what stands below its first line.
+    `raised_in`: the innermost file of its traceback, empty if unknown; `after`: kind of the exception that it was
+    raised from, or during which; `following`: what stands below its first line.
     """
+    signature = of_connection(signature, error, raised_in, after)
     if signature not in (EXCEPTION, CONNECTION_FAILED, FILE_MISSING):
         return signature
     if is_the_groups(error, raised_in):
-        return PEER_CLOSED if signature is EXCEPTION and "timed out" in error else signature
+        return PEER_CLOSED if signature is EXCEPTION and "timed out" in error.lower() else signature
     number = _errno(error)
     names_a_file = _FILE.search(error) is not None
     if number in STORAGE_ERRNOS or (number in STORAGE_ERRNOS_WITH_A_FILE and names_a_file) or _STORAGE.search(error):
@@ -97,6 +107,8 @@ def of_exception(signature: Signature, error: str, raised_in: str, following: st
     if signature is not EXCEPTION or _OFFLINE.search(error):
         return signature
     if _SERVICE_CLASSES.search(error.partition("(")[0]) or _SERVICE.search(error) or _SQL_GONE.search(error):
+        return SERVICE_FAILED
+    if _STATUS_OF_SOMETHING.search(error) and _OF_A_REQUEST.search(error):
         return SERVICE_FAILED
     if following.lstrip().startswith("status = StatusCode.") and _SERVICE.search(following[:200]):
         return SERVICE_FAILED

@@ -43,6 +43,12 @@ _FILE_SERVER = TroubleEnd(
     re.compile(r"Connection restored|nfs: server \S{1,255} OK"),
     re.compile(r"nfs: server (\S{1,255})|([\w.-]{1,64}-(?:OST|MDT)[0-9a-fA-F]{4})|(MG)[CS]"),
 )
+_PCIE = TroubleEnd(
+    "pcie recovered",
+    ("evice recovery successful",),
+    re.compile(r"AER: [Dd]evice recovery successful"),
+    re.compile(r"pcieport ([\da-fA-F:.]{7,16}): AER"),
+)
 RECOVERIES: Mapping[str, TroubleEnd] = {
     "port down": _PORT,
     "nic stuck": _PORT,
@@ -59,12 +65,8 @@ RECOVERIES: Mapping[str, TroubleEnd] = {
         re.compile(r"\d{1,5}/\d{1,5}/\d{1,5} default/read/poll queues"),
         re.compile(r"(nvme\d{1,4})"),
     ),
-    "pcie fatal": TroubleEnd(
-        "pcie recovered",
-        ("evice recovery successful",),
-        re.compile(r"AER: [Dd]evice recovery successful"),
-        re.compile(r"pcieport ([\da-fA-F:.]{7,16}): AER"),
-    ),
+    "pcie fatal": _PCIE,
+    "pcie non-fatal": _PCIE,
     "ib event": TroubleEnd(
         "link recovered",
         ("port active",),

@@ -24,9 +24,9 @@ Category = Literal[
     "device", "link", "node", "memory", "storage", "service", "program", "allocation", "secondary", "unknown"
 ]  # fmt: skip
 Component = Literal["process", "device", "node", "link", "script"]
-Tie = Literal["", "network", "storage", "moment", "silence", "nothing"]
+Tie = Literal["", "network", "storage", "memory", "moment", "silence", "nothing"]
 """What an end must have to do with a line about a node's parts before the line explains it: a lost connection, a file,
-the same moment, also that nobody said a word of its own; or nothing does. See `ties`."""
+memory or a kill, the same moment, also that nobody said a word of its own; or nothing does. See `ties`."""
 
 
 class Depth(IntEnum):
@@ -144,6 +144,17 @@ _OTHER_PORT = "ss -ltnp on the node shows who holds the port; let the system cho
 _SHM = "df -h /dev/shm on the node; a larger /dev/shm, or fewer DataLoader workers"
 _BAD_ACCESS = "run again with CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer; if it repeats on this GPU: dcgmi diag -r 3"
 
+_AER = ("AER: Uncorrect", "AER: Multiple Uncorrect", "severity=Uncorrect")
+_APEI = "[Hardware Error]: event severity:"
+_MACHINE_CHECK = ("Machine Check Exception", "Machine Check:")
+_UNCORRECTED = r"[2367abef][0-9a-f]{15}\b"
+"""The status of a bank of machine checks with bit 61 set (UC): not corrected."""
+_LOCAL_DISK = r"(?!(?:fd|sr|loop|nbd|rbd|drbd|ram|zram)\d)\w"
+"""Begins the name of a block device that is a disk of this node: no floppy, CD, file, network or memory."""
+_NODES = r"[\w.-]{1,64}(?:[\w.,\[\]-]{0,400}[\w\]])?"
+"""A node, or a list of nodes as Slurm shortens it: `gpu-[18-19]`."""
+_BEHIND_A_RANK = r"(?:\[?[\w<>,]{1,24}\]?: ?){0,2}"
+
 _KERNEL = (
     _row("xid", "device", NAMED, "", "NVRM: Xid (",
         rf"Xid \({_BUS}[^)]{{0,48}}\): (?P<xid>\d{{1,4}})\b(?:, pid=['\"]?(?P<pid>\d{{1,10}})\b)?"),
@@ -157,20 +168,24 @@ _KERNEL = (
     _row("gpu initialisation", "device", NAMED, "GPU could not be initialised by its driver", "RmInitAdapter failed",
         rf"NVRM: GPU {_BUS}"),
     _row("row remapping", "device", NAMED, "GPU could not remap a row of its memory", "Row Remapper: Error"),
-    _row("pcie fatal", "node", NAMED, "PCIe reported an uncorrected error", ("AER: Uncorrect",
-        "AER: Multiple Uncorrect", "severity=Uncorrect"), r"Uncorrect(?:ed|able) \((?:Fatal|Non-Fatal)", tie="moment"),
-    _row("machine check", "node", NAMED, "CPU or memory reported a hardware error", ("Machine Check Exception",
-        "Machine Check:"), r"Machine Check(?: Exception|: \d)"),
-    _row("hardware error", "node", NAMED, "hardware reported an uncorrected error", "[Hardware Error]: event severity:",
-        "severity: (?:fatal|recoverable)", tie="moment"),
+    _row("pcie fatal", "node", NAMED, "PCIe reported an uncorrected error", _AER, r"Uncorrect(?:ed|able) \(Fatal",
+        tie="moment"),
+    _row("pcie non-fatal", "node", SIGN, "PCIe reported a non-fatal error", _AER,
+        r"Uncorrect(?:ed|able) \(Non-Fatal", blames=False, certainty=0.3, tie="silence"),
+    _row("machine check", "node", NAMED, "CPU or memory reported an uncorrected hardware error", _MACHINE_CHECK,
+        rf"Machine Check(?: Exception)?: [0-9a-f]{{1,16}} Bank \d{{1,3}}: {_UNCORRECTED}"),
+    _row("hardware error", "node", NAMED, "hardware reported an uncorrected error", _APEI, "severity: fatal",
+        tie="moment"),
+    _row("hardware error handled", "node", SIGN, "hardware reported an error that the kernel could handle", _APEI,
+        "severity: recoverable", blames=False, certainty=0.3, tie="silence"),
     _row("uncorrected memory", "node", NAMED, "host memory had an uncorrected error", "EDAC MC",
         r"EDAC MC\d{1,3}: \d{1,9} UE "),
     _row("poisoned memory", "node", NAMED, "host memory had an uncorrected error", "due to hardware memory corruption",
         rf"(?:to|Killing) [^:]{{1,32}}:{_PROCESS}"),
     _row("corrected memory", "node", SIGN, "host memory had corrected errors", "EDAC MC",
-        r"EDAC MC\d{1,3}: \d{1,9} CE ", blames=False, certainty=0.2),
-    _row("machine checks logged", "node", SIGN, "CPU or memory logged hardware errors", "Machine check events logged",
-        blames=False, certainty=0.3),
+        r"EDAC MC\d{1,3}: \d{1,9} CE ", blames=False, certainty=0.2, tie="silence"),
+    _row("machine checks logged", "node", SIGN, "CPU or memory logged hardware errors", (
+        "Machine check events logged", *_MACHINE_CHECK), blames=False, certainty=0.3, tie="silence"),
     _row("kernel panic", "node", NAMED, "kernel panicked", "Kernel panic - not syncing"),
     _row("overheated", "node", NAMED, "shut down at its critical temperature", "critical temperature reached"),
     _row("cpu throttled", "node", SIGN, "CPU was throttled at its temperature limit", "temperature above threshold",
@@ -181,11 +196,12 @@ _KERNEL = (
         "blocked for more than", rf"task [^:]{{1,32}}:{_PROCESS} blocked", certainty=0.4),
     _row("memory cgroup", "memory", NAMED, "killed by the kernel: its memory limit was reached",
         ("Memory cgroup out of memory", "oom-kill:constraint="),
-        rf"(?:of memory.{{0,40}}: (?:OOM k|K)ill(?:ed)? process |CONSTRAINT_MEMCG.{{0,400}},pid=){_PROCESS}"),
+        rf"(?:of memory.{{0,40}}: (?:OOM k|K)ill(?:ed)? process |CONSTRAINT_MEMCG.{{0,400}},pid=){_PROCESS}",
+        tie="memory"),
     _row("host memory", "memory", NAMED, "killed by the kernel: the node was out of memory",
         ("Out of memory: Kill", "Out of memory (oom_kill", "oom-kill:constraint="),
         rf"(?:of memory.{{0,40}}: Kill(?:ed)? process |CONSTRAINT_(?!MEMCG).{{0,400}},pid=){_PROCESS}",
-        advice="ask for the node's memory as a whole (--mem=0 --exclusive), or use less"),
+        advice="ask for the node's memory as a whole (--mem=0 --exclusive), or use less", tie="memory"),
     _row("kernel segfault", "program", TOLD, "ended by a segmentation fault", "segfault at ",
         rf"\[{_PROCESS}\]: segfault at", component="process", certainty=0.5,
         advice="PYTHONFAULTHANDLER=1 shows where; if it repeats on this node: dcgmi diag -r 3"),
@@ -200,10 +216,11 @@ _KERNEL = (
     _row("nic stuck", "link", NAMED, "network adapter stopped sending", "NETDEV WATCHDOG", blames=True, certainty=0.7,
         tie="network"),
     _row("disk failure", "storage", NAMED, "a disk of the node failed", ("I/O error, dev ", "Buffer I/O error on dev",
-        "controller is down; will reset"), component="node", blames=True, certainty=0.9,
+        "controller is down; will reset"), rf"on dev(?:ice)? {_LOCAL_DISK}|error, dev {_LOCAL_DISK}|is down; will",
+        component="node", blames=True, certainty=0.9,
         advice="drain the node; smartctl -a or nvme smart-log of the disk", tie="storage"),
     _row("file system damaged", "storage", NAMED, "a file system of the node is damaged", ("EXT4-fs error",
-        "Corruption detected. Unmount"), component="node", blames=True, certainty=0.8,
+        "Corruption detected. Unmount"), rf"\(device {_LOCAL_DISK}|XFS \({_LOCAL_DISK}", component="node", blames=True, certainty=0.8,
         advice="drain the node and run fsck", tie="storage"),
     _row("file server silent", "storage", NAMED, "a file server does not answer", ("nfs: server ", "LustreError: ",
         "in progress operations using this service"), r"not responding|LustreError: |Lustre: ", tie="storage"),
@@ -221,13 +238,13 @@ _SLURM = (
     _row("preempted", "allocation", NAMED, "preempted by Slurm", "DUE TO PREEMPTION",
         advice="requeue, or a partition or QOS that is not preempted"),
     _row("node failure", "node", NAMED, "Slurm lost the node", ("DUE TO NODE FAILURE", "Node failure on "),
-        r"NODE FAILURE|failure on (?P<node>[\w.-]{1,64})", advice="scontrol show node; slurmctld's log tells why"),
+        rf"NODE FAILURE|failure on (?P<node>{_NODES})", advice="scontrol show node; slurmctld's log tells why"),
     _row("slurm oom", "memory", NAMED, "killed at the memory limit of its Slurm step", ("oom_kill event",
         "oom-kill event", ": Out Of Memory", " memory limit (", "cgroup out-of-memory handler"),
         r"Detected [1-9]\d{0,8} oom.kill|tasks? [\d,-]{1,64}: Out Of Memory|"
         r"^(?!.{0,200}Detected 0).{0,300}cgroup out-of-memory|"
-        r"exceeded (?:virtual |job |step )?memory limit \([^)]{1,64}\), being killed"),
-    _row("memory limit reached", "memory", SIGN, "came to the memory limit of its Slurm step", ("memory limit at some",
+        r"exceeded (?:virtual |job |step )?memory limit \([^)]{1,64}\), being killed", tie="memory"),
+    _row("memory limit reached", "memory", SIGN, "reached the memory limit of its Slurm step", ("memory limit at some",
         "limit at least once"), r"[Ee]xceeded (?:job|step) memory limit at some|hit memory(?:\+swap)? limit at least",
         certainty=0.4),
     _row("unkillable", "node", SIGN, "its processes did not end when Slurm killed them", "STEPD TERMINATED ON",
@@ -235,7 +252,7 @@ _SLURM = (
         advice="ps -eo pid,stat,wchan:32,cmd on the node shows those in state D; dmesg -T what they wait for"),
     _row("gpus missing", "node", NAMED, "has fewer GPUs than Slurm is configured for ({counts})",
         ("count reported lower", "count too low"),
-        r"(?:(?:node|NodeName=) ?(?P<node>[\w.-]{1,64}) .{0,80})?gres/gpu\S{0,64} count "
+        rf"(?:(?:node|NodeName=) ?(?P<node>{_NODES}) .{{0,80}})?gres/gpu\S{{0,64}} count "
         r"(?:reported lower than configured|too low) \((?P<counts>\d{1,4} < \d{1,4})\)", certainty=0.8,
         advice="nvidia-smi -L and dmesg -T on the node; after the repair scontrol update NodeName=NODE State=RESUME"),
     _row("srun ports", "allocation", TOLD, "srun could not open a port ({why})", "slurm_init_msg_engine_port",
@@ -262,17 +279,24 @@ _CUDA = (
         "CUDA_ERROR_NVLINK_UNCORRECTABLE", "GPU memory over nvlink"), blames=True, certainty=0.8,
         advice="drain the node; nvidia-smi nvlink -e, dcgmi diag -r 3"),
     _row("gpu lost", "device", TOLD, "GPU is lost to its driver", ("GPU is lost",
-        "Unable to determine the device handle", "CUDA_ERROR_NO_DEVICE", "no CUDA-capable device is detected")),
+        "Unable to determine the device handle")),
+    # A wrong CUDA_VISIBLE_DEVICES hides all devices as well.
+    _row("no gpu", "unknown", TOLD, "sees no GPU", ("CUDA_ERROR_NO_DEVICE", "no CUDA-capable device",
+        "No CUDA GPUs are available"), component="device", certainty=0.5,
+        advice="compare CUDA_VISIBLE_DEVICES of the worker with nvidia-smi -L on the node"),
     _row("gpu busy", "device", TOLD, "GPU is held by another process", ("busy or unavailable",
-        "CUDA_ERROR_DEVICE_UNAVAILABLE"), r"CUDA|cuda|Cuda", certainty=0.6,
+        "CUDA_ERROR_DEVICE_UNAVAILABLE"), r"CUDA|cuda|Cuda", blames=False, certainty=0.6,
         advice="nvidia-smi on the node shows who holds the GPU; end what an earlier job left"),
     _row("fabric manager", "node", TOLD, "NVSwitch fabric is not configured", ("system not yet initialized",
         "CUDA_ERROR_SYSTEM_NOT_READY"), advice=_FABRIC),
     _row("driver mismatch", "node", TOLD, "driver and libraries of NVIDIA are of different versions",
-        ("Driver/library version mismatch", "CUDA driver version is insufficient"),
-        advice="drain the node, reboot it, or reload the driver"),
+        "Driver/library version mismatch", advice="drain the node, reboot it, or reload the driver"),
+    _row("driver too old", "program", TOLD, "the program's CUDA is newer than the node's driver", (
+        "CUDA driver version is insufficient", "NVIDIA driver on your system is too old"),
+        advice="nvidia-smi on the node shows what CUDA its driver can run; install a torch of that CUDA"),
     _row("nvml unknown", "device", TOLD, "GPU is not visible to its driver",
-        ("Failed to initialize NVML: Unknown Error", "NVML: GPU is lost"), certainty=0.6),
+        ("Failed to initialize NVML: Unknown Error", "NVML: GPU is lost"), blames=False, certainty=0.6,
+        advice="nvidia-smi on the node, outside of any container; a container may have lost its devices"),
     _row("illegal access", "program", TOLD, "GPU memory was accessed illegally",
         ("an illegal memory access was encountered", "CUDA_ERROR_ILLEGAL_ADDRESS"), advice=_BAD_ACCESS),
     _row("device assert", "program", TOLD, "an assertion failed in a kernel of the program",
@@ -280,7 +304,7 @@ _CUDA = (
         certainty=0.95, advice="an index out of range, as a rule: run again with CUDA_LAUNCH_BLOCKING=1"),
     _row("launch failure", "program", TOLD, "a kernel crashed on the GPU", ("unspecified launch failure",
         "CUDA_ERROR_LAUNCH_FAILED"), certainty=0.6, advice=_BAD_ACCESS),
-    _row("bad kernel", "program", TOLD, "a kernel did what the GPU cannot do", ("misaligned address",
+    _row("bad kernel", "program", TOLD, "a kernel used a misaligned address or an illegal instruction", ("misaligned address",
         "an illegal instruction was encountered", "invalid program counter", "hardware stack error",
         "CUDA_ERROR_MISALIGNED_ADDRESS", "CUDA_ERROR_ILLEGAL_INSTRUCTION"), r"CUDA|[Cc]uda", certainty=0.6,
         advice=_BAD_ACCESS),
@@ -290,8 +314,11 @@ _CUDA = (
         "CUDA_ERROR_NO_BINARY_FOR_GPU", "invalid device function"),
         advice="rebuild it with this GPU in TORCH_CUDA_ARCH_LIST"),
     _row("gpu memory", "memory", TOLD, "GPU memory was exhausted", ("CUDA out of memory", "CUDA error: out of memory",
-        "CUDA_ERROR_OUT_OF_MEMORY", "'out of memory'", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"),
-        advice=_OOM),
+        "CUDA_ERROR_OUT_OF_MEMORY", "'out of memory'", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED",
+        "CUDA driver error: out of memory", "[CUDA]: out of memory", "HIP out of memory",
+        "RESOURCE_EXHAUSTED: Out of memory", "OutOfMemoryError"),
+        r"(?i:CUDA|HIP) (?:out of mem|error|driver error)|CUDA\]|CUDA_E|'out of|ALLOC_F|RESOURCE_E|"
+        r"(?:\btorch[\w.]{0,24}\.|\()OutOfMemoryError\)?:", advice=_OOM),
     _row("cuda libraries", "unknown", SIGN, "a CUDA library failed", ("CUBLAS_STATUS_", "CUDNN_STATUS_",
         "CUSOLVER_STATUS_", "CUFFT_STATUS_"),
         advice="often too little GPU memory; run again with CUDA_LAUNCH_BLOCKING=1"),
@@ -315,8 +342,9 @@ _NCCL = (
         "NET/OFI Request", "No route to host", "Network is unreachable")),
     _row("ib locked memory", "memory", TOLD, "no memory could be registered with the network adapter", ("ibv_reg_mr",
         "ibv_create_cq"), "Cannot allocate memory", advice="ulimit -l unlimited for slurmd (LimitMEMLOCK=infinity)"),
-    _row("shm full", "memory", TOLD, "/dev/shm is full", ("/dev/shm", "shared memory"),
-        r"No space left on device|failed to extend /dev/shm|insufficient shared memory|out of shared memory",
+    _row("shm full", "memory", TOLD, "/dev/shm is full", ("/dev/shm", "shared memory", "</torch_", "posix_fallocate"),
+        r"No space left on device|failed to extend /dev/shm|insufficient shared memory|out of shared memory|"
+        r"unable to write to file </torch_|while creating shared memory segment",
         advice=_SHM),
     _row("nccl usage", "program", TOLD, "NCCL was used wrongly", ("ncclInvalidUsage", "ncclInvalidArgument")),
     _row("collective mismatch", "program", TOLD, "ranks called different collectives",
@@ -324,7 +352,7 @@ _NCCL = (
     _row("ras mismatch", "unknown", SIGN, "ranks were at different collectives (NCCL RAS)", "ommunicator ranks have",
         r"ranks have different (?:\w{1,24} operation counts|status)", certainty=0.4,
         advice="the ranks that RAS names below it are ahead or behind: look at their logs, or py-spy dump of both"),
-    _row("watchdog stuck", "unknown", SIGN, "its NCCL watchdog was stuck: a call of NCCL or CUDA hung",
+    _row("watchdog stuck", "unknown", SIGN, "its NCCL watchdog was stuck in a call of NCCL or CUDA",
         ("watchdog got stuck for", "due to ProcessGroupNCCL watchdog hang"),
         r"got stuck for|Terminating the process", certainty=0.4,
         advice="py-spy dump of a rank that hangs; nvidia-smi and dmesg -T on its node"),
@@ -354,20 +382,21 @@ _HOST = (
     _row("disk full", "storage", TOLD, "a disk is full", ("No space left on device", "Errno 28"), certainty=0.9),
     _row("quota", "storage", TOLD, "a disk quota is used up", ("Disk quota exceeded", "Errno 122"),
         advice="quota -s, or lfs quota, of the folder's owner"),
-    _row("stale handle", "storage", TOLD, "a network file system lost a file", ("Stale file handle", "Errno 116"),
+    _row("stale handle", "storage", TOLD, "a file handle went stale (network file system)", ("Stale file handle", "Errno 116"),
         advice="mount and stat of the folder on that node; remount it"),
     _row("io error", "storage", TOLD, "reading or writing a file failed", ("Input/output error", "Errno 5]",
         "Remote I/O error", "Errno 121")),
     _row("mount gone", "storage", TOLD, "a file system is gone or read-only", ("Transport endpoint is not connected",
         "Read-only file system"), advice="mount and dmesg -T on that node; remount it"),
     _row("broken file", "storage", TOLD, "a file is incomplete", ("failed reading zip archive", "failed writing file",
-        "The file might be corrupted", "unexpected EOF, expected")),
+        "The file might be corrupted", "unexpected EOF, expected", "MetadataIncompleteBuffer",
+        "pickle data was truncated")),
     _row("no host memory", "memory", TOLD, "host memory was exhausted", ("DefaultCPUAllocator: can't allocate",
         "DefaultCPUAllocator: not enough", "std::bad_alloc", "MemoryError", "Cannot allocate memory"),
-        r"\bMemoryError|Default|bad_alloc|Cannot allocate"),
+        r"\w{0,40}MemoryError\b|Default|bad_alloc|Cannot allocate"),
     _row("open files", "program", TOLD, "too many files were open", ("Too many open files", "items of ancdata"),
         advice="ulimit -n on the nodes, or fewer files"),
-    _row("port in use", "program", TOLD, "a port that it wants to listen at is in use", ("Address already in use",
+    _row("port in use", "program", TOLD, "the port it tried to listen on is already in use", ("Address already in use",
         "EADDRINUSE", "another process is utilizing it"), component="process", advice=_OTHER_PORT),
     _row("heap", "program", TOLD, "the program damaged its own memory", ("double free or corruption", "free(): invalid",
         "malloc(): ", "corrupted size vs"), component="process"),
@@ -382,7 +411,8 @@ _SECONDARY = (
         "Application timeout caused pair closure", "Broken pipe", "Connection refused", "Connection aborted")),
     _row("peer silent", "secondary", AFTER, "waited in vain for a peer", ("for recv operation to complete",
         "for send operation to complete", "waiting for clients", "Socket Timeout", "wait timeout after",
-        "client socket has timed out", "connectFullMesh failed")),
+        "client socket has timed out", "connectFullMesh failed", "in store based barrier", "RendezvousTimeoutError",
+        "failed to pass monitoredBarrier", "monitoredBarrier, but received errors")),
     _row("interrupted transfer", "secondary", AFTER, "stopped waiting when it was told to", "CommunicatorError"),
     _row("launcher", "secondary", AFTER, "its launcher told of an end", ("ChildFailedError", "closing signal SIGTERM",
         "failed (exitcode:")),
@@ -396,6 +426,11 @@ _PROGRAM = (
     _row("shapes", "program", RAISED, "raised {error}", ("shapes cannot be multiplied", "size mismatch for",
         "The size of tensor a", "Sizes of tensors must match", "is invalid for input of size", "shape mismatch"),
         raised=True),
+    _row("not python", "program", RAISED, "raised {error}", ("SyntaxError: ", "IndentationError: ", "TabError: "),
+        rf"^{_BEHIND_A_RANK}(?P<error>(?:Syntax|Indentation|Tab)Error: .{{1,160}})"),
+    _row("arguments", "program", RAISED, "{error}", ".py: error: ",
+        rf"^{_BEHIND_A_RANK}(?P<error>[\w./-]{{1,80}}\.py: error: .{{1,160}})",
+        advice="correct the arguments of the script; it prints its usage above that line"),
     _row("import", "program", RAISED, "raised {error}", ("ImportError", "ModuleNotFoundError"), raised=True,
         advice="compare the environment and its mounts with a node where it works"),
     _row("file missing", "program", RAISED, "raised {error}", ("FileNotFoundError", "PermissionError",
@@ -413,6 +448,8 @@ SIGNATURES: tuple[Signature, ...] = (
     *(msgspec.structs.replace(row, node_wide=True) for row in (*_KERNEL, *_SLURM)),
     *(*_CUDA, *_NCCL, *_HOST, *_SECONDARY, *_PROGRAM),
 )
+KERNEL_KINDS = frozenset(row.kind for row in _KERNEL)
+"""Only the kernel writes such lines: in the log of a program they are quoted."""
 _BY_KIND = {signature.kind: signature for signature in SIGNATURES}
 EXCEPTION, CONNECTION_FAILED, PEER_CLOSED = (_BY_KIND[k] for k in ("exception", "connection failed", "peer closed"))
 FILE_MISSING, STORAGE_FAILED, SERVICE_FAILED = (

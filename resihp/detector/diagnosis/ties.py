@@ -26,6 +26,9 @@ _TOLD_BY_A_LIVING_PEER = ("peer closed", "nccl remote", "launcher", "interrupted
 """A peer that closes a connection can be reached: these tell of its end, and of a broken link only at that moment."""
 _OF_ITS_OWN = (signals.SIGKILL, signals.SIGSEGV, signals.SIGILL, signals.SIGFPE)
 """Signals that no broken connection and no file server leads to. Others may follow from another rank's end."""
+_MEMORY_WORDS = re.compile(r"[Kk]illed|SIGKILL|\bEOFError|died|terminated|exit(?:ed)? unexpectedly|[Mm]emory")
+"""Of an exception that follows from the end of a child or a helper, which the kernel may have killed for memory."""
+_ABSOLUTE = re.compile(r"['\"]/")
 _FILE_KINDS = ("import", "file missing", "broken file", "loader ended")
 
 
@@ -58,6 +61,8 @@ class Endings(msgspec.Struct):
             return True
         if tie == "silence":
             return of_that_moment and not self.spoken
+        if tie == "memory":
+            return tie in self.at_any_time or tie not in self.against
         if tie in self.against or tie == "nothing":
             return False
         if tie in self.at_any_time and signature.depth < Depth.SIGN:
@@ -83,6 +88,8 @@ def _add(ends: Endings, report: Ending, own: Sequence[tuple[Signature, Clue]]) -
         ends.at_any_time |= {"network", "storage"}
         return
     status = 128 - report.exit if 128 < report.exit <= 192 else report.exit
+    if status == -signals.SIGKILL:
+        ends.at_any_time.add("memory")
     if status == -signals.SIGBUS:  # a mapped file that cannot be read
         ends.against.add("network")
         ends.at_any_time.add("storage")
@@ -95,14 +102,18 @@ def _add(ends: Endings, report: Ending, own: Sequence[tuple[Signature, Clue]]) -
 def _add_words(ends: Endings, signature: Signature, clue: Clue, ended: bool) -> None:
     error = clue.named.get("error", "") if signature.depth == Depth.RAISED else ""
     network = signature.category in ("link", "secondary") or signature.depth in (Depth.TRANSFER, Depth.AFTER)
-    storage = signature.category == "storage" or signature.kind in _FILE_KINDS
+    relative = signature.kind == "file missing" and not _ABSOLUTE.search(error)  # it was looked for in the wrong folder
+    storage = signature.category == "storage" or (signature.kind in _FILE_KINDS and not relative)
+    if ended and signature.depth <= Depth.RAISED:
+        of_memory = signature.category == "memory" or _MEMORY_WORDS.search(error)
+        (ends.at_any_time if of_memory else ends.against).add("memory")
     if network or _NETWORK_WORDS.search(error):
         momentary = signature.kind in _TOLD_BY_A_LIVING_PEER
         (ends.at_the_moment if momentary else ends.at_any_time).add("network")
         if not momentary:
             ends.at_any_time.add("storage")  # peers wait in vain for a rank that waits for a file
         return
-    if storage or _STORAGE_WORDS.search(error):
+    if storage or (_STORAGE_WORDS.search(error) and not relative):
         ends.at_any_time.add("storage")
         if ended:
             ends.against.add("network")

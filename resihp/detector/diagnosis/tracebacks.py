@@ -27,6 +27,7 @@ _FRAME_BEGINS = ('  File "', '> File "')
 _FRAME = re.compile(r'[ >] File "([^"\n]{1,400})", line')
 _EXCEPTION = re.compile(r"[^\W\d][\w.<>]{0,199}(?:\([\w.]{1,64}\))?(?:: |:?$)")
 _STAMP = re.compile(r"[\[(]?20\d\d-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?\s?(?:Z|[+-]\d\d:?\d\d)?[\])]?")
+_OF_A_RAY_TASK = re.compile(r"[\w.]{0,80}RayTaskError\b")
 _GROUP = "Exception Group "
 _SUB_EXCEPTION = re.compile(r"\+(?:-\+)?-{8,40} (?:\d{1,4}|\.\.\.) -{8,40}$")
 _GROUPS_ERROR = re.compile(r"\(\d{1,4} sub-exceptions?\)\s{0,200}$")
@@ -96,11 +97,25 @@ def _plain(text: str, start: int, at: int) -> dict[int, TracebackEnd]:
             if not _EXCEPTION.match(text, bare, _line_end(text, bare)):
                 return {}
             ends = {line: TracebackEnd(bare, chained, innermost)}
+            if _OF_A_RAY_TASK.match(text, bare, _line_end(text, bare)):
+                ends |= _in_ray_task(text, line, prefix)
             inner = _sub_exceptions(text, line, prefix, innermost) if is_group else None
             return ends if inner is None else inner
         if head.startswith(_FRAME_BEGINS):
             frame = _FRAME.match(text, bare, _line_end(text, bare))
             innermost = frame[1] if frame is not None else innermost
+    return {}
+
+
+def _in_ray_task(text: str, outer: int, prefix: str) -> dict[int, TracebackEnd]:
+    """The exception that ended a task of Ray's, which stands below the frames of the task with no title of its own."""
+    innermost = ""
+    for line, bare in _lines_with(text, text.find("\n", outer) + 1, prefix):
+        if text[bare : bare + 1] not in (" ", "\t", "\n", ""):
+            is_one = innermost and _EXCEPTION.match(text, bare, _line_end(text, bare))
+            return {line: TracebackEnd(bare, True, innermost)} if is_one else {}
+        frame = _FRAME.match(text, bare, _line_end(text, bare))
+        innermost = frame[1] if frame is not None else innermost
     return {}
 
 

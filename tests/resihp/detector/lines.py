@@ -146,19 +146,24 @@ _KERNEL: dict[str, Sequence[str]] = {
     ),
     "gpu initialisation": ("[5.5] NVRM: GPU 0000:3b:00.0: RmInitAdapter failed! (0x26:0x56:1474)",),
     "row remapping": ("[5.5] NVRM: GPU0 Row Remapper: Error recording row remapping for row 0x2a1 in the InfoROM",),
-    "pcie fatal": (
-        "[5.5] pcieport 0000:3a:00.0: AER: Uncorrected (Fatal) error received: 0000:3b:00.0",
+    "pcie fatal": ("[5.5] pcieport 0000:3a:00.0: AER: Uncorrected (Fatal) error received: 0000:3b:00.0",),
+    "pcie non-fatal": (
+        "[5.5] pcieport 0000:3a:00.0: AER: Uncorrectable (Non-Fatal) error message received from 0000:3b:00.0",
         "[5.5] nvme 0000:01:00.0: PCIe Bus Error: severity=Uncorrected (Non-Fatal), type=Transaction Layer",
     ),
     "machine check": (
         "[5.5] mce: [Hardware Error]: CPU 12: Machine Check Exception: 5 Bank 7: be00000000800400",
-        "[5.5] mce: [Hardware Error]: CPU 40: Machine Check: 0 Bank 17: dc2040000000011b",
+        "[5.5] mce: [Hardware Error]: CPU 40: Machine Check: 0 Bank 17: fc2040000000011b",
     ),
     "hardware error": ("[5.5] {1}[Hardware Error]: event severity: fatal",),
+    "hardware error handled": ("[5.5] {1}[Hardware Error]: event severity: recoverable",),
     "uncorrected memory": ("[5.5] EDAC MC1: 1 UE memory read error on CPU_SrcID#1_MC#0_Chan#1_DIMM#0",),
     "poisoned memory": ("Memory failure: 0x3f2a91: Killing python:2217 due to hardware memory corruption",),
     "corrected memory": ("[5.5] EDAC MC0: 1 CE memory read error on CPU_SrcID#0_Ha#0_Chan#1_DIMM#1",),
-    "machine checks logged": ("[5.5] mce: [Hardware Error]: Machine check events logged",),
+    "machine checks logged": (
+        "[5.5] mce: [Hardware Error]: Machine check events logged",
+        "[5.5] mce: [Hardware Error]: CPU 40: Machine Check: 0 Bank 17: dc2040000000011b",
+    ),
     "kernel panic": ("[5.5] Kernel panic - not syncing: Fatal machine check",),
     "overheated": ("[5.5] thermal thermal_zone0: acpitz: critical temperature reached, shutting down",),
     "cpu throttled": ("[5.5] mce: CPU12: Package temperature above threshold, cpu clock throttled (total events = 8)",),
@@ -322,13 +327,20 @@ _CUDA: dict[str, Sequence[str]] = {
     "gpu lost": (
         "Unable to determine the device handle for GPU0000:3B:00.0: GPU is lost.  Reboot the system to recover this "
         "GPU",
+    ),
+    "no gpu": (
         "RuntimeError: CUDA error: no CUDA-capable device is detected",
+        "RuntimeError: No CUDA GPUs are available",
     ),
     "gpu busy": ("RuntimeError: CUDA error: CUDA-capable device(s) is/are busy or unavailable",),
     "fabric manager": (
         "RuntimeError: Unexpected error from cudaGetDeviceCount(). Error 802: system not yet initialized",
     ),
     "driver mismatch": ("Failed to initialize NVML: Driver/library version mismatch",),
+    "driver too old": (
+        "RuntimeError: CUDA driver version is insufficient for CUDA runtime version",
+        "RuntimeError: The NVIDIA driver on your system is too old (found version 11040).",
+    ),
     "nvml unknown": ("Failed to initialize NVML: Unknown Error",),
     "illegal access": (
         "RuntimeError: CUDA error: an illegal memory access was encountered",
@@ -357,6 +369,11 @@ _CUDA: dict[str, Sequence[str]] = {
         "RuntimeError: CUDA error: out of memory",
         "gpu-17:2217:2301 [3] include/alloc.h:191 NCCL WARN Cuda failure 2 'out of memory'",
         "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "RuntimeError: CUDA driver error: out of memory",
+        "RuntimeError: Triton Error [CUDA]: out of memory",
+        "torch.OutOfMemoryError: Allocation on device 0 would exceed allowed memory. (out of memory)",
+        "torch.OutOfMemoryError: HIP out of memory. Tried to allocate 2.00 GiB.",
+        "jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8 bytes.",
     ),
     "cuda libraries": ("RuntimeError: CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm( handle)`",),
     "cuda error": ("RuntimeError: CUDA error: invalid resource handle", "Cuda failure 999 'unknown error'"),
@@ -405,6 +422,10 @@ _NCCL: dict[str, Sequence[str]] = {
         "bytes",
         "ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory (shm).",
         "RuntimeError: unable to write to file </torch_2217_1>: No space left on device (28): shared memory object",
+        "RuntimeError: unable to write to file </torch_2217_1234>",
+        "gpu-17:2217:2301 [3] include/shm.h:28 NCCL WARN Call to posix_fallocate failed : No space left on device",
+        "gpu-17:2217:2301 [3] include/shm.h:41 NCCL WARN Error while creating shared memory segment nccl-shm-recv-1a2b "
+        "(size 33030144)",
     ),
     "ras mismatch": (
         "#0-0 (fa93daea854b060b) MISMATCH\n  Communicator ranks have different AllGather operation counts\n  30 ranks "
@@ -468,11 +489,15 @@ _HOST: dict[str, Sequence[str]] = {
     "broken file": (
         "RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory",
         "RuntimeError: unexpected EOF, expected 1023 more bytes. The file might be corrupted.",
+        "safetensors_rust.SafetensorError: Error while deserializing header: MetadataIncompleteBuffer",
+        "_pickle.UnpicklingError: pickle data was truncated",
     ),
     "no host memory": (
         "RuntimeError: [enforce fail at alloc_cpu.cpp:83] err == 0. DefaultCPUAllocator: can't allocate memory",
         "OSError: [Errno 12] Cannot allocate memory",
         "terminate called after throwing an instance of 'std::bad_alloc'",
+        "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 12.0 GiB for an array with shape (1000000, 1600)",
+        "pyarrow.lib.ArrowMemoryError: malloc of size 268435456 failed",
     ),
     "open files": ("OSError: [Errno 24] Too many open files", "RuntimeError: received 0 items of ancdata"),
     "port in use": (
@@ -500,6 +525,12 @@ _HOST: dict[str, Sequence[str]] = {
         "torch.distributed.DistNetworkError: The client socket has timed out after 600000ms while trying to connect to "
         "(gpu-17, 29500).",
         "RuntimeError: Gloo connectFullMesh failed with [../gloo/transport/tcp/pair.cc:144] no error",
+        "RuntimeError: Timed out initializing process group in store based barrier on rank: 1, for key: "
+        "store_based_barrier_key:1 (world_size=16, worker_count=8, timeout=0:30:00)",
+        "RuntimeError: Rank 3 failed to pass monitoredBarrier in 1800000 ms",
+        "RuntimeError: Rank 0 successfully reached monitoredBarrier, but received errors while waiting for send/recv "
+        "from rank 3. Please check rank 3 logs for faulty rank.",
+        "torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError",
     ),
     "interrupted transfer": ("resihp.errors.CommunicatorError: all-reduce of epoch 4 was woken: asked to park",),
     "launcher": (
@@ -518,6 +549,8 @@ _PROGRAM: dict[str, Sequence[str]] = {
         traceback("RuntimeError: mat1 and mat2 shapes cannot be multiplied (32x512 and 256x128)"),
         traceback("RuntimeError: Error(s) in loading state_dict for GPT: size mismatch for head.weight", "[rank5]: "),
     ),
+    "not python": ("  File \"/home/me/train.py\", line 12\n    def f(\n         ^\nSyntaxError: '(' was never closed",),
+    "arguments": ("usage: train.py [-h] --lr LR\ntrain.py: error: the following arguments are required: --lr",),
     "import": (
         traceback("ModuleNotFoundError: No module named 'flash_attn'"),
         traceback("ImportError: libcudart.so.12: cannot open shared object file: No such file or directory"),

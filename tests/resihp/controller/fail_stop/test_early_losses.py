@@ -548,7 +548,7 @@ def test_a_collective_that_all_ranks_waited_for_in_vain_is_one_failure_of_no_nod
     line = "[Rank {}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=6, OpType=ALLREDUCE) ran for 600 s"
     for rank in range(4):
         job.feed(api.WorkerExited(rank=rank, status=-6, clues=read_log(line.format(rank))))
-    told = "waited in vain for its peers in a collective; nobody said why the first one ended"
+    told = "waited in vain for its peers in a collective; the rank that failed first left no reason"
     assert job.end == (1, f"rank 0 (n1 device 0): {told}; its log, n1.rank0.log, tells more; 3 more failed")
     (failure,) = job.all(FailureFound)
     assert (failure.kind, failure.node, failure.ranks) == ("fail-stop", None, (0, 1, 2, 3))

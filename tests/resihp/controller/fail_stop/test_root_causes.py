@@ -275,7 +275,7 @@ def test_what_is_the_programs_as_a_rule_is_the_devices_when_it_does_it_again() -
     job.exit(6, ILLEGAL_ACCESS)
     entry = job.failures()[-1]
     assert (entry.kind, entry.component, entry.node, entry.device) == ("fail-stop", "device", "n1", 1)
-    assert "not for the first time on this device" in entry.cause
+    assert "the same happened on this device before" in entry.cause
     assert job.started_again == [("n1", 1)], "not once more"
 
 

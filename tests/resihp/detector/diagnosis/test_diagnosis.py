@@ -352,7 +352,7 @@ def test_clues_may_be_read_where_the_log_is() -> None:
 
 
 def test_without_any_report_nothing_is_known() -> None:
-    assert (diagnose([]).category, diagnose([]).cause) == ("unknown", "job: nobody said why")
+    assert (diagnose([]).category, diagnose([]).cause) == ("unknown", "job: no log or kernel message gives a reason")
     assert diagnose([report(0, ended=False)]).category == "unknown"
 
 

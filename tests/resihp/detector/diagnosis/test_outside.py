@@ -92,6 +92,10 @@ SERVICES = (
     "RuntimeError: download failed with status code: 504",
     "RuntimeError: license server is not reachable: FlexNet Licensing error:-15,570",
     "vendor.LicenseError: all licenses are in use",
+    "RuntimeError: curl: (6) Could not resolve host: hub.local",
+    "ConnectionError: Couldn't reach https://huggingface.co/datasets/c4 (error 503)",
+    "anthropic.OverloadedError: Error code: 529",
+    "RuntimeError: server answered with status 503",
 )
 CONNECTIONS = (
     "ConnectionRefusedError: [Errno 111] Connection refused",
@@ -139,6 +143,14 @@ PROGRAM = (
     "ZeroDivisionError: division by zero",
     "my_project.errors.Diverged: loss 503.2 at step 429",
     "TypeError: train() got an unexpected keyword argument 'license'",
+    "RuntimeError: Overloaded torch operator invoked from Python failed to match any schema:",
+    "TypeError: No overloaded function matches",
+    "hydra.errors.InstantiationException: Could not resolve '_target_'",
+    "ValueError: failed to resolve the name of layer 3",
+    "RuntimeError: Couldn't reach a valid config",
+    "ValueError: status 500 not in label map",
+    "ValueError: rate limit must be positive",
+    "RuntimeError: reached max retries after a spike of the loss",
 )
 
 

@@ -141,6 +141,26 @@ def test_logurus() -> None:
     assert errors(LOGURU) == ["__main__.DataError: shard 17 is empty"]
 
 
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", "gpu memory"),
+        ("torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered", "cuda ecc"),
+        ("ValueError: bad sample", "exception"),
+    ],
+)
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_rays_of_a_task(prefix: str, error: str, code: str) -> None:
+    kind = error.partition(":")[0].rpartition(".")[2]
+    text = (
+        'Traceback (most recent call last):\n  File "/home/me/train.py", line 8, in <module>\n    ray.get(tasks)\n'
+        f"ray.exceptions.RayTaskError({kind}): ray::Worker.step() (pid=2217, ip=10.0.0.2)\n"
+        f'  File "/home/me/worker.py", line 5, in step\n    loss.backward()\n{error}\nbye\n'
+    )
+    assert errors(behind(prefix, text))[-1] == error
+    assert diagnose([Report(rank=3, node="n0", device=3, exit=1, log=behind(prefix, text))]).code == code
+
+
 @pytest.mark.parametrize("width", [80, 100, 200])
 @pytest.mark.parametrize("show_locals", [False, True])
 def test_richs_boxes(width: int, show_locals: bool) -> None:

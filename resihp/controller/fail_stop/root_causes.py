@@ -24,7 +24,7 @@ from resihp.controller.state.job import Job
 from resihp.controller.state.members import Follows, Member
 from resihp.detector.diagnosis.candidates import kind_of_raised
 from resihp.detector.diagnosis.diagnosis import Diagnosis, Report, diagnose, read_log
-from resihp.detector.diagnosis.signatures import CONNECTION_FAILED, EXCEPTION, Depth, signature_of
+from resihp.detector.diagnosis.signatures import CONNECTION_FAILED, EXCEPTION, NO_GPU, Depth, signature_of
 from resihp.protocol.messages import ABORT_STATUS, Clue
 from resihp.record.journal import Diagnosed
 
@@ -45,11 +45,20 @@ ENDS = ("unknown", "fenced", "gone", "node lost")
 def condemns_its_device(job: Job, member: Member) -> bool:
     """Whether a process that has just ended leaves a dead device, by its own words or by a line about it alone.
 
-    What a line says that may be about another device of the node is left to `explain`, which hears all.
+    What a line says that may be about another device of the node is left to `explain`, which hears all. A process that
+    sees no GPU may have a wrong setting: a line of the kernel's about a device of that node decides it.
     """
     found = _own(job, member)
+    if found.code == NO_GPU.kind and not _others_see_none(job, member):
+        found = diagnose([_report(job, member)])
     located = (found.node, found.device) == (member.node, member.device)
     return found.category == "device" and found.blames_node and located and _is_telling(found, member)
+
+
+def _others_see_none(job: Job, member: Member) -> bool:
+    """Whether another process of the same node saw no GPU either."""
+    others = [other for other in job.members.values() if other is not member and other.node == member.node]
+    return any(_own(job, other).code == NO_GPU.kind for other in others if other.failed_at is not None)
 
 
 def failed_on_its_device(job: Job, member: Member) -> bool:
@@ -201,7 +210,7 @@ def _weigh_node(job: Job, gone: dict[int, Incident], living: list[Report], earli
         return
     named = [gone[rank] for rank in found.ranks if rank in gone]
     here = sorted(gone.values(), key=lambda incident: (incident.found_at, min(incident.ranks)))
-    akin = [i for i in here if i.diagnosis is not None and i.diagnosis.category == found.category]
+    akin = [i for i in here if i.diagnosis is not None and _is_akin(i.diagnosis, found)]
     bare = [i for i in here if not _has_its_own(job, i)]
     target = next((i for i in named if i in akin or i in bare), None)
     if target is None and not named and not akin:
@@ -211,6 +220,11 @@ def _weigh_node(job: Job, gone: dict[int, Incident], living: list[Report], earli
     if target is not None or akin:
         lines = {clue.line for rank in gone for clue in job.members[rank].clues if _is_of_node(clue)}
         (target or akin[0]).explains |= lines
+
+
+def _is_akin(own: Diagnosis, found: Diagnosis) -> bool:
+    """Whether a process told of the trouble that its node has. One that sees no GPU may have lost it."""
+    return own.category == found.category or (own.code == NO_GPU.kind and found.category == "device")
 
 
 def _has_its_own(job: Job, incident: Incident) -> bool:

@@ -373,7 +373,9 @@ def _end(status: int | None, fenced: str) -> Signature:
         words = "exited, since an abort of its communicators did not end"
         return _made(f"exit {status}", "link", Depth.EXIT, words, advice="look at NCCL's version: resihp doctor")
     if status >= 0:
-        return _made(f"exit {status}", "unknown", Depth.EXIT, f"exited with status {status}, no line of its log tells why")
+        return _made(
+            f"exit {status}", "unknown", Depth.EXIT, f"exited with status {status}, no line of its log tells why"
+        )
     try:
         name = f"killed by signal {-status} ({signals.Signals(-status).name})"
     except ValueError:

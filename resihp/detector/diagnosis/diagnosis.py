@@ -10,8 +10,8 @@ failure is about to be recorded. Rules, in this order:
    never blames a node.
 4. An end that its own log explains is no cause of its own. A node whose processes are all gone unseen is one cause.
    A line that its process lived with (`candidates`) explains nothing: how the process ended counts for more.
-5. The same exception on several ranks is the program's, or of a setting: of several devices none is to blame for it. What is the application's as a rule (`USUALLY_THE_PROGRAM`) is
-   the device's if the same device did it before.
+5. The same exception on several ranks is the program's, or of a setting: of several devices none is to blame for it.
+   What is the application's as a rule (`USUALLY_THE_PROGRAM`) is the device's if the same device did it before.
 """
 
 from __future__ import annotations

@@ -220,8 +220,8 @@ _KERNEL = (
         component="node", blames=True, certainty=0.9,
         advice="drain the node; smartctl -a or nvme smart-log of the disk", tie="storage"),
     _row("file system damaged", "storage", NAMED, "a file system of the node is damaged", ("EXT4-fs error",
-        "Corruption detected. Unmount"), rf"\(device {_LOCAL_DISK}|XFS \({_LOCAL_DISK}", component="node", blames=True, certainty=0.8,
-        advice="drain the node and run fsck", tie="storage"),
+        "Corruption detected. Unmount"), rf"\(device {_LOCAL_DISK}|XFS \({_LOCAL_DISK}", component="node", blames=True,
+        certainty=0.8, advice="drain the node and run fsck", tie="storage"),
     _row("file server silent", "storage", NAMED, "a file server does not answer", ("nfs: server ", "LustreError: ",
         "in progress operations using this service"), r"not responding|LustreError: |Lustre: ", tie="storage"),
     _row("link recovered", "link", SIGN, "network port was down for a while", (), blames=False, certainty=0.3,
@@ -304,9 +304,9 @@ _CUDA = (
         certainty=0.95, advice="an index out of range, as a rule: run again with CUDA_LAUNCH_BLOCKING=1"),
     _row("launch failure", "program", TOLD, "a kernel crashed on the GPU", ("unspecified launch failure",
         "CUDA_ERROR_LAUNCH_FAILED"), certainty=0.6, advice=_BAD_ACCESS),
-    _row("bad kernel", "program", TOLD, "a kernel used a misaligned address or an illegal instruction", ("misaligned address",
-        "an illegal instruction was encountered", "invalid program counter", "hardware stack error",
-        "CUDA_ERROR_MISALIGNED_ADDRESS", "CUDA_ERROR_ILLEGAL_INSTRUCTION"), r"CUDA|[Cc]uda", certainty=0.6,
+    _row("bad kernel", "program", TOLD, "a kernel used a misaligned address or an illegal instruction", (
+        "misaligned address", "an illegal instruction was encountered", "invalid program counter",
+        "hardware stack error", "CUDA_ERROR_MISALIGNED_ADDRESS", "CUDA_ERROR_ILLEGAL_INSTRUCTION"), r"CUDA|[Cc]uda", certainty=0.6,
         advice=_BAD_ACCESS),
     _row("launch timeout", "device", TOLD, "a kernel did not end in time", ("the launch timed out and was terminated",
         "CUDA_ERROR_LAUNCH_TIMEOUT"), blames=False, certainty=0.5),
@@ -316,8 +316,9 @@ _CUDA = (
     _row("gpu memory", "memory", TOLD, "GPU memory was exhausted", ("CUDA out of memory", "CUDA error: out of memory",
         "CUDA_ERROR_OUT_OF_MEMORY", "'out of memory'", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED",
         "CUDA driver error: out of memory", "[CUDA]: out of memory", "HIP out of memory",
+        "cudaErrorMemoryAllocation", "cupy.cuda.memory.OutOfMemoryError",
         "RESOURCE_EXHAUSTED: Out of memory", "OutOfMemoryError"),
-        r"(?i:CUDA|HIP) (?:out of mem|error|driver error)|CUDA\]|CUDA_E|'out of|ALLOC_F|RESOURCE_E|"
+        r"(?i:CUDA|HIP) (?:out of mem|error|driver error)|CUDA\]|CUDA_E|cudaErrorM|cupy|'out of|ALLOC_F|RESOURCE_E|"
         r"(?:\btorch[\w.]{0,24}\.|\()OutOfMemoryError\)?:", advice=_OOM),
     _row("cuda libraries", "unknown", SIGN, "a CUDA library failed", ("CUBLAS_STATUS_", "CUDNN_STATUS_",
         "CUSOLVER_STATUS_", "CUFFT_STATUS_"),
@@ -382,8 +383,8 @@ _HOST = (
     _row("disk full", "storage", TOLD, "a disk is full", ("No space left on device", "Errno 28"), certainty=0.9),
     _row("quota", "storage", TOLD, "a disk quota is used up", ("Disk quota exceeded", "Errno 122"),
         advice="quota -s, or lfs quota, of the folder's owner"),
-    _row("stale handle", "storage", TOLD, "a file handle went stale (network file system)", ("Stale file handle", "Errno 116"),
-        advice="mount and stat of the folder on that node; remount it"),
+    _row("stale handle", "storage", TOLD, "a file handle went stale (network file system)", (
+        "Stale file handle", "Errno 116"), advice="mount and stat of the folder on that node; remount it"),
     _row("io error", "storage", TOLD, "reading or writing a file failed", ("Input/output error", "Errno 5]",
         "Remote I/O error", "Errno 121")),
     _row("mount gone", "storage", TOLD, "a file system is gone or read-only", ("Transport endpoint is not connected",
@@ -393,7 +394,7 @@ _HOST = (
         "pickle data was truncated")),
     _row("no host memory", "memory", TOLD, "host memory was exhausted", ("DefaultCPUAllocator: can't allocate",
         "DefaultCPUAllocator: not enough", "std::bad_alloc", "MemoryError", "Cannot allocate memory"),
-        r"\w{0,40}MemoryError\b|Default|bad_alloc|Cannot allocate"),
+        r"(?<!\w)(?!OutOfMemoryError: out of resource)\w{0,40}MemoryError\b|Default|bad_alloc|Cannot allocate"),
     _row("open files", "program", TOLD, "too many files were open", ("Too many open files", "items of ancdata"),
         advice="ulimit -n on the nodes, or fewer files"),
     _row("port in use", "program", TOLD, "the port it tried to listen on is already in use", ("Address already in use",
@@ -452,8 +453,8 @@ KERNEL_KINDS = frozenset(row.kind for row in _KERNEL)
 """Only the kernel writes such lines: in the log of a program they are quoted."""
 _BY_KIND = {signature.kind: signature for signature in SIGNATURES}
 EXCEPTION, CONNECTION_FAILED, PEER_CLOSED = (_BY_KIND[k] for k in ("exception", "connection failed", "peer closed"))
-FILE_MISSING, STORAGE_FAILED, SERVICE_FAILED = (
-    _BY_KIND[kind] for kind in ("file missing", "storage failed", "service failed")
+FILE_MISSING, STORAGE_FAILED, SERVICE_FAILED, NO_GPU = (
+    _BY_KIND[kind] for kind in ("file missing", "storage failed", "service failed", "no gpu")
 )
 USUALLY_THE_PROGRAM = frozenset(
     {

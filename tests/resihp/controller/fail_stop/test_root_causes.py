@@ -24,8 +24,8 @@ OFF_THE_BUS = (
 )
 GPU_LOST = "\n".join(
     (
-        traceback("RuntimeError: CUDA error: no CUDA-capable device is detected"),
-        "[rank1]:[E303 09:26:51.1 ProcessGroupNCCL.cpp:1895] CUDA error: no CUDA-capable device is detected",
+        traceback("RuntimeError: CUDA error: GPU is lost"),
+        "[rank1]:[E303 09:26:51.1 ProcessGroupNCCL.cpp:1895] CUDA error: GPU is lost",
     )
 )
 GPU_MEMORY = traceback(
@@ -233,6 +233,16 @@ def test_a_lost_gpu_that_reaches_the_script_as_an_exception_is_the_devices() -> 
     assert OFF_THE_BUS in entry.evidence or "no CUDA-capable device" in entry.evidence
     assert job.job.dead_devices == {("n1", 1)}
     assert job.started_again == []
+
+
+def test_a_gpu_that_several_processes_of_a_node_do_not_see_is_a_settings_doing() -> None:
+    job = Job()
+    for rank in (0, 1):
+        job.raise_(rank, "RuntimeError: CUDA error: no CUDA-capable device is detected")
+    for rank in (0, 1):
+        job.exit(rank)
+    job.settle()
+    assert job.job.dead_devices == set()
 
 
 def test_an_injected_kill_is_told_as_such_whatever_its_log_says() -> None:

@@ -150,6 +150,7 @@ PROGRAM = (
     "RuntimeError: Couldn't reach a valid config",
     "ValueError: status 500 not in label map",
     "ValueError: rate limit must be positive",
+    "ValueError: Could not resolve host-side dtype for column 'x'",
     "RuntimeError: reached max retries after a spike of the loss",
 )
 

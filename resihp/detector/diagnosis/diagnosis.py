@@ -226,9 +226,9 @@ class _Verdict:
         named = self.root.named("node")
         if "[" in named or "," in named:
             words = "Slurm lost these nodes" if self.root.kind == "node failure" else self._words()
-            gone = tuple(r.rank for r in self.reports if r.ended and r.exit is None)
+            lost = tuple(report.rank for report in self.reports if report.ended and report.exit is None)
             cause = f"nodes {named}: {words}"
-            return single.but(cause=cause, ranks=gone, node=None, device=None, blames_node=False)
+            return single.but(cause=cause, ranks=lost, node=None, device=None, blames_node=False)
         if len(self.nodes) > 1 and self.root.signature.kind != "node failure":
             ranks = tuple(report.rank for report in self.reports if report.node in self.nodes and report.ended)
             cause = f"nodes {', '.join(sorted(self.nodes))}: {self._words()}, all at once"

@@ -306,8 +306,8 @@ _CUDA = (
         "CUDA_ERROR_LAUNCH_FAILED"), certainty=0.6, advice=_BAD_ACCESS),
     _row("bad kernel", "program", TOLD, "a kernel used a misaligned address or an illegal instruction", (
         "misaligned address", "an illegal instruction was encountered", "invalid program counter",
-        "hardware stack error", "CUDA_ERROR_MISALIGNED_ADDRESS", "CUDA_ERROR_ILLEGAL_INSTRUCTION"), r"CUDA|[Cc]uda", certainty=0.6,
-        advice=_BAD_ACCESS),
+        "hardware stack error", "CUDA_ERROR_MISALIGNED_ADDRESS", "CUDA_ERROR_ILLEGAL_INSTRUCTION"), r"CUDA|[Cc]uda",
+        certainty=0.6, advice=_BAD_ACCESS),
     _row("launch timeout", "device", TOLD, "a kernel did not end in time", ("the launch timed out and was terminated",
         "CUDA_ERROR_LAUNCH_TIMEOUT"), blames=False, certainty=0.5),
     _row("no kernel", "program", TOLD, "the program was built for another GPU", ("no kernel image is available",

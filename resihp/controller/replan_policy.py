@@ -226,7 +226,7 @@ def _protection(
         return None
     return transition_cost.Verdict(
         go=True,
-        reason=f"gives {_layers(gained)} a second holder, and costs {cost.seconds:.3g} s",
+        reason=f"adds a second copy of {_layers(gained)}, and takes {cost.seconds:.3g} s",
         cost_s=cost.seconds,
         threshold_s=cost.seconds,
         share=0.0,
@@ -253,7 +253,7 @@ def review_copies(job: Job) -> None:
         return
     job.foresight.copies_looked_for = question
     for rank in able:
-        consider_newcomer(job, rank, f"{_layers(layers)} would be lost with one rank")
+        consider_newcomer(job, rank, f"only one stage holds {_layers(layers)}")
 
 
 def could_hold_copies(job: Job, rank: int) -> bool:

@@ -173,4 +173,4 @@ def test_runs_that_fail_use_them_up(cluster: MakeCluster) -> None:
     desk.cluster.kill_node("n3")
     assert desk.wait(job) == ("FAILED", "5:0"), desk.output(job)
     (ended,) = desk.of(f"{job}-r1", JobEnded)
-    assert "not run again: no checkpoint was added; [slurm] restarts allows more" in ended.reason
+    assert "not requeued: this run added no checkpoint, and [slurm] restarts is used up" in ended.reason

@@ -22,10 +22,9 @@ def tell(job: Job, before: Plan | None, plan: Plan) -> None:
     if mirroring and (before is None or before.mirroring != mirroring):
         copied = {layer for d in plan.mirrors for s in plan.layout.replicas[d].stages if s.ranks for layer in s.layers}
         layers = f"layer{'' if len(copied) == 1 else 's'} {spans(sorted(copied))}"
-        verbs = "holds" if len(mirroring) == 1 else "hold"
-        computes = "computes" if len(mirroring) == 1 else "compute"
         ranks = rank_list(sorted(mirroring))
-        job.say("notice", f"{ranks} {verbs} a second copy of {layers}, and {computes} nothing")
+        mirror, process = ("mirrors", "processes") if len(mirroring) == 1 else ("mirror", "process")
+        job.say("notice", f"{ranks} {mirror} {layers} as a backup, and {process} no micro-batches")
     alone = sole_holders(plan.layout, specs)
     if not alone:
         return

@@ -177,8 +177,8 @@ def _unconfirmed(job: Job, examination: Examination, judged: Mapping[int, probes
         fit[rank] = msgspec.structs.replace(verdict, fit=True)
         job.say(
             "notice",
-            f"{job.where(rank)}: {verdict.evidence}, in one look, on shared processors and with no other device to "
-            "compare it with: not held against it",
+            f"{job.where(rank)}: {verdict.evidence}, in a single probe on shared processors, with no other device to "
+            "compare it with: ignored",
         )
     return fit
 

@@ -77,7 +77,7 @@ def _begin(job: Job, done: Examination) -> SecondLooks | None:
     first = min(doubts)
     left = len(doubts) - 1
     more = f", and {left} other{'' if left == 1 else 's'}" if left else ""
-    job.say("notice", f"{job.where(first)}{more}: measured again before it is judged: {doubts[first]}")
+    job.say("notice", f"{job.where(first)}{more}: its probe looks slow, probing again before deciding: {doubts[first]}")
     return SecondLooks(first=done, doubted=tuple(sorted(doubts)), witnesses=witnesses)
 
 
@@ -98,7 +98,7 @@ def _take(job: Job, looks: SecondLooks, done: Examination) -> None:
         if answer.error and rank in answers:
             answers[rank] = msgspec.structs.replace(answers[rank], error=answer.error)
         elif answer.error:
-            job.say("warning", f"{job.where(rank)}: measured as a witness: {answer.error}")
+            job.say("warning", f"{job.where(rank)}: probed for comparison, and failed: {answer.error}")
             looks.witnesses = tuple(witness for witness in looks.witnesses if witness != rank)
         elif not answer.untried:
             best[rank] = probes.best(best.get(rank, answer.speed), answer.speed)

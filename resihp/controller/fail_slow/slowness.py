@@ -171,7 +171,7 @@ def _measured_standby(job: Job, judged: Mapping[int, probes.Judged], unfit: Set[
         if not verdict.fit or not job.members[rank].ready:
             continue
         if device in unfit and verdict.speed is not None:
-            job.say("notice", f"{job.where(rank)}: passes its probe now, it can be given work")
+            job.say("notice", f"{job.where(rank)}: passes its probe again, available for work")
             replan_policy.consider_newcomer(job, rank, f"rank {rank} passes its probe")
         if device in job.record.slow and verdict.speed is not None and verdict.speed >= RECOVERED:
             evidence = f"standing by, its probe is fine: {verdict.evidence}"

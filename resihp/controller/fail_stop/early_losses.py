@@ -23,6 +23,7 @@ from resihp.controller.state.job import Job
 from resihp.controller.state.members import Member, natural
 from resihp.protocol import client
 from resihp.protocol import messages as m
+from resihp.words import count_of
 
 GRACE_S = 3.0
 """How long what a rank raised waits for the same of other ranks, and for the process to end."""
@@ -305,7 +306,9 @@ def _end_for(job: Job, failed: list[int]) -> None:
         told = f"could not be started: {job.record.refused[rank]}"
     elif member.raised is not None:
         job.say("error", incidents.traceback_of(job, rank))
-        others = f"{len(same)} more raised the same" if same else "other ranks did not raise it"
+        others = (
+            f"{count_of(len(same), 'other rank')} raised the same error" if same else "other ranks did not raise it"
+        )
         told = f"{member.raised.error}{failures.early(job)}; {others}"
     elif member.unwilling:
         told = member.unwilling

@@ -234,7 +234,7 @@ def too_few(job: Job, reason: str, exit_code: int = 5) -> None:
         end(
             job,
             exit_code,
-            f"{reason}; not run again: no checkpoint was added; [slurm] restarts allows more runs like this one",
+            f"{reason}; not requeued: this run added no checkpoint, and [slurm] restarts is used up",
         )
     elif newest:
         end(job, 75, f"{reason}; to be run again, from the checkpoint of iteration {newest}", requeue=True)

@@ -192,7 +192,7 @@ def measured(job: Job, judged: Mapping[int, probes.Judged]) -> None:
             job.say("warning", f"{job.where(rank)}: {told}")
         elif not verdict.fit:
             when = probing.measured_again(job, rank)
-            job.say("warning", f"{job.where(rank)}: stands by, it fails its probe: {verdict.evidence}; {when}")
+            job.say("warning", f"{job.where(rank)}: failed its probe, kept on standby: {verdict.evidence}; {when}")
 
 
 def turn_away(job: Job, member: Member, reason: str) -> None:

@@ -107,7 +107,7 @@ def interrupted(job: Job) -> None:
 def test_a_device_whose_probe_is_slow_holds_a_copy_and_computes_nothing() -> None:
     job = came_back(0.6)
     assert job.job.pause is not None
-    assert "second holder" in job.job.pause.reason
+    assert "second copy" in job.job.pause.reason
     interrupted(job)
     assert job.plan.computing == (2, 3)
     assert job.plan.mirroring == {5}
@@ -167,8 +167,8 @@ def test_a_mirror_that_is_well_again_gets_work() -> None:
 
 def test_who_holds_a_copy_is_said_once() -> None:
     job = after_a_loss().run(3)
-    assert [text for text in said(job) if "copy of" in text] == [
-        "rank 0 holds a second copy of layers 0-5, and computes nothing"
+    assert [text for text in said(job) if "as a backup" in text] == [
+        "rank 0 mirrors layers 0-5 as a backup, and processes no micro-batches"
     ]
 
 

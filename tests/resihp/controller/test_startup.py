@@ -116,7 +116,7 @@ def test_what_no_other_run_could_start_either_is_not_run_again() -> None:
         ({"may_requeue": False}, "not to be run again, as its batch script has it: submit it anew to go on"),
         (
             {"restarts_left": 0},
-            "not run again: no checkpoint was added; [slurm] restarts allows more runs like this one",
+            "not requeued: this run added no checkpoint, and [slurm] restarts is used up",
         ),
     ],
 )

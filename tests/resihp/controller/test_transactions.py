@@ -221,7 +221,7 @@ def test_without_a_checkpoint_it_begins_again_while_runs_are_left() -> None:
     assert "to be run again, from the beginning: there is no checkpoint, so that 2 iterations are done" in end.reason
     end = lost(restarts_left=0)
     assert (end.exit_code, end.requeue) == (5, False)
-    assert "not run again: no checkpoint was added; [slurm] restarts allows more" in end.reason
+    assert "not requeued: this run added no checkpoint, and [slurm] restarts is used up" in end.reason
 
 
 def test_a_job_that_went_on_from_a_checkpoint_goes_on_from_it_once_more() -> None:

@@ -163,7 +163,7 @@ def test_on_shared_processors_one_look_without_witnesses_is_not_held_against_a_n
     probe = job.orders(m.Probe)[-1][1].probe
     job.say(2, m.Probed(probe=probe, speed=m.Speed(flops=6e13, memory_bytes=6e11), seconds=0.1, shared=True))
     assert job.job.record.unfit == set()
-    assert any("not held against it" in text for text in job.texts("notice"))
+    assert any("to compare it with: ignored" in text for text in job.texts("notice"))
 
 
 def test_a_witness_in_a_long_iteration_is_waited_for_and_the_newcomer_is_not_blamed() -> None:

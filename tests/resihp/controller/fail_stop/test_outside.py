@@ -67,7 +67,7 @@ def test_slurm_runs_it_again_as_often_as_it_may(restarts_left: int, code: int) -
     all_raise(job, traceback(EIO))
     assert job.end is not None
     assert job.end[0] == code
-    assert ("to be run again" if code == 75 else "[slurm] restarts allows more") in job.end[1]
+    assert ("to be run again" if code == 75 else "[slurm] restarts is used up") in job.end[1]
 
 
 def test_of_a_command_the_log_tells() -> None:
@@ -107,7 +107,7 @@ def test_a_lost_peer_on_all_ranks_is_not_the_scripts_doing() -> None:
     all_raise(job, GLOO_CLOSED)
     assert job.end is not None
     assert job.end[0] == 1
-    assert job.end[1].endswith("; 3 more raised the same")
+    assert job.end[1].endswith("; 3 other ranks raised the same error")
 
 
 # --- while training -----------------------------------------------------------------------------------------------

@@ -20,7 +20,8 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
 
     `state` is the base state in lower case (`idle`, `allocated`, `mixed`, `down`, `unknown`, ...), `flags` what is
     joined to it with plus signs, in lower case (`drain`, `not_responding`, `completing`, ...). `reason_by` is the user
-    who set `reason`.
+    who set `reason`. Figures are 0 where they cannot be read. `unreadable` says what could not be read where that was
+    the state or more: then nothing is known of the node but its name, and nothing is done to it.
     """
 
     name: str
@@ -32,6 +33,7 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     cpus: int = 0
     memory_mb: int = 0
     gpus: int = 0
+    unreadable: str = ""
 
     @property
     def draining(self) -> bool:

@@ -104,6 +104,9 @@ class CommandLine:
     def drained(self) -> Mapping[str, NodeView]:
         options = ["-h", "-N", "--all", "--noconvert", "-t", "drain", "-O", parse.NODE_FORMAT]
         found = parse.nodes(self._ask("slurm", "sinfo", *options))
+        for view in found.values():
+            if view.unreadable:  # it is draining, and for whom is not known
+                raise SlurmOutputError(view.unreadable)
         return {name: view for name, view in found.items() if view.draining}
 
     def job(self, job_id: str) -> JobView | None:

@@ -88,8 +88,8 @@ def node_list(text: str) -> str:
 def nodes(output: bytes) -> dict[str, NodeView]:
     """Views by name from `sinfo -h -N -O NODE_FORMAT`. A node in two partitions is there twice, and the same.
 
-    A row that cannot be read takes no other row with it: its node has the state `unknown`, and a row without a node's
-    name is left out. Raises SlurmOutputError where no row can be read.
+    A row that cannot be read takes no other row with it: its node is `unreadable`, and a row without a node's name is
+    left out. Raises SlurmOutputError where no row can be read.
     """
     views: dict[str, NodeView] = {}
     unknown: dict[str, NodeView] = {}
@@ -100,7 +100,7 @@ def nodes(output: bytes) -> dict[str, NodeView]:
         except SlurmOutputError as error:
             refusal = refusal or error
             if is_node(fields[0]):
-                unknown[fields[0]] = NodeView(name=fields[0], state="unknown")
+                unknown[fields[0]] = NodeView(name=fields[0], state="unknown", unreadable=str(error))
         else:
             views[view.name] = view
     if refusal is not None and not views:
@@ -109,7 +109,7 @@ def nodes(output: bytes) -> dict[str, NodeView]:
 
 
 def _node(fields: list[str]) -> NodeView:
-    """One row of `sinfo`. Raises SlurmOutputError."""
+    """One row of `sinfo`. Raises SlurmOutputError where its width, name or state cannot be read."""
     if len(fields) != len(_NODE_FIELDS):
         raise _wrong_width("sinfo", fields, len(_NODE_FIELDS))
     name, state, reason, by, address, cpus, memory, gres = fields
@@ -125,10 +125,18 @@ def _node(fields: list[str]) -> NodeView:
         reason="" if reason == "none" else reason,
         reason_by="" if reason == "none" else by,
         address=address,
-        cpus=_count(cpus, f"the CPUs of node {name}"),
-        memory_mb=_count(memory, f"the memory of node {name}"),
-        gpus=gpus(gres),
+        cpus=int(cpus) if _COUNT.fullmatch(cpus) else 0,
+        memory_mb=int(memory) if _COUNT.fullmatch(memory) else 0,
+        gpus=_readable_gpus(gres),
     )
+
+
+def _readable_gpus(gres: str) -> int:
+    """Return how many GPUs generic resources are; 0 where that cannot be read."""
+    try:
+        return gpus(gres)
+    except SlurmOutputError:
+        return 0
 
 
 def jobs(output: bytes) -> list[tuple[frozenset[str], JobView, str]]:

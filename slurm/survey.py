@@ -53,6 +53,8 @@ class PartitionView(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float | None
     default_seconds: float | None
     gpu_types: tuple[str, ...] = ()
+    unreadable: str = ""
+    """Why `gpus` is not known, and 0; empty where it is."""
 
 
 class PartitionRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -256,18 +258,24 @@ def _partition(fields: list[str]) -> PartitionView:
     counts = nodes.split("/")
     if len(counts) != 4 or not all(count.isdecimal() and count.isascii() for count in counts):
         raise SlurmOutputError(f"slurm: cannot read the nodes of partition {name[:80]!a}: {nodes[:80]!a}")
+    unreadable, count = "", 0
+    try:
+        count = parse.gpus(gres)
+    except SlurmOutputError as error:
+        unreadable = str(error)
     return PartitionView(
         name=name.removesuffix("*"),
         default=name.endswith("*"),
         up=available == "up",
         nodes=int(counts[3]),
         nodes_idle=int(counts[1]),
-        gpus=parse.gpus(gres),
+        gpus=count,
         gpu_types=tuple(sorted(set(_TYPE.findall(gres)))),
         cpus=_least(cpus),
         memory_mb=_least(memory),
         seconds=_limit(longest),
         default_seconds=_limit(usual),
+        unreadable=unreadable,
     )
 
 

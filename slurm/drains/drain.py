@@ -24,7 +24,7 @@ from slurm.client import PREFIX, NodeView, Slurm, sanitised
 from slurm.drains import spool as requests
 from slurm.drains.exclusions import FOR_S, Exclusions, Measure
 from slurm.drains.spool import SpoolError
-from slurm.errors import SlurmError, SlurmRefusedError
+from slurm.errors import SlurmError, SlurmOutputError, SlurmRefusedError
 from slurm.rate_limited import Polite
 
 NOT_RESPONDING = "Not responding"
@@ -110,9 +110,15 @@ def set_aside(view: NodeView) -> bool:
 
 
 def _view(slurm: Slurm, node: str) -> NodeView | None:
-    """As it is now: a reason that somebody has set since the last look must not be overwritten."""
+    """As it is now: a reason that somebody has set since the last look must not be overwritten.
+
+    Raises SlurmOutputError where Slurm's answer about it cannot be read: then nobody knows who has set it aside.
+    """
     views = slurm.nodes([node], fresh_s=0.0) if isinstance(slurm, Polite) else slurm.nodes([node])
-    return views.get(node)
+    view = views.get(node)
+    if view is not None and view.unreadable:
+        raise SlurmOutputError(view.unreadable)
+    return view
 
 
 def _drained(slurm: Slurm, node: str, reason: str, most: int | None) -> tuple[Step, bool]:

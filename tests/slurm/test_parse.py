@@ -229,10 +229,6 @@ def test_gpus(gres: str, count: int) -> None:
         ("n 1", *NODE[1:]),
         (NODE[0], "", *NODE[2:]),
         (NODE[0], "idle*", *NODE[2:]),
-        (*NODE[:5], "2K", *NODE[6:]),
-        (*NODE[:5], "-1", *NODE[6:]),
-        (*NODE[:6], "", NODE[7]),
-        (*NODE[:7], "gpu:a:many"),
         NODE[:-1],
         (*NODE, "more"),
     ],
@@ -244,9 +240,26 @@ def test_nodes_that_cannot_be(bad: tuple[str, ...]) -> None:
     other = ("n2", *NODE[1:])
     views = parse.nodes(output(bad, other))
     assert views.pop("n2").usable is False
-    assert all(not view.usable and view.state == "unknown" for view in views.values())
+    assert all(not view.usable and view.unreadable for view in views.values())
     assert views.keys() <= {NODE[0]}
     assert parse.nodes(output(NODE, bad)) == parse.nodes(output(NODE))
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        ("2K", *NODE[6:]),
+        ("-1", *NODE[6:]),
+        (NODE[5], "", NODE[7]),
+        (*NODE[5:7], "gpu:a:many"),
+        (*NODE[5:7], "gpu:h100:8:shared"),
+    ],
+)
+def test_odd_figures_of_a_node_hide_neither_its_state_nor_who_has_set_it_aside(odd: tuple[str, ...]) -> None:
+    """Whoever drains would take it for a healthy one, and write over the reason."""
+    node = ("n2", "idle+drain", "RMA 4711, do not touch", "root(0)", NODE[4])
+    view = parse.nodes(output(NODE, (*node, *odd)))["n2"]
+    assert (view.draining, view.reason, view.reason_by, view.unreadable) == (True, node[2], node[3], "")
 
 
 def test_one_node_with_odd_resources_is_read_beside_the_others() -> None:

@@ -41,7 +41,6 @@ def test_no_partition_is_an_answer() -> None:
         row("gpu", "up"),
         row("gpu", "up", "infinite", "n/a", "1/2/3", "(null)", "1", "1"),
         row("gpu", "up", "tomorrow", "n/a", "0/0/4/4", "(null)", "1", "1"),
-        row("gpu", "up", "infinite", "n/a", "0/0/4/4", "gpu:a:b:c", "1", "1"),
     ],
 )
 def test_what_is_no_answer_about_partitions(output: bytes) -> None:
@@ -54,6 +53,13 @@ def test_one_odd_record_takes_no_partition_with_it() -> None:
     odd = row("old", "up", "tomorrow", "n/a", "0/0/4/4", "gpu:a:b:c", "1", "1")
     (view,) = partitions(odd + usual)
     assert (view.name, view.gpus, view.gpu_types) == ("gpu", 4, ("a100",))
+
+
+def test_a_partition_whose_gpus_cannot_be_read_is_there_and_says_so() -> None:
+    """It was told as `there is none of that name`."""
+    (view,) = partitions(row("h100", "up", "infinite", "n/a", "0/4/0/4", "gpu:h100:8:shared", "1", "1"))
+    assert (view.name, view.nodes, view.gpus) == ("h100", 4, 0)
+    assert "gpu:h100:8:shared" in view.unreadable
 
 
 def test_settings() -> None:

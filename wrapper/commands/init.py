@@ -138,12 +138,15 @@ def choose(
         why = f"from Slurm: partition {view.name} has {count_of(view.nodes, 'node')} of {count_of(view.gpus, 'GPU')}"
         if nodes is not None and nodes > view.nodes:
             raise UsageError(f"--nodes {nodes}: partition {view.name} has {view.nodes}; sinfo -p {view.name}")
-        if gpus_per_node is not None and gpus_per_node > max(view.gpus, 1):
+        if view.unreadable:
+            why = f"from Slurm: partition {view.name} has {count_of(view.nodes, 'node')}"
+            notices.append(f"{view.unreadable}; 8 GPUs a node are written unless you say --gpus-per-node")
+        elif gpus_per_node is not None and gpus_per_node > max(view.gpus, 1):
             raise UsageError(
                 f"--gpus-per-node {gpus_per_node}: nodes of partition {view.name} have {view.gpus}; "
                 f"sinfo -p {view.name} -o '%D %G'"
             )
-        if not view.gpus:
+        elif not view.gpus:
             notices.append(f"partition {view.name} has no GPUs; --partition names another: sinfo -o '%P %D %G'")
         limit = view.seconds
         if seconds is not None and limit is not None and seconds > limit:
@@ -151,7 +154,7 @@ def choose(
         seconds = seconds or min(limit or LONGEST_S, LONGEST_S)
     return JobFileChoice(
         nodes=nodes or min(USUAL_NODES, view.nodes if view else USUAL_NODES),
-        gpus_per_node=gpus_per_node or (max(view.gpus, 1) if view else 8),
+        gpus_per_node=gpus_per_node or (max(view.gpus, 1) if view and not view.unreadable else 8),
         seconds=seconds or LONGEST_S,
         partition=view.name if view and not (view.default and partition is None) else partition or "",
         command=command or _command(),
@@ -169,7 +172,7 @@ def _pick(found: Sequence[PartitionView], named: str, allowed: Sequence[str]) ->
         if not of_that_name:
             there = ", ".join(dict.fromkeys(view.name for view in found))
             raise UsageError(f"partition {named[:80]!a}: Slurm has none of that name for you; there are {there}")
-        return max(of_that_name, key=lambda view: (view.gpus > 0, view.nodes))
+        return max(of_that_name, key=lambda view: (view.gpus > 0 or bool(view.unreadable), view.nodes))
     usable = [view for view in found if view.up and view.nodes and (not allowed or view.name in allowed)]
     ranked = sorted(usable, key=lambda view: (view.gpus > 0, view.default, view.nodes), reverse=True)
     return ranked[0] if ranked else None

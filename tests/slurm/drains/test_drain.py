@@ -101,6 +101,16 @@ def test_no_answer_is_unknown_and_the_site_is_asked(operator: Ladder) -> None:
     assert outcomes(operator.climb("n3")) == {"slurm": "unknown", "spool": "done", "exclusion": "done"}
 
 
+def test_a_node_of_which_slurm_says_nothing_readable_is_neither_drained_nor_undrained(operator: Ladder) -> None:
+    """Somebody may have drained it for a reason of his own, which would be written over."""
+    operator.slurm.set_node("n3", state="unknown", unreadable="slurm: cannot read the state of node n3")
+    steps = operator.climb("n3")
+    assert outcomes(steps)["slurm"] == "unknown"
+    assert "cannot read the state of node n3" in steps[0].text
+    assert outcomes(operator.descend("n3"))["slurm"] == "unknown"
+    assert (operator.slurm.calls["drain"], operator.slurm.calls["undrain"]) == (0, 0)
+
+
 def test_a_drain_whose_answer_is_lost_is_unknown(operator: Ladder) -> None:
     operator.slurm.nodes = lambda names: {"n3": NodeView(name="n3", state="allocated")}  # type: ignore[method-assign]
     operator.slurm.swallow_answers = True

@@ -192,6 +192,13 @@ def test_nodes_without_gpus_are_said(fresh_home: Path) -> None:
     assert "has no GPUs" in wanted.notices[0]
 
 
+def test_nodes_whose_gpus_slurm_tells_in_an_unknown_way_are_taken_for_usual_ones(fresh_home: Path) -> None:
+    odd = partition("h100", gpus=0, unreadable="slurm: cannot read generic resources in sinfo's output: 'gpu:h100:8:s'")
+    wanted = chosen(FakeSurvey(odd))
+    assert (wanted.partition, wanted.gpus_per_node) == ("", 8)
+    assert "cannot read generic resources" in wanted.notices[0]
+
+
 # --- files ----------------------------------------------------------------------------------------------------------
 
 

@@ -63,7 +63,9 @@ def shape(views: Sequence[PartitionView], rules: PartitionRules, job: Wanted) ->
     def finding(outcome: str, text: str, advice: str) -> CheckResult:
         return CheckResult(check="partition", outcome=outcome, text=f"{rules.name}: {text}", advice=advice)  # type: ignore[arg-type]
 
-    fit = [view for view in views if view.gpus >= job.gpus_per_node]
+    fit = [view for view in views if view.gpus >= job.gpus_per_node or view.unreadable]
+    if doubt := next((view.unreadable for view in views if view.unreadable), ""):
+        yield finding("warning", f"how many GPUs its nodes have is not known: {doubt}", "look at sinfo -o '%P %D %G'")
     there, count = sum(view.nodes for view in fit), sum(view.nodes for view in views)
     kinds = f"sinfo -p {rules.name} -o '%D %G %f' lists what there is"
     if job.nodes > there:

@@ -38,7 +38,7 @@ def measure(scale: Scale) -> Iterator[Figure]:
         began = time.perf_counter()
         communicator = back_end.connect(dist.PrefixStore(str(cycle), dist.HashStore()), 0, 1, timedelta(seconds=60))
         made.append(time.perf_counter() - began)
-        channel = Channel(communicator, lambda: False)
+        channel = Channel(communicator, lambda: False, kind=backends.Nccl)
         tensor = torch.ones(1 << 20, device=back_end.device)
         channel.allreduce([tensor], options).wait()  # a synchronous one, as megatron's layers ask for
         channel.allreduce([tensor]).wait()

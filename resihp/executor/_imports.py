@@ -2,13 +2,18 @@
 
 megatron-core decorates dozens of functions with `torch.compile` while it is imported, which loads the compiler: half
 of its import time, for kernels that are used on GPUs alone. During this import it only remembers what to compile, and
-does so when a worker first calls such a function (fused SwiGLU, bias and dropout) on a GPU. Whether there is one is
-not asked here: that would start CUDA in the fork server.
+does so when a worker first calls such a function (fused SwiGLU, bias and dropout) on a GPU.
+
+This import runs in the fork server, where nothing may ask for a GPU: that starts CUDA, and a process that is forked
+later cannot use it (torch: "Cannot re-initialize CUDA in forked subprocess"). megatron-core does ask, through
+`torch.utils.cpp_extension`, where CUDA's compiler is installed; Transformer Engine does as well. So
+`torch.cuda.is_available` answers no until the import is done.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +21,8 @@ from typing import Any
 
 import torch
 
-_compile = torch.compile
+_compile, _is_available = torch.compile, torch.cuda.is_available
+_cpp_extension = logging.getLogger("torch.utils.cpp_extension")
 
 
 def compiled_on_gpus(function: Callable[..., Any] | None = None, **options: Any) -> Any:
@@ -38,8 +44,16 @@ def compiled_on_gpus(function: Callable[..., Any] | None = None, **options: Any)
     return call
 
 
+def _no_gpu() -> bool:
+    return False
+
+
 try:
     torch.compile = compiled_on_gpus  # type: ignore[assignment]
+    torch.cuda.is_available = _no_gpu
+    _cpp_extension.disabled = True  # it would warn "No CUDA runtime is found", though there may well be one
+    import torch.utils.cpp_extension
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about apex and Transformer Engine, which we do not need
         import megatron.core.models.common.embeddings.language_model_embedding
@@ -51,7 +65,7 @@ try:
         import torch._dynamo
         from megatron.core.tensor_parallel import random as megatron_random
 finally:
-    torch.compile = _compile
+    torch.compile, torch.cuda.is_available, _cpp_extension.disabled = _compile, _is_available, False
 
 from resihp.executor.tensor_group import teach_megatron  # noqa: E402
 

@@ -6,7 +6,8 @@ communicators may be built and what they are made from, what `wait` promises, an
 set free: gloo by shutting down the sockets under it (`communicators`), NCCL by aborting all communicators.
 
 What NCCL promises (torch 2.13's ProcessGroupNCCL.cpp): a call with `asyncOp=False` returns nothing; `wait` orders
-streams, does not block, and says nothing of an abort, after which buffers hold anything. So whoever lets a result out
+streams, does not block, and says nothing of an abort, after which buffers hold anything; `wait(timeout)` blocks, and
+aborts the communicator once the time has passed. So no wait of NCCL's is given a timeout, and whoever lets a result out
 of the device asks afterwards whether the rank was woken (`channels.PendingWork`, `Communicators.settle`).
 
 `RESIHP_BACKEND` chooses: `gloo`, also for tensors on GPUs; `nccl`; `nccl-like`, for tests: those manners, on gloo. By
@@ -41,7 +42,7 @@ NO_WATCHDOG = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
 }
 """Before the first communicator: torch's watchdog ends a process that has met a dead peer, also one that recovered."""
@@ -94,6 +95,9 @@ class BackEnd(ABC):
     """Whether its reduce_scatter is one that a wait can be woken from."""
     aborts: ClassVar[bool] = True
     """Whether `abort` does anything."""
+    timed_waits: ClassVar[bool] = True
+    """Whether a wait that is given a timeout leaves the work as it was when that has passed. NCCL's blocks the host,
+    counts from when the work was enqueued, and then aborts the communicator (`WorkNCCL::wait`)."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -157,6 +161,7 @@ class Nccl(BackEnd):
     in_order = True
     has_sockets = False
     scatters = True
+    timed_waits = False
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -218,12 +223,15 @@ class NcclLike(Gloo):
 
     What fails, a connection or a communication, hangs until it is aborted, as a kernel does whose peer is dead. After
     an abort `wait` returns as if all were well, and the buffer holds no number: from that moment on, so that a peer
-    which goes on is sent what is none either. Synchronous calls return nothing.
+    which goes on is sent what is none either. Synchronous calls return nothing. A wait that is given a timeout aborts
+    the communicator and raises, however short the work: NCCL's does once the timeout has passed, and the host of a real
+    model is that far ahead of its device.
     """
 
     name = "nccl-like"
     in_order = True
     aborts = True
+    timed_waits = False
 
     def connect(self, store: Any, index: int, size: int, timeout: timedelta, role: Role = ALONE) -> Backend:
         mannered = _Mannered()
@@ -326,7 +334,11 @@ class _MannersOfWork:
         self._under_way = under_way
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """What depends on the result comes after it; whether there is one, nobody says."""
+        """What depends on the result comes after it; whether there is one, nobody says. Raises RuntimeError if it is
+        given a timeout."""
+        if timeout is not None:
+            self._under_way.abort()
+            raise RuntimeError(f"timed out: waited for {timeout.total_seconds()} s, and aborted the communicator")
         if self._work is None or not self._finished():
             self._under_way.aborted.wait()  # a dead peer's kernel never ends
             self.poison()

@@ -137,7 +137,7 @@ class Communicators:
         begun = partial(self._connecting.__setitem__, group.name)
         role = Role(group.use, group.ranks, parent, step.colour or 0, begun)
         backend = self._back_end.connect(store, index, size, self._timeout, role)
-        channel = Channel(backend, lambda: self._woken, self._strict, wire, store, self._back_end.scatters)
+        channel = Channel(backend, lambda: self._woken, self._strict, wire, store, type(self._back_end))
         if group.name == WORLD:
             worlds.append(channel)
         return channel

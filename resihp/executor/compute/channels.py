@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from resihp.errors import CommunicatorError
+from resihp.executor.backends import BackEnd, Gloo
 from resihp.executor.tensor_group import NO_PEERS_FAULT, Backend, dist
 
 Wire = Callable[[], float]
@@ -30,11 +31,13 @@ class PendingWork:
     """A collective or a pipeline transfer under way.
 
     `work` is the back end's, None where it has ordered what follows behind it already (NCCL's synchronous calls).
+    `timed`: whether its wait may be given a timeout (`BackEnd.timed_waits`).
     """
 
-    def __init__(self, work: Any, woken: Callable[[], bool]) -> None:
+    def __init__(self, work: Any, woken: Callable[[], bool], *, timed: bool = True) -> None:
         self._work = work
         self._woken = woken
+        self._timed = timed
         self._finish: Callable[[], object] | None = None
 
     def then(self, finish: Callable[[], object]) -> None:
@@ -45,10 +48,16 @@ class PendingWork:
         """Wait for it. Raises CommunicatorError once the rank has been woken, RuntimeError for what the back end says.
 
         Shutting down gloo's sockets wakes its waiters at once, with one exception: gloo (transport/tcp/pair.cc,
-        signalException) forgets whoever is in the middle of a message. So a wait looks up now and then. NCCL's does not
-        wait, and an aborted one returns as if all were well: that a rank was woken is asked here in any case.
+        signalException) forgets whoever is in the middle of a message. So a wait looks up now and then. NCCL's orders
+        streams and does not wait, `timeout` or not, and an aborted one returns as if all were well: that a rank was
+        woken is asked here in any case.
         """
-        done = True if self._work is None else self._waited(timeout)
+        if self._work is None:
+            done = True
+        elif self._timed:
+            done = self._waited(timeout)
+        else:
+            done = bool(self._work.wait())
         if self._woken():
             raise CommunicatorError("woken; what came is not to be used")
         if self._finish is not None:
@@ -82,8 +91,10 @@ class SingleFile:
         self._due: queue.SimpleQueue[_Deferred | None] = queue.SimpleQueue()
         threading.Thread(target=self._carry_out, name="resihp-strict", daemon=True).start()
 
-    def begin(self, operation: Callable[[], Any], woken: Callable[[], bool], wire: Wire | None = None) -> PendingWork:
-        deferred = _Deferred(operation, woken, wire)
+    def begin(
+        self, operation: Callable[[], Any], woken: Callable[[], bool], wire: Wire | None = None, *, timed: bool = True
+    ) -> PendingWork:
+        deferred = _Deferred(operation, woken, wire, timed=timed)
         self._due.put(deferred)
         return PendingWork(deferred, woken)
 
@@ -98,14 +109,16 @@ class SingleFile:
 class _Deferred:
     """Stands in for a back end's work that has not begun yet."""
 
-    def __init__(self, operation: Callable[[], Any], woken: Callable[[], bool], wire: Wire | None) -> None:
-        self._operation, self._woken, self._wire = operation, woken, wire
+    def __init__(
+        self, operation: Callable[[], Any], woken: Callable[[], bool], wire: Wire | None, *, timed: bool
+    ) -> None:
+        self._operation, self._woken, self._wire, self._timed = operation, woken, wire, timed
         self._done = threading.Event()
         self._error: Exception | None = None
 
     def carry_out(self) -> None:
         try:
-            PendingWork(self._operation(), self._woken).wait()
+            PendingWork(self._operation(), self._woken, timed=self._timed).wait()
             if self._wire is not None:
                 time.sleep(self._wire())
         except (CommunicatorError, RuntimeError) as error:
@@ -137,10 +150,10 @@ class Channel:
         strict: SingleFile | None = None,
         wire: Wire | None = None,
         store: Any = None,
-        scatters: bool = False,
+        kind: type[BackEnd] = Gloo,
     ) -> None:
-        """`store`: the back end's, held as long as it may ask it. `scatters`: as `backends.BackEnd` has it."""
-        self._scatters = scatters
+        """`store`: the back end's, held as long as it may ask it. `kind`: what the back end is."""
+        self._kind = kind
         self.store = store
         self._backend: Backend | None = backend
         self._woken = woken
@@ -188,7 +201,7 @@ class Channel:
 
         gloo's own (torch 2.13) is a sum over everything, too, but one whose wait cannot be told to look up.
         """
-        if self._scatters:
+        if self._kind.scatters:
             return self._begin(lambda: self.backend._reduce_scatter_base(output, whole))
         summed = whole.clone()
         own = summed.view(self.size(), -1)[self.rank()]
@@ -204,8 +217,8 @@ class Channel:
 
     def _begin(self, operation: Callable[[], Any]) -> PendingWork:
         if self._single_file is not None:
-            return self._single_file.begin(operation, self._woken, self._wire)
-        return PendingWork(operation(), self._woken)
+            return self._single_file.begin(operation, self._woken, self._wire, timed=self._kind.timed_waits)
+        return PendingWork(operation(), self._woken, timed=self._kind.timed_waits)
 
 
 @contextmanager

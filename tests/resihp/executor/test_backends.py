@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -38,6 +39,8 @@ CPU = torch.device("cpu")
 
 SPY = """
 import sys, torch
+torch.cuda._is_compiled = lambda: sys._getframe(1).f_globals["__name__"] == "torch.utils.cpp_extension"
+torch.version.cuda = "13.0"
 asked = []
 def spied(name, function):
     return lambda *given, **named: (asked.append(name), function(*given, **named))[1]
@@ -52,10 +55,14 @@ print(*asked)
 """
 
 
-def test_what_the_fork_server_imports_asks_for_no_gpu() -> None:
-    """That would start CUDA, and no child of a process that has may use it."""
-    done = subprocess.run([sys.executable, "-c", SPY, PRELOAD], capture_output=True, text=True, check=True)
+def test_what_the_fork_server_imports_asks_for_no_gpu(tmp_path: Path) -> None:
+    """That would start CUDA, and no child of a process that has may use it. Beside CUDA's compiler, as in containers,
+    torch's `cpp_extension` asks, which megatron-core imports."""
+    environment = {**os.environ, "CUDA_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", SPY, PRELOAD]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert done.stdout.split() == []
+    assert "CUDA" not in done.stderr
 
 
 @pytest.fixture
@@ -304,7 +311,7 @@ def test_a_layers_collectives_take_memory_for_their_result_and_copy_nothing(nccl
     """Lists of tensors are flattened by NCCL's back end: as much memory again, and a copy of each part."""
     backend = nccl.connect(None, 0, 2, timedelta(seconds=7))
     group, tensor = TensorGroup(2, 0), torch.ones(4, 3)
-    group.bind(Channel(backend, lambda: False, scatters=nccl.scatters))
+    group.bind(Channel(backend, lambda: False, kind=type(nccl)))
     with Operations() as seen:
         assert group.all_gather(tensor).shape == (8, 3)
         assert group.reduce_scatter(tensor).shape == (2, 3)
@@ -411,10 +418,29 @@ def test_an_aborted_communicator_goes_with_its_last_holder_and_no_garbage_collec
         gc.enable()
 
 
+def test_a_wait_that_is_told_for_how_long_aborts_the_communicator() -> None:
+    """So no wait of ours may be told, and none is (`Channel`)."""
+    with pair() as ends, ThreadPoolExecutor(2) as pool:
+        sums = [pool.submit(Channel(end, lambda: False, kind=NcclLike).allreduce([torch.ones(1)]).wait) for end in ends]
+        assert all(each.result(20) for each in sums)
+        works = [end.allreduce([torch.ones(1)]) for end in ends]
+        with pytest.raises(RuntimeError, match="aborted the communicator"):
+            works[0].wait(timedelta(seconds=60))
+        assert works[0].is_completed()
+        ends[1].abort()
+
+
+def test_a_wait_over_nccl_is_given_no_time(nccl: Any) -> None:
+    given: list[tuple[Any, ...]] = []
+    backend = SimpleNamespace(allreduce=lambda _: SimpleNamespace(wait=lambda *time: given.append(time) or True))
+    assert Channel(backend, lambda: False, kind=type(nccl)).allreduce([torch.zeros(1)]).wait(timedelta(seconds=1))
+    assert given == [()]
+
+
 def test_nobody_takes_what_an_abort_left_for_a_result() -> None:
     woken = threading.Event()
     with pair() as (end, other), ThreadPoolExecutor(1) as pool:
-        channel = Channel(end, woken.is_set)
+        channel = Channel(end, woken.is_set, kind=NcclLike)
         waiting = pool.submit(channel.allreduce([torch.zeros(3)]).wait)
         woken.set()
         end.abort()

@@ -59,9 +59,9 @@ def masked(url: str | URL) -> str:
 IN_FILES = frozenset(
     """
     application_name channel_binding client_encoding connect_timeout fallback_application_name gssencmode host
-    keepalives keepalives_count keepalives_idle keepalives_interval krbsrvname load_balance_hosts port sslcert sslcrl
-    sslmode sslrootcert ssl_max_protocol_version ssl_min_protocol_version sslnegotiation sslsni target_session_attrs
-    tcp_user_timeout
+    keepalives keepalives_count keepalives_idle keepalives_interval krbsrvname load_balance_hosts port require_auth
+    requirepeer sslcert sslcertmode sslcrl sslmode sslrootcert ssl_max_protocol_version ssl_min_protocol_version
+    sslnegotiation sslsni target_session_attrs tcp_user_timeout user
     """.split()  # noqa: SIM905 - a list of one word a line would be a page
 )
 """What a URL that stands in a file may say of a server's connection, by libpq's names. Not `hostaddr`, `passfile` and
@@ -78,8 +78,8 @@ def check_stored(url: str, source: Path) -> str:
     for name in parsed.query:
         if name not in allowed:
             raise LedgerError(
-                f"ledger {masked(parsed)}: {source} names it with {name[:40]!a}, which is not taken from a file; "
-                "name the ledger yourself with --ledger"
+                f"ledger {masked(parsed)}: {source} gives the connection parameter {name[:40]!a}, which is only "
+                "accepted on the command line: --ledger URL"
             )
     return url
 

@@ -318,7 +318,17 @@ class OurJob(Job):
         file = self.read()
         if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(self.home)):
             return True
-        return registry.knows(file.name, {str(self.folder), str(self._made_in())}, file.created_at)
+        return registry.knows(file.name, self._folders(), file.created_at)
+
+    @property
+    def known(self) -> registry.KnownJob | None:
+        """The entry of this job in the user's registry, also where the job's folder was moved since."""
+        file = self.read()
+        return registry.known(file.name, self._folders(), file.created_at)
+
+    def _folders(self) -> tuple[str, ...]:
+        """Where the job's folder is, and where it was made."""
+        return tuple(dict.fromkeys((str(self.folder), str(self._made_in()))))
 
     def _made_in(self) -> Path:
         """The folder that the job was made in, as run.json has it; that of today where it does not say."""
@@ -328,19 +338,26 @@ class OurJob(Job):
 
     @property
     def ledger_url(self) -> str | None:
-        """Where its ledger is, None where nobody has said. Raises JobNotFoundError, LedgerError."""
+        """Where its ledger is, None where nobody has said. Raises JobNotFoundError, LedgerError.
+
+        Connection parameters that `check_stored` refuses are believed if the registry has the same URL: then this user
+        gave them when the job began.
+        """
         from db.engine import check_stored, file_of, masked, resolve
 
         if (url := self.read().ledger) is None:
             return None
-        parsed = resolve(check_stored(url, self.folder / "job.json"), self.folder)
+        known = self.known
+        if known is None or known.ledger != masked(url):
+            check_stored(url, self.folder / "job.json")
+        parsed = resolve(url, self.folder)
         if (file := file_of(parsed)) is not None:
             parsed = parsed.set(database=str(self.now(file)))
         if not self.may_name(Path("/") if file is None else self.now(file)):
             raise LedgerError(
-                f"ledger {masked(parsed)}: {self.folder / 'job.json'} names it, outside of its home, and "
-                "resihp jobs --all does not know the job as one that you ran: its folder may have been unpacked from "
-                "somebody's archive; if you trust it, name the ledger with --ledger"
+                f"ledger {masked(parsed)}: {self.folder / 'job.json'} points outside the job's home, and there is no "
+                f"record in {registry.place() or 'a registry (no home directory here: set RESIHP_STATE)'} that you "
+                "started this job; it may come from an unpacked archive. If you trust it: --ledger URL"
             )
         return parsed.render_as_string(hide_password=False)
 
@@ -349,7 +366,7 @@ class OurJob(Job):
         from db.engine import masked
 
         self._change(ledger=url)
-        _note(self, ledger=masked(url))
+        _note(self, may_enter=True, ledger=masked(url))
 
     def set_uuid(self, uuid: str) -> None:
         """Remember which job this is, so that no other one's journal is taken for it."""
@@ -425,7 +442,7 @@ def home() -> Path:
     here = Path(".resihp").absolute()
     if owner := somebody_elses(here):
         raise OwnershipError(
-            f"{here}: is {owner}'s, and not looked at only because it is in this folder; to look at it, say so: "
+            f"{here}: belongs to {owner}; a .resihp of another user is not used by default. To use it: "
             f"RESIHP_HOME={shlex.quote(str(here))}"
         )
     return here
@@ -458,14 +475,24 @@ def user_name() -> str:
         return str(os.geteuid())
 
 
-def _note(job: OurJob, **figures: Any) -> registry.KnownJob | None:
+def _note(job: OurJob, *, may_enter: bool = False, **figures: Any) -> registry.KnownJob | None:
     """Add something to what the registry has of a job, and return it; nothing of a job of root's. What cannot be
-    written was told when it began."""
+    written was told when it began.
+
+    `may_enter`: the job's own supervisor asks, so that a job without an entry gets one. A command that only looks at a
+    job enters none: a job of an unpacked archive would be believed from then on.
+    """
     if not job.is_writable:
         return None
+
+    def change(entry: registry.KnownJob | None) -> registry.KnownJob | None:
+        entry = entry or job.known
+        if entry is None:
+            return msgspec.structs.replace(begins, **figures) if may_enter else None
+        return msgspec.structs.replace(entry, folder=begins.folder, **figures)
+
     with suppress(JobNotFoundError):
         begins = entry_of(job, job.read())
-        change = lambda entry: msgspec.structs.replace(entry or begins, **figures)  # noqa: E731
         registry.note(begins, change)
         return msgspec.structs.replace(begins, **figures)
     return None

@@ -142,7 +142,11 @@ def _furnish(job: OurJob) -> OurJob:
     )
     write_private(job.folder / "job.json", msgspec.json.encode(file))
     if trouble := registry.save(entry_of(job, file)):
-        print(f"resihp: warning: {trouble}; this job is found from {home().parent} alone", file=sys.stderr)
+        print(
+            f"resihp: warning: {trouble}; this job is found from {home().parent} alone, and a ledger outside of "
+            f"{home()} is shown only with --ledger URL",
+            file=sys.stderr,
+        )
     return job
 
 
@@ -407,8 +411,13 @@ def finish_dead_job(job: OurJob, reason: str = "the supervisor was found dead", 
         write_private(job.exit_code_file, b"1\n")
         note_end(job)
         url = None
-        with suppress(LedgerError):
-            url = job.ledger_url  # or one that is not believed
+        try:
+            url = job.ledger_url
+        except LedgerError as error:
+            from wrapper.output.render import literal
+
+            text = f"the end of job {job.name} is not in its ledger: {error}"
+            print(f"resihp: warning: {literal(text)}", file=sys.stderr)
         if url is not None:
             from db.writer import catch_up
 

@@ -95,6 +95,13 @@ def knows(name: str, folders: Iterable[str], began_at: float) -> bool:
     return any(file is not None and is_own(file.parent) and os.path.isfile(file) for file in files)
 
 
+def known(name: str, folders: Iterable[str], began_at: float) -> KnownJob | None:
+    """Return the entry of the job of that name that the user began at that moment in one of these folders."""
+    files = [file_of(name, folder, began_at) for folder in folders]
+    entries_there = (_read(file) for file in files if file is not None and is_own(file.parent))
+    return next((entry for entry in entries_there if entry is not None), None)
+
+
 def save(entry: KnownJob) -> str:
     """Write an entry; what was in the way, or empty."""
     path = file_of(entry.name, entry.folder, entry.began_at)
@@ -103,12 +110,20 @@ def save(entry: KnownJob) -> str:
     return promptly(lambda: _write(path, entry), str(path.parent))
 
 
-def note(job: KnownJob, change: Callable[[KnownJob | None], KnownJob]) -> str:
-    """Write what `change` makes of a job's entry, None if there is none to be read; what was in the way, or empty."""
+def note(job: KnownJob, change: Callable[[KnownJob | None], KnownJob | None]) -> str:
+    """Write what `change` makes of a job's entry, None if there is none to be read; what was in the way, or empty.
+
+    Nothing is written where `change` returns None.
+    """
     path = file_of(job.name, job.folder, job.began_at)
     if path is None:
         return "no place"
-    return promptly(lambda: _write(path, change(_read(path))), str(path.parent))
+
+    def write_changed() -> None:
+        if (entry := change(_read(path))) is not None:
+            _write(path, entry)
+
+    return promptly(write_changed, str(path.parent))
 
 
 def entries(wanted: Callable[[str], bool] = lambda name: True) -> tuple[list[KnownJob], list[str]]:

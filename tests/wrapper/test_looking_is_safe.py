@@ -26,6 +26,7 @@ from resihp.record import journal
 from resihp.record.journal_file import read_packed
 from resihp.worker.checkpoints import MANIFEST, newest_complete, stored
 from tests.db.conftest import started, story, write_journal
+from tests.wrapper.run_requests import run_request
 from tests.wrapper.second_user import (
     ATTACKER,
     ROOT,
@@ -43,6 +44,7 @@ from wrapper.job_folder import (
     OurJob,
     create_local_job,
     finish_dead_job,
+    note_end,
     ours,
     take_lock,
     write_private,
@@ -221,18 +223,46 @@ def test_an_own_folder_in_a_home_that_others_may_write_is_somebodys(fresh_home: 
 
 @pytest.mark.parametrize("query", ["hostaddr=127.0.0.1", "passfile=/x", "service=x", "options=-c%20x", "sslkey=/x"])
 def test_a_url_in_a_file_says_nothing_that_a_user_must_say_himself(fresh_home: Path, query: str) -> None:
+    """Also where the registry knows the job: it has another URL for it."""
     job = create_local_job()
     written(job)
-    job.set_ledger(f"postgresql://me:secret@db.example.org/ledger?{query}")
-    with pytest.raises(LedgerError, match=rf"job\.json names it with '{query.partition('=')[0]}'.*--ledger") as refused:
+    job.set_ledger("postgresql://me:secret@db.example.org/ledger")
+    changed = msgspec.structs.replace(job.read(), ledger=f"postgresql://me:secret@db.example.org/ledger?{query}")
+    write_private(job.folder / "job.json", msgspec.json.encode(changed))
+    name = query.partition("=")[0]
+    with pytest.raises(LedgerError, match=rf"job\.json gives the connection parameter '{name}'.*--ledger") as refused:
         url_of(job)
     assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql+psycopg://me:secret@db.example.org/ledger?options=-csearch_path%3Dteam&passfile=%2Fx",
+        "postgresql+psycopg://me@db.example.org/ledger?password=secret",
+        "sqlite:////shared/ledger.db?timeout=30",
+    ],
+)
+def test_a_job_of_ones_own_is_read_back_with_the_ledger_that_it_was_given(
+    fresh_home: Path, monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    job = create_local_job()
+    written(job)
+    run_request(job.name, job.folder).save()
+    job.set_ledger(url)
+    assert url_of(job) == url
+    os.rename(job.home, fresh_home / "moved")
+    moved = OurJob(job.name, fresh_home / "moved" / "jobs" / job.name)
+    assert url_of(moved) == url
+    note_end(moved)
+    assert url_of(moved) == url, "its entry at the new place has the ledger as well"
 
 
 def test_a_url_in_a_file_may_say_how_a_connection_is_kept(fresh_home: Path) -> None:
     job = create_local_job()
     written(job)
-    job.set_ledger("postgresql://me@/ledger?host=/run/postgresql&sslmode=verify-full&connect_timeout=3")
+    url = "postgresql://me@/ledger?host=/run/postgresql&sslmode=verify-full&connect_timeout=3&user=me&require_auth=gss"
+    write_private(job.folder / "job.json", msgspec.json.encode(msgspec.structs.replace(job.read(), ledger=url)))
     assert "sslmode=verify-full" in url_of(job)
 
 
@@ -263,7 +293,7 @@ def test_a_configuration_that_happens_to_be_here_is_read_only_if_it_is_named(fre
     file.write_text('[ledger]\nurl = "postgresql://db.example.org/x?hostaddr=127.0.0.1"\n')
     assert "hostaddr" in read({}).ledger.url
     os.chown(file, ATTACKER, -1)
-    with pytest.raises(ConfigurationError, match=rf"{file}: is user {ATTACKER}'s.*--config resihp\.toml"):
+    with pytest.raises(ConfigurationError, match=rf"{file}: belongs to user {ATTACKER};.*--config resihp\.toml"):
         read({})
     assert "hostaddr" in read({}, Path("resihp.toml")).ledger.url
 

@@ -14,6 +14,7 @@ from db.writer import catch_up
 from resihp.errors import LedgerError
 from tests.db.conftest import story, write_journal
 from tests.wrapper.run_requests import run_request
+from wrapper import registry
 from wrapper.cli import app
 from wrapper.job_folder import Job, copy_journal, create_local_job, take_lock, write_private
 
@@ -56,7 +57,23 @@ def test_unpacked_job_writes_no_ledger_outside_its_home(unpacked: tuple[Job, Job
     for words in (("status",), ("history", "failures"), ("report", "--markdown"), ("db", "upgrade", theirs.name)):
         result = resihp(*words)
         assert isinstance(result.exception, LedgerError), (words, result.output)
-        assert "name the ledger with --ledger" in str(result.exception)
+        assert f"there is no record in {registry.place()} that you started this job" in str(result.exception)
+        assert "If you trust it: --ledger URL" in str(result.exception)
+    assert not (fresh_home / "authorized_keys2").exists()
+
+
+def test_looking_at_an_unpacked_job_does_not_make_it_a_job_of_ones_own(
+    unpacked: tuple[Job, Job], fresh_home: Path
+) -> None:
+    """`resihp jobs` notes how jobs ended. A note about an unpacked job would be the proof that the user started it."""
+    theirs, _ = unpacked
+    names(theirs, ledger=f"sqlite:///{fresh_home}/authorized_keys2")
+    theirs.exit_code_file.write_text("0\n")
+    known = registry.names()
+    assert resihp("jobs", "--all").exit_code == 0
+    assert registry.names() == known
+    result = resihp("db", "upgrade", theirs.name)
+    assert isinstance(result.exception, LedgerError), result.output
     assert not (fresh_home / "authorized_keys2").exists()
 
 
@@ -95,3 +112,15 @@ def test_job_of_ones_own_that_was_moved_still_names_its_ledger(
     result = resihp("status", mine.name)
     assert result.exception is None or isinstance(result.exception, SystemExit), "its exit code is the job's"
     assert "abnormal" in result.output
+
+
+def test_a_job_that_the_registry_cannot_have_says_what_will_not_be_believed_of_it(
+    fresh_home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (fresh_home / "file").touch()
+    monkeypatch.setenv("RESIHP_STATE", str(fresh_home / "file"))
+    job = create_local_job()
+    assert f"a ledger outside of {job.home} is shown only with --ledger URL" in capsys.readouterr().err
+    monkeypatch.setenv("RESIHP_STATE", str(fresh_home / "state"))
+    job.set_ledger(url := f"sqlite:///{fresh_home}/shared.db")
+    assert job.ledger_url == url, "its supervisor can write it there later"

@@ -435,8 +435,8 @@ def _is_read(path: Path, job_file: Path | None) -> bool:
     if job_file is not None and job_file.samefile(path):
         return False
     raise ConfigurationError(
-        f"{path.absolute()}: is {owner}'s, and not read only because it is in this folder; name it, "
-        f"resihp run --config {path} or resihp submit {path}, or make a copy of your own"
+        f"{path.absolute()}: belongs to {owner}; a resihp.toml of another user is not read by default. To use it: "
+        f"resihp run --config {path}, or resihp submit {path}"
     )
 
 

@@ -349,10 +349,10 @@ def bury(request: RunRequest, how: str, listener: socket.socket) -> int:
         text = f"the job had ended: {ended.reason}"
         write_private(job.exit_code_file, f"{status}\n".encode())
         note_end(job, status)
-        if (url := job.read().ledger) is not None and job.journal_file.exists():
-            from db.writer import catch_up
+        with _told_of_ledger(job):
+            if (url := job.ledger_url) is not None and job.journal_file.exists():
+                from db.writer import catch_up
 
-            with _told_of_ledger(job):
                 catch_up(url, job.folder, job.journal_file)
     _say(f"job {job.name}: the supervisor {how}; {text}, logs in {job.logs}")
     tell_of_the_end(request, job.records(), lambda text: _say(f"job {job.name}: {text}"))

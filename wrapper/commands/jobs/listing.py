@@ -61,6 +61,8 @@ def listed(*, every: bool, now_s: float, say: Say, slurm: Slurm | None = None) -
     moved = _moved([entry for entry in known if entry.home not in silent])
     with _Ledgers(say) as ledgers:
         for entry in known:
+            if entry in moved:
+                _keep_at_new_place(entry, known)
             if entry in moved or (entry.state == QUEUED and any(_is_begun(entry, other) for other in known)):
                 registry.drop(entry)
                 continue
@@ -101,6 +103,15 @@ def _moved(known: Sequence[KnownJob]) -> list[KnownJob]:
         same.setdefault((entry.name, entry.host, entry.began_at), []).append(entry)
     twice = [entries for entries in same.values() if len(entries) > 1 and any(map(is_there, entries))]
     return [entry for entries in twice for entry in entries if not is_there(entry)]
+
+
+def _keep_at_new_place(moved: KnownJob, known: Sequence[KnownJob]) -> None:
+    """Write the entry of a job whose folder was moved for the place where the folder is now."""
+    for entry in known:
+        is_same_job = (entry.name, entry.host, entry.began_at) == (moved.name, moved.host, moved.began_at)
+        if is_same_job and entry.folder != moved.folder and is_there(entry) and ours(job_of(entry)) is not None:
+            followed = msgspec.structs.replace(moved, folder=entry.folder)
+            registry.note(followed, lambda present, followed=followed: present or followed)  # type: ignore[misc]
 
 
 def _is_begun(queued: KnownJob, other: KnownJob) -> bool:

@@ -29,7 +29,7 @@ from wrapper.commands.options import command_of
 from wrapper.commands.plan import command as plan
 from wrapper.commands.report import command as report
 from wrapper.commands.status import command as status
-from wrapper.exit_codes import INTERNAL, OUTPUT_CLOSED, exit_code_of
+from wrapper.exit_codes import INTERNAL, OUTPUT_CLOSED, UNAVAILABLE, exit_code_of
 from wrapper.output.answers import SCHEMA, JsonOption, message, to_json
 
 OTHERS = (
@@ -243,7 +243,7 @@ class _Output(io.TextIOWrapper):
             if isinstance(error, BrokenPipeError):
                 raise SystemExit(OUTPUT_CLOSED) from None
             message(f"what is printed cannot be written: {error.strerror}")
-            raise SystemExit(INTERNAL) from None
+            raise SystemExit(UNAVAILABLE) from None
 
 
 def main() -> None:

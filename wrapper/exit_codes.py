@@ -1,17 +1,23 @@
 """Which error ends a command with which exit code: one table, used by the command line and the supervisor.
 
 0 done · 1 training failed · 2 usage · 3 unhealthy environment · 4 restart budget spent · 5 not enough healthy nodes ·
-70 resihp itself failed · 75 please requeue · 93 do not requeue (the training program is broken) · 130/143 signalled.
+69 refused or no answer · 70 resihp itself failed · 75 please requeue · 93 do not requeue (the training program is
+broken) · 130/143 signalled.
 """
 
 from __future__ import annotations
 
 from resihp import errors
+from slurm.errors import SlurmOutputError
 
 FAILED = 1
 """Training failed."""
+UNAVAILABLE = 69
+"""A request was refused, or whom it was made to gave no answer: Slurm, a job's supervisor, a disk that is full. What
+sysexits calls an unavailable service. Nothing is known of the training by it."""
 INTERNAL = 70
-"""Any other error, of resihp's own: what sysexits calls a software error. Nothing is known of the training by it."""
+"""resihp itself failed: an exception that nobody foresaw, or output of Slurm that is not as documented. What sysexits
+calls a software error. Nothing is known of the training by it."""
 REQUEUE = 75
 BROKEN = 93
 DEPOSED = 76
@@ -28,7 +34,8 @@ EXIT_CODES: dict[type[errors.ResihpError], int] = {
     errors.RestartBudgetError: 4,
     errors.NotEnoughDevicesError: 5,
     errors.TrainingProgramError: BROKEN,
-    errors.ResihpError: INTERNAL,
+    SlurmOutputError: INTERNAL,
+    errors.ResihpError: UNAVAILABLE,
 }
 """The nearest class in an exception's ancestry decides."""
 

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import resihp
 from resihp.errors import FaultNotFiredError, ProtocolError, ResihpError, UsageError
+from slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
 from wrapper import cli
 from wrapper.cli import app
 from wrapper.job_folder import create_local_job, note_end
@@ -68,7 +69,7 @@ def test_output_that_cannot_be_written_is_one_line(fresh_home: Path, what: str) 
     with Path("/dev/full").open("w") as full:
         done = typed(what, stdout=full)
     assert (done.returncode, done.stderr) == (
-        70,
+        69,
         "resihp: what is printed cannot be written: No space left on device\n",
     )
 
@@ -82,8 +83,11 @@ def test_a_terminal_that_has_no_columns_gets_it_all(fresh_home: Path, columns: s
 @pytest.mark.parametrize(
     ("raised", "code"),
     [
-        (ResihpError("the other end hung up"), 70),
-        (ProtocolError("malformed"), 70),
+        (ResihpError("the other end hung up"), 69),
+        (ProtocolError("malformed"), 69),
+        (SlurmUnavailableError("slurmctld does not answer"), 69),
+        (SlurmRefusedError("Invalid account"), 69),
+        (SlurmOutputError("squeue printed half a line"), 70),
         (ZeroDivisionError("a bug"), 70),
         (FaultNotFiredError("fault 1 did not fire"), 1),
         (UsageError("no such key"), 2),

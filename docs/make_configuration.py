@@ -122,6 +122,8 @@ def takes(key: str, field: FieldInfo) -> str:
     metadata = _metadata(field.annotation, field.metadata)
     if any(isinstance(item, BeforeValidator) and item.func is values.duration for item in metadata):
         return "a time" + _limits(metadata, values_are_times=True)
+    if any(isinstance(item, BeforeValidator) and item.func is values.duration_or_never for item in metadata):
+        return f'a time, or `"{values.NEVER}"`'
     if any(isinstance(item, BeforeValidator) and item.func is values.size for item in metadata):
         return "a size"
     kind = _plain(field.annotation)

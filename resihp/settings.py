@@ -71,8 +71,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     node_given_up_s: float = 6.0
     hang_given_up_s: float = 15.0
     start_budget_s: float = 600.0
-    idle_limit_s: float = 1800.0
-    """How long the last processes of a script that says nothing of what it trains may do nothing."""
+    idle_limit_s: float | None = 1800.0
+    """How long the last processes of a script that says nothing of what it trains may do nothing; None: for ever."""
     declares: bool = True
     """Whether its processes may say what they train; a command does not, and cannot do without any of them."""
     transition_budget_s: float = 60.0

@@ -78,9 +78,11 @@ class JobSection(Section):
     """What each worker runs, unless the command line tells after `--`."""
     time: Annotated[float | None, BeforeValidator(values.duration)] = None
     """How long Slurm gives the job, with its unit, as `24h`; the partition's default if left out."""
-    idle_limit: Duration = 1800.0
-    """How long the last processes of a script that does not use resihp may do nothing, once others have ended well: use
-    no processor, wait for no disk, write nothing. Then they are ended, with exit code 1."""
+    idle_limit: Annotated[float | None, BeforeValidator(values.duration_or_never)] = 1800.0
+    """How long the last processes of a script that does not use resihp may be idle, once others have ended well. Then
+    they are ended, with exit code 1. A process is idle while neither it nor any process that it started uses a
+    processor, waits for a disk or writes; so one is idle that only waits for something remote, as `sbatch --wait` or
+    the end of an upload. Where a script does that for long, set a longer time, or `never`."""
     name: Annotated[str, AfterValidator(values.plain)] = "resihp"
     """What Slurm calls the job. Jobs of a chain share it."""
 

@@ -7,6 +7,7 @@ Names and options end in batch scripts: nothing passes that a shell or sbatch wo
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from pathlib import Path
 
@@ -39,7 +40,9 @@ _SLURM_TIME = re.compile(r"(?:(\d+)-)?(\d+):(\d+):(\d+)")
 
 def duration(text: object) -> float | None:
     """Seconds of `24h`, `1h30m`, `2d`, `45s`, or Slurm's `[days-]hours:minutes:seconds`. Raises ValueError."""
-    if text is None or (isinstance(text, float) and text > 0):  # defaults pass through here, too
+    if text is None or (
+        isinstance(text, float) and text > 0 and math.isfinite(text)
+    ):  # defaults pass through here, too
         return text
     found = isinstance(text, str) and (_DURATION.fullmatch(text.strip()) or _SLURM_TIME.fullmatch(text.strip()))
     if not found or not any(found.groups()):
@@ -48,6 +51,19 @@ def duration(text: object) -> float | None:
     if not 0 < seconds < 10 * 365 * 86400:
         raise ValueError("must be more than nothing, and less than ten years")
     return float(seconds)
+
+
+NEVER = "never"
+
+
+def duration_or_never(text: object) -> float | None:
+    """Seconds as `duration` reads them; None for `never`. Raises ValueError."""
+    if text == NEVER:
+        return None
+    try:
+        return duration(text)
+    except ValueError as error:
+        raise ValueError(f"{error}; or {NEVER}") from None
 
 
 _PLAIN = re.compile(r"[A-Za-z0-9_.,:+@/-]*")
@@ -191,7 +207,7 @@ def expanded(path: str) -> Path:
         return Path(path).expanduser()
     except RuntimeError:
         raise ConfigurationError(
-            f"{path}: ~ is no folder here, since that user has no home; write the whole path"
+            f"{path}: ~ cannot be expanded: the user has no home directory on this host; write the whole path"
         ) from None
 
 

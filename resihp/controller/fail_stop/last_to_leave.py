@@ -8,6 +8,8 @@ plan; of training that declared itself `watchdog.judge_leaving` decides.
 
 from __future__ import annotations
 
+import math
+
 from resihp.controller.fail_stop import incidents
 from resihp.controller.state.incidents import Incident
 from resihp.controller.state.job import Job
@@ -34,7 +36,7 @@ def judge(job: Job) -> None:
         job.start.last_since = len(ended), job.now
     since = job.start.last_since[1]
     idle_s = min(min(idle_for_s(member), job.now - since) for member in live)
-    limit_s = job.settings.idle_limit_s
+    limit_s = math.inf if job.settings.idle_limit_s is None else job.settings.idle_limit_s
     if idle_s < min(NOTICED_AFTER_S, limit_s):
         job.start.idle_noticed = False
         return
@@ -43,17 +45,22 @@ def judge(job: Job) -> None:
         job.start.idle_noticed = True
         first = job.where(live[0].rank)
         more = f" and {count_of(len(live) - 1, 'other rank')}" if len(live) > 1 else ""
+        next_step = (
+            'It is waited for, since [job] idle_limit is "never"'
+            if math.isinf(limit_s)
+            else f"If this stays so, the job is ended in {limit_s - idle_s:.0f} s ([job] idle_limit)"
+        )
         job.say(
             "warning",
-            f"{first}{more}: idle for {idle_s:.0f} s; {others}. If this stays so, the job is ended in "
-            f"{limit_s - idle_s:.0f} s ([job] idle_limit). To see where it is stuck: {_to_see(job, live[0])}",
+            f"{first}{more}: idle for {idle_s:.0f} s; {others}. {next_step}. To see where it is stuck: "
+            f"{_to_see(job, live[0])}",
         )
     if idle_s < limit_s:
         return
-    _end(job, live, f"idle for {idle_s:.0f} s; {others}")
+    _end(job, live, f"idle for {idle_s:.0f} s; {others}", limit_s)
 
 
-def _end(job: Job, idle: list[Member], how: str) -> None:
+def _end(job: Job, idle: list[Member], how: str, limit_s: float) -> None:
     """End the job for the processes that are left. Whether their work was done is not known: it has failed."""
     ranks = [member.rank for member in idle]
     job.incidents.append(
@@ -71,7 +78,7 @@ def _end(job: Job, idle: list[Member], how: str) -> None:
         )
     )
     where = job.where(ranks[0]) if len(ranks) == 1 else rank_list(ranks)
-    limit = f"raise [job] idle_limit (now {job.settings.idle_limit_s:.0f} s) to wait longer"
+    limit = f"raise [job] idle_limit (now {limit_s:.0f} s) to wait longer"
     incidents.end(job, 1, f"{where}: killed after being {how}; {limit}")
 
 

@@ -105,6 +105,9 @@ def test_files_are_found_where_they_are_said_to_be(fresh_home: Path) -> None:
         ("[job]\ntime = '24'\n", r"\[job\] time: not a time with its unit; examples: 24h, .*got '24'"),
         ("[job]\ntime = 3600\n", r"\[job\] time: not a time with its unit.*got 3600"),
         ("[job]\ntime = '0h'\n", r"\[job\] time: must be more than nothing"),
+        ("[job]\nidle_limit = inf\n", r"\[job\] idle_limit: not a time with its unit; .*45s, .*; or never, got inf"),
+        ("[slurm]\nwarning = inf\n", r"\[slurm\] warning: not a time with its unit.*got inf"),
+        ("[job]\ntime = 'never'\n", r"\[job\] time: not a time with its unit"),
         ("[site]\ndrains = 1\n", r"job\.toml: \[site\] stands in /etc/resihp\.toml only"),
         ("[layout\n", r"job\.toml: .*line 1"),
     ],
@@ -171,6 +174,11 @@ def test_layout_and_adaptation_from_a_job_file(fresh_home: Path) -> None:
 def test_times_have_units(fresh_home: Path, text: str, seconds: int) -> None:
     assert read({"job": {"time": text}}).job.time == seconds
     assert read({}).job.time is None
+
+
+def test_the_last_processes_may_be_waited_for_for_ever(fresh_home: Path) -> None:
+    assert read({}, toml(fresh_home / "job.toml", "[job]\nidle_limit = 'never'\n")).job.idle_limit is None
+    assert read({}).job.idle_limit == 1800
 
 
 def test_slurm_and_container_from_a_job_file(fresh_home: Path) -> None:

@@ -63,6 +63,16 @@ def test_a_rank_that_does_nothing_when_all_others_are_done_is_told_then_ended(me
     assert failure.cause.startswith("rank 0 (n1 device 0) did not end: idle for 60")
 
 
+def test_a_rank_that_does_nothing_is_waited_for_for_ever_where_the_limit_is_never() -> None:
+    job = left(1, 2, 3, idle_limit_s=None)
+    passes(job, 20_000, {0: True})
+    (notice,) = [text for text in said(job) if "idle for" in text]
+    assert 'It is waited for, since [job] idle_limit is "never". To see where it is stuck: py-spy dump' in notice
+    assert job.end is None
+    job.feed(api.WorkerExited(rank=0, status=0))
+    assert job.end == (0, "done")
+
+
 def test_of_many_ranks_that_do_nothing_one_is_named() -> None:
     """Thousands may wait in a barrier for the one that has left."""
     job = left(1)

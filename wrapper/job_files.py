@@ -366,7 +366,7 @@ class OurJob(Job):
         from db.engine import masked
 
         self._change(ledger=url)
-        _note(self, may_enter=True, ledger=masked(url))
+        _note(self, is_started=True, ledger=masked(url))
 
     def set_uuid(self, uuid: str) -> None:
         """Remember which job this is, so that no other one's journal is taken for it."""
@@ -475,21 +475,21 @@ def user_name() -> str:
         return str(os.geteuid())
 
 
-def _note(job: OurJob, *, may_enter: bool = False, **figures: Any) -> registry.KnownJob | None:
+def _note(job: OurJob, *, is_started: bool = False, **figures: Any) -> registry.KnownJob | None:
     """Add something to what the registry has of a job, and return it; nothing of a job of root's. What cannot be
     written was told when it began.
 
-    `may_enter`: the job's own supervisor asks, so that a job without an entry gets one. A command that only looks at a
-    job enters none: a job of an unpacked archive would be believed from then on.
+    `is_started`: the job's own supervisor asks, so the entry is proof that this user started the job. Other commands
+    may look at a job that came out of an archive: an entry that they make says so (`KnownJob.only_seen`).
     """
     if not job.is_writable:
         return None
 
-    def change(entry: registry.KnownJob | None) -> registry.KnownJob | None:
-        entry = entry or job.known
-        if entry is None:
-            return msgspec.structs.replace(begins, **figures) if may_enter else None
-        return msgspec.structs.replace(entry, folder=begins.folder, **figures)
+    def change(entry: registry.KnownJob | None) -> registry.KnownJob:
+        known = job.known
+        if known is None:
+            known = msgspec.structs.replace(entry or begins, only_seen=not is_started)
+        return msgspec.structs.replace(known, folder=begins.folder, **figures)
 
     with suppress(JobNotFoundError):
         begins = entry_of(job, job.read())

@@ -414,10 +414,9 @@ def finish_dead_job(job: OurJob, reason: str = "the supervisor was found dead", 
         try:
             url = job.ledger_url
         except LedgerError as error:
-            from wrapper.output.render import literal
-
             text = f"the end of job {job.name} is not in its ledger: {error}"
-            print(f"resihp: warning: {literal(text)}", file=sys.stderr)
+            printable = "".join(letter if letter.isprintable() else "?" for letter in text)
+            print(f"resihp: warning: {printable}", file=sys.stderr)
         if url is not None:
             from db.writer import catch_up
 

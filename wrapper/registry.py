@@ -44,6 +44,8 @@ class KnownJob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `nodes` and what follows are noted at its end; until then `state` is "running". `iterations`: the last committed.
     One that was submitted is `QUEUED` and began then; where it begins there is another entry of its Slurm job.
+    `only_seen`: a command that looked at a home made the entry, and no process of the job; the folder may have come out
+    of an archive, so the entry is no proof that this user started the job.
     """
 
     name: str
@@ -64,6 +66,7 @@ class KnownJob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     target: int = 0
     last_iteration_at: float | None = None
     loss: float | None = None
+    only_seen: bool = False
 
     @property
     def home(self) -> str:
@@ -91,15 +94,15 @@ def file_of(name: str, folder: str, began_at: float) -> Path | None:
 
 def knows(name: str, folders: Iterable[str], began_at: float) -> bool:
     """Tell whether the user began the job of that name at that moment in one of these folders."""
-    files = [file_of(name, folder, began_at) for folder in folders]
-    return any(file is not None and is_own(file.parent) and os.path.isfile(file) for file in files)
+    return known(name, folders, began_at) is not None
 
 
 def known(name: str, folders: Iterable[str], began_at: float) -> KnownJob | None:
-    """Return the entry of the job of that name that the user began at that moment in one of these folders."""
+    """Return the entry of the job of that name that the user began at that moment in one of these folders; not one
+    that is `only_seen`."""
     files = [file_of(name, folder, began_at) for folder in folders]
     entries_there = (_read(file) for file in files if file is not None and is_own(file.parent))
-    return next((entry for entry in entries_there if entry is not None), None)
+    return next((entry for entry in entries_there if entry is not None and not entry.only_seen), None)
 
 
 def save(entry: KnownJob) -> str:
@@ -110,20 +113,12 @@ def save(entry: KnownJob) -> str:
     return promptly(lambda: _write(path, entry), str(path.parent))
 
 
-def note(job: KnownJob, change: Callable[[KnownJob | None], KnownJob | None]) -> str:
-    """Write what `change` makes of a job's entry, None if there is none to be read; what was in the way, or empty.
-
-    Nothing is written where `change` returns None.
-    """
+def note(job: KnownJob, change: Callable[[KnownJob | None], KnownJob]) -> str:
+    """Write what `change` makes of a job's entry, None if there is none to be read; what was in the way, or empty."""
     path = file_of(job.name, job.folder, job.began_at)
     if path is None:
         return "no place"
-
-    def write_changed() -> None:
-        if (entry := change(_read(path))) is not None:
-            _write(path, entry)
-
-    return promptly(write_changed, str(path.parent))
+    return promptly(lambda: _write(path, change(_read(path))), str(path.parent))
 
 
 def entries(wanted: Callable[[str], bool] = lambda name: True) -> tuple[list[KnownJob], list[str]]:

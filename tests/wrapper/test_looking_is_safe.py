@@ -279,11 +279,14 @@ def test_a_home_that_happens_to_be_here_is_not_looked_at(
         give(grounds / "evil" / "real", VICTIM)
         (grounds / "evil" / ".resihp").symlink_to(grounds / "evil" / "real")
         os.chown(grounds / "evil" / ".resihp", ATTACKER, ATTACKER, follow_symlinks=False)
-    answers = run_as(VICTIM, [("status",), ("jobs",)], grounds / "evil", {"HOME": str(victims_home)})
+    answers = run_as(
+        VICTIM, [("status",), ("jobs", "--all"), ("node", "list")], grounds / "evil", {"HOME": str(victims_home)}
+    )
     for answer in answers:
-        assert answer["exit"] == 1, answer
-        assert f"RESIHP_HOME={grounds}/evil/.resihp" in answer["said"]
-        assert "\n" not in answer["said"]
+        assert answer["exit"] == (1 if answer["words"] == ["status"] else 0), answer
+        assert (answer["said"] + answer["output"]).count(f"RESIHP_HOME={grounds}/evil/.resihp") == 1, answer
+        assert trap.name not in answer["output"], "what is there is not listed"
+    assert "\n" not in answers[0]["said"]
 
 
 @needs_two_users

@@ -93,3 +93,9 @@ def test_a_ledger_elsewhere_is_where_it_was(fresh_home: Path, monkeypatch: pytes
     job.set_ledger(shared)
     old.rename(new)
     assert OurJob(job.name, new / "jobs" / job.name).ledger_url == shared
+    monkeypatch.setenv("RESIHP_HOME", str(new))
+    assert resihp("jobs").exit_code == 0
+    new.rename(newest := fresh_home / "newest")
+    monkeypatch.setenv("RESIHP_HOME", str(newest))
+    assert resihp("jobs").exit_code == 0, "its entry in the registry follows"
+    assert OurJob(job.name, newest / "jobs" / job.name).ledger_url == shared

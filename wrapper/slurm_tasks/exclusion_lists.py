@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from pathlib import Path
 
+from resihp.errors import OwnershipError
 from slurm.client import Slurm
 from slurm.drains.exclusions import Exclusion, Exclusions, avoided, clusters
 from wrapper import registry
@@ -91,7 +93,11 @@ def given_all_the_same(cluster: str, nodes: Collection[str], now: float) -> list
 
 
 def _roots(here: Path | None = None) -> list[Path]:
+    """The folders that may have lists, the home first. A `.resihp` of another user in the current folder is none."""
+    if here is None:
+        with suppress(OwnershipError):
+            here = home()
     place = registry.place()
     homes = [Path(entry.home) for entry in registry.entries()[0] if entry.slurm_job]
-    every = dict.fromkeys([here or home(), *([place.parent] if place else []), *homes])
+    every = dict.fromkeys([*([here] if here else []), *([place.parent] if place else []), *homes])
     return [each for each in every if is_our_home(each)]

@@ -17,12 +17,13 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from resihp.errors import JobNotFoundError, ResihpError
+from resihp.errors import JobNotFoundError, OwnershipError, ResihpError
 from wrapper import registry
 from wrapper.exit_codes import REQUEUE
 from wrapper.job_files import NEVER_BEGAN, STARTS_S, entry_of, home
@@ -109,9 +110,13 @@ def _keep_at_new_place(moved: KnownJob, known: Sequence[KnownJob]) -> None:
     """Write the entry of a job whose folder was moved for the place where the folder is now."""
     for entry in known:
         is_same_job = (entry.name, entry.host, entry.began_at) == (moved.name, moved.host, moved.began_at)
-        if is_same_job and entry.folder != moved.folder and is_there(entry) and ours(job_of(entry)) is not None:
-            followed = msgspec.structs.replace(moved, folder=entry.folder)
-            registry.note(followed, lambda present, followed=followed: present or followed)  # type: ignore[misc]
+        if is_same_job and is_there(entry) and ours(job_of(entry)) is not None:
+            registry.note(entry, partial(_stronger, msgspec.structs.replace(moved, folder=entry.folder)))
+
+
+def _stronger(moved: KnownJob, present: KnownJob | None) -> KnownJob:
+    """Return the entry at a job's new place, unless that is there only because a command saw the job."""
+    return moved if present is None or present.only_seen else present
 
 
 def _is_begun(queued: KnownJob, other: KnownJob) -> bool:
@@ -130,12 +135,18 @@ def _known(say: Say) -> tuple[list[KnownJob], set[str]]:
     found, wrong = registry.entries()
     if wrong:
         say(f"warning: {wrong[0]}" + (f"; and {len(wrong) - 1} more" if len(wrong) > 1 else ""))
-    silent = _silent({str(home()), *(entry.home for entry in found)})
+    here: Path | None = None
+    try:
+        here = home()
+    except OwnershipError as error:
+        say(f"warning: {error}")
+    homes = dict.fromkeys([*([] if here is None else [str(here)]), *(entry.home for entry in found)])
+    silent = _silent(homes)
     for each in sorted(silent):
         say(f"warning: {each}: no answer for {ANSWER_S:g} s; of jobs there is told what was known when they began")
-    if str(home()) not in silent:
+    if here is not None and str(here) not in silent:
         folders = {(entry.folder, entry.began_at) for entry in found}
-        for job in all_jobs():
+        for job in all_jobs(here):
             with suppress(JobNotFoundError):
                 file = job.read()
                 if (str(job.folder), file.created_at) not in folders:

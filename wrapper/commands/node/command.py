@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from resihp.errors import UsageError
+from resihp.errors import OwnershipError, UsageError
 from wrapper.commands.node import maintenance
 from wrapper.commands.node.holding import holder, home_of, lists_with, user
 from wrapper.commands.node.maintenance import connect
@@ -196,8 +196,13 @@ def show(as_json: JsonOption = False) -> None:
     What resihp has drained for all users: sinfo -R | grep resihp:
     """
     from slurm.errors import SlurmError
+    from wrapper.job_folder import home
     from wrapper.slurm_tasks import exclusion_lists as lists
 
+    try:
+        home()
+    except OwnershipError as error:
+        message(f"warning: {error}")
     slurm = connect()
     views: Slurm | None = slurm
     try:

@@ -20,6 +20,7 @@ NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 
 NO_LOCK_FILE = frozenset({errno.ELOOP, errno.EISDIR, errno.ENXIO})
 """What opening a link, a folder or a socket answers."""
+_NOT_REGULAR = "{path}: must be a regular file (the job's lock), but is a link or another kind of file; remove it"
 
 
 def lock_file(path: Path, *, look: bool = False) -> int | None:
@@ -34,11 +35,11 @@ def lock_file(path: Path, *, look: bool = False) -> int | None:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o600)
     except OSError as error:
         if error.errno in NO_LOCK_FILE:
-            raise OwnershipError(f"{path}: is a link, or no plain file, where a lock is due; remove it") from None
+            raise OwnershipError(_NOT_REGULAR.format(path=path)) from None
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OwnershipError(f"{path}: is no plain file, where a lock is due; remove it")
+        raise OwnershipError(_NOT_REGULAR.format(path=path))
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if look else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -224,7 +224,7 @@ def checkpoint_folder_of(job: Job) -> Path:
     if job.run_file.exists():
         return Path(load(job.run_file).checkpoint_folder)
     if ours(job) is None:
-        raise not_ours(job, "its checkpoints are not looked at")
+        raise not_ours(job, "its checkpoints are not listed")
     return job.checkpoints
 
 

@@ -104,8 +104,8 @@ def _run(options: Options) -> int:
     checked = check(options)
     if has_password(options.ledger.get("url") or ""):
         message(
-            "warning: --ledger: others could read its password in the process list until resihp had begun; keep it in "
-            "~/.pgpass (chmod 600), or the URL in url of [ledger] of a file that only you can read"
+            "warning: the password in --ledger was visible in the process list for a moment; put it into ~/.pgpass "
+            "(chmod 600), or the whole URL into url of [ledger] in a file that only you can read"
         )
     early_signals.note(early_signals.of_command())  # from here on there is a job, which they stop
     try:

@@ -433,7 +433,10 @@ class AgentLinks:
         if status is None:
             reason = "its agent is gone"
         elif status == NO_SUPERVISOR_STATUS:
-            reason = f"its agent never reached the supervisor at {self._launcher.host} (is the network up? ip address)"
+            reason = (
+                f"its agent never reached the supervisor at {self._launcher.host}; check the network between the "
+                "nodes: `ip address`, [network] interface"
+            )
         else:
             reason = f"its agent {ending(status)}"
         self._event(api.AgentLost(node=link.node, reason=reason, how="agent", cannot_start=status in CANNOT_START))

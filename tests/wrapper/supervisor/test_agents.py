@@ -953,7 +953,11 @@ def test_dropped_node_is_ended_and_never_heard_again() -> None:
     [
         (-9, "its agent was killed by SIGKILL"),
         (3, "its agent exited with status 3"),
-        (4, "its agent never reached the supervisor at 127.0.0.1 (is the network up? ip address)"),
+        (
+            4,
+            "its agent never reached the supervisor at 127.0.0.1; check the network between the nodes: `ip address`, "
+            "[network] interface",
+        ),
         (None, "its agent is gone"),
     ],
 )

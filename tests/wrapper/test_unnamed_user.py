@@ -55,7 +55,7 @@ def test_a_tilde_without_a_home_is_refused_in_one_line(tmp_path: Path, monkeypat
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
     monkeypatch.setattr("os.getuid", lambda: NUMBER)
     assert len(site_files()) == 2
-    with pytest.raises(ConfigurationError, match=r"~/webhook: ~ is no folder here"):
+    with pytest.raises(ConfigurationError, match=r"~/webhook: ~ cannot be expanded"):
         expanded("~/webhook")
-    with pytest.raises(LedgerError, match="~ is no folder here"):
+    with pytest.raises(LedgerError, match="~ cannot be expanded"):
         resolve("sqlite:///~/ledger.db")

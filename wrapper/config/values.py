@@ -191,7 +191,7 @@ def expanded(path: str) -> Path:
         return Path(path).expanduser()
     except RuntimeError:
         raise ConfigurationError(
-            f"{path}: ~ is no folder here, since that user has no home; write the whole path"
+            f"{path}: ~ cannot be expanded: the user has no home directory on this host; write the whole path"
         ) from None
 
 

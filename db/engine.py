@@ -98,7 +98,7 @@ def resolve(url: str, job_folder: Path | None = None) -> URL:
             raise LedgerError(f"ledger sqlite: names no file; {EXAMPLES}")
         url = default_url(job_folder)
     try:
-        parsed = make_url(url)
+        parsed = make_url(url_passwords.with_quoted_query(url))
     except (ArgumentError, ValueError):
         raise LedgerError(f"ledger {masked(url)}: not a database's URL; {EXAMPLES}") from None
     if parsed.drivername in ("postgresql", "postgres"):

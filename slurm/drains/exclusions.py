@@ -15,13 +15,12 @@ import os
 import re
 import time
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from resihp.durable_files import write_durably
 from slurm.client import Slurm
 from slurm.errors import SlurmError
 
@@ -168,7 +167,15 @@ class Exclusions:
 
     def _write(self, items: tuple[Exclusion, ...]) -> None:
         content = msgspec.json.encode(_File(version=VERSION, cluster=self.cluster, nodes=items))
-        write_durably(self.path, msgspec.json.format(content, indent=2), 0o600)
+        temporary = self.path.with_name(f".{self.path.name}.new")  # one writer at a time has the lock
+        with suppress(FileNotFoundError):
+            temporary.unlink()  # of one that was killed here, or put there to be written through
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
+            file.write(msgspec.json.format(content, indent=2))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(self.path)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

@@ -61,6 +61,8 @@ def _own_links_followed(path: Path) -> Path:
             link = path.lstat()
         except OSError:
             break
+        if path.parent in DEVICES:  # names there lead to no path, as to `pipe:[123]`
+            break
         if not stat.S_ISLNK(link.st_mode) or link.st_uid not in own_users():
             break
         path = path.parent / path.readlink()

@@ -107,3 +107,18 @@ def test_the_users_own_pipe_is_written_where_he_named_it(tmp_path: Path) -> None
     finally:
         os.close(reader)
     assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+def test_an_open_file_is_written_by_its_number(tmp_path: Path) -> None:
+    """As of `-o /dev/stdout` with a pipe behind it, which is root's link to a link of the user's."""
+    reader, writer = os.pipe()
+    link = tmp_path / "stdout"
+    link.symlink_to(f"/proc/self/fd/{writer}")
+    try:
+        for path in (Path(f"/dev/fd/{writer}"), Path(f"/proc/self/fd/{writer}"), link):
+            with replacing(path, named_by_user=True) as file:
+                file.write(b"x")
+        assert os.read(reader, 10) == b"xxx"
+    finally:
+        os.close(reader)
+        os.close(writer)

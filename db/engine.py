@@ -26,7 +26,14 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from sqlalchemy.pool import ConnectionPoolEntry, NullPool
 
 from db import url_passwords
-from db.foreign.files import check_rollback_journal, is_ours, private_copy
+from db.foreign.files import (
+    check_rollback_journal,
+    is_ours,
+    is_quiet_wal,
+    is_read_in_place,
+    is_shared_with_group,
+    private_copy,
+)
 from resihp.errors import LedgerError
 
 LEDGER_FILE = "ledger.db"
@@ -91,7 +98,7 @@ def resolve(url: str, job_folder: Path | None = None) -> URL:
             raise LedgerError(f"ledger sqlite: names no file; {EXAMPLES}")
         url = default_url(job_folder)
     try:
-        parsed = make_url(url)
+        parsed = make_url(url_passwords.with_quoted_query(url))
     except (ArgumentError, ValueError):
         raise LedgerError(f"ledger {masked(url)}: not a database's URL; {EXAMPLES}") from None
     if parsed.drivername in ("postgresql", "postgres"):
@@ -104,7 +111,9 @@ def resolve(url: str, job_folder: Path | None = None) -> URL:
         try:
             parsed = parsed.set(database=str(Path(parsed.database).expanduser().absolute()))
         except RuntimeError:
-            raise LedgerError(f"ledger {masked(url)}: ~ is no folder here, since that user has no home") from None
+            raise LedgerError(
+                f"ledger {masked(url)}: ~ cannot be expanded: the user has no home directory on this host"
+            ) from None
     return parsed
 
 
@@ -153,7 +162,7 @@ def make_engine(url: URL, *, write: bool, migrate: bool = False) -> Engine:
         assert file is not None
         if file.exists() and not file.is_file():
             raise LedgerError(f"ledger {masked(url)}: is no plain file; name another with --ledger")
-        if write or is_ours(file):
+        if write or is_read_in_place(file):
             check_rollback_journal(file, masked(url))
         engine = create_engine(url, connect_args=SQLITE_ARGUMENTS) if write else _reading_engine(url, file)
         wal = write and not is_on_network(url)
@@ -215,16 +224,19 @@ SQLITE_ARGUMENTS: dict[str, Any] = {"timeout": BUSY_TIMEOUT_S, "factory": _Sqlit
 def _reading_engine(url: URL, file: Path) -> Engine:
     """An engine that reads a SQLite file, makes none, and plays back no journal.
 
-    A file that somebody else can have written, or put something beside, is read from a copy of ours: what it was when
-    the engine first connected.
+    A file that another user can have written, or put something beside, is read from a copy of ours: what it was when
+    the engine first connected. A file of ours that a group may write is opened read-only where it lies.
     """
     if is_ours(file):
         return create_engine(url, creator=lambda: _connect_file(file, _how_to_read(file)))
+    is_shared = is_shared_with_group(file)
     copies: list[TemporaryDirectory[str]] = []
 
     def connect_copy() -> sqlite3.Connection:
+        if is_shared and not copies and (connection := _connect_read_only(file)) is not None:
+            return connection
         if not copies:
-            copies.append(private_copy(file, masked(url)))
+            copies.append(private_copy(file, masked(url), with_journal=is_shared))
         return _connect_file(Path(copies[0].name, LEDGER_FILE), "mode=rw")  # its WAL is played into the copy
 
     def forget(_: Engine) -> None:
@@ -242,6 +254,22 @@ def _connect_file(file: Path, how: str) -> sqlite3.Connection:
         name, timeout=BUSY_TIMEOUT_S, uri=True, check_same_thread=False, factory=_SqliteConnection
     )
     connection.execute("PRAGMA query_only=ON")
+    return connection
+
+
+def _connect_read_only(file: Path) -> sqlite3.Connection | None:
+    """Connect to a file of ours that a group can write; None where our writer died in the middle of a change.
+
+    SQLite plays back no journal for who may not write, whoever put it there, and says so.
+    """
+    connection = _connect_file(file, "mode=ro&immutable=1" if is_quiet_wal(file) else "mode=ro")
+    try:
+        connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone()
+    except sqlite3.OperationalError as error:
+        connection.close()
+        if error.sqlite_errorcode != sqlite3.SQLITE_READONLY_ROLLBACK:
+            raise
+        return None
     return connection
 
 

@@ -29,7 +29,7 @@ from sqlalchemy.orm import Session
 from db import maintenance, migrate, projection, settling
 from db.engine import file_of, make_engine, masked, prepare_folder, refusal, resolve
 from db.foreign.cells import check_cells
-from db.foreign.files import is_ours, private_copy
+from db.foreign.files import is_ours, is_shared_with_group, private_copy
 from db.parquet.manifest import MANIFEST
 from db.parquet.place import export_of_before, put_in_place
 from db.parquet.reading import opened
@@ -222,7 +222,7 @@ def _import_file(file: Path, url: str) -> list[Merged]:
 def _copy_of(file: Path, name: str) -> tempfile.TemporaryDirectory[str]:
     """A folder with a copy of a ledger. Raises LedgerError."""
     if not is_ours(file):
-        return private_copy(file, name)
+        return private_copy(file, name, with_journal=is_shared_with_group(file))
     folder = tempfile.TemporaryDirectory(prefix="resihp-import-")
     try:
         source = sqlite3.connect(f"file:{quote(str(file.absolute()))}?mode=ro", uri=True)

@@ -216,8 +216,8 @@ def _check_encoding(connection: Connection, name: str) -> None:
     encoding = str(connection.execute(text("SHOW server_encoding")).scalar_one())
     if encoding not in ("UTF8", "SQL_ASCII"):
         raise LedgerError(
-            f"ledger {name}: its database has encoding {encoding}, in which not every text can be written; make one "
-            "with CREATE DATABASE ... ENCODING 'UTF8' TEMPLATE template0"
+            f"ledger {name}: has encoding {encoding}; resihp needs UTF8. Create a database with "
+            "CREATE DATABASE ... ENCODING 'UTF8' TEMPLATE template0"
         )
 
 

@@ -13,8 +13,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-_IN_AUTHORITY = re.compile(r"(?<=://)([^:/@]*):(.*)@", re.DOTALL)
+_HOST = r"(?:[^:/@?#\[]*|\[[0-9a-fA-F:.]+\])"
+_NO_PASSWORD = rf"(?:\[|{_HOST}:[0-9]+(?:/[^?@]*)?\?\w+=)"
+"""How what follows `://` begins where it is a host with its port, and any @ is in the query, as in a Kerberos
+principal: `host:5432/ledger?user=alice@SITE.ORG`."""
+_IN_AUTHORITY = re.compile(rf"(?<=://)(?!{_NO_PASSWORD})([^:/@]*):(.*)@", re.DOTALL)
 """`user:password@`. Up to the last @: a password with a raw @ in it is masked whole."""
+_WITH_PORT = re.compile(rf"[\w+]+://{_HOST}:[0-9]+(?:/[^?@]*)?\?\w+=")
 _IN_QUERY = re.compile(r"([?&])(password|passwd|sslpassword)=([^&]*)", re.IGNORECASE)
 _ONE_AT = re.compile(r"[^@]*@[^@]*", re.DOTALL)
 
@@ -37,6 +42,17 @@ def without_password(url: str) -> str:
     return url
 
 
+def with_quoted_query(url: str) -> str:
+    """Return `url` with each raw @ of its query quoted, where a host and its port are all that is before that.
+
+    SQLAlchemy takes everything up to the @ for a name and a password otherwise, and what follows it for the host.
+    """
+    if not _WITH_PORT.match(url):
+        return url
+    before, mark, query = url.partition("?")
+    return before + mark + query.replace("@", "%40")
+
+
 def has_password(url: str) -> bool:
     return bool(_spans(url))
 
@@ -52,7 +68,8 @@ def hide_own() -> None:
     with suppress(OSError, ValueError, IndexError):
         fields = Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()
         address = int(fields[45])  # arg_start of proc(5)
-        words = Path("/proc/self/cmdline").read_text(encoding="latin-1").split("\0")
+        # As bytes: reading text would turn \r\n into \n, and all that follows would be elsewhere.
+        words = Path("/proc/self/cmdline").read_bytes().decode("latin-1").split("\0")
         for word in _of_ours(words) if address else ():
             for start, end in _spans(word):
                 ctypes.memset(address + start, ord("*"), end - start)

@@ -20,6 +20,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
+from resihp.durable_files import replacing, write_durably
 from resihp.errors import OwnershipError
 from resihp.plain_files import open_plain
 
@@ -69,17 +70,11 @@ def check_links(*folders: Path) -> None:
 
 def write_private(path: Path, content: bytes, *, sync: bool = False) -> None:
     """Write a file that only its owner can read, whole or not at all; with `sync`, also if the machine fails."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with suppress(FileNotFoundError):
-        temporary.unlink()  # of an earlier process of that number, or put there by somebody to be written into
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(temporary, flags, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
+    if sync:
+        write_durably(path, content, 0o600)
+        return
+    with replacing(path, 0o600) as file:
         file.write(content)
-        if sync:
-            file.flush()
-            os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def private(path: str, flags: int) -> int:

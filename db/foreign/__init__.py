@@ -2,6 +2,6 @@
 
 =============  ===================================================================================
 `files`        whose a file is; a copy to read; rollback journals that are not played back
-`cells`        each cell of its column's type, or the ledger is refused
+`cells`        each cell of its column's type, or the ledger is refused once its table is read
 =============  ===================================================================================
 """

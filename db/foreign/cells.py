@@ -1,13 +1,18 @@
 """What stands in the cells of a SQLite ledger that somebody else may have written: of its column's type, or refused.
 
-SQLite keeps any value in any column, and a table may reckon a column when it is read. All that reads a ledger reckons
+SQLite keeps any value in any column, and a table may generate a column when it is read. All that reads a ledger reckons
 with numbers, times and texts as our schema has them. Called for copies of foreign files (`db.foreign.files`), by
-`db.reading.reader` and imports; a ledger of ours is not looked through.
+`db.reading.reader`, for the tables that a question names, and by imports, for all; a ledger of ours is not looked
+through.
 """
 
 from __future__ import annotations
 
-from sqlalchemy import Boolean, Connection, Float, Integer, inspect, text
+import re
+from collections.abc import Collection
+from typing import Any
+
+from sqlalchemy import Boolean, Connection, Float, Integer, Table, event, inspect, text
 from sqlalchemy.types import TypeEngine
 
 from db.models import LedgerTable, UtcDateTime
@@ -21,28 +26,68 @@ TIME_PATTERN = (
 
 
 def check_cells(connection: Connection, name: str) -> None:
-    """Raise LedgerError for a cell that is not of its column's type, or a column that is reckoned when it is read.
+    """Raise LedgerError for a cell that is not of its column's type, or a column that is generated when it is read.
 
     Tables and columns that our schema does not have, or that are of a later version, are passed over.
     """
-    seen = inspect(connection)
-    there = set(seen.get_table_names())
-    for table in LedgerTable.metadata.sorted_tables:
-        if table.name not in there:
-            continue
+    check_columns(connection, name)
+    for table in _tables(connection):
+        _check_table(connection, table, name)
+
+
+def check_columns(connection: Connection, name: str) -> None:
+    """Raise LedgerError for a column that is generated when it is read."""
+    for table in _tables(connection):
         hidden = f"SELECT name FROM pragma_table_xinfo('{table.name}') WHERE hidden > 0"
-        if (reckoned := connection.execute(text(hidden)).scalar()) is not None:
-            raise LedgerError(f"ledger {name}: column {table.name}.{reckoned!a} is reckoned; it was not made by resihp")
-        names = {row[1] for row in connection.exec_driver_sql(f'PRAGMA table_info("{table.name}")')}
-        wrong = {column.name: _is_wrong(column.name, column.type) for column in table.columns if column.name in names}
-        query = f'SELECT {", ".join(f"total({test})" for test in wrong.values())} FROM "{table.name}"'
-        counts = connection.exec_driver_sql(query).one()
-        for column, count in zip(wrong, counts, strict=True):
-            if count:
-                raise LedgerError(
-                    f"ledger {name}: {table.name}.{column} holds what resihp never writes there, in {int(count)} rows; "
-                    "resihp db import JOURNAL makes a ledger anew from a job's journal"
-                )
+        if (generated := connection.execute(text(hidden)).scalar()) is not None:
+            raise LedgerError(
+                f"ledger {name}: {table.name}.{generated!a} is a generated column; resihp's tables have none"
+            )
+
+
+def check_cells_when_read(connection: Connection, name: str) -> None:
+    """Check the cells of each table before the first question on this connection that names it.
+
+    A question then raises LedgerError for a cell that is not of its column's type. Most of a large ledger is in tables
+    that few questions read. Raises LedgerError at once for a column that is generated when it is read.
+    """
+    check_columns(connection, name)
+    unchecked = {table.name: table for table in _tables(connection)}
+    is_checking = False
+
+    def check_named(connection: Connection, _: Any, statement: str, *_others: Any) -> None:
+        nonlocal is_checking
+        if is_checking:  # the check's own question
+            return
+        words = set(re.findall(r"(?<![.\w])\w+", statement))  # no columns, which follow a dot
+        is_checking = True
+        try:
+            for table in [table for table in unchecked.values() if table.name in words]:
+                _check_table(connection, table, name)
+                del unchecked[table.name]
+        finally:
+            is_checking = False
+
+    event.listen(connection, "before_cursor_execute", check_named)
+
+
+def _tables(connection: Connection) -> Collection[Table]:
+    """Return the tables of our schema that the ledger has."""
+    there = set(inspect(connection).get_table_names())
+    return [table for table in LedgerTable.metadata.sorted_tables if table.name in there]
+
+
+def _check_table(connection: Connection, table: Table, name: str) -> None:
+    names = {row[1] for row in connection.exec_driver_sql(f'PRAGMA table_info("{table.name}")')}
+    wrong = {column.name: _is_wrong(column.name, column.type) for column in table.columns if column.name in names}
+    query = f'SELECT {", ".join(f"total({test})" for test in wrong.values())} FROM "{table.name}"'
+    counts = connection.exec_driver_sql(query).one()
+    for column, count in zip(wrong, counts, strict=True):
+        if count:
+            raise LedgerError(
+                f"ledger {name}: {table.name}.{column} has values of the wrong type in {int(count)} rows; the file is "
+                "damaged or was edited. Rebuild it: resihp db import JOURNAL"
+            )
 
 
 def _is_wrong(column: str, kind: TypeEngine[object]) -> str:

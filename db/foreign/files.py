@@ -2,14 +2,19 @@
 
 SQLite trusts the files beside a database: it plays back a rollback journal that it finds there, and deletes the file
 that this journal names as its super-journal (sqlite.org/atomiccommit.html, section 5); it makes `-wal` and `-shm` files
-in the folder; it waits for locks. So a file that is not ours alone is copied through its descriptor into a folder of
-ours, together with what its writer's WAL holds, and read there. Called by `db.engine`, and by imports.
+in the folder; it waits for locks. So a file of another user is copied through its descriptor into a folder of ours,
+together with what its writer's WAL holds, and read there. A file of ours that a group may write is read where it lies,
+but read-only: then SQLite plays back no journal. Called by `db.engine`, and by imports.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pwd
 import shutil
+import stat
+import struct
 import tempfile
 import time
 from contextlib import ExitStack, suppress
@@ -24,7 +29,14 @@ MAX_COPY_BYTES = 2 << 30
 COPY_PATIENCE_S = 2.0
 """How long a moment is waited for in which the file's own writer changes nothing."""
 COPY_PAUSE_S = 0.05
+PENDING_BYTE = 0x40000000
+SHARED_FIRST = PENDING_BYTE + 2
+SHARED_BYTES = 510
+"""Bytes of a database file that SQLite locks (sqlite.org/src, os.h): who reads holds the shared ones, and nobody
+writes to the file meanwhile."""
 WAL_HEADER_BYTES = 32
+WAL_MODE_BYTE = 18
+"""Of a database file: 2 where it is in WAL mode (sqlite.org/fileformat.html, section 1.3)."""
 SQLITE_MAGIC = b"SQLite format 3\x00"
 JOURNAL_MAGIC = bytes.fromhex("d9d505f920a163d7")
 """How a rollback journal's header begins; one that names a super-journal ends with it, too (sqlite.org/fileformat.html,
@@ -39,39 +51,119 @@ def is_ours(file: Path) -> bool:
         return False
 
 
+def is_read_in_place(file: Path) -> bool:
+    """Tell whether a ledger is read where it lies: it is ours, and nobody outside of our groups can write it."""
+    return is_ours(file) or is_shared_with_group(file)
+
+
+def is_shared_with_group(file: Path) -> bool:
+    """Tell whether a group can write our file, or beside it, and nobody else can.
+
+    What is in a WAL beside it must be ours, too. A link does not count: what it leads to may lie anywhere.
+    """
+    try:
+        ledger, folder = file.lstat(), file.parent.stat()
+        if not stat.S_ISREG(ledger.st_mode) or ledger.st_uid != os.geteuid() or is_ours(file):
+            return False
+        for suffix in ("-wal", "-shm"):
+            with suppress(FileNotFoundError):
+                beside = os.lstat(f"{file}{suffix}")
+                if not stat.S_ISREG(beside.st_mode) or beside.st_uid not in (os.geteuid(), 0):
+                    return False
+    except OSError:
+        return False
+    is_open_to_all = (ledger.st_mode | folder.st_mode) & stat.S_IWOTH
+    return folder.st_uid in (os.geteuid(), 0) and not is_open_to_all
+
+
+def is_quiet_wal(file: Path) -> bool:
+    """Tell whether a file is in WAL mode, and nobody has it open for writing: a writer has a WAL beside it.
+
+    Opens the file only where there is none: to close it takes away the locks that SQLite has for a writer of this
+    process (sqlite.org/howtocorrupt.html, 2.2).
+    """
+    if os.path.lexists(f"{file}-wal"):
+        return False
+    with suppress(OSError), file.open("rb") as ledger:
+        return ledger.read(WAL_MODE_BYTE + 1)[WAL_MODE_BYTE:] == b"\x02"
+    return False
+
+
 def check_rollback_journal(file: Path, name: str) -> None:
-    """Raise LedgerError where SQLite would delete a file for somebody else: a rollback journal beside the ledger names
-    a super-journal, which no transaction of ours has, or was not written by us. Whoever unpacked an archive owns what
-    is in it, so a ledger of ours is looked at as well."""
+    """Raise LedgerError where SQLite would delete a file for somebody else, or change the ledger for him.
+
+    It does if a rollback journal beside the ledger names a super-journal, which no transaction of ours has, or if
+    somebody else can have written it. Whoever unpacked an archive owns what is in it, so a ledger of ours is looked at
+    as well. A journal that the ledger's own writer has left is no reason: SQLite needs it to make the ledger whole.
+    """
     beside = Path(f"{file}-journal")
+    together = f"restore {file} and its journal together, or move both away together"
     try:
         descriptor = open_plain(beside)
     except FileNotFoundError:
         return
     except OSError as error:
-        raise LedgerError(f"ledger {name}: {beside}: {error.strerror}; remove it") from error
-    with os.fdopen(descriptor, "rb") as journal:
+        raise LedgerError(
+            f"ledger {name}: {beside}: {error.strerror}; the ledger is not opened, since SQLite would apply it; "
+            f"{together}"
+        ) from error
+    with os.fdopen(descriptor, "rb"):
         found = os.fstat(descriptor)
         if found.st_size == 0:
             return
-        if not is_trusted(found):
-            raise LedgerError(f"ledger {name}: {beside} may have been put there by somebody else; remove it")
-        journal.seek(max(found.st_size - len(JOURNAL_MAGIC), 0))
-        if found.st_size > len(JOURNAL_MAGIC) and journal.read() == JOURNAL_MAGIC:
-            raise LedgerError(f"ledger {name}: {beside} names another file to be deleted, as none does; remove it")
+        if who := _other_writer(file, found):
+            raise LedgerError(
+                f"ledger {name}: {beside} {who}; the ledger is not opened, since SQLite would apply it; {together}"
+            )
+        if _names_super_journal(descriptor):
+            raise LedgerError(
+                f"ledger {name}: {beside} names a super-journal, which resihp never uses; the ledger is not opened, "
+                f"since SQLite would delete what it names; {together}"
+            )
 
 
-def private_copy(file: Path, name: str) -> TemporaryDirectory[str]:
+def _other_writer(file: Path, journal: os.stat_result) -> str:
+    """Say who else can have written the journal of a ledger; empty for nobody.
+
+    SQLite gives a journal the permissions of its ledger, so a group that may write both is nobody new.
+    """
+    try:
+        ledger = file.stat()
+    except FileNotFoundError:
+        owners, may_write = {os.geteuid(), 0}, 0
+    else:
+        owners, may_write = {os.geteuid(), 0, ledger.st_uid}, ledger.st_mode
+    if journal.st_uid not in owners:
+        return f"belongs to {_user(journal.st_uid)}"
+    if journal.st_mode & ~may_write & (stat.S_IWGRP | stat.S_IWOTH):
+        return "may be written by others than the ledger"
+    return ""
+
+
+def _user(number: int) -> str:
+    with suppress(KeyError):
+        return pwd.getpwuid(number).pw_name
+    return f"user {number}"
+
+
+def _names_super_journal(descriptor: int) -> bool:
+    size = os.fstat(descriptor).st_size
+    start = size - len(JOURNAL_MAGIC)
+    return start > 0 and os.pread(descriptor, len(JOURNAL_MAGIC), start) == JOURNAL_MAGIC
+
+
+def private_copy(file: Path, name: str, *, with_journal: bool = False) -> TemporaryDirectory[str]:
     """Copy a SQLite file of somebody else's into a folder of ours, as `ledger.db`; the folder goes with the object.
 
-    Of one moment, also while its writer writes. Raises LedgerError for what is no SQLite file, is too large, or is
-    left half-written by its writer.
+    Of one moment, also while its writer writes. `with_journal`: with the rollback journal that our own writer has left,
+    which SQLite then plays back into the copy. Raises LedgerError for what is no SQLite file, is too large, or is left
+    half-written by its writer.
     """
     deadline = time.monotonic() + COPY_PATIENCE_S
     while True:
         folder = TemporaryDirectory(prefix="resihp-ledger-")
         try:
-            if _is_copied(file, Path(folder.name), name):
+            if _is_copied(file, Path(folder.name), name, with_journal=with_journal):
                 return folder
         except BaseException:
             folder.cleanup()
@@ -79,13 +171,13 @@ def private_copy(file: Path, name: str) -> TemporaryDirectory[str]:
         folder.cleanup()
         if time.monotonic() > deadline:
             raise LedgerError(
-                f"ledger {name}: its writer is in the middle of a change, or died there; try again, or have its owner "
-                "run resihp status"
+                f"ledger {name}: could not be copied for {COPY_PATIENCE_S:g} s: its job is writing to it, or was "
+                "killed while writing; try again, or have its owner run resihp status"
             )
         time.sleep(COPY_PAUSE_S)
 
 
-def _is_copied(file: Path, folder: Path, name: str) -> bool:
+def _is_copied(file: Path, folder: Path, name: str, *, with_journal: bool) -> bool:
     """Copy the file and its WAL; False where they were changed meanwhile, so that the copies do not fit each other.
 
     What is appended to the WAL meanwhile does no harm: its frames are simply not part of the copy.
@@ -94,25 +186,55 @@ def _is_copied(file: Path, folder: Path, name: str) -> bool:
         try:
             ledger = open_plain(file)
             stack.callback(os.close, ledger)
+            copied = [(ledger, "ledger.db")]
             wal = None
             with suppress(FileNotFoundError):
                 wal = open_plain(Path(f"{file}-wal"))
                 stack.callback(os.close, wal)
-            if _has_rollback_journal(file):
+                copied.append((wal, "ledger.db-wal"))
+            _hold_writer(ledger)
+            if with_journal:
+                check_rollback_journal(file, name)
+                with suppress(FileNotFoundError):
+                    journal = open_plain(Path(f"{file}-journal"))
+                    stack.callback(os.close, journal)
+                    copied.append((journal, "ledger.db-journal"))
+            elif _has_rollback_journal(file):
                 return False
             before = os.fstat(ledger)
             begins = b"" if wal is None else os.pread(wal, WAL_HEADER_BYTES, 0)
             if os.pread(ledger, len(SQLITE_MAGIC), 0) != SQLITE_MAGIC and before.st_size:
                 raise LedgerError(f"ledger {name}: file is not a database; name another with --ledger")
-            for descriptor, target in ((ledger, "ledger.db"), (wal, "ledger.db-wal")):
-                if descriptor is not None:
-                    _copy(descriptor, folder / target, name)
+            for descriptor, target in copied:
+                _copy(descriptor, folder / target, name)
+            if with_journal:
+                check_rollback_journal(folder / "ledger.db", name)
             after = os.fstat(ledger)
             ends = b"" if wal is None else os.pread(wal, WAL_HEADER_BYTES, 0)
             is_same_wal = (wal is not None) == Path(f"{file}-wal").exists() and begins == ends
             return (before.st_mtime_ns, before.st_size) == (after.st_mtime_ns, after.st_size) and is_same_wal
         except OSError as error:
             raise LedgerError(f"ledger {name}: {error.strerror or error}; name another with --ledger") from error
+
+
+def _hold_writer(descriptor: int) -> None:
+    """Keep the file's writer from changing it until the descriptor is closed, as everybody who reads with SQLite does.
+
+    A large file would never be copied between two changes otherwise. Where the lock cannot be had, as while a writer is
+    in the middle of a change, nothing is waited for: what was changed meanwhile is seen afterwards. An open file
+    description's lock goes with the descriptor, and takes no other lock of this process with it.
+    """
+    with suppress(OSError):
+        _lock_shared(descriptor, PENDING_BYTE, 1)
+        try:
+            _lock_shared(descriptor, SHARED_FIRST, SHARED_BYTES)
+        finally:
+            _lock_shared(descriptor, PENDING_BYTE, 1, kind=fcntl.F_UNLCK)
+
+
+def _lock_shared(descriptor: int, start: int, size: int, *, kind: int = fcntl.F_RDLCK) -> None:
+    """Raises OSError where another holds it for writing."""
+    fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, struct.pack("hhqqi", kind, os.SEEK_SET, start, size, 0))
 
 
 def _has_rollback_journal(file: Path) -> bool:
@@ -129,8 +251,8 @@ def _copy(descriptor: int, target: Path, name: str) -> None:
     free = shutil.disk_usage(tempfile.gettempdir()).free
     if size > min(MAX_COPY_BYTES, free // 2):
         raise LedgerError(
-            f"ledger {name}: belongs to somebody else, so that it is copied before it is read, and has {size} bytes; "
-            "ask its owner for resihp db export"
+            f"ledger {name}: is {size / 1e9:.1f} GB; ledgers that other users can write are copied before reading, and "
+            f"at most {min(MAX_COPY_BYTES, free // 2) / 1e9:.1f} GB are copied; ask its owner for resihp db export"
         )
     with target.open("wb") as copied:
         at = 0

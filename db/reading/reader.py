@@ -36,8 +36,8 @@ from sqlalchemy.orm import InstrumentedAttribute
 
 from db import models
 from db.engine import file_of, make_engine, masked, refusal, resolve
-from db.foreign.cells import check_cells
-from db.foreign.files import is_ours
+from db.foreign.cells import check_cells_when_read, check_columns
+from db.foreign.files import is_ours, is_read_in_place
 from db.migrate import check_readable
 from db.models import EventRow, JobRow, PlanRow, WorkerRow
 from db.reading import accounts, naming
@@ -99,8 +99,10 @@ class Reader:
             raise refusal(parsed, error) from error
         try:
             check_readable(connection, masked(parsed))
-            if file is not None and not is_ours(file):
-                check_cells(connection, masked(parsed))
+            if file is not None and not is_read_in_place(file):
+                check_cells_when_read(connection, masked(parsed))
+            elif file is not None and not is_ours(file):
+                check_columns(connection, masked(parsed))
             connection.rollback()
         except (DBAPIError, OSError, LedgerError) as error:
             connection.close()
@@ -227,15 +229,18 @@ class Reader:
         except DBAPIError as error:
             self._connection.rollback()
             raise refusal(self._connection.engine.url, error) from error
+        except LedgerError:  # of a cell in a table that the query names
+            self._connection.rollback()
+            raise
         except (ValueError, TypeError) as error:  # a driver and a type make Python's values of what is stored
             self._connection.rollback()
             raise LedgerError(
-                f"ledger {self.name}: holds what resihp never writes: {error}; "
-                "resihp db import JOURNAL makes a ledger anew from a job's journal"
+                f"ledger {self.name}: has values of the wrong type: {error}; the file is damaged or was edited. "
+                "Rebuild it: resihp db import JOURNAL"
             ) from error
         except OverflowError as error:  # SQLite's driver has no number beyond 64 bits
             self._connection.rollback()
-            raise UsageError(f"ledger {self.name}: a number that is asked for is larger than any in it") from error
+            raise UsageError(f"ledger {self.name}: a number in the query exceeds 64 bits") from error
         finally:
             self._part()
         return found

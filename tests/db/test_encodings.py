@@ -47,5 +47,5 @@ def test_a_database_of_locale_c_holds_every_text(url_of: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("url_of", ["LATIN1"], indirect=True)
 def test_no_ledger_is_made_where_not_every_text_can_be_written(url_of: str, tmp_path: Path) -> None:
-    with pytest.raises(LedgerError, match="encoding LATIN1, in which not every text"):
+    with pytest.raises(LedgerError, match="has encoding LATIN1; resihp needs UTF8"):
         Ledger.open(url_of, tmp_path)

@@ -349,7 +349,7 @@ def test_a_foreign_ledger_deletes_no_file_of_whoever_reads_it(trap: OurJob, vict
     answers = run_as(VICTIM, looks, victims_home, environment(victims_home, trap))
     assert precious.read_text() == "mine"
     for answer in answers:
-        assert "in the middle of a change, or died there" in answer["said"]
+        assert "was killed while writing" in answer["said"]
 
 
 def test_an_unpacked_ledger_deletes_no_file_either(fresh_home: Path) -> None:
@@ -360,7 +360,7 @@ def test_an_unpacked_ledger_deletes_no_file_either(fresh_home: Path) -> None:
     with_hot_journal(job.folder / "ledger.db", precious)
     for words in (("status", job.name), ("db", "upgrade", job.name), ("history", "failures", job.name)):
         result = CliRunner().invoke(app, list(words))
-        assert "names another file to be deleted" in str(result.exception), words
+        assert "names a super-journal" in str(result.exception), words
     assert precious.read_text() == "mine"
 
 

@@ -9,12 +9,15 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from resihp import durable_files
 from resihp.worker.checkpoints import write_manifest
 from slurm.drains.exclusions import Exclusions
 from wrapper.commands import init
 from wrapper.commands.report import command as report
 from wrapper.config.schema import read
 from wrapper.output.answers import write_parquet
+
+ATTACKER = 54321
 
 
 def excluded(folder: Path) -> Path:
@@ -43,9 +46,15 @@ def manifest(folder: Path) -> Path:
     return next(path for path in folder.iterdir() if "manifest" in path.name)
 
 
+NAMED_BY_USER = (page, written_by_init, parquet)
+"""Through these the user's own links are followed; through no others."""
+
+
 @pytest.mark.usefixtures("fresh_home")
-@pytest.mark.parametrize("write", [page, written_by_init, parquet, excluded, manifest])
-def test_nothing_is_written_through_links(tmp_path: Path, write: Callable[[Path], Path]) -> None:
+@pytest.mark.parametrize("write", [*NAMED_BY_USER, excluded, manifest])
+def test_nothing_is_written_through_links(
+    tmp_path: Path, write: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     rehearsal, shared, victim = tmp_path / "rehearsal", tmp_path / "shared", tmp_path / "victim"
     rehearsal.mkdir()
     shared.mkdir()
@@ -54,6 +63,10 @@ def test_nothing_is_written_through_links(tmp_path: Path, write: Callable[[Path]
     path.parent.mkdir(exist_ok=True)
     for name in (path.name, f".{path.name}.{os.getpid()}", f".{path.name}.new"):
         (path.parent / name).symlink_to(victim)
+        if write in NAMED_BY_USER and os.geteuid() == 0:
+            os.chown(path.parent / name, ATTACKER, -1, follow_symlinks=False)
+    if write in NAMED_BY_USER and os.geteuid() != 0:  # who cannot give links away is somebody else himself
+        monkeypatch.setattr(durable_files, "own_users", lambda: (ATTACKER,))
     write(shared)
     assert victim.read_text() == "precious"
     assert path.is_file()

@@ -9,6 +9,7 @@ import errno
 import fcntl
 import os
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from wrapper import job_folder
 from wrapper.commands import resume
 from wrapper.config.run_spec import load
 from wrapper.job_folder import Job, close_home, create_local_job, create_slurm_job, find_job, finish_dead_job, take_lock
-from wrapper.strict_modes import read_own, read_plain
+from wrapper.strict_modes import read_own, read_plain, write_private
 
 NEIGHBOUR = 54321
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
@@ -170,18 +171,27 @@ def test_link_in_place_of_a_run_is_not_followed(fresh_home: Path) -> None:
         load(job.run_file)
 
 
-def test_private_file_is_never_written_into_one_that_somebody_has_put_there(fresh_home: Path) -> None:
-    """Its temporary name can be guessed: whoever made that file first could read what is written into it."""
+def test_private_file_is_never_written_into_one_that_somebody_has_put_there(
+    fresh_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever guessed its temporary name, and made that file first, could read what is written into it."""
     job = create_local_job()
-    trap = job.folder / f".key.{os.getpid()}"
+    monkeypatch.setattr("resihp.durable_files.secrets.token_hex", lambda _: "guessed")
+    trap = job.folder / ".resihp-guessed"
     trap.touch(mode=0o666)
-    with trap.open() as theirs:
-        job_folder.write_private(job.key_file, b"secret")
-        assert theirs.read() == ""
-    assert stat.S_IMODE(job.key_file.stat().st_mode) == 0o600
+    for sync in (False, True):
+        with trap.open() as theirs:
+            with pytest.raises(FileExistsError):
+                job_folder.write_private(job.key_file, b"secret", sync=sync)
+            assert theirs.read() == ""
+    trap.unlink()
     trap.symlink_to(fresh_home / "elsewhere")
-    job_folder.write_private(job.key_file, b"secret")
+    with pytest.raises(FileExistsError):
+        job_folder.write_private(job.key_file, b"secret")
     assert not (fresh_home / "elsewhere").exists()
+    trap.unlink()
+    job_folder.write_private(job.key_file, b"secret")
+    assert stat.S_IMODE(job.key_file.stat().st_mode) == 0o600
 
 
 # --- what is only shown ---------------------------------------------------------------------------------------------
@@ -266,6 +276,17 @@ def test_json_without_an_end_to_its_depth_is_no_job(fresh_home: Path) -> None:
         job.read()
     with pytest.raises(UsageError):
         load(job.run_file)
+
+
+def test_two_threads_write_a_file_whole_each(tmp_path: Path) -> None:
+    """A job's folder is changed by the supervisor's threads at once."""
+    path = tmp_path / "job.json"
+    contents = [bytes([letter]) * 50_000 for letter in b"abcd"]
+    with ThreadPoolExecutor(len(contents)) as threads:
+        list(threads.map(lambda content: write_private(path, content), contents * 50))
+    assert path.read_bytes() in contents
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert list(tmp_path.iterdir()) == [path]
 
 
 # --- locks ----------------------------------------------------------------------------------------------------------

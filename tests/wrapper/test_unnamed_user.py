@@ -59,5 +59,5 @@ def test_a_tilde_without_a_home_is_refused_in_one_line(tmp_path: Path, monkeypat
         ConfigurationError, match=r"~/webhook: ~ cannot be expanded: the user has no home directory on this host"
     ):
         expanded("~/webhook")
-    with pytest.raises(LedgerError, match="~ is no folder here"):
+    with pytest.raises(LedgerError, match="~ cannot be expanded"):
         resolve("sqlite:///~/ledger.db")

@@ -86,12 +86,13 @@ def _upgrade_home() -> list[dict[str, Any]]:
     """The files that jobs of this home write to. A server's is for many, and named by itself."""
     from db.engine import file_of, resolve
     from wrapper.job_folder import all_jobs, no_job_here, our_jobs
-    from wrapper.output.ledgers import our_url
+    from wrapper.output.ledgers import urls_of
 
     if not all_jobs():
         raise no_job_here()
-    rows, left = [], 0
-    for url in dict.fromkeys(our_url(job) for job in our_jobs()):
+    rows: list[dict[str, Any]] = []
+    urls, left = urls_of(our_jobs())
+    for url in urls:
         if (file := file_of(resolve(url))) is None or not file.exists():
             continue
         try:
@@ -172,12 +173,12 @@ def _export_home(folder: Path) -> Exported:
     from db.engine import file_of, resolve
     from db.exchange import export, import_from
     from wrapper.job_folder import all_jobs
-    from wrapper.output.ledgers import exists, from_all, url_of
+    from wrapper.output.ledgers import exists, from_all, urls_of
 
     from_all(None, lambda reader: reader.name)  # which brings them up to their journals
     with TemporaryDirectory(prefix="resihp-export-") as kept:
         together = f"sqlite:///{kept}/ledger.db"
-        for url in dict.fromkeys(url_of(job) for job in all_jobs()):
+        for url in urls_of(all_jobs(), quiet=True)[0]:  # from_all has warned
             if exists(url):
                 import_from(str(file_of(resolve(url)) or url), together)
         return export(together, folder)
@@ -254,14 +255,14 @@ def prune(
     from db.engine import masked
     from db.retention import prune as prune_rows
     from wrapper.job_folder import our_jobs
-    from wrapper.output.ledgers import exists, our_url
+    from wrapper.output.ledgers import exists, urls_of
 
     before = moment(older_than)
     assert before is not None
     if ledger is not None and ledger != "sqlite":
         urls = [ledger]
     else:
-        urls = [url for url in dict.fromkeys(our_url(job) for job in our_jobs()) if exists(url)]
+        urls = [url for url in urls_of(our_jobs())[0] if exists(url)]
     rows = [
         {"ledger": masked(url), **asdict(each)}
         for url in urls
@@ -305,7 +306,7 @@ def grant(
 
         found = find_job()
         if (own := ours(found)) is None:
-            raise not_ours(found, "which database it names is not believed")
+            raise not_ours(found, "its ledger setting is not trusted")
         ledger = our_url(own)
     parsed = resolve(ledger)
     if parsed.get_backend_name() != "postgresql" or not parsed.database:

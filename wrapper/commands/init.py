@@ -208,7 +208,7 @@ def write(wanted: JobFileChoice, folder: Path, *, force: bool) -> tuple[str, str
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, content in ((job_file, text), (script, batch)):
-            with replacing(path) as file:
+            with replacing(path, named_by_user=True) as file:
                 file.write(content.encode())
     except OSError as error:
         raise UsageError(f"{folder}: cannot be written: {error.strerror}; --folder names another place") from None

@@ -92,7 +92,7 @@ def write_csv(columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
 def write_parquet(found: pd.DataFrame, path: Path, what: str) -> None:
     """Raises UsageError if the file cannot be written."""
     try:
-        with replacing(path) as file:
+        with replacing(path, named_by_user=True) as file:
             found.to_parquet(file, index=False)
     except OSError as error:
         raise UsageError(f"{path}: cannot be written: {error.strerror or error}; name another file") from error

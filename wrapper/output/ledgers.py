@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -120,6 +120,25 @@ def url_of(job: Job) -> str:
 def our_url(job: OurJob) -> str:
     """Where the ledger of a job of ours is, to be read and written."""
     return job.ledger_url or _own_url(job)
+
+
+def urls_of(jobs: Iterable[Job], *, quiet: bool = False) -> tuple[list[str], int]:
+    """Where the ledgers of these jobs may be read, each once, and of how many jobs that cannot be told.
+
+    These are left out, each with a warning on stderr unless `quiet`.
+    """
+    from wrapper.output.answers import message
+
+    urls: dict[str, None] = {}
+    left_out = 0
+    for job in jobs:
+        try:
+            urls[url_of(job)] = None
+        except (ResihpError, OSError) as error:
+            left_out += 1
+            if not quiet:
+                message(f"warning: job {job.name}: left out: {error}")
+    return list(urls), left_out
 
 
 def exists(url: str) -> bool:

@@ -205,3 +205,21 @@ def test_after_an_update_the_ledgers_of_all_jobs_of_a_folder_are_upgraded_at_onc
     broken = resihp("upgrade", "--all")
     assert "1 of 3 ledgers are as they were" in refusal(broken)
     assert "--all is of all jobs of this home" in refusal(resihp("upgrade", job.name, "--all"))
+
+
+def test_a_job_whose_ledger_is_not_looked_at_blocks_no_other(resihp: Resihp, job: Job) -> None:
+    other = create_local_job()
+    write_journal(other.journal_file, story())
+    other.exit_code_file.write_text("0")
+    other.set_ledger("mysql://db.example.org/ledger")
+    older(job)
+    upgraded = resihp("upgrade", "--all")
+    assert f"warning: job {other.name}: left out: ledger mysql://db.example.org/ledger: driver mysql" in upgraded.stderr
+    assert f"{job.name}/ledger.db: schema {head()}, upgraded from" in upgraded.stderr
+    assert "1 of 2 ledgers are as they were" in refusal(upgraded)
+    exported = resihp("export", "--all", "-o", "out", "--json")
+    assert len(answer(exported)["jobs"]) == 1
+    assert exported.stderr.count("left out: ") == 1
+    pruned = resihp("prune", "--older-than", "30d", "--json")
+    assert [row["job"] for row in answer(pruned)["rows"]] == [job.name]
+    assert f"warning: job {other.name}: left out" in pruned.stderr

@@ -78,7 +78,7 @@ def write(path: Path, text: str) -> int:
     """Write a file whole or not at all; its size in bytes. Raises UsageError if it cannot be written."""
     content = text.encode()
     try:
-        with replacing(path) as file:
+        with replacing(path, named_by_user=True) as file:
             file.write(content)
     except OSError as error:
         reason = error.strerror or error

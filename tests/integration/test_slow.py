@@ -64,7 +64,8 @@ def test_a_node_that_is_slower_than_in_former_jobs_stands_by_from_the_start(job:
     assert job.train(*where, iterations=2, nodes=2, gpus=1, tp=1, pp=1).wait().status == 0, job.stderr
     assert "rank 1 (n2 device 0): fails its probe" in job.stderr
     plan = next(row for row in job.ask("history", "plans", *where)["rows"] if row["outcome"] == "in effect")
-    assert plan["layout"]["standby"] == [1]
+    assert (plan["active"], plan["standby"], plan["layout"].get("mirrors")) == (1, 1, [1]), "it holds a copy at most"
+    assert [stage["ranks"] for stage in plan["layout"]["replicas"][0]] == [[0]]
     probes = job.ask("history", "probes", *where)["rows"]
     probes = [row for row in probes if (row["occasion"], row["kind"]) == ("start", "device")]
     assert [(row["node"], row["passed"]) for row in probes] == [("n1", True), ("n2", False)]

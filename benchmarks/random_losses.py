@@ -1,8 +1,9 @@
 """Does a job outlive ranks that are killed or stopped again and again? Eight workers on this machine's processors.
 
 TP2 PP2 DP2 on four nodes of two devices, without checkpoints. For so many seconds, a live worker gets SIGKILL or
-SIGSTOP each 4 to 14 s, drawn from the seed; then the job trains on to its end. It has to complete with every iteration
-committed once. A run in which nothing died counts as failed.
+SIGSTOP each 4 to 14 s, drawn from the seed; then the job trains on to its end. Each device may come back as often as it
+loses its process. The job has to complete with every iteration committed once. A run in which nothing died counts as
+failed.
 
     python -m benchmarks.random_losses [--seeds 5] [--seconds 300] [--iterations 400]
 """
@@ -100,6 +101,7 @@ def run(seed: int, seconds: float, iterations: int) -> Run:
         "RESIHP_STATE": str(folder / "state"),
         "RESIHP_LOCAL": str(folder / "local"),
         "RESIHP_EMULATED_LAYER_MS": "15",
+        "RESIHP_ADAPT__COME_BACKS": "99",
     }
     command = [
         *[*WRAPPER, "run", "--local", "--nodes", "4", "--gpus-per-node", "2", "--tp", "2", "--pp", "2"],
@@ -121,7 +123,7 @@ def run(seed: int, seconds: float, iterations: int) -> Run:
         committed = [row["iteration"] for row in rows("iterations")]
         plans = [plan for plan in rows("plans") if plan["in_effect_at"]]
         mirrored = sum(any(not share for share in plan["assignment"]) for plan in plans)
-        words = (folder / "log").read_text().splitlines()[-1:]
+        words = [line for line in (folder / "log").read_text().splitlines() if "failed:" in line or "lost" in line][-2:]
         gapless = sorted(committed) == list(range(1, len(committed) + 1))
         return Run(seed, kills, stops, exit_code, len(committed), gapless, len(plans), mirrored, " ".join(words))
     finally:

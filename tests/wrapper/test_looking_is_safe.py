@@ -26,6 +26,7 @@ from resihp.record import journal
 from resihp.record.journal_file import read_packed
 from resihp.worker.checkpoints import MANIFEST, newest_complete, stored
 from tests.db.conftest import started, story, write_journal
+from tests.db.foreign.half_way import half_way
 from tests.wrapper.run_requests import run_request
 from tests.wrapper.second_user import (
     ATTACKER,
@@ -308,15 +309,8 @@ def with_hot_journal(ledger: Path, names: Path) -> None:
     """Leave a transaction half-way, whose journal names a super-journal: SQLite deletes that when it plays it back."""
     connection = sqlite3.connect(ledger, isolation_level=None)
     connection.execute("PRAGMA journal_mode=DELETE")
-    connection.execute("PRAGMA cache_size=1")
-    connection.execute("BEGIN IMMEDIATE")
-    connection.execute("CREATE TABLE half_way (content TEXT)")
-    for _ in range(200):
-        connection.execute("INSERT INTO half_way VALUES (?)", ("x" * 500,))
-    content, rolled = ledger.read_bytes(), Path(f"{ledger}-journal").read_bytes()
     page_bytes = connection.execute("PRAGMA page_size").fetchone()[0]
-    connection.execute("ROLLBACK")
-    connection.close()
+    content, rolled = half_way(ledger, connection)
     name = str(names).encode()
     trailer = struct.pack(">I", 0x40000000 // page_bytes + 1) + name
     trailer += struct.pack(">II", len(name), sum(name)) + rolled[:8]

@@ -16,6 +16,7 @@ from db import migrate
 from db.engine import make_engine, resolve
 from db.foreign.files import is_ours, is_read_in_place, private_copy
 from resihp.errors import LedgerError
+from tests.db.foreign.half_way import half_way
 
 
 @pytest.fixture
@@ -148,14 +149,7 @@ def own_ledger(project: Path, mode: str) -> tuple[Path, sqlite3.Connection]:
 
 def left_half_way(ledger: Path, connection: sqlite3.Connection) -> None:
     """Leave what a writer leaves that is killed in the middle of a change: a changed file and its journal."""
-    connection.execute("PRAGMA cache_size=1")
-    connection.execute("BEGIN IMMEDIATE")
-    connection.execute("CREATE TABLE half_way (content TEXT)")
-    for _ in range(200):
-        connection.execute("INSERT INTO half_way VALUES (?)", ("x" * 500,))
-    content, rolled = ledger.read_bytes(), Path(f"{ledger}-journal").read_bytes()
-    connection.execute("ROLLBACK")
-    connection.close()
+    content, rolled = half_way(ledger, connection)
     ledger.write_bytes(content)
     beside = Path(f"{ledger}-journal")
     beside.write_bytes(rolled)

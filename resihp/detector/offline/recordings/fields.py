@@ -16,14 +16,14 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from resihp.detector.offline.recordings.names import (
-    EPOCH,
-    ITERATION,
+    EPOCH_NAMES,
+    ITERATION_NAMES,
     JOB,
-    MOMENT,
+    MOMENT_NAMES,
     OF_COMPUTING,
     RANK,
-    SQUARES,
-    TOKENS,
+    SQUARED_LENGTH_NAMES,
+    TOKENS_NAMES,
     WINDOW_SECONDS,
     duration_of,
     is_known,
@@ -60,9 +60,9 @@ def read_rows(rows: Sequence[NamedRow], unit: str = "row") -> Recording:
     """
     usable, counts, iteration, name, factor = _time_of(rows, unit)
     job = counts.column(JOB, text=True)
-    rank, tokens, squares = (counts.column(names) for names in (RANK, TOKENS, SQUARES))
+    rank, tokens, squares = (counts.column(names) for names in (RANK, TOKENS_NAMES, SQUARED_LENGTH_NAMES))
     remarks: list[str] = []
-    usable, epochs = _counted_on(usable, iteration, counts.column(EPOCH), rank, job)
+    usable, epochs = _counted_on(usable, iteration, counts.column(EPOCH_NAMES), rank, job)
     if epochs > 1:
         remarks.append(f"`{iteration}` restarts in each of {epochs} epochs; numbered continuously here")
     if rank and counts.column((OF_COMPUTING,)) and name == "seconds":
@@ -70,7 +70,7 @@ def read_rows(rows: Sequence[NamedRow], unit: str = "row") -> Recording:
         remarks.append(f"used `{OF_COMPUTING}`: `seconds` is the same on all ranks, since all wait for the slowest")
     of_job: dict[str, list[Measured]] = {}
     without: list[int] = []
-    clock = name in MOMENT or (_may_be_clock(name) and _is_clock(usable, iteration, name, rank))
+    clock = name in MOMENT_NAMES or (_may_be_clock(name) and _is_clock(usable, iteration, name, rank))
     coarse = clock and all(_in_whole_seconds(fields[name]) for _, fields in usable if fields.get(name) is not None)
     if not clock:
         usable, factor, words = _in_seconds(usable, counts, iteration, name, factor, (rank, job))
@@ -113,7 +113,7 @@ def _in_seconds(
     rows: Sequence[NamedRow], counts: _Counts, iteration: str, name: str, factor: float, series: tuple[str, str]
 ) -> tuple[Sequence[NamedRow], float, list[str]]:
     """Rows whose times are those of one iteration, what makes seconds of these, and what a reader must know of that."""
-    moment = counts.column(MOMENT, text=True)
+    moment = counts.column(MOMENT_NAMES, text=True)
     scaled = _scaled(rows, iteration, name, factor, moment, series)
     if scaled is not None:
         rows, words = scaled
@@ -185,7 +185,7 @@ def _time_of(rows: Sequence[NamedRow], unit: str) -> tuple[Sequence[NamedRow], _
     name = counts.duration()
     if (duration := duration_of(name)) is not None:
         return usable, counts, iteration, name, duration.unit_s
-    if name := counts.column(WINDOW_SECONDS) or counts.rate() or counts.column(MOMENT, text=True):
+    if name := counts.column(WINDOW_SECONDS) or counts.rate() or counts.column(MOMENT_NAMES, text=True):
         return usable, counts, iteration, name, 1.0
     raise UsageError(_lacking(usable, unit, "time", ("seconds", "step_time", "milliseconds", "timestamp")))
 
@@ -194,9 +194,9 @@ def _iteration_of(rows: Sequence[NamedRow], counts: _Counts) -> str:
     """The name of the field that numbers iterations; empty where there is none.
 
     An epoch's counter begins again and again: of the fields that nine tenths of the rows with any have, the first, in
-    the order of `ITERATION`, that has nine tenths of the different values that any of them has.
+    the order of `ITERATION_NAMES`, that has nine tenths of the different values that any of them has.
     """
-    present = counts.often(ITERATION)
+    present = counts.often(ITERATION_NAMES)
     if len(present) < 2:
         return present[0] if present else ""
     different = {name: len({str(row.fields.get(name)) for row in rows}) for name in present}

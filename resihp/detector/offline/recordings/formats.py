@@ -18,16 +18,16 @@ from resihp.detector.offline.recordings.text_logs import reader_of
 from resihp.errors import UsageError
 
 PARQUET = b"PAR1"
-COMPRESSED = (
+COMPRESSED_FORMATS = (
     (b"\x1f\x8b", "gzip", "zcat"),
     (b"\xfd7zXZ\x00", "xz", "xzcat"),
     (b"BZh", "bzip2", "bzcat"),
     (b"\x28\xb5\x2f\xfd", "zstd", "zstdcat"),
 )
 """First bytes, name, and what prints the text."""
-EVENT_FILE = b"brain.Event:"
+EVENT_FILE_MARK = b"brain.Event:"
 """In the first record of what TensorBoard reads."""
-SQLITE = b"SQLite format 3\x00"
+SQLITE_HEADER = b"SQLite format 3\x00"
 OF_TRAINER = frozenset({"loss", "learning_rate", "epoch"})
 """Fields of each dict that Hugging Face's Trainer prints."""
 
@@ -105,12 +105,12 @@ def _refuse_parquet() -> Recording:
 
 def _no_text(content: bytes) -> str:
     """Name a file that is known by its first bytes and cannot be read, with what to type; empty for all others."""
-    for magic, name, command in COMPRESSED:
+    for magic, name, command in COMPRESSED_FORMATS:
         if content.startswith(magic):
             return f"is compressed with {name}; type: {command} FILE | resihp analyze -"
-    if EVENT_FILE in content[:64]:
+    if EVENT_FILE_MARK in content[:64]:
         return "is TensorBoard's event file: export the scalar as CSV (its download link), and analyze that"
-    if content.startswith(SQLITE):
+    if content.startswith(SQLITE_HEADER):
         return (
             "is an SQLite database; of a ledger of ours, type: resihp history iterations JOB --json | resihp analyze -"
         )

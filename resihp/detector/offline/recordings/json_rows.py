@@ -24,7 +24,7 @@ from resihp.detector.offline.recordings.names import RANK, has_iteration, has_ti
 from resihp.detector.offline.recordings.recording import Recording, counted, one_speaker, short, speaker_of
 from resihp.errors import UsageError
 
-HISTORIES = ("rows", "log_history")
+HISTORY_KEYS = ("rows", "log_history")
 """In a JSON document that is an object, the list of its rows."""
 ROWS_KEPT_WHOLE = 100
 MAX_LITERAL_CHARS = 20_000
@@ -110,7 +110,7 @@ def rows_of_document(text: str) -> JsonRows | None:
         return {
             name: value
             for name, value in found.items()
-            if name in HISTORIES or isinstance(value, dict) or is_known(usual_name(name))
+            if name in HISTORY_KEYS or isinstance(value, dict) or is_known(usual_name(name))
         }
 
     try:
@@ -119,7 +119,7 @@ def rows_of_document(text: str) -> JsonRows | None:
         return None
     found, history = whole, ""
     if isinstance(whole, dict):
-        history = next((name for name in HISTORIES if isinstance(whole.get(name), list)), "")
+        history = next((name for name in HISTORY_KEYS if isinstance(whole.get(name), list)), "")
         found = whole.get(history)
     if not isinstance(found, list):
         return None

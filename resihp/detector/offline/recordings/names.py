@@ -14,20 +14,20 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
-ITERATION = (
+ITERATION_NAMES = (
     *("iteration", "global_step", "global_steps", "trainer/global_step", "train/global_step", "iteration_number"),
     *("step", "train_step", "global_step/max_steps", "iter", "current_steps", "num_updates", "training_step"),
     *("step_num", "_step", "iterations", "iters", "it", "steps", "batch", "batch_idx", "batch_number"),
 )
 """Those that count on through epochs first."""
-EPOCH = ("epoch",)
-MOMENT = (
+EPOCH_NAMES = ("epoch",)
+MOMENT_NAMES = (
     *("timestamp", "_timestamp", "finished_at", "created_at", "@timestamp", "datetime", "date", "ts", "at"),
     *("wall_time", "walltime", "_runtime", "wall", "elapsed_time"),
     *("relative_time_(process)", "relative_time_(wall)"),
 )
-TOKENS = ("tokens", "num_tokens", "n_tokens", "tokens_per_step", "tokens_per_iteration")
-SQUARES = ("sum_squared_lengths",)
+TOKENS_NAMES = ("tokens", "num_tokens", "n_tokens", "tokens_per_step", "tokens_per_iteration")
+SQUARED_LENGTH_NAMES = ("sum_squared_lengths",)
 RANK = ("rank", "global_rank")
 JOB = ("job_uuid", "job")
 OF_COMPUTING = "compute_seconds"
@@ -35,7 +35,19 @@ OF_COMPUTING = "compute_seconds"
 WINDOW_SECONDS = ("train_wall",)
 """What all iterations since the row before took."""
 
-_LISTED = frozenset((*ITERATION, *EPOCH, *MOMENT, *TOKENS, *SQUARES, *RANK, *JOB, OF_COMPUTING, *WINDOW_SECONDS))
+_LISTED = frozenset(
+    (
+        *ITERATION_NAMES,
+        *EPOCH_NAMES,
+        *MOMENT_NAMES,
+        *TOKENS_NAMES,
+        *SQUARED_LENGTH_NAMES,
+        *RANK,
+        *JOB,
+        OF_COMPUTING,
+        *WINDOW_SECONDS,
+    )
+)
 _OF_TRAINING = frozenset(
     (
         *("train", "training", "trainer", "perf", "performance", "timing", "timings", "time", "timers", "throughput"),
@@ -128,11 +140,10 @@ def is_known(name: str) -> bool:
 
 def has_iteration(names: Iterable[str]) -> bool:
     """Decide whether one of these usual names numbers iterations."""
-    return any(name in ITERATION for name in names)
+    return any(name in ITERATION_NAMES for name in names)
 
 
 def has_time(names: Iterable[str]) -> bool:
     """Decide whether one of these usual names holds a time of any kind."""
-    return any(
-        name in MOMENT or name in WINDOW_SECONDS or duration_of(name) is not None or is_rate(name) for name in names
-    )
+    known = {*MOMENT_NAMES, *WINDOW_SECONDS}
+    return any(name in known or duration_of(name) is not None or is_rate(name) for name in names)

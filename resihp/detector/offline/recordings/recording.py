@@ -117,13 +117,13 @@ def numbered_lines(text: str) -> Iterator[tuple[int, str]]:
                 yield number, line
 
 
-THOUSANDS = re.compile(r"\s*[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?\s*")
+WITH_THOUSANDS_COMMAS = re.compile(r"\s*[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?\s*")
 """`1,250.5`, as spreadsheets write it in quotes."""
 
 
 def number_in(text: str) -> float:
     """A number as Python or a spreadsheet writes it; NaN for any other text."""
-    if "," in text and THOUSANDS.fullmatch(text):
+    if "," in text and WITH_THOUSANDS_COMMAS.fullmatch(text):
         text = text.replace(",", "")
     try:
         return float(text)

@@ -13,12 +13,12 @@ from tests.resihp.detector.diagnosis.test_ties import one_rank
 from tests.resihp.detector.lines import EXAMPLES, traceback
 
 NFS = traceback("OSError: [Errno 116] Stale file handle: '/data/shard-17.bin'")
-UNREAD = traceback("FileNotFoundError: [Errno 2] No such file or directory: '/data/shard-17.bin'")
+MISSING_SHARD_TRACEBACK = traceback("FileNotFoundError: [Errno 2] No such file or directory: '/data/shard-17.bin'")
 ENDS: dict[str, dict[str, Any]] = {
     "killed": {"exit": -9},
     "its own error": {"exit": 1, "log": traceback("ValueError: bad sample")},
     "a file": {"exit": 1, "log": NFS},
-    "no file": {"exit": 1, "log": UNREAD},
+    "no file": {"exit": 1, "log": MISSING_SHARD_TRACEBACK},
     "hung": {"exit": -9, "fenced": "hung: no progress for 600 s"},
 }
 HARMLESS = (
@@ -62,7 +62,7 @@ def test_a_file_that_is_missing_by_a_relative_path_is_no_broken_disks_doing() ->
     disk = "I/O error, dev sdb, sector 2048 op 0x0:(READ) flags 0x0"
     relative = traceback("FileNotFoundError: [Errno 2] No such file or directory: 'a'")
     assert one_rank(disk, 500, exit=1, log=relative).code == "file missing"
-    assert one_rank(disk, 500, exit=1, log=UNREAD).code == "disk failure"
+    assert one_rank(disk, 500, exit=1, log=MISSING_SHARD_TRACEBACK).code == "disk failure"
 
 
 PRINTED = (
@@ -163,7 +163,7 @@ def test_a_logger_of_another_time_zone_leaves_the_time_of_its_lines_unknown() ->
 
 # --- what libraries print at the end ----------------------------------------------------------------------------------
 
-SUMMARY = "\n".join(
+WANDB_SUMMARY = "\n".join(
     (
         "wandb: ",
         "wandb: Run history:",
@@ -173,14 +173,14 @@ SUMMARY = "\n".join(
         "wandb: Find logs at: ./wandb/run-20250303_092651-abc/logs",
     )
 )
-SUMMARIES = (
-    SUMMARY,
-    SUMMARY.replace("wandb:", "COMET INFO:"),
-    SUMMARY.replace("wandb:", "[neptune] [info   ]"),
+TRACKER_SUMMARIES = (
+    WANDB_SUMMARY,
+    WANDB_SUMMARY.replace("wandb:", "COMET INFO:"),
+    WANDB_SUMMARY.replace("wandb:", "[neptune] [info   ]"),
 )
 
 
-@pytest.mark.parametrize("summary", SUMMARIES, ids=lambda text: text[:9])
+@pytest.mark.parametrize("summary", TRACKER_SUMMARIES, ids=lambda text: text[:9])
 def test_an_experiment_trackers_summary_does_not_hide_what_was_raised(summary: str) -> None:
     for error, code in (
         ("ValueError: bad sample 17", "exception"),

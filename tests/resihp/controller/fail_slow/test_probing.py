@@ -160,7 +160,7 @@ def test_a_device_that_is_used_all_the_same_is_not_said_to_stand_by() -> None:
     job = Job(nodes=2, examine=True)
     for rank in range(4):
         job.say(rank, m.Probed(probe=1, error="device cuda: fails its probe"))
-    assert [text for text in job.texts("warning") if "stands by" in text] == []
+    assert [text for text in job.texts("warning") if "on standby" in text] == []
 
 
 def test_a_device_that_never_answers_stands_by() -> None:
@@ -229,7 +229,7 @@ def test_a_newcomer_that_fails_its_probe_stands_by() -> None:
     job.measure({6: 0.5})
     job.train(10)
     assert job.job.pause is None
-    assert any(text.startswith("rank 6 (n1 device 1): stands by") for text in job.texts("warning"))
+    assert any(text.startswith("rank 6 (n1 device 1): failed its probe") for text in job.texts("warning"))
     assert job.all(JoinRefused) == []
     job.crash(3)
     job.park(stepped=job.job.record.committed)
@@ -360,7 +360,7 @@ def test_newcomers_of_a_node_that_is_slower_than_in_former_jobs_stand_by() -> No
     job.job.record.reference.pop(("n1", 0))
     job.join(6)
     job.measure()
-    assert any(text.startswith("rank 6 (n1 device 1): stands by") for text in job.texts("warning"))
+    assert any(text.startswith("rank 6 (n1 device 1): failed its probe") for text in job.texts("warning"))
 
 
 # --- a new supervisor ---------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ def test_a_device_that_was_disturbed_once_gets_its_work(shared: bool) -> None:
     job = Start(shared=shared).look(lambda rank, look: 0.45 if (rank, look) == (1, 0) else 1.0)
     assert standby(job) == ()
     assert job.texts("warning") == []
-    assert any("rank 1 (n1 device 1)" in text and "measured again" in text for text in job.texts("notice"))
+    assert any("rank 1 (n1 device 1)" in text and "probing again" in text for text in job.texts("notice"))
     (taken,) = job.all(ProbesTaken)
     assert (taken.looks, taken.devices[1].fit, taken.devices[1].speed) == (2, True, 1.0)
 

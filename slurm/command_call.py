@@ -28,6 +28,8 @@ REAP_S = 1.0
 _SLURMS = ("SLURM", "SBATCH", "SALLOC", "SRUN", "SQUEUE", "SINFO", "SCONTROL", "SCANCEL", "SACCT")
 _CONNECTION = ("SLURM_CONF", "SLURM_JWT", "SLURM_SACK_SOCKET")
 """How the controller is found, and how it knows us."""
+_OUR_FOLDER = str(Path(os.path.abspath(__file__)).parents[1])
+"""That resihp is imported from."""
 _ON_WHOSE_ACCOUNT = ("SBATCH_ACCOUNT", "SBATCH_PARTITION", "SBATCH_QOS", "SBATCH_RESERVATION")
 
 
@@ -38,6 +40,14 @@ class CompletedCall(msgspec.Struct, frozen=True):
     output: bytes
     complaint: str
     """What it wrote to standard error, on one line."""
+
+
+def own_environment(base: Mapping[str, str]) -> dict[str, str]:
+    """For resihp's own processes: PYTHONPATH names the folder of resihp at most, where `pip install --target` has put
+    it and all that it needs. Modules in the user's folders could shadow ours."""
+    kept = {key: value for key, value in base.items() if key != "PYTHONPATH"}
+    entries = [os.path.abspath(entry) for entry in base.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    return kept | ({"PYTHONPATH": _OUR_FOLDER} if _OUR_FOLDER in entries else {})
 
 
 def query_environment(base: Mapping[str, str]) -> dict[str, str]:

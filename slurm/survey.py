@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 from slurm import limits, parse
-from slurm.command_call import CompletedCall, call, query_environment, submit_environment
+from slurm.command_call import CompletedCall, call, own_environment, query_environment, submit_environment
 from slurm.commands import TIMEOUT_S, failure
 from slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
 from slurm.limits import Association, Limits
@@ -197,8 +197,8 @@ class CommandSurvey:
             *("--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--overlap", "--mem=0", "--cpu-bind=none", "--mpi=none"),
             *("--input=none", "--export=ALL", "--immediate=20"),
         ]
-        kept = {name: value for name, value in self._base.items() if name != "PYTHONPATH"}
-        answer = call(["srun", *options, *argv], environment=query_environment(kept), timeout_s=timeout_s)
+        environment = query_environment(own_environment(self._base))
+        answer = call(["srun", *options, *argv], environment=environment, timeout_s=timeout_s)
         if answer.status and not answer.output:
             raise failure(f"job {job_id}: nothing could be started on its nodes", "srun", answer.complaint)
         return answer.output.decode("utf-8", "replace")

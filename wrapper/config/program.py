@@ -88,7 +88,7 @@ def _interpreter(named: str, notice: Callable[[str], None]) -> str:
 
 
 def _has_resihp(interpreter: str) -> bool:
-    """Asked as the fork server will be started: without the user's PYTHONPATH and folder."""
+    """Asked as the fork server will be started: without the user's own modules."""
     probe = [interpreter, "-P", "-c", "import resihp.worker.forkserver"]
     try:
         done = subprocess.run(probe, capture_output=True, env=own_environment(), timeout=60, check=False)

@@ -18,6 +18,7 @@ from typing import Protocol
 
 from resihp.protocol.framing import LocalChannel
 from resihp.worker.forkserver import Serve
+from slurm import command_call
 from wrapper.job_folder import Job
 from wrapper.strict_modes import private
 
@@ -61,8 +62,8 @@ class Launcher(Protocol):
 
 
 def own_environment() -> dict[str, str]:
-    """The environment of our own processes: the user's without PYTHONPATH, whose modules could shadow ours."""
-    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    """The environment of our own processes: the user's, without modules of theirs that could shadow ours."""
+    return command_call.own_environment(os.environ)
 
 
 class LocalLauncher:

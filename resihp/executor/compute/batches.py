@@ -12,6 +12,7 @@ import msgspec
 import torch
 from megatron.core.transformer import TransformerConfig
 
+import resihp
 from resihp.errors import DatasetError
 from resihp.executor.compute.rotary import Rotary
 from resihp.executor.config_support import describe
@@ -93,7 +94,7 @@ def fingerprint(
         "seed": seed,
         "data": _described(first),
         "back end, device": works,
-        "versions": [torch.__version__, metadata.version("megatron-core"), metadata.version("resihp")],
+        "versions": [torch.__version__, metadata.version("megatron-core"), resihp.__version__],
     }
     if evaluation is not None:
         content["evaluation"] = [*evaluation[:2], _described(evaluation[2])]

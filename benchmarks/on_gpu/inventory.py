@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.on_gpu.figures import Figure, Scale, all_of
 from resihp.process import threads
+from resihp.worker import nccl_versions
 from resihp.worker.forkserver import PRELOAD
 
 WORKERS = 8
@@ -63,7 +64,8 @@ def _versions(scale: Scale) -> Iterator[Figure]:
             yield Figure(package, "not installed")
     if not scale.full:
         return
-    yield Figure("NCCL", ".".join(map(str, torch.cuda.nccl.version())))
+    files = ", ".join(nccl_versions.files())
+    yield Figure("NCCL", f"{nccl_versions.shown(nccl_versions.loaded() or ())} of {files or 'torch'}")
     device = torch.cuda.get_device_properties(0)
     yield Figure("GPU", f"{device.name}, {device.total_memory / 2**30:.0f} GiB, {device.major}.{device.minor}")
     if shutil.which("nvidia-smi"):

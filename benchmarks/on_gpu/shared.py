@@ -20,6 +20,7 @@ from benchmarks.on_gpu.supervised import FAULTS, job, judged
 from resihp.executor import backends
 from resihp.executor.tensor_group import dist
 from resihp.scheduler.cost import device_memory
+from resihp.worker import nccl_versions
 
 CYCLES = 20
 WATCHED_S = 90.0
@@ -30,9 +31,10 @@ STUCK_S = 0.5
 
 
 def measure(scale: Scale) -> Iterator[Figure]:
-    if scale.full and torch.cuda.nccl.version() < OLDEST:
-        found, oldest = (".".join(map(str, version)) for version in (torch.cuda.nccl.version(), OLDEST))
-        raise Missing(f"NCCL {found} has one rank on a GPU; {oldest} is needed")
+    version = nccl_versions.loaded() or (0,)
+    if scale.full and version < OLDEST:
+        found, oldest = nccl_versions.shown(version), nccl_versions.shown(OLDEST)
+        raise Missing(f"NCCL {found} has one rank on a GPU; {oldest} is needed, and can be named in LD_PRELOAD")
     environment = {"RESIHP_BACKEND": "nccl" if scale.full else "nccl-like", "RESIHP_SHARE_GPUS": "1", **SEVERAL}
     os.environ |= environment
     yield from aborts(scale)

@@ -168,7 +168,8 @@ class Nccl(BackEnd):
         os.environ |= NO_WATCHDOG
         for name, value in PATIENCE.items():
             os.environ.setdefault(name, value)
-        if dist.is_nccl_available() and (told := nccl_versions.doubt(torch.cuda.nccl.version())):
+        version = nccl_versions.loaded() if dist.is_nccl_available() else None
+        if version is not None and (told := nccl_versions.doubt(version, nccl_versions.files())):
             print(f"{told}; {nccl_versions.WAY_OUT}", flush=True)
 
     def connect(self, store: Any, index: int, size: int, timeout: timedelta, role: Role = ALONE) -> Backend:

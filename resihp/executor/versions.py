@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from resihp.protocol.inventory import LONGEST, Software
+from resihp.worker import nccl_versions
 
 MOST_BYTES = 1 << 24
 """Read of a file of git's; `packed-refs` has a line for each branch and tag."""
@@ -40,12 +41,9 @@ def _installed(package: str) -> str:
 
 
 def _nccl() -> str:
-    """Of torch's own, where it has one."""
-    try:
-        version = torch.cuda.nccl.version()
-    except (AttributeError, RuntimeError):  # torch was built without
-        return ""
-    return ".".join(map(str, version))[:LONGEST] if isinstance(version, tuple) else str(version)
+    """Of the library that is loaded, where one is."""
+    version = nccl_versions.loaded()
+    return "" if version is None else nccl_versions.shown(version)[:LONGEST]
 
 
 def commit_of(folder: Path) -> str:

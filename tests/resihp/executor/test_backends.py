@@ -32,6 +32,7 @@ from resihp.executor.group_store import TorchRendezvous  # noqa: E402
 from resihp.executor.tensor_group import TensorGroup  # noqa: E402
 from resihp.pipeline.program import GroupSpec  # noqa: E402
 from resihp.protocol import messages as m  # noqa: E402
+from resihp.worker import nccl_versions  # noqa: E402
 from resihp.worker.forkserver import PRELOAD  # noqa: E402
 from tests.waiting import until  # noqa: E402
 
@@ -105,7 +106,7 @@ def test_a_version_of_nccl_that_has_hung_is_told_by_name(
     told: str,
 ) -> None:
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
+    monkeypatch.setattr(nccl_versions, "loaded", lambda: version)
     chosen()
     said = capsys.readouterr().out
     assert said.startswith(told)

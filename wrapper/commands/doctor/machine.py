@@ -96,10 +96,11 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 _TORCH = """
 import json, torch, torch.distributed as dist
+from resihp.worker import nccl_versions
 print(json.dumps({
     "version": torch.__version__, "cuda": torch.version.cuda, "gpus": torch.cuda.device_count(),
     "gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(),
-    "nccl_version": list(torch.cuda.nccl.version()) if dist.is_nccl_available() else None,
+    "nccl_version": nccl_versions.loaded(), "nccl_files": nccl_versions.files(),
 }))
 """
 
@@ -118,8 +119,8 @@ def torch() -> Iterator[CheckResult]:
         yield CheckResult(check="torch", outcome=outcome, text=f"cannot be imported: {why}", advice=advice)
         return
     found = json.loads(done.stdout.splitlines()[-1])
-    nccl = ".".join(map(str, found["nccl_version"])) if found["nccl_version"] else None
-    ways = ["gloo"] * found["gloo"] + ([f"NCCL {nccl}"] if nccl else [])
+    nccl = found["nccl_version"] if found["nccl"] else None
+    ways = ["gloo"] * found["gloo"] + ([f"NCCL {nccl_versions.shown(nccl)}"] if nccl else [])
     core = _version("megatron-core")
     text = f"{found['version']}, {', '.join(ways) or 'no back end'}, megatron-core {core or 'missing'}"
     devices = len(list(VISIBLE_DEVICES.glob("nvidia[0-9]*")))
@@ -133,7 +134,7 @@ def torch() -> Iterator[CheckResult]:
     elif devices and not found["gpus"] and not hidden:
         text += f"; it sees none of {devices} GPUs here" + ("" if found["cuda"] else ", it is a build for CPUs")
         yield CheckResult(check="torch", outcome="failed", text=text, advice="install torch for your CUDA: pytorch.org")
-    elif nccl and (told := nccl_versions.doubt(found["nccl_version"])):
+    elif nccl and (told := nccl_versions.doubt(nccl, found["nccl_files"])):
         yield CheckResult(check="torch", outcome="warning", text=f"{text}; {told}", advice=nccl_versions.WAY_OUT)
     else:
         yield CheckResult(check="torch", outcome="ok", text=text)

@@ -298,7 +298,7 @@ def test_torch_that_does_not_import(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nccl_that_has_hung_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_version", lambda name: "9.9.9")
-    found = {"version": "2.13.0", "cuda": "13.0", "gpus": 8, "gloo": True, "nccl": True}
+    found = {"version": "2.13.0", "cuda": "13.0", "gpus": 8, "gloo": True, "nccl": True, "nccl_files": []}
     for nccl, outcome in (([2, 26, 2], "warning"), ([2, 28, 9], "ok")):
         monkeypatch.setattr(machine, "_TORCH", f"print({json.dumps(json.dumps(found | {'nccl_version': nccl}))})")
         finding = only(machine.torch())

@@ -37,6 +37,7 @@ from db.parquet.tables import JOBS, MONTHLY, OF_JOBS, Row, Source, Values, colum
 from db.parquet.writing import Exported, write
 from db.telemetry import report_rows
 from db.writer import catch_up
+from resihp.durable_files import own_links_followed
 from resihp.errors import JobNotFoundError, LedgerError, UsageError
 from resihp.record import journal, journal_file
 from resihp.record.job_uuid import job_uuid
@@ -103,6 +104,9 @@ def export(url: str, folder: Path, uuids: Sequence[str] | None = None) -> Export
     of before or of now. Raises LedgerError if there is no ledger of our schema at `url`, JobNotFoundError if it holds
     no such job, UsageError if the folder cannot be made, or has what would be lost.
     """
+    folder = own_links_followed(folder)
+    if folder.is_symlink():
+        raise UsageError(f"{folder}: is another user's link, which is not followed; name the folder that it leads to")
     folder = folder.resolve()
     before = export_of_before(folder)
     with _reading(url) as connection:

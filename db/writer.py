@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import random
+import sqlite3
 import threading
 import time
 from collections import deque
@@ -329,10 +330,10 @@ class Ledger:
                 self._took_s = time.monotonic() - began
             except Exception as error:  # noqa: BLE001 - whatever it is, training goes on and the records are kept
                 self._engine.dispose()
-                with self._lock:
-                    self._hopeless = _lies_in_the_rows(error)
-                    self._written.notify_all()
                 self._lacks_tables = isinstance(error, ProgrammingError) or "no such table" in str(error)
+                with self._lock:
+                    self._hopeless = _lies_in_the_rows(error) or (not self._lacks_tables and _is_bad_statement(error))
+                    self._written.notify_all()
                 words = _first_line(error)
                 if not self._failing or (isinstance(error, LedgerError) and words not in said):
                     self._failing = True
@@ -587,6 +588,11 @@ def _identity(url: URL) -> tuple[int, int] | None:
 def _lies_in_the_rows(error: Exception) -> bool:
     """Whether trying again is of no use: the database works, it is what we write that it does not take."""
     return isinstance(error, IntegrityError | DataError) or not isinstance(error, DBAPIError | OSError | LedgerError)
+
+
+def _is_bad_statement(error: Exception) -> bool:
+    """Whether SQLite cannot make sense of what we write, as where a table was replaced by a view."""
+    return getattr(getattr(error, "orig", None), "sqlite_errorcode", None) == sqlite3.SQLITE_ERROR
 
 
 def _first_line(error: Exception) -> str:

@@ -31,7 +31,7 @@ def replacing(path: Path, mode: int = 0o666, *, named_by_user: bool = False) -> 
     for that. Raises OSError.
     """
     if named_by_user:
-        path = _own_links_followed(path)
+        path = own_links_followed(path)
     if path.parent in DEVICES or (named_by_user and _is_own_channel(path)):
         with path.open("wb") as device:
             yield device
@@ -54,7 +54,7 @@ def own_users() -> tuple[int, ...]:
     return (os.geteuid(), 0)
 
 
-def _own_links_followed(path: Path) -> Path:
+def own_links_followed(path: Path) -> Path:
     """Return where the user's or root's links lead from a path, up to the first link of somebody else."""
     for _ in range(MAX_LINKS):
         try:

@@ -6,6 +6,7 @@ goes to stdout, messages to stderr.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
@@ -37,6 +38,12 @@ OTHERS = (
     *(history, why_not, compare, db, node, analyze, plan, doctor, init, report),
 )
 """Commands that say themselves how they are called, in the order of the help."""
+
+OF_THE_SYSTEM = frozenset(
+    {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ELOOP}
+    | {errno.ENAMETOOLONG, errno.EMFILE, errno.ENFILE}
+)
+"""Errors of files that say all there is to say by themselves: no traceback is printed."""
 
 app = typer.Typer(
     name="resihp",
@@ -264,6 +271,12 @@ def main() -> None:
     except ResihpError as error:
         message(str(error))
         sys.exit(exit_code_of(error))
+    except OSError as error:
+        if error.filename is None or error.errno not in OF_THE_SYSTEM:
+            sys.excepthook(*sys.exc_info())
+            sys.exit(INTERNAL)
+        message(f"{error.filename}: {error.strerror}; ls -ld and df -h on it show more")
+        sys.exit(UNAVAILABLE)
     except Exception:  # noqa: BLE001 - what nobody foresaw must not pass for a training that failed
         sys.excepthook(*sys.exc_info())
         sys.exit(INTERNAL)

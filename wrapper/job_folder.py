@@ -414,17 +414,25 @@ def finish_dead_job(job: OurJob, reason: str = "the supervisor was found dead", 
         try:
             url = job.ledger_url
         except LedgerError as error:
-            text = f"the end of job {job.name} is not in its ledger: {error}"
-            printable = "".join(letter if letter.isprintable() else "?" for letter in text)
-            print(f"resihp: warning: {printable}", file=sys.stderr)
+            _warn(f"the end of job {job.name} is not in its ledger: {error}")
         if url is not None:
             from db.writer import catch_up
 
             catch_up(url, job.folder, path)
+    except OSError as error:
+        if locked:
+            raise
+        _warn(f"the end of job {job.name} cannot be written: {error.filename or job.folder}: {error.strerror}")
+        return False
     finally:
         if lock is not None:
             os.close(lock)
     return True
+
+
+def _warn(text: str) -> None:
+    printable = "".join(letter if letter.isprintable() else "?" for letter in text)
+    print(f"resihp: warning: {printable}", file=sys.stderr)
 
 
 def _is_restored(job: OurJob, records: Sequence[Record]) -> bool:
@@ -438,8 +446,10 @@ def _is_restored(job: OurJob, records: Sequence[Record]) -> bool:
         return False
     if not has_ended(copied) or not is_journal_of(job.read().uuid, copied) or (records and copied[0] != records[0]):
         return False
-    write_private(job.journal_file, read_plain(job.journal_copy, journal_file.MAX_FILE_BYTES), sync=True)
-    return True
+    with suppress(OSError):  # as where a folder has its name
+        write_private(job.journal_file, read_plain(job.journal_copy, journal_file.MAX_FILE_BYTES), sync=True)
+        return True
+    return False
 
 
 def copy_journal(job: OurJob) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -374,3 +375,16 @@ def test_a_job_that_writes_meanwhile(ledger_urls: Urls, tmp_path: Path) -> None:
         assert ledger.flush(30)
     assert everything_in(url) == everything_in(ahead)
     assert set(TABLES) <= {table.name for table in OF_JOBS}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives links away")
+def test_an_export_follows_the_users_own_link_and_no_other(tmp_path: Path) -> None:
+    url = ledger_with(f"sqlite:///{tmp_path / 'ledger.db'}", tmp_path / "job", story(), reports=False)
+    (tmp_path / "disk").mkdir()
+    link = tmp_path / "out"
+    link.symlink_to("disk/october")
+    export(url, link)
+    assert (tmp_path / "disk" / "october" / "manifest.json").is_file()
+    os.chown(link, 54321, -1, follow_symlinks=False)
+    with pytest.raises(UsageError, match="out: is another user's link, which is not followed"):
+        export(url, link)

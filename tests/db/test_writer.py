@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sqlite3
 import threading
+import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,6 +19,7 @@ from db.reading.fleet import NodeRecord
 from db.reading.health import services
 from db.reading.queries import Reader
 from db.writer import Ledger, catch_up
+from resihp.errors import LedgerError
 from resihp.record import journal, journal_file
 from tests.db.conftest import (
     BEGAN,
@@ -621,3 +623,17 @@ def test_a_reader_sees_the_job_while_it_runs(records: list[journal.Record], open
             ledger.submit(record)
         assert ledger.flush()
         assert reader.summary(job)["iteration"] == 11
+
+
+def test_a_table_that_was_replaced_by_a_view_is_told_at_once(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'ledger.db'}"
+    records = list(write_journal(tmp_path / "journal", story()))
+    with Ledger.open(url, tmp_path) as ledger:
+        ledger.submit(records[0])
+        assert ledger.flush(30)
+    with sqlite3.connect(tmp_path / "ledger.db") as connection:
+        connection.executescript("DROP TABLE iterations; CREATE VIEW iterations AS SELECT * FROM jobs;")
+    began = time.monotonic()
+    with pytest.raises(LedgerError, match=r"cannot be written, .*view"):
+        catch_up(url, tmp_path, tmp_path / "journal")
+    assert time.monotonic() - began < 20, "it waited for a minute"

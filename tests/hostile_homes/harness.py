@@ -276,8 +276,15 @@ class _Seen:
             return
         named = f"{self.target.folder}/ledger.db" if self.case.invocation.writes_the_ledger else None
         for words in differences(*self.foreign):
-            if named is None or not words.partition(" ")[2].startswith(named):
+            path = Path(words.partition(" ")[2])
+            is_beside_own = words.endswith(BESIDE_A_LEDGER) and self._was_given(path.parent)
+            if not is_beside_own and (named is None or not str(path).startswith(named)):
                 yield "foreign home", words
+
+    def _was_given(self, folder: Path) -> bool:
+        """Whether the mutation has made a folder that of whoever looks, whose ledgers are read where they lie."""
+        owner = next(person.uid for person in self.world.readers if person.name == self.case.person)
+        return folder in self.target.given_away and folder.lstat().st_uid == owner
 
     def _own(self) -> Iterator[tuple[str, str]]:
         """What tells how a job has ended outlives damage elsewhere, whoever looks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -89,6 +90,7 @@ def test_a_terminal_that_has_no_columns_gets_it_all(fresh_home: Path, columns: s
         (SlurmRefusedError("Invalid account"), 69),
         (SlurmOutputError("squeue printed half a line"), 70),
         (ZeroDivisionError("a bug"), 70),
+        (FileNotFoundError(2, "No such file or directory", "a bug"), 70),
         (FaultNotFiredError("fault 1 did not fire"), 1),
         (UsageError("no such key"), 2),
     ],
@@ -105,3 +107,17 @@ def test_only_a_training_that_failed_ends_with_1(
         cli.main()
     assert ended.value.code == code
     assert str(raised) in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_reached_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def closed() -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "theirs/job.toml")
+
+    monkeypatch.setattr(cli, "app", closed)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 69
+    told = "resihp: theirs/job.toml: Permission denied; ls -ld and df -h on it show more\n"
+    assert capsys.readouterr().err == told

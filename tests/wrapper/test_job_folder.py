@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from resihp.errors import JobNotFoundError, LedgerError, UsageError
+from resihp.errors import JobNotFoundError, LedgerError, ProtocolError, UsageError
 from resihp.record.journal import AnyEntry, JobEnded, NodeJoined
 from resihp.record.journal_file import Journal
 from wrapper import job_folder, registry
@@ -107,6 +108,29 @@ def test_job_of_a_dead_supervisor_ends_abnormally_once(fresh_home: Path) -> None
     assert job.journal_copy.read_bytes() == job.journal_file.read_bytes()
     assert not finish_dead_job(job)
     assert len(job.records()) == 2
+
+
+def test_a_journal_that_cannot_be_restored_is_named(fresh_home: Path) -> None:
+    job = begun()
+    assert finish_dead_job(job)
+    job.journal_file.unlink()
+    job.journal_file.mkdir()
+    with pytest.raises(ProtocolError, match="is no plain file"):
+        finish_dead_job(job)
+
+
+def test_an_end_that_cannot_be_written_is_a_warning(
+    fresh_home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(path: Path, content: bytes, **options: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    job = begun()
+    monkeypatch.setattr(job_folder, "write_private", full)
+    assert not finish_dead_job(job)
+    told = capsys.readouterr().err
+    assert told.startswith("resihp: warning: the end of job local-1 cannot be written: ")
+    assert told.endswith(": No space left on device\n")
 
 
 def test_job_that_is_supervised_ended_or_not_begun_is_left_alone(fresh_home: Path) -> None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from resihp.detector.offline.recordings.recording import Recording
 
 LARGEST_BYTES = 2 << 30
+CUT_DOWN = "cut it down first: grep 'elapsed time per iteration' FILE > smaller.log"
 SHOWN = 40
 """Rows of a table on a terminal; `--json` has them all."""
 RANKS_SHOWN = 5
@@ -71,6 +72,13 @@ def analyze(
 
 def judge(file: Path) -> tuple[Analysis, Recording | None]:
     """What is found in a file, and its iteration times where it holds them. Raises UsageError."""
+    try:
+        return _judged(file)
+    except MemoryError:
+        raise UsageError(f"{_named(file)}: more than this process has memory for; {CUT_DOWN}") from None
+
+
+def _judged(file: Path) -> tuple[Analysis, Recording | None]:
     from resihp.detector.offline.recordings import formats
     from resihp.detector.offline.series import analyse
 
@@ -110,7 +118,7 @@ def _content(file: Path) -> bytes:
     if size > LARGEST_BYTES:
         raise UsageError(
             f"{_named(file)}: {'more than ' if str(file) == '-' else f'{size / 2**30:.1f} GiB, more than '}"
-            f"{LARGEST_BYTES >> 30} GiB; cut it down first: grep 'elapsed time per iteration' FILE > smaller.log"
+            f"{LARGEST_BYTES >> 30} GiB; {CUT_DOWN}"
         )
     return content
 

@@ -8,6 +8,7 @@ values stand there instead, and that is said. Both files are tried before they a
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 from collections.abc import Sequence
@@ -196,7 +197,7 @@ def write(wanted: JobFileChoice, folder: Path, *, force: bool) -> tuple[str, str
     from wrapper.config.schema import read
 
     job_file, script = folder / JOB_FILE, folder / SCRIPT
-    there = [str(path) for path in (job_file, script) if path.exists()]
+    there = [str(path) for path in (job_file, script) if os.path.lexists(path)]
     if there and not force:
         raise UsageError(f"{' and '.join(there)}: there already; --force replaces, --folder names another place")
     text = job_text(wanted)

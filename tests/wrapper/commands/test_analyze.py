@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 from typer.testing import CliRunner, Result
 
+from resihp.detector.offline.recordings import formats
 from resihp.errors import UsageError
 from tests.wrapper.commands.status.test_status import record_job
 from wrapper.cli import app
@@ -254,3 +255,12 @@ def test_a_trace_of_operations_as_json() -> None:
     assert content["kind"] == "operations"
     assert not [event for event in content["events"] if event["verdict"] == "fail-slow"]
     assert list(content["ranks"][0]) == ["dp", "stage", "slowdown"]
+
+
+def test_a_file_that_does_not_fit_into_memory_is_told(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(content: bytes) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(formats, "read", full)
+    with pytest.raises(UsageError, match=r"log: more than this process has memory for; cut it down first: grep"):
+        analyze.judge(log)

@@ -216,6 +216,13 @@ def test_files_that_are_there_are_kept(name: str) -> None:
 
 
 @pytest.mark.usefixtures("survey")
+def test_a_link_that_leads_nowhere_is_there() -> None:
+    Path("job.toml").symlink_to("gone/job.toml")
+    with pytest.raises(UsageError, match=r"job\.toml: there already; --force replaces"):
+        resihp()
+
+
+@pytest.mark.usefixtures("survey")
 def test_another_folder_and_json(fresh_home: Path) -> None:
     done = resihp("--json", "--folder", "my jobs/1")
     answer = json.loads(done.stdout)

@@ -175,10 +175,15 @@ class Communicators:
         return tuple(self._channels)
 
     def release(self, prefix: str) -> None:
-        """Let go of the communicators whose names begin so, once nobody uses them any more."""
+        """Let go of the communicators whose names begin so, once nobody uses them any more.
+
+        By aborting them, as all others are let go. A rank that destroys a communicator waits in NCCL for all others to
+        do so, without end for one that has died or aborted it (pull request 194775 of pytorch).
+        """
         going = {name: self._channels.pop(name) for name in list(self._channels) if name.startswith(prefix)}
         if going:
-            _let_go(going)
+            held = [backend for channel in going.values() if (backend := channel.held) is not None]
+            _let_go(going, self._abort_beside(held, []))
 
     # --- the end ----------------------------------------------------------------------------------------------
 
@@ -195,11 +200,16 @@ class Communicators:
             ours = self._ours
             if ours is None and self._before is not None and self._back_end.has_sockets:  # still building
                 ours = _tcp_sockets() - self._before
-        if self._back_end.aborts:
-            held = [backend for channel in list(self._channels.values()) if (backend := channel.held) is not None]
-            connecting = [each for each in list(self._connecting.values()) if each not in held]
-            self._aborting.append(begin_thread(self._abort, held, connecting, name="resihp-aborting"))
+        held = [backend for channel in list(self._channels.values()) if (backend := channel.held) is not None]
+        connecting = [each for each in list(self._connecting.values()) if each not in held]
+        self._aborting += self._abort_beside(held, connecting)
         _shut_down(ours or set())
+
+    def _abort_beside(self, held: list[Backend], connecting: list[Backend]) -> list[threading.Thread]:
+        """The thread that aborts these; none where a back end has no aborts."""
+        if not self._back_end.aborts:
+            return []
+        return [begin_thread(self._abort, held, connecting, name="resihp-aborting")]
 
     def _abort(self, held: list[Backend], connecting: list[Backend]) -> None:
         """Whoever wakes us also beats, and waits for nothing. A device that is not free again is of no use to us."""

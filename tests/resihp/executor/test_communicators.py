@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -138,3 +139,42 @@ def test_a_rank_whose_abort_does_not_end_ends_itself_by_a_status_of_its_own(monk
     monkeypatch.setattr("resihp.executor.communicators.os._exit", ended.append)
     Communicators(EPOCH, 0, GROUPS, 60.0, Stuck(torch.device("cpu"))).wake()
     until(lambda: ended == [m.ABORT_STATUS])
+
+
+class Destroys(Slow):
+    """Notes what is destroyed without having been aborted: NCCL waits there for peers that may be gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aborted: set[int] = set()
+        self.waited: list[int] = []
+        self.made = 0
+
+    def connect(self, *arguments: Any) -> Any:
+        self.made += 1
+        made = type("Made", (), {"number": self.made})()
+        weakref.finalize(made, lambda number=self.made: number in self.aborted or self.waited.append(number))
+        arguments[-1].begun(made)
+        return made
+
+    def abort(self, communicators: Sequence[Any], connecting: Sequence[Any] = ()) -> bool:
+        self.aborted |= {each.number for each in (*communicators, *connecting)}
+        return True
+
+
+def alone(kind: BackEnd, *names: str) -> Communicators:
+    return Communicators(EPOCH, 0, [GroupSpec(name, (0,)) for name in names], 60.0, kind)
+
+
+def test_no_communicator_is_destroyed_that_was_not_aborted() -> None:
+    """Neither those that only move state, once a plan is in effect, nor the others at the end."""
+    kind = Destroys()
+    communicators = alone(kind, "world", "state/1-0", "state/2-0")
+    communicators.open(Place())
+    communicators.release("state/")
+    assert communicators.names == ("world",)
+    until(lambda: kind.aborted == {2, 3})
+    communicators.close()
+    until(lambda: kind.aborted == {1, 2, 3})
+    gc.collect()
+    assert kind.waited == []

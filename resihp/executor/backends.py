@@ -115,6 +115,12 @@ class BackEnd(ABC):
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
+    def free_cached_memory(self) -> None:
+        """Give memory back to the device that torch keeps for later: a communicator's is not torch's, and a device
+        that trained at its limit has none left for it."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def settle(self) -> None:
         """Wait until the device has done all that it was given."""
         if self.device.type == "cuda":

@@ -23,10 +23,10 @@ from functools import partial
 
 from resihp.errors import CommunicatorError
 from resihp.executor.backends import BackEnd, Role
-from resihp.executor.compute.channels import Channel, SingleFile, guarded
+from resihp.executor.compute.channels import Channel, SingleFile
 from resihp.executor.emulation import Wires
 from resihp.executor.group_store import Attended, MeetingPlace, Store
-from resihp.executor.tensor_group import Backend
+from resihp.executor.tensor_group import Backend, guarded
 from resihp.pipeline.program import WORLD, GroupSpec
 from resihp.pipeline.splits import Split, steps
 from resihp.protocol.messages import ABORT_STATUS, MeetingId

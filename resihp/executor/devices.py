@@ -21,6 +21,8 @@ LOCAL_RANK = "LOCAL_RANK"
 SHARED = "RESIHP_SHARE_GPUS"
 """`1`: workers share the GPUs that there are; for tests on a machine with few."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Environment variables, the newer one first."""
 TAKEN_SHARE = 0.05
 """Of a device's memory that others may have before it is told: contexts of monitors are small."""
 
@@ -65,6 +67,9 @@ def own_device(gpus: int) -> torch.device:
             hint = "CUDA shows a process one MIG slice: ask for whole GPUs"
         raise ModelError(f"device {local}: {count_of(gpus, 'GPU')} visible here; {hint}")
     device = torch.device("cuda", local)
+    if not any(name in os.environ for name in ALLOCATOR_SETTINGS):
+        # Each plan has tensors of other sizes: without this, memory that is free in pieces is of no use to the next.
+        os.environ[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
     try:
         torch.cuda.set_device(device)
         free, total = torch.cuda.mem_get_info(device)

@@ -30,7 +30,6 @@ from resihp.errors import CommunicatorError, DatasetError, LayoutError, PlanErro
 from resihp.executor import backends, devices
 from resihp.executor.communicators import Communicators
 from resihp.executor.compute.batches import Batches, fingerprint
-from resihp.executor.compute.channels import guarded
 from resihp.executor.compute.interpreter import Interpreter
 from resihp.executor.compute.iteration import Iteration, Observer, Prepared
 from resihp.executor.compute.rotary import Rotary
@@ -42,7 +41,7 @@ from resihp.executor.group_store import MeetingPlace
 from resihp.executor.state import parameters, state_transfer
 from resihp.executor.state.optimizer import AdamW, AdamWState
 from resihp.executor.state.rank_state import HeldPart, State, extra_bytes, masters_of
-from resihp.executor.tensor_group import TensorGroup, nobody
+from resihp.executor.tensor_group import TensorGroup, guarded, nobody
 from resihp.parallelism import ownership, transfers
 from resihp.parallelism.batch_sizes import BatchSizes
 from resihp.parallelism.layout import validate
@@ -374,6 +373,7 @@ class Engine:
         )
         if not communicators.wanted:
             return
+        self._back_end.free_cached_memory()
         try:
             if called_off():  # before there was anybody to wake
                 raise CommunicatorError(f"epoch {plan.epoch}: called off")

@@ -21,11 +21,12 @@ from pathlib import Path
 import torch
 
 from resihp.errors import CommunicatorError, DeviceError
-from resihp.executor.compute.channels import Channel, guarded
+from resihp.executor.compute.channels import Channel
 from resihp.executor.compute.stopwatch import Speed
 from resihp.executor.devices import is_shared
 from resihp.executor.engine import Engine
 from resihp.executor.group_store import MeetingPlace
+from resihp.executor.tensor_group import guarded, is_out_of_memory
 from resihp.pipeline.program import GroupSpec
 from resihp.protocol import messages as m
 
@@ -39,8 +40,6 @@ LINK_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
 """As much as a stage sends another: bandwidth decides, and between GPUs of a node latency is still seen."""
 WARM_S = 0.1
 """Of work before a GPU is measured: its clocks have risen by then."""
-OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED")
-"""In what libraries say that ask the driver for memory themselves."""
 REPEATS = 8
 TURN = 2
 """Repetitions in a row."""
@@ -107,7 +106,7 @@ def _examined(device: torch.device) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in OUT_OF_MEMORY):
+        if is_out_of_memory(error):
             raise DeviceFullError(f"device {device}: has no memory left to measure it in") from error
         raise DeviceError(f"device {device}: fails its probe: {error}") from error
 

@@ -27,6 +27,13 @@ Backend = Any
 
 NO_PEERS_FAULT = (torch.OutOfMemoryError, torch.AcceleratorError)
 """RuntimeErrors of the script and of the device; of all others that a back end raises, a peer is the reason."""
+OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED")
+"""Texts of libraries that take memory of the device themselves: NCCL for communicators, cuBLAS for its workspaces."""
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether the device had no memory left for what failed."""
+    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in OUT_OF_MEMORY)
 
 
 class TensorGroup:
@@ -103,7 +110,7 @@ class TensorGroup:
     def _start(self, result: torch.Tensor, begin: Callable[[Any], Any]) -> TimedWork:
         backend = self._connected()
         self.on_start()
-        with _peers_faults():
+        with guarded("tensor-parallel group"):
             return TimedWork(self, begin(backend), result)
 
     def _connected(self) -> Any:
@@ -117,7 +124,7 @@ class TensorGroup:
         self.on_wait(True)
         began = time.perf_counter()
         try:
-            with _peers_faults():
+            with guarded("tensor-parallel group"):
                 yield
         finally:
             self.waited_s += time.perf_counter() - began
@@ -146,13 +153,20 @@ class TimedWork:
 
 
 @contextmanager
-def _peers_faults() -> Iterator[None]:
+def guarded(what: str) -> Iterator[None]:
+    """Turn a back end's errors, which are RuntimeErrors of its own, into CommunicatorError.
+
+    Raises torch.OutOfMemoryError for one that says the device is full: NCCL takes memory of its own for communicators.
+    No peer can change that, and another plan with the same ranks would fail as well.
+    """
     try:
         yield
     except NO_PEERS_FAULT:
         raise
     except RuntimeError as error:
-        raise CommunicatorError(f"tensor-parallel group: {error}") from error
+        if is_out_of_memory(error):
+            raise torch.OutOfMemoryError(f"{what}: {error}") from error
+        raise CommunicatorError(f"{what}: {error}") from error
 
 
 def _ignore(waits: bool) -> None:

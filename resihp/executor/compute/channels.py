@@ -9,8 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from resihp.errors import CommunicatorError
 from resihp.executor.backends import BackEnd, Gloo
-from resihp.executor.tensor_group import NO_PEERS_FAULT, Backend, dist
+from resihp.executor.tensor_group import Backend, dist
 
 Wire = Callable[[], float]
 """Seconds that a transfer takes now over an emulated link, once both of its ends are there."""
@@ -219,14 +218,3 @@ class Channel:
         if self._single_file is not None:
             return self._single_file.begin(operation, self._woken, self._wire, timed=self._kind.timed_waits)
         return PendingWork(operation(), self._woken, timed=self._kind.timed_waits)
-
-
-@contextmanager
-def guarded(what: str) -> Iterator[None]:
-    """Turn a back end's errors, which are RuntimeErrors of its own, into CommunicatorError."""
-    try:
-        yield
-    except NO_PEERS_FAULT:
-        raise
-    except RuntimeError as error:
-        raise CommunicatorError(f"{what}: {error}") from error

@@ -57,17 +57,30 @@ def _driver() -> ctypes.CDLL:
 class _Event:
     """An event of CUDA's. torch's own `query` holds the interpreter's lock as long as the driver takes (2.13,
     torch/csrc/cuda/Event.cpp), ctypes lets go of it; and the driver's, unlike the runtime's, leaves no "not ready"
-    behind that torch would take for an error of the next kernel."""
+    behind that torch would take for an error of the next kernel.
+
+    The thread that asks has never used the device: it is given the context of the thread that has recorded the event.
+    """
 
     def __init__(self) -> None:
         self._event = torch.cuda.Event()
         self._event.record()
+        self._context = ctypes.c_void_p()
+        _check(_driver().cuCtxGetCurrent(ctypes.byref(self._context)))
 
     def query(self) -> bool:
+        _check(_driver().cuCtxSetCurrent(self._context))
         code = _driver().cuEventQuery(ctypes.c_void_p(self._event.cuda_event))
-        if code not in (0, _NOT_READY):
-            raise RuntimeError(f"CUDA error {code} of an event")
-        return bool(code == 0)
+        if code == _NOT_READY:
+            return False
+        _check(code)
+        return True
+
+
+def _check(code: int) -> None:
+    """Raise RuntimeError for an error of the driver."""
+    if code:
+        raise RuntimeError(f"CUDA error {code} of an event")
 
 
 def mark_on(device: torch.device) -> Mark:

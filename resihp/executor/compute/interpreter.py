@@ -17,13 +17,14 @@ from torch import Tensor
 
 from resihp.detector.observation import Floats
 from resihp.errors import DatasetError
-from resihp.executor.compute.channels import PendingWork, guarded
+from resihp.executor.compute.channels import PendingWork
 from resihp.executor.compute.iteration import Iteration, waiting
 from resihp.executor.compute.stage import IGNORED
 from resihp.executor.compute.staging import staged
 from resihp.executor.compute.stopwatch import Stopwatch
 from resihp.executor.emulation import Pace
 from resihp.executor.state.rank_state import State
+from resihp.executor.tensor_group import guarded
 from resihp.faults import Phase
 from resihp.parallelism.layout import LayerSpan
 from resihp.parallelism.plan import Primitive

@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from resihp.executor.communicators import Communicators
-from resihp.executor.compute.channels import guarded
+from resihp.executor.tensor_group import guarded
 from resihp.faults import Phase
 from resihp.parallelism.ownership import Slice
 from resihp.parallelism.plan import Plan, Stop

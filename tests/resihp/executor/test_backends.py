@@ -26,10 +26,10 @@ from resihp.errors import CommunicatorError, ModelError  # noqa: E402
 from resihp.executor import backends  # noqa: E402
 from resihp.executor.backends import BACKEND, NO_WATCHDOG, PATIENCE, NcclLike, Role, chosen  # noqa: E402
 from resihp.executor.communicators import Communicators  # noqa: E402
-from resihp.executor.compute.channels import Channel, PendingWork, guarded  # noqa: E402
-from resihp.executor.devices import LOCAL_RANK, SHARED, VISIBLE, refuse_precision  # noqa: E402
+from resihp.executor.compute.channels import Channel, PendingWork  # noqa: E402
+from resihp.executor.devices import ALLOCATOR_SETTINGS, LOCAL_RANK, SHARED, VISIBLE, refuse_precision  # noqa: E402
 from resihp.executor.group_store import TorchRendezvous  # noqa: E402
-from resihp.executor.tensor_group import TensorGroup  # noqa: E402
+from resihp.executor.tensor_group import TensorGroup, guarded  # noqa: E402
 from resihp.pipeline.program import GroupSpec  # noqa: E402
 from resihp.protocol import messages as m  # noqa: E402
 from resihp.worker import nccl_versions  # noqa: E402
@@ -75,7 +75,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(torch.cuda, "set_device", seen["taken"].append)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (seen["free"], 80e9))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: seen["name"])
-    for name in (BACKEND, LOCAL_RANK, SHARED, VISIBLE, *NO_WATCHDOG, *PATIENCE):
+    for name in (BACKEND, LOCAL_RANK, SHARED, VISIBLE, ALLOCATOR_SETTINGS[0], *NO_WATCHDOG, *PATIENCE):
         monkeypatch.setenv(name, "")
     return seen
 
@@ -456,6 +456,34 @@ def test_what_a_device_raises_is_no_peers_fault() -> None:
             raise error
     with pytest.raises(CommunicatorError), guarded("a collective"):
         raise RuntimeError("connection closed by peer")
+
+
+def test_a_device_without_memory_for_a_communicator_is_no_peers_fault() -> None:
+    """Taken for a peer's, it would be met again by every plan that follows."""
+    text = (
+        "NCCL error in: ProcessGroupNCCL.cpp:2395, unhandled cuda error, NCCL version 2.28.9\n"
+        "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"
+    )
+    with (
+        pytest.raises(torch.OutOfMemoryError, match="communicators of epoch 3: NCCL error"),
+        guarded("communicators of epoch 3"),
+    ):
+        raise RuntimeError(text)
+
+
+@pytest.mark.parametrize("given", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_memory_of_a_gpu_is_kept_in_segments_that_grow_unless_the_user_says_otherwise(
+    gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch, given: str | None
+) -> None:
+    for name in ALLOCATOR_SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    if given is not None:
+        monkeypatch.setenv(given, "max_split_size_mb:64")
+    chosen()
+    settings = {name: os.environ[name] for name in ALLOCATOR_SETTINGS if name in os.environ}
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    expected = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if given is None else {given: "max_split_size_mb:64"}
+    assert settings == expected
 
 
 @pytest.mark.parametrize("fails", ["when it is called", "when it is waited for"])

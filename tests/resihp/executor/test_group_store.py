@@ -17,8 +17,8 @@ from resihp.protocol.rendezvous import Attendance
 
 torch = pytest.importorskip("torch")
 
-from resihp.executor.compute.channels import guarded  # noqa: E402 - they need torch
 from resihp.executor.group_store import GroupStore  # noqa: E402
+from resihp.executor.tensor_group import guarded  # noqa: E402 - they need torch
 
 Ranks = Callable[..., list[Any]]
 EPOCH = m.MeetingId(epoch=1)

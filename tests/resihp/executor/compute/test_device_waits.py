@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -160,6 +162,16 @@ class StuckDriver:
         libc.sem_init(self._let, 0, 0)
         self.asked: list[int] = []
         self._wait = libc.sem_wait
+        self.contexts: dict[int, int | None] = {threading.get_ident(): 42}
+        """Of each thread that has one; the thread that made this has used the device."""
+
+    def cuCtxGetCurrent(self, context: Any) -> int:
+        context._obj.value = self.contexts.get(threading.get_ident())
+        return 0
+
+    def cuCtxSetCurrent(self, context: ctypes.c_void_p) -> int:
+        self.contexts[threading.get_ident()] = context.value
+        return 0
 
     def cuEventQuery(self, event: ctypes.c_void_p) -> int:
         self.asked.append(event.value or 0)
@@ -200,6 +212,21 @@ def test_a_device_that_answers_is_asked_anew_at_each_beat() -> None:
     asking = Asking(device.device_waits.under_way)
     told = [asking.ask(), (device.does(1), asking.ask())[1], (device.does(1), asking.ask())[1]]
     assert told == [(True, 0.0), (False, 0.0), (True, 0.0)]
+
+
+def test_the_thread_that_asks_has_the_context_of_the_one_that_trains(
+    driver: StuckDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without one, the driver would answer CUDA_ERROR_INVALID_CONTEXT, and every wait would pass for a hang."""
+    invalid_context = 201
+
+    def answer(event: ctypes.c_void_p) -> int:
+        return 600 if driver.contexts.get(threading.get_ident()) == 42 else invalid_context
+
+    monkeypatch.setattr(driver, "cuEventQuery", answer)
+    mark = device_waits.mark_on(torch.device("cuda", 0))
+    with ThreadPoolExecutor(1) as another:
+        assert another.submit(mark.query).result() is False
 
 
 def test_errors_of_an_event_are_the_devices(driver: StuckDriver, monkeypatch: pytest.MonkeyPatch) -> None:

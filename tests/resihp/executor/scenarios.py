@@ -170,6 +170,19 @@ def called_off(rank: int, store: Line) -> str:
     return "connected"
 
 
+def freed_and_connected(rank: int, store: Line) -> list[str]:
+    """The order in which cached memory is freed and a communicator is made."""
+    engine, plan = engine_of("gpt"), plan_of(1, Layout.uniform(tp=1, pp=1, dp=2, layers=4))
+    back_end, calls = engine._back_end, list[str]()
+    free, connect = back_end.free_cached_memory, back_end.connect
+    back_end.free_cached_memory = lambda: (calls.append("freed"), free())[1]  # type: ignore[method-assign]
+    back_end.connect = lambda *given: (calls.append("connected"), connect(*given))[1]  # type: ignore[method-assign]
+    engine.adopt(plan, rank)
+    engine.connect(plan, rank, store, TIMEOUT_S)
+    engine.disconnect()
+    return calls
+
+
 def train(
     rank: int,
     store: Line,

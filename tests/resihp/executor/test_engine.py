@@ -77,6 +77,11 @@ def test_an_evaluation_gives_the_loss_of_its_batches_and_changes_nothing(
         assert answer["primitives"] == 3 * answer["forwards"] + 1, "or a hang in it would not be seen"
 
 
+def test_cached_memory_is_freed_before_communicators_are_made(ranks: Ranks) -> None:
+    """NCCL takes a communicator's memory of the device itself, which a job at its limit has filled with torch's."""
+    assert ranks("freed_and_connected", 2) == [["freed", "connected"]] * 2
+
+
 def test_a_device_that_is_full_is_told_what_was_expected_of_it(ranks: Ranks) -> None:
     told, expected = ranks("runs_out_of_memory")[0]
     assert told.startswith("CUDA out of memory.")

@@ -9,6 +9,7 @@ from torch's source (c10/cuda/CUDAFunctions.cpp); on a GPU it has not run.
 from __future__ import annotations
 
 import os
+import time
 import warnings
 
 import torch
@@ -25,6 +26,12 @@ ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Environment variables, the newer one first."""
 TAKEN_SHARE = 0.05
 """Of a device's memory that others may have before it is told: contexts of monitors are small."""
+RELEASE_S = 5.0
+"""How long memory that others have is waited for. A process that was killed may keep its own for seconds; a worker that
+takes its place comes sooner. An estimate, not measured."""
+RELEASE_POLL_S = 0.1
+_BUSY = "busy or unavailable"
+"""What CUDA says of a device in exclusive mode that another process has."""
 
 
 def visible() -> int:
@@ -71,19 +78,37 @@ def own_device(gpus: int) -> torch.device:
         # Each plan has tensors of other sizes: without this, memory that is free in pieces is of no use to the next.
         os.environ[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
     try:
-        torch.cuda.set_device(device)
-        free, total = torch.cuda.mem_get_info(device)
+        taken_bytes, total_bytes = _released(device, shared)
     except (RuntimeError, torch.AcceleratorError) as error:
-        if "busy or unavailable" not in str(error):
+        if _BUSY not in str(error):
             raise
         raise ModelError(
             f"device {device}: a process has it to itself (exclusive mode); nvidia-smi shows which, and "
             "nvidia-smi -c DEFAULT lets others in"
         ) from error
-    if not shared and total - free > TAKEN_SHARE * total:
-        taken = f"{(total - free) / 1e9:.1f} of {total / 1e9:.1f} GB"
+    if not shared and taken_bytes > TAKEN_SHARE * total_bytes:
+        taken = f"{taken_bytes / 1e9:.1f} of {total_bytes / 1e9:.1f} GB"
         print(f"device {device}: {taken} are in use by other processes; nvidia-smi shows which", flush=True)
     return device
+
+
+def _released(device: torch.device, shared: bool) -> tuple[int, int]:
+    """Take a device, once others have no more than a small part of its memory or `RELEASE_S` has passed.
+
+    Returns the bytes that are taken, and all there are. Raises RuntimeError where it cannot be used.
+    """
+    until = time.monotonic() + RELEASE_S
+    while True:
+        try:
+            torch.cuda.set_device(device)
+            free, total = torch.cuda.mem_get_info(device)
+        except (RuntimeError, torch.AcceleratorError) as error:
+            if _BUSY not in str(error) or time.monotonic() > until:
+                raise
+        else:
+            if shared or total - free <= TAKEN_SHARE * total or time.monotonic() > until:
+                return total - free, total
+        time.sleep(RELEASE_POLL_S)
 
 
 def memory_bytes(device: torch.device) -> int | None:

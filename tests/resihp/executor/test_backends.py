@@ -23,7 +23,7 @@ torch = pytest.importorskip("torch")
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from resihp.errors import CommunicatorError, ModelError  # noqa: E402
-from resihp.executor import backends  # noqa: E402
+from resihp.executor import backends, devices  # noqa: E402
 from resihp.executor.backends import BACKEND, NO_WATCHDOG, PATIENCE, NcclLike, Role, chosen  # noqa: E402
 from resihp.executor.communicators import Communicators  # noqa: E402
 from resihp.executor.compute.channels import Channel, PendingWork  # noqa: E402
@@ -77,6 +77,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: seen["name"])
     for name in (BACKEND, LOCAL_RANK, SHARED, VISIBLE, ALLOCATOR_SETTINGS[0], *NO_WATCHDOG, *PATIENCE):
         monkeypatch.setenv(name, "")
+    monkeypatch.setattr(devices, "RELEASE_S", 0.0)
     return seen
 
 
@@ -188,6 +189,28 @@ def test_a_gpu_that_others_have_to_themselves_is_the_users_to_free(
     monkeypatch.setattr(torch.cuda, "set_device", busy)
     with pytest.raises(ModelError, match="device cuda:0: a process has it to itself"):
         chosen()
+
+
+@pytest.mark.parametrize("mode", ["default", "exclusive"])
+def test_a_device_whose_last_process_is_still_being_cleared_away_is_waited_for(
+    gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], mode: str
+) -> None:
+    """As of a worker that was killed, whose place a joiner takes."""
+    left_s, waited = 1.5, list[float]()
+    monkeypatch.setattr(devices, "RELEASE_S", 5.0)
+    monkeypatch.setattr(devices, "time", SimpleNamespace(monotonic=lambda: sum(waited), sleep=waited.append))
+
+    def memory(device: torch.device) -> tuple[float, float]:
+        if sum(waited) >= left_s:
+            return 79e9, 80e9
+        if mode == "exclusive":
+            raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable")
+        return 20e9, 80e9
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", memory)
+    chosen()
+    assert sum(waited) == pytest.approx(left_s, abs=0.2)
+    assert capsys.readouterr().out == ""
 
 
 def test_what_others_have_of_a_gpus_memory_is_told_in_a_line(

@@ -11,12 +11,16 @@ from __future__ import annotations
 import os
 import time
 import warnings
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from resihp.errors import ModelError
 from resihp.words import count_of
 
+PCI_DEVICES = Path("/sys/bus/pci/devices")
 LOCAL_RANK = "LOCAL_RANK"
 """Which of the node's devices is the worker's."""
 SHARED = "RESIHP_SHARE_GPUS"
@@ -109,6 +113,29 @@ def _released(device: torch.device, shared: bool) -> tuple[int, int]:
             if shared or total - free <= TAKEN_SHARE * total or time.monotonic() > until:
                 return total - free, total
         time.sleep(RELEASE_POLL_S)
+
+
+def bind_near(device: torch.device, pci_devices: Path = PCI_DEVICES) -> None:
+    """Keep this process on the processors next to its GPU: copies from another socket's memory take longer.
+
+    Among those that it may use: where Slurm or the user has bound it elsewhere, it stays there. Does nothing where the
+    kernel does not tell which processors are near.
+    """
+    properties: Any = torch.cuda.get_device_properties(device)  # whose stubs lack its address
+    with suppress(AttributeError, OSError, ValueError):
+        address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+        near = _processors((pci_devices / address / "local_cpulist").read_text()) & os.sched_getaffinity(0)
+        if near:
+            os.sched_setaffinity(0, near)
+
+
+def _processors(ranges: str) -> set[int]:
+    """Numbers of processors, from the kernel's `0-15,32-47`. Raises ValueError."""
+    numbers = set[int]()
+    for part in filter(None, ranges.strip().split(",")):
+        first, _, last = part.partition("-")
+        numbers |= {*range(int(first), int(last or first) + 1)}
+    return numbers
 
 
 def memory_bytes(device: torch.device) -> int | None:

@@ -76,6 +76,7 @@ Not configuration: they stand in no file.
 | `RESIHP_LOCAL` | the folder on each node's own disk for the journal and its copies; `/var/tmp/resihp-UID` by default |
 | `RESIHP_STATE` | where your jobs of all folders are listed; `~/.local/state/resihp` by default, as XDG has it |
 | `RESIHP_BACKEND` | `nccl`, the default where a GPU is; `gloo`; `nccl-like`: NCCL's manners on gloo, to test |
+| `PYTORCH_ALLOC_CONF` | of torch; workers with `resihp.Trainer` use `expandable_segments:True` unless it is set |
 | `RESIHP_SHARE_GPUS` | `1`: workers share the GPUs that there are; for tests on a machine with few, with gloo |
 | `RESIHP_STRICT_ORDER` | `1`: gloo behaves as NCCL does at its strictest; for tests |
 | `RESIHP_EMULATED_LAYER_MS` | milliseconds of a layer's forward on an emulated device; without GPUs, for tests |

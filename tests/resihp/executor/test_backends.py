@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import subprocess
 import sys
@@ -37,6 +38,7 @@ from resihp.worker.forkserver import PRELOAD  # noqa: E402
 from tests.waiting import until  # noqa: E402
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[3]
 
 SPY = """
 import sys, torch
@@ -64,6 +66,16 @@ def test_what_the_fork_server_imports_asks_for_no_gpu(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert done.stdout.split() == []
     assert "CUDA" not in done.stderr
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="torch is a build for CPUs, in which no fork is a bad one")
+@pytest.mark.parametrize(("arguments", "fork"), [((PRELOAD,), "sound"), (("torch", "ask"), "bad")])
+def test_a_fork_after_the_preload_may_use_cuda(tmp_path: Path, arguments: tuple[str, ...], fork: str) -> None:
+    """The second case shows that a fork which may not is noticed."""
+    command = [sys.executable, "-m", "tests.integration.fork_after_preload", *arguments]
+    environment = {**os.environ, "CUDA_HOME": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=environment)
+    assert json.loads(done.stdout)["fork"] == fork
 
 
 @pytest.fixture

@@ -87,6 +87,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(torch.cuda, "set_device", seen["taken"].append)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (seen["free"], 80e9))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: seen["name"])
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     for name in (BACKEND, LOCAL_RANK, SHARED, VISIBLE, ALLOCATOR_SETTINGS[0], *NO_WATCHDOG, *PATIENCE):
         monkeypatch.setenv(name, "")
     monkeypatch.setattr(devices, "RELEASE_S", 0.0)
@@ -119,7 +120,6 @@ def test_a_version_of_nccl_that_has_hung_is_told_by_name(
     version: tuple[int, ...],
     told: str,
 ) -> None:
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(nccl_versions, "loaded", lambda: version)
     chosen()
     said = capsys.readouterr().out
@@ -143,6 +143,14 @@ def test_what_cannot_be_is_said_in_a_line(
         monkeypatch.setenv(name, value)
     with pytest.raises(ModelError, match=told):
         chosen()
+
+
+def test_a_torch_without_nccl_is_told_before_training(gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    with pytest.raises(ModelError, match="is built without NCCL, by which GPUs communicate; install a build that"):
+        chosen()
+    monkeypatch.setenv(BACKEND, "gloo")
+    assert chosen().name == "gloo"
 
 
 def test_a_driver_that_is_too_old_is_told_and_nobody_trains_on_processors_instead(

@@ -150,7 +150,7 @@ def of_gpus(answer: TorchAnswer) -> Iterator[Fault]:
 
 
 def requirement(package: str) -> str:
-    """Return which versions resihp's own metadata allows of a package, such as `>=0.16.1,<0.17`; empty for any."""
+    """Return which versions resihp's own metadata allows of a package, such as `>=0.16.1,<0.20`; empty for any."""
     try:
         requirements = metadata.requires("resihp") or []
     except metadata.PackageNotFoundError:

@@ -323,7 +323,7 @@ def torch_says(bare_path: Path, fresh_home: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("CC", "/opt/compiler")
     versions = {"torch": "2.13.0", "megatron-core": "0.16.1"}
     monkeypatch.setattr(training_libraries, "installed", versions.__getitem__)
-    monkeypatch.setattr("importlib.metadata.requires", lambda name: ['megatron-core<0.17,>=0.16.1; extra == "train"'])
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: ['megatron-core<0.20,>=0.16.1; extra == "train"'])
 
     def findings(*, megatron_core: str = "0.16.1", **answers: object) -> list[CheckResult]:
         versions["megatron-core"] = megatron_core
@@ -355,7 +355,7 @@ def test_a_torch_with_nothing_amiss_needs_no_compiler_of_cudas(torch_says: Calla
         ),
         ({"version": "2.9.1+cu128"}, "warning", "torch 2.9.1+cu128 is too old: bf16 on a GPU needs 2.10 or later"),
         ({"version": "2.10.0"}, "warning", "was compared with torch 2.11 and later only"),
-        ({"megatron_core": "0.19.2"}, "failed", "resihp needs megatron-core>=0.16.1,<0.17"),
+        ({"megatron_core": "0.20.0"}, "failed", "resihp needs megatron-core>=0.16.1,<0.20"),
         ({"gloo": False, "nccl": False, "gpus": 0}, "failed", "processes cannot communicate"),
     ],
 )

@@ -24,8 +24,8 @@ help:
 setup: .venv/complete
 
 .venv/complete: pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-	  || { echo "resihp needs Python 3.11 or later; try: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
+	  || { echo "resihp needs Python 3.11, 3.12 or 3.13 (megatron-core has no later one); try: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip' \
 	  || { echo "$(PYTHON) cannot make virtual environments; try: apt-get install python3-venv" >&2; exit 1; }
 	$(PYTHON) -m venv .venv

@@ -21,6 +21,11 @@ from typing import Any
 
 import torch
 
+from resihp.worker import torch_versions
+
+if refusal := torch_versions.refusal(torch.__version__):
+    raise ImportError(f"{refusal}; {torch_versions.WAY_OUT}")
+
 _compile, _is_available = torch.compile, torch.cuda.is_available
 _cpp_extension = logging.getLogger("torch.utils.cpp_extension")
 

@@ -174,7 +174,7 @@ class Nccl(BackEnd):
         os.environ |= NO_WATCHDOG
         for name, value in PATIENCE.items():
             os.environ.setdefault(name, value)
-        version = nccl_versions.loaded() if dist.is_nccl_available() else None
+        version = nccl_versions.loaded()
         if version is not None and (told := nccl_versions.doubt(version, nccl_versions.files())):
             print(f"{told}; {nccl_versions.WAY_OUT}", flush=True)
 
@@ -381,6 +381,11 @@ def chosen() -> BackEnd:
         raise ModelError(f"{BACKEND}={name}: is none of {', '.join(_KINDS)}")
     if not gpus and name == "nccl":
         raise ModelError(f"{BACKEND}=nccl: no GPU is visible here; look at nvidia-smi, or choose gloo")
+    if name == "nccl" and not dist.is_nccl_available():
+        raise ModelError(
+            f"GPUs: torch {torch.__version__} is built without NCCL, by which GPUs communicate; install a build that "
+            f"has it (pytorch.org), or set {BACKEND}=gloo, which is slow"
+        )
     on_gpu = gpus and name != "nccl-like"
     device = devices.own_device(gpus) if on_gpu else torch.device("cpu")
     if on_gpu and not devices.is_shared(device):

@@ -19,6 +19,7 @@ import torch
 
 from resihp.errors import ModelError
 from resihp.words import count_of
+from resihp.worker import torch_versions
 
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 LOCAL_RANK = "LOCAL_RANK"
@@ -159,11 +160,11 @@ def refuse_slices(device: torch.device) -> None:
 
 
 def refuse_precision(device: torch.device, dtype: torch.dtype) -> None:
-    """Raise ModelError for bf16 on a GPU that would only imitate it."""
-    if (
-        dtype is torch.bfloat16
-        and device.type == "cuda"
-        and not torch.cuda.is_bf16_supported(including_emulation=False)
-    ):
+    """Raise ModelError for bf16 on a GPU that would only imitate it, and with a torch that lacks its attention."""
+    if dtype is not torch.bfloat16 or device.type != "cuda":
+        return
+    if refusal := torch_versions.refusal_of_bf16(torch.__version__):
+        raise ModelError(f"device {device}: {refusal}; {torch_versions.WAY_OUT}, or train with bf16=False")
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
         name = torch.cuda.get_device_name(device)
         raise ModelError(f"device {device}: {name} has no bf16 arithmetic; train with bf16=False, or on another GPU")

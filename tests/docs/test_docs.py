@@ -234,6 +234,15 @@ def test_the_plan_that_is_shown_is_the_one_that_is_made(option: str, monkeypatch
         assert " ".join(line.split()) in answer, f"{line}: not in {outcome.output}"
 
 
+def test_tests_that_are_named_exist() -> None:
+    """As `test_file.py::test_name`."""
+    named = {pair for text in TEXTS.values() for pair in re.findall(r"\b(test_\w+\.py)::(test_\w+)", text)}
+    assert named
+    for file, name in sorted(named):
+        texts = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob(file)]
+        assert any(f"def {name}(" in text for text in texts), f"{file} has no {name}"
+
+
 def test_messages_are_those_of_the_code() -> None:
     """Of each quoted message the parts between `...` stand in the code, where literals are put together."""
     code = "".join(program(ROOT / top) for top in ("resihp", "wrapper", "slurm", "db"))

@@ -1,5 +1,7 @@
 """What is used of torch's NCCL back end is there, under its name and with its arguments, from torch 2.11 to the newest.
 
+resihp is installed beside such a torch without replacing it, and what its fork server forks may use CUDA.
+
 Installs torch's CUDA builds, which import without a GPU, each in a virtual environment of its own, 5 GB, under
 RESIHP_TEST_RELEASES; there they stay. Skips what cannot be had, with the reason.
 """
@@ -11,15 +13,18 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from resihp.worker.forkserver import PRELOAD
 from tests.integration import nccl_contract
 
 FOLDER = Path(os.environ.get("RESIHP_TEST_RELEASES", "/opt/resihp-tests"))
 OLDEST = "2.11.0"
+ROOT = Path(__file__).parents[2]
 INSTALL_S, LOOK_S = 1800, 300
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(2 * INSTALL_S)]
@@ -27,9 +32,11 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(2 * INSTALL_S)]
 Answer = dict[str, Any]
 
 
-def run(*command: str | Path, seconds: float) -> str:
-    """What it prints. Raises what `subprocess` does."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=True)
+def run(*command: str | Path, seconds: float, **variables: str) -> str:
+    """Return what a command prints that runs in the project's folder. Raises what `subprocess` does."""
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, timeout=seconds, check=True
+    )
     return done.stdout
 
 
@@ -102,3 +109,21 @@ def test_torch_has_what_is_used_of_its_nccl_back_end(answers: dict[str, Answer |
         pytest.skip(f"torch {told['torch']} is no CUDA build")
     assert {line: wrong for line, wrong in told["found"].items() if wrong} == {}
     assert len(told["found"]) >= 25
+
+
+@pytest.mark.parametrize("name", ["oldest", "newest"])
+def test_installing_beside_torch_leaves_it_alone_and_forks_may_use_cuda(
+    answers: dict[str, Answer | str], name: str
+) -> None:
+    told = answers[name]
+    if isinstance(told, str):
+        pytest.skip(f"the CUDA build of torch cannot be had: {told}")
+    if "+cpu" in told["torch"]:
+        pytest.skip(f"torch {told['torch']} is no CUDA build")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    requirements = [*project["dependencies"], *project["optional-dependencies"]["train"]]
+    python = installed(told["torch"].partition("+")[0])
+    run(python, "-m", "pip", "install", "--quiet", "--no-cache-dir", *requirements, seconds=INSTALL_S)
+    command = (python, "-W", "ignore", "-m", "tests.integration.fork_after_preload", PRELOAD)
+    forked = json.loads(run(*command, seconds=LOOK_S, CUDA_HOME="/usr/local/cuda"))
+    assert forked == {"torch": told["torch"], "fork": "sound"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import subprocess
 import sys
@@ -37,6 +38,7 @@ from resihp.worker.forkserver import PRELOAD  # noqa: E402
 from tests.waiting import until  # noqa: E402
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[3]
 
 SPY = """
 import sys, torch
@@ -66,6 +68,16 @@ def test_what_the_fork_server_imports_asks_for_no_gpu(tmp_path: Path) -> None:
     assert "CUDA" not in done.stderr
 
 
+@pytest.mark.skipif(torch.version.cuda is None, reason="torch is a build for CPUs, in which no fork is a bad one")
+@pytest.mark.parametrize(("arguments", "fork"), [((PRELOAD,), "sound"), (("torch", "ask"), "bad")])
+def test_a_fork_after_the_preload_may_use_cuda(tmp_path: Path, arguments: tuple[str, ...], fork: str) -> None:
+    """The second case shows that a fork which may not is noticed."""
+    command = [sys.executable, "-m", "tests.integration.fork_after_preload", *arguments]
+    environment = {**os.environ, "CUDA_HOME": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=environment)
+    assert json.loads(done.stdout)["fork"] == fork
+
+
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Eight of them, as far as anybody asks."""
@@ -75,6 +87,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(torch.cuda, "set_device", seen["taken"].append)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (seen["free"], 80e9))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: seen["name"])
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     for name in (BACKEND, LOCAL_RANK, SHARED, VISIBLE, ALLOCATOR_SETTINGS[0], *NO_WATCHDOG, *PATIENCE):
         monkeypatch.setenv(name, "")
     monkeypatch.setattr(devices, "RELEASE_S", 0.0)
@@ -107,7 +120,6 @@ def test_a_version_of_nccl_that_has_hung_is_told_by_name(
     version: tuple[int, ...],
     told: str,
 ) -> None:
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(nccl_versions, "loaded", lambda: version)
     chosen()
     said = capsys.readouterr().out
@@ -131,6 +143,14 @@ def test_what_cannot_be_is_said_in_a_line(
         monkeypatch.setenv(name, value)
     with pytest.raises(ModelError, match=told):
         chosen()
+
+
+def test_a_torch_without_nccl_is_told_before_training(gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    with pytest.raises(ModelError, match="is built without NCCL, by which GPUs communicate; install a build that"):
+        chosen()
+    monkeypatch.setenv(BACKEND, "gloo")
+    assert chosen().name == "gloo"
 
 
 def test_a_driver_that_is_too_old_is_told_and_nobody_trains_on_processors_instead(

@@ -124,10 +124,13 @@ def test_what_means_nothing_here_is_named_and_kept_from_megatrons_modules() -> N
     StageModule(said, model_spec(said, 64, 24), ((0, 3),), True, True, TensorGroup())
 
 
+GONE_IN_0_19 = {"async_tensor_model_parallel_allreduce", "moe_extended_tp"}
+
+
 def test_every_field_that_is_named_exists_and_stands_in_one_list() -> None:
     named = [*HONOURED, *(name for names in IGNORED.values() for name in names), *HINTS]
     fields = {field.name for field in dataclasses.fields(TransformerConfig)}
-    assert set(named) <= fields
+    assert set(named) - fields in (set(), GONE_IN_0_19)
     sorted_out = [name for name in named if name not in HINTS]
     assert len(sorted_out) == len(set(sorted_out))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,13 +12,23 @@ from resihp.errors import DatasetError
 from resihp.parallelism.batch_sizes import BatchSizes, Ramp, RampUp
 
 
+@pytest.fixture(scope="module")
+def calculator() -> Any:
+    """Return megatron-core's own class."""
+    module = pytest.importorskip("megatron.core.num_microbatches_calculator")
+    try:
+        return module.RampupBatchsizeNumMicroBatchesCalculator
+    except AttributeError:
+        pytest.skip("this megatron-core has no ramps by increments: 0.19 replaced them by steps")
+
+
 @settings(deadline=None)
 @given(st.integers(1, 9), st.integers(1, 5), st.integers(1, 7), st.integers(1, 3000))
-def test_each_iteration_has_as_many_as_with_megatron(start: int, increment: int, steps: int, over: int) -> None:
-    from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
-
+def test_each_iteration_has_as_many_as_with_megatron(
+    calculator: Any, start: int, increment: int, steps: int, over: int
+) -> None:
     usual = start + increment * steps
-    theirs = RampupBatchsizeNumMicroBatchesCalculator(
+    theirs = calculator(
         global_batch_size=usual,
         micro_batch_size=1,
         data_parallel_size=1,

@@ -116,6 +116,12 @@ SCRIPTS = {
     "future imports are not handed on": "print(__annotations__)\nx: undefined_name_is_evaluated = 1\n",
 }  # fmt: skip
 
+REMARKS = (
+    "Exception ignored on threading shutdown:",
+    "OverflowError: Python int too large to convert to C long",
+)
+"""What Python 3.12 and 3.13 print about a status that no C long holds; 3.11 prints nothing. The status is the same."""
+
 
 START = Start(
     rank=0, node="n1", device=0, world_size=1, faults=(), checkpoint_folder="", checkpoint_every=0, resume=False
@@ -179,7 +185,8 @@ def compare(both: Both, kind: Literal["script", "module"], argv: tuple[str, ...]
     """Run by both; returns what python made of it. Of two streams in one file the order is not python's."""
     expected = both.python(*(("-m",) if kind == "module" else ()), *argv)
     status, output = both.worker(kind, argv)
-    assert (status, sorted(output.splitlines())) == (expected[0], sorted(expected[1].splitlines()))
+    lines = [line for line in expected[1].splitlines() if line not in REMARKS]
+    assert (status, sorted(output.splitlines())) == (expected[0], sorted(lines))
     return expected
 
 

@@ -13,14 +13,13 @@ import pytest
 
 from resihp.worker import nccl_versions
 
-pytest.importorskip("torch")
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 LOOK = """
 import ctypes, json, os, sys
-import torch
-class Built:
-    version = staticmethod(lambda: (2, 28, 9))
-torch.cuda.nccl = Built
+from types import SimpleNamespace
+built = SimpleNamespace(version=lambda: (2, 28, 9))
+# The installed torch may load an NCCL of its own.
+sys.modules["torch"] = SimpleNamespace(cuda=SimpleNamespace(nccl=built))
 for path in sys.argv[1:]:
     ctypes.CDLL(path, mode=os.RTLD_LOCAL | os.RTLD_NOW)
 from resihp.worker import nccl_versions

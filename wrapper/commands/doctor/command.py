@@ -94,13 +94,13 @@ def checks(job_file: Path | None = None) -> dict[str, Check]:
 
 def here(job_file: Path | None = None) -> dict[str, Check]:
     """What is looked at on this machine."""
-    from wrapper.commands.doctor import machine, places
+    from wrapper.commands.doctor import machine, places, training_libraries
 
     return {
         "configuration": lambda: places.configuration(job_file),
         "python": machine.python,
         "packages": machine.packages,
-        "torch": machine.torch,
+        "torch": training_libraries.torch,
         "gpus": machine.gpus,
         "limits": lambda: machine.limits(_nodes_of(job_file)),
         "home": places.home,

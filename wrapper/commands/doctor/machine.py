@@ -1,13 +1,12 @@
-"""What `resihp doctor` looks at on one machine: Python, packages, torch, GPUs, limits.
+"""What `resihp doctor` looks at on one machine: Python, packages, GPUs, limits.
 
 Each check yields findings and changes nothing. It never raises for what it looks for; what it did not think of,
-`wrapper.commands.doctor.command` reports as unknown. Folders, ledger and ports: `wrapper.commands.doctor.places`.
+`wrapper.commands.doctor.command` reports as unknown. Folders, ledger and ports: `wrapper.commands.doctor.places`;
+torch and what comes with it: `wrapper.commands.doctor.training_libraries`.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import resource
 import shutil
@@ -22,7 +21,6 @@ from typing import Literal
 import msgspec
 
 from resihp.words import count_of
-from resihp.worker import nccl_versions
 
 Outcome = Literal["ok", "warning", "failed", "skipped", "unknown"]
 FILES_OF_A_NODE, OTHER_FILES = 3, 256
@@ -72,7 +70,7 @@ def packages() -> Iterator[CheckResult]:
         found = _version(name)
         if found is None:
             amiss.append(f"{name} is missing")
-        elif least and _numbers(found) < _numbers(least[1]):
+        elif least and numbers(found) < numbers(least[1]):
             amiss.append(f"{name} {found} is older than {least[1]}")
     extras = ("opentelemetry-sdk", "prometheus-client", "psycopg", "tensorboard")
     there = [f"{name} {version}" for name in extras if (version := _version(name))]
@@ -90,57 +88,19 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def numbers(version: str) -> tuple[int, ...]:
+    """Return the first three numbers of a version."""
     return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])
 
 
-_TORCH = """
-import json, torch, torch.distributed as dist
-from resihp.worker import nccl_versions
-print(json.dumps({
-    "version": torch.__version__, "cuda": torch.version.cuda, "gpus": torch.cuda.device_count(),
-    "gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(),
-    "nccl_version": nccl_versions.loaded(), "nccl_files": nccl_versions.files(),
-}))
-"""
-
-
-def torch() -> Iterator[CheckResult]:
-    """Imported in a process of its own: it takes seconds, and may crash where a driver is broken."""
-    if _version("torch") is None:
-        text = "not installed: commands of any kind run, scripts that use resihp.Trainer do not"
-        yield CheckResult(check="torch", outcome="warning", text=text, advice="pip install 'resihp[train]'")
-        return
-    done = _run([sys.executable, "-P", "-W", "ignore", "-c", _TORCH])
-    if isinstance(done, str) or done.returncode:
-        why = done if isinstance(done, str) else (done.stderr.strip().splitlines() or ["no word why"])[-1][:200]
-        advice = f"{sys.executable} -c 'import torch' shows more"
-        outcome: Outcome = "unknown" if isinstance(done, str) else "failed"
-        yield CheckResult(check="torch", outcome=outcome, text=f"cannot be imported: {why}", advice=advice)
-        return
-    found = json.loads(done.stdout.splitlines()[-1])
-    nccl = found["nccl_version"] if found["nccl"] else None
-    ways = ["gloo"] * found["gloo"] + ([f"NCCL {nccl_versions.shown(nccl)}"] if nccl else [])
-    core = _version("megatron-core")
-    text = f"{found['version']}, {', '.join(ways) or 'no back end'}, megatron-core {core or 'missing'}"
-    devices = len(list(VISIBLE_DEVICES.glob("nvidia[0-9]*")))
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") is not None
-    if not ways:
-        yield CheckResult(
-            check="torch", outcome="failed", text=text, advice="install a build of torch with distributed"
-        )
-    elif core is None:
-        yield CheckResult(check="torch", outcome="warning", text=text, advice="pip install 'resihp[train]'")
-    elif devices and not found["gpus"] and not hidden:
-        text += f"; it sees none of {devices} GPUs here" + ("" if found["cuda"] else ", it is a build for CPUs")
-        yield CheckResult(check="torch", outcome="failed", text=text, advice="install torch for your CUDA: pytorch.org")
-    elif nccl and (told := nccl_versions.doubt(nccl, found["nccl_files"])):
-        yield CheckResult(check="torch", outcome="warning", text=f"{text}; {told}", advice=nccl_versions.WAY_OUT)
-    else:
-        yield CheckResult(check="torch", outcome="ok", text=text)
-
-
-_QUERY = ("index", "name", "memory.total", "driver_version", "ecc.errors.uncorrected.volatile.total")
+_QUERY = (
+    "index",
+    "name",
+    "memory.total",
+    "driver_version",
+    "ecc.errors.uncorrected.volatile.total",
+    "mig.mode.current",
+)
 
 
 def gpus() -> Iterator[CheckResult]:
@@ -152,7 +112,7 @@ def gpus() -> Iterator[CheckResult]:
         else:
             yield CheckResult(check="gpus", outcome="skipped", text="no NVIDIA GPU on this machine")
         return
-    done = _run(["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"], timeout_s=20)
+    done = run_command(["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"], timeout_s=20)
     if isinstance(done, str):
         yield CheckResult(check="gpus", outcome="unknown", text=f"nvidia-smi: {done}", advice="dmesg | grep -i xid")
         return
@@ -175,6 +135,9 @@ def gpus() -> Iterator[CheckResult]:
     if wrong:
         advice = "nvidia-smi -q -d ECC,ROW_REMAPPER; dcgmi diag -r 3"
         yield CheckResult(check="gpus", outcome="failed", text=f"{text}; {', '.join(wrong)}", advice=advice)
+    elif sliced := [f"GPU {row[0]}" for row in rows if row[5] == "Enabled"]:
+        text += f"; {', '.join(sliced)} may be cut into slices (MIG), and NCCL connects whole GPUs only"
+        yield CheckResult(check="gpus", outcome="warning", text=text, advice="ask for whole GPUs; nvidia-smi -mig 0")
     elif len(kinds) > 1:
         yield CheckResult(check="gpus", outcome="warning", text=f"{len(rows)} GPUs of {len(kinds)} kinds on one node")
     else:
@@ -235,7 +198,7 @@ def _limit(value: int, unit: str = "") -> str:
     return "unlimited" if value == resource.RLIM_INFINITY else f"{value} {unit}".strip()
 
 
-def _run(argv: list[str], timeout_s: float = SUBPROCESS_S) -> subprocess.CompletedProcess[str] | str:
+def run_command(argv: list[str], timeout_s: float = SUBPROCESS_S) -> subprocess.CompletedProcess[str] | str:
     """A command's end, or why there is none."""
     try:
         return subprocess.run(

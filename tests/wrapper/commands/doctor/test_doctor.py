@@ -25,7 +25,7 @@ from tests.slurm.fake_survey import SETTINGS, FakeSurvey, partition
 from tests.wrapper.launch.test_ports import free_range
 from wrapper.cli import app
 from wrapper.commands.doctor import command as doctor
-from wrapper.commands.doctor import machine, places, slurm_settings
+from wrapper.commands.doctor import machine, places, slurm_settings, training_libraries
 from wrapper.commands.doctor import nodes as doctor_nodes
 from wrapper.commands.doctor.machine import CheckResult
 from wrapper.commands.doctor.nodes import MARK, ClockCheck, NodeReport, judge, probe, read
@@ -70,7 +70,7 @@ def bare_path(fresh_home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch takes seconds, and has tests of its own."""
     text = "not looked at"
-    monkeypatch.setattr(machine, "torch", lambda: [CheckResult(check="torch", outcome="ok", text=text)])
+    monkeypatch.setattr(training_libraries, "torch", lambda: [CheckResult(check="torch", outcome="ok", text=text)])
 
 
 def resihp(*arguments: str) -> Result:
@@ -137,16 +137,21 @@ def test_a_timeout_that_is_none(given: str) -> None:
 # --- this machine ---------------------------------------------------------------------------------------------------
 
 
-SMI = "0, NVIDIA H100 80GB HBM3, 81559, 550.54.15, {}\\n1, NVIDIA H100 80GB HBM3, 81559, 550.54.15, 0"
+SMI = "0, NVIDIA H100 80GB HBM3, 81559, 550.54.15, {}, Disabled\\n1, NVIDIA H100 80GB HBM3, 81559, 550.54.15, 0, {}"
 
 
 @pytest.mark.parametrize(
     ("script", "outcome", "text"),
     [
-        (f"printf '{SMI.format(0)}'", "ok", r"2 x NVIDIA H100 80GB HBM3, 80 GiB, driver 550\.54\.15"),
-        (f"printf '{SMI.format(3)}'", "failed", r"GPU 0 has 3 uncorrected memory errors"),
-        (f"printf '{SMI.format('[N/A]')}'", "ok", "2 x NVIDIA"),
-        (f"printf '{SMI.format(0)}\\n2, NVIDIA A100, 40000, 550.54.15, 0'", "warning", "3 GPUs of 2 kinds"),
+        (f"printf '{SMI.format(0, 'Disabled')}'", "ok", r"2 x NVIDIA H100 80GB HBM3, 80 GiB, driver 550\.54\.15"),
+        (f"printf '{SMI.format(3, '[N/A]')}'", "failed", r"GPU 0 has 3 uncorrected memory errors"),
+        (f"printf '{SMI.format('[N/A]', '[N/A]')}'", "ok", "2 x NVIDIA"),
+        (f"printf '{SMI.format(0, 'Enabled')}'", "warning", r"15; GPU 1 may be cut into slices \(MIG\), and NCCL"),
+        (
+            f"printf '{SMI.format(0, '[N/A]')}\\n2, NVIDIA A100, 40000, 550.54.15, 0, [N/A]'",
+            "warning",
+            "3 GPUs of 2 kinds",
+        ),
         ("echo 'NVIDIA-SMI has failed because it could not communicate with the driver'; exit 9", "failed", "driver"),
         ("true", "skipped", "no NVIDIA GPU"),
     ],
@@ -289,21 +294,98 @@ def test_packages_that_are_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_torch_that_does_not_import(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_TORCH", "raise ImportError('libcudart.so.12: cannot open')")
-    finding = only(machine.torch())
+    monkeypatch.setattr(training_libraries, "PROBE", "raise ImportError('libcudart.so.12: cannot open')")
+    finding = only(training_libraries.torch())
     assert finding.outcome in ("failed", "warning")  # where torch is not installed at all
     if finding.outcome == "failed":
         assert "libcudart.so.12" in finding.text
 
 
-def test_nccl_that_has_hung_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_version", lambda name: "9.9.9")
-    found = {"version": "2.13.0", "cuda": "13.0", "gpus": 8, "gloo": True, "nccl": True, "nccl_files": []}
-    for nccl, outcome in (([2, 26, 2], "warning"), ([2, 28, 9], "ok")):
-        monkeypatch.setattr(machine, "_TORCH", f"print({json.dumps(json.dumps(found | {'nccl_version': nccl}))})")
-        finding = only(machine.torch())
-        assert finding.outcome == outcome
-        assert ("NCCL 2.26.2: communicators that can be aborted have hung" in finding.text) == (outcome == "warning")
+GOOD_TORCH: dict[str, object] = {
+    "version": "2.13.0+cu130",
+    "cuda": "13.0",
+    "gpus": 8,
+    "warnings": [],
+    "gloo": True,
+    "nccl": True,
+    "nccl_version": [2, 28, 9],
+    "nccl_files": [],
+}
+OLD_DRIVER = "CUDA initialization: The NVIDIA driver on your system is too old (found version 11040)."
+
+
+@pytest.fixture
+def torch_says(bare_path: Path, fresh_home: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[CheckResult]]:
+    """Return the doctor's findings about a good torch that differs in these answers, on a machine with a GPU."""
+    (fresh_home / "dev").mkdir()
+    (fresh_home / "dev" / "nvidia0").touch()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("CC", "/opt/compiler")
+    versions = {"torch": "2.13.0", "megatron-core": "0.16.1"}
+    monkeypatch.setattr(training_libraries, "installed", versions.__getitem__)
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: ['megatron-core<0.20,>=0.16.1; extra == "train"'])
+
+    def findings(*, megatron_core: str = "0.16.1", **answers: object) -> list[CheckResult]:
+        versions["megatron-core"] = megatron_core
+        answer = json.dumps(GOOD_TORCH | answers)
+        monkeypatch.setattr(training_libraries, "PROBE", f"print({json.dumps(answer)})")
+        return list(training_libraries.torch())
+
+    return findings
+
+
+def test_a_torch_with_nothing_amiss_needs_no_compiler_of_cudas(torch_says: Callable[..., list[CheckResult]]) -> None:
+    """Nothing but the doctor's own commands is on the PATH."""
+    finding = only(torch_says())
+    assert (finding.outcome, finding.text) == ("ok", "2.13.0+cu130, gloo, NCCL 2.28.9, megatron-core 0.16.1")
+
+
+@pytest.mark.parametrize(
+    ("answers", "outcome", "words"),
+    [
+        ({"nccl_version": [2, 26, 2]}, "warning", "NCCL 2.26.2: communicators that can be aborted have hung"),
+        ({"nccl_files": ["/a/libnccl.so.2", "/b/libnccl.so.2"]}, "warning", "2 NCCL libraries are loaded in one"),
+        ({"gpus": 0, "warnings": [OLD_DRIVER]}, "failed", f"it sees none of 1 GPU here: {OLD_DRIVER}"),
+        ({"gpus": 0, "cuda": None}, "failed", "it sees none of 1 GPU here, it is a build for CPUs"),
+        ({"nccl": False, "nccl_version": None}, "failed", "it is built without NCCL, by which GPUs communicate"),
+        (
+            {"version": "2.7.1", "gpus": 0, "warnings": []},
+            "failed",
+            "torch 2.7.1 is too old: resihp needs 2.8 or later",
+        ),
+        ({"version": "2.9.1+cu128"}, "warning", "torch 2.9.1+cu128 is too old: bf16 on a GPU needs 2.10 or later"),
+        ({"version": "2.10.0"}, "warning", "was compared with torch 2.11 and later only"),
+        ({"megatron_core": "0.20.0"}, "failed", "resihp needs megatron-core>=0.16.1,<0.20"),
+        ({"gloo": False, "nccl": False, "gpus": 0}, "failed", "processes cannot communicate"),
+    ],
+)
+def test_what_keeps_a_torch_from_training_is_a_line_of_its_own(
+    torch_says: Callable[..., list[CheckResult]],
+    monkeypatch: pytest.MonkeyPatch,
+    answers: dict[str, object],
+    outcome: str,
+    words: str,
+) -> None:
+    if answers.get("gpus") == 0 and "sees none" not in words:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    finding = only(torch_says(**answers))
+    assert (finding.outcome, words in finding.text) == (outcome, True), finding.text
+    assert finding.advice
+
+
+def test_a_machine_of_gpus_without_a_c_compiler_is_told(
+    torch_says: Callable[..., list[CheckResult]], bare_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CC")
+    finding = only(torch_says())
+    assert finding.outcome == "failed"
+    assert "no C compiler is here" in finding.text
+    program(bare_path, "gcc", "true")
+    assert only(torch_says()).outcome == "ok"
+
+
+def test_two_faults_of_torch_are_two_findings(torch_says: Callable[..., list[CheckResult]]) -> None:
+    assert len(torch_says(nccl_version=[2, 26, 2], version="2.10.0")) == 2
 
 
 # --- Slurm ----------------------------------------------------------------------------------------------------------

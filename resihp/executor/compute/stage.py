@@ -24,6 +24,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor, nn
 
 from resihp.executor.compute.attention import PackedAttention, Packing
+from resihp.executor.compute.gating import GatedActivation
 from resihp.executor.compute.recomputation import recompute_selected, recomputed, spans
 from resihp.executor.compute.rotary import Rotary
 from resihp.executor.compute.staging import staged
@@ -277,6 +278,8 @@ def _for_stage(config: TransformerConfig, sequence_parallel: bool) -> Transforme
     local.use_cpu_initialization = True
     local.sequence_parallel = sequence_parallel
     local.recompute_granularity = local.recompute_method = local.recompute_num_layers = None
+    # The switch by which megatron-core's MLP calls an activation that it was given, Transformer Engine's or another.
+    local.use_te_activation_func = local.gated_linear_unit and not local.bias_activation_fusion
     return local
 
 
@@ -285,12 +288,16 @@ def _layer_spec(config: TransformerConfig) -> ModuleSpec:
     attention = replace(spec.submodules.self_attention.submodules, core_attention=PackedAttention)
     if config.qk_layernorm:
         attention = replace(attention, q_layernorm=Norm, k_layernorm=Norm)
+    mlp = spec.submodules.mlp
+    if config.use_te_activation_func:
+        mlp = replace(mlp, submodules=replace(mlp.submodules, activation_func=GatedActivation))
     return replace(
         spec,
         submodules=replace(
             spec.submodules,
             input_layernorm=Norm,
             pre_mlp_layernorm=Norm,
+            mlp=mlp,
             self_attention=replace(spec.submodules.self_attention, submodules=attention),
         ),
     )

@@ -31,7 +31,8 @@ from resihp.executor.config_support import refuse_unhonoured, without_ignored
 from resihp.executor.state.weights import DeferredWeights
 from resihp.executor.tensor_group import TensorGroup
 from resihp.parallelism.layout import LayerSpan
-from resihp.parallelism.model import ModelSpec
+from resihp.parallelism.model import Computation, ModelSpec
+from resihp.scheduler.cost.memory import LOSS_ELEMENTS
 
 __all__ = ["IGNORED", "PositionEmbedding", "StageModule", "model_spec", "refuse_unhonoured"]
 
@@ -39,8 +40,6 @@ PositionEmbedding = Literal["rope", "learned_absolute"]
 
 IGNORED = -1
 """Label of a token that takes part neither in the loss nor in any gradient: padding."""
-LOSS_ELEMENTS = 1 << 23
-"""Logits that the loss works on at a time: 32 MiB in float32, which a large GPU's cache holds."""
 PACKINGS = 8
 """Layouts of micro-batches that a stage remembers: those between their first and their last chunk on it."""
 
@@ -244,9 +243,17 @@ def _loss_spans(count: int, width: int) -> list[slice]:
 
 
 def model_spec(
-    config: TransformerConfig, vocab: int, sequence: int, *, tied: bool = False, vocab_multiple: int = 1
+    config: TransformerConfig,
+    vocab: int,
+    sequence: int,
+    *,
+    tied: bool = False,
+    vocab_multiple: int = 1,
+    position_embedding: PositionEmbedding = "rope",
+    device: str = "cpu",
 ) -> ModelSpec:
-    """What the planner must know of a configuration. `tied`: megatron's share_embeddings_and_output_weights."""
+    """What the planner must know of a configuration. `tied`: megatron's share_embeddings_and_output_weights. `device`:
+    the kind of device that it is computed on."""
     return ModelSpec(
         layers=config.num_layers,
         hidden=config.hidden_size,
@@ -263,6 +270,11 @@ def model_spec(
         if config.kv_channels * config.num_attention_heads == config.hidden_size
         else config.kv_channels,
         qk_layernorm=config.qk_layernorm,
+        computation=Computation(
+            device="cuda" if device == "cuda" else "cpu",
+            normalization="RMSNorm" if config.normalization == "RMSNorm" else "LayerNorm",
+            rotary=position_embedding == "rope",
+        ),
     )
 
 

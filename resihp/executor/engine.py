@@ -93,9 +93,17 @@ class Engine:
         rotary.refuse_senseless(config)
         self._config, self._settings, self._seed = config, optimizer, seed
         self._positions: tuple[PositionEmbedding, Rotary] = (position_embedding, rotary)
-        self.model: ModelSpec = model_spec(config, vocab_size, sequence, tied=tied, vocab_multiple=vocab_multiple)
         self._back_end = backends.chosen()
         self.device = self._back_end.device
+        self.model: ModelSpec = model_spec(
+            config,
+            vocab_size,
+            sequence,
+            tied=tied,
+            vocab_multiple=vocab_multiple,
+            position_embedding=position_embedding,
+            device=self.device.type,
+        )
         self._overhead = device_memory.overhead(self.device.type, self._back_end.name)
         devices.refuse_precision(self.device, config.params_dtype)
         self._specs = {parallel: self._read_specs(parallel) for parallel in (False, True)}

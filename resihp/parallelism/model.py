@@ -7,6 +7,16 @@ from typing import Literal
 import msgspec
 
 
+class Computation(msgspec.Struct, frozen=True, kw_only=True):
+    """What decides, besides the shape, which activations a pass keeps. Changes neither parameters nor state."""
+
+    device: Literal["cpu", "cuda"] = "cuda"
+    """Kind of device whose kernels compute: some of a processor's keep more."""
+    normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"
+    rotary: bool = True
+    """Whether queries and keys are turned by their positions; else positions are learned and added to embeddings."""
+
+
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Shape of a decoder-only transformer, as declared by the training script when it starts.
 
@@ -15,7 +25,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     and keys are normalised. `ffn_hidden` is the width of the MLP's inner layer, `gated` tells a gated one (SwiGLU). The
     rows of embedding and head are padded to a multiple of `vocab_multiple`, so that tensor parallelism can cut them;
     the padding never takes part in the loss. `precision` is that of parameters and activations in passes; what the
-    optimizer updates, and what is moved and stored, is float32 in any case.
+    optimizer updates, and what is moved and stored, is float32 in any case. `computation` matters to memory alone.
     """
 
     layers: int
@@ -31,6 +41,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     precision: Literal["fp32", "bf16"] = "fp32"
     kv_channels: int | None = None
     qk_layernorm: bool = False
+    computation: Computation = Computation()
 
     @property
     def head_width(self) -> int:

@@ -121,6 +121,10 @@ def causal_options(
 
     torch 2.10 has `is_causal`, its own scale and as many groups as heads; 2.11 `window_size` and `scale`; 2.12
     `enable_gqa`, too. What it cannot be asked for is done to the tensors [N, heads, width].
+
+    Fewer groups than heads go into 2.11 as they are: its wrapper looks at no number of heads, and hands the tensors to
+    `_flash_attention_forward` and `_backward`, whose `num_heads_k` may differ from `num_heads` (flash_api.h). That is
+    what 2.12 does, too, where `enable_gqa` only permits it. Read in torch's sources; not run on a GPU.
     """
     known = inspect.signature(varlen_attn).parameters
     if window >= 0 and "window_size" not in known:
@@ -134,6 +138,6 @@ def causal_options(
     if query.shape[1] != key.shape[1]:
         if "enable_gqa" in known:
             options["enable_gqa"] = True
-        else:
+        elif "window_size" not in known:
             key, value = (t.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for t in (key, value))
     return query, key, value, options

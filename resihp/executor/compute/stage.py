@@ -16,7 +16,6 @@ import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.cross_entropy import VocabParallelCrossEntropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -24,6 +23,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor, nn
 
 from resihp.executor.compute.attention import PackedAttention, Packing
+from resihp.executor.compute.gating import GatedActivation
 from resihp.executor.compute.recomputation import recompute_selected, recomputed, spans
 from resihp.executor.compute.rotary import Rotary
 from resihp.executor.compute.staging import staged
@@ -31,7 +31,8 @@ from resihp.executor.config_support import refuse_unhonoured, without_ignored
 from resihp.executor.state.weights import DeferredWeights
 from resihp.executor.tensor_group import TensorGroup
 from resihp.parallelism.layout import LayerSpan
-from resihp.parallelism.model import ModelSpec
+from resihp.parallelism.model import Computation, ModelSpec
+from resihp.scheduler.cost.memory import LOSS_ELEMENTS
 
 __all__ = ["IGNORED", "PositionEmbedding", "StageModule", "model_spec", "refuse_unhonoured"]
 
@@ -154,7 +155,7 @@ class StageModule(nn.Module):
         assert labels is not None
         shared = self.embedding.get_parameter("word_embeddings.weight") if self._tied else None
         logits, _ = self.output_layer(self.final_layernorm(hidden), weight=shared)
-        loss: Tensor = _CrossEntropy.apply(logits[:, 0], labels, self.tp_group, self._vocab)
+        loss: Tensor = CrossEntropy.apply(logits[:, 0], labels, self.tp_group, self._vocab)
         return loss
 
     def _packing(self, lengths: tuple[int, ...], device: torch.device) -> Packing:
@@ -190,45 +191,69 @@ class Norm:
         return norm
 
 
-class _CrossEntropy(torch.autograd.Function):
+class CrossEntropy(torch.autograd.Function):
     """Sum over tokens of the cross entropy of logits [N, rows / tp] that are split over the padded vocabulary.
 
-    megatron-core's arithmetic; its two functions are of no use here: one asks parallel_state for the group, the
-    other rounds gradients to bfloat16. Overwrites the logits; those of rows from `vocab` on are taken for -inf.
+    Works in float32 on `LOSS_ELEMENTS` logits at a time, so that there is never a whole copy in float32. The backward
+    pass computes the softmax again, and its gradient, rounded once, takes the place of the logits. torch refuses a
+    second backward pass, as the logits have changed. Logits of rows from `vocab` on are taken for -inf, and overwritten
+    with it.
     """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, group: TensorGroup, vocab: int) -> Tensor:
-        native = VocabParallelCrossEntropy
-        width = logits.shape[-1]
+        count, width = logits.shape
         begin = group.rank() * width
         logits[:, max(vocab - begin, 0) :] = -torch.inf
-        logits, highest = native.calculate_logits_max(logits)
+        highest = logits.amax(dim=-1).float()
         group.all_reduce(highest, torch.distributed.ReduceOp.MAX)
-        mask, target, predicted, total, exponentials = native.calculate_predicted_logits(
-            logits, labels, highest, begin, begin + width
-        )
-        sums = torch.stack((predicted, total))
+        foreign = (labels < begin) | (labels >= begin + width)  # those of other ranks, and IGNORED
+        target = (labels - begin).masked_fill(foreign, 0)
+        sums = torch.empty(2, count, dtype=torch.float32, device=logits.device)
+        predicted, total = sums
+        for span in _loss_spans(count, width):
+            shifted = logits[span] - highest[span, None]
+            predicted[span] = shifted.gather(1, target[span, None])[:, 0]
+            total[span] = shifted.exp_().sum(dim=-1)
+            del shifted  # before the next one is made
+        predicted.masked_fill_(foreign, 0.0)
         group.all_reduce(sums)
-        softmax, loss = native.calculate_cross_entropy_loss(exponentials, sums[0], sums[1])
         ignored = labels == IGNORED
-        ctx.save_for_backward(softmax, mask, target, ignored)
-        return loss.masked_fill(ignored, 0.0).sum()
+        loss = (total.log() - predicted).masked_fill(ignored, 0.0).sum()
+        ctx.save_for_backward(logits, highest, total.masked_fill(ignored, torch.inf), target, foreign)
+        return loss
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        softmax, mask, target, ignored = ctx.saved_tensors
-        gradient = softmax.clone()
-        rows = torch.arange(gradient.shape[0], device=gradient.device)
-        gradient[rows, target] -= (~mask).to(gradient.dtype)
-        gradient.masked_fill_(ignored[:, None], 0.0)
-        return gradient.mul_(gradients[0]), None, None, None
+        logits, highest, total, target, foreign = ctx.saved_tensors
+        logits = logits.detach()
+        for span in _loss_spans(*logits.shape):
+            softmax = (logits[span] - highest[span, None]).exp_().div_(total[span, None])
+            rows = torch.arange(softmax.shape[0], device=logits.device)
+            softmax[rows, target[span]] -= (~foreign[span]).to(softmax.dtype)
+            logits[span] = softmax.mul_(gradients[0])
+            del softmax  # before the next one is made
+        return logits, None, None, None
+
+
+def _loss_spans(count: int, width: int) -> list[slice]:
+    """Cut `count` tokens into those whose logits, `width` of each, the loss has in float32 at a time."""
+    rows = max(1, LOSS_ELEMENTS // width)
+    return [slice(start, start + rows) for start in range(0, count, rows)]
 
 
 def model_spec(
-    config: TransformerConfig, vocab: int, sequence: int, *, tied: bool = False, vocab_multiple: int = 1
+    config: TransformerConfig,
+    vocab: int,
+    sequence: int,
+    *,
+    tied: bool = False,
+    vocab_multiple: int = 1,
+    position_embedding: PositionEmbedding = "rope",
+    device: str = "cpu",
 ) -> ModelSpec:
-    """What the planner must know of a configuration. `tied`: megatron's share_embeddings_and_output_weights."""
+    """What the planner must know of a configuration. `tied`: megatron's share_embeddings_and_output_weights. `device`:
+    the kind of device that it is computed on."""
     return ModelSpec(
         layers=config.num_layers,
         hidden=config.hidden_size,
@@ -245,6 +270,11 @@ def model_spec(
         if config.kv_channels * config.num_attention_heads == config.hidden_size
         else config.kv_channels,
         qk_layernorm=config.qk_layernorm,
+        computation=Computation(
+            device="cuda" if device == "cuda" else "cpu",
+            normalization="RMSNorm" if config.normalization == "RMSNorm" else "LayerNorm",
+            rotary=position_embedding == "rope",
+        ),
     )
 
 
@@ -277,6 +307,8 @@ def _for_stage(config: TransformerConfig, sequence_parallel: bool) -> Transforme
     local.use_cpu_initialization = True
     local.sequence_parallel = sequence_parallel
     local.recompute_granularity = local.recompute_method = local.recompute_num_layers = None
+    # The switch by which megatron-core's MLP calls an activation that it was given, Transformer Engine's or another.
+    local.use_te_activation_func = local.gated_linear_unit and not local.bias_activation_fusion
     return local
 
 
@@ -285,12 +317,16 @@ def _layer_spec(config: TransformerConfig) -> ModuleSpec:
     attention = replace(spec.submodules.self_attention.submodules, core_attention=PackedAttention)
     if config.qk_layernorm:
         attention = replace(attention, q_layernorm=Norm, k_layernorm=Norm)
+    mlp = spec.submodules.mlp
+    if config.use_te_activation_func:
+        mlp = replace(mlp, submodules=replace(mlp.submodules, activation_func=GatedActivation))
     return replace(
         spec,
         submodules=replace(
             spec.submodules,
             input_layernorm=Norm,
             pre_mlp_layernorm=Norm,
+            mlp=mlp,
             self_attention=replace(spec.submodules.self_attention, submodules=attention),
         ),
     )

@@ -151,12 +151,13 @@ def load(engine: Engine, folder: Path) -> None:
 
 
 def _same_model(stored: str, model: ModelSpec) -> bool:
-    """Whether a checkpoint's model is this one, in whatever precision: what is stored is float32 in any."""
+    """Whether a checkpoint's model is this one, in whatever precision and however computed: what is stored is float32
+    in any case."""
     try:
         found = msgspec.json.decode(stored, type=ModelSpec)
     except msgspec.DecodeError:
         return False
-    return msgspec.structs.replace(found, precision=model.precision) == model
+    return msgspec.structs.replace(found, precision=model.precision, computation=model.computation) == model
 
 
 def _copies(state: State, spec: ParameterSpec, pieces: list[Piece], folder: Path) -> list[tuple[Tensor, Tensor]]:

@@ -154,5 +154,27 @@ def _add_gradient(main: Tensor, inputs: Tensor, gradient: Tensor) -> None:
     left, right = gradient.flatten(0, -2).t(), inputs.flatten(0, -2)
     if main.dtype == left.dtype:
         main.addmm_(left, right)
-    else:
+    elif not (main.is_cuda and _add_unrounded(main, left, right)):
         main.add_(left.matmul(right))
+
+
+_refused: set[torch.dtype] = set()
+"""Precisions whose products this torch does not add to a sum in float32."""
+
+
+def _add_unrounded(main: Tensor, left: Tensor, right: Tensor) -> bool:
+    """Add left @ right to `main`, of float32, without rounding the product before; False where torch cannot.
+
+    One kernel instead of two, and no product in memory. Builds differ: some have no `out_dtype`, and some want the sum
+    in the factors' precision; all say so before they start. Only on GPUs, and not run on one.
+    """
+    if left.dtype in _refused:
+        return False
+    try:
+        torch.addmm(main, left, right, out_dtype=torch.float32, out=main)
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except (TypeError, RuntimeError):
+        _refused.add(left.dtype)
+        return False
+    return True

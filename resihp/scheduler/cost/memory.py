@@ -1,12 +1,28 @@
 """Bytes that a rank needs under a plan, and whether it has them. Pure; an estimate, never a measurement.
 
-State is exact but for what `resihp.parallelism.parameter_outline` leaves out. Activations follow Korthikanti et al.,
-"Reducing Activation Recomputation in Large Transformer Models" (2022), section 4: a layer keeps, for each token and in
-16-bit numbers, hidden * (10 + 24 / t) bytes, under sequence parallelism hidden * 34 / t. The 24 are those of an MLP
-four times as wide and of as many key/value heads as heads, as wide as the hidden state together; here they follow from
-the model. Norms of queries and keys keep what goes into them, too. Attention scores are not kept (fused attention),
-recomputation is not counted. What CUDA, NCCL and gaps take besides is told by `device_memory`; the second copy of state
-while a transition is under way by `transition_memory`.
+State is exact but for what `resihp.parallelism.parameter_outline` leaves out. Activations are what the executor's
+layers keep for their backward pass, without recomputation, each storage once. For each token, in numbers of the model's
+precision, with q and k the widths of queries and of keys (all heads), f that of the MLP inside, h the hidden one:
+
+- not cut by tensor parallelism, but by sequence parallelism: 4 h, what goes into and comes out of a layer's two norms;
+- cut: q + 2 k, queries, keys and values as they were multiplied, all of which the values keep alive; q + k, queries and
+  keys once more where they are turned or normalised; q, what was attended; 3 f for a gated MLP, whose activation keeps
+  its input alone (`resihp.executor.compute.gating`; megatron-core's fused one keeps the same), 2 f for another;
+- cut, of normalised queries in several groups on a rank: q, which then had to be copied;
+- never cut: 4 widths of a head, sine and cosine for queries and for keys.
+
+For a model like LLaMA 2 7B in bf16 that is 36.4 bytes a token and hidden unit, for one like GPT-2 with learned
+positions 32. Kernels of processors keep more: attention, as on any device in fp32, goes document by document, and keeps
+q once more, put together from the documents; RMSNorm keeps 8 bytes for each number that goes into it, whatever the
+precision.
+
+The loss keeps logits, in whose place their gradient is put, and needs `LOSS_ELEMENTS` of them in 32 bits at once.
+
+Not counted: attention's sums and those of norms, 4 to 8 bytes a token and head; what a stage hands to the next one, h;
+copies under `activation_func_clamp_value`. Attention in fp32 of grouped queries on GPUs may keep its scores, which are
+not counted either. `tests/resihp/executor/test_activation_memory.py` counts saved tensors and compares. What CUDA, NCCL
+and gaps take besides is told by `device_memory`; the second copy of state while a transition is under way by
+`transition_memory`.
 
 Called by the planner, and by the executor before it agrees to a plan.
 """
@@ -35,8 +51,18 @@ ZeRO-1 the replicas share (`zero_1`).
 ELEMENT = {"fp32": 4, "bf16": 2}
 """Bytes of a number among activations, by precision."""
 
-LOSS_ELEMENT = 4
-"""Of softmax and its gradient, in any precision."""
+LOSS_ELEMENTS = 1 << 23
+"""Logits that the loss works on at a time: 32 MiB in float32, which a large GPU's cache holds."""
+
+LOSS_BYTES = 4
+"""Of each of these, in any precision."""
+
+INDEX_BYTES = 8
+"""Of a token's number, and of its position."""
+
+RMS_NORM_BYTES = 8
+"""Of each number that goes into a processor's RMSNorm, in any precision: two copies in float32, one of them the number
+itself where it is of float32."""
 
 
 class Post(msgspec.Struct, frozen=True, kw_only=True):
@@ -178,7 +204,7 @@ def stage_bytes(
     layer's activations for each micro-batch that is alive."""
     state, activations = _layer_bytes(model, tp, sequence_parallel, tokens, state_bytes)
     outside = _each(model, state_bytes) * _outside_elements(model, first, last, tp)
-    return outside + _outside_activations(model, first, last, tp, tokens), state, activations
+    return outside + _outside_activations(model, first, last, tp, sequence_parallel, tokens), state, activations
 
 
 def capacity(model: ModelSpec, post: Post, memory_bytes: int, tokens: int) -> int:
@@ -189,7 +215,7 @@ def capacity(model: ModelSpec, post: Post, memory_bytes: int, tokens: int) -> in
     per_layer = each * _layer_elements(model, post.tp)
     if tokens:
         alive = _most_alive(post.schedule, post.stage, post.stages, post.chunks, post.micro_batches)
-        fixed += _outside_activations(model, first, last, post.tp, tokens)
+        fixed += _outside_activations(model, first, last, post.tp, post.sequence_parallel, tokens)
         per_layer += -(-alive * _layer_activations(model, post.tp, post.sequence_parallel, tokens) // post.chunks)
     return max(0, (memory_bytes - fixed) // per_layer)
 
@@ -236,7 +262,7 @@ def fits(
         outside = _each(model, state_bytes) * _outside_elements(model, first, last, stage.tp)
         needed = outside + len(stage.layers) * inside
         if tokens:
-            needed += _outside_activations(model, first, last, stage.tp, tokens)
+            needed += _outside_activations(model, first, last, stage.tp, sequence_parallel, tokens)
             if orders:
                 needed += _peak(orders[s], [(b - a + 1) * per_layer for a, b in stage.chunks])
             else:
@@ -290,7 +316,7 @@ def alive(
         return float("inf")
     inside, per_layer = _layer_bytes(model, tp, sequence_parallel, tokens, state_bytes)
     state = _each(model, state_bytes) * _outside_elements(model, first, last, tp) + layers * inside
-    outside = _outside_activations(model, first, last, tp, tokens)
+    outside = _outside_activations(model, first, last, tp, sequence_parallel, tokens)
     return (memory_bytes - state - outside) // (per_layer * layers)
 
 
@@ -345,7 +371,7 @@ def _stage_bytes(
         return _each(model, state_bytes) * state
     per_layer = _layer_activations(model, stage.tp, sequence_parallel, tokens)
     sizes = [(last_layer - first_layer + 1) * per_layer for first_layer, last_layer in stage.chunks]
-    outside = _outside_activations(model, first, last, stage.tp, tokens)
+    outside = _outside_activations(model, first, last, stage.tp, sequence_parallel, tokens)
     return _each(model, state_bytes) * state + outside + _peak(order, sizes)
 
 
@@ -402,22 +428,49 @@ def _held(specs: tuple[ParameterSpec, ...], tp: int) -> int:
 
 
 def _layer_activations(model: ModelSpec, tp: int, sequence_parallel: bool, tokens: int) -> int:
-    """Bytes that a layer keeps of one micro-batch, see the module. In units of 2 bytes, as in the source."""
-    query, key = (count * model.head_width / model.hidden for count in (model.heads, model.kv_groups))
-    # Cut: query, key, value, the projection's input (2 each), and the MLP inside: in and out of its activation, and
-    # where it is gated the gate, too.
-    cut = 2 * (2 * query + 2 * key + (3 if model.gated else 2) * model.ffn_hidden / model.hidden)
+    """Bytes that a layer keeps of one micro-batch, see the module."""
+    element, computation = ELEMENT[model.precision], model.computation
+    query, key = (count * model.head_width for count in (model.heads, model.kv_groups))
+    copied = query if model.heads != model.kv_groups and model.kv_groups > tp else 0
+    cut = element * (2 * query + 2 * key)  # as multiplied, and what was attended
+    cut += element * (3 if model.gated else 2) * model.ffn_hidden
+    if computation.rotary or model.qk_layernorm:
+        cut += element * (query + key)
+    else:
+        cut += element * copied
     if model.qk_layernorm:
-        cut += 2 * (query + key)
-    whole = 10.0
+        if not _copies_in_norm(model):
+            cut += element * copied
+        elif model.precision == "fp32":
+            cut += element * copied + (RMS_NORM_BYTES - element) * (query + key)
+        else:
+            cut += RMS_NORM_BYTES * (query + key)
+    if computation.device == "cpu" or model.precision == "fp32":
+        cut += element * query
+    whole = 2 * _norm_bytes(model)
+    never_cut = 4 * element * model.head_width if computation.rotary else 0
     per_token = (whole + cut) / tp if sequence_parallel else whole + cut / tp
-    return int(tokens * model.hidden * per_token * ELEMENT[model.precision] / 2)
+    return int(tokens * (per_token + never_cut))
 
 
-def _outside_activations(model: ModelSpec, first: bool, last: bool, tp: int, tokens: int) -> int:
-    """Bytes of one micro-batch outside the layers: the embedding's output; the norm's, the logits and their softmax."""
-    element = ELEMENT[model.precision]
-    total = tokens * model.hidden * element if first else 0
+def _outside_activations(
+    model: ModelSpec, first: bool, last: bool, tp: int, sequence_parallel: bool, tokens: int
+) -> int:
+    """Bytes of one micro-batch outside the layers: tokens and positions of the embedding, whose output is the first
+    layer's input; the last norm and the loss."""
+    total = tokens * 2 * INDEX_BYTES if first else 0
     if last:
-        total += tokens * (element * 2 * model.hidden + LOSS_ELEMENT * 2 * model.vocab_rows // tp)
+        norm = _norm_bytes(model) / tp if sequence_parallel else _norm_bytes(model)
+        logits = tokens * model.vocab_rows // tp
+        total += int(tokens * norm) + ELEMENT[model.precision] * logits + LOSS_BYTES * min(logits, LOSS_ELEMENTS)
     return total
+
+
+def _copies_in_norm(model: ModelSpec) -> bool:
+    return model.computation.device == "cpu" and model.computation.normalization == "RMSNorm"
+
+
+def _norm_bytes(model: ModelSpec) -> int:
+    """Bytes a token that a norm of the hidden state and the layer that reads it keep: its input and its output."""
+    element = ELEMENT[model.precision]
+    return model.hidden * ((RMS_NORM_BYTES if _copies_in_norm(model) else element) + element)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +33,28 @@ class Allocated(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor) and _storage(tensor) not in known:
                 self.bytes[tensor.device.type] += tensor.untyped_storage().nbytes()
                 self.bytes_beside += tensor.untyped_storage().nbytes() if self.beside() else 0
+        return result
+
+
+class LiveBytes(TorchDispatchMode):
+    """While entered: bytes of new storages that are alive at once, and `peak`, the most of them so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        known = {_storage(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and _storage(tensor) not in known and _storage(tensor) not in self.live:
+                storage = tensor.untyped_storage()
+                self.live[_storage(tensor)] = storage.nbytes()
+                weakref.finalize(storage, self.live.pop, _storage(tensor), None)
+        self.peak = max(self.peak, sum(self.live.values()))
         return result
 
 

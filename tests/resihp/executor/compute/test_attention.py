@@ -63,7 +63,8 @@ def torch_2_11(
     window_size: tuple[int, int] = (-1, -1),
 ) -> Tensor:
     assert window_size == (-1, 0)
-    return computed(query, key, value, cu_seq_q, scale, gqa=False)
+    # looks at no number of heads, as the kernel beneath takes fewer groups
+    return computed(query, key, value, cu_seq_q, scale, gqa=query.shape[1] != key.shape[1])
 
 
 def torch_2_12(
@@ -105,6 +106,15 @@ def test_every_torch_is_asked_for_the_same(
     found = attention._varlen(query, key, value, packing)
     assert found.shape == expected.shape == (sum(LENGTHS), 1, 4 * WIDTH)
     assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("version", "heads"), [(torch_2_10, 4), (torch_2_11, 2), (torch_2_12, 2)])
+def test_keys_and_values_are_repeated_only_for_a_torch_that_takes_no_groups(
+    version: Callable[..., Tensor], heads: int
+) -> None:
+    query, key, value = (torch.zeros(3, count, WIDTH) for count in (4, 2, 2))
+    _, key, value, _ = causal_options(version, query, key, value, None)
+    assert (key.shape[1], value.shape[1]) == (heads, heads)
 
 
 @pytest.mark.parametrize("window", [-1, 0, 7])

@@ -48,34 +48,36 @@ def activations(layout: Layout, rank: int, **settings: bool | str) -> int:
     return needed_bytes(made, rank, MODEL, TOKENS) - needed_bytes(made, rank, MODEL, 0)
 
 
-def test_a_layer_keeps_what_the_source_says() -> None:
-    """34 bytes for each token and hidden unit in 16 bits, of which tensor parallelism cuts 24, or all by sequence."""
-    unit = TOKENS * MODEL.hidden * 2
+def test_a_layer_keeps_its_norms_whole_and_the_rest_cut() -> None:
+    """4 hidden of the norms; of attention 2 + 2 + 2 as multiplied, turned and attended, and once more document by
+    document in fp32; 2 of four times the width in the MLP; sine and cosine of each head's width, an eighth, 4 times."""
+    unit = TOKENS * MODEL.hidden * 4
     middle = grid(pp=4)
-    assert activations(middle, 1) == 3 * 2 * 34 * unit
+    assert activations(middle, 1) == 3 * 2 * (4 + 3 + 2 + 1 + 1 + 8 + 0.5) * unit
     halves = grid(tp=2, pp=4)
-    assert activations(halves, 2) == 3 * 2 * (10 + 12) * unit
-    assert activations(halves, 2, sequence_parallel=True) == 3 * 2 * 17 * unit
+    assert activations(halves, 2) == 3 * 2 * (4 + 15 / 2 + 0.5) * unit
+    assert activations(halves, 2, sequence_parallel=True) == 3 * 2 * (19 / 2 + 0.5) * unit
 
 
 def test_wide_heads_and_their_norms_keep_more() -> None:
-    """Query, key, value and what was attended, 2 bytes each; what goes into the two norms."""
+    """Twice as wide: three as multiplied, two turned, two attended, and sine and cosine. What goes into the norms of
+    queries and keys is kept already."""
 
     def layer(tp: int, **changes: int | bool) -> int:
         model = msgspec.structs.replace(MODEL, **changes)
         rank, made = tp, plan(grid(tp=tp, pp=4))
         return (needed_bytes(made, rank, model, TOKENS) - needed_bytes(made, rank, model, 0)) // (3 * 2)
 
-    unit = TOKENS * MODEL.hidden * 2
-    assert layer(1, kv_channels=16) == (34 + 8) * unit
-    assert layer(2, kv_channels=16, qk_layernorm=True) == (10 + (24 + 8 + 8) // 2) * unit
-    assert layer(1, qk_layernorm=True) == (34 + 4) * unit
+    unit = TOKENS * MODEL.hidden * 4
+    assert layer(1, kv_channels=16) == (19.5 + 7 + 0.5) * unit
+    assert layer(2, kv_channels=16, qk_layernorm=True) == (4 + (15 + 7) / 2 + 1) * unit
+    assert layer(1, qk_layernorm=True) == 19.5 * unit
 
 
 def test_earlier_stages_keep_more_micro_batches() -> None:
     needs = [activations(grid(pp=4), rank) for rank in range(4)]
-    embedding = TOKENS * MODEL.hidden * 4
-    head = TOKENS * 4 * (2 * MODEL.hidden + 2 * MODEL.vocab_rows)
+    embedding = TOKENS * 2 * 8
+    head = TOKENS * 4 * (2 * MODEL.hidden + 2 * MODEL.vocab_rows)  # logits, and once more in a chunk of the loss
     assert needs[0] - embedding == 4 * (needs[3] - head)
     assert needs[1] * 2 == needs[2] * 3
 
@@ -129,9 +131,9 @@ def test_bf16_takes_eighteen_bytes_a_parameter_and_half_the_activations_but_for_
     half = msgspec.structs.replace(MODEL, precision="bf16")
     made, first, last = plan(grid(pp=4)), 0, 3
     assert needed_bytes(made, first, half, 0) * 16 == needed_bytes(made, first, MODEL, 0) * 18
-    in_loss = TOKENS * 4 * 2 * MODEL.vocab_rows
-    for rank, unchanged in ((first, 0), (last, in_loss)):
-        full = activations(grid(pp=4), rank) - unchanged
+    once_more = TOKENS * MODEL.hidden * 4  # attention document by document, which is for fp32
+    for rank, alive, unchanged in ((first, 4, TOKENS * 2 * 8), (last, 1, TOKENS * 4 * MODEL.vocab_rows)):
+        full = activations(grid(pp=4), rank) - unchanged - alive * 2 * once_more
         assert needed_bytes(made, rank, half, TOKENS) - needed_bytes(made, rank, half, 0) == full / 2 + unchanged
     most = needed_bytes(made, first, half, TOKENS)
     assert obstacle(made, half, most, TOKENS) is None

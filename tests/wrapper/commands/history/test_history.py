@@ -250,7 +250,11 @@ def test_how_many_gpu_hours_did_failures_cost() -> None:
     assert found["useful"]["seconds"] == pytest.approx(40.0, abs=1e-3)
     text = text_of("history", "cost")
     assert "failures cost 0.0472 of 0.0928 GPU-hours (50.9 %)" in text
+    assert "2 of 4 GPUs idle since iteration 21: rank 3 on n2 (it died), rank 2 on n2 (no stage for it)" in text
+    assert "GPUs stood by in" not in text
     told()
+    stood_by = "GPUs stood by in 2 of 2 jobs: local-2 (0.0167 GPU-hours), local-1 (0.0167 GPU-hours)"
+    assert stood_by in text_of("history", "cost", "--all")
     both = {row["cause"]: row for row in rows("cost", "--all")}
     assert both["slow"]["seconds"] == pytest.approx(20.0, abs=1e-3)
     assert [row["job"] for row in rows("cost", "--all", "--by", "job")] == ["local-2", "local-1"]

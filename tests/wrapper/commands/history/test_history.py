@@ -321,6 +321,9 @@ def test_did_the_last_plan_keep_its_promise() -> None:
     ]
     assert found[-1]["kept"] == pytest.approx(2.0)
     assert "2 +100.0 % +100.0 % kept" in text_of("history", "promises")
+    told()
+    of_all_jobs = [(row["job"], row["epoch"], row["promised"]) for row in rows("promises", "--all")]
+    assert of_all_jobs == [("local-2", 2, 2.0), ("local-1", 2, 2.0)], "without plans that promised nothing"
 
 
 def doubted(job: Job) -> Iterator[tuple[journal.AnyEntry, float]]:
@@ -607,6 +610,9 @@ def test_ledgers_of_a_home_tell_of_rates_and_repairs_together(tmp_path: Path) ->
         rates_here, rates_there = ([row.get("rate") or 0.0 for row in each] for each in (here, shared))
         assert rates_here == pytest.approx(rates_there, rel=1e-3)
         assert sum(row["failures"] for row in here) > 0
+        if view[0] == "rate":
+            both_jobs = 2 * 4 * 83.5 / 86400  # of four devices, for 83.5 s each
+            assert [row["device_days"] for row in here if row["when"] == "before"] == pytest.approx([both_jobs] * 3)
 
 
 # --- bad input ------------------------------------------------------------------------------------------------------

@@ -95,7 +95,11 @@ NEAR_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "wrapper/commands/options.py": (f"{COMMANDS}/test_jobs.py", f"{COMMANDS}/status"),
     "wrapper/commands/node": (f"{COMMANDS}/test_node.py",),
     "wrapper/commands/report": (f"{COMMANDS}/test_report.py", "tests/wrapper/test_report_runs.py"),
-    "wrapper/commands/operate": (f"{COMMANDS}/operate", f"{COMMANDS}/test_last_words.py"),
+    "wrapper/commands/operate": (
+        f"{COMMANDS}/operate",
+        f"{COMMANDS}/test_last_words.py",
+        f"{COMMANDS}/test_json.py",
+    ),
     "slurm/site": ("tests/slurm/test_site_hook.py",),
     "slurm/client.py": ("tests/slurm/test_parse.py", "tests/slurm/test_replacement.py"),
     "slurm/command_call.py": ("tests/slurm/test_commands.py",),
@@ -112,8 +116,10 @@ def _near_by_name(path: str) -> list[str]:
     for place in (path, str(Path(path).parent)):
         if place in NEAR_ELSEWHERE:
             return list(NEAR_ELSEWHERE[place])
-    if path.startswith(("db/reading", "slurm/")):
-        return [f"tests/{'db/reading' if path.startswith('db') else 'slurm'}"]
+    if path.startswith("db/reading"):
+        return ["tests/db/reading", f"{COMMANDS}/history", f"{COMMANDS}/test_why_not.py"]  # which ask it
+    if path.startswith("slurm/"):
+        return ["tests/slurm"]
     folder, name = Path("tests") / Path(path).parent, Path(path).stem
     beside = [folder / f"test_{name}.py", folder.parent / f"test_{folder.name}.py"]
     if folder.name != "commands":

@@ -108,6 +108,7 @@ def test_asked_again_it_is_the_same_job(sbatch: Sbatch) -> None:
     assert sbatch.submit() == "41"
     assert submitted(sbatch.job) == "41"
     assert all_submitted(sbatch.folder) == {1: "41"}
+    assert all_submitted(sbatch.folder / "no such") == {}, "no replacement was asked for yet"
 
 
 @pytest.mark.parametrize(

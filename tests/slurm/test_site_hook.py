@@ -175,6 +175,30 @@ def hook_module() -> Any:
     return module
 
 
+def test_a_command_of_slurm_that_hangs_is_no_answer(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    hook = hook_module()
+    monkeypatch.setattr(hook, "SLURM_S", 0.2)
+    (site.bin / "sinfo").write_text("#!/bin/sh\nexec /bin/sleep 60\n")
+    monkeypatch.setenv("PATH", str(site.bin))
+    with pytest.raises(hook.NoAnswer, match="sinfo: no answer within"):
+        hook.SlurmCommands(None).views()
+
+
+def test_one_run_reads_no_more_requests_than_it_may(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reading that is left waits for the next run; the users are in another order then."""
+    hook = hook_module()
+    monkeypatch.setattr(hook, "MAX_READS", 3)
+    for uid, node in ((ALICE, "n1"), (BOB, "n3")):
+        for _ in range(3):
+            site.request(uid, node=node)
+    spool = hook.Spool(str(site.spool), False)
+    requests, _ = spool.look(spool.names(), site.now)
+    options = hook.parse(["--spool", str(site.spool), "--state", str(site.state), "--all"])
+    turns = hook.SiteHook(options, spool, None, None, site.now)._turns(requests)
+    assert len(turns) == 3
+    assert len({request.uid for request in turns}) == 1
+
+
 # --- what it is for -------------------------------------------------------------------------------------------------
 
 

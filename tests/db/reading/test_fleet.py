@@ -122,6 +122,19 @@ def test_the_account_of_a_job_that_is_over_is_kept_and_is_the_same(reader: Reade
     assert (kept.goodput, kept.wall_s, kept.failures) == (afresh.goodput, afresh.wall_s, afresh.failures)
 
 
+def test_the_account_of_a_job_that_runs_ends_at_the_time_of_the_question(reader: Reader) -> None:
+    last = reader.rows("iterations", reader.job("local-3")["id"])[-1]["finished_at"]
+    short, longer = (
+        next(
+            account
+            for job, account in fleet.accounts(reader, now=last + timedelta(seconds=seconds))
+            if job["name"] == "local-3"
+        )
+        for seconds in (10, 70)
+    )
+    assert longer.wall_s - short.wall_s == pytest.approx(60.0)
+
+
 def test_a_job_whose_rows_were_thinned_has_the_figures_that_it_had(reader: Reader, ledger_url: str) -> None:
     job = reader.job("local-1")
     before = reader.summary(job["id"])
@@ -148,6 +161,9 @@ def test_the_newest_iterations_of_all_jobs(reader: Reader) -> None:
     assert rows == reader.rows("iterations", None, last=5)
     until = datetime.fromtimestamp(BEGAN + 3000, UTC)
     assert [row["iteration"] for row in fleet.newest_iterations(reader, 2, until=until)] == [19, 20]
+    [user] = {job["owner"] for job in reader.jobs()}
+    assert fleet.newest_iterations(reader, 5, user=user) == rows
+    assert fleet.newest_iterations(reader, 5, user=f"not-{user}") == []
 
 
 def test_tables_of_all_jobs_name_them(reader: Reader) -> None:

@@ -40,6 +40,7 @@ def test_summary(reader: Reader) -> None:
         {"fail-stop": 0.7, "idle": 1.35, "capacity": 0.45, "other": 0.0}, abs=1e-4
     )
     assert figures["loss"] == 2.0
+    assert figures["iteration_seconds"] == 0.5, "the median of the last 20"
 
 
 def test_summary_of_a_running_job_counts_until_now(reader: Reader) -> None:

@@ -155,6 +155,16 @@ def test_the_first_iteration_under_a_plan_is_measured_by_how_far_predictions_wer
     assert (told.measure, told.usual_seconds) == ("usual", pytest.approx(0.7))
 
 
+def test_without_predictions_iterations_of_another_layout_are_no_measure() -> None:
+    iterations = rows(*[0.7] * 20, 1.9, predicted=None)
+    iterations[-1]["epoch"] = 2
+    answer = why(21, job(99), iterations, [], [], [plan(1, 8), plan(2, 6)], [])
+    assert (answer.usual_seconds, answer.slow) == (None, None)
+    assert answer.verdict[0] == (
+        "iteration 21 took 1.90 s; nothing was predicted, and there is nothing to compare it with"
+    )
+
+
 def test_the_first_prediction_of_a_job_is_no_measure_beside_what_is_usual() -> None:
     iterations = rows(*[0.4] * 20, predicted=None) + rows(0.41, predicted=0.17)
     iterations[-1]["iteration"] = 21

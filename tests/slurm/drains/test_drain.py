@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +256,13 @@ def test_what_the_hook_drained_for_us_is_asked_back(user: Ladder) -> None:
     assert outcomes(user.descend("n3")) == {"slurm": "refused", "spool": "done", "exclusion": "done"}
     (request,) = user.requests
     assert (request["kind"], request["node"]) == ("undrain", "n3")
+
+
+def test_a_user_is_who_runs_the_command_unless_another_is_named(user: Ladder) -> None:
+    user.drained_by("root", f"{PREFIX}rank 3 died (asked by uid {os.getuid()}, job 17)")
+    assert outcomes(user.descend("n3", uid=None))["spool"] == "done"
+    (request,) = user.requests
+    assert (request["kind"], request["node"], request["job"]) == ("undrain", "n3", "17")
 
 
 @pytest.mark.parametrize(

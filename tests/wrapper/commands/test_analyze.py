@@ -111,6 +111,8 @@ def test_people_get_a_table_and_two_sentences(log: Path) -> None:
     result = run(log)
     assert result.exit_code == 0, result.exception
     assert "fail-slow" in result.stdout
+    [event] = [words for line in result.stdout.splitlines() if (words := line.split())[:2] == ["0", "fail-slow"]]
+    assert event[2] == "121"
     read, slow = result.stdout.strip().splitlines()[-2:]
     assert read == "train.log: 250 iterations of one run, 1.20 s each where nothing is wrong, told from plain times."
     assert slow.startswith("1 fail-slow event, the worst +")

@@ -142,6 +142,8 @@ def test_old_rows_of_a_named_ledger(resihp: Resihp, tmp_path: Path) -> None:
         (("import", "nothing", "--ledger", "sqlite:///x.db"), "No such file"),
         (("prune", "--older-than", "yesterday"), "not a time; examples"),
         (("prune", "--older-than", "1d", "--ledger", "sqlite:///none.db"), "no such file"),
+        (("grant", "alice"), "no job in"),
+        (("grant", "alice", "--ledger", "sqlite:///x.db"), "chmod says who may read a SQLite file"),
     ],
 )
 def test_refusals(resihp: Resihp, words: tuple[str, ...], said: str) -> None:
@@ -223,3 +225,18 @@ def test_a_job_whose_ledger_is_not_looked_at_blocks_no_other(resihp: Resihp, job
     pruned = resihp("prune", "--older-than", "30d", "--json")
     assert [row["job"] for row in answer(pruned)["rows"]] == [job.name]
     assert f"warning: job {other.name}: left out" in pruned.stderr
+
+
+def test_a_user_is_given_the_ledger_that_the_newest_job_here_writes_to(
+    resihp: Resihp, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "ledger sqlite:" in refusal(resihp("grant", "alice"))
+    monkeypatch.setattr("wrapper.output.ledgers.our_url", lambda own: "postgresql://me:secret@host/history")
+    content = answer(resihp("grant", "alice", "--as", "reader", "--json"))
+    assert (content["ledger"], content["role"], content["kind"]) == (
+        *("postgresql+psycopg://me:***@host/history", "alice", "reader"),
+    )
+    statements = resihp("grant", "alice", "--as", "reader").stdout.splitlines()
+    assert statements == content["statements"]
+    assert (statements[0], statements[-1]) == ("BEGIN;", "COMMIT;")
+    assert any("alice" in statement and "history" in statement for statement in statements)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from resihp.errors import OwnershipError
 from resihp.record.journal import DrainDecided, NodeJoined
 from resihp.record.journal_file import Journal
 from tests.wrapper.commands.test_resume import batch, checkpoint, start
@@ -45,6 +46,13 @@ def test_a_run_whose_journal_is_lost_may_have_used_all(batch: Path, capsys: pyte
     start()
     assert start(1).settings.drains == 0
     assert "77: its journal cannot be read; counted as having had 2 nodes drained" in capsys.readouterr().err
+
+
+def test_a_run_file_that_others_could_have_written_ends_the_start(batch: Path) -> None:
+    """How many nodes the run had drained is not guessed from it."""
+    start().of_job.run_file.chmod(0o666)
+    with pytest.raises(OwnershipError, match="others"):
+        of("77", print)
 
 
 def test_other_jobs_do_not_count(batch: Path) -> None:

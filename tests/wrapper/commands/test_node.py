@@ -7,6 +7,7 @@ import os
 import pwd
 import shutil
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -250,7 +251,9 @@ def test_undrain_leaves_other_owners_drains(slurm: FakeSlurm, who: str, reason: 
     assert slurm.calls["undrain"] == 0
 
 
-def test_undrain_of_what_the_hook_drained_asks_the_hook(slurm: FakeSlurm, tmp_path: Path) -> None:
+def test_undrain_of_what_the_hook_drained_asks_the_hook(
+    slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spool = tmp_path / "spool"
     spool.mkdir()
     reason = f"{PREFIX}x (asked by uid {os.getuid()}, job 17)"
@@ -261,6 +264,12 @@ def test_undrain_of_what_the_hook_drained_asks_the_hook(slurm: FakeSlurm, tmp_pa
         ("spool", "done"),
         ("exclusion", "done"),
     ]
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    for number, named in enumerate(((), ("--job", "18")), 2):
+        rows("undrain", "n3", "--spool", str(spool), *named)
+        assert len(os.listdir(spool)) == number
+    jobs = Counter(json.loads(path.read_bytes())["job"] for path in spool.iterdir())
+    assert jobs == {"": 1, "17": 1, "18": 1}, "the job that is named, or that we are in"
 
 
 def test_exclude_and_list(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -534,6 +534,7 @@ def test_round_numbers_on_axes() -> None:
     assert time_ticks(3700, 6) == [0, 600, 1200, 1800, 2400, 3000, 3600]
     assert len(time_ticks(86400 * 40, 6)) <= 8
     assert time_ticks(0.0, 6) == [0.0]
+    assert time_ticks(10.0, 5) == [0, 2, 4, 6, 8, 10], "seconds, where all of it is less than two minutes"
 
 
 def test_gpu_hours_in_a_unit_that_fits() -> None:

@@ -17,6 +17,7 @@ from resihp import errors
 from resihp.errors import CheckpointError, ConfigurationError, JobNotFoundError, LayoutError, UsageError
 from resihp.settings import Detection, Thresholds
 from resihp.worker.checkpoints import write_manifest
+from wrapper.commands import run
 from wrapper.commands.run import Options, prepare
 from wrapper.config.program import resolve
 from wrapper.config.run_spec import RunRequest, load
@@ -159,6 +160,22 @@ def test_what_cannot_run_is_refused_before_a_folder_is_made(
         prepare(asked)
     assert exit_code_of(caught.value) == 2
     assert not (script.parent / "home").exists()
+
+
+def test_a_refused_job_ends_its_allocation_and_the_refusal_is_passed_on(
+    script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm would otherwise start it again and again."""
+    ended: list[str] = []
+    monkeypatch.setattr(run, "end_for_good", lambda job_id, slurm: ended.append(job_id))
+    monkeypatch.setattr(run, "_slurm", lambda: None)
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    with pytest.raises(LayoutError, match="tp=2"):
+        run.run(options(layout={"tp": 2}))
+    assert ended == [], "a job on this machine is none of Slurm's"
+    with pytest.raises(UsageError, match="SLURM_JOB_NODELIST is not set"):
+        run.run(options(local=False))
+    assert ended == ["77"]
 
 
 def with_checkpoint(request: RunRequest) -> Path:

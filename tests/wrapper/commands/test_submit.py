@@ -63,6 +63,15 @@ def test_a_dry_run_prints_the_script_and_keeps_nothing(job_file: Path) -> None:
     assert not (job_file.parent / "home").exists()
 
 
+def test_a_script_for_one_node_explains_itself_as_such(job_file: Path) -> None:
+    several = printed(job_file)
+    job_file.write_text(JOB.replace("nodes = 4", "nodes = 1") + "[layout]\ntp = 2\n")
+    alone = submit(job_file, dry_run=True, chain=1, slurm=unreachable, notice=pytest.fail).script
+    assert "#SBATCH --nodes=1\n" in alone
+    for script, others_go_on in ((several, True), (alone, False)):
+        assert ("# When a node dies, Slurm leaves the others alone.\n" in script) == others_go_on
+
+
 def test_nodes_where_jobs_failed_lately_are_left_out(job_file: Path) -> None:
     exclusions = Exclusions(home(), "fake")
     for node in ("n3", "n5", "gone"):

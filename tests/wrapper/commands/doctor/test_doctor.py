@@ -678,7 +678,8 @@ def test_a_script_that_is_not_there_is_noticed(fresh_home: Path) -> None:
     finding = only(places.configuration(fresh_home / "job.toml"))
     assert (finding.outcome, finding.text) == ("failed", f"train.py: no such script in {fresh_home}")
     (fresh_home / "train.py").write_text("")
-    assert only(places.configuration(fresh_home / "job.toml")).outcome == "ok"
+    finding = only(places.configuration(fresh_home / "job.toml"))
+    assert (finding.outcome, finding.text) == ("ok", str(fresh_home / "job.toml")), "the files that were read"
 
 
 @pytest.mark.parametrize(

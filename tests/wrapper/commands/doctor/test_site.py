@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from tests.slurm.fake_survey import SETTINGS, FakeSurvey, partition
 from wrapper.commands.doctor import site, slurm_settings
 from wrapper.commands.doctor.machine import CheckResult
 from wrapper.commands.doctor.site import Wanted
+from wrapper.config.schema import read
 
 RULES = FakeSurvey().rule
 JOB = Wanted(nodes=4, gpus_per_node=8, seconds=86400.0, warning_s=300.0, replacements=0, particular=False)
@@ -147,6 +149,27 @@ def test_what_newer_releases_offer() -> None:
     assert "not allowed at this site" in told((26, 5, 5), refusing)
     assert "auth/slurm in place of munge" in told((26, 5, 5), FakeSurvey(), AuthType="auth/slurm")
     assert "control groups v2" in told((26, 5, 5), FakeSurvey(), CgroupPlugin="cgroup/v2")
+
+
+@pytest.mark.parametrize(
+    ("section", "options"),
+    [
+        ("", ["--requeue", "--gpus-per-node=8", "--exclusive", "--mem=0"]),
+        ("exclusive = false\ngpu_type = 'h100'\n", ["--requeue", "--gpus-per-node=h100:8"]),
+        (
+            "exclusive = false\nrequeue = 'expedite'\nqos = 'long'\nextra = ['--mail-type=END']\n",
+            ["--requeue=expedite", "--gpus-per-node=8", "--qos=long", "--mail-type=END"],
+        ),
+    ],
+)
+def test_slurm_is_asked_about_the_very_job_of_the_file(tmp_path: Path, section: str, options: list[str]) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(f"[job]\nnodes = 2\ngpus_per_node = 8\ntime = '2h'\n[slurm]\nspares = 1\n{section}")
+    survey = FakeSurvey()
+    [finding] = slurm_settings.submission(survey, read({}, path, site=()))
+    assert (finding.outcome, finding.text.partition(",")[0]) == ("ok", "a job of 3 nodes")
+    of_every_job = {"--no-kill", "--nodes=3", "--ntasks-per-node=1", "--time=0-02:00:00", "--signal=B:USR2@300"}
+    assert sorted(survey.options) == sorted(of_every_job | set(options))
 
 
 @pytest.mark.parametrize(

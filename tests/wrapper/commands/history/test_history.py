@@ -250,7 +250,11 @@ def test_how_many_gpu_hours_did_failures_cost() -> None:
     assert found["useful"]["seconds"] == pytest.approx(40.0, abs=1e-3)
     text = text_of("history", "cost")
     assert "failures cost 0.0472 of 0.0928 GPU-hours (50.9 %)" in text
+    assert "2 of 4 GPUs idle since iteration 21: rank 3 on n2 (it died), rank 2 on n2 (no stage for it)" in text
+    assert "GPUs stood by in" not in text
     told()
+    stood_by = "GPUs stood by in 2 of 2 jobs: local-2 (0.0167 GPU-hours), local-1 (0.0167 GPU-hours)"
+    assert stood_by in text_of("history", "cost", "--all")
     both = {row["cause"]: row for row in rows("cost", "--all")}
     assert both["slow"]["seconds"] == pytest.approx(20.0, abs=1e-3)
     assert [row["job"] for row in rows("cost", "--all", "--by", "job")] == ["local-2", "local-1"]
@@ -317,6 +321,9 @@ def test_did_the_last_plan_keep_its_promise() -> None:
     ]
     assert found[-1]["kept"] == pytest.approx(2.0)
     assert "2 +100.0 % +100.0 % kept" in text_of("history", "promises")
+    told()
+    of_all_jobs = [(row["job"], row["epoch"], row["promised"]) for row in rows("promises", "--all")]
+    assert of_all_jobs == [("local-2", 2, 2.0), ("local-1", 2, 2.0)], "without plans that promised nothing"
 
 
 def doubted(job: Job) -> Iterator[tuple[journal.AnyEntry, float]]:
@@ -603,6 +610,9 @@ def test_ledgers_of_a_home_tell_of_rates_and_repairs_together(tmp_path: Path) ->
         rates_here, rates_there = ([row.get("rate") or 0.0 for row in each] for each in (here, shared))
         assert rates_here == pytest.approx(rates_there, rel=1e-3)
         assert sum(row["failures"] for row in here) > 0
+        if view[0] == "rate":
+            both_jobs = 2 * 4 * 83.5 / 86400  # of four devices, for 83.5 s each
+            assert [row["device_days"] for row in here if row["when"] == "before"] == pytest.approx([both_jobs] * 3)
 
 
 # --- bad input ------------------------------------------------------------------------------------------------------

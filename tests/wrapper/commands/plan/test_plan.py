@@ -14,8 +14,11 @@ from resihp.errors import ResihpError
 from resihp.parallelism.plan import Plan, spread
 from resihp.scheduler import Decision, Situation, decide, planners, without_lost_replicas
 from resihp.scheduler.cost.prices import iteration_seconds
+from resihp.scheduler.what_if import catalogue
+from resihp.scheduler.what_if.question import Question
 from wrapper.cli import app
 from wrapper.commands.plan import command
+from wrapper.commands.plan.tables import happened
 from wrapper.exit_codes import exit_code_of
 
 LLAMA = ("--model", "llama2-13b", "--layout", "tp=4,dp=2,pp=4", "--sequence-length", "8192")
@@ -314,6 +317,30 @@ def test_even_layers_of_uneven_models_are_told_by_what_they_cost() -> None:
     told = found(*asked)["explanation"]["all_well"]
     assert told["excess"] > 0.05
     assert told["tuned"] < told["spread"] < told["plain"]
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ({}, "nothing has failed"),
+        ({"devices": {0: 0}}, "nothing more has failed"),
+        ({"failed": (5,), "failed_nodes": ("n1",)}, "ranks 0-3 5 gone"),
+        ({"slow": {rank: 0.5 for rank in range(12)}}, f"slow: rank {', '.join(f'{n} at 0.5' for n in range(12))}"),
+        (
+            {"slow": {rank: 0.5 for rank in range(14)}},
+            f"slow: rank {', '.join(f'{n} at 0.5' for n in range(12))} and 2 more",
+        ),
+        ({"failed": (1,), "slow_links": {("n1", "n2"): 0.3}}, "rank 1 gone; link n1-n2 at 0.3"),
+    ],
+)
+def test_what_has_happened_is_told_in_a_line(what: dict[str, Any], text: str) -> None:
+    asked = Question(
+        model=catalogue.model("llama2-7b", 1024),
+        hardware=catalogue.hardware("a100"),
+        **{"tp": 2, "dp": 2, "pp": 4, "micro_batches": 4, "gpus_per_node": 4},
+        **what,
+    )
+    assert happened(asked) == text
 
 
 def test_the_first_layout_is_tuned_on_request() -> None:

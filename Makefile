@@ -18,7 +18,7 @@ help:
 	@echo "make soak     all tests, the longest of them, on all releases of Slurm: takes hours"
 	@echo "make bounds   a few tests with the lowest versions of libraries that are allowed"
 	@echo "make lint     ruff and mypy"
-	@echo "make gpu      on a machine with one: what a GPU can show, three quarters of an hour; says so where there is none"
+	@echo "make gpu      on a machine with one: what a GPU can show, in nine minutes; says in a line what is missing where there is none"
 	@echo "make bench    recovery, overhead, changes of layout, steady state, detection, planning, the ledger, each against its baseline"
 
 setup: .venv/complete
@@ -118,9 +118,11 @@ bench: setup
 	$(BIN)/python benchmarks/report.py
 	$(BIN)/python benchmarks/answers.py
 
-# BLOCKS="kernels throughput" runs these alone. On a machine whose torch sees a GPU, PYTHON being one that has it.
+# A first look of nine minutes. BLOCKS="train nccl" runs these alone, MINUTES=5 bounds all together, FULL=1 measures against
+# what is asked for, NCCL=.../libnccl.so.2 is for the blocks with several ranks on one GPU, which need 2.30 or later.
 gpu:
-	@if [ -x $(BIN)/python ]; then python=$(BIN)/python; else python=$(PYTHON); fi; $$python -m benchmarks.gpu $(BLOCKS)
+	@if [ -x $(BIN)/python ]; then python=$(BIN)/python; else python=$(PYTHON); fi; \
+	$$python -m benchmarks.gpu $(BLOCKS) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(FULL),--full) $(if $(NCCL),--nccl $(NCCL))
 
 # With the lowest versions that pyproject.toml allows, in an environment of their own.
 BOUNDS := .venv-bounds

@@ -5,6 +5,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN := $(BIN)/resihp
 HOME_OF_DEMO := .resihp-demo
+# `make setup TORCH=site` uses the torch that PYTHON has and installs no other; .venv remembers it.
+TORCH_OF_SITE := .venv/torch-of-site.txt
+TORCH ?= $(if $(wildcard $(TORCH_OF_SITE)),site)
+$(if $(filter-out site,$(TORCH)),$(error TORCH=$(TORCH) is unknown; TORCH=site uses the torch that PYTHON has))
 
 .PHONY: help setup setup-system demo test quick lint bench gpu bounds soak clean
 
@@ -18,19 +22,32 @@ help:
 	@echo "make soak     all tests, the longest of them, on all releases of Slurm: takes hours"
 	@echo "make bounds   a few tests with the lowest versions of libraries that are allowed"
 	@echo "make lint     ruff and mypy"
+	@echo "make setup    .venv with what constraints.txt names, torch for CPUs; TORCH=site PYTHON=...: with the torch that this Python has"
 	@echo "make gpu      on a machine with one: what a GPU can show, in nine minutes; says in a line what is missing where there is none"
 	@echo "make bench    recovery, overhead, changes of layout, steady state, detection, planning, the ledger, each against its baseline"
 
 setup: .venv/complete
+	@if [ "$(TORCH)" = site ] && [ ! -f $(TORCH_OF_SITE) ]; then \
+	  echo ".venv has a torch of its own; make clean, then make setup TORCH=site PYTHON=$(PYTHON)" >&2; exit 1; fi
 
 .venv/complete: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "resihp needs Python 3.11 or later; try: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip' \
 	  || { echo "$(PYTHON) cannot make virtual environments; try: apt-get install python3-venv" >&2; exit 1; }
+ifeq ($(TORCH),site)
+	@$(PYTHON) -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' \
+	  || { echo "$(PYTHON) has no torch; try: make setup TORCH=site PYTHON=/path/to/the/python/that/has/it" >&2; exit 1; }
+	$(PYTHON) -m venv --system-site-packages .venv
+	$(PYTHON) -c 'import torch, pathlib; print(pathlib.Path(torch.__file__).parents[1])' \
+	  > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch-of-site.pth"
+	$(PYTHON) -c 'import importlib.metadata; print("torch==" + importlib.metadata.version("torch"))' > $(TORCH_OF_SITE)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(TORCH_OF_SITE) -e '.[train,dev]'
+else
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools torch==2.13.0
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,dev]'
+endif
 	@touch $@
 
 # What only tests need from the system. They start clusters of their own and use nothing in /etc; without these programs

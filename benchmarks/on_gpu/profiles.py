@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.on_gpu.contestants import Settled
@@ -23,15 +24,20 @@ def by_kernel(scale: Scale, name: str, contestant: Settled) -> Iterator[Figure]:
     with profile(activities=activities) as profiled:
         contestant.inner.iterate(len(contestant.losses) + 1)
         scale.settle()
-    kernels: Any = profiled.key_averages()
+    events: Any = profiled.key_averages()
     column = "self_device_time_total" if scale.full else "self_cpu_time_total"
-    path = _file(scale, name)
-    path.write_text(kernels.table(sort_by=column, row_limit=WRITTEN, max_name_column_width=100))
-    rows = sorted(kernels, key=lambda kernel: -getattr(kernel, column))
-    total = sum(getattr(kernel, column) for kernel in rows) or 1.0
-    for kernel in rows[:SHOWN]:
+    _file(scale, name).write_text(events.table(sort_by=column, row_limit=WRITTEN, max_name_column_width=100))
+    kernels = [event for event in events if _is_kernel(event) or not scale.full]
+    kernels.sort(key=lambda kernel: -getattr(kernel, column))
+    total = sum(getattr(kernel, column) for kernel in kernels) or 1.0
+    for kernel in kernels[:SHOWN]:
         share = 100 * getattr(kernel, column) / total
         yield Figure(f"{name}, kernel {_short(kernel.key)}", f"{share:.1f} %, {kernel.count} times")
+
+
+def _is_kernel(event: Any) -> bool:
+    """Operations of the host have their kernels' time as well, and annotations that of all under them."""
+    return event.device_type != DeviceType.CPU and not event.is_user_annotation
 
 
 def _file(scale: Scale, name: str) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -83,3 +84,11 @@ def end_with_children(process: subprocess.Popen[str]) -> None:
         with suppress(psutil.NoSuchProcess):
             child.kill()
     psutil.wait_procs(children, timeout=WAIT_FOR_DEAD_S)
+
+
+def keep_logs(source: Path, target: Path) -> None:
+    """Copy the logs of a folder that is about to go."""
+    for log in source.rglob("*.log"):
+        copy = target / log.relative_to(source)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(log, copy)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.on_gpu.contestants import Settled
@@ -37,7 +36,7 @@ def by_kernel(scale: Scale, name: str, contestant: Settled) -> Iterator[Figure]:
 
 def _is_kernel(event: Any) -> bool:
     """Operations of the host have their kernels' time as well, and annotations that of all under them."""
-    return event.device_type != DeviceType.CPU and not event.is_user_annotation
+    return event.device_type.name != "CPU" and not event.is_user_annotation
 
 
 def _file(scale: Scale, name: str) -> Path:

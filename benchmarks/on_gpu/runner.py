@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -18,7 +19,7 @@ from rich.table import Table
 
 from benchmarks.on_gpu import first_light
 from benchmarks.on_gpu.figures import Figure, Missing, Scale
-from benchmarks.on_gpu.processes import run_within
+from benchmarks.on_gpu.processes import keep_logs, run_within
 
 SHORTEST_S = 15.0
 """A block that has less time left than this is not begun, unless its own limit is shorter."""
@@ -86,10 +87,14 @@ def run_block(name: str, seconds: float, order: Order) -> Block:
         figures.append(msgspec.convert(answer, Figure))
         print(f"  {figures[-1].name}: {figures[-1].value}", file=sys.stderr)
 
-    began = time.monotonic()
     command = [sys.executable, "-m", "benchmarks.gpu", "--inside", name, "--folder", str(order.folder)]
     command += [f"--{flag}" for flag in order.flags]
-    code = run_within(command, seconds, log, _environment(name, order), line)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="rg-") as scratch:  # short: a path to a socket has 107 bytes at most
+        environment = {**_environment(name, order), "TMPDIR": scratch}
+        code = run_within(command, seconds, log, environment, line)
+        if code != 0:
+            keep_logs(Path(scratch), order.folder / "logs" / name)
     trouble = {0: "", None: f"stopped: its {seconds:.1f} s were over"}.get(code, f"ended with {code}; see {log}")
     if trouble:
         print(*log.read_text(errors="replace").splitlines()[-LAST_LINES:], sep="\n", file=sys.stderr)

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.on_gpu.figures import Figure, Scale, at_most
-from benchmarks.on_gpu.processes import run_within
+from benchmarks.on_gpu.processes import keep_logs, run_within
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pretrain_gpt.py"
 AT = 6
@@ -96,7 +96,7 @@ def job(
         rows = {table: _rows(folder, table) for table in TABLES}
         trouble = _trouble(code, limit_s, log, rows)
         if trouble:
-            _keep_logs(folder, kept)
+            keep_logs(folder, kept)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     outcome = _outcome(rows, trouble, max(most_bytes, default=0))
@@ -159,13 +159,6 @@ def _rows(folder: Path, table: str) -> list[dict[str, Any]]:
         return []
     rows: list[dict[str, Any]] = json.loads(answer.stdout)["rows"]
     return rows
-
-
-def _keep_logs(folder: Path, kept: Path) -> None:
-    for log in folder.rglob("*.log"):
-        target = kept / log.relative_to(folder)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(log, target)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -52,6 +53,7 @@ class Order(msgspec.Struct, frozen=True):
 
 def run(order: Order) -> int:
     """Run the blocks, write the files, print the table. Returns the exit code."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # which ends the block's processes, too
     (order.folder / "logs").mkdir(parents=True, exist_ok=True)
     (order.folder / "gpu.jsonl").write_text("")
     began = time.monotonic()

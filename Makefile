@@ -5,6 +5,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN := $(BIN)/resihp
 HOME_OF_DEMO := .resihp-demo
+# `make setup TORCH=site` uses the torch that PYTHON has and installs no other; .venv remembers it.
+TORCH_OF_SITE := .venv/torch-of-site.txt
+TORCH ?= $(if $(wildcard $(TORCH_OF_SITE)),site)
+$(if $(filter-out site,$(TORCH)),$(error TORCH=$(TORCH) is unknown; TORCH=site uses the torch that PYTHON has))
 
 .PHONY: help setup setup-system demo test quick lint bench gpu bounds soak clean
 
@@ -18,19 +22,32 @@ help:
 	@echo "make soak     all tests, the longest of them, on all releases of Slurm: takes hours"
 	@echo "make bounds   a few tests with the lowest versions of libraries that are allowed"
 	@echo "make lint     ruff and mypy"
-	@echo "make gpu      on a machine with one: what a GPU can show, three quarters of an hour; says so where there is none"
+	@echo "make setup    .venv with what constraints.txt names, torch for CPUs; TORCH=site PYTHON=...: with the torch that this Python has"
+	@echo "make gpu      on a machine with one: what a GPU can show, in nine minutes; says in a line what is missing where there is none"
 	@echo "make bench    recovery, overhead, changes of layout, steady state, detection, planning, the ledger, each against its baseline"
 
 setup: .venv/complete
+	@if [ "$(TORCH)" = site ] && [ ! -f $(TORCH_OF_SITE) ]; then \
+	  echo ".venv has a torch of its own; make clean, then make setup TORCH=site PYTHON=$(PYTHON)" >&2; exit 1; fi
 
 .venv/complete: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
 	  || { echo "resihp needs Python 3.11, 3.12 or 3.13 (megatron-core has no later one); try: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip' \
 	  || { echo "$(PYTHON) cannot make virtual environments; try: apt-get install python3-venv" >&2; exit 1; }
+ifeq ($(TORCH),site)
+	@$(PYTHON) -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' \
+	  || { echo "$(PYTHON) has no torch; try: make setup TORCH=site PYTHON=/path/to/the/python/that/has/it" >&2; exit 1; }
+	$(PYTHON) -m venv --system-site-packages .venv
+	$(PYTHON) -c 'import torch, pathlib; print(pathlib.Path(torch.__file__).parents[1])' \
+	  > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch-of-site.pth"
+	$(PYTHON) -c 'import importlib.metadata; print("torch==" + importlib.metadata.version("torch"))' > $(TORCH_OF_SITE)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(TORCH_OF_SITE) -e '.[train,dev]'
+else
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools torch==2.13.0
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,dev]'
+endif
 	@touch $@
 
 # What only tests need from the system. They start clusters of their own and use nothing in /etc; without these programs
@@ -118,9 +135,11 @@ bench: setup
 	$(BIN)/python benchmarks/report.py
 	$(BIN)/python benchmarks/answers.py
 
-# BLOCKS="kernels throughput" runs these alone. On a machine whose torch sees a GPU, PYTHON being one that has it.
+# A first look of nine minutes. BLOCKS="train nccl" runs these alone, MINUTES=5 bounds all together, FULL=1 measures against
+# what is asked for, NCCL=.../libnccl.so.2 is for the blocks with several ranks on one GPU, which need 2.30 or later.
 gpu:
-	@if [ -x $(BIN)/python ]; then python=$(BIN)/python; else python=$(PYTHON); fi; $$python -m benchmarks.gpu $(BLOCKS)
+	@if [ -x $(BIN)/python ]; then python=$(BIN)/python; else python=$(PYTHON); fi; \
+	$$python -m benchmarks.gpu $(BLOCKS) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(FULL),--full) $(if $(NCCL),--nccl $(NCCL))
 
 # With the lowest versions that pyproject.toml allows, in an environment of their own.
 BOUNDS := .venv-bounds

@@ -1,10 +1,18 @@
-"""Everything that one GPU can show about the executor, each block of it in a process and a time of its own.
+"""Measure everything that one GPU can show about resihp, each block of it in a process and a time of its own.
 
-    python -m benchmarks.gpu [BLOCK ...] [--folder FOLDER] [--minutes M]
+    python -m benchmarks.gpu [BLOCK ...] [--full] [--minutes M] [--folder FOLDER] [--nccl LIBRARY]
 
-Prints each figure beside what is asked for; writes `gpu.json` and, for docs/measured.md, `gpu.md`. Exit code 1 if a
-figure is not what is asked for or a block breaks, 0 if all are, or if there is no GPU: then one line says so.
-`--rehearse` runs the same code on a processor, with sizes that say nothing.
+Without a block: a first look, within nine minutes, most knowledge per minute first (`benchmarks.on_gpu.first_light`).
+`--full`: the longer blocks, which measure against what is asked for. `--minutes` bounds all blocks together.
+
+Prints each figure as soon as it is known, and in the end a table with what is asked for. Into FOLDER go `gpu.jsonl`, a
+line for each figure as it comes; `gpu.json` and, for docs/measured.md, `gpu.md`; `logs/BLOCK.log`; and `jobs/`, what
+each supervised job printed and its losses, also of those that ended badly. Exit code 1 if a figure is not what is asked
+for or a block breaks, 0 if all are, or if there is no GPU: then one line says what is missing. `--rehearse` runs the
+same code on a processor, with sizes that say nothing.
+
+Several ranks on one GPU need NCCL 2.30 or later. `--nccl` names a library for the blocks that have them, where torch
+brings an older one; `facts` prints the version that is loaded.
 
 One GPU cannot show NVLink, InfiniBand, what NCCL says of a dead node, or building communicators at scale.
 """
@@ -12,133 +20,120 @@ One GPU cannot show NVLink, InfiniBand, what NCCL says of a dead node, or buildi
 from __future__ import annotations
 
 import argparse
-import importlib
-import json
-import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import msgspec
-from rich.console import Console
-from rich.table import Table
+from benchmarks.on_gpu import first_light
 
-from benchmarks.on_gpu.figures import Figure, Missing, Scale
-
-BLOCKS = {
-    "inventory": 3,
-    "kernels": 7,
-    "one-rank": 4,
-    "throughput": 9,
-    "recovery": 9,
-    "shared": 9,
+FULL = {
+    "facts": 20,
+    "forks": 40,
+    "micro": 75,
+    "kernels": 420,
+    "one-rank": 240,
+    "throughput": 540,
+    "recovery": 240,
+    "shared": 420,
 }
-"""Minutes that each may take, in the order in which they run."""
+"""Seconds that each block of `--full` may take, in the order in which they run."""
+ALL = {**first_light.BLOCKS, **FULL}
+REHEARSAL_TIMES = 8
+"""How many times longer a block may take on a processor."""
+
+# Prints why there is nothing to measure, or nothing. torch's own words end at the first sentence.
+_PROBE = """
+import glob, sys, warnings
+warnings.simplefilter("ignore")
+def needs(module):
+    raise SystemExit(f"{module} is not installed for {sys.executable}; pip install -e '.[train,dev]', then make gpu")
+try:
+    import torch
+except ModuleNotFoundError as error:
+    needs(error.name)
+build = f"torch {torch.__version__}"
+if torch.version.cuda is None and torch.version.hip is None:
+    here = "" if glob.glob("/dev/nvidia[0-9]*") else "this machine has no /dev/nvidia0, and "
+    ways = "install one for CUDA, or, if another Python here has one: make clean; make setup TORCH=site PYTHON=..."
+    raise SystemExit(f"{here}{build} is a build for CPUs; {ways}")
+try:
+    torch.cuda.init()
+except Exception as error:
+    raise SystemExit(f"{build} sees no GPU: {str(error).strip().split('. ')[0]}; where there is one: make gpu")
+if torch.cuda.get_device_capability() < (8, 0):
+    raise SystemExit(f"{torch.cuda.get_device_name()} has no bf16; a GPU of compute capability 8.0 or later is needed")
+try:
+    import torch.nn.attention.varlen
+except ModuleNotFoundError:
+    raise SystemExit(f"{build} has no attention for packed documents; 2.10 or later is needed, 2.11 best")
+try:
+    import megatron.core, msgspec, psutil, rich, wrapper.cli
+except ModuleNotFoundError as error:
+    needs(error.name)
+"""
 
 
-class Block(msgspec.Struct, frozen=True):
-    """What became of one block."""
-
-    name: str
-    seconds: float
-    figures: list[Figure]
-    trouble: str
-    """Why there are no figures, or no more."""
-    broken: bool
+def what_is_missing() -> str:
+    """Return in one line why nothing can be measured here; empty if it can. In a process of its own: it starts CUDA."""
+    probe = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, check=False)
+    if probe.returncode == 0:
+        return ""
+    return (probe.stderr.strip().splitlines() or [f"torch ended its process with {probe.returncode}"])[-1]
 
 
-def run_block(name: str, rehearse: bool, minutes: float) -> Block:
-    """In a process of its own, killed when its time is over: what CUDA does to one block, it does to no other."""
-    began, trouble = time.monotonic(), ""
-    command = [sys.executable, "-m", "benchmarks.gpu", "--inside", name, *(["--rehearse"] if rehearse else [])]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True)
-    try:
-        output, _ = process.communicate(timeout=60 * minutes)
-        if process.returncode:
-            trouble = f"ended with {process.returncode}; its words are above"
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        trouble = f"did not end within {minutes:g} minutes"
-    answers = [json.loads(line) for line in output.splitlines()]
-    figures = [msgspec.convert(answer, Figure) for answer in answers if "missing" not in answer]
-    missing = next((answer["missing"] for answer in answers if "missing" in answer), "")
-    return Block(name, time.monotonic() - began, figures, trouble or missing, bool(trouble))
+def seconds_of(names: list[str], full: bool) -> dict[str, float]:
+    """Return the blocks that were asked for, each with its own limit, in the order in which they run."""
+    known = FULL if full else first_light.BLOCKS
+    wanted = names or list(known)
+    return {name: known.get(name, limit) for name, limit in ALL.items() if name in wanted}
 
 
-def inside(name: str, scale: Scale) -> None:
-    """One block, in this process: a line of JSON on standard output for each figure, as soon as it is known."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is not among them
-    measure = importlib.import_module(f"benchmarks.on_gpu.{name.replace('-', '_')}").measure
-    try:
-        for figure in measure(scale):
-            print(json.dumps(msgspec.to_builtins(figure)), file=answers, flush=True)
-    except Missing as reason:
-        print(json.dumps({"missing": str(reason)}), file=answers, flush=True)
-
-
-def no_gpu() -> str:
-    """Why nothing can be measured here; empty if it can. In a process of its own: it starts CUDA."""
-    asked = "import torch; assert torch.cuda.is_available(), f'torch {torch.__version__} sees none'"
-    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=False)
-    return "" if done.returncode == 0 else done.stderr.strip().splitlines()[-1].partition(": ")[2]
-
-
-def show(blocks: list[Block], console: Console) -> None:
-    table = Table("", "measured", "asked for", "")
-    for block in blocks:
-        table.add_row(f"[bold]{block.name}[/] ({block.seconds:.0f} s)", block.trouble, "", _mark(not block.broken))
-        for figure in block.figures:
-            table.add_row(f"  {figure.name}", figure.value, figure.asked, _mark(figure.met))
-    console.print(table)
-
-
-def _mark(met: bool | None) -> str:
-    return "" if met is None else "ok" if met else "[bold red]missed[/]"
-
-
-def markdown(blocks: list[Block]) -> str:
-    rows = ["| | measured | asked for |", "|---|---|---|"]
-    for block in blocks:
-        rows.append(f"| **{block.name}**, {block.seconds:.0f} s | {block.trouble} | |")
-        for figure in block.figures:
-            missed = ", **missed**" if figure.met is False else ""
-            rows.append(f"| {figure.name} | {figure.value}{missed} | {figure.asked} |")
-    return "\n".join(rows) + "\n"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("blocks", nargs="*", metavar="BLOCK", help=f"default: all of {', '.join(BLOCKS)}")
-    parser.add_argument("--folder", type=Path, default=Path(), help="where gpu.json and gpu.md are written")
-    parser.add_argument("--minutes", type=float, help="of each block, instead of its own limit")
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    first, longer = (", ".join(blocks) for blocks in (first_light.BLOCKS, FULL))
+    parser.add_argument("blocks", nargs="*", metavar="BLOCK", help=f"default: {first}; with --full: {longer}")
+    parser.add_argument("--full", action="store_true", help="measure against what is asked for: about half an hour")
+    parser.add_argument("--minutes", type=float, help="of all blocks together; a first look: 9")
+    parser.add_argument("--folder", type=Path, default=Path("gpu-results"), help="where results and logs are written")
+    parser.add_argument("--nccl", type=Path, help="a libnccl.so.2 for the blocks with several ranks on one GPU")
     parser.add_argument("--rehearse", action="store_true", help="on a processor, with sizes that say nothing")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.inside:
-        inside(args.inside, Scale(not args.rehearse))
-        return 0
-    if unknown := set(args.blocks) - set(BLOCKS):
-        parser.error(f"{', '.join(sorted(unknown))}: no block; there are {', '.join(BLOCKS)}")
-    reason = "" if args.rehearse else no_gpu()
+    if unknown := set(args.blocks) - set(ALL):
+        parser.error(f"{', '.join(sorted(unknown))}: no block; there are {', '.join(ALL)}")
+    if args.nccl is not None and not args.nccl.is_file():
+        parser.error(f"--nccl {args.nccl}: no such file")
+    if args.minutes is not None and args.minutes <= 0:
+        parser.error(f"--minutes {args.minutes:g}: more than 0 are needed")
+    return args
+
+
+def main() -> int:
+    args = parsed()
+    reason = "" if args.rehearse or args.inside else what_is_missing()
     if reason:
-        print(f"gpu: nothing is measured: {reason}; on a machine with one: make gpu")
+        print(f"gpu: nothing is measured: {reason}")
         return 0
-    blocks = []
-    for name, minutes in BLOCKS.items():
-        if not args.blocks or name in args.blocks:
-            print(f"{name} (at most {args.minutes or minutes:g} minutes)", file=sys.stderr)
-            blocks.append(run_block(name, args.rehearse, args.minutes or minutes))
-    args.folder.mkdir(parents=True, exist_ok=True)
-    (args.folder / "gpu.json").write_bytes(msgspec.json.format(msgspec.json.encode(blocks), indent=1))
-    (args.folder / "gpu.md").write_text(markdown(blocks))
-    show(blocks, Console(width=None if sys.stdout.isatty() else 140))
-    missed = [figure for block in blocks for figure in block.figures if figure.met is False]
-    return 1 if missed or any(block.broken for block in blocks) else 0
+    from benchmarks.on_gpu import runner  # needs packages, which `what_is_missing` has looked for
+
+    if args.inside:
+        runner.inside(args.inside, rehearse=args.rehearse, brief=not args.full, folder=args.folder)
+        return 0
+    limits = seconds_of(args.blocks, args.full)
+    minutes = args.minutes
+    if minutes is None and not args.blocks and not args.full:
+        minutes = first_light.MINUTES
+    if args.rehearse:
+        limits = {name: limit * REHEARSAL_TIMES for name, limit in limits.items()}
+        minutes = args.minutes
+    order = runner.Order(
+        limits,
+        seconds=60 * minutes if minutes else sum(limits.values()),
+        flags=[flag for flag in ("full", "rehearse") if getattr(args, flag)],
+        folder=args.folder,
+        nccl=args.nccl,
+    )
+    return runner.run(order)
 
 
 if __name__ == "__main__":

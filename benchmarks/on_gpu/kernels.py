@@ -23,15 +23,10 @@ from resihp.executor.tensor_group import TensorGroup
 
 PACKINGS = 60
 GEMMS = 100
+BRIEF_PACKINGS = 24
+BRIEF_GEMMS = 20
 LEFT_BYTES = 200 << 20
 """Of the device's memory when it is full."""
-
-
-def measure(scale: Scale) -> Iterator[Figure]:
-    yield from attention(scale)
-    yield from layer(scale)
-    yield from gemm(scale)
-    yield from full_memory(scale)
 
 
 def attention(scale: Scale) -> Iterator[Figure]:
@@ -79,7 +74,7 @@ def layer(scale: Scale) -> Iterator[Figure]:
         torch.nn.init.normal_(parameter, std=0.02)
     rng = np.random.default_rng(2)
     rows, seconds = [], []
-    for _ in range(scale.of(PACKINGS, 6)):
+    for _ in range(scale.count(PACKINGS, BRIEF_PACKINGS, 6)):
         lengths = documents(rng, int(rng.integers(longest // 4, longest + 1)))
         rows.append((1.0, float(sum(lengths)), float(sum(length**2 for length in lengths))))
         inputs = torch.randn(sum(lengths), 1, hidden, device=scale.device).bfloat16().requires_grad_()
@@ -126,7 +121,7 @@ def gemm(scale: Scale) -> Iterator[Figure]:
     def flops() -> float:
         return float(probe.device_speed(scale.device, full_speed).flops)
 
-    warm = [flops() for _ in range(scale.of(GEMMS, 5))]
+    warm = [flops() for _ in range(scale.count(GEMMS, BRIEF_GEMMS, 5))]
     cold = []
     for _ in range(scale.of(5, 1)):
         time.sleep(scale.of(3, 0))

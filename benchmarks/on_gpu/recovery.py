@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 
 from benchmarks.on_gpu.figures import Figure, Scale, at_most
-from benchmarks.on_gpu.supervised import EXAMPLE, FAULTS, job, judged
+from benchmarks.on_gpu.supervised import EXAMPLE, FAULTS, compared
 
 GLOO = {"RESIHP_BACKEND": "gloo"}
 SMOOTHING = 0.95
@@ -16,11 +16,8 @@ SMOOTHING = 0.95
 
 
 def measure(scale: Scale) -> Iterator[Figure]:
+    yield from compared(scale, "gloo, 8 ranks", GLOO, FAULTS)
     yield precision(scale)
-    undisturbed = job(scale, GLOO)
-    yield Figure("iteration of eight workers", f"{undisturbed.iteration_s:.3f} s")
-    for name, faults in FAULTS.items():
-        yield from judged(name, faults, job(scale, GLOO, faults), undisturbed)
 
 
 def precision(scale: Scale) -> Figure:

@@ -16,37 +16,61 @@ from typing import Any
 import torch
 
 from benchmarks.on_gpu.figures import Figure, Missing, Scale, at_most
-from benchmarks.on_gpu.supervised import FAULTS, job, judged
+from benchmarks.on_gpu.supervised import FAULTS, JOB_S, compared, job
 from resihp.executor import backends
 from resihp.executor.tensor_group import dist
 from resihp.scheduler.cost import device_memory
 from resihp.worker import nccl_versions
 
 CYCLES = 20
+BRIEF_CYCLES = 5
 WATCHED_S = 90.0
 OLDEST = (2, 30)
 SEVERAL = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
+ABORTS_S = 60.0
+"""How long both ranks of `aborts` may take."""
 STUCK_S = 0.5
 """How long a kernel waits for its peer before it is aborted."""
 
 
 def measure(scale: Scale) -> Iterator[Figure]:
-    version = nccl_versions.loaded() or (0,)
-    if scale.full and version < OLDEST:
-        found, oldest = nccl_versions.shown(version), nccl_versions.shown(OLDEST)
-        raise Missing(f"NCCL {found} has one rank on a GPU; {oldest} is needed, and can be named in LD_PRELOAD")
-    environment = {"RESIHP_BACKEND": "nccl" if scale.full else "nccl-like", "RESIHP_SHARE_GPUS": "1", **SEVERAL}
-    os.environ |= environment
+    yield require_several_ranks(scale)
+    settings = environment(scale)
+    os.environ |= settings
     yield from aborts(scale)
-    undisturbed = job(scale, environment)
-    yield Figure("iteration of eight workers", f"{undisturbed.iteration_s:.3f} s")
-    for name, faults in FAULTS.items():
-        yield from judged(name, faults, job(scale, environment, faults), undisturbed)
+    yield from compared(scale, "NCCL, 8 ranks", settings, FAULTS)
+    yield from _watched(scale, settings)
+
+
+def require_several_ranks(scale: Scale) -> Figure:
+    """Return the version of NCCL that is loaded. Raises Missing if it allows one rank on a GPU only."""
+    version = nccl_versions.loaded() or (0,)
+    shown, oldest = nccl_versions.shown(version), nccl_versions.shown(OLDEST)
+    if scale.full and version < OLDEST:
+        raise Missing(
+            f"NCCL {shown} is loaded, which allows one rank on a GPU; several need {oldest} or later: "
+            "name its libnccl.so.2 with --nccl (make gpu NCCL=...)"
+        )
+    return Figure("NCCL that is loaded", shown if any(version) else "none")
+
+
+def environment(scale: Scale) -> dict[str, str]:
+    return {"RESIHP_BACKEND": "nccl" if scale.full else "nccl-like", "RESIHP_SHARE_GPUS": "1", **SEVERAL}
+
+
+def _watched(scale: Scale, settings: dict[str, str]) -> Iterator[Figure]:
+    """After a kill nobody else may end, for as long as torch's watchdog could think of it: many short iterations."""
+    short = job(scale, "NCCL, 8 ranks iteration time", settings, iterations=scale.of(8, 4))
+    if short.trouble:
+        yield Figure("lost long after a kill", short.trouble, "1 of 8", False)
+        return
+    iterations = int(WATCHED_S / short.iteration_s) if scale.full else 10
     faults = FAULTS["killed in backward"]
-    iterations = int(WATCHED_S / undisturbed.iteration_s) if scale.full else 10
-    outcome = job(scale, environment, faults, iterations)
-    told = f"{len(outcome.lost)} of 8"
-    yield Figure(f"lost within {WATCHED_S:g} s after a kill", told, "1 of 8", len(outcome.lost) == 1)
+    name = f"NCCL, 8 ranks watched for {WATCHED_S:g} s"
+    outcome = job(scale, name, settings, faults, iterations, limit_s=WATCHED_S + JOB_S)
+    lost = outcome.trouble or f"{len(outcome.lost)} of 8"
+    met = not outcome.trouble and len(outcome.lost) == 1
+    yield Figure(f"lost within {WATCHED_S:g} s after a kill", lost, "1 of 8", met)
 
 
 def aborts(scale: Scale) -> Iterator[Figure]:
@@ -54,12 +78,12 @@ def aborts(scale: Scale) -> Iterator[Figure]:
     store = dist.TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=120), wait_for_workers=False)
     context = get_context("spawn")
     answers = context.SimpleQueue()
-    cycles = scale.of(CYCLES, 3)
+    cycles = scale.count(CYCLES, BRIEF_CYCLES, 3)
     ranks = [context.Process(target=_rank, args=(rank, store.port, cycles, scale, answers)) for rank in range(2)]
     for rank in ranks:
         rank.start()
     for rank in ranks:
-        rank.join(300)
+        rank.join(ABORTS_S)
     exits = [rank.exitcode for rank in ranks]
     if exits != [0, 0]:
         raise RuntimeError(f"aborts: the two ranks ended with {exits}")

@@ -95,15 +95,7 @@ class Engine:
         self._positions: tuple[PositionEmbedding, Rotary] = (position_embedding, rotary)
         self._back_end = backends.chosen()
         self.device = self._back_end.device
-        self.model: ModelSpec = model_spec(
-            config,
-            vocab_size,
-            sequence,
-            tied=tied,
-            vocab_multiple=vocab_multiple,
-            position_embedding=position_embedding,
-            device=self.device.type,
-        )
+        self.model: ModelSpec = self._model_spec(vocab_size, sequence, tied=tied, vocab_multiple=vocab_multiple)
         self._overhead = device_memory.overhead(self.device.type, self._back_end.name)
         devices.refuse_precision(self.device, config.params_dtype)
         self._specs = {parallel: self._read_specs(parallel) for parallel in (False, True)}
@@ -162,6 +154,18 @@ class Engine:
             whole = self._module(HeldPart(((0, 0),), True, True, 0, 1), TensorGroup(), sequence_parallel)
         return parameters.specs_of(
             whole, self._config.num_layers, tied=self.model.tied_embeddings, sequence_parallel=sequence_parallel
+        )
+
+    def _model_spec(self, vocab: int, sequence: int, *, tied: bool, vocab_multiple: int) -> ModelSpec:
+        """Describe the model to the planner, as it is computed on this device."""
+        return model_spec(
+            self._config,
+            vocab,
+            sequence,
+            tied=tied,
+            vocab_multiple=vocab_multiple,
+            position_embedding=self._positions[0],
+            device=self.device.type,
         )
 
     def warm(self) -> None:

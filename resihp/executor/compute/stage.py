@@ -23,8 +23,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor, nn
 
 from resihp.executor.compute.attention import PackedAttention, Packing
-from resihp.executor.compute.gating import GatedActivation
-from resihp.executor.compute.recomputation import recompute_selected, recomputed, spans
+from resihp.executor.compute.recomputation import GatedActivation, recompute_selected, recomputed, spans
 from resihp.executor.compute.rotary import Rotary
 from resihp.executor.compute.staging import staged
 from resihp.executor.config_support import refuse_unhonoured, without_ignored

@@ -7,7 +7,7 @@ precision, with q and k the widths of queries and of keys (all heads), f that of
 - not cut by tensor parallelism, but by sequence parallelism: 4 h, what goes into and comes out of a layer's two norms;
 - cut: q + 2 k, queries, keys and values as they were multiplied, all of which the values keep alive; q + k, queries and
   keys once more where they are turned or normalised; q, what was attended; 3 f for a gated MLP, whose activation keeps
-  its input alone (`resihp.executor.compute.gating`; megatron-core's fused one keeps the same), 2 f for another;
+  its input alone (`resihp.executor.compute.recomputation`; megatron-core's fused one keeps the same), 2 f for another;
 - cut, of normalised queries in several groups on a rank: q, which then had to be copied;
 - never cut: 4 widths of a head, sine and cosine for queries and for keys.
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from resihp.executor.compute.gating import GatedActivation
+from resihp.executor.compute.recomputation import GatedActivation
 
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl  # isort: skip
 from megatron.core.transformer import TransformerConfig  # isort: skip

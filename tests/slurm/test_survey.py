@@ -147,6 +147,14 @@ def test_who_may_drain_is_asked_of_accounting_where_there_is_any(
     assert survey.is_operator("slurm", settings)
 
 
+def test_a_controller_that_fails_has_told_nothing(tmp_path: Path) -> None:
+    output = "echo 'ClusterName = c1'"
+    assert surveyed(tmp_path, scontrol=output).settings()["ClusterName"] == "c1"
+    for end in ("echo 'Unable to contact slurm controller' >&2; exit 1", "kill -9 $$"):
+        with pytest.raises(SlurmUnavailableError, match="scontrol"):
+            surveyed(tmp_path, scontrol=f"{output}; {end}").settings()
+
+
 def test_a_job_that_is_only_tried(tmp_path: Path) -> None:
     words = "sbatch: Job 7 to start at 2030-01-01T00:00:00  using 8 processors on nodes n1 in partition gpu"
     survey = surveyed(tmp_path, sbatch=f'echo "$@" > {tmp_path}/argv; echo "{words}" >&2')

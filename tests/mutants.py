@@ -94,6 +94,7 @@ NEAR_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "wrapper/commands/compare.py": ("tests/db/reading/test_queries.py", "tests/db/reading/test_explanations.py"),
     "wrapper/commands/options.py": (f"{COMMANDS}/test_jobs.py", f"{COMMANDS}/status"),
     "wrapper/commands/node": (f"{COMMANDS}/test_node.py",),
+    "wrapper/commands/node/maintenance.py": (f"{COMMANDS}/test_node.py", "tests/db/reading/test_hardware.py"),
     "wrapper/commands/report": (f"{COMMANDS}/test_report.py", "tests/wrapper/test_report_runs.py"),
     "wrapper/commands/operate": (
         f"{COMMANDS}/operate",

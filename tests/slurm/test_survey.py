@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import msgspec
 import pytest
 
-from slurm.errors import SlurmOutputError, SlurmUnavailableError
+from slurm.errors import SlurmError, SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
 from slurm.parse import settings
-from slurm.survey import FIELD, RECORD, CommandSurvey, admin_level, partitions, user_of
+from slurm.survey import FIELD, RECORD, CommandSurvey, PartitionRules, admin_level, partitions, user_of
 from tests.integration.cluster import Cluster
 
 
@@ -83,6 +86,99 @@ def test_users() -> None:
 def test_without_slurm_there_is_no_answer(tmp_path: object) -> None:
     with pytest.raises(SlurmUnavailableError, match="no such command"):
         CommandSurvey(environment={"PATH": str(tmp_path)}).settings()
+
+
+def surveyed(folder: Path, **scripts: str) -> CommandSurvey:
+    """With commands of our own, which are these shell scripts."""
+    for name, script in scripts.items():
+        path = folder / name
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+    return CommandSurvey(environment={"PATH": f"{folder}:/usr/bin:/bin"})
+
+
+ACCOUNTS = r"""
+case "$*" in
+*"show user name=me format=defaultaccount") echo lab ;;
+*"assoc cluster=c1 account=lab user=me "*) echo 'lab||me|cpu|other|||||1||'; echo 'lab||me||normal|||||5||' ;;
+*"assoc cluster=c1 account=lab user= "*) echo 'lab|top|||||7|||||' ;;
+*"assoc cluster=c1 account=top user= "*) echo 'top|||||gres/gpu=6||||||' ;;
+*"show qos "*) echo 'normal||||node=2|||||'; echo 'gate|||||||||01:00:00'; echo 'long||||node=9|||||' ;;
+esac
+"""
+RULES = PartitionRules(name="gpu", max_nodes=None, max_seconds=None, seconds_of_grace=0, preempt_mode="off", qos="gate")
+
+
+def test_limits_are_those_of_the_user_of_all_accounts_above_and_of_both_qos(tmp_path: Path) -> None:
+    survey = surveyed(tmp_path, sacctmgr=ACCOUNTS)
+    found = survey.limits("me", "", "", RULES, "c1")
+    assert (found.account, found.qos, found.unseen) == ("lab", "normal", "")
+    assert [(limit.whose, limit.kind, limit.most) for limit in found.found] == [
+        ("user me in account lab", "jobs", 5),
+        ("account lab", "jobs", 7),
+        ("account top", "gpus", 6),
+        ("QOS gate", "time", 3600),
+        ("QOS normal", "nodes", 2),
+    ]
+    asked = survey.limits("me", "lab", "long", RULES, "c1")
+    assert (asked.qos, asked.found[-1].whose) == ("long", "QOS long")
+    of_partition = survey.limits("me", "lab", "", msgspec.structs.replace(RULES, name="cpu", qos=""), "c1")
+    assert (of_partition.qos, of_partition.found[0].most) == ("other", 1), "one for this partition goes first"
+
+
+def test_limits_that_cannot_be_seen_are_no_limits_that_are_not_there(tmp_path: Path) -> None:
+    hidden = surveyed(tmp_path, sacctmgr=ACCOUNTS.replace("account=top", "account=hidden"))
+    assert hidden.limits("me", "", "", RULES, "c1").unseen == "top"
+    assert hidden.limits("stranger", "lab", "", RULES, "c1").found == ()
+    for script in ("echo 'Unable to connect to slurmdbd' >&2", "echo 'Connection refused' >&2; exit 1", "kill -9 $$"):
+        with pytest.raises(SlurmError, match=r"sacctmgr|slurmdbd|refused"):
+            surveyed(tmp_path, sacctmgr=script).limits("me", "", "", RULES, "c1")
+
+
+def test_who_may_drain_is_asked_of_accounting_where_there_is_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.getuid", lambda: 1000)
+    settings = {"SlurmUser": "slurm(64030)", "AccountingStorageType": "accounting_storage/slurmdbd"}
+    for level, operates in (("Operator", True), ("Administrator", True), ("None", False), ("", False)):
+        survey = surveyed(tmp_path, sacctmgr=f"echo {level}")
+        assert survey.is_operator("me", settings) == operates
+        assert not survey.is_operator("me", settings | {"AccountingStorageType": "accounting_storage/none"})
+    assert survey.is_operator("slurm", settings)
+
+
+def test_a_controller_that_fails_has_told_nothing(tmp_path: Path) -> None:
+    output = "echo 'ClusterName = c1'"
+    assert surveyed(tmp_path, scontrol=output).settings()["ClusterName"] == "c1"
+    for end in ("echo 'Unable to contact slurm controller' >&2; exit 1", "kill -9 $$"):
+        with pytest.raises(SlurmUnavailableError, match="scontrol"):
+            surveyed(tmp_path, scontrol=f"{output}; {end}").settings()
+
+
+def test_a_job_that_is_only_tried(tmp_path: Path) -> None:
+    words = "sbatch: Job 7 to start at 2030-01-01T00:00:00  using 8 processors on nodes n1 in partition gpu"
+    survey = surveyed(tmp_path, sbatch=f'echo "$@" > {tmp_path}/argv; echo "{words}" >&2')
+    assert survey.would_start(["--nodes=2"]) == (
+        "to start at 2030-01-01T00:00:00 using 8 processors on nodes n1 in partition gpu"
+    )
+    assert (tmp_path / "argv").read_text().split() == ["--test-only", "--wrap=true", "--nodes=2"]
+    refusing = surveyed(tmp_path, sbatch="echo 'allocation failure: Invalid qos specification' >&2; exit 1")
+    with pytest.raises(SlurmRefusedError, match=r"would not take a job: .*Invalid qos specification"):
+        refusing.would_start([])
+
+
+def test_munge_checks_what_it_has_made(tmp_path: Path) -> None:
+    note = f'echo "$0 $*" >> {tmp_path}/argv'
+    unmunge = f'{note}; for last; do :; done; test "$(cat "$last")" = MUNGE:x'
+    survey = surveyed(tmp_path, munge=f"{note}; echo MUNGE:x", unmunge=unmunge)
+    survey.munge({"AuthInfo": "socket=/run/other,ttl=5"})
+    made, checked = (tmp_path / "argv").read_text().splitlines()
+    assert made == f"{tmp_path}/munge -S /run/other -n"
+    assert checked.startswith(f"{tmp_path}/unmunge -S /run/other -i /proc/")
+    with pytest.raises(SlurmRefusedError, match="its own credential is refused: rewound"):
+        surveyed(tmp_path, unmunge="echo rewound >&2; exit 1").munge({})
+    with pytest.raises(SlurmUnavailableError, match="no credential can be made: no socket"):
+        surveyed(tmp_path, munge="echo no socket >&2; exit 1").munge({})
 
 
 def test_a_real_cluster(real_cluster: Cluster) -> None:

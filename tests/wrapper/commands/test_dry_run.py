@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,17 @@ from resihp.record.journal import ModelDeclared
 from resihp.record.journal_file import Journal
 from resihp.simulator.scenario import MODEL
 from resihp.worker.checkpoints import write_manifest
+from slurm.client import JobView, NodeView
+from slurm.drains.exclusions import Exclusions
+from tests.slurm.fake_slurm import FakeSlurm
+from tests.wrapper.commands.test_earlier_runs import decides
+from tests.wrapper.commands.test_resume import batch, start
 from wrapper.commands.dry_run import told
 from wrapper.commands.run import Options, check, prepare
 from wrapper.config.shape import devices_of
+from wrapper.job_folder import home
+
+__all__ = ["batch"]  # the fixture: in the batch script of job 77
 
 COMMAND = (sys.executable, "train.py")
 DECLARE = Declare(model=MODEL, micro_batches=8, iterations=60, resume_from=0, fingerprint="same")
@@ -82,6 +91,24 @@ def test_the_checkpoint_that_would_be_taken_is_named(script: Path) -> None:
 def test_spare_nodes_stand_by(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RESIHP_SLURM__SPARES", "1")
     assert "stands by: n3, beyond what the layout uses" in said()
+
+
+def test_nodes_that_the_users_jobs_keep_away_from_are_named(batch: Path) -> None:
+    """In an allocation, whose second node is one of them."""
+    decides(start(), ("n1", "exclude", "died"))
+    exclusions = Exclusions(home(), "fake")
+    for node, reason, for_s in (("n2", "Xid 79", 60.0), ("n9", "slow link", 60.0), ("n8", "mended", -60.0)):
+        exclusions.add(node, reason, time.time() + for_s)
+    views = [NodeView(name=name, state="allocated", address="127.0.0.1") for name in ("n1", "n2")]
+    slurm = FakeSlurm(views)
+    slurm.job_views["77"] = JobView(id="77", name="resihp", user=slurm.user, state="running")
+    slurm.scripts["77"] = "#!/bin/bash\n#SBATCH --no-kill\n"
+    lines = list(told(check(Options(job={"command": COMMAND}), slurm)))
+    assert "node n1: died under an earlier run of this job" in lines
+    left_out = sorted(line for line in lines if line.startswith("left out: "))
+    assert [line.partition(" until ")[0] for line in left_out] == ["left out: n2", "left out: n9"]
+    assert left_out[0].endswith(" UTC: Xid 79 (it is in this allocation all the same)")
+    assert left_out[1].endswith(" UTC: slow link")
 
 
 def test_all_devices_of_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

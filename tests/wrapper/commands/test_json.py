@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from db.migrate import head
+from resihp.errors import UsageError
 from resihp.protocol.messages import OperatorReply
 from resihp.worker.checkpoints import write_manifest
 from tests.slurm.fake_slurm import FakeSlurm
@@ -111,6 +112,19 @@ def test_stop(over: Job, answers: None) -> None:
         *("local-1", 0, "completed", "3 iterations done"),
     )
     assert "resihp: job local-1: done as asked\n" in said
+
+
+def test_inject_has_one_target(over: Job, answers: None) -> None:
+    found, _ = told("inject", "kill", over.name, "--rank", "0", "--json")
+    assert (found["rank"], found["node"], found["link"], found["speed"]) == (0, None, None, None)
+    for target, said in (
+        (("--link", "n1"), "--link n1 is not two nodes; for example --link n1-n2"),
+        (("--rank", "0", "--node", "n1"), "name one target"),
+        ((), "name one target"),
+    ):
+        refusal = CliRunner().invoke(app, ["inject", "slow", over.name, *target]).exception
+        assert isinstance(refusal, UsageError)
+        assert said in str(refusal)
 
 
 def test_inject(over: Job, answers: None) -> None:

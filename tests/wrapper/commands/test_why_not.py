@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,13 +15,16 @@ import pytest
 from db.reading.queries import Reader
 from db.writer import Ledger
 from resihp.controller.fail_slow.standings import RankAnswer
-from resihp.errors import UsageError
+from resihp.errors import ResihpError, UsageError
+from resihp.protocol.messages import AskStanding, OperatorReply
 from resihp.record import journal
 from tests.db.conftest import BEGAN, started, write_journal
 from tests.db.test_projection import SLOW
 from tests.db.test_suspicions import Told, beginning, ended, suspected, suspicious_story
 from tests.wrapper.commands.status.test_status import home, resihp
+from wrapper.commands.operate import request
 from wrapper.commands.why_not import answer
+from wrapper.job_folder import Job, create_local_job, take_lock, write_private
 
 __all__ = ["home"]  # a fixture that every test of this module uses
 
@@ -103,6 +107,42 @@ def test_a_blind_watcher_does_not_look_healthy(url: str, changes: dict[str, Any]
     first = told(url, 6, changed(**changes))[0]
     assert words in first
     assert "not taken to be slow" not in first
+
+
+def test_the_supervisor_of_a_running_job_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it cannot answer, the ledger does."""
+    job = create_local_job()
+    lock = take_lock(job)
+    assert lock is not None
+    written(f"sqlite:///{job.folder}/ledger.db", job.folder, suspicious_story())
+    write_private(job.supervisor_file, b'{"host": "127.0.0.1", "port": 9, "pid": 1}')
+    asked: list[int] = []
+    reply: OperatorReply | ResihpError = OperatorReply(ok=True, text=msgspec.json.encode(LIVE).decode())
+
+    async def ask(of: Job, what: AskStanding) -> OperatorReply:
+        asked.append(what.rank)
+        if isinstance(reply, ResihpError):
+            raise reply
+        return reply
+
+    monkeypatch.setattr(request, "ask", ask)
+    try:
+        found = json.loads(resihp("why-not", "6", "--json").stdout)
+        assert (found["live"], found["level"], asked) == (True, 1.031, [6])
+        for reply in (
+            OperatorReply(ok=False, text="no such question"),
+            OperatorReply(ok=True, text="no JSON"),
+            ResihpError("job local-1: no answer"),
+        ):
+            result = resihp("why-not", "6", "--json")
+            assert (result.exit_code, json.loads(result.stdout)["live"]) == (0, False)
+            is_told = not isinstance(reply, OperatorReply) or reply.ok
+            assert ("what follows is of the ledger" in result.stderr) == is_told
+        assert asked == [6] * 4
+    finally:
+        os.close(lock)
+    resihp("why-not", "6")
+    assert len(asked) == 4, "nobody supervises it any more"
 
 
 def test_of_a_job_that_is_over_the_last_score_is_told(url: str) -> None:

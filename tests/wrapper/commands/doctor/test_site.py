@@ -152,6 +152,28 @@ def test_what_newer_releases_offer() -> None:
 
 
 @pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"RequeueExit": "1-3,93", "RequeueExitHold": "4"}, ["for good, is run again", "(SPECIAL_EXIT)"]),
+        ({"RequeueExit": "142", "RequeueExitHold": ""}, []),
+    ],
+)
+def test_exit_codes_after_which_slurm_runs_or_keeps_a_job_all_the_same(
+    settings: dict[str, str], words: list[str]
+) -> None:
+    found = said(list(site.exit_codes(settings)))
+    assert [outcome for outcome, _ in found] == ["warning"] * len(words)
+    assert all(each in text for each, (_, text) in zip(words, found, strict=True)), found
+
+
+def test_states_of_nodes_that_a_user_may_not_see() -> None:
+    hidden = {"PrivateData": "jobs,nodes"}
+    [(outcome, text)] = said(list(site.visibility(hidden, operator=False)))
+    assert (outcome, text.startswith("PrivateData=nodes: ")) == ("warning", True)
+    assert list(site.visibility(hidden, operator=True)) == list(site.visibility({}, operator=False)) == []
+
+
+@pytest.mark.parametrize(
     ("section", "options"),
     [
         ("", ["--requeue", "--gpus-per-node=8", "--exclusive", "--mem=0"]),

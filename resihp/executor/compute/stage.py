@@ -7,6 +7,7 @@ layers at any tensor-parallel degree. Which ones is not decided here.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -318,7 +319,7 @@ def _layer_spec(config: TransformerConfig) -> ModuleSpec:
         attention = replace(attention, q_layernorm=Norm, k_layernorm=Norm)
     mlp = spec.submodules.mlp
     if config.use_te_activation_func:
-        mlp = replace(mlp, submodules=replace(mlp.submodules, activation_func=GatedActivation))
+        mlp = _with_activation(mlp)
     return replace(
         spec,
         submodules=replace(
@@ -329,6 +330,15 @@ def _layer_spec(config: TransformerConfig) -> ModuleSpec:
             self_attention=replace(spec.submodules.self_attention, submodules=attention),
         ),
     )
+
+
+def _with_activation(mlp: Any) -> Any:
+    """Return the specification of an MLP that calls `GatedActivation`: a ModuleSpec up to megatron-core 0.16, later a
+    partial call of what builds it."""
+    if isinstance(mlp, functools.partial):
+        parts = replace(mlp.keywords["submodules"], activation_func=GatedActivation)
+        return functools.partial(mlp.func, *mlp.args, **{**mlp.keywords, "submodules": parts})
+    return replace(mlp, submodules=replace(mlp.submodules, activation_func=GatedActivation))
 
 
 def _nothing(_: Tensor) -> None:

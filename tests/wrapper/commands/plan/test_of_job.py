@@ -157,16 +157,16 @@ def test_a_small_job_is_told_in_its_own_times_and_a_loss_makes_it_no_faster(ledg
         "(--hardware)\n"
     )
     assert lines[0] == "job 7, 256 tokens a sequence, on 8 devices of 2 nodes; rank 5 gone"
-    assert "before 0.76 s 1.00 x 4.8 MB DP2 x PP1 x TP4" in lines
-    assert "after 1.14 s 1.50 x 7.4 MB 6 ranks work, 1 standing by" in lines
-    assert any(line.startswith("Memory of rank 4, the most: 2.6 MB of state, 4.8 MB of activations") for line in lines)
+    assert "before 0.76 s 1.00 x 5.0 MB DP2 x PP1 x TP4" in lines
+    assert "after 1.14 s 1.50 x 7.9 MB 6 ranks work, 1 standing by" in lines
+    assert any(line.startswith("Memory of rank 4, the most: 2.6 MB of state, 5.3 MB of activations") for line in lines)
 
 
 def test_times_of_a_very_fast_job_are_told_in_small_units(ledger: str, tmp_path: Path) -> None:
     write(ledger, small(0.00042), tmp_path)
     lines, _ = shown(ledger, "7")
     assert lines[0].endswith("on 8 devices of 2 nodes; nothing more has failed")
-    assert "before 420 µs 1.00 x 4.8 MB DP2 x PP1 x TP4" in lines
+    assert "before 420 µs 1.00 x 5.0 MB DP2 x PP1 x TP4" in lines
 
 
 def test_a_loss_that_seems_to_make_a_job_faster_is_explained(ledger: str, tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_a_loss_that_seems_to_make_a_job_faster_is_explained(ledger: str, tmp_pa
     write(ledger, small(0.76, hardware="NVIDIA A100-SXM4-80GB"), tmp_path)
     lines, said = shown(ledger, "7", "--fail", "5")
     assert "by operations and bytes of a100" in said
-    assert "before 0.76 s 1.00 x 4.8 MB DP2 x PP1 x TP4" in lines
+    assert "before 0.76 s 1.00 x 5.0 MB DP2 x PP1 x TP4" in lines
     [told] = [line for line in lines if line.startswith("Faster than before")]
     assert told.startswith(
         "Faster than before: not by the failure, but by another plan, which would be faster now, too (0."

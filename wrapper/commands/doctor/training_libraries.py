@@ -145,8 +145,8 @@ def of_gpus(answer: TorchAnswer) -> Iterator[Fault]:
     if doubt := refusal or torch_versions.doubt(answer.version):
         yield "warning", doubt, torch_versions.WAY_OUT
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        fault = "no C compiler is here, with which Triton builds what starts fused kernels on GPUs"
-        yield "failed", fault, "apt-get install gcc, or name one in CC; CUDA's nvcc is not needed"
+        fault = "no C compiler is here, which fused kernels need (bias_activation_fusion, torch.compile)"
+        yield "warning", fault, "apt-get install gcc, or name one in CC; CUDA's nvcc is not needed"
 
 
 def requirement(package: str) -> str:

@@ -378,7 +378,7 @@ def test_a_machine_of_gpus_without_a_c_compiler_is_told(
 ) -> None:
     monkeypatch.delenv("CC")
     finding = only(torch_says())
-    assert finding.outcome == "failed"
+    assert finding.outcome == "warning"
     assert "no C compiler is here" in finding.text
     program(bare_path, "gcc", "true")
     assert only(torch_says()).outcome == "ok"

@@ -24,7 +24,7 @@ BUSY_CYCLES = int(1.5e9)
 """Of the GPU's clock: most of a second."""
 TICK_S = 0.01
 SHORT_WAIT_S = 0.1
-CONNECT = timedelta(seconds=60)
+CONNECT_TIMEOUT = timedelta(seconds=60)
 
 
 def measure(scale: Scale) -> Iterator[Figure]:
@@ -90,7 +90,7 @@ def _lock_while_waiting(scale: Scale) -> Iterator[Figure]:
 
 
 def _one_rank(back_end: BackEnd, key: str, role: Role = backends.ALONE) -> Backend:
-    return back_end.connect(dist.PrefixStore(key, dist.HashStore()), 0, 1, CONNECT, role)
+    return back_end.connect(dist.PrefixStore(key, dist.HashStore()), 0, 1, CONNECT_TIMEOUT, role)
 
 
 def _timed_wait(scale: Scale, back_end: BackEnd) -> Iterator[Figure]:

@@ -11,9 +11,9 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.on_gpu.contestants import Settled
 from benchmarks.on_gpu.figures import Figure, Scale
 
-SHOWN = 12
-"""Kernels that are figures; `profile-NAME.txt` has `WRITTEN`."""
-WRITTEN = 60
+ROWS_SHOWN = 12
+"""Kernels that are figures; `profile-NAME.txt` has `ROWS_WRITTEN`."""
+ROWS_WRITTEN = 60
 LONGEST_NAME = 70
 
 
@@ -25,11 +25,11 @@ def by_kernel(scale: Scale, name: str, contestant: Settled) -> Iterator[Figure]:
         scale.settle()
     events: Any = profiled.key_averages()
     column = "self_device_time_total" if scale.full else "self_cpu_time_total"
-    _file(scale, name).write_text(events.table(sort_by=column, row_limit=WRITTEN, max_name_column_width=100))
+    _file(scale, name).write_text(events.table(sort_by=column, row_limit=ROWS_WRITTEN, max_name_column_width=100))
     kernels = [event for event in events if _is_kernel(event) or not scale.full]
     kernels.sort(key=lambda kernel: -getattr(kernel, column))
     total = sum(getattr(kernel, column) for kernel in kernels) or 1.0
-    for kernel in kernels[:SHOWN]:
+    for kernel in kernels[:ROWS_SHOWN]:
         share = 100 * getattr(kernel, column) / total
         yield Figure(f"{name}, kernel {_short(kernel.key)}", f"{share:.1f} %, {kernel.count} times")
 

@@ -40,7 +40,7 @@ FAULTS = {
     "hangs": ("hang:rank=5@iteration={at},phase=backward",),
 }
 """What happens, and how it is asked for. Eight ranks as TP2 PP2 DP2."""
-TABLES = ("iterations", "failures", "reconfigurations", "workers")
+LEDGER_TABLES = ("iterations", "failures", "reconfigurations", "workers")
 MEMORY_PROBE_S = 0.5
 LAST_CHARACTERS = 400
 """Of a job's standard error that are shown in a figure."""
@@ -93,7 +93,7 @@ def job(
     try:
         with _most_device_memory() as most_bytes:
             code = run_within(command, limit_s, log, {**os.environ, **environment, **_homes(folder)})
-        rows = {table: _rows(folder, table) for table in TABLES}
+        rows = {table: _rows(folder, table) for table in LEDGER_TABLES}
         trouble = _trouble(code, limit_s, log, rows)
         if trouble:
             keep_logs(folder, kept)

@@ -21,7 +21,7 @@ from benchmarks.on_gpu.mfu import shown_mfu
 from benchmarks.on_gpu.throughput import REHEARSED, SYNCS
 from resihp.executor.tensor_group import dist
 
-SIZE = Size(24, 2048, 16, 5504, 32000, 8192, 4, 0, 0)
+MODEL_SIZE = Size(24, 2048, 16, 5504, 32000, 8192, 4, 0, 0)
 ITERATIONS = 4
 
 
@@ -38,7 +38,7 @@ class Work(msgspec.Struct):
 
 
 def measure(scale: Scale) -> Iterator[Figure]:
-    size = SIZE if scale.full else REHEARSED["tiny"]
+    size = MODEL_SIZE if scale.full else REHEARSED["tiny"]
     store = dist.TCPStore("127.0.0.1", 0, None, True, timeout=TIMEOUT, wait_for_workers=False)
     corpus = Corpus(size.micro_batches, size.length, size.vocab)
     work = Work(size, corpus, ("127.0.0.1", store.port))

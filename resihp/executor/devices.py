@@ -36,7 +36,7 @@ RELEASE_S = 5.0
 takes its place comes sooner. An estimate, not measured."""
 RELEASE_POLL_S = 0.1
 _BUSY = "busy or unavailable"
-"""What CUDA says of a device in exclusive mode that another process has."""
+"""Part of CUDA's message about a device in exclusive mode that another process has."""
 
 
 def visible() -> int:

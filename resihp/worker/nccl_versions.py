@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 KNOWN_GOOD = (2, 27)
-MAPS = Path("/proc/self/maps")
+MAPPED_FILES = Path("/proc/self/maps")
 """Files that are mapped into this process, the sixth column."""
 _LIBRARY = re.compile(r"/\S*/libnccl\.so[.0-9]*$", re.MULTILINE)
 _SONAME = "libnccl.so.2"
@@ -57,7 +57,7 @@ def _built_with() -> Version | None:
 def files() -> tuple[str, ...]:
     """Paths of the NCCL libraries that are mapped into this process. More than one: calls may meet the wrong one."""
     with suppress(OSError):
-        return tuple(sorted(set(_LIBRARY.findall(MAPS.read_text(errors="replace")))))
+        return tuple(sorted(set(_LIBRARY.findall(MAPPED_FILES.read_text(errors="replace")))))
     return ()
 
 

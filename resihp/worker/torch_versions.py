@@ -36,7 +36,7 @@ def refusal_of_bf16(version: str) -> str:
 
 
 def doubt(version: str) -> str:
-    """Return a line that says what was never compared with this torch's NCCL back end; empty for nothing."""
+    """Return a line for a torch whose NCCL back end was never compared with our calls; empty for any other."""
     if parsed(version) >= OLDEST_COMPARED:
         return ""
     return f"what resihp calls of NCCL's back end was compared with torch {_shown(OLDEST_COMPARED)} and later only"

@@ -14,7 +14,7 @@ import pytest
 from resihp.worker import nccl_versions
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
-LOOK = """
+LOOK_SCRIPT = """
 import ctypes, json, os, sys
 from types import SimpleNamespace
 built = SimpleNamespace(version=lambda: (2, 28, 9))
@@ -37,7 +37,7 @@ def library(folder: Path, code: int) -> str:
 
 def look(*paths: str, preload: str = "") -> tuple[list[int] | None, list[str]]:
     environment = os.environ | ({"LD_PRELOAD": preload} if preload else {})
-    command = [sys.executable, "-W", "ignore", "-c", LOOK, *paths]
+    command = [sys.executable, "-W", "ignore", "-c", LOOK_SCRIPT, *paths]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     version, files = json.loads(done.stdout)
     return version, files

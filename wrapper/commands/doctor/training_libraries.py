@@ -22,7 +22,7 @@ from resihp.worker import nccl_versions, torch_versions
 from wrapper.commands.doctor import machine
 from wrapper.commands.doctor.machine import CheckResult, Outcome
 
-PROBE = """
+TORCH_QUESTION = """
 import json, warnings
 with warnings.catch_warnings(record=True) as warned:
     warnings.simplefilter("always")
@@ -38,7 +38,7 @@ print(json.dumps({
     "nccl_version": nccl_versions.loaded(), "nccl_files": nccl_versions.files(),
 }))
 """
-INSTALL = "pip install 'resihp[train]'"
+INSTALL_COMMAND = "pip install 'resihp[train]'"
 LINE_CHARACTERS = 200
 
 
@@ -62,7 +62,7 @@ def torch() -> Iterator[CheckResult]:
     """Yield a finding for each fault, or one that names the versions."""
     if installed("torch") is None:
         text = "not installed: commands of any kind run, scripts that use resihp.Trainer do not"
-        yield CheckResult(check="torch", outcome="warning", text=text, advice=INSTALL)
+        yield CheckResult(check="torch", outcome="warning", text=text, advice=INSTALL_COMMAND)
         return
     answer = ask()
     if isinstance(answer, CheckResult):
@@ -90,7 +90,7 @@ def installed(package: str) -> str | None:
 
 def ask() -> TorchAnswer | CheckResult:
     """Return what torch says in a process of its own, or the finding that it cannot be imported."""
-    done = machine.run_command([sys.executable, "-P", "-W", "ignore", "-c", PROBE])
+    done = machine.run_command([sys.executable, "-P", "-W", "ignore", "-c", TORCH_QUESTION])
     if not isinstance(done, str) and done.returncode == 0:
         return msgspec.convert(json.loads(done.stdout.splitlines()[-1]), TorchAnswer)
     outcome: Outcome = "unknown"
@@ -103,21 +103,21 @@ def ask() -> TorchAnswer | CheckResult:
 
 
 Fault = tuple[Outcome, str, str]
-"""How bad it is, what is wrong, and what to type."""
+"""Severity, description, and the command to type."""
 
 
 def of_versions(answer: TorchAnswer, core: str | None) -> Iterator[Fault]:
-    """Yield what is wrong with the versions of torch and megatron-core."""
+    """Yield faults in the versions of torch and megatron-core."""
     if refusal := torch_versions.refusal(answer.version):
         yield "failed", refusal, torch_versions.WAY_OUT
     if core is None:
-        yield "warning", "resihp.Trainer needs megatron-core", INSTALL
+        yield "warning", "resihp.Trainer needs megatron-core", INSTALL_COMMAND
     elif (wanted := requirement("megatron-core")) and not allows(wanted, core):
         yield "failed", f"resihp needs megatron-core{wanted}", f"pip install 'megatron-core{wanted}'"
 
 
 def of_back_ends(answer: TorchAnswer) -> Iterator[Fault]:
-    """Yield what is wrong with how processes can communicate."""
+    """Yield faults in the libraries by which processes communicate."""
     if not answer.gloo and not answer.nccl:
         yield "failed", "processes cannot communicate", "install a build of torch with distributed"
     version = answer.nccl_version if answer.nccl else None

@@ -137,22 +137,28 @@ def test_a_timeout_that_is_none(given: str) -> None:
 # --- this machine ---------------------------------------------------------------------------------------------------
 
 
-SMI = "0, NVIDIA H100 80GB HBM3, 81559, 550.54.15, {}, Disabled\\n1, NVIDIA H100 80GB HBM3, 81559, 550.54.15, 0, {}"
+SMI_ROWS = (
+    "0, NVIDIA H100 80GB HBM3, 81559, 550.54.15, {}, Disabled\\n1, NVIDIA H100 80GB HBM3, 81559, 550.54.15, 0, {}"
+)
 
 
 @pytest.mark.parametrize(
     ("script", "outcome", "text"),
     [
-        (f"printf '{SMI.format(0, 'Disabled')}'", "ok", r"2 x NVIDIA H100 80GB HBM3, 80 GiB, driver 550\.54\.15"),
-        (f"printf '{SMI.format(3, '[N/A]')}'", "failed", r"GPU 0 has 3 uncorrected memory errors"),
-        (f"printf '{SMI.format('[N/A]', '[N/A]')}'", "ok", "2 x NVIDIA"),
-        (f"printf '{SMI.format(0, 'Enabled')}'", "warning", r"15; GPU 1 may be cut into slices \(MIG\), and NCCL"),
+        (f"printf '{SMI_ROWS.format(0, 'Disabled')}'", "ok", r"2 x NVIDIA H100 80GB HBM3, 80 GiB, driver 550\.54\.15"),
+        (f"printf '{SMI_ROWS.format(3, '[N/A]')}'", "failed", r"GPU 0 has 3 uncorrected memory errors"),
+        (f"printf '{SMI_ROWS.format('[N/A]', '[N/A]')}'", "ok", "2 x NVIDIA"),
+        (f"printf '{SMI_ROWS.format(0, 'Enabled')}'", "warning", r"15; GPU 1 may be cut into slices \(MIG\), and NCCL"),
         (
-            f"printf '{SMI.format(0, '[N/A]')}\\n2, NVIDIA A100, 40000, 550.54.15, 0, [N/A]'",
+            f"printf '{SMI_ROWS.format(0, '[N/A]')}\\n2, NVIDIA A100, 40000, 550.54.15, 0, [N/A]'",
             "warning",
             "3 GPUs of 2 kinds",
         ),
-        ("echo 'NVIDIA-SMI has failed because it could not communicate with the driver'; exit 9", "failed", "driver"),
+        (
+            "echo 'NVIDIA-SMI_ROWS has failed because it could not communicate with the driver'; exit 9",
+            "failed",
+            "driver",
+        ),
         ("true", "skipped", "no NVIDIA GPU"),
     ],
 )
@@ -294,7 +300,7 @@ def test_packages_that_are_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_torch_that_does_not_import(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training_libraries, "PROBE", "raise ImportError('libcudart.so.12: cannot open')")
+    monkeypatch.setattr(training_libraries, "TORCH_QUESTION", "raise ImportError('libcudart.so.12: cannot open')")
     finding = only(training_libraries.torch())
     assert finding.outcome in ("failed", "warning")  # where torch is not installed at all
     if finding.outcome == "failed":
@@ -328,7 +334,7 @@ def torch_says(bare_path: Path, fresh_home: Path, monkeypatch: pytest.MonkeyPatc
     def findings(*, megatron_core: str = "0.16.1", **answers: object) -> list[CheckResult]:
         versions["megatron-core"] = megatron_core
         answer = json.dumps(GOOD_TORCH | answers)
-        monkeypatch.setattr(training_libraries, "PROBE", f"print({json.dumps(answer)})")
+        monkeypatch.setattr(training_libraries, "TORCH_QUESTION", f"print({json.dumps(answer)})")
         return list(training_libraries.torch())
 
     return findings

@@ -10,7 +10,7 @@ TORCH_OF_SITE := .venv/torch-of-site.txt
 TORCH ?= $(if $(wildcard $(TORCH_OF_SITE)),site)
 $(if $(filter-out site,$(TORCH)),$(error TORCH=$(TORCH) is unknown; TORCH=site uses the torch that PYTHON has))
 
-.PHONY: help setup setup-system demo test quick lint bench gpu bounds soak clean
+.PHONY: help setup setup-system demo test test-pure test-integration quick lint bench gpu bounds soak clean
 
 # Most of a test's time is processes that start: they find themselves compiled.
 unexport PYTHONDONTWRITEBYTECODE
@@ -93,13 +93,22 @@ demo: setup
 	RESIHP_HOME=$(HOME_OF_DEMO) $(RUN) history reconfigurations
 	RESIHP_HOME=$(HOME_OF_DEMO) $(RUN) status
 
+# Integration tests wait for most of their time, so the pure tests run beside them, at a lower priority. Tests that compare
+# measured times run last, with nothing beside them.
 test: setup setup-system
-	$(BIN)/python -m pytest -n 2 --dist worksteal tests --ignore tests/integration
-	$(BIN)/python -m pytest tests/integration
+	@echo "the pure tests and the integration tests run side by side; each prints its results when it has ended"
+	$(MAKE) --jobs=2 --output-sync=target test-pure test-integration
+	$(BIN)/python -m pytest tests/integration -m "alone and not soak"
+
+test-pure:
+	nice -n 5 $(BIN)/python -m pytest -n 2 --dist worksteal tests --ignore tests/integration
+
+test-integration:
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests/integration -m "not alone and not soak"
 
 # A quarter of the seeds that `make test` has. Left out: what trains or starts jobs, Slurm, Postgres.
 quick: setup
-	RESIHP_FUZZ_SEEDS=500 RESIHP_CHECKED_PLANS=500 $(BIN)/python -m pytest -n 2 --dist worksteal tests \
+	RESIHP_FUZZ_SEEDS=125 RESIHP_CHECKED_PLANS=500 $(BIN)/python -m pytest -n 2 --dist worksteal tests \
 	  $(addprefix --ignore tests/,integration resihp/executor wrapper/test_processes.py slurm/test_contract.py db/test_durability.py) -k "not postgresql"
 
 lint: setup

@@ -31,9 +31,11 @@ VAGUE_NAMES = {
 MIN_MESSAGE_WORDS = 3
 """A string literal of fewer words is a key or a label and not a sentence."""
 
-WORD = re.compile(r"[A-Za-z][A-Za-z']*")
+WORD = re.compile(r"[A-Za-z](?:[\w'-]*\w)?")
+"""A compound such as "what-if" is one word."""
 CODE_BLOCK = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
-CODE_SPAN = re.compile(r"`[^`\n]*`")
+CODE_SPAN = re.compile(r"`[^`\n]*`|\]\([^)\n]*\)|[\w/-]+\.md\b")
+"""Code and names of files within a line."""
 ONE_WORD_CONSTANT = re.compile(r"[A-Z][A-Z0-9]+")
 
 

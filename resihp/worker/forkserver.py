@@ -57,8 +57,9 @@ REAP_S = 2.0
 
 
 class Serve(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Fork the server of one virtual node, in the process group of its agent; the socket to it comes with the frame.
+    """Fork the server of one virtual node; the socket to its agent comes with the frame.
 
+    `group`: the process group to join, its agent's; 0 makes a new one.
     `job` and `node`: their names, for whoever looks at processes.
     """
 

@@ -1,12 +1,15 @@
-"""One process for all local jobs of a run of tests: it has imported what training needs, and is forked for each job.
+"""Fork the worker processes of a whole run of tests from one process that has imported what training needs.
 
-`python -P fork_server.py FD PARENT`; FD is where jobs connect to. Each gets what `resihp.worker.forkserver --shared`
-is. `fork_server()` starts it, and returns what RESIHP_FORK_SERVER is to say.
+`python -P fork_server.py FD PARENT`: jobs connect to the listening socket FD. A local job gets a process that does what
+`resihp.worker.forkserver --shared` does. An agent on a node of a test cluster gets a fork server of its own, forked
+into that node's namespaces, so that whatever kills the node kills it as well. `fork_server()` starts the process and
+returns the value for RESIHP_FORK_SERVER.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
 import os
 import shutil
@@ -17,12 +20,15 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
+from typing import NoReturn
 
 from resihp.process import die_with_parent, inherited_socket
 from resihp.protocol.framing import LocalChannel
-from resihp.worker.forkserver import ONE_THREAD, PRELOAD, STOP_SIGNALS, Ready, preload, serve_nodes
+from resihp.worker.forkserver import ONE_THREAD, PRELOAD, STOP_SIGNALS, Ready, Serve, preload, serve_node, serve_nodes
 
 READY = Ready(seconds=0.0)
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWPID, CLONE_NEWNET = 0x20000, 0x4000000, 0x20000000, 0x40000000
+"""From linux/sched.h; Python 3.11 has no `os.setns`."""
 
 
 @functools.cache
@@ -45,6 +51,24 @@ def fork_server() -> str:
     return name
 
 
+def _is_in_a_node(pid: int) -> bool:
+    try:
+        return os.readlink(f"/proc/{pid}/ns/pid") != os.readlink("/proc/self/ns/pid")
+    except OSError:
+        os._exit(0)  # that process has ended
+
+
+def _serve_in_a_node(pid: int, agent: LocalChannel) -> NoReturn:
+    """Fork a fork server into the namespaces of the agent with process id `pid`; the node's first process adopts it."""
+    order = agent.recv(Serve)
+    descriptor = agent.take_descriptor()
+    agent.close()
+    namespaces = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWPID | CLONE_NEWNET
+    if ctypes.CDLL(None).setns(os.pidfd_open(pid), namespaces) == 0 and os.fork() == 0:
+        serve_node(order, descriptor, READY)
+    os._exit(0)
+
+
 def main() -> None:
     for number in (signal.SIGINT, *STOP_SIGNALS):
         signal.signal(number, signal.SIG_IGN)
@@ -53,9 +77,11 @@ def main() -> None:
     preload(PRELOAD)
     while True:
         connection, _ = listener.accept()
-        _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        pid, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         if user == os.getuid() and os.fork() == 0:
             listener.close()
+            if _is_in_a_node(pid):
+                _serve_in_a_node(pid, LocalChannel(connection))
             serve_nodes(LocalChannel(connection), READY)
         connection.close()
         with suppress(ChildProcessError):

@@ -25,9 +25,11 @@ from resihp.record.journal import IterationCommitted, Record
 from slurm.render import template
 from tests.integration import reading
 from tests.integration.cluster import Cluster
+from tests.integration.fork_server import fork_server
 from tests.integration.jobs import EXAMPLE, REPOSITORY, RESIHP, TINY, UNWATCHED
 from wrapper.job_files import OurJob
 from wrapper.job_folder import Job
+from wrapper.launch.preloading import FOR_TESTS
 
 MakeCluster = Callable[..., Cluster]
 _Entry = TypeVar("_Entry")
@@ -41,11 +43,12 @@ OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
 class Desk:
     """Somebody who submits jobs to a cluster, from its shared folder: root, or an ordinary user.
 
-    `forks`: root's agents use the fork server of the tests, which takes a fifth of the time. Without, Slurm starts all
-    that a job is.
+    With `forks`, the agents of root's jobs fork from what the run of tests has imported, instead of importing torch on
+    each node: that takes a fifth of the CPU time. Without it Slurm starts each process of a job, so that Slurm's own
+    signals and limits reach the workers too.
     """
 
-    def __init__(self, cluster: Cluster, user: str | None = None, **environment: str) -> None:
+    def __init__(self, cluster: Cluster, user: str | None = None, *, forks: bool = True, **environment: str) -> None:
         self.cluster = cluster
         self.user = user
         self.folder = cluster.shared
@@ -58,6 +61,7 @@ class Desk:
             "RESIHP_SLURM__REPLACEMENT_WAIT": "1s",
             "XDG_CONFIG_HOME": str(cluster.folder),
             "RES_OPTIONS": "timeout:1 attempts:1",
+            **({FOR_TESTS: fork_server()} if forks and user is None and cluster.isolated else {}),
             **UNWATCHED,
             **environment,
         }

@@ -36,6 +36,7 @@ from wrapper.agent.workers import Workers
 from wrapper.config import container
 from wrapper.config.run_spec import RunRequest, load
 from wrapper.job_folder import SupervisorFile
+from wrapper.launch import preloading
 from wrapper.launch.interfaces import of_workers
 from wrapper.launch.launcher import NO_JOB_STATUS, NO_SUPERVISOR_STATUS
 
@@ -297,7 +298,7 @@ def main(arguments: list[str] | None = None) -> None:
         node = node_name(options.node)
         request = _load(options.run)
         name_process(request.job, f"agent {node}", keep=6)  # its file and node: by these it is looked for
-        forks = None if options.forks is None else inherited_socket(options.forks)
+        forks = preloading.for_agent(request, node) if options.forks is None else inherited_socket(options.forks)
         run(request, node, options.supervisor, options.lease, forks)
     except _NoJobError as error:
         print(f"agent {node}: {error}", file=sys.stderr)

@@ -3,8 +3,9 @@
 Started first, by the guardian, which it ends with; the launcher tells it of each agent, and it forks that agent's fork
 server (`resihp.worker.forkserver --shared`). Decides nothing. Nodes of Slurm and containers start a fork server each.
 
-FOR_TESTS names the socket of such a process that is there already, so that a run of tests imports once. Only that of
-the same user counts, for our interpreter and usual imports.
+The environment variable FOR_TESTS names the socket of such a process that already runs, so that a run of tests imports
+once: local jobs use it, and so do agents that Slurm started. It must belong to the same user and have our interpreter
+and the usual imports.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from resihp.worker.forkserver import ONE_THREAD, PRELOAD
+from resihp.protocol.framing import LocalChannel
+from resihp.worker.forkserver import ONE_THREAD, PRELOAD, Serve
 from wrapper.config.run_spec import RunRequest
 from wrapper.launch.launcher import own_environment
 from wrapper.strict_modes import private
@@ -72,6 +74,19 @@ def _start(request: RunRequest, theirs: socket.socket) -> subprocess.Popen[bytes
             env=own_environment() | ONE_THREAD,
             process_group=0,
         )
+
+
+def for_agent(request: RunRequest, node: str) -> socket.socket | None:
+    """Return the socket to a fork server for one Slurm node, forked by the process that FOR_TESTS names; None without."""
+    running = _running(request)
+    if running is None:
+        return None
+    ours, theirs = socket.socketpair()
+    with running, theirs:
+        log = request.of_job.logs / f"{node}.forkserver.log"
+        order = Serve(group=0, log=str(log), job=request.job, node=node)
+        LocalChannel(running).send(order, [theirs.fileno()])
+    return ours
 
 
 def _running(request: RunRequest) -> socket.socket | None:

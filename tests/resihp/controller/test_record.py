@@ -28,7 +28,7 @@ from resihp.simulator.harness import Scenario, Violation, World
 from tests.resihp.controller.direct import Direct
 from tests.resihp.controller.test_takeover import TakenOver, journal_of
 
-SEEDS = min(125, max(3, int(os.environ.get("RESIHP_FUZZ_SEEDS", "2000")) // 160))
+SEEDS = min(125, max(3, int(os.environ.get("RESIHP_FUZZ_SEEDS", "500")) // 40))
 """Of each kind of scenario; each is taken over at every entry of its journal."""
 PRODUCT = Path(resihp.__file__).parent
 

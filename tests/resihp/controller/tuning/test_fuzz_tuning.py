@@ -22,8 +22,8 @@ from resihp.simulator.false_alarms import Wolf
 from resihp.simulator.scenario import Scenario
 from resihp.simulator.world import Result, World
 
-CHUNK = 50
-SEEDS = int(os.environ.get("RESIHP_FUZZ_SEEDS", "2000")) // 40
+CHUNK = 25
+SEEDS = int(os.environ.get("RESIHP_FUZZ_SEEDS", "500")) // 10
 
 
 class Drifting:

@@ -77,7 +77,7 @@ def _start(request: RunRequest, theirs: socket.socket) -> subprocess.Popen[bytes
 
 
 def for_agent(request: RunRequest, node: str) -> socket.socket | None:
-    """Return the socket to a fork server for one Slurm node, forked by the process that FOR_TESTS names; None without."""
+    """Return the socket to a node's own fork server, forked by the process that FOR_TESTS names; None without one."""
     running = _running(request)
     if running is None:
         return None

@@ -276,7 +276,7 @@ def _journal_seq(url: str, uuid: str) -> int | None:
     if file is not None and not file.exists():
         return None
     version = migrate.current(url)
-    if version is None or migrate.is_older(version):
+    if version is None or migrate.is_older(version) or migrate.is_too_old(version):
         return None
     with _reading(url) as connection:
         return connection.execute(select(JOBS.c.journal_seq).where(JOBS.c.uuid == uuid)).scalar_one_or_none()

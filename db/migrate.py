@@ -222,13 +222,18 @@ def _check_encoding(connection: Connection, name: str) -> None:
 
 
 def is_older(version: str) -> bool:
-    """Whether it is a schema that we know, and not the newest."""
+    """Return whether this schema can be upgraded to the newest one."""
     return version in _revisions()[1:]
 
 
+def is_too_old(version: str) -> bool:
+    """Return whether this schema is of a development version, from before the first migration."""
+    return len(version) == len(head()) and version.isdecimal() and version < _revisions()[-1]
+
+
 def is_newer(version: str) -> bool:
-    """Whether it is a schema that we do not know."""
-    return version not in _revisions()
+    """Return whether this schema is unknown, so that a later resihp must have made it."""
+    return version not in _revisions() and not is_too_old(version)
 
 
 def check_compatible(version: str, oldest: str | None, name: str, purpose: Purpose) -> None:
@@ -304,7 +309,12 @@ def only_readable(url: str) -> str:
 
 
 def check_schema(connection: Connection, version: str, name: str, purpose: Purpose) -> None:
-    """Raises LedgerError unless `version` is the schema that we know, or a newer one that lets us."""
+    """Raise LedgerError unless `version` is the newest schema, or an unknown one that allows this use."""
+    if is_too_old(version):
+        raise LedgerError(
+            f"ledger {name}: its schema {version} was made by a development version before 0.1.0 and cannot be "
+            "upgraded; name another ledger with --ledger, and fill it from the jobs' journals: resihp db import JOURNAL"
+        )
     if is_older(version):
         others = ", or resihp db upgrade --all for those of all jobs of a folder" if name.startswith("sqlite") else ""
         told = f"its schema {version} is older than {head()}; run resihp db upgrade --ledger {name}{others}"

@@ -34,8 +34,9 @@ from tests.db.conftest import (
     write_journal,
 )
 from tests.db.exports import former
+from tests.db.later_schema import add_later_schema
 from tests.db.reading.test_decisions import decided_story
-from tests.db.test_migrate import NEWER, execute, old_ledger
+from tests.db.test_migrate import NEWER, development_ledger, execute, full_ledger
 from tests.db.test_projection import slow_story
 from tests.db.test_suspicions import suspicious_story
 
@@ -234,15 +235,27 @@ def test_a_torn_tail_is_passed_over_and_said(ledger_url: str, tmp_path: Path, cu
     assert (merged.outcome, merged.rows, merged.note) == ("brought forward", 1, "")
 
 
-def test_a_ledger_of_an_older_schema_is_brought_in_and_left_as_it_is(ledger_url: str, tmp_path: Path) -> None:
-    source = tmp_path / "old.db"
-    old_ledger(f"sqlite:///{source}")
+def test_a_ledger_of_an_older_schema_is_brought_in_and_left_as_it_is(
+    ledger_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "source.db"
+    full_ledger(f"sqlite:///{source}", tmp_path)
     before = source.read_bytes()
+    add_later_schema(monkeypatch, tmp_path / "migrations")
     [merged] = import_from(str(source), ledger_url)
     assert merged.outcome == "new"
     assert source.read_bytes() == before
     with Reader.open(ledger_url) as reader:
-        assert len(reader.rows("iterations", reader.job()["id"])) == 3
+        assert len(reader.rows("iterations", reader.job()["id"])) == 20
+
+
+def test_a_ledger_of_a_development_version_is_not_brought_in(ledger_url: str, tmp_path: Path) -> None:
+    source = tmp_path / "old.db"
+    development_ledger(source)
+    before = source.read_bytes()
+    with pytest.raises(LedgerError, match=r"schema 0001 was made by a development version .* resihp db import JOURNAL"):
+        import_from(str(source), ledger_url)
+    assert source.read_bytes() == before
 
 
 def odd_story() -> Told:
@@ -306,19 +319,27 @@ def test_a_corrupt_sqlite_file_names_the_way_out(ledger_url: str, tmp_path: Path
     assert text.startswith("ledger sqlite:")
 
 
-def test_exports_of_other_schemas_say_which_command(ledger_urls: Urls, tmp_path: Path) -> None:
+def test_exports_of_other_schemas_say_which_command(
+    ledger_urls: Urls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source, target = ledger_urls(), ledger_urls()
     ledger_with(source, tmp_path / "job", story())
     export(source, tmp_path / "out")
     file = tmp_path / "out" / "manifest.json"
     manifest = json.loads(file.read_text())
-    for schema, words in (("9999", "newer than .*upgrade resihp"), ("0006", "run resihp db upgrade on the ledger")):
+    for schema, words in (
+        ("9999", "newer than .*upgrade resihp"),
+        ("0006", r"before 0\.1\.0 .* resihp db import JOURNAL"),
+    ):
         file.write_text(json.dumps(manifest | {"schema": schema, "min_reader": schema}))
         with pytest.raises(LedgerError, match=words):
             import_from(str(tmp_path / "out"), target)
     file.write_text("{}")
     assert "cannot be read" in refused(tmp_path / "out", target)
     file.write_text(json.dumps(manifest))
+    with monkeypatch.context() as later:
+        add_later_schema(later, tmp_path / "migrations")
+        assert "run resihp db upgrade on the ledger" in refused(tmp_path / "out", ledger_urls())
     former(tmp_path / "out")
     (tmp_path / "out" / "plans.parquet").write_bytes(b"PAR1 not really")
     assert "plans.parquet cannot be read" in refused(tmp_path / "out", target)

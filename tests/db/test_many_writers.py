@@ -23,8 +23,8 @@ from db.writer import Ledger
 from resihp.errors import LedgerError
 from resihp.record import journal
 from tests.db.conftest import Listener, held, rank_reports, story, write_journal
+from tests.db.later_schema import LATER, add_later_schema, moved_to
 from tests.db.postgres import FAST, Server, missing
-from tests.db.test_migrate import moved_to
 from wrapper.commands import db as commands
 
 WRITERS, CONNECTIONS = 40, 8
@@ -231,7 +231,7 @@ def test_an_upgrade_waits_in_turns_between_which_others_write(
     monkeypatch.setattr("db.engine.MIGRATION_LOCK_S", 0.2)
     monkeypatch.setattr(migrate, "BETWEEN_TURNS_S", 0.1)
     migrate.upgrade(postgres_url)
-    moved_to(postgres_url, "0008")
+    add_later_schema(monkeypatch, tmp_path / "migrations")
     heard = Listener()
     wrong: list[BaseException] = []
 
@@ -259,26 +259,30 @@ def test_an_upgrade_waits_in_turns_between_which_others_write(
 
 
 def test_an_upgrade_that_is_never_its_turn_says_whom_it_waited_for(
-    postgres_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    postgres_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("db.engine.MIGRATION_LOCK_S", 0.1)
     monkeypatch.setattr(migrate, "BETWEEN_TURNS_S", 0.0)
     monkeypatch.setattr(migrate, "TURNS", 3)
     migrate.upgrade(postgres_url)
-    moved_to(postgres_url, "0008")
+    known = migrate.head()
+    add_later_schema(monkeypatch, tmp_path / "migrations")
     with (
         read_for_long(postgres_url),
         pytest.raises(migrate.LedgerError, match=r"unchanged, .* held by database user resihp \(pid \d+, idle in tran"),
     ):
         commands.upgrade(ledger=postgres_url)
     assert capsys.readouterr().err.count("waiting for database user resihp") == 1
-    assert migrate.current(postgres_url) == "0008"
+    assert migrate.current(postgres_url) == known
 
 
-def test_a_job_upgrades_no_server(postgres_url: str, tmp_path: Path, records: list[journal.Record]) -> None:
+def test_a_job_upgrades_no_server(
+    postgres_url: str, tmp_path: Path, records: list[journal.Record], monkeypatch: pytest.MonkeyPatch
+) -> None:
     migrate.upgrade(postgres_url)
-    moved_to(postgres_url, "0008")
-    words = f"schema 0008 is older than {migrate.head()}; run resihp db upgrade --ledger {resolve(postgres_url)}"
+    known = migrate.head()
+    add_later_schema(monkeypatch, tmp_path / "migrations")
+    words = f"schema {known} is older than {LATER}; run resihp db upgrade --ledger {resolve(postgres_url)}"
     for opener in (
         lambda: Ledger.open(postgres_url, tmp_path),
         lambda: db.writer.catch_up(postgres_url, tmp_path, tmp_path / "journal"),
@@ -286,18 +290,20 @@ def test_a_job_upgrades_no_server(postgres_url: str, tmp_path: Path, records: li
         with pytest.raises(migrate.LedgerError) as caught:
             opener()
         assert words in str(caught.value)
-    assert migrate.current(postgres_url) == "0008"
+    assert migrate.current(postgres_url) == known
 
 
 def test_a_job_that_finds_its_tables_older_in_mid_run_says_so_and_goes_on(
-    postgres_url: str, tmp_path: Path, records: list[journal.Record]
+    postgres_url: str, tmp_path: Path, records: list[journal.Record], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    known = migrate.head()
+    add_later_schema(monkeypatch, tmp_path / "migrations")
     heard = Listener()
     with Ledger.open(postgres_url, tmp_path, say=heard, journal_path=tmp_path / "journal") as ledger:
         for record in records[:30]:
             ledger.submit(record)
         assert ledger.flush(30)
-        moved_to(postgres_url, "0001")
+        moved_to(postgres_url, known)
         for record in records[30:]:
             ledger.submit(record)
         deadline = time.monotonic() + 30

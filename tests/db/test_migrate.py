@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
-from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Boolean, DateTime, MetaData, inspect, text
+from sqlalchemy import MetaData, inspect, text
 from sqlalchemy.exc import IntegrityError
 
 from db import migrate
-from db.engine import file_of, make_engine, resolve
+from db.engine import make_engine, resolve
 from db.models import LedgerTable
 from db.reading.queries import Reader
 from db.writer import Ledger, catch_up
 from resihp.errors import LedgerError
 from resihp.record import journal, journal_file
-from tests.db.conftest import BEGAN, rank_reports, started, story, write_journal
+from tests.db.conftest import BEGAN, started, story, write_journal
+from tests.db.later_schema import LATER, add_later_schema, moved_to
 
 OLD = Path(__file__).parent / "old"
-"""Written by resihp 0.1.0 of schema 0001: a job that lost ranks 5 and, on the way back, 0."""
+"""Written by a development version with schema 0001: a job that lost ranks 5 and, on the way back, 0."""
 
 
 NEWER = (
@@ -110,46 +108,11 @@ def execute(url: str, *statements: str) -> None:
     engine.dispose()
 
 
-def moved_to(url: str, revision: str) -> None:
-    """Up or down to a schema, as `migrate.upgrade` goes to the newest."""
-    engine = make_engine(resolve(url), write=True, migrate=True)
-    with engine.begin() as connection:
-        config = migrate._config()
-        config.attributes["connection"] = connection
-        (command.upgrade if (migrate.version_of(connection) or "") < revision else command.downgrade)(config, revision)
-    engine.dispose()
-
-
-def old_ledger(url: str) -> str:
-    """The ledger of 0.1.0 at `url`: on SQLite as it wrote it, on PostgreSQL the same rows in that time's schema."""
-    file = file_of(resolve(url))
-    dump = (OLD / "ledger-0001.sql").read_text()
-    old = sqlite3.connect(":memory:" if file is None else file)
-    old.executescript(dump)
-    if file is None:
-        moved_to(url, "0001")
-        engine = make_engine(resolve(url), write=True)
-        metadata = MetaData()
-        with engine.begin() as connection:
-            metadata.reflect(connection)
-            for table in metadata.sorted_tables:
-                names = [column.name for column in table.columns]
-                rows = old.execute(f"SELECT {', '.join(names)} FROM {table.name}").fetchall()
-                typed = [{c.name: as_type(v, c.type) for c, v in zip(table.columns, row, strict=True)} for row in rows]
-                if typed and table.name != migrate.VERSION_TABLE:
-                    connection.execute(table.insert(), typed)
-        engine.dispose()
-    old.close()
-    return url
-
-
-def as_type(value: Any, kind: object) -> Any:
-    """What a column of that type takes, from what SQLite keeps."""
-    if isinstance(kind, Boolean) and value is not None:
-        return bool(value)
-    if isinstance(kind, DateTime) and isinstance(value, str):
-        return datetime.fromisoformat(value).replace(tzinfo=UTC)
-    return value
+def development_ledger(path: Path) -> None:
+    """Make the SQLite file `path` a ledger as a development version wrote it."""
+    ledger = sqlite3.connect(path)
+    ledger.executescript((OLD / "ledger-0001.sql").read_text())
+    ledger.close()
 
 
 def contents(url: str) -> dict[str, list[dict[str, Any]]]:
@@ -186,19 +149,62 @@ def constraints(url: str) -> set[tuple[str, str, str]]:
     return found
 
 
-def test_old_ledger_is_upgraded_with_all_that_is_in_it(ledger_url: str) -> None:
-    url = old_ledger(ledger_url)
-    head = migrate.head()
-    assert migrate.current(url) == "0001"
-    with pytest.raises(LedgerError, match=f"schema 0001 is older than {head}; run resihp db upgrade"):
-        Reader.open(url)
-    before = contents(url)
-    assert migrate.upgrade(url) == head
-    after = contents(url)
-    for table, rows in before.items():
-        if table != migrate.VERSION_TABLE:
-            assert [{name: row[name] for name in rows[0]} for row in after[table]] == rows, table
-    with Reader.open(url) as reader:
+def full_ledger(url: str, folder: Path) -> str:
+    """Write a job's whole journal, and reports of its ranks, into the ledger at `url`."""
+    with Ledger.open(url, folder) as ledger:
+        for record in write_journal(folder / "journal", story()):
+            ledger.submit(record)
+        ledger.telemetry([(i, 1, rank, 0.5, None) for i in range(1, 4) for rank in range(12)])
+        assert ledger.flush(30)
+    return url
+
+
+def without(column: str, tables: dict[str, list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
+    return {
+        table: [{name: value for name, value in row.items() if name != column} for row in rows]
+        for table, rows in tables.items()
+        if table != migrate.VERSION_TABLE
+    }
+
+
+def test_an_upgrade_keeps_all_rows_and_goes_back(
+    ledger_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full_ledger(ledger_url, tmp_path)
+    first, rows = constraints(ledger_url), contents(ledger_url)
+    known = migrate.head()
+    add_later_schema(monkeypatch, tmp_path / "migrations")
+    with pytest.raises(LedgerError, match=f"schema {known} is older than {LATER}; run resihp db upgrade"):
+        Reader.open(ledger_url)
+    assert migrate.upgrade(ledger_url) == LATER == migrate.current(ledger_url)
+    upgraded = contents(ledger_url)
+    assert {row["note"] for row in upgraded["failures"]} == {None}
+    assert without("note", upgraded) == without("", rows)
+    assert constraints(ledger_url) == first
+    moved_to(ledger_url, known)
+    assert contents(ledger_url) == rows
+    assert constraints(ledger_url) == first
+
+
+@pytest.mark.parametrize("opener", ["writer", "reader", "upgrade"])
+def test_a_ledger_of_a_development_version_is_refused_and_left_as_it_is(tmp_path: Path, opener: str) -> None:
+    path = tmp_path / "ledger.db"
+    development_ledger(path)
+    before = contents(url_of(path))
+    with pytest.raises(LedgerError, match=r"schema 0001 was made by a development version .* resihp db import JOURNAL"):
+        {
+            "writer": lambda: Ledger.open("sqlite", tmp_path),
+            "reader": lambda: Reader.open(url_of(path)),
+            "upgrade": lambda: migrate.upgrade(url_of(path)),
+        }[opener]()
+    assert contents(url_of(path)) == before
+
+
+def test_a_journal_of_a_development_version_is_read(ledger_url: str, tmp_path: Path) -> None:
+    """It fills a new ledger where its own ledger is refused."""
+    assert journal_file.read(OLD / "journal-0.1.0")[0].seq == 1
+    catch_up(ledger_url, tmp_path, OLD / "journal-0.1.0")
+    with Reader.open(ledger_url) as reader:
         [job] = reader.jobs()
         plans = reader.rows("plans", job["id"])
         iterations = reader.rows("iterations", job["id"])
@@ -212,94 +218,17 @@ def test_old_ledger_is_upgraded_with_all_that_is_in_it(ledger_url: str) -> None:
         assert [row["seconds_without_noticing"] for row in reader.rows("failures", job["id"])] == [1.0]
 
 
-def test_old_journal_makes_the_same_ledger_as_an_upgraded_old_one(
-    ledger_urls: Callable[[], str], tmp_path: Path
-) -> None:
-    upgraded, made = old_ledger(ledger_urls()), ledger_urls()
-    migrate.upgrade(upgraded)
-    catch_up(made, tmp_path, OLD / "journal-0.1.0")
-
-    def rows(url: str) -> dict[str, list[dict[str, object]]]:
-        with Reader.open(url) as reader:
-            [job] = reader.jobs()
-            found = {table: reader.rows(table, job["id"]) for table in ("plans", "failures", "workers", "events")}
-            found["reconfigurations"] = reader.rows("reconfigurations", job["id"])
-        for plan in found["plans"]:
-            del plan["digest"]  # over fields that plans did not have then
-        for event in found["events"]:  # which did not say from when on a recovery was timed
-            if event["kind"] == "Reconfigured":
-                event["text"] = str(event["text"]).replace(", 1.00 s after it was noticed", " in 1.00 s")
-        return found
-
-    assert rows(made) == rows(upgraded)
-    assert journal_file.read(OLD / "journal-0.1.0")[0].seq == 1
-
-
-def test_upgraded_schema_is_that_of_a_new_ledger_and_goes_back(ledger_urls: Callable[[], str]) -> None:
-    new, old = ledger_urls(), old_ledger(ledger_urls())
-    migrate.upgrade(new)
-    first, before = constraints(old), contents(old)
-    migrate.upgrade(old)
-    assert constraints(old) == constraints(new)
-    execute(
-        old, "UPDATE plans SET action = 'between' WHERE epoch = 3", "UPDATE reconfigurations SET action = 'between'"
-    )
+def test_impossible_values_are_refused(ledger_url: str, tmp_path: Path) -> None:
+    full_ledger(ledger_url, tmp_path)
     with pytest.raises(IntegrityError, match="ck_plans_action"):
-        execute(old, "UPDATE plans SET action = 'sideways'")
+        execute(ledger_url, "UPDATE plans SET action = 'sideways'")
     with pytest.raises(IntegrityError, match="ck_reconfigurations_attempts"):
-        execute(old, "UPDATE reconfigurations SET attempts = 0")
-    moved_to(old, "0001")
-    assert migrate.current(old) == "0001"
-    assert constraints(old) == first
-    after = contents(old)
-    for table in before:
-        if table not in ("plans", "reconfigurations"):
-            assert after[table] == before[table], table
-    actions = [row["action"] for row in after["plans"]]
-    assert actions == ["start", "redo", "commit"], "what was between two iterations counts"
-    assert [row["action"] for row in after["reconfigurations"]] == ["commit"]
-    assert migrate.upgrade(old) == migrate.head()
+        execute(ledger_url, "UPDATE reconfigurations SET attempts = 0")
 
 
 def steps() -> list[str]:
     script = ScriptDirectory.from_config(migrate._config())
     return [revision.revision for revision in script.walk_revisions()][::-1]
-
-
-@pytest.mark.parametrize("revision", steps()[:-1])
-def test_each_step_back_and_forth_keeps_the_rows(ledger_urls: Callable[[], str], tmp_path: Path, revision: str) -> None:
-    """From a full ledger of today down to an earlier schema and back: the tables are as they were, the rows those that
-    the earlier schema can hold."""
-    url, new = ledger_urls(), ledger_urls()
-    migrate.upgrade(new)
-    told = write_journal(tmp_path / "journal", story())
-    with Ledger.open(url, tmp_path) as ledger:
-        for record in told:
-            ledger.submit(record)
-        ledger.telemetry([(i, 1, rank, 0.5, None) for i in range(1, 4) for rank in range(12)])
-        assert ledger.flush(30)
-    before = contents(url)
-    moved_to(url, revision)
-    assert migrate.upgrade(url) == migrate.head()
-    assert constraints(url) == constraints(new)
-    after = contents(url)
-    for table in ("jobs", "nodes", "workers", "iterations", "rank_reports", "failures", "reconfigurations", "events"):
-        lost = {"model", "account"} if table == "jobs" else {"bytes_moved", "extra_bytes", "failed_at", "idle"}
-        kept = [{name: row[name] for name in row if name not in lost} for row in before[table]]
-        assert [{name: row[name] for name in row if name not in lost} for row in after[table]] == kept, table
-    assert [row["layout"] for row in after["plans"]] == [row["layout"] for row in before["plans"]]
-
-
-def test_reports_that_came_twice_are_one_after_the_upgrade(ledger_url: str, tmp_path: Path) -> None:
-    Ledger.open(ledger_url, tmp_path).close()
-    with Ledger.open(ledger_url, tmp_path) as ledger:
-        ledger.submit(journal.Record(1, BEGAN, started()))
-        assert ledger.flush(30)
-    moved_to(ledger_url, "0006")
-    values = "(job_id, iteration, epoch, rank, seconds, compute_seconds) VALUES (1, 7, 1, {}, {}, NULL)"
-    execute(ledger_url, *[f"INSERT INTO rank_reports {values.format(*row)}" for row in ((3, 0.5), (3, 0.75), (2, 1.0))])
-    migrate.upgrade(ledger_url)
-    assert [(row["rank"], row["seconds"]) for row in rank_reports(ledger_url)] == [(2, 1.0), (3, 0.5)]
 
 
 def test_jobs_that_begin_at_once_migrate_once(ledger_url: str, tmp_path: Path, records: list[journal.Record]) -> None:
@@ -328,14 +257,16 @@ def test_jobs_that_begin_at_once_migrate_once(ledger_url: str, tmp_path: Path, r
         assert [len(reader.rows("iterations", row["id"])) for row in reader.jobs()] == [20, 20, 20]
 
 
-def test_a_ledger_that_contradicts_itself_is_not_migrated(tmp_path: Path) -> None:
-    url = old_ledger(url_of(tmp_path / "ledger.db"))
+def test_a_ledger_that_contradicts_itself_is_not_migrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = full_ledger(url_of(tmp_path / "ledger.db"), tmp_path)
     with sqlite3.connect(tmp_path / "ledger.db") as connection:
         connection.execute("DELETE FROM reconfigurations")  # without foreign keys: failures still name it
     connection.close()
+    known = migrate.head()
+    add_later_schema(monkeypatch, tmp_path / "migrations")
     with pytest.raises(LedgerError, match="table failures refers to rows of reconfigurations that are not there"):
         migrate.upgrade(url)
-    assert migrate.current(url) == "0001"
+    assert migrate.current(url) == known
 
 
 def test_tables_of_another_program_are_not_touched(tmp_path: Path) -> None:

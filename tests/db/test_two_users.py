@@ -33,8 +33,9 @@ from resihp.errors import LedgerError, UsageError
 from resihp.record import journal, journal_file
 from tests.db.conftest import BEGAN, Listener, started, story, write_journal
 from tests.db.exports import sealed, set_column
-from tests.db.postgres import SUPERUSER, Server
-from tests.db.test_migrate import execute, moved_to
+from tests.db.later_schema import add_later_schema
+from tests.db.postgres import Server
+from tests.db.test_migrate import execute
 from wrapper.cli import app
 from wrapper.job_folder import create_local_job, id_of, write_private
 
@@ -592,21 +593,6 @@ def test_users_cannot_change_the_schema_s_version(shared: Shared) -> None:
         execute(shared.mallory, "UPDATE resihp_version SET version_num = '9999'")
 
 
-def test_jobs_from_before_belong_to_who_migrates_and_those_that_run_to_their_users(
-    shared: Shared, tmp_path: Path
-) -> None:
-    def of_alice(told: Told) -> Told:
-        for entry, at in told:
-            yield (msgspec.structs.replace(entry, user=MINE) if isinstance(entry, journal.JobStarted) else entry), at
-
-    written(shared.owner, tmp_path, "over", of_alice(story()))
-    written(shared.owner, tmp_path, "runs", of_alice(story(ended=False)))
-    written(shared.owner, tmp_path, "nobodys", story(ended=False))
-    moved_to(shared.owner, "0008")
-    migrate.upgrade(shared.owner)
-    assert writers(shared.owner) == {"over": SUPERUSER, "runs": MINE, "nobodys": SUPERUSER}
-
-
 def test_a_job_removes_old_telemetry_of_its_own_role_alone(shared: Shared, tmp_path: Path) -> None:
     """Whatever user a job says it is of."""
     told = [journal.Record(number, at, entry) for number, (entry, at) in enumerate(story(), 1)]
@@ -648,27 +634,31 @@ def test_a_job_that_may_not_remove_says_so_and_writes_on(shared: Shared, tmp_pat
     assert [line for line in listener.heard if "old rank reports stay, permission denied" in line] == listener.heard
 
 
-def test_an_owner_upgrades_and_prunes_everybodys_rows(shared: Shared, tmp_path: Path) -> None:
+def test_an_owner_upgrades_and_prunes_everybodys_rows(
+    shared: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No policy hides a row from him: an upgrade that passed over some would be worse than none."""
     path = written(shared.alice, tmp_path, "hers")
     as_psql(shared.owner, *statements(ADMIN, shared.name, kind="owner"))
-    moved_to(shared.admin, "0008")
+    add_later_schema(monkeypatch, tmp_path / "migrations")
     with pytest.raises(LedgerError, match="run resihp db upgrade"):
         Reader.open(shared.alice)
     migrate.upgrade(shared.admin)
-    assert writers(shared.admin) == {"hers": ADMIN}
-    execute(shared.admin, "UPDATE jobs SET written_by = 'alice'")
+    assert writers(shared.admin) == {"hers": MINE}
     as_psql(shared.admin, *statements(MINE, shared.name))
     assert [merged.outcome for merged in import_from(str(path), shared.alice)] == ["unchanged"]
     assert [each.job for each in prune(shared.admin, datetime.fromtimestamp(BEGAN + 86400, UTC))] == ["hers"]
 
 
-def test_a_role_that_owns_nothing_upgrades_nothing(shared: Shared) -> None:
-    moved_to(shared.owner, "0015")
+def test_a_role_that_owns_nothing_upgrades_nothing(
+    shared: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = migrate.head()
+    add_later_schema(monkeypatch, tmp_path / "migrations")
     for url in (shared.alice, shared.board):
         with pytest.raises(LedgerError, match=r"permission denied|must be owner"):
             migrate.upgrade(url)
-    assert migrate.current(shared.owner) == "0015"
+    assert migrate.current(shared.owner) == known
 
 
 def test_a_writer_is_made_a_reader(shared: Shared, tmp_path: Path) -> None:
@@ -693,15 +683,28 @@ def test_what_is_no_role_is_refused(role: str) -> None:
         statements(role, "ledger")
 
 
-def test_who_was_granted_the_ledger_may_use_the_tables_that_an_upgrade_brings(shared: Shared) -> None:
-    moved_to(shared.owner, "0011")
-    migrate.upgrade(shared.owner)
-    for url in (shared.alice, shared.mallory):
-        execute(url, "SELECT * FROM scores", "DELETE FROM scores", "UPDATE suspicions SET probe = 1", REPAIRED)
-    for view in VIEWS:
-        assert asked(shared.board, f"SELECT * FROM {view}") == []
-    with pytest.raises(DBAPIError, match="permission denied"):
-        execute(shared.board, REPAIRED)
+def test_default_privileges_of_the_database_neither_lock_out_writers_nor_open_the_compatibility_row(
+    postgres_server: Server, tmp_path: Path
+) -> None:
+    """Where an administrator lets a role use every table that he makes, before he makes the ledger."""
+    url = postgres_server.new_database()
+    as_psql(
+        url,
+        f"DROP ROLE IF EXISTS {MINE}",
+        f"CREATE ROLE {MINE} LOGIN",
+        f"ALTER DEFAULT PRIVILEGES GRANT SELECT, INSERT, UPDATE, DELETE ON TABLES TO {MINE}",
+    )
+    alice = resolve(url).set(username=MINE).render_as_string(hide_password=False)
+    try:
+        migrate.upgrade(url)
+        written(alice, tmp_path, "hers")
+        assert writers(url) == {"hers": MINE}
+        assert len(asked(alice, "SELECT * FROM resihp_jobs")) == 1
+        with pytest.raises(DBAPIError, match="permission denied"):
+            execute(alice, "UPDATE compatibility SET min_writer = '9999'")
+    finally:
+        postgres_server.drop_database(url)
+        as_psql(postgres_server.url("postgres"), f"DROP ROLE IF EXISTS {MINE}")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
@@ -799,38 +802,3 @@ def test_nobody_takes_the_numbers_that_come_next(shared: Shared, tmp_path: Path)
         execute(shared.mallory, repair.format("", "", ""), repair.format("id, ", "OVERRIDING SYSTEM VALUE", "9, "))
     written(shared.alice, tmp_path, "hers")
     assert writers(shared.alice) == {"hers": MINE, "his": THEIRS}
-
-
-def test_numbers_go_on_where_they_were_and_writers_of_before_stay_writers(
-    postgres_server: Server, tmp_path: Path
-) -> None:
-    url = postgres_server.new_database()
-    moved_to(url, "0020")
-    as_psql(url, f"DROP ROLE IF EXISTS {MINE}", f"CREATE ROLE {MINE} LOGIN")
-    name = url.partition("?")[0].rpartition("/")[2]
-    before = [line.replace("GRANT SELECT ON SEQUENCE", "GRANT USAGE ON SEQUENCE") for line in statements(MINE, name)]
-    as_psql(url, *before)
-    alice = resolve(url).set(username=MINE).render_as_string(hide_password=False)
-    begins = [at for at in range(3)]
-    try:
-        insert = (
-            "INSERT INTO jobs (uuid, name, host, owner, command, nodes, gpus_per_node, tp, pp, schedule, "
-            "restart_count, version, configuration, state, started_at, last_entry_at, journal_seq, telemetry_dropped) "
-            "VALUES ('{}', 'x', 'h', 'o', '[]', 1, 1, 1, 1, 's', 0, '0', '{{}}', 'running', now(), now(), 0, 0)"
-        )
-        execute(alice, *(insert.format(number) for number in begins))
-        execute(url, "DELETE FROM jobs WHERE uuid = '2'")
-        migrate.upgrade(url)
-        execute(alice, insert.format("later"))
-        engine = make_engine(resolve(url), write=False)
-        with engine.connect() as connection:
-            ids = [row.id for row in connection.execute(text("SELECT id FROM jobs ORDER BY id"))]
-        engine.dispose()
-        assert ids == [1, 2, 4]
-        moved_to(url, "0020")
-        execute(alice, insert.format("older"))
-        moved_to(url, migrate.head())
-        execute(alice, insert.format("newer"))
-    finally:
-        postgres_server.drop_database(url)
-        as_psql(postgres_server.url("postgres"), f"DROP ROLE IF EXISTS {MINE}")

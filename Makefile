@@ -100,7 +100,9 @@ test: setup setup-system
 	$(MAKE) --jobs=2 --output-sync=target test-pure test-integration
 	$(BIN)/python -m pytest tests/integration -m "alone and not soak"
 
+# The planner's search is compiled first, once: otherwise each worker of pytest compiles it by itself, for half a minute.
 test-pure:
+	$(BIN)/python -c 'from resihp.scheduler import anytime; anytime.load()'
 	nice -n 5 $(BIN)/python -m pytest -n 2 --dist worksteal tests --ignore tests/integration
 
 test-integration:

@@ -378,10 +378,16 @@ class Engine:
         """
         self.disconnect()
         prepared = self.prepare(plan, rank)
-        moving = [GroupSpec(state_transfer.channel_name(move), (move.source, move.target)) for move in self._moves]
-        wanted = (*prepared.memberships, *moving)
+        moving = state_transfer.groups_for(self._moves, prepared.memberships)
+        wanted = dict.fromkeys((*prepared.memberships, *moving.values()))
         self._communicators = communicators = Communicators(
-            MeetingId(epoch=plan.epoch), rank, wanted, timeout_s, self._back_end, strict=self._strict, wires=self.wires
+            MeetingId(epoch=plan.epoch),
+            rank,
+            tuple(wanted),
+            timeout_s,
+            self._back_end,
+            strict=self._strict,
+            wires=self.wires,
         )
         if not communicators.wanted:
             return
@@ -429,7 +435,15 @@ class Engine:
         """
         assert self._communicators is not None, "connect first"
         received = state_transfer.move_state(
-            self._moves, self.rank, self.state, self.next, self._by_name, self._communicators, observer, self.device
+            self._moves,
+            state_transfer.groups_for(self._moves, self.prepare(plan, self.rank).memberships),
+            self.rank,
+            self.state,
+            self.next,
+            self._by_name,
+            self._communicators,
+            observer,
+            self.device,
         )
         if self.next is not None:
             self.next.stepped = stepped
@@ -460,7 +474,7 @@ class Engine:
         if self.state is not None:
             self.state.epoch = epoch
         if self._communicators is not None:
-            self._communicators.release("state/")
+            self._communicators.release(state_transfer.STATE_GROUP_PREFIX)
 
     def disconnect(self) -> None:
         """Let go of all communicators. Safe at any time in the rank's own thread."""

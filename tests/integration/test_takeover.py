@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 import sysconfig
 import threading
 import time
@@ -32,12 +33,15 @@ from resihp.record.journal import (
     WorkerStarted,
 )
 from resihp.record.journal_file import encode, read
-from tests.integration.jobs import Job, jobs
+from tests.integration.jobs import TINY, Job, jobs
+from tests.integration.slurm_jobs import PACED
 
 SOAK = pytest.mark.soak
 ITERATIONS = 24
 ADOPTED_S = 5.0
 WHERE = {"nodes": 2, "gpus": 2, "tp": 1, "pp": 2}
+PACE_S = 0.5
+"""Of a micro-batch, where a job is to last: some two seconds for an iteration, 24 of them for three successors."""
 SUCCESSION = {"RESIHP_ADAPT__SUCCESSION": "true"}
 
 
@@ -202,13 +206,19 @@ def _short(entry: AnyEntry) -> str:
 
 @pytest.mark.soak
 def test_supervisor_killed_again_and_again(job: Job, reference: dict[int, float]) -> None:
-    """Each successor lives only until it has decided something."""
-    train(job)
+    """Each successor lives only until it has decided something. The job ends no sooner than the last one leads."""
+    pace = job.folder / "pace"
+    job.folder.mkdir()
+    pace.write_text(str(PACE_S))
+    options = (*TINY, "--iterations", str(ITERATIONS))
+    job.start(command=(sys.executable, str(PACED), str(pace), *options), **WHERE)
     job.until(partial(committed, job, 3))
     before = workers(job)
     for term in (2, 3, 4):
         supervisor_of(job).kill()
         job.until(partial(led_in, job, term))
+    assert not committed(job, ITERATIONS), "the last one took over nothing"
+    pace.write_text("0")
     assert job.wait().status == 0, job.stderr
     assert_nothing_lost(job, reference)
     assert_the_same_processes(job, before)

@@ -181,6 +181,33 @@ def test_munge_checks_what_it_has_made(tmp_path: Path) -> None:
         surveyed(tmp_path, munge="echo no socket >&2; exit 1").munge({})
 
 
+def test_a_command_on_the_nodes_of_a_running_job_runs_beside_it(tmp_path: Path) -> None:
+    """It takes nothing of the job's, and a node that cannot start it ends nothing on the others."""
+    survey = surveyed(tmp_path, srun=f'echo "$@" > {tmp_path}/argv; echo n1 fine; exit 1')
+    assert survey.on_nodes("7", ("n1", "n2"), ["look", "--here"], timeout_s=20) == "n1 fine\n"
+    *options, program, argument = (tmp_path / "argv").read_text().split()
+    assert (program, argument) == ("look", "--here")
+    assert {"--jobid=7", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--nodelist=n1,n2"} < set(options)
+    assert {"--overlap", "--mem=0", "--no-kill", "--kill-on-bad-exit=0"} < set(options)
+    refusing = surveyed(tmp_path, srun="echo 'Invalid job id specified' >&2; exit 1")
+    with pytest.raises(SlurmError, match=r"job 7: nothing could be started on its nodes: .*Invalid job id"):
+        refusing.on_nodes("7", ("n1",), ["look"], timeout_s=20)
+
+
+def test_rules_of_a_partition(tmp_path: Path) -> None:
+    text = "PartitionName=gpu MaxNodes=4 MaxTime=1-00:00:00 GraceTime=30 PreemptMode=REQUEUE QoS=gate State=UP"
+    survey = surveyed(tmp_path, scontrol=f"echo '{text}'")
+    assert survey.rules("gpu") == PartitionRules(
+        name="gpu", max_nodes=4, max_seconds=86400.0, seconds_of_grace=30, preempt_mode="requeue", qos="gate"
+    )
+    with pytest.raises(SlurmOutputError, match="show partition cpu does not tell of it"):
+        survey.rules("cpu")
+    unbound = surveyed(tmp_path, scontrol="echo 'PartitionName=gpu MaxNodes=UNLIMITED MaxTime=UNLIMITED QoS=N/A'")
+    assert unbound.rules("gpu") == PartitionRules(
+        name="gpu", max_nodes=None, max_seconds=None, seconds_of_grace=0, preempt_mode="", qos=""
+    )
+
+
 def test_a_real_cluster(real_cluster: Cluster) -> None:
     survey = CommandSurvey(environment=real_cluster.environment)
     found = survey.settings()

@@ -135,7 +135,7 @@ class Supervisor:
         fault_ids = itertools.count(len(settings.faults) + (lead.term * 1000 if lead else 1))
         self._operators = Operators(fault_ids, self._event, self._ending)
         self._checkpoints = CheckpointCommits(request, self._start, self._note, self._checkpoint_lost)
-        self._is_deposed = self._disk_told = self._job_ended = False
+        self._is_deposed = self._disk_told = self._job_ended = self._end_decided = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._telemetry: list[report_rows.Report] = []
         self._runs_of = _Runs()
@@ -211,6 +211,7 @@ class Supervisor:
             began = time.perf_counter()
             actions = self._controller.handle(event, self._attention.seconds())
             took_s = time.perf_counter() - began
+            self._end_decided = self._end_decided or any(isinstance(action, api.End) for action in actions)
             self._gate.add(actions)
             for action in actions:
                 if isinstance(action, api.Log) and isinstance(action.entry, PlanDecided):
@@ -271,6 +272,9 @@ class Supervisor:
                 self._view.beats(event.node, event.beat)
             case api.WorkerExited() if self._end.done():
                 self.log(WorkerEnded(rank=event.rank, exit=event.status, epoch=self._links.epoch))
+            case api.WorkerExited() if self._end_decided:  # but the end still waits for a quorum
+                ended = WorkerEnded(rank=event.rank, exit=event.status, epoch=self._links.epoch)
+                self._gate.add([api.Log(entry=ended)])  # after what the controller has decided
 
     def _do(self, action: api.AnyAction) -> None:
         match action:

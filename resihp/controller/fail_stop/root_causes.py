@@ -162,11 +162,12 @@ def own_words(job: Job, member: Member) -> str:
 def _own(job: Job, member: Member) -> Diagnosis:
     """The verdict on one process alone: asked for at each step from what it raised to the failure's entry, and weighed
     anew if anything of it, or of what came before, has changed. One that has raised ends with status 1."""
-    report, earlier = _report(job, member, own=True), job.record.diagnosed
+    report, on_record = _report(job, member, own=True), job.record.diagnosed
     if report.exit is None and member.raised is not None:
         report = msgspec.structs.replace(report, exit=1)
-    if member.weighed is None or member.weighed[:2] != (report, len(earlier)):
-        member.weighed = report, len(earlier), diagnose([report], earlier)
+    if member.weighed is None or member.weighed[:2] != (report, len(on_record)):
+        earlier = [past for past in on_record if member.rank not in past.ranks]  # of a rank, that is this very end
+        member.weighed = report, len(on_record), diagnose([report], earlier)
     return member.weighed[2]
 
 

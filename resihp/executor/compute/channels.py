@@ -208,10 +208,10 @@ class Channel:
         transfer.then(lambda: output.copy_(own.view_as(output)))
         return transfer
 
-    def broadcast(self, tensor: Tensor) -> PendingWork:
-        """From the first rank to the others. On two ranks, how anything is sent: gloo forgets interrupted sends."""
+    def broadcast(self, tensor: Tensor, root: int = 0) -> PendingWork:
+        """From the rank with this index to the others. On two, how anything is sent: gloo forgets interrupted sends."""
         options = dist.BroadcastOptions()
-        options.rootRank = options.rootTensor = 0
+        options.rootRank, options.rootTensor = root, 0
         return self._begin(lambda: self.backend.broadcast([tensor], options))
 
     def _begin(self, operation: Callable[[], Any]) -> PendingWork:

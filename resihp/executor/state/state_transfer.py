@@ -1,8 +1,9 @@
 """Carries out the moves of a transition: slices of parameters and moments from rank to rank, in bounded chunks.
 
 Who sends what to whom is decided in `resihp.parallelism.transfers`, and known to both ends; nothing but the values
-travels. Moves go in one order that is equal on all ranks, a chunk of each at a time, over a communicator for each pair;
-a chunk is begun before the one before it is waited for, never more. Called by the engine; frees nothing.
+travels. Moves go in one order that is equal on all ranks, a chunk of each at a time, over one communicator for each two
+ranks, which may be the plan's (`groups_for`); a chunk is begun before the one before it is waited for, never more.
+Called by the engine; frees nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from resihp.executor.compute.iteration import Observer, waiting
 from resihp.executor.state.rank_state import State
 from resihp.parallelism.ownership import ParameterSpec, Slice
 from resihp.parallelism.transfers import Move
+from resihp.pipeline.program import GroupSpec
 
 CHUNK_BYTES = 16 << 20
 """Of state in one message; what a transition needs beside old and new state is a few of these."""
@@ -26,12 +28,29 @@ UNDER_WAY = 2
 """Chunks of one rank that are under way at once."""
 
 
-def channel_name(move: Move) -> str:
-    return f"state/{move.source}-{move.target}"
+STATE_GROUP_PREFIX = "state/"
+"""Of the names of communicators that only move state."""
+
+
+def groups_for(moves: Sequence[Move], plan_groups: Sequence[GroupSpec]) -> dict[frozenset[int], GroupSpec]:
+    """Return the communicator by which each two ranks move state, in whatever direction.
+
+    One of the plan's that has just these two ranks does it: nobody uses it before the plan is in effect, and another
+    one would take time to build and memory of a device that holds two states. Those between stages are left out, as
+    NCCL gives them few channels (`backends.EDGE_CTAS`).
+    """
+    of_two = {frozenset(group.ranks): group for group in plan_groups if len(group.ranks) == 2 and group.use != "edge"}
+    groups: dict[frozenset[int], GroupSpec] = {}
+    for move in moves:
+        pair = frozenset((move.source, move.target))
+        own = GroupSpec(f"{STATE_GROUP_PREFIX}{min(pair)}-{max(pair)}", (min(pair), max(pair)))
+        groups.setdefault(pair, of_two.get(pair, own))
+    return groups
 
 
 def move_state(
     moves: Sequence[Move],
+    groups: Mapping[frozenset[int], GroupSpec],
     rank: int,
     old: State | None,
     new: State | None,
@@ -42,6 +61,7 @@ def move_state(
 ) -> int:
     """Send from `old` and receive into `new` all that concerns this rank; returns the bytes received.
 
+    `groups` are those of `groups_for`.
     Raises CommunicatorError when a peer is lost or the rank was woken; `old` is never changed.
     """
     received = 0
@@ -51,7 +71,9 @@ def move_state(
             continue
         state = old if rank == move.source else new
         assert state is not None, f"rank {rank}: no state for the move {move.source} -> {move.target}"
-        channel = communicators.channel(channel_name(move))
+        group = groups[frozenset((move.source, move.target))]
+        channel = communicators.channel(group.name)
+        root = group.ranks.index(move.source)
         for views in _chunks(move, state, specs):
             if rank == move.source:
                 flat = torch.cat([view.reshape(-1) for view in views])
@@ -60,7 +82,7 @@ def move_state(
                 flat = torch.empty(sum(view.numel() for view in views), dtype=views[0].dtype, device=device)
                 targets = views
                 received += flat.nbytes
-            under_way.append((channel.broadcast(flat), flat, targets))
+            under_way.append((channel.broadcast(flat, root), flat, targets))
             if len(under_way) >= UNDER_WAY:
                 _finish(*under_way.popleft(), observer)
     while under_way:

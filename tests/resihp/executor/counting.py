@@ -96,3 +96,55 @@ class HostWaits(TorchFunctionMode):
 def _masks(index: Any) -> bool:
     parts = index if isinstance(index, tuple) else (index,)
     return any(isinstance(part, torch.Tensor) and part.dtype == torch.bool for part in parts)
+
+
+class HiddenReads(TorchDispatchMode):
+    """While entered: operations whose result the host needs, by name, also where torch itself calls them.
+
+    `HostWaits` sees what is called from Python; a number that is read there comes by here as well, and counts there.
+    """
+
+    OPERATIONS = ("nonzero", "masked_select", "repeat_interleave", "_unique2", "is_nonzero", "equal", "bincount")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        if name in self.OPERATIONS or name == "_local_scalar_dense":
+            self.calls[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class BackEndCalls:
+    """Counts what is asked of a back end, and of the work that it gives: `made` by kind, `waits` by what waits.
+
+    Over NCCL, `settle` waits for the device, and so does every wait that is given a time.
+    """
+
+    def __init__(self, back_end: Any, work: type[Any]) -> None:
+        self.made: Counter[str] = Counter()
+        self.waits: Counter[str] = Counter()
+        connect, sit_out, settle, wait = back_end.connect, back_end.sit_out, back_end.settle, work.wait
+
+        def counted_connect(store: Any, index: int, size: int, timeout: Any, role: Any) -> Any:
+            self.made["from nothing" if role.parent is None else "split"] += 1
+            return connect(store, index, size, timeout, role)
+
+        def counted_sit_out(*arguments: Any) -> None:
+            self.made["sat out"] += 1
+            sit_out(*arguments)
+
+        def counted_settle() -> None:
+            self.waits["settle"] += 1
+            settle()
+
+        def counted_wait(asked: Any, timeout: Any = None) -> Any:
+            self.waits["timed wait"] += timeout is not None
+            return wait(asked, timeout)
+
+        back_end.connect, back_end.sit_out, back_end.settle = counted_connect, counted_sit_out, counted_settle
+        work.wait = counted_wait

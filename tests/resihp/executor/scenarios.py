@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 import torch
 import torch.nn.functional as F
-from counting import Allocated, HostWaits
+from counting import Allocated, BackEndCalls, HiddenReads, HostWaits
 from meeting_place import Line
 from megatron.core.transformer import TransformerConfig
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -337,6 +337,43 @@ def host_waits(rank: int, store: Line, *, grid_of: tuple[int, int, int]) -> list
         counted.append(dict(waits.calls))
     engine.disconnect()
     return counted
+
+
+def counted_calls(rank: int, store: Line) -> dict[str, Any]:
+    """Communicators that a rank of TP2 PP2 DP2 makes over NCCL, and what its host waits for in an iteration.
+
+    Replica 1 loses rank 7, goes on with one rank in its last stage, and gets rank 7 back: two changes of layout.
+    """
+    os.environ[backends.BACKEND] = "nccl-like"
+    engine = engine_of("llama")
+    calls = BackEndCalls(engine._back_end, backends._MannersOfWork)
+    whole = grid(2, 2, 2)
+    first, second = whole.replicas
+    reduced = Layout((first, Replica((second.stages[0], Stage((6,), second.stages[1].chunks)))), standby=(7,))
+    plans = [plan_of(epoch, layout) for epoch, layout in enumerate((whole, reduced, whole), 1)]
+    communicators, host_waits = [], []
+    for before, plan in zip((None, *plans), plans, strict=False):
+        base = None
+        if before is not None:
+            engine.disconnect()
+            survivors = tuple(range(8) if before is not whole else range(7))
+            base = Base(epoch=before.epoch, layout=before.layout, survivors=survivors)
+        calls.made.clear()
+        engine.adopt(plan, rank, base, dict.fromkeys(range(8), "n1"))
+        engine.connect(plan, rank, store, TIMEOUT_S)
+        communicators.append(dict(calls.made))
+        if base is not None:
+            engine.move(plan, Watcher(), 3 * (plan.epoch - 1), 3 * (plan.epoch - 1))
+            engine.begin(plan.epoch)
+        if rank not in plan.layout.active:
+            continue
+        for iteration in range(engine.stepped + 1, engine.stepped + 4):
+            calls.waits.clear()
+            with HostWaits() as read, HiddenReads() as hidden:
+                engine.step(engine.run(plan, iteration, Watcher()))
+            host_waits.append(dict(read.calls + hidden.calls + calls.waits))
+    engine.disconnect()
+    return {"communicators": communicators, "host waits": host_waits}
 
 
 def slow_peer(rank: int, store: Line, *, grid_of: tuple[int, int, int], slow: int, speed: float) -> dict[str, Any]:

@@ -229,6 +229,20 @@ def test_an_iteration_keeps_the_host_waiting_for_the_device_three_times_at_most(
             assert sum(calls.values()) <= 3, calls
 
 
+def test_communicators_of_a_rank_and_waits_of_its_host_do_not_grow(ranks: Ranks) -> None:
+    """Over NCCL each communicator takes memory and time of every change of layout, and a host that waits in the middle
+    of an iteration leaves its device idle. Whoever sits out a split makes a communicator, too, which goes at once."""
+    answers = ranks("counted_calls", 8)
+    made = [[sum(count.values()) for count in answer["communicators"]] for answer in answers]
+    start, lost, came_back = ([counts[change] for counts in made] for change in range(3))
+    assert start == [5] * 8, "all ranks, tensor parallelism, two of edges, sums"
+    assert lost == [8, 8, 8, 8, 8, 8, 9, 1], "rank 6 sums with two ranks, and gets state from rank 7, which has no work"
+    assert came_back == [6] * 8
+    for answer in answers:
+        assert all(sum(waits.values()) <= 2 for waits in answer["host waits"]), answer["host waits"]
+    assert [len(answer["host waits"]) for answer in answers] == [9] * 7 + [6]
+
+
 def test_a_mirror_holds_the_state_of_a_stage_and_computes_nothing(
     ranks: Ranks, serial: dict[str, dict[str, Any]]
 ) -> None:

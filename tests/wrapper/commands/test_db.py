@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -207,6 +208,13 @@ def test_after_an_update_the_ledgers_of_all_jobs_of_a_folder_are_upgraded_at_onc
     broken = resihp("upgrade", "--all")
     assert "1 of 3 ledgers are as they were" in refusal(broken)
     assert "--all is of all jobs of this home" in refusal(resihp("upgrade", job.name, "--all"))
+
+
+def test_an_upgrade_of_all_jobs_leaves_servers_to_those_who_name_them(resihp: Resihp, job: Job) -> None:
+    job.set_ledger("postgresql+psycopg://me@127.0.0.1:1/history")  # nobody listens there
+    assert answer(resihp("upgrade", "--all", "--json"))["rows"] == []
+    shutil.rmtree(job.folder)
+    assert "no job" in refusal(resihp("upgrade", "--all"))
 
 
 def test_a_job_whose_ledger_is_not_looked_at_blocks_no_other(resihp: Resihp, job: Job) -> None:

@@ -596,3 +596,17 @@ def test_the_end_of_a_journal_is_what_is_listed(fresh_home: Path) -> None:
     job.exit_code_file.write_text("130\n")
     [row] = rows()
     assert (row["state"], row["exit_code"], row["iteration"]) == ("cancelled", 130, 3)
+
+
+def test_what_is_known_of_a_job_goes_with_its_home(fresh_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its figures were noted at the old place, and that this user has started it; at the new one it was only seen."""
+    job = create_local_job()
+    ended(job, days_ago=0.1)
+    old, new = job.folder.parent.parent, fresh_home / "moved"
+    old.rename(new)
+    monkeypatch.setenv("RESIHP_HOME", str(new))
+    rows("--all")
+    (entry,) = registry.entries()[0]
+    assert (entry.folder, entry.only_seen) == (str(new / "jobs" / job.name), False)
+    (row,) = rows("--all")
+    assert (row["folder"], row["iteration"], row["loss"]) == (entry.folder, 1000, 2.25)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sqlite3
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from wrapper.commands.report.layouts import Picture, changes
 from wrapper.commands.report.markdown import markdown, text
 from wrapper.commands.report.story import CAUSE_WORDS, node_lines, safe, sentences, settings
 from wrapper.commands.report.svg import ticks, time_ticks
+from wrapper.commands.report.timeline import MOST_BOXES, STRETCHES, timeline
 from wrapper.job_folder import create_local_job
 from wrapper.output.render import hours
 
@@ -90,6 +91,19 @@ def test_a_clock_that_was_set_makes_no_time_negative(tell: Callable[[], Told], s
         assert min(seconds_in(facts.account)) >= 0.0
         assert 0.0 <= (facts.account.goodput or 0.0) <= 1.0
         assert not re.search(r"(?<![\w.-])-\d[\d.]* ?(s|min|h|d|%)\b", markdown(facts) + Page(page.html(facts)).words)
+
+
+def test_of_many_recoveries_each_stretch_of_time_shows_its_share(tmp_path: Path) -> None:
+    facts = facts_of(tmp_path, story())
+    facts = msgspec.structs.replace(facts, ended=facts.began + timedelta(seconds=STRETCHES))
+    halves = [(n + 0.75, 0.5) for n in range(MOST_BOXES)]  # each within a stretch of its own
+    rows = [
+        {"finished_at": facts.began + timedelta(seconds=end_s), "seconds": seconds}
+        for end_s, seconds in (*halves, (100.25, 0.5), (STRETCHES - 0.5, 4.0))
+    ]
+    drawn = timeline(msgspec.structs.replace(facts, reconfigurations=rows))
+    shares = re.findall(r"([\d.]+) % of this time went into changes of plan", drawn)
+    assert shares == ["50.0"] * MOST_BOXES + ["25.0"] * 2 + ["50.0", "100.0", "100.0", "100.0", "50.0"]
 
 
 class Page(HTMLParser):

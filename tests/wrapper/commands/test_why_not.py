@@ -139,6 +139,9 @@ def test_the_supervisor_of_a_running_job_is_asked(monkeypatch: pytest.MonkeyPatc
             is_told = not isinstance(reply, OperatorReply) or reply.ok
             assert ("what follows is of the ledger" in result.stderr) == is_told
         assert asked == [6] * 4
+        monkeypatch.setattr("wrapper.job_folder.ours", lambda found: None)
+        assert json.loads(resihp("why-not", "6", "--json").stdout)["live"] is False
+        assert asked == [6] * 4, "another user's supervisor is not connected to"
     finally:
         os.close(lock)
     resihp("why-not", "6")

@@ -24,7 +24,16 @@ from resihp.protocol import messages as m
 from resihp.protocol.framing import Envelope, SecureChannel
 from resihp.protocol.resumable import Conversation
 from resihp.record import journal_file
-from resihp.record.journal import AnyEntry, DrainDecided, JobEnded, LeaderChosen, Record, Suspected, first_seq
+from resihp.record.journal import (
+    AnyEntry,
+    DrainDecided,
+    JobEnded,
+    LeaderChosen,
+    Record,
+    Suspected,
+    WorkerEnded,
+    first_seq,
+)
 from resihp.record.journal_file import Journal, encode, read
 from tests.wrapper.agent.test_election import beginning
 from tests.wrapper.run_requests import run_request
@@ -450,6 +459,27 @@ def test_the_end_is_a_decision_and_nobody_else_s_job_is_ended(job: Job) -> None:
     it = play(job, scene)
     assert it.exit_code == ""
     assert it.launcher.killed == []
+
+
+def test_a_worker_that_ends_while_the_end_waits_for_a_quorum_is_on_record(job: Job) -> None:
+    """The controller has said its last word by then, and no agent tells it again."""
+
+    async def scene(it: Scene) -> None:
+        await it.follow()
+        await it.turns()
+        it.agents["n1"].deaf = it.agents["n2"].deaf = True
+        it.answer(ENDED, END)
+        it.supervisor._event(api.WorkerExited(rank=2, status=-9))
+        await it.turns()
+        assert not it.running.done()
+        it.agents["n2"].deaf = False
+        it.supervisor._links.beat()  # something to ride on
+        assert await it.running == 5
+
+    end, worker = play(job, scene).entries[-2:]
+    assert end == ENDED.entry
+    assert isinstance(worker, WorkerEnded)
+    assert (worker.rank, worker.exit) == (2, -9)
 
 
 def test_the_end_that_a_quorum_knows_of(job: Job) -> None:

@@ -289,6 +289,20 @@ def test_what_is_the_programs_as_a_rule_is_the_devices_when_it_does_it_again() -
     assert job.started_again == [("n1", 1)], "not once more"
 
 
+def test_the_error_of_a_rank_without_work_is_no_repetition_of_itself() -> None:
+    """Its failure is on record at once, since nobody waits for it: before it is decided whether to start another."""
+    job = Job()
+    job.crash(1)
+    job.settle()
+    job.join(6)
+    assert 6 not in job.job.record.working
+    job.raise_(6, "AcceleratorError: CUDA error: an illegal memory access was encountered")
+    job.exit(6)
+    entry = job.all(FailureFound)[-1]
+    assert (entry.kind, entry.ranks, entry.node) == ("program", (6,), None)
+    assert job.started_again == [("n1", 1)], "after the crash alone: a script that raises does so again"
+
+
 # --- several of one transition ------------------------------------------------------------------------------------
 
 

@@ -20,6 +20,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from slurm.client import NodeView
+from slurm.limits import Limit
 from tests.slurm.fake_slurm import FakeSlurm
 from tests.slurm.fake_survey import SETTINGS, FakeSurvey, partition
 from tests.wrapper.launch.test_ports import free_range
@@ -450,6 +451,21 @@ def test_settings(settings: dict[str, str], check: str, outcome: str, words: str
     found = asked(FakeSlurm(), FakeSurvey(operator=True, **settings))
     assert outcomes(found)[check] == outcome
     assert any(words in finding.text for finding in found if finding.check == check)
+
+
+def test_limits_that_accounting_enforces_are_held_against_the_job(fresh_home: Path) -> None:
+    job_file = fresh_home / "resihp.toml"
+    job_file.write_text('[job]\nnodes = 4\n[slurm]\npartition = "gpu"\n')
+    survey = FakeSurvey(AccountingStorageEnforce="associations,limits")
+    survey.limited = (Limit(whose="QOS q", setting="MaxTRES", kind="nodes", per="job", most=2),)
+
+    def finding() -> CheckResult:
+        (told,) = [each for each in asked(FakeSlurm(), survey) if each.check == "limits"]
+        return told
+
+    assert (finding().outcome, "4 nodes, and QOS q allows 2" in finding().text) == ("failed", True), finding()
+    job_file.write_text('[slurm]\npartition = "elsewhere"\n')
+    assert (finding().outcome, finding().text) == ("skipped", "no partition to look at")
 
 
 def test_ports_that_are_open(fresh_home: Path) -> None:

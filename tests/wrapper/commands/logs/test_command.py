@@ -9,7 +9,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,10 @@ import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
+from db.writer import catch_up
+from resihp.record.journal import AnyEntry, LeaderChosen
 from resihp.settings import Settings
+from tests.db.conftest import BEGAN, started, write_journal
 from wrapper.cli import app
 from wrapper.commands.logs import command
 from wrapper.exit_codes import exit_code_of
@@ -56,6 +59,22 @@ def test_the_end_of_a_rank(job: Job) -> None:
     lines = run("--rank", "3").stdout.splitlines()
     assert (len(lines), lines[0], lines[-1]) == (50, "rank 3 line 50", "rank 3 line 99")
     assert run(job.name, "--rank", "3", "-n", "2").stdout == "rank 3 line 98\nrank 3 line 99\n"
+
+
+def test_of_the_supervisors_logs_those_are_shown_whose_nodes_have_led(job: Job) -> None:
+    """A successor runs as a child of its node's agent, and writes where that writes."""
+
+    def succeeded() -> Iterator[tuple[AnyEntry, float]]:
+        yield started(), BEGAN
+        yield LeaderChosen(term=2, node="n2", host="h", how="elected", after=1), BEGAN + 1
+
+    assert run("--supervisor").stdout == "", "of a job without a ledger the first supervisor's alone"
+    write_journal(job.journal_file, succeeded())
+    catch_up("sqlite", job.folder, job.journal_file)
+    assert run("--supervisor").stdout.splitlines()[-1] == "fork server ready"
+    assert {path.name for path in command.files_of(job, command.Whose(supervisor=True))} == {
+        *("supervisor.log", "n2.agent.log")
+    }
 
 
 class Screen(io.StringIO):

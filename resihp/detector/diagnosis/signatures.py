@@ -1,8 +1,8 @@
-"""What a line of a worker's log or of the kernel's messages means: one row of `SIGNATURES` for each kind of line.
+"""The meaning of lines in a worker's log and in the kernel's messages: one row of `SIGNATURES` for each kind of line.
 
-Decides nothing about an incident (`diagnosis` does). A row is found by literal `needles` first, so that megabytes cost
-little, and is then confirmed by a pattern, which sees at most a few hundred characters around the needle and has
-bounded quantifiers only: no line takes more than linear time. The first row that matches a line is its meaning.
+Decides nothing about an incident (`diagnosis` does). A row is found by literal `needles` first, so that megabytes stay
+cheap, and is then confirmed by a pattern, which sees at most a few hundred characters around the needle and has
+bounded quantifiers only: no line takes more than linear time. The first row that matches a line gives its meaning.
 
 Texts are those of the Linux kernel, NVIDIA's driver (`xids`), CUDA's `cudaGetErrorString`, NCCL 2.1x-2.2x, gloo,
 PyTorch 2.x, Mellanox' mlx5 driver and Slurm 21-25. Status numbers of InfiniBand are libibverbs' `ibv_wc_status`: 5 work
@@ -25,31 +25,31 @@ Category = Literal[
 ]  # fmt: skip
 Component = Literal["process", "device", "node", "link", "script"]
 Tie = Literal["", "network", "storage", "memory", "moment", "silence", "nothing"]
-"""What an end must have to do with a line about a node's parts before the line explains it: a lost connection, a file,
-memory or a kill, the same moment, also that nobody said a word of its own; or nothing does. See `ties`."""
+"""Condition under which a line about a node's parts can explain an end: a lost connection, a file error, a memory error
+or kill, the same moment, or the same moment while no rank logged a reason of its own; "nothing": never. See `ties`."""
 
 
 class Depth(IntEnum):
-    """How near to a root cause a line is. Of lines of about the same time, the lowest tells the cause."""
+    """How near a line is to a root cause. Of lines of about the same time, the lowest depth gives the cause."""
 
     NAMED = 0
-    """Kernel, driver or Slurm name what failed."""
+    """Kernel, driver or Slurm name the part that failed."""
     TOLD = 1
-    """A library tells what was done to it."""
+    """A library reports what was done to it."""
     RAISED = 2
     """The program raised an exception of its own."""
     EXIT = 3
-    """Nothing but how the process ended."""
+    """Only how the process ended."""
     SIGN = 4
-    """Ends nothing by itself, or has several causes."""
+    """Ends nothing by itself, or has several possible causes."""
     TRANSFER = 5
-    """What was seen of a connection: the other end may be dead, or the path to it."""
+    """Observation of a connection: the other end may be dead, or the path to it."""
     AFTER = 6
-    """Follows from somebody else's end."""
+    """Follows from another process's end."""
 
 
 class Defaults(msgspec.Struct, frozen=True):
-    """What holds for a category where a row does not say otherwise."""
+    """Values that hold for a category unless a row overrides them."""
 
     component: Component
     blames: bool
@@ -57,7 +57,7 @@ class Defaults(msgspec.Struct, frozen=True):
     advice: str
 
 
-DEFAULTS: Mapping[Category, Defaults] = {
+CATEGORY_DEFAULTS: Mapping[Category, Defaults] = {
     "device": Defaults("device", True, 0.9, "drain the node, then dcgmi diag -r 3"),
     "link": Defaults("link", False, 0.6, "ibstat, ibdiagnet or ethtool -S at both ends; check cable and switch port"),
     "node": Defaults(
@@ -70,7 +70,7 @@ DEFAULTS: Mapping[Category, Defaults] = {
     "service": Defaults(
         "process", False, 0.8, "see whether the service answers, and can be reached from that node (curl -v URL)"
     ),
-    "program": Defaults("script", False, 0.8, "mend the training script; the worker's log holds the traceback"),
+    "program": Defaults("script", False, 0.8, "fix the training script; the worker's log has the traceback"),
     "allocation": Defaults("process", False, 0.9, "sacct -j JOB --format=State,ExitCode,DerivedExitCode,Comment"),
     "secondary": Defaults("link", False, 0.0, "look at the rank that ended first"),
     "unknown": Defaults("process", False, 0.3, "read the end of the worker's log, and dmesg -T on the node"),
@@ -78,9 +78,9 @@ DEFAULTS: Mapping[Category, Defaults] = {
 
 
 class Signature(msgspec.Struct, frozen=True):
-    """A kind of line. `words` end the sentence that the failed rank or node begins; named groups of the pattern may
-    stand in them. `raised`: only where the line ends a Python traceback. `node_wide`: written by the kernel or Slurm,
-    not by the process that it may be about."""
+    """A kind of line. `words`: end of the sentence that begins with the failed rank or node; may contain named groups
+    of the pattern. `raised`: only if the line ends a Python traceback. `node_wide`: written by the kernel or Slurm, not
+    by the process that it may concern."""
 
     kind: str
     category: Category
@@ -96,7 +96,7 @@ class Signature(msgspec.Struct, frozen=True):
     node_wide: bool = False
     tie: Tie = ""
     preceding: re.Pattern[str] | None = None
-    """Names what the line itself does not: looked for in the lines just before it."""
+    """Searched in the preceding lines for names that the line itself lacks."""
 
 
 def _row(
@@ -115,7 +115,7 @@ def _row(
     tie: Tie = "",
     preceding: str = "",
 ) -> Signature:
-    default = DEFAULTS[category]
+    default = CATEGORY_DEFAULTS[category]
     return Signature(
         kind=kind,
         category=category,
@@ -140,7 +140,9 @@ _BUS = r"(?:PCI:)?(?P<bus>[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2})"
 _PROCESS = r"(?P<pid>\d{1,10})"
 _FABRIC = "systemctl status nvidia-fabricmanager on the node"
 _OOM = "torch.cuda.memory_summary(); smaller micro-batches, more pipeline stages or recomputation"
-_OTHER_PORT = "ss -ltnp on the node shows who holds the port; let the system choose one (port 0), or name another"
+_OTHER_PORT = (
+    "ss -ltnp on the node shows the process that holds the port; let the system choose one (port 0), or name another"
+)
 _SHM = "df -h /dev/shm on the node; a larger /dev/shm, or fewer DataLoader workers"
 _BAD_ACCESS = "run again with CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer; if it repeats on this GPU: dcgmi diag -r 3"
 
@@ -148,11 +150,11 @@ _AER = ("AER: Uncorrect", "AER: Multiple Uncorrect", "severity=Uncorrect")
 _APEI = "[Hardware Error]: event severity:"
 _MACHINE_CHECK = ("Machine Check Exception", "Machine Check:")
 _UNCORRECTED = r"[2367abef][0-9a-f]{15}\b"
-"""The status of a bank of machine checks with bit 61 set (UC): not corrected."""
+"""Status of a machine-check bank with bit 61 set (UC): not corrected."""
 _LOCAL_DISK = r"(?!(?:fd|sr|loop|nbd|rbd|drbd|ram|zram)\d)\w"
-"""Begins the name of a block device that is a disk of this node: no floppy, CD, file, network or memory."""
+"""Beginning of a block device name of a disk in this node: no floppy, CD, file, network or memory device."""
 _NODES = r"[\w.-]{1,64}(?:[\w.,\[\]-]{0,400}[\w\]])?"
-"""A node, or a list of nodes as Slurm shortens it: `gpu-[18-19]`."""
+"""A node, or a list of nodes as Slurm abbreviates it: `gpu-[18-19]`."""
 _BEHIND_A_RANK = r"(?:\[?[\w<>,]{1,24}\]?: ?){0,2}"
 
 _KERNEL = (
@@ -238,7 +240,7 @@ _SLURM = (
     _row("preempted", "allocation", NAMED, "preempted by Slurm", "DUE TO PREEMPTION",
         advice="requeue, or a partition or QOS that is not preempted"),
     _row("node failure", "node", NAMED, "Slurm lost the node", ("DUE TO NODE FAILURE", "Node failure on "),
-        rf"NODE FAILURE|failure on (?P<node>{_NODES})", advice="scontrol show node; slurmctld's log tells why"),
+        rf"NODE FAILURE|failure on (?P<node>{_NODES})", advice="scontrol show node; slurmctld's log gives the reason"),
     _row("slurm oom", "memory", NAMED, "killed at the memory limit of its Slurm step", ("oom_kill event",
         "oom-kill event", ": Out Of Memory", " memory limit (", "cgroup out-of-memory handler"),
         r"Detected [1-9]\d{0,8} oom.kill|tasks? [\d,-]{1,64}: Out Of Memory|"
@@ -249,7 +251,7 @@ _SLURM = (
         certainty=0.4),
     _row("unkillable", "node", SIGN, "its processes did not end when Slurm killed them", "STEPD TERMINATED ON",
         r"TERMINATED ON (?P<node>[\w.-]{1,64}) AT .{1,40}NOT ENDING WITH SIGNALS", blames=False, certainty=0.4,
-        advice="ps -eo pid,stat,wchan:32,cmd on the node shows those in state D; dmesg -T what they wait for"),
+        advice="ps -eo pid,stat,wchan:32,cmd on the node shows processes in state D; dmesg -T the cause of the wait"),
     _row("gpus missing", "node", NAMED, "has fewer GPUs than Slurm is configured for ({counts})",
         ("count reported lower", "count too low"),
         rf"(?:(?:node|NodeName=) ?(?P<node>{_NODES}) .{{0,80}})?gres/gpu\S{{0,64}} count "
@@ -263,12 +265,12 @@ _SLURM = (
         advice="make --nodes and --nodelist of the step agree"),
     _row("epilog", "unknown", SIGN, "Slurm's epilog failed after the job ({why})", "epilog: error: ",
         r"epilog: error: (?P<why>[^\n]{1,160})", certainty=0.2,
-        advice="the site's operators: it is no cause of what came before"),
+        advice="tell the site's operators; the epilog runs after the job and did not end it"),
     _row("container", "unknown", SIGN, "its container could not be set up ({why})", ("error: pyxis: ", "spank_pyxis"),
         r"(?:error: pyxis: |spank_)(?P<why>[^\n]{1,160})", certainty=0.5,
         advice="read enroot's lines beside it; its folders on that node (ENROOT_DATA_PATH) have to be writable"),
     _row("cancelled", "allocation", TRANSFER, "cancelled", "CANCELLED AT ", certainty=0.6),
-    _row("task ended", "secondary", AFTER, "Slurm told of an end", ("srun: error: ", "srun: Job step aborted",
+    _row("task ended", "secondary", AFTER, "Slurm reported an end", ("srun: error: ", "srun: Job step aborted",
         "srun: Terminating StepId"), r"error: \S{1,64}: tasks? |srun: (?:Job step aborted|Terminating)"),
 )  # fmt: skip
 
@@ -286,14 +288,14 @@ _CUDA = (
         advice="compare CUDA_VISIBLE_DEVICES of the worker with nvidia-smi -L on the node"),
     _row("gpu busy", "device", TOLD, "GPU is held by another process", ("busy or unavailable",
         "CUDA_ERROR_DEVICE_UNAVAILABLE"), r"CUDA|cuda|Cuda", blames=False, certainty=0.6,
-        advice="nvidia-smi on the node shows who holds the GPU; end what an earlier job left"),
+        advice="nvidia-smi on the node shows the processes that hold the GPU; end those of an earlier job"),
     _row("fabric manager", "node", TOLD, "NVSwitch fabric is not configured", ("system not yet initialized",
         "CUDA_ERROR_SYSTEM_NOT_READY"), advice=_FABRIC),
     _row("driver mismatch", "node", TOLD, "driver and libraries of NVIDIA are of different versions",
         "Driver/library version mismatch", advice="drain the node, reboot it, or reload the driver"),
     _row("driver too old", "program", TOLD, "the program's CUDA is newer than the node's driver", (
         "CUDA driver version is insufficient", "NVIDIA driver on your system is too old"),
-        advice="nvidia-smi on the node shows what CUDA its driver can run; install a torch of that CUDA"),
+        advice="nvidia-smi on the node shows the CUDA that its driver supports; install a torch built for it"),
     _row("nvml unknown", "device", TOLD, "GPU is not visible to its driver",
         ("Failed to initialize NVML: Unknown Error", "NVML: GPU is lost"), blames=False, certainty=0.6,
         advice="nvidia-smi on the node, outside of any container; a container may have lost its devices"),
@@ -328,7 +330,7 @@ _CUDA = (
 )  # fmt: skip
 
 _FATAL = r"\b(?:port error|(?:device|QP|WQ) fatal|CQ error|catastrophic error|local work queue|local access violation)"
-"""Of the words of `ibv_event_type_str` those after which an adapter, a port or a queue pair does not work."""
+"""Those words of `ibv_event_type_str` after which an adapter, a port or a queue pair does not work."""
 _IB = r"(?:from peer (?P<peer>[^\s<]{1,64})\S{0,16} )?with (?:status=|error )(?:\w{1,32}\()?"
 _NCCL = (
     _row("ib flushed", "secondary", AFTER, "work requests were flushed after an error", "Got completion",
@@ -401,7 +403,7 @@ _HOST = (
         "EADDRINUSE", "another process is utilizing it"), component="process", advice=_OTHER_PORT),
     _row("heap", "program", TOLD, "the program damaged its own memory", ("double free or corruption", "free(): invalid",
         "malloc(): ", "corrupted size vs"), component="process"),
-    # faulthandler says "Aborted" of any abort, and so of NCCL's watchdog: that is how it ended, not why.
+    # faulthandler says "Aborted" of any abort, and so of NCCL's watchdog: that is how it ended, not the cause.
     _row("fatal python", "program", TOLD, "the interpreter crashed", "Fatal Python error: ",
         "Fatal Python error: (?!Aborted)", component="process", certainty=0.5),
 )  # fmt: skip
@@ -414,8 +416,8 @@ _SECONDARY = (
         "for send operation to complete", "waiting for clients", "Socket Timeout", "wait timeout after",
         "client socket has timed out", "connectFullMesh failed", "in store based barrier", "RendezvousTimeoutError",
         "failed to pass monitoredBarrier", "monitoredBarrier, but received errors")),
-    _row("interrupted transfer", "secondary", AFTER, "stopped waiting when it was told to", "CommunicatorError"),
-    _row("launcher", "secondary", AFTER, "its launcher told of an end", ("ChildFailedError", "closing signal SIGTERM",
+    _row("interrupted transfer", "secondary", AFTER, "stopped waiting on request", "CommunicatorError"),
+    _row("launcher", "secondary", AFTER, "its launcher reported an end", ("ChildFailedError", "closing signal SIGTERM",
         "failed (exitcode:")),
 )  # fmt: skip
 
@@ -441,7 +443,7 @@ _PROGRAM = (
         advice="df, mount and stat of the path on that node; ask the storage's operators"),
     _row("service failed", "service", TOLD, "raised {error}", (), raised=True),
     _row("connection failed", "program", TRANSFER, "raised {error}", (), raised=True,
-        advice="see whether what it connects to runs, and can be reached from that node"),
+        advice="check that the service it connects to runs, and can be reached from that node"),
     _row("exception", "program", RAISED, "raised {error}", "", raised=True),
 )  # fmt: skip
 
@@ -450,7 +452,7 @@ SIGNATURES: tuple[Signature, ...] = (
     *(*_CUDA, *_NCCL, *_HOST, *_SECONDARY, *_PROGRAM),
 )
 KERNEL_KINDS = frozenset(row.kind for row in _KERNEL)
-"""Only the kernel writes such lines: in the log of a program they are quoted."""
+"""Kinds that only the kernel writes: in a program's log they are quotations."""
 _BY_KIND = {signature.kind: signature for signature in SIGNATURES}
 EXCEPTION, CONNECTION_FAILED, PEER_CLOSED = (_BY_KIND[k] for k in ("exception", "connection failed", "peer closed"))
 FILE_MISSING, STORAGE_FAILED, SERVICE_FAILED, NO_GPU = (
@@ -469,7 +471,7 @@ USUALLY_THE_PROGRAM = frozenset(
     }
     | {"exit -4", "exit -7", "exit -8", "exit -11"}
 )
-"""Kinds that are the application's by experience, and the device's where one device does it again and again."""
+"""Kinds that usually come from the application, but from the device if one device shows them repeatedly."""
 
 
 def _of_xid(xid: Xid) -> Signature:
@@ -495,13 +497,14 @@ _XIDS = {f"xid {code}": _of_xid(xid) for code, xid in XIDS.items()}
 
 
 def xid_of(code: int) -> Xid:
-    """The catalogue's row; for a code that it lacks, one that names the number and blames nobody."""
+    """Return the catalogue's row; for a code that it lacks, a row with the number and without blame."""
     return XIDS.get(code) or Xid(code, "", "an Xid that NVIDIA's catalogue does not list", "", "sign")
 
 
 def signature_of(kind: str) -> Signature | None:
-    """The row of a clue's kind; None for one that another version knows. `xid 79` and the like are rows too."""
-    found = _BY_KIND.get(kind) or _XIDS.get(kind)
-    if found is None and kind.startswith("xid ") and kind[4:].isascii() and kind[4:].isdigit():
+    """Return the row of a clue's kind, including `xid 79` and the like; None for a kind of another version of
+    resihp."""
+    signature = _BY_KIND.get(kind) or _XIDS.get(kind)
+    if signature is None and kind.startswith("xid ") and kind[4:].isascii() and kind[4:].isdigit():
         return _of_xid(xid_of(int(kind[4:])))
-    return found
+    return signature

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from resihp.detector.offline.analysis import SpeedChange, Where
-from resihp.detector.sequential.densities import DECILES, Floats
+from resihp.detector.sequential.densities import DECILE_RANGE_SIGMAS, Floats
 
 State = Literal["healthy", "slow", "excused"]
 
@@ -158,7 +158,7 @@ class Background:
 
     def _measure(self, rest: Floats) -> None:
         low, high = np.quantile(rest, (0.1, 0.9))
-        self.noise = max(float(high - low) / DECILES, STEADIEST)
+        self.noise = max(float(high - low) / DECILE_RANGE_SIGMAS, STEADIEST)
         clipped = np.clip(rest, -3 * self.noise, 3 * self.noise)
         rho = float(clipped[1:] @ clipped[:-1]) / max(float(clipped @ clipped), 1e-12)
         self.correlation = min(max(rho + (1 + 4 * rho) / rest.size, 0.0), 0.9)

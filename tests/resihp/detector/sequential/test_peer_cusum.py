@@ -225,7 +225,7 @@ def test_a_pardon_becomes_longer_each_time_but_not_without_end() -> None:
 
 def test_what_is_known_to_be_slow_is_no_news_but_its_recovery_is() -> None:
     series = Series(8)
-    series.test = PeerTest(np.zeros(8), known={2: 0.3})
+    series.test = PeerTest(np.zeros(8), known_shifts={2: 0.3})
     series.offsets[2] = 0.3
     assert series.run(100) == []
     assert series.test.slow == (2,)

@@ -13,7 +13,7 @@ import pytest
 from resihp.detector.offline.analysis import Analysis, SpeedChange, as_json
 from resihp.detector.offline.iteration_model import IterationModel, Point
 from resihp.detector.offline.series import (
-    SKIPPED,
+    SKIPPED_ITERATIONS,
     SeriesDetector,
     TimedRun,
     _healthy_seconds,
@@ -359,7 +359,7 @@ def test_healthy_times_are_found_in_one_pass_however_many_slow_downs_there_were(
     found = _healthy_seconds(many, events)
     assert time.process_time() - began < 2.0
     wrong = {i for event in events if event.verdict != "recovered" for i in range(event.iteration, event.end or 40_000)}
-    expected = [p.seconds for p in many[SKIPPED:] if p.seconds > 0 and p.iteration not in wrong]
+    expected = [p.seconds for p in many[SKIPPED_ITERATIONS:] if p.seconds > 0 and p.iteration not in wrong]
     assert list(found) == expected
 
 

@@ -179,9 +179,9 @@ def _of_log(clues: Sequence[Clue], report: Report) -> list[Candidate]:
 def _was_survived(clue: Clue, signature: Signature, report: Report, decisive: Clue | None) -> bool:
     """Whether a line of a log did not end its process. Most lines that a library logs are survived.
 
-    A process that raised a telling exception was ended by that; one killed by somebody else's signal, by that signal;
-    and a line long before the end, as the output in between shows, did not end it. A device or a node is never blamed
-    for a line that was only logged, but may be for one that was raised, in Python or in C++ that then aborted.
+    A process that raised a conclusive exception was ended by that; one killed by another process's signal, by that
+    signal; and a line long before the end, as the output in between shows, did not end it. A device or a node is never
+    blamed for a line that was only logged, but may be for one that was raised, in Python or in C++ that then aborted.
     """
     if not report.ended or signature.depth > Depth.RAISED:
         return False
@@ -346,7 +346,7 @@ CRASH_SIGNALS: Mapping[int, tuple[Category, str, str]] = {
 
 
 def _of_end(report: Report, own: Sequence[Signature], ended_by_slurm: bool) -> Candidate | None:
-    """Return how a rank ended as a candidate, unless its own log or somebody else's order explains it."""
+    """Return how a rank ended as a candidate, unless its own log or another party's order explains it."""
     if not report.ended:
         return None
     status = report.exit

@@ -68,7 +68,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     79`, `nccl remote`, `exit -9`); `advice`: the next step or command; `evidence`: the log lines.
 
     `blames_node`: the node or a part of it caused the failure, not the program and not the other end of a connection.
-    `secondary`: all lines only follow from somebody else's end. `ranks`: ranks that the cause concerns; `node`,
+    `secondary`: all lines only follow from another process's end. `ranks`: ranks that the cause concerns; `node`,
     `device`: their place, even if it is not blamed. `at`: time in seconds since 1970, if known. `certainty`: of the
     category, 0 to 1; a rule of thumb (`signatures`), not measured.
     """
@@ -262,7 +262,7 @@ class _Verdict:
         cause = f"{_rank_list(self.ranks)}: {self._words()}"
         if len(devices) == 1 and single.device is not None:
             return single.but(cause=cause, ranks=self.ranks)
-        if self.root.signature.depth != Depth.TOLD:
+        if self.root.signature.depth != Depth.REPORTED:
             return single
         return self._of_all(single, cause).but(device=None, blames_node=False)
 

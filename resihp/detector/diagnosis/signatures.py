@@ -34,7 +34,7 @@ class Depth(IntEnum):
 
     NAMED = 0
     """Kernel, driver or Slurm name the part that failed."""
-    TOLD = 1
+    REPORTED = 1
     """A library reports what was done to it."""
     RAISED = 2
     """The program raised an exception of its own."""
@@ -133,8 +133,8 @@ def _row(
     )
 
 
-NAMED, TOLD, RAISED, SIGN, TRANSFER, AFTER = (
-    *(Depth.NAMED, Depth.TOLD, Depth.RAISED, Depth.SIGN, Depth.TRANSFER, Depth.AFTER),
+NAMED, REPORTED, RAISED, SIGN, TRANSFER, AFTER = (
+    *(Depth.NAMED, Depth.REPORTED, Depth.RAISED, Depth.SIGN, Depth.TRANSFER, Depth.AFTER),
 )
 _BUS = r"(?:PCI:)?(?P<bus>[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2})"
 _PROCESS = r"(?P<pid>\d{1,10})"
@@ -204,10 +204,10 @@ _KERNEL = (
         ("Out of memory: Kill", "Out of memory (oom_kill", "oom-kill:constraint="),
         rf"(?:of memory.{{0,40}}: Kill(?:ed)? process |CONSTRAINT_(?!MEMCG).{{0,400}},pid=){_PROCESS}",
         advice="ask for the node's memory as a whole (--mem=0 --exclusive), or use less", tie="memory"),
-    _row("kernel segfault", "program", TOLD, "ended by a segmentation fault", "segfault at ",
+    _row("kernel segfault", "program", REPORTED, "ended by a segmentation fault", "segfault at ",
         rf"\[{_PROCESS}\]: segfault at", component="process", certainty=0.5,
         advice="PYTHONFAULTHANDLER=1 shows where; if it repeats on this node: dcgmi diag -r 3"),
-    _row("kernel trap", "program", TOLD, "ended by a processor exception", ("general protection",
+    _row("kernel trap", "program", REPORTED, "ended by a processor exception", ("general protection",
         "trap invalid opcode"), rf"\[{_PROCESS}\]", component="process", certainty=0.5),
     _row("port down", "link", NAMED, "network port went down", ("Link down", "NIC Link is",
         "link status definitely down", "Cable unplugged"), r"mlx5|NIC Link is [Dd]own|bond\w{0,8}: |Port module",
@@ -257,7 +257,7 @@ _SLURM = (
         rf"(?:(?:node|NodeName=) ?(?P<node>{_NODES}) .{{0,80}})?gres/gpu\S{{0,64}} count "
         r"(?:reported lower than configured|too low) \((?P<counts>\d{1,4} < \d{1,4})\)", certainty=0.8,
         advice="nvidia-smi -L and dmesg -T on the node; after the repair scontrol update NodeName=NODE State=RESUME"),
-    _row("srun ports", "allocation", TOLD, "srun could not open a port ({why})", "slurm_init_msg_engine_port",
+    _row("srun ports", "allocation", REPORTED, "srun could not open a port ({why})", "slurm_init_msg_engine_port",
         r"slurm_init_msg_engine_ports? error:? ?(?P<why>[^\n]{1,80})", certainty=0.7,
         advice="ss -tan on that node shows which ports are taken; a larger SrunPortRange in slurm.conf"),
     _row("nodes left out", "allocation", SIGN, "srun left out nodes: its list names more than it may use ({counts})",
@@ -275,47 +275,50 @@ _SLURM = (
 )  # fmt: skip
 
 _CUDA = (
-    _row("cuda ecc", "device", TOLD, "GPU memory had an uncorrectable error", ("uncorrectable ECC error encountered",
+    _row("cuda ecc", "device", REPORTED, "GPU memory had an uncorrectable error",
+        ("uncorrectable ECC error encountered",
         "CUDA_ERROR_ECC_UNCORRECTABLE")),
-    _row("cuda nvlink", "link", TOLD, "NVLink had an uncorrectable error", ("uncorrectable NVLink error",
+    _row("cuda nvlink", "link", REPORTED, "NVLink had an uncorrectable error", ("uncorrectable NVLink error",
         "CUDA_ERROR_NVLINK_UNCORRECTABLE", "GPU memory over nvlink"), blames=True, certainty=0.8,
         advice="drain the node; nvidia-smi nvlink -e, dcgmi diag -r 3"),
-    _row("gpu lost", "device", TOLD, "GPU is lost to its driver", ("GPU is lost",
+    _row("gpu lost", "device", REPORTED, "GPU is lost to its driver", ("GPU is lost",
         "Unable to determine the device handle")),
     # A wrong CUDA_VISIBLE_DEVICES hides all devices as well.
-    _row("no gpu", "unknown", TOLD, "sees no GPU", ("CUDA_ERROR_NO_DEVICE", "no CUDA-capable device",
+    _row("no gpu", "unknown", REPORTED, "sees no GPU", ("CUDA_ERROR_NO_DEVICE", "no CUDA-capable device",
         "No CUDA GPUs are available"), component="device", certainty=0.5,
         advice="compare CUDA_VISIBLE_DEVICES of the worker with nvidia-smi -L on the node"),
-    _row("gpu busy", "device", TOLD, "GPU is held by another process", ("busy or unavailable",
+    _row("gpu busy", "device", REPORTED, "GPU is held by another process", ("busy or unavailable",
         "CUDA_ERROR_DEVICE_UNAVAILABLE"), r"CUDA|cuda|Cuda", blames=False, certainty=0.6,
         advice="nvidia-smi on the node shows the processes that hold the GPU; end those of an earlier job"),
-    _row("fabric manager", "node", TOLD, "NVSwitch fabric is not configured", ("system not yet initialized",
+    _row("fabric manager", "node", REPORTED, "NVSwitch fabric is not configured", ("system not yet initialized",
         "CUDA_ERROR_SYSTEM_NOT_READY"), advice=_FABRIC),
-    _row("driver mismatch", "node", TOLD, "driver and libraries of NVIDIA are of different versions",
+    _row("driver mismatch", "node", REPORTED, "driver and libraries of NVIDIA are of different versions",
         "Driver/library version mismatch", advice="drain the node, reboot it, or reload the driver"),
-    _row("driver too old", "program", TOLD, "the program's CUDA is newer than the node's driver", (
+    _row("driver too old", "program", REPORTED, "the program's CUDA is newer than the node's driver", (
         "CUDA driver version is insufficient", "NVIDIA driver on your system is too old"),
         advice="nvidia-smi on the node shows the CUDA that its driver supports; install a torch built for it"),
-    _row("nvml unknown", "device", TOLD, "GPU is not visible to its driver",
+    _row("nvml unknown", "device", REPORTED, "GPU is not visible to its driver",
         ("Failed to initialize NVML: Unknown Error", "NVML: GPU is lost"), blames=False, certainty=0.6,
         advice="nvidia-smi on the node, outside of any container; a container may have lost its devices"),
-    _row("illegal access", "program", TOLD, "GPU memory was accessed illegally",
+    _row("illegal access", "program", REPORTED, "GPU memory was accessed illegally",
         ("an illegal memory access was encountered", "CUDA_ERROR_ILLEGAL_ADDRESS"), advice=_BAD_ACCESS),
-    _row("device assert", "program", TOLD, "an assertion failed in a kernel of the program",
+    _row("device assert", "program", REPORTED, "an assertion failed in a kernel of the program",
         ("device-side assert triggered", "CUDA_ERROR_ASSERT", "Assertion `"), r"assert triggered|_ASSERT|thread: \[",
         certainty=0.95, advice="an index out of range, as a rule: run again with CUDA_LAUNCH_BLOCKING=1"),
-    _row("launch failure", "program", TOLD, "a kernel crashed on the GPU", ("unspecified launch failure",
+    _row("launch failure", "program", REPORTED, "a kernel crashed on the GPU", ("unspecified launch failure",
         "CUDA_ERROR_LAUNCH_FAILED"), certainty=0.6, advice=_BAD_ACCESS),
-    _row("bad kernel", "program", TOLD, "a kernel used a misaligned address or an illegal instruction", (
+    _row("bad kernel", "program", REPORTED, "a kernel used a misaligned address or an illegal instruction", (
         "misaligned address", "an illegal instruction was encountered", "invalid program counter",
         "hardware stack error", "CUDA_ERROR_MISALIGNED_ADDRESS", "CUDA_ERROR_ILLEGAL_INSTRUCTION"), r"CUDA|[Cc]uda",
         certainty=0.6, advice=_BAD_ACCESS),
-    _row("launch timeout", "device", TOLD, "a kernel did not end in time", ("the launch timed out and was terminated",
+    _row("launch timeout", "device", REPORTED, "a kernel did not end in time",
+        ("the launch timed out and was terminated",
         "CUDA_ERROR_LAUNCH_TIMEOUT"), blames=False, certainty=0.5),
-    _row("no kernel", "program", TOLD, "the program was built for another GPU", ("no kernel image is available",
+    _row("no kernel", "program", REPORTED, "the program was built for another GPU", ("no kernel image is available",
         "CUDA_ERROR_NO_BINARY_FOR_GPU", "invalid device function"),
         advice="rebuild it with this GPU in TORCH_CUDA_ARCH_LIST"),
-    _row("gpu memory", "memory", TOLD, "GPU memory was exhausted", ("CUDA out of memory", "CUDA error: out of memory",
+    _row("gpu memory", "memory", REPORTED, "GPU memory was exhausted", ("CUDA out of memory",
+        "CUDA error: out of memory",
         "CUDA_ERROR_OUT_OF_MEMORY", "'out of memory'", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED",
         "CUDA driver error: out of memory", "[CUDA]: out of memory", "HIP out of memory",
         "cudaErrorMemoryAllocation", "cupy.cuda.memory.OutOfMemoryError",
@@ -338,19 +341,21 @@ _NCCL = (
     _row("ib retry exceeded", "link", TRANSFER, "transfers to its peer were not acknowledged", "Got completion",
         rf"{_IB}1[23]\b|vendor err 129"),
     _row("ib completion", "link", TRANSFER, "a transfer failed", ("NET/IB : Got completion", "NET/IB: Got completion")),
-    _row("ib event", "link", TOLD, "network adapter reported an error", ("sync event", "sync fatal event"),
+    _row("ib event", "link", REPORTED, "network adapter reported an error", ("sync event", "sync fatal event"),
         rf"(?i)\basync fatal event(?! on SRQ)|\basync event.{{0,24}}?{_FATAL}",
         blames=True, certainty=0.7, tie="network"),
     _row("ib no path", "link", TRANSFER, "no connection to its peer could be made", ("ibv_modify_qp failed",
         "NET/OFI Request", "No route to host", "Network is unreachable")),
-    _row("ib locked memory", "memory", TOLD, "no memory could be registered with the network adapter", ("ibv_reg_mr",
+    _row("ib locked memory", "memory", REPORTED, "no memory could be registered with the network adapter",
+        ("ibv_reg_mr",
         "ibv_create_cq"), "Cannot allocate memory", advice="ulimit -l unlimited for slurmd (LimitMEMLOCK=infinity)"),
-    _row("shm full", "memory", TOLD, "/dev/shm is full", ("/dev/shm", "shared memory", "</torch_", "posix_fallocate"),
+    _row("shm full", "memory", REPORTED, "/dev/shm is full", ("/dev/shm", "shared memory", "</torch_",
+        "posix_fallocate"),
         r"No space left on device|failed to extend /dev/shm|insufficient shared memory|out of shared memory|"
         r"unable to write to file </torch_|while creating shared memory segment",
         advice=_SHM),
-    _row("nccl usage", "program", TOLD, "NCCL was used wrongly", ("ncclInvalidUsage", "ncclInvalidArgument")),
-    _row("collective mismatch", "program", TOLD, "ranks called different collectives",
+    _row("nccl usage", "program", REPORTED, "NCCL was used wrongly", ("ncclInvalidUsage", "ncclInvalidArgument")),
+    _row("collective mismatch", "program", REPORTED, "ranks called different collectives",
         ("Detected mismatch between collectives", "ran into a mismatch of collectives")),
     _row("ras mismatch", "unknown", SIGN, "ranks were at different collectives (NCCL RAS)", "ommunicator ranks have",
         r"ranks have different (?:\w{1,24} operation counts|status)", certainty=0.4,
@@ -375,36 +380,40 @@ _NCCL = (
 )  # fmt: skip
 
 _HOST = (
-    _row("loader bus error", "memory", TOLD, "a DataLoader worker found /dev/shm full", "DataLoader worker (pid",
+    _row("loader bus error", "memory", REPORTED, "a DataLoader worker found /dev/shm full", "DataLoader worker (pid",
         "Bus error", advice=_SHM),
-    _row("loader segfault", "program", TOLD, "a DataLoader worker crashed", "DataLoader worker (pid",
+    _row("loader segfault", "program", REPORTED, "a DataLoader worker crashed", "DataLoader worker (pid",
         "Segmentation fault|Aborted"),
-    _row("loader killed", "memory", TOLD, "a DataLoader worker was killed, most likely for memory",
+    _row("loader killed", "memory", REPORTED, "a DataLoader worker was killed, most likely for memory",
         "DataLoader worker (pid", "killed by signal: Killed", certainty=0.7),
     _row("loader ended", "unknown", SIGN, "a DataLoader worker ended", "DataLoader worker (pid", "exited unexpectedly"),
-    _row("disk full", "storage", TOLD, "a disk is full", ("No space left on device", "Errno 28"), certainty=0.9),
-    _row("quota", "storage", TOLD, "a disk quota is used up", ("Disk quota exceeded", "Errno 122"),
+    _row("disk full", "storage", REPORTED, "a disk is full", ("No space left on device", "Errno 28"), certainty=0.9),
+    _row("quota", "storage", REPORTED, "a disk quota is used up", ("Disk quota exceeded", "Errno 122"),
         advice="quota -s, or lfs quota, of the folder's owner"),
-    _row("stale handle", "storage", TOLD, "a file handle went stale (network file system)", (
+    _row("stale handle", "storage", REPORTED, "a file handle went stale (network file system)", (
         "Stale file handle", "Errno 116"), advice="mount and stat of the folder on that node; remount it"),
-    _row("io error", "storage", TOLD, "reading or writing a file failed", ("Input/output error", "Errno 5]",
+    _row("io error", "storage", REPORTED, "reading or writing a file failed", ("Input/output error", "Errno 5]",
         "Remote I/O error", "Errno 121")),
-    _row("mount gone", "storage", TOLD, "a file system is gone or read-only", ("Transport endpoint is not connected",
+    _row("mount gone", "storage", REPORTED, "a file system is gone or read-only",
+        ("Transport endpoint is not connected",
         "Read-only file system"), advice="mount and dmesg -T on that node; remount it"),
-    _row("broken file", "storage", TOLD, "a file is incomplete", ("failed reading zip archive", "failed writing file",
+    _row("broken file", "storage", REPORTED, "a file is incomplete", ("failed reading zip archive",
+        "failed writing file",
         "The file might be corrupted", "unexpected EOF, expected", "MetadataIncompleteBuffer",
         "pickle data was truncated")),
-    _row("no host memory", "memory", TOLD, "host memory was exhausted", ("DefaultCPUAllocator: can't allocate",
+    _row("no host memory", "memory", REPORTED, "host memory was exhausted", ("DefaultCPUAllocator: can't allocate",
         "DefaultCPUAllocator: not enough", "std::bad_alloc", "MemoryError", "Cannot allocate memory"),
         r"(?<!\w)(?!OutOfMemoryError: out of resource)\w{0,40}MemoryError\b|Default|bad_alloc|Cannot allocate"),
-    _row("open files", "program", TOLD, "too many files were open", ("Too many open files", "items of ancdata"),
+    _row("open files", "program", REPORTED, "too many files were open", ("Too many open files", "items of ancdata"),
         advice="ulimit -n on the nodes, or fewer files"),
-    _row("port in use", "program", TOLD, "the port it tried to listen on is already in use", ("Address already in use",
+    _row("port in use", "program", REPORTED, "the port it tried to listen on is already in use",
+        ("Address already in use",
         "EADDRINUSE", "another process is utilizing it"), component="process", advice=_OTHER_PORT),
-    _row("heap", "program", TOLD, "the program damaged its own memory", ("double free or corruption", "free(): invalid",
+    _row("heap", "program", REPORTED, "the program damaged its own memory", ("double free or corruption",
+        "free(): invalid",
         "malloc(): ", "corrupted size vs"), component="process"),
     # faulthandler says "Aborted" of any abort, and so of NCCL's watchdog: that is how it ended, not the cause.
-    _row("fatal python", "program", TOLD, "the interpreter crashed", "Fatal Python error: ",
+    _row("fatal python", "program", REPORTED, "the interpreter crashed", "Fatal Python error: ",
         "Fatal Python error: (?!Aborted)", component="process", certainty=0.5),
 )  # fmt: skip
 
@@ -439,9 +448,9 @@ _PROGRAM = (
     _row("file missing", "program", RAISED, "raised {error}", ("FileNotFoundError", "PermissionError",
         "NotADirectoryError"), raised=True, advice="ls -l of the path on that node, and on one where it works"),
     _row("interrupted", "allocation", RAISED, "interrupted from the keyboard", "KeyboardInterrupt", raised=True),
-    _row("storage failed", "storage", TOLD, "raised {error}", (), raised=True,
+    _row("storage failed", "storage", REPORTED, "raised {error}", (), raised=True,
         advice="df, mount and stat of the path on that node; ask the storage's operators"),
-    _row("service failed", "service", TOLD, "raised {error}", (), raised=True),
+    _row("service failed", "service", REPORTED, "raised {error}", (), raised=True),
     _row("connection failed", "program", TRANSFER, "raised {error}", (), raised=True,
         advice="check that the service it connects to runs, and can be reached from that node"),
     _row("exception", "program", RAISED, "raised {error}", "", raised=True),

@@ -1,8 +1,8 @@
 """Decides whether a line about a node's network, disks or file servers can have led to its processes' ends.
 
 A port that is down, or a file server that does not answer, is the cause only if a process lost a connection or a file,
-or hung: never if the process was killed by somebody, and never if it failed for a reason of its own. Called by
-`candidates`. Pure.
+or hung: never if the process was killed by a signal from outside, and never if it failed for a reason of its own.
+Called by `candidates`. Pure.
 """
 
 from __future__ import annotations

@@ -273,7 +273,7 @@ def detect_ranks(ranks: Mapping[int, Sequence[Point]], *, run: int = 0) -> tuple
         for rank in ranks
         if sum(rank in row for row in rows.values()) > SKIPPED_ITERATIONS
     }
-    everybody = SeriesDetector(run=run, false_alarms_per=NOTICED_PER)
+    whole_job = SeriesDetector(run=run, false_alarms_per=NOTICED_PER)
     detectors = {
         rank: SeriesDetector(
             run=run, where=Where(rank=rank), least=MIN_PEER_CHANGE, false_alarms_per=NOTICED_PER * len(nature)
@@ -290,7 +290,7 @@ def detect_ranks(ranks: Mapping[int, Sequence[Point]], *, run: int = 0) -> tuple
             continue
         # Of an even number, the faster of the middle two: one slow rank of two must not make the other look fast.
         common = commons[iteration] = sorted(row.values())[(len(row) - 1) // 2]
-        everybody.update(Point(iteration, math.exp(typical + common)))
+        whole_job.update(Point(iteration, math.exp(typical + common)))
         if len(row) > 1:
             for rank, deviation in row.items():
                 detectors[rank].update(Point(iteration, math.exp(nature[rank] + deviation - common)))
@@ -301,12 +301,12 @@ def detect_ranks(ranks: Mapping[int, Sequence[Point]], *, run: int = 0) -> tuple
         events = [
             event for detector in detectors.values() for event in detector.judged(among=len(detectors), less=shifts)
         ]
-        whole = everybody.judged(less={iteration: -shift for iteration, shift in shifts.items()})
+        whole = whole_job.judged(less={iteration: -shift for iteration, shift in shifts.items()})
     else:
-        whole = everybody.judged()
+        whole = whole_job.judged()
     events = whole + together(_without_falls(events))
     events.sort(key=lambda event: (event.detected_at, event.iteration))
-    return events, "peers" if len(nature) > 1 else everybody.known
+    return events, "peers" if len(nature) > 1 else whole_job.known
 
 
 def analyse(kind: Kind, runs: Sequence[TimedRun], remarks: Sequence[str] = ()) -> Analysis:

@@ -39,7 +39,7 @@ from resihp.detector.online.link_channel import Links, LinkTest
 from resihp.detector.online.plan_arrays import MAX_CHUNK_S, Stacked, Sums
 from resihp.detector.online.predictor import Predictor
 from resihp.detector.online.rank_channel import RankTest
-from resihp.detector.sequential.shifts import Pardon
+from resihp.detector.sequential.shifts import Cooldown
 from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.plan import Plan
 from resihp.pipeline.timeline import Orders
@@ -101,7 +101,7 @@ class Monitor:
         self._confirmed: dict[int, float] = {}
         self._expected = True
         """Whether the expected iteration time includes everything known of slow ranks and links."""
-        self._pardons: dict[int, Pardon] = {}
+        self._cooldowns: dict[int, Cooldown] = {}
         """Cooldowns of ranks that a probe found healthy; expired ones keep their patience."""
 
     # --- plans ------------------------------------------------------------------------------------------------------
@@ -121,10 +121,10 @@ class Monitor:
         self._frame = frame
         self._slow = {rank: shift for rank, shift in self._slow.items() if rank in frame.present}
         self._confirmed = {rank: speed for rank, speed in self._confirmed.items() if rank in self._slow}
-        self._pardons = {rank: pardon for rank, pardon in self._pardons.items() if rank in frame.present}
+        self._cooldowns = {rank: cooldown for rank, cooldown in self._cooldowns.items() if rank in frame.present}
         self._slow_links = {link: shift for link, shift in self._slow_links.items() if frame.present.issuperset(link)}
         self._ranks = RankTest(frame.stacked, self._false_alarms_per, self._patience, self._least, wandering)
-        self._ranks.begin(self._slow, self._pardons)
+        self._ranks.begin(self._slow, self._cooldowns)
         self._links = LinkTest(frame.links, self._slow_links, self._false_alarms_per, self._patience, self._least)
         self._between = BetweenNodes(self._links, false_alarms_per=self._false_alarms_per, patience=self._patience)
         self._beside = Beside(
@@ -413,7 +413,7 @@ class Monitor:
         self._remember()
         frame.revision = self.predictor.revision
         frame.beside_s = float(np.median(frame.beside)) if frame.beside else 0.0
-        self._ranks.begin(self._slow, self._pardons)
+        self._ranks.begin(self._slow, self._cooldowns)
         self._expect()
         self._whole.begin(self._carried_over(frame))
         self._before = -math.inf
@@ -559,7 +559,7 @@ class Monitor:
         own = frame.stacked.row
         self._slow = {rank: shift for rank, shift in self._slow.items() if rank not in own} | self._ranks.slow
         self._confirmed = {rank: speed for rank, speed in self._confirmed.items() if rank in self._slow}
-        self._pardons |= self._ranks.pardons
+        self._cooldowns |= self._ranks.cooldowns
         names = self._links.names
         self._slow_links = {n: shift for n, shift in self._slow_links.items() if n not in names} | self._links.slow
 

@@ -17,7 +17,7 @@ import numpy as np
 from resihp.detector.findings import Finding, RankStanding
 from resihp.detector.observation import Floats
 from resihp.detector.online.plan_arrays import Stacked
-from resihp.detector.sequential.peer_cusum import Pardon, PeerTest, Shift
+from resihp.detector.sequential.peer_cusum import Cooldown, PeerTest, Shift
 
 ALIKE_SHARE = 0.6
 """A rank with at least this share of the largest shift in its group cannot be distinguished from the slowest one."""
@@ -40,20 +40,22 @@ class RankTest:
         """Iteration in which each rank that was slow recovered."""
         self.test = self._begun({}, {}, wandering)
 
-    def begin(self, known_shifts: Mapping[int, float], pardons: Mapping[int, Pardon]) -> None:
+    def begin(self, known_shifts: Mapping[int, float], cooldowns: Mapping[int, Cooldown]) -> None:
         """Learn levels anew, except how far healthy ranks wander.
 
-        `known_shifts`: log shifts that were already reported, by rank; `pardons`: cooldowns of ranks that were measured
-        to be healthy in spite of their shift.
+        `known_shifts`: log shifts that were already reported, by rank; `cooldowns`: cooldowns of ranks that were
+        measured to be healthy in spite of their shift.
         """
-        self.test = self._begun(known_shifts, pardons, self.test.wandering)
+        self.test = self._begun(known_shifts, cooldowns, self.test.wandering)
 
-    def _begun(self, known_shifts: Mapping[int, float], pardons: Mapping[int, Pardon], wandering: float) -> PeerTest:
+    def _begun(
+        self, known_shifts: Mapping[int, float], cooldowns: Mapping[int, Cooldown], wandering: float
+    ) -> PeerTest:
         row = self._stacked.row
         return PeerTest(
             self._stacked.group,
             known_shifts={row[rank]: shift for rank, shift in known_shifts.items() if rank in row},
-            pardons={row[rank]: pardon for rank, pardon in pardons.items() if rank in row},
+            cooldowns={row[rank]: cooldown for rank, cooldown in cooldowns.items() if rank in row},
             least=self._least,
             false_alarms_per=self._false_alarms_per,
             patience=self._patience,
@@ -67,9 +69,9 @@ class RankTest:
         return {int(ranks[row]): self.test.shift(row) for row in self.test.slow}
 
     @property
-    def pardons(self) -> dict[int, Pardon]:
+    def cooldowns(self) -> dict[int, Cooldown]:
         """Cooldown of each rank that a measurement has cleared."""
-        return {int(self._stacked.ranks[row]): pardon for row, pardon in self.test.pardons.items()}
+        return {int(self._stacked.ranks[row]): cooldown for row, cooldown in self.test.cooldowns.items()}
 
     def update(self, iteration: int, ratios: Floats) -> tuple[Finding, ...]:
         """Take measured over predicted seconds (R,) of an iteration, by rows of `Stacked`; NaN for missing ranks."""

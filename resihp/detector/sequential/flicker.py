@@ -112,7 +112,7 @@ class Flicker:
         self.flickering: dict[int, Flickering] = {flicker.series: flicker for flicker in known_flicker}
         self._judged: list[int] = []
         """Series with sufficient evidence in the last update, reported or already known."""
-        self._pardoned: dict[int, float] = {}
+        self._cleared_costs: dict[int, float] = {}
         """Cost of series that were reported and then measured to be healthy."""
         self._quiet: dict[int, tuple[int, int]] = {}
         """Of series that flicker: iteration of the last outlier, and number of values since."""
@@ -159,7 +159,7 @@ class Flicker:
         """Record that a series was measured to be healthy: it is reported again only if it gets much worse."""
         flicker = self.flickering.pop(series, None)
         if flicker is not None:
-            self._pardoned[series] = flicker.cost
+            self._cleared_costs[series] = flicker.cost
         self._forget(np.array([series]))
 
     def _count(self, index: int, rows: Ints, away: Floats, present: Bools) -> None:
@@ -206,7 +206,7 @@ class Flicker:
             flicker = self._standing(series, min(1 / (1 + float(np.exp(-weight))), 1 - 1e-9))
             alarm = Alarm(test="log evidence", statistic=float(best[series]), threshold=self._threshold)
             flicker = msgspec.structs.replace(flicker, alarm=alarm)
-            known_cost = self.flickering[series].cost if series in self.flickering else self._pardoned.get(series)
+            known_cost = self.flickering[series].cost if series in self.flickering else self._cleared_costs.get(series)
             if flicker.cost >= (MIN_COST if known_cost is None else WORSE_FACTOR * known_cost):
                 flickers.append(flicker)
             if flicker in flickers or known_cost is not None:

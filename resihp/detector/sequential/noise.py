@@ -1,7 +1,7 @@
 """Estimates how many series vary around their levels: scales, correlation, outliers; robust and online. No clock.
 
-Kept for each group of series that should be alike, so that a few iterations of many series tell as much as many of one.
-Used by `resihp.detector.sequential.peer_cusum`.
+Kept for each group of series that should be alike, so that a few iterations of many series carry as much information as
+many of one. Used by `resihp.detector.sequential.peer_cusum`.
 """
 
 from __future__ import annotations

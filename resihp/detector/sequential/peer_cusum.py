@@ -26,10 +26,10 @@ import numpy.typing as npt
 
 from resihp.detector.sequential.drift import MIN_CALM_SERIES, Drift, variance
 from resihp.detector.sequential.noise import NEW_WEIGHT, SPARSE_AFTER, SPARSE_STRIDE, Bools, Floats, Noise
-from resihp.detector.sequential.shifts import Alarm, Pardon, SeriesStanding, Shift
+from resihp.detector.sequential.shifts import Alarm, Cooldown, SeriesStanding, Shift
 from resihp.detector.sequential.window import Window, low_median, medians
 
-__all__ = ["Pardon", "PeerTest", "SeriesStanding", "Shift"]
+__all__ = ["Cooldown", "PeerTest", "SeriesStanding", "Shift"]
 
 SHIFT_GRID = (0.03, 0.1, 0.3)
 """Shifts that the CUSUMs search for, log units. Each finds shifts larger than half of its own; a larger shift is found
@@ -69,7 +69,7 @@ class PeerTest:
 
     `groups` (n,): series of one group are alike and may be compared from the start. `known_shifts`: shifts that were
     already reported, by series. `spread`, one or (n,): highest difference between healthy peers of a group, log units;
-    infinite if they cannot be compared. `pardons`: cooldowns of series that were measured to be healthy in spite of a
+    infinite if they cannot be compared. `cooldowns`: cooldowns of series that were measured to be healthy in spite of a
     shift. `least`: smallest shift that counts; more if series wander by more. `quorum`: share of the series that an
     iteration must have.
     `patience`: iterations for which a cleared suspicion is not raised again on the same evidence; doubled each time,
@@ -82,7 +82,7 @@ class PeerTest:
         groups: npt.ArrayLike,
         *,
         known_shifts: Mapping[int, float] | None = None,
-        pardons: Mapping[int, Pardon] | None = None,
+        cooldowns: Mapping[int, Cooldown] | None = None,
         spread: float | Floats = 0.02,
         least: float = 0.03,
         false_alarms_per: int = 10_000,
@@ -95,7 +95,7 @@ class PeerTest:
         n = self.size = self._group.size
         self._members = np.bincount(self._group, minlength=1)
         self._spread = np.where(self._members[self._group] > 1, spread, np.inf) if n else np.zeros(0)
-        self._granted = dict(pardons or {})
+        self._granted = dict(cooldowns or {})
         """Cooldowns to be kept, until levels are learnt."""
         self._least = least
         self._quorum = max(quorum * n, min(n, 3))
@@ -126,8 +126,8 @@ class PeerTest:
         self._drift = Drift(self._group, false_alarms_per, wandering)
         self._floor = np.maximum(self._drift.least, least)
         """Smallest shift of each series that counts: more than the others' wandering."""
-        self._pardons: dict[int, tuple[int, float]] = {}
-        self._patience = {series: pardon.patience for series, pardon in self._granted.items()}
+        self._cooldowns: dict[int, tuple[int, float]] = {}
+        self._patience = {series: cooldown.patience for series, cooldown in self._granted.items()}
         self._least_patience = patience
         self._slow_count = int(self._slow.sum())
         self._stale = False
@@ -154,11 +154,11 @@ class PeerTest:
         return self._drift.pooled
 
     @property
-    def pardons(self) -> dict[int, Pardon]:
+    def cooldowns(self) -> dict[int, Cooldown]:
         """Cooldown of each series that has one, including series whose levels are still being learnt."""
         return self._granted | {
-            series: Pardon(shift=float(self._base[series]) - before, until=until, patience=self._patience[series])
-            for series, (until, before) in self._pardons.items()
+            series: Cooldown(shift=float(self._base[series]) - before, until=until, patience=self._patience[series])
+            for series, (until, before) in self._cooldowns.items()
         }
 
     @property
@@ -187,7 +187,7 @@ class PeerTest:
         """Return the standing of `series`; linear in the number of series only on the first call after an update."""
         if self._recent is None:
             self._recent = self._window.medians(self._window.back(RECENT_VALUES))
-        until, before = self._pardons.get(series, (None, float(self._base[series])))
+        until, before = self._cooldowns.get(series, (None, float(self._base[series])))
         return SeriesStanding(
             level=float(self._recent[series]) - before if self.ready else float("nan"),
             noise=float(self._sigma[series]),
@@ -203,7 +203,7 @@ class PeerTest:
         if self._recent is None:
             self._recent = self._window.medians(self._window.back(RECENT_VALUES))
         before = self._base.copy()
-        for series, (_, base) in self._pardons.items():
+        for series, (_, base) in self._cooldowns.items():
             before[series] = base
         levels = self._recent - before if self.ready else np.full(self.size, np.nan)
         return levels, np.asarray(self._sums[0].max(axis=0) / self._threshold)
@@ -234,11 +234,11 @@ class PeerTest:
         )
         self._patience[series] = patience
         if not self.ready:
-            self._granted[series] = Pardon(shift=shift, until=index + patience, patience=patience)
+            self._granted[series] = Cooldown(shift=shift, until=index + patience, patience=patience)
             self._set(series, 0.0)
             return
-        base = self._pardons.pop(series, (0, float(self._base[series])))[1]
-        self._pardons[series] = (index + patience, base)
+        base = self._cooldowns.pop(series, (0, float(self._base[series])))[1]
+        self._cooldowns[series] = (index + patience, base)
         self._base[series] += shift
         self._counts[series] = SETTLED_ITERATIONS
         self._set(series, self._base[series])
@@ -310,13 +310,13 @@ class PeerTest:
 
     def _grant(self, offset: Floats, index: int) -> None:
         """Keep earlier cooldowns of series that still show the cleared shift; `offset` (n,): from their peers."""
-        for series, pardon in self._granted.items():
-            if index < pardon.until and offset[series] > max(pardon.shift / 2, self._least):
-                more = min(pardon.shift, float(offset[series]))
+        for series, cooldown in self._granted.items():
+            if index < cooldown.until and offset[series] > max(cooldown.shift / 2, self._least):
+                more = min(cooldown.shift, float(offset[series]))
                 before = self._centre[series] + np.clip(
                     offset[series] - more, -self._spread[series], self._spread[series]
                 )
-                self._pardons[series] = (pardon.until, float(before))
+                self._cooldowns[series] = (cooldown.until, float(before))
                 self._base[series] = before + more
                 self._counts[series] = SETTLED_ITERATIONS
         self._granted = {}
@@ -505,7 +505,7 @@ class PeerTest:
         else:
             if after <= -floor and not was_slow:  # it was slow, unnoticed, while levels were learnt
                 self._base[series] = level
-                self._pardons.pop(series, None)
+                self._cooldowns.pop(series, None)
             return None
         return Shift(
             series=series,
@@ -541,9 +541,9 @@ class PeerTest:
 
     def _forget(self, index: int) -> None:
         """End expired cooldowns: the healthy level is again the one before them."""
-        for series, (until, base) in list(self._pardons.items()):
+        for series, (until, base) in list(self._cooldowns.items()):
             if index >= until:
-                del self._pardons[series]
+                del self._cooldowns[series]
                 if self._slow[series]:  # slow beyond the cleared shift, and now by that shift as well
                     self._reported_shift[series] += self._base[series] - base
                     self._base[series] = base

@@ -51,7 +51,7 @@ class SeriesStanding(msgspec.Struct, frozen=True, kw_only=True):
     peers: int
 
 
-class Pardon(msgspec.Struct, frozen=True, kw_only=True):
+class Cooldown(msgspec.Struct, frozen=True, kw_only=True):
     """Cooldown of a series that a measurement found healthy although it looks slower: it counts as healthy for a
     while."""
 

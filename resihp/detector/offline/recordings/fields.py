@@ -155,7 +155,7 @@ class _Counts:
         return best if counts[best] else ""
 
     def duration(self) -> str:
-        """Return the field that best tells an iteration's duration, of those in at least nine tenths of the rows of the
+        """Return the best field for an iteration's duration, of those in at least nine tenths of the rows of the
         most frequent one; empty without any."""
         orders = {
             name: (duration.order, -duration.unit_s)
@@ -433,7 +433,7 @@ def _least_0(value: object) -> float | None:
 
 
 def moment_in(value: object, unit_s: float = 1.0) -> float:
-    """Return seconds from some origin. `unit_s`: the unit of a number, if the field's name tells it."""
+    """Return seconds from some origin. `unit_s`: the unit of a number, if the field's name contains it."""
     if isinstance(value, datetime):
         return value.timestamp()
     number = _number(value)

@@ -54,7 +54,7 @@ class Detector(Protocol):
         """Judge a committed iteration. Ignores one of another epoch, repeated or out of order."""
 
     def forecast(self, tokens: npt.ArrayLike, squares: npt.ArrayLike) -> float | None:
-        """Return the seconds that an iteration should take, from N and S (M,) of its micro-batches; what is slow stays
+        """Return the seconds that an iteration should take, from N and S (M,) of its micro-batches; slow parts stay
         slow."""
 
     def speeds(self) -> dict[int, float]:

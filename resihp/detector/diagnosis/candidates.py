@@ -287,8 +287,8 @@ def _as_severe(signature: Signature, clue: Clue) -> Signature:
 def _rank_named_by(clue: Clue, signature: Signature, here: Sequence[Report]) -> tuple[Report | None, bool]:
     """Return the rank of this node that a line concerns, if it can be determined, and whether it concerns none of ours.
 
-    A process that is not ours may have met a fault of our device. Only what such a process did itself, or what was done
-    to it for its memory, is foreign.
+    A process that is not ours may have met a fault of our device. Only its own failures, and kills of it for memory,
+    are foreign.
     """
     bus, pid = normal_bus(clue.named.get("bus", "")), int(clue.named.get("pid", 0))
     by_process = next((report for report in here if pid and pid == report.pid), None)

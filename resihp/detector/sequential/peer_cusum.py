@@ -95,7 +95,7 @@ class PeerTest:
         n = self.size = self._group.size
         self._members = np.bincount(self._group, minlength=1)
         self._spread = np.where(self._members[self._group] > 1, spread, np.inf) if n else np.zeros(0)
-        self._granted = dict(cooldowns or {})
+        self._kept_cooldowns = dict(cooldowns or {})
         """Cooldowns to be kept, until levels are learnt."""
         self._least = least
         self._quorum = max(quorum * n, min(n, 3))
@@ -112,7 +112,7 @@ class PeerTest:
         """Level of each series' group."""
         self._counts = np.zeros(n, dtype=np.int64)
         """Number of values behind each base."""
-        self._unheard = False
+        self._has_unlearnt = False
         self._since = np.full(n, SETTLED_ITERATIONS)
         """Number of values since an alarm last set the level."""
         self._learnt: list[tuple[int, Floats, Floats | None]] | None = []
@@ -127,7 +127,7 @@ class PeerTest:
         self._floor = np.maximum(self._drift.least, least)
         """Smallest shift of each series that counts: more than the others' wandering."""
         self._cooldowns: dict[int, tuple[int, float]] = {}
-        self._patience = {series: cooldown.patience for series, cooldown in self._granted.items()}
+        self._patience = {series: cooldown.patience for series, cooldown in self._kept_cooldowns.items()}
         self._least_patience = patience
         self._slow_count = int(self._slow.sum())
         self._stale = False
@@ -156,7 +156,7 @@ class PeerTest:
     @property
     def cooldowns(self) -> dict[int, Cooldown]:
         """Cooldown of each series that has one, including series whose levels are still being learnt."""
-        return self._granted | {
+        return self._kept_cooldowns | {
             series: Cooldown(shift=float(self._base[series]) - before, until=until, patience=self._patience[series])
             for series, (until, before) in self._cooldowns.items()
         }
@@ -234,7 +234,7 @@ class PeerTest:
         )
         self._patience[series] = patience
         if not self.ready:
-            self._granted[series] = Cooldown(shift=shift, until=index + patience, patience=patience)
+            self._kept_cooldowns[series] = Cooldown(shift=shift, until=index + patience, patience=patience)
             self._set(series, 0.0)
             return
         base = self._cooldowns.pop(series, (0, float(self._base[series])))[1]
@@ -285,12 +285,12 @@ class PeerTest:
                 centre[group] = low_median(of_group) if of_group.size else 0.0
             centre_of = centre[self._group]
             offset = np.where(np.isfinite(own), own - centre_of, 0.0)
-            self._differ(offset)
+            self._widen_bounds(offset)
             self._base = centre_of + np.clip(offset, -self._spread, self._spread)
         self._centre = centre_of
         self._counts[:] = np.isfinite(rows).sum(axis=0)
-        self._unheard = True
-        self._grant(offset, index)
+        self._has_unlearnt = True
+        self._keep_cooldowns(offset, index)
         self._level = self._base + expected
         away = np.abs(rows - common[:, None] - own)
         for row, width in zip(away, widths, strict=True):
@@ -301,16 +301,16 @@ class PeerTest:
         self._noise.learn(away, np.where(np.isfinite(own), own - self._base, 0.0))
         self._refresh()
 
-    def _differ(self, offset: Floats) -> None:
+    def _widen_bounds(self, offset: Floats) -> None:
         """Widen the bounds if devices in general differ by more than usual: then they are healthy in spite of that."""
         compared = np.isfinite(self._spread)
         if np.count_nonzero(compared) >= MIN_CALM_SERIES:
             apart = variance(offset[compared], np.zeros(1))
             self._spread[compared] = np.maximum(self._spread[compared], MAX_PEER_SIGMAS * np.sqrt(apart))
 
-    def _grant(self, offset: Floats, index: int) -> None:
+    def _keep_cooldowns(self, offset: Floats, index: int) -> None:
         """Keep earlier cooldowns of series that still show the cleared shift; `offset` (n,): from their peers."""
-        for series, cooldown in self._granted.items():
+        for series, cooldown in self._kept_cooldowns.items():
             if index < cooldown.until and offset[series] > max(cooldown.shift / 2, self._least):
                 more = min(cooldown.shift, float(offset[series]))
                 before = self._centre[series] + np.clip(
@@ -319,7 +319,7 @@ class PeerTest:
                 self._cooldowns[series] = (cooldown.until, float(before))
                 self._base[series] = before + more
                 self._counts[series] = SETTLED_ITERATIONS
-        self._granted = {}
+        self._kept_cooldowns = {}
 
     def _test(self, index: int, value: Floats, present: Bools, widths: Floats | None) -> list[Shift]:
         whole = bool(present.all())
@@ -330,8 +330,8 @@ class PeerTest:
         else:
             common = low_median(away[healthy] if healthy.any() else away[present], self._ambiguous)
         away -= common
-        if self._unheard:
-            self._hear(value - common, away, present)
+        if self._has_unlearnt:
+            self._take_first_values(value - common, away, present)
         self._window.add(index, value - common, common)
         self._rows += 1
         self._recent = None
@@ -359,13 +359,13 @@ class PeerTest:
         if self._rows % REVIEW_EVERY == 0 or self._rows == REVIEW_EVERY // 2:
             self._wander()
         if self._rows % REVIEW_EVERY == 0:
-            shifts += self._creeping(index)
-        self._forget(index)
+            shifts += self._drifted(index)
+        self._end_cooldowns(index)
         if self._stale or self._rows % REVIEW_EVERY == 0 or (self._rows < SETTLED_ITERATIONS and self._rows % 4 == 0):
             self._refresh()
         return shifts
 
-    def _hear(self, value: Floats, away: Floats, present: Bools) -> None:
+    def _take_first_values(self, value: Floats, away: Floats, present: Bools) -> None:
         """Take the first value of a series without known level and without peers as its healthy level."""
         new = present & (self._counts == 0) & np.isinf(self._spread)
         if new.any():
@@ -374,7 +374,7 @@ class PeerTest:
             self._level[new] = value[new]
             self._counts[new] = 1
             away[new] = 0.0
-        self._unheard = bool(((self._counts == 0) & np.isinf(self._spread)).any())
+        self._has_unlearnt = bool(((self._counts == 0) & np.isinf(self._spread)).any())
 
     def _width(self, widths: Floats | None, present: Bools, count: int) -> Floats | float:
         """Return the relative standard deviations of values minus the common part of `count` of them."""
@@ -441,7 +441,7 @@ class PeerTest:
         shifts = []
         for series, (onset, level) in estimates.items():
             alarm = Alarm(test="log evidence", statistic=float(best[:, series].max()), threshold=self._threshold)
-            shift = self._judged(series, index, onset, level, alarm)
+            shift = self._interpret(series, index, onset, level, alarm)
             if shift is not None:
                 shifts.append(shift)
         return shifts
@@ -480,7 +480,7 @@ class PeerTest:
             alarm=alarm,
         )
 
-    def _judged(self, series: int, index: int, onset: int, level: float, alarm: Alarm) -> Shift | None:
+    def _interpret(self, series: int, index: int, onset: int, level: float, alarm: Alarm) -> Shift | None:
         """Interpret an alarm, given the state of the series. Its level is the new one from now on."""
         centre = float(self._centre[series])
         if self._counts[series] < SETTLED_ITERATIONS and level > self._base[series] > centre + self._spread[series] / 2:
@@ -498,7 +498,7 @@ class PeerTest:
             self._mark(series, False)
             self._set(series, base if abs(after) < self._least else level, count)
             kind = "recovered"
-        elif after >= floor and (not was_slow or self._news(series, after, confidence)):
+        elif after >= floor and (not was_slow or self._is_worth_reporting(series, after, confidence)):
             self._mark(series, True)
             self._reported_shift[series] = after
             kind = "slow"
@@ -518,13 +518,13 @@ class PeerTest:
             alarm=alarm,
         )
 
-    def _news(self, series: int, after: float, confidence: float) -> bool:
+    def _is_worth_reporting(self, series: int, after: float, confidence: float) -> bool:
         """Whether a further shift of a slow series is worth reporting."""
         more = after - float(self._reported_shift[series])
         worse = max(MIN_FURTHER_SHIFT, float(self._floor[series]))
         return (more >= worse and confidence > 0.9) or abs(more) >= max(0.1, self._least)
 
-    def _creeping(self, index: int) -> list[Shift]:
+    def _drifted(self, index: int) -> list[Shift]:
         """Return series whose level drifted away from the healthy one without a step that a CUSUM saw."""
         away = self._level - self._base
         least = np.where(self._slow, self._reported_shift + np.maximum(MIN_FURTHER_SHIFT, self._floor), self._floor)
@@ -539,7 +539,7 @@ class PeerTest:
             shifts.append(self._slower(series, self._window.first, index, before, shift, alarm))
         return shifts
 
-    def _forget(self, index: int) -> None:
+    def _end_cooldowns(self, index: int) -> None:
         """End expired cooldowns: the healthy level is again the one before them."""
         for series, (until, base) in list(self._cooldowns.items()):
             if index >= until:

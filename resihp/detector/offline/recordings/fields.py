@@ -121,7 +121,7 @@ def _in_seconds(
     if name in WINDOW_SECONDS or is_rate(name):
         return _per_iteration(rows, iteration, name, series), 1.0, [f"times are computed from `{name}`"]
     duration = duration_of(name)
-    if duration is not None and not duration.is_unit_told and not moment:
+    if duration is not None and not duration.has_unit and not moment:
         values = [_number(fields.get(name)) for _, fields in rows]
         values = [value for value in values if math.isfinite(value)]
         if values and median(values) > SUSPICIOUS_SECONDS:

@@ -13,7 +13,7 @@ from resihp.detector.offline.recordings.megatron_log import ELAPSED_TIME, ITERAT
 from resihp.detector.offline.recordings.named_tables import export_without_times, is_table, read_table
 from resihp.detector.offline.recordings.names import JOB_NAMES
 from resihp.detector.offline.recordings.recording import Recording, numbered_lines, short, text_of
-from resihp.detector.offline.recordings.tables import columns_told, header_of, read_csv
+from resihp.detector.offline.recordings.tables import describe_columns, header_of, read_csv
 from resihp.detector.offline.recordings.text_logs import reader_of
 from resihp.errors import UsageError
 
@@ -161,7 +161,7 @@ def _nearest(lines: Sequence[tuple[int, str]], header: Sequence[str]) -> str:
         None,
     )
     if len(header) > 1 and (near is None or near[1].strip().lower().startswith(header[0])):
-        return columns_told(header)
+        return describe_columns(header)
     number, line = (
         near if near is not None else next(numbered_line for numbered_line in lines if numbered_line[1].strip())
     )

@@ -40,7 +40,7 @@ class JsonRows(msgspec.Struct):
     """In lines, the mark of a rank or host before the object, by line number. None: a document."""
     broken: Sequence[tuple[int, str]] = ()
     """Lines that begin like an object but are not valid, and the reason."""
-    other: Sequence[int] = ()
+    other_lines: Sequence[int] = ()
     """All other lines."""
 
     def has_iterations(self) -> bool:
@@ -69,7 +69,7 @@ def read_json(json_rows: JsonRows) -> Recording:
         several = len(broken) > 1
         words = f"{len(broken)} lines that are not JSON" if several else "1 line that is not JSON"
         remarks.insert(0, f"{words} left out, {'the first is ' if several else ''}line {line}: {why}")
-    remarks += counted(json_rows.other, "line without JSON")
+    remarks += counted(json_rows.other_lines, "line without JSON")
     if len(rows) < len(json_rows.rows):
         count = len(json_rows.rows) - len(rows)
         remarks.append(f"{count} line{'s' * (count > 1)} of other ranks left out")
@@ -80,11 +80,11 @@ def rows_of_lines(numbered: Iterable[tuple[int, str]]) -> JsonRows:
     """Parse the object in each line that has one."""
     rows: list[NamedRow] = []
     broken: list[tuple[int, str]] = []
-    other: list[int] = []
+    other_lines: list[int] = []
     speakers: dict[int, str] = {}
     for number, line in numbered:
         if "{" not in line or (start := _object_start(line)) < 0:
-            other += [number] if line.strip() else []
+            other_lines += [number] if line.strip() else []
             continue
         try:
             rows.append(NamedRow(number, _named(_object_of(line[start:]), whole=len(rows) < ROWS_KEPT_WHOLE)))
@@ -93,7 +93,7 @@ def rows_of_lines(numbered: Iterable[tuple[int, str]]) -> JsonRows:
             continue
         if start and (speaker := speaker_of(line[:start])):
             speakers[number] = speaker
-    return JsonRows(rows, speakers=speakers, broken=broken, other=other)
+    return JsonRows(rows, speakers=speakers, broken=broken, other_lines=other_lines)
 
 
 def rows_of_document(text: str) -> JsonRows | None:

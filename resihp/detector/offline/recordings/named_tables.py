@@ -75,11 +75,11 @@ def _columns(table: CsvTable) -> dict[str, int]:
         columns.setdefault(name, place)
     for name, of_runs in runs.items():
         if len(of_runs) > 1:
-            shown = [f"`{short(column)}`" for column in of_runs[:MAX_NAMED_COLUMNS]]
+            columns_text = [f"`{short(column)}`" for column in of_runs[:MAX_NAMED_COLUMNS]]
             if len(of_runs) > MAX_NAMED_COLUMNS:
-                shown.append("...")
+                columns_text.append("...")
             raise UsageError(
-                f"`{name}` of {len(of_runs)} runs is in one table ({', '.join(shown)}); "
+                f"`{name}` of {len(of_runs)} runs is in one table ({', '.join(columns_text)}); "
                 "export one run, or keep the column of one"
             )
     return columns

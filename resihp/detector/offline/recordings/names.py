@@ -86,7 +86,7 @@ class NamedDuration(NamedTuple):
     order: int
     """Preference: of equally frequent fields, the one of the lowest order is used."""
     unit_s: float
-    is_unit_told: bool
+    has_unit: bool
     may_be_clock: bool
     """Whether the field may be a clock: `time` and `elapsed` are durations, or a clock if they never go back."""
 

@@ -64,7 +64,7 @@ def read_csv(content: bytes) -> Recording:
     columns = {name: table.header.index(name) for name in COLUMNS if name in table.header}
     if "iteration" not in columns or not ("seconds" in columns or "milliseconds" in columns):
         raise UsageError(
-            f"a CSV needs columns `iteration` and `seconds` or `milliseconds`; {columns_told(table.header)}"
+            f"a CSV needs columns `iteration` and `seconds` or `milliseconds`; {describe_columns(table.header)}"
         )
     unit, factor = ("seconds", 1.0) if "seconds" in columns else ("milliseconds", 1e-3)
     short: list[int] = []
@@ -194,7 +194,7 @@ def _delimiter(header: str) -> str:
     return max(",;\t", key=header.count)
 
 
-def columns_told(header: Sequence[str]) -> str:
+def describe_columns(header: Sequence[str]) -> str:
     names = [name for name in header if name]
     columns_text = ", ".join(f"`{name[:40]}`" for name in names[:12])
     close = [

@@ -337,7 +337,7 @@ def test_workers_that_slow_down_come_first_and_those_that_shift_together_are_one
 
 def test_a_worker_that_is_alone_is_said_to_be() -> None:
     made = analyse("series", (TimedRun(ranks={7: points(slowed(16, 0.5))}),))
-    assert any("rank 7 is the only one" in remark for remark in made.remarks)
+    assert any("rank 7 is the only rank" in remark for remark in made.remarks)
     apart = {rank: tuple(Point(2 * i + rank, 1.0) for i in range(100)) for rank in range(2)}
     remarks = analyse("series", (TimedRun(ranks=apart),)).remarks
     assert sum("hardly any iteration in common" in remark for remark in remarks) == 2

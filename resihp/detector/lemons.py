@@ -56,7 +56,7 @@ MIN_OUTAGES = 3
 nothing."""
 SAME_OUTAGE_S = 600.0
 """Verdicts on one node that follow each other within this time belong to one outage."""
-SAME_DEVICE_S, SAME_PART_S, SAME_MOST_S = 2 * DAY_S, 0.5 * DAY_S, 7 * DAY_S
+SAME_DEVICE_S, SAME_NODE_S, MAX_FAULT_S = 2 * DAY_S, 0.5 * DAY_S, 7 * DAY_S
 """A device that fails again within the first time, or a node as such within the second, still has the same fault, until
 the third has passed since that fault began. (For a node as such it is unknown whether the cause is the same.)"""
 MIN_CERTAINTY = 0.5
@@ -272,8 +272,8 @@ def _outages(verdicts: Sequence[NodeFailure]) -> list[_Outage]:
         fault = (verdict.component, verdict.device)
         if now is None or verdict.at - latest > SAME_OUTAGE_S:
             now, last = faults.get(fault, (None, -np.inf))
-            within_s = SAME_DEVICE_S if verdict.component == "device" else SAME_PART_S
-            if now is None or verdict.at - last > within_s or verdict.at - now.at > SAME_MOST_S:
+            within_s = SAME_DEVICE_S if verdict.component == "device" else SAME_NODE_S
+            if now is None or verdict.at - last > within_s or verdict.at - now.at > MAX_FAULT_S:
                 now = _Outage(verdict.at)
                 outages.append(now)
         now.add(verdict)

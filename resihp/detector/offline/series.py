@@ -106,7 +106,7 @@ class SeriesDetector:
         self._points.append(point)
         change = self._plain.update(point.iteration, math.log(seconds))
         if self._rest is None:
-            return None if change is None else self._tell(change, self._plain)
+            return None if change is None else self._interpret(change, self._plain)
         return self._explain(point, change, self._rest)
 
     def judged(self, *, among: int = 1, less: Mapping[int, float] | None = None) -> list[SpeedChange]:
@@ -163,7 +163,7 @@ class SeriesDetector:
                 self._beyond = point.iteration
             change = rest.update(point.iteration, math.log(point.seconds / predicted))
             if change is not None:
-                finding = self._tell(change, rest)
+                finding = self._interpret(change, rest)
         self._learn(point, rest)
         while self._unexplained and number - self._unexplained[0][0] >= EXPLANATION_DELAY:
             _, change = self._unexplained.pop(0)
@@ -184,7 +184,7 @@ class SeriesDetector:
 
     # --- events -----------------------------------------------------------------------------------------------------
 
-    def _tell(self, change: ChangePoint, detector: ChangeDetector) -> SpeedChange | None:
+    def _interpret(self, change: ChangePoint, detector: ChangeDetector) -> SpeedChange | None:
         """Interpret a change: slower than healthy, as fast as before, or faster than ever."""
         opened = None if self._open is None else self.events[self._open]
         new_work = (

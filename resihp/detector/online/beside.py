@@ -183,7 +183,9 @@ class Beside:
             ranks = (rank, *stacked.ranks[alike].tolist())
             self._together |= dict.fromkeys(ranks, ranks)
             named_ranks.update(ranks)
-        subject = f"rank {rank}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}, which look alike"
+        subject = (
+            f"rank {rank}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}, which cannot be distinguished"
+        )
         return Finding(
             kind="recovered" if recovered else "fail-slow",
             iteration=flicker.onset,
@@ -195,12 +197,12 @@ class Beside:
             link=None,
             intermittent=Intermittent(share=flicker.share, factor=flicker.factor),
             evidence=(
-                f"{subject}: not slow once since iteration {flicker.onset}, "
+                f"{subject}: no slow iteration since iteration {flicker.onset}, "
                 f"before in {flicker.share:.1%} of the iterations"
                 if recovered
-                else f"{subject}: own work at {flicker.factor:.2f} of its healthy time "
-                f"in {flicker.share:.1%} of the iterations since iteration {flicker.onset}, {flicker.bursts} times; "
-                f"others once in {1 / flicker.rate:.0f}"
+                else f"{subject}: own work takes {flicker.factor:.2f} times its healthy time "
+                f"in {flicker.share:.1%} of the iterations since iteration {flicker.onset}, "
+                f"in {flicker.bursts} bursts; other ranks have a burst once in {1 / flicker.rate:.0f} iterations"
             ),
         )
 

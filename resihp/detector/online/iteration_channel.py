@@ -143,7 +143,7 @@ class WholeTest:
             link=None,
             component="job",
             evidence=(
-                f"{self._what}: at {math.exp(shift):.3f} of the healthy time since iteration {onset}, "
+                f"{self._what}: {math.exp(shift):.3f} times the healthy time since iteration {onset}, "
                 f"noise {self._detector.noise:.1%}"
             ),
         )

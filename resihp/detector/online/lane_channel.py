@@ -355,7 +355,7 @@ class LaneTests:
             component=kind.component,
             evidence=(
                 f"{WAIT_NAMES[kind.component]} {subject}: {cost * self.usual_s:+.4f} s since iteration {onset}, "
-                f"{cost:+.1%} of an iteration{before}; relative to "
+                f"{cost:+.1%} of an iteration{before}; compared with "
                 f"{kind.lanes.size - len(lanes)} other groups; noise {self.test.noise[series[0]] / SHIFT_SCALE:.1%}"
             ),
         )

@@ -350,7 +350,7 @@ class LinkTest:
     def _finding(self, iteration: int, shift: Shift, named: list[int]) -> Finding:
         sender, receiver = self._ends(shift)
         shared = [rank for rank in (sender, receiver) if all(rank in self._names[i] for i in named)]
-        more = f", and {len(named) - 1} more beside it" if len(named) > 1 else ""
+        more = f", and {len(named) - 1} related links" if len(named) > 1 else ""
         return Finding(
             kind="fail-slow" if shift.kind == "slow" else "recovered",
             iteration=shift.onset,
@@ -361,9 +361,9 @@ class LinkTest:
             ranks=tuple(shared) if len(shared) == 1 else (),
             link=(sender, receiver),
             evidence=(
-                f"link from rank {sender} to rank {receiver}{more}: transfers at {math.exp(shift.after):.2f} of their "
-                f"healthy time since iteration {shift.onset}, before at {math.exp(shift.before):.2f}; relative to "
-                f"{self.links.size - 1} other links; noise {self.test.noise[shift.series]:.1%}"
+                f"link from rank {sender} to rank {receiver}{more}: transfers take {math.exp(shift.after):.2f} times "
+                f"their healthy time since iteration {shift.onset}, before {math.exp(shift.before):.2f} times; "
+                f"compared with {self.links.size - 1} other links; noise {self.test.noise[shift.series]:.1%}"
             ),
         )
 

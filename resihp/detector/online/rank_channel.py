@@ -164,7 +164,11 @@ class RankTest:
     def _finding(self, iteration: int, shift: Shift, rows: list[int]) -> Finding:
         stacked = self._stacked
         ranks = tuple(stacked.ranks[rows].tolist())
-        subject = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}, which look alike"
+        subject = (
+            f"rank {ranks[0]}"
+            if len(ranks) == 1
+            else f"ranks {', '.join(map(str, ranks))}, which cannot be distinguished"
+        )
         peers = int(np.count_nonzero(stacked.group == stacked.group[shift.series])) - 1
         return Finding(
             kind="fail-slow" if shift.kind == "slow" else "recovered",
@@ -176,9 +180,9 @@ class RankTest:
             ranks=ranks,
             link=None,
             evidence=(
-                f"{subject}: own work at {math.exp(shift.after):.3f} of its healthy time "
-                f"since iteration {shift.onset}, before at {math.exp(shift.before):.3f}; "
-                f"relative to {stacked.ranks.size - 1} others, {peers} of them with the same work; "
+                f"{subject}: own work takes {math.exp(shift.after):.3f} times its healthy time "
+                f"since iteration {shift.onset}, before {math.exp(shift.before):.3f} times; "
+                f"compared with {stacked.ranks.size - 1} other ranks, {peers} of them with the same work; "
                 f"noise {self.test.noise[shift.series]:.1%}"
             ),
         )

@@ -39,7 +39,7 @@ GROUP_SEPARATION_SIGMAS = 4.5
 """Distance of means, in standard deviations, from which on answers form two groups; halves of one normal group: 2.7."""
 HEALTHY_GROUP_DIVISOR = 4
 """The upper group has to hold at least one in this many answers to count as the healthy one."""
-MIN_COMMON_LOSS_LOG = 0.02
+MIN_COMMON_LOSS = 0.02
 """Smallest loss shared by all devices that is reported, log units."""
 
 Floats = npt.NDArray[np.float64]
@@ -58,7 +58,7 @@ class Verdicts(msgspec.Struct, frozen=True, kw_only=True):
         if self.share is None:
             return 0.0
         worst = min(self.share.flops, self.share.memory_bytes)
-        return 1.0 - worst if worst < math.exp(-MIN_COMMON_LOSS_LOG) else 0.0
+        return 1.0 - worst if worst < math.exp(-MIN_COMMON_LOSS) else 0.0
 
 
 class _Usual(msgspec.Struct, frozen=True):
@@ -122,12 +122,10 @@ def judge(
         for rank, figure in own.items():
             amount = f"{math.exp(figure) / 1e9:.4g} {unit}"
             if by_past is not None and rank in changes:
-                others_words = (
-                    f", others at {math.exp(by_past.centre):.0%}"
-                    if abs(by_past.centre) > MIN_COMMON_LOSS_LOG / 2
-                    else ""
+                note = (
+                    f", others at {math.exp(by_past.centre):.0%}" if abs(by_past.centre) > MIN_COMMON_LOSS / 2 else ""
                 )
-                text = f"{name} at {math.exp(changes[rank]):.0%} of its own past{others_words}, {amount}"
+                text = f"{name} at {math.exp(changes[rank]):.0%} of its own past{note}, {amount}"
                 odds = by_past.odds(changes[rank])
                 comparisons[rank].append((odds, math.exp(changes[rank] - by_past.centre), text))
             if by_peers is not None and (suspects is not None or by_past is None or rank not in changes):

@@ -43,19 +43,16 @@ class Detector(Protocol):
         """Seconds of an iteration outside of its chunks, under the adopted plan: synchronisation and optimizer step."""
 
     def healthy_transfers(self) -> tuple[float | None, float | None]:
-        """Return median seconds of a healthy transfer between nodes and within a node; None if there is no such
-        link."""
+        """Return median seconds of a healthy transfer between nodes and within a node; None without such links."""
 
     def adopt(self, plan: Plan, model: ModelSpec, orders: Orders, nodes: Mapping[int, Hashable] | None = None) -> None:
-        """Switch to a plan that takes effect. `nodes`: node of each rank. Raises PlanError for orders that cannot
-        run."""
+        """Switch to a plan that takes effect. `nodes`: node of each rank. Raises PlanError for impossible orders."""
 
     def observe(self, observation: Observation) -> Assessment:
         """Judge a committed iteration. Ignores one of another epoch, repeated or out of order."""
 
     def forecast(self, tokens: npt.ArrayLike, squares: npt.ArrayLike) -> float | None:
-        """Return the seconds that an iteration should take, from N and S (M,) of its micro-batches; slow parts stay
-        slow."""
+        """Return the expected seconds of an iteration at present speeds, from N and S (M,) of its micro-batches."""
 
     def speeds(self) -> dict[int, float]:
         """Return the present speed of each rank that was found slow; 1 is healthy."""

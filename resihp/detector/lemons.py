@@ -52,8 +52,7 @@ of Models, table 5); InfiniteHBD's 4.2 faults per 1000 node-days of 8 GPUs are t
 FALSE_NODES, FALSE_DEVICES = 0.1, 0.02
 """Accepted share of false ones among the nodes, and among the devices, that are called lemons."""
 MIN_OUTAGES = 3
-"""Lowest number of outages of a lemon. Two may be one fault with a failed repair, and in a young fleet two are
-nothing."""
+"""Lowest number of outages of a lemon. Two may be one fault with a failed repair, or chance in a young fleet."""
 SAME_OUTAGE_S = 600.0
 """Verdicts on one node that follow each other within this time belong to one outage."""
 SAME_DEVICE_S, SAME_NODE_S, MAX_FAULT_S = 2 * DAY_S, 0.5 * DAY_S, 7 * DAY_S

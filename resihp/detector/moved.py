@@ -57,8 +57,7 @@ class Renewal(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass
 class _Occupancy:
-    """Occupants of a slot: `uuids[i]` from `since[i]` on, None if unknown. The first entry begins at the start of
-    time."""
+    """Occupants of a slot: `uuids[i]` from `since[i]` on, None if unknown. The first entry has no beginning."""
 
     since: list[float] = field(default_factory=lambda: [START_OF_TIME])
     uuids: list[str | None] = field(default_factory=lambda: [None])

@@ -51,8 +51,7 @@ MAX_RECHECK_FACTOR = 10
 MAX_DOUBLINGS = 30
 
 LINK_LOOKS = 3
-"""Measurements of a link between ranks that share their machine's processors with others: all of them have to find it
-slow."""
+"""Measurements of a link whose ranks share processors with others: all of them have to find the link slow."""
 
 Place = tuple[str, str, str]
 """Node name, host name, and kind of devices: node names recur in other clusters, and nodes are refitted."""

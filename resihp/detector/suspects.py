@@ -31,8 +31,7 @@ PRIOR_ANSWERS = 4
 MIN_SLOWDOWN_LOG = 0.03
 """Smallest slow-down that a probe should detect, log units."""
 MAX_LOG_ODDS = 20.0
-"""Cap on the log odds of a verdict, beyond which it is not more certain; its negative also bounds the log of a
-speed."""
+"""Cap on the log odds of a verdict; its negative is also the lower bound of the log of a speed."""
 MAX_LOG_SPEED = 100.0
 """Log of a speed, per second, that no device reaches."""
 GROUP_SEPARATION_SIGMAS = 4.5
@@ -62,8 +61,7 @@ class Verdicts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Usual(msgspec.Struct, frozen=True):
-    """Level of healthy devices in log units, the spread of one device around it, and the number of answers behind
-    it."""
+    """Level of healthy devices in log units, the spread around it, and the number of answers behind it."""
 
     centre: float
     sigma: float
@@ -146,8 +144,7 @@ def judge(
 
 
 def _log(figure: float) -> float | None:
-    """Return the log of a speed; None if it was not measured, and the lower bound for a device that does next to
-    nothing."""
+    """Return the log of a speed, with a lower bound for a device that does next to nothing; None if not measured."""
     if math.isnan(figure) or figure < 0.0:
         return None
     return min(max(math.log(figure), -MAX_LOG_ODDS), MAX_LOG_SPEED) if figure > 0.0 else -MAX_LOG_ODDS

@@ -204,8 +204,7 @@ class _Verdict:
         return self.root.signature.advice
 
     def _by_complaints(self) -> Report | None:
-        """Return the rank of a device that the kernel does not identify to us, if just one rank of the node
-        complains."""
+        """Return the rank of a device that the kernel does not identify, if just one rank of the node complains."""
         root = self.root
         if root.signature.component not in ("device", "link") or root.clue is None:
             return None
@@ -220,8 +219,7 @@ class _Verdict:
         return complaining[0] if len(complaining) == 1 else None
 
     def _evidence(self) -> tuple[str, ...]:
-        """Return the root's line, then lines of the same rank or node, nearest to a root first; else lines of
-        others."""
+        """Return the root's line, then those of the same rank or node, nearest to a root first; else of others."""
         root, reports_meant = self.root, (self.report, None)
         ordered = sorted(self.candidates, key=lambda candidate: candidate.order)
         near = [c.line for c in ordered if c.node == root.node and (self.report is None or c.report in reports_meant)]

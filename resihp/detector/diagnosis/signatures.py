@@ -511,8 +511,7 @@ def xid_of(code: int) -> Xid:
 
 
 def signature_of(kind: str) -> Signature | None:
-    """Return the row of a clue's kind, including `xid 79` and the like; None for a kind of another version of
-    resihp."""
+    """Return the row of a clue's kind, including `xid 79` and the like; None for a kind of another version."""
     signature = _BY_KIND.get(kind) or _XIDS.get(kind)
     if signature is None and kind.startswith("xid ") and kind[4:].isascii() and kind[4:].isdigit():
         return _of_xid(xid_of(int(kind[4:])))

@@ -267,8 +267,7 @@ class Background:
         return Stretch(first, end, parts[i].state)
 
     def _turn(self, left_part: Stretch, right_part: Stretch) -> int:
-        """Return the turn between two parts, near their border or, if the second is long, anywhere in its first
-        half."""
+        """Return the turn between two parts, near their border, or in the first half of a long second part."""
         values = self.series.values
         first, end = (
             max(left_part.first + 1, right_part.first - SEARCH_VALUES),

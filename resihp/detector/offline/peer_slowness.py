@@ -95,8 +95,7 @@ def _table(rows: pd.DataFrame, row: str, column: str, values: str, width: int) -
 
 
 def _of_others(table: Floats) -> Floats:
-    """Return, for each entry, the median of the others in its row; NaN if there are none. In wide rows it is
-    included."""
+    """Return for each entry the median of the others in its row, NaN without any; in wide rows of all."""
     width = table.shape[1]
     if width > 32:
         return np.broadcast_to(row_medians(table)[:, None], table.shape)

@@ -199,8 +199,7 @@ def _fine_enough(dtype: Any, start: Floats, computation: Floats) -> None:
 
 
 def _sequence(place: pd.DataFrame, given: Ints | None) -> Ints:
-    """Return the given numbers if they distinguish a rank's operations of one optype in a step, else the order of
-    starts."""
+    """Return the given numbers if they distinguish a rank's operations of one optype in a step, else their order."""
     keys = list(place.columns)
     counted = np.asarray(place.groupby(keys, sort=False).cumcount(), dtype=np.int64)
     if given is None:

@@ -144,8 +144,7 @@ class Graph(msgspec.Struct, frozen=True, eq=False):
     steps: Ints
     """First operation of each step that is present."""
     circular: Flags
-    """(steps of the trace,): whether operations of a step wait for each other in a circle; the graph is then
-    invalid."""
+    """(steps of the trace,): whether operations of a step wait for each other in a circle, which makes it invalid."""
 
     @classmethod
     def from_trace(cls, trace: Trace) -> Graph:

@@ -24,8 +24,7 @@ from resihp.detector.sequential.window import low_median
 from resihp.pipeline.compiled import Ints
 
 MIN_SHIFT = 0.4
-"""Smallest shift that counts, log units: 50 % longer. Without peers, noise is hard to distinguish from a slower
-path."""
+"""Smallest shift that counts, log units: 50 % longer. Without peers, noise looks much like a slower path."""
 NOISE_FLOOR = 0.1
 """Lower bound of the noise of transfers, log units."""
 RECENT_ITERATIONS = 256

@@ -32,8 +32,7 @@ SHIFT_SCALE = 3.0
 MIN_COST_SHARE = 0.01
 """Smallest share of an iteration whose loss is reported."""
 MIN_COST_S = 1.5e-3
-"""Smallest loss per iteration, in seconds: clocks of 1 ms, and ranks that begin iterations 0.5 ms apart, resolve no
-less."""
+"""Smallest loss per iteration, in seconds: clocks resolve 1 ms, and ranks begin iterations up to 0.5 ms apart."""
 ALIKE_SHARE = 0.6
 """A lane with at least this share of another's shift has it from the same cause."""
 SAME_CAUSE_ITERATIONS = 8
@@ -168,8 +167,7 @@ class LaneTests:
         )
 
     def _go_on(self, iteration: int, first: Sequence[Floats]) -> list[Finding]:
-        """Check, by the first values under this plan, whether waits that were longer under the previous one still
-        are."""
+        """Check, by the first values under this plan, which of the waits longer under the previous one still are."""
         before, self._before = self._before, None
         if before is None or not before._raised:
             return []

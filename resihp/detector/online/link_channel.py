@@ -33,8 +33,7 @@ QUORUM_SHARE = 0.2
 MIN_SHIFT = 0.05
 """Smallest shift of a link that counts, log units."""
 ALIKE_SHARE = 0.6
-"""A link between the same stages, or of the same rank, with at least this share of a shift has it from the same
-cause."""
+"""A link between the same stages, or of the same rank, with this share of a shift has it from the same cause."""
 RESOLUTION_ITERATIONS, RESOLUTION_STARTS = 16, 4096
 """Iterations of a plan from whose start times the resolution of clocks is read, and about how many start times."""
 MAX_COUNTED_TRANSFERS = 4.0
@@ -42,8 +41,7 @@ MAX_COUNTED_TRANSFERS = 4.0
 RECENT_ITERATIONS = 64
 """Number of iterations whose transfers are kept, in seconds."""
 MIN_CLOCK_ERRORS = 4.0
-"""A transfer counts as slower only if it is so, in seconds, by this many times the scatter from clocks and skewed
-starts."""
+"""Smallest slow-down of a transfer, as a multiple of the scatter in seconds from clocks and skewed starts."""
 MIN_STARTS = 16
 EQUAL_STARTS_S = 1e-7
 """Start times that differ by less are equal, seconds."""
@@ -169,8 +167,7 @@ class LinkTest:
         self._first: list[tuple[int, Floats, Floats, Floats]] = []
         self._recent: deque[tuple[int, Floats]] = deque(maxlen=RECENT_ITERATIONS)
         self._seen: tuple[Floats, Floats] | None = None
-        """Logs of seconds and N measured in the latest iteration; NaN for links without a transfer that was waited
-        for."""
+        """Logs of seconds and N measured in the latest iteration; NaN for links without a measurable transfer."""
         self._together: dict[int, tuple[int, ...]] = {}
         self.test = PeerTest(
             links.kind,
@@ -296,8 +293,7 @@ class LinkTest:
         return moved >= MIN_CLOCK_ERRORS * math.hypot(skew, self.links.resolution_s / math.sqrt(6))
 
     def _begin(self) -> list[Shift]:
-        """Learn the usual duration of links of a kind, and the power of N with the least spread; return first
-        shifts."""
+        """Learn the usual duration of links of a kind, and the power of N with least spread; return first shifts."""
         delays = np.array([delay for _, delay, _, _ in self._first])
         tokens = np.array([token for _, _, token, _ in self._first])
         spreads = []

@@ -87,8 +87,7 @@ class Monitor:
         self._false_alarms_per, self._patience, self._least = false_alarms_per, patience, least
         self._frame: Frame | None = None
         self._job_slow: float | None = None
-        """While the job as a whole is slow: approximate healthy level of whole iterations, NaN if unknown; else
-        None."""
+        """Approximate healthy level of whole iterations while the job as a whole is slow, NaN if unknown; else None."""
         self._ranks: RankTest
         self._between: BetweenNodes
         self._whole: WholeTest
@@ -303,8 +302,7 @@ class Monitor:
         self._expected = False
 
     def cleared(self, rank: int) -> None:
-        """Record that a probe found `rank` healthy. The same evidence is not raised again for some hundred
-        iterations."""
+        """Record that a probe cleared `rank`: for some hundred iterations, the same evidence raises no suspicion."""
         self._slow.pop(rank, None)
         self._confirmed.pop(rank, None)
         if self._frame is not None and (row := self._frame.stacked.row.get(rank)) is not None:

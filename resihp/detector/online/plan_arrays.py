@@ -33,8 +33,7 @@ class LaneTimes(msgspec.Struct, frozen=True, eq=False):
     """
 
     collective: Floats
-    """Over all chunks: from when the group's last rank could begin until all were done, less the most work of a
-    rank."""
+    """Over all chunks: from when the group's last rank could begin until the end, minus the most work of a rank."""
     reduction: Floats
     """Gradient sums, from when the last lane with the same layers had finished its last chunk."""
     data: Floats

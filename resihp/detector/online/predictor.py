@@ -183,8 +183,7 @@ class Predictor:
             self._due |= len(track.iterations) >= track.due
 
     def predict(self, key: Key, kind: str, tokens: npt.ArrayLike, squares: npt.ArrayLike) -> Floats | None:
-        """Return seconds of chunks of N tokens and sum of squared lengths S, any shape; None while too little is
-        known."""
+        """Return seconds of chunks of N tokens and sum of squared lengths S, any shape; None while unknown."""
         coefficients = self.coefficients(key, kind)
         return None if coefficients is None else coefficients.seconds(tokens, squares)
 

@@ -76,8 +76,7 @@ class HealthyTimes:
         self._workload = stacked.workload(columns)
 
     def seconds(self, slow: Mapping[int, float]) -> float | None:
-        """Return the seconds that the latest iteration should have taken with ranks of these speeds; None if
-        unknown."""
+        """Return the expected seconds of the latest iteration with ranks of these speeds; None if unknown."""
         return None if self._workload is None else self.forecast(*self._workload, slow)
 
     def forecast(self, tokens: npt.ArrayLike, squares: npt.ArrayLike, slow: Mapping[int, float]) -> float | None:

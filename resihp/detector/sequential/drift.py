@@ -14,8 +14,7 @@ import numpy as np
 from resihp.detector.sequential.noise import Bools, Floats, Ints
 
 INDEPENDENT_VALUES = 40
-"""Values after which the place of a wandering series is independent of the former one: one chance per so many
-values."""
+"""Values after which the place of a wandering series is independent of the former one: one chance each."""
 SPREAD_FADING = 0.98
 """Factor by which the weight of earlier observations fades at each update."""
 MIN_GROUP_SERIES = 16

@@ -175,8 +175,7 @@ class PeerTest:
         return float(self._level[series] - self._base[series])
 
     def mean_since(self, onset: int) -> Floats:
-        """Return (n,): the median of each series since iteration `onset`, relative to its healthy level; NaN if
-        unknown."""
+        """Return (n,): medians of the series since iteration `onset`, relative to healthy levels; NaN if unknown."""
         return np.asarray(self._window.medians(onset) - self._base)
 
     def moved(self, series: int, onset: int) -> float:
@@ -271,8 +270,7 @@ class PeerTest:
         return list(shifts.values())
 
     def _learn(self, index: int, rows: Floats, widths: list[Floats | None]) -> None:
-        """Learn first levels and scales from (LEARNING_ITERATIONS, n) values: own medians, within bounds around
-        peers."""
+        """Learn first levels and scales from values (iterations, n): own medians, within bounds around peers."""
         expected = self._level.copy()
         rows = rows - expected
         for _ in range(2):  # the second pass has levels that make the common part more precise

@@ -52,8 +52,7 @@ class SeriesStanding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cooldown(msgspec.Struct, frozen=True, kw_only=True):
-    """Cooldown of a series that a measurement found healthy although it looks slower: it counts as healthy for a
-    while."""
+    """Cooldown of a series that was measured to be healthy although it looks slower."""
 
     shift: float
     """The cleared shift, log units."""

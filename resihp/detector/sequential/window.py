@@ -50,8 +50,7 @@ class Window:
         return medians(rows) if rows.size else np.full(self._values.shape[1], np.nan)
 
     def moved(self, series: int, onset: int) -> float:
-        """Return the change of `series` from its last iterations before `onset` to those since; NaN if either has no
-        values."""
+        """Return the change of `series` from its last iterations before `onset` to those since; NaN if unknown."""
         finite = self._filled & np.isfinite(self._values[:, series])
         order = np.argsort(self._indices, kind="stable")
         earlier, later = (

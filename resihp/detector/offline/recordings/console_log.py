@@ -37,8 +37,7 @@ def is_ours(line: str) -> bool:
 
 
 def read_console(content: bytes) -> Recording:
-    """Read the output. A falling iteration number begins a new run, as when Slurm ran the job again into the same
-    file."""
+    """Read the output. A falling iteration number begins a new run, as after a requeue into the same file."""
     points: list[Point] = []
     bad: list[int] = []
     for number, line in numbered_lines(text_of(content)):

@@ -51,8 +51,7 @@ class JsonRows(msgspec.Struct):
 
 
 def read_json(json_rows: JsonRows) -> Recording:
-    """Build a recording. Raises UsageError, naming a line, if most lines are broken, or no row has the needed
-    fields."""
+    """Build a recording. Raises UsageError with a line if most are broken, or no row has the needed fields."""
     if json_rows.speakers is None:
         return read_rows(json_rows.rows)
     rows, broken = json_rows.rows, json_rows.broken
@@ -137,8 +136,7 @@ _HEAD = re.compile(r"[^{}\"']{0,120}(?=\{[\"'])")
 
 
 def _object_start(line: str) -> int:
-    """Return where a line's JSON object, or Python dict, begins, behind the prefix of a launcher or logger; -1 without
-    any."""
+    """Return where a line's JSON object or Python dict begins, behind any launcher's prefix; -1 without any."""
     if line.lstrip().startswith("{"):
         return len(line) - len(line.lstrip())
     head = _HEAD.match(line)

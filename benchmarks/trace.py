@@ -39,7 +39,7 @@ CLOSE = 3
 
 def slowed(frame: pd.DataFrame, trace: Trace, rank: int, factor: float, onset: int, end: int) -> pd.DataFrame:
     """`frame` with one rank's computation `factor` times as long from step index `onset` until `end`."""
-    graph = Graph.of(trace)
+    graph = Graph.from_trace(trace)
     slow = trace.is_compute & (trace.rank == rank) & (trace.step >= onset) & (trace.step < end)
     seconds = np.where(slow, factor * graph.seconds, graph.seconds)
     rows = frame.sort_values(["step", "dp_rank", "stage", "rank", "start_ts", "seq_id"], kind="stable")

@@ -1,15 +1,15 @@
-"""Is a device or link slow or dead, where, since when, how sure, and why. Pure: no clock, no socket, no torch.
+"""Detects slow and dead devices and links: which, where, since when, how sure, and why. Pure: no clock, socket, torch.
 
 ======================  =======================================================================================
-`observation`           what was measured of an iteration
-`findings`              what is said of it
-`probes`                what measurements of devices and links say, against peers and the past
-`lemons`, `excess`      which nodes and devices fail again and again; which counts are more than chance
-`online`                fail-slow while a job runs: what the controller asks after each iteration
+`observation`           measurements of one iteration
+`findings`              statements about one iteration: something became slow, or recovered
+`probes`                probe results of devices and links, compared with peers and with the past
+`lemons`, `excess`      nodes and devices that fail repeatedly; counts that are higher than chance allows
+`online`                fail-slow detection while a job runs: the controller asks it after each iteration
 `sequential`            the statistics behind it: change points, noise, one series against its peers
 `diagnosis`             why a process ended
-`offline`               what `resihp analyze` answers of files from jobs that ran without us
+`offline`               analysis of files from jobs that ran without resihp, for `resihp analyze`
 ======================  =======================================================================================
 
-Says what is; what follows from it is the controller's and the scheduler's to decide.
+The detector states facts; the controller and the scheduler decide on the reaction.
 """

@@ -1,4 +1,4 @@
-"""What the detector says of an iteration. Facts only; who made them: `resihp.detector.online.monitor` and its
+"""Statements of the detector about one iteration. Facts only, made by `resihp.detector.online.monitor` and its
 channels."""
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from resihp.detector.sequential.shifts import Alarm
 
 Known = Literal["warming up", "workload", "plain times"]
 Component = Literal["device", "link", "job", "collective", "reduction", "data"]
-"""What is slow. "device": a rank's own work. "link": transfers from one rank to another. "job": whole iterations, and
-nobody stands out. "collective": tensor-parallel collectives of a stage's group. "reduction": the sums of gradients.
-"data": the wait for a stage's first micro-batch."""
+"""The component that is slow. "device": a rank's own work. "link": transfers from one rank to another. "job": whole
+iterations, without any rank that stands out. "collective": tensor-parallel collectives of a stage's group.
+"reduction": the gradient reduction. "data": the wait for a stage's first micro-batch."""
 
 
 class Intermittent(msgspec.Struct, frozen=True, kw_only=True):
-    """Slow now and then: in `share` of the iterations, at `factor` times the healthy time in those."""
+    """Slowness that comes and goes: in `share` of the iterations, at `factor` times the healthy time in those."""
 
     share: float
     factor: float
@@ -28,54 +28,54 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: Literal["fail-slow", "recovered", "workload"]
     iteration: int
-    """Of the onset."""
+    """First iteration of the change (onset)."""
     detected: int
     change: float
-    """Time relative to healthy, minus 1: of a rank's own work, of a link's transfers, else of the whole iteration."""
+    """Relative time minus 1: of a rank's own work, of a link's transfers, else of the whole iteration."""
     confidence: float
     """Posterior probability, in (0, 1)."""
     ranks: tuple[int, ...]
-    """Suspects, the most likely first; empty where nobody stands out, and for most links."""
+    """Suspects, the most likely first; empty if none stands out, and for most links."""
     link: tuple[int, int] | None
-    """Ranks: sender, receiver."""
+    """Ranks of sender and receiver."""
     evidence: str
     component: Component = "device"
-    """`ranks` of a collective are its group; of a reduction, of data, those that wait. A finding without ranks or link
-    is the job's."""
+    """For "collective", `ranks` are its group; for "reduction" and "data", the ranks that wait. A finding without ranks
+    and link concerns the whole job."""
     intermittent: Intermittent | None = None
-    """Where it is not slow all the time; `change` is then what it costs on average."""
+    """Set if it is slow only part of the time; `change` is then the average cost."""
     alarm: Alarm | None = None
-    """What the test had come to; None where none raised it."""
+    """State of the test that raised it; None if no test did."""
     transfers: float | None = None
-    """Of whole iterations: by how many times transfers between nodes, all of them, take longer since then."""
+    """For whole iterations: factor by which all transfers between nodes take longer since the onset."""
 
 
 class RankStanding(msgspec.Struct, frozen=True, kw_only=True):
-    """How a rank stands with the detector: why it is suspected, or why it is not."""
+    """A rank's current standing: why it is suspected, or why it is not."""
 
     rank: int
     reported: int | None
-    """The iteration that it was last measured in."""
+    """Last iteration in which it was measured."""
     level: float
-    """Its own work's time over what is healthy for it, of late; 1 healthy, NaN while that is not known."""
+    """Recent time of its own work relative to its healthy time; 1 is healthy, NaN while the healthy time is unknown."""
     noise: float
-    """Standard deviation of one iteration's, relative."""
+    """Standard deviation of one iteration's time, relative."""
     evidence: float
-    """What has been gathered against it over what makes a finding: 1 is one."""
+    """Accumulated evidence of slowness, relative to the threshold of a finding: 1 raises one."""
     slow: bool
     pardon: float
-    """By how much of its level it is taken to be healthy all the same, since a probe said so; relative."""
+    """Part of its level, relative, that counts as healthy for now because a probe cleared it."""
     pardoned_until: int | None
-    """Iteration at which that ends."""
+    """Iteration at which that allowance ends."""
     peers: int
-    """Others with the same work, that it is compared with from the start; 0: with its own past alone."""
+    """Number of ranks with the same work, to which it is compared from the start; 0: only to its own past."""
 
 
 class Assessment(msgspec.Struct, frozen=True, kw_only=True):
-    """One iteration, judged."""
+    """The detector's judgement of one iteration."""
 
     predicted_s: float | None
-    """What it would have taken where all is well; None while that is not known."""
+    """Time that it would have taken with everything healthy; None while that is unknown."""
     findings: tuple[Finding, ...] = ()
     known: Known
-    """What the judgement rests on. "warming up": too little is known yet to find anything."""
+    """Basis of the judgement. "warming up": too little has been learnt to find anything."""

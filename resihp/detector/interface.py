@@ -1,8 +1,8 @@
-"""What a detector of slow devices and links is to whoever asks it: one interface, several ways to find out.
+"""The interface of a detector of slow devices and links, which several methods implement.
 
-Implementations: `resihp.detector.online.monitor` (ours), `resihp.detector.rivals` (the paper's, Greyhound's); which one
-a job has, `resihp.detector.modes` decides by its settings. A detector only finds: nothing here measures, probes, or
-decides what is done. All are pure and have no clock. Asked by the controller alone.
+Implementations: `resihp.detector.online.monitor` (ours) and `resihp.detector.rivals` (the paper's, Greyhound's);
+`resihp.detector.modes` chooses one by the job's settings. A detector only finds: it measures nothing, starts no probes,
+and does not decide on reactions. All are pure and have no clock. Called by the controller alone.
 """
 
 from __future__ import annotations
@@ -22,60 +22,60 @@ from resihp.pipeline.timeline import Orders
 
 
 class HealthyChunks(Protocol):
-    """What is known of healthy chunks (`resihp.detector.online.predictor`)."""
+    """Healthy times of chunks, as far as they are learnt (`resihp.detector.online.predictor`)."""
 
     def predict(self, key: Key, kind: str, tokens: npt.ArrayLike, squares: npt.ArrayLike) -> Floats | None:
-        """Seconds of chunks of N tokens and S squared lengths, the same shape; None while that is not known."""
+        """Return seconds of chunks of N tokens and S squared lengths, in their shape; None while unknown."""
 
 
 class Detector(Protocol):
-    """Judges iterations of the plan adopted last; knowledge of healthy times survives plans."""
+    """Judges iterations of the plan adopted last; its knowledge of healthy times survives a change of plan."""
 
     @property
     def predictor(self) -> HealthyChunks: ...
 
     @property
     def settled(self) -> bool:
-        """Whether all kinds of chunks of the adopted plan are learnt, and learnt no more: their times stay."""
+        """Whether learning is complete: all kinds of chunks of the adopted plan are learnt, and their times stay."""
 
     @property
     def beside_s(self) -> float:
-        """Seconds of an iteration beside its chunks, of the adopted plan: synchronisation and step."""
+        """Seconds of an iteration outside of its chunks, under the adopted plan: synchronisation and optimizer step."""
 
     def healthy_transfers(self) -> tuple[float | None, float | None]:
-        """Median seconds of a transfer where all is well, between nodes and within one; None where there is none."""
+        """Return median seconds of a healthy transfer between nodes and within a node; None without such links."""
 
     def adopt(self, plan: Plan, model: ModelSpec, orders: Orders, nodes: Mapping[int, Hashable] | None = None) -> None:
-        """A plan takes effect; `nodes`: where ranks are. Raises PlanError for orders that cannot be carried out."""
+        """Switch to a plan that takes effect. `nodes`: node of each rank. Raises PlanError for impossible orders."""
 
     def observe(self, observation: Observation) -> Assessment:
-        """Judge a committed iteration. One of another epoch, repeated or out of order is ignored."""
+        """Judge a committed iteration. Ignores one of another epoch, repeated or out of order."""
 
     def forecast(self, tokens: npt.ArrayLike, squares: npt.ArrayLike) -> float | None:
-        """Seconds that an iteration should take, from N and S (M,) of its micro-batches; what is slow stays so."""
+        """Return the expected seconds of an iteration at present speeds, from N and S (M,) of its micro-batches."""
 
     def speeds(self) -> dict[int, float]:
-        """Present speed of each rank that was found slow, 1 being healthy."""
+        """Return the present speed of each rank that was found slow; 1 is healthy."""
 
     def standing(self, rank: int) -> RankStanding | None:
-        """Why `rank` is taken to be slow, or is not; None for one that is not judged by itself."""
+        """Return why `rank` is considered slow or healthy; None for a rank that is not judged individually."""
 
     def coverage(self) -> dict[int, int]:
-        """The iteration in which each rank with work last reported measurements that can be; empty where none is asked
-        for any."""
+        """Return, for each rank with work, the iteration in which it last reported usable measurements; empty if no
+        measurements are requested."""
 
     def scores(self) -> tuple[npt.NDArray[np.int64], Floats, Floats] | None:
-        """(R,) each: ranks, their levels and evidence, as `standing` tells them; None while no rank can be judged."""
+        """Return ranks, levels and evidence, (R,) each, as in `standing`; None while no rank can be judged."""
 
     def confirmed(self, rank: int, speed: float) -> None:
-        """A probe says that `rank` has this speed. Raises ValueError for one that is not positive."""
+        """Record that a probe measured this speed of `rank`. Raises ValueError for a speed that is not positive."""
 
     def cleared(self, rank: int) -> None:
-        """A probe says that `rank` is healthy."""
+        """Record that a probe found `rank` healthy."""
 
     def job_is_slow(self) -> None:
-        """On record, where the detector is new: the job as a whole has been slow since before the first plan that it
-        adopts. Its end is to be told."""
+        """Tell a new detector that, on record, the job as a whole has been slow since before the first plan that it
+        adopts, so that it reports the recovery."""
 
     def cleared_link(self, sender: int, receiver: int) -> None:
-        """A probe says that the link is healthy, in this direction."""
+        """Record that a probe found the link healthy in this direction."""

@@ -1,27 +1,27 @@
-"""Which nodes and devices fail more often than the fleet does: lemons. Judges by past verdicts; never drains one.
+"""Finds lemons: nodes and devices that fail more often than the rest of the fleet. Judges past verdicts; never drains.
 
-Counted are whole outages of the last 30, 90 and 180 days, of a node and of each of its devices. Each count is held
-against the rate of all others by an exact Poisson tail, or a gamma-Poisson one where rates differ over the fleet, and
-of all that are called lemons only a small share may be so by chance (`excess`). Nothing fades in this: a count that
-fades is no count any more. Of nodes that fail 10 times as often as others half a year finds three in four, which is
-what can be found at all while one of 2,000 others is called a lemon; of 20 times, all (`benchmarks/lemons.py`). Fading
-only ranks.
+It counts whole outages of the last 30, 90 and 180 days, of a node and of each of its devices. Each count is compared
+with the rate of all others by an exact Poisson tail, or a gamma-Poisson tail where rates differ over the fleet, and
+only a small share of all lemons may be called so by chance (`excess`). Counts do not fade: a faded count is no longer a
+count. Of nodes that fail 10 times as often as others, half a year finds three in four, which is all that can be found
+while one of 2,000 others is called a lemon; of nodes that fail 20 times as often, all (`benchmarks/lemons.py`). Only
+the order of display uses fading.
 
-What is one outage. A Poisson tail wants failures that do not follow from each other. Verdicts of one node within ten
-minutes of the last are of one outage, whatever they name. The same device that fails again within two days, or the
-node as such within twelve hours, is the same fault, not mended, for up to a week: one bad week of a device is one
-outage, and one that goes on after it collects one a week. An outage is a device's if no other was named.
+Definition of an outage. A Poisson tail needs independent failures. Verdicts on one node within ten minutes of the
+previous one belong to one outage, whatever they name. The same device that fails again within two days, or the node as
+such within twelve hours, has the same unrepaired fault, for up to a week: one bad week of a device is one outage, and a
+fault that goes on after it counts once a week. An outage is attributed to a device if no other device was named.
 
-What decides. Only verdicts on a device or on the node as such, of which we are sure enough (`SURE`), make an outage
-that counts. A process may have died of anything, and of a slow link the other end may be to blame: outages of which
-there is nothing else (`NodeHealth.unsure`) are told and rank, and never make a lemon. Suspicions, programs' failures,
-broken connections and secondary errors say nothing of a node at all.
+Verdicts that count. Only verdicts on a device or on the node as such, with a certainty of at least `MIN_CERTAINTY`,
+make an outage that counts. A process may have ended for any reason, and a slow link may be caused by its other end:
+outages without better evidence (`NodeHealth.unsure`) are shown and affect the order, but never make a lemon.
+Suspicions, failures of the program, broken connections and secondary errors say nothing about a node.
 
-What is mended starts anew, if somebody says so (`mended`), and devices that moved take their records along (`moved`).
-On the InfiniteHBD trace (400 nodes, 175 days, in which nodes were repaired and nobody told when) few stand out, because
-so many fail in bursts: they fail 4.9 times as often as others in the next two weeks, 7 failures of 18 lemons
-(`tests/resihp/detector/test_lemons.py` measures this; the twelve hours and `excess.MOST_SPREAD` were chosen with a look
-at it, so it is no prediction).
+A repaired node or device starts anew if the repair was reported (`mended`), and devices that moved take their records
+along (`moved`). On the InfiniteHBD trace (400 nodes, 175 days, in which nodes were repaired but repairs were not
+reported) few nodes stand out, because so many fail in bursts: those that do fail 4.9 times as often as others in the
+next two weeks, 7 failures of 18 lemons (`tests/resihp/detector/test_lemons.py` measures this; the twelve hours and
+`excess.MIN_SHAPE` were chosen with a look at this trace, so it is not a prediction).
 
 Called by `db.reading.health` and `db.reading.fleet` with a ledger's verdicts. Times in seconds since 1970; pure.
 """
@@ -38,36 +38,36 @@ if TYPE_CHECKING:
     from resihp.detector.excess import Excess, Floats, Whole
 
 DAY_S = 86_400.0
-WINDOWS: Mapping[int, float] = {30: 0.04, 90: 0.06, 180: 0.9}
-"""Days, and the window's share of the error. The longest sees most of who always was a lemon; who has become one lately
-stands out in a short one even with a small share."""
-HORIZON_S = max(WINDOWS) * DAY_S
-"""What is older says nothing any more."""
+WINDOW_ERROR_SHARES: Mapping[int, float] = {30: 0.04, 90: 0.06, 180: 0.9}
+"""Window in days, and its share of the accepted error. The longest sees most of the nodes that always were lemons; one
+that became a lemon recently stands out in a short window even with a small share."""
+HORIZON_S = max(WINDOW_ERROR_SHARES) * DAY_S
+"""Age, in seconds, beyond which verdicts and service are ignored."""
 HALF_LIFE_S = 30 * DAY_S
-"""For the order of display: of 7, 14, 30, 90 days and none, the one by which former failures predicted best on the
-InfiniteHBD trace."""
+"""Half-life, in seconds, for the order of display. Of 7, 14, 30, 90 days and no fading, the value by which past
+failures best predicted later ones on the InfiniteHBD trace."""
 USUAL_RATE = 2e-5
-"""Failures per device-hour of a fleet of which nothing is known yet: 419 interruptions in 54 days of 16,384 GPUs (The
-Llama 3 Herd of Models, table 5); InfiniteHBD's 4.2 faults per 1000 node-days of 8 GPUs are the same."""
+"""Failures per device-hour of a fleet without a record: 419 interruptions in 54 days of 16,384 GPUs (The Llama 3 Herd
+of Models, table 5); InfiniteHBD's 4.2 faults per 1000 node-days of 8 GPUs are the same rate."""
 FALSE_NODES, FALSE_DEVICES = 0.1, 0.02
 """Accepted share of false ones among the nodes, and among the devices, that are called lemons."""
-LEAST = 3
-"""Outages of a lemon. Two are one fault whose repair did not last, and in a young fleet two are nothing."""
+MIN_OUTAGES = 3
+"""Lowest number of outages of a lemon. Two may be one fault with a failed repair, or chance in a young fleet."""
 SAME_OUTAGE_S = 600.0
-"""Verdicts of one node that follow each other within this time are of one outage."""
-SAME_DEVICE_S, SAME_PART_S, SAME_MOST_S = 2 * DAY_S, 0.5 * DAY_S, 7 * DAY_S
-"""The same device that fails again within the first, or the node as such within the second, has the same fault still,
-until the third is over since it began. (Of a node as such nobody knows whether the cause is the same.)"""
-SURE = 0.5
-"""Certainty from which on a verdict decides."""
-COUNTING = frozenset({"fail-stop", "fail-slow"})
-COMPONENTS = frozenset({"process", "device", "node", "link"})
-DECIDING = frozenset({"device", "node"})
+"""Verdicts on one node that follow each other within this time belong to one outage."""
+SAME_DEVICE_S, SAME_NODE_S, MAX_FAULT_S = 2 * DAY_S, 0.5 * DAY_S, 7 * DAY_S
+"""A device that fails again within the first time, or a node as such within the second, still has the same fault, until
+the third has passed since that fault began. (For a node as such it is unknown whether the cause is the same.)"""
+MIN_CERTAINTY = 0.5
+"""Lowest certainty at which a verdict counts."""
+COUNTED_KINDS = frozenset({"fail-stop", "fail-slow"})
+COUNTED_COMPONENTS = frozenset({"process", "device", "node", "link"})
+DECIDING_COMPONENTS = frozenset({"device", "node"})
 
 
 class NodeFailure(msgspec.Struct, frozen=True, kw_only=True):
-    """A failure that was put down to `node`. `kind`, `component` as in `journal.FailureFound`; `device`: which of the
-    node's, if one is named; `certainty` that it was the node's fault, 0 to 1."""
+    """A failure that was attributed to `node`. `kind`, `component`: as in `journal.FailureFound`; `device`: device of
+    the node, if one is named; `certainty`: that the node caused it, 0 to 1."""
 
     node: str
     at: float
@@ -81,18 +81,23 @@ class NodeFailure(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def counts(self) -> bool:
-        """Whether it says anything of the node."""
-        return self.kind in COUNTING and self.component in COMPONENTS and not self.secondary and self.certainty > 0.0
+        """Whether it says anything about the node."""
+        return (
+            self.kind in COUNTED_KINDS
+            and self.component in COUNTED_COMPONENTS
+            and not self.secondary
+            and self.certainty > 0.0
+        )
 
     @property
     def decides(self) -> bool:
-        """Whether it says for sure that hardware of the node failed."""
-        return self.counts and self.component in DECIDING and self.certainty >= SURE
+        """Whether it shows, with enough certainty, that hardware of the node failed."""
+        return self.counts and self.component in DECIDING_COMPONENTS and self.certainty >= MIN_CERTAINTY
 
 
 class Service(msgspec.Struct, frozen=True, kw_only=True):
-    """A time in which `devices` of a node were at work: those from number `first` on; None: the first ones, which is
-    all that the node had at work then."""
+    """A period in which `devices` of a node were at work, numbered from `first` on. None: the first devices, and the
+    node had no others at work then."""
 
     node: str
     since: float
@@ -102,9 +107,12 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tally(msgspec.Struct, frozen=True, kw_only=True):
-    """How often something failed, against what is usual: `observed` outages where `expected` were, in the last
-    `window_days`: of the windows, the one that tells most. `p`: how probable so many are, by chance, over all windows;
-    `q`: the share of false ones among all of the fleet that stand out at least as much."""
+    """How often something failed, against the usual rate.
+
+    `observed` outages where `expected` were expected, in the last `window_days` (the most significant window). `p`:
+    probability of so many by chance, over all windows; `q`: expected share of false picks among all of the fleet that
+    stand out at least as much.
+    """
 
     observed: int
     expected: float
@@ -115,16 +123,19 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def told(self) -> str:
-        """`9 outages in 90 days, 0.37 expected`."""
+        """The count in words: `9 outages in 90 days, 0.37 expected`."""
         outages = "1 outage" if self.observed == 1 else f"{self.observed} outages"
         return f"{outages} in {self.window_days} days, {self.expected:.2g} expected"
 
 
 class NodeHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """A node's record of the last 180 days. `failures`: outages that count; `unsure`: those that do not, for want of
-    evidence against hardware; `tally`: how the node stands as a whole; `devices`: how those of its devices stand
-    that failed, by number; `device_hours` of service; `weight`: all outages, faded and weighed by certainty; `rate`:
-    failures per device-hour to be expected, by `weight` and faded service, for the order of display."""
+    """A node's record of the last 180 days.
+
+    `failures`: outages that count; `unsure`: outages without sufficient evidence against hardware; `tally`: of the node
+    as a whole; `devices`: tallies of the devices that failed, by number; `device_hours` of service; `weight`: all
+    outages, faded and weighted by certainty; `rate`: expected failures per device-hour, from `weight` and faded
+    service, for the order of display.
+    """
 
     node: str
     failures: int
@@ -136,11 +147,11 @@ class NodeHealth(msgspec.Struct, frozen=True, kw_only=True):
     weight: float
     rate: float
     verdicts: tuple[NodeFailure, ...]
-    """Of all outages, oldest first."""
+    """Verdicts of all outages, oldest first."""
 
     @property
     def lemon(self) -> bool:
-        """The node as a whole, or a device of it."""
+        """Whether the node as a whole, or one of its devices, is a lemon."""
         return self.tally.lemon or bool(self.lemon_devices)
 
     @property
@@ -149,8 +160,8 @@ class NodeHealth(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Outage(msgspec.Struct):
-    """One outage of a node since `at`. `devices`: those that were named by what `counts`; `certainty`: of the surest
-    verdict, which is from `surest_at`."""
+    """One outage of a node that began `at`. `devices`: devices named by verdicts that count; `certainty`: of the most
+    certain verdict, which is from `surest_at`."""
 
     at: float
     counts: bool = False
@@ -168,9 +179,11 @@ class _Outage(msgspec.Struct):
 
 
 class _Served(msgspec.Struct):
-    """Services in order of their node's row (`rows`), those of row i from `first[i]` to `first[i + 1]`; times cut to
-    what counts. `lowest`: number of the first device. `hours`: device-hours by node and window, and `wall`: those that
-    each of its first `fewest` devices served, by now as good as new or not."""
+    """Services sorted by the row of their node (`rows`); row i has those from `first[i]` to `first[i + 1]`.
+
+    Times are cut to the period that counts. `lowest`: number of the first device. `hours`: device-hours by node and
+    window. `wall`: hours that each of a node's first `fewest` devices served, whether or not it was replaced since.
+    """
 
     rows: Whole
     first: Whole
@@ -184,7 +197,7 @@ class _Served(msgspec.Struct):
 
 
 def part(node: str, device: int) -> str:
-    """The name of a device in `mended`."""
+    """Return the name of a device in `mended`."""
     return f"{node}:{device}"
 
 
@@ -196,10 +209,10 @@ def node_health(
     half_life_s: float = HALF_LIFE_S,
     mended: Mapping[str, float] | None = None,
 ) -> list[NodeHealth]:
-    """All nodes that served or failed: lemons first, then whoever is expected to fail most.
+    """Return all nodes that served or failed: lemons first, then by descending expected failure rate.
 
-    `mended`: since when a node, or a device (`part`), is as good as new; what was before does not count for it, and of
-    a device not for its node either. Verdicts and service after `now` or before the longest window are left out.
+    `mended`: since when a node, or a device (`part`), is as good as new. Its earlier record is ignored; that of a
+    device is ignored for its node as well. Verdicts and service after `now` or before the longest window are left out.
     Raises ValueError for a half-life that is not positive.
     """
     if not half_life_s > 0.0:
@@ -209,13 +222,13 @@ def node_health(
     for verdict in sorted(verdicts, key=_order):
         if verdict.counts and max(now - HORIZON_S, _fresh_since(verdict, fresh)) <= verdict.at <= now:
             counted.setdefault(verdict.node, []).append(verdict)
-    given = list(services)
-    names = sorted(counted.keys() | {service.node for service in given})
-    served = _served(given, names, now, fresh)
+    all_services = list(services)
+    names = sorted(counted.keys() | {service.node for service in all_services})
+    served = _served(all_services, names, now, fresh)
     outages = [_outages(counted.get(name, ())) for name in names]
     tallies, devices = _tallies(names, outages, served, now, fresh)
     weights, rates = _expected_rates(outages, served, now, half_life_s)
-    found = [
+    nodes = [
         NodeHealth(
             node=name,
             failures=(failures := sum(outage.counts for outage in outages[i])),
@@ -230,14 +243,14 @@ def node_health(
         )
         for i, name in enumerate(names)
     ]
-    return sorted(found, key=lambda node: (not node.lemon, -node.rate, node.node))
+    return sorted(nodes, key=lambda node: (not node.lemon, -node.rate, node.node))
 
 
 # --- outages --------------------------------------------------------------------------------------------------------
 
 
 def _order(verdict: NodeFailure) -> tuple[object, ...]:
-    """Of time, and the same in whatever order they come."""
+    """Return a sort key by time that does not depend on the order of arrival."""
     device = -1 if verdict.device is None else verdict.device
     return verdict.at, verdict.node, verdict.component, device, -verdict.certainty, verdict.job, verdict.cause
 
@@ -250,7 +263,7 @@ def _fresh_since(verdict: NodeFailure, fresh: Mapping[str, float]) -> float:
 
 
 def _outages(verdicts: Sequence[NodeFailure]) -> list[_Outage]:
-    """Of one node, in order of time."""
+    """Group the verdicts of one node, in order of time, into outages."""
     outages: list[_Outage] = []
     faults: dict[tuple[str, int | None], tuple[_Outage, float]] = {}
     now, latest = None, -np.inf
@@ -258,13 +271,13 @@ def _outages(verdicts: Sequence[NodeFailure]) -> list[_Outage]:
         fault = (verdict.component, verdict.device)
         if now is None or verdict.at - latest > SAME_OUTAGE_S:
             now, last = faults.get(fault, (None, -np.inf))
-            within_s = SAME_DEVICE_S if verdict.component == "device" else SAME_PART_S
-            if now is None or verdict.at - last > within_s or verdict.at - now.at > SAME_MOST_S:
+            within_s = SAME_DEVICE_S if verdict.component == "device" else SAME_NODE_S
+            if now is None or verdict.at - last > within_s or verdict.at - now.at > MAX_FAULT_S:
                 now = _Outage(verdict.at)
                 outages.append(now)
         now.add(verdict)
         latest = verdict.at
-        if verdict.device is not None or verdict.component != "device":  # else nobody knows whether it is the same
+        if verdict.device is not None or verdict.component != "device":  # else it may be another device each time
             faults[fault] = (now, verdict.at)
     return outages
 
@@ -274,22 +287,25 @@ def _outages(verdicts: Sequence[NodeFailure]) -> list[_Outage]:
 
 def _served(services: Sequence[Service], names: Sequence[str], now: float, fresh: Mapping[str, float]) -> _Served:
     row = {name: i for i, name in enumerate(names)}
-    where = np.array([row[one.node] for one in services], dtype=np.intp)
-    numbers = [(one.since, one.until, one.devices, -1 if one.first is None else one.first) for one in services]
+    node_rows = np.array([row[service.node] for service in services], dtype=np.intp)
+    numbers = [
+        (service.since, service.until, service.devices, -1 if service.first is None else service.first)
+        for service in services
+    ]
     given = np.array(numbers, dtype=np.float64).reshape(-1, 4)
-    order = np.lexsort((*given.T, where))
-    where, (since, until, devices, lowest) = where[order], given[order].T
+    order = np.lexsort((*given.T, node_rows))
+    node_rows, (since, until, devices, lowest) = node_rows[order], given[order].T
     renewed = np.array([fresh.get(name, -np.inf) for name in names], dtype=np.float64)
-    since, until = np.maximum(since, renewed[where]), np.minimum(until, now)
+    since, until = np.maximum(since, renewed[node_rows]), np.minimum(until, now)
     over = _overlap_h(since, until, now)
-    wall, hours = np.zeros((2, len(names), len(WINDOWS)))
+    wall, hours = np.zeros((2, len(names), len(WINDOW_ERROR_SHARES)))
     fewest = np.full(len(names), np.inf)
-    np.add.at(wall, where, over)
-    np.add.at(hours, where, devices[:, None] * over)
-    np.minimum.at(fewest, where, np.where(lowest < 0.0, devices, 0.0))
+    np.add.at(wall, node_rows, over)
+    np.add.at(hours, node_rows, devices[:, None] * over)
+    np.minimum.at(fewest, node_rows, np.where(lowest < 0.0, devices, 0.0))
     served = _Served(
-        rows=where,
-        first=np.searchsorted(where, np.arange(len(names) + 1)),
+        rows=node_rows,
+        first=np.searchsorted(node_rows, np.arange(len(names) + 1)),
         since=since,
         until=np.maximum(since, until),
         devices=devices,
@@ -300,7 +316,7 @@ def _served(services: Sequence[Service], names: Sequence[str], now: float, fresh
     )
     for name, at in fresh.items():
         node, _, device = name.rpartition(":")
-        if node in row and device.isdecimal():  # what it did before it was changed
+        if node in row and device.isdecimal():  # remove the service before the device was replaced
             hours[row[node]] -= _device_hours(served, row[node], int(device), now, until=at)
     np.maximum(hours, 0.0, out=hours)
     return served
@@ -309,18 +325,18 @@ def _served(services: Sequence[Service], names: Sequence[str], now: float, fresh
 def _device_hours(
     served: _Served, row: int, device: int, now: float, since: float = -np.inf, until: float = np.inf
 ) -> Floats:
-    """(windows,): hours that a device of a node served in a time."""
+    """Return the hours, (windows,), that a device of a node served between two times."""
     own = slice(served.first[row], served.first[row + 1])
     number = device - served.lowest[own]
-    there = (number >= 0.0) & (number < served.devices[own])
-    begun, over = served.since[own][there], served.until[own][there]
+    in_service = (number >= 0.0) & (number < served.devices[own])
+    begun, over = served.since[own][in_service], served.until[own][in_service]
     hours = _overlap_h(np.maximum(begun, since), np.minimum(over, until), now).sum(axis=0)
     return np.asarray(hours, dtype=np.float64)
 
 
 def _overlap_h(since: Floats, until: Floats, now: float) -> Floats:
-    """(n, windows): hours of these times in each window."""
-    starts = now - DAY_S * np.array(list(WINDOWS), dtype=np.float64)
+    """Return the hours of these periods in each window, (n, windows)."""
+    starts = now - DAY_S * np.array(list(WINDOW_ERROR_SHARES), dtype=np.float64)
     return np.asarray(np.maximum(until[:, None] - np.maximum(since[:, None], starts), 0.0) / 3600.0, dtype=np.float64)
 
 
@@ -330,20 +346,22 @@ def _overlap_h(since: Floats, until: Floats, now: float) -> Floats:
 def _tallies(
     names: Sequence[str], outages: Sequence[Sequence[_Outage]], served: _Served, now: float, fresh: Mapping[str, float]
 ) -> tuple[list[Tally], list[dict[int, Tally]]]:
-    """Of every node, and of its devices that failed."""
-    from resihp.detector.excess import dispersion, excess  # scipy: who asks for costs has no need of it
+    """Return the tally of every node, and for each node those of its devices that failed."""
+    from resihp.detector.excess import dispersion, excess  # imports scipy, which cost queries do not need
 
-    counting = [(i, outage) for i, each in enumerate(outages) for outage in each if outage.counts]
+    counting = [(i, outage) for i, node_outages in enumerate(outages) for outage in node_outages if outage.counts]
     counts = _counts([i for i, _ in counting], [outage.at for _, outage in counting], len(names), now)
     shape = dispersion(counts[:, -1], served.hours[:, -1])
-    shares = list(WINDOWS.values())
-    judged = excess(counts, served.hours, shares, shape=shape, usual_rate=USUAL_RATE, false=FALSE_NODES, least=LEAST)
+    shares = list(WINDOW_ERROR_SHARES.values())
+    judged = excess(
+        counts, served.hours, shares, shape=shape, usual_rate=USUAL_RATE, false=FALSE_NODES, least=MIN_OUTAGES
+    )
 
     alone = [(i, next(iter(outage.devices)), outage.at) for i, outage in counting if len(outage.devices) == 1]
     failed = sorted({(i, device) for i, device, _ in alone})
-    number = {which: n for n, which in enumerate(failed)}
+    number = {member: n for n, member in enumerate(failed)}
     of_devices = _counts([number[i, device] for i, device, _ in alone], [at for _, _, at in alone], len(failed), now)
-    hours = np.zeros((len(failed), len(WINDOWS)))
+    hours = np.zeros((len(failed), len(WINDOW_ERROR_SHARES)))
     for (i, device), n in number.items():
         renewed = fresh.get(part(names[i], device), -np.inf) if fresh else -np.inf
         always = device < served.fewest[i] and renewed == -np.inf
@@ -357,27 +375,27 @@ def _tallies(
         shape=shape,
         usual_rate=USUAL_RATE,
         false=FALSE_DEVICES,
-        least=LEAST,
+        least=MIN_OUTAGES,
         others_exposure=np.maximum(served.hours.sum(axis=0) - hours.sum(axis=0), 0.0),
         others_number=max(int(most.sum()) - len(failed), 0),
     )
-    found: list[dict[int, Tally]] = [{} for _ in names]
-    for (i, device), tally in zip(failed, _told(of_devices, devices), strict=True):
-        found[i][device] = tally
-    return _told(counts, judged), found
+    device_tallies: list[dict[int, Tally]] = [{} for _ in names]
+    for (i, device), tally in zip(failed, _as_tallies(of_devices, devices), strict=True):
+        device_tallies[i][device] = tally
+    return _as_tallies(counts, judged), device_tallies
 
 
 def _counts(rows: Sequence[int], at: Sequence[float], n: int, now: float) -> Floats:
-    """(n, windows): how many of the times `at`, each of a row, are in each window."""
+    """Count the times `at`, each of a row, in each window; shape (n, windows)."""
     where, times = np.array(rows, dtype=np.intp), np.array(at, dtype=np.float64)
-    counts = np.zeros((n, len(WINDOWS)))
-    for window, days in enumerate(WINDOWS):
+    counts = np.zeros((n, len(WINDOW_ERROR_SHARES)))
+    for window, days in enumerate(WINDOW_ERROR_SHARES):
         counts[:, window] = np.bincount(where[times >= now - DAY_S * days], minlength=n)
     return counts
 
 
-def _told(counts: Floats, judged: Excess) -> list[Tally]:
-    days = list(WINDOWS)
+def _as_tallies(counts: Floats, judged: Excess) -> list[Tally]:
+    days = list(WINDOW_ERROR_SHARES)
     return [
         Tally(
             observed=int(counts[i, window]),
@@ -397,11 +415,13 @@ def _told(counts: Floats, judged: Excess) -> list[Tally]:
 def _expected_rates(
     outages: Sequence[Sequence[_Outage]], served: _Served, now: float, half_life_s: float
 ) -> tuple[Floats, Floats]:
-    """Faded outages, weighed by certainty, and the rate that they let expect: as if each node had failed once more, in
-    the time in which one of the others does. Shapes (n,)."""
+    """Return faded outages, weighted by certainty, and expected rates; shapes (n,).
+
+    The rate is that of a node which had failed once more, in the time in which one of the others fails once.
+    """
     weights = np.zeros(len(outages))
-    for i, each in enumerate(outages):
-        for outage in each:
+    for i, node_outages in enumerate(outages):
+        for outage in node_outages:
             weights[i] += outage.certainty * 0.5 ** ((now - outage.surest_at) / half_life_s)
     seconds = (
         half_life_s / np.log(2) * (_fade(now - served.until, half_life_s) - _fade(now - served.since, half_life_s))

@@ -1,10 +1,10 @@
-"""Which detector a job has: `[detect] mode`. Called by the controller when it begins, through its dependencies.
+"""Chooses a job's detector by `[detect] mode`. Called by the controller when it begins, through its dependencies.
 
 ==============  =====================================================================================================
 `sequential`    ours: sequential tests of every rank, link and iteration (`resihp.detector.online.monitor`)
 `paper`         the ResiHP paper's: change points of iteration times, of which those count that take more than 25 %
                 longer than predicted for their workload (`resihp.detector.rivals`)
-`greyhound`     Greyhound's: the same change points, of which those count after which the mean is 10 % higher
+`greyhound`     Greyhound's: the same change points; those count after which the mean is 10 % higher
 ==============  =====================================================================================================
 """
 
@@ -17,7 +17,7 @@ from resihp.settings import Detection
 
 
 def detector(detection: Detection) -> Detector:
-    """A detector that knows nothing yet."""
+    """Return a new detector, which has learnt nothing yet."""
     match detection.mode:
         case "paper" | "greyhound":
             return ChangePointDetector(detection.mode)

@@ -1,8 +1,9 @@
-"""What was measured of one iteration, as the workers reported it. Facts only; nothing here judges them.
+"""The measurements of one iteration, as the workers reported them. Facts only; nothing here judges them.
 
 A rank measures each primitive of its stage's order (`resihp.pipeline.schedules.orders_of`): five numbers each, one row
-of `CHUNKS` after the other, as little-endian float32 on the wire (`pack`). Offsets are from the iteration's beginning,
-which all ranks share to within a collective's latency: the last synchronisation of the iteration before lets them go.
+of `CHUNKS` after the other, as little-endian float32 on the wire (`pack`). Offsets count from the beginning of the
+iteration, which all ranks share to within a collective's latency: the last synchronisation of the previous iteration
+releases them together.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from resihp.errors import ProtocolError
 Floats = npt.NDArray[np.float64]
 
 CHUNKS = ("starts", "spans", "compute", "tokens", "squares")
-"""Rows of a rank's measurements. `starts`: offset at which a primitive had all it needs; `spans`: seconds until it was
-done, tensor-parallel peers' lateness included; `compute`: seconds of it in this rank's own work; `tokens`, `squares`: N
-and sum of squared lengths of its micro-batch."""
+"""Rows of a rank's measurements. `starts`: offset at which a primitive had all its inputs; `spans`: seconds until it
+was done, including the lateness of tensor-parallel peers; `compute`: the part of it, in seconds, that is this rank's
+own work; `tokens`, `squares`: N and sum of squared lengths of its micro-batch."""
 
 
 class RankTimes(msgspec.Struct, frozen=True, eq=False):
@@ -28,10 +29,10 @@ class RankTimes(msgspec.Struct, frozen=True, eq=False):
 
     rank: int
     seconds: float
-    """Of the whole iteration, step included."""
+    """Of the whole iteration, including the optimizer step."""
     chunks: Floats
     reduced: float
-    """Offset at which all of its gradients were summed."""
+    """Offset at which all of its gradients were reduced."""
 
     @property
     def starts(self) -> Floats:
@@ -60,22 +61,22 @@ class RankTimes(msgspec.Struct, frozen=True, eq=False):
 
 
 class Observation(msgspec.Struct, frozen=True, eq=False):
-    """One committed iteration. `times` may lack ranks whose report was lost, and is empty where nobody measures."""
+    """One committed iteration. `times` may lack ranks with a lost report; it is empty if measuring is switched off."""
 
     iteration: int
     epoch: int
     seconds: float
-    """The slowest rank's."""
+    """Of the slowest rank."""
     times: Mapping[int, RankTimes]
 
 
 def pack(rows: npt.ArrayLike) -> bytes:
-    """(5, primitives) as it crosses the wire."""
+    """Encode an array of shape (5, primitives) for the wire."""
     return np.ascontiguousarray(rows, dtype="<f4").tobytes()
 
 
 def unpack(packed: bytes, where: str) -> Floats:
-    """The inverse of `pack`; NaN passes, who judges ignores it. Raises ProtocolError for what cannot be measured."""
+    """Decode bytes of `pack`; NaN is kept, and judges ignore it. Raises ProtocolError for an impossible length."""
     row = 4 * len(CHUNKS)
     if len(packed) % row:
         raise ProtocolError(f"{where}: {len(packed)} bytes of measurements, not a multiple of {row}")

@@ -1,9 +1,9 @@
-"""What probes of devices and links say: each compared with its peers, and with what it did before. Pure.
+"""Judges probes of devices and links against their peers and against the past. Pure.
 
-A device's speed is the smaller of what its matrix products and its memory reach, against the median of its peers; a
-link's, how fast it is against the median link of its kind. A node all of whose devices are slower than they were in
-former jobs is slow as well, unless most nodes are: then it is not the nodes. Which pairs measure when, so that each
-link has the machine to itself, is decided here too. Called by the controller (`resihp.controller.fail_slow.probing`).
+A device's speed is the lower of its matrix-product rate and its memory bandwidth, relative to the median of its peers;
+a link's speed is relative to the median link of its kind. A node all of whose devices are slower than in former jobs is
+slow as well, unless most nodes are: then the nodes are not the cause. This module also decides which pairs measure
+when, so that each link has the machine to itself. Called by the controller (`resihp.controller.fail_slow.probing`).
 """
 
 from __future__ import annotations
@@ -18,49 +18,50 @@ import msgspec
 from resihp.protocol.messages import Speed, Transfer
 from resihp.settings import Thresholds
 
-USUAL = Thresholds()
-"""What devices and links are judged by, unless the job has thresholds of its own."""
-MOST_WITNESSES = 4
-"""Links that are measured beside one under suspicion."""
-FEWEST_PEERS = 2
-"""Fewer peers cannot tell which of them is odd."""
+DEFAULT_THRESHOLDS = Thresholds()
+"""Thresholds for devices and links, unless the job has its own."""
+MAX_REFERENCE_LINKS = 4
+"""Highest number of reference links that are measured together with a suspected link."""
+MIN_PEERS = 2
+"""Number of peers that a comparison needs: with fewer, it is undecidable which device is the odd one out."""
 
-FEWEST_JOBS = 3
-"""Former jobs that it takes to know what a node usually gives."""
-LATEST_JOBS = 9
-"""Former jobs that count, the latest: a new driver is what is usual after a few."""
+MIN_FORMER_JOBS = 3
+"""Number of former jobs after which a node's usual speed counts as known."""
+MAX_FORMER_JOBS = 9
+"""Number of former jobs that count, the latest ones: a few jobs after a driver update, its speed is the usual one."""
 
-NEAR = 0.9
-"""A device that reaches less than this of its peers is in doubt and measured again: one probe is short, and may have
-met others at work on the same machine."""
-ALIKE = 0.9
-"""Witnesses of which one reaches less than this of their median are disturbed themselves: nobody is judged by them."""
-LOOKS = (3, 5)
-"""At a device in doubt: before it is found unfit, and after which the doubt is in its favour."""
+DOUBT_SHARE = 0.9
+"""A device below this share of its peers' speed is in doubt and is measured again: one probe is short, and may have run
+together with other work on the same machine."""
+ALIKE_SHARE = 0.9
+"""If the slowest reference device reaches less than this share of their median, the references are disturbed
+themselves, and nothing is judged against them."""
+RECHECK_LOOKS = (3, 5)
+"""Measurements of a device in doubt: before it may be found unfit, and after which it is cleared in any case."""
 SHARED_LOOKS = (5, 10)
-"""The same while training goes on beside it, on processors that others share: there a look tells less, and nobody waits
-for the verdict."""
+"""The same while training goes on beside the probe, on processors that others share: there a measurement is less
+reliable, and nothing waits for the verdict."""
 SUSPECT_LOOKS = 3
-"""At a suspect on shared processors, before a probe says anything against it."""
+"""Measurements of a suspect on shared processors before a probe may count against it."""
 
-AGAIN_S = 5.0
-"""How soon a device that a probe set aside is measured again; after each further one in twice the time."""
-RARELY = 10
-"""So many times `recheck_s` at most lie between two of these probes."""
-MOST_DOUBLINGS = 30
+FIRST_RECHECK_S = 5.0
+"""Seconds until a device that a probe set aside is measured again; doubled after each further failed probe."""
+MAX_RECHECK_FACTOR = 10
+"""Longest pause between two of these probes, as a multiple of `recheck_s`."""
+MAX_DOUBLINGS = 30
 
 LINK_LOOKS = 3
-"""At a link between ranks that share their machine's processors with others: each of them has to find it slow."""
+"""Measurements of a link whose ranks share processors with others: all of them have to find the link slow."""
 
 Place = tuple[str, str, str]
-"""A node, its host's name, and what its devices are: names of nodes recur in other clusters, and nodes are refitted."""
+"""Node name, host name, and kind of devices: node names recur in other clusters, and nodes are refitted."""
 Pair = tuple[int, int]
 """Two ranks, the lower one first."""
 
 
 class Judged(msgspec.Struct, frozen=True, kw_only=True):
-    """One device's probe. `speed`: 1 as fast as its peers; None where there is nothing to compare with. `odds`: of one
-    under suspicion, the logarithm of those that it is slow, by this probe alone."""
+    """Verdict of one device's probe. `speed`: 1 is as fast as its peers; None without anything to compare it with.
+    `odds`: for a suspect, the log odds that it is slow, by this probe alone."""
 
     rank: int
     speed: float | None
@@ -70,7 +71,7 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JudgedLink(msgspec.Struct, frozen=True, kw_only=True):
-    """A link under suspicion, measured. `speed`: 1 as fast as others; None where there is nothing to compare with."""
+    """Verdict on a suspected link. `speed`: 1 is as fast as others; None without anything to compare it with."""
 
     speed: float | None
     slow: bool
@@ -78,7 +79,7 @@ class JudgedLink(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Former(msgspec.Struct, frozen=True, kw_only=True):
-    """What a healthy device of a node gave in a former job, before it was given work."""
+    """Speed of a healthy device in a former job, measured before it was given work."""
 
     place: Place
     job: int
@@ -87,56 +88,57 @@ class Former(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def usual_speeds(former: Iterable[Former]) -> dict[Place, Speed]:
-    """What the devices of nodes usually give: the median of the latest jobs, of each its devices' median.
+    """Return the usual speed of each node's devices: the median over its latest jobs of the median over its devices.
 
-    `former`: the latest first. A node that was in fewer than `FEWEST_JOBS` is not known.
+    `former`: the latest first. A node that was in fewer than `MIN_FORMER_JOBS` jobs is left out.
     """
     jobs: dict[Place, dict[int, list[Speed]]] = {}
-    for one in former:
-        of_place = jobs.setdefault(one.place, {})
-        if one.job in of_place or len(of_place) < LATEST_JOBS:
-            speed = Speed(flops=one.flops, memory_bytes=one.memory_bytes)
-            of_place.setdefault(one.job, []).append(speed)
+    for former_speed in former:
+        of_place = jobs.setdefault(former_speed.place, {})
+        if former_speed.job in of_place or len(of_place) < MAX_FORMER_JOBS:
+            speed = Speed(flops=former_speed.flops, memory_bytes=former_speed.memory_bytes)
+            of_place.setdefault(former_speed.job, []).append(speed)
     return {
         place: _median([_median(speeds) for speeds in of_place.values()])
         for place, of_place in jobs.items()
-        if len(of_place) >= FEWEST_JOBS
+        if len(of_place) >= MIN_FORMER_JOBS
     }
 
 
 def judge_nodes(
-    found: Mapping[int, Speed], places: Mapping[int, Place], usual: Mapping[Place, Speed]
+    speeds: Mapping[int, Speed], places: Mapping[int, Place], usual: Mapping[Place, Speed]
 ) -> dict[str, tuple[float, str]]:
-    """Of each node whose usual speeds are known: the share of them that the best of its devices reaches, in words too.
+    """Return, for each node with a known usual speed, the share of it that its best device reaches, and that in words.
 
-    The best, because what all devices of a node have in common is the node's; one that is slow alone its peers show.
+    The best device counts, because all devices of a node share a problem of the node; a device that is slow alone
+    shows against its peers.
     """
     shares: dict[str, tuple[float, str]] = {}
-    for rank, own in found.items():
+    for rank, own in speeds.items():
         place = places[rank]
-        parts = _against(own, usual[place], "of what this node gave in former jobs") if place in usual else []
+        parts = _against(own, usual[place], "of this node's speed in former jobs") if place in usual else []
         if parts and min(parts) > shares.get(place[0], (0.0, "")):
             shares[place[0]] = min(parts)
     return shares
 
 
 def judge_devices(
-    found: Mapping[int, Speed],
+    speeds: Mapping[int, Speed],
     failed: Mapping[int, str],
     past: Mapping[int, Speed] | None = None,
-    wanted: Thresholds = USUAL,
+    wanted: Thresholds = DEFAULT_THRESHOLDS,
 ) -> dict[int, Judged]:
-    """Each rank's probe against the others', and against the `past` of its own device where that is known.
+    """Judge each rank's probe against the other ranks, and against the `past` of its own device where that is known.
 
-    `failed`: ranks whose device could not even be measured, and why.
+    `failed`: ranks whose device could not be measured at all, with the reason.
     """
     past = past or {}
     judged = {rank: Judged(rank=rank, speed=None, fit=False, evidence=why) for rank, why in failed.items()}
-    flops = sorted(speed.flops for speed in found.values())
-    memory_bytes = sorted(speed.memory_bytes for speed in found.values())
-    for rank, own in found.items():
+    flops = sorted(speed.flops for speed in speeds.values())
+    memory_bytes = sorted(speed.memory_bytes for speed in speeds.values())
+    for rank, own in speeds.items():
         parts = []
-        if len(found) > FEWEST_PEERS:
+        if len(speeds) > MIN_PEERS:
             peers = Speed(
                 flops=_median_without(flops, own.flops), memory_bytes=_median_without(memory_bytes, own.memory_bytes)
             )
@@ -152,8 +154,10 @@ def judge_devices(
 
 
 def in_doubt(judged: Mapping[int, Judged]) -> tuple[int, ...]:
-    """Those that were slower than their peers, or nearly, and have to be measured again before that counts."""
-    return tuple(sorted(rank for rank, one in judged.items() if one.speed is not None and one.speed < NEAR))
+    """Return the devices that were slower than their peers, or nearly so: they have to be measured again first."""
+    return tuple(
+        sorted(rank for rank, verdict in judged.items() if verdict.speed is not None and verdict.speed < DOUBT_SHARE)
+    )
 
 
 def judge_again(
@@ -163,67 +167,73 @@ def judge_again(
     looks: int,
     *,
     shared: bool = True,
-    wanted: Thresholds = USUAL,
-    within: tuple[int, int] = LOOKS,
+    wanted: Thresholds = DEFAULT_THRESHOLDS,
+    within: tuple[int, int] = RECHECK_LOOKS,
 ) -> Judged | None:
-    """A device in doubt against its witnesses, by the best that each gave in as many looks; None: look once more.
+    """Judge a device in doubt against reference devices (`witnesses`), by the best of equally many measurements of
+    each.
 
-    Others' work only ever makes a device look slower than it is: the best of all looks comes closest, and once the
-    witnesses come to the same it is what they can do. Until then nothing is known, and in the end nothing held against
-    the device, unless it is far below the slowest of them. Where processors are `shared` that takes many looks.
-    `within`: how many looks it takes to find a device unfit, and after how many it is judged in any case.
+    Returns None if another measurement is needed. Other work only makes a device look slower than it is: the best of
+    all measurements comes closest, and once the references agree, their speed is what they can do. Until then nothing
+    is known, and in the end the device is cleared, unless it is far below the slowest reference. `shared`: others use
+    the same processors, which takes many measurements. `within`: measurements before a device may be found unfit, and
+    after which it is judged in any case.
     """
     peers = _median(witnesses)
-    every = _against(own, peers, "of its peers")
+    against_all = _against(own, peers, "of its peers")
     sure = _against(own, _where_alike(witnesses, peers), "of its peers")
     least, most = within
     if not shared or looks >= SHARED_LOOKS[1]:
-        flops, memory_bytes = min(one.flops for one in witnesses), min(one.memory_bytes for one in witnesses)
+        flops, memory_bytes = (
+            min(witness.flops for witness in witnesses),
+            min(witness.memory_bytes for witness in witnesses),
+        )
         slowest = _against(own, Speed(flops=flops, memory_bytes=memory_bytes), "of its slowest peer")
-        sure += [each for each in slowest if each[0] < wanted.fit]
+        sure += [comparison for comparison in slowest if comparison[0] < wanted.fit]
     if sure and min(sure)[0] < wanted.fit:
         speed, text = min(sure)
         if looks < least:
             return None
         return Judged(rank=rank, speed=speed, fit=False, evidence=f"{text}, the best of {looks} more looks")
-    known = len(sure) >= len(every)
-    well = known and all(share >= NEAR for share, _ in sure)
-    if not well and looks < (least if known else most):
+    comparable = len(sure) >= len(against_all)
+    clears = comparable and all(share >= DOUBT_SHARE for share, _ in sure)
+    if not clears and looks < (least if comparable else most):
         return None
-    if not every:
+    if not against_all:
         return Judged(rank=rank, speed=None, fit=True, evidence="nothing to compare it with")
-    speed, text = min(every)
+    speed, text = min(against_all)
     return Judged(rank=rank, speed=speed, fit=True, evidence=text)
 
 
 def _where_alike(witnesses: Sequence[Speed], median: Speed) -> Speed:
-    """Their median; 0 for what disturbed witnesses differ in."""
+    """Return the median of the references; 0 for a measure in which disturbed references differ."""
     return Speed(
-        flops=median.flops if min(one.flops for one in witnesses) >= ALIKE * median.flops else 0.0,
+        flops=median.flops if min(witness.flops for witness in witnesses) >= ALIKE_SHARE * median.flops else 0.0,
         memory_bytes=median.memory_bytes
-        if min(one.memory_bytes for one in witnesses) >= ALIKE * median.memory_bytes
+        if min(witness.memory_bytes for witness in witnesses) >= ALIKE_SHARE * median.memory_bytes
         else 0.0,
     )
 
 
 def again_in_s(times_unfit: int, recheck_s: float) -> float:
-    """Return the seconds until a device is measured again that so many probes in a row have found unfit: soon at first,
-    then ever more rarely."""
-    doublings = min(max(times_unfit - 1, 0), MOST_DOUBLINGS)
-    return min(min(AGAIN_S, recheck_s) * 2.0**doublings, RARELY * recheck_s)
+    """Return the seconds until a device is measured again that was unfit in this many probes in a row: short at first,
+    then doubled each time."""
+    doublings = min(max(times_unfit - 1, 0), MAX_DOUBLINGS)
+    return min(min(FIRST_RECHECK_S, recheck_s) * 2.0**doublings, MAX_RECHECK_FACTOR * recheck_s)
 
 
-def best(one: Speed, other: Speed) -> Speed:
-    """What a device can do that gave both."""
+def best(first: Speed, second: Speed) -> Speed:
+    """Return the better value of both measurements of one device."""
     return Speed(
-        flops=max(one.flops, other.flops),
-        memory_bytes=max(one.memory_bytes, other.memory_bytes),
-        hardware=one.hardware or other.hardware,
+        flops=max(first.flops, second.flops),
+        memory_bytes=max(first.memory_bytes, second.memory_bytes),
+        hardware=first.hardware or second.hardware,
     )
 
 
 def in_turns(ranks: Iterable[int], machines: Mapping[int, str], shared: Container[int]) -> list[tuple[int, ...]]:
-    """Who is measured with whom: all at once, but one after another of those who share their machine's processors."""
+    """Return groups of ranks to be measured together: all at once, except that ranks which share their machine's
+    processors take turns."""
     turns: list[list[int]] = []
     used: Counter[str] = Counter()
     for rank in ranks:
@@ -243,28 +253,28 @@ def _median(speeds: Sequence[Speed]) -> Speed:
     )
 
 
-def _median_without(ascending: Sequence[float], one: float) -> float:
-    """The median of all others: in a job of thousands, each is compared with the rest of them."""
-    gone, left = bisect_left(ascending, one), len(ascending) - 1
-    low, high = (ascending[i + (i >= gone)] for i in ((left - 1) // 2, left // 2))
+def _median_without(ascending: Sequence[float], value: float) -> float:
+    """Return the median of all values but this one, without a new sort for each of thousands of devices."""
+    skipped, others_count = bisect_left(ascending, value), len(ascending) - 1
+    low, high = (ascending[i + (i >= skipped)] for i in ((others_count - 1) // 2, others_count // 2))
     return (low + high) / 2
 
 
-def _against(own: Speed, other: Speed, of: str) -> list[tuple[float, str]]:
-    found = []
-    if other.flops > 0.0:
-        share = own.flops / other.flops
-        found.append((share, f"matrix products at {share:.0%} {of}, {own.flops / 1e9:.4g} GFLOP/s"))
-    if other.memory_bytes > 0.0:
-        share = own.memory_bytes / other.memory_bytes
-        found.append((share, f"memory at {share:.0%} {of}, {own.memory_bytes / 1e9:.4g} GB/s"))
-    return found
+def _against(own: Speed, reference: Speed, phrase: str) -> list[tuple[float, str]]:
+    comparisons = []
+    if reference.flops > 0.0:
+        share = own.flops / reference.flops
+        comparisons.append((share, f"matrix products at {share:.0%} {phrase}, {own.flops / 1e9:.4g} GFLOP/s"))
+    if reference.memory_bytes > 0.0:
+        share = own.memory_bytes / reference.memory_bytes
+        comparisons.append((share, f"memory at {share:.0%} {phrase}, {own.memory_bytes / 1e9:.4g} GB/s"))
+    return comparisons
 
 
-def link_seconds(found: Mapping[int, Sequence[Transfer]]) -> dict[Pair, float]:
-    """Seconds of each measured link: of its ends, the mean."""
+def link_seconds(answers: Mapping[int, Sequence[Transfer]]) -> dict[Pair, float]:
+    """Return the seconds of each measured link: the mean of its two ends."""
     seconds: dict[Pair, list[float]] = {}
-    for rank, transfers in found.items():
+    for rank, transfers in answers.items():
         for transfer in transfers:
             if transfer.seconds > 0.0:
                 seconds.setdefault(_pair(rank, transfer.peer), []).append(transfer.seconds)
@@ -272,11 +282,11 @@ def link_seconds(found: Mapping[int, Sequence[Transfer]]) -> dict[Pair, float]:
 
 
 def judge_links(times: Mapping[Pair, float], nodes: Mapping[int, str]) -> dict[Pair, float]:
-    """Speed of each measured link against the median of its kind: inside a node, or between two."""
+    """Return the speed of each measured link relative to the median of its kind: within a node, or between two."""
     kinds: dict[bool, list[float]] = {}
     for (a, b), time in times.items():
         kinds.setdefault(nodes.get(a) == nodes.get(b), []).append(time)
-    medians = {kind: statistics.median(of) for kind, of in kinds.items() if len(of) > FEWEST_PEERS}
+    medians = {kind: statistics.median(seconds) for kind, seconds in kinds.items() if len(seconds) > MIN_PEERS}
     return {
         (a, b): medians[kind] / time
         for (a, b), time in times.items()
@@ -289,11 +299,12 @@ def judge_link(
     times: Mapping[Pair, float],
     nodes: Mapping[int, str],
     past: Mapping[Pair, float],
-    wanted: Thresholds = USUAL,
+    wanted: Thresholds = DEFAULT_THRESHOLDS,
 ) -> JudgedLink:
-    """A link under suspicion, against its witnesses (`beside`); where it has none against its past, or its kind's.
+    """Judge a suspected link against reference links (`beside`); without any, against its past or that of its kind.
 
-    With one witness alone it is held to `link_fit`, as with its past, when all were parked: now others train beside it.
+    Against a single reference the threshold is `link_fit`, as against the past, which was measured with all ranks
+    parked: now others train at the same time.
     """
     within = _within(link, nodes)
     others = [seconds for pair, seconds in times.items() if pair != link and _within(pair, nodes) == within]
@@ -312,10 +323,10 @@ def judge_link(
 
 
 def judge_link_again(looks: Sequence[JudgedLink], *, shared: bool) -> JudgedLink | None:
-    """A link that each of these `looks` found slow, by the middle one; None: look once more.
+    """Return the median of these verdicts, each of which found the link slow; None if another measurement is needed.
 
-    A look is short. Whom the processors' scheduler favours meanwhile, where others share them (`shared`), is fast in
-    all of it, and a healthy link at half of that or less: in one look of eight on two busy cores.
+    A measurement is short. Where others share the processors (`shared`), the operating system may favour the reference
+    for all of it, and a healthy link shows half of that speed or less: in one measurement of eight on two busy cores.
     """
     if not shared:
         return looks[-1]
@@ -326,9 +337,10 @@ def judge_link_again(looks: Sequence[JudgedLink], *, shared: bool) -> JudgedLink
 
 
 def beside(link: Pair, ranks: Iterable[int], nodes: Mapping[int, str]) -> tuple[Pair, ...]:
-    """One round: a link under suspicion, and witnesses of its kind.
+    """Return one round of measurements: a suspected link, and reference links of its kind.
 
-    Each has its nodes to itself; those of the link have none, because what slows it may slow all that they send.
+    Each reference has its nodes to itself and none on a node of the suspected link, because whatever slows that link
+    may slow all that its nodes send.
     """
     own = {nodes[rank] for rank in link}
     of_node: dict[str, list[int]] = {}
@@ -336,11 +348,11 @@ def beside(link: Pair, ranks: Iterable[int], nodes: Mapping[int, str]) -> tuple[
         if nodes[rank] not in own:
             of_node.setdefault(nodes[rank], []).append(rank)
     if _within(link, nodes):
-        pairs = [(there[0], there[1]) for there in of_node.values() if len(there) > 1]
+        pairs = [(node_ranks[0], node_ranks[1]) for node_ranks in of_node.values() if len(node_ranks) > 1]
     else:
-        first = [there[0] for there in of_node.values()]
+        first = [node_ranks[0] for node_ranks in of_node.values()]
         pairs = list(zip(first[::2], first[1::2], strict=False))
-    return (link, *(_pair(*pair) for pair in pairs[:MOST_WITNESSES]))
+    return (link, *(_pair(*pair) for pair in pairs[:MAX_REFERENCE_LINKS]))
 
 
 def _within(pair: Pair, nodes: Mapping[int, str]) -> bool:
@@ -348,7 +360,7 @@ def _within(pair: Pair, nodes: Mapping[int, str]) -> bool:
 
 
 def ring(ranks: Sequence[int]) -> tuple[tuple[Pair, ...], ...]:
-    """Rounds of disjoint pairs in which everybody meets both neighbours: two, or three for an odd number of ranks.
+    """Return rounds of disjoint pairs in which each rank meets both neighbours: two rounds, or three for an odd number.
 
     A rank whose own end is bad shows on both of its links, a link that is bad by itself on one.
     """

@@ -69,7 +69,7 @@ def test_a_node_that_is_slower_than_in_former_jobs_stands_by_from_the_start(job:
     probes = job.ask("history", "probes", *where)["rows"]
     probes = [row for row in probes if (row["occasion"], row["kind"]) == ("start", "device")]
     assert [(row["node"], row["passed"]) for row in probes] == [("n1", True), ("n2", False)]
-    assert "of what this node gave in former jobs" in probes[1]["evidence"]
+    assert "of this node's speed in former jobs" in probes[1]["evidence"]
     assert len({row["hardware"] for row in probes} - {None, ""}) == 1
 
 

@@ -84,7 +84,7 @@ def _judged(file: Path) -> tuple[Analysis, Recording | None]:
 
     content = _content(file)
     try:
-        if not content.startswith(formats.PARQUET):
+        if not content.startswith(formats.PARQUET_MAGIC):
             recording = formats.read(content)
         elif (table := _table(content)) is None:
             return _operations(content), None

@@ -207,7 +207,7 @@ def _standby_in_doubt(job: Job, examination: Examination, judged: probes.Judged)
         return False
     shared, device = examination.answers[judged.rank].shared, job.device_of(judged.rank)
     if device in job.record.unfit:
-        return judged.speed < probes.NEAR and (shared or judged.speed >= job.settings.detection.thresholds.fit)
+        return judged.speed < probes.DOUBT_SHARE and (shared or judged.speed >= job.settings.detection.thresholds.fit)
     return shared and judged.speed < RECOVERED
 
 

@@ -168,7 +168,7 @@ def _judge(looks: SecondLooks, wanted: Thresholds) -> None:
         if rank not in first.best or rank not in first.answers:
             continue
         shared = first.answers[rank].shared
-        within = probes.SHARED_LOOKS if shared and first.occasion != "start" else probes.LOOKS
+        within = probes.SHARED_LOOKS if shared and first.occasion != "start" else probes.RECHECK_LOOKS
         judged = probes.judge_again(
             rank, first.best[rank], witnesses, looks.taken, shared=shared, wanted=wanted, within=within
         )

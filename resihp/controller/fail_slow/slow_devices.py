@@ -34,7 +34,7 @@ from resihp.controller.fail_slow.suspicions import (
 from resihp.controller.state.examinations import Examination
 from resihp.controller.state.job import Job
 from resihp.detector.findings import Finding
-from resihp.detector.sequential.peer_cusum import MOST_PATIENCE
+from resihp.detector.sequential.peer_cusum import MAX_PATIENCE_FACTOR
 from resihp.detector.suspects import Verdicts
 from resihp.record.describe import rank_list
 from resihp.record.journal import FailureEnded, Outcome
@@ -330,7 +330,7 @@ def _first_onset(job: Job, rank: int, finding: Finding) -> int:
 
 
 def _was_acquitted(job: Job, rank: int) -> bool:
-    lasts = max(FORGOTTEN, 2 * MOST_PATIENCE * job.settings.detection.patience)  # longer than any pardon
+    lasts = max(FORGOTTEN, 2 * MAX_PATIENCE_FACTOR * job.settings.detection.patience)  # longer than any pardon
     return rank in job.inquiry.acquitted and job.furthest - job.inquiry.acquitted[rank][0] <= lasts
 
 

@@ -136,7 +136,7 @@ def _words_tell(job: Job, member: Member) -> Follows:
     if found.code == CONNECTION_FAILED.kind:
         return "perhaps"
     signature = signature_of(found.code)
-    return "never" if signature is not None and signature.depth <= Depth.TOLD else ""
+    return "never" if signature is not None and signature.depth <= Depth.REPORTED else ""
 
 
 def _was_killed(member: Member) -> bool:

@@ -1,6 +1,6 @@
-"""What each rank's report of an incident can have as its cause: clues of its log and of its node, and how it ended.
+"""Turns the reports of an incident into possible causes: clues of each rank's log and node, and how the rank ended.
 
-Decides which lines count and of which rank they are; `diagnosis` weighs them. Pure.
+Decides which lines count, and to which rank they belong; `diagnosis` weighs them. Pure.
 """
 
 from __future__ import annotations
@@ -12,38 +12,40 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from resihp.detector.diagnosis.clues import AFTER_S, BEFORE_S, Clock, read_log
-from resihp.detector.diagnosis.signatures import DEFAULTS, Category, Depth, Signature, signature_of, xid_of
+from resihp.detector.diagnosis.signatures import CATEGORY_DEFAULTS, Category, Depth, Signature, signature_of, xid_of
 from resihp.detector.diagnosis.ties import Endings, ends_of
 from resihp.protocol.messages import ABORT_STATUS, MOST_LINES_AFTER, Clue
 
 _SEVERITY = re.compile(r"(?i)Xid .{0,200}?\b(non-?)?fatal\b")
-_TOLD_BY_SLURM = ("container", "nodes left out", "unkillable")
-"""What may be why a process that said nothing exited, but never why one was killed."""
+_SLURM_NODE_PROBLEMS = ("container", "nodes left out", "unkillable")
+"""Kinds of lines that may explain why a process exited without a word, but never why it was killed."""
 _ENDED_BY_SLURM = ("time limit", "preempted", "cancelled", "interrupted")
-MOST_LAST_LINES = 20
-"""A program that writes more lines of output than this has lived with what it wrote before."""
-SENT_BY_OTHERS = frozenset({-signals.SIGKILL, -signals.SIGTERM, -signals.SIGINT, -signals.SIGHUP, -signals.SIGUSR1})
-"""Signals that no process ends itself by."""
-OF_A_KILL = frozenset({"loader killed"})
-"""Kinds of lines that tell of a kill, and may explain another one."""
-UNSPECIFIC = frozenset({"nccl cuda", "nccl system", "nccl internal", "cuda error", "cuda libraries"})
-"""Kinds of exceptions that say that CUDA or NCCL failed, and not of what: a line beside them does."""
-_OF_CPLUSPLUS = re.compile(r"what\(\)|terminate called|ProcessGroup\w{1,8}\.cpp|NCCL WARN|[Ww]atchdog")
-_OF_WHAT_IS_HANDLED = re.compile(
+MAX_LAST_LINES = 20
+"""A program that wrote more lines of output than this after a line went on in spite of it."""
+SIGNALS_FROM_OTHERS = frozenset(
+    {-signals.SIGKILL, -signals.SIGTERM, -signals.SIGINT, -signals.SIGHUP, -signals.SIGUSR1}
+)
+"""Signals that a process never sends to itself."""
+KILL_KINDS = frozenset({"loader killed"})
+"""Kinds of lines that report a kill, and may therefore explain one."""
+UNSPECIFIC_KINDS = frozenset({"nccl cuda", "nccl system", "nccl internal", "cuda error", "cuda libraries"})
+"""Kinds of exceptions which say that CUDA or NCCL failed, without the part that failed; a nearby line names it."""
+_CPLUSPLUS_WORDS = re.compile(r"what\(\)|terminate called|ProcessGroup\w{1,8}\.cpp|NCCL WARN|[Ww]atchdog")
+_HANDLED_WORDS = re.compile(
     r"(?i:(?<!NCCL )warn|caught|retry|retries|ignor|fall(?:ing|s)? ?back|skipp|(?<!un)handled|recovered|"
     r"temporary (?:cache|dir)|instead|\bhint\b|\bif you (?:see|get|hit|run)\b)|"
     r"\b(?:INFO|DEBUG)\b|(?:^|[\[\s])W\d{4}\b"
 )
-"""Words of a line whose writer goes on: a warning, a hint, an attempt that is made again, another way."""
+"""Words of a line after which its writer goes on: a warning, a hint, a retry, a fallback."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of one rank's end, or of a rank that lives and had something to say (`ended` False).
+    """State of one rank at its end; or, with `ended` False, of a living rank that logged something relevant.
 
-    `exit`: as in subprocess, negative for a signal; None if it went with its node and nobody saw how. `at`: when that
-    was noticed, seconds since 1970. `log`: tail of its log; `messages`: tails of what was said on its node, by the
-    kernel and by Slurm; `clues`: what was read from either where they lie. `fenced`: why the controller killed it, if
-    it did. `bus`: PCI address of its device; `memory_bytes`: its device's.
+    `exit`: as in subprocess, negative for a signal; None if the rank went with its node, unobserved. `at`: time at
+    which the end was noticed, seconds since 1970. `log`: tail of its log; `messages`: tails of its node's messages from
+    the kernel and Slurm; `clues`: clues already read from either on the node. `fenced`: why the controller killed it,
+    if it did. `bus`: PCI address of its device; `memory_bytes`: memory of its device.
     """
 
     rank: int
@@ -60,12 +62,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     fenced: str = ""
     memory_bytes: int | None = None
     clock: Clock | None = None
-    """How to read times in `log` and `messages`; where it is None, only those that name their zone are read."""
+    """How to read times in `log` and `messages`; None: only times that name their zone are read."""
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """A clue, or an end, of a rank or of a node as such (`report` None). `at`: when, if its line says so; `until`: it
-    happened no later than this."""
+    """A clue or an end, of a rank or of a node as such (`report` None). `at`: its time, if its line has one; `until`:
+    latest time at which it can have happened."""
 
     signature: Signature
     node: str
@@ -75,7 +77,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     clue: Clue | None = None
     line: str = ""
     survived: bool = False
-    """Whether the process went on after it, or ended by something that this line is not: evidence, and no cause."""
+    """Whether the process went on after it, or was ended by something else: evidence, but not a cause."""
 
     @property
     def kind(self) -> str:
@@ -83,16 +85,16 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def order(self) -> tuple[bool, float, float, int]:
-        """Nearest to a root first, then the earliest."""
-        known = self.until if self.until is not None else float("inf")
-        return self.survived, self.signature.depth, known, self.report.rank if self.report is not None else -1
+        """Sort key: nearest to a root cause first, then the earliest."""
+        latest = self.until if self.until is not None else float("inf")
+        return self.survived, self.signature.depth, latest, self.report.rank if self.report is not None else -1
 
-    def named(self, what: str) -> str:
-        return self.clue.named.get(what, "") if self.clue is not None else ""
+    def named(self, group: str) -> str:
+        return self.clue.named.get(group, "") if self.clue is not None else ""
 
 
 def candidates_of(reports: Sequence[Report]) -> list[Candidate]:
-    """All that may be a cause, of one incident's reports. Deterministic in their order."""
+    """Return all possible causes in one incident's reports, in a deterministic order."""
     read: dict[tuple[str, Clock, bool], tuple[Clue, ...]] = {}
 
     def clues_in(text: str, report: Report, *, kernel_lines: bool) -> tuple[Clue, ...]:
@@ -115,7 +117,7 @@ def candidates_of(reports: Sequence[Report]) -> list[Candidate]:
     own = [candidate for candidate in own if _is_tied(candidate, endings)]
     of_nodes_found = [_of_node(clue, report, reports, endings) for clue, report in of_nodes.values()]
     clued = [*own, *(candidate for candidate in of_nodes_found if candidate is not None)]
-    lost = _lost_nodes(reports)
+    lost_nodes = _lost_nodes(reports)
     of_reports: dict[int, list[Signature]] = {}
     for candidate in clued:
         if candidate.report is None or candidate.survived:
@@ -123,23 +125,23 @@ def candidates_of(reports: Sequence[Report]) -> list[Candidate]:
         if candidate.signature.tie not in ("moment", "silence"):
             of_reports.setdefault(candidate.report.rank, []).append(candidate.signature)
     ordered = any(candidate.kind in _ENDED_BY_SLURM for candidate in clued)
-    slurm_tells = any(candidate.kind in _TOLD_BY_SLURM for candidate in clued)
+    slurm_explains = any(candidate.kind in _SLURM_NODE_PROBLEMS for candidate in clued)
     ends = [
         _of_end(report, of_reports.get(report.rank, []), ordered)
         for report in reports
-        if report.node not in lost and not (slurm_tells and report.exit and 0 < report.exit <= 128)
+        if report.node not in lost_nodes and not (slurm_explains and report.exit and 0 < report.exit <= 128)
     ]
-    return [*clued, *lost.values(), *(end for end in ends if end is not None)]
+    return [*clued, *lost_nodes.values(), *(end for end in ends if end is not None)]
 
 
-def _candidate(clue: Clue, report: Report, of: Report | None, signature: Signature) -> Candidate | None:
-    """A clue as a candidate, if its time fits the end of `report`."""
+def _candidate(clue: Clue, report: Report, rank_report: Report | None, signature: Signature) -> Candidate | None:
+    """Return a clue as a candidate, or None if its time does not fit the end of `report`."""
     if None not in (clue.at, report.at) and not _fits(clue.at or 0.0, report.at or 0.0):
         return None
     return Candidate(
         signature=signature,
         node=report.node,
-        report=of,
+        report=rank_report,
         at=clue.at,
         until=clue.at if clue.at is not None else report.at,
         clue=clue,
@@ -155,76 +157,77 @@ def _fits(at: float, end: float) -> bool:
 
 
 def _of_log(clues: Sequence[Clue], report: Report) -> list[Candidate]:
-    """Clues of a rank's own log: of its exceptions the one that counts, of a living rank what it saw of others."""
-    telling = _telling([clue for clue in clues if clue.raised])
-    found = []
+    """Return the candidates of a rank's own log: the decisive one of its exceptions, and, for a living rank, its
+    observations of others."""
+    decisive = _decisive_exception([clue for clue in clues if clue.raised])
+    candidates = []
     for clue in clues:
         signature = signature_of(clue.kind)
         if signature is None or signature.node_wide:
             continue
         lives_on = not report.ended and signature.depth < Depth.SIGN and signature.category != "link"
-        overtaken = clue.raised and clue is not telling and signature.depth != Depth.AFTER
+        overtaken = clue.raised and clue is not decisive and signature.depth != Depth.AFTER
         if lives_on or overtaken:
             continue
         candidate = _candidate(clue, report, report, signature)
-        if candidate is not None and _was_survived(clue, signature, report, telling):
+        if candidate is not None and _was_survived(clue, signature, report, decisive):
             candidate = msgspec.structs.replace(candidate, survived=True)
-        found.append(candidate)
-    return [candidate for candidate in found if candidate is not None]
+        candidates.append(candidate)
+    return [candidate for candidate in candidates if candidate is not None]
 
 
-def _was_survived(clue: Clue, signature: Signature, report: Report, telling: Clue | None) -> bool:
-    """Whether a line of a log is not why its process ended: a line that a library logs is lived with as a rule.
+def _was_survived(clue: Clue, signature: Signature, report: Report, decisive: Clue | None) -> bool:
+    """Whether a line of a log did not end its process. Most lines that a library logs are survived.
 
-    The process ended by what it raised, if it raised anything that tells why; by a signal that somebody else sent; or
-    long after the line, as the output in between shows. A device or a node is never condemned on a line that was only
-    logged: by what was raised, in Python or in C++ that then aborted, it may be.
+    A process that raised a conclusive exception was ended by that; one killed by another process's signal, by that
+    signal; and a line long before the end, as the output in between shows, did not end it. A device or a node is never
+    blamed for a line that was only logged, but may be for one that was raised, in Python or in C++ that then aborted.
     """
     if not report.ended or signature.depth > Depth.RAISED:
         return False
     status = report.exit
     if status is not None and 128 < status <= 192:
         status = 128 - status
-    if status in SENT_BY_OTHERS and signature.kind not in OF_A_KILL:
+    if status in SIGNALS_FROM_OTHERS and signature.kind not in KILL_KINDS:
         return True
-    if clue.lines_after > (MOST_LAST_LINES if clue is not telling or status != 1 else _lines_after_raised(signature)):
+    if clue.lines_after > (MAX_LAST_LINES if clue is not decisive or status != 1 else _lines_after_raised(signature)):
         return True
     if clue.raised:
         return False
     if _ended_it(clue, status):
         return False
-    if _OF_WHAT_IS_HANDLED.search(clue.line):
+    if _HANDLED_WORDS.search(clue.line):
         return True
-    told = signature_of(telling.kind) if telling is not None else None
-    if told is not None and told.depth <= Depth.RAISED:
+    decisive_signature = signature_of(decisive.kind) if decisive is not None else None
+    if decisive_signature is not None and decisive_signature.depth <= Depth.RAISED:
         return True
-    asks_which = told is not None and told.kind in UNSPECIFIC
-    condemns = signature.component in ("device", "node") or (signature.blames and "NCCL WARN" not in clue.line)
-    return condemns and not asks_which
+    is_unspecific = decisive_signature is not None and decisive_signature.kind in UNSPECIFIC_KINDS
+    blames_hardware = signature.component in ("device", "node") or (signature.blames and "NCCL WARN" not in clue.line)
+    return blames_hardware and not is_unspecific
 
 
 def _lines_after_raised(signature: Signature) -> int:
-    """How many lines may follow the last exception of a process that ends with status 1, as Python ends by one: what
-    closes down at the exit may print much. A device or a node is condemned on no such line."""
-    return MOST_LAST_LINES if signature.blames else MOST_LINES_AFTER - 1
+    """Return how many lines may follow the last exception of a process that ends with status 1, as Python does after an
+    exception: shutdown code may print many. A device or a node is not blamed with that many lines after it."""
+    return MAX_LAST_LINES if signature.blames else MOST_LINES_AFTER - 1
 
 
 def _ended_it(clue: Clue, status: int | None) -> bool:
-    """Whether C++ ended the process by what this line says: it aborts on an exception that nobody catches."""
-    return status == -signals.SIGABRT and _OF_CPLUSPLUS.search(clue.line) is not None
+    """Whether C++ ended the process with this line: it aborts on an uncaught exception."""
+    return status == -signals.SIGABRT and _CPLUSPLUS_WORDS.search(clue.line) is not None
 
 
 def kind_of_raised(clues: Sequence[Clue]) -> Signature | None:
-    """The kind of the exception that counts of those that a program raised; None where none is among the clues."""
+    """Return the kind of the decisive one of the exceptions that a program raised; None if no clue is an exception."""
     raised = [clue for clue in clues if clue.raised]
-    telling = _telling(raised) or (raised[-1] if raised else None)
-    return None if telling is None else signature_of(telling.kind)
+    decisive = _decisive_exception(raised) or (raised[-1] if raised else None)
+    return None if decisive is None else signature_of(decisive.kind)
 
 
-def _telling(raised: Sequence[Clue]) -> Clue | None:
-    """Of a program's exceptions the last that is not a peer's doing; of the chain it belongs to, the most telling.
+def _decisive_exception(raised: Sequence[Clue]) -> Clue | None:
+    """Return the last exception that no peer caused; of the chain that it belongs to, the one nearest to a root cause.
 
-    A connection that may have been one to a peer counts if it was the last of all.
+    A connection error that may concern a peer counts only if it was the last of all.
     """
     depths = [signature.depth if (signature := signature_of(clue.kind)) else Depth.AFTER for clue in raised]
     passed = {Depth.AFTER, Depth.TRANSFER} if depths[-1:] != [Depth.TRANSFER] else {Depth.AFTER}
@@ -238,12 +241,12 @@ def _telling(raised: Sequence[Clue]) -> Clue | None:
     return raised[last] if best == depths[last] else raised[first + depths[first : last + 1].index(best)]
 
 
-# --- what was said on a node ------------------------------------------------------------------------------------------
+# --- messages of a node -----------------------------------------------------------------------------------------------
 
 
 def _of_node(clue: Clue, report: Report, reports: Sequence[Report], endings: Endings) -> Candidate | None:
-    """A clue of the kernel's or Slurm's, of the rank that it names; None if it is about none of ours, or about a part
-    of the node that has nothing to do with these ends."""
+    """Return a clue from the kernel or Slurm as a candidate of the rank that it names. None if it concerns none of our
+    ranks, or a part of the node that has nothing to do with these ends."""
     signature = signature_of(clue.kind)
     if signature is None or not signature.node_wide:
         return None
@@ -252,8 +255,10 @@ def _of_node(clue: Clue, report: Report, reports: Sequence[Report], endings: End
         return None
     if clue.kind.startswith("xid ") and xid_of(int(clue.kind[4:])).role == "notice":
         return None
-    of, foreign = _whose(clue, signature, [other for other in reports if other.node == report.node])
-    return None if foreign else _candidate(clue, report, of, signature)
+    owner, foreign = _rank_named_by(
+        clue, signature, [neighbour for neighbour in reports if neighbour.node == report.node]
+    )
+    return None if foreign else _candidate(clue, report, owner, signature)
 
 
 def _is_tied(candidate: Candidate, endings: Endings) -> bool:
@@ -262,14 +267,14 @@ def _is_tied(candidate: Candidate, endings: Endings) -> bool:
 
 
 def _age_s(clue: Clue, report: Report) -> float | None:
-    """How much older than the rank's end a line is."""
+    """Return how many seconds before the rank's end a line was written; None if unknown."""
     if clue.at is None or report.at is None:
         return clue.age_s
     return report.at - clue.at
 
 
 def _as_severe(signature: Signature, clue: Clue) -> Signature:
-    """The row of an NVLink Xid whose line calls it non-fatal blames nobody: the link goes on."""
+    """Return the row of an NVLink Xid, without blame if its line calls it non-fatal: then the link still works."""
     if not clue.kind.startswith("xid ") or signature.category != "link":
         return signature
     severity = _SEVERITY.search(clue.line)
@@ -279,16 +284,16 @@ def _as_severe(signature: Signature, clue: Clue) -> Signature:
     return msgspec.structs.replace(signature, words=words, depth=Depth.SIGN, blames=False, certainty=0.3, tie="silence")
 
 
-def _whose(clue: Clue, signature: Signature, here: Sequence[Report]) -> tuple[Report | None, bool]:
-    """The rank of this node that a line is about, if it can be told; whether it is about none of ours.
+def _rank_named_by(clue: Clue, signature: Signature, here: Sequence[Report]) -> tuple[Report | None, bool]:
+    """Return the rank of this node that a line concerns, if it can be determined, and whether it concerns none of ours.
 
-    A process that is not ours may well have met our device's fault: only what such a process did itself, or what was
-    done to it for its memory, is not ours.
+    A process that is not ours may have met a fault of our device. Only its own failures, and kills of it for memory,
+    are foreign.
     """
     bus, pid = normal_bus(clue.named.get("bus", "")), int(clue.named.get("pid", 0))
     by_process = next((report for report in here if pid and pid == report.pid), None)
     by_device = next((report for report in here if bus and bus == normal_bus(report.bus)), None)
-    named = by_process or by_device  # several processes may have a part of one GPU each
+    named = by_process or by_device  # several processes may each use a part of one GPU
     if named is not None:
         return named, False
     another_device = bool(bus) and all(report.bus for report in here)
@@ -304,14 +309,14 @@ def _whose(clue: Clue, signature: Signature, here: Sequence[Report]) -> tuple[Re
 
 
 def normal_bus(text: str) -> str:
-    """A PCI address in one form: `PCI:0000:3b:00` and `00000000:3B:00.0` are the same; empty if it is none."""
+    """Normalise a PCI address: `PCI:0000:3b:00` and `00000000:3B:00.0` become equal; empty if it is not an address."""
     parts = text.lower().removeprefix("pci:").partition(".")[0].split(":")
     return f"{parts[0].lstrip('0')}:{parts[1]}:{parts[2]}" if len(parts) == 3 else ""
 
 
 def _lost_nodes(reports: Sequence[Report]) -> dict[str, Candidate]:
-    """Nodes whose processes are all gone and nobody saw how."""
-    lost = {}
+    """Return the nodes on which all processes are gone without an observed end."""
+    lost_nodes = {}
     signature = _made("node lost", "node", Depth.NAMED, "lost, nobody saw its processes end")
     on_nodes: dict[str, list[Report]] = {}
     for report in reports:
@@ -319,13 +324,13 @@ def _lost_nodes(reports: Sequence[Report]) -> dict[str, Candidate]:
     for node, here in on_nodes.items():
         if all(report.ended and report.exit is None and not report.fenced for report in here):
             at = min((report.at for report in here if report.at is not None), default=None)
-            lost[node] = Candidate(signature=signature, node=node, report=None, at=None, until=at)
-    return lost
+            lost_nodes[node] = Candidate(signature=signature, node=node, report=None, at=None, until=at)
+    return lost_nodes
 
 
 # --- how it ended -----------------------------------------------------------------------------------------------------
 
-CRASHES: Mapping[int, tuple[Category, str, str]] = {
+CRASH_SIGNALS: Mapping[int, tuple[Category, str, str]] = {
     signals.SIGSEGV: ("program", "", "PYTHONFAULTHANDLER=1 shows where; if it repeats on this node: dcgmi diag -r 3"),
     signals.SIGBUS: (
         "memory",
@@ -337,30 +342,30 @@ CRASHES: Mapping[int, tuple[Category, str, str]] = {
     signals.SIGXCPU: ("allocation", ", its limit of processor time", "ulimit -t"),
     signals.SIGXFSZ: ("storage", ", its limit of a file's size", "ulimit -f"),
 }
-"""Signals that tell more than that somebody sent them: category, what to add to the name, what to do."""
+"""Signals that carry information of their own: category, addition to the signal's name, advice."""
 
 
 def _of_end(report: Report, own: Sequence[Signature], ended_by_slurm: bool) -> Candidate | None:
-    """How a rank ended, unless its own words or somebody else's order explain it."""
+    """Return how a rank ended as a candidate, unless its own log or another party's order explains it."""
     if not report.ended:
         return None
     status = report.exit
     if status is not None and 128 < status <= 192:
-        status = 128 - status  # a shell's or container's way to tell of a signal
-    crashed = status is not None and -status in CRASHES
+        status = 128 - status  # shells and containers report a signal this way
+    crashed = status is not None and -status in CRASH_SIGNALS
     ordered = status is not None and status < 0 and ended_by_slurm
     explained = any(signature.depth <= Depth.RAISED for signature in own)
     if explained or ((own or ordered) and not crashed and not report.fenced):
         return None
     how = "gone with its node" if status is None else f"exit {status}"
-    who = f"pid {report.pid} on node {report.node}" if report.pid else f"rank {report.rank} on node {report.node}"
+    subject = f"pid {report.pid} on node {report.node}" if report.pid else f"rank {report.rank} on node {report.node}"
     return Candidate(
         signature=_end(status, report.fenced),
         node=report.node,
         report=report,
         at=None,
         until=report.at,
-        line=f"{who}: {how}",
+        line=f"{subject}: {how}",
     )
 
 
@@ -374,19 +379,19 @@ def _end(status: int | None, fenced: str) -> Signature:
         return _made(f"exit {status}", "link", Depth.EXIT, words, advice="look at NCCL's version: resihp doctor")
     if status >= 0:
         return _made(
-            f"exit {status}", "unknown", Depth.EXIT, f"exited with status {status}, no line of its log tells why"
+            f"exit {status}", "unknown", Depth.EXIT, f"exited with status {status}, no line of its log gives a reason"
         )
     try:
         name = f"killed by signal {-status} ({signals.Signals(-status).name})"
     except ValueError:
         name = f"killed by signal {-status}"
-    category, words, advice = CRASHES.get(-status, ("unknown", "", ""))
+    category, words, advice = CRASH_SIGNALS.get(-status, ("unknown", "", ""))
     made = _made(f"exit {status}", category, Depth.EXIT, name + words, advice=advice)
     return msgspec.structs.replace(made, component="process", certainty=min(made.certainty, 0.5), blames=False)
 
 
 def _made(kind: str, category: Category, depth: Depth, words: str, advice: str = "") -> Signature:
-    default = DEFAULTS[category]
+    default = CATEGORY_DEFAULTS[category]
     return Signature(
         kind=kind,
         category=category,

@@ -1,7 +1,7 @@
-"""Reads clues out of text: which lines of a log's tail say anything of why a process ended, and when.
+"""Finds clues in text: the lines of a log's tail that may explain why a process ended, and their times.
 
-Called where the log is (an agent) or where the verdict is made (`diagnosis`). Costs time linear in the text, whatever
-it holds; colours and control characters are taken out of what is kept.
+Called where the log is (an agent) or where the verdict is made (`diagnosis`). Takes time linear in the text, whatever
+it holds; colours and control characters are removed from the lines that are kept.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from resihp.detector.diagnosis.signatures import EXCEPTION, KERNEL_KINDS, SIGNAT
 from resihp.protocol.messages import MOST_LINES_AFTER, Clue
 
 BEFORE_S = 900.0
-"""A line may be this much older than the end that it explains: NCCL waits 10 minutes for a peer, as PyTorch sets it."""
+"""Highest age of a line before the end that it explains: NCCL waits 10 minutes for a peer, as PyTorch sets it."""
 AFTER_S = 120.0
 LINE_CHARACTERS = 400
-"""What is kept of a line, beginning a little before what was recognised."""
-MOST_OF_A_KIND = 4
-"""Lines kept of one kind about one thing: the first two and the last two."""
-MOST_CLUES = 64
-_LOOKED_AT = 64
-"""Places looked at for each literal, from the text's beginning and from its end."""
-_AROUND = 600
-_OF_A_CRASH = re.compile(
+"""Characters kept of a line, from a little before the recognised words."""
+MAX_CLUES_OF_A_KIND = 4
+"""Lines kept of one kind about one subject: the first two and the last two."""
+MAX_CLUES = 64
+_MAX_PLACES = 64
+"""Occurrences examined for each literal, from the beginning of the text and again from its end."""
+_WINDOW_CHARACTERS = 600
+_CRASH_LINE = re.compile(
     r"[ \t]*$|[ \t]|[│╭╰|+]|> File|Traceback|frame #|#\d|Thread 0x|Current thread|Extension modules|\[rank\d|"
     r"terminate called|"
     r"what\(\)|Exception raised from|Fatal Python error|Aborted|Segmentation fault|\*\*\* |\[[\w.-]{1,64}:\d|"
@@ -42,8 +42,8 @@ _OF_A_CRASH = re.compile(
     r"wandb: |COMET \w{1,16}: |\[neptune\]|\[mlflow\]|🏃 View run|🧪 View experiment|"
     r"(?:[A-Za-z_][\w.]{0,127}(?:Error|Exception|Interrupt|Exit)\b)|(?i:warning\b)|.{0,80}(?:Warning|resource_tracker)"
 )
-"""Begins a line that a program writes as it goes down: stacks, C++ exceptions, watchdogs, launchers, the summaries of
-experiment trackers. All else is output of a program that goes on."""
+"""Beginning of a line that a program writes as it goes down: stacks, C++ exceptions, watchdogs, launchers, the
+summaries of experiment trackers. Any other line is output of a program that goes on."""
 _CONTROLS = re.compile(
     r"\x1b\[[0-?]{0,32}[ -/]{0,8}[@-~]|\x1b\][^\x07\x1b\n]{0,256}(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f]"
 )
@@ -53,14 +53,14 @@ _STEM_CHARACTERS = 6
 _NEEDLES = {needle for row in SIGNATURES if not row.raised for needle in row.needles}
 _STEMS = Counter(needle[:_STEM_CHARACTERS] for needle in _NEEDLES)
 _SHARED_STEMS = tuple(stem for stem, needles in _STEMS.items() if needles > 1)
-"""How several literals begin: where the beginning is nowhere in a text, none of these is looked for."""
+"""Beginnings shared by several literals: if one is nowhere in the text, none of its literals is searched for."""
 
 
 class Clock(msgspec.Struct, frozen=True, kw_only=True):
-    """What is needed to read a machine's times. `near`: a time near the lines', for those that name no year.
+    """Facts needed to read a machine's times. `near`: a time near those of the lines, for times without a year.
 
     `booted`: time at which the kernel's clock was 0, for `[12.345]`; `utc_offset_s`: of local time (3600 in Paris in
-    winter), for lines that name no zone. What is None makes such times untold rather than wrong by hours.
+    winter), for lines without a zone. A field that is None leaves such times unread rather than wrong by hours.
     """
 
     near: float | None = None
@@ -69,47 +69,49 @@ class Clock(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_log(tail: str, clock: Clock | None = None, *, kernel_lines: bool = True) -> tuple[Clue, ...]:
-    """The clues in the tail of a log or of the kernel's messages, in the order of their lines.
+    """Return the clues in the tail of a log or of the kernel's messages, in the order of their lines.
 
-    `kernel_lines`: whether the kernel may have written any of it. In what a program wrote, a line of the kernel's is
-    quoted and says nothing of this machine; and a time that is far from the program's end is of another time zone.
+    `kernel_lines`: whether the kernel may have written any of it. In a program's output a kernel line is a quotation
+    and says nothing about this machine, and a time far from the program's end is in another time zone.
     """
     clock = clock or Clock()
     text = tail.replace("\r\n", "\n").replace("\r", "\n") if "\r" in tail else tail
     if "\x1b" in text:
         text = _CONTROLS.sub("", text)
-    ends = tracebacks.exceptions(text, _lines_of(text, tracebacks.TITLE), _lines_of(text, tracebacks.STRUCTURED))
-    found: dict[int, tuple[int, Signature, dict[str, str]]] = {}
+    ends = tracebacks.exceptions(
+        text, _lines_of(text, tracebacks.TRACEBACK_TITLE), _lines_of(text, tracebacks.STRUCTURED_MARK)
+    )
+    matches: dict[int, tuple[int, Signature, dict[str, str]]] = {}
     absent = {stem for stem in _SHARED_STEMS if stem not in text}
     for signature in SIGNATURES:
         if not signature.raised and (kernel_lines or signature.kind not in KERNEL_KINDS):
             for start, at in _places(text, signature, absent):
-                if start not in found and (named := _confirmed(text, start, at, signature)) is not None:
-                    found[start] = at, signature, named
+                if start not in matches and (named := _confirmed(text, start, at, signature)) is not None:
+                    matches[start] = at, signature, named
     for start, end in ends.items():
-        if end.words or start not in found:
+        if end.words or start not in matches:
             signature = _of_exception(end.words or _clean(text[end.error : _end(text, start)]))
-            if start not in found or signature is not EXCEPTION:
-                found[start] = start, signature, {}
-    ordinary = _ordinary_lines(text, min(found)) if found else []
+            if start not in matches or signature is not EXCEPTION:
+                matches[start] = start, signature, {}
+    ordinary = _ordinary_lines(text, min(matches)) if matches else []
     clues = []
     before: Signature | None = None
-    for start in sorted(found):
-        at, signature, named = found[start]
+    for start in sorted(matches):
+        at, signature, named = matches[start]
         line = _clean(text[max(start, at - LINE_CHARACTERS // 2) : _end(text, at)])
-        signature = connections.of_system_error(signature, text[start : start + 2 * _AROUND])
+        signature = connections.of_system_error(signature, text[start : start + 2 * _WINDOW_CHARACTERS])
         raised = ends.get(start)
         if raised is not None:
             error = _clean(raised.words or text[raised.error : _end(text, start)])
             named["error"] = error[: LINE_CHARACTERS // 2]
-            following = text[_end(text, start) : _end(text, start) + _AROUND]
+            following = text[_end(text, start) : _end(text, start) + _WINDOW_CHARACTERS]
             after = before if raised.chained else None
             signature = outside.of_exception(signature, error, raised.file, after, following)
             before = signature
         kind = f"xid {int(named['xid'])}" if "xid" in named else signature.kind
         kind = recovered_kind(kind, line, text, _end(text, at)) or kind
-        told_until = _end(text, start) if _may_end_with_a_time(signature) else at if raised is None else raised.error
-        when = time_of(text[start:told_until], clock)
+        time_end = _end(text, start) if _may_end_with_a_time(signature) else at if raised is None else raised.error
+        when = time_of(text[start:time_end], clock)
         if when is not None and not kernel_lines and not _is_near(when, clock):
             when = None
         clues.append(
@@ -128,7 +130,7 @@ def read_log(tail: str, clock: Clock | None = None, *, kernel_lines: bool = True
 
 
 def _may_end_with_a_time(signature: Signature) -> bool:
-    """Slurm writes when a job was cancelled behind the words; all others write the time first."""
+    """Whether the time may follow the words: Slurm writes it there for a cancelled job; all others write it first."""
     return signature.node_wide and signature.kind not in KERNEL_KINDS
 
 
@@ -137,27 +139,27 @@ def _is_near(when: float, clock: Clock) -> bool:
 
 
 def _ordinary_lines(text: str, since: int) -> list[int]:
-    """Where lines begin that a program writes while it works; of the last ones no more than are counted."""
+    """Return the starts of lines that a program writes while it works; no more than are counted, the last ones."""
     places: list[int] = []
     line_end = len(text)
-    while line_end > since and len(places) < MOST_LINES_AFTER + MOST_CLUES:
+    while line_end > since and len(places) < MOST_LINES_AFTER + MAX_CLUES:
         start = text.rfind("\n", since, line_end) + 1
         if start == 0:
             break
-        if not _OF_A_CRASH.match(text, start, min(line_end, start + LINE_CHARACTERS)):
+        if not _CRASH_LINE.match(text, start, min(line_end, start + LINE_CHARACTERS)):
             places.append(start)
         line_end = start - 1
     return places[::-1]
 
 
 def _end(text: str, start: int) -> int:
-    """End of the line that goes on at `start`, or of what is looked at of it."""
-    end = text.find("\n", start, start + _AROUND)
-    return end if end >= 0 else min(start + _AROUND, len(text))
+    """Return the end of the line that contains `start`, or of the part of it that is examined."""
+    end = text.find("\n", start, start + _WINDOW_CHARACTERS)
+    return end if end >= 0 else min(start + _WINDOW_CHARACTERS, len(text))
 
 
 def _places(text: str, signature: Signature, absent: set[str]) -> Iterator[tuple[int, int]]:
-    """Where any of a row's literals stands. `absent`: literals, and how some begin, that are nowhere in the text."""
+    """Yield the places of a row's literals. `absent`: literals and shared beginnings that are nowhere in the text."""
     for needle in signature.needles:
         if needle[:_STEM_CHARACTERS] in absent or needle in absent:
             continue
@@ -168,10 +170,10 @@ def _places(text: str, signature: Signature, absent: set[str]) -> Iterator[tuple
 
 
 def _lines_of(text: str, needle: str) -> Iterator[tuple[int, int]]:
-    """(start of line, place of the literal): the first in each line, the text's first and last such lines."""
+    """Yield (start of line, place of the literal) once per line, for the first and the last such lines of the text."""
     at = text.find(needle)
     looked = 0
-    while at >= 0 and looked < _LOOKED_AT:
+    while at >= 0 and looked < _MAX_PLACES:
         yield text.rfind("\n", 0, at) + 1, at
         looked += 1
         line_end = text.find("\n", at)
@@ -179,7 +181,7 @@ def _lines_of(text: str, needle: str) -> Iterator[tuple[int, int]]:
     first_half = at
     at = len(text)
     looked = 0
-    while first_half >= 0 and looked < _LOOKED_AT and (at := text.rfind(needle, first_half, at)) >= 0:
+    while first_half >= 0 and looked < _MAX_PLACES and (at := text.rfind(needle, first_half, at)) >= 0:
         start = text.rfind("\n", 0, at) + 1
         yield start, text.find(needle, start)
         looked += 1
@@ -187,22 +189,22 @@ def _lines_of(text: str, needle: str) -> Iterator[tuple[int, int]]:
 
 
 def _confirmed(text: str, start: int, at: int, signature: Signature) -> dict[str, str] | None:
-    """What the line names, if it is of this kind."""
+    """Return the named groups of a line if it is of this kind; else None."""
     if signature.pattern is None:
         return {}
-    window = text[max(start, at - _AROUND) : _end(text, at)]
+    window = text[max(start, at - _WINDOW_CHARACTERS) : _end(text, at)]
     match = signature.pattern.search(window)
     if match is None:
         return None
     named = {name: value for name, value in match.groupdict().items() if value is not None}
     if signature.preceding is not None and not named:
-        before = [*signature.preceding.finditer(text, max(0, start - _AROUND), start)]
+        before = [*signature.preceding.finditer(text, max(0, start - _WINDOW_CHARACTERS), start)]
         named = before[-1].groupdict() if before else {}
     return named
 
 
 def _of_exception(error: str) -> Signature:
-    """The row of an exception whose line no other row matched, or whose text is not one line of the log."""
+    """Return the row of an exception whose line matched no row, or whose text is not one line of the log."""
     for signature in SIGNATURES:
         if signature.node_wide or not any(needle in error for needle in signature.needles):
             continue
@@ -216,14 +218,14 @@ def _clean(line: str) -> str:
 
 
 def _thinned(clues: list[Clue]) -> tuple[Clue, ...]:
-    """A few of each kind, and of all kinds the last ones."""
+    """Keep a few clues of each kind, and of all kinds the last ones."""
     of_kind: dict[tuple[str, str, str], list[int]] = {}
     for i, clue in enumerate(clues):
         of_kind.setdefault((clue.kind, clue.named.get("bus", ""), clue.named.get("pid", "")), []).append(i)
-    half = MOST_OF_A_KIND // 2
+    half = MAX_CLUES_OF_A_KIND // 2
     kept = sorted({i for places in of_kind.values() for i in (*places[:half], *places[-half:])})
-    firsts = {places[0] for places in list(of_kind.values())[: MOST_CLUES // 2]}
-    kept = sorted({*firsts, *kept[-(MOST_CLUES - len(firsts)) :]}) if len(kept) > MOST_CLUES else kept
+    firsts = {places[0] for places in list(of_kind.values())[: MAX_CLUES // 2]}
+    kept = sorted({*firsts, *kept[-(MAX_CLUES - len(firsts)) :]}) if len(kept) > MAX_CLUES else kept
     return tuple(clues[i] for i in kept)
 
 
@@ -240,7 +242,8 @@ _GLOG = re.compile(r"\b[IWEF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)\.(\d{1,9})")
 
 
 def time_of(line: str, clock: Clock) -> float | None:
-    """When a line says that it was written, in seconds since 1970; None if it does not, or its year cannot be told.
+    """Return the time at which a line says that it was written, in seconds since 1970; None without one, or without a
+    year that can be inferred.
 
     Reads ISO 8601 (Python's logging, journald, Slurm), the kernel's time since boot (dmesg, /dev/kmsg), dmesg -T,
     syslog, and glog's short form (NCCL's watchdog in PyTorch).
@@ -278,7 +281,7 @@ def _seconds(parts: list[int], fraction: str | None, offset_s: float | None) -> 
 
 
 def _in_some_year(parts: list[int], fraction: str | None, clock: Clock) -> float | None:
-    """Of the years in question, the one that brings it nearest to `clock.near`."""
+    """Return the time in the year that brings it nearest to `clock.near`."""
     if clock.near is None:
         return None
     with suppress(OverflowError, ValueError, OSError):

@@ -1,9 +1,9 @@
-"""Whose connection it was that an exception tells of: of the process group, to a peer, or any other.
+"""Decides which connection an exception is about: one of the process group to a peer, or any other.
 
-"Connection refused" is what a rank raises whose peer has died, and one whose tracking server is down. A process group
-is known by its own words (gloo, NCCL, torch's store) and by where it raises: in `torch.distributed`, or in C++, which
-makes RuntimeErrors without "[Errno 111]". All else may be a service, or a peer that the script talks to by itself:
-`CONNECTION_FAILED`, which is a cause where nobody has a better one. Called by `clues` and `outside`. Pure.
+"Connection refused" is raised by a rank that lost its peer, and by one that cannot reach its tracking server. A
+process group is recognised by its own words (gloo, NCCL, torch's store) and by where it raises: in `torch.distributed`,
+or in C++, which makes RuntimeErrors without "[Errno 111]". Any other may be a service, or a peer that the script talks
+to by itself: `CONNECTION_FAILED`, which is a cause if no rank has a better one. Called by `clues` and `outside`. Pure.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _GROUPS_WORDS = re.compile(
 )
 _GROUPS_FILES = re.compile(r"/(?:torch/distributed|deepspeed/comm|horovod|mpi4py|resihp)/")
 _OF_THE_SYSTEM = re.compile(r"RuntimeError: (?:Connection (?:refused|reset by peer)|Broken pipe)")
-"""As torch's store of 1.x raised it."""
+"""The form in which torch's store of 1.x raised it."""
 _LAST_ERROR = re.compile(r"\nLast error:\n[^\n]{0,200}Connection (?:refused|reset by peer|closed)")
-"""In what NCCL adds to its ncclSystemError."""
+"""Matches the text that NCCL adds to its ncclSystemError."""
 _LOST = ("peer closed", "ib no path")
 
 
 def of_connection(signature: Signature, error: str, raised_in: str, after: Signature | None) -> Signature:
-    """The kind of an exception that would be of the kind `signature` by its words alone.
+    """Return the kind of an exception, given the kind `signature` that its words alone suggest.
 
     `raised_in`: the innermost file of its traceback, empty if unknown; `after`: kind of the exception that it was
     raised from, or during which.
@@ -37,7 +37,8 @@ def of_connection(signature: Signature, error: str, raised_in: str, after: Signa
 
 
 def of_system_error(signature: Signature, following: str) -> Signature:
-    """An error of NCCL's in a system call: of a connection to a peer, if what follows in the log says so."""
+    """Return PEER_CLOSED for an NCCL system error that, by the following lines of the log, is about a peer's
+    connection; else the same signature."""
     return PEER_CLOSED if signature.kind == "nccl system" and _LAST_ERROR.search(following) else signature
 
 

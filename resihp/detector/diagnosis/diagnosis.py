@@ -1,17 +1,18 @@
-"""Why processes, a device or a node ended: one verdict for all reports of one incident.
+"""Decides why processes, a device or a node ended: one verdict for all reports of one incident.
 
-Decides which line, or which exit, is the root cause and what merely followed from it; never acts on it. Called when a
+Decides which line, or which exit, is the root cause, and what merely followed from it; never acts on it. Called when a
 failure is about to be recorded. Rules, in this order:
 
-1. What was written long before the incident, or long after, or by another process, is no clue.
-2. Of one program's exceptions the last one counts that is not itself a peer's doing; of a chain, the most telling one.
-3. What is plainly later than another cause follows from it. Of the rest the nearest to a root wins (`Depth`), then the
-   earliest. A lost connection, a peer's timeout, a flushed work request or Xid 45 never wins over anything else, and
-   never blames a node.
-4. An end that its own log explains is no cause of its own. A node whose processes are all gone unseen is one cause.
-   A line that its process lived with (`candidates`) explains nothing: how the process ended counts for more.
-5. The same exception on several ranks is the program's, or of a setting: of several devices none is to blame for it.
-   What is the application's as a rule (`USUALLY_THE_PROGRAM`) is the device's if the same device did it before.
+1. A line written long before or after the incident, or by another process, is not a clue.
+2. Of one program's exceptions, the last one counts that no peer caused; within a chain, the one nearest to a root.
+3. Anything clearly later than another cause follows from it. Of the rest, the nearest to a root wins (`Depth`), then
+   the earliest. A lost connection, a peer's timeout, a flushed work request or Xid 45 never wins over anything else,
+   and never blames a node.
+4. An end that its own log explains is not a separate cause. A node whose processes are all gone unseen is one cause.
+   A line that its process survived (`candidates`) explains nothing: how the process ended counts for more.
+5. The same exception on several ranks is caused by the program or by a setting: no single device is blamed for it.
+   A failure that is usually the application's (`USUALLY_THE_PROGRAM`) is attributed to the device if the same device
+   failed in this way before.
 """
 
 from __future__ import annotations
@@ -24,24 +25,31 @@ import msgspec
 
 from resihp.detector.diagnosis.candidates import Candidate, Report, candidates_of, normal_bus
 from resihp.detector.diagnosis.clues import Clock, read_log
-from resihp.detector.diagnosis.signatures import DEFAULTS, USUALLY_THE_PROGRAM, Category, Component, Depth, xid_of
+from resihp.detector.diagnosis.signatures import (
+    CATEGORY_DEFAULTS,
+    USUALLY_THE_PROGRAM,
+    Category,
+    Component,
+    Depth,
+    xid_of,
+)
 from resihp.detector.diagnosis.xids import advice as xid_advice
 from resihp.protocol.messages import Clue
 
 __all__ = ["Clock", "Clue", "Diagnosis", "Report", "diagnose", "read_log"]
 
 SKEW_S = 5.0
-"""Clocks of different machines, and a cause and what it leads to at once, may be this far apart either way."""
-MOST_EVIDENCE = 4
-SMALLER = 0.97
-"""A device with less than this part of the others' memory is a smaller one (row remapping costs far less)."""
+"""Tolerance between clocks of different machines, and between a cause and its immediate effect, in either direction."""
+MAX_EVIDENCE_LINES = 4
+SMALLER_MEMORY_SHARE = 0.97
+"""A device with less than this share of the others' memory is a smaller model (row remapping costs far less)."""
 _CAPACITY = re.compile(r"total capacity of (\d{1,6}(?:\.\d{1,3})?) GiB")
 _OTHERS = re.compile(r"Process (\d{1,10}) has (\d{1,6}(?:\.\d{1,3})?) ([GM])iB memory in use")
 _NUMBERS = re.compile(r"0x[0-9a-fA-F]{1,16}|\d{1,20}")
 
 
 class Past(Protocol):
-    """What is remembered of a verdict."""
+    """The part of an earlier verdict that is compared with the new one."""
 
     @property
     def code(self) -> str: ...
@@ -56,13 +64,13 @@ class Past(Protocol):
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """The verdict. `cause` is one sentence that begins with whom it is about; `code` names the kind of cause for
-    machines (`xid 79`, `nccl remote`, `exit -9`); `advice` is what to do or to type next; `evidence` the very lines.
+    """The verdict. `cause`: one sentence that begins with its subject; `code`: the kind of cause for machines (`xid
+    79`, `nccl remote`, `exit -9`); `advice`: the next step or command; `evidence`: the log lines.
 
-    `blames_node`: the node or a part of it is at fault, not the program and not the other end of a connection.
-    `secondary`: nobody said anything but what follows from somebody else's end. `ranks`: whose cause it is; `node`,
-    `device`: where, also where they are not to blame. `at`: when, seconds since 1970, as far as known. `certainty`: of
-    the category, 0 to 1; a rule of thumb (`signatures`), not measured.
+    `blames_node`: the node or a part of it caused the failure, not the program and not the other end of a connection.
+    `secondary`: all lines only follow from another process's end. `ranks`: ranks that the cause concerns; `node`,
+    `device`: their place, even if it is not blamed. `at`: time in seconds since 1970, if known. `certainty`: of the
+    category, 0 to 1; a rule of thumb (`signatures`), not measured.
     """
 
     category: Category
@@ -84,9 +92,9 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def diagnose(reports: Sequence[Report], earlier: Sequence[Past] = ()) -> Diagnosis:
-    """The root cause of an incident. `earlier`: verdicts of before, of this job or others.
+    """Return the root cause of an incident. `earlier`: previous verdicts, of this job or others.
 
-    The order of reports does not matter. Without any clue the category is `unknown`, and nobody is blamed.
+    The order of reports does not matter. Without any clue the category is `unknown`, and nothing is blamed.
     """
     reports = sorted(reports, key=lambda report: report.rank)
     candidates = candidates_of(reports)
@@ -102,7 +110,7 @@ def diagnose(reports: Sequence[Report], earlier: Sequence[Past] = ()) -> Diagnos
         if (candidate.signature.kind, candidate.survived) == (root.signature.kind, root.survived)
         and _alike(candidate, root)
     ]
-    return _Verdict(root, same, candidates, reports).told(earlier)
+    return _Verdict(root, same, candidates, reports).diagnosis(earlier)
 
 
 def _alike(candidate: Candidate, root: Candidate) -> bool:
@@ -110,7 +118,7 @@ def _alike(candidate: Candidate, root: Candidate) -> bool:
 
 
 class _Verdict:
-    """What is said of the root cause that was found. `same`: everything that says the same, the root among it."""
+    """Words the verdict for the root cause. `same`: all candidates that say the same, including the root."""
 
     def __init__(
         self, root: Candidate, same: Sequence[Candidate], candidates: Sequence[Candidate], reports: Sequence[Report]
@@ -123,7 +131,7 @@ class _Verdict:
         self.nodes = {c.node for c in same}
         self.peers = {c.named("peer") for c in same if c.named("peer")}
 
-    def told(self, earlier: Sequence[Past]) -> Diagnosis:
+    def diagnosis(self, earlier: Sequence[Past]) -> Diagnosis:
         root, signature = self.root, self.root.signature
         single = self._single()
         if signature.component == "node":
@@ -152,7 +160,7 @@ class _Verdict:
         return single
 
     def _single(self) -> Diagnosis:
-        """As of the one rank or node that said it first."""
+        """Return the verdict about the one rank or node that reported it first."""
         root, signature, report = self.root, self.root.signature, self.report
         return Diagnosis(
             category=signature.category,
@@ -171,7 +179,7 @@ class _Verdict:
         )
 
     def _of_all(self, single: Diagnosis, cause: str) -> Diagnosis:
-        """As of all that said the same; of no node if they are on several."""
+        """Return the verdict about all ranks that reported the same; without a node if they are on several."""
         node = self.root.node if len(self.nodes) == 1 else None
         device = single.device if self.ranks == single.ranks else None
         return single.but(cause=cause, ranks=self.ranks, node=node, device=device)
@@ -196,46 +204,46 @@ class _Verdict:
         return self.root.signature.advice
 
     def _by_complaints(self) -> Report | None:
-        """The rank of a device that the kernel does not name to us, if just one of the node has a cause to tell."""
+        """Return the rank of a device that the kernel does not identify, if just one rank of the node complains."""
         root = self.root
         if root.signature.component not in ("device", "link") or root.clue is None:
             return None
         bus = normal_bus(root.named("bus"))
         here = [report for report in self.reports if report.node == root.node and not (bus and report.bus)]
-        told = [
+        complaining_reports = [
             candidate.report
             for candidate in self.candidates
             if candidate.signature.depth <= Depth.SIGN and candidate.report is not None and not candidate.survived
         ]
-        complaining = [report for report in here if report in told]
+        complaining = [report for report in here if report in complaining_reports]
         return complaining[0] if len(complaining) == 1 else None
 
     def _evidence(self) -> tuple[str, ...]:
-        """The root's line, then what was said of the same rank or node, nearest to a root first; else by others."""
-        root, of = self.root, (self.report, None)
+        """Return the root's line, then those of the same rank or node, nearest to a root first; else of others."""
+        root, reports_meant = self.root, (self.report, None)
         ordered = sorted(self.candidates, key=lambda candidate: candidate.order)
-        near = [c.line for c in ordered if c.node == root.node and (self.report is None or c.report in of)]
+        near = [c.line for c in ordered if c.node == root.node and (self.report is None or c.report in reports_meant)]
         lines = [line for line in dict.fromkeys((root.line, *near)) if line]
         if len(lines) < 2:
             lines = [line for line in dict.fromkeys((*lines, *(c.line for c in ordered))) if line]
-        return tuple(lines[:MOST_EVIDENCE])
+        return tuple(lines[:MAX_EVIDENCE_LINES])
 
     def _node(self, single: Diagnosis) -> Diagnosis:
-        """A node, with all its ranks. Slurm may tell of one in another node's log, and may not name it."""
+        """Return the verdict about a node and all its ranks. Slurm may report a node in another node's log, unnamed."""
         node: str | None = self.root.node
         named = self.root.named("node")
         if "[" in named or "," in named:
             words = "Slurm lost these nodes" if self.root.kind == "node failure" else self._words()
-            lost = tuple(report.rank for report in self.reports if report.ended and report.exit is None)
+            lost_ranks = tuple(report.rank for report in self.reports if report.ended and report.exit is None)
             cause = f"nodes {named}: {words}"
-            return single.but(cause=cause, ranks=lost, node=None, device=None, blames_node=False)
+            return single.but(cause=cause, ranks=lost_ranks, node=None, device=None, blames_node=False)
         if len(self.nodes) > 1 and self.root.signature.kind != "node failure":
             ranks = tuple(report.rank for report in self.reports if report.node in self.nodes and report.ended)
             cause = f"nodes {', '.join(sorted(self.nodes))}: {self._words()}, all at once"
             return single.but(cause=cause, ranks=ranks, node=None, device=None, blames_node=False)
         if self.root.signature.kind == "node failure":
-            gone = {report.node for report in self.reports if report.ended and report.exit is None}
-            node = self.root.named("node") or (next(iter(gone)) if len(gone) == 1 else None)
+            lost_nodes = {report.node for report in self.reports if report.ended and report.exit is None}
+            node = self.root.named("node") or (next(iter(lost_nodes)) if len(lost_nodes) == 1 else None)
         else:
             node = self.root.named("node") or node
         ranks = tuple(report.rank for report in self.reports if report.node == node and report.ended)
@@ -247,12 +255,12 @@ class _Verdict:
         return single.but(cause=f"{subject}: {words}", ranks=ranks, node=node, device=None, blames_node=blames)
 
     def _device(self, single: Diagnosis) -> Diagnosis:
-        """Of one device that several ranks share; of none if several devices do the same at once."""
+        """Return the verdict about one device that several ranks share; about none if several devices fail at once."""
         devices = {(report.node, report.device) for report in self.reports if report.rank in self.ranks}
         cause = f"{_rank_list(self.ranks)}: {self._words()}"
         if len(devices) == 1 and single.device is not None:
             return single.but(cause=cause, ranks=self.ranks)
-        if self.root.signature.depth != Depth.TOLD:
+        if self.root.signature.depth != Depth.REPORTED:
             return single
         return self._of_all(single, cause).but(device=None, blames_node=False)
 
@@ -267,7 +275,8 @@ class _Verdict:
         return self._of_all(single, cause).but(certainty=max(single.certainty, 0.95))
 
     def _gpu_memory(self, single: Diagnosis) -> Diagnosis:
-        """Of a smaller device than its peers', of one that others use as well, or of the program."""
+        """Return the verdict about exhausted GPU memory: a smaller device than its peers', one that other processes use
+        as well, or the program."""
         if len(self.ranks) > 1 or self.report is None:
             return self._of_all(single, f"{_rank_list(self.ranks)}: {self._words()}").but(component="script")
         line, report = self.root.line, self.report
@@ -275,22 +284,22 @@ class _Verdict:
         mine = report.memory_bytes or (float(match[1]) * 2**30 if match else 0.0)
         others = sorted(r.memory_bytes for r in self.reports if r.memory_bytes and r.rank != report.rank)
         usual = others[len(others) // 2] if others else 0.0
-        if 0.0 < mine < SMALLER * usual:
+        if 0.0 < mine < SMALLER_MEMORY_SHARE * usual:
             return single.but(
                 component="device",
                 cause=f"{single.cause}; its device has {mine / 2**30:.1f} GiB, others {usual / 2**30:.1f}",
                 advice="nvidia-smi -q -d MEMORY on the node; ask for nodes of one kind (--constraint)",
             )
-        foreign = [other for other in _OTHERS.finditer(line) if report.pid and int(other[1]) != report.pid]
+        foreign = [match for match in _OTHERS.finditer(line) if report.pid and int(match[1]) != report.pid]
         if foreign:
-            who = ", ".join(f"process {other[1]} with {other[2]} {other[3]}iB" for other in foreign[:2])
-            advice = "nvidia-smi on the node shows who holds the GPU; end what an earlier job left"
-            return single.but(cause=f"{single.cause}; {who} holds it too", advice=advice)
+            users = ", ".join(f"process {user[1]} with {user[2]} {user[3]}iB" for user in foreign[:2])
+            advice = "nvidia-smi on the node shows the processes that hold the GPU; end those of an earlier job"
+            return single.but(cause=f"{single.cause}; {users} holds it too", advice=advice)
         return single
 
 
 def _again(verdict: Diagnosis, earlier: Sequence[Past]) -> Diagnosis | None:
-    """The same device did before what is the application's as a rule: then it is the device's."""
+    """Return the verdict against the device, if it failed before in a way that is usually the application's."""
     before = [
         past
         for past in earlier
@@ -310,7 +319,7 @@ def _again(verdict: Diagnosis, earlier: Sequence[Past]) -> Diagnosis | None:
 
 
 def _nothing(reports: Sequence[Report]) -> Diagnosis:
-    default = DEFAULTS["unknown"]
+    default = CATEGORY_DEFAULTS["unknown"]
     ranks = tuple(report.rank for report in reports)
     return Diagnosis(
         category="unknown",
@@ -326,7 +335,7 @@ def _nothing(reports: Sequence[Report]) -> Diagnosis:
 
 
 def _rank_list(ranks: Iterable[int]) -> str:
-    """`rank 5`, `ranks 0-3, 8`."""
+    """Return ranks in words: `rank 5`, `ranks 0-3, 8`."""
     runs: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if runs and rank == runs[-1][1] + 1:

@@ -1,10 +1,10 @@
-"""Whether an exception comes from outside of the program: from storage, or from a service that it asks.
+"""Decides whether an exception comes from outside of the program: from storage, or from a service that it calls.
 
-Such an error is raised on all ranks at once, word for word, and is still not the script's: another run may do well.
-Exceptions are known by the number of a system call's error, by an HTTP status, or by the words and class names of
-common clients (requests, urllib3, httpx, aiohttp, botocore, google, azure, grpc, huggingface_hub, databases, licence
-managers). An error that asks for something that is not there (404, NoSuchKey, a wrong path) or that it may not have
-(401, 403) stays the program's. Called by `clues`; asks `connections` first. Pure.
+Such an error is raised on all ranks at once, word for word, and is still not the script's: another run may succeed.
+Exceptions are recognised by a system call's error number, by an HTTP status, or by the words and class names of common
+clients (requests, urllib3, httpx, aiohttp, botocore, google, azure, grpc, huggingface_hub, databases, licence
+managers). An error that asks for something that does not exist (404, NoSuchKey, a wrong path) or is not permitted (401,
+403) stays the program's. Called by `clues`; asks `connections` first. Pure.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from resihp.detector.diagnosis.signatures import (
 
 _ERRNO = re.compile(r"\[Errno (\d{1,3})\]|\berrno[ =:]{1,3}(\d{1,3})\b")
 _FILE = re.compile(r"(?::|->) b?['\"][^'\"]{1,400}['\"]?$|\bfilename\b")
-"""A path at the error's end, in quotation marks, as Python's OSError names it, or the word."""
+"""A quoted path at the end of the error, as Python's OSError names it, or the word "filename"."""
 STORAGE_ERRNOS = frozenset({5, 28, 30, 37, 61, 67, 70, 74, 107, 108, 116, 117, 121, 122, 126, 127, 521, 526, 528})
 """EIO ENOSPC EROFS ENOLCK ENODATA ENOLINK ECOMM EBADMSG ENOTCONN ESHUTDOWN ESTALE EUCLEAN EREMOTEIO EDQUOT ENOKEY
 EKEYEXPIRED, and NFS' own."""
 STORAGE_ERRNOS_WITH_A_FILE = frozenset({6, 11, 16, 19, 71, 100, 101, 104, 110, 111, 112, 113})
-"""Of these EBUSY, ENODEV, ETIMEDOUT and the like are a file system's only where they are about a file."""
+"""Errors such as EBUSY, ENODEV and ETIMEDOUT, which are a file system's only if they name a file."""
 NETWORK_ERRNOS = frozenset({-2, -3, -5, 100, 101, 102, 103, 104, 110, 111, 112, 113})
 _STORAGE = re.compile(
     r"Cannot send after transport endpoint shutdown|Structure needs cleaning|No locks available|Stale NFS file handle|"
@@ -67,8 +67,8 @@ _SERVICE = re.compile(
 _STATUS_OF_SOMETHING = re.compile(
     rf"(?i:(?<!exit )\bstatus(?:[ _]?(?:error|code|response))*[\"']?[ :=(]{{1,4}}{_STATUS}\b)"
 )
-_OF_A_REQUEST = re.compile(r"(?i)https?\b|response|request|download|upload|\bserver\b|\burl\b")
-"""What has a status of HTTP. Others have statuses too."""
+_REQUEST_WORDS = re.compile(r"(?i)https?\b|response|request|download|upload|\bserver\b|\burl\b")
+"""Words that mark an HTTP status; other things have statuses too."""
 _SERVICE_CLASSES = re.compile(
     r"(?:^|[.\s])(?:EndpointConnectionError|ConnectTimeout(?:Error)?|ReadTimeout(?:Error)?|WriteTimeout|PoolTimeout|"
     r"ConnectionClosedError|ResponseStreamingError|IncompleteRead(?:Error)?|HTTPClientError|RemoteDisconnected|"
@@ -82,19 +82,20 @@ _SERVICE_CLASSES = re.compile(
     r"OverloadedError|ThrottlingException|LicenseError|LicenceError)(?::|$)"
 )
 _OFFLINE = re.compile(r"HF_HUB_OFFLINE|OfflineMode|local_files_only|outgoing traffic has been disabled")
-"""What the program, or its environment, asked not to be connected."""
+"""Words of an error for a connection that the program, or its environment, switched off."""
 _TIMED_OUT = re.compile(r"^(?:[\w.]{1,64}\.)?(?:TimeoutError|timeout)(?::? ?$|: .{0,64}timed? ?out)")
-"""Of a socket, to a service or to a peer: nothing tells which."""
+"""A timeout of a socket, to a service or to a peer: it does not say which."""
 _SQL_GONE = re.compile(r"\bOperationalError: .{0,120}(?:connection|connect to|server)", re.IGNORECASE)
 
 
 def of_exception(
     signature: Signature, error: str, raised_in: str, after: Signature | None, following: str = ""
 ) -> Signature:
-    """The kind of an exception that would be of the kind `signature` without a look at connections, storage, services.
+    """Return the kind of an exception, given the kind `signature` that it has without regard to connections, storage
+    and services.
 
     `raised_in`: the innermost file of its traceback, empty if unknown; `after`: kind of the exception that it was
-    raised from, or during which; `following`: what stands below its first line.
+    raised from, or during which; `following`: the text below its first line.
     """
     signature = of_connection(signature, error, raised_in, after)
     if signature not in (EXCEPTION, CONNECTION_FAILED, FILE_MISSING):
@@ -109,7 +110,7 @@ def of_exception(
         return signature
     if _SERVICE_CLASSES.search(error.partition("(")[0]) or _SERVICE.search(error) or _SQL_GONE.search(error):
         return SERVICE_FAILED
-    if _STATUS_OF_SOMETHING.search(error) and _OF_A_REQUEST.search(error):
+    if _STATUS_OF_SOMETHING.search(error) and _REQUEST_WORDS.search(error):
         return SERVICE_FAILED
     if following.lstrip().startswith("status = StatusCode.") and _SERVICE.search(following[:200]):
         return SERVICE_FAILED

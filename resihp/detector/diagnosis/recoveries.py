@@ -1,7 +1,7 @@
-"""Which trouble of a node's parts was over again: a port that came back up, a file server that answered.
+"""Recognises trouble of a node's parts that was over again: a port that came back up, a file server that answered.
 
-Decides only what a line says together with a later one of the same text; `clues` asks, and tells a weaker kind where
-the later line is there. What recovered may still have broken a connection, so it stays a sign. Pure.
+Decides only about a line together with a later line of the same text. `clues` asks, and reports a weaker kind if the
+later line exists. A part that recovered may still have broken a connection, so its line stays a sign. Pure.
 
 Texts are those of the Linux kernel's network, bonding, NFS, NVMe and PCIe code, of mlx5, Lustre, and of NCCL.
 """
@@ -14,13 +14,13 @@ from collections.abc import Mapping
 import msgspec
 
 MAX_LINES = 256
-"""Later lines looked at for each literal."""
+"""Later lines examined for each literal."""
 _LINE_CHARACTERS = 600
 
 
 class TroubleEnd(msgspec.Struct, frozen=True):
-    """How the end of one kind of trouble is told. `part`: finds the port, server or disk in a line of either sort, in
-    the one group that matched; lines of two different parts have nothing to do with each other."""
+    """How the end of one kind of trouble is reported. `part`: matches the port, server or disk in either line, in the
+    one group that matched; lines about two different parts are unrelated."""
 
     kind: str
     needles: tuple[str, ...]
@@ -49,7 +49,7 @@ _PCIE = TroubleEnd(
     re.compile(r"AER: [Dd]evice recovery successful"),
     re.compile(r"pcieport ([\da-fA-F:.]{7,16}): AER"),
 )
-RECOVERIES: Mapping[str, TroubleEnd] = {
+TROUBLE_ENDS: Mapping[str, TroubleEnd] = {
     "port down": _PORT,
     "nic stuck": _PORT,
     "nic failure": TroubleEnd(
@@ -77,11 +77,12 @@ RECOVERIES: Mapping[str, TroubleEnd] = {
 
 
 def recovered_kind(kind: str, line: str, text: str, after: int) -> str | None:
-    """Return the kind of a trouble that was over again: `line` tells of it, `text` from `after` on is what came later.
+    """Return the weaker kind of a trouble that was over again; None if no later line says that the same part works
+    again.
 
-    None if nothing later in the text says that the same part works again.
+    `line` reports the trouble; `text` from `after` on came later.
     """
-    recovery = RECOVERIES.get(kind)
+    recovery = TROUBLE_ENDS.get(kind)
     if recovery is None:
         return None
     part = _part(recovery, line)
@@ -104,6 +105,6 @@ def _part(recovery: TroubleEnd, line: str) -> str:
     return next((group for group in match.groups() if group), "") if match is not None else ""
 
 
-def _is_same(part: str, other: str) -> bool:
-    """Whether both lines are about one part. A line that names none may be about any."""
-    return not part or not other or part == other
+def _is_same(part: str, later_part: str) -> bool:
+    """Whether both lines concern the same part. A line that names none may concern any."""
+    return not part or not later_part or part == later_part

@@ -1,8 +1,8 @@
-"""What a line of a worker's log or of the kernel's messages means: one row of `SIGNATURES` for each kind of line.
+"""The meaning of lines in a worker's log and in the kernel's messages: one row of `SIGNATURES` for each kind of line.
 
-Decides nothing about an incident (`diagnosis` does). A row is found by literal `needles` first, so that megabytes cost
-little, and is then confirmed by a pattern, which sees at most a few hundred characters around the needle and has
-bounded quantifiers only: no line takes more than linear time. The first row that matches a line is its meaning.
+Decides nothing about an incident (`diagnosis` does). A row is found by literal `needles` first, so that megabytes stay
+cheap, and is then confirmed by a pattern, which sees at most a few hundred characters around the needle and has
+bounded quantifiers only: no line takes more than linear time. The first row that matches a line gives its meaning.
 
 Texts are those of the Linux kernel, NVIDIA's driver (`xids`), CUDA's `cudaGetErrorString`, NCCL 2.1x-2.2x, gloo,
 PyTorch 2.x, Mellanox' mlx5 driver and Slurm 21-25. Status numbers of InfiniBand are libibverbs' `ibv_wc_status`: 5 work
@@ -25,31 +25,31 @@ Category = Literal[
 ]  # fmt: skip
 Component = Literal["process", "device", "node", "link", "script"]
 Tie = Literal["", "network", "storage", "memory", "moment", "silence", "nothing"]
-"""What an end must have to do with a line about a node's parts before the line explains it: a lost connection, a file,
-memory or a kill, the same moment, also that nobody said a word of its own; or nothing does. See `ties`."""
+"""Condition under which a line about a node's parts can explain an end: a lost connection, a file error, a memory error
+or kill, the same moment, or the same moment while no rank logged a reason of its own; "nothing": never. See `ties`."""
 
 
 class Depth(IntEnum):
-    """How near to a root cause a line is. Of lines of about the same time, the lowest tells the cause."""
+    """How near a line is to a root cause. Of lines of about the same time, the lowest depth gives the cause."""
 
     NAMED = 0
-    """Kernel, driver or Slurm name what failed."""
-    TOLD = 1
-    """A library tells what was done to it."""
+    """Kernel, driver or Slurm name the part that failed."""
+    REPORTED = 1
+    """A library reports what was done to it."""
     RAISED = 2
     """The program raised an exception of its own."""
     EXIT = 3
-    """Nothing but how the process ended."""
+    """Only how the process ended."""
     SIGN = 4
-    """Ends nothing by itself, or has several causes."""
+    """Ends nothing by itself, or has several possible causes."""
     TRANSFER = 5
-    """What was seen of a connection: the other end may be dead, or the path to it."""
+    """Observation of a connection: the other end may be dead, or the path to it."""
     AFTER = 6
-    """Follows from somebody else's end."""
+    """Follows from another process's end."""
 
 
 class Defaults(msgspec.Struct, frozen=True):
-    """What holds for a category where a row does not say otherwise."""
+    """Values that hold for a category unless a row overrides them."""
 
     component: Component
     blames: bool
@@ -57,7 +57,7 @@ class Defaults(msgspec.Struct, frozen=True):
     advice: str
 
 
-DEFAULTS: Mapping[Category, Defaults] = {
+CATEGORY_DEFAULTS: Mapping[Category, Defaults] = {
     "device": Defaults("device", True, 0.9, "drain the node, then dcgmi diag -r 3"),
     "link": Defaults("link", False, 0.6, "ibstat, ibdiagnet or ethtool -S at both ends; check cable and switch port"),
     "node": Defaults(
@@ -70,7 +70,7 @@ DEFAULTS: Mapping[Category, Defaults] = {
     "service": Defaults(
         "process", False, 0.8, "see whether the service answers, and can be reached from that node (curl -v URL)"
     ),
-    "program": Defaults("script", False, 0.8, "mend the training script; the worker's log holds the traceback"),
+    "program": Defaults("script", False, 0.8, "fix the training script; the worker's log has the traceback"),
     "allocation": Defaults("process", False, 0.9, "sacct -j JOB --format=State,ExitCode,DerivedExitCode,Comment"),
     "secondary": Defaults("link", False, 0.0, "look at the rank that ended first"),
     "unknown": Defaults("process", False, 0.3, "read the end of the worker's log, and dmesg -T on the node"),
@@ -78,9 +78,9 @@ DEFAULTS: Mapping[Category, Defaults] = {
 
 
 class Signature(msgspec.Struct, frozen=True):
-    """A kind of line. `words` end the sentence that the failed rank or node begins; named groups of the pattern may
-    stand in them. `raised`: only where the line ends a Python traceback. `node_wide`: written by the kernel or Slurm,
-    not by the process that it may be about."""
+    """A kind of line. `words`: end of the sentence that begins with the failed rank or node; may contain named groups
+    of the pattern. `raised`: only if the line ends a Python traceback. `node_wide`: written by the kernel or Slurm, not
+    by the process that it may concern."""
 
     kind: str
     category: Category
@@ -96,7 +96,7 @@ class Signature(msgspec.Struct, frozen=True):
     node_wide: bool = False
     tie: Tie = ""
     preceding: re.Pattern[str] | None = None
-    """Names what the line itself does not: looked for in the lines just before it."""
+    """Searched in the preceding lines for names that the line itself lacks."""
 
 
 def _row(
@@ -115,7 +115,7 @@ def _row(
     tie: Tie = "",
     preceding: str = "",
 ) -> Signature:
-    default = DEFAULTS[category]
+    default = CATEGORY_DEFAULTS[category]
     return Signature(
         kind=kind,
         category=category,
@@ -133,14 +133,16 @@ def _row(
     )
 
 
-NAMED, TOLD, RAISED, SIGN, TRANSFER, AFTER = (
-    *(Depth.NAMED, Depth.TOLD, Depth.RAISED, Depth.SIGN, Depth.TRANSFER, Depth.AFTER),
+NAMED, REPORTED, RAISED, SIGN, TRANSFER, AFTER = (
+    *(Depth.NAMED, Depth.REPORTED, Depth.RAISED, Depth.SIGN, Depth.TRANSFER, Depth.AFTER),
 )
 _BUS = r"(?:PCI:)?(?P<bus>[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2})"
 _PROCESS = r"(?P<pid>\d{1,10})"
 _FABRIC = "systemctl status nvidia-fabricmanager on the node"
 _OOM = "torch.cuda.memory_summary(); smaller micro-batches, more pipeline stages or recomputation"
-_OTHER_PORT = "ss -ltnp on the node shows who holds the port; let the system choose one (port 0), or name another"
+_OTHER_PORT = (
+    "ss -ltnp on the node shows the process that holds the port; let the system choose one (port 0), or name another"
+)
 _SHM = "df -h /dev/shm on the node; a larger /dev/shm, or fewer DataLoader workers"
 _BAD_ACCESS = "run again with CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer; if it repeats on this GPU: dcgmi diag -r 3"
 
@@ -148,11 +150,11 @@ _AER = ("AER: Uncorrect", "AER: Multiple Uncorrect", "severity=Uncorrect")
 _APEI = "[Hardware Error]: event severity:"
 _MACHINE_CHECK = ("Machine Check Exception", "Machine Check:")
 _UNCORRECTED = r"[2367abef][0-9a-f]{15}\b"
-"""The status of a bank of machine checks with bit 61 set (UC): not corrected."""
+"""Status of a machine-check bank with bit 61 set (UC): not corrected."""
 _LOCAL_DISK = r"(?!(?:fd|sr|loop|nbd|rbd|drbd|ram|zram)\d)\w"
-"""Begins the name of a block device that is a disk of this node: no floppy, CD, file, network or memory."""
+"""Beginning of a block device name of a disk in this node: no floppy, CD, file, network or memory device."""
 _NODES = r"[\w.-]{1,64}(?:[\w.,\[\]-]{0,400}[\w\]])?"
-"""A node, or a list of nodes as Slurm shortens it: `gpu-[18-19]`."""
+"""A node, or a list of nodes as Slurm abbreviates it: `gpu-[18-19]`."""
 _BEHIND_A_RANK = r"(?:\[?[\w<>,]{1,24}\]?: ?){0,2}"
 
 _KERNEL = (
@@ -202,10 +204,10 @@ _KERNEL = (
         ("Out of memory: Kill", "Out of memory (oom_kill", "oom-kill:constraint="),
         rf"(?:of memory.{{0,40}}: Kill(?:ed)? process |CONSTRAINT_(?!MEMCG).{{0,400}},pid=){_PROCESS}",
         advice="ask for the node's memory as a whole (--mem=0 --exclusive), or use less", tie="memory"),
-    _row("kernel segfault", "program", TOLD, "ended by a segmentation fault", "segfault at ",
+    _row("kernel segfault", "program", REPORTED, "ended by a segmentation fault", "segfault at ",
         rf"\[{_PROCESS}\]: segfault at", component="process", certainty=0.5,
         advice="PYTHONFAULTHANDLER=1 shows where; if it repeats on this node: dcgmi diag -r 3"),
-    _row("kernel trap", "program", TOLD, "ended by a processor exception", ("general protection",
+    _row("kernel trap", "program", REPORTED, "ended by a processor exception", ("general protection",
         "trap invalid opcode"), rf"\[{_PROCESS}\]", component="process", certainty=0.5),
     _row("port down", "link", NAMED, "network port went down", ("Link down", "NIC Link is",
         "link status definitely down", "Cable unplugged"), r"mlx5|NIC Link is [Dd]own|bond\w{0,8}: |Port module",
@@ -238,7 +240,7 @@ _SLURM = (
     _row("preempted", "allocation", NAMED, "preempted by Slurm", "DUE TO PREEMPTION",
         advice="requeue, or a partition or QOS that is not preempted"),
     _row("node failure", "node", NAMED, "Slurm lost the node", ("DUE TO NODE FAILURE", "Node failure on "),
-        rf"NODE FAILURE|failure on (?P<node>{_NODES})", advice="scontrol show node; slurmctld's log tells why"),
+        rf"NODE FAILURE|failure on (?P<node>{_NODES})", advice="scontrol show node; slurmctld's log gives the reason"),
     _row("slurm oom", "memory", NAMED, "killed at the memory limit of its Slurm step", ("oom_kill event",
         "oom-kill event", ": Out Of Memory", " memory limit (", "cgroup out-of-memory handler"),
         r"Detected [1-9]\d{0,8} oom.kill|tasks? [\d,-]{1,64}: Out Of Memory|"
@@ -249,13 +251,13 @@ _SLURM = (
         certainty=0.4),
     _row("unkillable", "node", SIGN, "its processes did not end when Slurm killed them", "STEPD TERMINATED ON",
         r"TERMINATED ON (?P<node>[\w.-]{1,64}) AT .{1,40}NOT ENDING WITH SIGNALS", blames=False, certainty=0.4,
-        advice="ps -eo pid,stat,wchan:32,cmd on the node shows those in state D; dmesg -T what they wait for"),
+        advice="ps -eo pid,stat,wchan:32,cmd on the node shows processes in state D; dmesg -T the cause of the wait"),
     _row("gpus missing", "node", NAMED, "has fewer GPUs than Slurm is configured for ({counts})",
         ("count reported lower", "count too low"),
         rf"(?:(?:node|NodeName=) ?(?P<node>{_NODES}) .{{0,80}})?gres/gpu\S{{0,64}} count "
         r"(?:reported lower than configured|too low) \((?P<counts>\d{1,4} < \d{1,4})\)", certainty=0.8,
         advice="nvidia-smi -L and dmesg -T on the node; after the repair scontrol update NodeName=NODE State=RESUME"),
-    _row("srun ports", "allocation", TOLD, "srun could not open a port ({why})", "slurm_init_msg_engine_port",
+    _row("srun ports", "allocation", REPORTED, "srun could not open a port ({why})", "slurm_init_msg_engine_port",
         r"slurm_init_msg_engine_ports? error:? ?(?P<why>[^\n]{1,80})", certainty=0.7,
         advice="ss -tan on that node shows which ports are taken; a larger SrunPortRange in slurm.conf"),
     _row("nodes left out", "allocation", SIGN, "srun left out nodes: its list names more than it may use ({counts})",
@@ -263,57 +265,60 @@ _SLURM = (
         advice="make --nodes and --nodelist of the step agree"),
     _row("epilog", "unknown", SIGN, "Slurm's epilog failed after the job ({why})", "epilog: error: ",
         r"epilog: error: (?P<why>[^\n]{1,160})", certainty=0.2,
-        advice="the site's operators: it is no cause of what came before"),
+        advice="tell the site's operators; the epilog runs after the job and did not end it"),
     _row("container", "unknown", SIGN, "its container could not be set up ({why})", ("error: pyxis: ", "spank_pyxis"),
         r"(?:error: pyxis: |spank_)(?P<why>[^\n]{1,160})", certainty=0.5,
         advice="read enroot's lines beside it; its folders on that node (ENROOT_DATA_PATH) have to be writable"),
     _row("cancelled", "allocation", TRANSFER, "cancelled", "CANCELLED AT ", certainty=0.6),
-    _row("task ended", "secondary", AFTER, "Slurm told of an end", ("srun: error: ", "srun: Job step aborted",
+    _row("task ended", "secondary", AFTER, "Slurm reported an end", ("srun: error: ", "srun: Job step aborted",
         "srun: Terminating StepId"), r"error: \S{1,64}: tasks? |srun: (?:Job step aborted|Terminating)"),
 )  # fmt: skip
 
 _CUDA = (
-    _row("cuda ecc", "device", TOLD, "GPU memory had an uncorrectable error", ("uncorrectable ECC error encountered",
+    _row("cuda ecc", "device", REPORTED, "GPU memory had an uncorrectable error",
+        ("uncorrectable ECC error encountered",
         "CUDA_ERROR_ECC_UNCORRECTABLE")),
-    _row("cuda nvlink", "link", TOLD, "NVLink had an uncorrectable error", ("uncorrectable NVLink error",
+    _row("cuda nvlink", "link", REPORTED, "NVLink had an uncorrectable error", ("uncorrectable NVLink error",
         "CUDA_ERROR_NVLINK_UNCORRECTABLE", "GPU memory over nvlink"), blames=True, certainty=0.8,
         advice="drain the node; nvidia-smi nvlink -e, dcgmi diag -r 3"),
-    _row("gpu lost", "device", TOLD, "GPU is lost to its driver", ("GPU is lost",
+    _row("gpu lost", "device", REPORTED, "GPU is lost to its driver", ("GPU is lost",
         "Unable to determine the device handle")),
     # A wrong CUDA_VISIBLE_DEVICES hides all devices as well.
-    _row("no gpu", "unknown", TOLD, "sees no GPU", ("CUDA_ERROR_NO_DEVICE", "no CUDA-capable device",
+    _row("no gpu", "unknown", REPORTED, "sees no GPU", ("CUDA_ERROR_NO_DEVICE", "no CUDA-capable device",
         "No CUDA GPUs are available"), component="device", certainty=0.5,
         advice="compare CUDA_VISIBLE_DEVICES of the worker with nvidia-smi -L on the node"),
-    _row("gpu busy", "device", TOLD, "GPU is held by another process", ("busy or unavailable",
+    _row("gpu busy", "device", REPORTED, "GPU is held by another process", ("busy or unavailable",
         "CUDA_ERROR_DEVICE_UNAVAILABLE"), r"CUDA|cuda|Cuda", blames=False, certainty=0.6,
-        advice="nvidia-smi on the node shows who holds the GPU; end what an earlier job left"),
-    _row("fabric manager", "node", TOLD, "NVSwitch fabric is not configured", ("system not yet initialized",
+        advice="nvidia-smi on the node shows the processes that hold the GPU; end those of an earlier job"),
+    _row("fabric manager", "node", REPORTED, "NVSwitch fabric is not configured", ("system not yet initialized",
         "CUDA_ERROR_SYSTEM_NOT_READY"), advice=_FABRIC),
-    _row("driver mismatch", "node", TOLD, "driver and libraries of NVIDIA are of different versions",
+    _row("driver mismatch", "node", REPORTED, "driver and libraries of NVIDIA are of different versions",
         "Driver/library version mismatch", advice="drain the node, reboot it, or reload the driver"),
-    _row("driver too old", "program", TOLD, "the program's CUDA is newer than the node's driver", (
+    _row("driver too old", "program", REPORTED, "the program's CUDA is newer than the node's driver", (
         "CUDA driver version is insufficient", "NVIDIA driver on your system is too old"),
-        advice="nvidia-smi on the node shows what CUDA its driver can run; install a torch of that CUDA"),
-    _row("nvml unknown", "device", TOLD, "GPU is not visible to its driver",
+        advice="nvidia-smi on the node shows the CUDA that its driver supports; install a torch built for it"),
+    _row("nvml unknown", "device", REPORTED, "GPU is not visible to its driver",
         ("Failed to initialize NVML: Unknown Error", "NVML: GPU is lost"), blames=False, certainty=0.6,
         advice="nvidia-smi on the node, outside of any container; a container may have lost its devices"),
-    _row("illegal access", "program", TOLD, "GPU memory was accessed illegally",
+    _row("illegal access", "program", REPORTED, "GPU memory was accessed illegally",
         ("an illegal memory access was encountered", "CUDA_ERROR_ILLEGAL_ADDRESS"), advice=_BAD_ACCESS),
-    _row("device assert", "program", TOLD, "an assertion failed in a kernel of the program",
+    _row("device assert", "program", REPORTED, "an assertion failed in a kernel of the program",
         ("device-side assert triggered", "CUDA_ERROR_ASSERT", "Assertion `"), r"assert triggered|_ASSERT|thread: \[",
         certainty=0.95, advice="an index out of range, as a rule: run again with CUDA_LAUNCH_BLOCKING=1"),
-    _row("launch failure", "program", TOLD, "a kernel crashed on the GPU", ("unspecified launch failure",
+    _row("launch failure", "program", REPORTED, "a kernel crashed on the GPU", ("unspecified launch failure",
         "CUDA_ERROR_LAUNCH_FAILED"), certainty=0.6, advice=_BAD_ACCESS),
-    _row("bad kernel", "program", TOLD, "a kernel used a misaligned address or an illegal instruction", (
+    _row("bad kernel", "program", REPORTED, "a kernel used a misaligned address or an illegal instruction", (
         "misaligned address", "an illegal instruction was encountered", "invalid program counter",
         "hardware stack error", "CUDA_ERROR_MISALIGNED_ADDRESS", "CUDA_ERROR_ILLEGAL_INSTRUCTION"), r"CUDA|[Cc]uda",
         certainty=0.6, advice=_BAD_ACCESS),
-    _row("launch timeout", "device", TOLD, "a kernel did not end in time", ("the launch timed out and was terminated",
+    _row("launch timeout", "device", REPORTED, "a kernel did not end in time",
+        ("the launch timed out and was terminated",
         "CUDA_ERROR_LAUNCH_TIMEOUT"), blames=False, certainty=0.5),
-    _row("no kernel", "program", TOLD, "the program was built for another GPU", ("no kernel image is available",
+    _row("no kernel", "program", REPORTED, "the program was built for another GPU", ("no kernel image is available",
         "CUDA_ERROR_NO_BINARY_FOR_GPU", "invalid device function"),
         advice="rebuild it with this GPU in TORCH_CUDA_ARCH_LIST"),
-    _row("gpu memory", "memory", TOLD, "GPU memory was exhausted", ("CUDA out of memory", "CUDA error: out of memory",
+    _row("gpu memory", "memory", REPORTED, "GPU memory was exhausted", ("CUDA out of memory",
+        "CUDA error: out of memory",
         "CUDA_ERROR_OUT_OF_MEMORY", "'out of memory'", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED",
         "CUDA driver error: out of memory", "[CUDA]: out of memory", "HIP out of memory",
         "cudaErrorMemoryAllocation", "cupy.cuda.memory.OutOfMemoryError",
@@ -328,7 +333,7 @@ _CUDA = (
 )  # fmt: skip
 
 _FATAL = r"\b(?:port error|(?:device|QP|WQ) fatal|CQ error|catastrophic error|local work queue|local access violation)"
-"""Of the words of `ibv_event_type_str` those after which an adapter, a port or a queue pair does not work."""
+"""Those words of `ibv_event_type_str` after which an adapter, a port or a queue pair does not work."""
 _IB = r"(?:from peer (?P<peer>[^\s<]{1,64})\S{0,16} )?with (?:status=|error )(?:\w{1,32}\()?"
 _NCCL = (
     _row("ib flushed", "secondary", AFTER, "work requests were flushed after an error", "Got completion",
@@ -336,19 +341,21 @@ _NCCL = (
     _row("ib retry exceeded", "link", TRANSFER, "transfers to its peer were not acknowledged", "Got completion",
         rf"{_IB}1[23]\b|vendor err 129"),
     _row("ib completion", "link", TRANSFER, "a transfer failed", ("NET/IB : Got completion", "NET/IB: Got completion")),
-    _row("ib event", "link", TOLD, "network adapter reported an error", ("sync event", "sync fatal event"),
+    _row("ib event", "link", REPORTED, "network adapter reported an error", ("sync event", "sync fatal event"),
         rf"(?i)\basync fatal event(?! on SRQ)|\basync event.{{0,24}}?{_FATAL}",
         blames=True, certainty=0.7, tie="network"),
     _row("ib no path", "link", TRANSFER, "no connection to its peer could be made", ("ibv_modify_qp failed",
         "NET/OFI Request", "No route to host", "Network is unreachable")),
-    _row("ib locked memory", "memory", TOLD, "no memory could be registered with the network adapter", ("ibv_reg_mr",
+    _row("ib locked memory", "memory", REPORTED, "no memory could be registered with the network adapter",
+        ("ibv_reg_mr",
         "ibv_create_cq"), "Cannot allocate memory", advice="ulimit -l unlimited for slurmd (LimitMEMLOCK=infinity)"),
-    _row("shm full", "memory", TOLD, "/dev/shm is full", ("/dev/shm", "shared memory", "</torch_", "posix_fallocate"),
+    _row("shm full", "memory", REPORTED, "/dev/shm is full", ("/dev/shm", "shared memory", "</torch_",
+        "posix_fallocate"),
         r"No space left on device|failed to extend /dev/shm|insufficient shared memory|out of shared memory|"
         r"unable to write to file </torch_|while creating shared memory segment",
         advice=_SHM),
-    _row("nccl usage", "program", TOLD, "NCCL was used wrongly", ("ncclInvalidUsage", "ncclInvalidArgument")),
-    _row("collective mismatch", "program", TOLD, "ranks called different collectives",
+    _row("nccl usage", "program", REPORTED, "NCCL was used wrongly", ("ncclInvalidUsage", "ncclInvalidArgument")),
+    _row("collective mismatch", "program", REPORTED, "ranks called different collectives",
         ("Detected mismatch between collectives", "ran into a mismatch of collectives")),
     _row("ras mismatch", "unknown", SIGN, "ranks were at different collectives (NCCL RAS)", "ommunicator ranks have",
         r"ranks have different (?:\w{1,24} operation counts|status)", certainty=0.4,
@@ -373,36 +380,40 @@ _NCCL = (
 )  # fmt: skip
 
 _HOST = (
-    _row("loader bus error", "memory", TOLD, "a DataLoader worker found /dev/shm full", "DataLoader worker (pid",
+    _row("loader bus error", "memory", REPORTED, "a DataLoader worker found /dev/shm full", "DataLoader worker (pid",
         "Bus error", advice=_SHM),
-    _row("loader segfault", "program", TOLD, "a DataLoader worker crashed", "DataLoader worker (pid",
+    _row("loader segfault", "program", REPORTED, "a DataLoader worker crashed", "DataLoader worker (pid",
         "Segmentation fault|Aborted"),
-    _row("loader killed", "memory", TOLD, "a DataLoader worker was killed, most likely for memory",
+    _row("loader killed", "memory", REPORTED, "a DataLoader worker was killed, most likely for memory",
         "DataLoader worker (pid", "killed by signal: Killed", certainty=0.7),
     _row("loader ended", "unknown", SIGN, "a DataLoader worker ended", "DataLoader worker (pid", "exited unexpectedly"),
-    _row("disk full", "storage", TOLD, "a disk is full", ("No space left on device", "Errno 28"), certainty=0.9),
-    _row("quota", "storage", TOLD, "a disk quota is used up", ("Disk quota exceeded", "Errno 122"),
+    _row("disk full", "storage", REPORTED, "a disk is full", ("No space left on device", "Errno 28"), certainty=0.9),
+    _row("quota", "storage", REPORTED, "a disk quota is used up", ("Disk quota exceeded", "Errno 122"),
         advice="quota -s, or lfs quota, of the folder's owner"),
-    _row("stale handle", "storage", TOLD, "a file handle went stale (network file system)", (
+    _row("stale handle", "storage", REPORTED, "a file handle went stale (network file system)", (
         "Stale file handle", "Errno 116"), advice="mount and stat of the folder on that node; remount it"),
-    _row("io error", "storage", TOLD, "reading or writing a file failed", ("Input/output error", "Errno 5]",
+    _row("io error", "storage", REPORTED, "reading or writing a file failed", ("Input/output error", "Errno 5]",
         "Remote I/O error", "Errno 121")),
-    _row("mount gone", "storage", TOLD, "a file system is gone or read-only", ("Transport endpoint is not connected",
+    _row("mount gone", "storage", REPORTED, "a file system is gone or read-only",
+        ("Transport endpoint is not connected",
         "Read-only file system"), advice="mount and dmesg -T on that node; remount it"),
-    _row("broken file", "storage", TOLD, "a file is incomplete", ("failed reading zip archive", "failed writing file",
+    _row("broken file", "storage", REPORTED, "a file is incomplete", ("failed reading zip archive",
+        "failed writing file",
         "The file might be corrupted", "unexpected EOF, expected", "MetadataIncompleteBuffer",
         "pickle data was truncated")),
-    _row("no host memory", "memory", TOLD, "host memory was exhausted", ("DefaultCPUAllocator: can't allocate",
+    _row("no host memory", "memory", REPORTED, "host memory was exhausted", ("DefaultCPUAllocator: can't allocate",
         "DefaultCPUAllocator: not enough", "std::bad_alloc", "MemoryError", "Cannot allocate memory"),
         r"(?<!\w)(?!OutOfMemoryError: out of resource)\w{0,40}MemoryError\b|Default|bad_alloc|Cannot allocate"),
-    _row("open files", "program", TOLD, "too many files were open", ("Too many open files", "items of ancdata"),
+    _row("open files", "program", REPORTED, "too many files were open", ("Too many open files", "items of ancdata"),
         advice="ulimit -n on the nodes, or fewer files"),
-    _row("port in use", "program", TOLD, "the port it tried to listen on is already in use", ("Address already in use",
+    _row("port in use", "program", REPORTED, "the port it tried to listen on is already in use",
+        ("Address already in use",
         "EADDRINUSE", "another process is utilizing it"), component="process", advice=_OTHER_PORT),
-    _row("heap", "program", TOLD, "the program damaged its own memory", ("double free or corruption", "free(): invalid",
+    _row("heap", "program", REPORTED, "the program damaged its own memory", ("double free or corruption",
+        "free(): invalid",
         "malloc(): ", "corrupted size vs"), component="process"),
-    # faulthandler says "Aborted" of any abort, and so of NCCL's watchdog: that is how it ended, not why.
-    _row("fatal python", "program", TOLD, "the interpreter crashed", "Fatal Python error: ",
+    # faulthandler says "Aborted" of any abort, and so of NCCL's watchdog: that is how it ended, not the cause.
+    _row("fatal python", "program", REPORTED, "the interpreter crashed", "Fatal Python error: ",
         "Fatal Python error: (?!Aborted)", component="process", certainty=0.5),
 )  # fmt: skip
 
@@ -414,8 +425,8 @@ _SECONDARY = (
         "for send operation to complete", "waiting for clients", "Socket Timeout", "wait timeout after",
         "client socket has timed out", "connectFullMesh failed", "in store based barrier", "RendezvousTimeoutError",
         "failed to pass monitoredBarrier", "monitoredBarrier, but received errors")),
-    _row("interrupted transfer", "secondary", AFTER, "stopped waiting when it was told to", "CommunicatorError"),
-    _row("launcher", "secondary", AFTER, "its launcher told of an end", ("ChildFailedError", "closing signal SIGTERM",
+    _row("interrupted transfer", "secondary", AFTER, "stopped waiting on request", "CommunicatorError"),
+    _row("launcher", "secondary", AFTER, "its launcher reported an end", ("ChildFailedError", "closing signal SIGTERM",
         "failed (exitcode:")),
 )  # fmt: skip
 
@@ -437,11 +448,11 @@ _PROGRAM = (
     _row("file missing", "program", RAISED, "raised {error}", ("FileNotFoundError", "PermissionError",
         "NotADirectoryError"), raised=True, advice="ls -l of the path on that node, and on one where it works"),
     _row("interrupted", "allocation", RAISED, "interrupted from the keyboard", "KeyboardInterrupt", raised=True),
-    _row("storage failed", "storage", TOLD, "raised {error}", (), raised=True,
+    _row("storage failed", "storage", REPORTED, "raised {error}", (), raised=True,
         advice="df, mount and stat of the path on that node; ask the storage's operators"),
-    _row("service failed", "service", TOLD, "raised {error}", (), raised=True),
+    _row("service failed", "service", REPORTED, "raised {error}", (), raised=True),
     _row("connection failed", "program", TRANSFER, "raised {error}", (), raised=True,
-        advice="see whether what it connects to runs, and can be reached from that node"),
+        advice="check that the service it connects to runs, and can be reached from that node"),
     _row("exception", "program", RAISED, "raised {error}", "", raised=True),
 )  # fmt: skip
 
@@ -450,7 +461,7 @@ SIGNATURES: tuple[Signature, ...] = (
     *(*_CUDA, *_NCCL, *_HOST, *_SECONDARY, *_PROGRAM),
 )
 KERNEL_KINDS = frozenset(row.kind for row in _KERNEL)
-"""Only the kernel writes such lines: in the log of a program they are quoted."""
+"""Kinds that only the kernel writes: in a program's log they are quotations."""
 _BY_KIND = {signature.kind: signature for signature in SIGNATURES}
 EXCEPTION, CONNECTION_FAILED, PEER_CLOSED = (_BY_KIND[k] for k in ("exception", "connection failed", "peer closed"))
 FILE_MISSING, STORAGE_FAILED, SERVICE_FAILED, NO_GPU = (
@@ -469,7 +480,7 @@ USUALLY_THE_PROGRAM = frozenset(
     }
     | {"exit -4", "exit -7", "exit -8", "exit -11"}
 )
-"""Kinds that are the application's by experience, and the device's where one device does it again and again."""
+"""Kinds that usually come from the application, but from the device if one device shows them repeatedly."""
 
 
 def _of_xid(xid: Xid) -> Signature:
@@ -495,13 +506,13 @@ _XIDS = {f"xid {code}": _of_xid(xid) for code, xid in XIDS.items()}
 
 
 def xid_of(code: int) -> Xid:
-    """The catalogue's row; for a code that it lacks, one that names the number and blames nobody."""
+    """Return the catalogue's row; for a code that it lacks, a row with the number and without blame."""
     return XIDS.get(code) or Xid(code, "", "an Xid that NVIDIA's catalogue does not list", "", "sign")
 
 
 def signature_of(kind: str) -> Signature | None:
-    """The row of a clue's kind; None for one that another version knows. `xid 79` and the like are rows too."""
-    found = _BY_KIND.get(kind) or _XIDS.get(kind)
-    if found is None and kind.startswith("xid ") and kind[4:].isascii() and kind[4:].isdigit():
+    """Return the row of a clue's kind, including `xid 79` and the like; None for a kind of another version."""
+    signature = _BY_KIND.get(kind) or _XIDS.get(kind)
+    if signature is None and kind.startswith("xid ") and kind[4:].isascii() and kind[4:].isdigit():
         return _of_xid(xid_of(int(kind[4:])))
-    return found
+    return signature

@@ -1,8 +1,8 @@
-"""What a line about a node's network, disks or file servers has to do with how its processes ended.
+"""Decides whether a line about a node's network, disks or file servers can have led to its processes' ends.
 
-Decides whether such a line can have led to an end at all. A port that is down, a file server that does not answer, is
-the cause only where a process lost a connection, or a file, or hung: never of a process that somebody killed, and never
-of one that failed for a reason of its own. Called by `candidates`. Pure.
+A port that is down, or a file server that does not answer, is the cause only if a process lost a connection or a file,
+or hung: never if the process was killed by a signal from outside, and never if it failed for a reason of its own.
+Called by `candidates`. Pure.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from resihp.detector.diagnosis.signatures import Depth, Signature
 from resihp.protocol.messages import ABORT_STATUS, Clue
 
 MOMENT_S = 60.0
-"""A line that is this much older than an end is not tied to it by its time alone."""
+"""A line older than this before an end is not tied to it by time alone."""
 
 _NETWORK_WORDS = re.compile(r"(?i)connect|timed? ?out|network|unreachable|socket|transport|\bNCCL\b|\bgloo\b")
 _STORAGE_WORDS = re.compile(r"\b(?:OS|IO|EOF|Timeout)Error\b|I/O|Errno \d|timed? ?out|truncated|corrupt|BadZip")
-_TOLD_BY_A_LIVING_PEER = ("peer closed", "nccl remote", "launcher", "interrupted transfer")
-"""A peer that closes a connection can be reached: these tell of its end, and of a broken link only at that moment."""
-_OF_ITS_OWN = (signals.SIGKILL, signals.SIGSEGV, signals.SIGILL, signals.SIGFPE)
-"""Signals that no broken connection and no file server leads to. Others may follow from another rank's end."""
+_KINDS_FROM_A_LIVING_PEER = ("peer closed", "nccl remote", "launcher", "interrupted transfer")
+"""Kinds of lines that report a peer's end. A peer that closes a connection can be reached, so they indicate a broken
+link only at that moment."""
+_OWN_SIGNALS = (signals.SIGKILL, signals.SIGSEGV, signals.SIGILL, signals.SIGFPE)
+"""Signals to which no broken connection and no file server leads. Others may follow from another rank's end."""
 _MEMORY_WORDS = re.compile(r"[Kk]illed|SIGKILL|\bEOFError|died|terminated|exit(?:ed)? unexpectedly|[Mm]emory")
-"""Of an exception that follows from the end of a child or a helper, which the kernel may have killed for memory."""
+"""Words of an exception that follows from the end of a child or helper, which the kernel may have killed for memory."""
 _ABSOLUTE = re.compile(r"['\"]/")
 _FILE_KINDS = ("import", "file missing", "broken file", "loader ended")
 
 
 class Ending(Protocol):
-    """What is asked of a rank's report."""
+    """The part of a rank's report that ties depend on."""
 
     @property
     def ended(self) -> bool: ...
@@ -44,17 +45,17 @@ class Ending(Protocol):
 
 
 class Endings(msgspec.Struct):
-    """How all ranks of an incident ended, as far as ties go. `at_any_time`, `at_the_moment`: ends that a line of this
-    tie can have led to, however old it is, or only if it is of that moment; `against`: ends of another cause."""
+    """How all ranks of an incident ended, as far as ties need it. `at_any_time`: ties whose lines can have led to an
+    end at any age; `at_the_moment`: only at that moment; `against`: ties that an end of another cause rules out."""
 
     at_any_time: set[str]
     at_the_moment: set[str]
     against: set[str]
     spoken: bool = False
-    """Whether any of them said why, or whom it lost."""
+    """Whether any rank logged a reason, or the peer that it lost."""
 
     def allow(self, signature: Signature, age_s: float | None) -> bool:
-        """Whether a line of this kind, so much older than the end, can be a cause."""
+        """Whether a line of this kind and age before the end can be a cause."""
         tie = signature.tie
         of_that_moment = age_s is None or age_s <= MOMENT_S
         if not tie or (tie == "moment" and of_that_moment):
@@ -93,7 +94,7 @@ def _add(ends: Endings, report: Ending, own: Sequence[tuple[Signature, Clue]]) -
     if status == -signals.SIGBUS:  # a mapped file that cannot be read
         ends.against.add("network")
         ends.at_any_time.add("storage")
-    elif -status in _OF_ITS_OWN:
+    elif -status in _OWN_SIGNALS:
         ends.against |= {"network", "storage"}
     elif not own and status >= 0:
         ends.at_the_moment |= {"network", "storage"}
@@ -102,13 +103,13 @@ def _add(ends: Endings, report: Ending, own: Sequence[tuple[Signature, Clue]]) -
 def _add_words(ends: Endings, signature: Signature, clue: Clue, ended: bool) -> None:
     error = clue.named.get("error", "") if signature.depth == Depth.RAISED else ""
     network = signature.category in ("link", "secondary") or signature.depth in (Depth.TRANSFER, Depth.AFTER)
-    relative = signature.kind == "file missing" and not _ABSOLUTE.search(error)  # it was looked for in the wrong folder
+    relative = signature.kind == "file missing" and not _ABSOLUTE.search(error)  # it looked in the wrong folder
     storage = signature.category == "storage" or (signature.kind in _FILE_KINDS and not relative)
     if ended and signature.depth <= Depth.RAISED:
         of_memory = signature.category == "memory" or _MEMORY_WORDS.search(error)
         (ends.at_any_time if of_memory else ends.against).add("memory")
     if network or _NETWORK_WORDS.search(error):
-        momentary = signature.kind in _TOLD_BY_A_LIVING_PEER
+        momentary = signature.kind in _KINDS_FROM_A_LIVING_PEER
         (ends.at_the_moment if momentary else ends.at_any_time).add("network")
         if not momentary:
             ends.at_any_time.add("storage")  # peers wait in vain for a rank that waits for a file

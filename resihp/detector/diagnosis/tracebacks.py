@@ -1,8 +1,8 @@
-"""Finds the exceptions that end a traceback, in whatever form it was printed.
+"""Finds the exceptions that end a traceback, in any of the forms in which it may be printed.
 
-Reads Python's own tracebacks, also behind a prefix (`[rank3]: `, a time) and with lines of other ranks between, those
-of exception groups, loguru's (`> File`), rich's boxes, and those that a logger wrote into one line of JSON. Decides
-nothing about what an exception means. Called by `clues`. Takes time linear in the text.
+Reads Python's own tracebacks, also behind a prefix (`[rank3]: `, a time) and interleaved with lines of other ranks,
+those of exception groups, loguru's (`> File`), rich's boxes, and those that a logger wrote into one line of JSON.
+Does not interpret an exception. Called by `clues`. Takes time linear in the text.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-TITLE = "Traceback (most recent call last)"
-STRUCTURED = '"exc_type"'
-"""How structlog begins an exception that it writes as a JSON object."""
+TRACEBACK_TITLE = "Traceback (most recent call last)"
+STRUCTURED_MARK = '"exc_type"'
+"""Key with which structlog begins an exception that it writes as a JSON object."""
 MAX_LINES = 400
 MAX_BOX_LINES = 4000
-"""With the values of all variables, rich prints many lines a frame."""
+"""With the values of all variables, rich prints many lines per frame."""
 MAX_JSON_CHARACTERS = 16_000
 _LINE_CHARACTERS = 600
 _PREFIX_CHARACTERS = 120
@@ -38,7 +38,7 @@ _STRUCTURED = re.compile(r'"exc_type": ?"([\w.<>]{1,200})", ?"exc_value": ?"((?:
 
 class TracebackEnd(NamedTuple):
     """An exception that ends a traceback. `error`: start of its text, behind a prefix such as `[rank5]: `; `words`: its
-    text where that is not one line of the log; `file`: the innermost of its frames."""
+    text if that is not one line of the log; `file`: file of its innermost frame."""
 
     error: int
     chained: bool
@@ -49,32 +49,35 @@ class TracebackEnd(NamedTuple):
 def exceptions(
     text: str, titles: Iterable[tuple[int, int]], structured: Iterable[tuple[int, int]]
 ) -> dict[int, TracebackEnd]:
-    """Return the exceptions by the start of their lines. `titles`, `structured`: places of `TITLE` and `STRUCTURED` in
-    the text, each with the start of its line."""
-    found: dict[int, TracebackEnd] = {}
+    """Return the exceptions by the start of their lines.
+
+    `titles`, `structured`: places of `TRACEBACK_TITLE` and `STRUCTURED_MARK` in the text, each with the start of its
+    line.
+    """
+    ends: dict[int, TracebackEnd] = {}
     for start, at in titles:
         before = text[start:at]
         if _is_escaped(text, at):
-            found.update(_in_json(text, start, at))
+            ends.update(_in_json(text, start, at))
         elif "╭" in before or "+--" in before:
-            found.update(_after_box(text, start, at))
+            ends.update(_after_box(text, start, at))
         elif len(before) <= _PREFIX_CHARACTERS:
-            found.update(_plain(text, start, at))
+            ends.update(_plain(text, start, at))
     for start, _ in structured:
         match = _STRUCTURED.search(text, start, start + 8 * MAX_JSON_CHARACTERS)
-        if match is not None and start not in found:
-            found[start] = TracebackEnd(start, False, "", f"{match[1]}: {_unescaped(match[2])}")
-    return _without_groups(text, found)
+        if match is not None and start not in ends:
+            ends[start] = TracebackEnd(start, False, "", f"{match[1]}: {_unescaped(match[2])}")
+    return _without_groups(text, ends)
 
 
-def _without_groups(text: str, found: dict[int, TracebackEnd]) -> dict[int, TracebackEnd]:
-    """A group says less than the exceptions in it, which follow."""
-    starts = sorted(found)
+def _without_groups(text: str, ends: dict[int, TracebackEnd]) -> dict[int, TracebackEnd]:
+    """Drop exception groups: a group says less than the exceptions in it, which follow."""
+    starts = sorted(ends)
     for start in starts[:-1]:
-        end = found[start]
+        end = ends[start]
         if _GROUPS_ERROR.search(end.words or text[end.error : _line_end(text, end.error)]):
-            del found[start]
-    return found
+            del ends[start]
+    return ends
 
 
 # --- Python's own -----------------------------------------------------------------------------------------------------
@@ -89,7 +92,7 @@ def _plain(text: str, start: int, at: int) -> dict[int, TracebackEnd]:
         prefix = f"{prefix[:-2]}| " if prefix.endswith("+ ") else prefix
     second = text.find("\n", at) + 1
     if prefix.strip() and text.startswith(_FRAME_BEGINS, second):
-        prefix = ""  # a logger put the whole of it behind one head
+        prefix = ""  # a logger wrote one prefix for the whole traceback
     innermost = ""
     for line, bare in _lines_with(text, second, prefix):
         head = text[bare : bare + 8]
@@ -108,7 +111,7 @@ def _plain(text: str, start: int, at: int) -> dict[int, TracebackEnd]:
 
 
 def _in_ray_task(text: str, outer: int, prefix: str) -> dict[int, TracebackEnd]:
-    """The exception that ended a task of Ray's, which stands below the frames of the task with no title of its own."""
+    """Return the exception that ended a Ray task; it stands below the frames of the task without a title of its own."""
     innermost = ""
     for line, bare in _lines_with(text, text.find("\n", outer) + 1, prefix):
         if text[bare : bare + 1] not in (" ", "\t", "\n", ""):
@@ -120,9 +123,9 @@ def _in_ray_task(text: str, outer: int, prefix: str) -> dict[int, TracebackEnd]:
 
 
 def _lines_with(text: str, line: int, prefix: str) -> Iterator[tuple[int, int]]:
-    """Starts of the lines that have this prefix, and where the rest of them begins.
+    """Yield the starts of the lines that have this prefix, and where the rest of each begins.
 
-    Lines without it are another process's where the prefix names one; else the traceback was cut off.
+    A line without the prefix is another process's if the prefix names a process; else the traceback was cut off.
     """
     stamp = _STAMP.match(prefix)
     rest = prefix[stamp.end() :] if stamp is not None else prefix
@@ -148,11 +151,11 @@ def _bare(text: str, line: int, prefix: str, behind_stamp: str | None) -> int | 
 
 
 def _sub_exceptions(text: str, group: int, prefix: str, file: str) -> dict[int, TracebackEnd] | None:
-    """The exceptions of a group that have no traceback of their own; those that have are found by it. None if the group
-    shows none: then its own line is all that there is."""
+    """Return the exceptions of a group that have no traceback of their own; the others are found by theirs. None if the
+    group shows no exceptions: then its own line is the only one."""
     margin = prefix.removesuffix("| ")
     ends: dict[int, TracebackEnd] = {}
-    seen = False
+    has_members = False
     line = text.find("\n", group) + 1
     for _ in range(MAX_LINES):
         if not line or line >= len(text) or not text.startswith(margin, line):
@@ -162,20 +165,22 @@ def _sub_exceptions(text: str, group: int, prefix: str, file: str) -> dict[int, 
             break
         line = text.find("\n", line) + 1
         if _SUB_EXCEPTION.search(rest) and line:
-            seen = True
+            has_members = True
             bare = line + len(margin)
             below = text[bare : _line_end(text, bare)]
             bare += len(below) - len(below.lstrip(" |"))
-            if TITLE not in text[bare : _line_end(text, bare)] and _EXCEPTION.match(text, bare, _line_end(text, bare)):
+            if TRACEBACK_TITLE not in text[bare : _line_end(text, bare)] and _EXCEPTION.match(
+                text, bare, _line_end(text, bare)
+            ):
                 ends[line] = TracebackEnd(bare, False, file)
-    return ends if seen else None
+    return ends if has_members else None
 
 
 # --- rich's boxes -----------------------------------------------------------------------------------------------------
 
 
 def _after_box(text: str, start: int, at: int) -> dict[int, TracebackEnd]:
-    """The exception below a box, whose text rich may have wrapped at the box's width."""
+    """Return the exception below a box; rich may have wrapped its text at the box's width."""
     corner = text.find("╭", start, at)
     corner = corner if corner >= 0 else text.find("+--", start, at)
     prefix = text[start:corner]
@@ -191,8 +196,8 @@ def _after_box(text: str, start: int, at: int) -> dict[int, TracebackEnd]:
             frame = _BOX_FRAME.match(text, bare, _line_end(text, bare))
             innermost = frame[1] if frame is not None else innermost
         elif head.startswith(("╭", "╰")) or head == "+--":
-            if TITLE in text[bare : _line_end(text, bare)]:
-                return {}  # it was cut off, and another one begins
+            if TRACEBACK_TITLE in text[bare : _line_end(text, bare)]:
+                return {}  # this traceback was cut off, and another one begins
             inside = head.startswith("╭") or (head == "+--" and not inside)
         elif head.strip() and not inside:
             if not _EXCEPTION.match(text, bare, _line_end(text, bare)):
@@ -204,8 +209,8 @@ def _after_box(text: str, start: int, at: int) -> dict[int, TracebackEnd]:
 
 
 def _wrapped(text: str, bare: int, prefix: str, width: int) -> str:
-    """The text of an error over several lines: each but the last is about as wide as the box."""
-    if "│" in prefix or "|" in prefix:  # within another box, whose border ends each line
+    """Return an error's text over several lines: each but the last is about as wide as the box."""
+    if "│" in prefix or "|" in prefix:  # inside another box, whose border ends each line
         return text[bare : _line_end(text, bare)].rstrip(" │|")
     words = text[bare : _line_end(text, bare)].rstrip()
     last = words
@@ -226,16 +231,16 @@ def _wrapped(text: str, bare: int, prefix: str, width: int) -> str:
 
 
 def _is_escaped(text: str, at: int) -> bool:
-    return text.startswith(("\\n", ":\\n"), at + len(TITLE))
+    return text.startswith(("\\n", ":\\n"), at + len(TRACEBACK_TITLE))
 
 
 def _in_json(text: str, start: int, at: int) -> dict[int, TracebackEnd]:
-    """The last exception of those that are written with `\\n` for a line's end."""
+    """Return the last of the exceptions that are written with `\\n` as line end."""
     end = text.find("\n", at, at + MAX_JSON_CHARACTERS)
     escaped = text[at : end if end >= 0 else at + MAX_JSON_CHARACTERS]
     words, file, frames, chained = "", "", False, False
     for piece in escaped.split("\\n"):
-        if piece.startswith(TITLE):
+        if piece.startswith(TRACEBACK_TITLE):
             frames, chained = True, bool(words)
         elif frames and piece.startswith(_FRAME_BEGINS[0]):
             frame = _ESCAPED_FRAME.match(piece)
@@ -261,6 +266,6 @@ def _is_chained(text: str, start: int) -> bool:
 
 
 def _line_end(text: str, start: int) -> int:
-    """End of the line that goes on at `start`, or of what is looked at of it."""
+    """Return the end of the line that contains `start`, or of the part of it that is examined."""
     end = text.find("\n", start, start + _LINE_CHARACTERS)
     return end if end >= 0 else min(start + _LINE_CHARACTERS, len(text))

@@ -1,14 +1,14 @@
-"""NVIDIA's Xid codes: what each says, what NVIDIA advises, and whom we take to be at fault. Facts, for `signatures`.
+"""NVIDIA's Xid codes: meaning, NVIDIA's advice, and the part that we take to be the cause. Facts, for `signatures`.
 
 Source of code, mnemonic, description and resolution: the Xid catalogue (docs.nvidia.com/deploy/xid-errors, column
 "Immediate Action" for A100 and newer), descriptions shortened. `role` is ours:
 
 =========== ========================================================================================================
-`device`    the GPU, its memory, its power or its place on the bus: the node's fault
+`device`    the GPU, its memory, its power or its place on the bus: the node is the cause
 `link`      NVLink between GPUs, or to a switch
-`program`   a kernel or a buffer of the application, as far as the catalogue and experience tell
-`sign`      hardware or driver reported something that by itself ends nothing: counts only where nothing better is known
-`secondary` follows from something before it: 45 (channels cleaned up), 154 (what to do has changed)
+`program`   a kernel or a buffer of the application, according to the catalogue and experience
+`sign`      hardware or driver reported something that ends nothing by itself: counts only without a better cause
+`secondary` follows from an earlier error: 45 (channels cleaned up), 154 (the recovery action has changed)
 `notice`    says nothing about a failure
 =========== ========================================================================================================
 """
@@ -24,7 +24,7 @@ Role = Literal["device", "link", "program", "sign", "secondary", "notice"]
 
 
 class Xid(msgspec.Struct, frozen=True):
-    """One code. `resolution` is NVIDIA's class of immediate action, empty where the catalogue has none."""
+    """One Xid code. `resolution`: NVIDIA's class of immediate action, empty where the catalogue has none."""
 
     code: int
     mnemonic: str
@@ -154,7 +154,7 @@ def _read(line: str) -> Xid:
 
 XIDS: Mapping[int, Xid] = {xid.code: xid for xid in map(_read, _TABLE.splitlines())}
 
-RESOLUTIONS: Mapping[str, str] = {
+RESOLUTION_ADVICE: Mapping[str, str] = {
     "RESTART_APP": "start the process again; if it repeats on this GPU: dcgmi diag -r 3",
     "RESET_GPU": "drain the node, then nvidia-smi --gpu-reset -i {bus}",
     "RESTART_BM": "drain the node, power-cycle it, then dcgmi diag -r 3; check seating and power if it repeats",
@@ -170,11 +170,11 @@ RESOLUTIONS: Mapping[str, str] = {
     "WORKFLOW_NVLINK5_ERR": "drain the node, nvidia-smi nvlink -e, reset all its GPUs; dcgmi diag -r 3 if it repeats",
     "XID_154": "do what the line says: nothing, GPU reset, node reboot, or drain",
 }
-"""What to do, by the catalogue's class of resolution; `{bus}` is the GPU's PCI address."""
+"""Advice by the catalogue's class of resolution; `{bus}` is the GPU's PCI address."""
 
 
 def advice(xid: Xid, bus: str) -> str:
-    """What to do about it, with the GPU's PCI address put in."""
+    """Return the advice for an Xid, with the GPU's PCI address filled in."""
     if not xid.resolution and xid.role in ("device", "link"):
         return f"drain the node, dcgmi diag -r 3 for GPU {bus or 'in question'}"
-    return RESOLUTIONS.get(xid.resolution, "nvidia-bug-report.sh").format(bus=bus or "BUS")
+    return RESOLUTION_ADVICE.get(xid.resolution, "nvidia-bug-report.sh").format(bus=bus or "BUS")

@@ -1,10 +1,10 @@
-"""Slow-downs in what others have recorded: logs, series of iteration times, per-operation traces. Pure.
+"""Finds slow-downs in recordings of others: logs, series of iteration times, per-operation traces. Pure.
 
 =========================================  =====================================================================
-`analysis`                                 what `resihp analyze` answers, and its JSON
+`analysis`                                 the result of `resihp analyze`, and its JSON
 `recordings`, `series`                     iteration times alone: how they are read, and where they change
-`traces`, `dependencies`                   per-operation traces: which rows are sound, what waits for what
+`traces`, `dependencies`                   per-operation traces: which rows are sound, and what waits for what
 `operations`, `peer_slowness`, `slow_runs`  which ranks of a trace are slow, and when
-`what_if`                                  what the steps would have taken without stragglers
+`what_if`                                  how long the steps would have taken without stragglers
 =========================================  =====================================================================
 """

@@ -1,4 +1,5 @@
-"""What `resihp analyze` found in a file: facts, and their JSON exactly as the interface has it. Pure; decides nothing.
+"""The findings of `resihp analyze` about a file: facts, and their JSON exactly as in the interface. Pure; decides
+nothing.
 
 Made by `resihp.detector.offline.series` (logs and CSV) and `resihp.detector.offline.operations` (per-operation traces),
 shown by `wrapper.commands.analyze`.
@@ -12,14 +13,14 @@ from typing import Any, Literal
 
 import msgspec
 
-SCHEMA = 1
+SCHEMA_VERSION = 1
 
 Kind = Literal["megatron-log", "resihp-log", "series", "operations"]
 Verdict = Literal["fail-slow", "recovered", "workload"]
 
 
 class Where(msgspec.Struct, frozen=True, kw_only=True):
-    """Who is suspected, as far as the data tell."""
+    """The suspected place, as far as the data shows it."""
 
     dp: int | None = None
     stage: int | None = None
@@ -27,29 +28,29 @@ class Where(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SpeedChange(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that began with `iteration` of a run and was known after `detected_at`."""
+    """A change that began with `iteration` of a run and was known after `detected_at`."""
 
     run: int
     iteration: int
     detected_at: int
     end: int | None = None
-    """First iteration that is no longer so; None where it lasts to the end of the run, and of a recovery."""
+    """First iteration after it; None if it lasts to the end of the run, and for a recovery."""
     change: float
-    """Iteration time over the one before, less 1: of a fail-slow against healthy, of a recovery against slow (< 0)."""
+    """Iteration time over the former one, minus 1: of a fail-slow against healthy, of a recovery against slow (< 0)."""
     verdict: Verdict
     where: Where | None = None
     cost_seconds: float | None = None
-    """Of a fail-slow: seconds lost by it, if everybody waits for who is slow; None where it is not known."""
+    """For a fail-slow: seconds lost by it, if all wait for the slow part; None if unknown."""
     sizes: tuple[tuple[int, float], ...] = ()
-    """Where its size changed while it lasted: first iteration and change of each part, the first one included."""
+    """If its size changed while it lasted: first iteration and change of each part, including the first."""
     ranks: tuple[int, ...] = ()
-    """Of several ranks that became slow together, by about the same factor: all of them; `where` is then None."""
+    """If several ranks became slow together, by about the same factor: all of them; `where` is then None."""
     confidence: float = 1.0
-    """Not in the JSON."""
+    """Confidence of the finding; not in the JSON."""
 
 
 class RankScore(msgspec.Struct, frozen=True, kw_only=True):
-    """min(slow-down of its dp rank, of its stage), each from idealising all but that one."""
+    """min(slow-down of its dp rank, slow-down of its stage), each with everything but that one idealised."""
 
     dp: int
     stage: int
@@ -57,7 +58,7 @@ class RankScore(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Analysis(msgspec.Struct, frozen=True, kw_only=True):
-    """All that `resihp analyze FILE --json` prints, and what it tells a reader besides. Seconds."""
+    """Everything that `resihp analyze FILE --json` prints, and remarks for the reader. Seconds."""
 
     kind: Kind
     runs: int
@@ -71,20 +72,20 @@ class Analysis(msgspec.Struct, frozen=True, kw_only=True):
     mw: float | None = None
     ms: float | None = None
     known: str = "plain times"
-    """What healthy times were told from: `plain times` (robust statistics of the times alone), `workload`, `peers`."""
+    """Basis of healthy times: `plain times` (robust statistics of the times alone), `workload`, `peers`."""
     remarks: tuple[str, ...] = ()
-    """What a reader must know to read the figures: lines left out, times that are means over several iterations."""
+    """Facts needed to read the figures: lines left out, times that are means over several iterations."""
 
 
 def ranked(events: Sequence[SpeedChange]) -> list[SpeedChange]:
-    """Slow-downs by what they cost, the dearest first; then the rest, and those of unknown cost, as they came."""
+    """Sort slow-downs by descending cost; then all other events, and those of unknown cost, in their order."""
     return sorted(events, key=lambda event: -(event.cost_seconds or 0.0) if event.verdict == "fail-slow" else math.inf)
 
 
 def as_json(analysis: Analysis) -> dict[str, Any]:
-    """The object that `--json` prints. Numbers that are not finite are the printer's to turn into null."""
+    """Return the object that `--json` prints. The printer turns numbers that are not finite into null."""
     return {
-        "schema": SCHEMA,
+        "schema": SCHEMA_VERSION,
         "kind": analysis.kind,
         "runs": analysis.runs,
         "iterations": analysis.iterations,

@@ -1,11 +1,11 @@
-"""What the operations of a trace wait for: which begin together, which after which, and how long each takes itself.
+"""Derives the dependencies of a trace's operations: which begin together, which follow which, and their own durations.
 
-Computation follows in the order of each rank. A transfer between stages has two ends: the send follows the computation
-that made what it sends, the receive is launched after the previous computation of its kind and precedes the one that it
-serves. Gathering parameters precedes the first forward, the tail of a step (gradient reduction, clipping, optimizer)
-follows the last backward. Operations begin together where they are ends of one transfer or participants of one
-collective; then what each takes itself counts from the last one's start. Rules and optypes are those of ByteDance's
-StragglerAnalysis. Pure; `resihp.detector.offline.what_if` simulates with it.
+Computation follows the order of each rank. A transfer between stages has two ends: the send follows the computation
+that made its data; the receive is launched after the previous computation of its kind and precedes the computation that
+needs it. Gathering parameters precedes the first forward; the tail of a step (gradient reduction, clipping, optimizer)
+follows the last backward. The ends of one transfer, and the participants of one collective, begin together: their own
+duration then counts from the start of the last one. Rules and optypes are those of ByteDance's StragglerAnalysis. Pure;
+`resihp.detector.offline.what_if` simulates with it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from resihp.detector.offline.traces import CODE, Floats, Ints, Trace
+from resihp.detector.offline.traces import OPTYPE_CODES, Floats, Ints, Trace
 
 _TAIL = (
     "gc",
@@ -27,28 +27,28 @@ _TAIL = (
     "optimizer-clip-main-grad",
     "optimizer",
 )
-"""What follows the last backward, in this order."""
+"""Operations after the last backward, in this order."""
 
-_F, _B = CODE["forward-compute"], CODE["backward-compute"]
+_F, _B = OPTYPE_CODES["forward-compute"], OPTYPE_CODES["backward-compute"]
 _GATHER, _SCATTER, _SEPARATE = (
-    CODE[name] for name in ("params-all-gather", "grads-reduce-scatter", "separate-grads-all-reduce")
+    OPTYPE_CODES[name] for name in ("params-all-gather", "grads-reduce-scatter", "separate-grads-all-reduce")
 )
-_EMBEDDING, _CLIP = CODE["embedding-grads-all-reduce"], CODE["optimizer-clip-main-grad"]
+_EMBEDDING, _CLIP = OPTYPE_CODES["embedding-grads-all-reduce"], OPTYPE_CODES["optimizer-clip-main-grad"]
 _TRANSFERS = {  # kind of computation, sends?, in which direction of the model its peer lies
-    CODE["forward-send"]: (_F, True, 1),
-    CODE["forward-recv"]: (_F, False, -1),
-    CODE["backward-send"]: (_B, True, -1),
-    CODE["backward-recv"]: (_B, False, 1),
+    OPTYPE_CODES["forward-send"]: (_F, True, 1),
+    OPTYPE_CODES["forward-recv"]: (_F, False, -1),
+    OPTYPE_CODES["backward-send"]: (_B, True, -1),
+    OPTYPE_CODES["backward-recv"]: (_B, False, 1),
 }
-_CLOCKS_S = 5e-5
-"""Starts and ends this close count as the same."""
+_CLOCK_TOLERANCE_S = 5e-5
+"""Starts and ends this close, in seconds, count as equal."""
 
 
 def dependencies(trace: Trace) -> tuple[Ints, Floats, Ints]:
-    """Of a folded trace of n rows: node (n,), seconds (n,), edges (2, E).
+    """Return, for a folded trace of n rows: node (n,), seconds (n,), edges (2, E).
 
-    Operations with one node begin together; seconds are durations without waiting; an edge leads from the operation at
-    whose end it begins to the operation that cannot begin before.
+    Operations with one node begin together; seconds are durations without waiting; an edge leads from an operation to
+    the operation that cannot begin before its end.
     """
     rows = pd.DataFrame(
         {
@@ -84,14 +84,15 @@ def _pairs(sources: npt.ArrayLike, targets: npt.ArrayLike) -> Ints:
 
 
 def _chain(rows: pd.DataFrame) -> Ints:
-    """Each operation after the one before it on its lane; rows ordered by lane."""
+    """Return edges from each operation to the next on its lane; rows are ordered by lane."""
     op, lane = rows["op"].to_numpy(), rows["lane"].to_numpy()
     same = lane[1:] == lane[:-1]
     return _pairs(op[:-1][same], op[1:][same])
 
 
 def _handed_on(compute: pd.DataFrame) -> Ints:
-    """F needs the previous chunk's F, B the next chunk's B: whether or not the transfer between has rows."""
+    """Return edges between chunks, even if the transfer between them has no rows: F needs the previous chunk's F, B the
+    next chunk's B."""
     keys = ["step", "dp", "kind", "micro_batch", "chunk"]
     source = compute[[*keys, "op"]].copy()
     source["chunk"] += np.where(source["kind"] == _F, 1, -1)
@@ -100,10 +101,11 @@ def _handed_on(compute: pd.DataFrame) -> Ints:
 
 
 def _matched(transfers: pd.DataFrame, compute: pd.DataFrame) -> pd.DataFrame:
-    """Transfers with the computation that they serve: `compute`, its `turn` among its kind, micro-batch and chunk.
+    """Match transfers with the computation that they serve: `compute`, and its `turn` within kind, micro-batch and
+    chunk.
 
-    The n-th send follows the n-th computation of its kind, the n-th receive precedes it. Profilers record some that
-    never went out, at either end of a step or where the model begins and ends (`idle`), or leave those away.
+    The n-th send follows the n-th computation of its kind, the n-th receive precedes it. Profilers record some
+    transfers that never went out, at either end of a step or where the model begins and ends (`idle`), or omit those.
     """
     last = int(compute["chunk"].max())
     turns = compute.sort_values(["lane", "kind", "sequence"]).copy()
@@ -111,7 +113,7 @@ def _matched(transfers: pd.DataFrame, compute: pd.DataFrame) -> pd.DataFrame:
     bounds = turns.groupby(["lane", "kind"]).agg(
         computations=("op", "size"), last_start=("start", "max"), first_end=("end", "min")
     )
-    found = []
+    matches = []
     for code, (kind, sends, ahead) in _TRANSFERS.items():
         own = transfers[transfers["kind"] == code].sort_values(["lane", "sequence"])
         served = turns[turns["kind"] == kind]
@@ -121,9 +123,9 @@ def _matched(transfers: pd.DataFrame, compute: pd.DataFrame) -> pd.DataFrame:
         if limits is None:
             continue
         launched = (
-            own["end"].to_numpy() >= limits["first_end"].to_numpy() - _CLOCKS_S
+            own["end"].to_numpy() >= limits["first_end"].to_numpy() - _CLOCK_TOLERANCE_S
             if sends
-            else own["start"].to_numpy() <= limits["last_start"].to_numpy() + _CLOCKS_S
+            else own["start"].to_numpy() <= limits["last_start"].to_numpy() + _CLOCK_TOLERANCE_S
         )
         own = own[launched].copy()
         own["needed"] = own["lane"].map(needed.groupby("lane").size()).fillna(0).astype(np.int64)
@@ -134,8 +136,8 @@ def _matched(transfers: pd.DataFrame, compute: pd.DataFrame) -> pd.DataFrame:
         of_all = ~of_needed & (own["count"] == own["computations"])
         of_later = ~of_needed & ~of_all & (own["count"] == own["computations"] - 1) & (not sends)
         own["turn"] = np.where(of_later, own["nth"] + 1, own["nth"])
-        some = ~of_needed & ~of_all & ~of_later  # rows are missing: the sequence numbers still tell which
-        own["needed_turn"] = np.where(some, own["sequence"], np.where(of_needed, own["nth"], -1))
+        partial = ~of_needed & ~of_all & ~of_later  # rows are missing: the sequence numbers identify the others
+        own["needed_turn"] = np.where(partial, own["sequence"], np.where(of_needed, own["nth"], -1))
         carried = ["lane", "op", "turn", "micro_batch", "chunk"]
         names = {"op": "compute", "micro_batch": "of_micro_batch", "chunk": "of_chunk"}
         listed = (of_all | of_later).to_numpy()
@@ -145,16 +147,16 @@ def _matched(transfers: pd.DataFrame, compute: pd.DataFrame) -> pd.DataFrame:
         indexed = own[~listed].drop(columns="turn")
         indexed = indexed.merge(needed[[*carried, "needed_turn"]].rename(columns=names), on=["lane", "needed_turn"])
         both = pd.concat([plain, indexed]) if len(plain) and len(indexed) else plain if len(plain) else indexed
-        found.append(both.assign(ahead=ahead, sends=sends, compute_kind=kind))
-    matched = pd.concat(found, ignore_index=True)
+        matches.append(both.assign(ahead=ahead, sends=sends, compute_kind=kind))
+    matched = pd.concat(matches, ignore_index=True)
     matched["idle"] = ~(matched["of_chunk"] + matched["ahead"]).between(0, last)
     return matched
 
 
 def _around_transfers(transfers: pd.DataFrame, compute: pd.DataFrame) -> Ints:
-    """Computation before its send, a receive before its computation and after the previous one of its kind.
+    """Return edges from computation to its send, and to a receive: before its computation, after the previous one.
 
-    The first transfers of gradients are launched with the forward before the last one of the warm-up.
+    The first transfers of gradients are launched with the second-to-last forward of the warm-up.
     """
     sends = transfers[transfers["sends"].astype(bool)]
     receives = transfers[~transfers["sends"].astype(bool)]
@@ -183,7 +185,7 @@ def _around_transfers(transfers: pd.DataFrame, compute: pd.DataFrame) -> Ints:
 
 
 def _gathered(rows: pd.DataFrame, compute: pd.DataFrame) -> Ints:
-    """Parameters are gathered before the first forward of their chunk; gathering and scattering share a stream."""
+    """Return edges from gathering to the first forward of a chunk; gathering and scattering share a stream."""
     stream = rows[rows["kind"].isin([_GATHER, _SCATTER])]
     gathers = stream[stream["kind"] == _GATHER].drop_duplicates(["lane", "chunk"], keep="last")
     firsts = compute[compute["kind"] == _F].drop_duplicates(["lane", "chunk"])
@@ -195,10 +197,12 @@ def _gathered(rows: pd.DataFrame, compute: pd.DataFrame) -> Ints:
 
 
 def _finished(rows: pd.DataFrame, compute: pd.DataFrame) -> Ints:
-    """What follows the last computation. Where gradients are reduced while backwards go on, each chunk's reduction
-    follows its own last backward, and the rest follows the last reduction."""
+    """Return edges of the operations after the last computation. If gradients are reduced while backwards go on, each
+    chunk's reduction follows its own last backward, and the rest follows the last reduction."""
     overlapped = bool((rows["kind"] == _SEPARATE).any())
-    places = {CODE[name]: i for i, name in enumerate(_TAIL) if not (overlapped and CODE[name] == _SCATTER)}
+    places = {
+        OPTYPE_CODES[name]: i for i, name in enumerate(_TAIL) if not (overlapped and OPTYPE_CODES[name] == _SCATTER)
+    }
     tail = rows[rows["kind"].isin(places)].assign(place=lambda some: some["kind"].map(places))
     tail = tail.sort_values(["lane", "place", "sequence"])
     last = compute.sort_values(["lane", "end"]).drop_duplicates("lane", keep="last").set_index("lane")["op"]
@@ -218,7 +222,7 @@ def _finished(rows: pd.DataFrame, compute: pd.DataFrame) -> Ints:
 
 
 def _nodes(rows: pd.DataFrame, transfers: pd.DataFrame) -> Ints:
-    """Operations that begin together get one number: two ends of a transfer, participants of a collective."""
+    """Number the operations so that those which begin together are equal: ends of a transfer, parts of a collective."""
     node = np.arange(len(rows))
 
     def join(some: pd.DataFrame, keys: Iterable[str]) -> None:
@@ -236,8 +240,8 @@ def _nodes(rows: pd.DataFrame, transfers: pd.DataFrame) -> Ints:
 
 
 def _transferred(trace: Trace, node: Ints, transfers: pd.DataFrame) -> Floats:
-    """Durations without waiting: from the last participant's start. A transfer of which one end alone is known does
-    not tell, and takes the median of its kind."""
+    """Return durations without waiting, from the last participant's start. A transfer with only one known end gets the
+    median of its kind."""
     latest = np.full(trace.size, -np.inf)
     np.maximum.at(latest, node, trace.start)
     waits = np.isin(trace.kind, [*_TRANSFERS, _GATHER, _SCATTER, _SEPARATE, _EMBEDDING, _CLIP]) & trace.known

@@ -1,6 +1,6 @@
-"""What an iteration takes by its workload: the paper's Eq. 1 over whole iterations, fitted robustly. Pure.
+"""Predicts an iteration's time from its workload: the paper's Eq. 1 over whole iterations, fitted robustly. Pure.
 
-Used by `resihp.detector.offline.series`, where logs tell tokens or the sum of squared lengths.
+Used by `resihp.detector.offline.series` for logs that contain tokens or the sum of squared lengths.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from resihp.detector.sequential.changes import WARM_UP
 from resihp.detector.sequential.densities import Floats
 from resihp.detector.sequential.window import low_median
 
-REFIT = 25
-HISTORY = 300
+REFIT_EVERY = 25
+HISTORY_ITERATIONS = 300
 
 
 class Point(msgspec.Struct, frozen=True, gc=False):
-    """One iteration: seconds, and its workload where known (tokens, sum of squared lengths)."""
+    """One iteration: seconds, and its workload if known (tokens, sum of squared lengths)."""
 
     iteration: int
     seconds: float
@@ -31,34 +31,34 @@ class Point(msgspec.Struct, frozen=True, gc=False):
 class IterationModel:
     """Seconds of an iteration as c + alpha*N + beta*S (the paper's Eq. 1 over a whole iteration), fitted robustly.
 
-    While N and S do not vary, time is taken to be in proportion to N: the intercept cannot be told.
+    While N and S do not vary, time is assumed proportional to N, because the intercept cannot be determined.
     """
 
-    def __init__(self, history: int = HISTORY) -> None:
-        self._seen: deque[tuple[float, float, float]] = deque(maxlen=history)
+    def __init__(self, history: int = HISTORY_ITERATIONS) -> None:
+        self._observed: deque[tuple[float, float, float]] = deque(maxlen=history)
         self._coefficients: Floats | None = None
         self._since = 0
         self._range: tuple[Floats, Floats] | None = None
 
     def learn(self, point: Point) -> None:
-        """Take a healthy iteration; refits from time to time."""
+        """Take a healthy iteration; refit from time to time."""
         self.take(point)
         self._since += 1
-        if len(self._seen) >= WARM_UP and (self._coefficients is None or self._since >= REFIT):
+        if len(self._observed) >= WARM_UP and (self._coefficients is None or self._since >= REFIT_EVERY):
             self.fit()
 
     def take(self, point: Point) -> None:
-        """The same without a fit."""
-        self._seen.append((point.tokens or 0.0, point.squares or 0.0, point.seconds))
+        """Take a healthy iteration without a fit."""
+        self._observed.append((point.tokens or 0.0, point.squares or 0.0, point.seconds))
 
     def predict(self, point: Point) -> float | None:
-        """Healthy seconds, None before the first fit."""
+        """Return healthy seconds; None before the first fit."""
         if self._coefficients is None:
             return None
         return float(self._coefficients @ [1.0, point.tokens or 0.0, point.squares or 0.0])
 
     def beyond(self, point: Point) -> bool:
-        """The workload is outside what was seen by more than a tenth, so that the prediction is extrapolated."""
+        """Whether the workload is outside of the learnt range by more than a tenth, so that Eq. 1 extrapolates."""
         if self._range is None:
             return False
         low, high = self._range
@@ -66,19 +66,19 @@ class IterationModel:
         return bool((work < 0.9 * low).any() or (work > 1.1 * high).any())
 
     def fit(self) -> None:
-        """Take the coefficients from what was learnt, if that is enough."""
-        if len(self._seen) < WARM_UP:
+        """Fit the coefficients if there are enough iterations."""
+        if len(self._observed) < WARM_UP:
             return
         from scipy.optimize import nnls
 
-        seen = np.array(self._seen)
-        features = np.column_stack([np.ones(len(seen)), seen[:, :2]])
-        seconds = seen[:, 2]
+        observed = np.array(self._observed)
+        features = np.column_stack([np.ones(len(observed)), observed[:, :2]])
+        seconds = observed[:, 2]
         size = np.maximum(np.abs(features).max(axis=0), 1e-300)
         features = features / size
-        # A little prior: as long as nothing varies, all of it is work and none is intercept.
+        # A weak prior: as long as nothing varies, all time is work and none is intercept.
         prior = np.diag([0.3, 0.03, 0.03])
-        weights = np.ones(len(seen))
+        weights = np.ones(len(observed))
         middle = low_median(seconds, math.inf)
         solution = np.zeros(3)
         for _ in range(6):
@@ -92,5 +92,5 @@ class IterationModel:
             spread = max(1.4826 * low_median(np.abs(errors - low_median(errors, math.inf)), math.inf), 0.003)
             weights = 1 / (1 + (errors / (2 * spread)) ** 2) ** 2 * (middle / predicted) ** 2
         self._coefficients = solution / size
-        self._range = seen[:, :2].min(axis=0), seen[:, :2].max(axis=0)
+        self._range = observed[:, :2].min(axis=0), observed[:, :2].max(axis=0)
         self._since = 0

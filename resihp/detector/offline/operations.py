@@ -1,10 +1,11 @@
-"""Which ranks of a per-operation trace are slow, since when and until when, and which slowness is only workload. Pure.
+"""Finds the slow ranks of a per-operation trace, since and until when, and slowness that is only workload. Pure.
 
-Series from which the workload is taken out (`resihp.detector.offline.peer_slowness`) are tested sequentially
-(`resihp.detector.offline.slow_runs`): a verdict needs persistence over steps. Of the whole step, what its computation
-does not explain (`resihp.detector.offline.what_if`) is tested as well (`resihp.detector.sequential.changes`):
-communication or the host became slower, though no rank computes slowly. A stage that takes longer than others on every
-replica is partitioning, not a fault, and is left to the what-if figures.
+Series without their workload part (`resihp.detector.offline.peer_slowness`) are tested sequentially
+(`resihp.detector.offline.slow_runs`): a verdict needs persistence over steps. The part of the whole step that its
+computation does not explain (`resihp.detector.offline.what_if`) is tested as well
+(`resihp.detector.sequential.changes`): communication or the host became slower, though no rank computes slowly. A stage
+that takes longer than others on every replica is due to the partitioning, not a failure, and is left to the what-if
+figures.
 
 Called by `resihp analyze`. It reads no file and changes nothing.
 """
@@ -25,41 +26,49 @@ from resihp.detector.offline.what_if import WhatIf, what_if
 from resihp.detector.sequential.changes import ChangeDetector
 from resihp.words import count_of
 
-LEAST = 0.05
-"""Smallest lasting shift that is a verdict, log units: healthy devices of one kind differ by less. Ranks that are slow
+MIN_SHIFT = 0.05
+"""Smallest lasting shift that is reported, log units: healthy devices of one kind differ by less. Ranks that are slow
 in all steps must exceed their peers by twice that."""
-LEAST_QUICKEST = 0.10
-"""The same where only the quickest micro-batch of a step is compared, which scatters more."""
-EXCESS = 0.10
-"""By how much a step or a rank must exceed the usual for the raw rule, and a step to be called workload."""
-RUNNING = 20
-"""Steps that the raw rule's running median covers."""
-SAME_ONSET = 3
-"""Tensor-parallel peers that become slow within so many steps of each other are slow for one reason."""
-DISTINCT = 1.5
-"""One of them is named if it is slower by this factor of the next one's slow-down."""
+MIN_QUICKEST_SHIFT = 0.10
+"""The same if only the quickest micro-batch of a step is compared, which scatters more."""
+MIN_EXCESS = 0.10
+"""Excess of a step or rank over the usual time for the raw rule, and for a step to be reported as workload."""
+RUNNING_MEDIAN_STEPS = 20
+"""Number of steps in the running median of the raw rule."""
+SAME_ONSET_STEPS = 3
+"""Tensor-parallel peers that become slow within this many steps of each other have one cause."""
+DISTINCT_RATIO = 1.5
+"""Ratio of its slow-down to the next one's from which on the slowest of them is named."""
 
 
 class Alarms(msgspec.Struct, frozen=True, kw_only=True):
-    """What a detector without prediction cries: by steps, and by ranks in a step."""
+    """Alarms of a detector without prediction: by steps, and by ranks in a step."""
 
     steps: tuple[int, ...]
     """Labels of the steps that exceed the running median."""
     rank_steps: int
-    """How often a rank's computation in a step exceeded its peers' median."""
+    """Number of times that a rank's computation in a step exceeded its peers' median."""
     ranks: int
-    """How many ranks did so at least once."""
+    """Number of ranks that did so at least once."""
 
 
 def analyse(frame: pd.DataFrame) -> Analysis:
-    """All that a trace of per-operation rows (columns: `resihp.detector.offline.traces.COLUMNS`) says.
+    """Analyse a trace of per-operation rows (columns: `resihp.detector.offline.traces.COLUMNS`).
 
-    Raises UsageError for a frame that is no such trace.
+    Raises UsageError for a frame that is not such a trace.
     """
     trace = read(frame)
     cost = what_if(trace)
     slow = list(slow_ranks(trace))
-    slow += [one for one in slow_steps(trace, cost) if not any(_at_once(one, other) for other in slow)] if cost else []
+    slow += (
+        [
+            slow_step
+            for slow_step in slow_steps(trace, cost)
+            if not any(_at_once(slow_step, slow_part) for slow_part in slow)
+        ]
+        if cost
+        else []
+    )
     events = [event for slowness in slow for event in _events(trace, slowness)]
     if cost:
         events += _workload(trace, cost, slow)
@@ -80,52 +89,52 @@ def analyse(frame: pd.DataFrame) -> Analysis:
 
 
 def slow_ranks(trace: Trace) -> tuple[Slowness, ...]:
-    """Slow-downs of ranks, or of whole replicas, by onset."""
+    """Return the slow-downs of ranks, or of whole replicas, by onset."""
     if len(trace.stages) > 1 and len(trace.dps) > 1:
-        whole = _tested(trace, by_replica(trace), LEAST_QUICKEST)
-        single = _grouped(_tested(trace, by_micro_batch(trace), LEAST))
-        found = whole + [slow for slow in single if not any(_part_of(slow, other) for other in whole)]
+        whole = _tested(trace, by_replica(trace), MIN_QUICKEST_SHIFT)
+        single = _grouped(_tested(trace, by_micro_batch(trace), MIN_SHIFT))
+        slow_downs = whole + [slow for slow in single if not any(_part_of(slow, replica) for replica in whole)]
     else:
-        found = _grouped(_tested(trace, by_quickest(trace), LEAST_QUICKEST))
-    return tuple(sorted(found, key=lambda slow: (slow.onset, -slow.change)))
+        slow_downs = _grouped(_tested(trace, by_quickest(trace), MIN_QUICKEST_SHIFT))
+    return tuple(sorted(slow_downs, key=lambda slow: (slow.onset, -slow.change)))
 
 
 def slow_steps(trace: Trace, cost: WhatIf) -> tuple[Slowness, ...]:
-    """Lasting slow-downs of the whole step that its computation does not explain; they have no `where`.
+    """Return lasting slow-downs of the whole step that its computation does not explain; they have no `where`.
 
-    None where replicas or stages are plainly absent from the trace: what the others waited for cannot be told then.
+    Empty if replicas or stages are obviously absent from the trace: then the cause of others' waits is unknown.
     """
     if trace.dps != tuple(range(len(trace.dps))) or trace.stages != tuple(range(len(trace.stages))):
         return ()
     observed = step_seconds(trace)[cost.steps]
     sound = (observed > 0.0) & (cost.explained_s > 0.0)
     steps, residuals = cost.steps[sound], np.log(observed[sound] / cost.explained_s[sound])
-    found = []
-    for slow in _changes(residuals, LEAST):
-        if float(np.median(residuals[slow.onset : slow.end])) >= LEAST:
+    slow_downs = []
+    for slow in _changes(residuals, MIN_SHIFT):
+        if float(np.median(residuals[slow.onset : slow.end])) >= MIN_SHIFT:
             places = {
                 name: int(steps[place])
                 for name in ("onset", "detected", "end", "known_over")
                 if (place := getattr(slow, name)) is not None
             }
-            found.append(msgspec.structs.replace(slow, **places))
-    return tuple(found)
+            slow_downs.append(msgspec.structs.replace(slow, **places))
+    return tuple(slow_downs)
 
 
 def healthy_seconds(trace: Trace, slow: list[Slowness]) -> float:
-    """Median step while nothing is slow; if something always is, as simulated without the slow ranks' excess."""
+    """Return the median step while nothing is slow; if something always is, the simulated one without that excess."""
     healthy = ~_covered(trace, slow)
     if healthy.any():
         return float(np.median(step_seconds(trace)[healthy]))
     seconds = trace.seconds.copy()
-    for one in slow:
-        seconds[trace.is_compute & _at(trace, one)] /= 1.0 + one.change
+    for slowness in slow:
+        seconds[trace.is_compute & _at(trace, slowness)] /= 1.0 + slowness.change
     cost = what_if(msgspec.structs.replace(trace, seconds=seconds))
     return float(np.median(cost.explained_s)) if cost else float(np.median(step_seconds(trace)))
 
 
-def raw_alarms(trace: Trace, excess: float = EXCESS) -> Alarms:
-    """What staring at times gives: steps `excess` above the running median, ranks as much above their peers'."""
+def raw_alarms(trace: Trace, excess: float = MIN_EXCESS) -> Alarms:
+    """Return the alarms of a raw rule: steps `excess` above the running median, ranks as much above their peers."""
     seconds = step_seconds(trace)
     above = seconds > (1.0 + excess) * running_median(seconds)
     sums = _sums(trace)
@@ -139,12 +148,12 @@ def raw_alarms(trace: Trace, excess: float = EXCESS) -> Alarms:
 
 
 def _sums(trace: Trace) -> pd.DataFrame:
-    """Each rank's seconds of computation in each step."""
+    """Return each rank's seconds of computation in each step."""
     return computation(trace).groupby(["step", "dp", "stage", "rank"])["seconds"].sum().reset_index()
 
 
 def step_seconds(trace: Trace) -> Floats:
-    """(steps,): from the first start to the last end."""
+    """Return (steps,): seconds from the first start to the last end."""
     first, last = np.full(len(trace.steps), np.inf), np.full(len(trace.steps), -np.inf)
     np.minimum.at(first, trace.step, trace.start)
     np.maximum.at(last, trace.step, trace.end)
@@ -152,53 +161,55 @@ def step_seconds(trace: Trace) -> Floats:
 
 
 def running_median(values: Floats) -> Floats:
-    """Median of up to RUNNING values before each; of the first value itself, as nothing was before it."""
-    return np.array([np.median(values[max(0, i - RUNNING) : i]) if i else values[0] for i in range(values.size)])
+    """Return the median of up to RUNNING_MEDIAN_STEPS values before each; the first value itself for the first."""
+    return np.array(
+        [np.median(values[max(0, i - RUNNING_MEDIAN_STEPS) : i]) if i else values[0] for i in range(values.size)]
+    )
 
 
 def _tested(trace: Trace, series: Series, least: float) -> list[Slowness]:
-    """Runs of steps in which a rank is slow, by `least` (log units) or more."""
-    # What is quicker than its peers is no news: where two stages are compared, a slow one makes the other look quick.
+    """Return runs of steps in which a rank is slow, by `least` (log units) or more."""
+    # Quicker than its peers is not a finding: if two stages are compared, a slow one makes the other look quick.
     peered = np.bincount(series.peers)[series.peers] > 1
-    values = np.where(peered & (series.values < -LEAST / 2), -LEAST / 2, series.values)
+    values = np.where(peered & (series.values < -MIN_SHIFT / 2), -MIN_SHIFT / 2, series.values)
     if values.shape[1] == 1:
         return [msgspec.structs.replace(slow, where=_where(trace, series, 0)) for slow in _changes(values[:, 0], least)]
-    found = []
+    slow_downs = []
     for unit, noise in enumerate(noises(values, series.peers).tolist()):
         if np.isfinite(values[:, unit]).any():
             past = runs(values[:, unit], noise, least, peered=bool(peered[unit]), series=values.shape[1])
-            found += [msgspec.structs.replace(slow, where=_where(trace, series, unit)) for slow in past]
-    return found
+            slow_downs += [msgspec.structs.replace(slow, where=_where(trace, series, unit)) for slow in past]
+    return slow_downs
 
 
 def _changes(values: Floats, least: float) -> list[Slowness]:
-    """Runs in which a series without peers is slower than it was before."""
+    """Return runs in which a series without peers is slower than it was before."""
     detector = ChangeDetector(least=least)
-    found: list[Slowness] = []
+    slow_downs: list[Slowness] = []
     healthy = 0.0
     for index, value in enumerate(values):
         change = detector.update(index, float(value))
         if change is None:
             continue
-        running = bool(found) and found[-1].end is None
+        running = bool(slow_downs) and slow_downs[-1].end is None
         healthy = healthy if running else change.before
         above = change.after - healthy
         if not running and above >= least:
-            found.append(Slowness(onset=change.onset, detected=change.detected, change=float(np.expm1(above))))
+            slow_downs.append(Slowness(onset=change.onset, detected=change.detected, change=float(np.expm1(above))))
         elif running and above < least:
-            found[-1] = msgspec.structs.replace(found[-1], end=change.onset, known_over=change.detected)
-    return found
+            slow_downs[-1] = msgspec.structs.replace(slow_downs[-1], end=change.onset, known_over=change.detected)
+    return slow_downs
 
 
-def _grouped(found: list[Slowness]) -> list[Slowness]:
-    """Tensor-parallel peers that become slow together wait for each other: the slowest is named if it stands out."""
+def _grouped(slow_downs: list[Slowness]) -> list[Slowness]:
+    """Merge tensor-parallel peers that become slow together and wait for each other; name the slowest if distinct."""
     kept: list[Slowness] = []
-    for slow in sorted(found, key=lambda slow: -slow.change):
-        for i, other in enumerate(kept):
-            same = _stage(slow) == _stage(other) and abs(slow.onset - other.onset) <= SAME_ONSET
-            if same and slow.where and other.where:
-                if other.change < DISTINCT * slow.change:
-                    kept[i] = msgspec.structs.replace(other, where=Where(dp=other.where.dp, stage=other.where.stage))
+    for slow in sorted(slow_downs, key=lambda slow: -slow.change):
+        for i, slower in enumerate(kept):
+            same = _stage(slow) == _stage(slower) and abs(slow.onset - slower.onset) <= SAME_ONSET_STEPS
+            if same and slow.where and slower.where:
+                if slower.change < DISTINCT_RATIO * slow.change:
+                    kept[i] = msgspec.structs.replace(slower, where=Where(dp=slower.where.dp, stage=slower.where.stage))
                 break
         else:
             kept.append(slow)
@@ -206,16 +217,16 @@ def _grouped(found: list[Slowness]) -> list[Slowness]:
 
 
 def _part_of(slow: Slowness, whole: Slowness) -> bool:
-    """What a stage seems slower by than others of a replica that is slow as a whole: stages compare inexactly."""
+    """Whether a stage's slow-down is part of its replica's: comparisons between stages are imprecise."""
     same = slow.where is not None and whole.where is not None and slow.where.dp == whole.where.dp
-    meanwhile = whole.onset - SAME_ONSET <= slow.onset and (whole.end is None or slow.onset <= whole.end)
+    meanwhile = whole.onset - SAME_ONSET_STEPS <= slow.onset and (whole.end is None or slow.onset <= whole.end)
     return same and meanwhile and slow.change < whole.change
 
 
-def _at_once(one: Slowness, other: Slowness) -> bool:
-    """Whether the one begins as the other begins or ends, and so is a part of it."""
-    turns = [other.onset] if other.end is None else [other.onset, other.end]
-    return any(abs(one.onset - turn) <= SAME_ONSET for turn in turns)
+def _at_once(part: Slowness, whole: Slowness) -> bool:
+    """Whether `part` begins as `whole` begins or ends, and so belongs to it."""
+    turns = [whole.onset] if whole.end is None else [whole.onset, whole.end]
+    return any(abs(part.onset - turn) <= SAME_ONSET_STEPS for turn in turns)
 
 
 def _stage(slow: Slowness) -> tuple[int | None, int | None] | None:
@@ -232,7 +243,7 @@ def _where(trace: Trace, series: Series, unit: int) -> Where:
 
 
 def _at(trace: Trace, slow: Slowness) -> Flags:
-    """Rows of the trace that a slow-down concerns."""
+    """Return the rows of the trace that a slow-down concerns."""
     rows = (trace.step >= slow.onset) & (trace.step < (len(trace.steps) if slow.end is None else slow.end))
     where = slow.where or Where()
     if where.dp is not None:
@@ -245,10 +256,10 @@ def _at(trace: Trace, slow: Slowness) -> Flags:
 
 
 def _covered(trace: Trace, slow: list[Slowness]) -> Flags:
-    """(steps,): whether anything is slow."""
+    """Return (steps,): whether anything is slow."""
     covered = np.zeros(len(trace.steps), dtype=np.bool_)
-    for one in slow:
-        covered[one.onset : one.end] = True
+    for slowness in slow:
+        covered[slowness.onset : slowness.end] = True
     return covered
 
 
@@ -276,11 +287,11 @@ def _events(trace: Trace, slow: Slowness) -> list[SpeedChange]:
 
 
 def _workload(trace: Trace, cost: WhatIf, slow: list[Slowness]) -> list[SpeedChange]:
-    """Steps that the raw rule would call slow and that their computation explains, though no rank is slow."""
+    """Return steps that the raw rule would call slow and that their computation explains, though no rank is slow."""
     seconds, covered = step_seconds(trace), _covered(trace, slow)
     usual, explained = running_median(seconds), np.full(len(trace.steps), np.nan)
     explained[cost.steps] = cost.explained_s / np.maximum(running_median(cost.explained_s), 1e-12)
-    above = (seconds > (1.0 + EXCESS) * usual) & ~covered & (explained > 1.0 + EXCESS / 2)
+    above = (seconds > (1.0 + MIN_EXCESS) * usual) & ~covered & (explained > 1.0 + MIN_EXCESS / 2)
     sums = _sums(trace)
     order = sums.sort_values("seconds").drop_duplicates("step", keep="last")
     longest = dict(zip(order["step"], order["dp"], strict=True))
@@ -299,7 +310,7 @@ def _workload(trace: Trace, cost: WhatIf, slow: list[Slowness]) -> list[SpeedCha
 
 
 def _scores(cost: WhatIf) -> tuple[RankScore, ...]:
-    """Worst first."""
+    """Return the scores of all ranks, worst first."""
     scores = [
         RankScore(dp=cost.dps[dp], stage=cost.stages[stage], slowdown=float(cost.scores[dp, stage]))
         for dp, stage in np.argwhere(cost.present).tolist()

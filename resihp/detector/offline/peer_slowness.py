@@ -1,12 +1,12 @@
-"""How slow each rank of a per-operation trace computes, step by step, with the workload taken out. Pure.
+"""Measures how slowly each rank of a per-operation trace computes, step by step, without the workload. Pure.
 
-The hardware is told from the workload by what a rank cannot choose. A micro-batch passes all stages of its replica, so
-that a long one is long everywhere: each duration is compared with those of the same micro-batch on the other stages,
-as far as these go together, and then with the same figure of the other replicas. What remains is the rank's own. A
-replica all of whose stages are slow, or a job without pipeline, shows in its quickest micro-batch of a step: however
-long sequences get, some are short.
+Hardware is distinguished from workload by constraints that a rank cannot influence. A micro-batch passes all stages of
+its replica, so that a long one is long everywhere: each duration is compared with those of the same micro-batch on the
+other stages, as far as these correlate, and then with the same figure of the other replicas. The remainder is the
+rank's own. A replica with all stages slow, or a job without pipeline, shows in its quickest micro-batch of a step:
+however long sequences get, some are short.
 
-Nothing here decides what counts as slow (`resihp.detector.offline.operations` does).
+Does not decide what counts as slow (`resihp.detector.offline.operations` does).
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ import pandas as pd
 
 from resihp.detector.offline.traces import Floats, Ints, Trace
 
-VARIED = 0.02
-"""Micro-batches of a step that differ by less than this (standard deviation, log units) do not tell how durations of
-two stages go together."""
+MIN_VARIATION = 0.02
+"""Smallest standard deviation of a step's micro-batches, log units, from which the relation between durations of two
+stages can be estimated."""
 
 
 class Series(msgspec.Struct, frozen=True, eq=False):
-    """One number for each step and rank: log of how slow it is, 0 healthy. NaN where it is unknown."""
+    """One number for each step and rank: log of its slowness, 0 is healthy. NaN if unknown."""
 
     values: Floats
     """(steps, ranks)."""
     dp: Ints
-    """(ranks,), as are the next two: indices into the trace's `dps` and `stages`; -1 where all are meant."""
+    """(ranks,), as are the next two: indices into the trace's `dps` and `stages`; -1 stands for all."""
     stage: Ints
     rank: Ints
-    """Number of the rank, -1 where several are meant."""
+    """Number of the rank; -1 stands for several."""
     peers: Ints
-    """(ranks,): those with equal numbers should be alike; a number of its own where a rank has none."""
+    """(ranks,): series with equal numbers should be alike; a series without peers has a number of its own."""
 
 
 def by_micro_batch(trace: Trace) -> Series:
-    """Each rank's durations against those of the same micro-batches on other stages, and against other replicas'."""
+    """Compare each rank's durations with those of the same micro-batches on other stages, and with other replicas."""
     rows = computation(trace)
     rows["level"] = np.log(rows["seconds"])
     rows["level"] -= rows.groupby(["kind", "chunk"])["level"].transform("median")
@@ -52,7 +52,7 @@ def by_micro_batch(trace: Trace) -> Series:
 
 
 def by_quickest(trace: Trace) -> Series:
-    """Each rank's quickest micro-batch of a step against other replicas' ranks of the stage, or its own past."""
+    """Compare each rank's quickest micro-batch of a step with other replicas' ranks of the stage, or its own past."""
     rows = computation(trace)
     rows["level"] = np.log(rows["seconds"])
     rows["level"] -= rows.groupby(["kind", "chunk"])["level"].transform("median")
@@ -63,7 +63,7 @@ def by_quickest(trace: Trace) -> Series:
 
 
 def by_replica(trace: Trace) -> Series:
-    """How slow each replica is on all of its stages: the least of `by_quickest` over them."""
+    """Return how slow each replica is on all of its stages: the minimum of `by_quickest` over them."""
     series = by_quickest(trace)
     count = len(trace.dps)
     least = np.full((len(trace.steps), count), np.inf)
@@ -77,7 +77,7 @@ def by_replica(trace: Trace) -> Series:
 
 
 def computation(trace: Trace) -> pd.DataFrame:
-    """Rows of computation whose duration is known. One rank only for a stage that has one at a time."""
+    """Return rows of computation with a known duration; one rank per stage if only one computes at a time."""
     rows = np.flatnonzero(trace.is_compute & trace.known)
     names = ("step", "dp", "stage", "rank", "kind", "chunk", "micro_batch", "seconds")
     frame = pd.DataFrame({name: getattr(trace, name)[rows] for name in names})
@@ -87,7 +87,7 @@ def computation(trace: Trace) -> pd.DataFrame:
 
 
 def _table(rows: pd.DataFrame, row: str, column: str, values: str, width: int) -> Floats:
-    """Medians of `values` by two whole-numbered columns, (rows, width)."""
+    """Return medians of `values` by two whole-numbered columns, (rows, width)."""
     table = np.full((int(rows[row].max()) + 1, width), np.nan)
     medians = rows.groupby([row, column], sort=False)[values].median().reset_index()
     table[medians[row], medians[column]] = medians[values]
@@ -95,7 +95,7 @@ def _table(rows: pd.DataFrame, row: str, column: str, values: str, width: int) -
 
 
 def _of_others(table: Floats) -> Floats:
-    """For each entry the median of the others of its row; NaN where there is none. Of many, its own counts little."""
+    """Return for each entry the median of the others in its row, NaN without any; in wide rows of all."""
     width = table.shape[1]
     if width > 32:
         return np.broadcast_to(row_medians(table)[:, None], table.shape)
@@ -103,7 +103,7 @@ def _of_others(table: Floats) -> Floats:
 
 
 def row_medians(table: Floats) -> Floats:
-    """Median of each row without its NaN; NaN for a row of nothing else."""
+    """Return the median of each row without its NaN; NaN for a row without values."""
     if not table.shape[1]:
         return np.full(len(table), np.nan)
     ordered = np.sort(table, axis=1)
@@ -113,34 +113,34 @@ def row_medians(table: Floats) -> Floats:
 
 
 def _common_slope(rows: pd.DataFrame) -> Floats:
-    """How much more than others a stage's durations grow with the micro-batch, (n,), by chunk and kind.
+    """Return by how much more than others a stage's durations grow with the micro-batch, (n,), by chunk and kind.
 
     Attention grows with the squares of lengths, the head does not: a stage without the head varies more. Slopes come
-    from differences within a rank's step, which no slow-down of the rank touches.
+    from differences within a rank's step, which a slow-down of the rank does not affect.
     """
     within = ["step", "dp", "stage", "rank", "kind", "chunk"]
     means = rows.groupby(within, sort=False)[["own", "others"]].transform("mean")
     own, others = rows["own"] - means["own"], rows["others"] - means["others"]
     sums = pd.DataFrame({"product": own * others, "square": others**2, "kind": rows["kind"], "chunk": rows["chunk"]})
     of_kind = sums.groupby(["kind", "chunk"])[["product", "square"]].transform("mean")
-    varied = of_kind["square"] > VARIED**2
+    varied = of_kind["square"] > MIN_VARIATION**2
     return np.where(varied, of_kind["product"] / of_kind["square"].where(varied, 1.0), 0.0)
 
 
 def _per_unit(rows: pd.DataFrame, values: str, steps: int) -> Series:
-    """Medians by step and rank."""
+    """Return medians by step and rank."""
     units = rows[["dp", "stage", "rank"]].drop_duplicates().sort_values(["stage", "dp", "rank"]).reset_index(drop=True)
     units["unit"] = np.arange(len(units))
     placed = rows[["step", "dp", "stage", "rank", values]].merge(units, on=["dp", "stage", "rank"])
     dp, stage, rank = (units[name].to_numpy(np.int64) for name in ("dp", "stage", "rank"))
     table = np.full((steps, len(units)), np.nan)
-    known = _table(placed, "step", "unit", values, len(units))
-    table[: len(known)] = known
+    medians = _table(placed, "step", "unit", values, len(units))
+    table[: len(medians)] = medians
     return Series(values=table, dp=dp, stage=stage, rank=rank, peers=np.arange(len(units)))
 
 
 def _against_replicas(series: Series) -> Series:
-    """What other replicas have in common on a stage is no rank's own."""
+    """Subtract the part that other replicas share on a stage, which is not a rank's own."""
     values = series.values.copy()
     for stage in np.unique(series.stage):
         own = np.flatnonzero(series.stage == stage)

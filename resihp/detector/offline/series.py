@@ -1,9 +1,9 @@
-"""Slow-downs in a series of iteration times, where nothing else is known. Online, pure; called for each iteration.
+"""Finds slow-downs in a series of iteration times without other data. Online, pure; called for each iteration.
 
-Without chunk times the healthy time cannot be predicted, so `ChangeDetector` is run on the logarithm of plain times
-against a robust running level; where tokens or the sum of squared lengths of each iteration are known, on what they
-leave unexplained (`IterationModel`). What plain times show and the workload explains is a `workload` event. Which of
-the two it was is said (`known`). Times of several ranks are compared with those of the peers in the same iteration.
+Without chunk times the healthy time cannot be predicted, so `ChangeDetector` runs on the logarithm of plain times
+against a robust running level; if tokens or the sum of squared lengths of each iteration are known, on the part that
+they leave unexplained (`IterationModel`). A change of plain times that the workload explains is a `workload` event. The
+basis is reported (`known`). Times of several ranks are compared with those of their peers in the same iteration.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from resihp.detector.offline.workers import common_of_healthy, together, without
 from resihp.detector.sequential.changes import WARM_UP, ChangeDetector, ChangePoint
 from resihp.detector.sequential.densities import Floats
 
-LEAST = 0.1
-"""Smallest change of plain times that is told, in log units: below it, a change of the data is as likely."""
+MIN_CHANGE = 0.1
+"""Smallest reported change of plain times, in log units: a smaller one is as likely a change of the data."""
 FALSE_ALARMS_PER = 2_000
-"""Iterations between false alarms at least; one in 1,000 is asked for."""
+"""Lower bound of the mean number of iterations between false alarms; the requirement is one in 1,000."""
 NOTICED_PER = 100
-"""The same where a file is read to its end: what is noticed too early does not stand."""
-SETTLING = 40
-"""Times in which a fall is the end of the start (caches fill, kernels are tuned), not a recovery."""
-PATIENCE = 6
-"""Iterations until what plain times show counts as explained by the workload."""
-SKIPPED = 3
-"""First iterations that no level is taken from."""
-LEAST_OF_PEERS = 0.1
-"""Smallest change of a rank against its peers that is told, in log units."""
-BLIP = 4
-"""What lasts no longer is a hiccup: an evaluation, a checkpoint, a stall of the file system."""
-AIM = math.log(1.2)
-"""Change that is to be found within three iterations."""
-FALL = 0.1
-"""A fall below what was healthy so far is told from here on: the run was slow from its start."""
+"""The same if a file is read to its end: hindsight drops changes that were noticed too early."""
+SETTLING_TIMES = 40
+"""Number of first times in which a fall is the end of the start-up (caches fill, kernels are tuned), not a recovery."""
+EXPLANATION_DELAY = 6
+"""Iterations after which a change of plain times counts as explained by the workload."""
+SKIPPED_ITERATIONS = 3
+"""Number of first iterations that no level is estimated from."""
+MIN_PEER_CHANGE = 0.1
+"""Smallest reported change of a rank against its peers, in log units."""
+MAX_HICCUP_TIMES = 4
+"""A change of at most this many times is a hiccup: an evaluation, a checkpoint, a stall of the file system."""
+AIMED_CHANGE = math.log(1.2)
+"""Change, in log units, that should be found within three iterations."""
+MIN_FALL = 0.1
+"""Smallest reported fall below the healthy level so far, in log units: the run was slow from its start."""
 
 
 class TimedRun(msgspec.Struct, frozen=True):
@@ -51,14 +51,14 @@ class TimedRun(msgspec.Struct, frozen=True):
     points: tuple[Point, ...] = ()
     ranks: Mapping[int, tuple[Point, ...]] = {}
     interval: int = 1
-    """Iterations that a time is the mean of."""
+    """Number of iterations that each time is the mean of."""
 
 
 class SeriesDetector:
-    """Slow-downs and recoveries of one run, one iteration after the other.
+    """Finds slow-downs and recoveries of one run, one iteration after the other.
 
-    Times that are not positive numbers are left out; iterations have to increase. `events` holds what was found so
-    far, `end` and verdict as they are known by now.
+    Times that are not positive numbers are left out; iterations have to increase. `events` holds the findings so far,
+    with `end` and verdict as known by now.
     """
 
     def __init__(
@@ -66,15 +66,17 @@ class SeriesDetector:
         *,
         run: int = 0,
         where: Where | None = None,
-        least: float = LEAST,
+        least: float = MIN_CHANGE,
         false_alarms_per: int = FALSE_ALARMS_PER,
         workload: bool = False,
     ) -> None:
         self.events: list[SpeedChange] = []
         self._run, self._where, self._least = run, where, least
-        self._plain = ChangeDetector(least=least, false_alarms_per=false_alarms_per, aim=AIM, several_levels=True)
+        self._plain = ChangeDetector(
+            least=least, false_alarms_per=false_alarms_per, aim=AIMED_CHANGE, several_levels=True
+        )
         self._rest = (
-            ChangeDetector(least=least, false_alarms_per=false_alarms_per, aim=AIM, several_levels=True)
+            ChangeDetector(least=least, false_alarms_per=false_alarms_per, aim=AIMED_CHANGE, several_levels=True)
             if workload
             else None
         )
@@ -90,13 +92,13 @@ class SeriesDetector:
 
     @property
     def known(self) -> str:
-        """What healthy times are told from: `warming up`, `plain times` or `workload`."""
+        """Basis of healthy times: `warming up`, `plain times` or `workload`."""
         if not (self._rest or self._plain).ready:
             return "warming up"
         return "plain times" if self._rest is None else "workload"
 
     def update(self, point: Point) -> SpeedChange | None:
-        """Take the next iteration; what was found with it, if anything."""
+        """Take the next iteration; return the finding of this moment, if any."""
         seconds = point.seconds
         if not (math.isfinite(seconds) and seconds > 0):
             return None
@@ -104,13 +106,13 @@ class SeriesDetector:
         self._points.append(point)
         change = self._plain.update(point.iteration, math.log(seconds))
         if self._rest is None:
-            return None if change is None else self._tell(change, self._plain)
+            return None if change is None else self._interpret(change, self._plain)
         return self._explain(point, change, self._rest)
 
     def judged(self, *, among: int = 1, less: Mapping[int, float] | None = None) -> list[SpeedChange]:
-        """What stands of the events, now that all times are known (`hindsight`); of the workload's, those beside it.
+        """Return the events that stand now that all times are known (`hindsight`), and the workload's beside them.
 
-        `among`: series of which this is one. `less`: by iteration, what is to be taken from the logs of its times.
+        `among`: number of series, including this one. `less`: by iteration, value to subtract from the log of its time.
         """
         if not self._points:
             return []
@@ -123,23 +125,23 @@ class SeriesDetector:
         if self._rest is not None:
             values = values - self._expected()
         iterations = np.array([point.iteration for point in points], dtype=np.int64)
-        seen = SeenTimes(iterations, values, seconds)
-        found = judged(self._turns, seen, self._least, among=among, run=self._run, where=self._where)
-        slow = [(e.iteration - PATIENCE, e.end or math.inf) for e in found if e.verdict == "fail-slow"]
+        seen_times = SeenTimes(iterations, values, seconds)
+        events = judged(self._turns, seen_times, self._least, among=among, run=self._run, where=self._where)
+        slow = [(e.iteration - EXPLANATION_DELAY, e.end or math.inf) for e in events if e.verdict == "fail-slow"]
         if self._rest is not None:
-            found += [
+            events += [
                 event
                 for event in self.events
                 if event.verdict == "workload" and not any(first <= event.iteration < end for first, end in slow)
             ]
-        return sorted(found, key=lambda event: (event.detected_at, event.iteration))
+        return sorted(events, key=lambda event: (event.detected_at, event.iteration))
 
     def _expected(self) -> Floats:
-        """Logs of seconds that the workload explains, by one model for all times."""
+        """Return logs of the seconds that the workload explains, by one model for all times."""
         calm = np.ones(len(self._points), dtype=np.bool_)
         for turn in self._turns:
             calm[bisect_left(self._iterations, turn.onset) :] = turn.state == "healthy"
-        calm[:SKIPPED] = False
+        calm[:SKIPPED_ITERATIONS] = False
         model = IterationModel(history=len(self._points))
         for place in np.flatnonzero(calm).tolist():
             model.take(self._points[place])
@@ -155,65 +157,70 @@ class SeriesDetector:
         if plain is not None and plain.after > plain.before:
             self._unexplained.append((number, plain))
         predicted = self._workload.predict(point)
-        found = None
+        finding = None
         if predicted is not None and predicted > 0:
             if self._workload.beyond(point):
                 self._beyond = point.iteration
             change = rest.update(point.iteration, math.log(point.seconds / predicted))
             if change is not None:
-                found = self._tell(change, rest)
+                finding = self._interpret(change, rest)
         self._learn(point, rest)
-        while self._unexplained and number - self._unexplained[0][0] >= PATIENCE:
+        while self._unexplained and number - self._unexplained[0][0] >= EXPLANATION_DELAY:
             _, change = self._unexplained.pop(0)
-            if not any(abs(e.iteration - change.onset) <= 2 * PATIENCE or e.end is None for e in self.events):
+            if not any(abs(e.iteration - change.onset) <= 2 * EXPLANATION_DELAY or e.end is None for e in self.events):
                 event = self._event(change, math.expm1(change.after - change.before), "workload")
                 self.events.append(event)
-                found = found or event
-        return found
+                finding = finding or event
+        return finding
 
     def _learn(self, point: Point, rest: ChangeDetector) -> None:
-        """The workload's model follows healthy iterations that are too old for a change not yet found."""
+        """Learn the workload's model from healthy iterations that are too old for a change not yet found."""
         if rest.changed:
             self._pending.clear()
             return
         self._pending.append(point)
-        while len(self._pending) > (PATIENCE if rest.ready else 0):
+        while len(self._pending) > (EXPLANATION_DELAY if rest.ready else 0):
             self._workload.learn(self._pending.popleft())
 
     # --- events -----------------------------------------------------------------------------------------------------
 
-    def _tell(self, change: ChangePoint, of: ChangeDetector) -> SpeedChange | None:
-        """What a change means: slower than healthy, as fast as before, or faster than it ever was."""
+    def _interpret(self, change: ChangePoint, detector: ChangeDetector) -> SpeedChange | None:
+        """Interpret a change: slower than healthy, as fast as before, or faster than ever."""
         opened = None if self._open is None else self.events[self._open]
-        new_work = 0 <= change.onset - self._beyond <= PATIENCE or 0 <= change.detected - self._beyond <= PATIENCE
+        new_work = (
+            0 <= change.onset - self._beyond <= EXPLANATION_DELAY
+            or 0 <= change.detected - self._beyond <= EXPLANATION_DELAY
+        )
         verdict: Verdict = "workload" if new_work and self._rest is not None else "fail-slow"
-        state: State = "healthy" if not of.changed else "slow" if verdict == "fail-slow" else "excused"
+        state: State = "healthy" if not detector.changed else "slow" if verdict == "fail-slow" else "excused"
         self._turns.append(
             Turn(onset=change.onset, detected_at=change.detected, state=state, confidence=change.confidence)
         )
         if opened is not None:
             assert self._open is not None
-            if of.changed and opened.verdict == verdict:
-                return self._resize(change, opened, math.expm1(change.after - of.healthy))
-            short = not of.changed and self._values_between(self._slow_since, change.onset) <= BLIP
-            told: Verdict = "workload" if short else opened.verdict
-            self.events[self._open] = msgspec.structs.replace(opened, end=change.onset, verdict=told)
+            if detector.changed and opened.verdict == verdict:
+                return self._resize(change, opened, math.expm1(change.after - detector.healthy))
+            short = not detector.changed and self._values_between(self._slow_since, change.onset) <= MAX_HICCUP_TIMES
+            closing_verdict: Verdict = "workload" if short else opened.verdict
+            self.events[self._open] = msgspec.structs.replace(opened, end=change.onset, verdict=closing_verdict)
             self._open = None
             if short:
                 return None
         event = None
-        if of.changed:
-            event = self._event(change, math.expm1(change.after - of.healthy), verdict)
+        if detector.changed:
+            event = self._event(change, math.expm1(change.after - detector.healthy), verdict)
             self._open = len(self.events)
             self._slow_since = change.onset if opened is None else self._slow_since
-        elif opened is not None or (len(self._iterations) > SETTLING and change.after - change.before < -FALL):
+        elif opened is not None or (
+            len(self._iterations) > SETTLING_TIMES and change.after - change.before < -MIN_FALL
+        ):
             event = self._event(change, math.expm1(change.after - change.before), "recovered")
         if event is not None:
             self.events.append(event)
         return event
 
     def _resize(self, change: ChangePoint, opened: SpeedChange, size: float) -> SpeedChange:
-        """A step within a slow-down: the same one, with a new size."""
+        """Update a slow-down whose size changed."""
         assert self._open is not None
         sizes = (*(opened.sizes or ((opened.iteration, opened.change),)), (change.onset, size))
         self.events[self._open] = msgspec.structs.replace(opened, change=size, sizes=sizes)
@@ -235,7 +242,7 @@ class SeriesDetector:
 
 
 def detect(points: Iterable[Point], *, run: int = 0) -> tuple[list[SpeedChange], str]:
-    """Events of one run whose times are those of whole iterations, and what healthy was told from."""
+    """Return the events of one run with times of whole iterations, and the basis of healthy times."""
     usable = [p for p in points if math.isfinite(p.seconds) and p.seconds > 0]
     detector = SeriesDetector(run=run, workload=_has_workload(usable), false_alarms_per=NOTICED_PER)
     for point in usable:
@@ -244,10 +251,10 @@ def detect(points: Iterable[Point], *, run: int = 0) -> tuple[list[SpeedChange],
 
 
 def detect_ranks(ranks: Mapping[int, Sequence[Point]], *, run: int = 0) -> tuple[list[SpeedChange], str]:
-    """Events of one run with a time for each rank: each rank against its peers, and what slows most of them at once.
+    """Return the events of one run with a time for each rank: each rank against its peers, and common slow-downs.
 
-    That a rank is slower than others all the time is its nature and no change. Ranks that become slow together are one
-    event. An iteration that a rank has alone says nothing of it.
+    A rank that is always slower than others is so by nature, which is not a change. Ranks that become slow together are
+    one event. An iteration that only one rank has says nothing about it.
     """
     rows: dict[int, dict[int, float]] = {}
     for rank, points in ranks.items():
@@ -256,14 +263,20 @@ def detect_ranks(ranks: Mapping[int, Sequence[Point]], *, run: int = 0) -> tuple
                 rows.setdefault(point.iteration, {})[rank] = math.log(point.seconds)
     iterations = sorted(rows)
     nature = {
-        rank: float(np.median([rows[i][rank] for i in iterations if rank in rows[i]][SKIPPED : SKIPPED + 3 * WARM_UP]))
+        rank: float(
+            np.median(
+                [rows[i][rank] for i in iterations if rank in rows[i]][
+                    SKIPPED_ITERATIONS : SKIPPED_ITERATIONS + 3 * WARM_UP
+                ]
+            )
+        )
         for rank in ranks
-        if sum(rank in row for row in rows.values()) > SKIPPED
+        if sum(rank in row for row in rows.values()) > SKIPPED_ITERATIONS
     }
-    everybody = SeriesDetector(run=run, false_alarms_per=NOTICED_PER)
-    each = {
+    whole_job = SeriesDetector(run=run, false_alarms_per=NOTICED_PER)
+    detectors = {
         rank: SeriesDetector(
-            run=run, where=Where(rank=rank), least=LEAST_OF_PEERS, false_alarms_per=NOTICED_PER * len(nature)
+            run=run, where=Where(rank=rank), least=MIN_PEER_CHANGE, false_alarms_per=NOTICED_PER * len(nature)
         )
         for rank in sorted(nature)
     }
@@ -275,52 +288,54 @@ def detect_ranks(ranks: Mapping[int, Sequence[Point]], *, run: int = 0) -> tuple
         }
         if not row:
             continue
-        # Of an even number the faster of the middle two: one slow rank of two must not make the other look fast.
+        # Of an even number, the faster of the middle two: one slow rank of two must not make the other look fast.
         common = commons[iteration] = sorted(row.values())[(len(row) - 1) // 2]
-        everybody.update(Point(iteration, math.exp(typical + common)))
+        whole_job.update(Point(iteration, math.exp(typical + common)))
         if len(row) > 1:
             for rank, deviation in row.items():
-                each[rank].update(Point(iteration, math.exp(nature[rank] + deviation - common)))
-    found = [event for detector in each.values() for event in detector.judged(among=len(each))]
-    if found:  # what healthy ranks have in common is known better once it is known who is healthy
-        better = common_of_healthy(rows, found)
+                detectors[rank].update(Point(iteration, math.exp(nature[rank] + deviation - common)))
+    events = [event for detector in detectors.values() for event in detector.judged(among=len(detectors))]
+    if events:  # the common part of healthy ranks is more precise once the slow ranks are known
+        better = common_of_healthy(rows, events)
         shifts = {iteration: better[iteration] - common for iteration, common in commons.items() if iteration in better}
-        found = [event for detector in each.values() for event in detector.judged(among=len(each), less=shifts)]
-        whole = everybody.judged(less={iteration: -shift for iteration, shift in shifts.items()})
+        events = [
+            event for detector in detectors.values() for event in detector.judged(among=len(detectors), less=shifts)
+        ]
+        whole = whole_job.judged(less={iteration: -shift for iteration, shift in shifts.items()})
     else:
-        whole = everybody.judged()
-    found = whole + together(_without_falls(found))
-    found.sort(key=lambda event: (event.detected_at, event.iteration))
-    return found, "peers" if len(nature) > 1 else everybody.known
+        whole = whole_job.judged()
+    events = whole + together(_without_falls(events))
+    events.sort(key=lambda event: (event.detected_at, event.iteration))
+    return events, "peers" if len(nature) > 1 else whole_job.known
 
 
 def analyse(kind: Kind, runs: Sequence[TimedRun], remarks: Sequence[str] = ()) -> Analysis:
-    """Events of all runs of a file; each run starts afresh, as layout and nodes may have changed in between."""
+    """Return the events of all runs of a file; each run starts afresh, since layout and nodes may have changed."""
     events: list[SpeedChange] = []
-    known: list[str] = []
+    bases: list[str] = []
     healthy: list[Floats] = []
     notes = list(remarks)
     iterations = 0
     for number, run in enumerate(runs):
         if run.ranks:
-            found, told = detect_ranks(run.ranks, run=number)
+            run_events, basis = detect_ranks(run.ranks, run=number)
             notes += without_peers({rank: {p.iteration for p in points} for rank, points in run.ranks.items()})
             points = [point for of_rank in run.ranks.values() for point in of_rank]
         else:
             points = list(run.points)
-            found, told = detect(points, run=number)
+            run_events, basis = detect(points, run=number)
         if run.interval > 1:
-            found = [_began_after(event, run) for event in found]
-        events += found
-        known.append(told)
-        healthy.append(_healthy_seconds(points, found))
+            run_events = [_began_after(event, run) for event in run_events]
+        events += run_events
+        bases.append(basis)
+        healthy.append(_healthy_seconds(points, run_events))
         if points:
             labels = [point.iteration for point in points]
             iterations += max(labels) - min(labels) + run.interval
-    short = sum(told == "warming up" for told in known)
+    short = sum(basis == "warming up" for basis in bases)
     if short:
         runs_named = "the run is" if len(runs) == 1 else f"{short} of {len(runs)} runs are"
-        notes.append(f"{runs_named} too short to tell slow from healthy: fewer than {WARM_UP} times")
+        notes.append(f"{runs_named} too short to distinguish slow from healthy: fewer than {WARM_UP} times")
     seconds = np.concatenate([np.empty(0), *healthy])
     return Analysis(
         kind=kind,
@@ -328,13 +343,13 @@ def analyse(kind: Kind, runs: Sequence[TimedRun], remarks: Sequence[str] = ()) -
         iterations=iterations,
         healthy_seconds=float(np.median(seconds)) if seconds.size else math.nan,
         events=tuple(events),
-        known=next((told for told in known if told != "warming up"), "plain times"),
+        known=next((basis for basis in bases if basis != "warming up"), "plain times"),
         remarks=tuple(notes),
     )
 
 
 def _began_after(event: SpeedChange, run: TimedRun) -> SpeedChange:
-    """Of times that are means over an interval: the first iteration of the first slow interval."""
+    """Shift an event of times that are means over an interval to the first iteration of the first slow interval."""
     before = run.interval - 1
     return msgspec.structs.replace(
         event,
@@ -345,7 +360,7 @@ def _began_after(event: SpeedChange, run: TimedRun) -> SpeedChange:
 
 
 def _healthy_seconds(points: Sequence[Point], events: Sequence[SpeedChange]) -> Floats:
-    """Times of iterations in which nothing was wrong, the first few left out."""
+    """Return times of iterations in which nothing was wrong, without the first few."""
     seconds = np.array([point.seconds for point in points])
     iterations = np.array([point.iteration for point in points], dtype=np.int64)
     usable = np.isfinite(seconds) & (seconds > 0)
@@ -356,12 +371,12 @@ def _healthy_seconds(points: Sequence[Point], events: Sequence[SpeedChange]) -> 
         for bounds in ([e.iteration for e in wrong], [e.end for e in wrong if e.end is not None])
     )
     good = begun == over
-    settled = good & (iterations >= (int(iterations.min()) if iterations.size else 0) + SKIPPED)
-    return next((seconds[which] for which in (settled, good) if which.any()), seconds)
+    settled = good & (iterations >= (int(iterations.min()) if iterations.size else 0) + SKIPPED_ITERATIONS)
+    return next((seconds[mask] for mask in (settled, good) if mask.any()), seconds)
 
 
 def _has_workload(points: Sequence[Point]) -> bool:
-    """Every iteration has one, and it varies."""
+    """Whether every iteration has a workload, and it varies."""
     if not points or any(p.tokens is None and p.squares is None for p in points):
         return False
     work = np.array([(p.tokens or 0.0, p.squares or 0.0) for p in points])
@@ -369,6 +384,6 @@ def _has_workload(points: Sequence[Point]) -> bool:
 
 
 def _without_falls(events: Sequence[SpeedChange]) -> list[SpeedChange]:
-    """Without recoveries from what was never told: a rank that gets faster than its peers."""
+    """Drop recoveries from slow-downs that were never reported: a rank that gets faster than its peers."""
     ends = {(event.where, event.end) for event in events}
     return [event for event in events if event.verdict != "recovered" or (event.where, event.iteration) in ends]

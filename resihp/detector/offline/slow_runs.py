@@ -1,9 +1,9 @@
-"""When a series of a recorded trace is slow: runs of steps, told from noise that the whole trace shows. Pure.
+"""Finds when a series of a recorded trace is slow: runs of steps, against noise that the whole trace shows. Pure.
 
 `resihp.detector.sequential.peer_cusum` does this while a job runs, and has to learn levels and noise first. A trace is
-read to its end before anything is judged, so that all of it says how much healthy ranks scatter, and ranks that are
-slow from its first step need no bounds on what may be learnt. The test itself is sequential all the same, a one-sided
-CUSUM (Page, 1954) of the log-likelihood for a shift: `detected` is the step with which an onlooker would have known.
+read to its end before anything is judged, so that all of it shows how much healthy ranks scatter, and ranks that are
+slow from its first step need no bounds on what may be learnt. The test itself is nevertheless sequential, a one-sided
+CUSUM (Page, 1954) of the log-likelihood for a shift: `detected` is the step at which an observer would have known.
 """
 
 from __future__ import annotations
@@ -19,113 +19,118 @@ from resihp.detector.offline.traces import Floats, Ints
 FALSE_ALARM_EVERY = 100_000.0
 """Steps between false alarms of all series together, if noise is Gaussian: the CUSUM's threshold is the log of this
 times their number (Lorden, 1971)."""
-MOST = 2.5
-"""Share of the threshold that one step can carry, inverted: two outliers in a row are no slow-down. In
-traces of one or two steps they have to be."""
-SHARP = 2.0
-"""Shifts looked for are as large as this many standard deviations at least: noise is never quite Gaussian."""
-STEADIEST = 0.004
-"""No series is taken for steadier than this, log units."""
-OFFSET = 0.05
-"""Healthy ranks of one kind differ by up to so much for good, log units."""
-CORRELATED = 0.95
-"""Most that a step is taken to resemble the one before."""
-FEW = 4
-"""Fewer values than this say nothing about scatter."""
+MIN_STEPS_PER_ALARM = 2.5
+"""Number of steps that an alarm takes at least, the inverse of the threshold's share that one step can carry: two
+outliers in a row are not a slow-down. In traces of one or two steps they have to be."""
+MIN_SHIFT_SIGMAS = 2.0
+"""Smallest shift that is searched for, in standard deviations: noise is never quite Gaussian."""
+NOISE_FLOOR = 0.004
+"""Lower bound of a series' noise, log units."""
+MAX_HEALTHY_OFFSET = 0.05
+"""Highest permanent difference of healthy ranks of one kind, log units."""
+MAX_CORRELATION = 0.95
+"""Upper bound of the correlation of consecutive steps."""
+MIN_VALUES = 4
+"""Number of values that an estimate of scatter needs."""
 NORMAL_QUARTILE, NORMAL_DECILE, NORMAL_TAIL = 0.6745, 1.2816, 1.6449
 """Quantiles of a normal variable: 0.75, 0.9, 0.95."""
 
 
 class Slowness(msgspec.Struct, frozen=True, kw_only=True):
-    """A slow-down, by indices of steps. None in place of `where`: no rank, all wait."""
+    """A slow-down, by indices of steps. `where` None: no single rank, all wait."""
 
     onset: int
     """First slow step."""
     detected: int
-    """Step with which it was known."""
+    """Step at which it was known."""
     end: int | None = None
-    """First healthy step again, None if it was slow until the trace ended."""
+    """First healthy step again; None if it was slow until the trace ended."""
     known_over: int | None = None
-    """Step with which its end was known."""
+    """Step at which its end was known."""
     change: float
     """Relative to healthy: 0.31 is 31 % slower."""
     where: Where | None = None
 
 
 def noises(values: Floats, peers: Ints) -> Floats:
-    """Standard deviation of each column of (steps, series), log units, of which slow-downs are no part.
+    """Return the standard deviation of each column of (steps, series), log units, without its slow-downs.
 
-    That of its peers, or, if larger, its own from step to step; more where steps resemble those before, as sums over
-    them then scatter more (as if by an AR(1) process, whose correlation is that of the peers). In traces too short for
-    that, how far peers are apart; infinite where too few are known to tell.
+    It is the peers' deviation, or, if larger, the series' own from step to step; increased if consecutive steps are
+    correlated, since sums over them then scatter more (as for an AR(1) process with the correlation of the peers). In
+    traces too short for that, the differences between peers; infinite if too few are known.
     """
     noise = np.empty(values.shape[1])
     jumps = np.array([_jumps(column) for column in values.T])
     around = np.array([_around(column) for column in values.T])
     for group in np.unique(peers):
         own = peers == group
-        many = int(own.sum()) >= FEW
+        many = int(own.sum()) >= MIN_VALUES
         usual = _median(np.fmax(jumps[own], around[own]) if many else jumps[own])
         if math.isnan(usual):
             usual = _around(values[:, own].ravel() if many else values.ravel())
-        steady = _median(jumps[own]) / max(_median(around[own]), STEADIEST) if many else 1.0
-        correlated = min(max(1.0 - steady**2, 0.0), CORRELATED) if math.isfinite(steady) else 0.0
+        steady = _median(jumps[own]) / max(_median(around[own]), NOISE_FLOOR) if many else 1.0
+        correlated = min(max(1.0 - steady**2, 0.0), MAX_CORRELATION) if math.isfinite(steady) else 0.0
         noise[own] = np.fmax(usual, 0.8 * jumps[own]) * math.sqrt((1 + correlated) / (1 - correlated))
-    return np.asarray(np.fmax(np.where(np.isnan(noise), np.inf, noise), STEADIEST))
+    return np.asarray(np.fmax(np.where(np.isnan(noise), np.inf, noise), NOISE_FLOOR))
 
 
 def runs(values: Floats, noise: float, least: float, *, peered: bool, series: int = 1) -> list[Slowness]:
-    """Runs of steps in which one of `series` series (steps,) is higher than healthy by `least` or more.
+    """Return runs of steps in which one of `series` series (steps,) is higher than healthy by `least` or more.
 
-    Healthy is 0, and what differs from it a little for good, for a series with peers; else the lowest level that it
-    has for a quarter of its steps. Steps without a value (NaN) are passed over. A rank that is slow from the first
-    step, so that only peers tell, must be so by twice `least`.
+    Healthy is 0, plus a small permanent offset, for a series with peers; else the lowest level that it has for a
+    quarter of its steps. Steps without a value (NaN) are skipped. A rank that is slow from the first step, so that only
+    peers show it, must be so by twice `least`.
     """
     steps = np.flatnonzero(np.isfinite(values))
-    known = values[steps]
-    if not known.size or not math.isfinite(noise):
+    finite_values = values[steps]
+    if not finite_values.size or not math.isfinite(noise):
         return []
-    low = float(np.quantile(known, 0.1 if peered else 0.25)) + (NORMAL_DECILE if peered else NORMAL_QUARTILE) * noise
-    away = known - (min(max(low, -OFFSET), OFFSET) if peered else low)
+    low = (
+        float(np.quantile(finite_values, 0.1 if peered else 0.25))
+        + (NORMAL_DECILE if peered else NORMAL_QUARTILE) * noise
+    )
+    deviations = finite_values - (min(max(low, -MAX_HEALTHY_OFFSET), MAX_HEALTHY_OFFSET) if peered else low)
     threshold = math.log(FALSE_ALARM_EVERY * series)
-    most = threshold / min(MOST, values.size)
-    sought = max(least, SHARP * noise)
-    found: list[_Span] = []
+    max_gain = threshold / min(MIN_STEPS_PER_ALARM, values.size)
+    sought = max(least, MIN_SHIFT_SIGMAS * noise)
+    spans: list[_Span] = []
     slow: tuple[int, int] | None = None
     level, first, evidence = sought, 0, 0.0
-    for i, value in enumerate(away.tolist()):
+    for i, value in enumerate(deviations.tolist()):
         gain = level / noise**2 * (value - level / 2 if slow is None else level / 2 - value)
-        evidence += min(max(gain, -most), most)
+        evidence += min(max(gain, -max_gain), max_gain)
         if evidence <= 0.0:
             first, evidence = i + 1, 0.0
         if evidence < threshold:
             continue
-        past = away[first : i + 1]
+        past = deviations[first : i + 1]
         if slow is None:
             onset = first + _turn(past - float(np.median(past)) / 2)
-            above = float(np.median(away[onset : i + 1]))
+            above = float(np.median(deviations[onset : i + 1]))
             if above >= (2 * least if onset == 0 and peered else least):
                 slow, level = (onset, i), max(above, sought)
         else:
             end = first + _turn(level / 2 - past)
-            above = float(np.median(away[end : i + 1]))
+            above = float(np.median(deviations[end : i + 1]))
             if above < max(least, sought / 2):
-                found.append((*slow, end, i))
+                spans.append((*slow, end, i))
                 slow, level = None, sought
             else:
                 level = max(above, sought)
         first, evidence = i + 1, 0.0
     if slow is not None:
-        found.append((*slow, None, None))
+        spans.append((*slow, None, None))
     return [
         Slowness(
             onset=int(steps[onset]),
             detected=int(steps[detected]),
             end=None if end is None else int(steps[end]),
             known_over=None if known_over is None else int(steps[known_over]),
-            change=float(np.expm1(np.median(known[onset:end]) - _healthy(known, found, 0.0 if peered else low))),
+            change=float(
+                np.expm1(np.median(finite_values[onset:end]) - _healthy(finite_values, spans, 0.0 if peered else low))
+            ),
         )
-        for onset, detected, end, known_over in found
+        for onset, detected, end, known_over in spans
     ]
 
 
@@ -134,33 +139,37 @@ _Span = tuple[int, int, int | None, int | None]
 
 
 def _turn(gains: Floats) -> int:
-    """Where a change began of which each value since then is evidence: the most likely of all places."""
+    """Return the most likely place of a change, given each value's evidence for it."""
     return int(np.argmax(np.cumsum(gains[::-1])[::-1]))
 
 
-def _healthy(known: Floats, spans: list[_Span], unless: float) -> float:
-    """The rank's own level while it was not slow, or `unless` if that was hardly ever so."""
-    healthy = np.ones(known.size, dtype=np.bool_)
+def _healthy(values: Floats, spans: list[_Span], unless: float) -> float:
+    """Return the rank's own level while it was not slow, or `unless` if it nearly always was."""
+    healthy = np.ones(values.size, dtype=np.bool_)
     for onset, _, end, _ in spans:
         healthy[onset:end] = False
-    return float(np.median(known[healthy])) if healthy.sum() >= FEW else unless
+    return float(np.median(values[healthy])) if healthy.sum() >= MIN_VALUES else unless
 
 
 def _jumps(values: Floats) -> float:
-    """Standard deviation from step to step, which a change of level does not touch; NaN if too few are known."""
-    known = values[np.isfinite(values)]
-    if known.size < FEW:
+    """Return the standard deviation from step to step, robust to level changes; NaN if too few values are known."""
+    finite = values[np.isfinite(values)]
+    if finite.size < MIN_VALUES:
         return math.nan
-    apart = np.abs(np.diff(known)) / math.sqrt(2)
+    apart = np.abs(np.diff(finite)) / math.sqrt(2)
     return max(float(np.median(apart)) / NORMAL_QUARTILE, float(np.quantile(apart, 0.9)) / NORMAL_TAIL)
 
 
 def _around(values: Floats) -> float:
-    """Standard deviation around the median, which correlation does not touch; NaN if too few are known."""
-    known = values[np.isfinite(values)]
-    return float(np.median(np.abs(known - np.median(known)))) / NORMAL_QUARTILE if known.size >= FEW else math.nan
+    """Return the standard deviation around the median, robust to correlation; NaN if too few values are known."""
+    finite = values[np.isfinite(values)]
+    return (
+        float(np.median(np.abs(finite - np.median(finite)))) / NORMAL_QUARTILE
+        if finite.size >= MIN_VALUES
+        else math.nan
+    )
 
 
 def _median(values: Floats) -> float:
-    known = values[np.isfinite(values)]
-    return float(np.median(known)) if known.size else math.nan
+    finite = values[np.isfinite(values)]
+    return float(np.median(finite)) if finite.size else math.nan

@@ -1,9 +1,9 @@
-"""Per-operation traces as ByteDance's StragglerAnalysis publishes them: what a row means, and which rows are sound.
+"""Per-operation traces as ByteDance's StragglerAnalysis publishes them: the meaning of rows, and which are sound.
 
 A trace has one row for each operation that a rank carried out in a step: computation of a micro-batch in a chunk, the
-two ends of a transfer between stages, collectives, the optimizer. `read` takes such a frame apart once; what would
-have been (`resihp.detector.offline.what_if`) and who is slow (`resihp.detector.offline.operations`) are decided on what
-it gives. It judges no rank.
+two ends of a transfer between stages, collectives, the optimizer. `read` parses such a frame once; alternatives
+(`resihp.detector.offline.what_if`) and slow ranks (`resihp.detector.offline.operations`) are derived from its result.
+Judges no rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
 COLUMNS = ("dp_rank", "stage", "rank", "step", "optype", "start_ts", "duration", "mb_id")
-"""What a trace must have. `seq_id`, `mc` and `gmc` are used where they are there."""
+"""Required columns of a trace. `seq_id`, `mc` and `gmc` are used if present."""
 
 FORWARD, BACKWARD = "forward-compute", "backward-compute"
 OPTYPES = (
@@ -43,7 +43,7 @@ OPTYPES = (
 )
 """Optypes that have a place in a step; rows of any other are left out."""
 
-CODE = {optype: code for code, optype in enumerate(OPTYPES)}
+OPTYPE_CODES = {optype: code for code, optype in enumerate(OPTYPES)}
 
 
 class Trace(msgspec.Struct, frozen=True, eq=False):
@@ -54,25 +54,25 @@ class Trace(msgspec.Struct, frozen=True, eq=False):
     dps: tuple[int, ...]
     stages: tuple[int, ...]
     step: Ints
-    """Index into `steps`; `dp` and `stage` into theirs."""
+    """Index into `steps`; `dp` and `stage` are indices into `dps` and `stages`."""
     dp: Ints
     stage: Ints
     rank: Ints
     kind: Ints
     """Index into OPTYPES."""
     sequence: Ints
-    """Among the operations of this optype that the rank carries out in this step, from 0."""
+    """Number among the operations of this optype of the rank in this step, from 0."""
     chunk: Ints
-    """Model chunk (virtual stage) within the whole model, -1 where the operation belongs to none."""
+    """Model chunk (virtual stage) within the whole model; -1 if the operation belongs to none."""
     micro_batch: Ints
     """-1 for all but computation."""
     start: Floats
     seconds: Floats
     known: Flags
-    """False where the duration was not a number or negative, or zero in a computation: `seconds` is then the median
-    of its like."""
+    """False if the duration was not a number or negative, or zero in a computation: `seconds` is then the median of
+    similar operations."""
     left_out: int = 0
-    """Rows of the frame without a place, a start or a known optype, and repeated ones."""
+    """Number of rows of the frame without a place, a start or a known optype, and of repeated ones."""
 
     @property
     def size(self) -> int:
@@ -84,10 +84,10 @@ class Trace(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def is_compute(self) -> Flags:
-        return self.kind <= CODE[BACKWARD]
+        return self.kind <= OPTYPE_CODES[BACKWARD]
 
     def take(self, rows: npt.NDArray[Any]) -> Trace:
-        """These rows only, with the same labels."""
+        """Return a trace of these rows only, with the same labels."""
         columns = {name: getattr(self, name)[rows] for name in _ROWS}
         return msgspec.structs.replace(self, **columns)
 
@@ -96,9 +96,9 @@ _ROWS = ("step", "dp", "stage", "rank", "kind", "sequence", "chunk", "micro_batc
 
 
 def read(frame: pd.DataFrame) -> Trace:
-    """Take a frame apart. Rows may come in any order and twice; those without a place or a start are left out.
+    """Parse a frame. Rows may come in any order, and repeatedly; rows without a place or a start are left out.
 
-    Raises UsageError if a column is missing or holds no numbers, or no computation with a duration is left.
+    Raises UsageError if a column is missing or does not hold numbers, or no computation with a duration is left.
     """
     missing = [name for name in COLUMNS if name not in frame.columns]
     if missing:
@@ -108,7 +108,7 @@ def read(frame: pd.DataFrame) -> Trace:
         )
     names = [name for name in (*COLUMNS, "seq_id", "mc", "gmc") if name in frame.columns]
     table = frame[names].drop_duplicates()
-    kind = table["optype"].astype(str).map(CODE)
+    kind = table["optype"].astype(str).map(OPTYPE_CODES)
     columns = {name: _numbers(table, name) for name in names if name != "optype"}
     placed = kind.notna().to_numpy() & np.isfinite(columns["start_ts"])
     for name in ("dp_rank", "stage", "rank", "step"):
@@ -119,10 +119,10 @@ def read(frame: pd.DataFrame) -> Trace:
         for name, values in columns.items()
         if name not in ("start_ts", "duration")
     }
-    if not (whole["kind"] <= CODE[BACKWARD]).any():
+    if not (whole["kind"] <= OPTYPE_CODES[BACKWARD]).any():
         raise UsageError(f"trace: no row of computation with a place and a start in {len(frame)} rows")
     start, seconds = columns["start_ts"][placed], columns["duration"][placed]
-    _fine_enough(frame["start_ts"].dtype, start, seconds[whole["kind"] <= CODE[BACKWARD]])
+    _fine_enough(frame["start_ts"].dtype, start, seconds[whole["kind"] <= OPTYPE_CODES[BACKWARD]])
 
     none = np.full(start.size, -1, dtype=np.int64)
     order = np.lexsort(
@@ -135,14 +135,14 @@ def read(frame: pd.DataFrame) -> Trace:
     dps, dp = np.unique(whole["dp_rank"], return_inverse=True)
     stages, stage = np.unique(whole["stage"], return_inverse=True)
     kind_code, rank = whole["kind"], whole["rank"]
-    is_compute = kind_code <= CODE[BACKWARD]
+    is_compute = kind_code <= OPTYPE_CODES[BACKWARD]
 
     place = pd.DataFrame({"step": step, "dp": dp, "stage": stage, "rank": rank, "kind": kind_code})
     sequence = _sequence(place, whole.get("seq_id"))
     chunk = _chunks(whole.get("mc", none), whole.get("gmc", none), stage, len(stages), is_compute)
     micro_batch = _micro_batches(place.assign(chunk=chunk), whole["mb_id"], is_compute)
-    known = np.isfinite(seconds) & (seconds >= 0.0) & ~(is_compute & (seconds <= 0.0))
-    if not (known & is_compute).any():
+    known_duration = np.isfinite(seconds) & (seconds >= 0.0) & ~(is_compute & (seconds <= 0.0))
+    if not (known_duration & is_compute).any():
         raise UsageError("trace: no computation has a duration above zero")
     return Trace(
         steps=tuple(map(int, steps)),
@@ -157,14 +157,14 @@ def read(frame: pd.DataFrame) -> Trace:
         chunk=chunk,
         micro_batch=micro_batch,
         start=start,
-        seconds=_filled(pd.Series(np.where(known, seconds, np.nan)), place.assign(chunk=chunk)),
-        known=known,
+        seconds=_filled(pd.Series(np.where(known_duration, seconds, np.nan)), place.assign(chunk=chunk)),
+        known=known_duration,
         left_out=len(frame) - start.size,
     )
 
 
 def folded(trace: Trace) -> Trace:
-    """One rank for each stage of a replica: of tensor-parallel peers, the slowest counts, as it does in reality."""
+    """Keep one rank for each stage of a replica: of tensor-parallel peers the slowest, which the others wait for."""
     keys = pd.DataFrame({name: getattr(trace, name) for name in _ROWS})
     if keys.groupby(["dp", "stage"])["rank"].nunique().max() == 1:
         return trace
@@ -179,7 +179,7 @@ def folded(trace: Trace) -> Trace:
 
 
 def _numbers(table: pd.DataFrame, name: str) -> Floats:
-    """A column as float64, NaN where nothing is."""
+    """Return a column as float64, NaN for missing values."""
     try:
         return np.asarray(pd.to_numeric(table[name]).to_numpy(np.float64, na_value=np.nan))
     except (TypeError, ValueError) as error:
@@ -187,18 +187,19 @@ def _numbers(table: pd.DataFrame, name: str) -> Floats:
 
 
 def _fine_enough(dtype: Any, start: Floats, computation: Floats) -> None:
-    """Seconds since 1970 do not fit into a float32: operations would seem to begin together."""
+    """Raise UsageError for starts without enough resolution, as seconds since 1970 in a float32 are: operations would
+    seem to begin together."""
     longest = computation[np.isfinite(computation)]
     resolution = float(np.spacing(np.float32(np.abs(start).max()))) if dtype == np.float32 else 0.0
     if longest.size and resolution > max(float(np.median(longest)), 0.0) > 0.0:
         raise UsageError(
-            f"trace: column 'start_ts' is float32 and tells only every {resolution:.3g} s apart at these values; "
+            f"trace: column 'start_ts' is float32 and resolves only steps of {resolution:.3g} s at these values; "
             "write it as float64, or from the start of each step"
         )
 
 
 def _sequence(place: pd.DataFrame, given: Ints | None) -> Ints:
-    """The given numbers where they tell a rank's operations of one optype in a step apart, else the order of starts."""
+    """Return the given numbers if they distinguish a rank's operations of one optype in a step, else their order."""
     keys = list(place.columns)
     counted = np.asarray(place.groupby(keys, sort=False).cumcount(), dtype=np.int64)
     if given is None:
@@ -211,21 +212,21 @@ def _sequence(place: pd.DataFrame, given: Ints | None) -> Ints:
 
 
 def _chunks(mc: Ints, gmc: Ints, stage: Ints, stages: int, is_compute: Flags) -> Ints:
-    """Chunks within the model: as given for computation, by Megatron's interleaving where only `mc` is known."""
+    """Return chunks within the model: as given for computation, by Megatron's interleaving if only `mc` is known."""
     interleaved = np.where(is_compute, np.maximum(mc, 0), mc) * stages + stage
     of_model = np.where(gmc >= 0, gmc, interleaved) if (gmc[is_compute] >= 0).all() else interleaved
     return np.where(is_compute | (mc >= 0), of_model, -1)
 
 
 def _micro_batches(place: pd.DataFrame, given: Ints, is_compute: Flags) -> Ints:
-    """Micro-batches as given, or by their order within the chunk; only computation has one."""
+    """Return micro-batches as given, or by their order within the chunk; only computation has one."""
     if (given[is_compute] < 0).any():
         given = np.asarray(place.groupby(list(place.columns), sort=False).cumcount(), dtype=np.int64)
     return np.where(is_compute, given, -1)
 
 
 def _filled(seconds: pd.Series[float], place: pd.DataFrame) -> Floats:
-    """Unknown durations replaced by the median of their like: of the rank in the step, of the stage, of all."""
+    """Replace unknown durations by the median of similar ones: of the rank in the step, of the stage, of all."""
     for keys in (["step", "dp", "stage", "kind", "chunk"], ["stage", "kind", "chunk"], ["kind"]):
         if not seconds.isna().any():
             break

@@ -1,16 +1,16 @@
-"""What a job's steps would have taken without its stragglers, after ByteDance's StragglerAnalysis (OSDI '25). Pure.
+"""Estimates a job's steps without its stragglers, after ByteDance's StragglerAnalysis (OSDI '25). Pure.
 
-A step is simulated from what its operations wait for: computation in the order of each rank; a transfer between stages
-once both of its ends are there; collectives once the last of their group is. Of a transfer or collective only what
-remains after the last participant came is its own duration: the waiting is what is simulated. Replacing durations then
-says what a rank's or a stage's slowness cost the job.
+A step is simulated from the dependencies of its operations: computation in the order of each rank; a transfer between
+stages once both of its ends are there; collectives once the last of their group is. The own duration of a transfer or
+collective is the part after the last participant came: waiting is simulated. Replacing durations then shows the cost of
+a rank's or a stage's slowness to the job.
 
 Why this is not `resihp.pipeline.compiled`: that plays what a plan *will* do, F, B and W with a delay between stages,
 before one synchronisation. A trace holds what *was* done: transfers as operations of their own with two ends and an
 order, collectives across replicas (per stage), between stages (embedding) and over all ranks (clipping), per step, and
-rows may be missing. Where a trace holds computation alone both give the same times, which a test asserts.
+rows may be missing. For a trace with computation alone both give the same times, which a test asserts.
 
-It judges no rank (`resihp.detector.offline.operations` does), and `resihp analyze` prints what it finds.
+Judges no rank (`resihp.detector.offline.operations` does); `resihp analyze` prints the result.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from resihp.detector.offline.dependencies import dependencies
 from resihp.detector.offline.traces import OPTYPES, Flags, Floats, Ints, Trace, folded
 
 WORST_PERCENT = 3
-"""Share of ranks whose slowness `mw` takes away (the paper's choice), rounded up."""
+"""Percentage of ranks whose slowness `mw` takes away (the paper's choice), rounded up."""
 
-AVERAGED = ("forward-compute", "backward-compute", "gc", "optimizer")
-"""Optypes whose ideal duration is the mean; of all others, which communicate, it is the median."""
+MEAN_OPTYPES = ("forward-compute", "backward-compute", "gc", "optimizer")
+"""Optypes whose ideal duration is the mean; for all others, which communicate, it is the median."""
 
 
 class WhatIf(msgspec.Struct, frozen=True, eq=False):
-    """What the stragglers of a trace cost. Seconds are means over the steps that could be simulated."""
+    """The cost of a trace's stragglers. Seconds are means over the steps that could be simulated."""
 
     original_s: float
-    """The step as simulated from the durations observed."""
+    """The step as simulated from the observed durations."""
     ideal_s: float
     """The same with the mean of its kind for each computation, the median for each communication."""
     dps: tuple[int, ...]
@@ -48,7 +48,7 @@ class WhatIf(msgspec.Struct, frozen=True, eq=False):
     """The original step with the worst ranks made ideal."""
     without_last_stage_s: float
     steps: Ints
-    """(steps,): indices of the trace's steps that could be simulated."""
+    """Indices of the trace's steps that could be simulated."""
     explained_s: Floats
     """(steps,): each step as simulated with its computation as observed, but ideal communication."""
 
@@ -58,37 +58,37 @@ class WhatIf(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def scores(self) -> Floats:
-        """(dps, stages): a rank is as slow as its replica and its stage both are. NaN where there is none."""
+        """(dps, stages): a rank is as slow as both its replica and its stage are. NaN if there is none."""
         return np.where(self.present, np.minimum(self.by_dp[:, None], self.by_stage[None, :]), np.nan)
 
     @property
     def mw(self) -> float | None:
-        """Share of the slow-down that the worst ranks explain; None where nothing is slow."""
+        """Share of the slow-down that the worst ranks account for; None if nothing is slow."""
         return self._share(self.without_worst_s)
 
     @property
     def ms(self) -> float | None:
-        """Share of the slow-down that the last stage explains; None where nothing is slow."""
+        """Share of the slow-down that the last stage accounts for; None if nothing is slow."""
         return self._share(self.without_last_stage_s)
 
     def _share(self, without_s: float) -> float | None:
-        lost = self.original_s - self.ideal_s
-        return (self.original_s - without_s) / lost if abs(lost) > 1e-9 * self.original_s else None
+        excess_s = self.original_s - self.ideal_s
+        return (self.original_s - without_s) / excess_s if abs(excess_s) > 1e-9 * self.original_s else None
 
 
 def what_if(trace: Trace) -> WhatIf | None:
     """Simulate the steps of a trace as they were and as they could have been.
 
-    Steps that lack whole ranks are left out if others do not, and so are those whose operations wait for each other in
+    Steps that lack whole ranks are left out if others do not, and so are steps whose operations wait for each other in
     a circle. None if no step is left. One simulation for each replica and stage, each linear in the rows.
     """
     trace = _whole_steps(folded(trace))
-    graph = Graph.of(trace)
+    graph = Graph.from_trace(trace)
     if graph.circular.any():
         trace = trace.take(~np.isin(trace.step, np.flatnonzero(graph.circular)))
         if not trace.size:
             return None
-        graph = Graph.of(trace)
+        graph = Graph.from_trace(trace)
     observed, ideal = graph.seconds, _ideal(trace, graph.seconds)
     original_s, ideal_s = graph.mean_step(observed), graph.mean_step(ideal)
     if not ideal_s > 0.0:
@@ -129,31 +129,31 @@ class _Wave(msgspec.Struct, frozen=True, eq=False):
 
 
 class Graph(msgspec.Struct, frozen=True, eq=False):
-    """What n operations wait for. A node is what begins together: an operation, or the participants of one transfer."""
+    """Dependencies of n operations. A node begins as a unit: one operation, or the participants of one transfer."""
 
     node: Ints
     """(n,): node of each operation, numbered level after level."""
     seconds: Floats
     """(n,): duration of each operation, without its waiting."""
     sources: Ints
-    """Operation at whose end an edge begins, ordered by the node it leads to."""
+    """Operation at whose end an edge begins, ordered by the node to which it leads."""
     levels: tuple[_Wave, ...]
     roots: int
-    """Nodes that wait for nothing; they come first."""
+    """Number of nodes that wait for nothing; they come first."""
     step: Ints
     steps: Ints
-    """First operation of each step that there is."""
+    """First operation of each step that is present."""
     circular: Flags
-    """(steps of the trace,): whether operations of a step wait for each other in a circle: then nothing else holds."""
+    """(steps of the trace,): whether operations of a step wait for each other in a circle, which makes it invalid."""
 
     @classmethod
-    def of(cls, trace: Trace) -> Graph:
-        """The graph of a folded trace."""
+    def from_trace(cls, trace: Trace) -> Graph:
+        """Return the graph of a folded trace."""
         node, seconds, edges = dependencies(trace)
         return _levelled(trace, node, seconds, edges)
 
     def ends(self, seconds: Floats) -> Floats:
-        """When each operation ends, from the beginning of its step; durations (n,) without waiting."""
+        """Return the end of each operation, from the beginning of its step, for durations (n,) without waiting."""
         begin = np.zeros(int(self.node.max(initial=-1)) + 1)
         taken, waited = seconds[self.sources], self.node[self.sources]
         for level in self.levels:
@@ -163,7 +163,7 @@ class Graph(msgspec.Struct, frozen=True, eq=False):
         return np.asarray(begin[self.node] + seconds)
 
     def step_seconds(self, seconds: Floats) -> Floats:
-        """How long each step takes."""
+        """Return the duration of each step."""
         return np.maximum.reduceat(self.ends(seconds), self.steps)
 
     def mean_step(self, seconds: Floats) -> float:
@@ -171,7 +171,7 @@ class Graph(msgspec.Struct, frozen=True, eq=False):
 
 
 def _worst(scores: Floats, present: Flags, trace: Trace) -> list[tuple[int, int]]:
-    """The worst ranks, those with lower numbers first among equals."""
+    """Return the worst ranks; among equals those with lower numbers first."""
     ranks = np.full(scores.shape, np.iinfo(np.int64).max)
     np.minimum.at(ranks, (trace.dp, trace.stage), trace.rank)
     count = -(-int(present.sum()) * WORST_PERCENT // 100)
@@ -180,7 +180,7 @@ def _worst(scores: Floats, present: Flags, trace: Trace) -> list[tuple[int, int]
 
 
 def _whole_steps(trace: Trace) -> Trace:
-    """Steps in which every rank has computation, if there are any; else all."""
+    """Return the steps in which every rank has computation, if there are any; else all."""
     lanes = np.unique(np.stack([trace.step, trace.dp, trace.stage])[:, trace.is_compute], axis=1)
     counts = np.bincount(lanes[0], minlength=len(trace.steps))
     whole = counts == len(set(zip(lanes[1].tolist(), lanes[2].tolist(), strict=True)))
@@ -188,11 +188,11 @@ def _whole_steps(trace: Trace) -> Trace:
 
 
 def _ideal(trace: Trace, seconds: Floats) -> Floats:
-    """Each operation's duration were all of its kind alike."""
+    """Return each operation's duration if all of its kind were alike."""
     ideal = np.empty_like(seconds)
     for code in np.unique(trace.kind):
         own = trace.kind == code
-        ideal[own] = seconds[own].mean() if OPTYPES[code] in AVERAGED else np.median(seconds[own])
+        ideal[own] = seconds[own].mean() if OPTYPES[code] in MEAN_OPTYPES else np.median(seconds[own])
     return ideal
 
 

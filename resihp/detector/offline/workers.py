@@ -1,4 +1,4 @@
-"""Slow-downs of several workers: which are one, and who has nobody to be compared with. Pure, decides no more.
+"""Merges slow-downs of several workers that have one cause, and names workers without peers. Pure; decides no more.
 
 Workers that share a node, a switch or a storage server become slow at the same time by about the same factor. Called by
 `resihp.detector.offline.series`, which finds the slow-downs of each.
@@ -14,24 +14,24 @@ import numpy as np
 
 from resihp.detector.offline.analysis import SpeedChange
 
-APART = 3.0
-"""Iterations between onsets, and between ends, of slow-downs that may be one."""
-APART_IF_MILD = 1.0
-"""The same times their size, log units: noise hides where mild ones begin."""
-ALIKE = 0.25
-"""Most that their sizes differ, over the larger one, log units."""
-STEADY = 0.01
-"""Times of workers are never taken to differ by less; log units."""
-FEW_SHARED = 0.5
+MAX_ONSET_DISTANCE = 3.0
+"""Highest distance between onsets, and between ends, of slow-downs with one cause, in iterations."""
+MILD_ONSET_DISTANCE = 1.0
+"""The same distance times the size in log units: noise hides the beginning of mild slow-downs."""
+MAX_SIZE_DIFFERENCE = 0.25
+"""Highest difference of their sizes relative to the larger one, log units."""
+NOISE_FLOOR = 0.01
+"""Lower bound of the spread of workers' times, log units."""
+MIN_COMMON_SHARE = 0.5
 """Share of its iterations that a worker must have in common with others to be compared with them."""
 
 
 def together(events: Sequence[SpeedChange]) -> list[SpeedChange]:
-    """Events of ranks, those of one cause as one that names all its ranks; ends go with their beginnings."""
+    """Merge events of ranks with one cause into one that names all ranks; ends stay with their beginnings."""
     slow = sorted((event for event in events if event.verdict == "fail-slow"), key=lambda event: event.iteration)
     groups: list[list[SpeedChange]] = []
     for event in slow:
-        mine = next((group for group in groups if all(_alike(event, other) for other in group)), None)
+        mine = next((group for group in groups if all(_alike(event, member) for member in group)), None)
         if mine is None:
             groups.append([event])
         else:
@@ -49,9 +49,9 @@ def together(events: Sequence[SpeedChange]) -> list[SpeedChange]:
 
 
 def common_of_healthy(rows: Mapping[int, Mapping[int, float]], events: Sequence[SpeedChange]) -> dict[int, float]:
-    """What ranks that are not slow have in common, by iteration, where two of them or more are left; log units.
+    """Return the common part of ranks that are not slow, log units, for iterations with at least two of them.
 
-    `rows`: by iteration, logs of the times of ranks relative to what is usual for them.
+    `rows`: by iteration, logs of the times of ranks relative to their usual times.
     """
     slow = [
         (event.where.rank, event.iteration, math.inf if event.end is None else event.end)
@@ -65,16 +65,16 @@ def common_of_healthy(rows: Mapping[int, Mapping[int, float]], events: Sequence[
         if values.size < 2:
             continue
         middle = float(np.median(values))
-        reach = 3.0 * max(1.4826 * float(np.median(np.abs(values - middle))), STEADY)
+        reach = 3.0 * max(1.4826 * float(np.median(np.abs(values - middle))), NOISE_FLOOR)
         common[iteration] = float(np.clip(values, middle - reach, middle + reach).mean())
     return common
 
 
 def without_peers(iterations: Mapping[int, Collection[int]]) -> list[str]:
-    """A remark for each worker that others hardly share an iteration with; `iterations` of each worker."""
+    """Return a remark for each worker that shares hardly any iteration with others; `iterations` of each worker."""
     if len(iterations) == 1:
         (rank,) = iterations
-        return [f"rank {rank} is the only one with times: it cannot be compared, only its own past tells"]
+        return [f"rank {rank} is the only rank with times: it can be compared with its own past only"]
     counts: dict[int, int] = {}
     for own in iterations.values():
         for iteration in own:
@@ -82,24 +82,24 @@ def without_peers(iterations: Mapping[int, Collection[int]]) -> list[str]:
     lonely = [
         rank
         for rank, own in iterations.items()
-        if own and sum(counts[iteration] > 1 for iteration in own) < FEW_SHARED * len(own)
+        if own and sum(counts[iteration] > 1 for iteration in own) < MIN_COMMON_SHARE * len(own)
     ]
     return [
-        f"rank {rank} has hardly any iteration in common with others: it cannot be compared, nothing is told of it"
+        f"rank {rank} has hardly any iteration in common with others: it cannot be compared and is not judged"
         for rank in lonely
     ]
 
 
-def _alike(one: SpeedChange, two: SpeedChange) -> bool:
-    if one.where == two.where:
+def _alike(first: SpeedChange, second: SpeedChange) -> bool:
+    if first.where == second.where:
         return False
-    sizes = math.log1p(one.change), math.log1p(two.change)
-    near = max(APART, APART_IF_MILD / min(sizes))
-    if abs(one.iteration - two.iteration) > near or (one.end is None) != (two.end is None):
+    sizes = math.log1p(first.change), math.log1p(second.change)
+    near = max(MAX_ONSET_DISTANCE, MILD_ONSET_DISTANCE / min(sizes))
+    if abs(first.iteration - second.iteration) > near or (first.end is None) != (second.end is None):
         return False
-    if one.end is not None and two.end is not None and abs(one.end - two.end) > near:
+    if first.end is not None and second.end is not None and abs(first.end - second.end) > near:
         return False
-    return abs(sizes[0] - sizes[1]) <= ALIKE * max(sizes)
+    return abs(sizes[0] - sizes[1]) <= MAX_SIZE_DIFFERENCE * max(sizes)
 
 
 def _name(event: SpeedChange) -> tuple[object, ...]:
@@ -107,7 +107,7 @@ def _name(event: SpeedChange) -> tuple[object, ...]:
 
 
 def _as_one(group: Sequence[SpeedChange], events: Sequence[SpeedChange]) -> list[SpeedChange]:
-    """One event of several, as early as the earliest; everybody waits for all of them at the same time."""
+    """Merge several events into one, detected as early as the earliest; all wait for them at the same time."""
     first = min(group, key=lambda event: event.detected_at)
     ranks = tuple(
         sorted(event.where.rank for event in group if event.where is not None and event.where.rank is not None)
@@ -128,7 +128,8 @@ def _as_one(group: Sequence[SpeedChange], events: Sequence[SpeedChange]) -> list
     over = [
         event
         for event in events
-        if event.verdict == "recovered" and any((event.where, event.iteration) == (one.where, one.end) for one in group)
+        if event.verdict == "recovered"
+        and any((event.where, event.iteration) == (member.where, member.end) for member in group)
     ]
     if not over:
         return [whole]

@@ -1,8 +1,7 @@
-"""What stands beside the tests of ranks, links and whole iterations: flickering ranks, and waits of lanes.
+"""Tests beside those of ranks, links and whole iterations: flickering ranks, and waits of lanes.
 
-Both are looked at once predictions are known, and heed what the others have found: a rank that is slow does not
-flicker, and a wait that begins with it has its cause there. Pure, no clock; called by
-`resihp.detector.online.monitor`.
+Both run once predictions are known, and take into account the findings of the other tests: a slow rank does not
+flicker, and it is the cause of a wait that begins with it. Pure, no clock; called by `resihp.detector.online.monitor`.
 """
 
 from __future__ import annotations
@@ -20,27 +19,29 @@ from resihp.detector.sequential.flicker import Flicker, Flickering
 from resihp.detector.sequential.peer_cusum import PeerTest
 from resihp.detector.sequential.window import low_median
 
-ALIKE = 0.6
-"""A rank of the same group that is slow in the same iterations, by this share, cannot be told from it."""
-REMEMBERED = 256
-"""Iterations in which something became slow that are remembered, the last ones."""
+ALIKE_SHARE = 0.6
+"""A rank of the same group that is slow in this share of the same iterations cannot be distinguished from it."""
+MAX_REMEMBERED_ONSETS = 256
+"""Number of onsets of slowness that are remembered, the latest ones."""
 
 _Subject = int | tuple[int, int] | None
 """A rank, a link, or the job."""
 
 
 class Beside:
-    """Tests of flicker and of lanes, under one plan. `before`: those under the plan before it."""
+    """Tests of flicker and of lanes under one plan. `before`: those under the previous plan."""
 
     def __init__(self, stacked: Stacked, before: Beside | None, *, false_alarms_per: int, patience: int) -> None:
         self._stacked = stacked
-        known = [] if before is None else before.flickering
+        known_flicker = [] if before is None else before.flickering
         self._together: dict[int, tuple[int, ...]] = {} if before is None else before._together
         self._flicker = Flicker(
             stacked.group,
             stacked.lane,
-            known=[
-                msgspec.structs.replace(one, series=stacked.row[rank]) for rank, one in known if rank in stacked.row
+            known_flicker=[
+                msgspec.structs.replace(flicker, series=stacked.row[rank])
+                for rank, flicker in known_flicker
+                if rank in stacked.row
             ],
             false_alarms_per=2 * false_alarms_per,
         )
@@ -50,138 +51,158 @@ class Beside:
             false_alarms_per=false_alarms_per,
             patience=patience,
         )
-        self._causes: dict[int, set[_Subject]] = {} if before is None else before._of(stacked.row)
-        """What else is slow, by the iteration in which it became so."""
+        self._causes: dict[int, set[_Subject]] = {} if before is None else before._causes_within(stacked.row)
+        """Everything else that is slow, by the iteration in which it became slow."""
         self._by_lane: dict[int, list[int]] | None = None
 
     @property
     def flickering(self) -> list[tuple[int, Flickering]]:
         """Ranks that are slow now and then."""
-        return [(int(self._stacked.ranks[row]), one) for row, one in self._flicker.told.items()]
+        return [(int(self._stacked.ranks[row]), flicker) for row, flicker in self._flicker.flickering.items()]
 
     @property
     def added_s(self) -> float:
-        """Seconds by which an iteration is longer for what lanes wait for."""
+        """Seconds by which the waits of lanes lengthen an iteration."""
         return self.lanes.added_s
 
     @property
     def suspects(self) -> bool:
-        """It is about to find something: others may wait for it."""
+        """Whether a finding is near, so that other tests may wait for it."""
         return self.lanes.suspects
 
-    def _of(self, ranks: Container[int]) -> dict[int, set[_Subject]]:
-        """Causes that are still there when these ranks alone have work."""
-        found: dict[int, set[_Subject]] = {}
+    def _causes_within(self, ranks: Container[int]) -> dict[int, set[_Subject]]:
+        """Return the causes that remain when these ranks alone have work."""
+        causes: dict[int, set[_Subject]] = {}
         for onset, subjects in self._causes.items():
-            left = {one for one in subjects if one is None or all(rank in ranks for rank in _ranks(one))}
-            if left:
-                found[onset] = left
-        return found
+            remaining = {
+                subject for subject in subjects if subject is None or all(rank in ranks for rank in _ranks(subject))
+            }
+            if remaining:
+                causes[onset] = remaining
+        return causes
 
-    def heed(self, findings: Iterable[Finding], slow_links: Container[tuple[int, int]]) -> None:
-        """Others found this: what became longer together with it has its cause there, while it lasts."""
+    def note_findings(self, findings: Iterable[Finding], slow_links: Container[tuple[int, int]]) -> None:
+        """Note findings of other tests: a wait that began together with one has its cause there, while that lasts."""
         for finding in findings:
             subjects: set[_Subject] = {finding.link} if finding.link else {*finding.ranks} or {None}
             self._by_lane = None
             if finding.kind == "fail-slow":
                 self._causes.setdefault(finding.iteration, set()).update(subjects)
-            elif finding.link:  # one is named for several
-                links = (one for others in self._causes.values() for one in others if isinstance(one, tuple))
-                self._no_causes({one for one in links if one not in slow_links})
+            elif finding.link:  # one link stands for several
+                links = (link for subjects in self._causes.values() for link in subjects if isinstance(link, tuple))
+                self._no_causes({link for link in links if link not in slow_links})
             else:
                 self._no_causes(subjects)
-        for onset in [*self._causes][:-REMEMBERED]:
+        for onset in [*self._causes][:-MAX_REMEMBERED_ONSETS]:
             del self._causes[onset]
 
     def cleared(self, rank: int) -> None:
-        """A probe says that it is healthy; should it flicker on, or more, that is told anew."""
+        """Note that a probe found the rank healthy; if it flickers on, or more, that is reported again."""
         self._no_causes({rank})
         if rank in self._stacked.row:
             self._flicker.clear(self._stacked.row[rank])
             self._together.pop(rank, None)
 
     def cleared_link(self, sender: int, receiver: int) -> None:
-        """A probe says that it is healthy, in this direction."""
+        """Note that a probe found the link healthy in this direction."""
         self._no_causes({(sender, receiver)})
 
-    def _no_causes(self, well: set[_Subject]) -> None:
-        self._causes = {onset: left for onset, subjects in self._causes.items() if (left := subjects - well)}
+    def _no_causes(self, healthy_subjects: set[_Subject]) -> None:
+        self._causes = {
+            onset: remaining for onset, subjects in self._causes.items() if (remaining := subjects - healthy_subjects)
+        }
         self._by_lane = None
 
     def _causes_by_lane(self) -> dict[int, list[int]]:
         if self._by_lane is not None:
             return self._by_lane
         row, lane = self._stacked.row, self._stacked.lane
-        found: dict[int, list[int]] = {}
+        by_lane: dict[int, list[int]] = {}
         for onset, subjects in self._causes.items():
-            for where in {int(lane[row[one]]) if isinstance(one, int) else -1 for one in subjects}:
-                found.setdefault(where, []).append(onset)
-        self._by_lane = found
-        return found
+            for lane_index in {int(lane[row[subject]]) if isinstance(subject, int) else -1 for subject in subjects}:
+                by_lane.setdefault(lane_index, []).append(onset)
+        self._by_lane = by_lane
+        return by_lane
 
     def update(
         self, iteration: int, sums: Sums, ratios: Floats, healthy_s: float, test: PeerTest
     ) -> tuple[Finding, ...]:
-        """Take an iteration. `ratios` (R,): measured over predicted seconds of ranks, which `test` has taken already;
-        `healthy_s`: what the iteration should have taken."""
+        """Take an iteration and return its findings.
+
+        `ratios` (R,): measured over predicted seconds of ranks, which `test` has already taken; `healthy_s`: predicted
+        seconds of the iteration.
+        """
         with np.errstate(invalid="ignore", divide="ignore"):
             values = np.log(ratios)
         values[~np.isfinite(values)] = np.nan
-        known = values[np.isfinite(values)]
-        if not test.ready or not known.size:
+        finite = values[np.isfinite(values)]
+        if not test.ready or not finite.size:
             return ()
         slow = np.zeros(values.size, dtype=bool)
         slow[list(test.slow)] = True
-        away = values - test.levels(healthy=False)
-        away -= low_median(away[np.isfinite(away)])
-        found = self._flicker.update(iteration, away, test.noise, slow)
-        named: set[int] = set()
-        findings = [finding for one in found if (finding := self._named(iteration, one, named)) is not None]
+        deviations = values - test.levels(healthy=False)
+        deviations -= low_median(deviations[np.isfinite(deviations)])
+        flickers = self._flicker.update(iteration, deviations, test.noise, slow)
+        named_ranks: set[int] = set()
+        findings = [
+            finding
+            for flicker in flickers
+            if (finding := self._as_finding(iteration, flicker, named_ranks)) is not None
+        ]
         flickering = {rank for rank, _ in self.flickering}
         self._together = {rank: ranks for rank, ranks in self._together.items() if rank in flickering}
         if sums.lanes is not None:
-            common = float(np.exp(low_median(known)))
+            common = float(np.exp(low_median(finite)))
             findings += self.lanes.update(iteration, sums.lanes, healthy_s, common, self._causes_by_lane)
         return tuple(findings)
 
-    def _named(self, iteration: int, one: Flickering, named: set[int]) -> Finding | None:
-        """As a finding, with all of its group that cannot be told from it. `named`: in this iteration, so far."""
+    def _as_finding(self, iteration: int, flicker: Flickering, named_ranks: set[int]) -> Finding | None:
+        """Return a flicker as a finding, with those ranks of its group that cannot be distinguished from it.
+
+        `named_ranks`: ranks named so far in this iteration. None if another rank's finding covers it.
+        """
         stacked = self._stacked
-        rank = int(stacked.ranks[one.series])
-        well = one.kind == "recovered"
-        if well:
+        rank = int(stacked.ranks[flicker.series])
+        recovered = flicker.kind == "recovered"
+        if recovered:
             ranks = self._together.pop(rank, (rank,))
-            if any(other in self._together for other in ranks if other != rank):
-                return None  # the last of them tells it
+            if any(member in self._together for member in ranks if member != rank):
+                return None  # the last of them reports the recovery
         else:
-            if rank in named:
-                return None  # beside another
-            lane = stacked.lane[one.series]
+            if rank in named_ranks:
+                return None  # named together with another rank
+            lane = stacked.lane[flicker.series]
             rows = range(int(stacked.first_row[lane]), int(stacked.first_row[lane + 1]))
             alike = [
-                row for row in self._flicker.alike(one, rows, ALIKE) if int(stacked.ranks[row]) not in self._together
+                row
+                for row in self._flicker.alike(flicker, rows, ALIKE_SHARE)
+                if int(stacked.ranks[row]) not in self._together
             ]
             for row in alike:
-                self._flicker.tell(msgspec.structs.replace(one, series=row))
+                self._flicker.record(msgspec.structs.replace(flicker, series=row))
             ranks = (rank, *stacked.ranks[alike].tolist())
             self._together |= dict.fromkeys(ranks, ranks)
-            named.update(ranks)
-        who = f"rank {rank}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}, which look alike"
+            named_ranks.update(ranks)
+        subject = (
+            f"rank {rank}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}, which cannot be distinguished"
+        )
         return Finding(
-            kind="recovered" if well else "fail-slow",
-            iteration=one.onset,
+            kind="recovered" if recovered else "fail-slow",
+            iteration=flicker.onset,
             detected=iteration,
-            change=0.0 if well else one.cost,
-            confidence=one.confidence,
-            alarm=one.alarm,
+            change=0.0 if recovered else flicker.cost,
+            confidence=flicker.confidence,
+            alarm=flicker.alarm,
             ranks=ranks,
             link=None,
-            intermittent=Intermittent(share=one.share, factor=one.factor),
+            intermittent=Intermittent(share=flicker.share, factor=flicker.factor),
             evidence=(
-                f"{who}: not slow once since iteration {one.onset}, before in {one.share:.1%} of the iterations"
-                if well
-                else f"{who}: own work at {one.factor:.2f} of its healthy time in {one.share:.1%} of the iterations "
-                f"since iteration {one.onset}, {one.bursts} times; others once in {1 / one.rate:.0f}"
+                f"{subject}: no slow iteration since iteration {flicker.onset}, "
+                f"before in {flicker.share:.1%} of the iterations"
+                if recovered
+                else f"{subject}: own work takes {flicker.factor:.2f} times its healthy time "
+                f"in {flicker.share:.1%} of the iterations since iteration {flicker.onset}, "
+                f"in {flicker.bursts} bursts; other ranks have a burst once in {1 / flicker.rate:.0f} iterations"
             ),
         )
 

@@ -1,9 +1,10 @@
-"""What all links between nodes have in common: the test of links (`link_channel`) compares them, and does not see it.
+"""Tests the common part of all links between nodes, which the test of links (`link_channel`) cannot see.
 
-Where they all join the same two nodes, it is that path's, and none of them has a peer: it is tested against its own
-past, less what everybody's work is slower by (a busy machine is late with both), and found as a slow link. Links of
-several pairs of nodes are compared with each other; what those have in common is told of iterations that take longer,
-for then it may be the network. Pure, no clock; called by `resihp.detector.online.monitor`.
+If all of them join the same two nodes, the common part belongs to that path, and no link has a peer: it is tested
+against its own past, after the common slow-down of ranks' work is subtracted (a busy machine delays both), and reported
+as a slow link. Links of several pairs of nodes are compared with each other; their common part is mentioned when
+iterations take longer, because then the network may be the cause. Pure, no clock; called by
+`resihp.detector.online.monitor`.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from resihp.detector.online.link_channel import LinkTest
 from resihp.detector.sequential.window import low_median
 from resihp.pipeline.compiled import Ints
 
-LEAST = 0.4
-"""Smallest shift that counts, log units: half as long again. Nothing beside it tells noise from a slower path."""
-FLOOR = 0.1
-"""Transfers are never taken to vary by less."""
-REMEMBERED = 256
-"""Iterations whose common part is kept."""
-FEW = 3
-"""Iterations before and after an onset that tell by how much transfers take longer."""
+MIN_SHIFT = 0.4
+"""Smallest shift that counts, log units: 50 % longer. Without peers, noise looks much like a slower path."""
+NOISE_FLOOR = 0.1
+"""Lower bound of the noise of transfers, log units."""
+RECENT_ITERATIONS = 256
+"""Number of iterations for which the common part is kept."""
+MIN_ITERATIONS = 3
+"""Iterations needed before and after an onset to measure by how much transfers take longer."""
 
 
 class BetweenNodes:
-    """The test of one plan's links between nodes. `links` holds their levels, and is told what is found.
+    """Test of one plan's links between nodes. `links` holds their levels, and is updated with findings.
 
     `patience`: iterations for which a path that was measured to be healthy is not suspected again.
     """
@@ -44,20 +45,20 @@ class BetweenNodes:
         self._pairs = [(sender, receiver) for sender, receiver in links.links.pairs[self._series].tolist()]
         self._one_path = links.links.one_path
         self._named: tuple[int, int] | None = None
-        """The link that stands for all; None where another plan's did."""
+        """The link that stands for all of them; None if a link of another plan did."""
         self._quiet_until = -math.inf
-        self._recent: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)
+        self._recent: deque[tuple[int, float]] = deque(maxlen=RECENT_ITERATIONS)
         self._begin()
         if self._one_path and all(links.test.is_slow(i) for i in self._series.tolist()):
             self._test.slow_before(0.0)
 
     def _begin(self) -> None:
         self._test = WholeTest(
-            "all links between two nodes", least=LEAST, floor=FLOOR, false_alarms_per=self._false_alarms_per
+            "all links between two nodes", least=MIN_SHIFT, floor=NOISE_FLOOR, false_alarms_per=self._false_alarms_per
         )
 
     def cleared(self, name: tuple[int, int], iteration: int) -> bool:
-        """It was measured to be healthy, and what is seen now is usual; False if it does not stand for the path."""
+        """Note that the path was measured to be healthy at its present level; False if `name` does not stand for it."""
         if name != self._named:
             return False
         for i in self._series.tolist():
@@ -67,7 +68,7 @@ class BetweenNodes:
         return True
 
     def update(self, iteration: int, ratios: Floats) -> tuple[Finding, ...]:
-        """After the links took the iteration. `ratios` (R,): measured over expected seconds of ranks' own work."""
+        """Take an iteration after the links did. `ratios` (R,): measured over expected seconds of ranks' own work."""
         if not self._series.size:
             return ()
         own, ratios = self._links.apart_from_healthy[self._series], ratios[ratios > 0.0]
@@ -78,22 +79,22 @@ class BetweenNodes:
         self._recent.append((iteration, later))
         if not self._one_path or iteration < self._quiet_until:
             return ()
-        found: list[Finding] = []
+        findings: list[Finding] = []
         for change in self._test.update(iteration, later):
-            found += self._told(change)
-        return tuple(found)
+            findings += self._findings_per_link(change)
+        return tuple(findings)
 
     def longer_since(self, onset: int) -> float | None:
-        """By how many times the links' transfers have taken longer since then; None where that is not much or known."""
+        """Return the factor by which transfers take longer since `onset`; None if it is small or unknown."""
         before, after = (
             [value for iteration, value in self._recent if (iteration >= onset) == since] for since in (False, True)
         )
-        if min(len(before), len(after)) < FEW:
+        if min(len(before), len(after)) < MIN_ITERATIONS:
             return None
         moved = statistics.median(after) - statistics.median(before)
-        return math.exp(moved) if moved > LEAST else None
+        return math.exp(moved) if moved > MIN_SHIFT else None
 
-    def _told(self, change: Finding) -> list[Finding]:
+    def _findings_per_link(self, change: Finding) -> list[Finding]:
         slow, test = change.kind == "fail-slow", self._links.test
         for i in self._series.tolist():
             test.accept(i, math.log1p(change.change) if slow else 0.0, slow=slow)

@@ -1,7 +1,8 @@
-"""Whether whole iterations take longer than expected: sees all there is, and cannot say where. Pure, no clock.
+"""Tests whether whole iterations take longer than expected; this covers everything, but cannot localise. Pure, no
+clock.
 
-Tests the logarithm of measured over expected seconds, or of plain seconds where nothing is expected, for change points
-(`resihp.detector.sequential.changes`). The caller is `resihp.detector.online.monitor`.
+Tests the logarithm of measured over expected seconds, or of plain seconds if there is no expectation, for change points
+(`resihp.detector.sequential.changes`). Called by `resihp.detector.online.monitor`.
 """
 
 from __future__ import annotations
@@ -14,40 +15,42 @@ from resihp.detector.findings import Finding
 from resihp.detector.sequential.changes import ChangeDetector, ChangePoint
 from resihp.detector.sequential.shifts import Alarm
 
-CORRELATION = 0.5
-"""Of values from one iteration to the next, until they have shown it themselves."""
-CERTAIN = 0.99
-"""Confidence that what was slow under another plan is over."""
-REST = 0.1
-"""What is left of a shift by less than this is over: the healthy level is not known better after so long."""
-HELD = 4
-"""Iterations that are not looked at while ranks or links gather evidence of what may be the same."""
+ASSUMED_CORRELATION = 0.5
+"""Assumed lag-one correlation of iterations, until the series has shown its own."""
+RECOVERY_CONFIDENCE = 0.99
+"""Confidence that slowness found under another plan is over."""
+RECOVERED_SHARE = 0.1
+"""A slow-down of which less than this share is left is over: after so long, the healthy level is no better known."""
+MAX_HELD_ITERATIONS = 4
+"""Iterations for which values are held back while ranks or links gather evidence that may have the same cause."""
 
 
 class WholeTest:
-    """One series of log ratios, or of logs. `what` tells in the evidence what they are.
+    """Test of one series of log ratios, or of logs. `description` names the series in the evidence.
 
-    `least`: smallest change that counts; `floor`: noise is never taken to be smaller. Both in log units.
+    `least`: smallest change that counts; `floor`: lower bound of the noise. Both in log units.
     """
 
-    def __init__(self, what: str, *, least: float, floor: float, false_alarms_per: int) -> None:
-        self._what, self._least, self._floor, self._false_alarms_per = what, least, floor, false_alarms_per
+    def __init__(self, description: str, *, least: float, floor: float, false_alarms_per: int) -> None:
+        self._what, self._least, self._floor, self._false_alarms_per = description, least, floor, false_alarms_per
         self._held: list[tuple[int, float]] = []
         self._slow = False
         self._well = math.nan
-        """Level of healthy values, as it was learnt before what is slow became so."""
+        """Level of healthy values, as learnt before the present slowness began."""
         self.begin()
 
-    def slow_before(self, well: float = math.nan) -> None:
-        """All was slow before the first value: what comes is slow until it is seen to end. `well`: about the healthy
-        level, if it is known."""
-        self._slow, self._well = True, well
+    def slow_before(self, healthy_level: float = math.nan) -> None:
+        """Declare that everything was slow before the first value, and stays slow until a recovery is seen.
+
+        `healthy_level`: approximate healthy level, if known.
+        """
+        self._slow, self._well = True, healthy_level
 
     def begin(self, expected: float | None = None) -> None:
-        """Learn the level anew; values that are held are forgotten. What is slow stays so until it is seen to end.
+        """Learn the level anew and forget held values. Slowness persists until a recovery is seen.
 
-        `expected`: about the level of healthy values, if it is known: what becomes much slower while it is learnt anew
-        is not taken for healthy, unless that was told already.
+        `expected`: approximate level of healthy values, if known. A level that turns out much slower while it is learnt
+        anew is then not taken for healthy, unless slowness was already reported.
         """
         self._held.clear()
         self._seen = False
@@ -55,7 +58,7 @@ class WholeTest:
             self._well = expected
         self._expected = expected = None if self._slow else expected
         self._detector = ChangeDetector(
-            correlation=CORRELATION,
+            correlation=ASSUMED_CORRELATION,
             familiar=True,
             least=self._least,
             false_alarms_per=self._false_alarms_per,
@@ -65,7 +68,7 @@ class WholeTest:
 
     @property
     def expected(self) -> float | None:
-        """About the level of healthy values: as learnt, else as told; None if neither."""
+        """Approximate level of healthy values: as learnt, else as given; None if neither."""
         if self._slow:
             return self._well if math.isfinite(self._well) else None
         return self._detector.healthy if self._detector.ready else self._expected
@@ -76,49 +79,49 @@ class WholeTest:
 
     @property
     def slow(self) -> bool:
-        """Whether it was told that all is slow, and not that it is over."""
+        """Whether slowness was reported, and its recovery was not."""
         return self._slow
 
     @property
     def level(self) -> float:
-        """Of healthy values; NaN while it is learnt."""
+        """Level of healthy values; NaN while it is learnt."""
         return self._well if self._slow and math.isfinite(self._well) else self._detector.healthy
 
     @property
     def now(self) -> float:
-        """Present level, that of what is slow included; NaN while it is learnt."""
+        """Present level, including slowness; NaN while it is learnt."""
         return self._detector.level
 
     def update(self, iteration: int, value: float, *, hold: bool = False) -> tuple[Finding, ...]:
-        """Take an iteration's value. `hold`: wait, others may be about to find the reason of what it shows."""
+        """Take an iteration's value. `hold`: wait, because other tests may be about to find the cause of this value."""
         self._held.append((iteration, value))
-        if hold and len(self._held) <= HELD:
+        if hold and len(self._held) <= MAX_HELD_ITERATIONS:
             return ()
-        held, self._held = self._held, []
+        values, self._held = self._held, []
         findings: list[Finding] = []
-        for then, waiting in held:
-            change = self._detector.update(then, waiting)
-            findings += [] if change is None else self._told(iteration, change)
+        for held_iteration, held_value in values:
+            change = self._detector.update(held_iteration, held_value)
+            findings += [] if change is None else self._as_findings(iteration, change)
         if not self._seen and self._detector.ready:
             self._seen = True
-            findings += self._over(iteration)
+            findings += self._recovery(iteration)
         return _merged(findings)
 
-    def _over(self, iteration: int) -> list[Finding]:
-        """Of what was slow before the level was learnt anew, and is not any more by that."""
-        away = self._detector.healthy - self._well
-        if not self._slow or not abs(away) < self._least / 2:  # NaN where nobody can tell
+    def _recovery(self, iteration: int) -> list[Finding]:
+        """Return a recovery if, by the newly learnt level, earlier slowness is over."""
+        deviation = self._detector.healthy - self._well
+        if not self._slow or not abs(deviation) < self._least / 2:  # NaN if the former healthy level is unknown
             return []
         self._slow = False
-        return [self._finding(iteration, iteration, away, CERTAIN, None, slow=False)]
+        return [self._finding(iteration, iteration, deviation, RECOVERY_CONFIDENCE, None, slow=False)]
 
-    def _told(self, iteration: int, change: ChangePoint) -> list[Finding]:
-        """That iterations became faster than ever is no finding."""
+    def _as_findings(self, iteration: int, change: ChangePoint) -> list[Finding]:
+        """Return a change point as findings; iterations that became faster than ever are not one."""
         shift = change.after - self.level
         slow = self._detector.changed and shift > 0.0
-        if self._slow:  # and the level was perhaps learnt anew since
+        if self._slow:  # and the level may have been learnt anew since
             slow = slow or (not self._detector.changed and self._detector.healthy - self.level > self._least)
-            slow = slow and shift > REST * (change.before - self.level)
+            slow = slow and shift > RECOVERED_SHARE * (change.before - self.level)
         if not slow and not self._slow:
             return []
         if slow and not self._slow:
@@ -140,14 +143,14 @@ class WholeTest:
             link=None,
             component="job",
             evidence=(
-                f"{self._what}: at {math.exp(shift):.3f} of the healthy time since iteration {onset}, "
+                f"{self._what}: {math.exp(shift):.3f} times the healthy time since iteration {onset}, "
                 f"noise {self._detector.noise:.1%}"
             ),
         )
 
 
 def _merged(findings: list[Finding]) -> tuple[Finding, ...]:
-    """Slow, and at once slower still or less so, is one: in between stands only what others found meanwhile."""
+    """Merge a slow-down with an immediate change of its size: only other tests' findings lie in between."""
     if len(findings) < 2 or any(finding.kind != "fail-slow" for finding in findings):
         return tuple(findings)
     largest = max(findings, key=lambda finding: finding.change)

@@ -1,12 +1,12 @@
-"""What is slow beside the work of ranks and links: collectives of a tensor-parallel group, sums of gradients, data.
+"""Finds waits that are slow beside the work of ranks and links: tensor-parallel collectives, gradient sums, data.
 
-A lane is a tensor-parallel group of a stage. Each kind of wait (`plan_arrays.LaneTimes`) is tested lane by lane, less
-what all lanes have in common, against its own past; and so is what they have in common: all in one test
-(`resihp.detector.sequential.peer_cusum`). Waits are taken as shares of a usual iteration, so that a shift is what it
-costs; where everybody's work is slower by a common factor, sums and collectives may be, too.
+A lane is a tensor-parallel group of a stage. Each kind of wait (`plan_arrays.LaneTimes`) is tested lane by lane against
+its own past, after the part that all lanes share is subtracted; the shared part is tested in the same way, all in one
+test (`resihp.detector.sequential.peer_cusum`). Waits are expressed as shares of a usual iteration, so that a shift is
+its cost. Where all work is slower by a common factor, sums and collectives may be slower as well.
 
-One failure is one finding: what became longer when a rank or a link became slow has its cause there, and is told only
-if it outlasts it. Pure, no clock; called by `resihp.detector.online.beside`.
+One failure makes one finding: a wait that grew when a rank or link became slow has its cause there, and is reported
+only if it outlasts that. Pure, no clock; called by `resihp.detector.online.beside`.
 """
 
 from __future__ import annotations
@@ -19,44 +19,44 @@ import numpy as np
 
 from resihp.detector.findings import Component, Finding
 from resihp.detector.observation import Floats
-from resihp.detector.online.plan_arrays import LONGEST_S, LaneTimes, Stacked
+from resihp.detector.online.plan_arrays import MAX_CHUNK_S, LaneTimes, Stacked
 from resihp.detector.sequential.peer_cusum import PeerTest, Shift
 from resihp.detector.sequential.shifts import Alarm
 from resihp.detector.sequential.window import low_median
 from resihp.pipeline.compiled import Ints
 
-LEARNING = 5
-"""Iterations whose median is the usual one, which waits are shares of."""
-FINE = 3.0
-"""Waits count in shares of an iteration over this: the test's least shifts, of 3 %, are then of 1 %."""
-LEAST = 0.01
-"""Smallest share of an iteration whose loss is a finding."""
-LEAST_S = 1.5e-3
-"""What clocks of 1 ms, and ranks that begin iterations 0.5 ms apart, do not resolve."""
-ALIKE = 0.6
-"""A lane with this share of a shift has it from the same cause."""
-NEAR = 8
-"""Iterations between onsets that may still have one cause."""
-LASTING = 20
-"""Iterations after which it is told, and for which it has to outlast a cause: no plan acts on it, and what is over by
-then is not worth anybody's time."""
-QUORUM = 0.2
-CERTAIN = 0.99
-"""Confidence that a wait is over which is not there under another plan."""
-WAITS: Mapping[Component, str] = {
+LEARNING_ITERATIONS = 5
+"""Iterations whose median is the usual iteration time, of which waits are shares."""
+SHIFT_SCALE = 3.0
+"""Factor on the log of waits as shares of an iteration: the test's smallest shifts, of 3 %, then mean 1 %."""
+MIN_COST_SHARE = 0.01
+"""Smallest share of an iteration whose loss is reported."""
+MIN_COST_S = 1.5e-3
+"""Smallest loss per iteration, in seconds: clocks resolve 1 ms, and ranks begin iterations up to 0.5 ms apart."""
+ALIKE_SHARE = 0.6
+"""A lane with at least this share of another's shift has it from the same cause."""
+SAME_CAUSE_ITERATIONS = 8
+"""Highest distance of onsets, in iterations, at which two slow-downs may have the same cause."""
+LASTING_ITERATIONS = 20
+"""Iterations after which a wait is reported, and for which it has to outlast another cause: no plan depends on it, and
+a shorter problem is not worth anybody's time."""
+QUORUM_SHARE = 0.2
+RECOVERY_CONFIDENCE = 0.99
+"""Confidence that a wait is over if it is not there under another plan."""
+WAIT_NAMES: Mapping[Component, str] = {
     "collective": "tensor-parallel collectives",
     "reduction": "sums of gradients",
     "data": "the wait for the first micro-batch",
 }
 
 Key = tuple[Component, tuple[int, ...]]
-"""What waits, under any plan: the kind, and a lane's ranks, or none for what all lanes have in common."""
+"""Identity of a wait under any plan: its kind, and the lane's ranks; no ranks for the part that all lanes share."""
 Causes = Callable[[], Mapping[int, Sequence[int]]]
-"""Iterations in which what is slow now became so, by lane; -1 for what is no rank's."""
+"""Onsets, in iterations, of everything that is slow now, by lane; -1 for anything that belongs to no rank."""
 
 
 class _Kind:
-    """The series of one kind of wait: one for each of `lanes`, then one for what they have in common."""
+    """Series of one kind of wait: one for each of `lanes`, then one for the part that they share."""
 
     def __init__(self, component: Component, lanes: Ints, first: int) -> None:
         self.component: Component = component
@@ -65,10 +65,10 @@ class _Kind:
         self.common = first + lanes.size
 
     def lanes_of(self, series: Iterable[int]) -> list[int]:
-        """Of some series; all for what they have in common."""
+        """Return the lanes of some series; all lanes for the shared part."""
         if self.common in series:
             return [int(lane) for lane in self.lanes]
-        return [int(self.lanes[one - self.rows.start]) for one in series]
+        return [int(self.lanes[index - self.rows.start]) for index in series]
 
 
 class _Raised(msgspec.Struct):
@@ -79,20 +79,20 @@ class _Raised(msgspec.Struct):
     confidence: float
     alarm: Alarm | None
     together: int
-    """Those of one number shifted together."""
+    """Number shared by the series that shifted together."""
     waits: int
-    """Before this iteration it is not told."""
+    """Iteration before which it is not reported."""
     due: bool = True
-    """It is to be told, should it last."""
-    told: bool = False
-    """Its end is to be told."""
+    """Whether it still is to be reported, if it lasts."""
+    reported: bool = False
+    """Whether it was reported, so that its end has to be reported as well."""
     caused: bool = False
-    """Something else that is slow is its cause."""
+    """Whether something else that is slow is its cause."""
 
 
 class LaneTests:
-    """Sequential tests of all kinds of waits. `before`: those under the plan before; what was longer there, and is
-    still, is no news."""
+    """Sequential tests of all kinds of waits. `before`: those under the previous plan; a wait that was longer there,
+    and still is, is not reported again."""
 
     def __init__(self, stacked: Stacked, before: LaneTests | None, *, false_alarms_per: int, patience: int) -> None:
         self._stacked, self._false_alarms_per, self._patience = stacked, false_alarms_per, patience
@@ -107,51 +107,50 @@ class LaneTests:
         self._raised: dict[int, _Raised] = {}
         self._number = 0
         self._faster: dict[int, tuple[int, float]] = {}
-        """Since when what all have in common is less than it was, and what it was, by series."""
+        """Since when the shared part is shorter than it was, and its former level, by series."""
         self._first: list[tuple[int, LaneTimes, float, float]] = []
         self.usual_s = math.nan
-        """What an iteration usually takes; NaN while it is not known."""
+        """Usual iteration time; NaN while it is unknown."""
 
     @property
     def slow(self) -> dict[Key, float]:
-        """Shift of each wait that is longer than it was, and has no other cause; `FINE` log units."""
-        return {self._keys[i]: self.test.shift(i) for i, one in self._raised.items() if not one.caused}
+        """Shift of each wait that is longer than it was and has no other cause; log units times `SHIFT_SCALE`."""
+        return {self._keys[i]: self.test.shift(i) for i, wait in self._raised.items() if not wait.caused}
 
     @property
     def added_s(self) -> float:
-        """Seconds by which an iteration is longer for it, at most."""
+        """Upper bound of the seconds by which these waits lengthen an iteration."""
         if math.isnan(self.usual_s):
             return 0.0 if self._before is None else self._before.added_s
         shifts = dict.fromkeys([(kind.component, common) for kind in self._kinds for common in (False, True)], 0.0)
         for (component, ranks), shift in self.slow.items():
             shifts[component, not ranks] = max(shifts[component, not ranks], shift)
-        return float(np.expm1(np.array([*shifts.values()]) / FINE).sum()) * self.usual_s
+        return float(np.expm1(np.array([*shifts.values()]) / SHIFT_SCALE).sum()) * self.usual_s
 
     @property
     def suspects(self) -> bool:
-        """Some lane has gathered a good part of the evidence for an alarm, or is about to be told."""
-        return self.test.suspects or any(one.due and not one.caused for one in self._raised.values())
+        """Whether some lane has gathered much of the evidence for an alarm, or is about to be reported."""
+        return self.test.suspects or any(wait.due and not wait.caused for wait in self._raised.values())
 
     def update(
         self, iteration: int, times: LaneTimes, healthy_s: float, common: float, causes: Causes
     ) -> list[Finding]:
-        """Take an iteration that should have taken `healthy_s`; everybody's work took `common` times as long as it
-        should."""
-        if not (0.0 < healthy_s < LONGEST_S and 0.0 < common < math.inf):
+        """Take an iteration that should have taken `healthy_s`; ranks' work took `common` times its healthy time."""
+        if not (0.0 < healthy_s < MAX_CHUNK_S and 0.0 < common < math.inf):
             return []
         if not math.isnan(self.usual_s):
             return self._test(iteration, times, healthy_s, common, causes)
         self._first.append((iteration, times, healthy_s, common))
-        if len(self._first) < LEARNING:
+        if len(self._first) < LEARNING_ITERATIONS:
             return []
         self.usual_s = float(np.median([seconds for _, _, seconds, _ in self._first]))
         buffered, self._first = self._first, []
-        findings = self._go_on(iteration, [self._values(*one[1:]) for one in buffered])
-        return findings + [found for one in buffered for found in self._test(*one, causes)]
+        findings = self._go_on(iteration, [self._values(*sample[1:]) for sample in buffered])
+        return findings + [finding for sample in buffered for finding in self._test(*sample, causes)]
 
     # --- from plan to plan ----------------------------------------------------------------------------------------
 
-    def _made(self, known: Mapping[int, float]) -> PeerTest:
+    def _made(self, known_shifts: Mapping[int, float]) -> PeerTest:
         groups = [
             (i, int(self._stacked.group[self._stacked.first_row[lane]]) if lane >= 0 else -1)
             for i, kind in enumerate(self._kinds)
@@ -160,33 +159,33 @@ class LaneTests:
         order = {group: i for i, group in enumerate(dict.fromkeys(groups))}
         return PeerTest(
             [order[group] for group in groups],
-            known=known,
-            spread=np.inf,  # lanes have more or less to do, and share their processors or not: own pasts alone
-            least=FINE * LEAST,
+            known_shifts=known_shifts,
+            spread=np.inf,  # lanes have different work and may share processors: compare with their own past only
+            least=SHIFT_SCALE * MIN_COST_SHARE,
             false_alarms_per=3 * self._false_alarms_per,
-            quorum=QUORUM,
+            quorum=QUORUM_SHARE,
         )
 
     def _go_on(self, iteration: int, first: Sequence[Floats]) -> list[Finding]:
-        """What was longer under the plan before: is it still, by the first values under this one?"""
+        """Check, by the first values under this plan, which of the waits longer under the previous one still are."""
         before, self._before = self._before, None
         if before is None or not before._raised:
             return []
         index = {key: i for i, key in enumerate(self._keys)}
         now = np.median(np.array(first), axis=0)
-        healthy, known = before.test.levels(healthy=True), dict[int, float]()
-        over: dict[int, list[int]] = {}
-        for then, one in before._raised.items():
-            i, shift = index.get(before._keys[then]), before.test.shift(then)
+        healthy, known_shifts = before.test.levels(healthy=True), dict[int, float]()
+        recovered: dict[int, list[int]] = {}
+        for former, wait in before._raised.items():
+            i, shift = index.get(before._keys[former]), before.test.shift(former)
             if i is None:
-                continue  # a lane that is no more
-            if now[i] - healthy[then] >= ALIKE * shift:
-                known[i], self._raised[i] = shift, one
-            elif one.told:
-                over.setdefault(one.together, []).append(i)
+                continue  # this lane no longer exists
+            if now[i] - healthy[former] >= ALIKE_SHARE * shift:
+                known_shifts[i], self._raised[i] = shift, wait
+            elif wait.reported:
+                recovered.setdefault(wait.together, []).append(i)
         self._number = before._number
-        self.test = self._made(known)
-        return [self._finding(iteration, series, iteration, 0.0, None) for series in over.values()]
+        self.test = self._made(known_shifts)
+        return [self._finding(iteration, series, iteration, 0.0, None) for series in recovered.values()]
 
     # --- an iteration ---------------------------------------------------------------------------------------------
 
@@ -195,23 +194,23 @@ class LaneTests:
         shifts = self.test.update(iteration, self._values(times, healthy_s, common))
         fell = before - self.test.levels(healthy=True)
         for kind in self._kinds if ready else ():
-            if fell[kind.common] >= FINE * LEAST:
+            if fell[kind.common] >= SHIFT_SCALE * MIN_COST_SHARE:
                 self._faster[kind.common] = (iteration, float(before[kind.common]))
         findings: list[Finding] = []
         done: set[int] = set()
-        for shift in sorted(shifts, key=lambda one: -one.after):
+        for shift in sorted(shifts, key=lambda shift: -shift.after):
             if shift.series not in done:
-                alike = {one.series for one in shifts if one.kind == shift.kind} - done
+                alike = {other_shift.series for other_shift in shifts if other_shift.kind == shift.kind} - done
                 done.update(
                     self._ended(shift, alike, findings) if shift.kind == "recovered" else self._begun(shift, alike)
                 )
-        return findings + self._told(iteration, causes) if self._raised else findings
+        return findings + self._lasting_findings(iteration, causes) if self._raised else findings
 
     def _values(self, times: LaneTimes, healthy_s: float, common: float) -> Floats:
-        """(series,): lanes' waits less what they have in common, and that."""
+        """Return (series,): lanes' waits minus their shared part, and the shared part."""
         slower = max(common, 1.0)
         waits = {
-            "collective": times.collective / (healthy_s * slower),  # as long as there is work
+            "collective": times.collective / (healthy_s * slower),  # grows with the work
             "reduction": times.reduction / (self.usual_s * slower),
             "data": times.data / self.usual_s,
         }
@@ -220,20 +219,20 @@ class LaneTests:
         slow = np.zeros(self.test.size, dtype=bool)
         slow[list(self.test.slow)] = True
         for kind in self._kinds:
-            own = FINE * np.log1p(waits[kind.component][kind.lanes])
-            away = own - levels[kind.rows]
-            known = np.isfinite(away)
-            well = known & ~slow[kind.rows]  # what ends there is not what begins everywhere else
-            if known.any():
-                middle = low_median(away[well if well.any() else known], 4 * low_median(noise[kind.rows]))
+            own = SHIFT_SCALE * np.log1p(waits[kind.component][kind.lanes])
+            deviations = own - levels[kind.rows]
+            finite = np.isfinite(deviations)
+            healthy = finite & ~slow[kind.rows]  # an end in slow lanes must not look like a beginning everywhere else
+            if finite.any():
+                middle = low_median(deviations[healthy if healthy.any() else finite], 4 * low_median(noise[kind.rows]))
                 values[kind.rows], values[kind.common] = own - middle, middle
         return values
 
     def _begun(self, shift: Shift, alike: set[int]) -> list[int]:
-        """Series that became longer with this one, it included."""
+        """Mark the series that became longer together with this one as raised, and return them, it included."""
         kind, since, slow = self._kind(shift.series), self.test.mean_since(shift.onset), set(self.test.slow)
         rows = range(kind.rows.start, kind.rows.stop) if shift.series != kind.common else ()
-        near = [i for i in rows if i in alike or (i not in slow and since[i] >= ALIKE * shift.after)]
+        near = [i for i in rows if i in alike or (i not in slow and since[i] >= ALIKE_SHARE * shift.after)]
         named = [shift.series, *(i for i in near if i != shift.series)]
         self._number += 1
         for i in named:
@@ -248,118 +247,120 @@ class LaneTests:
                 confidence=shift.confidence,
                 alarm=shift.alarm,
                 together=self._number,
-                waits=shift.onset + LASTING,
-                told=former is not None and former.told,
+                waits=shift.onset + LASTING_ITERATIONS,
+                reported=former is not None and former.reported,
             )
         return named
 
     def _ended(self, shift: Shift, alike: set[int], findings: list[Finding]) -> list[int]:
-        """Series that are well again with this one, it included; it is told of those that were told."""
-        one = self._raised.get(shift.series)
+        """Return the series that recovered together with this one, it included; report the end of reported ones."""
+        wait = self._raised.get(shift.series)
         since = self.test.mean_since(shift.onset)
         ended = [shift.series]
-        for i, other in self._raised.items():
-            if one is not None and other.together == one.together and i != shift.series:
+        for i, wait_of_series in self._raised.items():
+            if wait is not None and wait_of_series.together == wait.together and i != shift.series:
                 if i in alike:
                     ended.append(i)
                 elif since[i] < 0.5 * self.test.shift(i):
                     self.test.accept(i, 0.0, slow=False)
                     ended.append(i)
-        told = [i for i in ended if i in self._raised and self._raised[i].told]
+        reported = [i for i in ended if i in self._raised and self._raised[i].reported]
         for i in ended:
             self._raised.pop(i, None)
-        if told:
-            findings.append(self._finding(shift.detected, told, shift.onset, shift.after, shift))
+        if reported:
+            findings.append(self._finding(shift.detected, reported, shift.onset, shift.after, shift))
         return ended
 
-    def _told(self, iteration: int, causes: Causes) -> list[Finding]:
-        """What has lasted, and has no other cause."""
-        due = [i for i, one in self._raised.items() if one.due]
-        known = causes() if due else {}
-        everywhere = {then for onsets in known.values() for then in onsets}
+    def _lasting_findings(self, iteration: int, causes: Causes) -> list[Finding]:
+        """Return findings of the waits that have lasted and have no other cause."""
+        due = [i for i, wait in self._raised.items() if wait.due]
+        known_causes = causes() if due else {}
+        everywhere = {cause_onset for onsets in known_causes.values() for cause_onset in onsets}
         lasting: dict[int, list[int]] = {}
         for i in due:
-            one = self._raised[i]
-            one.caused = self._is_caused(i, one.onset, known, everywhere)
-            if one.caused:
-                one.waits = max(one.waits, iteration + LASTING)
-            elif iteration >= one.waits:
-                lasting.setdefault(one.together, []).append(i)
+            wait = self._raised[i]
+            wait.caused = self._is_caused(i, wait.onset, known_causes, everywhere)
+            if wait.caused:
+                wait.waits = max(wait.waits, iteration + LASTING_ITERATIONS)
+            elif iteration >= wait.waits:
+                lasting.setdefault(wait.together, []).append(i)
         findings = []
-        late = self.test.mean_since(iteration - LASTING + 1) if lasting else np.zeros(0)
-        certain = 4.0 * self.test.noise / math.sqrt(LASTING)
+        late = self.test.mean_since(iteration - LASTING_ITERATIONS + 1) if lasting else np.zeros(0)
+        certain = 4.0 * self.test.noise / math.sqrt(LASTING_ITERATIONS)
         for series in lasting.values():
-            left = []
+            still_longer = []
             for i in series:
-                if self._is_none(i, self._raised[i].onset):
+                if self._is_negligible(i, self._raised[i].onset):
                     del self._raised[i]
                     self.test.explain(i, self.test.shift(i))
-                elif late[i] >= max(ALIKE * self.test.shift(i), certain[i]):
-                    left.append(i)
-            if left:
-                left.sort(key=lambda i: (-self.test.shift(i), i))
-                first = self._raised[left[0]]
-                findings.append(self._finding(iteration, left, first.onset, self.test.shift(left[0]), first))
-                for i in left:
-                    self._raised[i].due, self._raised[i].told = False, True
+                elif late[i] >= max(ALIKE_SHARE * self.test.shift(i), certain[i]):
+                    still_longer.append(i)
+            if still_longer:
+                still_longer.sort(key=lambda i: (-self.test.shift(i), i))
+                first = self._raised[still_longer[0]]
+                findings.append(
+                    self._finding(iteration, still_longer, first.onset, self.test.shift(still_longer[0]), first)
+                )
+                for i in still_longer:
+                    self._raised[i].due, self._raised[i].reported = False, True
         return findings
 
-    def _is_none(self, series: int, onset: int) -> bool:
-        """Whether a shift is too slight to count, or is none: others are faster, or it is as before they were."""
+    def _is_negligible(self, series: int, onset: int) -> bool:
+        """Whether a shift is too small to count, or is only apparent: others became faster, or it is back to before."""
         kind, shift = self._kind(series), self.test.shift(series)
-        if self._cost(shift) * self.usual_s < LEAST_S:
+        if self._cost(shift) * self.usual_s < MIN_COST_S:
             return True
-        if series != kind.common and self.test.moved(kind.common, onset) <= -ALIKE * shift:
-            return True  # of two nobody can tell
+        if series != kind.common and self.test.moved(kind.common, onset) <= -ALIKE_SHARE * shift:
+            return True  # with two lanes, a longer one and a shorter one look alike
         since, before = self._faster.get(kind.common, (-math.inf, 0.0))
         if abs(onset - since) > self._patience:
             return False
         longer = float(self.test.levels(healthy=False)[kind.common]) - before
-        return longer + (shift if series != kind.common else 0.0) < (1.0 - ALIKE) * shift
+        return longer + (shift if series != kind.common else 0.0) < (1.0 - ALIKE_SHARE) * shift
 
     def _is_caused(
         self, series: int, onset: int, causes: Mapping[int, Sequence[int]], everywhere: Collection[int]
     ) -> bool:
-        """Whether something else became slow at about the same time: of its ranks; anywhere for who waits for all."""
+        """Whether something else became slow at about the same time: one of its ranks, or, for a wait for all, any."""
         kind = self._kind(series)
-        others = everywhere
+        other_onsets = everywhere
         if series == kind.common:
-            lanes = (one.onset for i, one in self._raised.items() if kind.rows.start <= i < kind.rows.stop)
-            others = {*everywhere, *lanes}
+            lanes = (wait.onset for i, wait in self._raised.items() if kind.rows.start <= i < kind.rows.stop)
+            other_onsets = {*everywhere, *lanes}
         elif kind.component != "reduction":
-            others = causes.get(kind.lanes_of([series])[0], ())
-        return any(abs(then - onset) <= NEAR for then in others)
+            other_onsets = causes.get(kind.lanes_of([series])[0], ())
+        return any(abs(other_onset - onset) <= SAME_CAUSE_ITERATIONS for other_onset in other_onsets)
 
     def _finding(
-        self, iteration: int, series: Sequence[int], onset: int, shift: float, of: Shift | _Raised | None
+        self, iteration: int, series: Sequence[int], onset: int, shift: float, source: Shift | _Raised | None
     ) -> Finding:
-        """`of`: how it came to this; None for what is over under another plan."""
+        """Return a finding. `source`: the shift or raised wait behind it; None for a recovery under another plan."""
         kind = self._kind(series[0])
         lanes = kind.lanes_of(series)
         ranks = self._ranks(lanes)
         cost = self._cost(shift)
-        who = "of all" if kind.common in series else f"of {_named(ranks)}"
-        before = "" if of is None else f", before {self._cost(of.before):+.1%}"
+        subject = "of all" if kind.common in series else f"of {_named(ranks)}"
+        before = "" if source is None else f", before {self._cost(source.before):+.1%}"
         return Finding(
-            kind="fail-slow" if isinstance(of, _Raised) else "recovered",
+            kind="fail-slow" if isinstance(source, _Raised) else "recovered",
             iteration=onset,
             detected=iteration,
             change=cost,
-            confidence=CERTAIN if of is None else of.confidence,
-            alarm=None if of is None else of.alarm,
+            confidence=RECOVERY_CONFIDENCE if source is None else source.confidence,
+            alarm=None if source is None else source.alarm,
             ranks=ranks,
             link=None,
             component=kind.component,
             evidence=(
-                f"{WAITS[kind.component]} {who}: {cost * self.usual_s:+.4f} s since iteration {onset}, "
-                f"{cost:+.1%} of an iteration{before}; relative to "
-                f"{kind.lanes.size - len(lanes)} other groups; noise {self.test.noise[series[0]] / FINE:.1%}"
+                f"{WAIT_NAMES[kind.component]} {subject}: {cost * self.usual_s:+.4f} s since iteration {onset}, "
+                f"{cost:+.1%} of an iteration{before}; compared with "
+                f"{kind.lanes.size - len(lanes)} other groups; noise {self.test.noise[series[0]] / SHIFT_SCALE:.1%}"
             ),
         )
 
     @staticmethod
     def _cost(shift: float) -> float:
-        return math.expm1(shift / FINE)
+        return math.expm1(shift / SHIFT_SCALE)
 
     def _kind(self, series: int) -> _Kind:
         return next(kind for kind in self._kinds if series <= kind.common)
@@ -370,7 +371,7 @@ class LaneTests:
 
 
 def _kinds(stacked: Stacked) -> Iterator[_Kind]:
-    """Kinds of wait that lanes of the plan have, with their series."""
+    """Yield the kinds of wait that lanes of the plan have, with their series."""
     busy = stacked.lengths[stacked.first_row[:-1]] > 0
     lanes: dict[Component, Ints] = {
         "collective": np.flatnonzero(busy & (np.diff(stacked.first_row) > 1)),
@@ -378,10 +379,10 @@ def _kinds(stacked: Stacked) -> Iterator[_Kind]:
         "data": np.flatnonzero(busy & np.array([stage == 0 for _, stage in stacked.places])),
     }
     first = 0
-    for component, of in lanes.items():
-        if of.size:
-            yield _Kind(component, of, first)
-            first += of.size + 1
+    for component, lanes_of_kind in lanes.items():
+        if lanes_of_kind.size:
+            yield _Kind(component, lanes_of_kind, first)
+            first += lanes_of_kind.size + 1
 
 
 def _named(ranks: Sequence[int]) -> str:

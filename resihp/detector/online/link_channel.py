@@ -1,9 +1,9 @@
-"""Which link between stages is slow: its transfers against its own past and those of its peers. Pure, no clock.
+"""Finds the slow link between stages: its transfers against its own past and those of its peers. Pure, no clock.
 
-A transfer is seen where the receiver had to wait for it: then it lasted from the sender's end to the receiver's start.
-Where the receiver was busy until then, nothing is known but that it was no longer; such transfers are left out. A link
-has a direction, from a rank to the rank that receives from it, so that in a tensor-parallel group each has its own.
-Called by `resihp.detector.online.monitor`; the test itself is that of ranks (`resihp.detector.sequential.peer_cusum`).
+A transfer can be measured if the receiver had to wait for it: it lasted from the sender's end to the receiver's start.
+If the receiver was busy until then, the transfer is known only to have been no longer, and is left out. A link has a
+direction, from a rank to the rank that receives from it, so that in a tensor-parallel group each rank has its own.
+Called by `resihp.detector.online.monitor`; the test is that of ranks (`resihp.detector.sequential.peer_cusum`).
 """
 
 from __future__ import annotations
@@ -16,60 +16,60 @@ import numpy as np
 
 from resihp.detector.findings import Finding
 from resihp.detector.observation import Floats
-from resihp.detector.online.plan_arrays import LONGEST_S, SPANS, STARTS, TOKENS, Stacked
-from resihp.detector.sequential.peer_cusum import LEARNING, PeerTest, Shift
+from resihp.detector.online.plan_arrays import MAX_CHUNK_S, SPANS, STARTS, TOKENS, Stacked
+from resihp.detector.sequential.peer_cusum import LEARNING_ITERATIONS, PeerTest, Shift
 from resihp.detector.sequential.window import medians
 from resihp.pipeline.compiled import Ints
 
-VISIBLE = 0.25
-"""A receiver waited for a transfer if it was idle for this share of it, and for LEAST_WAIT_S."""
-LEAST_WAIT_S = 20e-6
-SPREAD = 0.25
-"""How much healthy links between nodes, or within them, may differ, log units."""
-EXPONENTS = (0.0, 0.5, 1.0)
-"""A transfer may grow with N to one of these powers: latency, both, bandwidth."""
-QUORUM = 0.2
-"""Share of the links that must have been seen in an iteration for it to count."""
-LEAST = 0.05
+MIN_IDLE_SHARE = 0.25
+"""A receiver waited for a transfer if it was idle for at least this share of it, and for MIN_WAIT_S."""
+MIN_WAIT_S = 20e-6
+MAX_HEALTHY_SPREAD = 0.25
+"""Highest difference between healthy links of one kind (between nodes, or within them), log units."""
+TOKEN_EXPONENTS = (0.0, 0.5, 1.0)
+"""Powers of N with which a transfer may grow: latency, both, bandwidth."""
+QUORUM_SHARE = 0.2
+"""Share of the links that an iteration must have measured to count."""
+MIN_SHIFT = 0.05
 """Smallest shift of a link that counts, log units."""
-ALIKE = 0.6
+ALIKE_SHARE = 0.6
 """A link between the same stages, or of the same rank, with this share of a shift has it from the same cause."""
-LOOKS, MOST_STARTS = 16, 4096
-"""Iterations of a plan from whose start times the clocks' resolution is read, and about how many of them."""
-MANY = 4.0
-"""Transfers of one iteration beyond which a mean of more is not taken to be better: they have their noise in common."""
-REMEMBERED = 64
-"""Iterations whose transfers are kept, in seconds."""
-FLOORS = 4.0
-"""A slower transfer must be so by this many times what clocks and skewed starts make it scatter, in seconds."""
-FEW_STARTS = 16
-SAME_S = 1e-7
-"""Start times that differ by less are equal."""
-NEAR = 8
-"""Iterations between onsets that may still have one cause."""
+RESOLUTION_ITERATIONS, RESOLUTION_STARTS = 16, 4096
+"""Iterations of a plan from whose start times the resolution of clocks is read, and about how many start times."""
+MAX_COUNTED_TRANSFERS = 4.0
+"""Transfers of one iteration beyond which a mean is not taken to be more precise: they share their noise."""
+RECENT_ITERATIONS = 64
+"""Number of iterations whose transfers are kept, in seconds."""
+MIN_CLOCK_ERRORS = 4.0
+"""Smallest slow-down of a transfer, as a multiple of the scatter in seconds from clocks and skewed starts."""
+MIN_STARTS = 16
+EQUAL_STARTS_S = 1e-7
+"""Start times that differ by less are equal, seconds."""
+SAME_CAUSE_ITERATIONS = 8
+"""Highest distance of onsets, in iterations, at which two slow-downs may have the same cause."""
 
 
 class Links:
-    """The links of a plan: L pairs of ranks, and how a transfer is read from what ranks measured."""
+    """The links of a plan, L pairs of ranks, and how transfers are read from ranks' measurements."""
 
     def __init__(self, stacked: Stacked, nodes: Mapping[int, Hashable] | None = None) -> None:
         self._stacked = stacked
         compiled = stacked.compiled
-        most = 1 + max((stage for _, stage in stacked.places), default=0)
-        lanes = np.zeros((1 + max((replica for replica, _ in stacked.places), default=0), most), dtype=np.intp)
+        stage_count = 1 + max((stage for _, stage in stacked.places), default=0)
+        lanes = np.zeros((1 + max((replica for replica, _ in stacked.places), default=0), stage_count), dtype=np.intp)
         for i, (replica, stage) in enumerate(stacked.places):
             lanes[replica, stage] = i
         ends = lanes[compiled.replica[compiled.edges], compiled.stage[compiled.edges]]
         code, self._way = np.unique(ends[0] * len(stacked.places) + ends[1], return_inverse=True)
-        """Ways are pairs of lanes; for each edge the one that it takes."""
+        """Ways are pairs of lanes; `_way` has, for each edge, the way that it takes."""
         self._senders, self._receivers = (side.astype(np.intp) for side in np.divmod(code, max(len(stacked.places), 1)))
         widths = np.diff(stacked.first_row)
         self._widths = np.maximum(widths[self._senders], widths[self._receivers])
         self._first: Ints = np.concatenate([[0], np.cumsum(self._widths)])
         self.way: Ints = np.repeat(np.arange(len(code)), self._widths)
-        """(L,): links of one way join the same two stages, in one direction."""
+        """(L,): way of each link; links of one way join the same two stages, in one direction."""
         self.lanes: Ints = np.stack([self._senders[self.way], self._receivers[self.way]])
-        """(2, L): the stages' lanes."""
+        """(2, L): the lanes of sender and receiver."""
         turn = np.arange(self.way.size) - self._first[:-1][self.way]
         wide = self._widths[self.way]
         self._rows = np.stack(
@@ -82,7 +82,7 @@ class Links:
         """(L, 2): sender and receiver. Of unequal groups, part c goes from c * U // max(U, D) to c * D // max(U, D)."""
         self.comparable = nodes is not None
         self.kind: Ints = np.zeros(len(self.pairs), dtype=np.intp)
-        """(L,): 1 for links within a node, 0 for those between nodes, or all where it is not known."""
+        """(L,): 1 for links within a node, 0 for links between nodes; 0 for all if nodes are unknown."""
         between: set[frozenset[Hashable]] = set()
         if nodes is not None:
             ends_at = [
@@ -91,47 +91,48 @@ class Links:
             self.kind[:] = [a == b for a, b in ends_at]
             between = {frozenset(both) for both in ends_at if both[0] != both[1]}
         self.one_path: bool = len(between) == 1
-        """Whether all links between nodes, and there are some, join the same two."""
+        """Whether there are links between nodes, and all of them join the same two nodes."""
         self._transfers: tuple[Ints, Ints, Ints, Ints] | None = None
         self.resolution_s = 0.0
         self._looks = 0
-        """Of the clocks, as far as start times show it."""
+        """Iterations from which the clocks' resolution (`resolution_s`) was read so far."""
 
     @property
     def size(self) -> int:
         return len(self.pairs)
 
     def measured(self, columns: Floats) -> tuple[Floats, Floats, Floats]:
-        """Geometric means (L,) of the transfers that were waited for, in seconds, and of their N, NaN for none; and how
-        many these were.
+        """Return geometric means (L,) of the transfers that were waited for, in seconds, and of their N, NaN for none;
+        and the number of these transfers.
 
-        `columns` as `Stacked.columns` gives them.
+        `columns` as `Stacked.columns` returns them.
         """
         send, receive, previous, link = self._of_transfers()
         starts = columns[STARTS]
-        if self._looks < LOOKS:
+        if self._looks < RESOLUTION_ITERATIONS:
             self._looks += 1
-            self.resolution_s = _resolution(starts[:: max(starts.size // MOST_STARTS, 1)])
-        ends = np.append(starts + columns[SPANS], 0.0)  # before the first primitive lies the iteration's beginning
+            self.resolution_s = _resolution(starts[:: max(starts.size // RESOLUTION_STARTS, 1)])
+        ends = np.append(starts + columns[SPANS], 0.0)  # index -1: the beginning of the iteration
         start = starts[receive]
         with np.errstate(invalid="ignore", divide="ignore"):
             gap = start - ends[send]
-            seen = (gap > 0.0) & (start - ends[previous] > np.maximum(VISIBLE * gap, LEAST_WAIT_S))
-            link = link[seen]
+            visible = (gap > 0.0) & (start - ends[previous] > np.maximum(MIN_IDLE_SHARE * gap, MIN_WAIT_S))
+            link = link[visible]
             counts = np.bincount(link, minlength=self.size).astype(np.float64)
-            delays = np.exp(np.bincount(link, np.log(gap[seen]), self.size) / counts)
-            tokens = np.exp(np.bincount(link, np.log(columns[TOKENS, receive[seen]]), self.size) / counts)
+            delays = np.exp(np.bincount(link, np.log(gap[visible]), self.size) / counts)
+            tokens = np.exp(np.bincount(link, np.log(columns[TOKENS, receive[visible]]), self.size) / counts)
         return delays, tokens, counts
 
     def edge_seconds(self, seconds: Floats) -> Floats:
-        """(E,): what a transfer takes over the slowest of the links that carry it, from seconds of links (L,)."""
+        """Return (E,): the seconds of each transfer over the slowest link that carries it, from seconds of links
+        (L,)."""
         if not self.size:
             return np.zeros(self._way.size)
         return np.asarray(np.fmax.reduceat(seconds, self._first[:-1])[self._way])
 
     def _of_transfers(self) -> tuple[Ints, Ints, Ints, Ints]:
-        """For each part of each transfer: columns of the sender's and the receiver's primitive, and of the one before
-        that (or -1), and its link. Made when first needed."""
+        """Return, for each part of each transfer, the columns of the sender's and the receiver's primitive, the column
+        before the latter (or -1), and its link. Computed on first use."""
         if self._transfers is None:
             compiled = self._stacked.compiled
             wide = self._widths[self._way]
@@ -146,15 +147,15 @@ class Links:
 
 
 class LinkTest:
-    """Sequential tests of all links of a plan. `known`: log shifts that are no news, by (sender, receiver)."""
+    """Sequential tests of all links of a plan. `known_shifts`: log shifts already reported, by (sender, receiver)."""
 
     def __init__(
         self,
         links: Links,
-        known: Mapping[tuple[int, int], float],
+        known_shifts: Mapping[tuple[int, int], float],
         false_alarms_per: int,
         patience: int,
-        least: float = LEAST,
+        least: float = MIN_SHIFT,
     ) -> None:
         self.links = links
         self._names = [(sender, receiver) for sender, receiver in links.pairs.tolist()]
@@ -164,24 +165,24 @@ class LinkTest:
         self._usual = np.zeros(links.size)
         self._tokens = 1.0
         self._first: list[tuple[int, Floats, Floats, Floats]] = []
-        self._recent: deque[tuple[int, Floats]] = deque(maxlen=REMEMBERED)
+        self._recent: deque[tuple[int, Floats]] = deque(maxlen=RECENT_ITERATIONS)
         self._seen: tuple[Floats, Floats] | None = None
-        """Logs of what was measured in the iteration seen last: seconds and N, NaN for links that nobody waited for."""
+        """Logs of seconds and N measured in the latest iteration; NaN for links without a measurable transfer."""
         self._together: dict[int, tuple[int, ...]] = {}
         self.test = PeerTest(
             links.kind,
-            known={self._index[name]: shift for name, shift in known.items() if name in self._index},
-            spread=SPREAD if links.comparable else np.inf,
-            least=max(LEAST, least),
+            known_shifts={self._index[name]: shift for name, shift in known_shifts.items() if name in self._index},
+            spread=MAX_HEALTHY_SPREAD if links.comparable else np.inf,
+            least=max(MIN_SHIFT, least),
             false_alarms_per=false_alarms_per,
-            quorum=QUORUM,
+            quorum=QUORUM_SHARE,
             patience=patience,
         )
 
     @property
     def ready(self) -> bool:
-        """False until it is known what transfers usually take."""
-        return len(self._first) >= LEARNING
+        """False until the usual duration of transfers is learnt."""
+        return len(self._first) >= LEARNING_ITERATIONS
 
     @property
     def slow(self) -> dict[tuple[int, int], float]:
@@ -190,25 +191,25 @@ class LinkTest:
 
     @property
     def apart_from_healthy(self) -> Floats:
-        """(L,): log of what transfers of the iteration seen last took over what they would where all is well; NaN where
-        nobody waited for one, or nothing is known yet."""
+        """(L,): log of the latest iteration's transfer times over their healthy times; NaN if no transfer was waited
+        for, or nothing is learnt yet."""
         if self._seen is None or not (self.ready and self.test.ready):
             return np.full(self.links.size, np.nan)
         return self._apart(*self._seen) - self.test.levels(healthy=True)
 
     def _apart(self, delay: Floats, token: Floats) -> Floats:
-        """Logs of delays over what is usual for their N, of links of a kind."""
+        """Return logs of delays relative to the usual delay of their kind of link and N."""
         return delay - self._exponent * token - self._usual
 
     def seconds(self, *, healthy: bool) -> Floats:
-        """(L,): what a mean transfer over each link takes now, or where all is well; 0 while it is not known."""
+        """Return (L,): seconds of a mean transfer over each link at present, or when healthy; 0 while unknown."""
         if not self.ready:
             return np.zeros(self.links.size)
         usual = self._usual + self._exponent * np.log(self._tokens)
         return np.asarray(np.exp(usual + self.test.levels(healthy=healthy)))
 
     def clear(self, name: tuple[int, int], iteration: int) -> None:
-        """The link was measured to be healthy; what was found with it had the same cause, that is: none."""
+        """Note that the link was measured to be healthy; links found together with it are cleared as well."""
         if name in self._index:
             series = self._index[name]
             for i in {series, *self._together.pop(series, ())} & {series, *self.test.slow}:
@@ -217,19 +218,19 @@ class LinkTest:
     def update(
         self, iteration: int, delays: Floats, tokens: Floats, counts: Floats, excused: Mapping[int, int]
     ) -> tuple[Finding, ...]:
-        """Take an iteration's means as `Links.measured` gives them; NaN for links that nobody waited for.
+        """Take an iteration's means as `Links.measured` returns them; NaN for links without a measured transfer.
 
-        `excused`: ranks that are slow themselves, and since when; their transfers may well be late.
+        `excused`: onsets of ranks that are slow themselves; their transfers may be late because of that.
         """
         self._seen = None
-        sound = (delays > 0.0) & (delays < LONGEST_S) & (tokens > 0.0)
+        sound = (delays > 0.0) & (delays < MAX_CHUNK_S) & (tokens > 0.0)
         if not sound.any():
             return ()
         delay, token = np.full((2, self.links.size), np.nan)
         delay[sound], token[sound] = np.log(delays[sound]), np.log(tokens[sound])
         self._recent.append((iteration, np.where(sound, delays, np.nan)))
         self._seen = delay, token
-        width = 1 / np.sqrt(np.clip(counts, 1.0, MANY))
+        width = 1 / np.sqrt(np.clip(counts, 1.0, MAX_COUNTED_TRANSFERS))
         if self.ready:
             shifts = self.test.update(iteration, self._apart(delay, token), width)
         else:
@@ -237,61 +238,70 @@ class LinkTest:
             shifts = self._begin() if self.ready else []
         findings = []
         slow = sorted((shift for shift in shifts if shift.kind == "slow"), key=lambda shift: -shift.after)
-        well = [shift for shift in shifts if shift.kind == "recovered"]
+        recovered = [shift for shift in shifts if shift.kind == "recovered"]
         done: set[int] = set()
-        for shift in slow + well:
+        for shift in slow + recovered:
             if shift.series in done:
                 continue
-            named = self._joined(shift, {other.series for other in (slow if shift in slow else well)} - done)
+            named = self._joined(
+                shift, {other_shift.series for other_shift in (slow if shift in slow else recovered)} - done
+            )
             done.update(named)
             blurred = shift in slow and not self._beyond_clocks(shift)
-            late = any(abs(excused.get(rank, -NEAR) - shift.onset) < NEAR for rank in self._ends(shift))
+            late = any(
+                abs(excused.get(rank, -SAME_CAUSE_ITERATIONS) - shift.onset) < SAME_CAUSE_ITERATIONS
+                for rank in self._ends(shift)
+            )
             if blurred or (shift in slow and late):
                 for i in named:
                     self.test.explain(i, self.test.shift(i))
             else:
-                findings.append(self._told(iteration, shift, named))
+                findings.append(self._finding(iteration, shift, named))
         return tuple(findings)
 
     def _ends(self, shift: Shift) -> tuple[int, int]:
         return self._names[shift.series]
 
     def _beyond_clocks(self, shift: Shift) -> bool:
-        """Whether a transfer became later by more than clocks and skewed starts of iterations make it seem.
+        """Whether a transfer became later by more than clocks and skewed starts of iterations can explain.
 
-        If ranks begin an iteration apart by s, transfers one way seem longer by s and those back shorter: the
-        difference of both ways scatters by more than their sum, and where it shifts, no link is slower.
+        If ranks begin an iteration apart by s, transfers in one direction seem longer by s and those back shorter: the
+        difference of both directions scatters more than their sum, and if only it shifts, no link is slower.
         """
         i = shift.series
-        iterations = np.array([then for then, _ in self._recent])
+        iterations = np.array([iteration for iteration, _ in self._recent])
         back = self._index.get(self._names[i][::-1])
-        ways = [i] if back is None else [i, back]  # only these of thousands
+        ways = [i] if back is None else [i, back]  # only these two of thousands
         rows = np.array([delays[ways] for _, delays in self._recent])
         before, after = rows[iterations < shift.onset], rows[iterations >= shift.onset]
-        if len(before) < LEARNING or not np.isfinite(before[:, 0]).any() or not np.isfinite(after[:, 0]).any():
+        if (
+            len(before) < LEARNING_ITERATIONS
+            or not np.isfinite(before[:, 0]).any()
+            or not np.isfinite(after[:, 0]).any()
+        ):
             return True
         moved = float(np.nanmedian(after[:, 0]) - np.nanmedian(before[:, 0]))
         skew = 0.0
-        if back is not None and np.isfinite(before[:, 0] + before[:, 1]).sum() >= LEARNING:
-            apart, both = before[:, 0] - before[:, 1], before[:, 0] + before[:, 1]
-            skew = math.sqrt(max(_scatter(apart) ** 2 - _scatter(both) ** 2, 0.0)) / 2
+        if back is not None and np.isfinite(before[:, 0] + before[:, 1]).sum() >= LEARNING_ITERATIONS:
+            difference, total = before[:, 0] - before[:, 1], before[:, 0] + before[:, 1]
+            skew = math.sqrt(max(_scatter(difference) ** 2 - _scatter(total) ** 2, 0.0)) / 2
             if np.isfinite(after[:, 1]).any():
-                lost = float(np.nanmedian(before[:, 1]) - np.nanmedian(after[:, 1]))
-                if lost > 0.5 * moved > 0:
+                shortened = float(np.nanmedian(before[:, 1]) - np.nanmedian(after[:, 1]))
+                if shortened > 0.5 * moved > 0:
                     return False
         # Both a start and an end are rounded, each evenly within the resolution.
-        return moved >= FLOORS * math.hypot(skew, self.links.resolution_s / math.sqrt(6))
+        return moved >= MIN_CLOCK_ERRORS * math.hypot(skew, self.links.resolution_s / math.sqrt(6))
 
     def _begin(self) -> list[Shift]:
-        """What links of a kind usually take, and how that grows with N: the power that leaves the least spread."""
+        """Learn the usual duration of links of a kind, and the power of N with least spread; return first shifts."""
         delays = np.array([delay for _, delay, _, _ in self._first])
         tokens = np.array([token for _, _, token, _ in self._first])
         spreads = []
-        for exponent in EXPONENTS:
+        for exponent in TOKEN_EXPONENTS:
             rest = delays - exponent * tokens
             spreads.append(float(np.nanmedian(np.abs(rest - medians(rest)))))
         best = int(np.argmin(spreads))
-        self._exponent = EXPONENTS[best] if spreads[best] < 0.8 * spreads[0] else 0.0
+        self._exponent = TOKEN_EXPONENTS[best] if spreads[best] < 0.8 * spreads[0] else 0.0
         self._tokens = float(np.exp(np.nanmedian(tokens)))
         rest = delays - self._exponent * tokens
         for kind in np.unique(self.links.kind):
@@ -299,12 +309,13 @@ class LinkTest:
             usual = of_kind if np.isfinite(of_kind).any() else rest
             self._usual[self.links.kind == kind] = np.nanmedian(usual)
         shifts: list[Shift] = []
-        for then, delay, token, width in self._first:
-            shifts += self.test.update(then, self._apart(delay, token), width)
+        for iteration, delay, token, width in self._first:
+            shifts += self.test.update(iteration, self._apart(delay, token), width)
         return shifts
 
     def _joined(self, shift: Shift, raised: set[int]) -> list[int]:
-        """Links that shifted with this one: between the same stages, either way, or of one of its two ranks."""
+        """Return the links that shifted with this one: between the same stages in either direction, or of one of its
+        two ranks."""
         if shift.kind == "recovered":
             near = [i for i in self._together.pop(shift.series, ()) if i != shift.series]
         else:
@@ -322,7 +333,7 @@ class LinkTest:
                 joins = i in raised or (self.test.is_slow(i) and since[i] < 0.5 * self.test.shift(i))
                 level = 0.0
             else:
-                joins = i in raised or (not self.test.is_slow(i) and since[i] >= ALIKE * shift.after)
+                joins = i in raised or (not self.test.is_slow(i) and since[i] >= ALIKE_SHARE * shift.after)
                 level = float(since[i])
             if joins:
                 named.append(i)
@@ -332,10 +343,10 @@ class LinkTest:
             self._together |= {i: tuple(named) for i in named}
         return named
 
-    def _told(self, iteration: int, shift: Shift, named: list[int]) -> Finding:
+    def _finding(self, iteration: int, shift: Shift, named: list[int]) -> Finding:
         sender, receiver = self._ends(shift)
         shared = [rank for rank in (sender, receiver) if all(rank in self._names[i] for i in named)]
-        more = f", and {len(named) - 1} more beside it" if len(named) > 1 else ""
+        more = f", and {len(named) - 1} related links" if len(named) > 1 else ""
         return Finding(
             kind="fail-slow" if shift.kind == "slow" else "recovered",
             iteration=shift.onset,
@@ -346,27 +357,27 @@ class LinkTest:
             ranks=tuple(shared) if len(shared) == 1 else (),
             link=(sender, receiver),
             evidence=(
-                f"link from rank {sender} to rank {receiver}{more}: transfers at {math.exp(shift.after):.2f} of their "
-                f"healthy time since iteration {shift.onset}, before at {math.exp(shift.before):.2f}; relative to "
-                f"{self.links.size - 1} other links; noise {self.test.noise[shift.series]:.1%}"
+                f"link from rank {sender} to rank {receiver}{more}: transfers take {math.exp(shift.after):.2f} times "
+                f"their healthy time since iteration {shift.onset}, before {math.exp(shift.before):.2f} times; "
+                f"compared with {self.links.size - 1} other links; noise {self.test.noise[shift.series]:.1%}"
             ),
         )
 
 
 def _resolution(starts: Floats) -> float:
-    """Step that all start times are multiples of, seconds; 0 where there is none to be seen."""
-    known = np.unique(starts[np.isfinite(starts) & (starts > 0.0) & (starts < LONGEST_S)])
-    if known.size < FEW_STARTS:
+    """Return the step, in seconds, of which all start times are multiples; 0 if there is none."""
+    distinct_starts = np.unique(starts[np.isfinite(starts) & (starts > 0.0) & (starts < MAX_CHUNK_S)])
+    if distinct_starts.size < MIN_STARTS:
         return 0.0
-    steps = np.diff(known)
-    step = float(steps[steps > SAME_S].min(initial=math.inf))
+    steps = np.diff(distinct_starts)
+    step = float(steps[steps > EQUAL_STARTS_S].min(initial=math.inf))
     if not math.isfinite(step):
         return 0.0
-    multiples = known / step
+    multiples = distinct_starts / step
     return step if bool((np.abs(multiples - np.round(multiples)) < 0.02).all()) else 0.0
 
 
 def _scatter(values: Floats) -> float:
-    """Standard deviation by the median of deviations."""
-    known = values[np.isfinite(values)]
-    return 1.4826 * float(np.median(np.abs(known - np.median(known))))
+    """Return the standard deviation, from the median of absolute deviations."""
+    finite = values[np.isfinite(values)]
+    return 1.4826 * float(np.median(np.abs(finite - np.median(finite))))

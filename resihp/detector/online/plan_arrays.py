@@ -1,8 +1,8 @@
 """A plan's ranks, work and links as arrays, and an iteration's measurements as sums over them. Pure, no clock.
 
-Built once for each plan that takes effect (`resihp.detector.online.monitor` does it); what it gives for an iteration
-are a few numpy calls over all ranks. Ranks are *rows*: by replica, stage and place in the tensor-parallel group. A
-rank's measurements are *columns*, one for each primitive of its stage's order, row after row.
+Built once for each plan that takes effect, by `resihp.detector.online.monitor`; an iteration then costs a few numpy
+calls over all ranks. Ranks are *rows*: by replica, stage and place in the tensor-parallel group. A rank's measurements
+are *columns*, one for each primitive of its stage's order, row after row.
 """
 
 from __future__ import annotations
@@ -19,29 +19,32 @@ from resihp.parallelism.plan import Plan
 from resihp.pipeline.compiled import KINDS, CompiledOrders, Ints
 
 STARTS, SPANS, COMPUTE, TOKENS, SQUARES = range(len(CHUNKS))
-TOGETHER, TOGETHER_S = 1e-3, 1e-3
-"""Sums of gradients that all end within this share of the iteration, or seconds, have waited for each other."""
-LONGEST_S = 1e5
-"""A chunk that takes longer was timed by a clock that jumped."""
+SAME_END_SHARE, SAME_END_S = 1e-3, 1e-3
+"""Gradient sums that all end within this share of the iteration, or this many seconds, have waited for each other."""
+MAX_CHUNK_S = 1e5
+"""Longest credible duration of a chunk, in seconds; a longer one was timed by a clock that jumped."""
 
 
 class LaneTimes(msgspec.Struct, frozen=True, eq=False):
-    """What lanes (tensor-parallel groups) waited for in one iteration, beside their work and transfers. Seconds, each
-    (lanes,), as in `Stacked.places`; NaN where it was not measured, or there is nothing of the kind."""
+    """Seconds that lanes (tensor-parallel groups) waited in one iteration, beside their work and transfers.
+
+    All have shape (lanes,), in the order of `Stacked.places`; NaN where nothing was measured, or for a lane without
+    this kind of wait.
+    """
 
     collective: Floats
-    """All chunks, from when the group's last rank could begin until they were done, less the most work of its ranks."""
+    """Over all chunks: from when the group's last rank could begin until the end, minus the most work of a rank."""
     reduction: Floats
-    """The sums of gradients, from when the last lane with the same layers had done its last chunk."""
+    """Gradient sums, from when the last lane with the same layers had finished its last chunk."""
     data: Floats
-    """What a first stage waited for before its first chunk."""
+    """Wait of a first stage before its first chunk."""
 
 
 class Sums(msgspec.Struct, frozen=True, eq=False):
     """One iteration of M micro-batches on R ranks with L links, NaN where nothing (sound) was measured. Seconds.
 
-    This is all that the detector needs of an iteration once chunk times are learnt: where ranks add up what they
-    measured themselves, a job of 16,384 of them reports a few numbers each.
+    This is all that the detector needs of an iteration once chunk times are learnt: if ranks sum their measurements
+    themselves, a job of 16,384 of them reports a few numbers each.
     """
 
     tokens: Floats
@@ -54,15 +57,15 @@ class Sums(msgspec.Struct, frozen=True, eq=False):
     delay_tokens: Floats
     """(L,): geometric mean of N of the micro-batches that these transfers carried."""
     delay_counts: Floats
-    """(L,): how many transfers these means are of."""
+    """(L,): number of transfers behind these means."""
     busy_s: float
-    """When the last rank had done its last chunk, from the iteration's beginning."""
+    """End of the last chunk of all ranks, from the iteration's beginning."""
     lanes: LaneTimes | None = None
-    """None where nobody adds that up: lanes are then not tested."""
+    """None if they were not summed: lanes are then not tested."""
 
 
 class Stacked:
-    """Plan `plan` as arrays; `compiled` are its orders."""
+    """A plan as arrays; `compiled` are its orders."""
 
     def __init__(self, plan: Plan, compiled: CompiledOrders) -> None:
         self.plan, self.compiled = plan, compiled
@@ -75,7 +78,7 @@ class Stacked:
         empty = slice(0, 0)
         lanes = [(place, ranks, compiled.lanes.get(place, empty)) for place, ranks in stages]
         self.places = tuple(place for place, _, _ in lanes)
-        """(replica, stage) of each lane, that is: tensor-parallel group."""
+        """(replica, stage) of each lane, that is, of each tensor-parallel group."""
         widths = np.array([len(ranks) for _, ranks, _ in lanes])
         self.ranks: Ints = np.array([rank for _, ranks, _ in lanes for rank in ranks], dtype=np.intp)
         """(R,): the rank of each row."""
@@ -84,17 +87,19 @@ class Stacked:
         """(R,): the lane of each row."""
         self.first_row: Ints = np.concatenate([[0], np.cumsum(widths)])
         """(lanes + 1,): rows of a lane are first_row[lane]:first_row[lane + 1]."""
-        self.lengths: Ints = np.array([where.stop - where.start for _, _, where in lanes])[self.lane]
+        self.lengths: Ints = np.array(
+            [columns_of_lane.stop - columns_of_lane.start for _, _, columns_of_lane in lanes]
+        )[self.lane]
         """(R,): primitives, that is columns, of each row."""
         self.first_column: Ints = np.concatenate([[0], np.cumsum(self.lengths)])
         self._busy = self.lengths > 0
         self._columns: tuple[Ints, Ints] | None = None
         self._lane_order: tuple[Ints, Ints, Ints, Ints] | None = None
-        self._lane_starts = np.array([where.start for _, _, where in lanes])
-        self._lane_busy = np.array([where.stop > where.start for _, _, where in lanes])
+        self._lane_starts = np.array([columns_of_lane.start for _, _, columns_of_lane in lanes])
+        self._lane_busy = np.array([columns_of_lane.stop > columns_of_lane.start for _, _, columns_of_lane in lanes])
         self._alone = widths < 2
         self._later = np.array([stage > 0 for _, stage in self.places], dtype=bool)
-        """(lanes,): groups of one rank; lanes that are no first stage."""
+        """(lanes,): `_alone`: groups of one rank; `_later`: lanes that are not a first stage."""
         layers = [
             (lane, layer)
             for lane, (d, s) in enumerate(self.places)
@@ -104,17 +109,17 @@ class Stacked:
         self._layers: Ints = np.array(layers, dtype=np.intp).reshape(-1, 2).T
         """(2, n): lanes, and the layers that they hold."""
 
-        of_stop = keys(plan.layout)
+        key_of_stop = keys(plan.layout)
         weights_apart = set(compiled.stop[compiled.kind == KINDS.index("W")].tolist())
-        stop_rows = [(of_stop[stop], i in weights_apart) for i, stop in enumerate(compiled.stops)]
+        stop_rows = [(key_of_stop[stop], i in weights_apart) for i, stop in enumerate(compiled.stops)]
         self._rows = tuple(dict.fromkeys(stop_rows))
-        """What chunks there are: key, and whether W is apart from B."""
+        """The different chunks: key, and whether W is separate from B."""
         rows = [self._rows.index(row) for row in stop_rows]
         self._price_at = compiled.index(rows)
         codes = np.unique(self._price_at // compiled.micro_batches)
         self._work = tuple((*divmod(code, len(KINDS)), *self._named(code)) for code in codes.tolist())
         chunks: dict[tuple[int, int], list[Key]] = {place: [] for place in self.places}
-        for stop, key in of_stop.items():
+        for stop, key in key_of_stop.items():
             chunks[stop.replica, stop.stage].append(key)
         alike = [tuple(chunks[place]) for place in self.places]
         order = {signature: i for i, signature in enumerate(dict.fromkeys(alike))}
@@ -122,20 +127,20 @@ class Stacked:
         """(R,): rows of one group hold chunks of the same keys, and are peers."""
 
     def _named(self, code: int) -> tuple[Key, str]:
-        """As the predictor knows a kind of work: a B without W does the work of both, and is called BW."""
+        """Return the predictor's name of a kind of work: a B without W does the work of both, and is called BW."""
         row, kind = divmod(code, len(KINDS))
         key, apart = self._rows[row]
         return key, "BW" if KINDS[kind] == "B" and not apart else KINDS[kind]
 
     @property
     def work(self) -> tuple[tuple[Key, str], ...]:
-        """Every key with every kind of work that occurs, by the names that the predictor knows."""
+        """Every key with every kind of work that occurs, by the predictor's names."""
         return tuple((key, name) for _, _, key, name in self._work)
 
-    # --- what is expected ------------------------------------------------------------------------------------------
+    # --- expectations ----------------------------------------------------------------------------------------------
 
     def seconds(self, predictor: Predictor, tokens: Floats, squares: Floats) -> Floats | None:
-        """(V,): healthy seconds of each slot for micro-batches of N and S (M,); None while something is unknown."""
+        """Return (V,): healthy seconds of each slot for micro-batches of N and S (M,); None while any is unknown."""
         table = np.zeros((len(self._rows), len(KINDS), self.compiled.micro_batches))
         count = min(len(tokens), self.compiled.micro_batches)
         for row, kind, key, name in self._work:
@@ -146,11 +151,11 @@ class Stacked:
         return np.asarray(table.reshape(-1).take(self._price_at))
 
     def covered(self, predictor: Predictor, tokens: Floats, squares: Floats) -> bool:
-        """Whether micro-batches of N and S (M,) are like those that were learnt from, for every kind of work."""
+        """Whether micro-batches of N and S (M,) are within the learnt range, for every kind of work."""
         return predictor.covers(self.work, tokens, squares)
 
     def totals(self, seconds: Floats) -> Floats:
-        """(R,): seconds of all chunks of each row from those of slots (V,); NaN for a row without work."""
+        """Return (R,): seconds of all chunks of each row, from those of slots (V,); NaN for a row without work."""
         in_order = seconds[self.compiled.in_order]
         totals = np.full(len(self.places), np.nan)
         if in_order.size:
@@ -158,7 +163,7 @@ class Stacked:
         return totals[self.lane]
 
     def factors(self, slower: Mapping[int, float]) -> Floats:
-        """(V,): how many times as long slots last where some ranks do; a group waits for its slowest."""
+        """Return (V,): factors by which slots take longer if some ranks do; a group waits for its slowest rank."""
         of_lane = np.ones(len(self.places))
         for rank, factor in slower.items():
             if rank in self.row:
@@ -169,11 +174,11 @@ class Stacked:
             factors[self.compiled.slots(*self.places[lane])] = of_lane[lane]
         return factors
 
-    # --- what was measured -----------------------------------------------------------------------------------------
+    # --- measurements ----------------------------------------------------------------------------------------------
 
     def columns(self, times: Mapping[int, RankTimes]) -> Floats:
-        """(5, columns), rows as in `observation.CHUNKS`, NaN for ranks that did not report, or not as many primitives,
-        and for chunks whose times cannot be."""
+        """Return (5, columns), rows as in `observation.CHUNKS`; NaN for ranks that did not report, or reported another
+        number of primitives, and for chunks with impossible times."""
         blocks = []
         for rank, length in zip(self.ranks.tolist(), self.lengths.tolist(), strict=True):
             own = times.get(rank)
@@ -181,40 +186,44 @@ class Stacked:
                 blocks.append(own.chunks)
             else:
                 blocks.append(np.full((len(CHUNKS), length), np.nan))
-        found = np.concatenate(blocks, axis=1) if blocks else np.empty((len(CHUNKS), 0))
+        columns = np.concatenate(blocks, axis=1) if blocks else np.empty((len(CHUNKS), 0))
         with np.errstate(invalid="ignore"):
-            sound = (found > 0.0) & (found < LONGEST_S)
-            placed = sound[SPANS] & (found[STARTS] >= 0.0) & (found[STARTS] < LONGEST_S)
-            known = np.isfinite(found[TOKENS]) & (found[TOKENS] > 0.0)
-            known &= np.isfinite(found[SQUARES]) & (found[SQUARES] >= 0.0)
-        for rows, well in ((COMPUTE, sound[COMPUTE]), (slice(2), placed), (slice(TOKENS, None), known)):
-            if not well.all():
-                found[rows, ~well] = np.nan
-        return found
+            sound = (columns > 0.0) & (columns < MAX_CHUNK_S)
+            placed = sound[SPANS] & (columns[STARTS] >= 0.0) & (columns[STARTS] < MAX_CHUNK_S)
+            workload_sound = np.isfinite(columns[TOKENS]) & (columns[TOKENS] > 0.0)
+            workload_sound &= np.isfinite(columns[SQUARES]) & (columns[SQUARES] >= 0.0)
+        for rows, sound_columns in (
+            (COMPUTE, sound[COMPUTE]),
+            (slice(2), placed),
+            (slice(TOKENS, None), workload_sound),
+        ):
+            if not sound_columns.all():
+                columns[rows, ~sound_columns] = np.nan
+        return columns
 
     def workload(self, columns: Floats) -> tuple[Floats, Floats]:
-        """N and S (M,) of the micro-batches that some rank told of; NaN for the others."""
+        """Return N and S (M,) of the micro-batches that some rank reported; NaN for the others."""
         _, micro_batch = self._column_slots()
         workload = np.full((2, self.compiled.micro_batches), np.nan)
-        told = np.isfinite(columns[TOKENS])
-        workload[:, micro_batch[told]] = columns[TOKENS:, told]
+        reported = np.isfinite(columns[TOKENS])
+        workload[:, micro_batch[reported]] = columns[TOKENS:, reported]
         return workload[0], workload[1]
 
     def compute(self, columns: Floats) -> Floats:
-        """(R,): seconds of each row's own work; NaN where a chunk's is missing."""
+        """Return (R,): seconds of each row's own work; NaN if a chunk of it is missing."""
         sums = np.full(self.ranks.size, np.nan)
         if columns.shape[1]:
             sums[self._busy] = np.add.reduceat(columns[COMPUTE], self.first_column[:-1][self._busy])
         return sums
 
     def busy_s(self, columns: Floats) -> float:
-        """When the last chunk of all was done; NaN where nobody can tell."""
+        """Return the end of the last chunk of all; NaN if it is unknown."""
         ends = columns[STARTS] + columns[SPANS]
         return float(np.fmax.reduce(ends)) if ends.size else np.nan
 
     def lane_times(self, columns: Floats, times: Mapping[int, RankTimes]) -> LaneTimes:
-        """What lanes waited for. A lane that a rank's report of is missing is missing, and so are its sums of gradients
-        and those of who has layers in common with it."""
+        """Return the waits of lanes. NaN for a lane with a missing report of a rank; the same for the gradient sums of
+        lanes that share layers with it."""
         columns_of, begins, firsts, lasts = self._lane_columns()
         starts, ends, work = (
             np.maximum.reduceat(row[columns_of], begins) if begins.size else np.empty(0)
@@ -231,25 +240,25 @@ class Stacked:
         )
 
     def _summing(self, last: Floats, times: Mapping[int, RankTimes]) -> Floats:
-        """(lanes,): seconds of sums of gradients; `last` (lanes,): when lanes had done their last chunk."""
+        """Return (lanes,): seconds of gradient sums; `last` (lanes,): ends of the lanes' last chunks."""
         of_rank = [times[rank].reduced if rank in times else np.nan for rank in self.ranks.tolist()]
         reduced = np.maximum.reduceat(np.array(of_rank), self.first_row[:-1])
         with np.errstate(invalid="ignore"):
-            reduced[~((reduced > 0.0) & (reduced < LONGEST_S))] = np.nan
-        known = reduced[np.isfinite(reduced)]
-        if known.size and np.ptp(known) <= max(TOGETHER_S, TOGETHER * float(known.max())):
+            reduced[~((reduced > 0.0) & (reduced < MAX_CHUNK_S))] = np.nan
+        finite = reduced[np.isfinite(reduced)]
+        if finite.size and np.ptp(finite) <= max(SAME_END_S, SAME_END_SHARE * float(finite.max())):
             return np.maximum(reduced - np.max(last, initial=0.0, where=self._lane_busy), 0.0)
         lane, layer = self._layers
         of_layer = np.zeros(int(layer.max(initial=0)) + 1)
         begun = np.zeros(len(self.places))
-        with np.errstate(invalid="ignore"):  # what is not known of one is not known of those who wait for it
+        with np.errstate(invalid="ignore"):  # NaN of one lane makes NaN of the lanes that wait for it
             np.maximum.at(of_layer, layer, last[lane])
             np.maximum.at(begun, lane, of_layer[layer])
         return np.maximum(reduced - begun, 0.0)
 
     def _lane_columns(self) -> tuple[Ints, Ints, Ints, Ints]:
-        """Columns by lane, chunk and rank; where each chunk's columns begin; the first and last chunks of lanes with
-        work. Made when first needed."""
+        """Return columns by lane, chunk and rank; where each chunk's columns begin; and the first and last chunks of
+        lanes with work. Computed on first use."""
         if self._lane_order is None:
             order, widths, counts = [np.empty(0, dtype=np.intp)], [], []
             for row, end in itertools.pairwise(self.first_row.tolist()):
@@ -264,19 +273,19 @@ class Stacked:
         return self._lane_order
 
     def teach(self, predictor: Predictor, iteration: int, columns: Floats, rows: Iterable[int]) -> None:
-        """Let `predictor` learn from this iteration's chunks of the ranks of some rows."""
+        """Let `predictor` learn from this iteration's chunks of the ranks in some rows."""
         slot, _ = self._column_slots()
         codes = (self._price_at // self.compiled.micro_batches)[slot]
         for i in rows:
             rank = int(self.ranks[i])
-            where = slice(self.first_column[i], self.first_column[i + 1])
-            own, code = columns[:, where], codes[where]
-            for one in dict.fromkeys(code.tolist()):
-                _, _, seconds, tokens, squares = own[:, code == one]
-                predictor.observe(*self._named(one), tokens, squares, seconds, rank=rank, iteration=iteration)
+            columns_of_row = slice(self.first_column[i], self.first_column[i + 1])
+            own, code = columns[:, columns_of_row], codes[columns_of_row]
+            for chunk_code in dict.fromkeys(code.tolist()):
+                _, _, seconds, tokens, squares = own[:, code == chunk_code]
+                predictor.observe(*self._named(chunk_code), tokens, squares, seconds, rank=rank, iteration=iteration)
 
     def _column_slots(self) -> tuple[Ints, Ints]:
-        """(columns,): the slot of each column, and its micro-batch. Made when first needed."""
+        """Return (columns,): the slot of each column, and its micro-batch. Computed on first use."""
         if self._columns is None:
             slots: list[Ints] = [np.empty(0, dtype=np.intp)]
             for lane, busy in zip(self.lane.tolist(), self._busy.tolist(), strict=True):

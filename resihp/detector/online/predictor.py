@@ -1,9 +1,9 @@
-"""How long a chunk takes where all is well: the paper's Eq. 1, learnt in the warm-up. Pure, no clock.
+"""Predicts how long a healthy chunk takes: the paper's Eq. 1, learnt in the warm-up. Pure, no clock.
 
-Keeps, for each key and kind, the chunks of the first iterations, fits c + alpha N + beta S to them (`regression`), then
-forgets them: what is learnt stays as it is until somebody asks for a refit, so that a slow-down is never learnt as
-healthy. A key that was never observed, as after a reconfiguration, is derived from those that were, until it has been
-observed long enough itself. Says when it does not know. Whether a time is too long is for others (`monitor`) to judge.
+For each key and kind, keeps the chunks of the first iterations, fits c + alpha N + beta S to them (`regression`), then
+forgets them: the fit stays until a refit is requested, so that a slow-down is never learnt as healthy. A key without
+observations, as after a reconfiguration, is derived from others until it has been observed long enough itself. Says
+when it does not know. Others (`monitor`) judge whether a time is too long.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Stop
 
 Key = tuple[int, int, bool, bool]
-"""What a chunk is, not where: (layers, tensor-parallel degree, has the embedding, has the head)."""
+"""Type of a chunk, regardless of its place: (layers, tensor-parallel degree, has the embedding, has the head)."""
 
 Known = Literal["fitted", "rescaled", "unknown"]
 
-PEERS = 32
-"""Ranks of a key that are learnt from. A larger job has more; these are a sample of them."""
-FORMER = 8
-"""Iterations that are remembered of what was learnt before, for when other workloads are learnt beside them."""
-BEYOND = 0.1
-"""By how much more than was learnt from N and S may be, relative."""
-CHUNKS = 16
-"""Chunks of each kind that are kept of a rank's iteration."""
+MAX_RANKS_PER_KEY = 32
+"""Number of ranks per key that are learnt from: a sample of them in a larger job."""
+KEPT_FORMER_ITERATIONS = 8
+"""Iterations kept of earlier learning, for when other workloads are learnt in addition."""
+MAX_EXTRAPOLATION = 0.1
+"""Relative margin by which N and S may exceed the learnt range."""
+MAX_CHUNKS_PER_ITERATION = 16
+"""Chunks of each kind that are kept of one rank's iteration."""
 
 
 def keys(layout: Layout) -> dict[Stop, Key]:
-    """The key of every chunk of every stage that has ranks."""
+    """Return the key of every chunk of every stage that has ranks."""
     last_layer = max(last for replica in layout.replicas for stage in replica.stages for _, last in stage.chunks)
     return {
         Stop(d, s, c): (last - first + 1, stage.tp, first == 0, last == last_layer)
@@ -47,54 +47,54 @@ def keys(layout: Layout) -> dict[Stop, Key]:
 
 
 class _Track:
-    """What is known of one key and kind: a fit, and the chunks of iterations that are still being learnt from."""
+    """Learning state of one key and kind: a fit, and the chunks of iterations that are still being learnt from."""
 
     def __init__(self, least: int, latest: int) -> None:
         self.latest = latest
-        """Iteration that it was last learnt from."""
+        """Latest iteration that was learnt from."""
         self.fit: Fit | None = None
         self.current = False
-        """Whether the fit is of this warm-up, not of one before a refit."""
+        """Whether the fit is from this warm-up, not from one before a refit."""
         self.learning = True
         self.due = least
-        """Iterations after which to fit next."""
+        """Number of iterations at which to fit next."""
         self.iterations: set[int] = set()
         self._ranks: set[int] = set()
         self._last = (0, 0)
-        """The last in order of the ranks that are kept."""
-        self._taken: list[tuple[int, int, Floats]] = []
+        """The last, in `_scatter` order, of the ranks that are kept."""
+        self._samples_taken: list[tuple[int, int, Floats]] = []
         self._former: list[tuple[int, int, Floats]] = []
-        """Of what was learnt from before, a few iterations."""
+        """A few iterations of earlier learning."""
         self.beside: list[tuple[int, int, Floats]] = []
-        """Of these, what is learnt from once more."""
+        """Those of them that are learnt from once more."""
 
     def keeps(self, rank: int) -> bool:
-        """Whether chunks of that rank would be kept: of many ranks, those that come first in an order of their own."""
-        return rank in self._ranks or len(self._ranks) < PEERS or _scatter(rank) < self._last
+        """Whether chunks of that rank would be kept: of many ranks, the first in `_scatter` order are."""
+        return rank in self._ranks or len(self._ranks) < MAX_RANKS_PER_KEY or _scatter(rank) < self._last
 
     def take(self, rank: int, iteration: int, chunks: Floats) -> None:
-        """Keep chunks (3, n) of N, S, seconds, of a rank that is kept."""
+        """Keep chunks (3, n) of N, S, seconds of a rank that `keeps` accepts."""
         if rank not in self._ranks:
-            if len(self._ranks) == PEERS:
+            if len(self._ranks) == MAX_RANKS_PER_KEY:
                 replaced = max(self._ranks, key=_scatter)
                 self._ranks.remove(replaced)
-                self._taken = [taken for taken in self._taken if taken[1] != replaced]
+                self._samples_taken = [taken for taken in self._samples_taken if taken[1] != replaced]
             self._ranks.add(rank)
             self._last = max(map(_scatter, self._ranks))
-        if chunks.shape[1] > CHUNKS:
-            chunks = chunks[:, np.linspace(0, chunks.shape[1] - 1, CHUNKS).astype(int)]
-        self._taken.append((iteration, rank, chunks))
+        if chunks.shape[1] > MAX_CHUNKS_PER_ITERATION:
+            chunks = chunks[:, np.linspace(0, chunks.shape[1] - 1, MAX_CHUNKS_PER_ITERATION).astype(int)]
+        self._samples_taken.append((iteration, rank, chunks))
         self.latest = max(self.latest, iteration)
         self.iterations.add(iteration)
 
     @property
     def sources(self) -> set[int]:
-        """Iterations that samples are of."""
+        """Iterations that the samples come from."""
         return self.iterations | {iteration for iteration, _, _ in self.beside}
 
     def samples(self, index: Mapping[int, int]) -> Samples:
-        """`index`: numbers of the iterations."""
-        taken = self.beside + self._taken
+        """Return all samples; `index`: number of each iteration."""
+        taken = self.beside + self._samples_taken
         sizes = [chunks.shape[1] for _, _, chunks in taken]
         tokens, squares, seconds = np.concatenate([chunks for _, _, chunks in taken], axis=1)
         return Samples(
@@ -106,24 +106,26 @@ class _Track:
         )
 
     def forget(self, *, union: bool = False) -> None:
-        """What is learnt next is learnt afresh, or, `union`, beside some of what was learnt from before."""
-        if self._taken:
-            some = sorted(self.iterations)[:: -(-len(self.iterations) // FORMER)]
-            self._former = (self.beside + [taken for taken in self._taken if taken[0] in some])[-3 * FORMER * PEERS :]
+        """Start learning afresh; with `union`, in addition to some of the earlier samples."""
+        if self._samples_taken:
+            some = sorted(self.iterations)[:: -(-len(self.iterations) // KEPT_FORMER_ITERATIONS)]
+            self._former = (self.beside + [taken for taken in self._samples_taken if taken[0] in some])[
+                -3 * KEPT_FORMER_ITERATIONS * MAX_RANKS_PER_KEY :
+            ]
         self.beside = self._former if union else []
-        self.iterations, self._ranks, self._taken = set(), set(), []
+        self.iterations, self._ranks, self._samples_taken = set(), set(), []
 
 
 class Predictor:
     """Seconds of a chunk on a healthy device, by its key, kind, tokens N and sum of squared lengths S (Eq. 1).
 
-    `kind` is F, B or W, or any other name that the caller keeps apart. A B that also computes weight gradients is
-    not the same as one that leaves them to a W.
+    `kind` is F, B or W, or any other name that the caller distinguishes. A B that also computes weight gradients is
+    another kind than one that leaves them to a W.
 
     A key is known once `least` iterations were observed and the standard error of its prediction is at most
     `tolerance`, and in any case after `enough` iterations. Until `warm_up` iterations the fit is refined a few times,
-    then it is frozen: where iterations vary by 3 %, correlated with 0.5, their level is known to 1.1 % after 20, to
-    0.8 % after 40. Memory for each key does not depend on how much is observed; `observe` and `predict` are linear in
+    then it is frozen: if iterations vary by 3 %, correlated with 0.5, their level is known to 1.1 % after 20, to
+    0.8 % after 40. Memory per key does not depend on the number of observations; `observe` and `predict` are linear in
     the number of chunks.
     """
 
@@ -133,17 +135,17 @@ class Predictor:
         self._least, self._enough, self._warm_up, self._tolerance = least, enough, warm_up, tolerance
         self._tracks: dict[tuple[Key, str], _Track] = {}
         self._anchors: dict[int, list[float]] = {}
-        """By iteration: log of observed over predicted of keys that are known, which tells the others the factor."""
+        """By iteration: log of observed over predicted of known keys; gives the iteration's factor to unknown ones."""
         self._seen = -1
-        """The latest iteration of which anything was observed."""
+        """The latest iteration with an observation."""
         self._due = False
         self._derived: dict[tuple[Key, str], Coefficients | None] = {}
         self.revision = 0
-        """Rises whenever predictions change: a level of residuals that was learnt before is then another."""
+        """Incremented whenever predictions change, which makes residual levels learnt before obsolete."""
 
     @property
     def learning(self) -> bool:
-        """Whether any key is being learnt, of those that still occur. If not, only new ones need be observed."""
+        """Whether any key that still occurs is being learnt. If not, only new keys need to be observed."""
         return any(track.learning and self._seen - track.latest <= self._warm_up for track in self._tracks.values())
 
     def observe(
@@ -160,8 +162,8 @@ class Predictor:
         """Learn from chunks of one rank in one iteration: N, S and seconds of its own work, each (n,).
 
         Iterations may come in any order and have gaps. Chunks with a number that is not finite, or not positive
-        (S may be 0), are left out, and arrays that do not fit each other altogether. Leave out ranks that are known
-        to be slow; those that nobody has noticed yet are told from their peers of the same key.
+        (S may be 0), are left out; arrays of different shapes are left out altogether. Do not pass ranks that are known
+        to be slow; ranks that are slow unnoticed are recognised by comparison with peers of the same key.
         """
         track = self._tracks.get((key, kind))
         if track is not None and not track.learning and not self.learning:
@@ -181,26 +183,26 @@ class Predictor:
             self._due |= len(track.iterations) >= track.due
 
     def predict(self, key: Key, kind: str, tokens: npt.ArrayLike, squares: npt.ArrayLike) -> Floats | None:
-        """Seconds of chunks of N tokens and sum of squared lengths S, any shape; None while too little is known."""
+        """Return seconds of chunks of N tokens and sum of squared lengths S, any shape; None while unknown."""
         coefficients = self.coefficients(key, kind)
         return None if coefficients is None else coefficients.seconds(tokens, squares)
 
     def coefficients(self, key: Key, kind: str) -> Coefficients | None:
-        """What `predict` applies: fitted where the key was observed long enough, else derived from other keys."""
+        """Return the coefficients that `predict` applies: fitted if the key was observed long enough, else derived."""
         self._refresh()
         track = self._tracks.get((key, kind))
         return track.fit.coefficients if track is not None and track.fit is not None else self.rescaled(key, kind)
 
     def covers(self, work: Iterable[tuple[Key, str]], tokens: npt.ArrayLike, squares: npt.ArrayLike) -> bool:
-        """Whether micro-batches of N and S, any shape, are like those that each key and kind of `work` was learnt from:
-        else Eq. 1 extrapolates.
+        """Whether micro-batches of N and S, any shape, are within the range that each key and kind of `work` was learnt
+        from; otherwise Eq. 1 extrapolates.
 
-        A quarter of them may be beyond, NaN is ignored. What is not fitted tells nothing.
+        A quarter of them may be outside; NaN is ignored. A key that is not fitted restricts nothing.
         """
         self._refresh()
         tracks = [self._tracks.get(key_and_kind) for key_and_kind in work]
         n, s = np.asarray(tokens), np.asarray(squares)
-        most, least = 1.0 + BEYOND, 1.0 - BEYOND
+        most, least = 1.0 + MAX_EXTRAPOLATION, 1.0 - MAX_EXTRAPOLATION
         for low_n, high_n, low_s, high_s in {track.fit.reach for track in tracks if track is not None and track.fit}:
             beyond = (n > most * high_n) | (n < least * low_n) | (s > most * high_s) | (s < least * low_s)
             if int(np.count_nonzero(beyond)) * 4 > n.size:
@@ -208,13 +210,13 @@ class Predictor:
         return True
 
     def ready(self, key: Key, kind: str) -> bool:
-        """Whether the key itself was observed long enough, since the last refit."""
+        """Whether the key itself was observed long enough since the last refit."""
         self._refresh()
         track = self._tracks.get((key, kind))
         return track is not None and track.fit is not None and track.current
 
     def known(self, key: Key, kind: str) -> Known:
-        """Where a prediction comes from."""
+        """Return the source of a prediction."""
         self._refresh()
         track = self._tracks.get((key, kind))
         if track is not None and track.fit is not None:
@@ -222,19 +224,19 @@ class Predictor:
         return "unknown" if self.rescaled(key, kind) is None else "rescaled"
 
     def uncertainty(self, key: Key, kind: str) -> float:
-        """Relative standard error of a fitted prediction at the mean workload; infinite where nothing is fitted."""
+        """Return the relative standard error of a fitted prediction at the mean workload; infinite without a fit."""
         self._refresh()
         track = self._tracks.get((key, kind))
         return np.inf if track is None or track.fit is None else track.fit.uncertainty
 
     def ratios(self, key: Key, kind: str) -> dict[int, float]:
-        """Times of the ranks that were learnt from, over the fitted: a rank that was slow in the warm-up shows here."""
+        """Return the observed over fitted times of the ranks learnt from: shows ranks that were slow in the warm-up."""
         self._refresh()
         track = self._tracks.get((key, kind))
         return {} if track is None or track.fit is None else dict(track.fit.ratios)
 
     def freeze(self) -> None:
-        """Learn no more of keys that are known: something may be wrong from now on."""
+        """Stop learning keys that are known, because something may be wrong from now on."""
         self._refresh()
         for track in self._tracks.values():
             if track.current:
@@ -243,7 +245,7 @@ class Predictor:
     def refit(self, key: Key | None = None, kind: str | None = None, *, union: bool = False) -> None:
         """Learn a key, or a kind, or everything, once more. Predictions stay as they are until that is done.
 
-        `union`: what was learnt from before still counts, for the workload has become another.
+        `union`: earlier samples still count, because only the workload has changed.
         """
         for (its_key, its_kind), track in self._tracks.items():
             if key in (None, its_key) and kind in (None, its_kind):
@@ -252,10 +254,11 @@ class Predictor:
                 track.due, track.latest = self._least, self._seen
 
     def rescaled(self, key: Key, kind: str) -> Coefficients | None:
-        """Derived from other keys: work grows with layers and is shared by tensor-parallel peers, launches are not.
+        """Derive coefficients from other keys: work grows with layers and is divided among tensor-parallel peers;
+        launch overhead is not.
 
-        Embedding and head are told apart as far as the keys that are known do so; what cannot be told is taken to
-        be layers. None where nothing of that kind is known.
+        The work of embedding and head is separated as far as the known keys allow; the rest is attributed to layers.
+        None if nothing of that kind is known.
         """
         self._refresh()
         if (key, kind) not in self._derived:
@@ -271,14 +274,14 @@ class Predictor:
         ratios = self._anchors.setdefault(iteration, [])
         if len(self._anchors) > 2 * self._warm_up:
             del self._anchors[min(self._anchors)]
-        if track.fit is not None and len(ratios) < 8 * PEERS:
+        if track.fit is not None and len(ratios) < 8 * MAX_RANKS_PER_KEY:
             tokens, squares, seconds = chunks
             predicted = track.fit.coefficients.seconds(tokens, squares)
             if (predicted > 0.0).all():
                 ratios.append(float(np.median(np.log(seconds / predicted))))
 
     def _refresh(self) -> None:
-        """Fit what is due."""
+        """Fit the tracks that are due."""
         if not self._due:
             return
         self._due = False
@@ -287,10 +290,10 @@ class Predictor:
         index = {iteration: i for i, iteration in enumerate(numbers)}
         anchors = np.array([_middle(self._anchors.get(iteration, ())) for iteration in numbers])
         fits = fit([track.samples(index) for track in tracks], anchors)
-        for track, found in zip(tracks, fits, strict=True):
+        for track, new_fit in zip(tracks, fits, strict=True):
             done = len(track.iterations)
-            if done >= self._enough or found.uncertainty <= self._tolerance:
-                track.fit, track.current = found, True
+            if done >= self._enough or new_fit.uncertainty <= self._tolerance:
+                track.fit, track.current = new_fit, True
             if done >= self._warm_up:
                 self._close(track)
             else:
@@ -305,7 +308,7 @@ class Predictor:
 
 
 def _clean(tokens: npt.ArrayLike, squares: npt.ArrayLike, seconds: npt.ArrayLike) -> Floats:
-    """(3, n) of chunks whose numbers can be measurements."""
+    """Return (3, n): the chunks with possible numbers."""
     try:
         chunks = np.stack([np.asarray(row, dtype=np.float64).ravel() for row in (tokens, squares, seconds)])
     except (TypeError, ValueError):
@@ -315,32 +318,32 @@ def _clean(tokens: npt.ArrayLike, squares: npt.ArrayLike, seconds: npt.ArrayLike
 
 
 def _derive(key: Key, fits: list[tuple[Key, Fit]]) -> Coefficients:
-    """Work of a layer, of the embedding and of the head from all that is known, put together as in `key`."""
+    """Derive the work of a layer, of the embedding and of the head from all fits, and combine them as in `key`."""
     layers, tp, *ends = key
     rows = np.array([its_key[:1] + its_key[2:] for its_key, _ in fits], dtype=np.float64)
     degrees = np.array([its_key[1] for its_key, _ in fits], dtype=np.float64)
-    known = np.array([_apart(found) for _, found in fits])  # c, alpha, beta
-    work = np.concatenate([known[:, :1], known[:, 1:] * degrees[:, None]], axis=1)
-    near = np.where(degrees == tp, 1.0, 0.1)  # another degree has kernels of another efficiency
+    coefficients = np.array([_apart(own_fit) for _, own_fit in fits])  # c, alpha, beta
+    work = np.concatenate([coefficients[:, :1], coefficients[:, 1:] * degrees[:, None]], axis=1)
+    near = np.where(degrees == tp, 1.0, 0.1)  # kernels of another degree have another efficiency
     parts = np.array([layers, *ends], dtype=np.float64)
     derived = [_share(rows, work[:, i], near, (0,) if i == 2 else (0, 1, 2)) @ parts for i in range(3)]
     return Coefficients(float(derived[0]), float(derived[1] / tp), float(derived[2] / tp))
 
 
 def _share(rows: Floats, work: Floats, near: Floats, columns: tuple[int, ...]) -> Floats:
-    """(3,): work of a layer, the embedding and the head, so that rows @ it is `work` (keys,). Not negative."""
+    """Return (3,): work of a layer, the embedding and the head, so that rows @ it is `work` (keys,). Not negative."""
     largest = float(work.max())
     if largest <= 0.0:
         return np.zeros(3)
-    ridge = np.array([[0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])  # what cannot be told is taken to be layers
+    ridge = np.array([[0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])  # work that cannot be separated is attributed to layers
     design, target = np.concatenate([rows, ridge]), np.concatenate([work, [0.0, 0.0]])
     return non_negative(design, target, np.concatenate([near, [1e-6, 1e-6]]), columns)
 
 
-def _apart(found: Fit) -> tuple[float, float, float]:
-    """c, alpha, beta with alpha unfolded: nearly all of what does not depend on S is work on tokens."""
-    c, alpha, beta = found.coefficients.intercept_s, found.coefficients.per_token_s, found.coefficients.per_square_s
-    return (0.0, alpha + c / found.tokens, beta) if found.folded else (c, alpha, beta)
+def _apart(source: Fit) -> tuple[float, float, float]:
+    """Return c, alpha, beta with alpha unfolded: nearly all of the part that S does not explain is work on tokens."""
+    c, alpha, beta = source.coefficients.intercept_s, source.coefficients.per_token_s, source.coefficients.per_square_s
+    return (0.0, alpha + c / source.tokens, beta) if source.folded else (c, alpha, beta)
 
 
 def _middle(ratios: list[float] | tuple[float, ...]) -> float:
@@ -348,5 +351,5 @@ def _middle(ratios: list[float] | tuple[float, ...]) -> float:
 
 
 def _scatter(rank: int) -> tuple[int, int]:
-    """An order of ranks that has nothing to do with where they stand (Knuth's multiplicative hash)."""
+    """Return a sort key that orders ranks independently of their place (Knuth's multiplicative hash)."""
     return (rank * 2654435761 % (1 << 32), rank)

@@ -1,9 +1,10 @@
-"""Which rank is slow: its own work against the prediction, relative to all other ranks. Pure, no clock.
+"""Finds the slow rank: its own work against the prediction, relative to all other ranks. Pure, no clock.
 
-In a tensor-parallel group everybody waits for the slowest; how much of that shows in a rank's own work depends on how
-well it is measured. So a shift is looked at together with the group's others: ranks that slowed down as much as the
-slowest cannot be told from it and are suspects, too; what slowed down less, at the same time, waits for it and is no
-finding of its own. The test is `resihp.detector.sequential.peer_cusum`; the caller is `resihp.detector.online.monitor`.
+In a tensor-parallel group all ranks wait for the slowest; how much of the wait shows in a rank's own work depends on
+how well that is measured. A shift is therefore examined together with the rest of the group: ranks that slowed down as
+much as the slowest cannot be distinguished from it and are suspects as well; ranks that slowed down less, at the same
+time, wait for it and make no finding of their own. The test is `resihp.detector.sequential.peer_cusum`; called by
+`resihp.detector.online.monitor`.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ import numpy as np
 from resihp.detector.findings import Finding, RankStanding
 from resihp.detector.observation import Floats
 from resihp.detector.online.plan_arrays import Stacked
-from resihp.detector.sequential.peer_cusum import Pardon, PeerTest, Shift
+from resihp.detector.sequential.peer_cusum import Cooldown, PeerTest, Shift
 
-ALIKE = 0.6
-"""A rank whose shift is this share of the slowest one's in its group cannot be told from it."""
-NEAR = 8
-"""Iterations between onsets that may still have one cause."""
+ALIKE_SHARE = 0.6
+"""A rank with at least this share of the largest shift in its group cannot be distinguished from the slowest one."""
+SAME_CAUSE_ITERATIONS = 8
+"""Highest distance of onsets, in iterations, at which two slow-downs may have the same cause."""
 
 
 class RankTest:
-    """Sequential tests of all ranks of a plan. `wandering`: of ranks of the plan before, as `PeerTest` has it."""
+    """Sequential tests of all ranks of a plan. `wandering`: of the previous plan's ranks, as in `PeerTest`."""
 
     def __init__(
         self, stacked: Stacked, false_alarms_per: int, patience: int, least: float, wandering: float = 0.0
@@ -34,22 +35,27 @@ class RankTest:
         self._false_alarms_per, self._patience, self._least = false_alarms_per, patience, least
         self._together: dict[int, tuple[int, ...]] = {}
         self.onsets: dict[int, int] = {}
-        """When ranks that are slow became so."""
+        """Onset of each rank that is slow."""
         self.well: dict[int, int] = {}
-        """When ranks that were slow became well again."""
+        """Iteration in which each rank that was slow recovered."""
         self.test = self._begun({}, {}, wandering)
 
-    def begin(self, known: Mapping[int, float], pardons: Mapping[int, Pardon]) -> None:
-        """Learn levels anew. `known`: log shifts that are no news, by rank; `pardons`: of ranks that were measured to
-        be healthy all the same. How far healthy ranks wander stays known."""
-        self.test = self._begun(known, pardons, self.test.wandering)
+    def begin(self, known_shifts: Mapping[int, float], cooldowns: Mapping[int, Cooldown]) -> None:
+        """Learn levels anew, except how far healthy ranks wander.
 
-    def _begun(self, known: Mapping[int, float], pardons: Mapping[int, Pardon], wandering: float) -> PeerTest:
+        `known_shifts`: log shifts that were already reported, by rank; `cooldowns`: cooldowns of ranks that were
+        measured to be healthy in spite of their shift.
+        """
+        self.test = self._begun(known_shifts, cooldowns, self.test.wandering)
+
+    def _begun(
+        self, known_shifts: Mapping[int, float], cooldowns: Mapping[int, Cooldown], wandering: float
+    ) -> PeerTest:
         row = self._stacked.row
         return PeerTest(
             self._stacked.group,
-            known={row[rank]: shift for rank, shift in known.items() if rank in row},
-            pardons={row[rank]: pardon for rank, pardon in pardons.items() if rank in row},
+            known_shifts={row[rank]: shift for rank, shift in known_shifts.items() if rank in row},
+            cooldowns={row[rank]: cooldown for rank, cooldown in cooldowns.items() if rank in row},
             least=self._least,
             false_alarms_per=self._false_alarms_per,
             patience=self._patience,
@@ -63,12 +69,12 @@ class RankTest:
         return {int(ranks[row]): self.test.shift(row) for row in self.test.slow}
 
     @property
-    def pardons(self) -> dict[int, Pardon]:
-        """Of each rank that a measurement has cleared."""
-        return {int(self._stacked.ranks[row]): pardon for row, pardon in self.test.pardons.items()}
+    def cooldowns(self) -> dict[int, Cooldown]:
+        """Cooldown of each rank that a measurement has cleared."""
+        return {int(self._stacked.ranks[row]): cooldown for row, cooldown in self.test.cooldowns.items()}
 
     def update(self, iteration: int, ratios: Floats) -> tuple[Finding, ...]:
-        """Take measured over predicted seconds (R,) of an iteration, by rows of `Stacked`; NaN where there is none."""
+        """Take measured over predicted seconds (R,) of an iteration, by rows of `Stacked`; NaN for missing ranks."""
         with np.errstate(invalid="ignore", divide="ignore"):
             shifts = self.test.update(iteration, np.log(ratios))
         by_lane: dict[int, list[Shift]] = {}
@@ -78,13 +84,13 @@ class RankTest:
         for lane, of_lane in by_lane.items():
             rows = range(int(self._stacked.first_row[lane]), int(self._stacked.first_row[lane + 1]))
             slow = [shift for shift in of_lane if shift.kind == "slow"]
-            well = [shift for shift in of_lane if shift.kind == "recovered"]
+            recovered = [shift for shift in of_lane if shift.kind == "recovered"]
             findings += self._slower(iteration, rows, slow) if slow else []
-            findings += self._recovered(iteration, well) if well else []
+            findings += self._recovered(iteration, recovered) if recovered else []
         return tuple(findings)
 
     def standing(self, row: int, reported: int | None) -> RankStanding:
-        """How the rank of `row` stands, last measured in iteration `reported`."""
+        """Return the standing of the rank of `row`, which was last measured in iteration `reported`."""
         standing = self.test.standing(row)
         return RankStanding(
             rank=int(self._stacked.ranks[row]),
@@ -111,25 +117,25 @@ class RankTest:
         for row in rows:
             if row in before or row == top.series:
                 continue
-            if since[row] >= ALIKE * top.after:
+            if since[row] >= ALIKE_SHARE * top.after:
                 named.append(row)
                 self.test.accept(row, float(since[row]), slow=True)
-            elif row in raised and raised[row].before < ALIKE * raised[row].after:
+            elif row in raised and raised[row].before < ALIKE_SHARE * raised[row].after:
                 self.test.explain(row, raised[row].after)
         named.sort(key=lambda row: (row != top.series, -since[row]))
         for row in named:
             self.onsets[int(self._stacked.ranks[row])] = top.onset
             self.well.pop(int(self._stacked.ranks[row]), None)
             self._together[row] = tuple(named)
-        return [self._told(iteration, top, named)]
+        return [self._finding(iteration, top, named)]
 
-    def _echoes(self, shift: Shift, of: int) -> bool:
-        """A milder shift than that of a row of the same group, at about the same time."""
-        onset = self.onsets.get(int(self._stacked.ranks[of]))
+    def _echoes(self, shift: Shift, slow_row: int) -> bool:
+        """Whether a shift is milder than that of a slow row of the same group, and from about the same time."""
+        onset = self.onsets.get(int(self._stacked.ranks[slow_row]))
         return (
             onset is not None
-            and abs(onset - shift.onset) <= NEAR
-            and shift.before < ALIKE * shift.after < ALIKE * ALIKE * self.test.shift(of)
+            and abs(onset - shift.onset) <= SAME_CAUSE_ITERATIONS
+            and shift.before < ALIKE_SHARE * shift.after < ALIKE_SHARE * ALIKE_SHARE * self.test.shift(slow_row)
         )
 
     def _recovered(self, iteration: int, shifts: list[Shift]) -> list[Finding]:
@@ -139,7 +145,7 @@ class RankTest:
             if shift.series in done:
                 continue
             since = self.test.mean_since(shift.onset)
-            raised = {other.series for other in shifts}
+            raised = {other_shift.series for other_shift in shifts}
             named = [shift.series]
             for row in self._together.get(shift.series, ()):
                 if row in raised and row != shift.series:
@@ -152,13 +158,17 @@ class RankTest:
                 self._together.pop(row, None)
                 self.onsets.pop(int(self._stacked.ranks[row]), None)
                 self.well[int(self._stacked.ranks[row])] = shift.onset
-            findings.append(self._told(iteration, shift, named))
+            findings.append(self._finding(iteration, shift, named))
         return findings
 
-    def _told(self, iteration: int, shift: Shift, rows: list[int]) -> Finding:
+    def _finding(self, iteration: int, shift: Shift, rows: list[int]) -> Finding:
         stacked = self._stacked
         ranks = tuple(stacked.ranks[rows].tolist())
-        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}, which look alike"
+        subject = (
+            f"rank {ranks[0]}"
+            if len(ranks) == 1
+            else f"ranks {', '.join(map(str, ranks))}, which cannot be distinguished"
+        )
         peers = int(np.count_nonzero(stacked.group == stacked.group[shift.series])) - 1
         return Finding(
             kind="fail-slow" if shift.kind == "slow" else "recovered",
@@ -170,8 +180,9 @@ class RankTest:
             ranks=ranks,
             link=None,
             evidence=(
-                f"{who}: own work at {math.exp(shift.after):.3f} of its healthy time since iteration {shift.onset}, "
-                f"before at {math.exp(shift.before):.3f}; relative to {stacked.ranks.size - 1} others, {peers} of them "
-                f"with the same work; noise {self.test.noise[shift.series]:.1%}"
+                f"{subject}: own work takes {math.exp(shift.after):.3f} times its healthy time "
+                f"since iteration {shift.onset}, before {math.exp(shift.before):.3f} times; "
+                f"compared with {stacked.ranks.size - 1} other ranks, {peers} of them with the same work; "
+                f"noise {self.test.noise[shift.series]:.1%}"
             ),
         )

@@ -1,11 +1,11 @@
-"""Eq. 1 fitted to what healthy devices took, when some of what was measured is not of healthy devices. Pure.
+"""Fits Eq. 1 to the times of healthy devices, from measurements that include slow ones. Pure.
 
-What is measured is (c + alpha N + beta S) times a factor that everything in an iteration shares, times a device's own
-slowness, times noise of the chunk. Factor and coefficients are estimated in turn: the factor, correlated from one
-iteration to the next, would else look like a dependence on the workload, or pull the level after it. Devices are
-compared over all iterations, and those that are slower than their peers are left out before a coefficient is fitted.
+A measured time is (c + alpha N + beta S) times a factor shared by everything in an iteration, times the device's own
+slowness, times the chunk's noise. Factor and coefficients are estimated in turn: the factor is correlated from one
+iteration to the next, and would otherwise look like a dependence on the workload, or bias the level. Devices are
+compared over all iterations, and those slower than their peers are left out before a coefficient is fitted.
 
-This module fits what it is given (`resihp.detector.online.predictor` decides what, and when); it keeps nothing.
+Fits the given samples (`resihp.detector.online.predictor` chooses them, and the time); keeps no state.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from resihp.detector.observation import Floats
 
 Ints = npt.NDArray[np.intp]
 
-PASSES = 4
-"""Coefficients, then factors, so often: both settle after three."""
+FIT_PASSES = 4
+"""Number of alternations between coefficients and factors: both settle after three."""
 START_NOISE = 0.02
-"""Of a chunk, relative, before any is known."""
+"""Initial relative noise of a chunk."""
 SAME_SPEED = 0.025
-"""Devices whose times differ by less are alike. GPUs of one kind differ by 1 to 3 %."""
-CORRELATION = 0.5
-"""Assumed of the iterations' factors when telling how sure their mean is: a warm-up is too short to measure it."""
-LEAST_NOISE = 1e-3
-"""Clocks and float32 on the wire are no better, relative to a chunk."""
+"""Devices whose times differ by less, relative, count as equally fast. GPUs of one kind differ by 1 to 3 %."""
+ASSUMED_CORRELATION = 0.5
+"""Assumed correlation of the iterations' factors for the error of their mean: a warm-up is too short to measure it."""
+MIN_NOISE = 1e-3
+"""Lower bound of the relative noise of a chunk: clocks, and float32 on the wire, are no better."""
 
 
 class Coefficients(msgspec.Struct, frozen=True):
-    """Eq. 1 with an intercept: seconds of a chunk of N tokens whose squared lengths sum up to S. None is negative."""
+    """Eq. 1 with an intercept: seconds of a chunk of N tokens with sum of squared lengths S. None is negative."""
 
     intercept_s: float
     per_token_s: float
     per_square_s: float
 
     def seconds(self, tokens: npt.ArrayLike, squares: npt.ArrayLike) -> Floats:
-        """Broadcasts N and S against each other."""
+        """Return seconds; broadcasts N and S against each other."""
         n, s = np.asarray(tokens, dtype=np.float64), np.asarray(squares, dtype=np.float64)
         seconds = np.asarray(self.per_token_s * n + self.per_square_s * s)
         seconds += self.intercept_s
@@ -60,46 +60,46 @@ class Samples(msgspec.Struct, frozen=True, eq=False):
 
 
 class Fit(msgspec.Struct, frozen=True, eq=False):
-    """What was learnt of one key and kind."""
+    """Result for one key and kind."""
 
     coefficients: Coefficients
     tokens: float
-    """Mean N of the chunks that it was learnt from."""
+    """Mean N of the chunks behind the fit."""
     folded: bool
-    """N hardly varied: what depends on it is in the intercept."""
+    """Whether N hardly varied, so that the part that depends on it is in the intercept."""
     noise: float
-    """Standard deviation of a chunk, relative, the iteration's factor apart."""
+    """Standard deviation of a chunk, relative, without the iteration's factor."""
     uncertainty: float
     """Standard error of a prediction at the mean workload, relative."""
     ratios: dict[int, float]
-    """Of each rank: its times over the fitted ones. Those far above 1 were left out."""
+    """By rank: its times over the fitted ones. Ranks far above 1 were left out."""
     reach: tuple[float, float, float, float]
-    """Least and most N, least and most S of the chunks that it was learnt from."""
+    """Lowest and highest N, lowest and highest S of the chunks behind the fit."""
 
 
 def fit(tracks: Sequence[Samples], anchors: Floats) -> list[Fit]:
     """Fit tracks that were observed in the same iterations, each with at least one chunk.
 
-    `anchors` (iterations,): log of the iteration's factor where it is known from elsewhere, else NaN. The level of the
-    others is taken from the tracks themselves: their factors are 1 in the (robust) mean.
+    `anchors` (iterations,): log of the iteration's factor if it is known from other tracks, else NaN. The level of the
+    free factors is taken from the tracks themselves: their (robust) mean is 1.
     """
     factor = np.where(np.isnan(anchors), 0.0, anchors)
     free = np.isnan(anchors)
     solved = [_solve(track, factor, None) for track in tracks]
-    for done in range(PASSES):
+    for done in range(FIT_PASSES):
         if done:
             solved = [_solve(track, factor, before) for track, before in zip(tracks, solved, strict=True)]
         total, weight = np.zeros(factor.size), np.zeros(factor.size)
-        for track, found in zip(tracks, solved, strict=True):
-            precision = found.weights / found.noise**2
-            offset = np.log(track.seconds / found.predicted)
+        for track, solution in zip(tracks, solved, strict=True):
+            precision = solution.weights / solution.noise**2
+            offset = np.log(track.seconds / solution.predicted)
             total += np.bincount(track.iteration, precision * offset, factor.size)
             weight += np.bincount(track.iteration, precision, factor.size)
-        seen = free & (weight > 0.0)
-        if seen.any():
-            own = total[seen] / weight[seen]
-            factor[seen] = own - _location(own)
-    return [_fit(track, found, factor, free) for track, found in zip(tracks, solved, strict=True)]
+        observed = free & (weight > 0.0)
+        if observed.any():
+            own = total[observed] / weight[observed]
+            factor[observed] = own - _location(own)
+    return [_fit(track, solution, factor, free) for track, solution in zip(tracks, solved, strict=True)]
 
 
 class _Solved(msgspec.Struct, frozen=True, eq=False):
@@ -107,22 +107,22 @@ class _Solved(msgspec.Struct, frozen=True, eq=False):
     """(3,): c, alpha, beta."""
     columns: tuple[int, ...]
     predicted: Floats
-    """(n,), the iteration's factor apart."""
+    """(n,), without the iteration's factor."""
     weights: Floats
-    """(n,): 1 for a sample that is believed, 0 for one that is not."""
+    """(n,): 1 for a sample that fits, down to 0 for an outlier or a slow device."""
     noise: float
     ratios: dict[int, float]
 
 
 def _solve(samples: Samples, factor: Floats, before: _Solved | None) -> _Solved:
-    """Coefficients for given factors, from those of the pass before: relative errors, robust, slow devices left out."""
+    """Fit coefficients for given factors, from the previous pass; robust in relative errors, without slow devices."""
     seconds = samples.seconds / np.exp(factor[samples.iteration])
     design = np.stack([np.ones_like(seconds), samples.tokens, samples.squares], axis=1)
     ranks, of_rank = np.unique(samples.rank, return_inverse=True)
     chunks_of = [np.flatnonzero(of_rank == i) for i in range(len(ranks))]
     if before is None:
         noise = START_NOISE
-        start = 1.0 / np.maximum(seconds, np.median(seconds)) ** 2  # an outlier counts little, whatever its size
+        start = 1.0 / np.maximum(seconds, np.median(seconds)) ** 2  # limits the weight of outliers of any size
         predicted = _predicted(design, non_negative(design, seconds, start, _columns(design, start, noise)))
     else:
         noise, predicted = before.noise, before.predicted
@@ -133,7 +133,7 @@ def _solve(samples: Samples, factor: Floats, before: _Solved | None) -> _Solved:
         healthy = _alike(level, np.maximum(SAME_SPEED, 4.0 * noise / np.sqrt(counts)))[of_rank]
         reference = float(np.median(relative[healthy]))
         residual = relative / reference - 1.0
-        noise = max(1.4826 * float(np.median(np.abs(residual[healthy]))), LEAST_NOISE)
+        noise = max(1.4826 * float(np.median(np.abs(residual[healthy]))), MIN_NOISE)
         weights = np.where(healthy, _bisquare(residual / noise), 0.0)
         scaled = weights / predicted**2
         columns = _columns(design, scaled, noise)
@@ -148,19 +148,19 @@ def _predicted(design: Floats, theta: Floats) -> Floats:
 
 
 def _alike(level: Floats, tolerance: Floats) -> npt.NDArray[np.bool_]:
-    """Which devices are as fast as healthy ones, from their times: failures slow down, so the fast ones are right.
+    """Return, by device, whether it is as fast as a healthy one: failures slow down, so the fast devices are right.
 
-    Healthy is whoever has a third of the devices before it: two thirds may be slow, and a third seem too fast.
+    The reference is the device at one third of the order: two thirds may be slow, and a third may seem too fast.
     """
     reference = np.sort(level)[len(level) // 3]
     return np.asarray(np.abs(level / reference - 1.0) <= tolerance)
 
 
 def _columns(design: Floats, weights: Floats, noise: float) -> tuple[int, ...]:
-    """Which of 1, N, S can be told apart with samples of that noise; the others are folded into those before them.
+    """Return those of 1, N, S whose effects can be separated with samples of that noise; others fold into earlier ones.
 
-    A column counts if what is left of it, once those before are taken out, tells its share of the time to within a
-    quarter of the whole.
+    A column counts if its remainder, after the earlier columns are taken out, determines its share of the time to
+    within a quarter of the whole.
     """
     kept: list[int] = []
     basis: list[Floats] = []
@@ -168,21 +168,22 @@ def _columns(design: Floats, weights: Floats, noise: float) -> tuple[int, ...]:
     for column in range(design.shape[1]):
         scaled = design[:, column] * root
         rest = scaled.copy()
-        for direction in (*basis, *basis):  # twice: rounding
+        for direction in (*basis, *basis):  # twice, against rounding errors
             rest -= direction * (direction @ rest)
-        size, left = float(np.linalg.norm(scaled)), float(np.linalg.norm(rest))
-        if size == 0.0 or left < 1e-7 * size:
+        size, remainder = float(np.linalg.norm(scaled)), float(np.linalg.norm(rest))
+        if size == 0.0 or remainder < 1e-7 * size:
             continue
-        # of relative weights root * seconds = 1, so that a column's share of the time has an error of noise / left
-        if kept and noise * size / (left * np.sqrt(np.count_nonzero(root))) > 0.25:
+        # relative weights make root * seconds = 1, so that a column's share of the time has an error of noise /
+        # remainder
+        if kept and noise * size / (remainder * np.sqrt(np.count_nonzero(root))) > 0.25:
             continue
         kept.append(column)
-        basis.append(rest / left)
+        basis.append(rest / remainder)
     return tuple(kept)
 
 
 def non_negative(design: Floats, seconds: Floats, weights: Floats, columns: Sequence[int]) -> Floats:
-    """Weighted least squares with no negative coefficient, by trying which of at most three are zero."""
+    """Solve weighted least squares without negative coefficients, by trying which of at most three are zero."""
     scale = np.abs(design).max(axis=0)
     scale[scale == 0.0] = 1.0
     scaled = design / scale
@@ -193,36 +194,36 @@ def non_negative(design: Floats, seconds: Floats, weights: Floats, columns: Sequ
         for chosen in itertools.combinations(columns, count):
             part = np.ix_(chosen, chosen)
             try:
-                found = np.linalg.solve(gram[part], moment[list(chosen)])
+                candidate = np.linalg.solve(gram[part], moment[list(chosen)])
             except np.linalg.LinAlgError:
                 continue
-            if not (found >= 0.0).all():
+            if not (candidate >= 0.0).all():
                 continue
-            loss = float(found @ gram[part] @ found - 2.0 * found @ moment[list(chosen)])
+            loss = float(candidate @ gram[part] @ candidate - 2.0 * candidate @ moment[list(chosen)])
             if loss < least:
                 least = loss
                 best = np.zeros(design.shape[1])
-                best[list(chosen)] = found
+                best[list(chosen)] = candidate
         if count == len(columns) and np.isfinite(least):
-            break  # nothing to hold at zero
+            break  # no coefficient needs to be held at zero
     return np.asarray(best / scale)
 
 
-def _fit(samples: Samples, found: _Solved, factor: Floats, free: npt.NDArray[np.bool_]) -> Fit:
-    believed = found.weights > 0.0
+def _fit(samples: Samples, solution: _Solved, factor: Floats, free: npt.NDArray[np.bool_]) -> Fit:
+    believed = solution.weights > 0.0
     iterations = np.unique(samples.iteration[believed])
     own = iterations[free[iterations]]
-    correlated = (1.0 + CORRELATION) / (1.0 - CORRELATION)
-    share = own.size / max(1, iterations.size)  # anchored iterations say what the level is
+    correlated = (1.0 + ASSUMED_CORRELATION) / (1.0 - ASSUMED_CORRELATION)
+    share = own.size / max(1, iterations.size)  # anchored iterations have a known level
     of_level = share**2 * _spread(factor[own]) ** 2 * correlated / max(1, own.size)
-    of_chunks = found.noise**2 * len(found.columns) / max(1, int(np.count_nonzero(believed)))
+    of_chunks = solution.noise**2 * len(solution.columns) / max(1, int(np.count_nonzero(believed)))
     return Fit(
-        coefficients=Coefficients(*map(float, found.coefficients)),
+        coefficients=Coefficients(*map(float, solution.coefficients)),
         tokens=float(samples.tokens[believed].mean()) if believed.any() else float(samples.tokens.mean()),
-        folded=1 not in found.columns,
-        noise=found.noise,
+        folded=1 not in solution.columns,
+        noise=solution.noise,
         uncertainty=float(np.sqrt(of_level + of_chunks)) if believed.any() else np.inf,
-        ratios=found.ratios,
+        ratios=solution.ratios,
         reach=(
             float(samples.tokens.min()),
             float(samples.tokens.max()),
@@ -233,23 +234,23 @@ def _fit(samples: Samples, found: _Solved, factor: Floats, free: npt.NDArray[np.
 
 
 def _bisquare(scaled: Floats) -> Floats:
-    """Tukey's weights: 1 in the middle, 0 from 4.7 standard deviations on; 95 % efficient for a normal distribution."""
+    """Return Tukey's weights: 1 in the middle, 0 from 4.7 standard deviations on; 95 % efficient for normal values."""
     return np.maximum(0.0, 1.0 - (scaled / 4.685) ** 2) ** 2
 
 
 def _location(values: Floats) -> float:
-    """Huber's location: the mean, but what lies beyond two standard deviations counts no more than that."""
+    """Return Huber's location: the mean, with deviations clipped at two standard deviations."""
     centre = float(np.median(values))
-    reach = 2.0 * max(1.4826 * float(np.median(np.abs(values - centre))), LEAST_NOISE)
+    reach = 2.0 * max(1.4826 * float(np.median(np.abs(values - centre))), MIN_NOISE)
     for _ in range(10):
         centre += float(np.clip(values - centre, -reach, reach).mean())
     return centre
 
 
 def _spread(values: Floats) -> float:
-    """Standard deviation; as robust as the location."""
+    """Return the standard deviation, as robust as the location."""
     if values.size < 2:
         return np.inf if values.size else 0.0
     centre = _location(values)
-    reach = 3.0 * max(1.4826 * float(np.median(np.abs(values - centre))), LEAST_NOISE)
+    reach = 3.0 * max(1.4826 * float(np.median(np.abs(values - centre))), MIN_NOISE)
     return float(np.sqrt((np.clip(values - centre, -reach, reach) ** 2).sum() / (values.size - 1)))

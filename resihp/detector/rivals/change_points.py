@@ -1,17 +1,17 @@
-"""The paper's detector and Greyhound's: change points of plain iteration times, and what makes one a suspicion. Pure.
+"""The paper's detector and Greyhound's: change points of plain iteration times, and their verification. Pure.
 
-Both look at one number of an iteration, its seconds (`resihp.detector.sequential.run_lengths`), and say that something
-is slow, never who: the controller then measures all devices.
+Both look at one number per iteration, its seconds (`resihp.detector.sequential.run_lengths`), and report that something
+is slow, but not where: the controller then probes all devices.
 
 ==============  ====================================================================================================
-`paper`         only at a change point, the time of this iteration's workload is predicted (Eq. 1 and 2). A suspicion
-                is what took more than 1.25 times that; anything else is benign, and dropped from the series
+`paper`         only at a change point, the time of this iteration's workload is predicted (Eq. 1 and 2). An iteration
+                that took more than 1.25 times that is a suspicion; any other is benign, and dropped from the series
                 (ResiHP, section 5.2)
 `greyhound`     a change point counts if the mean after it is 10 % higher than before (Greyhound's verification)
 ==============  ====================================================================================================
 
-That it is over is found by the same means: at a change point, the iteration is nearer to its healthy time than to that
-of what is slow; or the mean is 10 % lower. Decides nothing else. Made by `resihp.detector.modes`.
+A recovery is found in the same way: at a change point, the iteration is nearer to its healthy time than to its slow
+time; or the mean is 10 % lower. Decides nothing else. Made by `resihp.detector.modes`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from resihp.detector.findings import Assessment, Finding
 from resihp.detector.observation import Observation
-from resihp.detector.online.plan_arrays import LONGEST_S
+from resihp.detector.online.plan_arrays import MAX_CHUNK_S
 from resihp.detector.online.predictor import Predictor
 from resihp.detector.rivals.healthy_times import HealthyTimes
 from resihp.detector.sequential.run_lengths import RunLengths
@@ -33,42 +33,42 @@ from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.plan import Plan
 from resihp.pipeline.timeline import Orders
 
-SLOW = 1.25
-"""`paper`: an iteration that takes more than so many times what is predicted is suspect."""
-SHIFT = 1.1
-"""`greyhound`: the mean after a change point over that before it."""
+SLOW_RATIO = 1.25
+"""`paper`: measured over predicted time above which an iteration is suspect."""
+MEAN_RATIO = 1.1
+"""`greyhound`: mean after over mean before a change point above which it counts."""
 VERIFIED_FROM, VERIFIED_UNTIL = 3, 10
-"""`greyhound`: iterations since a change point from whose mean it is verified."""
-APART = 1.1
-"""`paper`: what is slow must make so much of a difference for its end to be seen."""
+"""`greyhound`: range of iterations since a change point from whose mean it is verified."""
+MIN_VISIBLE_RATIO = 1.1
+"""`paper`: slow over healthy time above which a recovery is visible."""
 
 
 class _Series:
-    """Iteration times since a plan took effect, those that were dropped left out."""
+    """Iteration times since a plan took effect, without those that were dropped."""
 
     def __init__(self) -> None:
         self.runs = RunLengths()
         self.seconds: list[float] = []
         self.iterations: list[int] = []
         self.before, self.start = 0, 0
-        """Where the regime before the present one began, and the present one."""
+        """Beginnings of the previous regime and of the present one, as places in `seconds`."""
         self.verified = True
-        """Nothing more is expected of the present change point."""
+        """Whether the present change point is settled."""
 
     def take(self, iteration: int, seconds: float) -> bool:
-        """The next iteration; whether it shows that there was a change point."""
-        former = self.runs.longest
+        """Take the next iteration; return whether it shows a change point."""
+        former_run = self.runs.longest
         self.seconds.append(seconds)
         self.iterations.append(iteration)
         run = self.runs.update(seconds)
         start = len(self.seconds) - max(run, 1)
-        if not self.runs.ready or self.runs.lasting or run > former or start <= self.start:
+        if not self.runs.ready or self.runs.lasting or run > former_run or start <= self.start:
             return False
         self.before, self.start, self.verified = self.start, start, False
         return True
 
     def drop(self) -> None:
-        """The last one, which seemed to show a change point, was benign."""
+        """Drop the last iteration, whose apparent change point was benign."""
         self.runs.drop()
         self.seconds.pop()
         self.iterations.pop()
@@ -76,7 +76,7 @@ class _Series:
 
 
 class ChangePointDetector:
-    """A `resihp.detector.interface.Detector` that looks at whole iterations."""
+    """A `resihp.detector.interface.Detector` that examines whole iterations."""
 
     def __init__(self, rule: Literal["paper", "greyhound"]) -> None:
         self.predictor = Predictor()
@@ -87,7 +87,7 @@ class ChangePointDetector:
         self._slow: dict[int, float] = {}
         """Speeds that probes have confirmed."""
         self._open = False
-        """A suspicion was raised of which no probe has found the reason."""
+        """Whether a suspicion is open for which no probe has found the cause."""
 
     @property
     def settled(self) -> bool:
@@ -101,7 +101,7 @@ class ChangePointDetector:
         return (None, None) if self._healthy is None else self._healthy.transfers()
 
     def adopt(self, plan: Plan, model: ModelSpec, orders: Orders, nodes: Mapping[int, Hashable] | None = None) -> None:
-        """A plan takes effect: its iteration times have nothing to do with those before."""
+        """Switch to a plan that takes effect; its iteration times start a new series."""
         self._healthy = HealthyTimes(plan, orders, nodes, self.predictor)
         self._epoch, self._last, self._series = plan.epoch, -1, _Series()
         present = {*self._healthy.ranks, *plan.layout.standby}
@@ -109,10 +109,10 @@ class ChangePointDetector:
 
     def observe(self, observation: Observation) -> Assessment:
         healthy, iteration, seconds = self._healthy, observation.iteration, observation.seconds
-        known: Literal["workload", "plain times"] = "workload" if observation.times else "plain times"
-        sound = 0.0 < seconds < LONGEST_S
+        basis: Literal["workload", "plain times"] = "workload" if observation.times else "plain times"
+        sound = 0.0 < seconds < MAX_CHUNK_S
         if healthy is None or observation.epoch != self._epoch or iteration <= self._last or not sound:
-            return Assessment(predicted_s=None, known=known)
+            return Assessment(predicted_s=None, known=basis)
         self._last = iteration
         predicted = None
         if observation.times:
@@ -126,28 +126,28 @@ class ChangePointDetector:
             findings = self._by_mean(iteration)
         else:
             findings = self._by_prediction(iteration, seconds) if changed or warming_up else ()
-        return Assessment(predicted_s=predicted, findings=findings, known=known)
+        return Assessment(predicted_s=predicted, findings=findings, known=basis)
 
     def forecast(self, tokens: npt.ArrayLike, squares: npt.ArrayLike) -> float | None:
         return None if self._healthy is None else self._healthy.forecast(tokens, squares, self._at_work())
 
     def speeds(self) -> dict[int, float]:
-        """As confirmed: nothing else is known of single ranks."""
+        """Return confirmed speeds only: nothing else is known of single ranks."""
         return dict(sorted(self._slow.items()))
 
     def standing(self, rank: int) -> None:
-        """No rank is judged by itself."""
+        """Return None: ranks are not judged individually."""
 
     def coverage(self) -> dict[int, int]:
         return {}
 
     def scores(self) -> None:
-        """As for `standing`."""
+        """Return None, as `standing` does."""
 
     def confirmed(self, rank: int, speed: float) -> None:
-        """Raises ValueError for a speed that is not positive."""
+        """Record a speed that a probe measured. Raises ValueError for a speed that is not positive."""
         if not (math.isfinite(speed) and speed > 0.0):
-            raise ValueError(f"rank {rank}: a speed of {speed} cannot be; 1 is healthy, 0.5 half as fast")
+            raise ValueError(f"rank {rank}: speed {speed} is not a positive number; 1 is healthy, 0.5 is half as fast")
         self._slow[rank] = speed
         self._open = False
 
@@ -158,23 +158,23 @@ class ChangePointDetector:
         self._open = True
 
     def cleared_link(self, sender: int, receiver: int) -> None:
-        """Links are never suspected."""
+        """Do nothing: links are never suspected."""
 
     # --- the two rules -----------------------------------------------------------------------------------------------
 
     def _by_prediction(self, iteration: int, seconds: float) -> tuple[Finding, ...]:
-        """The paper's: at a change point, against what is predicted for this iteration's workload. Once the first
-        iterations of a plan are known, too, who was slow before may be found well."""
+        """Apply the paper's rule: at a change point, compare with the prediction for this iteration's workload. Once
+        the first iterations of a plan are known, a recovery of earlier slowness may be found as well."""
         assert self._healthy is not None
         healthy, present = self._healthy.seconds({}), self._healthy.seconds(self._at_work())
         if healthy is None or present is None:
             return ()
         at_change = not self._series.verified
-        if at_change and seconds > SLOW * present:
+        if at_change and seconds > SLOW_RATIO * present:
             self._open = True
-            told = f"{seconds / present:.3f} times what is predicted for its workload"
-            return (self._told("fail-slow", iteration, seconds / healthy - 1, told),)
-        visible = present > APART * healthy
+            evidence = f"{seconds / present:.3f} times the prediction for its workload"
+            return (self._finding("fail-slow", iteration, seconds / healthy - 1, evidence),)
+        visible = present > MIN_VISIBLE_RATIO * healthy
         if (visible and seconds < math.sqrt(healthy * present)) or (at_change and self._open):
             return self._ended(iteration, seconds / healthy - 1, f"{seconds / healthy:.3f} times its healthy time")
         if at_change:
@@ -182,36 +182,36 @@ class ChangePointDetector:
         return ()
 
     def _by_mean(self, iteration: int) -> tuple[Finding, ...]:
-        """Greyhound's: the mean since a change point against that before it."""
+        """Apply Greyhound's rule: compare the mean since a change point with the mean before it."""
         series = self._series
         since = len(series.seconds) - series.start
         if series.verified or not VERIFIED_FROM <= since <= VERIFIED_UNTIL:
             return ()
         shift = float(np.mean(series.seconds[series.start :]) / np.mean(series.seconds[series.before : series.start]))
-        told = f"{shift:.3f} times the mean before"
-        if shift > SHIFT:
+        evidence = f"{shift:.3f} times the mean before"
+        if shift > MEAN_RATIO:
             series.verified = self._open = True
-            return (self._told("fail-slow", iteration, shift - 1, told),)
-        if shift < 1 / SHIFT and (self._open or self._at_work()):
+            return (self._finding("fail-slow", iteration, shift - 1, evidence),)
+        if shift < 1 / MEAN_RATIO and (self._open or self._at_work()):
             series.verified = True
-            return self._ended(iteration, shift - 1, told)
+            return self._ended(iteration, shift - 1, evidence)
         return ()
 
-    def _ended(self, iteration: int, change: float, told: str) -> tuple[Finding, ...]:
-        """All that was slow is so no more: nobody can tell its parts."""
+    def _ended(self, iteration: int, change: float, evidence: str) -> tuple[Finding, ...]:
+        """Report the recovery of everything that was slow: the parts cannot be distinguished."""
         ranks = tuple(self._at_work())
         self._open = False
         for rank in ranks:
             del self._slow[rank]
         named: list[tuple[int, ...]] = [(rank,) for rank in ranks] or [()]
-        return tuple(self._told("recovered", iteration, change, told, one) for one in named)
+        return tuple(self._finding("recovered", iteration, change, evidence, rank_group) for rank_group in named)
 
-    def _told(
+    def _finding(
         self,
         kind: Literal["fail-slow", "recovered"],
         iteration: int,
         change: float,
-        told: str,
+        evidence: str,
         ranks: tuple[int, ...] = (),
     ) -> Finding:
         onset = self._series.iterations[self._series.start]
@@ -224,10 +224,10 @@ class ChangePointDetector:
             ranks=ranks,
             link=None,
             component="device" if ranks else "job",
-            evidence=f"iteration times changed at {onset}; iteration {iteration} at {told} ({self._rule})",
+            evidence=f"iteration times changed at {onset}; iteration {iteration} at {evidence} ({self._rule})",
         )
 
     def _at_work(self) -> dict[int, float]:
-        """Speeds of slow ranks that have work."""
+        """Return the speeds of slow ranks that have work."""
         ranks = frozenset[int]() if self._healthy is None else self._healthy.ranks
         return {rank: speed for rank, speed in self._slow.items() if rank in ranks}

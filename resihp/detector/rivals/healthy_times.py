@@ -1,7 +1,8 @@
-"""What an iteration takes where all is well, and as things stand: Eq. 2 over Eq. 1, without any test. Pure, no clock.
+"""Predicts an iteration's seconds when healthy, and as things stand: Eq. 2 over Eq. 1, without any test. Pure, no
+clock.
 
-The same predictor and the same arrays as ours have (`resihp.detector.online`), so that a comparison is one of rules.
-Who is slow is told by others: probes. Called by `change_points`.
+Uses the same predictor and arrays as our own detector (`resihp.detector.online`), so that a comparison is one of rules.
+Slow ranks are reported by probes. Called by `change_points`.
 """
 
 from __future__ import annotations
@@ -15,70 +16,73 @@ import numpy.typing as npt
 from resihp.detector.observation import Floats, Observation
 from resihp.detector.online.frame import Frame
 from resihp.detector.online.link_channel import LinkTest
-from resihp.detector.online.plan_arrays import LONGEST_S
+from resihp.detector.online.plan_arrays import MAX_CHUNK_S
 from resihp.detector.online.predictor import Predictor
 from resihp.parallelism.plan import Plan
 from resihp.pipeline.timeline import Orders
 
-BESIDE = 60
-"""Iterations from which the time beside chunks is learnt."""
+MAX_BESIDE_SAMPLES = 60
+"""Number of iterations from which the time outside of chunks is learnt."""
 
 
 class HealthyTimes:
-    """Of one plan, from the moment it takes effect; `predictor` survives it."""
+    """Healthy times under one plan, from the moment it takes effect; `predictor` survives the plan."""
 
     def __init__(self, plan: Plan, orders: Orders, nodes: Mapping[int, Hashable] | None, predictor: Predictor) -> None:
         self._predictor = predictor
         self._frame = Frame(plan, orders, nodes)
         self._stacked, self._links = self._frame.stacked, self._frame.links
         self._transfers = LinkTest(self._links, {}, 10_000, 500)
-        """Of healthy transfers, for their levels: what it finds is nobody's business."""
+        """Levels of healthy transfers; its findings are not used."""
         self._workload: tuple[Floats, Floats] | None = None
         """N and S (M,) of the iteration seen last."""
 
     @property
     def ranks(self) -> frozenset[int]:
-        """Those that have work."""
+        """Ranks that have work."""
         return frozenset(self._stacked.row)
 
     @property
     def settled(self) -> bool:
-        """Whether all kinds of chunks are learnt, and learnt no more."""
+        """Whether all kinds of chunks are learnt, and learning is over."""
         return self._frame.fitted and not self._predictor.learning
 
     @property
     def beside_s(self) -> float:
-        """Seconds of an iteration beside its chunks."""
+        """Seconds of an iteration outside of its chunks."""
         return float(np.median(self._frame.beside)) if self._frame.beside else 0.0
 
     def transfers(self) -> tuple[float | None, float | None]:
-        """Median seconds of a transfer between nodes and within one; None where there is none."""
+        """Return median seconds of a transfer between nodes and within a node; None if there is no such link."""
         seconds, kind = self._transfers.seconds(healthy=True), self._links.kind
-        between_s, within_s = (seconds[(kind == one) & (seconds > 0.0)] for one in (0, 1))
-        found = [float(np.median(of)) if of.size else None for of in (between_s, within_s)]
-        return found[0], found[1]
+        between_s, within_s = (seconds[(kind == kind_code) & (seconds > 0.0)] for kind_code in (0, 1))
+        between_and_within = [
+            float(np.median(seconds_of_kind)) if seconds_of_kind.size else None
+            for seconds_of_kind in (between_s, within_s)
+        ]
+        return between_and_within[0], between_and_within[1]
 
     def learn(self, observation: Observation, slow: Mapping[int, float]) -> None:
-        """Take in what ranks measured of an iteration; those of `slow` are no teachers."""
+        """Learn from the ranks' measurements of an iteration; ranks in `slow` are not learnt from."""
         stacked = self._stacked
         columns = stacked.columns(observation.times)
         self._frame.fitted = self._frame.fitted or all(self._predictor.ready(key, kind) for key, kind in stacked.work)
         if not self.settled:
             stacked.teach(self._predictor, observation.iteration, columns, self._frame.teachers(slow))
         beside = observation.seconds - stacked.busy_s(columns)
-        if 0.0 <= beside < LONGEST_S and len(self._frame.beside) < BESIDE:
+        if 0.0 <= beside < MAX_CHUNK_S and len(self._frame.beside) < MAX_BESIDE_SAMPLES:
             self._frame.beside.append(beside)
         self._transfers.update(observation.iteration, *self._links.measured(columns), {})
         self._workload = stacked.workload(columns)
 
     def seconds(self, slow: Mapping[int, float]) -> float | None:
-        """What the iteration seen last should have taken with ranks of these speeds; None while that is not known."""
+        """Return the expected seconds of the latest iteration with ranks of these speeds; None if unknown."""
         return None if self._workload is None else self.forecast(*self._workload, slow)
 
     def forecast(self, tokens: npt.ArrayLike, squares: npt.ArrayLike, slow: Mapping[int, float]) -> float | None:
-        """The same, for an iteration whose micro-batches have these N and S (M,)."""
-        workload = [np.asarray(one, dtype=np.float64) for one in (tokens, squares)]
-        if any(len(one) != self._stacked.compiled.micro_batches for one in workload):
+        """Return the same for an iteration whose micro-batches have these N and S (M,)."""
+        workload = [np.asarray(values, dtype=np.float64) for values in (tokens, squares)]
+        if any(len(values) != self._stacked.compiled.micro_batches for values in workload):
             return None
         chunks = self._stacked.seconds(self._predictor, *workload)
         if chunks is None:
@@ -87,4 +91,4 @@ class HealthyTimes:
             chunks = chunks * self._stacked.factors({rank: 1 / speed for rank, speed in slow.items()})
         edges = self._links.edge_seconds(self._transfers.seconds(healthy=True))
         seconds = float(self._stacked.compiled.iteration_seconds(chunks, edges, optimizer_s=self.beside_s))
-        return seconds if math.isfinite(seconds) and 0.0 < seconds < LONGEST_S else None
+        return seconds if math.isfinite(seconds) and 0.0 < seconds < MAX_CHUNK_S else None

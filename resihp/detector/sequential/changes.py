@@ -1,17 +1,17 @@
-"""When the level of one series changes for good: onset, size, confidence. Online, no clock, called for each value.
+"""Detects when the level of one series changes for good: onset, size, confidence. Online, no clock; takes each value.
 
-Two hypotheses about the present are weighed as each value comes: the level is what it was, or it changed at some time
-before to some other level. This is the run-length recursion of Adams & MacKay ("Bayesian online changepoint detection",
+Each value updates the odds of two hypotheses about the present: the level is unchanged, or it changed at some earlier
+time to another level. This is the run-length recursion of Adams & MacKay ("Bayesian online changepoint detection",
 2007) on a grid of levels, in the limit of rare changes, where the posterior odds over the hazard are the statistic of
-Shiryaev and Roberts: without a change its mean grows by 1 a value, so that alarms at B are at least B values apart. Of
-each level only the most probable run length is kept. Small levels of the grid collect evidence for as long as it takes
-(the test of small, persistent shifts); a level that creeps away without a jump is compared with where it began.
+Shiryaev and Roberts: without a change its mean grows by 1 per value, so that alarms at B are at least B values apart.
+For each level only the most probable run length is kept. Small levels of the grid collect evidence for as long as it
+takes (the test of small, persistent shifts); a level that drifts without a jump is compared with its beginning.
 
 The predictive density is Student's t on AR(1) innovations, mixed with outliers that may come in bursts: a checkpoint
-or an evaluation explains itself as an outlier and is no change, however large. Level, scale and correlation are
+or an evaluation is explained as an outlier and is not a change, however large. Level, scale and correlation are
 estimated robustly in a warm-up and adapt slowly while nothing changes.
 
-Decides when a change has happened; never what it means (`resihp.detector.offline.series`,
+Decides when a change has happened, but not its meaning (`resihp.detector.offline.series`,
 `resihp.detector.online.monitor`).
 """
 
@@ -25,10 +25,10 @@ import numpy as np
 import numpy.typing as npt
 
 from resihp.detector.sequential.densities import (
-    BURST,
-    DEGREES,
-    GAUSSIAN,
-    OUTLIERS,
+    BURST_PROBABILITY,
+    GAUSSIAN_SCALE,
+    OUTLIER_PROBABILITY,
+    T_DEGREES,
     T_PEAK,
     Floats,
     LateRange,
@@ -40,71 +40,70 @@ from resihp.detector.sequential.densities import (
 from resihp.detector.sequential.shifts import Alarm
 
 WARM_UP = 12
-"""Values that a level and its noise are first estimated from; slow first iterations are not counted."""
-LEAST_VALUES = 3
-"""A level has to be seen this often: two outliers in a row are not one."""
-MEMORY = 150
+"""Values from which a level and its noise are first estimated, without slow values at the start."""
+MIN_VALUES = 3
+"""Number of values that a level needs: two outliers in a row are not a level."""
+ADAPTATION_VALUES = 150
 """Values over which level, scale and correlation adapt while nothing changes."""
-KEPT = 96
-"""Latest values, in which an onset is looked for."""
-ANCHORED = 60
-"""Values after which a level counts as where the series began."""
-DRIFT = 1.2
-"""Drift that is told, over the smallest jump that is."""
-BACK = 0.1
-"""Share of the evidence for the healthy level, with which a change away from another counts as the way back to it."""
-PSEUDO = 10.0
-FAMILIAR = 40.0
-SKEW_PSEUDO = 15.0
-"""Values that assumed correlation, one that is familiar, and symmetry are worth."""
-SHIFTING = 5.0
-"""Evidence for a change at which values count half for what the correlation is."""
-CAUTION = 0.5
-"""Standard errors that the correlation is taken for more than was found."""
-MOST = 1e15
-FAR, FAR_SCALES = 0.1, 4.0
-"""By how much more than expected the level of a warm-up is not taken for healthy: log units, scales of its noise."""
+KEPT_VALUES = 96
+"""Number of latest values in which an onset is searched."""
+ANCHOR_VALUES = 60
+"""Values after which the level counts as the beginning of the series, against which drift is measured."""
+DRIFT_FACTOR = 1.2
+"""Smallest drift that is reported, relative to the smallest jump."""
+RETURN_SHARE = 0.1
+"""Share of the evidence that the healthy level needs for a change from another level to count as the return to it."""
+CORRELATION_VALUES = 10.0
+FAMILIAR_VALUES = 40.0
+SKEW_VALUES = 15.0
+"""Weights, in values, of an assumed correlation, of a familiar one, and of assumed symmetry."""
+HALVING_EVIDENCE = 5.0
+"""Evidence for a change at which new values have half weight for the correlation."""
+CORRELATION_ERRORS = 0.5
+"""Standard errors that are added to the estimated correlation."""
+MAX_EVIDENCE = 1e15
+MAX_WARM_UP_SHIFT, MAX_WARM_UP_SCALES = 0.1, 4.0
+"""Excess of a warm-up's level over the expected level, in log units and in scales of its noise, above which it is not
+taken for healthy."""
 
 
 class ChangePoint(msgspec.Struct, frozen=True, kw_only=True):
-    """The level changed from `before` to `after` with the value of index `onset`; known with that of `detected`."""
+    """A change of level from `before` to `after` at the value of index `onset`, detected at that of `detected`."""
 
     onset: int
     detected: int
     before: float
     after: float
     confidence: float
-    """Posterior probability that it changed, where one value in a thousand begins a change."""
+    """Posterior probability of the change, if one value in a thousand begins one."""
     alarm: Alarm | None = None
 
 
 class _Level:
-    """A level, the noise around it, and how many values they are known from."""
+    """A level, the noise around it, and the numbers of values behind both."""
 
     def __init__(self, level: float, count: float, variance: float, worth: float) -> None:
         self.level = level
         self.count = count
         self.variance = variance
-        """Squared scale of innovations, as of the t density."""
+        """Squared scale of innovations, for the t density."""
         self.worth = worth
-        """Values that the variance is known from."""
+        """Number of values behind the variance."""
 
 
 class ChangeDetector:
-    """Change points of a series, one value after the other.
+    """Finds change points of a series, one value after the other.
 
-    `familiar`: the correlation is about the assumed one; values that look like more of it while there is evidence for a
-    change are taken for a change.
-
-    `noise`: standard deviation of a value around its level, where known; else estimated. `level`: the healthy level,
-    where known (0 for residuals). With both there is no warm-up. `correlation`: what the lag-one correlation is taken
-    for until the series has shown it. `least`: smallest change worth an alarm, in the values' unit; larger where the
-    level is not known better. `false_alarms_per`: values between false alarms of correlated Gaussian noise, on average
-    at least. `aim`: a change that is to be found within four values, at the price of finding smaller ones late or
-    never; None to be sensitive to small, persistent ones. `floor`: least standard deviation believed. `expected`: about
-    the healthy level, where it is known roughly; taken for it where the warm-up shows one that is far above.
-    `several_levels`: values may fall on several levels by turns, which are one regime: the noise is never taken to be
-    smaller than the range of late values tells.
+    `noise`: standard deviation of a value around its level, if known; else estimated. `level`: the healthy level, if
+    known (0 for residuals). With both there is no warm-up. `correlation`: assumed lag-one correlation until the series
+    has shown its own. `familiar`: the correlation is close to the assumed one, so that values which look more
+    correlated while there is evidence for a change are attributed to the change. `least`: smallest change worth an
+    alarm, in the values' unit; larger if the level is less well known. `false_alarms_per`: lower bound of the mean
+    number of values between false alarms under correlated Gaussian noise. `aim`: size of a change that should be found
+    within four values, at the price of finding smaller ones late or never; None to be sensitive to small, persistent
+    ones. `floor`: lower bound of the standard deviation. `expected`: approximate healthy level, if known; used instead
+    of the warm-up's if that is far above. `several_levels`: values may alternate between several levels that form one
+    regime: the range of late values bounds the noise from below.
     """
 
     def __init__(
@@ -125,14 +124,14 @@ class ChangeDetector:
         self._least, self._false_alarms_per, self._floor = least, false_alarms_per, floor
         self._expected = expected
         self._correlation, self._aim, self._familiar = correlation, aim, familiar
-        self._pseudo = FAMILIAR if familiar else PSEUDO
+        self._pseudo = FAMILIAR_VALUES if familiar else CORRELATION_VALUES
         self._products, self._squares = 0.0, 0.0
         self._rho = correlation
-        self._halves = [SKEW_PSEUDO, SKEW_PSEUDO]
+        self._halves = [SKEW_VALUES, SKEW_VALUES]
         self._skew = 1.0
         self._patience = 3 * WARM_UP
         self._buffer: list[tuple[int, float]] = []
-        self._recent: deque[tuple[int, float]] = deque(maxlen=KEPT)
+        self._recent: deque[tuple[int, float]] = deque(maxlen=KEPT_VALUES)
         self._range = LateRange() if several_levels else None
         self._pending: deque[tuple[float, float, float]] = deque()
         self._healthy: _Level | None = None
@@ -146,39 +145,39 @@ class ChangeDetector:
         self._levels_squared: Floats = np.empty(0)
         self._blur: Floats = np.empty(0)
         self._evidence: Floats = np.empty(0)
-        self._seen: Floats = np.empty(0)
+        self._seen_values: Floats = np.empty(0)
         self._carried_by_level: Floats = np.empty(0)
         self._onset: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
         if noise is not None and level is not None:
-            variance = (GAUSSIAN * noise) ** 2 * (1 - correlation**2)
-            self._healthy = self._now = _Level(level, MEMORY, variance, MEMORY)
+            variance = (GAUSSIAN_SCALE * noise) ** 2 * (1 - correlation**2)
+            self._healthy = self._now = _Level(level, ADAPTATION_VALUES, variance, ADAPTATION_VALUES)
             self._restart()
 
-    # --- what is known ----------------------------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------------------------
 
     @property
     def ready(self) -> bool:
-        """False during the warm-up, when nothing can be found."""
+        """False during the warm-up, in which nothing can be found."""
         return self._now is not None
 
     @property
     def healthy(self) -> float:
-        """Level that changes are measured against; NaN in the warm-up."""
+        """Level that changes are measured against; NaN during the warm-up."""
         return math.nan if self._healthy is None else self._healthy.level
 
     @property
     def level(self) -> float:
-        """Present level: the healthy one, or that of the last Change. NaN in the warm-up."""
+        """Present level: the healthy one, or that of the last change; NaN during the warm-up."""
         return math.nan if self._now is None else self._now.level
 
     @property
     def noise(self) -> float:
-        """Standard deviation of a value around the healthy level. NaN in the warm-up."""
+        """Standard deviation of a value around the healthy level; NaN during the warm-up."""
         return math.nan if self._healthy is None else self._spread(self._healthy)
 
     @property
     def changed(self) -> bool:
-        """The last Change led away from the healthy level, and it has not come back."""
+        """Whether the last change led away from the healthy level, without a return so far."""
         return self._now is not self._healthy
 
     # --- the next value ---------------------------------------------------------------------------------------------
@@ -202,8 +201,8 @@ class ChangeDetector:
         z = error / (width * (self._skew if error > 0 else 1 / self._skew))
         even = 2 / (self._skew + 1 / self._skew)
         wide = broad(offset)
-        chance = OUTLIERS + (BURST - OUTLIERS) * self._outlier
-        inlying = (1 - chance) * T_PEAK * even / width * (1 + z * z / DEGREES) ** -4
+        chance = OUTLIER_PROBABILITY + (BURST_PROBABILITY - OUTLIER_PROBABILITY) * self._outlier
+        inlying = (1 - chance) * T_PEAK * even / width * (1 + z * z / T_DEGREES) ** -4
         density = inlying + chance * wide
         self._outlier = 1 - inlying / density
 
@@ -220,125 +219,126 @@ class ChangeDetector:
         begun = self._priors(uncertain) * (first / density)
         grown = self._evidence * (more / density)
         fresh = begun > grown
-        self._seen = np.where(fresh, 1.0, self._seen + inlier)
+        self._seen_values = np.where(fresh, 1.0, self._seen_values + inlier)
         self._onset[fresh] = index
-        self._evidence = np.minimum(begun + grown, MOST)
+        self._evidence = np.minimum(begun + grown, MAX_EVIDENCE)
         self._carried = offset * (1 - self._outlier)
         self._carried_by_level = away * inlier
 
-        evidence = float(np.add.reduce(self._evidence[self._seen > LEAST_VALUES - 0.5]))
+        evidence = float(np.add.reduce(self._evidence[self._seen_values > MIN_VALUES - 0.5]))
         if evidence >= self._threshold():
             return self._change(index, evidence, self._threshold())
         self._learn(value, rho)
         return self._drifted(index)
 
     def _densities(self, errors: Floats, widths: Floats, wide: float) -> tuple[Floats, Floats]:
-        """Density of a value for each level, and the probability that it is no outlier."""
+        """Return the density of a value for each level, and the probability that it is not an outlier."""
         z = errors / (widths * np.where(errors > 0, self._skew, 1 / self._skew))
-        kernel = 1 + z * z / DEGREES
+        kernel = 1 + z * z / T_DEGREES
         kernel *= kernel
         even = 2 / (self._skew + 1 / self._skew)
-        inlying = (1 - OUTLIERS) * T_PEAK * even / (widths * kernel * kernel)
-        density = inlying + OUTLIERS * wide
+        inlying = (1 - OUTLIER_PROBABILITY) * T_PEAK * even / (widths * kernel * kernel)
+        density = inlying + OUTLIER_PROBABILITY * wide
         return density, inlying / density
 
     def _threshold(self) -> float:
-        """Evidence that suffices. Factors are measured (`tests/resihp/detector/synthetic_runs.py`)."""
+        """Return the evidence needed for an alarm. Factors are measured (`tests/resihp/detector/synthetic_runs.py`)."""
         assert self._healthy is not None
         rho, worth = self._rho, self._healthy.worth
         if self._aim is None:
             return 0.3 * self._false_alarms_per * math.exp(3 * rho) * (1 + 40 / worth)
-        # The more the change aimed at stands out from the noise, the rarer are false alarms at the same evidence; where
-        # it stands out by far, a few values bring so much evidence that more can be asked for.
+        # The more the intended change stands out from the noise, the rarer are false alarms at the same evidence; if it
+        # stands out by far, a few values bring so much evidence that the threshold can be higher.
         ratio = self._aim / self._spread(self._healthy)
         factor = math.exp(min(max(0.5 * (ratio - 4.5), 0.0), 3.2) - min(max(ratio - 2.3, 0.0), 1.2))
         return 0.04 * self._false_alarms_per * math.exp(2 * rho) * (1 + 20 / worth) * factor
 
     def _priors(self, uncertain: float) -> Floats:
-        """How likely a change leads to each level; small ones count less where the present level is not known well."""
+        """Return the prior of each level; small changes have less while the present level is not well known."""
         doubt = (6 * uncertain + self._dull) / self._levels_squared
-        doubt[0] = 0.0  # the healthy level is known well, and coming back to it is what is waited for
+        doubt[0] = 0.0  # the healthy level is well known, and a return to it is expected
         priors: Floats = self._prior / (1 + doubt * doubt)
         return priors
 
     # --- level and noise --------------------------------------------------------------------------------------------
 
     def _correlate(self) -> None:
-        """Lag-one correlation: shrunk to the one assumed, corrected for bias, and half a standard error above."""
+        """Update the lag-one correlation: shrunk to the assumed one, corrected for bias, plus half a standard error."""
         assert self._healthy is not None
         variance = self._healthy.variance / (1 - self._rho**2)
         pseudo = self._pseudo
-        found = (self._products + pseudo * variance * self._correlation) / (self._squares + pseudo * variance)
+        rho = (self._products + pseudo * variance * self._correlation) / (self._squares + pseudo * variance)
         count = pseudo + self._healthy.worth
-        found += (1 + 4 * found) / count + CAUTION * math.sqrt(max(1 - found**2, 0) / count)
-        self._rho = min(max(found, 0.0), 0.9)
+        rho += (1 + 4 * rho) / count + CORRELATION_ERRORS * math.sqrt(max(1 - rho**2, 0) / count)
+        self._rho = min(max(rho, 0.0), 0.9)
         if self._known_noise is not None:
-            self._healthy.variance = (GAUSSIAN * self._known_noise) ** 2 * (1 - self._rho**2)
+            self._healthy.variance = (GAUSSIAN_SCALE * self._known_noise) ** 2 * (1 - self._rho**2)
 
-    def _spread(self, of: _Level) -> float:
-        return math.sqrt(of.variance / (1 - self._rho**2)) / GAUSSIAN
+    def _spread(self, level: _Level) -> float:
+        return math.sqrt(level.variance / (1 - self._rho**2)) / GAUSSIAN_SCALE
 
-    def _uncertain(self, of: _Level) -> float:
-        """Squared standard error of a level."""
+    def _uncertain(self, level: _Level) -> float:
+        """Return the squared standard error of a level."""
         rho = self._rho
-        return of.variance / (1 - rho) ** 2 / of.count
+        return level.variance / (1 - rho) ** 2 / level.count
 
     @property
     def _caution(self) -> float:
-        """Factor on the variance, for what a few values may have missed."""
+        """Factor on the variance, because few values may have missed some of it."""
         return 1.0 if self._now is None else 1 + 3 / self._now.worth
 
     def _learn(self, value: float, rho: float) -> None:
-        """Let level, scale and correlation follow values that are too old to belong to a change not yet found."""
+        """Adapt level, scale and correlation to values that are too old to belong to a change not yet found."""
         assert self._now is not None
         now = self._now
         self._pending.append((value, 1 - self._outlier, rho))
         delay = min(6, int(now.count) // 4)
         evidence = float(np.add.reduce(self._evidence))
         slack = 1 / (1 + evidence / (30 if self._aim is None else 200))
-        # A shift that stays looks like correlated noise.
-        doubt = 1 / (1 + evidence / SHIFTING) if self._familiar else 1.0
+        # A lasting shift looks like correlated noise.
+        doubt = 1 / (1 + evidence / HALVING_EVIDENCE) if self._familiar else 1.0
         while len(self._pending) > delay:
             value, inlier, rho = self._pending.popleft()
             offset = value - now.level
             spread = now.variance / (1 - self._rho**2)
-            weight = inlier * (DEGREES + 1) / (DEGREES + offset * offset / spread)
-            now.count = min(now.count + slack * min(weight, 1), MEMORY)
+            weight = inlier * (T_DEGREES + 1) / (T_DEGREES + offset * offset / spread)
+            now.count = min(now.count + slack * min(weight, 1), ADAPTATION_VALUES)
             now.level += slack * weight * offset / (now.count + 1)
             if self._known_noise is None:
                 error = offset - rho * self._before
-                weight = inlier * (DEGREES + 1) / (DEGREES + error * error / now.variance)
-                now.worth = min(now.worth + slack * inlier, MEMORY)
+                weight = inlier * (T_DEGREES + 1) / (T_DEGREES + error * error / now.variance)
+                now.worth = min(now.worth + slack * inlier, ADAPTATION_VALUES)
                 share = slack * inlier / (now.worth + 1)
                 now.variance += share * (weight * error * error - now.variance)
                 now.variance = max(now.variance, self._floor**2, self._least_variance(offset))
                 if now is self._healthy:
-                    fade = 1 - 1 / MEMORY
+                    fade = 1 - 1 / ADAPTATION_VALUES
                     self._skewed(inlier * min(error * error / now.variance, 12.0), error > 0, fade)
                     weight *= doubt
-                    fade = 1 - doubt / MEMORY
+                    fade = 1 - doubt / ADAPTATION_VALUES
                     self._products = self._products * fade + weight * offset * self._before
                     self._squares = self._squares * fade + weight * self._before**2
                     self._correlate()
             self._before = offset * inlier
 
     def _least_variance(self, offset: float) -> float:
-        """Of innovations, where values lie on several levels by turns; `offset`: the next value less its level."""
+        """Return the lower bound of the innovations' variance for values on alternating levels; `offset`: of the next
+        value from its level."""
         if self._range is None:
             return 0.0
-        return (GAUSSIAN * self._range.follow(offset)) ** 2 * (1 - self._rho**2)
+        return (GAUSSIAN_SCALE * self._range.follow(offset)) ** 2 * (1 - self._rho**2)
 
     def _skewed(self, square: float, above: bool, fade: float) -> None:
-        """Follow how much wider the noise is above the level than below."""
+        """Update how much wider the noise is above the level than below."""
         halves = self._halves
         for side in (0, 1):
-            halves[side] = SKEW_PSEUDO + (halves[side] - SKEW_PSEUDO) * fade
+            halves[side] = SKEW_VALUES + (halves[side] - SKEW_VALUES) * fade
         halves[above] += square
         # Of a density with scales s*k above and s/k below, second moments of the halves are as k**6; clipped, as k**5.
         self._skew = min(max((halves[1] / halves[0]) ** 0.2, 0.7), 1.6)
 
     def _warm_up(self, index: int, value: float) -> None:
-        """Estimate level and noise once enough values came; slow ones at the start are forgotten."""
+        """Estimate level and noise once enough values came; slow ones at the start are dropped."""
         self._last = index
         self._buffer.append((index, value))
         if len(self._buffer) < WARM_UP:
@@ -351,12 +351,12 @@ class ChangeDetector:
             del self._buffer[:late]
             return
         level, scale = robust(values, self._floor)
-        if self._expected is not None and level - self._expected > max(FAR, FAR_SCALES * scale):
+        if self._expected is not None and level - self._expected > max(MAX_WARM_UP_SHIFT, MAX_WARM_UP_SCALES * scale):
             level = self._expected
         if self._known_level is not None:
             level = self._known_level
         if self._known_noise is not None:
-            scale = GAUSSIAN * self._known_noise
+            scale = GAUSSIAN_SCALE * self._known_noise
         errors = (values - level) / (1 + ((values - level) / (3 * scale)) ** 2)
         self._products = float(errors[1:] @ errors[:-1])
         self._squares = float(errors[:-1] @ errors[:-1])
@@ -372,7 +372,7 @@ class ChangeDetector:
     # --- changes ----------------------------------------------------------------------------------------------------
 
     def _restart(self) -> None:
-        """Begin to weigh other levels against the present one, with no evidence for any."""
+        """Restart the comparison of other levels with the present one, without evidence for any."""
         assert self._now is not None
         assert self._healthy is not None
         away = abs(self._now.level - self._healthy.level)
@@ -384,17 +384,19 @@ class ChangeDetector:
         back = 0.5 if self.changed else 0.0
         up = 0.9 if not self.changed else 0.5
         self._levels = np.concatenate([[self._healthy.level - self._now.level or 1.0], upward, -upward])
-        each = (1 - back) / len(upward)
-        self._prior = np.concatenate([[back], np.full(len(upward), up * each), np.full(len(upward), (1 - up) * each)])
+        prior_share = (1 - back) / len(upward)
+        self._prior = np.concatenate(
+            [[back], np.full(len(upward), up * prior_share), np.full(len(upward), (1 - up) * prior_share)]
+        )
         self._levels_squared = np.maximum(self._levels**2, 1e-12)
         self._blur = (self._levels * 0.06) ** 2
         self._evidence = np.zeros(len(self._levels))
-        self._seen = np.zeros(len(self._levels))
+        self._seen_values = np.zeros(len(self._levels))
         self._onset = np.zeros(len(self._levels), dtype=np.int64)
         self._carried, self._outlier, self._before = 0.0, 0.0, 0.0
         self._carried_by_level = np.zeros(len(self._levels))
         self._pending.clear()
-        # Where a change is to be found at once, alarms are not spent on those that noise hides for long.
+        # To find a change at once, alarms must not be spent on changes that noise hides for long.
         self._dull = 0.0 if self._aim is None else 4 * self._spread(self._healthy) ** 2
 
     def _change(self, index: int, evidence: float, threshold: float) -> ChangePoint | None:
@@ -408,7 +410,7 @@ class ChangeDetector:
         away = before.level - healthy.level
         error = math.sqrt(self._uncertain(healthy) + healthy.variance / count)
         near = max(self._least, 0.25 * abs(away), 2.5 * error)
-        back = self._evidence[0] >= BACK * self._evidence.sum()
+        back = self._evidence[0] >= RETURN_SHARE * self._evidence.sum()
         if before is not healthy and (back or abs(after - healthy.level) <= near):
             self._now = healthy
         else:
@@ -429,8 +431,8 @@ class ChangeDetector:
         )
 
     def _locate(self, before: _Level) -> tuple[int, float, int]:
-        """Onset, level and number of values after it: the most likely ones."""
-        best = int(np.argmax(np.where(self._seen > LEAST_VALUES - 0.5, self._evidence, 0)))
+        """Return the most likely onset, the level after it, and the number of values since."""
+        best = int(np.argmax(np.where(self._seen_values > MIN_VALUES - 0.5, self._evidence, 0)))
         indices = np.array([i for i, _ in self._recent])
         values = np.array([v for _, v in self._recent])
         after = before.level + float(self._levels[best])
@@ -439,20 +441,20 @@ class ChangeDetector:
         for _ in range(2):
             gain = log_density(values - after, scale) - log_density(values - before.level, scale)
             total = np.cumsum(gain[::-1])[::-1]
-            total[len(values) - LEAST_VALUES + 1 :] = -np.inf
+            total[len(values) - MIN_VALUES + 1 :] = -np.inf
             low = max(0, start - 8)
             start = low + int(np.argmax(total[low:]))
             after, _ = robust(values[start:], scale)
         return int(indices[start]), after, len(values) - start
 
     def _drifted(self, index: int) -> ChangePoint | None:
-        """The healthy level has crept away from where it was when it was first known well: too slowly for a jump."""
+        """Return a change if the healthy level has drifted from its first well-known value, too slowly for a jump."""
         assert self._healthy is not None
         if self._aim is not None or self.changed:
             return None
         healthy = self._healthy
         if self._anchor is None:
-            if healthy.count >= ANCHORED and float(self._evidence.sum()) < 30:
+            if healthy.count >= ANCHOR_VALUES and float(self._evidence.sum()) < 30:
                 self._anchor = _Level(healthy.level, healthy.count, healthy.variance, healthy.worth)
                 self._calm_at = index
             return None
@@ -460,7 +462,7 @@ class ChangeDetector:
         if abs(drift) < self._least / 3:
             self._calm_at = index
         error = math.sqrt(self._uncertain(healthy) * (1 + healthy.count / self._anchor.count))
-        needed = max(DRIFT * self._least, 4.5 * error)
+        needed = max(DRIFT_FACTOR * self._least, 4.5 * error)
         if abs(drift) < needed:
             return None
         anchor = self._anchor

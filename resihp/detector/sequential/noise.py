@@ -1,7 +1,7 @@
-"""How much many series vary around their levels: scales, correlation, outliers, all robust, all online. No clock.
+"""Estimates how many series vary around their levels: scales, correlation, outliers; robust and online. No clock.
 
-Kept for each group of series that should be alike, so that a few iterations of many series tell as much as many of one.
-Used by `resihp.detector.sequential.peer_cusum`.
+Kept for each group of series that should be alike, so that a few iterations of many series carry as much information as
+many of one. Used by `resihp.detector.sequential.peer_cusum`.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
-LEAST_NOISE = 0.002
-"""No series is taken for steadier than this, log units."""
-FEW = 12.0
-"""Iterations that a scale must rest on to be taken for half certain."""
-ADAPTING = 0.01
-"""Weight of a new iteration in what is long known."""
-MIDDLE = 0.05
-"""Weight of a new iteration in where a series has been of late."""
-OUTLYING = 3.0
-"""Standard deviations beyond which values are counted as outliers."""
-RARE = 0.002
+MIN_NOISE = 0.002
+"""Lower bound of a series' noise, log units."""
+HALF_TRUST_ITERATIONS = 12.0
+"""Iterations behind a scale at which half of its safety margin is left."""
+NEW_WEIGHT = 0.01
+"""Weight of a new iteration in long-known estimates."""
+MIDDLE_WEIGHT = 0.05
+"""Weight of a new iteration in the recent position of a series."""
+OUTLIER_SIGMAS = 3.0
+"""Standard deviations beyond which a value counts as an outlier."""
+OUTLIER_WEIGHT = 0.002
 """Weight of a new iteration in the frequency of outliers."""
-SPARE = 4
-"""After SPARSE iterations only one of this many is learnt from."""
-SPARSE = 64
-SMALL = 1.25
-"""Median absolute deviations from the median of five values are too small by this."""
+SPARSE_STRIDE = 4
+"""After SPARSE_AFTER iterations, only one in this many is learnt from."""
+SPARSE_AFTER = 64
+SMALL_SAMPLE_FACTOR = 1.25
+"""Correction factor: the median absolute deviation from the median of five values is too small by this."""
 
 
 class Noise:
-    """Of series in groups; `group` (n,) counts them from 0."""
+    """Noise of series in groups; `group` (n,) numbers them from 0."""
 
     def __init__(self, group: Ints) -> None:
         self._group = group
@@ -41,20 +41,20 @@ class Noise:
         self._group_scale = np.full(self._members.size, 0.01)
         self._own_scale = np.full(group.size, 0.01)
         self._products = np.zeros((2, self._members.size))
-        """Sums of products of neighbours in time, and of squares."""
+        """Sums of products of consecutive values, and of squares."""
         self._last = np.zeros(group.size)
         self._middle = np.zeros(group.size)
-        """Where each series has been of late relative to its level: no part of its noise."""
+        """Recent position of each series relative to its level, which is not part of its noise."""
         self._tails = np.tile([[0.1], [100.0]], (1, self._members.size))
-        """Values that stood out, and all."""
+        """Number of outliers, and of all values."""
         self._rows = 0
         self._worth = 0.0
-        """Iterations as if no value had been missing."""
+        """Number of iterations, as if no value had been missing."""
 
     def learn(self, away: Floats, middle: Floats) -> None:
-        """Take first scales from absolute deviations (iterations, n), NaN for missing ones.
+        """Initialise scales from absolute deviations (iterations, n), NaN for missing ones.
 
-        `middle` (n,): where series lie relative to their levels, which may not follow them.
+        `middle` (n,): positions of series relative to their levels, which may not follow them.
         """
         self._middle = middle.copy()
         groups = range(self._members.size)
@@ -62,64 +62,66 @@ class Noise:
         for group in groups:
             of_group = away[:, self._group == group]
             scale, trust = _scale(of_group), of_group.size / (of_group.size + 20.0)
-            self._group_scale[group] = max(trust * scale + (1 - trust) * pooled, 0.7 * pooled, LEAST_NOISE)
+            self._group_scale[group] = max(trust * scale + (1 - trust) * pooled, 0.7 * pooled, MIN_NOISE)
         self._own_scale = self._group_scale[self._group]
         self._worth = float(np.isfinite(away).sum() / max(self._group.size, 1))
 
     def follow(self, unit: Floats, sigma: Floats, present: Bools) -> None:
-        """Take an iteration's deviations from levels, as if all had one width; `sigma` (n,) was expected of them.
+        """Take an iteration's deviations from levels, scaled to one width; `sigma` (n,) was expected of them.
 
-        All count, suspected or not: leaving out what stands out would make scales ever smaller.
+        All count, suspected or not: leaving out those that stand out would make scales ever smaller.
         """
         self._rows += 1
         self._worth += float(np.count_nonzero(present)) / max(present.size, 1)
         own = np.where(present, unit - self._middle, 0.0)
-        outlying = np.abs(own) > OUTLYING * sigma
+        outlying = np.abs(own) > OUTLIER_SIGMAS * sigma
         reach = 3 * self._group_scale[self._group]
         own = np.minimum(np.maximum(own, -reach), reach)
-        self._middle += MIDDLE * own
+        self._middle += MIDDLE_WEIGHT * own
         before, self._last = self._last, own / reach
         groups = self._members.size
-        if self._worth > 2 * FEW:
-            self._tails *= 1 - RARE
+        if self._worth > 2 * HALF_TRUST_ITERATIONS:
+            self._tails *= 1 - OUTLIER_WEIGHT
             self._tails[0] += np.bincount(self._group, outlying, groups)
             self._tails[1] += np.bincount(self._group, present, groups)
-        if self._rows > SPARSE and self._rows % SPARE:
+        if self._rows > SPARSE_AFTER and self._rows % SPARSE_STRIDE:
             return
         size = np.abs(own) * 1.4826
-        eta = max(2.0 / (self._worth + 1.0), ADAPTING)
-        told = present & (unit != 0.0)  # not the one that is the common part itself
-        step = np.where(told, eta, 0.0)
+        eta = max(2.0 / (self._worth + 1.0), NEW_WEIGHT)
+        measured = present & (unit != 0.0)  # without the series that is itself the common part
+        step = np.where(measured, eta, 0.0)
         self._own_scale *= np.exp(np.where(size > self._own_scale, step, -step))
         signs = np.where(size > self._group_scale[self._group], step, -step)
         drift = np.bincount(self._group, signs, groups) / self._members
-        self._group_scale = np.maximum(self._group_scale * np.exp(drift), LEAST_NOISE)
-        self._products *= 1 - ADAPTING
+        self._group_scale = np.maximum(self._group_scale * np.exp(drift), MIN_NOISE)
+        self._products *= 1 - NEW_WEIGHT
         self._products[0] += np.bincount(self._group, self._last * before, groups)
         self._products[1] += np.bincount(self._group, self._last * self._last, groups)
 
     @property
     def scale(self) -> Floats:
-        """(n,): standard deviations of values, for what they are: no caution, no correlation."""
+        """(n,): standard deviations of values as such: without safety margin and correlation."""
         return self._group_scale[self._group]
 
     @property
     def sigma(self) -> Floats:
-        """(n,): standard deviations, the group's, or the series' own if larger; more while few values are known, and as
-        much more as correlation makes sums of values wider."""
+        """(n,): standard deviations, the group's, or the series' own if larger; increased while few values are known,
+        and by the factor by which correlation widens sums of values."""
         scale = np.maximum(self._group_scale[self._group], 0.8 * self._own_scale)
-        few = 1.15 + 1 / max(scale.size, 1) + FEW / (FEW + self._worth)  # of few values, the median is one
+        few = (
+            1.15 + 1 / max(scale.size, 1) + HALF_TRUST_ITERATIONS / (HALF_TRUST_ITERATIONS + self._worth)
+        )  # of few values, the median is one
         rho = np.clip(self._products[0] / (self._products[1] + 2.0), 0.0, 0.9)
         scale = scale * np.sqrt((1 + rho) / (1 - rho))[self._group]
-        return np.asarray(np.maximum(few * scale, LEAST_NOISE))
+        return np.asarray(np.maximum(few * scale, MIN_NOISE))
 
     @property
     def surprise(self) -> Floats:
-        """(n,): the most, in log odds, that one value can say: outliers of one side are no rarer than they are."""
+        """(n,): highest log odds of a single value: an outlier is no rarer than observed, counted per side."""
         outliers = 0.5 * self._tails[0] / self._tails[1]
         return np.asarray(-np.log(np.minimum(outliers, 0.5))[self._group])
 
 
 def _scale(away: Floats) -> float:
-    known = away[np.isfinite(away)]
-    return 1.4826 * SMALL * float(np.median(known)) if known.size else LEAST_NOISE
+    finite = away[np.isfinite(away)]
+    return 1.4826 * SMALL_SAMPLE_FACTOR * float(np.median(finite)) if finite.size else MIN_NOISE

@@ -1,17 +1,17 @@
-"""Which of many series is slow relative to its peers: ranks by their compute time, links by their delay. No clock.
+"""Finds the series that are slow relative to their peers: ranks by compute time, links by delay. No clock.
 
-Each iteration brings one number a series, log(measured / predicted). What all have in common (the iteration's own
-factor, a workload that the prediction does not know well) is their median, and cancels. What remains is tested
+Each iteration brings one number per series, log(measured / predicted). The part that all have in common (the
+iteration's own factor, a workload that is predicted imprecisely) is their median, and cancels. The remainder is tested
 series by series, all at once in arrays, by two-sided CUSUMs on a grid of shifts (Page, "Continuous inspection schemes",
 1954) against the series' own level. Thresholds follow from the number of series: without a shift a CUSUM reaches h at
-most once in e^h values (Lorden, 1971), and h is chosen for false alarms over all series together. One value never
-carries more than 1 / 2.5 of h, so that no single outlier, nor two of them, raise an alarm.
+most once in e^h values (Lorden, 1971), and h is chosen for the false alarms of all series together. A single value
+carries at most 1 / 2.5 of h, so that neither one outlier nor two raise an alarm.
 
 Levels are first learnt over a few iterations, within narrow bounds around those of the series' peers (series of one
 group, which should be alike): a series that is slow from the start leaves these bounds and is found, not learnt. A
-series without peers has only its own past.
+series without peers is compared with its own past only.
 
-Called by `resihp.detector.online.monitor`, which knows what the series are; nothing here decides what is done about a
+Called by `resihp.detector.online.monitor`, which knows the meaning of the series; does not decide on the reaction to a
 shift.
 """
 
@@ -24,65 +24,65 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from resihp.detector.sequential.drift import FEWEST, Drift, variance
-from resihp.detector.sequential.noise import ADAPTING, SPARE, SPARSE, Bools, Floats, Noise
-from resihp.detector.sequential.shifts import Alarm, Pardon, SeriesStanding, Shift
+from resihp.detector.sequential.drift import MIN_CALM_SERIES, Drift, variance
+from resihp.detector.sequential.noise import NEW_WEIGHT, SPARSE_AFTER, SPARSE_STRIDE, Bools, Floats, Noise
+from resihp.detector.sequential.shifts import Alarm, Cooldown, SeriesStanding, Shift
 from resihp.detector.sequential.window import Window, low_median, medians
 
-__all__ = ["Pardon", "PeerTest", "SeriesStanding", "Shift"]
+__all__ = ["Cooldown", "PeerTest", "SeriesStanding", "Shift"]
 
-GRID = (0.03, 0.1, 0.3)
-"""Shifts that the CUSUMs look for, log units. Each finds what is larger than half of it; larger ones are found sooner
-by theirs where there is much noise."""
-LEARNING = 5
-"""Iterations over which levels are first learnt, more where many values are missing."""
-SETTLED = 60
-"""Iterations after which a healthy level stands: what creeps away from it later is a shift."""
-SLOWER_STILL = 0.05
-"""By how much a slow series must become slower for that to be told, log units."""
-WANDERING = 0.7
-"""Share of what series wander by that a value must be away for evidence of a shift to gather."""
-MOST_PATIENCE = 4
-"""How many times as long as the first a pardon lasts at most: what lasts is not to be forgotten between two."""
-LOOKED_AT = 16
-"""Values after which it is looked again at what series wander by, what creeps, and whose pardon ends."""
-UNLIKE = 4.0
-"""Standard deviations by which healthy series differ from their peers at most."""
-CREPT = 0.9
-"""Confidence in a shift of a level that no CUSUM saw begin."""
-LATE = 8
-"""Values by which it is told where a series is of late."""
-ABSURD = float(np.log(1e4))
-"""Log ratios beyond are a clock's mistake, not a measurement."""
-CERTAIN = 8.0
-"""Shifts are looked for only beyond this many standard errors of the level that they would be from."""
-MOST = 2.5
-"""Share of the threshold that one value can carry, inverted."""
-MEDIAN = float(np.pi / 2)
-"""Variance of a median of many, times their number."""
-SHARE = 0.05
-"""Of the false alarms allowed, what one test may use; the rest is for noise that is not as assumed."""
+SHIFT_GRID = (0.03, 0.1, 0.3)
+"""Shifts that the CUSUMs search for, log units. Each finds shifts larger than half of its own; a larger shift is found
+sooner by its own CUSUM if there is much noise."""
+LEARNING_ITERATIONS = 5
+"""Iterations over which levels are first learnt; more if many values are missing."""
+SETTLED_ITERATIONS = 60
+"""Iterations after which a healthy level is fixed: a later slow drift from it is a shift."""
+MIN_FURTHER_SHIFT = 0.05
+"""Smallest further shift of a slow series that is reported, log units."""
+WANDERING_SHARE = 0.7
+"""Share of the series' usual wandering by which a value must deviate to count as evidence of a shift."""
+MAX_PATIENCE_FACTOR = 4
+"""Cap on a cooldown's length, as a multiple of the first: a lasting problem must not be forgotten between two."""
+REVIEW_EVERY = 16
+"""Values between reviews of wandering, slow drift, and expired cooldowns."""
+MAX_PEER_SIGMAS = 4.0
+"""Highest deviation of a healthy series from its peers, in standard deviations of their differences."""
+CREEP_CONFIDENCE = 0.9
+"""Confidence in a level shift whose beginning no CUSUM saw."""
+RECENT_VALUES = 8
+"""Number of values from which the recent position of a series is taken."""
+MAX_LOG_RATIO = float(np.log(1e4))
+"""Log ratios beyond this are a clock error, not a measurement."""
+MIN_LEVEL_ERRORS = 8.0
+"""Smallest shift that is searched for, in standard errors of the level before it."""
+MIN_VALUES_PER_ALARM = 2.5
+"""Number of values that an alarm takes at least: the inverse of the threshold's share that one value can carry."""
+MEDIAN_VARIANCE = float(np.pi / 2)
+"""Variance of the median of many values, times their number."""
+FALSE_ALARM_SHARE = 0.05
+"""Share of the allowed false alarms that one test may use; the rest is for noise that deviates from the assumptions."""
 
 
 class PeerTest:
     """Sequential tests of `n` series against each other and their own past.
 
-    `groups` (n,): series of one group are alike and may be compared from the start. `known`: shifts that are known
-    already, by series, and no news. `spread`, one or (n,): how much healthy peers of a group may differ, log units;
-    infinite where they cannot be compared. `pardons`: series that a measurement said are healthy all the same. `least`:
-    smallest shift that counts, more where series wander by more. `quorum`: share of the series that an iteration must
-    have.
-    `patience`: iterations for which a cleared suspicion is not raised again on the same evidence; twice as long
-    each time, up to `MOST_PATIENCE` times.
-    `wandering`: what such series were seen to wander by before, as the property of that name tells.
+    `groups` (n,): series of one group are alike and may be compared from the start. `known_shifts`: shifts that were
+    already reported, by series. `spread`, one or (n,): highest difference between healthy peers of a group, log units;
+    infinite if they cannot be compared. `cooldowns`: cooldowns of series that were measured to be healthy in spite of a
+    shift. `least`: smallest shift that counts; more if series wander by more. `quorum`: share of the series that an
+    iteration must have.
+    `patience`: iterations for which a cleared suspicion is not raised again on the same evidence; doubled each time,
+    up to `MAX_PATIENCE_FACTOR` times.
+    `wandering`: earlier estimate for such series, as in the property of that name.
     """
 
     def __init__(
         self,
         groups: npt.ArrayLike,
         *,
-        known: Mapping[int, float] | None = None,
-        pardons: Mapping[int, Pardon] | None = None,
+        known_shifts: Mapping[int, float] | None = None,
+        cooldowns: Mapping[int, Cooldown] | None = None,
         spread: float | Floats = 0.02,
         least: float = 0.03,
         false_alarms_per: int = 10_000,
@@ -95,39 +95,39 @@ class PeerTest:
         n = self.size = self._group.size
         self._members = np.bincount(self._group, minlength=1)
         self._spread = np.where(self._members[self._group] > 1, spread, np.inf) if n else np.zeros(0)
-        self._granted = dict(pardons or {})
-        """Pardons that are to be kept, until levels are learnt."""
+        self._kept_cooldowns = dict(cooldowns or {})
+        """Cooldowns to be kept, until levels are learnt."""
         self._least = least
         self._quorum = max(quorum * n, min(n, 3))
-        self._threshold = float(np.log(len(GRID) * max(n, 1) * false_alarms_per / SHARE))
+        self._threshold = float(np.log(len(SHIFT_GRID) * max(n, 1) * false_alarms_per / FALSE_ALARM_SHARE))
         self._prior = float(np.log(max(n, 1) * 10_000.0))
         self._base, self._level = np.zeros(n), np.zeros(n)
-        self._told = np.zeros(n)
-        """By how much a series was slow when that was last told."""
+        self._reported_shift = np.zeros(n)
+        """Shift of each series when it was last reported as slow."""
         self._slow = np.zeros(n, dtype=bool)
         self._explained = np.zeros(n, dtype=bool)
-        for series, shift in (known or {}).items():
-            self._level[series], self._told[series], self._slow[series] = shift, shift, True
+        for series, shift in (known_shifts or {}).items():
+            self._level[series], self._reported_shift[series], self._slow[series] = shift, shift, True
         self._centre = np.zeros(n)
         """Level of each series' group."""
         self._counts = np.zeros(n, dtype=np.int64)
-        """Values that each base rests on."""
-        self._unheard = False
-        self._since = np.full(n, SETTLED)
-        """Values since the level was last set by an alarm."""
+        """Number of values behind each base."""
+        self._has_unlearnt = False
+        self._since = np.full(n, SETTLED_ITERATIONS)
+        """Number of values since an alarm last set the level."""
         self._learnt: list[tuple[int, Floats, Floats | None]] | None = []
-        self._sums = np.zeros((2, len(GRID), n))
-        self._onsets = np.zeros((2, len(GRID), n), dtype=np.int64)
+        self._sums = np.zeros((2, len(SHIFT_GRID), n))
+        self._onsets = np.zeros((2, len(SHIFT_GRID), n), dtype=np.int64)
         self._window = Window(n)
         self._recent: Floats | None = None
-        """(n,): where series are of late; None until somebody asks."""
+        """(n,): recent positions of series; None until requested."""
         self._rows = 0
         self._noise = Noise(self._group)
         self._drift = Drift(self._group, false_alarms_per, wandering)
         self._floor = np.maximum(self._drift.least, least)
-        """Smallest shift of each series that counts: what the others wander by is none."""
-        self._pardons: dict[int, tuple[int, float]] = {}
-        self._patience = {series: pardon.patience for series, pardon in self._granted.items()}
+        """Smallest shift of each series that counts: more than the others' wandering."""
+        self._cooldowns: dict[int, tuple[int, float]] = {}
+        self._patience = {series: cooldown.patience for series, cooldown in self._kept_cooldowns.items()}
         self._least_patience = patience
         self._slow_count = int(self._slow.sum())
         self._stale = False
@@ -140,53 +140,53 @@ class PeerTest:
 
     @property
     def slow(self) -> tuple[int, ...]:
-        """Series found slow and not recovered."""
+        """Series that were found slow and have not recovered."""
         return tuple(np.flatnonzero(self._slow).tolist())
 
     @property
     def suspects(self) -> bool:
-        """Some series has gathered a good part of the evidence for an alarm."""
-        return bool(self._sums[0].max(initial=0.0) > self._threshold / (MOST + 0.5))
+        """Whether some series has gathered a large part of the evidence for an alarm."""
+        return bool(self._sums[0].max(initial=0.0) > self._threshold / (MIN_VALUES_PER_ALARM + 0.5))
 
     @property
     def wandering(self) -> float:
-        """Variance of where healthy series are about where they began, log units."""
+        """Variance of healthy series around their beginnings, log units."""
         return self._drift.pooled
 
     @property
-    def pardons(self) -> dict[int, Pardon]:
-        """Of each series that has one; also of those whose levels are still learnt."""
-        return self._granted | {
-            series: Pardon(shift=float(self._base[series]) - before, until=until, patience=self._patience[series])
-            for series, (until, before) in self._pardons.items()
+    def cooldowns(self) -> dict[int, Cooldown]:
+        """Cooldown of each series that has one, including series whose levels are still being learnt."""
+        return self._kept_cooldowns | {
+            series: Cooldown(shift=float(self._base[series]) - before, until=until, patience=self._patience[series])
+            for series, (until, before) in self._cooldowns.items()
         }
 
     @property
     def noise(self) -> Floats:
-        """(n,): standard deviation of each series around its level, as the tests take it."""
+        """(n,): standard deviation of each series around its level, as the tests use it."""
         return self._noise.sigma
 
     def levels(self, *, healthy: bool) -> Floats:
-        """(n,): present levels of the values, or those where all is well."""
+        """Return (n,): present levels of the values, or the healthy ones."""
         return (self._base if healthy else self._level).copy()
 
     def shift(self, series: int) -> float:
-        """Present level relative to the healthy one, log units."""
+        """Return the present level relative to the healthy one, log units."""
         return float(self._level[series] - self._base[series])
 
     def mean_since(self, onset: int) -> Floats:
-        """(n,): median of each series since iteration `onset`, relative to its healthy level; NaN where unknown."""
+        """Return (n,): medians of the series since iteration `onset`, relative to healthy levels; NaN if unknown."""
         return np.asarray(self._window.medians(onset) - self._base)
 
     def moved(self, series: int, onset: int) -> float:
-        """By how much `series` changed in iteration `onset`, as far back as is remembered; NaN where unknown."""
+        """Return by how much `series` changed at iteration `onset`, within the window; NaN if unknown."""
         return self._window.moved(series, onset)
 
     def standing(self, series: int) -> SeriesStanding:
-        """How `series` stands, and why; linear in the number of series only the first time after an update."""
+        """Return the standing of `series`; linear in the number of series only on the first call after an update."""
         if self._recent is None:
-            self._recent = self._window.medians(self._window.back(LATE))
-        until, before = self._pardons.get(series, (None, float(self._base[series])))
+            self._recent = self._window.medians(self._window.back(RECENT_VALUES))
+        until, before = self._cooldowns.get(series, (None, float(self._base[series])))
         return SeriesStanding(
             level=float(self._recent[series]) - before if self.ready else float("nan"),
             noise=float(self._sigma[series]),
@@ -198,11 +198,11 @@ class PeerTest:
         )
 
     def scores(self) -> tuple[Floats, Floats]:
-        """(n,) each: level and evidence of every series, as `standing` tells them."""
+        """Return (n,) each: level and evidence of every series, as in `standing`."""
         if self._recent is None:
-            self._recent = self._window.medians(self._window.back(LATE))
+            self._recent = self._window.medians(self._window.back(RECENT_VALUES))
         before = self._base.copy()
-        for series, (_, base) in self._pardons.items():
+        for series, (_, base) in self._cooldowns.items():
             before[series] = base
         levels = self._recent - before if self.ready else np.full(self.size, np.nan)
         return levels, np.asarray(self._sums[0].max(axis=0) / self._threshold)
@@ -212,42 +212,44 @@ class PeerTest:
         return bool(self._slow[series])
 
     def explain(self, series: int, shift: float) -> None:
-        """A shift has its cause elsewhere: `series` is at `shift` from its healthy level, but not slow itself."""
+        """Attribute a shift to another cause: `series` is at `shift` from its healthy level, but not slow itself."""
         self._mark(series, False)
         self._set(series, self._base[series] + shift)
         self._explained[series] = True
 
     def accept(self, series: int, shift: float, *, slow: bool) -> None:
-        """What a measurement says: `series` is at `shift` from its healthy level, and slow or not."""
+        """Apply a measurement: `series` is at `shift` from its healthy level, and slow or not."""
         self._set(series, self._base[series] + shift)
         self._mark(series, slow)
-        self._told[series] = shift
+        self._reported_shift[series] = shift
 
     def clear(self, series: int, index: int) -> None:
-        """Series `series` was suspected wrongly: what it shows now is healthy, for a while."""
+        """Clear a wrong suspicion: the present level of `series` counts as healthy, for a while."""
         shift = max(self.shift(series), 0.0)
         self._mark(series, False)
         before = self._patience.get(series)
-        patience = self._least_patience if before is None else min(2 * before, MOST_PATIENCE * self._least_patience)
+        patience = (
+            self._least_patience if before is None else min(2 * before, MAX_PATIENCE_FACTOR * self._least_patience)
+        )
         self._patience[series] = patience
         if not self.ready:
-            self._granted[series] = Pardon(shift=shift, until=index + patience, patience=patience)
+            self._kept_cooldowns[series] = Cooldown(shift=shift, until=index + patience, patience=patience)
             self._set(series, 0.0)
             return
-        base = self._pardons.pop(series, (0, float(self._base[series])))[1]
-        self._pardons[series] = (index + patience, base)
+        base = self._cooldowns.pop(series, (0, float(self._base[series])))[1]
+        self._cooldowns[series] = (index + patience, base)
         self._base[series] += shift
-        self._counts[series] = SETTLED
+        self._counts[series] = SETTLED_ITERATIONS
         self._set(series, self._base[series])
 
     def update(self, index: int, values: npt.ArrayLike, widths: Floats | None = None) -> list[Shift]:
-        """Take one iteration's log ratios (n,); NaN and absurd ones are missing. Indices increase.
+        """Take one iteration's log ratios (n,); NaN and impossible ones are missing. Indices increase.
 
-        `widths` (n,): standard deviations of the values relative to each other, where they rest on more or fewer
-        measurements. An iteration without a quorum is not looked at.
+        `widths` (n,): standard deviations of the values relative to each other, if they are based on different numbers
+        of measurements. An iteration without a quorum is skipped.
         """
         value = np.array(values, dtype=np.float64)
-        value[~(np.abs(value) < ABSURD)] = np.nan
+        value[~(np.abs(value) < MAX_LOG_RATIO)] = np.nan
         present = np.isfinite(value)
         if self.size < 2 or np.count_nonzero(present) < self._quorum:
             return []
@@ -255,21 +257,23 @@ class PeerTest:
             return self._test(index, value, present, widths)
         self._learnt.append((index, value, widths))
         values = sum(np.count_nonzero(np.isfinite(row)) for _, row, _ in self._learnt)
-        if len(self._learnt) < LEARNING or (values < 0.8 * LEARNING * self.size and len(self._learnt) < 4 * LEARNING):
+        if len(self._learnt) < LEARNING_ITERATIONS or (
+            values < 0.8 * LEARNING_ITERATIONS * self.size and len(self._learnt) < 4 * LEARNING_ITERATIONS
+        ):
             return []
         buffered, self._learnt = self._learnt, None
         self._learn(index, np.array([row for _, row, _ in buffered]), [width for _, _, width in buffered])
-        found: dict[int, Shift] = {}
-        for then, row, width in buffered:
-            for shift in self._test(then, row, np.isfinite(row), width):
-                found[shift.series] = msgspec.structs.replace(shift, detected=index)
-        return list(found.values())
+        shifts: dict[int, Shift] = {}
+        for index_then, row, width in buffered:
+            for shift in self._test(index_then, row, np.isfinite(row), width):
+                shifts[shift.series] = msgspec.structs.replace(shift, detected=index)
+        return list(shifts.values())
 
     def _learn(self, index: int, rows: Floats, widths: list[Floats | None]) -> None:
-        """First levels and scales from (LEARNING, n) values: own medians, held within bounds of those of the peers."""
+        """Learn first levels and scales from values (iterations, n): own medians, within bounds around peers."""
         expected = self._level.copy()
         rows = rows - expected
-        for _ in range(2):  # the second time with levels that make the common part sharper
+        for _ in range(2):  # the second pass has levels that make the common part more precise
             common = np.array([low_median(row[np.isfinite(row)]) for row in rows - self._base])
             own = medians(rows - common[:, None])
             centre = np.zeros(self._members.size)
@@ -279,41 +283,41 @@ class PeerTest:
                 centre[group] = low_median(of_group) if of_group.size else 0.0
             centre_of = centre[self._group]
             offset = np.where(np.isfinite(own), own - centre_of, 0.0)
-            self._differ(offset)
+            self._widen_bounds(offset)
             self._base = centre_of + np.clip(offset, -self._spread, self._spread)
         self._centre = centre_of
         self._counts[:] = np.isfinite(rows).sum(axis=0)
-        self._unheard = True
-        self._grant(offset, index)
+        self._has_unlearnt = True
+        self._keep_cooldowns(offset, index)
         self._level = self._base + expected
         away = np.abs(rows - common[:, None] - own)
         for row, width in zip(away, widths, strict=True):
-            there = np.isfinite(row)
-            row /= self._width(width, there, max(int(np.count_nonzero(there)), 1)) if there.any() else 1.0
-        away[away == 0.0] = np.nan  # the common part itself
-        away[:, np.isfinite(away).sum(axis=0) < LEARNING - 2] = np.nan  # too few to tell how much they vary
+            finite = np.isfinite(row)
+            row /= self._width(width, finite, max(int(np.count_nonzero(finite)), 1)) if finite.any() else 1.0
+        away[away == 0.0] = np.nan  # the series that is itself the common part
+        away[:, np.isfinite(away).sum(axis=0) < LEARNING_ITERATIONS - 2] = np.nan  # too few for an estimate
         self._noise.learn(away, np.where(np.isfinite(own), own - self._base, 0.0))
         self._refresh()
 
-    def _differ(self, offset: Floats) -> None:
-        """Devices that all differ from each other by more than usual are healthy all the same."""
+    def _widen_bounds(self, offset: Floats) -> None:
+        """Widen the bounds if devices in general differ by more than usual: then they are healthy in spite of that."""
         compared = np.isfinite(self._spread)
-        if np.count_nonzero(compared) >= FEWEST:
+        if np.count_nonzero(compared) >= MIN_CALM_SERIES:
             apart = variance(offset[compared], np.zeros(1))
-            self._spread[compared] = np.maximum(self._spread[compared], UNLIKE * np.sqrt(apart))
+            self._spread[compared] = np.maximum(self._spread[compared], MAX_PEER_SIGMAS * np.sqrt(apart))
 
-    def _grant(self, offset: Floats, index: int) -> None:
-        """Keep pardons from before: of series that still show what they were for, `offset` (n,) from their peers."""
-        for series, pardon in self._granted.items():
-            if index < pardon.until and offset[series] > max(pardon.shift / 2, self._least):
-                more = min(pardon.shift, float(offset[series]))
+    def _keep_cooldowns(self, offset: Floats, index: int) -> None:
+        """Keep earlier cooldowns of series that still show the cleared shift; `offset` (n,): from their peers."""
+        for series, cooldown in self._kept_cooldowns.items():
+            if index < cooldown.until and offset[series] > max(cooldown.shift / 2, self._least):
+                more = min(cooldown.shift, float(offset[series]))
                 before = self._centre[series] + np.clip(
                     offset[series] - more, -self._spread[series], self._spread[series]
                 )
-                self._pardons[series] = (pardon.until, float(before))
+                self._cooldowns[series] = (cooldown.until, float(before))
                 self._base[series] = before + more
-                self._counts[series] = SETTLED
-        self._granted = {}
+                self._counts[series] = SETTLED_ITERATIONS
+        self._kept_cooldowns = {}
 
     def _test(self, index: int, value: Floats, present: Bools, widths: Floats | None) -> list[Shift]:
         whole = bool(present.all())
@@ -324,21 +328,21 @@ class PeerTest:
         else:
             common = low_median(away[healthy] if healthy.any() else away[present], self._ambiguous)
         away -= common
-        if self._unheard:
-            self._hear(value - common, away, present)
+        if self._has_unlearnt:
+            self._take_first_values(value - common, away, present)
         self._window.add(index, value - common, common)
         self._rows += 1
         self._recent = None
 
-        told = self.size if whole else int(np.count_nonzero(present))
-        unit = away / self._width(widths, present, told)
+        present_count = self.size if whole else int(np.count_nonzero(present))
+        unit = away / self._width(widths, present, present_count)
         z = unit / self._sigma
         if not whole:
             z = np.where(present, z, 0.0)
         gains = np.subtract(np.stack([z, -z])[:, None], self._halves)
         gains *= self._steps
         np.minimum(gains, self._carry, out=gains)
-        np.maximum(gains, -self._threshold / MOST, out=gains)
+        np.maximum(gains, -self._threshold / MIN_VALUES_PER_ALARM, out=gains)
         if not whole:
             gains[:, :, ~present] = 0.0
         fresh = self._sums <= 0.0
@@ -348,19 +352,19 @@ class PeerTest:
         evidence = self._sums.max(axis=(0, 1))
         shifts = self._alarms(index) if evidence.max() >= self._threshold else []
         self._noise.follow(unit, self._sigma, present)
-        if self._rows < SPARSE or self._rows % SPARE == 0:
+        if self._rows < SPARSE_AFTER or self._rows % SPARSE_STRIDE == 0:
             self._adapt(away, present, evidence)
-        if self._rows % LOOKED_AT == 0 or self._rows == LOOKED_AT // 2:
+        if self._rows % REVIEW_EVERY == 0 or self._rows == REVIEW_EVERY // 2:
             self._wander()
-        if self._rows % LOOKED_AT == 0:
-            shifts += self._creeping(index)
-        self._forget(index)
-        if self._stale or self._rows % LOOKED_AT == 0 or (self._rows < SETTLED and self._rows % 4 == 0):
+        if self._rows % REVIEW_EVERY == 0:
+            shifts += self._drifted(index)
+        self._end_cooldowns(index)
+        if self._stale or self._rows % REVIEW_EVERY == 0 or (self._rows < SETTLED_ITERATIONS and self._rows % 4 == 0):
             self._refresh()
         return shifts
 
-    def _hear(self, value: Floats, away: Floats, present: Bools) -> None:
-        """Series that nothing is known of, nor can be compared with, are healthy where they first are."""
+    def _take_first_values(self, value: Floats, away: Floats, present: Bools) -> None:
+        """Take the first value of a series without known level and without peers as its healthy level."""
         new = present & (self._counts == 0) & np.isinf(self._spread)
         if new.any():
             shift = self._level - self._base
@@ -368,26 +372,26 @@ class PeerTest:
             self._level[new] = value[new]
             self._counts[new] = 1
             away[new] = 0.0
-        self._unheard = bool(((self._counts == 0) & np.isinf(self._spread)).any())
+        self._has_unlearnt = bool(((self._counts == 0) & np.isinf(self._spread)).any())
 
     def _width(self, widths: Floats | None, present: Bools, count: int) -> Floats | float:
-        """Standard deviations relative to each other of values less the common part of `count` of them."""
-        own = max(1.0 - 2.0 / count, 0.0)  # for each value has its part in the common one
+        """Return the relative standard deviations of values minus the common part of `count` of them."""
+        own = max(1.0 - 2.0 / count, 0.0)  # because each value contributes to the common part
         if widths is None:
-            return float(np.sqrt(own + MEDIAN / count))
+            return float(np.sqrt(own + MEDIAN_VARIANCE / count))
         squares = widths * widths
-        return np.asarray(np.sqrt(own * squares + MEDIAN * float(squares[present].mean()) / count))
+        return np.asarray(np.sqrt(own * squares + MEDIAN_VARIANCE * float(squares[present].mean()) / count))
 
     def _adapt(self, away: Floats, present: Bools, evidence: Floats) -> None:
-        """Levels follow slowly where nothing is suspected."""
+        """Let levels follow slowly where nothing is suspected."""
         calm = present & (evidence < 3.0)
         if not calm.any():
             return
-        step = np.maximum(1.0 / (self._since + 1.0), ADAPTING)
-        learning = calm & (self._counts < SETTLED) & (self._level == self._base)
-        step = np.where(learning, np.maximum(1.0 / (self._counts + 1.0), ADAPTING), step)
+        step = np.maximum(1.0 / (self._since + 1.0), NEW_WEIGHT)
+        learning = calm & (self._counts < SETTLED_ITERATIONS) & (self._level == self._base)
+        step = np.where(learning, np.maximum(1.0 / (self._counts + 1.0), NEW_WEIGHT), step)
         move = np.where(calm, step * np.minimum(np.maximum(away, -2 * self._sigma), 2 * self._sigma), 0.0)
-        move[calm] -= move.sum() / np.count_nonzero(calm)  # all together do not move: that is the common part
+        move[calm] -= move.sum() / np.count_nonzero(calm)  # a common movement belongs to the common part
         self._level += move
         if learning.any():
             bounded = np.clip(self._base + move, self._centre - self._spread, self._centre + self._spread)
@@ -397,25 +401,27 @@ class PeerTest:
         self._since += calm
 
     def _wander(self) -> None:
-        """What healthy series have in common with time, and not with each other, is no shift."""
-        late, counts = self._window.means(LOOKED_AT)
-        calm = ~self._slow & ~self._explained & (counts > LOOKED_AT // 4)
-        learnt = max(1.0 - 2 * LOOKED_AT / self._rows, 0.0)  # what base and values share is no difference of theirs
+        """Measure how far healthy series wander, each on its own over time; such wandering is not a shift."""
+        late, counts = self._window.means(REVIEW_EVERY)
+        calm = ~self._slow & ~self._explained & (counts > REVIEW_EVERY // 4)
+        learnt = max(1.0 - 2 * REVIEW_EVERY / self._rows, 0.0)  # base and values share part of their data
         error = learnt * self._noise.scale**2 / np.maximum(counts, 1.0)
         self._drift.follow(late - self._base, error, calm)
-        ahead = 1.0 + 2 * LOOKED_AT / self._rows  # what wanders goes on until this is looked at again
+        ahead = 1.0 + 2 * REVIEW_EVERY / self._rows  # wandering goes on until the next review
         self._floor = np.maximum(self._drift.least * ahead, self._least)
 
     def _refresh(self) -> None:
-        """The tests' constants, from the present noise."""
+        """Compute the tests' constants from the present noise."""
         self._stale = False
         self._sigma = self._noise.sigma
         self._ambiguous = 4 * float(np.median(self._sigma)) if self.size else 0.0
-        known = np.maximum(np.minimum(self._counts, self._since), 1)
-        self._steps = np.maximum(np.array(GRID)[:, None] / self._sigma, np.maximum(CERTAIN / np.sqrt(known), 1.0))
-        wandering = np.where(self._floor > self._least, WANDERING * self._floor / self._sigma, 0.0)
+        value_count = np.maximum(np.minimum(self._counts, self._since), 1)
+        self._steps = np.maximum(
+            np.array(SHIFT_GRID)[:, None] / self._sigma, np.maximum(MIN_LEVEL_ERRORS / np.sqrt(value_count), 1.0)
+        )
+        wandering = np.where(self._floor > self._least, WANDERING_SHARE * self._floor / self._sigma, 0.0)
         self._halves = np.maximum(self._steps / 2, wandering)
-        self._carry = np.minimum(self._noise.surprise, self._threshold / MOST)
+        self._carry = np.minimum(self._noise.surprise, self._threshold / MIN_VALUES_PER_ALARM)
 
     def _alarms(self, index: int) -> list[Shift]:
         best = self._sums.max(axis=1)
@@ -433,13 +439,13 @@ class PeerTest:
         shifts = []
         for series, (onset, level) in estimates.items():
             alarm = Alarm(test="log evidence", statistic=float(best[:, series].max()), threshold=self._threshold)
-            shift = self._judged(series, index, onset, level, alarm)
+            shift = self._interpret(series, index, onset, level, alarm)
             if shift is not None:
                 shifts.append(shift)
         return shifts
 
     def _most_moved(self, over: list[int], index: int, onset: int, moved: float) -> list[Shift]:
-        """All but the series `over` moved by `moved`: they are slower, or were when levels were learnt."""
+        """Move all series but `over` by `moved`: they are slower now, or were while levels were learnt."""
         rest = np.ones(self.size, dtype=bool)
         rest[over] = False
         before = self._level - self._base
@@ -458,9 +464,9 @@ class PeerTest:
     def _slower(
         self, series: int, onset: int, index: int, before: float, after: float, alarm: Alarm | None = None
     ) -> Shift:
-        """From now on `series` is slow; that this is so is as sure as a level can make it."""
+        """Mark `series` as slow, with the confidence of a level."""
         self._mark(series, True)
-        self._told[series] = after
+        self._reported_shift[series] = after
         return Shift(
             series=series,
             kind="slow",
@@ -468,15 +474,15 @@ class PeerTest:
             detected=index,
             before=before,
             after=after,
-            confidence=CREPT,
+            confidence=CREEP_CONFIDENCE,
             alarm=alarm,
         )
 
-    def _judged(self, series: int, index: int, onset: int, level: float, alarm: Alarm) -> Shift | None:
-        """What an alarm means, given what was known of the series. Its level is the new one from now on."""
+    def _interpret(self, series: int, index: int, onset: int, level: float, alarm: Alarm) -> Shift | None:
+        """Interpret an alarm, given the state of the series. Its level is the new one from now on."""
         centre = float(self._centre[series])
-        if self._counts[series] < SETTLED and level > self._base[series] > centre + self._spread[series] / 2:
-            self._base[series] = centre  # a base at its bounds was not learnt, but held there
+        if self._counts[series] < SETTLED_ITERATIONS and level > self._base[series] > centre + self._spread[series] / 2:
+            self._base[series] = centre  # a base at its bounds was clipped there, not learnt
         base = float(self._base[series])
         before, after = self.shift(series), level - base
         was_slow = bool(self._slow[series])
@@ -490,14 +496,14 @@ class PeerTest:
             self._mark(series, False)
             self._set(series, base if abs(after) < self._least else level, count)
             kind = "recovered"
-        elif after >= floor and (not was_slow or self._news(series, after, confidence)):
+        elif after >= floor and (not was_slow or self._is_worth_reporting(series, after, confidence)):
             self._mark(series, True)
-            self._told[series] = after
+            self._reported_shift[series] = after
             kind = "slow"
         else:
-            if after <= -floor and not was_slow:  # was slow when levels were learnt, and nobody could tell
+            if after <= -floor and not was_slow:  # it was slow, unnoticed, while levels were learnt
                 self._base[series] = level
-                self._pardons.pop(series, None)
+                self._cooldowns.pop(series, None)
             return None
         return Shift(
             series=series,
@@ -510,34 +516,34 @@ class PeerTest:
             alarm=alarm,
         )
 
-    def _news(self, series: int, after: float, confidence: float) -> bool:
-        """Whether another shift of a series that is slow already is worth telling."""
-        more = after - float(self._told[series])
-        worse = max(SLOWER_STILL, float(self._floor[series]))
+    def _is_worth_reporting(self, series: int, after: float, confidence: float) -> bool:
+        """Whether a further shift of a slow series is worth reporting."""
+        more = after - float(self._reported_shift[series])
+        worse = max(MIN_FURTHER_SHIFT, float(self._floor[series]))
         return (more >= worse and confidence > 0.9) or abs(more) >= max(0.1, self._least)
 
-    def _creeping(self, index: int) -> list[Shift]:
-        """Series whose level has crept away from the healthy one without a step that a CUSUM saw."""
+    def _drifted(self, index: int) -> list[Shift]:
+        """Return series whose level drifted away from the healthy one without a step that a CUSUM saw."""
         away = self._level - self._base
-        least = np.where(self._slow, self._told + np.maximum(SLOWER_STILL, self._floor), self._floor)
-        certain = 4 * self._sigma / np.sqrt(np.clip(self._since, 1, SETTLED))
+        least = np.where(self._slow, self._reported_shift + np.maximum(MIN_FURTHER_SHIFT, self._floor), self._floor)
+        certain = 4 * self._sigma / np.sqrt(np.clip(self._since, 1, SETTLED_ITERATIONS))
         needed = np.maximum(least, certain)
-        crept = (away >= needed) & ~self._explained & (self._counts >= SETTLED)
+        crept = (away >= needed) & ~self._explained & (self._counts >= SETTLED_ITERATIONS)
         shifts = []
         for series in np.flatnonzero(crept).tolist():
-            before = float(self._told[series]) if self._slow[series] else 0.0
+            before = float(self._reported_shift[series]) if self._slow[series] else 0.0
             shift, threshold = float(away[series]), float(needed[series])
             alarm = Alarm(test="shift", statistic=shift, threshold=threshold)
             shifts.append(self._slower(series, self._window.first, index, before, shift, alarm))
         return shifts
 
-    def _forget(self, index: int) -> None:
-        """Pardons that have run out: the healthy level is again what it was before."""
-        for series, (until, base) in list(self._pardons.items()):
+    def _end_cooldowns(self, index: int) -> None:
+        """End expired cooldowns: the healthy level is again the one before them."""
+        for series, (until, base) in list(self._cooldowns.items()):
             if index >= until:
-                del self._pardons[series]
-                if self._slow[series]:  # beyond what was pardoned: it is known, and slower by that
-                    self._told[series] += self._base[series] - base
+                del self._cooldowns[series]
+                if self._slow[series]:  # slow beyond the cleared shift, and now by that shift as well
+                    self._reported_shift[series] += self._base[series] - base
                     self._base[series] = base
                     continue
                 self._base[series] = base

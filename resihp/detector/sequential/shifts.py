@@ -1,4 +1,4 @@
-"""What `resihp.detector.sequential.peer_cusum` says of a series. Facts only."""
+"""Statements of `resihp.detector.sequential.peer_cusum` about a series. Facts only."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import msgspec
 
 
 class Alarm(msgspec.Struct, frozen=True, kw_only=True):
-    """What a test had come to when it raised an alarm: `statistic` against the `threshold` that it has to reach.
+    """State of a test when it raised an alarm: `statistic` against the `threshold` that it has to reach.
 
-    `test`: "log evidence", natural logarithm of how much more likely what was seen is after a change, or "shift", log
-    units by which a level is away from the healthy one.
+    `test`: "log evidence", natural logarithm of how much more likely the observations are after a change; or "shift",
+    deviation of a level from the healthy one in log units.
     """
 
     test: str
@@ -29,34 +29,34 @@ class Shift(msgspec.Struct, frozen=True, kw_only=True):
     before: float
     after: float
     confidence: float
-    """Posterior probability in (0, 1), a shift of any series once in 10,000 iterations being usual."""
+    """Posterior probability in (0, 1), if a shift of any series once in 10,000 iterations is usual."""
     alarm: Alarm | None = None
-    """None where others' alarms show it."""
+    """None if alarms of other series show it."""
 
 
 class SeriesStanding(msgspec.Struct, frozen=True, kw_only=True):
-    """How a series stands with the test; levels are log ratios to its healthy level without any pardon."""
+    """A series' standing in the test; levels are log ratios to its healthy level, disregarding any cooldown."""
 
     level: float
-    """Of late; NaN while it is not known."""
+    """Recent level; NaN while it is unknown."""
     noise: float
     """Standard deviation of one value, log units."""
     evidence: float
-    """Gathered for its being slower, over what raises an alarm."""
+    """Evidence that it is slower, relative to the threshold of an alarm."""
     slow: bool
     pardon: float
-    """By how much a measurement that said it is healthy has raised the healthy level, log units."""
+    """Shift that counts as healthy because a measurement cleared it, log units."""
     pardoned_until: int | None
     """Index at which that ends."""
     peers: int
 
 
-class Pardon(msgspec.Struct, frozen=True, kw_only=True):
-    """A measurement said that a series is healthy although it is slower: it is, for a while."""
+class Cooldown(msgspec.Struct, frozen=True, kw_only=True):
+    """Cooldown of a series that was measured to be healthy although it looks slower."""
 
     shift: float
-    """By how much it was slower, log units."""
+    """The cleared shift, log units."""
     until: int
-    """Index at which that ends."""
+    """Index at which the cooldown ends."""
     patience: int
-    """Values that it lasts for; the next one lasts twice as long."""
+    """Length of the cooldown in values; the next one is twice as long."""

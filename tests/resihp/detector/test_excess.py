@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from resihp.detector.excess import EVEN, MOST_SPREAD, dispersion, excess, false_share, rate_of_others, tail
+from resihp.detector.excess import MIN_SHAPE, POISSON_SHAPE, dispersion, excess, false_share, rate_of_others, tail
 
 RATE = 2e-5
 
@@ -45,7 +45,7 @@ def test_probabilities_are_no_smaller_than_chance() -> None:
     rng = np.random.default_rng(4)
     hours = np.outer(rng.uniform(0.2, 1.0, 20_000), [30.0, 90.0, 180.0]) * 8 * 24
     counts = np.cumsum(rng.poisson(5 * RATE * np.diff(hours, prepend=0.0)), axis=1).astype(float)
-    found = excess(counts, hours, (0.04, 0.06, 0.9), shape=EVEN, usual_rate=RATE, false=0.05, least=3)
+    found = excess(counts, hours, (0.04, 0.06, 0.9), shape=POISSON_SHAPE, usual_rate=RATE, false=0.05, least=3)
     for chance in (0.001, 0.01, 0.05, 0.2):
         assert np.mean(found.p <= chance) < chance * 1.1
     assert not found.picked.any()
@@ -55,16 +55,16 @@ def test_the_spread_of_a_fleet_is_told_and_lemons_are_not_taken_for_it() -> None
     rng = np.random.default_rng(1)
     hours = rng.uniform(0.5, 1.0, 2000) * 180 * 8 * 24
     even = rng.poisson(RATE * hours).astype(float)
-    assert dispersion(even, hours) == EVEN
+    assert dispersion(even, hours) == POISSON_SHAPE
     lemons = np.where(np.arange(2000) < 40, rng.poisson(20 * RATE * hours), even).astype(float)
     assert lemons.var() > 3 * lemons.mean()
-    assert dispersion(lemons, hours) == EVEN
+    assert dispersion(lemons, hours) == POISSON_SHAPE
     for shape in (1.5, 3.0):
         spread = rng.poisson(3 * RATE * hours * rng.gamma(shape, 1 / shape, 2000)).astype(float)
         assert dispersion(spread, hours) == pytest.approx(shape, rel=0.4)
     wild = rng.poisson(RATE * hours * rng.gamma(0.2, 5.0, 2000)).astype(float)
-    assert dispersion(wild, hours) == pytest.approx(MOST_SPREAD, rel=0.01)
-    assert dispersion(even[:10], hours[:10]) == EVEN
+    assert dispersion(wild, hours) == pytest.approx(MIN_SHAPE, rel=0.01)
+    assert dispersion(even[:10], hours[:10]) == POISSON_SHAPE
 
 
 def test_where_rates_differ_it_takes_more_to_stand_out() -> None:
@@ -76,4 +76,4 @@ def test_where_rates_differ_it_takes_more_to_stand_out() -> None:
     def q(shape: float) -> float:
         return float(excess(counts, hours, (1.0,), shape=shape, usual_rate=RATE, false=0.1, least=3).q[0])
 
-    assert q(EVEN) < 0.05 < q(1.0)
+    assert q(POISSON_SHAPE) < 0.05 < q(1.0)

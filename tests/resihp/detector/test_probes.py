@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resihp.detector.probes import (
-    LOOKS,
-    USUAL,
+    DEFAULT_THRESHOLDS,
+    RECHECK_LOOKS,
     Former,
     beside,
     in_doubt,
@@ -74,7 +74,7 @@ def test_a_device_in_doubt_is_fit_at_once_where_it_is_as_fast_as_steady_witnesse
 @given(st.floats(0.1, 2.0), st.floats(0.1, 0.85), st.integers(1, 8))
 def test_nobody_is_judged_by_a_witness_that_is_disturbed(own: float, disturbed: float, looks: int) -> None:
     judged = judge_again(3, at(own, own), [at(1, 1), at(1, 1), at(disturbed, disturbed)], looks)
-    assert judged is None if looks < LOOKS[1] else judged is not None and judged.fit
+    assert judged is None if looks < RECHECK_LOOKS[1] else judged is not None and judged.fit
 
 
 def test_what_witnesses_agree_in_counts_though_they_differ_in_the_rest() -> None:
@@ -130,7 +130,9 @@ def test_thousands_are_not_each_compared_with_thousands() -> None:
     assert found.walks < 5
 
 
-@pytest.mark.parametrize(("share", "fit"), [(USUAL.fit + 0.01, True), (USUAL.fit - 0.01, False)])
+@pytest.mark.parametrize(
+    ("share", "fit"), [(DEFAULT_THRESHOLDS.fit + 0.01, True), (DEFAULT_THRESHOLDS.fit - 0.01, False)]
+)
 def test_small_differences_between_devices_are_normal(share: float, fit: bool) -> None:
     judged = judge_devices({**{rank: at(1) for rank in range(7)}, 7: at(share)}, {})
     assert judged[7].fit is fit
@@ -223,9 +225,9 @@ def test_a_node_is_as_slow_as_the_best_of_its_devices() -> None:
     assert shares == {
         "gpu-17": (
             pytest.approx(0.7),
-            "matrix products at 70% of what this node gave in former jobs, 2.8e+05 GFLOP/s",
+            "matrix products at 70% of this node's speed in former jobs, 2.8e+05 GFLOP/s",
         ),
-        "gpu-18": (pytest.approx(0.6), "memory at 60% of what this node gave in former jobs, 1200 GB/s"),
+        "gpu-18": (pytest.approx(0.6), "memory at 60% of this node's speed in former jobs, 1200 GB/s"),
     }
 
 

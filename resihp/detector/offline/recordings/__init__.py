@@ -1,5 +1,5 @@
-"""Iteration times in what people already have: how each kind of file is read. Pure functions of bytes; no files.
+"""Reads iteration times from the files that people already have, one module for each kind. Pure functions of bytes.
 
-`formats` tells what a file is, `megatron_log` and `console_log` read lines of text, `tables` CSV, `fields` JSON and
-Parquet; `recording` is what all of them come to.
+`formats` recognises a file, `megatron_log` and `console_log` read lines of text, `tables` CSV, `fields` JSON and
+Parquet; `recording` is the common result.
 """

@@ -1,8 +1,8 @@
-"""What `resihp run` prints, as on a terminal that was copied or in the output file of a Slurm job. Pure.
+"""Reads the output of `resihp run`, as copied from a terminal or from the output file of a Slurm job. Pure.
 
     11-25 17:09:01 iteration 12  loss 4.0312  18.2k tokens/s  0.45 s
 
-At most one line a second is printed, each with that iteration's own time. All other lines tell something else.
+At most one line a second is printed, each with that iteration's own time. All other lines are about something else.
 """
 
 from __future__ import annotations
@@ -20,30 +20,32 @@ from resihp.detector.offline.recordings.recording import (
 )
 from resihp.detector.offline.series import TimedRun
 
-LINE = re.compile(
+ITERATION_LINE = re.compile(
     r"(?:^|\d\d:\d\d:\d\d |[\w\]]: ?)iteration (\d{1,15})  loss (?:nan|-?inf|-?\d+\.\d{4})(?=  |\s*$)(.*)$"
 )
-"""Behind its time, and whatever srun or a log collector puts before a line."""
-SECONDS = re.compile(r"  \S+ tokens/s  (?:(\d+(?:\.\d+)?) (s|ms|µs)|(\d+) (min|h|d) (\d\d) (?:s|min|h))(?=  |\s*$)")
-"""As `wrapper.output.render.duration` writes them."""
+"""An iteration, behind its time and any prefix from srun or a log collector."""
+DURATION_WORDS = re.compile(
+    r"  \S+ tokens/s  (?:(\d+(?:\.\d+)?) (s|ms|µs)|(\d+) (min|h|d) (\d\d) (?:s|min|h))(?=  |\s*$)"
+)
+"""A duration as `wrapper.output.render.duration` writes it."""
 SMALL_S = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
 LARGE_S = {"min": (60.0, 1.0), "h": (3600.0, 60.0), "d": (86400.0, 3600.0)}
 
 
 def is_ours(line: str) -> bool:
-    return "  loss " in line and LINE.search(line) is not None
+    return "  loss " in line and ITERATION_LINE.search(line) is not None
 
 
 def read_console(content: bytes) -> Recording:
-    """Where the iteration number falls, a new run begins, as where Slurm ran the job again into the same file."""
+    """Read the output. A falling iteration number begins a new run, as after a requeue into the same file."""
     points: list[Point] = []
     bad: list[int] = []
     for number, line in numbered_lines(text_of(content)):
-        if (found := LINE.search(line)) is None:
+        if (match := ITERATION_LINE.search(line)) is None:
             continue
-        seconds = _seconds(found[2])
+        seconds = _seconds(match[2])
         if math.isfinite(seconds) and seconds > 0:
-            points.append(Point(int(found[1]), seconds))
+            points.append(Point(int(match[1]), seconds))
         else:
             bad.append(number)
     runs, repeated = split_runs(points)
@@ -60,11 +62,11 @@ def read_console(content: bytes) -> Recording:
 
 
 def _seconds(rest: str) -> float:
-    """Of `0.45 s`, `3.1 ms`, `4 min 05 s`, `2 h 03 min`; NaN where nobody reported a time."""
-    found = SECONDS.match(rest)
-    if found is None:
+    """Parse `0.45 s`, `3.1 ms`, `4 min 05 s`, `2 h 03 min`; NaN without a time."""
+    match = DURATION_WORDS.match(rest)
+    if match is None:
         return math.nan
-    if found[1]:
-        return float(found[1]) * SMALL_S[found[2]]
-    large_s, small_s = LARGE_S[found[4]]
-    return int(found[3]) * large_s + int(found[5]) * small_s
+    if match[1]:
+        return float(match[1]) * SMALL_S[match[2]]
+    large_s, small_s = LARGE_S[match[4]]
+    return int(match[3]) * large_s + int(match[5]) * small_s

@@ -1,7 +1,7 @@
-"""Rows of named fields, as programs log them: JSON, a Parquet table, a CSV, lines of a trainer's log. Pure.
+"""Reads rows of named fields, as programs log them: JSON, a Parquet table, a CSV, lines of a trainer's log. Pure.
 
-Each row has an iteration and what it took, how many there were in a second, or the moment when it was through; names
-are those of `names`. What is no row of that kind is left out and counted; the first such line is named.
+Each row has an iteration and its duration, or the number of iterations per second, or the moment at which it ended;
+names are those of `names`. Lines that are not such a row are left out and counted; the first of them is named.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from resihp.detector.offline.recordings.names import (
+    COMPUTE_SECONDS,
     EPOCH_NAMES,
     ITERATION_NAMES,
-    JOB,
+    JOB_NAMES,
     MOMENT_NAMES,
-    OF_COMPUTING,
-    RANK,
+    RANK_NAMES,
     SQUARED_LENGTH_NAMES,
     TOKENS_NAMES,
     WINDOW_SECONDS,
@@ -36,16 +36,16 @@ from resihp.errors import UsageError
 MIN_MOMENTS = 8
 LATE_ITERATIONS = 2
 LATE_S = 2.0
-"""Lines of ranks that are not marked may be late by so much; a clock that falls by more has started again."""
+"""Tolerated lateness of lines from ranks that are not marked; a clock that falls by more has started again."""
 SINCE_1970_S = 1e8
 IN_MILLISECONDS, IN_MICROSECONDS, IN_NANOSECONDS = 1e11, 1e14, 1e17
-"""A moment larger than this counts these units since 1970."""
+"""Bounds above which a moment counts in these units since 1970."""
 COARSE_CLOCK_WINDOW_S = 20.0
-"""Moments in whole seconds are compared over windows that long, so that rounding is at most 5 % of a time."""
+"""Moments in whole seconds are compared over windows of this length, so that rounding is at most 5 % of a time."""
 CLOCK_FACTOR = 3.0
-"""Times that disagree with the clock by more than this are in another unit than their name says."""
+"""Times that disagree with the clock by more than this factor are in another unit than their name says."""
 SUSPICIOUS_SECONDS = 300.0
-"""Where no clock is there, seconds longer than this may be milliseconds."""
+"""Without a clock, durations in seconds above this may be milliseconds."""
 
 
 class NamedRow(NamedTuple):
@@ -54,20 +54,20 @@ class NamedRow(NamedTuple):
 
 
 def read_rows(rows: Sequence[NamedRow], unit: str = "row") -> Recording:
-    """Rows of one job, or of several one after the other; `unit`: what they are numbered by.
+    """Read rows of one job, or of several jobs one after the other; `unit`: the word for a row's number.
 
-    Raises UsageError naming what is missing, and where.
+    Raises UsageError that says which field is missing, and where.
     """
     usable, counts, iteration, name, factor = _time_of(rows, unit)
-    job = counts.column(JOB, text=True)
-    rank, tokens, squares = (counts.column(names) for names in (RANK, TOKENS_NAMES, SQUARED_LENGTH_NAMES))
+    job = counts.column(JOB_NAMES, text=True)
+    rank, tokens, squares = (counts.column(names) for names in (RANK_NAMES, TOKENS_NAMES, SQUARED_LENGTH_NAMES))
     remarks: list[str] = []
     usable, epochs = _counted_on(usable, iteration, counts.column(EPOCH_NAMES), rank, job)
     if epochs > 1:
         remarks.append(f"`{iteration}` restarts in each of {epochs} epochs; numbered continuously here")
-    if rank and counts.column((OF_COMPUTING,)) and name == "seconds":
-        name = OF_COMPUTING
-        remarks.append(f"used `{OF_COMPUTING}`: `seconds` is the same on all ranks, since all wait for the slowest")
+    if rank and counts.column((COMPUTE_SECONDS,)) and name == "seconds":
+        name = COMPUTE_SECONDS
+        remarks.append(f"used `{COMPUTE_SECONDS}`: `seconds` is the same on all ranks, since all wait for the slowest")
     of_job: dict[str, list[Measured]] = {}
     without: list[int] = []
     clock = name in MOMENT_NAMES or (_may_be_clock(name) and _is_clock(usable, iteration, name, rank))
@@ -90,7 +90,7 @@ def read_rows(rows: Sequence[NamedRow], unit: str = "row") -> Recording:
             )
         )
     if clock:
-        of_job = {of: _between(_apart(measured) if coarse else measured) for of, measured in of_job.items()}
+        of_job = {job_name: _between(_apart(measured) if coarse else measured) for job_name, measured in of_job.items()}
         remarks.append(
             f"each time is the difference of two lines' `{name}`; evaluation and checkpoints in between are included"
         )
@@ -98,21 +98,21 @@ def read_rows(rows: Sequence[NamedRow], unit: str = "row") -> Recording:
             remarks.append(
                 f"`{name}` has whole seconds only: times are means over at least {COARSE_CLOCK_WINDOW_S:g} s"
             )
-    found = [recording_of(measured, by_rank=bool(rank), unit=unit) for measured in of_job.values()]
-    if len(found) > 1:
-        remarks.append(f"the file has {len(found)} jobs; each is analysed as its own run")
-    remarks += [remark for each in found for remark in each.remarks]
+    recordings = [recording_of(measured, by_rank=bool(rank), unit=unit) for measured in of_job.values()]
+    if len(recordings) > 1:
+        remarks.append(f"the file has {len(recordings)} jobs; each is analysed as its own run")
+    remarks += [remark for recording in recordings for remark in recording.remarks]
     remarks += counted(without, "row without its time", unit)
     remarks += counted(
         [row.line for row in rows if row.fields.get(iteration) is None], "row without its iteration", unit
     )
-    return Recording("series", tuple(run for each in found for run in each.runs), tuple(remarks))
+    return Recording("series", tuple(run for recording in recordings for run in recording.runs), tuple(remarks))
 
 
 def _in_seconds(
     rows: Sequence[NamedRow], counts: _Counts, iteration: str, name: str, factor: float, series: tuple[str, str]
 ) -> tuple[Sequence[NamedRow], float, list[str]]:
-    """Rows whose times are those of one iteration, what makes seconds of these, and what a reader must know of that."""
+    """Return rows with times of one iteration, the factor that converts them to seconds, and remarks about this."""
     moment = counts.column(MOMENT_NAMES, text=True)
     scaled = _scaled(rows, iteration, name, factor, moment, series)
     if scaled is not None:
@@ -121,7 +121,7 @@ def _in_seconds(
     if name in WINDOW_SECONDS or is_rate(name):
         return _per_iteration(rows, iteration, name, series), 1.0, [f"times are computed from `{name}`"]
     duration = duration_of(name)
-    if duration is not None and not duration.is_unit_told and not moment:
+    if duration is not None and not duration.has_unit and not moment:
         values = [_number(fields.get(name)) for _, fields in rows]
         values = [value for value in values if math.isfinite(value)]
         if values and median(values) > SUSPICIOUS_SECONDS:
@@ -130,7 +130,7 @@ def _in_seconds(
 
 
 class _Counts:
-    """Of rows, how many have each field, and how many a number there."""
+    """Counts, for all rows, how many have each field, and how many have a number in it."""
 
     def __init__(self, rows: Iterable[NamedRow]) -> None:
         self._any: Counter[str] = Counter()
@@ -143,20 +143,20 @@ class _Counts:
                         self._numbers[name] += 1
 
     def often(self, names: Sequence[str]) -> list[str]:
-        """Of these names those that hold numbers in nine tenths of the rows that the most frequent is in, in order."""
+        """Return those of these names with numbers in nine tenths of the rows that the most frequent has, in order."""
         most = max(self._numbers[name] for name in names) or max(self._any[name] for name in names)
         counts = self._numbers if max(self._numbers[name] for name in names) else self._any
         return [name for name in names if most and 10 * counts[name] >= 9 * most]
 
     def column(self, names: Sequence[str], *, text: bool = False) -> str:
-        """Of these names the one that most rows have, the first of those; empty where none has any."""
+        """Return the name that most rows have, the first of equals; empty if none has any."""
         counts = self._any if text else self._numbers
         best = max(names, key=lambda name: counts[name])
         return best if counts[best] else ""
 
     def duration(self) -> str:
-        """Return the field that tells best what an iteration took, of those that nine tenths of the rows with any have;
-        empty where none has any."""
+        """Return the best field for an iteration's duration, of those in at least nine tenths of the rows of the
+        most frequent one; empty without any."""
         orders = {
             name: (duration.order, -duration.unit_s)
             for name in self._numbers
@@ -167,14 +167,14 @@ class _Counts:
         return min(often, key=lambda name: orders[name], default="")
 
     def rate(self) -> str:
-        """Return the rate of iterations that most rows have; empty where none has any."""
+        """Return the rate of iterations that most rows have; empty without any."""
         rates = [name for name in self._numbers if is_rate(name)]
         return max(rates, key=lambda name: self._numbers[name], default="")
 
 
 def _time_of(rows: Sequence[NamedRow], unit: str) -> tuple[Sequence[NamedRow], _Counts, str, str, float]:
-    """Rows that have an iteration, and their counts; the names of their iterations and times, and what makes seconds of
-    these. Raises UsageError."""
+    """Return the rows with an iteration, and their counts; the names of their iterations and times, and the factor that
+    converts times to seconds. Raises UsageError."""
     counts = _Counts(rows)
     iteration = _iteration_of(rows, counts)
     usable = [row for row in rows if iteration and row.fields.get(iteration) is not None]
@@ -191,10 +191,11 @@ def _time_of(rows: Sequence[NamedRow], unit: str) -> tuple[Sequence[NamedRow], _
 
 
 def _iteration_of(rows: Sequence[NamedRow], counts: _Counts) -> str:
-    """The name of the field that numbers iterations; empty where there is none.
+    """Return the name of the field that numbers iterations; empty without any.
 
-    An epoch's counter begins again and again: of the fields that nine tenths of the rows with any have, the first, in
-    the order of `ITERATION_NAMES`, that has nine tenths of the different values that any of them has.
+    A counter within epochs starts again and again. Of the fields in at least nine tenths of the rows of the most
+    frequent one, this returns the first, in the order of `ITERATION_NAMES`, with at least nine tenths of the number of
+    different values that any of them has.
     """
     present = counts.often(ITERATION_NAMES)
     if len(present) < 2:
@@ -206,8 +207,8 @@ def _iteration_of(rows: Sequence[NamedRow], counts: _Counts) -> str:
 def _counted_on(
     rows: Sequence[NamedRow], iteration: str, epoch: str, rank: str, job: str
 ) -> tuple[Sequence[NamedRow], int]:
-    """Rows whose counter begins again with each epoch, numbered on through all of them, and how many epochs there are;
-    1 where the counter does so anyway, and where it falls for another reason."""
+    """Number iterations through all epochs if the counter begins again with each; return the rows, and how many epochs
+    there are: 1 if the counter goes on anyway, or falls for another reason."""
     if not epoch:
         return rows, 1
     counters: dict[tuple[str, str], _Counter] = {}
@@ -232,7 +233,7 @@ class _Counter:
         self._first = self._last = self._rise = self._epoch = math.nan
 
     def take(self, label: float, epoch: float) -> float | None:
-        """The iteration's number in all epochs; None where the counter falls and no epoch begins."""
+        """Return the iteration's number over all epochs; None if the counter falls without a new epoch."""
         if math.isnan(self._first):
             self._first = label
         elif label < self._last:
@@ -248,7 +249,7 @@ class _Counter:
 def _steps(
     rows: Sequence[NamedRow], iteration: str, series: tuple[str, str]
 ) -> Iterable[tuple[int, NamedRow, NamedRow, float]]:
-    """Neighbours of one rank and job whose iteration rises: the place of the later, both, and by how much it rises."""
+    """Yield neighbours of one rank and job with rising iteration: place of the later, both rows, and the rise."""
     last: dict[tuple[str, str], NamedRow] = {}
     for place, row in enumerate(rows):
         key = str(row.fields.get(series[0])), str(row.fields.get(series[1]))
@@ -263,8 +264,10 @@ def _steps(
 def _scaled(
     rows: Sequence[NamedRow], iteration: str, name: str, factor: float, moment: str, series: tuple[str, str]
 ) -> tuple[Sequence[NamedRow], str] | None:
-    """Rows with the times that the clock beside them says they are, and in words what they were; None where they agree
-    with the clock. Where neither unit nor window explains why they do not, they stay as they are."""
+    """Correct times by the clock beside them; return rows and an explanation, or None if they agree with the clock.
+
+    If neither unit nor window explains the disagreement, times stay as they are.
+    """
     if not moment or is_rate(name):
         return None
     ratios, rises = [], []
@@ -291,14 +294,14 @@ def _scaled(
     scale, words, window = min(readings, key=lambda reading: abs(math.log(ratio / reading[0])))
     if not 1 / CLOCK_FACTOR < ratio / scale < CLOCK_FACTOR:
         scale, window = 1.0, False
-        words = f"`{name}` is {ratio:.2g} times what passed by `{moment}`; is it the time of whole iterations?"
+        words = f"`{name}` is {ratio:.2g} times the time that passed by `{moment}`; is it the time of whole iterations?"
     unit_s = factor / (scale / rise if window else scale)
     rows = [row._replace(fields={**row.fields, name: _number(row.fields.get(name)) * unit_s}) for row in rows]
     return (_per_iteration(rows, iteration, name, series) if window else rows), words
 
 
 def _per_iteration(rows: Sequence[NamedRow], iteration: str, name: str, series: tuple[str, str]) -> list[NamedRow]:
-    """Rows with the seconds of one iteration, made of a rate or of what all since the row before took."""
+    """Return rows with the seconds of one iteration, from a rate, or from the time of all since the previous row."""
     if is_rate(name):
         rates = ((row, _number(row.fields.get(name))) for row in rows)
         return [row._replace(fields={**row.fields, name: 1 / rate if rate else math.nan}) for row, rate in rates]
@@ -308,13 +311,13 @@ def _per_iteration(rows: Sequence[NamedRow], iteration: str, name: str, series: 
     return made
 
 
-def _lacking(rows: Sequence[NamedRow], unit: str, what: str, names: Sequence[str]) -> str:
+def _lacking(rows: Sequence[NamedRow], unit: str, quantity: str, names: Sequence[str]) -> str:
     where = f"{unit} {rows[0].line}" if rows else "the file"
     keys = list(rows[0].fields) if rows else []
     near = [key for key in keys if difflib.get_close_matches(key, names, 1, 0.8)]
     hint = f"; is it `{short(near[0])}`? Rename that" if near else ""
     return (
-        f"{where} has no field for the {what} ({', '.join(names[:4])}, ...); it has "
+        f"{where} has no field for the {quantity} ({', '.join(names[:4])}, ...); it has "
         f"{', '.join(f'`{short(key)}`' for key in keys[:12]) or 'none'}{hint}"
     )
 
@@ -325,7 +328,8 @@ def _may_be_clock(name: str) -> bool:
 
 
 def _is_clock(rows: Sequence[NamedRow], iteration: str, name: str, rank: str) -> bool:
-    """Decide whether `time` is a clock: a text, seconds since 1970, or what only grows from one iteration to the next.
+    """Decide whether `time` is a clock: a text, seconds since 1970, or a value that only grows from one iteration to
+    the next.
 
     A clock that starts again with a requeued job falls to about its first value; between such falls it rises most of
     the time, which the times of iterations do not.
@@ -339,13 +343,13 @@ def _is_clock(rows: Sequence[NamedRow], iteration: str, name: str, rank: str) ->
     for _, fields in rows:
         if fields.get(name) is None:
             continue
-        of, label, now = str(fields.get(rank)), _number(fields[iteration]), _number(fields[name])
-        before = last.get(of)
-        last[of] = (label, now)
+        series_key, label, now = str(fields.get(rank)), _number(fields[iteration]), _number(fields[name])
+        before = last.get(series_key)
+        last[series_key] = (label, now)
         if before is None or label <= before[0]:
-            first.setdefault(of, now)
+            first.setdefault(series_key, now)
         elif now < before[1]:
-            if now > max(2 * first[of], before[1] / 10):
+            if now > max(2 * first[series_key], before[1] / 10):
                 return False
             falls += 1
         else:
@@ -356,11 +360,11 @@ def _is_clock(rows: Sequence[NamedRow], iteration: str, name: str, rank: str) ->
 
 
 def _between(measured: Sequence[Measured]) -> list[Measured]:
-    """Rows with moments, as rows with what one iteration took since the row before of the same rank.
+    """Turn rows with moments into rows with the time of one iteration since the same rank's previous row.
 
-    A row that repeats the iteration before, or is late by one or two, comes from another rank: it is passed over.
+    A row that repeats the previous iteration, or is late by one or two, comes from another rank and is skipped.
     """
-    found = []
+    differences = []
     last: dict[float, Measured] = {}
     for row in measured:
         before = last.get(row.rank)
@@ -368,12 +372,12 @@ def _between(measured: Sequence[Measured]) -> list[Measured]:
             continue
         last[row.rank] = row
         if before is not None and row.label > before.label:
-            found.append(row._replace(seconds=(row.seconds - before.seconds) / (row.label - before.label)))
-    return found
+            differences.append(row._replace(seconds=(row.seconds - before.seconds) / (row.label - before.label)))
+    return differences
 
 
 def _apart(measured: Sequence[Measured]) -> list[Measured]:
-    """Of rows with moments in whole seconds those that are far enough apart, in steps of equal size."""
+    """Keep those rows with moments in whole seconds that are far enough apart, in steps of equal size."""
     kept: list[Measured] = []
     for first, end in _rising(measured):
         part = measured[first:end]
@@ -391,7 +395,7 @@ def _apart(measured: Sequence[Measured]) -> list[Measured]:
 
 
 def _rising(measured: Sequence[Measured]) -> Iterable[tuple[int, int]]:
-    """Parts in which neither the iteration nor the clock falls by more than what ranks are late by."""
+    """Yield parts in which neither iteration nor clock falls by more than the lateness of ranks."""
     first = 0
     for place in range(1, len(measured) + 1):
         if place < len(measured):
@@ -420,7 +424,7 @@ def _number(value: object) -> float:
 
 
 _OF_TOTAL = re.compile(r"\s*(\d{1,15})\s*/\s*\d{1,15}\s*")
-"""`5/100`, as some write an iteration."""
+"""`5/100`, as some programs write an iteration."""
 
 
 def _least_0(value: object) -> float | None:
@@ -429,7 +433,7 @@ def _least_0(value: object) -> float | None:
 
 
 def moment_in(value: object, unit_s: float = 1.0) -> float:
-    """Seconds, from some time on. `unit_s`: what a number counts, where the field's name tells."""
+    """Return seconds from some origin. `unit_s`: the unit of a number, if the field's name contains it."""
     if isinstance(value, datetime):
         return value.timestamp()
     number = _number(value)
@@ -449,7 +453,7 @@ def moment_in(value: object, unit_s: float = 1.0) -> float:
 
 
 _PASSED = re.compile(r"(?:(\d{1,5}) days?, )?(?:(\d{1,6}):)?(\d{1,2}):(\d{2}(?:\.\d+)?)")
-"""`1 day, 2:03:04`, `2:03:04`, `03:04.5`: time that has passed, as Python and progress bars write it."""
+"""`1 day, 2:03:04`, `2:03:04`, `03:04.5`: elapsed time, as Python and progress bars write it."""
 
 
 _PASSED_IN_WORDS = re.compile(r"(?:(\d{1,5})d ?)?(?:(\d{1,6})h ?)?(?:(\d{1,3})m(?:in)? ?)?(?:(\d{1,6}(?:\.\d+)?)s)?")

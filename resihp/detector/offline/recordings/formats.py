@@ -1,4 +1,4 @@
-"""What a file of iteration times is, told by its content, and who reads it. Pure functions of bytes; no files."""
+"""Recognises a file of iteration times by its content, and chooses its reader. Pure functions of bytes; no files."""
 
 from __future__ import annotations
 
@@ -9,50 +9,50 @@ from typing import Literal, NamedTuple
 
 from resihp.detector.offline.recordings.console_log import is_ours, read_console
 from resihp.detector.offline.recordings.json_rows import JsonRows, read_json, rows_of_document, rows_of_lines
-from resihp.detector.offline.recordings.megatron_log import ELAPSED, HEAD, read_log
+from resihp.detector.offline.recordings.megatron_log import ELAPSED_TIME, ITERATION_HEAD, read_log
 from resihp.detector.offline.recordings.named_tables import export_without_times, is_table, read_table
-from resihp.detector.offline.recordings.names import JOB
+from resihp.detector.offline.recordings.names import JOB_NAMES
 from resihp.detector.offline.recordings.recording import Recording, numbered_lines, short, text_of
-from resihp.detector.offline.recordings.tables import columns_told, header_of, read_csv
+from resihp.detector.offline.recordings.tables import describe_columns, header_of, read_csv
 from resihp.detector.offline.recordings.text_logs import reader_of
 from resihp.errors import UsageError
 
-PARQUET = b"PAR1"
+PARQUET_MAGIC = b"PAR1"
 COMPRESSED_FORMATS = (
     (b"\x1f\x8b", "gzip", "zcat"),
     (b"\xfd7zXZ\x00", "xz", "xzcat"),
     (b"BZh", "bzip2", "bzcat"),
     (b"\x28\xb5\x2f\xfd", "zstd", "zstdcat"),
 )
-"""First bytes, name, and what prints the text."""
+"""First bytes, name, and the command that prints the text."""
 EVENT_FILE_MARK = b"brain.Event:"
-"""In the first record of what TensorBoard reads."""
+"""Occurs in the first record of a TensorBoard event file."""
 SQLITE_HEADER = b"SQLite format 3\x00"
-OF_TRAINER = frozenset({"loss", "learning_rate", "epoch"})
+TRAINER_FIELDS = frozenset({"loss", "learning_rate", "epoch"})
 """Fields of each dict that Hugging Face's Trainer prints."""
 
 Format = Literal["parquet", "megatron-log", "resihp-log", "csv", "table", "text-log", "json"]
 
 
 class _Source(NamedTuple):
-    """What a file is, and what reads it; the reader raises UsageError."""
+    """A file's format and its reader; the reader raises UsageError."""
 
     format: Format
     read: Callable[[], Recording]
 
 
 def recognise(content: bytes) -> Format:
-    """Raises UsageError with what was expected and the nearest thing found."""
+    """Return the format of a file. Raises UsageError with the expected formats and the nearest line."""
     return _source_of(content).format
 
 
 def read(content: bytes) -> Recording:
-    """A text of any of these. Raises UsageError where it is none, or holds no usable iteration time."""
+    """Read a text of any of these formats. Raises UsageError for another one, or without any usable iteration time."""
     return usable(_source_of(content).read())
 
 
 def _source_of(content: bytes) -> _Source:
-    if content[:4] == PARQUET:
+    if content[:4] == PARQUET_MAGIC:
         return _Source("parquet", _refuse_parquet)
     if why := _no_text(content):
         raise UsageError(why)
@@ -66,13 +66,13 @@ def _source_of(content: bytes) -> _Source:
     if _is_our_table(header):
         return _Source("csv", partial(read_csv, content))
     numbered = list(numbered_lines(text))
-    if any("|" in line and HEAD.search(line) and ELAPSED.search(line) for _, line in numbered):
+    if any("|" in line and ITERATION_HEAD.search(line) and ELAPSED_TIME.search(line) for _, line in numbered):
         return _Source("megatron-log", partial(read_log, content))
     if any(is_ours(line) for _, line in numbered):
         return _Source("resihp-log", partial(read_console, content))
     if is_table(header):
         return _Source("table", partial(read_table, content))
-    # A line of JSON may stand before a trainer's log.
+    # A trainer's log may contain a line of JSON.
     begins_as_json = re.match(r"\s*(\{\s*\"|\[\s*\{)", text) is not None
     rows = None if begins_as_json else rows_of_lines(numbered)
     if rows is not None and rows.has_timed_iterations():
@@ -87,24 +87,24 @@ def _source_of(content: bytes) -> _Source:
         raise UsageError(why)
     raise UsageError(
         "neither a Megatron-LM log (`iteration N/ M | ... elapsed time per iteration (ms): X | ...`), nor one of NeMo, "
-        "DeepSpeed, torchtitan, nanotron or MaxText, nor progress bars, nor what resihp run prints, nor JSON lines "
+        "DeepSpeed, torchtitan, nanotron or MaxText, nor progress bars, nor output of resihp run, nor JSON lines "
         "with an iteration and a time, nor a CSV with columns `iteration` and `seconds` or `milliseconds`, nor a "
         "parquet trace; " + _nearest(numbered, header)
     )
 
 
 def _is_our_table(header: Sequence[str]) -> bool:
-    """Decide whether a CSV has columns of the names that we ask for, and one job."""
+    """Decide whether a CSV has our own column names, and one job."""
     has_time = "seconds" in header or "milliseconds" in header
-    return "iteration" in header and has_time and not any(name in JOB for name in header)
+    return "iteration" in header and has_time and not any(name in JOB_NAMES for name in header)
 
 
 def _refuse_parquet() -> Recording:
-    raise UsageError("a parquet file is no text; it is read as a table")
+    raise UsageError("a parquet file is not text; it is read as a table")
 
 
 def _no_text(content: bytes) -> str:
-    """Name a file that is known by its first bytes and cannot be read, with what to type; empty for all others."""
+    """Explain why a binary file cannot be read, with the command to type instead; empty for all other files."""
     for magic, name, command in COMPRESSED_FORMATS:
         if content.startswith(magic):
             return f"is compressed with {name}; type: {command} FILE | resihp analyze -"
@@ -112,7 +112,7 @@ def _no_text(content: bytes) -> str:
         return "is TensorBoard's event file: export the scalar as CSV (its download link), and analyze that"
     if content.startswith(SQLITE_HEADER):
         return (
-            "is an SQLite database; of a ledger of ours, type: resihp history iterations JOB --json | resihp analyze -"
+            "is an SQLite database; if it is a resihp ledger: resihp history iterations JOB --json | resihp analyze -"
         )
     return ""
 
@@ -127,34 +127,42 @@ def _read_json(rows: JsonRows) -> Recording:
 
 
 def _trainer_without_times(rows: JsonRows) -> str:
-    """Explain why the dicts of Hugging Face's Trainer cannot be read, and what to give instead; empty for all else."""
+    """Explain why dicts of Hugging Face's Trainer cannot be read, and the alternative; empty for all other rows."""
     if rows.history == "log_history":
-        what = "trainer_state.json of Hugging Face's Trainer: its log_history has steps and losses, no times"
-    elif any(row.fields.keys() >= OF_TRAINER for row in rows.rows):
-        what = "lines of Hugging Face's Trainer: its dicts have neither step nor time"
+        trainer_output = "trainer_state.json of Hugging Face's Trainer: its log_history has steps and losses, no times"
+    elif any(row.fields.keys() >= TRAINER_FIELDS for row in rows.rows):
+        trainer_output = "lines of Hugging Face's Trainer: its dicts have neither step nor time"
     else:
         return ""
     return (
-        f"{what}; give what the run printed, with its progress bars (stderr), or its TensorBoard or Weights & Biases "
-        "export as CSV"
+        f"{trainer_output}; pass the run's output with its progress bars (stderr), or its TensorBoard or "
+        "Weights & Biases export as CSV"
     )
 
 
 def usable(recording: Recording) -> Recording:
-    """Raises UsageError where no iteration has a time."""
+    """Return the recording. Raises UsageError if no iteration has a time."""
     if not any(run.points or run.ranks for run in recording.runs):
         raise UsageError(f"no iteration has a usable time: {'; '.join(recording.remarks) or 'nothing was read'}")
     return recording
 
 
 def _nearest(lines: Sequence[tuple[int, str]], header: Sequence[str]) -> str:
-    """What comes closest to something readable."""
-    for pattern, lacks in ((ELAPSED, "no `iteration N/ M |` before it"), (HEAD, "no `elapsed time per iteration`")):
-        near = next((each for each in lines if pattern.search(each[1])), None)
+    """Return a hint at the line that is nearest to a readable one."""
+    for pattern, lacks in (
+        (ELAPSED_TIME, "no `iteration N/ M |` before it"),
+        (ITERATION_HEAD, "no `elapsed time per iteration`"),
+    ):
+        near = next((numbered_line for numbered_line in lines if pattern.search(numbered_line[1])), None)
         if near is not None:
             return f"nearest: line {near[0]}, `{short(near[1])}`, with {lacks}"
-    near = next((each for each in lines if re.search(r"\b(iter|step)\w*\b", each[1], re.IGNORECASE)), None)
+    near = next(
+        (numbered_line for numbered_line in lines if re.search(r"\b(iter|step)\w*\b", numbered_line[1], re.IGNORECASE)),
+        None,
+    )
     if len(header) > 1 and (near is None or near[1].strip().lower().startswith(header[0])):
-        return columns_told(header)
-    number, line = near if near is not None else next(each for each in lines if each[1].strip())
+        return describe_columns(header)
+    number, line = (
+        near if near is not None else next(numbered_line for numbered_line in lines if numbered_line[1].strip())
+    )
     return f"nearest: line {number}, `{short(line)}`"

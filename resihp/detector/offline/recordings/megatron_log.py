@@ -1,10 +1,10 @@
-"""A Megatron-LM log's lines, in the forms of its versions and forks, behind whatever a launcher puts before them. Pure.
+"""Reads Megatron-LM logs, in the forms of its versions and forks, behind any prefix of a launcher. Pure.
 
     [default7]: [2024-05-01 12:00:00] iteration       10/  500000 | consumed samples: ... |
         elapsed time per iteration (ms): 1234.5 | ... | global batch size:   128 | ... (one line)
 
-Milliseconds or seconds; the time is a mean over the iterations since the line before (`--log-interval`). Lines that
-are torn, of several ranks, repeated, or without a usable time are left out and counted: `Recording.remarks` says so.
+Times are milliseconds or seconds, and means over the iterations since the previous line (`--log-interval`). Lines that
+are torn, of several ranks, repeated, or without a usable time are left out and counted in `Recording.remarks`.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from resihp.detector.offline.recordings.recording import (
 )
 from resihp.detector.offline.series import TimedRun
 
-HEAD = re.compile(r"\biteration\s+(\d{1,15})\s*/\s*(\d{1,15})\s*\|", re.IGNORECASE)
-NUMBER = r"[-+]?(?:nan|inf(?:inity)?|\d+\.?\d*(?:e[-+]?\d+)?|\.\d+)"
-ELAPSED = re.compile(
-    rf"\belapsed\s+time\s+per\s+iteration\s*\(\s*(ms|s)\s*\)\s*:\s*({NUMBER})(?=\s|\||$)", re.IGNORECASE
+ITERATION_HEAD = re.compile(r"\biteration\s+(\d{1,15})\s*/\s*(\d{1,15})\s*\|", re.IGNORECASE)
+NUMBER_PATTERN = r"[-+]?(?:nan|inf(?:inity)?|\d+\.?\d*(?:e[-+]?\d+)?|\.\d+)"
+ELAPSED_TIME = re.compile(
+    rf"\belapsed\s+time\s+per\s+iteration\s*\(\s*(ms|s)\s*\)\s*:\s*({NUMBER_PATTERN})(?=\s|\||$)", re.IGNORECASE
 )
-BATCH = re.compile(r"\b(?:global|gloabl) batch size:\s*(\d+)\s*(?:\||$)", re.IGNORECASE)
-LENGTH = re.compile(r"\b(?:actual|curriculum) seqlen:\s*(\d+)\s*(?:\||$)", re.IGNORECASE)
+BATCH_SIZE = re.compile(r"\b(?:global|gloabl) batch size:\s*(\d+)\s*(?:\||$)", re.IGNORECASE)
+SEQUENCE_LENGTH = re.compile(r"\b(?:actual|curriculum) seqlen:\s*(\d+)\s*(?:\||$)", re.IGNORECASE)
 
 
 class _Line(msgspec.Struct, frozen=True):
@@ -44,26 +44,26 @@ class _Line(msgspec.Struct, frozen=True):
     speaker: str
     point: Point
     closed: bool
-    """A bar follows the time, so that the number is whole."""
+    """Whether a bar follows the time, which shows that the number is complete."""
 
 
 def read_log(content: bytes) -> Recording:
-    """Runs of a Megatron-LM log: where the iteration number falls, a new one begins.
+    """Read the runs of a Megatron-LM log; a falling iteration number begins a new run.
 
-    One rank speaks, as a rule. Where several speak at the same time, the one with most lines is heard: all measure the
-    same iteration. Where the global batch size varies, it is the workload (`Point.tokens`, up to a factor).
+    Usually one rank writes. If several write at the same time, the one with most lines is read, since all measure the
+    same iteration. If the global batch size varies, it is the workload (`Point.tokens`, up to a factor).
     """
-    found: list[_Line] = []
+    lines: list[_Line] = []
     torn: list[int] = []
     bad: list[int] = []
     for number, line in numbered_lines(text_of(content)):
-        heads = list(HEAD.finditer(line))
+        heads = list(ITERATION_HEAD.finditer(line))
         if not heads:
             continue
-        # Lines of two ranks may stand in one: each part reaches to the next head.
+        # Lines of two ranks may be joined into one: each part reaches to the next head.
         for head, end in zip(heads, [h.start() for h in heads[1:]] + [len(line)], strict=True):
             part = line[head.end() : end]
-            elapsed = ELAPSED.search(part)
+            elapsed = ELAPSED_TIME.search(part)
             if elapsed is None:
                 torn.append(number)
                 continue
@@ -72,21 +72,21 @@ def read_log(content: bytes) -> Recording:
             if not (math.isfinite(seconds) and seconds > 0):
                 bad.append(number)
                 continue
-            batch, length = BATCH.search(part), LENGTH.search(part)
+            batch, length = BATCH_SIZE.search(part), SEQUENCE_LENGTH.search(part)
             tokens = None if batch is None else float(batch[1]) * (1.0 if length is None else float(length[1]))
             speaker = speaker_of(line[: heads[0].start()])
-            found.append(_Line(number, speaker, Point(iteration, seconds, tokens=tokens), "|" in part[elapsed.end() :]))
-    if 2 * sum(line.closed for line in found) > len(found):
-        torn = sorted([*torn, *(line.number for line in found if not line.closed)])
-        found = [line for line in found if line.closed]
-    heard = one_speaker(found, lambda line: line.speaker)
-    runs, repeated = split_runs([line.point for line in heard])
+            lines.append(_Line(number, speaker, Point(iteration, seconds, tokens=tokens), "|" in part[elapsed.end() :]))
+    if 2 * sum(line.closed for line in lines) > len(lines):
+        torn = sorted([*torn, *(line.number for line in lines if not line.closed)])
+        lines = [line for line in lines if line.closed]
+    rank_lines = one_speaker(lines, lambda line: line.speaker)
+    runs, repeated = split_runs([line.point for line in rank_lines])
     made = tuple(TimedRun(points=points, interval=log_interval(points)) for points in runs)
-    speakers = {line.speaker for line in heard}
+    speakers = {line.speaker for line in rank_lines}
     remarks = [
         *counted(torn, "torn log line"),
         *counted(bad, "iteration without a usable time"),
-        *counted([line.number for line in found if line.speaker not in speakers], "line of other ranks"),
+        *counted([line.number for line in lines if line.speaker not in speakers], "line of other ranks"),
     ]
     if repeated:
         remarks.append(f"{repeated} repeated iteration{'s' * (repeated > 1)} left out")

@@ -1,10 +1,10 @@
-"""A CSV whose columns have other names than ours: exports of TensorBoard and Weights & Biases, loggers' files. Pure.
+"""Reads a CSV with other column names than ours: exports of TensorBoard and Weights & Biases, loggers' files. Pure.
 
     Wall time,Step,Value
     Step,run-1 - perf/step_time,run-1 - perf/step_time__MIN,run-1 - perf/step_time__MAX
 
 Rows become those of `fields`, which knows the usual names. Decides which column is a run's time, and refuses a file
-with several runs by their names.
+with several runs, naming them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from resihp.detector.offline.recordings.tables import CsvTable, table_of, with_p
 from resihp.errors import UsageError
 
 RUN_SEPARATOR = " - "
-"""Of Weights & Biases, between a run's name and a metric's."""
-BOUNDS = ("__min", "__max")
-"""Ends of its columns that hold no values of their own."""
+"""Separator between a run's name and a metric's, as Weights & Biases writes it."""
+BOUND_SUFFIXES = ("__min", "__max")
+"""Suffixes of Weights & Biases columns that hold no values of their own."""
 MAX_NAMED_COLUMNS = 3
 
 
@@ -34,21 +34,21 @@ def is_table(header: Sequence[str]) -> bool:
 
 
 def export_without_times(header: Sequence[str]) -> str:
-    """Explain why a Weights & Biases or TensorBoard export that has no time cannot be read, and what to give instead;
-    empty for all else."""
+    """Explain why a Weights & Biases or TensorBoard export without a time cannot be read, and the alternative; empty
+    for all other files."""
     names = {_metric(column) for column in header}
-    is_export = any(column.endswith(BOUNDS) or RUN_SEPARATOR in column for column in header)
+    is_export = any(column.endswith(BOUND_SUFFIXES) or RUN_SEPARATOR in column for column in header)
     if not is_export or not has_iteration(names) or has_time(names):
         return ""
-    shown = ", ".join(f"`{short(column)}`" for column in header if not column.endswith(BOUNDS))
+    columns_text = ", ".join(f"`{short(column)}`" for column in header if not column.endswith(BOUND_SUFFIXES))
     return (
-        f"a Weights & Biases export without a time ({shown}); export the chart of a step's time, or a table of the run "
-        "with `_step` and `_timestamp`"
+        f"a Weights & Biases export without a time ({columns_text}); export the chart of a step's time, or a table of "
+        "the run with `_step` and `_timestamp`"
     )
 
 
 def read_table(content: bytes) -> Recording:
-    """Raises UsageError where several runs are in one file, or no row can be used."""
+    """Read a table. Raises UsageError if one file has several runs, or no row is usable."""
     table = table_of(text_of(content))
     columns = _columns(table)
     rows = []
@@ -61,25 +61,25 @@ def read_table(content: bytes) -> Recording:
 
 
 def _columns(table: CsvTable) -> dict[str, int]:
-    """Places of columns by their usual names. Raises UsageError where two runs have the same metric of time."""
+    """Return columns' places by their usual names. Raises UsageError if two runs have the same time metric."""
     columns: dict[str, int] = {}
     runs: dict[str, list[str]] = {}
     for place, column in enumerate(table.header):
-        if column.endswith(BOUNDS):
+        if column.endswith(BOUND_SUFFIXES):
             continue
         name = _metric(column)
         if not name:
-            continue  # pandas' index
+            continue  # the index column of pandas
         if RUN_SEPARATOR in column and has_time((name,)):
             runs.setdefault(name, []).append(column)
         columns.setdefault(name, place)
     for name, of_runs in runs.items():
         if len(of_runs) > 1:
-            shown = [f"`{short(column)}`" for column in of_runs[:MAX_NAMED_COLUMNS]]
+            columns_text = [f"`{short(column)}`" for column in of_runs[:MAX_NAMED_COLUMNS]]
             if len(of_runs) > MAX_NAMED_COLUMNS:
-                shown.append("...")
+                columns_text.append("...")
             raise UsageError(
-                f"`{name}` of {len(of_runs)} runs is in one table ({', '.join(shown)}); "
+                f"`{name}` of {len(of_runs)} runs is in one table ({', '.join(columns_text)}); "
                 "export one run, or keep the column of one"
             )
     return columns

@@ -1,10 +1,10 @@
-"""Names of fields and columns, as programs log them: which number iterations, and which are a time, in what unit. Pure.
+"""Recognises names of fields and columns, as programs log them: iteration numbers, and times with their units. Pure.
 
     train/Step Time (ms)   sec/batch   it_per_sec   iteration_time_us   train_step_timing in s   global_step
 
-`usual_name` writes each in one form (`step_time_ms`, `sec_per_batch`); all else in here takes names in that form. A
-duration is read by its parts, so that each unit goes with each word for an iteration. Called by `fields` and by those
-that recognise a file.
+`usual_name` converts each to one form (`step_time_ms`, `sec_per_batch`); everything else here takes names in that form.
+A duration is parsed in parts, so that each unit combines with each word for an iteration. Called by `fields` and by the
+modules that recognise a file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ITERATION_NAMES = (
     *("step", "train_step", "global_step/max_steps", "iter", "current_steps", "num_updates", "training_step"),
     *("step_num", "_step", "iterations", "iters", "it", "steps", "batch", "batch_idx", "batch_number"),
 )
-"""Those that count on through epochs first."""
+"""Names for iteration numbers; those that count on through epochs come first."""
 EPOCH_NAMES = ("epoch",)
 MOMENT_NAMES = (
     *("timestamp", "_timestamp", "finished_at", "created_at", "@timestamp", "datetime", "date", "ts", "at"),
@@ -28,12 +28,12 @@ MOMENT_NAMES = (
 )
 TOKENS_NAMES = ("tokens", "num_tokens", "n_tokens", "tokens_per_step", "tokens_per_iteration")
 SQUARED_LENGTH_NAMES = ("sum_squared_lengths",)
-RANK = ("rank", "global_rank")
-JOB = ("job_uuid", "job")
-OF_COMPUTING = "compute_seconds"
-"""Of ranks, which all take as long as the slowest."""
+RANK_NAMES = ("rank", "global_rank")
+JOB_NAMES = ("job_uuid", "job")
+COMPUTE_SECONDS = "compute_seconds"
+"""Field with a rank's own time, since the other times are the same on all ranks: all wait for the slowest."""
 WINDOW_SECONDS = ("train_wall",)
-"""What all iterations since the row before took."""
+"""Fields with the time of all iterations since the previous row."""
 
 _LISTED = frozenset(
     (
@@ -42,19 +42,19 @@ _LISTED = frozenset(
         *MOMENT_NAMES,
         *TOKENS_NAMES,
         *SQUARED_LENGTH_NAMES,
-        *RANK,
-        *JOB,
-        OF_COMPUTING,
+        *RANK_NAMES,
+        *JOB_NAMES,
+        COMPUTE_SECONDS,
         *WINDOW_SECONDS,
     )
 )
-_OF_TRAINING = frozenset(
+_TRAINING_PREFIXES = frozenset(
     (
         *("train", "training", "trainer", "perf", "performance", "timing", "timings", "time", "timers", "throughput"),
         *("speed", "stats", "metrics", "time_metrics", "iteration-time", "progress", "log"),
     )
 )
-"""What may stand before a name and a slash: `perf/step_time` is a step's time, `eval/step_time` is not."""
+"""Words that may stand before a name and a slash: `perf/step_time` is a step's time, `eval/step_time` is not."""
 
 UNITS_S = {
     **dict.fromkeys(("s", "sec", "secs", "second", "seconds"), 1.0),
@@ -64,7 +64,7 @@ UNITS_S = {
 _UNIT = "|".join(sorted(UNITS_S, key=len, reverse=True))
 _ITERATION_WORD = "iteration|iter|it|step|batch"
 _DURATION_WORD = "time|timing|duration|elapsed|elapsed_time|wall_?time"
-_OF_ITERATIONS = re.compile(
+_ITERATION_DURATION = re.compile(
     rf"(?P<prefix>(?:(?:avg|average|mean|train|training)_)*)"
     rf"(?:(?:{_ITERATION_WORD})_(?:{_DURATION_WORD})(?:_(?P<unit>{_UNIT}))?"
     rf"|(?:{_ITERATION_WORD})_(?P<unit_alone>{_UNIT})"
@@ -81,19 +81,19 @@ _RATE = re.compile(
 
 
 class NamedDuration(NamedTuple):
-    """What a field's name says of the time that it holds."""
+    """Meaning of a field's name for the time that it holds."""
 
     order: int
-    """Of fields that are as frequent, that of the lowest order is taken."""
+    """Preference: of equally frequent fields, the one of the lowest order is used."""
     unit_s: float
-    is_unit_told: bool
+    has_unit: bool
     may_be_clock: bool
-    """`time` and `elapsed` are what an iteration took, or a clock: one that never goes back is a clock."""
+    """Whether the field may be a clock: `time` and `elapsed` are durations, or a clock if they never go back."""
 
 
 @lru_cache(maxsize=4096)
 def usual_name(name: str) -> str:
-    """Return `step_time_ms` for `Perf/Step Time (ms)`; a name that means nothing without its head keeps that."""
+    """Return `step_time_ms` for `Perf/Step Time (ms)`; a name without meaning unless with its prefix keeps that."""
     lower = name.strip().lower()
     if lower in _LISTED:
         return lower
@@ -104,15 +104,15 @@ def usual_name(name: str) -> str:
         if is_known(form):
             return form
     head, slash, tail = lower.partition("/")
-    if slash and head in _OF_TRAINING and is_known(usual := usual_name(tail)):
+    if slash and head in _TRAINING_PREFIXES and is_known(usual := usual_name(tail)):
         return usual
     return lower
 
 
 @lru_cache(maxsize=4096)
 def duration_of(name: str) -> NamedDuration | None:
-    """Return what a usual name says of a duration; None for all names of something else."""
-    if (match := _OF_ITERATIONS.fullmatch(name)) is not None:
+    """Return the duration that a usual name describes; None for a name of something else."""
+    if (match := _ITERATION_DURATION.fullmatch(name)) is not None:
         groups = match.groupdict()
         unit = next((groups[group] for group in groups if group.startswith("unit") and groups[group]), None)
         is_mean = re.search("avg|average|mean", groups["prefix"]) is not None
@@ -129,12 +129,12 @@ def duration_of(name: str) -> NamedDuration | None:
 
 @lru_cache(maxsize=4096)
 def is_rate(name: str) -> bool:
-    """Decide whether a usual name is that of iterations in a second."""
+    """Decide whether a usual name is that of iterations per second."""
     return _RATE.fullmatch(name) is not None
 
 
 def is_known(name: str) -> bool:
-    """Decide whether a usual name is one that rows are read by."""
+    """Decide whether rows are read by a field of this usual name."""
     return name in _LISTED or duration_of(name) is not None or is_rate(name)
 
 
@@ -145,5 +145,5 @@ def has_iteration(names: Iterable[str]) -> bool:
 
 def has_time(names: Iterable[str]) -> bool:
     """Decide whether one of these usual names holds a time of any kind."""
-    known = {*MOMENT_NAMES, *WINDOW_SECONDS}
-    return any(name in known or duration_of(name) is not None or is_rate(name) for name in names)
+    time_names = {*MOMENT_NAMES, *WINDOW_SECONDS}
+    return any(name in time_names or duration_of(name) is not None or is_rate(name) for name in names)

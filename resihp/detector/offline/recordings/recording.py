@@ -1,4 +1,4 @@
-"""What a file of iteration times comes to, and what all that read one have in common. Pure."""
+"""The result of reading a file of iteration times, and functions that all readers share. Pure."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import msgspec
 from resihp.detector.offline.iteration_model import Point
 from resihp.detector.offline.series import TimedRun
 
-SPEAKER = re.compile(r"\[\s*(?:default|rank)\s*(\d+)|^\s*(\d+)\s*:\s|^\s*([A-Za-z][\w.-]*)\s*:\s", re.IGNORECASE)
+SPEAKER_MARK = re.compile(r"\[\s*(?:default|rank)\s*(\d+)|^\s*(\d+)\s*:\s|^\s*([A-Za-z][\w.-]*)\s*:\s", re.IGNORECASE)
 """Marks of a rank before a line: torchrun's `[default7]:` or `[rank7]:`, `[Rank 7 | ...]`, srun's `7: `, `host: `."""
 
-ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-_]|[\x07\x08]")
+ANSI_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-_]|[\x07\x08]")
 
 
 class Recording(msgspec.Struct, frozen=True):
-    """What a file holds, and what a reader must know of how it was read."""
+    """The runs in a file, and remarks about how they were read."""
 
     kind: Literal["megatron-log", "resihp-log", "series"]
     runs: tuple[TimedRun, ...]
@@ -30,7 +30,7 @@ class Recording(msgspec.Struct, frozen=True):
 
 
 def split_runs(points: Sequence[Point]) -> tuple[list[tuple[Point, ...]], int]:
-    """Runs, and how many points repeat an iteration. A single late line between newer ones begins no run."""
+    """Return runs, and the number of points that repeat an iteration. A single late line does not begin a run."""
     runs: list[list[Point]] = []
     repeated = 0
     for number, point in enumerate(points):
@@ -49,7 +49,7 @@ def split_runs(points: Sequence[Point]) -> tuple[list[tuple[Point, ...]], int]:
 
 
 def log_interval(points: Sequence[Point]) -> int:
-    """The log interval: the usual distance of two lines."""
+    """Return the log interval: the usual distance between two lines."""
     if len(points) < 3:
         return 1
     steps = Counter(after.iteration - before.iteration for before, after in itertools.pairwise(points))
@@ -58,24 +58,24 @@ def log_interval(points: Sequence[Point]) -> int:
 
 
 def interval_remarks(runs: Sequence[TimedRun]) -> list[str]:
-    """What a reader must know of times that stand for several iterations."""
+    """Return a remark about times that stand for several iterations."""
     intervals = sorted({run.interval for run in runs if run.interval > 1})
     if not intervals:
         return []
-    shown = " or ".join(map(str, intervals))
-    return [f"each time is a mean over {shown} iterations (log interval); onsets are known no better"]
+    intervals_text = " or ".join(map(str, intervals))
+    return [f"each time is a mean over {intervals_text} iterations (log interval); onsets are known no better"]
 
 
 def speaker_of(head: str) -> str:
-    """The rank or host that marks stand for, of the beginning of a line; empty without any."""
-    return " ".join("".join(mark) for mark in SPEAKER.findall(head))
+    """Return the rank or host named by marks in the beginning of a line; empty without any."""
+    return " ".join("".join(mark) for mark in SPEAKER_MARK.findall(head))
 
 
 _Line = TypeVar("_Line")
 
 
 def one_speaker(lines: Sequence[_Line], speaker: Callable[[_Line], str]) -> list[_Line]:
-    """Lines of one speaker at a time: of two whose lines interleave, those of the one with more."""
+    """Keep lines of one speaker at a time: if lines of two interleave, those of the one with more lines."""
     spans: dict[str, list[int]] = {}
     for position, line in enumerate(lines):
         spans.setdefault(speaker(line), []).append(position)
@@ -103,15 +103,15 @@ def missing_iterations(runs: Sequence[TimedRun]) -> list[str]:
 
 
 def text_of(content: bytes) -> str:
-    """Bytes that are no text are shown as such, and do no harm."""
+    """Decode bytes; those that are not text become replacement characters."""
     if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
         return content.decode("utf-16", errors="replace")
     return content.decode("utf-8-sig", errors="replace").replace("\0", "")
 
 
 def numbered_lines(text: str) -> Iterator[tuple[int, str]]:
-    """Lines with their numbers in the file, as editors count them; parts between carriage returns are lines of one."""
-    for number, whole in enumerate(ANSI.sub("", text).split("\n"), 1):
+    """Yield lines with the numbers that editors show; parts between carriage returns share one number."""
+    for number, whole in enumerate(ANSI_ESCAPE.sub("", text).split("\n"), 1):
         for line in whole.split("\r"):
             if line:
                 yield number, line
@@ -122,7 +122,7 @@ WITH_THOUSANDS_COMMAS = re.compile(r"\s*[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?\s*")
 
 
 def number_in(text: str) -> float:
-    """A number as Python or a spreadsheet writes it; NaN for any other text."""
+    """Return a number as Python or a spreadsheet writes it; NaN for any other text."""
     if "," in text and WITH_THOUSANDS_COMMAS.fullmatch(text):
         text = text.replace(",", "")
     try:
@@ -136,13 +136,13 @@ def optional_in(text: str | None) -> float | None:
     return number if math.isfinite(number) and number >= 0 else None
 
 
-def counted(lines: Sequence[int], what: str, unit: str = "line") -> list[str]:
-    """`3 torn log lines left out, the first is line 17`, of the numbers of these lines; nothing where there are none.
-    `unit`: what is numbered."""
+def counted(lines: Sequence[int], description: str, unit: str = "line") -> list[str]:
+    """Return a remark about the lines of these numbers, as `3 torn log lines left out, the first is line 17`; empty for
+    none. `unit`: the word for a number."""
     if not lines:
         return []
     count = len(lines)
-    head, _, tail = what.partition(" ")
+    head, _, tail = description.partition(" ")
     if tail.startswith(("of", "without", "cut")):
         head += "s" * (count > 1)
     elif count > 1:
@@ -152,5 +152,5 @@ def counted(lines: Sequence[int], what: str, unit: str = "line") -> list[str]:
 
 
 def short(line: str) -> str:
-    shown = "".join(c if c.isprintable() else "?" for c in line.strip())
-    return shown if len(shown) <= 80 else shown[:77] + "..."
+    printable = "".join(c if c.isprintable() else "?" for c in line.strip())
+    return printable if len(printable) <= 80 else printable[:77] + "..."

@@ -1,4 +1,4 @@
-"""A CSV of iteration times, and how rows of any table become runs. Pure."""
+"""Reads a CSV of iteration times, and turns rows of any table into runs. Pure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COLUMNS = ("iteration", "seconds", "milliseconds", "rank", "tokens", "sum_square
 
 
 class Measured(NamedTuple):
-    """A row of a table. Numbers that are none are NaN; `label` is its iteration."""
+    """A row of a table. Invalid numbers are NaN; `label` is its iteration."""
 
     line: int
     label: float
@@ -44,27 +44,27 @@ class Measured(NamedTuple):
 class CsvTable(msgspec.Struct, frozen=True):
     header: tuple[str, ...]
     rows: list[tuple[int, list[str]]]
-    """Each with the number of its line."""
+    """Each row with the number of its line."""
     delimiter: str = ","
 
 
 def with_point(cell: str) -> str:
-    """A number as Python reads it: `1.234,5` and `1,5` are written so where commas separate no columns."""
+    """Convert `1.234,5` or `1,5` to Python's form, for tables in which commas do not separate columns."""
     if not re.fullmatch(r"[-+]?\d[\d.]*,\d+(?:[eE][-+]?\d+)?", cell):
         return cell
     return cell.replace(".", "").replace(",", ".")
 
 
 def read_csv(content: bytes) -> Recording:
-    """A CSV with `iteration` and `seconds` or `milliseconds`; with `rank`, a series for each.
+    """Read a CSV with `iteration` and `seconds` or `milliseconds`; with `rank`, a series for each.
 
-    Raises UsageError for columns that are missing.
+    Raises UsageError for missing columns.
     """
     table = table_of(text_of(content))
     columns = {name: table.header.index(name) for name in COLUMNS if name in table.header}
     if "iteration" not in columns or not ("seconds" in columns or "milliseconds" in columns):
         raise UsageError(
-            f"a CSV needs columns `iteration` and `seconds` or `milliseconds`; {columns_told(table.header)}"
+            f"a CSV needs columns `iteration` and `seconds` or `milliseconds`; {describe_columns(table.header)}"
         )
     unit, factor = ("seconds", 1.0) if "seconds" in columns else ("milliseconds", 1e-3)
     short: list[int] = []
@@ -80,12 +80,12 @@ def read_csv(content: bytes) -> Recording:
         tokens, squares = (optional_in(cells.get(name)) for name in ("tokens", "sum_squared_lengths"))
         seconds = number_in(cells[unit]) * factor
         rows.append(Measured(line, number_in(cells["iteration"]), seconds, rank, tokens, squares))
-    found = recording_of(rows, by_rank="rank" in columns)
-    return msgspec.structs.replace(found, remarks=(*counted(short, "row cut short"), *found.remarks))
+    recording = recording_of(rows, by_rank="rank" in columns)
+    return msgspec.structs.replace(recording, remarks=(*counted(short, "row cut short"), *recording.remarks))
 
 
 def recording_of(measured: Sequence[Measured], *, by_rank: bool, unit: str = "line") -> Recording:
-    """Rows, numbered by lines or by another `unit`, may come in any order.
+    """Build runs from rows in any order, numbered by lines or by another `unit`.
 
     Iterations that repeat with other times after the number fell are a new run; other repetitions are left out.
     """
@@ -127,11 +127,11 @@ def recording_of(measured: Sequence[Measured], *, by_rank: bool, unit: str = "li
 
 def _runs(points: Sequence[Point]) -> tuple[tuple[TimedRun, ...], int]:
     parts, repeated = split_runs(points)
-    seen: set[int] = set()
+    seen_iterations: set[int] = set()
     again = 0
     for part in parts:
-        again += sum(point.iteration in seen for point in part)
-        seen.update(point.iteration for point in part)
+        again += sum(point.iteration in seen_iterations for point in part)
+        seen_iterations.update(point.iteration for point in part)
     if again and 20 * (len(parts) - 1) <= len(points) and len(set(points)) == len(points):
         return tuple(map(_run, parts)), repeated
     ordered = _sorted(points)
@@ -143,7 +143,7 @@ def _run(points: tuple[Point, ...]) -> TimedRun:
 
 
 def _sorted(points: Sequence[Point]) -> tuple[Point, ...]:
-    """In ascending order of iterations, of equal ones the first."""
+    """Sort by ascending iteration, keeping the first of equal ones."""
     first: dict[int, Point] = {}
     for point in points:
         first.setdefault(point.iteration, point)
@@ -151,7 +151,7 @@ def _sorted(points: Sequence[Point]) -> tuple[Point, ...]:
 
 
 def table_of(text: str) -> CsvTable:
-    """Header (lower case) and rows, by the delimiter that the header has most of; lines of comment are skipped."""
+    """Return header (lower case) and rows, by the most frequent delimiter of the header; comment lines are skipped."""
     lines = _lines_of_table(text)
     try:
         rows = list(_rows_of_table(lines))
@@ -161,7 +161,7 @@ def table_of(text: str) -> CsvTable:
 
 
 def header_of(text: str) -> tuple[str, ...]:
-    """That of `table_of`, without a look at its rows."""
+    """Return the header of `table_of` without reading its rows."""
     try:
         _, header = next(_rows_of_table(_lines_of_table(text)), (0, []))
     except csv.Error:
@@ -182,7 +182,7 @@ def _lines_of_table(text: str) -> list[tuple[int, str]]:
 
 
 def _rows_of_table(lines: Sequence[tuple[int, str]]) -> Iterator[tuple[int, list[str]]]:
-    """Each with the number of its last line. Raises csv.Error."""
+    """Yield each row with the number of its last line. Raises csv.Error."""
     if not lines or len(lines[0][1]) > 10_000:
         return
     reader = csv.reader((line for _, line in lines), delimiter=_delimiter(lines[0][1]))
@@ -194,13 +194,13 @@ def _delimiter(header: str) -> str:
     return max(",;\t", key=header.count)
 
 
-def columns_told(header: Sequence[str]) -> str:
+def describe_columns(header: Sequence[str]) -> str:
     names = [name for name in header if name]
-    shown = ", ".join(f"`{name[:40]}`" for name in names[:12])
+    columns_text = ", ".join(f"`{name[:40]}`" for name in names[:12])
     close = [
         f"`{name[:40]}` for `{wanted}`"
         for wanted in ("iteration", "seconds", "milliseconds")
         if wanted not in names
         for name in difflib.get_close_matches(wanted, names, 1, 0.6)
     ]
-    return f"found columns {shown}" + (f"; did you mean {', '.join(close)}?" if close else "")
+    return f"found columns {columns_text}" + (f"; did you mean {', '.join(close)}?" if close else "")

@@ -289,7 +289,7 @@ def test_a_node_that_is_slower_than_in_former_jobs_stands_by_though_its_peers_ar
     assert standby(job) == (2, 3)
     told = [text for text in job.texts("warning") if "former jobs" in text]
     assert [text.partition(":")[0] for text in told] == ["rank 2 (n2 device 0)", "rank 3 (n2 device 1)"]
-    assert "at 71% of what this node gave in former jobs" in told[0]
+    assert "at 71% of this node's speed in former jobs" in told[0]
     (taken,) = job.all(ProbesTaken)
     assert [(d.rank, d.fit) for d in taken.devices] == [(r, r not in (2, 3)) for r in range(6)]
     assert [d.speed for d in taken.devices if not d.fit] == [pytest.approx(1 / 1.4)] * 2

@@ -101,7 +101,7 @@ def test_nobody_is_set_aside_beside_witnesses_that_are_disturbed_themselves() ->
     job = Start().look(lambda rank, look: 0.5 if rank == 1 or (rank == 0 and look) else 1.0)
     assert standby(job) == ()
     (taken,) = job.all(ProbesTaken)
-    assert taken.looks == 1 + probes.LOOKS[1]
+    assert taken.looks == 1 + probes.RECHECK_LOOKS[1]
 
 
 def test_who_had_the_machine_to_itself_makes_nobody_else_look_slow() -> None:

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resihp.detector.diagnosis.clues import MOST_CLUES, Clock, read_log, time_of
+from resihp.detector.diagnosis.clues import MAX_CLUES, Clock, read_log, time_of
 from resihp.detector.diagnosis.signatures import SIGNATURES, Depth, signature_of
-from resihp.detector.diagnosis.xids import RESOLUTIONS, XIDS, advice
+from resihp.detector.diagnosis.xids import RESOLUTION_ADVICE, XIDS, advice
 from tests.resihp.detector.lines import EXAMPLES, traceback, xid
 
 CATALOGUE = Path(__file__).parents[5] / "shared" / "data" / "xid.csv"
@@ -79,7 +79,7 @@ def test_no_code_that_needs_a_reset_or_a_restart_of_the_machine_is_taken_for_the
     for known in XIDS.values():
         if known.resolution in ("RESET_GPU", "RESTART_BM", "WORKFLOW_XID_48", "WORKFLOW_NVLINK_ERR"):
             assert known.role in ("device", "link"), known
-        assert not known.resolution or known.resolution in RESOLUTIONS
+        assert not known.resolution or known.resolution in RESOLUTION_ADVICE
 
 
 @pytest.mark.skipif(not CATALOGUE.exists(), reason=f"{CATALOGUE.name} is not there")
@@ -101,7 +101,7 @@ def test_of_many_lines_of_a_kind_the_first_and_the_last_are_kept() -> None:
     lines = [f"2025-03-03 09:26:{i // 60:02d}:{i % 60:02d} peer {i}: Connection reset by peer" for i in range(500)]
     assert [clue.line.split()[3] for clue in read_log("\n".join(lines))] == ["0:", "1:", "498:", "499:"]
     everything = "\n".join(line for lines in EXAMPLES.values() for line in lines)
-    assert len(read_log(everything * 3)) <= MOST_CLUES
+    assert len(read_log(everything * 3)) <= MAX_CLUES
 
 
 HOSTILE = {
@@ -126,7 +126,7 @@ HOSTILE = {
 def test_time_to_read_is_linear_whatever_the_text(name: str) -> None:
     text = HOSTILE[name]
     began = time.process_time()
-    assert len(read_log(text)) <= MOST_CLUES
+    assert len(read_log(text)) <= MAX_CLUES
     assert time.process_time() - began < 2.0
 
 

@@ -54,7 +54,7 @@ def test_recorded_imbalance_of_lengths_is_no_fault(recorded: pd.DataFrame) -> No
 def with_slow_rank(frame: pd.DataFrame, rank: int, factor: float, onset: int, end: int | None) -> pd.DataFrame:
     """Computation of one rank multiplied from one step label until another; the peers wait for it."""
     trace = read(frame)
-    graph = Graph.of(trace)
+    graph = Graph.from_trace(trace)
     steps = np.array(trace.steps)[trace.step]
     slow = trace.is_compute & (trace.rank == rank) & (steps >= onset) & (steps < (end or np.inf))
     seconds = np.where(slow, factor * graph.seconds, graph.seconds)
@@ -256,5 +256,5 @@ def test_what_is_no_trace() -> None:
         analyse(frame.assign(duration=np.nan))
     with pytest.raises(UsageError, match="column 'duration' does not hold numbers"):
         analyse(frame.assign(duration="soon"))
-    with pytest.raises(UsageError, match=r"'start_ts' is float32 and tells only every 128 s apart"):
+    with pytest.raises(UsageError, match=r"'start_ts' is float32 and resolves only steps of 128 s"):
         analyse(frame.assign(start_ts=(frame["start_ts"] + 1.7e9).astype("float32")))

@@ -374,7 +374,7 @@ def test_times_of_a_window_are_told_from_those_of_an_iteration_by_the_clock() ->
 def test_times_that_disagree_with_the_clock_for_no_known_reason_are_said() -> None:
     recording = of("\n".join(f'{{"step": {i}, "step_time": 0.1, "timestamp": {1.7e9 + 1.5 * i}}}' for i in range(ROWS)))
     assert {point.seconds for point in recording.runs[0].points} == {0.1}
-    assert any("0.067 times what passed by `timestamp`" in remark for remark in recording.remarks)
+    assert any("0.067 times the time that passed by `timestamp`" in remark for remark in recording.remarks)
 
 
 def test_a_csv_of_several_jobs_has_a_run_for_each() -> None:

@@ -286,7 +286,7 @@ def test_json_lines_between_others_and_broken_ones_are_counted_and_the_first_is_
     )
     assert iterations(recording) == [[1, 4, 5]]
     assert recording.remarks == (
-        "1 line that is no JSON left out, line 5: unterminated string starting at at column 18: "
+        "1 line that is not JSON left out, line 5: unterminated string starting at at column 18: "
         '`{"iteration": 3, "sec`',
         "1 row without a usable time left out, line 4",
         "1 row without its time left out, line 3",
@@ -297,7 +297,10 @@ def test_json_lines_between_others_and_broken_ones_are_counted_and_the_first_is_
 @pytest.mark.parametrize(
     ("rows", "named"),
     [
-        (['{"iteration": 1, "seconds": 1.0}', "{iteration: 2}", "{x"], "line 2 is no JSON object: expecting property"),
+        (
+            ['{"iteration": 1, "seconds": 1.0}', "{iteration: 2}", "{x"],
+            "line 2 is not a JSON object: expecting property",
+        ),
         (['{"itration": 1, "seconds": 1.0}'], "line 1 has no field for the iteration (iteration, iter, step,"),
         (['{"itration": 1, "seconds": 1.0}'], "it has `itration`, `seconds`; is it `itration`? Rename that"),
         (

@@ -13,7 +13,7 @@ import pytest
 from resihp.detector.offline.analysis import Analysis, SpeedChange, as_json
 from resihp.detector.offline.iteration_model import IterationModel, Point
 from resihp.detector.offline.series import (
-    SKIPPED,
+    SKIPPED_ITERATIONS,
     SeriesDetector,
     TimedRun,
     _healthy_seconds,
@@ -337,7 +337,7 @@ def test_workers_that_slow_down_come_first_and_those_that_shift_together_are_one
 
 def test_a_worker_that_is_alone_is_said_to_be() -> None:
     made = analyse("series", (TimedRun(ranks={7: points(slowed(16, 0.5))}),))
-    assert any("rank 7 is the only one" in remark for remark in made.remarks)
+    assert any("rank 7 is the only rank" in remark for remark in made.remarks)
     apart = {rank: tuple(Point(2 * i + rank, 1.0) for i in range(100)) for rank in range(2)}
     remarks = analyse("series", (TimedRun(ranks=apart),)).remarks
     assert sum("hardly any iteration in common" in remark for remark in remarks) == 2
@@ -359,7 +359,7 @@ def test_healthy_times_are_found_in_one_pass_however_many_slow_downs_there_were(
     found = _healthy_seconds(many, events)
     assert time.process_time() - began < 2.0
     wrong = {i for event in events if event.verdict != "recovered" for i in range(event.iteration, event.end or 40_000)}
-    expected = [p.seconds for p in many[SKIPPED:] if p.seconds > 0 and p.iteration not in wrong]
+    expected = [p.seconds for p in many[SKIPPED_ITERATIONS:] if p.seconds > 0 and p.iteration not in wrong]
     assert list(found) == expected
 
 

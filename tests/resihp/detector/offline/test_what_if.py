@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from resihp.detector.offline.traces import CODE, read
+from resihp.detector.offline.traces import OPTYPE_CODES, read
 from resihp.detector.offline.what_if import Graph, WhatIf, what_if
 from resihp.pipeline.schedules import orders_of
 from resihp.pipeline.timeline import play
@@ -54,7 +54,7 @@ def test_computation_alone_takes_what_the_timeline_says(stages: int, chunks: int
         dps=2, stages=stages, chunks=chunks, micro_batches=micro_batches, steps=2, noise=0.2, spread=0.3, transfer_s=0.0
     )
     frame = frame[frame["optype"].str.endswith("compute")]
-    graph = Graph.of(read(frame))
+    graph = Graph.from_trace(read(frame))
     plan = made_plan(2, stages, chunks, micro_batches)
     for i, (_, of_step) in enumerate(frame.groupby("step")):
         keys = ["dp_rank", "stage", "optype", "mb_id", "mc"]
@@ -76,14 +76,14 @@ def test_computation_alone_takes_what_the_timeline_says(stages: int, chunks: int
 def test_waiting_is_no_part_of_a_transfer(stages: int, chunks: int, idle: bool) -> None:
     frame = made_trace(dps=2, stages=stages, chunks=chunks, micro_batches=8, steps=2, idle_rows=idle, spread=0.3)
     trace = read(frame)
-    graph = Graph.of(trace)
+    graph = Graph.from_trace(trace)
     assert not graph.circular.any()
     for name in ("forward-send", "forward-recv", "backward-send", "backward-recv"):
-        own = graph.seconds[trace.kind == CODE[name]]
+        own = graph.seconds[trace.kind == OPTYPE_CODES[name]]
         assert own.size
         assert np.median(own) == pytest.approx(TRANSFER_S, rel=1e-6)
         assert own.max() < 1.01 * TRANSFER_S
-    scatters = graph.seconds[trace.kind == CODE["grads-reduce-scatter"]]
+    scatters = graph.seconds[trace.kind == OPTYPE_CODES["grads-reduce-scatter"]]
     assert scatters == pytest.approx(COLLECTIVE_S)
 
 

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.simulated_jobs import Job, NoLengths, Setting, Timeline, simulate
 from resihp.detector.findings import Finding
 from resihp.detector.observation import Floats, Observation
-from resihp.detector.online.lane_channel import LASTING, LaneTests
+from resihp.detector.online.lane_channel import LASTING_ITERATIONS, LaneTests
 from resihp.detector.online.monitor import Monitor
 from resihp.detector.online.plan_arrays import LaneTimes, Stacked
 from resihp.pipeline.compiled import compile_orders
@@ -63,7 +63,7 @@ def test_collectives_of_a_group_that_take_twice_as_long_are_told_with_the_group_
     first, second = watched(job)
     assert (first.kind, first.component, set(first.ranks)) == ("fail-slow", "collective", ranks_of(job, 0, [1]))
     assert abs(first.iteration - ONSET) <= 1
-    assert first.detected <= ONSET + LASTING
+    assert first.detected <= ONSET + LASTING_ITERATIONS
     assert 0.03 < first.change < 0.09, "of an iteration"
     assert (second.kind, second.component, set(second.ranks)) == ("recovered", "collective", set(first.ranks))
     assert abs(second.iteration - 130) <= 1
@@ -79,7 +79,7 @@ def test_sums_of_gradients_of_a_stage_are_told_with_all_who_wait(setting: Settin
     first, second = watched(job)
     assert (first.kind, first.component) == ("fail-slow", "reduction")
     assert set(first.ranks) == ranks_of(job, stage, range(setting.dp))
-    assert first.detected <= ONSET + LASTING
+    assert first.detected <= ONSET + LASTING_ITERATIONS
     assert (second.kind, second.component, set(second.ranks)) == ("recovered", "reduction", set(first.ranks))
 
 
@@ -97,7 +97,7 @@ def test_sums_of_gradients_of_all_are_told_as_such(setting: Setting) -> None:
         "reduction",
     )
     assert set(first.ranks) == set(job.plan.layout.active)
-    assert first.detected <= ONSET + LASTING
+    assert first.detected <= ONSET + LASTING_ITERATIONS
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -108,7 +108,7 @@ def test_data_that_come_late_are_told_with_the_replica_that_waits(setting: Setti
     job = played(setting, 3, change, 170)
     first, second = watched(job)
     assert (first.kind, first.component, set(first.ranks)) == ("fail-slow", "data", ranks_of(job, 0, [1]))
-    assert first.detected <= ONSET + LASTING
+    assert first.detected <= ONSET + LASTING_ITERATIONS
     assert (second.kind, second.component) == ("recovered", "data")
 
 
@@ -154,7 +154,7 @@ def test_who_did_not_wait_longer_with_the_others_is_not_slower_once_they_are_wel
 def test_a_slow_network_is_the_jobs_at_once_though_the_sums_of_gradients_wait_a_little_for_it(
     setting: Setting, lasts: int
 ) -> None:
-    """They explain a tenth of it, and would be told after `LASTING` iterations, with nothing before."""
+    """They explain a tenth of it, and would be told after `LASTING_ITERATIONS` iterations, with nothing before."""
 
     def change(line: Timeline) -> None:
         line.transfers[at(ONSET + lasts)] += 2.0 * line.forward_s
@@ -340,8 +340,8 @@ def test_a_group_that_always_waits_longer_than_others_is_well_under_every_plan()
 
 def test_what_is_over_soon_is_not_told() -> None:
     waits = begun()
-    assert waits.run(range(40, 40 + LASTING - 2), {0: 0.1}) == []
-    assert waits.run(range(40 + LASTING - 2, 100), {}) == []
+    assert waits.run(range(40, 40 + LASTING_ITERATIONS - 2), {0: 0.1}) == []
+    assert waits.run(range(40 + LASTING_ITERATIONS - 2, 100), {}) == []
     assert waits.tests.slow == {}
 
 
@@ -373,8 +373,8 @@ def test_what_outlasts_its_cause_is_told_also_under_another_plan(replanned: bool
     waits = begun()
     assert waits.run(range(40, 80), {0: 0.1}, {0: [40]}) == []
     waits = Waits(waits) if replanned else waits
-    assert waits.run(range(80, 80 + LASTING - 2), {0: 0.1}) == []
-    (finding,) = waits.run(range(80 + LASTING - 2, 110), {0: 0.1})
+    assert waits.run(range(80, 80 + LASTING_ITERATIONS - 2), {0: 0.1}) == []
+    (finding,) = waits.run(range(80 + LASTING_ITERATIONS - 2, 110), {0: 0.1})
     assert told([finding]) == [("fail-slow", 40, (0, 1))]
     assert finding.change == pytest.approx(0.1, rel=0.1)
     assert told(waits.run(range(110, 130), {})) == [("recovered", 110, (0, 1))]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from resihp.detector.sequential.changes import ChangeDetector, ChangePoint
-from resihp.detector.sequential.densities import DECILES, EVERY, LATE, LateRange
+from resihp.detector.sequential.densities import DECILE_RANGE_SIGMAS, LATE_VALUES, UPDATE_EVERY, LateRange
 from tests.resihp.detector.synthetic_runs import Floats, noise
 
 
@@ -169,8 +169,8 @@ def test_the_range_of_late_values_is_numpys_to_the_last_bit() -> None:
     values = np.random.default_rng(5).normal(0.0, 0.03, 1000).round(2)
     late, deviation = LateRange(), 0.0
     for count, value in enumerate(values.tolist(), 1):
-        seen = values[max(count - LATE, 0) : count]
-        if len(seen) >= 10 and (count % EVERY == 0 or len(seen) < 4 * EVERY):
+        seen = values[max(count - LATE_VALUES, 0) : count]
+        if len(seen) >= 10 and (count % UPDATE_EVERY == 0 or len(seen) < 4 * UPDATE_EVERY):
             low, high = np.quantile(seen, (0.1, 0.9))
-            deviation = float(high - low) / DECILES
+            deviation = float(high - low) / DECILE_RANGE_SIGMAS
         assert late.follow(value) == deviation

@@ -138,7 +138,7 @@ def test_reports_that_are_missing_are_nothing() -> None:
 
 def test_what_is_known_is_no_news_and_its_end_is() -> None:
     (known,) = played(16, 151, now_and_then(1, 1, 10, 3.0))
-    flicker = Flicker(np.zeros(4), np.arange(4), known=[known])
+    flicker = Flicker(np.zeros(4), np.arange(4), known_flicker=[known])
     found = []
     for i in range(300, 700):
         away = np.zeros(4)

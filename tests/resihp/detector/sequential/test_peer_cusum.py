@@ -225,7 +225,7 @@ def test_a_pardon_becomes_longer_each_time_but_not_without_end() -> None:
 
 def test_what_is_known_to_be_slow_is_no_news_but_its_recovery_is() -> None:
     series = Series(8)
-    series.test = PeerTest(np.zeros(8), known={2: 0.3})
+    series.test = PeerTest(np.zeros(8), known_shifts={2: 0.3})
     series.offsets[2] = 0.3
     assert series.run(100) == []
     assert series.test.slow == (2,)
@@ -328,9 +328,9 @@ def test_pardons_are_kept_for_as_long_as_they_were_given() -> None:
     series.offsets[5] = 0.13
     assert len(series.run(20)) == 1
     series.test.clear(5, series.now)
-    pardons = series.test.pardons
-    assert pardons[5].until == 600
-    series.test = PeerTest(np.zeros(8), pardons=pardons)
+    cooldowns = series.test.cooldowns
+    assert cooldowns[5].until == 600
+    series.test = PeerTest(np.zeros(8), cooldowns=cooldowns)
     assert series.run(490) == []
     (shift,) = series.run(30)
     assert (shift.series, shift.kind) == (5, "slow")
@@ -343,7 +343,7 @@ def test_who_recovers_under_a_pardon_is_not_faster_and_is_found_when_it_fails_ag
     series.offsets[5] = 0.13
     series.run(20)
     series.test.clear(5, series.now)
-    series.test = PeerTest(np.zeros(8), pardons=series.test.pardons)
+    series.test = PeerTest(np.zeros(8), cooldowns=series.test.cooldowns)
     series.run(20)
     series.offsets[5] = 0.0
     assert series.run(60) == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from resihp.detector.sequential.run_lengths import LONGEST, RunLengths
+from resihp.detector.sequential.run_lengths import MAX_RUN_LENGTH, RunLengths
 
 
 def runs(values: list[float]) -> list[int]:
@@ -40,9 +40,9 @@ def test_a_dropped_value_was_never_there() -> None:
 def test_a_regime_that_outlasts_what_is_told_apart_does_not_end_by_that() -> None:
     rng = np.random.default_rng(2)
     lengths = RunLengths()
-    found = [lengths.update(value) for value in rng.normal(1.0, 0.01, 3 * LONGEST).tolist()]
+    found = [lengths.update(value) for value in rng.normal(1.0, 0.01, 3 * MAX_RUN_LENGTH).tolist()]
     assert lengths.lasting
-    assert all(run == LONGEST for run in found[2 * LONGEST :])
+    assert all(run == MAX_RUN_LENGTH for run in found[2 * MAX_RUN_LENGTH :])
     for value in rng.normal(1.2, 0.01, 5).tolist():
         lengths.update(value)
     assert lengths.longest == 5

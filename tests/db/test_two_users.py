@@ -364,7 +364,7 @@ def test_supervisor_whose_job_another_user_has_taken_says_so_and_goes_on(shared:
         assert not ledger.flush(2.0)
         ledger.close(0.0)
     assert "and database user mallory" in listener.heard[0]
-    assert len([line for line in listener.heard if "trying again" in line]) == 1, listener.heard
+    assert len([line for line in listener.heard if "retrying" in line]) == 1, listener.heard
 
 
 # --- what counts against a node -------------------------------------------------------------------------------------

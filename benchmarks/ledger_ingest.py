@@ -29,7 +29,7 @@ from rich.table import Table
 
 from db.engine import file_of, make_engine, resolve
 from db.telemetry import report_rows
-from db.telemetry.condensed import BEHIND
+from db.telemetry.condensed import MAX_OPEN_ITERATIONS
 from db.writer import Ledger
 from resihp.protocol.messages import StepOutcome
 from resihp.record import journal
@@ -179,7 +179,7 @@ def compare_reports(console: Console, databases: dict[str, Callable[[], str]], r
 def sustain(console: Console, databases: dict[str, Callable[[], str]], rounds: int) -> list[dict[str, Any]]:
     """The reports arrive spread over the 5 s, and are handed over at every tick of the supervisor (0.1 s); for twice as
     long as an iteration waits to be condensed."""
-    rounds = max(rounds, 2 * BEHIND)
+    rounds = max(rounds, 2 * MAX_OPEN_ITERATIONS)
     table = Table(title=f"{RANKS:,} ranks that report every {EVERY_S:g} s, for {rounds * EVERY_S:g} s")
     for name in ("database", "rows/s", "a core's share", "at most", "dropped", "behind at the end"):
         table.add_column(name, justify="right")

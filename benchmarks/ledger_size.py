@@ -84,9 +84,9 @@ def main() -> None:
     given = parser.parse_args()
     runs: dict[str, tuple[int, dict[str, int]]] = {}
     with Server(FAST) as server:
-        most, db.writer.MOST_WHOLE = db.writer.MOST_WHOLE, given.ranks
+        most, db.writer.RANKS_KEPT_WHOLE = db.writer.RANKS_KEPT_WHOLE, given.ranks
         runs["every report"] = (given.whole, written(server.new_database(), given.ranks, given.whole, finding=False))
-        db.writer.MOST_WHOLE = most
+        db.writer.RANKS_KEPT_WHOLE = most
         for name, finding in (("condensed", False), ("condensed, a finding", True)):
             url = server.new_database()
             runs[name] = (given.iterations, written(url, given.ranks, given.iterations, finding=finding))

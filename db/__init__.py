@@ -1,18 +1,18 @@
-"""The ledger: tables that tell what happened to jobs, written behind a job's back and read after it.
+"""The ledger: tables that record the history of jobs, written in the background and read afterwards.
 
 =================================  ============================================================================
-`models`, `engine`, `migrate`      tables, databases that we speak to, versions of the schema
-`url_passwords`                    masks passwords in ledgers' URLs, and takes them out of the process list
-`projection`, `layouts`            a journal's entries as rows
-`writer`, `report_rows`            the one writer of a job's ledger
-`exchange`, `parquet`              jobs from one ledger into another, what was repaired as well
-`retention`                        how long rows of iterations stay
-`reading`                          what is asked of a ledger
+`models`, `engine`, `migrate`      tables, supported databases, versions of the schema
+`url_passwords`                    masks passwords in ledger URLs, and hides them from the process list
+`projection`, `layouts`            entries of a journal as rows
+`writer`, `report_rows`            the only writer of a job's ledger
+`exchange`, `parquet`              copies jobs, and maintenance records, from one ledger into another
+`retention`                        how long rows of iterations are kept
+`reading`                          questions to a ledger
 =================================  ============================================================================
 
-A ledger decides nothing: a job goes on without it, and the journal is what counts.
-`from resihp.ledger import queries` is the way in for notebooks (`db.reading.queries`), also beside a
-db.py of the user's; `from db import queries` is the same where there is none.
+A ledger decides nothing: a job continues without it, and the journal is the authority. Notebooks use `from
+resihp.ledger import queries` (`db.reading.queries`), which works even beside a db.py of the user's; `from db import
+queries` is the same where there is no such file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""From a ledger's URL to a SQLAlchemy engine: which databases we speak to, and how each one is opened.
+"""SQLAlchemy engines for ledger URLs: decides which databases are supported and how each one is opened.
 
 Used by the writer, the migrations and the queries. Every refusal is a LedgerError of one line that names the URL, its
-password masked, and what to do.
+password masked, and the next step.
 """
 
 from __future__ import annotations
@@ -39,49 +39,52 @@ from resihp.errors import LedgerError
 LEDGER_FILE = "ledger.db"
 BUSY_TIMEOUT_S = 5.0
 FULL_PAUSE_S = 0.1
-"""Between tries to connect to a server that is full: short, for readers are few, and what is free is soon taken."""
-SILENCE_S = 30.0
+"""Seconds between attempts to connect to a server that is full. Short, since readers are few and a free slot is soon
+taken."""
+SERVER_SILENCE_S = 30.0
 MIGRATION_LOCK_S = 3.0
-"""How long a change of a server's schema waits for a table at a time: whoever comes after it waits as long."""
-EXAMPLES = "use sqlite:///PATH or postgresql+psycopg://USER@HOST/DATABASE"
+"""Seconds for which a schema change waits for a server's table lock at a time; later queries on the table wait as
+long."""
+URL_EXAMPLES = "use sqlite:///PATH or postgresql+psycopg://USER@HOST/DATABASE"
 NETWORK_FILE_SYSTEMS = frozenset(
     """
     9p afs beegfs ceph cifs fuse.beegfs fuse.ceph fuse.dfuse fuse.glusterfs fuse.juicefs fuse.lustre fuse.s3fs
     fuse.sshfs gfs2 glusterfs gpfs lustre nfs nfs4 ocfs2 orangefs panfs pvfs2 quobyte smb3 smbfs wekafs
-    """.split()  # noqa: SIM905 - a list of one word a line would be a page
+    """.split()  # noqa: SIM905 - one word per line would fill a page
 )
-"""Types in /proc/mounts whose locks and shared memory SQLite's WAL cannot rely on (sqlite.org/wal.html)."""
+"""File system types in /proc/mounts on which SQLite's WAL cannot rely on locks and shared memory
+(sqlite.org/wal.html)."""
 
 
 def default_url(job_folder: Path) -> str:
-    """The ledger of a job that names none: SQLite in the job's folder."""
+    """Return the ledger of a job that names none: SQLite in the job's folder."""
     return f"sqlite:///{job_folder.absolute() / LEDGER_FILE}"
 
 
 def masked(url: str | URL) -> str:
-    """`url` for messages: without its password, wherever it stands."""
+    """Return `url` for messages: without its password, wherever in the URL it is."""
     return url_passwords.masked(url if isinstance(url, str) else url.render_as_string(hide_password=True))
 
 
-IN_FILES = frozenset(
+PARAMETERS_IN_FILES = frozenset(
     """
     application_name channel_binding client_encoding connect_timeout fallback_application_name gssencmode host
     keepalives keepalives_count keepalives_idle keepalives_interval krbsrvname load_balance_hosts port require_auth
     requirepeer sslcert sslcertmode sslcrl sslmode sslrootcert ssl_max_protocol_version ssl_min_protocol_version
     sslnegotiation sslsni target_session_attrs tcp_user_timeout user
-    """.split()  # noqa: SIM905 - a list of one word a line would be a page
+    """.split()  # noqa: SIM905 - one word per line would fill a page
 )
-"""What a URL that stands in a file may say of a server's connection, by libpq's names. Not `hostaddr`, `passfile` and
-`service`, which send a password to another host than the one that it is kept for; not `options`; not `sslkey`."""
+"""Connection parameters that a URL stored in a file may set, by libpq's names. Not `hostaddr`, `passfile` and
+`service`, which send a password to a host other than the one it is kept for; not `options`; not `sslkey`."""
 
 
 def check_stored(url: str, source: Path) -> str:
-    """Return a ledger's URL that stands in a file, unless it says what only a user may say himself.
+    """Return a ledger URL read from the file `source`, unless it sets a parameter that only the user may set.
 
-    Raises LedgerError that names the parameter and how to say it.
+    Raises LedgerError that names the parameter and how to set it.
     """
     parsed = resolve(url)
-    allowed: frozenset[str] = frozenset() if file_of(parsed) is not None else IN_FILES
+    allowed: frozenset[str] = frozenset() if file_of(parsed) is not None else PARAMETERS_IN_FILES
     for name in parsed.query:
         if name not in allowed:
             raise LedgerError(
@@ -92,22 +95,23 @@ def check_stored(url: str, source: Path) -> str:
 
 
 def resolve(url: str, job_folder: Path | None = None) -> URL:
-    """What `url` names, absolute: `sqlite` alone is the job's own. Raises LedgerError if we cannot speak to it."""
+    """Return `url` resolved to an absolute one; `sqlite` alone is the job's own ledger. Raises LedgerError for an
+    unsupported database."""
     if url == "sqlite":
         if job_folder is None:
-            raise LedgerError(f"ledger sqlite: names no file; {EXAMPLES}")
+            raise LedgerError(f"ledger sqlite: names no file; {URL_EXAMPLES}")
         url = default_url(job_folder)
     try:
         parsed = make_url(url_passwords.with_quoted_query(url))
     except (ArgumentError, ValueError):
-        raise LedgerError(f"ledger {masked(url)}: not a database's URL; {EXAMPLES}") from None
+        raise LedgerError(f"ledger {masked(url)}: not a database's URL; {URL_EXAMPLES}") from None
     if parsed.drivername in ("postgresql", "postgres"):
         parsed = parsed.set(drivername="postgresql+psycopg")
     if parsed.drivername not in ("sqlite", "sqlite+pysqlite", "postgresql+psycopg"):
-        raise LedgerError(f"ledger {masked(url)}: driver {parsed.drivername} is not known here; {EXAMPLES}")
+        raise LedgerError(f"ledger {masked(url)}: driver {parsed.drivername} is not known here; {URL_EXAMPLES}")
     if parsed.get_backend_name() == "sqlite":
         if not parsed.database or parsed.database == ":memory:" or parsed.database.startswith("file:"):
-            raise LedgerError(f"ledger {masked(url)}: names no file; {EXAMPLES}")
+            raise LedgerError(f"ledger {masked(url)}: names no file; {URL_EXAMPLES}")
         try:
             parsed = parsed.set(database=str(Path(parsed.database).expanduser().absolute()))
         except RuntimeError:
@@ -118,12 +122,12 @@ def resolve(url: str, job_folder: Path | None = None) -> URL:
 
 
 def file_of(url: URL) -> Path | None:
-    """SQLite's file; None for a server."""
+    """Return SQLite's file; None for a server."""
     return Path(url.database) if url.get_backend_name() == "sqlite" and url.database else None
 
 
 def file_system(path: Path, mounts: str | None = None) -> str:
-    """Type of the file system that holds `path`, of the longest mount point above it; empty if it cannot be told."""
+    """Return the type of the file system that holds `path`, by the longest mount point above it; empty if unknown."""
     if mounts is None:
         try:
             mounts = Path("/proc/mounts").read_text(errors="replace")
@@ -147,15 +151,14 @@ def is_on_network(url: URL) -> bool:
 
 
 def make_engine(url: URL, *, write: bool, migrate: bool = False) -> Engine:
-    """An engine whose transactions are real ones on SQLite too (pysqlite's own begin too late for migrations).
+    """Return an engine whose transactions are real ones on SQLite too (pysqlite's own begin too late for migrations).
 
-    Nothing is opened yet. Writers take SQLite's lock when a transaction begins, so that it cannot fail half-way, and
-    wait for a lock of either database for `BUSY_TIMEOUT_S`, as readers do for a connection to a server that is full;
-    who migrates PostgreSQL waits for `MIGRATION_LOCK_S`. A server's connection ends with its use: a server has a
-    hundred, and hundreds of jobs. A server that vanished without a word is given up after `SILENCE_S`. With `migrate`,
-    SQLite does not enforce foreign keys, so that tables can be remade (sqlite.org, "Making Other Kinds Of Table Schema
-    Changes"); who migrates checks them before the commit.
-    Raises LedgerError if the driver is not installed.
+    Opens nothing yet. Writers take SQLite's lock when a transaction begins, so that it cannot fail half-way. They wait
+    for a lock of either database for `BUSY_TIMEOUT_S`, and so do readers for a connection to a full server; migrations
+    of PostgreSQL wait for `MIGRATION_LOCK_S`. A connection to a server is closed after each use, since a server has
+    about a hundred for hundreds of jobs. A server that vanishes silently is given up after `SILENCE_S`. With `migrate`,
+    SQLite does not enforce foreign keys, so that tables can be recreated (sqlite.org, "Making Other Kinds Of Table
+    Schema Changes"); the migration checks them before it commits. Raises LedgerError if the driver is not installed.
     """
     if url.get_backend_name() == "sqlite":
         file = file_of(url)
@@ -189,7 +192,7 @@ def make_engine(url: URL, *, write: bool, migrate: bool = False) -> Engine:
             "or use sqlite"
         ) from None
     if not write:
-        event.listen(engine, "do_connect", _connect_patiently)
+        event.listen(engine, "do_connect", _connect_with_retries)
     else:
         wait_ms = round((MIGRATION_LOCK_S if migrate else BUSY_TIMEOUT_S) * 1000)
 
@@ -201,7 +204,7 @@ def make_engine(url: URL, *, write: bool, migrate: bool = False) -> Engine:
 
 
 class _SqliteCursor(sqlite3.Cursor):
-    """Says of a file whose schema is no text what SQLite does of others that are damaged."""
+    """Cursor that reports a file with an undecodable schema as SQLite reports other damaged files."""
 
     def execute(self, *arguments: Any) -> _SqliteCursor:
         try:
@@ -222,13 +225,13 @@ SQLITE_ARGUMENTS: dict[str, Any] = {"timeout": BUSY_TIMEOUT_S, "factory": _Sqlit
 
 
 def _reading_engine(url: URL, file: Path) -> Engine:
-    """An engine that reads a SQLite file, makes none, and plays back no journal.
+    """Return an engine that reads a SQLite file, creates none, and rolls back no journal.
 
-    A file that another user can have written, or put something beside, is read from a copy of ours: what it was when
-    the engine first connected. A file of ours that a group may write is opened read-only where it lies.
+    A file that another user can have written, or put a file beside, is read from a private copy, taken when the engine
+    first connects. Our own file that a group may write is opened read-only in place.
     """
     if is_ours(file):
-        return create_engine(url, creator=lambda: _connect_file(file, _how_to_read(file)))
+        return create_engine(url, creator=lambda: _connect_file(file, _read_mode(file)))
     is_shared = is_shared_with_group(file)
     copies: list[TemporaryDirectory[str]] = []
 
@@ -258,9 +261,9 @@ def _connect_file(file: Path, how: str) -> sqlite3.Connection:
 
 
 def _connect_read_only(file: Path) -> sqlite3.Connection | None:
-    """Connect to a file of ours that a group can write; None where our writer died in the middle of a change.
+    """Connect to our own file that a group can write; return None if our writer died in the middle of a change.
 
-    SQLite plays back no journal for who may not write, whoever put it there, and says so.
+    SQLite rolls back no journal on a read-only connection, regardless of the journal's owner, and reports that.
     """
     connection = _connect_file(file, "mode=ro&immutable=1" if is_quiet_wal(file) else "mode=ro")
     try:
@@ -273,12 +276,12 @@ def _connect_read_only(file: Path) -> sqlite3.Connection | None:
     return connection
 
 
-def _how_to_read(file: Path) -> str:
-    """Return SQLite's mode for a file of ours, which is never made.
+def _read_mode(file: Path) -> str:
+    """Return SQLite's open mode for our own file; it never creates one.
 
-    What its writer left half-done is undone, and in WAL mode SQLite makes files beside the ledger, and takes them away
-    again. Where its folder is read-only, as in a snapshot, it has to know that nobody writes: nobody does who has no
-    WAL.
+    SQLite undoes a change that its writer left half-done; in WAL mode it also creates files beside the ledger and
+    removes them again. Where the folder is read-only, as in a snapshot, it must be told that nobody writes: that holds
+    when there is no WAL.
     """
     if os.access(file.parent, os.W_OK):
         return "mode=rw"
@@ -286,7 +289,8 @@ def _how_to_read(file: Path) -> str:
 
 
 def _set_journal_mode(connection: sqlite3.Connection, mode: str) -> None:
-    """Set it, waiting for who writes: SQLite itself does not wait when it changes the mode of a file."""
+    """Set the journal mode, waiting for other writers: SQLite itself does not wait when it changes the mode of a
+    file."""
     end = time.monotonic() + BUSY_TIMEOUT_S
     while True:
         try:
@@ -299,36 +303,37 @@ def _set_journal_mode(connection: sqlite3.Connection, mode: str) -> None:
 
 
 def _connect_arguments(url: URL) -> dict[str, Any]:
-    """What a server is connected with unless its URL says otherwise. Nothing that pgbouncer would refuse, or keep for
-    the next who comes: no `options`, and no prepared statements, whose names are a connection's own. Always UTF-8: a
-    database of encoding SQL_ASCII, as of an initdb in locale C, would give bytes instead of text."""
+    """Return the connection arguments for a server, as far as its URL does not set them. None that pgbouncer would
+    refuse, or keep for its next client: no `options`, and no prepared statements, whose names belong to one connection.
+    Always UTF-8: a database of encoding SQL_ASCII, as of an initdb in locale C, would return bytes instead of text."""
     usual = {"connect_timeout": 5, "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 4}
-    usual["tcp_user_timeout"] = round(SILENCE_S * 1000)
+    usual["tcp_user_timeout"] = round(SERVER_SILENCE_S * 1000)
     chosen = {name: value for name, value in usual.items() if name not in url.query}
     return {"prepare_threshold": None, "client_encoding": "utf8", **chosen}
 
 
-def _connect_patiently(
+def _connect_with_retries(
     dialect: Dialect, _: ConnectionPoolEntry, arguments: list[Any], named: dict[str, Any]
 ) -> DBAPIConnection:
-    """A server whose connections are all in use has one free in a moment, since ours are held for a batch only. Writers
-    have pauses of their own (`db.writer`), for being refused costs a server as much as being let in."""
+    """Connect, retrying while the server is full: a slot is free in a moment, since we hold connections only for one
+    batch. Writers have pauses of their own (`db.writer`), because refusing a connection costs a server as much as
+    accepting it."""
     until = time.monotonic() + BUSY_TIMEOUT_S
     while True:
         try:
             return dialect.connect(*arguments, **named)
         except dialect.loaded_dbapi.Error as error:
-            if not _all_in_use(str(error)) or time.monotonic() > until:
+            if not _is_server_full(str(error)) or time.monotonic() > until:
                 raise
         time.sleep(random.uniform(0.5, 1.0) * FULL_PAUSE_S)
 
 
-def _all_in_use(words: str) -> bool:
-    return any(said in words for said in ("too many c", "remaining connection slots", "temporarily unavailable"))
+def _is_server_full(words: str) -> bool:
+    return any(phrase in words for phrase in ("too many c", "remaining connection slots", "temporarily unavailable"))
 
 
 def check(url: URL) -> None:
-    """Raises LedgerError for a URL that can never be opened, as far as can be told without connecting."""
+    """Raise LedgerError for a URL that can never be opened, as far as can be known without connecting."""
     engine = make_engine(url, write=True)
     if file_of(url) is None:
         from psycopg import Error
@@ -340,12 +345,12 @@ def check(url: URL) -> None:
             make_conninfo(**arguments)
         except (Error, UnicodeError) as error:
             words = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise LedgerError(f"ledger {masked(url)}: {words}; {EXAMPLES}") from None
+            raise LedgerError(f"ledger {masked(url)}: {words}; {URL_EXAMPLES}") from None
     engine.dispose()
 
 
 def refusal(url: URL, error: DBAPIError | OSError) -> LedgerError:
-    """What to tell the user when the database at `url` cannot be opened."""
+    """Return the error for a user when the database at `url` cannot be opened."""
     name = masked(url)
     if isinstance(error, OSError):
         return LedgerError(
@@ -354,24 +359,22 @@ def refusal(url: URL, error: DBAPIError | OSError) -> LedgerError:
     words = (str(error.orig).strip().splitlines() or ["no answer"])[0].strip()
     if "not a database" in words or "malformed" in words:
         advice = (
-            f"move the file away; resihp db import JOURNAL --ledger {name} makes it anew from the job's journal, and "
+            f"move the file away; resihp db import JOURNAL --ledger {name} recreates it from the job's journal, and "
             "--ledger names another"
         )
     elif "locked" in words:
         advice = "another process holds it: try again when it is done, or name another with --ledger"
     elif "permission denied" in words or "must be owner" in words:
-        advice = f"who owns its tables runs resihp db upgrade, and resihp db grant ROLE, with --ledger {name}"
+        advice = f"the owner of its tables must run resihp db upgrade, and resihp db grant ROLE, with --ledger {name}"
     elif "constraint" in words:
-        advice = (
-            "what was to be brought in contradicts itself, and nothing of it was; make it anew from the job's journal"
-        )
+        advice = "the imported rows contradict each other and none were imported; recreate them from the job's journal"
     elif "row-level security" in words:
         advice = "rows of a job that another database user wrote are not changed; name another with --ledger"
     elif (file := file_of(url)) is not None and _is_full(file.parent):
         advice = f"its disk is full: df -h {shlex.quote(str(file.parent))}; make room there"
     elif file is not None:
         advice = "is its folder writable? name another with --ledger sqlite:///PATH"
-    elif _all_in_use(words):
+    elif _is_server_full(words):
         advice = "all its connections are in use: try again, or raise its max_connections, or use a pooler"
     elif "no password supplied" in words or "password authentication failed" in words:
         advice = (
@@ -390,10 +393,10 @@ def _is_full(folder: Path) -> bool:
 
 
 def prepare_folder(url: URL) -> None:
-    """Make the folder of a SQLite file, for its owner alone, and the file. Raises LedgerError.
+    """Create the folder of a SQLite file, accessible to its owner only, and the file. Raises LedgerError.
 
-    SQLite would leave the file's permissions to the umask, and gives its journals the file's. Where nobody else may
-    enter the folder, as a job's, the file is its owner's alone; in a folder that is shared the umask says who reads.
+    SQLite would leave the file's permissions to the umask, and gives its journals the file's permissions. In a folder
+    that nobody else may enter, such as a job's, only the owner can read the file; in a shared folder the umask decides.
     """
     file = file_of(url)
     if file is None:

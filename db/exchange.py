@@ -1,10 +1,10 @@
-"""Jobs from one ledger into another: as Parquet files, from another ledger, or from a journal; and what was repaired.
+"""Export and import: copies jobs into a ledger from Parquet files, another ledger, or a journal; also maintenance
+records.
 
-A job is recognised by its uuid, and the copy that has more of the journal (`journal_seq`) is the newer one: it takes
-the place of an older one as a whole, and an older or equal one changes nothing but rank reports that were missing. Of a
-source that is newer than we know what we do not know is left out, and named. One transaction for each job. Records of
-maintenance are no job's: they come along with all of a ledger (`db.maintenance`). Called by `resihp db export|import`;
-`db.writer` brings journals in.
+A job is identified by its uuid, and the copy with more of the journal (`journal_seq`) is the newer one: it replaces an
+older copy as a whole; an older or equal one only adds missing rank reports. Parts of a newer source that we do not know
+are left out, and named. One transaction per job. Maintenance records belong to no job: they are copied with a whole
+ledger (`db.maintenance`). Called by `resihp db export|import`; `db.writer` imports journals.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from db.engine import file_of, make_engine, masked, prepare_folder, refusal, res
 from db.foreign.cells import check_cells
 from db.foreign.files import is_ours, is_shared_with_group, private_copy
 from db.parquet.manifest import MANIFEST
-from db.parquet.place import export_of_before, put_in_place
-from db.parquet.reading import opened
-from db.parquet.tables import JOBS, MONTHLY, OF_JOBS, Row, Source, Values, columns_of, in_files
+from db.parquet.place import earlier_export, put_in_place
+from db.parquet.reading import open_export
+from db.parquet.tables import JOBS, MONTHLY_TABLES, OF_JOBS, Row, Source, Values, columns_of, file_order_key
 from db.parquet.writing import Exported, write
 from db.telemetry import report_rows
 from db.writer import catch_up
@@ -49,8 +49,8 @@ ROWS_AT_ONCE = 20_000
 
 @dataclass(frozen=True)
 class Merged:
-    """What became of one job: `new`, `brought forward` (an older copy was there), or `unchanged`. `rows`: brought in,
-    of a journal its records. `job` and `uuid` are empty for records of maintenance, where some are new."""
+    """Result for one job: `new`, `brought forward` (an older copy was there), or `unchanged`. `rows`: number imported;
+    for a journal, of records. `job` and `uuid` are empty for new maintenance records."""
 
     job: str
     uuid: str
@@ -74,49 +74,50 @@ class _Ledger:
         columns = [table.c[name] for name in columns_of(table)]
         query = select(*columns).join(JOBS, JOBS.c.id == table.c.job_id).where(JOBS.c.uuid == uuid)
         query = query.order_by(*table.primary_key.columns)
-        found = self.connection.execution_options(yield_per=ROWS_AT_ONCE).execute(query)
-        return cast(Iterator[Sequence[Values]], found.partitions(ROWS_AT_ONCE))
+        result = self.connection.execution_options(yield_per=ROWS_AT_ONCE).execute(query)
+        return cast(Iterator[Sequence[Values]], result.partitions(ROWS_AT_ONCE))
 
     def maintenance(self) -> list[Row]:
-        return maintenance.carried(self.connection)
+        return maintenance.exportable(self.connection)
 
     def states(self) -> Mapping[str, Sequence[Any]]:
-        """How many rows of `MONTHLY` there are of each job, the first and the last: what the journal brings changes
-        `journal_seq` as well, telemetry is never changed, only added and thinned."""
+        """Return, for each job, the number of rows of each table of `MONTHLY_TABLES` with the first and last key. With
+        `journal_seq` this detects every change: rows from the journal change `journal_seq`, and telemetry is only added
+        and thinned."""
         uuids = {row.id: row.uuid for row in self.connection.execute(select(JOBS.c.id, JOBS.c.uuid))}
-        found: dict[str, list[Any]] = {uuid: [] for uuid in uuids.values()}
-        for table in MONTHLY:
+        states: dict[str, list[Any]] = {uuid: [] for uuid in uuids.values()}
+        for table in MONTHLY_TABLES:
             job, key = table.c.job_id, next(column for column in table.primary_key if column.name != "job_id")
             query = select(job, func.count(), func.min(key), func.max(key)).group_by(job).order_by(job)
-            for number, *told in self.connection.execute(query):
-                found[uuids[number]].append((str(table.name), *told))
-        return found
+            for number, *counts in self.connection.execute(query):
+                states[uuids[number]].append((str(table.name), *counts))
+        return states
 
 
-# --- out ------------------------------------------------------------------------------------------------------------
+# --- export ---------------------------------------------------------------------------------------------------------
 
 
 def export(url: str, folder: Path, uuids: Sequence[str] | None = None) -> Exported:
-    """Write jobs, all of them where `uuids` is left out, to Parquet files in a new folder, or in that of an export of
-    before, of which what would be the same stays.
+    """Write jobs, all of them if `uuids` is None, to Parquet files in a new folder, or in that of an earlier export,
+    whose unchanged files are kept.
 
-    Of one moment, also while jobs write. The folder is made beside its place: what stands there is whole at any time,
-    of before or of now. Raises LedgerError if there is no ledger of our schema at `url`, JobNotFoundError if it holds
-    no such job, UsageError if the folder cannot be made, or has what would be lost.
+    The export is a snapshot, even while jobs write. The folder is built beside its place, so that readers always find a
+    whole export, old or new. Raises LedgerError if there is no ledger of our schema at `url`, JobNotFoundError if it
+    holds no such job, UsageError if the folder cannot be created, or contains jobs that would be lost.
     """
     folder = own_links_followed(folder)
     if folder.is_symlink():
-        raise UsageError(f"{folder}: is another user's link, which is not followed; name the folder that it leads to")
+        raise UsageError(f"{folder}: is another user's link, which is not followed; name its target folder")
     folder = folder.resolve()
-    before = export_of_before(folder)
-    with _reading(url) as connection:
+    before = earlier_export(folder)
+    with _open_for_reading(url) as connection:
         source = _Ledger(connection)
         jobs = [row for row in source.jobs() if uuids is None or row["uuid"] in uuids]
         if not jobs:
             raise JobNotFoundError(f"ledger {masked(resolve(url))}: holds no such job")
-        if before is not None and (lost := set(before.jobs) - {row["uuid"] for row in jobs}):
+        if before is not None and (lost_jobs := set(before.jobs) - {row["uuid"] for row in jobs}):
             raise UsageError(
-                f"{folder}: is there already, and has {len(lost)} job{'s' * (len(lost) != 1)} that would not be in it "
+                f"{folder}: exists, and has {len(lost_jobs)} job{'s' * (len(lost_jobs) != 1)} that would not be in it "
                 "any more; name a new folder with -o"
             )
         part = folder.with_name(f".{folder.name}.{os.getpid()}")
@@ -128,7 +129,9 @@ def export(url: str, folder: Path, uuids: Sequence[str] | None = None) -> Export
                 jobs,
                 source.maintenance() if uuids is None else [],
                 part,
-                min(oldest or migrate.head(), migrate.head()),  # a newer ledger's own may be newer than the files
+                min(
+                    oldest or migrate.head(), migrate.head()
+                ),  # a newer ledger's oldest client may be newer than the files
                 None if before is None else (folder, before),
             )
             put_in_place(part, folder)
@@ -139,20 +142,20 @@ def export(url: str, folder: Path, uuids: Sequence[str] | None = None) -> Export
     return exported
 
 
-# --- in -------------------------------------------------------------------------------------------------------------
+# --- import ---------------------------------------------------------------------------------------------------------
 
 
 def import_from(path: str, url: str) -> list[Merged]:
-    """Merge what is at `path` into the ledger at `url`, which is made if it is not there.
+    """Merge the source at `path` into the ledger at `url`, which is created if missing.
 
     `path`: a folder that `export` wrote, a journal, a job's folder, a SQLite ledger, or a ledger's URL. Raises
-    LedgerError or UsageError that say what is wrong with either; nothing of the job at hand is changed then.
+    LedgerError or UsageError that describe the fault of either; the job at hand is then unchanged.
     """
     if "://" in path:
-        with _reading(path) as connection:
+        with _open_for_reading(path) as connection:
             return merge(_Ledger(connection), url)
     place = Path(path)
-    if os.path.isdir(place):  # which raises nothing, as Path's does where a link leads to what one may not look at
+    if os.path.isdir(place):  # unlike Path.is_dir, it never raises, even for a link to an inaccessible place
         return _import_folder(place, url)
     try:
         descriptor = os.open(place, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
@@ -166,32 +169,30 @@ def import_from(path: str, url: str) -> list[Merged]:
         return [import_journal(place, url)]
     if begins == SQLITE_MAGIC:
         return _import_file(place, url)
-    raise UsageError(
-        f"{place}: neither a journal nor a SQLite ledger; name one, a folder that resihp db export wrote, or a job's"
-    )
+    raise UsageError(f"{place}: neither a journal nor a SQLite ledger; name one of these, a job's folder, or an export")
 
 
 def _import_folder(folder: Path, url: str) -> list[Merged]:
     if (folder / MANIFEST).exists():
-        return merge(opened(folder), url)
+        return merge(open_export(folder), url)
     kept, own = folder / "journal", folder / "ledger.db"
-    found: list[Merged] = []
-    if own.exists():  # first: it alone has rank reports
+    merged: list[Merged] = []
+    if own.exists():  # first: only the ledger has rank reports
         if _same_file(own, url):
             own = folder / "none"
         else:
-            found = _import_file(own, url)
+            merged = _import_file(own, url)
     if kept.exists():
         brought = import_journal(kept, url)
-        older = {each.uuid: each for each in found}
+        older = {job.uuid: job for job in merged}
         if brought.uuid in older and brought.outcome == "unchanged":
             brought = older[brought.uuid]
-        found = [each for each in found if each.uuid != brought.uuid] + [brought]
+        merged = [job for job in merged if job.uuid != brought.uuid] + [brought]
     elif not own.exists():
         raise UsageError(
             f"{folder}: holds no {MANIFEST}, no journal and no ledger.db; name a job's folder or an export"
         )
-    return found
+    return merged
 
 
 def _same_file(file: Path, url: str) -> bool:
@@ -200,7 +201,8 @@ def _same_file(file: Path, url: str) -> bool:
 
 
 def _import_file(file: Path, url: str) -> list[Merged]:
-    """Another SQLite ledger: a copy of it, so that one of an older schema can be brought to ours and stays as it is."""
+    """Import another SQLite ledger through a copy, so that an older schema can be upgraded and the original stays as it
+    is."""
     if _same_file(file, url):
         raise UsageError(f"{file}: is the ledger itself; name another source, or another ledger with --ledger")
     name = f"sqlite:///{file.absolute()}"
@@ -219,12 +221,12 @@ def _import_file(file: Path, url: str) -> list[Merged]:
             raise refusal(resolve(name), error) from error
         finally:
             engine.dispose()
-        with _reading(str(copied), name) as connection:
+        with _open_for_reading(str(copied), name) as connection:
             return merge(_Ledger(connection), url)
 
 
 def _copy_of(file: Path, name: str) -> tempfile.TemporaryDirectory[str]:
-    """A folder with a copy of a ledger. Raises LedgerError."""
+    """Return a temporary folder with a copy of a ledger. Raises LedgerError."""
     if not is_ours(file):
         return private_copy(file, name, with_journal=is_shared_with_group(file))
     folder = tempfile.TemporaryDirectory(prefix="resihp-import-")
@@ -239,7 +241,8 @@ def _copy_of(file: Path, name: str) -> tempfile.TemporaryDirectory[str]:
 
 
 def import_journal(path: Path, url: str) -> Merged:
-    """Bring in a journal; a torn tail is passed over. Raises UsageError if it holds no job's beginning."""
+    """Import a journal; an unfinished last record is skipped. Raises UsageError if the journal does not begin with a
+    job's start."""
     records = journal_file.read_packed(path)
     if not records:
         raise UsageError(f"journal {path}: holds no record; nothing to import")
@@ -252,22 +255,24 @@ def import_journal(path: Path, url: str) -> Merged:
         uuid = job_uuid(first)
         projection.moment(first.at)
     except ValueError as error:
-        raise UsageError(f"journal {path}: begins as no job does: {error}; name a whole journal") from error
+        raise UsageError(f"journal {path}: its first record is invalid: {error}; name a whole journal") from error
     before = _journal_seq(url, uuid)
     if before is not None and before >= records[-1].seq:
-        return Merged(first.entry.job, uuid, "unchanged", 0, _torn(path))
+        return Merged(first.entry.job, uuid, "unchanged", 0, _torn_tail_note(path))
     catch_up(url, path.parent, path)
     after = _journal_seq(url, uuid) or 0
     if after < records[-1].seq:
-        raise LedgerError(f"ledger {masked(url)}: ends at record {after} of {path}, which has {records[-1].seq}; again")
+        raise LedgerError(
+            f"ledger {masked(url)}: ends at record {after} of {path}, which has {records[-1].seq}; import it again"
+        )
     outcome = "new" if before is None else "unchanged" if before >= after else "brought forward"
     new = sum(record.seq - max(first_of(record) - 1, before or 0) for record in records if record.seq > (before or 0))
-    return Merged(first.entry.job, uuid, outcome, new, _torn(path))
+    return Merged(first.entry.job, uuid, outcome, new, _torn_tail_note(path))
 
 
-def _torn(path: Path) -> str:
+def _torn_tail_note(path: Path) -> str:
     torn = journal_file.torn_bytes(path)
-    return f"its last {torn} bytes are of a record that was never finished, and are passed over" if torn else ""
+    return f"its last {torn} bytes are an unfinished record and were skipped" if torn else ""
 
 
 def _journal_seq(url: str, uuid: str) -> int | None:
@@ -278,13 +283,13 @@ def _journal_seq(url: str, uuid: str) -> int | None:
     version = migrate.current(url)
     if version is None or migrate.is_older(version) or migrate.is_too_old(version):
         return None
-    with _reading(url) as connection:
+    with _open_for_reading(url) as connection:
         return connection.execute(select(JOBS.c.journal_seq).where(JOBS.c.uuid == uuid)).scalar_one_or_none()
 
 
 def merge(source: Source, url: str) -> list[Merged]:
-    """Merge all jobs of `source` into the ledger at `url`, which is made if need be, and what was repaired. Raises
-    LedgerError."""
+    """Merge all jobs of `source`, and its maintenance records, into the ledger at `url`, which is created if missing.
+    Raises LedgerError."""
     parsed = resolve(url)
     jobs, repairs = source.jobs(), source.maintenance()
     maintenance.check(repairs)
@@ -295,14 +300,14 @@ def merge(source: Source, url: str) -> list[Merged]:
         merged = []
         unknown = source.left_out()
         note = f"left out, newer than this resihp: {', '.join(unknown)}" if unknown else ""
-        for job in sorted(jobs, key=in_files):
+        for job in sorted(jobs, key=file_order_key):
             with Session(engine) as session, session.begin():
-                one = _merge_job(session, source, job)
-                merged.append(one if one.outcome == "unchanged" else replace(one, note=note))
-        if changed := {one.uuid for one in merged if one.outcome != "unchanged"}:
+                merged_job = _merge_job(session, source, job)
+                merged.append(merged_job if merged_job.outcome == "unchanged" else replace(merged_job, note=note))
+        if changed := {merged_job.uuid for merged_job in merged if merged_job.outcome != "unchanged"}:
             settling.settle_imported(engine, changed)
         with engine.begin() as connection:
-            if brought := maintenance.bring_in(connection, repairs):
+            if brought := maintenance.add_missing(connection, repairs):
                 merged.append(Merged("", "", "new", brought))
         return merged
     except (DBAPIError, OSError) as error:
@@ -311,40 +316,41 @@ def merge(source: Source, url: str) -> list[Merged]:
         engine.dispose()
 
 
-def _is_in(connection: Connection, uuid: str, seq: int) -> bool:
-    """Whether all of a job up to record `seq` is in the ledger, whoever wrote it: then there is nothing to replace."""
-    found = connection.execute(select(JOBS.c.journal_seq).where(JOBS.c.uuid == uuid)).scalar_one_or_none()
-    return found is not None and found >= seq
+def _is_up_to_date(connection: Connection, uuid: str, seq: int) -> bool:
+    """Decide whether a job is in the ledger up to record `seq`, regardless of its writer: then nothing has to be
+    replaced."""
+    journal_seq = connection.execute(select(JOBS.c.journal_seq).where(JOBS.c.uuid == uuid)).scalar_one_or_none()
+    return journal_seq is not None and journal_seq >= seq
 
 
 def _merge_job(session: Session, source: Source, row: Row) -> Merged:
     try:
-        there = projection.own_job(session, row["uuid"], row["name"])
+        existing = projection.own_job(session, row["uuid"], row["name"])
     except LedgerError:
-        if not _is_in(session.connection(), row["uuid"], row["journal_seq"]):
+        if not _is_up_to_date(session.connection(), row["uuid"], row["journal_seq"]):
             raise
         return Merged(row["name"], row["uuid"], "unchanged", 0)
     connection = session.connection()
     outcome, rows = "unchanged", 0
-    if there is None:
+    if existing is None:
         number = connection.execute(insert(JOBS).values(row)).inserted_primary_key[0]  # type: ignore[index]
         outcome = "new"
     else:
-        number = there.id
-        if row["journal_seq"] > there.journal_seq:
-            projection.forget(session, there)
+        number = existing.id
+        if row["journal_seq"] > existing.journal_seq:
+            projection.forget(session, existing)
             session.flush()
-            dropped = max(row["telemetry_dropped"], there.telemetry_dropped)
+            dropped = max(row["telemetry_dropped"], existing.telemetry_dropped)
             values = {**row, "telemetry_dropped": dropped}
             connection.execute(update(JOBS).where(JOBS.c.id == number).values(values))
             outcome = "brought forward"
     for table in OF_JOBS:
-        if table.name in projection.TELEMETRY:
+        if table.name in projection.TELEMETRY_TABLES:
             rows += _merge_telemetry(connection, number, table, source.rows(table, row["uuid"]))
         elif outcome != "unchanged":
             names = columns_of(table)
             for part in source.rows(table, row["uuid"]):
-                named = [{"job_id": number, **dict(zip(names, each, strict=True))} for each in part]
+                named = [{"job_id": number, **dict(zip(names, values_of_row, strict=True))} for values_of_row in part]
                 if named:
                     connection.execute(insert(table), named)
                 rows += len(part)
@@ -354,7 +360,7 @@ def _merge_job(session: Session, source: Source, row: Row) -> Merged:
 
 
 def _merge_telemetry(connection: Connection, number: int, table: Table, parts: Iterator[Sequence[Values]]) -> int:
-    """How many rows of a table of telemetry were missing."""
+    """Insert the rows of a telemetry table that are missing; return how many were."""
     count = select(func.count()).select_from(table).where(table.c.job_id == number)
     before = connection.execute(count).scalar_one()
     wanted = {"rank_reports": report_rows.COLUMNS, "rank_quantiles": report_rows.QUANTILE_COLUMNS}
@@ -371,8 +377,8 @@ def _merge_telemetry(connection: Connection, number: int, table: Table, parts: I
 
 
 @contextmanager
-def _reading(url: str, name: str | None = None) -> Iterator[Connection]:
-    """A ledger that we can read as it is at one moment. Raises LedgerError."""
+def _open_for_reading(url: str, name: str | None = None) -> Iterator[Connection]:
+    """Open a ledger for reading, as a snapshot. Raises LedgerError."""
     parsed = resolve(url)
     name = name or masked(parsed)
     file = file_of(parsed)

@@ -1,10 +1,11 @@
-"""What a database user may do in a ledger that many share, as SQL for who owns its tables. Called by `resihp db grant`.
+"""SQL statements that set a database user's rights in a shared ledger, for the owner of its tables to run. Called by
+`resihp db grant`.
 
-Says it, never does it. What the user had there before is taken first, so that a role can be made another. Row-level
-security (`db.migrations`, 0009) sees to the rest: whatever is granted to a writer, it changes only jobs that it wrote
-itself. Not so the owner of the tables, whom PostgreSQL lets do anything. That is not forced upon him (`FORCE ROW LEVEL
-SECURITY`): he could lift it at any time, an upgrade would silently pass over rows that a policy hides, and pg_dump
-refuses a table whose owner does not see all of it. So no job is to run as the owner.
+Prints them, never runs them. The user's former rights are revoked first, so that a role's kind can be changed.
+Row-level security (`db.migrations`) does the rest: a writer can change only jobs that it wrote itself. This does
+not bind the owner of the tables, whom PostgreSQL lets do anything. We do not force it on the owner (`FORCE ROW LEVEL
+SECURITY`): the owner could lift it at any time, an upgrade would silently skip rows that a policy hides, and pg_dump
+refuses a table whose owner does not see all of it. So no job should run as the owner.
 """
 
 from __future__ import annotations
@@ -13,55 +14,55 @@ from typing import Literal, get_args
 
 from db.migrate import VERSION_TABLE
 from db.models import CompatibilityRow, LedgerTable
-from db.reading.reader import TRUSTED
+from db.reading.reader import TRUSTED_ROLE
 from resihp.errors import UsageError
 
 Kind = Literal["owner", "writer", "reader"]
 KINDS: tuple[str, ...] = get_args(Kind)
-VIEWS = ("resihp_failures", "resihp_iterations_hourly", "resihp_jobs", "resihp_node_failures")
-"""Made by `db.migrations`, 0016, for dashboards."""
+DASHBOARD_VIEWS = ("resihp_failures", "resihp_iterations_hourly", "resihp_jobs", "resihp_node_failures")
+"""Views for dashboards, created by `db.migrations`."""
 
-IN_SCHEMA = "BEGIN EXECUTE format('GRANT USAGE, CREATE ON SCHEMA %I TO %I', current_schema(), {role}); END"
+GRANT_IN_SCHEMA = "BEGIN EXECUTE format('GRANT USAGE, CREATE ON SCHEMA %I TO %I', current_schema(), {role}); END"
 
 
 def statements(role: str, database: str, *, kind: str = "writer", trusted: bool = False) -> list[str]:
-    """One a line, for psql, to be run in one transaction. `kind`: one of `KINDS`.
+    """Return the statements, one per line, for psql, to be run in one transaction. `kind`: one of `KINDS`.
 
     `owner` owns the tables from then on, `writer` reads everything and writes its own rows, `reader` reads. Raises
-    UsageError for what cannot be a role's name, for another kind, and for a reader whose jobs are to be trusted.
+    UsageError for an invalid role name, for an unknown kind, and for a reader that is to be trusted.
     """
-    who = _quoted(role)
+    quoted_role = _quoted(role)
     if kind not in KINDS:
         raise UsageError(f"--as {kind}: not one of {', '.join(KINDS)}")
     if trusted and kind == "reader":
         raise UsageError("--as reader and --trusted exclude each other; a reader writes nothing that could be trusted")
     tables = sorted(LedgerTable.metadata.tables)
-    every = ", ".join([*tables, VERSION_TABLE, *VIEWS])
-    found = [f"GRANT CONNECT ON DATABASE {_quoted(database)} TO {who};"]
+    readable = ", ".join([*tables, VERSION_TABLE, *DASHBOARD_VIEWS])
+    lines = [f"GRANT CONNECT ON DATABASE {_quoted(database)} TO {quoted_role};"]
     if kind == "owner":
-        found += [
-            f"DO {_text(IN_SCHEMA.format(role=_text(role)))};",
-            *(f"ALTER TABLE {table} OWNER TO {who};" for table in (*tables, VERSION_TABLE)),
-            *(f"ALTER VIEW {view} OWNER TO {who};" for view in VIEWS),
+        lines += [
+            f"DO {_text(GRANT_IN_SCHEMA.format(role=_text(role)))};",
+            *(f"ALTER TABLE {table} OWNER TO {quoted_role};" for table in (*tables, VERSION_TABLE)),
+            *(f"ALTER VIEW {view} OWNER TO {quoted_role};" for view in DASHBOARD_VIEWS),
         ]
     else:
-        found += [
-            f"REVOKE ALL ON {every} FROM {who};",
-            f"REVOKE ALL ON SEQUENCE {', '.join(_sequences())} FROM {who};",
-            f"GRANT SELECT ON {every} TO {who};",
+        lines += [
+            f"REVOKE ALL ON {readable} FROM {quoted_role};",
+            f"REVOKE ALL ON SEQUENCE {', '.join(_sequences())} FROM {quoted_role};",
+            f"GRANT SELECT ON {readable} TO {quoted_role};",
         ]
     if kind == "writer":
         written = ", ".join(table for table in tables if table != CompatibilityRow.__tablename__)
-        found += [
-            f"GRANT INSERT, UPDATE, DELETE ON {written} TO {who};",
-            f"GRANT SELECT ON SEQUENCE {', '.join(_sequences())} TO {who};",  # for a policy of 0022; numbers are given
+        lines += [
+            f"GRANT INSERT, UPDATE, DELETE ON {written} TO {quoted_role};",
+            f"GRANT SELECT ON SEQUENCE {', '.join(_sequences())} TO {quoted_role};",  # a row-level policy needs it
         ]
     if trusted:
-        found += [
-            f"DO $$ BEGIN CREATE ROLE {TRUSTED} NOLOGIN; EXCEPTION WHEN duplicate_object THEN NULL; END $$;",
-            f"GRANT {TRUSTED} TO {who};",
+        lines += [
+            f"DO $$ BEGIN CREATE ROLE {TRUSTED_ROLE} NOLOGIN; EXCEPTION WHEN duplicate_object THEN NULL; END $$;",
+            f"GRANT {TRUSTED_ROLE} TO {quoted_role};",
         ]
-    return found
+    return lines
 
 
 def _sequences() -> list[str]:

@@ -1,4 +1,4 @@
-"""A layout as JSON, the LAYOUT of interface.md, and back. Pure."""
+"""Conversion of a layout to JSON, the LAYOUT of interface.md, and back. Pure."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from resihp.parallelism.layout import Layout, Replica, Stage
 def to_plain(layout: Layout, mirrors: Sequence[int] = ()) -> dict[str, Any]:
     """Return `{"replicas": [[{"ranks": [..], "layers": [first, last]}]], "standby": [..]}`.
 
-    A stage has `chunks` instead of `layers` where it has not exactly one. `mirrors`, indices of replicas
-    (`Plan.mirrors`), is a key where there are any.
+    A stage has `chunks` instead of `layers` unless it has exactly one. The key `mirrors`, indices of replicas
+    (`Plan.mirrors`), is present only if there are any.
     """
     return {
         "replicas": [
@@ -39,11 +39,11 @@ def to_json(layout: Layout, mirrors: Sequence[int] = ()) -> str:
 
 
 def from_json(text: str) -> Layout:
-    """Raises LedgerError if `text` is no LAYOUT: what was imported may hold anything."""
+    """Parse a LAYOUT. Raises LedgerError if `text` is not one: imported rows may hold anything."""
     try:
         return _from_plain(json.loads(text))
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise LedgerError(f"ledger: a plan's layout is none: {error}; import the job again") from error
+        raise LedgerError(f"ledger: a plan's layout cannot be read: {error}; import the job again") from error
 
 
 class _Stage(msgspec.Struct):
@@ -59,16 +59,16 @@ class _Ranks(msgspec.Struct):
 def ranks_of(text: str) -> tuple[frozenset[int], frozenset[int], frozenset[int]]:
     """Return the ranks that compute, those on standby, and those of mirrors.
 
-    Takes much less time than `from_json`. Raises LedgerError as that does.
+    Much faster than `from_json`. Raises LedgerError as that does.
     """
     try:
-        found = msgspec.json.decode(text, type=_Ranks)
+        ranks_in_layout = msgspec.json.decode(text, type=_Ranks)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise LedgerError(f"ledger: a plan's layout is none: {error}; import the job again") from error
+        raise LedgerError(f"ledger: a plan's layout cannot be read: {error}; import the job again") from error
     ranks: dict[bool, set[int]] = {False: set(), True: set()}
-    for d, replica in enumerate(found.replicas):
-        ranks[d in found.mirrors].update(*(stage.ranks for stage in replica))
-    return frozenset(ranks[False]), found.standby, frozenset(ranks[True])
+    for d, replica in enumerate(ranks_in_layout.replicas):
+        ranks[d in ranks_in_layout.mirrors].update(*(stage.ranks for stage in replica))
+    return frozenset(ranks[False]), ranks_in_layout.standby, frozenset(ranks[True])
 
 
 def _from_plain(plain: dict[str, Any]) -> Layout:

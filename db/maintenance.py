@@ -1,8 +1,9 @@
-"""Writes down what somebody did to a node or a device of it: from then on it starts anew (`db.reading.hardware`).
+"""Maintenance records: a repaired node or device starts with a clean history from then on (`db.reading.hardware`).
 
-Called by `resihp node repaired`, and by `db.exchange` with records of another ledger. A record is known by all that it
-says: one that is in already changes nothing. Who brings one in has written it, whoever did so elsewhere; so nobody
-takes along what does not count for himself. Never changes what jobs have said.
+Called by `resihp node repaired`, and by `db.exchange` with records of another ledger. A record is identified by all of
+its content, so adding it twice changes nothing. The database user who imports a record becomes its writer, regardless
+of its original author; therefore an export contains only records that count for the exporting user. Never changes rows
+that jobs have written.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from db.reading.naming import nearest
 from db.reading.reader import Reader
 from resihp.errors import LedgerError, UsageError
 
-DIGITS = 9
-"""Of a device's number, at most."""
-TOLD = ("cluster", "node", "device_uuid", "kind", "text", "at", "recorded_at")
-"""Columns that say what was done, by which a record is known; in `recorded_at` to the microsecond."""
-LONGEST = 4096
-"""Characters of a text that is brought in."""
-CLOCKS_APART = timedelta(hours=1)
-"""By how much a record may be of the future where it is brought in."""
+MAX_DEVICE_DIGITS = 9
+"""Largest number of digits of a device number."""
+RECORD_COLUMNS = ("cluster", "node", "device_uuid", "kind", "text", "at", "recorded_at")
+"""Columns that describe the maintenance and identify a record; `recorded_at` is exact to the microsecond."""
+MAX_TEXT_CHARACTERS = 4096
+"""Largest number of characters of an imported text."""
+MAX_CLOCK_SKEW = timedelta(hours=1)
+"""Largest lead of an imported record's time over ours."""
 _LOCK_NUMBER = 0x7E52
-"""PostgreSQL advisory lock: of two who bring in the same records at once, one finds them there."""
+"""PostgreSQL advisory lock: of two imports of the same records at once, the second finds them present."""
 
 
 def record(
@@ -45,17 +46,19 @@ def record(
     cluster: str = "",
     now: datetime | None = None,
 ) -> dict[str, Any]:
-    """Add a row; its columns.
+    """Add a record; return its columns.
 
-    `node`: its name, with its cluster's (`alpha/n7`) where the ledger has several clusters, unless `cluster` tells.
-    `device`: its UUID, or its number, by which the ledger knows what was there `at` that time:
-    where it does not, the number is kept instead of a UUID. Raises UsageError for a node or device that the ledger has
-    never seen, for a name that several clusters have and for what is to come, LedgerError if it cannot be written.
+    `node`: its name, preceded by its cluster (`alpha/n7`) if the ledger has several, unless `cluster` is given.
+    `device`: its UUID, or its number, which the ledger resolves to the device that was there `at` that time; if it
+    cannot, the number is stored instead of a UUID. Raises UsageError for a node or device that the ledger has never
+    seen, for a name that several clusters have and for a time in the future, LedgerError if it cannot be written.
     """
     now = now or datetime.now(UTC)
     at = at or now
     if at > now:
-        raise UsageError(f"time {at.isoformat()}: is yet to come; write down what is done, --at 2h for two hours ago")
+        raise UsageError(
+            f"time {at.isoformat()}: is in the future; record finished work only, for example --at 2h for two hours ago"
+        )
     with Reader.open(url) as reader:
         columns = NodeRow.__table__.c
         cluster, node = _place(reader, cluster, node)
@@ -88,52 +91,50 @@ def record(
 # --- from one ledger to another -------------------------------------------------------------------------------------
 
 
-def carried(connection: Connection) -> list[dict[str, Any]]:
-    """Records that go along with a ledger's jobs, oldest first: those that count for who asks. Whoever brings them in
-    does so in his own name, so that what others have written of their own accord would count for the first time."""
+def exportable(connection: Connection) -> list[dict[str, Any]]:
+    """Return the records to export with a ledger's jobs, oldest first: those that count for the current user. The
+    importer becomes their writer, so records that others wrote without authority would otherwise begin to count."""
     rows = maintenance_rows(Reader.within(connection))
-    return [{name: row[name] for name in TOLD} for row in rows if row["counts"]]
+    return [{name: row[name] for name in RECORD_COLUMNS} for row in rows if row["counts"]]
 
 
 def check(rows: Iterable[dict[str, Any]], now: datetime | None = None) -> None:
-    """Raises LedgerError for a record that `record` would not have made."""
-    latest = (now or datetime.now(UTC)) + CLOCKS_APART
+    """Raise LedgerError for a record that `record` would not have made."""
+    latest = (now or datetime.now(UTC)) + MAX_CLOCK_SKEW
     for row in rows:
-        texts = [row[name] for name in TOLD[:5] if name != "device_uuid" or row[name] is not None]
+        texts = [row[name] for name in RECORD_COLUMNS[:5] if name != "device_uuid" or row[name] is not None]
         times = [row["at"], row["recorded_at"]]
         if None in texts or None in times:
-            raise LedgerError("maintenance: a record lacks what was done, or where, or when; nothing is brought in")
-        if any(len(each) > LONGEST or not each.isprintable() for each in texts):
-            raise LedgerError(
-                f"maintenance of node {row['node'][:80]!a}: has texts that no record has; nothing is brought in"
-            )
+            raise LedgerError("maintenance: a record lacks its kind, node or time; nothing was imported")
+        if any(len(words) > MAX_TEXT_CHARACTERS or not words.isprintable() for words in texts):
+            raise LedgerError(f"maintenance of node {row['node'][:80]!a}: has invalid texts; nothing was imported")
         if not row["at"] <= row["recorded_at"] <= latest:
             raise LedgerError(
-                f"maintenance of node {row['node'][:80]!a}: at {row['at'].isoformat()} is yet to come, or was when it "
-                "was written down; nothing is brought in"
+                f"maintenance of node {row['node'][:80]!a}: at {row['at'].isoformat()} is in the future, or was when "
+                "it was recorded; nothing was imported"
             )
 
 
-def bring_in(connection: Connection, rows: Sequence[dict[str, Any]]) -> int:
-    """Add records that are not there, within the caller's transaction; how many. One that is there and does not count
-    for the caller, as somebody else's, is as good as not there."""
+def add_missing(connection: Connection, rows: Sequence[dict[str, Any]]) -> int:
+    """Add missing records within the caller's transaction; return how many. A record that is present but does not count
+    for the caller, because somebody else wrote it, is treated as missing."""
     if not rows:
         return 0
     if connection.dialect.name == "postgresql":
         connection.execute(text("SELECT pg_advisory_xact_lock(:number)"), {"number": _LOCK_NUMBER})
-    there = {tuple(row.values()) for row in carried(connection)}
-    new = {tuple(row[name] for name in TOLD): row for row in rows}
-    missing = [{name: row[name] for name in TOLD} for known, row in new.items() if known not in there]
+    present = {tuple(row.values()) for row in exportable(connection)}
+    new = {tuple(row[name] for name in RECORD_COLUMNS): row for row in rows}
+    missing = [{name: row[name] for name in RECORD_COLUMNS} for identity, row in new.items() if identity not in present]
     if missing:
         connection.execute(insert(MaintenanceRow), missing)
     return len(missing)
 
 
-# --- who and where --------------------------------------------------------------------------------------------------
+# --- finding the node and the device --------------------------------------------------------------------------------
 
 
 def _place(reader: Reader, cluster: str, node: str) -> tuple[str, str]:
-    """The cluster and the name there of a node. Raises UsageError where it may be one of several."""
+    """Return a node's cluster, and its name there. Raises UsageError if several clusters have the name."""
     clusters = reader.clusters()
     named, slash, name = node.partition("/")
     if slash and named in clusters:
@@ -142,17 +143,17 @@ def _place(reader: Reader, cluster: str, node: str) -> tuple[str, str]:
         return cluster, node
     nodes = NodeRow.__table__.c
     query = select(JobRow.cluster).distinct().join(NodeRow, nodes.job_id == JobRow.id).where(nodes.node == node)
-    found = sorted({row["cluster"] or "" for row in reader.fetch(query)})
-    if len(found) > 1:
-        choices = ", ".join(f"{each}/{node}" for each in found if each)
+    clusters_with_node = sorted({row["cluster"] or "" for row in reader.fetch(query)})
+    if len(clusters_with_node) > 1:
+        choices = ", ".join(f"{candidate}/{node}" for candidate in clusters_with_node if candidate)
         raise UsageError(f"node {node[:80]!a}: several clusters have one; name it with its cluster's: {choices}")
-    return found[0] if found else "", node
+    return clusters_with_node[0] if clusters_with_node else "", node
 
 
 def _device(reader: Reader, cluster: str, node: str, device: str, at: datetime) -> str:
-    """What is written down of a device: its UUID, or its number where nobody can tell more."""
+    """Return the identity to store for a device: its UUID, or its number if that is unknown."""
     columns = DeviceRow.__table__.c
-    if not device.isdecimal() or len(device) > DIGITS:
+    if not device.isdecimal() or len(device) > MAX_DEVICE_DIGITS:
         if not reader.fetch(select(columns.uuid).where(columns.uuid == device).limit(1)):
             raise UsageError(
                 f"device {device[:80]!a}: this ledger has never seen it; resihp history devices --all --node {node} "
@@ -161,7 +162,7 @@ def _device(reader: Reader, cluster: str, node: str, device: str, at: datetime) 
         return device
     number = int(device)
     name = f"{cluster}/{node}" if cluster and len(reader.clusters()) > 1 else node
-    there = reader.node_name(columns.node, columns.job_id)
-    here = select(columns.uuid).where(there == name, columns.uuid != "", columns.joined_at <= at)
-    found = reader.fetch(here.where(columns.device == number).order_by(columns.joined_at.desc()).limit(1))
-    return str(found[0]["uuid"]) if found else str(number)
+    node_name = reader.node_name(columns.node, columns.job_id)
+    here = select(columns.uuid).where(node_name == name, columns.uuid != "", columns.joined_at <= at)
+    rows = reader.fetch(here.where(columns.device == number).order_by(columns.joined_at.desc()).limit(1))
+    return str(rows[0]["uuid"]) if rows else str(number)

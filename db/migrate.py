@@ -1,10 +1,10 @@
-"""The ledger's schema version: which one a database has, which one we know, and the way from one to the other.
+"""Schema version of a ledger: which one a database has, which one we know, and the migration between them.
 
-Alembic without an alembic.ini, imported only where a schema is changed: who asks a ledger has no need of it. A new
-ledger is made by the same migrations that upgrade an old one. Used by the writer when it opens a ledger, by `resihp db
-upgrade`, and by readers, which only check. A server's ledger is many users': its schema is changed by `resihp db
-upgrade` alone, which waits for others in short turns. A ledger that is newer than we know says itself whether we may go
-on with it (table `compatibility`): a migration that only adds leaves that as it is.
+Uses Alembic without an alembic.ini, imported only where a schema is changed: readers of a ledger do not need it. The
+migrations that upgrade an old ledger also create a new one. Used by the writer when it opens a ledger, by `resihp db
+upgrade`, and by readers, which only check. A ledger on a server belongs to many users: only `resihp db upgrade` changes
+its schema, and it waits for others in short turns. A ledger that is newer than we know states whether we may continue
+to use it (table `compatibility`): a migration that only adds leaves that as it is.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ if TYPE_CHECKING:
     from alembic.config import Config
 
 VERSION_TABLE = "resihp_version"
-MIGRATIONS = Path(__file__).parent / "migrations"
+MIGRATIONS_FOLDER = Path(__file__).parent / "migrations"
 Purpose = Literal["read", "write"]
 _LOCK_NUMBER = 0x7E51
 """PostgreSQL advisory lock: jobs that start together must not migrate at once."""
-TURNS = 20
-"""How often a change of a server's schema is tried while others hold what it needs."""
-BETWEEN_TURNS_S = 2.0
-"""Meanwhile those who waited for us write."""
+UPGRADE_ATTEMPTS = 20
+"""Number of attempts to change a server's schema while others hold its tables."""
+ATTEMPT_PAUSE_S = 2.0
+"""Pause between attempts, in which clients that waited for us can write."""
 
 
 def _config() -> Config:
     from alembic.config import Config
 
     config = Config()
-    config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
+    config.set_main_option("script_location", str(MIGRATIONS_FOLDER).replace("%", "%%"))
     return config
 
 
 @cache
 def _revisions() -> tuple[str, ...]:
-    """All schemas, newest first: the numbers that the files of migrations begin with."""
-    files = (MIGRATIONS / "versions").glob("[0-9][0-9][0-9][0-9]_*.py")
+    """Return all schemas, newest first: the numbers at the start of the migrations' file names."""
+    files = (MIGRATIONS_FOLDER / "versions").glob("[0-9][0-9][0-9][0-9]_*.py")
     return tuple(sorted((file.name.partition("_")[0] for file in files), reverse=True))
 
 
 def head() -> str:
-    """The newest schema that this version of resihp knows."""
+    """Return the newest schema that this version of resihp knows."""
     return _revisions()[0]
 
 
 def current(url: str) -> str | None:
-    """The schema of the ledger at `url`; None if there is no ledger in that database. Raises LedgerError."""
+    """Return the schema of the ledger at `url`; None if there is no ledger in that database. Raises LedgerError."""
     parsed = resolve(url)
     if (file := file_of(parsed)) is not None and not os.path.exists(file):
         return None
@@ -73,11 +73,11 @@ def current(url: str) -> str | None:
 
 
 def upgrade(url: str, say: Callable[[str], None] = lambda text: None) -> str:
-    """Bring the ledger at `url` to the schema we know, making it if need be; returns the version that it has then.
+    """Bring the ledger at `url` to the schema we know, creating it if missing; return the resulting version.
 
     One transaction: it happens as a whole or not at all. A server's tables are waited for in turns, between which
-    others write; `say` hears for whom. A newer one that we may read is left as it is. Raises LedgerError if it cannot
-    be opened, belongs to another program, is too new for us, or its tables could not be had.
+    others write; `say` is told who holds them. A newer ledger that we may read is left as it is. Raises LedgerError if
+    the ledger cannot be opened, belongs to another program, is too new for us, or its tables could not be locked.
     """
     return _upgrade(url, say, "read")
 
@@ -87,42 +87,43 @@ def _upgrade(url: str, say: Callable[[str], None], purpose: Purpose) -> str:
     prepare_folder(parsed)
     engine = make_engine(parsed, write=True, migrate=True)
     try:
-        return _in_turns(engine, parsed, say, purpose)
+        return _upgrade_in_turns(engine, parsed, say, purpose)
     except (DBAPIError, OSError) as error:
         raise refusal(parsed, error) from error
     finally:
         engine.dispose()
 
 
-def _in_turns(engine: Engine, url: URL, say: Callable[[str], None], purpose: Purpose) -> str:
-    told: list[int] = []
-    for turn in range(TURNS):
+def _upgrade_in_turns(engine: Engine, url: URL, say: Callable[[str], None], purpose: Purpose) -> str:
+    known_pids: list[int] = []
+    for turn in range(UPGRADE_ATTEMPTS):
         try:
             with engine.begin() as connection:
                 return upgrade_connection(connection, masked(url), purpose)
         except DBAPIError as error:
             if not _is_locked(error):
                 raise
-        pids, waits = _who_is_waited_for(engine)
-        if pids != told or turn == 0:
-            told = pids
+        pids, waits = _lock_holders(engine)
+        if pids != known_pids or turn == 0:
+            known_pids = pids
             say(f"ledger {masked(url)}: waiting for {waits}")
-        if turn < TURNS - 1:
-            time.sleep(BETWEEN_TURNS_S)
+        if turn < UPGRADE_ATTEMPTS - 1:
+            time.sleep(ATTEMPT_PAUSE_S)
     raise LedgerError(
-        f"ledger {masked(url)}: unchanged, its tables are held by {waits}; try again when that has ended, or end it "
+        f"ledger {masked(url)}: unchanged, its tables are locked by {waits}; retry when that has ended, or end it "
         "with SELECT pg_terminate_backend(PID)"
     )
 
 
 def _is_locked(error: DBAPIError) -> bool:
-    """PostgreSQL's lock_not_available, and a deadlock that it ended: both pass."""
+    """Decide whether the error will pass: PostgreSQL's lock_not_available, or a deadlock that it ended."""
     state: Any = getattr(error.orig, "sqlstate", None)
     return state in ("55P03", "40P01")
 
 
-def _who_is_waited_for(engine: Engine) -> tuple[list[int], str]:
-    """Who has had locks on tables of this database, or its schema's change, for longest: the likeliest cause."""
+def _lock_holders(engine: Engine) -> tuple[list[int], str]:
+    """Return the users who have longest held locks on tables of this database, or its schema change: the likeliest
+    cause."""
     query = text(
         "SELECT activity.pid, activity.usename, activity.state, "
         "round(extract(epoch FROM now() - activity.xact_start)) AS seconds FROM pg_stat_activity activity "
@@ -133,16 +134,16 @@ def _who_is_waited_for(engine: Engine) -> tuple[list[int], str]:
         "ORDER BY activity.xact_start NULLS LAST LIMIT 3"
     )
     with engine.connect() as connection:
-        found = connection.execute(query).all()
-    told = [f"database user {row.usename} (pid {row.pid}, {row.state} for {row.seconds or 0} s)" for row in found]
-    return [row.pid for row in found], " and ".join(told) or "others who write"
+        rows = connection.execute(query).all()
+    holders = [f"database user {row.usename} (pid {row.pid}, {row.state} for {row.seconds or 0} s)" for row in rows]
+    return [row.pid for row in rows], " and ".join(holders) or "other writers"
 
 
 def make_ready(url: str) -> None:
-    """See to it that the ledger at `url` can be written: a file is made or upgraded, an empty database made.
+    """Make the ledger at `url` ready for writing: create or upgrade a file, create the tables in an empty database.
 
-    Raises LedgerError as `upgrade` does, for a newer ledger that we may only read, and for a server's of an older
-    schema, which is not touched.
+    Raises LedgerError as `upgrade` does, for a newer ledger that we may only read, and for a server's ledger of an
+    older schema, which is left alone.
     """
     parsed = resolve(url)
     if file_of(parsed) is not None:
@@ -165,7 +166,7 @@ def make_ready(url: str) -> None:
 
 
 def version_of(connection: Connection) -> str | None:
-    """The ledger's schema; None where there is no ledger."""
+    """Return the ledger's schema; None if there is no ledger."""
     if not inspect(connection).has_table(VERSION_TABLE):
         return None
     version: str | None = connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE}")).scalar()
@@ -173,14 +174,14 @@ def version_of(connection: Connection) -> str | None:
 
 
 def _lock(connection: Connection) -> None:
-    """Until the transaction ends nobody else changes a server's schema; may be taken twice."""
+    """Keep others from changing a server's schema until the transaction ends; may be called twice."""
     if connection.dialect.name == "postgresql":
         connection.execute(text("SELECT pg_advisory_xact_lock(:number)"), {"number": _LOCK_NUMBER})
 
 
 def upgrade_connection(connection: Connection, name: str, purpose: Purpose = "read") -> str:
-    """Upgrade within the caller's transaction; `name` is the ledger's, for messages. Returns the version that it has
-    then. Raises LedgerError, also for a newer one that may not be used for that purpose."""
+    """Upgrade within the caller's transaction; return the resulting version. `name` is the ledger's, for messages.
+    Raises LedgerError, also for a newer ledger that may not be used for that purpose."""
     _lock(connection)
     version = version_of(connection)
     if version is not None and not is_older(version):
@@ -203,14 +204,15 @@ def upgrade_connection(connection: Connection, name: str, purpose: Purpose = "re
         broken = connection.execute(text("PRAGMA foreign_key_check")).first()
         if broken is not None:
             raise LedgerError(
-                f"ledger {name}: table {broken[0]} refers to rows of {broken[2]} that are not there; it was damaged "
-                "before, and is left as it is: move the file away, or name another with --ledger"
+                f"ledger {name}: table {broken[0]} refers to rows of {broken[2]} that are missing; it was damaged "
+                "before, and was not changed: move the file away, or name another with --ledger"
             )
     return head()
 
 
 def _check_encoding(connection: Connection, name: str) -> None:
-    """Raises LedgerError for a PostgreSQL that cannot hold every text, where a ledger is to be made."""
+    """Raise LedgerError for a PostgreSQL database whose encoding cannot hold every text, before a ledger is created in
+    it."""
     if connection.dialect.name != "postgresql":
         return
     encoding = str(connection.execute(text("SHOW server_encoding")).scalar_one())
@@ -222,23 +224,23 @@ def _check_encoding(connection: Connection, name: str) -> None:
 
 
 def is_older(version: str) -> bool:
-    """Return whether this schema can be upgraded to the newest one."""
+    """Decide whether this schema can be upgraded to the newest one."""
     return version in _revisions()[1:]
 
 
 def is_too_old(version: str) -> bool:
-    """Return whether this schema is of a development version, from before the first migration."""
+    """Decide whether this schema is of a development version, from before the first migration."""
     return len(version) == len(head()) and version.isdecimal() and version < _revisions()[-1]
 
 
 def is_newer(version: str) -> bool:
-    """Return whether this schema is unknown, so that a later resihp must have made it."""
+    """Decide whether this schema is unknown, so that a later resihp must have made it."""
     return version not in _revisions() and not is_too_old(version)
 
 
 def check_compatible(version: str, oldest: str | None, name: str, purpose: Purpose) -> None:
-    """Raises LedgerError unless a client of our schema may use what is of schema `version`, which is newer: `oldest`
-    is the oldest schema whose clients may, None where nothing is said of it. A number of four digits, both."""
+    """Raise LedgerError unless a client of our schema may use a ledger of the newer schema `version`. `oldest` is the
+    oldest schema whose clients may, None if that is not recorded. Both are numbers of four digits."""
     if oldest is not None and oldest <= head() < version:
         return
     to_use = "upgrade resihp, or name another ledger with --ledger"
@@ -250,7 +252,7 @@ def check_compatible(version: str, oldest: str | None, name: str, purpose: Purpo
 
 
 def oldest_client(connection: Connection, purpose: Purpose) -> str | None:
-    """The oldest schema whose clients may read, or write, this ledger; None in those from before 0015."""
+    """Return the oldest schema whose clients may read, or write, this ledger; None if it does not say."""
     if not inspect(connection).has_table(CompatibilityRow.__tablename__):
         return None
     column = CompatibilityRow.min_reader if purpose == "read" else CompatibilityRow.min_writer
@@ -258,15 +260,15 @@ def oldest_client(connection: Connection, purpose: Purpose) -> str | None:
 
 
 def check_plain(connection: Connection, name: str) -> None:
-    """Raises LedgerError for a SQLite file in which something runs when it is read or written: none of ours."""
+    """Raise LedgerError for a SQLite file with a view or a trigger, which runs on access: our ledgers have none."""
     if connection.dialect.name == "sqlite":
         query = text("SELECT type, name FROM sqlite_master WHERE type IN ('view', 'trigger')")
-        if (found := connection.execute(query).first()) is not None:
-            raise LedgerError(f"ledger {name}: has a {found.type}, {found.name!a}; it was not made by resihp")
+        if (match := connection.execute(query).first()) is not None:
+            raise LedgerError(f"ledger {name}: has a {match.type}, {match.name!a}; it was not made by resihp")
 
 
 def check_readable(connection: Connection, name: str) -> None:
-    """Raises LedgerError unless the ledger has the schema that we read, or a newer one that we may read."""
+    """Raise LedgerError unless the ledger has the schema that we read, or a newer one that we may read."""
     check_plain(connection, name)
     version = version_of(connection)
     if version is None:
@@ -275,9 +277,10 @@ def check_readable(connection: Connection, name: str) -> None:
 
 
 def check_writable(connection: Connection, name: str, accepted: str | None = None) -> str | None:
-    """The ledger's schema, which others may have changed since it was opened: `accepted` is looked at no further.
+    """Return the ledger's schema, which others may have changed since it was opened; `accepted` needs no further check.
 
-    One short query. Raises LedgerError for one that we may not write, and what SQLAlchemy raises where there is none.
+    One short query. Raises LedgerError for a schema that we may not write, and SQLAlchemy's error if there is no
+    ledger.
     """
     version: str | None = connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE}")).scalar()
     if version is not None and version != accepted:
@@ -286,9 +289,10 @@ def check_writable(connection: Connection, name: str, accepted: str | None = Non
 
 
 def only_readable(url: str) -> str:
-    """Why the ledger at `url`, newer than we know, may be read and not written; empty where that is not so.
+    """Explain why the ledger at `url`, newer than we know, may be read and not written; empty if that is not so.
 
-    Raises LedgerError for one that may not be read either."""
+    Raises LedgerError for a ledger that may not be read either.
+    """
     parsed = resolve(url)
     engine = make_engine(parsed, write=False)
     try:
@@ -317,20 +321,22 @@ def check_schema(connection: Connection, version: str, name: str, purpose: Purpo
         )
     if is_older(version):
         others = ", or resihp db upgrade --all for those of all jobs of a folder" if name.startswith("sqlite") else ""
-        told = f"its schema {version} is older than {head()}; run resihp db upgrade --ledger {name}{others}"
-        raise LedgerError(f"ledger {name}: {told}")
+        text = f"its schema {version} is older than {head()}; run resihp db upgrade --ledger {name}{others}"
+        raise LedgerError(f"ledger {name}: {text}")
     if is_newer(version):
         check_compatible(version, oldest_client(connection, purpose), name, purpose)
 
 
 def unknown_parts(connection: Connection) -> list[str]:
-    """Tables and columns that a newer ledger has and we do not know, sorted; what we copy lacks them."""
+    """Return tables and columns of a newer ledger that we do not know, sorted; our copies lack them."""
     version = version_of(connection)
     if version is None or not is_newer(version):
         return []
     inspector = inspect(connection)
-    known = LedgerTable.metadata.tables
-    found = [table for table in inspector.get_table_names() if table not in known and table != VERSION_TABLE]
-    for name, table in known.items():
-        found += [f"{name}.{each['name']}" for each in inspector.get_columns(name) if each["name"] not in table.c]
-    return sorted(found)
+    our_tables = LedgerTable.metadata.tables
+    unknown = [table for table in inspector.get_table_names() if table not in our_tables and table != VERSION_TABLE]
+    for name, table in our_tables.items():
+        unknown += [
+            f"{name}.{column['name']}" for column in inspector.get_columns(name) if column["name"] not in table.c
+        ]
+    return sorted(unknown)

@@ -1,10 +1,11 @@
-"""The ledger's tables (interface.md, "Ledger"). Declares; decides nothing. `db.migrations` creates what stands here.
+"""The ledger's tables (interface.md, "Ledger"). Declares; decides nothing. `db.migrations` creates the tables declared
+here.
 
-Every row belongs to a job by its surrogate id, because several jobs may share one PostgreSQL. A job is recognised by
-its uuid, which follows from the first record of its journal: `local-1` of two users are two jobs. Times are UTC.
-Where many users share one, PostgreSQL says who wrote a job, and lets nobody else change it (`db.migrations`, 0009).
-Layouts, assignments and lists of ranks are JSON text (layouts in the form of interface.md's LAYOUT). What kinds of
-failures, components and outcomes there are is the journal's to say: a new one needs no migration.
+Every row belongs to a job by its surrogate id, because several jobs may share one PostgreSQL. A job is identified by
+its uuid, which follows from the first record of its journal: `local-1` of two users are two jobs. Times are UTC. In a
+database that many users share, PostgreSQL records who wrote a job, and lets nobody else change it (`db.migrations`).
+Layouts, assignments and lists of ranks are JSON text (layouts in the form of interface.md's LAYOUT). The journal
+defines the kinds of failures, components and outcomes: a new kind needs no migration.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 
 class UtcDateTime(TypeDecorator[datetime]):
-    """A point in time: aware in Python, UTC in every database (SQLite keeps no zone, so it is put back here)."""
+    """A point in time: aware in Python, UTC in every database (SQLite stores no zone, so it is added here)."""
 
     impl = DateTime(timezone=True)
     cache_ok = True
@@ -48,7 +49,7 @@ class UtcDateTime(TypeDecorator[datetime]):
         return value.astimezone(UTC)
 
     def result_processor(self, dialect: Dialect, coltype: object) -> Callable[[Any], datetime | None]:
-        """In one step: a third of what reading many rows took was this."""
+        """Convert in one step: this took a third of the time of reading many rows."""
         if dialect.name == "sqlite":
             return lambda text: None if text is None else datetime.fromisoformat(f"{text}+00:00")
         return lambda value: None if value is None else value.astimezone(UTC)
@@ -72,7 +73,8 @@ def _of_job(*, primary_key: bool = False) -> Mapped[int]:
 
 
 class JobRow(LedgerTable):
-    """`journal_seq`: the last journal record whose rows are here; written in the same transaction as they are."""
+    """A job. `journal_seq`: the last journal record whose rows are here; written in the same transaction as they
+    are."""
 
     __tablename__ = "jobs"
     __table_args__ = (
@@ -106,27 +108,27 @@ class JobRow(LedgerTable):
     started_at: Mapped[datetime]
     ended_at: Mapped[datetime | None]
     last_entry_at: Mapped[datetime]
-    """Time of the last record that the job itself wrote; what a reader adds to a dead job does not count."""
+    """Time of the last record that the job itself wrote; records that a reader adds to a dead job do not count."""
     journal_seq: Mapped[int] = mapped_column(BigInteger, default=0)
     telemetry_dropped: Mapped[int] = mapped_column(BigInteger, default=0)
     model: Mapped[str | None] = mapped_column(Text)
-    """What it trains, as the script declared it, in JSON; null until then."""
+    """The trained model, as the script declared it, in JSON; null until then."""
     account: Mapped[str | None] = mapped_column(Text)
-    """Where its time went (`db.reading.costs.cost_accounts.Account` in JSON), once it is over; null until then, and in
-    older ledgers."""
+    """How its time was spent (`db.reading.costs.cost_accounts.Account` in JSON), once it is over; null until then, and
+    in older ledgers."""
     detector: Mapped[str | None] = mapped_column(Text)
-    """What the detector judged by last, as in `journal.CoverageChanged`; null while it warms up or is off."""
+    """The detector's latest mode, as in `journal.CoverageChanged`; null while it warms up or is off."""
     unwatched: Mapped[str | None] = mapped_column(Text)
-    """Ranks, in JSON, with work of which it had not been told anything for long."""
+    """Ranks, in JSON, that have work and whose reports the detector has long been missing."""
     written_by: Mapped[str | None] = mapped_column(Text, FetchedValue())
-    """The database role whose job it is, which PostgreSQL sets and we never do; null in SQLite. (`owner` is whom the
-    job itself says it belongs to.)"""
+    """The database role that wrote the job; PostgreSQL sets it and we never do; null in SQLite. (`owner` is the user
+    that the job itself names.)"""
     run: Mapped[str] = mapped_column(String(36), server_default=text("''"))
-    """What attempts have in common that go on from each other's checkpoints, or that Slurm requeued: the uuid of the
-    first, where that is known. Of one that stands alone its own."""
+    """Common id of attempts that resume from each other's checkpoints, or that Slurm requeued: the uuid of the first,
+    where known. A single attempt has its own uuid."""
     cluster: Mapped[str | None] = mapped_column(Text)
-    """This and the next seven as Slurm has them, null outside of it. `slurm_job` is sacct's JobIDRaw, which is used
-    again some day: with `cluster` and `submitted_at` it is unique."""
+    """This and the next seven are Slurm's, null outside of it. `slurm_job` is sacct's JobIDRaw, which Slurm reuses one
+    day: with `cluster` and `submitted_at` it is unique."""
     slurm_job: Mapped[int | None] = mapped_column(BigInteger)
     array_job: Mapped[int | None] = mapped_column(BigInteger)
     array_task: Mapped[int | None] = mapped_column(BigInteger)
@@ -135,7 +137,7 @@ class JobRow(LedgerTable):
     partition: Mapped[str | None] = mapped_column(Text)
     qos: Mapped[str | None] = mapped_column(Text)
     torch: Mapped[str | None] = mapped_column(Text)
-    """This and the next four: versions of what trained, as rank 0 said; null until then."""
+    """This and the next four: versions of the training software, as rank 0 reported them; null until then."""
     megatron_core: Mapped[str | None] = mapped_column(Text)
     cuda: Mapped[str | None] = mapped_column(Text)
     nccl: Mapped[str | None] = mapped_column(Text)
@@ -143,9 +145,9 @@ class JobRow(LedgerTable):
 
 
 class NodeRow(LedgerTable):
-    """`replacement`: of the request that it answered, null for a node of the job's own allocation. `released_at`: when
-    Slurm took it back. One that was waited for and never came has no host, no devices, and `joined_at` is when it was
-    given up."""
+    """A node of a job. `replacement`: the request that it answered, null for a node of the job's own allocation.
+    `released_at`: when Slurm took it back. A node that was awaited and never came has no host and no devices, and its
+    `joined_at` is the time when the wait ended."""
 
     __tablename__ = "nodes"
     __table_args__ = (Index(None, "node", "joined_at"),)
@@ -162,11 +164,11 @@ class NodeRow(LedgerTable):
 
 
 class MembershipRow(LedgerTable):
-    """A node's time in a job, from one joining to the loss that ended it; a node that came back has several.
+    """A node's time in a job, from one join to the loss that ended it; a node that returned has several.
 
-    `how` it was lost: as in `journal.NodeLost`. What it was meanwhile, empty where that was not told: the `serial` of
-    the machine, its `kernel`, `image` (the operating system's name and version), GPU `driver`, and `nic_firmware`, by
-    adapter, as JSON.
+    `how` it was lost: as in `journal.NodeLost`. The machine's state during that time, empty where not reported: its
+    `serial`, `kernel`, `image` (the operating system's name and version), GPU `driver`, and `nic_firmware`, by adapter,
+    as JSON.
     """
 
     __tablename__ = "memberships"
@@ -191,8 +193,8 @@ class MembershipRow(LedgerTable):
 
 
 class DeviceRow(LedgerTable):
-    """What was in a slot of a node while it was in a job. `device`: its number there; `serial`, `board`: of the device
-    and of what it is mounted on. Empty where nobody could tell."""
+    """The device in one slot of a node while the node was in a job. `device`: its number there; `serial`, `board`: of
+    the device and of the board it is mounted on. Empty where unknown."""
 
     __tablename__ = "devices"
     __table_args__ = (
@@ -217,7 +219,7 @@ class DeviceRow(LedgerTable):
 
 
 class CheckpointRow(LedgerTable):
-    """One that is complete. Null where only the event was kept, in ledgers of before."""
+    """A complete checkpoint. Columns are null in older ledgers, which kept only the event."""
 
     __tablename__ = "checkpoints"
     __table_args__ = (Index(None, "job_id", "committed_at"),)
@@ -231,10 +233,10 @@ class CheckpointRow(LedgerTable):
 
 
 class MaintenanceRow(LedgerTable):
-    """What somebody did to a node, or to a device of it: what had failed before says nothing of it any more.
+    """Maintenance of a node or of one of its devices: earlier failures no longer count against it.
 
-    `device_uuid`: null where it was the node as a whole. `kind`: `repaired`, `replaced`, `firmware`, or whatever a site
-    calls it. `written_by`: as in `jobs`.
+    `device_uuid`: null for the node as a whole. `kind`: `repaired`, `replaced`, `firmware`, or a site's own word.
+    `written_by`: as in `jobs`.
     """
 
     __tablename__ = "maintenance"
@@ -262,7 +264,7 @@ class CompatibilityRow(LedgerTable):
 
 
 class WorkerRow(LedgerTable):
-    """One process. `exit`: negative for a signal, null while it runs or when it died with its node, unseen."""
+    """One process. `exit`: negative for a signal, null while it runs or if it died unseen with its node."""
 
     __tablename__ = "workers"
     __table_args__ = (
@@ -283,16 +285,17 @@ class WorkerRow(LedgerTable):
 
 
 class PlanRow(LedgerTable):
-    """`layout` and `assignment` as JSON; `digest` is the one that all ranks confirmed.
+    """A plan. `layout` and `assignment` are JSON; `digest` is the one that all ranks confirmed.
 
-    `predicted`: time of an iteration under it, `present`: the same of the plan that was in effect, as things were then,
-    both in `unit` (`s`, or `layer times`, of which only ratios tell). Null where nobody could tell, and `present` where
-    no plan was in effect, or one that could not run any more. `basis`: what it was decided from, as JSON
-    (`resihp.record.journal.PlanBasis`), by which it is explained when somebody asks; null where the journal has none.
+    `predicted`: time of an iteration under it; `present`: the same for the plan that was in effect, under the
+    conditions of that moment. Both are in `unit` (`s`, or `layer times`, which are meaningful only as ratios). Null
+    where unknown; `present` is also null where no plan was in effect, or one that could no longer run. `basis`: the
+    inputs of the decision, as JSON (`resihp.record.journal.PlanBasis`), from which it is explained on request; null
+    where the journal has none.
 
-    `in_effect_at`: when every rank had acknowledged its state; in journals that do not tell, when the first iteration
-    under the plan was committed. Null for one that never took effect: refused (by a rank, or by our own check),
-    withdrawn as the job was to stop, or overtaken by the next one.
+    `in_effect_at`: when every rank had acknowledged its state; in journals that do not record it, when the first
+    iteration under the plan was committed. Null for a plan that never took effect: refused (by a rank, or by our own
+    check), withdrawn because the job was to stop, or superseded by the next one.
     """
 
     __tablename__ = "plans"
@@ -330,17 +333,17 @@ class PlanRow(LedgerTable):
     unit: Mapped[str] = mapped_column(String(16), server_default="layer times")
     basis: Mapped[str | None] = mapped_column(Text)
     considered: Mapped[str | None] = mapped_column(Text)
-    """What else was possible, as JSON (`resihp.record.journal.OtherPlan`), in `unit`; null where that was not told."""
+    """The alternatives, as JSON (`resihp.record.journal.OtherPlan`), in `unit`; null where not recorded."""
     unaffected_by: Mapped[str | None] = mapped_column(Text)
-    """Failures that lasted and did not slow it, as what is slow had no work under it, as JSON; null where there were
-    none, and in rows of before."""
+    """Lasting failures that did not slow this plan, since the slow parts had no work under it, as JSON; null if there
+    were none, and in rows of older versions."""
 
 
 class DeclinedChangeRow(LedgerTable):
-    """Another plan, or another node, that was thought of, and nothing was changed (`journal.ChangeDeclined`).
+    """A change of plan, or a request for a node, that was considered and declined (`journal.ChangeDeclined`).
 
-    `about`: `plan` or `node`. `failures`, `considered`: as JSON. `description`, `predicted` and `present` of what was
-    thought of, as in `plans`; null where there was no other.
+    `about`: `plan` or `node`. `failures`, `considered`: as JSON. `description`, `predicted` and `present` describe the
+    considered plan, as in `plans`; null if there was none.
     """
 
     __tablename__ = "declined_changes"
@@ -361,7 +364,7 @@ class DeclinedChangeRow(LedgerTable):
 
 
 class IterationRow(LedgerTable):
-    """One committed iteration. `seconds` is null when no rank lived to report it."""
+    """One committed iteration. `seconds` is null if no rank lived to report it."""
 
     __tablename__ = "iterations"
     __table_args__ = (
@@ -385,12 +388,12 @@ class IterationRow(LedgerTable):
     learning_rate: Mapped[float | None]
     skipped: Mapped[bool]
     validation_loss: Mapped[float | None]
-    """Of the weights after it, where they were evaluated."""
+    """Loss of the weights after the iteration, where they were evaluated."""
 
 
 class RankReportRow(LedgerTable):
-    """Telemetry: thinned or lost without harm; of more than 1,024 ranks not every row is kept
-    (`db.telemetry.condensed`). Many: its key is all that is indexed, and on SQLite the table itself."""
+    """Telemetry of one rank: may be thinned or lost without harm; with more than 1,024 ranks not every row is kept
+    (`db.telemetry.condensed`). There are many rows: only the key is indexed, and on SQLite it is the table itself."""
 
     __tablename__ = "rank_reports"
     __table_args__ = ({"sqlite_with_rowid": False},)
@@ -404,8 +407,8 @@ class RankReportRow(LedgerTable):
 
 
 class RankQuantilesRow(LedgerTable):
-    """How the ranks of an iteration did together, in a job of so many that not each one's report is kept
-    (`db.telemetry.condensed`). `ranks`: how many reported. Telemetry as `rank_reports`, over the same two figures."""
+    """Quantiles over the ranks of an iteration, in a job of so many ranks that not every report is kept
+    (`db.telemetry.condensed`). `ranks`: how many reported. Telemetry like `rank_reports`, of the same two figures."""
 
     __tablename__ = "rank_quantiles"
     __table_args__ = ({"sqlite_with_rowid": False},)
@@ -427,8 +430,9 @@ class RankQuantilesRow(LedgerTable):
 
 
 class RankScoreRow(LedgerTable):
-    """How a rank stood with the detector after an iteration: its own work's time over what is healthy for it, and the
-    evidence against it over what makes a finding. Telemetry, thinned by the controller (`fail_slow.standings`)."""
+    """The detector's score of a rank after an iteration: the time of its own work over its healthy time, and the
+    evidence against it over the amount that makes a finding. Telemetry, thinned by the controller
+    (`fail_slow.standings`)."""
 
     __tablename__ = "scores"
     __table_args__ = ({"sqlite_with_rowid": False},)
@@ -443,8 +447,8 @@ class RankScoreRow(LedgerTable):
 class ReconfigurationRow(LedgerTable):
     """One transition, from the failure's detection to the first committed iteration after it.
 
-    `planning_seconds`: of `plan_seconds`, what it took to decide, null where that was not measured.
-    `bytes_moved`: what ranks received in all; `extra_bytes`: the most that one held beside its state meanwhile.
+    `planning_seconds`: the part of `plan_seconds` spent on the decision, null where not measured. `bytes_moved`: bytes
+    that ranks received in total; `extra_bytes`: the most that one rank held beside its state meanwhile.
     """
 
     __tablename__ = "reconfigurations"
@@ -470,11 +474,12 @@ class ReconfigurationRow(LedgerTable):
 
 
 class FailureRow(LedgerTable):
-    """One root cause. `failed_at`: as well as that can be known (`resihp.controller.fail_stop.onsets`), null where
-    nothing tells and in older ledgers; `recovered_epoch`: the reconfiguration that ended it, null until then.
+    """One root cause. `failed_at`: the best estimate (`resihp.controller.fail_stop.onsets`), null where there is no
+    evidence, and in older ledgers; `recovered_epoch`: the reconfiguration that ended it, null until then.
 
-    Of what is slow (`fail-slow`): `iteration` is the first slow one, `speed` the share of a healthy one's that is left,
-    `confidence` the detector's; `ended_iteration` and `ended_at` when it was as fast as before, null while it is slow.
+    For a slow component (`fail-slow`): `iteration` is the first slow one, `speed` the remaining share of a healthy
+    one's speed, `confidence` the detector's; `ended_iteration` and `ended_at` are when it was as fast as before, null
+    while it is slow.
     """
 
     __tablename__ = "failures"
@@ -506,22 +511,22 @@ class FailureRow(LedgerTable):
     ended_iteration: Mapped[int | None] = mapped_column(BigInteger)
     ended_at: Mapped[datetime | None]
     code: Mapped[str | None] = mapped_column(Text)
-    """What the logs say of it (`journal.Diagnosed`), an Xid as `xid 79`; null where they say nothing."""
+    """Finding in the logs (`journal.Diagnosed`), an Xid as `xid 79`; null if the logs say nothing."""
     category: Mapped[str | None] = mapped_column(Text)
     hardware: Mapped[bool | None]
-    """Whether it says something of hardware; null in journals that do not tell."""
+    """Whether that finding indicates hardware; null in journals that do not record it."""
     intermittent: Mapped[bool] = mapped_column(server_default=text("false"))
     link_from: Mapped[int | None] = mapped_column(Integer)
-    """Ranks at the ends of a link, and the other one's node (`node` is the first's); null of other components."""
+    """Ranks at the ends of a link, and the node of the second (`node` is the first's); null for other components."""
     link_to: Mapped[int | None] = mapped_column(Integer)
     peer_node: Mapped[str | None] = mapped_column(Text)
     failed_at: Mapped[datetime | None]
     idle: Mapped[bool] = mapped_column(server_default=text("false"))
-    """Of what is slow: it had no work then, as far as that was told."""
+    """Whether a slow component had no work at that time, as far as reported."""
 
 
 class SuspicionKindRow(LedgerTable):
-    """A kind of suspicion, and what it means. One that a newer client writes of is added by it."""
+    """A kind of suspicion, and its meaning. A newer client adds the kinds that it writes."""
 
     __tablename__ = "suspicion_kinds"
 
@@ -530,13 +535,13 @@ class SuspicionKindRow(LedgerTable):
 
 
 class SuspicionRow(LedgerTable):
-    """One suspicion that something is slow or silent, whatever became of it.
+    """One suspicion that something is slow or silent, regardless of its outcome.
 
-    `iteration`: the first slow one, `detected`: the one it was raised in; `change`: time over healthy, less 1. `probe`:
-    the measurement taken for it. `outcome`: as in `journal.Suspected`, null while it is open, or where the job ended
-    first; `failure`: the first verdict that it led to, or the loss. `kind`: as `journal.Suspected.sort` and
-    `suspicion_kinds` have it, null where an older client wrote. `test`: what was tested when it was raised, and its
-    unit, which came to `statistic` and takes `threshold`; null in journals of before. Of silence `change` and
+    `iteration`: the first slow one, `detected`: the one in which it was raised; `change`: time over healthy time, minus
+    1. `probe`: the measurement taken for it. `outcome`: as in `journal.Suspected`, null while it is open, or if the job
+    ended first; `failure`: the first verdict that it led to, or the loss. `kind`: as in `journal.Suspected.sort` and
+    `suspicion_kinds`, null where an older client wrote. `test`: the quantity tested when it was raised, and its unit;
+    `statistic` is its value and `threshold` the limit; null in journals of older versions. For silence, `change` and
     `confidence` are null.
     """
 
@@ -572,8 +577,8 @@ class SuspicionRow(LedgerTable):
 class ProbeRow(LedgerTable):
     """A measurement of a device, or of the link between two ranks (`peer`, on `peer_node`).
 
-    `speed`: share of what its peers reach, null where there was nothing to compare with. `flops` and `memory_bytes`
-    are a device's own figures, per second, and `hardware` is what it is, by its maker's name.
+    `speed`: share of its peers' speed, null if there was nothing to compare with. `flops` and `memory_bytes` are the
+    device's own figures, per second, and `hardware` is its maker's name for it.
     """
 
     __tablename__ = "probes"
@@ -604,11 +609,12 @@ class ProbeRow(LedgerTable):
 
 
 class DrainRow(LedgerTable):
-    """A node with a verdict, and what was done to keep Slurm from giving it to the next job, or only to the user's.
+    """A node with a verdict, and the steps taken to keep Slurm from giving it to the next job, or only to the user's
+    jobs.
 
-    `failure` is the verdict's. `step`: the rung of the ladder that holds, the first one that worked (`slurm`, `spool`,
-    `exclusion`), or the last one tried; `outcome` is that rung's, null until one has answered. `answers`: all rungs'
-    as JSON. `drained_at`: when it was decided; `undrained_at`: when Slurm was first seen to use the node again.
+    `failure` is the verdict's. `step`: the first step of the drain ladder that worked (`slurm`, `spool`, `exclusion`),
+    else the last one tried; `outcome` is that step's, null until a step has answered. `answers`: all steps' as JSON.
+    `drained_at`: when the drain was decided; `undrained_at`: when Slurm was first seen to use the node again.
     """
 
     __tablename__ = "drains"
@@ -632,7 +638,8 @@ class DrainRow(LedgerTable):
 
 
 class ReplacementRow(LedgerTable):
-    """A node asked for in place of `instead`. `node`: what came, or is about to. `text`: what was said of it last."""
+    """A node requested in place of `instead`. `node`: the node that came, or is about to. `text`: the latest report on
+    it."""
 
     __tablename__ = "replacements"
     __table_args__ = (
@@ -657,8 +664,8 @@ class ReplacementRow(LedgerTable):
 
 
 class EventRow(LedgerTable):
-    """What happened, in words: every journal record but committed iterations. `seq` is the record's number, `kind`
-    the name of its entry (`SuspicionCleared` for a `Suspected` that has ended)."""
+    """A journal record in words; all but committed iterations have one. `seq` is the record's number, `kind` the name
+    of its entry (`SuspicionCleared` for a `Suspected` that has ended)."""
 
     __tablename__ = "events"
     __table_args__ = (Index(None, "job_id", "at"),)

@@ -1,7 +1,7 @@
-"""Journal records -> rows of the ledger: the mapping, one function for each type of entry.
+"""Projection of journal records to rows of the ledger, one function per type of entry.
 
-Called by `db.writer` inside its transaction. Applying a record moves `jobs.journal_seq`, so that with the rows it is
-known which records are in; a record that is in already changes nothing. Reads no file and no clock.
+Called by `db.writer` inside its transaction. Applying a record advances `jobs.journal_seq`, so that the rows and the
+number of the last applied record always agree; applying a record twice changes nothing. Reads no file and no clock.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ RUN_LENGTH = 36
 
 
 def moment(at: float) -> datetime:
-    """Raises ValueError for what is no time."""
+    """Convert seconds since 1970 to a time. Raises ValueError for a value that is not a time."""
     try:
         return datetime.fromtimestamp(at, UTC)
     except (OverflowError, OSError) as error:
-        raise ValueError(f"{at!r} is no time: {error}") from error
+        raise ValueError(f"{at!r} is not a time: {error}") from error
 
 
 def job_of(session: Session, first: journal.Record) -> models.JobRow:
-    """The row of the job whose journal begins with `first`, made if it is not there; locked where locks exist.
+    """Return the row of the job whose journal begins with `first`, created if missing; locked where locks exist.
 
-    Raises LedgerError where it is another database user's.
+    Raises LedgerError if it belongs to another database user.
     """
     key = job_uuid(first)
     assert isinstance(first.entry, journal.JobStarted)
@@ -56,54 +56,56 @@ def job_of(session: Session, first: journal.Record) -> models.JobRow:
     return job
 
 
-def written_of(session: Session, first: journal.Record) -> int:
-    """Number of the last record that is in, of the job whose journal begins with `first`; 0 if there is none."""
+def last_written_seq(session: Session, first: journal.Record) -> int:
+    """Return the number of the last applied record of the job whose journal begins with `first`; 0 if there is none."""
     return session.scalar(select(models.JobRow.journal_seq).where(models.JobRow.uuid == job_uuid(first))) or 0
 
 
 def own_job(session: Session, key: str, name: str) -> models.JobRow | None:
-    """The job of that uuid, locked where locks exist; None if there is none. `name` is for messages.
+    """Return the job of that uuid, locked where locks exist; None if there is none. `name` is for messages.
 
-    Raises LedgerError where another database user has written it: PostgreSQL locks rows only for those who may change
-    them, and shows them to everybody.
+    Raises LedgerError if another database user has written it: PostgreSQL locks rows only for users who may change
+    them, but shows them to everybody.
     """
     query = select(models.JobRow).where(models.JobRow.uuid == key)
     job = session.scalars(query.with_for_update()).one_or_none()
-    if job is None and (whose := session.scalars(query.with_only_columns(models.JobRow.written_by)).first()):
+    if job is None and (writer := session.scalars(query.with_only_columns(models.JobRow.written_by)).first()):
         raise LedgerError(
-            f"job {name}: is in the ledger already, and database user {whose} wrote it; only {whose} and the owner of "
-            "the tables can replace it. Name another with --ledger"
+            f"job {name}: is in the ledger already, and database user {writer} wrote it; only {writer} and the owner "
+            "of the tables can replace it. Name another with --ledger"
         )
     return job
 
 
 def follows(record: journal.Record, seq: int) -> bool:
-    """Whether nothing is missing between record `seq` and this one: numbers are consecutive within a term."""
+    """Decide whether no record is missing between record `seq` and this one: numbers are consecutive within a term."""
     entry = record.entry
     return record.seq <= seq + 1 or (isinstance(entry, journal.LeaderChosen) and entry.after <= seq)
 
 
 def overtakes(record: journal.Record, seq: int) -> bool:
-    """Whether a leader begins here without all that is in: what came after `after` was never decided."""
+    """Decide whether a leader begins here without all applied records: those later than `after` were never decided."""
     entry = record.entry
     return isinstance(entry, journal.LeaderChosen) and entry.after < seq < record.seq
 
 
 def forget(session: Session, job: models.JobRow) -> None:
-    """Take out all that came from the journal, to be brought in again."""
+    """Delete all rows that came from the journal, so that it can be applied again."""
     for table in reversed(models.LedgerTable.metadata.sorted_tables):
-        if "job_id" in table.c and table.name not in TELEMETRY:
+        if "job_id" in table.c and table.name not in TELEMETRY_TABLES:
             session.execute(delete(table).where(table.c.job_id == job.id))
     session.expire_all()
     job.journal_seq = 0
 
 
-TELEMETRY = tuple(row.__tablename__ for row in (models.RankReportRow, models.RankQuantilesRow, models.RankScoreRow))
+TELEMETRY_TABLES = tuple(
+    row.__tablename__ for row in (models.RankReportRow, models.RankQuantilesRow, models.RankScoreRow)
+)
 """Tables that do not follow from the journal."""
 
 
 def apply(session: Session, job: models.JobRow, record: journal.Record) -> None:
-    """Bring one record in, if it is not. Records come in order of `seq`."""
+    """Apply one record unless it was applied before. Records come in order of `seq`."""
     if record.seq <= job.journal_seq:
         return
     entry = record.entry
@@ -111,7 +113,7 @@ def apply(session: Session, job: models.JobRow, record: journal.Record) -> None:
     if not isinstance(entry, journal.IterationCommitted | journal.IterationsPacked):
         cleared = isinstance(entry, journal.Suspected) and entry.cleared
         kind = "SuspicionCleared" if cleared else type(entry).__name__
-        mended = _mended(session, job, entry, record.at) if isinstance(entry, journal.Reconfigured) else None
+        mended = _recovery_times(session, job, entry, record.at) if isinstance(entry, journal.Reconfigured) else None
         session.add(models.EventRow(**_event(job, record, kind, explain(entry, mended))))
     if not (isinstance(entry, journal.JobEnded) and entry.state == "abnormal"):
         job.last_entry_at = moment(record.at)
@@ -119,7 +121,7 @@ def apply(session: Session, job: models.JobRow, record: journal.Record) -> None:
 
 
 def apply_all(session: Session, job: models.JobRow, records: Iterable[journal.Record]) -> None:
-    """Bring records in, as `apply` does one; of those that come by the thousand, all in a row together."""
+    """Apply records as `apply` does, but consecutive ones of a frequent type in one statement."""
     for kind, group in groupby(records, lambda record: type(record.entry)):
         if kind not in _APPLY_MANY:
             for record in group:
@@ -138,9 +140,9 @@ def apply_all(session: Session, job: models.JobRow, records: Iterable[journal.Re
 
 
 def apply_as_event(session: Session, job: models.JobRow, record: journal.Record, error: str) -> None:
-    """Keep a record that fits no table as an event that says so, so that those after it are not held up.
+    """Keep a record that fits no table as an event that says so, so that it does not hold up later records.
 
-    In words alone: whichever of its figures it was that does not fit, they do.
+    The event holds text only: one of the record's figures does not fit, and we do not know which.
     """
     if record.seq <= job.journal_seq:
         return
@@ -155,7 +157,7 @@ def apply_as_event(session: Session, job: models.JobRow, record: journal.Record,
 
 
 def _event(job: models.JobRow, record: journal.Record, kind: str, text: str) -> dict[str, Any]:
-    """Columns of an `EventRow`."""
+    """Return the columns of an `EventRow`."""
     entry: Any = record.entry
     plan = getattr(entry, "plan", None)
     ranks: tuple[int, ...] = getattr(entry, "ranks", ())
@@ -175,12 +177,12 @@ def _event(job: models.JobRow, record: journal.Record, kind: str, text: str) -> 
 
 
 def _text(text: str) -> str:
-    """Text that every database takes: PostgreSQL refuses NUL, UTF-8 lone surrogates."""
+    """Return text that every database accepts: PostgreSQL rejects NUL, UTF-8 lone surrogates."""
     return text.replace("\x00", "\\0").encode("utf-8", "backslashreplace").decode()[:MAX_TEXT]
 
 
 def _number(value: float | None) -> float | None:
-    """None for what is not a number: SQLite would store NULL, PostgreSQL NaN."""
+    """Return the number, None if it is not finite: SQLite would store NULL, PostgreSQL NaN."""
     return None if value is None or not math.isfinite(value) else value
 
 
@@ -236,30 +238,30 @@ def _join_nodes(session: Session, job: models.JobRow, joined: Sequence[tuple[jou
         }
         for entry, at in joined
     ]
-    _put(session, models.NodeRow, rows, ("job_id", "node"))
-    found = [entry.inventory or journal.NodeInventory() for entry, _ in joined]
-    served = [_membership(row, inventory) for row, inventory in zip(rows, found, strict=True)]
-    _put(session, models.MembershipRow, served, ("job_id", "node", "joined_at"))
+    _upsert(session, models.NodeRow, rows, ("job_id", "node"))
+    inventories = [entry.inventory or journal.NodeInventory() for entry, _ in joined]
+    served = [_membership(row, inventory) for row, inventory in zip(rows, inventories, strict=True)]
+    _upsert(session, models.MembershipRow, served, ("job_id", "node", "joined_at"))
     devices = [
-        {**{name: row[name] for name in ("job_id", "node", "joined_at")}, **_described(device)}
-        for row, inventory in zip(rows, found, strict=True)
-        for device in {each.device: each for each in inventory.devices}.values()
+        {**{name: row[name] for name in ("job_id", "node", "joined_at")}, **_device_columns(device)}
+        for row, inventory in zip(rows, inventories, strict=True)
+        for device in {device_inventory.device: device_inventory for device_inventory in inventory.devices}.values()
     ]
     if devices:
-        _put(session, models.DeviceRow, devices, ("job_id", "node", "joined_at", "device"))
+        _upsert(session, models.DeviceRow, devices, ("job_id", "node", "joined_at", "device"))
 
 
-def _membership(node: Mapping[str, Any], found: journal.NodeInventory) -> dict[str, Any]:
-    """Columns of a `MembershipRow` that begins."""
+def _membership(node: Mapping[str, Any], inventory: journal.NodeInventory) -> dict[str, Any]:
+    """Return the columns of a `MembershipRow` that begins."""
     return {
         **{name: node[name] for name in ("job_id", "node", "joined_at", "host", "devices", "lost_at", "lost_reason")},
         "how": None,
-        **{name: _text(getattr(found, name)) for name in ("serial", "kernel", "image", "driver")},
-        "nic_firmware": _text(json.dumps(dict(found.nic_firmware))),
+        **{name: _text(getattr(inventory, name)) for name in ("serial", "kernel", "image", "driver")},
+        "nic_firmware": _text(json.dumps(dict(inventory.nic_firmware))),
     }
 
 
-def _described(device: journal.DeviceInventory) -> dict[str, Any]:
+def _device_columns(device: journal.DeviceInventory) -> dict[str, Any]:
     words = {name: _text(getattr(device, name)) for name in ("name", "uuid", "serial", "board", "vbios", "bus")}
     return {"device": device.device, **words}
 
@@ -301,7 +303,7 @@ def _start_workers(
         }
         for entry, at in started
     ]
-    _put(session, models.WorkerRow, rows, ("job_id", "rank"))
+    _upsert(session, models.WorkerRow, rows, ("job_id", "rank"))
 
 
 def _worker_ended(session: Session, job: models.JobRow, entry: journal.WorkerEnded, at: float) -> None:
@@ -319,7 +321,7 @@ def _plan_in_effect(session: Session, job: models.JobRow, entry: journal.PlanInE
 
 
 def _plan_refused(session: Session, job: models.JobRow, entry: journal.PlanRefused, at: float) -> None:
-    """Our own check may refuse a plan before it is journaled: then it is an event only."""
+    """Record the refusal. Our own check may refuse a plan before it is journaled; then only the event remains."""
     plan = session.get(models.PlanRow, (job.id, entry.epoch))
     if plan is not None:
         plan.refused_reason = _text(entry.reason)
@@ -333,7 +335,7 @@ def _plan_withdrawn(session: Session, job: models.JobRow, entry: journal.PlanWit
 
 
 def _join_refused(session: Session, job: models.JobRow, entry: journal.JoinRefused, at: float) -> None:
-    """Events only: the process has its row, if it ever started."""
+    """Event only: the process has its row, if it ever started."""
 
 
 def _plan_decided(session: Session, job: models.JobRow, entry: journal.PlanDecided, at: float) -> None:
@@ -370,15 +372,15 @@ def _plan_decided(session: Session, job: models.JobRow, entry: journal.PlanDecid
 
 
 def _candidates(considered: Sequence[journal.OtherPlan]) -> str:
-    return msgspec.json.encode([one for one in considered if math.isfinite(one.predicted)]).decode()
+    return msgspec.json.encode([candidate for candidate in considered if math.isfinite(candidate.predicted)]).decode()
 
 
 def _change_declined(session: Session, job: models.JobRow, entry: journal.ChangeDeclined, at: float) -> None:
-    of = models.DeclinedChangeRow
+    declined_table = models.DeclinedChangeRow
     session.flush()
-    last = session.scalar(select(func.max(of.declined)).where(of.job_id == job.id)) or 0
+    last = session.scalar(select(func.max(declined_table.declined)).where(declined_table.job_id == job.id)) or 0
     session.add(
-        of(
+        declined_table(
             job_id=job.id,
             declined=last + 1,
             about=entry.about,
@@ -418,7 +420,7 @@ def _commit_iterations(
     first = {entry.epoch: at for entry, at in reversed(committed)}
     for epoch, at in first.items():
         plan = session.get(models.PlanRow, (job.id, epoch))
-        if plan is not None and plan.in_effect_at is None:  # a journal that does not tell when a plan takes effect
+        if plan is not None and plan.in_effect_at is None:  # a journal that does not record when a plan takes effect
             plan.in_effect_at = moment(at)
     rows = [
         {
@@ -439,17 +441,17 @@ def _commit_iterations(
         }
         for entry, at in committed
     ]
-    _put(session, models.IterationRow, rows, ("job_id", "iteration"))
+    _upsert(session, models.IterationRow, rows, ("job_id", "iteration"))
 
 
-def _put(
+def _upsert(
     session: Session, row: type[models.LedgerTable], rows: Sequence[Mapping[str, Any]], key: tuple[str, ...]
 ) -> None:
-    """Many rows in one statement, in place of those that have their keys."""
+    """Write many rows in one statement, replacing rows that have the same keys."""
     session.flush()
-    for known in session:
-        if isinstance(known, row):
-            session.expire(known)  # a statement changes rows behind the session's back
+    for instance in session:
+        if isinstance(instance, row):
+            session.expire(instance)  # a statement changes rows behind the session's back
     connection = session.connection()
     table = row.__table__
     assert isinstance(table, Table)
@@ -459,14 +461,15 @@ def _put(
 
 
 def _evaluation_done(session: Session, job: models.JobRow, entry: journal.EvaluationDone, at: float) -> None:
-    """Beside the iteration; one that the job resumed from has no row in it, and the event alone."""
+    """Add the loss to the iteration's row. The iteration that the job resumed from has no row; then only the event
+    remains."""
     row = session.get(models.IterationRow, (job.id, entry.iteration))
     if row is not None:
         row.validation_loss = _number(entry.loss)
 
 
 def _suspected(session: Session, job: models.JobRow, entry: journal.Suspected, at: float) -> None:
-    """Of those that the journal does not number, as that of before has no silence, there is the event alone."""
+    """Record a suspicion. Unnumbered ones become events only: older journals do not number those of silence."""
     if entry.suspicion == 0:
         return
     slow = entry.kind == "slow"
@@ -484,7 +487,7 @@ def _suspected(session: Session, job: models.JobRow, entry: journal.Suspected, a
             detected=entry.detected,
             evidence=_text(entry.evidence),
             raised_at=moment(at),
-            kind=_kind_known(session, entry),
+            kind=_ensured_kind(session, entry),
             test=_text(entry.test) or None,
             statistic=_number(entry.statistic),
             threshold=_number(entry.threshold),
@@ -499,8 +502,8 @@ def _suspected(session: Session, job: models.JobRow, entry: journal.Suspected, a
             row.failure = None
 
 
-def _kind_known(session: Session, entry: journal.Suspected) -> str:
-    """The kind of a suspicion, which is in the table of kinds from now on."""
+def _ensured_kind(session: Session, entry: journal.Suspected) -> str:
+    """Return a suspicion's kind, after adding it to the table of kinds if it is missing."""
     kind = _text(entry.sort)
     if session.get(models.SuspicionKindRow, kind) is None:
         _add_if_missing(session, models.SuspicionKindRow, {"kind": kind, "meaning": kind.replace("-", " ")})
@@ -508,7 +511,7 @@ def _kind_known(session: Session, entry: journal.Suspected) -> str:
 
 
 def _add_if_missing(session: Session, row: type[models.LedgerTable], values: Mapping[str, Any]) -> None:
-    """One row, which another client may add at the same time."""
+    """Insert one row that another client may insert at the same time."""
     connection = session.connection()
     table = row.__table__
     assert isinstance(table, Table)
@@ -522,13 +525,14 @@ def _coverage_changed(session: Session, job: models.JobRow, entry: journal.Cover
 
 
 def _suspicion_confirmed(session: Session, job: models.JobRow, entry: journal.FailureFound, at: float) -> None:
-    """A verdict that something is slow settles the suspicions of it that are open, or that ended with a verdict."""
-    found = select(models.SuspicionRow).where(
+    """Settle suspicions after a verdict that something is slow: the matching ones that are open or ended with a
+    verdict."""
+    matching = select(models.SuspicionRow).where(
         models.SuspicionRow.job_id == job.id,
         models.SuspicionRow.failure.is_(None),
         or_(models.SuspicionRow.outcome.is_(None), models.SuspicionRow.outcome == "slow"),
     )
-    for row in session.scalars(found):
+    for row in session.scalars(matching):
         suspects = json.loads(row.ranks)
         alike = row.component == entry.component or (row.component, entry.component) == ("job", "device")
         if alike and (not suspects or set(suspects) & set(entry.ranks)):
@@ -537,13 +541,13 @@ def _suspicion_confirmed(session: Session, job: models.JobRow, entry: journal.Fa
 
 
 def _loss_explained(session: Session, job: models.JobRow, entry: journal.FailureFound) -> None:
-    """What was silent and is lost led to this failure, where the failure names it."""
-    found = select(models.SuspicionRow).where(
+    """Link suspicions of silence that ended in a loss to the failure that names their ranks or node."""
+    matching = select(models.SuspicionRow).where(
         models.SuspicionRow.job_id == job.id,
         models.SuspicionRow.failure.is_(None),
         models.SuspicionRow.outcome == "lost",
     )
-    for row in session.scalars(found):
+    for row in session.scalars(matching):
         if set(json.loads(row.ranks)) & set(entry.ranks) or (
             row.component == entry.component == "node" and entry.node is not None and row.node == _text(entry.node)
         ):
@@ -553,7 +557,7 @@ def _loss_explained(session: Session, job: models.JobRow, entry: journal.Failure
 def _failure_found(session: Session, job: models.JobRow, entry: journal.FailureFound, at: float) -> None:
     failed_at = entry.failed_at(at)
     noticed_at = moment(entry.noticed_at(at))
-    if entry.noticed_s is None:  # older journals: what died was noticed when its process was seen to end
+    if entry.noticed_s is None:  # older journals: a death was noticed when the process was seen to end
         worker = models.WorkerRow.__table__.c
         ended = select(func.min(worker.ended_at)).where(worker.job_id == job.id, worker.rank.in_(entry.ranks))
         noticed_at = min(noticed_at, session.scalar(ended) or noticed_at)
@@ -593,10 +597,10 @@ def _failure_found(session: Session, job: models.JobRow, entry: journal.FailureF
 
 
 def _node_of(session: Session, job: models.JobRow, link: tuple[int, int], node: str | None) -> str | None:
-    """The node at the other end of a link; the same one of a link inside a node."""
+    """Return the node at the other end of a link; the same node for a link inside a node."""
     ends = [session.get(models.WorkerRow, (job.id, rank)) for rank in link]
     nodes = [end.node for end in ends if end is not None]
-    others = [each for each in nodes if each != node]
+    others = [candidate for candidate in nodes if candidate != node]
     return next(iter((*others, *nodes)), None)
 
 
@@ -673,15 +677,18 @@ def _reconfigured(session: Session, job: models.JobRow, entry: journal.Reconfigu
     )
 
 
-def _mended(session: Session, job: models.JobRow, entry: journal.Reconfigured, at: float) -> RecoveryTimes | None:
-    """Return how long the failures that a change of plan mended took, together; None where nothing had failed."""
+def _recovery_times(
+    session: Session, job: models.JobRow, entry: journal.Reconfigured, at: float
+) -> RecoveryTimes | None:
+    """Return the recovery times of all failures that a change of plan ended, taken together; None if nothing had
+    failed."""
     failures = [session.get(models.FailureRow, (job.id, failure)) for failure in entry.failures]
     moments = [Moments.of_times(row.failed_at, row.noticed_at) for row in failures if row is not None]
     return recovery(first_of(moments), at) if moments else None
 
 
 def _fault_injected(session: Session, job: models.JobRow, entry: journal.FaultInjected, at: float) -> None:
-    """Events only."""
+    """Event only."""
 
 
 def _checkpoint_committed(session: Session, job: models.JobRow, entry: journal.CheckpointCommitted, at: float) -> None:
@@ -697,8 +704,8 @@ def _checkpoint_committed(session: Session, job: models.JobRow, entry: journal.C
     )
 
 
-RUNGS = ("slurm", "spool", "exclusion")
-"""Of the drain ladder, from the one that does most."""
+DRAIN_STEPS = ("slurm", "spool", "exclusion")
+"""Steps of the drain ladder, the most effective first."""
 
 
 def _drain_decided(session: Session, job: models.JobRow, entry: journal.DrainDecided, at: float) -> None:
@@ -723,9 +730,9 @@ def _drain_answered(session: Session, job: models.JobRow, entry: journal.DrainAn
     if drain is None:
         return
     answer = {"step": entry.step, "outcome": entry.outcome, "text": _text(entry.text)}
-    answers = [each for each in json.loads(drain.answers) if each["step"] != entry.step] + [answer]
-    worked = [each for each in answers if each["outcome"] == "done"]
-    holds = min(worked, key=lambda each: RUNGS.index(each["step"])) if worked else answer
+    answers = [step for step in json.loads(drain.answers) if step["step"] != entry.step] + [answer]
+    worked = [step for step in answers if step["outcome"] == "done"]
+    holds = min(worked, key=lambda step: DRAIN_STEPS.index(step["step"])) if worked else answer
     drain.answers = json.dumps(answers)
     drain.step, drain.outcome = holds["step"], holds["outcome"]
 
@@ -773,22 +780,22 @@ def _replacement_changed(session: Session, job: models.JobRow, entry: journal.Re
 
 
 def _slurm_saw(session: Session, job: models.JobRow, entry: journal.SlurmSaw, at: float) -> None:
-    """A node that we had drained and that Slurm uses again was undrained by somebody."""
+    """Record that somebody undrained a node: we had drained it, and Slurm uses it again."""
     base, *flags = entry.state.split("+")
     if base not in ("idle", "allocated", "mixed") or "drain" in flags:
         return
-    found = select(models.DrainRow).where(models.DrainRow.job_id == job.id, models.DrainRow.node == _text(entry.node))
-    for drain in session.scalars(found):
+    drains = select(models.DrainRow).where(models.DrainRow.job_id == job.id, models.DrainRow.node == _text(entry.node))
+    for drain in session.scalars(drains):
         if (drain.step, drain.outcome) == ("slurm", "done"):
             drain.undrained_at = drain.undrained_at or moment(at)
 
 
 def _event_only(session: Session, job: models.JobRow, entry: journal.AnyEntry, at: float) -> None:
-    """Its words are all that is kept of it."""
+    """Event only: nothing but its text is kept."""
 
 
 def _leader_chosen(session: Session, job: models.JobRow, entry: journal.LeaderChosen, at: float) -> None:
-    """Whoever has said that the job has ended did not know."""
+    """Mark the job as running: a reader that had declared it ended did not know of this leader."""
     job.state = "running"
     job.exit_code = job.reason = job.ended_at = job.account = None
 

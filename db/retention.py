@@ -1,10 +1,10 @@
-"""How long what there is most of stays in a ledger: rows of iterations, rank reports, their quantiles and scores.
-Called by `resihp db prune`, and by a job's own writer where `[ledger] keep` is set.
+"""Retention: how long the bulk of a ledger is kept, that is rows of iterations, rank reports, their quantiles and
+scores. Called by `resihp db prune`, and by a job's own writer if `[ledger] keep` is set.
 
-Everything else stays: jobs, failures, plans, reconfigurations, events, nodes. So does what a thinned job is understood
-by: its first and last iteration, each one at which a failure began or a plan took over with the one before it, and,
-where asked for, every N-th. A row then stands for those left out before it. The account of a job that is over is
-reckoned from all rows before they go, with what later attempts made of it (`db.settling`).
+Everything else stays: jobs, failures, plans, reconfigurations, events, nodes. A thinned job also keeps the iterations
+that explain it: its first and last one, each one at which a failure began or a plan took over, together with the one
+before it, and, on request, every N-th. A kept row then stands for those removed before it. The account of a job that is
+over is computed from all rows before they are removed, including work that later attempts made useless (`db.settling`).
 """
 
 from __future__ import annotations
@@ -22,28 +22,30 @@ from db.models import FailureRow, IterationRow, JobRow, PlanRow, RankQuantilesRo
 from db.reading.reader import Reader
 from resihp.errors import LedgerError, UsageError
 
-TELEMETRY = (RankReportRow, RankQuantilesRow, RankScoreRow)
-ROWS_AT_ONCE = 200_000
+TELEMETRY_TABLES = (RankReportRow, RankQuantilesRow, RankScoreRow)
+ROWS_PER_PRUNE = 200_000
 
 
 @dataclass(frozen=True)
 class Pruned:
-    """What was removed of one job."""
+    """Number of rows removed from one job."""
 
     job: str
     owner: str
     iterations: int
     rank_reports: int
-    """Scores and quantiles of ranks included."""
+    """Includes scores and quantiles of ranks."""
 
 
 def prune(url: str, before: datetime, keep_every: int | None = None, *, dry_run: bool = False) -> list[Pruned]:
-    """Remove rows of iterations that finished before a moment; the jobs of which something was, or would be, removed.
+    """Remove rows of iterations that finished before a moment; return the jobs that lost rows, or would with `dry_run`.
 
-    Raises UsageError for a `keep_every` below 1, LedgerError if the ledger cannot be written or is of another schema.
+    Raises UsageError for a `keep_every` below 1, LedgerError if the ledger cannot be written or has another schema.
     """
     if keep_every is not None and keep_every < 1:
-        raise UsageError(f"--keep-every {keep_every}: at least 1; leave it out to keep none but what tells a story")
+        raise UsageError(
+            f"--keep-every {keep_every}: at least 1; omit it to keep only iterations at failures and plan changes"
+        )
     parsed = resolve(url)
     file = file_of(parsed)
     if file is not None and not file.exists():
@@ -55,18 +57,20 @@ def prune(url: str, before: datetime, keep_every: int | None = None, *, dry_run:
             if not dry_run:
                 migrate.check_writable(connection, masked(parsed))
             query = select(JobRow.id).order_by(JobRow.started_at, JobRow.id)
-            changeable = query.with_for_update(read=True, key_share=True)  # PostgreSQL locks for those who may change
+            changeable = query.with_for_update(
+                read=True, key_share=True
+            )  # PostgreSQL locks only rows that we may change
             jobs = connection.execute(changeable).scalars().all()
             connection.rollback()
-            found = []
+            pruned_jobs = []
             with connection.begin():
                 unsettled = {row["id"] for row in Reader.within(connection).unsettled()}
             for job_id in jobs:
                 with connection.begin():
                     if job_id in unsettled and not dry_run:
                         settling.settle_job(connection, job_id)
-                    found.append(_prune_job(connection, job_id, before, keep_every, dry_run))
-        removed = [each for each in found if each.iterations or each.rank_reports]
+                    pruned_jobs.append(_prune_job(connection, job_id, before, keep_every, dry_run))
+        removed = [pruned for pruned in pruned_jobs if pruned.iterations or pruned.rank_reports]
         if removed and file is not None and not dry_run:
             _give_back_space(str(parsed.database))
         return removed
@@ -77,12 +81,11 @@ def prune(url: str, before: datetime, keep_every: int | None = None, *, dry_run:
 
 
 def prune_telemetry(engine: Engine, owner: str, before: datetime) -> int:
-    """Remove some of the telemetry of iterations that finished before a moment: of one job, of those that `owner`
-    started and that this database user may change. `ROWS_AT_ONCE` at most if all its ranks reported; returns how many,
-    0 when nothing is left to remove. Raises what SQLAlchemy raises.
-    """
+    """Remove some of the telemetry of iterations that finished before a moment, from one of the jobs that `owner`
+    started and this database user may change. At most `ROWS_PER_PRUNE` rows if all its ranks reported; returns how
+    many, 0 if nothing is left to remove. Raises SQLAlchemy's errors."""
     query = select(JobRow.id, JobRow.nodes * JobRow.gpus_per_node).where(JobRow.owner == owner).order_by(JobRow.id)
-    with engine.begin() as connection:  # locks for those who may change, and not for longer than it takes to ask
+    with engine.begin() as connection:  # locks only rows that we may change, for the time of this query
         jobs = connection.execute(query.with_for_update(read=True, key_share=True)).all()
     for job_id, ranks in jobs:
         with engine.begin() as connection:
@@ -90,14 +93,16 @@ def prune_telemetry(engine: Engine, owner: str, before: datetime) -> int:
             last_old = connection.execute(select(func.max(IterationRow.iteration)).where(of_old)).scalar_one()
             firsts = [
                 connection.execute(select(func.min(table.iteration)).where(table.job_id == job_id)).scalar_one()
-                for table in TELEMETRY
+                for table in TELEMETRY_TABLES
             ]
-            first = min((each for each in firsts if each is not None), default=None)
+            first = min((iteration for iteration in firsts if iteration is not None), default=None)
             if last_old is None or first is None or first > last_old:
                 continue
-            until = min(last_old, first + ROWS_AT_ONCE // max(ranks, 1))
-            gone = [delete(table).where(table.job_id == job_id, table.iteration <= until) for table in TELEMETRY]
-            return sum(connection.execute(each).rowcount for each in gone)
+            until = min(last_old, first + ROWS_PER_PRUNE // max(ranks, 1))
+            deletions = [
+                delete(table).where(table.job_id == job_id, table.iteration <= until) for table in TELEMETRY_TABLES
+            ]
+            return sum(connection.execute(deletion).rowcount for deletion in deletions)
     return 0
 
 
@@ -107,22 +112,24 @@ def _prune_job(connection: Connection, job_id: int, before: datetime, keep_every
     last_old = connection.execute(select(func.max(IterationRow.iteration)).where(old)).scalar_one()
     if last_old is None:
         return Pruned(job.name, job.owner, 0, 0)
-    gone = and_(old, IterationRow.iteration.not_in(_told(job_id)), _is_not_nth(IterationRow.iteration, keep_every))
+    unneeded = and_(
+        old, IterationRow.iteration.not_in(_kept_iterations(job_id)), _is_not_nth(IterationRow.iteration, keep_every)
+    )
     telemetry = [
         (
             table,
             and_(table.job_id == job_id, table.iteration <= last_old, _is_not_nth(table.iteration, keep_every)),
         )
-        for table in TELEMETRY
+        for table in TELEMETRY_TABLES
     ]
     if dry_run:
         counts = [
-            connection.execute(select(func.count()).select_from(table).where(which)).scalar_one()
-            for table, which in ((IterationRow, gone), *telemetry)
+            connection.execute(select(func.count()).select_from(table).where(condition)).scalar_one()
+            for table, condition in ((IterationRow, unneeded), *telemetry)
         ]
         return Pruned(job.name, job.owner, counts[0], sum(counts[1:]))
-    iterations = connection.execute(delete(IterationRow).where(gone)).rowcount
-    removed = sum(connection.execute(delete(table).where(which)).rowcount for table, which in telemetry)
+    iterations = connection.execute(delete(IterationRow).where(unneeded)).rowcount
+    removed = sum(connection.execute(delete(table).where(condition)).rowcount for table, condition in telemetry)
     return Pruned(job.name, job.owner, iterations, removed)
 
 
@@ -130,8 +137,8 @@ def _is_not_nth(iteration: Any, keep_every: int | None) -> ColumnElement[bool]:
     return or_(iteration.is_(None), iteration % keep_every != 0) if keep_every else iteration.is_not(None)
 
 
-def _told(job_id: int) -> Select[Any]:
-    """Iterations that stay: the first, the last, those of failures and plans, and the ones before these."""
+def _kept_iterations(job_id: int) -> Select[Any]:
+    """Select the iterations that stay: the first, the last, those of failures and plans, and the ones before these."""
     parts: list[Select[Any]] = []
     for column in (FailureRow.iteration, FailureRow.ended_iteration, PlanRow.next_iteration):
         of_job = column.class_.job_id == job_id
@@ -147,7 +154,7 @@ def _told(job_id: int) -> Select[Any]:
 
 
 def _give_back_space(path: str) -> None:
-    """SQLite's file keeps its size otherwise. Another time, if somebody reads just now."""
+    """Shrink SQLite's file, which otherwise keeps its size. Skipped if somebody is reading at the moment."""
     import sqlite3
     from contextlib import closing, suppress
 

@@ -1,9 +1,9 @@
-"""Keeps in the row of a job that is over what it cost, with what later attempts of its run made useless: reckoned once,
-not anew from all its rows each time that somebody asks (`db.reading.costs.cost_accounts`).
+"""Settles jobs that are over: stores their costs, including work that later attempts of their run made useless, in the
+job's row, so that readers need not recompute them from all rows each time (`db.reading.costs.cost_accounts`).
 
-Called by the fold as a job ends, for itself and the attempts before it, by `resihp db import` for runs of which it
-brought a job, and for what is left, as of an older version, by `resihp db upgrade` and `db prune`. Changes nothing but
-`jobs.account`, and only of jobs that this database user may change.
+Called by the fold as a job ends, for the job and the attempts before it; by `resihp db import` for runs of the imported
+jobs; and by `resihp db upgrade` and `db prune` for the rest, such as jobs written by an older version. Changes nothing
+but `jobs.account`, and only of jobs that this database user may change.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ _NO_PRIVILEGE = "42501"
 
 
 def settle_earlier(connection: Connection, job_id: int) -> None:
-    """As a job ends, within the transaction: attempts of its run that the same database user wrote, and that are over.
+    """Settle the earlier attempts of a job's run that are over and that the same database user wrote, within the
+    transaction.
 
-    Left as they are, for readers to reckon: whose row another transaction has, so that two attempts that end at once
-    wait for nothing, and one whose rows, which may come from an import, cannot be reckoned with: this job's end is told
-    all the same.
+    Two kinds are left for readers to compute: attempts whose row another transaction holds, so that two attempts that
+    end at once do not wait for each other; and attempts whose rows, perhaps imported, are inconsistent, since this
+    job's end must be written all the same.
     """
     own = connection.execute(select(_JOBS.c.run, _JOBS.c.written_by).where(_JOBS.c.id == job_id)).one()
     for row in Reader.within(connection).unsettled(own.run) if own.run else ():
@@ -39,9 +40,8 @@ def settle_earlier(connection: Connection, job_id: int) -> None:
 
 
 def settle_imported(engine: Engine, uuids: Collection[str]) -> None:
-    """After an import of these jobs: they and all attempts of their runs that are over and that this database user may
-    change, one transaction for each. Left as they are whoever `settle_earlier` leaves. Raises what SQLAlchemy raises.
-    """
+    """Settle these imported jobs and all attempts of their runs that are over and that this database user may change,
+    in one transaction each. Skips the attempts that `settle_earlier` skips. Raises SQLAlchemy's errors."""
     with engine.connect() as connection:
         with connection.begin():
             rows = connection.execute(select(_JOBS.c.uuid, _JOBS.c.run).where(_JOBS.c.run != "")).all()
@@ -55,7 +55,8 @@ def settle_imported(engine: Engine, uuids: Collection[str]) -> None:
 
 
 def settle_job(connection: Connection, job_id: int, *, wait: bool = True) -> bool:
-    """Within the transaction, one job; whether it is over and may be changed, and without `wait`, could be had."""
+    """Settle one job within the transaction; return whether it is over, may be changed, and, without `wait`, was not
+    locked."""
     mine = select(_JOBS.c.id).where(_JOBS.c.id == job_id, _JOBS.c.state != "running")
     mine = mine.with_for_update(skip_locked=not wait)  # PostgreSQL shows only rows that we may change
     if connection.execute(mine).first() is None:
@@ -66,8 +67,8 @@ def settle_job(connection: Connection, job_id: int, *, wait: bool = True) -> boo
 
 
 def settle(url: str, tell: Callable[[str], None] = lambda text: None) -> int:
-    """All jobs of the ledger at `url` that are over, and that this database user may change; one transaction for each.
-    How many were settled; of one whose rows cannot be reckoned with, `tell` is told. Raises LedgerError."""
+    """Settle all jobs of the ledger at `url` that are over and that this database user may change, in one transaction
+    each. Returns how many were settled; jobs with inconsistent rows are reported to `tell`. Raises LedgerError."""
     parsed = resolve(url)
     file = file_of(parsed)
     if file is not None and not file.exists():
@@ -83,7 +84,9 @@ def settle(url: str, tell: Callable[[str], None] = lambda text: None) -> int:
                     with connection.begin():
                         number += settle_job(connection, job["id"])
                 except (ArithmeticError, TypeError, ValueError) as error:
-                    tell(f"warning: job {job['uuid']}: its rows tell no cost: {error}; import it again")
+                    tell(
+                        f"warning: job {job['uuid']}: cannot compute its costs from its rows: {error}; import it again"
+                    )
     except (DBAPIError, OSError) as error:
         if getattr(getattr(error, "orig", None), "sqlstate", None) != _NO_PRIVILEGE:
             raise refusal(parsed, error) from error

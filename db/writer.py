@@ -1,9 +1,9 @@
-"""The one writer of a job's ledger: takes journal records and telemetry, writes them behind the job's back.
+"""The only writer of a job's ledger: takes journal records and telemetry, and writes them in the background.
 
-The supervisor calls `submit` and `telemetry`, which return at once whatever the database does. A thread of its own
-writes in batches, one transaction each, and tries again with growing pauses while the database does not take them.
-Journal records are never dropped: they wait in memory, or, when too many wait, are read again from the journal.
-Telemetry is dropped when its queue is full, and counted. Decides nothing about the job.
+The supervisor calls `submit` and `telemetry`, which return at once, regardless of the database. A separate thread
+writes in batches, one transaction each, and retries with growing pauses while the database is unavailable. Journal
+records are never dropped: they wait in memory, or, if too many wait, are read again from the journal. Telemetry is
+dropped when its queue is full, and counted. Decides nothing about the job.
 """
 
 from __future__ import annotations
@@ -39,19 +39,20 @@ if TYPE_CHECKING:
 
 BATCH_S = 0.2
 SERVER_BATCH_S = (2.0, 5.0)
-"""Between two batches of a job to a server, which is connected to for each: at random, for hundreds of jobs begin at
-once and would come at once for ever. Who flushes or closes waits for none of it."""
-SERVER_SHARE = 0.04
-"""Of its time, at most, a job is connected to a server: one that is slow because hundreds write is asked less often."""
-LONGEST_GATHER_S = 30.0
+"""Seconds between two batches of a job to a server; each batch opens a connection. Drawn at random, since hundreds of
+jobs that begin at once would otherwise write at once forever. `flush` and `close` do not wait for it."""
+MAX_CONNECTED_SHARE = 0.04
+"""Largest share of its time that a job is connected to a server: a server slowed by hundreds of writers is used
+less."""
+MAX_GATHER_S = 30.0
 BATCH_RECORDS = 500
 TELEMETRY_ROWS = 50_000
-PRUNED_EVERY_S = 86400.0
-MOST_WHOLE = 1024
-"""Ranks of a job of which every report is kept; of more, what `db.telemetry.condensed` says."""
+PRUNE_EVERY_S = 86400.0
+RANKS_KEPT_WHOLE = 1024
+"""Ranks up to which every report of a job is kept; above that, `db.telemetry.condensed` selects."""
 RECORDS_IN_MEMORY = 20_000
 FIRST_PAUSE_S = 0.2
-LONGEST_PAUSE_S = 10.0
+MAX_PAUSE_S = 10.0
 _log = logging.getLogger("resihp.ledger")
 
 
@@ -68,17 +69,17 @@ class Ledger:
         records_in_memory: int = RECORDS_IN_MEMORY,
         keep_s: float | None = None,
     ) -> None:
-        """Use `Ledger.open`, which checks and migrates first."""
+        """Use `Ledger.open` instead, which checks and migrates first."""
         self.url = url.render_as_string(hide_password=False)
-        """Absolute, with its password: for `resihp.errors` messages use `name`."""
+        """Absolute, with its password; messages use `name`."""
         self.name = masked(url)
         self._url = url
         self._took_s = 0.0
-        """How long the last batches took."""
+        """Seconds that the last batches took."""
         self._opened: tuple[int, int] | None = None
         self._lacks_tables = False
         self._schema: str | None = None
-        """Of the ledger as it was written last: somebody may upgrade it while we write."""
+        """Schema version of the ledger at the last write: somebody may upgrade it while we write."""
         self._say_to = say
         self._engine: Engine = make_engine(url, write=True)
         self._journal_path = journal_path
@@ -90,7 +91,7 @@ class Ledger:
         self._keep_s = keep_s
         self._prune_at = time.monotonic() if keep_s else float("inf")
         self._condensed: Condensed | None = None
-        """Of a job of more ranks than all reports are kept of; only the writer's thread changes it."""
+        """State of telemetry for a job of more than `RANKS_KEPT_WHOLE` ranks; only the writer's thread changes it."""
         self._finding = False
         self._most_records = records_in_memory
         self._reread = False
@@ -106,8 +107,9 @@ class Ledger:
         self._deadline = float("inf")
         self._failing = False
         self._hopeless = False
-        """What is to be written is at fault: who waits for it waits in vain."""
-        # A hung file system must not keep the process from ending, hence a daemon; it reports what it could not do.
+        """Whether the records themselves cannot be written, so that waiting for them is useless."""
+        # A daemon, since a hung file system must not keep the process from ending; it reports records that it could not
+        # write.
         self._thread = threading.Thread(target=self._write_until_closed, name="ledger", daemon=True)
 
     @classmethod
@@ -122,13 +124,14 @@ class Ledger:
         records_in_memory: int = RECORDS_IN_MEMORY,
         keep_s: float | None = None,
     ) -> Ledger:
-        """Open the ledger at `url` (`sqlite` alone: in the job's folder), and start writing. It is made if need be; a
-        file is upgraded, a server's is not (`db.migrate.make_ready`), and a newer one is written if it lets us.
+        """Open the ledger at `url` (`sqlite` alone: in the job's folder), and start writing. The ledger is created if
+        missing; a file is upgraded, a server is not (`db.migrate.make_ready`), and a newer ledger is written if it
+        permits that.
 
         `say` takes one-line warnings, from the writer's thread; without it they are logged. With `journal_path`,
         records that pile up while the database is away are read again from there instead of kept in memory. With
-        `keep_s`, telemetry that is older goes: of the user's jobs, once a day (`db.retention.prune_telemetry`).
-        Raises LedgerError of one line, the URL's password masked, when the ledger cannot be written.
+        `keep_s`, older telemetry of the user's jobs is removed once a day (`db.retention.prune_telemetry`). Raises
+        LedgerError of one line, the URL's password masked, if the ledger cannot be written.
         """
         parsed = resolve(url, job_folder)
         prepare_folder(parsed)
@@ -162,7 +165,7 @@ class Ledger:
         self.close()
 
     def submit(self, record: journal.Record) -> None:
-        """Hand over one journal record, in order. Never waits, never raises for what the database does."""
+        """Hand over one journal record, in order. Never waits, and never raises an error of the database."""
         with self._lock:
             if record.seq == 1:
                 self._first = record
@@ -172,29 +175,29 @@ class Ledger:
             self._records.append(record)
             self._last_submitted = max(self._last_submitted, record.seq)
             self._finding |= _is_finding(record.entry)
-        self._come()
+        self._wake_writer()
 
     def telemetry(self, rows: Iterable[Mapping[str, Any]] | Iterable[report_rows.Report]) -> None:
         """Hand over rank reports: mappings, or tuples, of iteration, epoch, rank, seconds, compute_seconds.
 
-        Those that come when too many wait are dropped, and counted. Tuples cost the caller less.
+        Reports beyond the queue's capacity are dropped and counted. Tuples cost the caller less.
         """
         reports = report_rows.as_reports(rows)
         with self._lock:
             self._dropped += self._reports.put(reports)
-        self._come()
+        self._wake_writer()
 
     def scores(self, iteration: int, scores: Iterable[tuple[int, float | None, float]]) -> None:
-        """Hand over how ranks stood with the detector after an iteration: rank, level, evidence. Telemetry, too."""
+        """Hand over the detector's scores of ranks after an iteration: rank, level, evidence. Telemetry, too."""
         rows = report_rows.sound_scores((iteration, *score) for score in scores)
         with self._lock:
             room = max(self._most_scores - len(self._scores), 0)
             self._scores += rows[:room]
             self._dropped += max(len(rows) - room, 0)
-        self._come()
+        self._wake_writer()
 
-    def _come(self) -> None:
-        """There is something to write: in a while, or at once where half of what has room waits already."""
+    def _wake_writer(self) -> None:
+        """Wake the writer's thread; make it write at once if half of the queue's capacity is in use."""
         with self._lock:
             crowded = (
                 2 * len(self._records) > self._most_records
@@ -205,48 +208,48 @@ class Ledger:
         self._wake.set()
 
     def catch_up(self, journal_path: Path) -> None:
-        """Bring in what the journal has and the ledger lacks, behind the job's back like everything else.
+        """Write the journal's records that the ledger lacks, in the background like everything else.
 
-        To be called before `submit` when a job's journal is taken over: its first record tells which job it is.
-        Raises ProtocolError or OSError if the journal cannot be read.
+        Call this before `submit` when a job's journal is taken over: its first record identifies the job. Raises
+        ProtocolError or OSError if the journal cannot be read.
         """
         packed = journal_file.read_packed(journal_path)
-        written = self._written_of(packed[0]) if packed else 0
+        written = self._last_written_of(packed[0]) if packed else 0
         with self._lock:
             self._journal_path = journal_path
             if packed:
                 self._first = packed[0]
             if packed and packed[-1].seq > written:
                 self._last_submitted = max(self._last_submitted, packed[-1].seq)
-            self._put_before(packed, written)
+            self._queue_before(packed, written)
         self._wake.set()
 
-    def _put_before(self, known: list[journal.Record], written: int) -> None:
-        """What the journal has after this number is to be written before what came later. To be called with the lock.
+    def _queue_before(self, journal_records: list[journal.Record], written: int) -> None:
+        """Queue the journal's records after number `written` before the later ones. The caller holds the lock.
 
-        Iterations that are packed stay so until it is their turn: they are a hundred times as large otherwise.
+        Packed iterations stay packed until their turn: unpacked they are a hundred times as large.
         """
-        last = known[-1].seq if known else 0
+        last = journal_records[-1].seq if journal_records else 0
         later = [record for record in self._records if record.seq > last]
-        self._records = deque([*(record for record in known if record.seq > written), *later])
+        self._records = deque([*(record for record in journal_records if record.seq > written), *later])
 
     def _unpack_next(self) -> None:
-        """See to it that what is to be written next is not packed. Raises ProtocolError for columns that are none."""
+        """Unpack the next record to write if it is packed. Raises ProtocolError for malformed columns."""
         while self._records and not _is_unpacked(self._records[0]):
             rows = list(unpack([self._records[0]]))
             self._records.popleft()
             self._records.extendleft(reversed(rows))
 
-    def _written_of(self, first: journal.Record) -> int:
-        """Up to which record the ledger has a job; 0 where it cannot tell."""
+    def _last_written_of(self, first: journal.Record) -> int:
+        """Return the number of the last record that the ledger has of a job; 0 if it cannot be read."""
         try:
             with Session(self._engine) as session:
-                return projection.written_of(session, first)
+                return projection.last_written_seq(session, first)
         except (DBAPIError, OSError):
             return 0
 
     def check_own(self) -> None:
-        """Raises LedgerError if the job that was caught up with is another database user's: trying again is in vain."""
+        """Raise LedgerError if the caught-up job belongs to another database user: retrying would be useless."""
         first = self._first
         if first is None or not isinstance(first.entry, journal.JobStarted) or file_of(self._url) is not None:
             return
@@ -258,24 +261,24 @@ class Ledger:
 
     @property
     def dropped(self) -> int:
-        """Telemetry rows that were dropped."""
+        """Number of telemetry rows dropped."""
         with self._lock:
             return self._dropped
 
     @property
     def behind(self) -> int:
-        """Journal records handed over that are not written yet; at least so many while they are read again."""
+        """Number of journal records handed over and not written yet; a lower bound while they are read again."""
         with self._lock:
             return len(self._records) + (self._most_records if self._reread else 0)
 
     @property
     def applied(self) -> int:
-        """Number of the last journal record that is written."""
+        """Number of the last journal record written."""
         with self._lock:
             return self._applied
 
     def flush(self, timeout_s: float = 10.0) -> bool:
-        """Wait until everything handed over so far is written; False if it was not in time."""
+        """Wait until everything handed over so far is written; return False if it was not in time."""
         self._hurry.set()
         self._wake.set()
         with self._lock:
@@ -287,7 +290,8 @@ class Ledger:
         return self._applied >= seq and not (self._reports or self._scores or self._condensed)
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Write what waits, for at most `timeout_s`, and stop; False if something was left (the journal has it)."""
+        """Write the waiting records, for at most `timeout_s`, and stop; return False if some were left (the journal has
+        them)."""
         self._deadline = time.monotonic() + timeout_s
         self._closing.set()
         self._hurry.set()
@@ -312,15 +316,15 @@ class Ledger:
                 _log.warning("%s", text)
             else:
                 self._say_to(text)
-        except Exception:  # noqa: BLE001 - the listener may be gone before we are; the writer goes on
+        except Exception:  # noqa: BLE001 - the listener may end before us; the writer continues
             _log.exception("%s", text)
 
     def _write_until_closed(self) -> None:
         pause_s = FIRST_PAUSE_S
-        said: set[str] = set()
+        reported: set[str] = set()
         while True:
             self._wake.wait()
-            self._rest(self._gather_s())  # let a batch gather, unless somebody waits for it
+            self._pause_up_to(self._gather_s())  # let a batch gather, unless somebody waits for it
             self._wake.clear()
             began = time.monotonic()
             try:
@@ -328,52 +332,52 @@ class Ledger:
                     pause_s = FIRST_PAUSE_S
                 self._prune()
                 self._took_s = time.monotonic() - began
-            except Exception as error:  # noqa: BLE001 - whatever it is, training goes on and the records are kept
+            except Exception as error:  # noqa: BLE001 - after any error training continues and the records are kept
                 self._engine.dispose()
                 self._lacks_tables = isinstance(error, ProgrammingError) or "no such table" in str(error)
                 with self._lock:
-                    self._hopeless = _lies_in_the_rows(error) or (not self._lacks_tables and _is_bad_statement(error))
+                    self._hopeless = _rejects_rows(error) or (not self._lacks_tables and _is_bad_statement(error))
                     self._written.notify_all()
                 words = _first_line(error)
-                if not self._failing or (isinstance(error, LedgerError) and words not in said):
+                if not self._failing or (isinstance(error, LedgerError) and words not in reported):
                     self._failing = True
-                    said.add(words)
+                    reported.add(words)
                     words = words.removeprefix(f"ledger {self.name}: ")
-                    self._say(f"ledger {self.name}: cannot be written, {words}; trying again, the job goes on")
+                    self._say(f"ledger {self.name}: cannot be written, {words}; retrying, the job continues")
                 left_s = self._deadline - time.monotonic()
                 if left_s <= 0:
                     return
                 if self._closing.is_set():
                     time.sleep(min(random.uniform(0.5, 1.0) * FIRST_PAUSE_S, left_s))
                 else:
-                    self._rest(random.uniform(0.5, 1.0) * pause_s)
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                    self._pause_up_to(random.uniform(0.5, 1.0) * pause_s)
+                pause_s = min(2 * pause_s, MAX_PAUSE_S)
                 self._wake.set()
                 continue
             self._hopeless = False
             if self._failing:
                 self._failing = False
-                said.clear()
-                self._say(f"ledger {self.name}: written again, nothing of the journal is missing")
+                reported.clear()
+                self._say(f"ledger {self.name}: written again, no journal record is missing")
             if self._closing.is_set() and not self._wake.is_set():
                 return
 
     def _gather_s(self) -> float:
         if file_of(self._url) is not None:
             return BATCH_S
-        slow_s = random.uniform(0.5, 1.5) * min(self._took_s / SERVER_SHARE, LONGEST_GATHER_S)
+        slow_s = random.uniform(0.5, 1.5) * min(self._took_s / MAX_CONNECTED_SHARE, MAX_GATHER_S)
         return max(random.uniform(*SERVER_BATCH_S), slow_s)
 
-    def _rest(self, pause_s: float) -> None:
+    def _pause_up_to(self, pause_s: float) -> None:
         self._hurry.wait(pause_s)
         if not self._closing.is_set():
             self._hurry.clear()
 
-    def _make_anew_if_gone(self) -> None:
-        """Somebody removed the file, put another in its place, or dropped the tables: SQLite would go on writing to a
-        file that nobody can open any more. Raises LedgerError."""
-        gone = self._opened is not None and _identity(self._url) != self._opened
-        if not (gone or self._lacks_tables):
+    def _recreate_if_removed(self) -> None:
+        """Recreate the ledger if somebody removed or replaced the file, or dropped the tables: SQLite would go on
+        writing to a file that nobody can open any more. Raises LedgerError."""
+        was_replaced = self._opened is not None and _identity(self._url) != self._opened
+        if not (was_replaced or self._lacks_tables):
             return
         self._engine.dispose()
         migrate.make_ready(self.url)
@@ -381,23 +385,25 @@ class Ledger:
         self._lacks_tables = False
         with self._lock:
             self._applied, self._reread = 0, self._journal_path is not None
-        if gone:
-            self._say(f"ledger {self.name}: its file was removed; made anew, what it held comes from the journal")
+        if was_replaced:
+            self._say(
+                f"ledger {self.name}: its file was removed; recreated, its rows are written again from the journal"
+            )
 
     def _write_batch(self) -> bool:
-        """Write one batch; True if more may wait. Raises what the database raises; nothing is forgotten then."""
+        """Write one batch; return True if more may wait. Raises the database's errors; nothing is forgotten then."""
         self._condense()
-        self._make_anew_if_gone()
+        self._recreate_if_removed()
         with self._lock:
             reread, path, applied = self._reread, self._journal_path, self._applied
             first = self._first
-        known: list[journal.Record] | None = None
+        journal_records: list[journal.Record] | None = None
         if reread and path is not None:
-            known = journal_file.read_packed(path)
-            first = first or next(iter(known), None)
+            journal_records = journal_file.read_packed(path)
+            first = first or next(iter(journal_records), None)
         with self._lock:
-            if known is not None:
-                self._put_before(known, applied)
+            if journal_records is not None:
+                self._queue_before(journal_records, applied)
                 self._first = first = self._first or first
                 self._reread = False
             first = self._first
@@ -407,7 +413,7 @@ class Ledger:
             scores = self._scores[: report_rows.ROWS_IN_BATCH]
             dropped = self._dropped
         if first is None or not (records or parts or scores or self._condensed or dropped != self._dropped_written):
-            return False  # without the journal's first record nobody knows whose records these are
+            return False  # the journal's first record identifies the job
         given = sum(map(len, parts))
         reports = report_rows.sound(list(chain.from_iterable(parts)))
         unsound = given - len(reports)
@@ -420,13 +426,13 @@ class Ledger:
             seq = self._transaction(first, records, telemetry, dropped + unsound)
             written = dropped + unsound
         except Exception as error:
-            if not _lies_in_the_rows(error):
+            if not _rejects_rows(error):
                 raise
             seq = self._one_by_one(first, records)
             unsound, written = given, self._dropped_written
             if reports:
                 self._say(f"ledger {self.name}: {len(reports)} rank reports dropped: {_first_line(error)}")
-        return self._account_for(records, parts, scores, seq, unsound, written, known is None)
+        return self._account_for(records, parts, scores, seq, unsound, written, journal_records is None)
 
     def _account_for(
         self,
@@ -438,23 +444,23 @@ class Ledger:
         written: int,
         handed_over: bool,
     ) -> bool:
-        """Forget what is written, up to record `seq`; True if more may wait. `handed_over`: records were not read from
-        the journal."""
+        """Forget the written records, up to record `seq`; return True if more may wait. `handed_over`: the records were
+        not read from the journal."""
         with self._lock:
             path = self._journal_path
-            gone = 0
-            while self._records and gone < len(records) and self._records[0].seq <= seq:
+            written_count = 0
+            while self._records and written_count < len(records) and self._records[0].seq <= seq:
                 self._records.popleft()
-                gone += 1
+                written_count += 1
             self._reports.remove(parts)
             if self._condensed is not None:
                 self._condensed.remove()
             del self._scores[: len(scores)]
             self._dropped += unsound
             went_back, self._applied = seq < self._applied, seq
-            stalled = bool(records) and not gone
+            stalled = bool(records) and not written_count
             if path is not None and (went_back or (stalled and handed_over)):
-                # A gap, or a ledger that lost what it had: what was not handed over, or no longer, is in the journal.
+                # A gap, or a ledger that lost rows: the missing records are in the journal.
                 self._reread, stalled = True, False
             self._dropped_written = written
             more = (
@@ -472,7 +478,7 @@ class Ledger:
         return more
 
     def _prune(self) -> None:
-        """Some of what is too old goes, and more at the next batch: what is new does not wait for it."""
+        """Remove some of the outdated telemetry, and more at the next batch: new records do not wait for it."""
         with self._lock:
             first = self._first
         if time.monotonic() < self._prune_at or self._closing.is_set() or first is None or self._keep_s is None:
@@ -482,13 +488,13 @@ class Ledger:
             if not isinstance(first.entry, journal.JobStarted) or not prune_telemetry(
                 self._engine, first.entry.user, before
             ):
-                self._prune_at = time.monotonic() + PRUNED_EVERY_S
+                self._prune_at = time.monotonic() + PRUNE_EVERY_S
         except (DBAPIError, OSError) as error:
-            self._prune_at = time.monotonic() + PRUNED_EVERY_S
-            self._say(f"ledger {self.name}: old rank reports stay, {_first_line(error)}; tried again in a day")
+            self._prune_at = time.monotonic() + PRUNE_EVERY_S
+            self._say(f"ledger {self.name}: old rank reports were not removed, {_first_line(error)}; retry in a day")
 
     def _condense(self) -> None:
-        """Of a job of many ranks, what came of telemetry goes where it is condensed."""
+        """Move the telemetry of a job with many ranks to where it is condensed."""
         with self._lock:
             first = self._first
         if self._condensed is None:
@@ -509,7 +515,9 @@ class Ledger:
             condensed.finish()
         if condensed.spent:
             condensed.spent = False
-            self._say(f"ledger {self.name}: rank reports around findings fill it; today no more of them are kept")
+            self._say(
+                f"ledger {self.name}: rank reports around findings have reached today's limit; no more are kept today"
+            )
         with self._lock:
             self._dropped += len(given) - len(reports) + condensed.lost
             condensed.lost = 0
@@ -522,7 +530,7 @@ class Ledger:
         telemetry: report_rows.Telemetry,
         dropped: int,
     ) -> int:
-        """One batch, as a whole or not at all; returns the ledger's `journal_seq` after it."""
+        """Write one batch, as a whole or not at all; return the ledger's `journal_seq` after it."""
         with Session(self._engine) as session, session.begin():
             self._schema = migrate.check_writable(session.connection(), self.name, self._schema)
             job = projection.job_of(session, first)
@@ -533,8 +541,8 @@ class Ledger:
                     break
                 if projection.overtakes(record, seq) and self._journal_path is not None:
                     projection.forget(session, job)
-                    known = journal_file.read_packed(self._journal_path)
-                    ready = [earlier for earlier in known if earlier.seq < record.seq]
+                    journal_records = journal_file.read_packed(self._journal_path)
+                    ready = [earlier for earlier in journal_records if earlier.seq < record.seq]
                 ready.append(record)
                 seq = max(seq, record.seq)
             projection.apply_all(session, job, ready)
@@ -550,7 +558,7 @@ class Ledger:
             try:
                 seq = self._transaction(first, [record], report_rows.Telemetry(), 0)
             except Exception as error:
-                if not _lies_in_the_rows(error):
+                if not _rejects_rows(error):
                     raise
                 self._say(f"ledger {self.name}: record {record.seq} fits no table: {_first_line(error)}")
                 with Session(self._engine) as session, session.begin():
@@ -561,11 +569,12 @@ class Ledger:
 
 
 def _has_many_ranks(entry: journal.Entry) -> bool:
-    return isinstance(entry, journal.JobStarted) and entry.nodes * entry.gpus_per_node > MOST_WHOLE
+    return isinstance(entry, journal.JobStarted) and entry.nodes * entry.gpus_per_node > RANKS_KEPT_WHOLE
 
 
 def _is_finding(entry: journal.Entry) -> bool:
-    """Whether rank reports around it are wanted later: a failure, or a suspicion that something is slow."""
+    """Decide whether rank reports around this entry are wanted later: a failure, or a suspicion that something is
+    slow."""
     if isinstance(entry, journal.Suspected):
         return entry.kind == "slow" and not entry.cleared
     return isinstance(entry, journal.FailureFound)
@@ -576,22 +585,22 @@ def _is_unpacked(record: journal.Record) -> bool:
 
 
 def _identity(url: URL) -> tuple[int, int] | None:
-    """Which file SQLite's is now; None for a server, or where there is none."""
+    """Return device and inode of SQLite's present file; None for a server, or if there is none."""
     file = file_of(url)
     try:
-        found = None if file is None else file.stat()
+        status = None if file is None else file.stat()
     except OSError:
         return None
-    return None if found is None else (found.st_dev, found.st_ino)
+    return None if status is None else (status.st_dev, status.st_ino)
 
 
-def _lies_in_the_rows(error: Exception) -> bool:
-    """Whether trying again is of no use: the database works, it is what we write that it does not take."""
+def _rejects_rows(error: Exception) -> bool:
+    """Decide whether retrying is useless: the database works, but it rejects our rows."""
     return isinstance(error, IntegrityError | DataError) or not isinstance(error, DBAPIError | OSError | LedgerError)
 
 
 def _is_bad_statement(error: Exception) -> bool:
-    """Whether SQLite cannot make sense of what we write, as where a table was replaced by a view."""
+    """Decide whether SQLite rejects the statement itself, as when a table was replaced by a view."""
     return getattr(getattr(error, "orig", None), "sqlite_errorcode", None) == sqlite3.SQLITE_ERROR
 
 
@@ -606,8 +615,8 @@ def catch_up(url: str, job_folder: Path, journal_path: Path, timeout_s: float = 
     Raises LedgerError if it cannot be opened, the job is another database user's, or nothing is written in time,
     ProtocolError if the journal cannot be read.
     """
-    said: list[str] = []
-    ledger = Ledger.open(url, job_folder, say=said.append)
+    warnings: list[str] = []
+    ledger = Ledger.open(url, job_folder, say=warnings.append)
     try:
         ledger.catch_up(journal_path)
         ledger.check_own()
@@ -618,4 +627,6 @@ def catch_up(url: str, job_folder: Path, journal_path: Path, timeout_s: float = 
     while not (complete := ledger.flush(timeout_s)) and ledger.applied > before:
         before = ledger.applied
     if not ledger.close(timeout_s if complete else 0.0):
-        raise LedgerError(said[0] if said else f"ledger {ledger.name}: nothing was written for {timeout_s:.0f} s")
+        raise LedgerError(
+            warnings[0] if warnings else f"ledger {ledger.name}: nothing was written for {timeout_s:.0f} s"
+        )

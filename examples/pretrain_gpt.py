@@ -50,40 +50,47 @@ def arguments() -> argparse.Namespace:
         help="gpt: LayerNorm, GELU, biases; llama: RMSNorm, SwiGLU; qwen: llama with grouped queries and QKV biases; "
         "qwen3: llama with grouped queries, and norms of queries and keys",
     )
-    model.add_argument("--tie-embeddings", action="store_true", help="one table for embedding and head")
+    model.add_argument(
+        "--tie-embeddings", action="store_true", help="share one weight table between embedding and head"
+    )
     model.add_argument("--recompute", choices=sorted(RECOMPUTE), default="none")
-    model.add_argument("--head-width", type=int, help="kv_channels, if not hidden / heads")
-    model.add_argument("--window", type=int, help="tokens that a token sees before itself, if not all")
-    model.add_argument("--bf16", action="store_true", help="compute in bfloat16; what the optimizer updates is float32")
+    model.add_argument("--head-width", type=int, help="kv_channels; default: hidden / heads")
+    model.add_argument("--window", type=int, help="attention window: number of preceding tokens; default: all")
+    model.add_argument("--bf16", action="store_true", help="compute in bfloat16; the optimizer updates float32 weights")
     batch = parser.add_argument_group("data and batch")
     batch.add_argument("--corpus", default=STDLIB, help="folder of files, one document each")
     batch.add_argument(
-        "--suffix", help="ends of their names: .txt; '' for all; .py if left out, with a word on the others"
+        "--suffix",
+        help="file name suffix, such as .txt; '' for all files; default: .py, with a warning if others are left out",
     )
-    batch.add_argument("--indexed", help="a Megatron data set (prefix of .bin and .idx) instead of a folder")
+    batch.add_argument("--indexed", help="Megatron data set (common prefix of .bin and .idx) instead of a folder")
     batch.add_argument(
         "--blend",
         nargs=2,
         action="append",
         default=[],
         metavar=("WEIGHT", "FOLDER"),
-        help="mix in; the corpus weighs 1",
+        help="mix in another folder of documents; the corpus has weight 1",
     )
     batch.add_argument("--prefetch", action="store_true", help="read the next iteration's data in a thread")
     batch.add_argument("--vocab-size", type=int, default=256)
-    batch.add_argument("--micro-batches", type=int, default=12, help="in the global batch of an iteration")
+    batch.add_argument(
+        "--micro-batches", type=int, default=12, help="micro-batches in the global batch of an iteration"
+    )
     batch.add_argument(
         "--rampup-batch-size",
         nargs=3,
         type=int,
         metavar=("START", "INCREMENT", "MICRO_BATCHES"),
-        help="begin with fewer micro-batches, grow to --micro-batches over the first so many",
+        help="start at START micro-batches, grow by INCREMENT to --micro-batches over the first MICRO_BATCHES",
     )
     batch.add_argument("--tokens", type=int, default=256, help="token budget of a micro-batch")
     batch.add_argument("--iterations", type=int, default=30)
-    batch.add_argument("--eval-interval", type=int, help="iterations between two evaluations; else there are none")
-    batch.add_argument("--eval-iters", type=int, default=2, help="global batches of an evaluation")
-    batch.add_argument("--eval-corpus", help="folder of source files, if not another drawing of the corpus")
+    batch.add_argument("--eval-interval", type=int, help="iterations between evaluations; default: no evaluation")
+    batch.add_argument("--eval-iters", type=int, default=2, help="global batches per evaluation")
+    batch.add_argument(
+        "--eval-corpus", help="folder of documents for evaluation; default: the corpus, drawn with another seed"
+    )
     batch.add_argument("--seed", type=int, default=1234)
     batch.add_argument("--lr", type=float, default=1e-3)
     batch.add_argument("--warmup", type=int, default=0)

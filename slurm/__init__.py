@@ -1,12 +1,12 @@
-"""The one place that talks to Slurm: what can be asked (`client`), the real one (`commands`), and what it prints.
+"""All contact with Slurm: the client protocol (`client`), its implementation (`commands`) and the parser (`parse`).
 
 =============================  ================================================================================
-`command_call`                 one call of one command: no shell, ended in time, output of bounded size
-`parse`, `releases`            what is printed, and how releases differ
-`rate_limited`                 one door for a whole job, so that the site's controller is asked rarely
-`survey`, `limits`             what a cluster is like, asked once
+`command_call`                 one call of one command: no shell, a time limit, output of bounded size
+`parse`, `releases`            parsing of command output, and differences between Slurm releases
+`rate_limited`                 one shared client per job, so that the site's controller is asked rarely
+`survey`, `limits`             settings, partitions and limits of a cluster, asked once
 `render`                       batch scripts
-`replacement`                  a node in place of a lost one
+`replacement`                  jobs that replace a lost node
 `drains`                       the drain ladder; `site`: the hook that root runs
 =============================  ================================================================================
 

@@ -1,7 +1,7 @@
-"""One call of one of Slurm's commands: started without a shell, ended in time, its output of bounded size.
+"""One call of one of Slurm's commands: started without a shell, limited in time, its output bounded in size.
 
-Decides what of our environment a command sees, and which failures are no answer at all. Never reads what an answer
-says. Called by `slurm.commands` alone.
+Decides which of our environment variables a command sees, and which failures count as no answer. Never interprets an
+answer. Called by `slurm.commands` and other modules of this package.
 """
 
 from __future__ import annotations
@@ -21,48 +21,49 @@ import msgspec
 from slurm.errors import SlurmOutputError, SlurmUnavailableError
 
 LIMIT_BYTES = 64 << 20
-"""More than the largest cluster has to say. Slurm's own text is some 200 bytes a node."""
+"""Limit on one command's output, above the needs of the largest cluster. Slurm prints some 200 bytes per node."""
 REAP_S = 1.0
-"""How long a killed command may take to go. One that hangs in a file system does not; it is left behind."""
+"""Seconds that a killed command may take to exit. One that hangs in a file system does not exit; it is left behind."""
 
-_SLURMS = ("SLURM", "SBATCH", "SALLOC", "SRUN", "SQUEUE", "SINFO", "SCONTROL", "SCANCEL", "SACCT")
+_SLURM_PREFIXES = ("SLURM", "SBATCH", "SALLOC", "SRUN", "SQUEUE", "SINFO", "SCONTROL", "SCANCEL", "SACCT")
 _CONNECTION = ("SLURM_CONF", "SLURM_JWT", "SLURM_SACK_SOCKET")
-"""How the controller is found, and how it knows us."""
+"""Variables that locate the controller and authenticate us."""
 _OUR_FOLDER = str(Path(os.path.abspath(__file__)).parents[1])
-"""That resihp is imported from."""
-_ON_WHOSE_ACCOUNT = ("SBATCH_ACCOUNT", "SBATCH_PARTITION", "SBATCH_QOS", "SBATCH_RESERVATION")
+"""Folder from which resihp is imported."""
+_ACCOUNTING_CHOICES = ("SBATCH_ACCOUNT", "SBATCH_PARTITION", "SBATCH_QOS", "SBATCH_RESERVATION")
 
 
 class CompletedCall(msgspec.Struct, frozen=True):
-    """What a command said. `status` is its exit status, negative for the signal that ended it."""
+    """Result of one command. `status` is its exit status, negative for the signal that ended it."""
 
     status: int
     output: bytes
     complaint: str
-    """What it wrote to standard error, on one line."""
+    """Its standard error, on one line."""
 
 
 def own_environment(base: Mapping[str, str]) -> dict[str, str]:
-    """For resihp's own processes: PYTHONPATH names the folder of resihp at most, where `pip install --target` has put
-    it and all that it needs. Modules in the user's folders could shadow ours."""
+    """Return the environment for resihp's own processes. PYTHONPATH contains at most the folder of resihp, where `pip
+    install --target` has put it and its dependencies: modules in the user's folders could shadow ours."""
     kept = {key: value for key, value in base.items() if key != "PYTHONPATH"}
     entries = [os.path.abspath(entry) for entry in base.get("PYTHONPATH", "").split(os.pathsep) if entry]
     return kept | ({"PYTHONPATH": _OUR_FOLDER} if _OUR_FOLDER in entries else {})
 
 
 def query_environment(base: Mapping[str, str]) -> dict[str, str]:
-    """For commands whose output we read: nothing that changes formats, filters jobs, or leads to another cluster."""
-    kept = {key: value for key, value in base.items() if not key.startswith(_SLURMS) or key in _CONNECTION}
+    """Return the environment for commands whose output we parse, without variables that change formats, filter jobs or
+    select another cluster."""
+    kept = {key: value for key, value in base.items() if not key.startswith(_SLURM_PREFIXES) or key in _CONNECTION}
     return {**kept, "LC_ALL": "C", "SLURM_TIME_FORMAT": "%s"}
 
 
 def submit_environment(base: Mapping[str, str]) -> dict[str, str]:
-    """For sbatch, whose environment the new job inherits: nothing that says what our own job is or has.
+    """Return the environment for sbatch, which the new job inherits, without variables that describe our own job.
 
     The user's choice of account, partition, QOS and reservation stays, as with any other sbatch.
     """
-    allowed = (*_CONNECTION, *_ON_WHOSE_ACCOUNT)
-    return {key: value for key, value in base.items() if not key.startswith(_SLURMS) or key in allowed}
+    allowed = (*_CONNECTION, *_ACCOUNTING_CHOICES)
+    return {key: value for key, value in base.items() if not key.startswith(_SLURM_PREFIXES) or key in allowed}
 
 
 def call(
@@ -75,7 +76,8 @@ def call(
 ) -> CompletedCall:
     """Run a command (`argv[0]` by name or path) to its end.
 
-    Raises SlurmUnavailableError when it is not there or not done in time, SlurmOutputError when it says too much.
+    Raises SlurmUnavailableError if the command is missing or not done in time, SlurmOutputError if its output is too
+    large.
     """
     name = Path(argv[0]).name
     program = shutil.which(argv[0], path=environment.get("PATH", os.defpath))
@@ -101,7 +103,7 @@ def call(
 
 
 def _read(process: subprocess.Popen[bytes], name: str, timeout_s: float, limit_bytes: int) -> tuple[bytes, bytes]:
-    """Both outputs to their ends, and the exit."""
+    """Read both outputs to their ends, and wait for the exit."""
     deadline = time.monotonic() + timeout_s
     late = SlurmUnavailableError(f"slurm: {name} gave no answer within {timeout_s:g} s; try: scontrol ping")
     assert process.stdout is not None
@@ -122,7 +124,7 @@ def _read(process: subprocess.Popen[bytes], name: str, timeout_s: float, limit_b
                 chunks[key.fd].append(chunk)
                 size += len(chunk)
             if size > limit_bytes:
-                raise SlurmOutputError(f"slurm: {name} said more than {limit_bytes} bytes; the rest was not read")
+                raise SlurmOutputError(f"slurm: {name} printed more than {limit_bytes} bytes; the rest was not read")
     try:
         process.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
@@ -132,7 +134,7 @@ def _read(process: subprocess.Popen[bytes], name: str, timeout_s: float, limit_b
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a command that is not done, with whatever it started."""
+    """Kill a command that is not done, with all processes that it started."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -1,11 +1,11 @@
-"""Slurm, asked by its own commands: `CommandLine` is what `slurm.client.Slurm` promises, on a real cluster.
+"""Slurm through its own commands: `CommandLine` implements `slurm.client.Slurm` on a real cluster.
 
-Decides how each question is put, and what a failed command means: no answer, a refusal, or a refusal because of who
-asks. Slurm prints its reasons as sentences, so sentences are what this goes by; one that is not known is a refusal
-that says so. Never retries, caches or limits anything: that is `slurm.rate_limited`. Names and ids are checked before
-they get near a command line, and nothing ever goes through a shell.
+Decides how each question is put, and what a failed command means: no answer, a refusal, or a refusal because of the
+caller's rights. Slurm prints its reasons as sentences, so this module recognises sentences; an unknown one counts as a
+refusal and is quoted. Never retries, caches or limits anything: `slurm.rate_limited` does. Names and ids are checked
+before they reach a command line, and nothing ever goes through a shell.
 
-Measured with Slurm 22.05.8, 24.11.5 and 26.05.5; fields are asked for by name, so other versions since 20.11 should
+Measured with Slurm 22.05.8, 24.11.5 and 26.05.5; fields are requested by name, so other versions since 20.11 should
 answer alike.
 """
 
@@ -26,9 +26,9 @@ from slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableEr
 
 TIMEOUT_S = 10.0
 COMMENT_TIMEOUT_S = 5.0
-"""Nobody waits longer for what is only there to be read."""
-AT_ONCE = 1000
-"""How many nodes or jobs one command line names; the kernel allows 128 KiB for each argument."""
+"""Shorter than TIMEOUT_S: the comment is only for people to read, and nothing should wait longer for it."""
+MAX_NAMES_PER_CALL = 1000
+"""Number of nodes or jobs that one command line names; the kernel allows 128 KiB for each argument."""
 
 _NO_ANSWER = (
     "unable to contact slurm controller",
@@ -49,11 +49,11 @@ _NO_ANSWER = (
     "temporarily unable",
     "temporarily unavailable",
     "standby mode",
-    # Of munge, or between clusters: the controller has not looked at who asks.
+    # From munge, or between clusters: the controller has not looked at who asks.
     "munge encode failed",
     "protocol authentication error",
     "invalid authentication credential",
-    # scontrol says this for an answer that never came (22.05.8, slurmctld stopped) and for some refusals of `update`.
+    # scontrol prints this if no answer ever came (22.05.8, slurmctld stopped), and for some refusals of `update`.
     "unexpected message received",
 )
 _PERMISSION = ("invalid user id", "permission denied", "access denied", "operation not permitted", "not authorized")
@@ -64,7 +64,7 @@ _UNKNOWN_JOB = "invalid job id specified"
 class CommandLine:
     """Slurm's commands. Safe to use from several threads.
 
-    `bin`: a folder to take the commands from instead of PATH. `environment`: instead of this process's.
+    `bin`: folder to take the commands from instead of PATH. `environment`: used instead of this process's.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class CommandLine:
         base = os.environ if environment is None else environment
         self._environment = query_environment(base)
         self._submit_environment = submit_environment(base)
-        # What a list stands for never changes, and a job's is asked for again and again.
+        # A node list always expands to the same names, and a job's list is expanded again and again.
         self._expanded: dict[str, tuple[str, ...]] = {}
         self._version: releases.Version | None = None
         self._lock = threading.Lock()
@@ -95,19 +95,19 @@ class CommandLine:
     def nodes(self, names: Sequence[str]) -> Mapping[str, NodeView]:
         views: dict[str, NodeView] = {}
         for some in _portions(filter(parse.is_node, names)):
-            # --all: also those in partitions that are hidden from us. --noconvert: 2048 CPUs are not 2K.
+            # --all: also nodes in partitions that are hidden from us. --noconvert: prints 2048 CPUs, not 2K.
             options = ["-h", "-N", "--all", "--noconvert", "-n", ",".join(some), "-O", parse.NODE_FORMAT]
-            found = parse.nodes(self._ask("slurm", "sinfo", *options))
-            views |= {name: view for name, view in found.items() if name in some}
+            views_by_name = parse.nodes(self._ask("slurm", "sinfo", *options))
+            views |= {name: view for name, view in views_by_name.items() if name in some}
         return views
 
     def drained(self) -> Mapping[str, NodeView]:
         options = ["-h", "-N", "--all", "--noconvert", "-t", "drain", "-O", parse.NODE_FORMAT]
-        found = parse.nodes(self._ask("slurm", "sinfo", *options))
-        for view in found.values():
-            if view.unreadable:  # it is draining, and for whom is not known
+        views_by_name = parse.nodes(self._ask("slurm", "sinfo", *options))
+        for view in views_by_name.values():
+            if view.unreadable:  # it is draining, but we cannot read on whose behalf
                 raise SlurmOutputError(view.unreadable)
-        return {name: view for name, view in found.items() if view.draining}
+        return {name: view for name, view in views_by_name.items() if view.draining}
 
     def job(self, job_id: str) -> JobView | None:
         return self.jobs([job_id]).get(job_id)
@@ -118,7 +118,7 @@ class CommandLine:
             options = ["-h", "--all", "-t", "all", "-j", ",".join(some), "-O", parse.JOB_FORMAT]
             answer = self._call("squeue", *options)
             if answer.status != 0 and _UNKNOWN_JOB in answer.complaint.lower():
-                # Only when a single job is asked for; of several, those that are unknown are left out.
+                # Only when a single job is asked for; of several, unknown jobs are left out.
                 continue
             for ids, view, nodelist in parse.jobs(self._checked(answer, "slurm", "squeue")):
                 for job_id in ids.intersection(some):
@@ -129,26 +129,26 @@ class CommandLine:
     def request(self, job_id: str) -> JobRequest:
         self._check_job(job_id)
         options = ["-h", "--all", "--noconvert", "-t", "all", "-j", job_id, "-O", parse.REQUEST_FORMAT]
-        return parse.request(self._ask(f"job {job_id}: what it asked for", "squeue", *options), job_id)
+        return parse.request(self._ask(f"job {job_id}: its request cannot be read", "squeue", *options), job_id)
 
     def gpus(self, job_id: str) -> Mapping[str, int]:
         self._check_job(job_id)
-        answer = self._ask(f"job {job_id}: its GPUs cannot be told", "scontrol", "show", "job", "-d", job_id)
+        answer = self._ask(f"job {job_id}: its GPUs cannot be read", "scontrol", "show", "job", "-d", job_id)
         return {node: count for nodelist, count in parse.job_gpus(answer) for node in self._expand(nodelist)}
 
     def batch_script(self, job_id: str) -> str:
         self._check_job(job_id)
-        subject = f"job {job_id}: its batch script cannot be had"
+        subject = f"job {job_id}: its batch script cannot be read"
         answer = self._call("scontrol", "write", "batch_script", job_id, "-")
         if not answer.output and answer.complaint:
-            # scontrol ends with 0 all the same.
+            # scontrol exits with 0 all the same.
             raise failure(subject, "scontrol", answer.complaint)
         return parse.script(self._checked(answer, subject, "scontrol"), job_id)
 
     def expand(self, nodelist: str) -> tuple[str, ...]:
         nodelist = parse.node_list(nodelist)
         if not parse.NODE_LIST.fullmatch(nodelist):
-            raise SlurmOutputError(f"node list {nodelist[:80]!a}: this is not one")
+            raise SlurmOutputError(f"node list {nodelist[:80]!a}: not a node list")
         return self._expand(nodelist)
 
     def drain(self, node: str, reason: str) -> None:
@@ -157,7 +157,7 @@ class CommandLine:
         self._ask(f"node {node}: not drained", "scontrol", *command)
 
     def undrain(self, node: str) -> None:
-        # 24.11.5 without accounting would keep the reason; none is what Slurm itself says where there is not any.
+        # 24.11.5 without accounting would keep the reason; "none" is Slurm's own word for a missing reason.
         command = ["update", f"NodeName={self._checked_node(node)}", "State=UNDRAIN", "Reason=none"]
         self._ask(f"node {node}: not undrained", "scontrol", *command)
 
@@ -166,10 +166,12 @@ class CommandLine:
         names = ",".join(self._checked_node(node) for node in keep)
         if not names:
             raise SlurmRefusedError(f"job {job_id}: cannot be left without nodes; try: scancel {job_id}")
-        self._ask(f"job {job_id}: its nodes stay", "scontrol", "update", f"JobId={job_id}", f"NodeList={names}")
+        self._ask(
+            f"job {job_id}: its nodes were not changed", "scontrol", "update", f"JobId={job_id}", f"NodeList={names}"
+        )
 
     def submit(self, script: Path, options: Sequence[str] = ()) -> str:
-        # Absolute: a script's name must not be taken for an option.
+        # Absolute, so that a script's name is not taken for an option.
         argv = ["sbatch", "--parsable", *options, "--", str(script.absolute())]
         answer = self._call(*argv, environment=self._submit_environment)
         return parse.submitted(self._checked(answer, f"{script}: not submitted", "sbatch"))
@@ -177,7 +179,7 @@ class CommandLine:
     def requeue(self, job_id: str) -> None:
         self._check_job(job_id)
         answer = self._call("scontrol", "requeue", job_id)
-        if "is pending execution" not in answer.complaint.lower():  # else it waits already, which is what is wanted
+        if "is pending execution" not in answer.complaint.lower():  # else it is pending already, as wanted
             self._checked(answer, f"job {job_id}: not requeued", "scontrol")
 
     def cancel(self, job_id: str) -> None:
@@ -195,13 +197,13 @@ class CommandLine:
         settings = parse.settings(self._ask("slurm", "scontrol", "show", "config"))
         kind, mode = settings.get("PreemptType", ""), settings.get("PreemptMode", "")
         if kind == "preempt/partition_prio":
-            shown = self._ask("slurm", "scontrol", "show", "partition", "-o", "--", preempted.partition)
-            mode = parse.partition_mode(shown)
+            partition_text = self._ask("slurm", "scontrol", "show", "partition", "-o", "--", preempted.partition)
+            mode = parse.partition_mode(partition_text)
         elif kind == "preempt/qos":
             own = ["-nP", "show", "qos", f"name={preempted.qos}", "format=preemptmode"]
-            found = parse.qos_mode(self._ask("slurm", "sacctmgr", *own))
-            mode = mode if found == "cluster" else found
-        # Slurm holds a job that it has started so often.
+            qos_mode = parse.qos_mode(self._ask("slurm", "sacctmgr", *own))
+            mode = mode if qos_mode == "cluster" else qos_mode
+        # Slurm holds a job that it has started this often.
         most = settings.get("MaxBatchRequeue", "")
         return "requeue" in mode.lower().split(",") and most.isdigit() and preempted.tries < int(most)
 
@@ -219,21 +221,21 @@ class CommandLine:
             *("scontrol", "update", f"JobId={job_id}", f"Comment={line}"),
             timeout_s=min(COMMENT_TIMEOUT_S, self.timeout_s),
         )
-        self._checked(answer, f"job {job_id}: its comment stays", "scontrol")
+        self._checked(answer, f"job {job_id}: its comment was not changed", "scontrol")
 
     def _expand(self, nodelist: str) -> tuple[str, ...]:
         with self._lock:
-            known = self._expanded.get(nodelist)
-        if known is None:
-            known = parse.hostnames(self._ask("slurm", "scontrol", "show", "hostnames", nodelist), nodelist)
+            names = self._expanded.get(nodelist)
+        if names is None:
+            names = parse.hostnames(self._ask("slurm", "scontrol", "show", "hostnames", nodelist), nodelist)
             with self._lock:
-                if len(self._expanded) > AT_ONCE:
+                if len(self._expanded) > MAX_NAMES_PER_CALL:
                     self._expanded.clear()
-                self._expanded[nodelist] = known
-        return known
+                self._expanded[nodelist] = names
+        return names
 
     def _ask(self, subject: str, *argv: str) -> bytes:
-        """The output of a command that has to succeed. `subject` begins the message if it does not."""
+        """Return the output of a command that has to succeed. `subject` begins the message if it does not."""
         return self._checked(self._call(*argv), subject, argv[0])
 
     def _call(
@@ -264,20 +266,20 @@ class CommandLine:
 
 
 def failure(subject: str, command: str, complaint: str) -> SlurmOutputError | SlurmRefusedError | SlurmUnavailableError:
-    """What a command's complaint means."""
-    known = complaint.lower()
-    # Some begin with who says it, some do not.
+    """Return the error that a command's complaint stands for."""
+    lowered = complaint.lower()
+    # Some complaints begin with the command's name, some do not.
     text = f"{subject}: {command}: {_SPEAKER.sub('', complaint)[:300]}"
     if not complaint:
-        return SlurmOutputError(f"{subject}: {command} failed and did not say why")
-    if any(sentence in known for sentence in _NO_ANSWER):
+        return SlurmOutputError(f"{subject}: {command} failed without a message")
+    if any(sentence in lowered for sentence in _NO_ANSWER):
         return SlurmUnavailableError(f"{text}; try: scontrol ping")
-    if any(sentence in known for sentence in _PERMISSION):
+    if any(sentence in lowered for sentence in _PERMISSION):
         return SlurmRefusedError(f"{text}; ask a Slurm operator, or the job's owner", permission=True)
     return SlurmRefusedError(text)
 
 
 def _portions(items: Iterable[str]) -> Iterator[list[str]]:
     distinct = list(dict.fromkeys(items))
-    for start in range(0, len(distinct), AT_ONCE):
-        yield distinct[start : start + AT_ONCE]
+    for start in range(0, len(distinct), MAX_NAMES_PER_CALL):
+        yield distinct[start : start + MAX_NAMES_PER_CALL]

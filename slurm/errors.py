@@ -1,4 +1,5 @@
-"""What asking Slurm can lead to. Refused is an answer; unavailable is none, and what was asked may have happened."""
+"""Errors of calls to Slurm. "Refused" is an answer; "unavailable" is none, and the change requested may have
+happened."""
 
 from __future__ import annotations
 
@@ -6,15 +7,15 @@ from resihp.errors import ResihpError, UsageError
 
 
 class SlurmError(ResihpError):
-    """Base: something about Slurm."""
+    """Base of all errors about Slurm."""
 
 
 class SlurmUnavailableError(SlurmError):
-    """No answer: the controller is down, slow, or the command is not there. Never a reason to blame a node."""
+    """No answer: the controller is down or slow, or the command is missing. Never a reason to blame a node."""
 
 
 class SlurmRefusedError(SlurmError):
-    """Slurm said no. `permission`: because of who asks."""
+    """Slurm refused. `permission`: because of the caller's rights."""
 
     def __init__(self, text: str, *, permission: bool = False) -> None:
         super().__init__(text)
@@ -22,8 +23,8 @@ class SlurmRefusedError(SlurmError):
 
 
 class SlurmOutputError(SlurmError):
-    """Slurm's output is not what its documentation promises: malformed or cut off."""
+    """Slurm's output differs from its documentation: malformed or cut off."""
 
 
 class SlurmUsageError(UsageError):
-    """What the user asked of Slurm cannot be: the message names the command that mends it."""
+    """The user requested something that Slurm cannot do; the message names the command that fixes it."""

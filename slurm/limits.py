@@ -1,7 +1,8 @@
-"""What accounting lets a job take at most: limits of a user's association, of the accounts above it, and of a QOS.
+"""Limits that accounting sets on a job: of the user's association, of the accounts above it, and of a QOS.
 
-sbatch takes a job that is beyond most of them, even with --test-only; then it waits for ever, and squeue says why:
-AssocGrpGRES, QOSMaxNodePerJobLimit and the like. Pure: bytes of sacctmgr in, limits out. `slurm.survey` asks for them.
+sbatch accepts a job that exceeds most of them, even with --test-only. The job then waits forever, and squeue shows the
+reason: AssocGrpGRES, QOSMaxNodePerJobLimit and the like. Pure: reads the output of sacctmgr and returns limits. Called
+by `slurm.survey`, which runs sacctmgr.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ Per = Literal["job", "user", "group"]
 
 
 class Limit(msgspec.Struct, frozen=True, kw_only=True):
-    """`whose` at most `most` of a `kind` (time in seconds, of one job): for each job, each user, or all together.
+    """One limit: `whose` is its holder, `most` the maximum of `kind` (time is in seconds, of one job).
 
-    `setting` is what sacctmgr calls it.
+    `per` says whether it bounds each job, each user, or all of the group's jobs together. `setting` is sacctmgr's name
+    and value for it.
     """
 
     whose: str
@@ -31,9 +33,9 @@ class Limit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """All that apply to a user's next job in an account with a QOS (names empty where there is none).
+    """All limits on a user's next job in an account with a QOS. The names are empty where there is none.
 
-    `unseen` is the account from which on nothing is shown to this user, empty if all is.
+    `unseen` is the first account up the tree that this user may not see; empty if all are visible.
     """
 
     account: str
@@ -43,14 +45,14 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Association(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of `sacctmgr show assoc`: an account's (without a user), or a user's in an account."""
+    """One row of `sacctmgr show assoc`: of an account (`user` is empty), or of a user in an account."""
 
     account: str
     parent: str
     user: str
     partition: str
     qos: str
-    """The one that a job gets which names none; empty where that is the cluster's."""
+    """QOS of a job that requests none; empty where the cluster's default applies."""
     limits: tuple[Limit, ...]
 
 
@@ -76,34 +78,32 @@ _LIMITS_OF_QOS: dict[str, tuple[Per, Kind | None]] = {
     "maxwall": ("job", "time"),
 }
 ASSOCIATION_FORMAT = ",".join((*_ASSOCIATION, *_LIMITS_OF_ASSOCIATION))
-"""For `sacctmgr -nP show assoc format=`."""
+"""Fields for `sacctmgr -nP show assoc format=`."""
 QOS_FORMAT = ",".join(("name", *_LIMITS_OF_QOS))
-"""For `sacctmgr -nP show qos format=`."""
+"""Fields for `sacctmgr -nP show qos format=`."""
 
-_OF: dict[str, Kind] = {"node": "nodes", "gres/gpu": "gpus", "cpu": "cpus"}
-"""Countable resources that a job of ours asks for; others, such as gres/gpu:a100, are left out."""
+_KIND_OF_RESOURCE: dict[str, Kind] = {"node": "nodes", "gres/gpu": "gpus", "cpu": "cpus"}
+"""Countable resources that our jobs request; others, such as gres/gpu:a100, are ignored."""
 _TRES = re.compile(r"([a-z][^=,]*)=([0-9][0-9.]*[A-Z]?)", re.ASCII)
 _WALL = re.compile(r"(?:([0-9]+)-)?([0-9]+):([0-9]{2}):([0-9]{2})", re.ASCII)
 
 
 def associations(output: bytes) -> list[Association]:
-    """From `sacctmgr -nP show assoc format=ASSOCIATION_FORMAT`. Raises SlurmOutputError."""
-    found = []
+    """Parse the output of `sacctmgr -nP show assoc format=ASSOCIATION_FORMAT`. Raises SlurmOutputError."""
+    rows = []
     for fields in _rows(output, len(_ASSOCIATION) + len(_LIMITS_OF_ASSOCIATION)):
         account, parent, user, partition, qos = fields[: len(_ASSOCIATION)]
-        whose = f"user {user} in account {account}" if user else f"account {account}"
-        limits = _limits(whose, _LIMITS_OF_ASSOCIATION, fields[len(_ASSOCIATION) :])
+        holder = f"user {user} in account {account}" if user else f"account {account}"
+        limits = _limits(holder, _LIMITS_OF_ASSOCIATION, fields[len(_ASSOCIATION) :])
         if not user:
-            # An account's maxima hold for each of its users, whose rows repeat them.
+            # An account's maxima apply to each of its users, whose own rows repeat them.
             limits = tuple(limit for limit in limits if limit.per == "group")
-        found.append(
-            Association(account=account, parent=parent, user=user, partition=partition, qos=qos, limits=limits)
-        )
-    return found
+        rows.append(Association(account=account, parent=parent, user=user, partition=partition, qos=qos, limits=limits))
+    return rows
 
 
 def qos(output: bytes) -> dict[str, tuple[Limit, ...]]:
-    """From `sacctmgr -nP show qos format=QOS_FORMAT`, by name. Raises SlurmOutputError."""
+    """Parse the output of `sacctmgr -nP show qos format=QOS_FORMAT`: limits by QOS name. Raises SlurmOutputError."""
     rows = _rows(output, 1 + len(_LIMITS_OF_QOS))
     return {name: _limits(f"QOS {name}", _LIMITS_OF_QOS, fields) for name, *fields in rows}
 
@@ -116,30 +116,32 @@ def _rows(output: bytes, width: int) -> list[list[str]]:
     return rows
 
 
-def _limits(whose: str, settings: dict[str, tuple[Per, Kind | None]], texts: list[str]) -> tuple[Limit, ...]:
-    found = []
+def _limits(holder: str, settings: dict[str, tuple[Per, Kind | None]], texts: list[str]) -> tuple[Limit, ...]:
+    limits = []
     for (setting, (per, kind)), text in zip(settings.items(), texts, strict=True):
-        for counted, most in _amounts(whose, setting, kind, text):
-            found.append(Limit(whose=whose, setting=f"{setting}={text}", kind=counted, per=per, most=most))
-    return tuple(found)
+        for counted, most in _amounts(holder, setting, kind, text):
+            limits.append(Limit(whose=holder, setting=f"{setting}={text}", kind=counted, per=per, most=most))
+    return tuple(limits)
 
 
-def _amounts(whose: str, setting: str, kind: Kind | None, text: str) -> list[tuple[Kind, float]]:
+def _amounts(holder: str, setting: str, kind: Kind | None, text: str) -> list[tuple[Kind, float]]:
     if not text:
         return []
     if kind is None:
         parts = [_TRES.fullmatch(part) for part in text.split(",")]
         if not all(parts):
-            raise SlurmOutputError(f"slurm: {whose}: cannot read {setting}: {text[:80]!a}")
-        counts = [(_OF[part[1]], part[2]) for part in parts if part is not None and part[1] in _OF]
+            raise SlurmOutputError(f"slurm: {holder}: cannot read {setting}: {text[:80]!a}")
+        counts = [
+            (_KIND_OF_RESOURCE[part[1]], part[2]) for part in parts if part is not None and part[1] in _KIND_OF_RESOURCE
+        ]
         if not all(count.isdigit() for _, count in counts):
-            raise SlurmOutputError(f"slurm: {whose}: cannot read {setting}: {text[:80]!a}")
+            raise SlurmOutputError(f"slurm: {holder}: cannot read {setting}: {text[:80]!a}")
         return [(counted, float(count)) for counted, count in counts]
     if kind == "time":
         if (wall := _WALL.fullmatch(text)) is None:
-            raise SlurmOutputError(f"slurm: {whose}: cannot read {setting}: {text[:80]!a}")
+            raise SlurmOutputError(f"slurm: {holder}: cannot read {setting}: {text[:80]!a}")
         days, hours, minutes, seconds = (int(part or 0) for part in wall.groups())
         return [(kind, ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds)]
     if not text.isdigit():
-        raise SlurmOutputError(f"slurm: {whose}: cannot read {setting}: {text[:80]!a}")
+        raise SlurmOutputError(f"slurm: {holder}: cannot read {setting}: {text[:80]!a}")
     return [(kind, float(text))]

@@ -1,12 +1,12 @@
-"""Slurm, asked rarely: one `Polite` for a whole job stands between all that ask and the controller that all jobs share.
+"""Rate limit for Slurm: one `Polite` per job stands between its callers and the controller that all jobs share.
 
-Decides when a question is passed on and when the last answer does. Nodes are asked about once a minute at most in
-steady state, all of them in one call; a caller that knows that something has changed says how old an answer may be
-(`fresh_s`). A question that has failed is not put again before a while, which doubles each time; meanwhile the failure
-is the answer, never an old view. Requests that change something always go through, and nothing is ever retried.
+Decides when to pass a question on and when to return the last answer. In steady state, nodes are asked about at most
+once a minute, all of them in one call; a caller that knows of a change states how old an answer may be (`fresh_s`).
+After a failure, the same question is not asked again for a while, which doubles each time; meanwhile the failure is the
+answer, never an old view. Requests that change something always go through, and nothing is ever retried.
 
-Keeps the protocol of `slurm.client.Slurm`, so that callers need not care. Safe to use from several threads: those that
-ask the same at the same time share one call.
+Implements the protocol `slurm.client.Slurm`, so that callers need not care. Safe to use from several threads: those
+that ask the same question at the same time share one call.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from slurm.errors import SlurmError
 
 NODES_FRESH_S = 60.0
 JOBS_FRESH_S = 15.0
-FORGET_AFTER = 5
-"""What nobody has asked about for so many times `fresh_s` is left out of later calls."""
+FORGET_AFTER_PERIODS = 5
+"""A name that nobody has asked about for this many times `fresh_s` is left out of later calls."""
 FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 300.0
 
@@ -36,7 +36,7 @@ _Arguments = ParamSpec("_Arguments")
 
 
 class _Pause:
-    """How long one kind of question is not put again after failures."""
+    """State of one kind of question after failures: the time until which it is not asked again."""
 
     def __init__(self) -> None:
         self._error: SlurmError | None = None
@@ -44,7 +44,7 @@ class _Pause:
         self._until = 0.0
 
     def check(self, now: float) -> None:
-        """Raise the last failure again while it counts."""
+        """Raise the last failure again while the pause lasts."""
         if self._error is not None and now < self._until:
             raise copy.copy(self._error)
 
@@ -58,7 +58,7 @@ class _Pause:
 
 
 class _Views(Generic[_View]):
-    """Views of one kind by name, with the times of their asking. None is what Slurm does not know."""
+    """Views of one kind by name, with the times at which they were fetched. None: Slurm does not know the name."""
 
     def __init__(self, fetch: Callable[[list[str]], Mapping[str, _View]], clock: Callable[[], float]) -> None:
         self._fetch = fetch
@@ -70,42 +70,42 @@ class _Views(Generic[_View]):
         self._pause = _Pause()
 
     def get(self, names: Iterable[str], fresh_s: float, remember_s: float, urgent: bool = False) -> dict[str, _View]:
-        asked = list(dict.fromkeys(names))
+        wanted_names = list(dict.fromkeys(names))
         with self._lock:
-            # After the wait for the lock: whoever held it may have asked for us.
+            # Read the clock after waiting for the lock: its previous holder may have asked for our names too.
             now = self._clock()
-            for name in asked:
+            for name in wanted_names:
                 self._wanted[name] = now
-            if any(name not in self._seen or now - self._seen[name] >= fresh_s for name in asked):
+            if any(name not in self._seen or now - self._seen[name] >= fresh_s for name in wanted_names):
                 if not urgent:
                     self._pause.check(now)
                 self._refresh(now, remember_s)
-            return {name: view for name in asked if (view := self._views[name]) is not None}
+            return {name: view for name in wanted_names if (view := self._views[name]) is not None}
 
     def forget(self, name: str) -> None:
-        """The next question about it is put."""
+        """Make sure that the next question about this name is passed on."""
         with self._lock:
             self._seen.pop(name, None)
 
     def _refresh(self, now: float, remember_s: float) -> None:
-        """Ask about all that anybody has lately asked about: the next one who does then finds it here."""
+        """Ask about all names wanted recently, so that the next caller finds its answer here."""
         for name in [name for name, when in self._wanted.items() if now - when > remember_s]:
-            for of in (self._wanted, self._seen, self._views):
-                of.pop(name, None)
+            for cache in (self._wanted, self._seen, self._views):
+                cache.pop(name, None)
         names = list(self._wanted)
         try:
-            found = self._fetch(names)
+            views = self._fetch(names)
         except SlurmError as error:
             self._pause.failed(error, self._clock())
             raise
         self._pause.answered()
         for name in names:
-            self._views[name] = found.get(name)
+            self._views[name] = views.get(name)
             self._seen[name] = now
 
 
 class Polite:
-    """See the module. `calls` counts what was passed on, by the name of the method."""
+    """Rate-limited client; see the module. `calls` counts the calls passed on, by method name."""
 
     def __init__(
         self,
@@ -142,12 +142,12 @@ class Polite:
             return self._cluster
 
     def nodes(self, names: Sequence[str], *, fresh_s: float | None = None) -> Mapping[str, NodeView]:
-        """`fresh_s`: how old an answer may be; 0 when something is known to have changed."""
+        """Return these nodes. `fresh_s`: how old an answer may be; 0 if something is known to have changed."""
         usual = self._nodes_fresh_s
-        return self._nodes.get(names, usual if fresh_s is None else fresh_s, usual * FORGET_AFTER)
+        return self._nodes.get(names, usual if fresh_s is None else fresh_s, usual * FORGET_AFTER_PERIODS)
 
     def drained(self) -> Mapping[str, NodeView]:
-        """Asked anew each time: a drain, which is rare, depends on it."""
+        """Return the drained nodes, always asked anew: a drain, which is rare, depends on it."""
         return self._count("drained", self._slurm.drained)()
 
     def job(self, job_id: str, *, fresh_s: float | None = None, urgent: bool = False) -> JobView | None:
@@ -156,9 +156,9 @@ class Polite:
     def jobs(
         self, job_ids: Iterable[str], *, fresh_s: float | None = None, urgent: bool = False
     ) -> Mapping[str, JobView]:
-        """`fresh_s` as with `nodes`; `urgent`: ask even if there was no answer a moment ago."""
+        """Return these jobs. `fresh_s` as for `nodes`; `urgent`: ask even if there was no answer a moment ago."""
         usual = self._jobs_fresh_s
-        return self._jobs.get(job_ids, usual if fresh_s is None else fresh_s, usual * FORGET_AFTER, urgent)
+        return self._jobs.get(job_ids, usual if fresh_s is None else fresh_s, usual * FORGET_AFTER_PERIODS, urgent)
 
     def request(self, job_id: str) -> JobRequest:
         with self._constant:
@@ -205,7 +205,7 @@ class Polite:
         self._count("end_for_good", self._slurm.end_for_good)(job_id)
 
     def comment(self, job_id: str, text: str) -> None:
-        """What else is known of the job stays fresh."""
+        """Set a job's comment; other cached views of the job stay fresh."""
         self._count("comment", self._slurm.comment)(job_id, text)
 
     def _count(self, kind: str, method: Callable[_Arguments, _Answer]) -> Callable[_Arguments, _Answer]:
@@ -216,14 +216,14 @@ class Polite:
     @staticmethod
     @contextmanager
     def _changing(views: _Views[NodeView] | _Views[JobView], name: str) -> Iterator[None]:
-        """Whatever becomes of the request, what we knew before is old."""
+        """Discard the cached view of `name` after a change, whether or not the change succeeded."""
         try:
             yield
         finally:
             views.forget(name)
 
     def _guarded(self, kind: str, question: Callable[[], _Answer]) -> _Answer:
-        """Put a question whose answer never changes, unless it has just failed."""
+        """Ask a question whose answer never changes, unless it failed a moment ago."""
         pause = self._pauses[kind]
         pause.check(self._clock())
         try:

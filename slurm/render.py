@@ -1,8 +1,8 @@
-"""Batch scripts: a template as users copy it, with the directives and the command of one job put in.
+"""Batch scripts: a template as users copy it, filled in with the directives and the command of one job.
 
-Templates (`slurm/templates/*.sbatch`) are whole scripts that sbatch takes as they are. `render` replaces values line by
-line; it knows no other language. What a directive may hold is checked, the command is quoted for the shell. Used by
-`resihp submit`; submits nothing itself.
+Templates (`slurm/templates/*.sbatch`) are complete scripts that sbatch accepts as they are. `render` replaces values
+line by line; there is no template language. Values of directives are checked, the command is quoted for the shell.
+Called by `resihp submit`; submits nothing itself.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from slurm.errors import SlurmUsageError
 TEMPLATES = ("one-node", "nodes", "spares", "chain")
 
 Directives = Mapping[str, str | bool]
-"""Option of sbatch without its dashes -> value; True for a flag that is set, False for an option that is left out."""
+"""sbatch option without its dashes -> value; True sets a flag, False omits the option."""
 
 _DIRECTIVE = re.compile(r"#SBATCH --([a-z-]+)(?:=(.*))?")
 _NAME = re.compile(r"[a-z][a-z0-9-]*")
 _VALUE = re.compile(r"[^\x00-\x20\x7f\"'`$\\#]+")
-"""What sbatch takes without quotes. Spaces would end the value."""
+"""Values that sbatch accepts without quotes. A space would end the value."""
 
 
 def template(name: str) -> str:
-    """The text of a shipped template."""
+    """Return the text of a shipped template."""
     return (resources.files("slurm") / "templates" / f"{name}.sbatch").read_text(encoding="utf-8")
 
 
 def render(
     text: str, directives: Directives, command: Sequence[str], *, title: str, exports: Mapping[str, str] | None = None
 ) -> str:
-    """A template's text with these directives; those that it does not have are added, its others stay.
+    """Return a template's text with these directives; missing ones are added, all others stay.
 
-    `command` replaces the template's, `exports` its environment variables. Raises SlurmUsageError for a value that no
-    batch script can hold.
+    `command` replaces the template's command, `exports` its environment variables. Raises SlurmUsageError for a value
+    that a batch script cannot hold.
     """
-    left = dict(directives)
+    remaining = dict(directives)
     lines = ["#!/bin/bash", f"# {_one_line(title)}", ""]
     for comments, options, last in _blocks(text):
-        block = [_line(name, left.pop(name, None), line) for name, line in options]
+        block = [_line(name, remaining.pop(name, None), line) for name, line in options]
         if last:
-            block += [_line(name, value, None) for name, value in left.items()]
+            block += [_line(name, value, None) for name, value in remaining.items()]
         kept = [line for line in block if line is not None]
         lines += [*comments, *kept] if kept else []
     lines += ["", *(f"export {_variable(name)}={shlex.quote(value)}" for name, value in (exports or {}).items())]
@@ -54,7 +54,8 @@ def render(
 
 
 def _blocks(text: str) -> list[tuple[list[str], list[tuple[str, str]], bool]]:
-    """Directives with the comments above them; what is there to be edited is left out. The last block is marked."""
+    """Return directives with the comments above them, and whether the block is the last; "EDIT" comments are
+    dropped."""
     blocks: list[tuple[list[str], list[tuple[str, str]]]] = []
     comments: list[str] = []
     editing = False
@@ -93,7 +94,7 @@ def _line(name: str, value: str | bool | None, line: str | None) -> str | None:
 
 
 def _one_line(text: str) -> str:
-    """Raises SlurmUsageError for text that would not stay on its line."""
+    """Return the text; raise SlurmUsageError if it would not stay on one line."""
     if any(not character.isprintable() for character in text):
         raise SlurmUsageError(f"{text[:80]!a}: has a character that a batch script cannot hold")
     return text
@@ -106,7 +107,7 @@ def _variable(name: str) -> str:
 
 
 def time_limit(seconds: float) -> str:
-    """Slurm's `days-hours:minutes:seconds`."""
+    """Return Slurm's `days-hours:minutes:seconds`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)

@@ -1,7 +1,7 @@
-"""What a cluster is like, asked of Slurm once: its settings, its partitions, our rights, its nodes from the inside.
+"""Survey of a cluster: its settings, its partitions, our rights, and a look at its nodes from the inside.
 
-For `resihp doctor` and `resihp init`, which look before a job is there; a job itself asks through `slurm.client`.
-Raises the same errors: SlurmUnavailableError for no answer, SlurmRefusedError, SlurmOutputError. Changes nothing.
+For `resihp doctor` and `resihp init`, which run before there is a job; a job itself asks through `slurm.client`. Raises
+the same errors: SlurmUnavailableError for no answer, SlurmRefusedError, SlurmOutputError. Changes nothing.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from slurm.limits import Association, Limits
 
 FIELD, RECORD = parse.FIELD, parse.RECORD
 _FIELDS = ("Partition", "Available", "Time", "DefaultTime", "NodeAIOT", "Gres", "CPUs", "Memory")
-FORMAT = ",".join(f"{field}:{RECORD if field == _FIELDS[-1] else FIELD}" for field in _FIELDS)
-"""For `sinfo --Format`."""
+PARTITION_FORMAT = ",".join(f"{field}:{RECORD if field == _FIELDS[-1] else FIELD}" for field in _FIELDS)
+"""Fields for `sinfo --Format`."""
 
 _USER = re.compile(r"([^()]+)\((\d+)\)")
 _SOCKET = re.compile(r"\bsocket=([^,\s]+)")
@@ -30,16 +30,16 @@ _TO_START = re.compile(r"to start at .*")
 _RANKS = ("operator", "administrator")
 _RULE = re.compile(r"(\w+)=(\S*)")
 _TYPE = re.compile(r"\bgpu:(?!no_consume\b|[0-9]+[KMG]?(?![^:(),\s]))([^:(),\s]+)", re.ASCII)
-"""The a100 in gpu:a100:8."""
+"""Finds the a100 in gpu:a100:8."""
 _GENERATIONS = 32
-"""How many accounts above a user's are looked at."""
+"""Number of accounts above a user's account that are followed."""
 
 
 class PartitionView(msgspec.Struct, frozen=True, kw_only=True):
-    """Nodes of a partition that are alike; a partition of several kinds has several. Counts are of one node.
+    """Nodes of a partition that are alike; a partition with several kinds has several views. Counts are per node.
 
-    `nodes_idle` of `nodes` have nothing to do. `seconds`: a job's time limit, None for none; `default_seconds` that of
-    a job that names none.
+    `nodes_idle` of the `nodes` are idle. `seconds`: a job's time limit, None for none; `default_seconds`: the limit of
+    a job that requests none.
     """
 
     name: str
@@ -54,13 +54,13 @@ class PartitionView(msgspec.Struct, frozen=True, kw_only=True):
     default_seconds: float | None
     gpu_types: tuple[str, ...] = ()
     unreadable: str = ""
-    """Why `gpus` is not known, and 0; empty where it is."""
+    """Why `gpus` is unknown, and then 0; empty otherwise."""
 
 
 class PartitionRules(msgspec.Struct, frozen=True, kw_only=True):
-    """What a partition does with jobs. None is no limit; `seconds_of_grace` comes before a preemption.
+    """A partition's rules for jobs. None means no limit; `seconds_of_grace` precede a preemption.
 
-    `preempt_mode` in lower case; `qos` is one that bounds all its jobs, empty for none.
+    `preempt_mode` is in lower case; `qos` limits all its jobs, empty for none.
     """
 
     name: str
@@ -72,38 +72,38 @@ class PartitionRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Survey(Protocol):
-    """What is asked."""
+    """Questions about a cluster."""
 
     def settings(self) -> Mapping[str, str]:
-        """slurm.conf as the controller has it, by key."""
+        """Return slurm.conf as the controller has it, by key."""
 
     def partitions(self) -> Sequence[PartitionView]:
-        """Those that this user can see, in Slurm's order."""
+        """Return the partitions that this user can see, in Slurm's order."""
 
     def rules(self, partition: str) -> PartitionRules:
-        """Of one that this user can see."""
+        """Return the rules of a partition that this user can see."""
 
     def limits(self, user: str, account: str, qos: str, partition: PartitionRules, cluster: str) -> Limits:
-        """What accounting allows this user's job; `account` and `qos` empty for the usual ones."""
+        """Return accounting's limits on this user's job; `account` and `qos` empty for the defaults."""
 
     def is_operator(self, user: str, settings: Mapping[str, str]) -> bool:
-        """Whether this user may drain nodes."""
+        """Decide whether this user may drain nodes."""
 
     def munge(self, settings: Mapping[str, str]) -> None:
         """Have a credential made and checked on this machine, by the munged that Slurm uses."""
 
     def would_start(self, options: Sequence[str]) -> str:
-        """When and where Slurm would start a job with these options of sbatch, in its words. Submits nothing.
+        """Return when and where Slurm would start a job with these sbatch options, in its words. Submits nothing.
 
-        Raises SlurmRefusedError when it would not take it.
+        Raises SlurmRefusedError if Slurm would not accept it.
         """
 
     def on_nodes(self, job_id: str, nodes: Sequence[str], argv: Sequence[str], *, timeout_s: float) -> str:
-        """Run a command once on each node of one's own running job, beside what runs there; what they all wrote."""
+        """Run a command once on each node of one's own running job, beside its work; return all output."""
 
 
 class CommandSurvey:
-    """By Slurm's commands, as `slurm.commands.CommandLine`."""
+    """Survey through Slurm's commands, as `slurm.commands.CommandLine`."""
 
     def __init__(self, *, timeout_s: float = TIMEOUT_S, environment: Mapping[str, str] | None = None) -> None:
         self.timeout_s = timeout_s
@@ -114,44 +114,44 @@ class CommandSurvey:
         return parse.settings(self._ask("scontrol", "show", "config"))
 
     def partitions(self) -> Sequence[PartitionView]:
-        return partitions(self._ask("sinfo", "-h", "--noconvert", "-O", FORMAT))
+        return partitions(self._ask("sinfo", "-h", "--noconvert", "-O", PARTITION_FORMAT))
 
     def rules(self, partition: str) -> PartitionRules:
         return rules(self._ask("scontrol", "--oneliner", "show", "partition", partition), partition)
 
     def limits(self, user: str, account: str, qos: str, partition: PartitionRules, cluster: str) -> Limits:
-        account = account or self._of_accounts("user", f"name={user}", "format=defaultaccount").decode().strip()
+        account = account or self._ask_accounting("user", f"name={user}", "format=defaultaccount").decode().strip()
         rows = self._associations(cluster, account, user) if account else []
-        # One that is only for this partition goes before the one for all.
+        # An association for this partition only takes precedence over one for all partitions.
         own = next((row for row in rows if row.partition == partition.name), None)
         own = own or next((row for row in rows if not row.partition), None)
         if own is None:
             return Limits(account=account, qos=qos, found=())
-        found, unseen, account = list(own.limits), "", own.account
+        all_limits, unseen, account = list(own.limits), "", own.account
         for _ in range(_GENERATIONS):
             above = next((row for row in self._associations(cluster, account, "") if not row.user), None)
             if above is None:
                 unseen = account
                 break
-            found += above.limits
+            all_limits += above.limits
             account = above.parent
             if not account:
                 break
         qos = qos or own.qos
-        known = limits.qos(self._of_accounts("qos", f"format={limits.QOS_FORMAT}"))
+        limits_by_qos = limits.qos(self._ask_accounting("qos", f"format={limits.QOS_FORMAT}"))
         for name in dict.fromkeys((partition.qos, qos or "normal")):
-            found += known.get(name, ())
-        return Limits(account=own.account, qos=qos, found=tuple(found), unseen=unseen)
+            all_limits += limits_by_qos.get(name, ())
+        return Limits(account=own.account, qos=qos, found=tuple(all_limits), unseen=unseen)
 
     def _associations(self, cluster: str, account: str, user: str) -> list[Association]:
         named = (f"cluster={cluster}", f"account={account}", f"user={user}")
-        return limits.associations(self._of_accounts("assoc", *named, f"format={limits.ASSOCIATION_FORMAT}"))
+        return limits.associations(self._ask_accounting("assoc", *named, f"format={limits.ASSOCIATION_FORMAT}"))
 
-    def _of_accounts(self, *wanted: str) -> bytes:
+    def _ask_accounting(self, *wanted: str) -> bytes:
         answer = self._call("sacctmgr", "--noheader", "--parsable2", "show", *wanted)
         if answer.status < 0:
             raise SlurmUnavailableError(f"slurm: sacctmgr was ended by signal {-answer.status}")
-        # It may end with 0 although slurmdbd has not answered.
+        # It may exit with 0 although slurmdbd has not answered.
         if answer.status or (answer.complaint and not answer.output):
             raise failure("slurm", "sacctmgr", answer.complaint)
         return answer.output
@@ -160,12 +160,12 @@ class CommandSurvey:
         if os.getuid() == 0 or user == user_of(settings.get("SlurmUser", "")):
             return True
         if "slurmdbd" not in settings.get("AccountingStorageType", ""):
-            return False  # nobody else can have been made one
-        return admin_level(self._of_accounts("user", f"name={user}", "format=adminlevel")) in _RANKS
+            return False  # without slurmdbd there are no other operators
+        return admin_level(self._ask_accounting("user", f"name={user}", "format=adminlevel")) in _RANKS
 
     def munge(self, settings: Mapping[str, str]) -> None:
-        found = _SOCKET.search(settings.get("AuthInfo", ""))
-        socket = ["-S", found[1]] if found else []
+        match = _SOCKET.search(settings.get("AuthInfo", ""))
+        socket = ["-S", match[1]] if match else []
         made = self._call("munge", *socket, "-n")
         if made.status:
             raise SlurmUnavailableError(f"munge: no credential can be made: {made.complaint[:200]}")
@@ -184,8 +184,8 @@ class CommandSurvey:
         answer = call(argv, environment=submit_environment(self._base), timeout_s=self.timeout_s)
         if answer.status:
             raise failure("slurm: would not take a job", "sbatch", answer.complaint)
-        found = _TO_START.search(answer.complaint)
-        return " ".join(found[0].split()) if found else answer.complaint[:200]
+        match = _TO_START.search(answer.complaint)
+        return " ".join(match[0].split()) if match else answer.complaint[:200]
 
     def on_nodes(self, job_id: str, nodes: Sequence[str], argv: Sequence[str], *, timeout_s: float) -> str:
         options = [
@@ -215,24 +215,24 @@ class CommandSurvey:
         return call(argv, environment=self._environment, timeout_s=self.timeout_s)
 
 
-# --- answers, read --------------------------------------------------------------------------------------------------
+# --- parsing answers ------------------------------------------------------------------------------------------------
 
 
 def user_of(text: str) -> str:
-    """The name in `slurm(64030)`."""
-    found = _USER.fullmatch(text.strip())
-    return found[1] if found else text.strip()
+    """Return the name in `slurm(64030)`."""
+    match = _USER.fullmatch(text.strip())
+    return match[1] if match else text.strip()
 
 
 def admin_level(output: bytes) -> str:
-    """From `sacctmgr -nP show user format=adminlevel`: none, operator or administrator; empty for an unknown user."""
+    """Parse `sacctmgr -nP show user format=adminlevel`: none, operator or administrator; empty for an unknown user."""
     return output.decode("utf-8", "replace").strip().splitlines()[0].lower() if output.strip() else ""
 
 
 def partitions(output: bytes) -> list[PartitionView]:
-    """From `sinfo -h -O FORMAT`, a record for nodes of each kind in each partition.
+    """Parse `sinfo -h -O PARTITION_FORMAT`, with one record per kind of node in each partition.
 
-    A record that cannot be read is left out, and takes no other with it. Raises SlurmOutputError where none can be.
+    An unreadable record is left out and does not affect the others. Raises SlurmOutputError if none can be read.
     """
     *records, rest = output.decode("utf-8", "replace").split(RECORD)
     if rest.strip():
@@ -251,7 +251,7 @@ def partitions(output: bytes) -> list[PartitionView]:
 
 
 def _partition(fields: list[str]) -> PartitionView:
-    """One record of `sinfo`. Raises SlurmOutputError."""
+    """Parse one record of `sinfo`. Raises SlurmOutputError."""
     if len(fields) != len(_FIELDS):
         raise SlurmOutputError(f"slurm: cannot read sinfo's record of {len(fields)} fields")
     name, available, longest, usual, nodes, gres, cpus, memory = fields
@@ -271,8 +271,8 @@ def _partition(fields: list[str]) -> PartitionView:
         nodes_idle=int(counts[1]),
         gpus=count,
         gpu_types=tuple(sorted(set(_TYPE.findall(gres)))),
-        cpus=_least(cpus),
-        memory_mb=_least(memory),
+        cpus=_minimum(cpus),
+        memory_mb=_minimum(memory),
         seconds=_limit(longest),
         default_seconds=_limit(usual),
         unreadable=unreadable,
@@ -280,23 +280,23 @@ def _partition(fields: list[str]) -> PartitionView:
 
 
 def rules(output: bytes, partition: str) -> PartitionRules:
-    """From `scontrol --oneliner show partition`. Raises SlurmOutputError."""
-    found = dict(_RULE.findall(output.decode("utf-8", "replace")))
-    if found.get("PartitionName") != partition:
-        raise SlurmOutputError(f"slurm: scontrol show partition {partition} does not tell of it")
-    most, grace = found.get("MaxNodes", "UNLIMITED"), found.get("GraceTime", "0")
+    """Parse `scontrol --oneliner show partition`. Raises SlurmOutputError."""
+    fields = dict(_RULE.findall(output.decode("utf-8", "replace")))
+    if fields.get("PartitionName") != partition:
+        raise SlurmOutputError(f"slurm: scontrol show partition {partition} returned another partition")
+    most, grace = fields.get("MaxNodes", "UNLIMITED"), fields.get("GraceTime", "0")
     return PartitionRules(
         name=partition,
         max_nodes=int(most) if most.isdigit() else None,
-        max_seconds=_limit(found.get("MaxTime", "")),
+        max_seconds=_limit(fields.get("MaxTime", "")),
         seconds_of_grace=int(grace) if grace.isdigit() else 0,
-        preempt_mode=found.get("PreemptMode", "").lower(),
-        qos="" if found.get("QoS", "N/A") == "N/A" else found["QoS"],
+        preempt_mode=fields.get("PreemptMode", "").lower(),
+        qos="" if fields.get("QoS", "N/A") == "N/A" else fields["QoS"],
     )
 
 
-def _least(text: str) -> int:
-    """`16`, or `16+` where nodes have different counts: the least."""
+def _minimum(text: str) -> int:
+    """Return the minimum in `16`, or in `16+`, printed where nodes have different counts; 0 if unreadable."""
     number = text.removesuffix("+")
     return int(number) if number.isdigit() else 0
 

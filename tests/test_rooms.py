@@ -91,12 +91,13 @@ CROWDED: Mapping[str, int] = {}
 MAX_MODULE_LINES = 400
 LONG_MODULES: Mapping[str, int] = {
     "db/engine.py": 425,
-    "db/models.py": 675,
-    "db/projection.py": 850,
-    "db/reading/costs/cost_accounts.py": 575,
-    "db/reading/fleet.py": 525,
+    "db/models.py": 700,
+    "db/projection.py": 875,
+    "db/reading/costs/cost_accounts.py": 600,
+    "db/reading/fleet.py": 550,
+    "db/reading/queries.py": 425,
     "db/reading/reader.py": 475,
-    "db/writer.py": 625,
+    "db/writer.py": 650,
     "resihp/controller/fail_slow/probing.py": 425,
     "resihp/controller/interface.py": 475,
     "resihp/controller/planning.py": 550,

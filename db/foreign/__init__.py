@@ -1,7 +1,7 @@
-"""Ledgers that somebody else may have written: how a SQLite file is read that is not ours, and what its cells may hold.
+"""Ledgers that another user may have written: safe reading of foreign SQLite files, and type checks of their cells.
 
 =============  ===================================================================================
-`files`        whose a file is; a copy to read; rollback journals that are not played back
-`cells`        each cell of its column's type, or the ledger is refused once its table is read
+`files`        ownership of a file; a private copy; rollback journals that must not be applied
+`cells`        checks each cell's type, or refuses the ledger once its table is read
 =============  ===================================================================================
 """

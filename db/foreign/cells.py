@@ -1,9 +1,9 @@
-"""What stands in the cells of a SQLite ledger that somebody else may have written: of its column's type, or refused.
+"""Type checks of cells in a SQLite ledger that another user may have written: a cell must have its column's type.
 
-SQLite keeps any value in any column, and a table may generate a column when it is read. All that reads a ledger reckons
-with numbers, times and texts as our schema has them. Called for copies of foreign files (`db.foreign.files`), by
-`db.reading.reader`, for the tables that a question names, and by imports, for all; a ledger of ours is not looked
-through.
+SQLite stores any value in any column, and a table may generate a column when it is read, but all readers of a ledger
+compute with the numbers, times and texts of our schema. Called for copies of foreign files (`db.foreign.files`), by
+`db.reading.reader` for the tables that a question names, and by imports for all tables; our own ledgers are not
+checked.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from db.models import LedgerTable, UtcDateTime
 from resihp.errors import LedgerError
 
 MAX_TEXT_BYTES = 16 << 20
-"""Of a cell; the largest of ours, what a plan was decided from, has some hundred kB."""
+"""Largest size of a cell; the largest of ours, the inputs of a plan's decision, has some hundred kB."""
 TIME_PATTERN = (
     "[0-9][0-9][0-9][0-9]-[0-9][0-9]-[0-9][0-9] [0-2][0-9]:[0-5][0-9]:[0-5][0-9].[0-9][0-9][0-9][0-9][0-9][0-9]"
 )
 
 
 def check_cells(connection: Connection, name: str) -> None:
-    """Raise LedgerError for a cell that is not of its column's type, or a column that is generated when it is read.
+    """Raise LedgerError for a cell that does not have its column's type, or a column that is generated when it is read.
 
-    Tables and columns that our schema does not have, or that are of a later version, are passed over.
+    Skips tables and columns that our schema does not have, or that are of a later version.
     """
     check_columns(connection, name)
     for table in _tables(connection):
@@ -48,8 +48,8 @@ def check_columns(connection: Connection, name: str) -> None:
 def check_cells_when_read(connection: Connection, name: str) -> None:
     """Check the cells of each table before the first question on this connection that names it.
 
-    A question then raises LedgerError for a cell that is not of its column's type. Most of a large ledger is in tables
-    that few questions read. Raises LedgerError at once for a column that is generated when it is read.
+    A question then raises LedgerError for a cell that does not have its column's type. Most of a large ledger is in
+    tables that few questions read. Raises LedgerError at once for a column that is generated when it is read.
     """
     check_columns(connection, name)
     unchecked = {table.name: table for table in _tables(connection)}
@@ -73,8 +73,8 @@ def check_cells_when_read(connection: Connection, name: str) -> None:
 
 def _tables(connection: Connection) -> Collection[Table]:
     """Return the tables of our schema that the ledger has."""
-    there = set(inspect(connection).get_table_names())
-    return [table for table in LedgerTable.metadata.sorted_tables if table.name in there]
+    existing = set(inspect(connection).get_table_names())
+    return [table for table in LedgerTable.metadata.sorted_tables if table.name in existing]
 
 
 def _check_table(connection: Connection, table: Table, name: str) -> None:
@@ -91,7 +91,7 @@ def _check_table(connection: Connection, table: Table, name: str) -> None:
 
 
 def _is_wrong(column: str, kind: TypeEngine[object]) -> str:
-    """SQL that is true of a cell that is not of that type. Null is the schema's to forbid."""
+    """Return SQL that is true for a cell of the wrong type. Null is the schema's concern."""
     cell = f'"{column}"'
     if isinstance(kind, Boolean):
         fits = f"{cell} IN (0, 1)"
@@ -107,5 +107,5 @@ def _is_wrong(column: str, kind: TypeEngine[object]) -> str:
 
 
 def _is_day(cell: str) -> str:
-    """SQL that is true of a time on a day of the calendar, of years that Python knows."""
+    """Return SQL that is true for a time on a day of the calendar, in years that Python supports."""
     return f"{cell} >= '0001-01-02' AND {cell} < '9999-12-31' AND date({cell}, '+0 days') = substr({cell}, 1, 10)"

@@ -1,10 +1,10 @@
-"""SQLite files that somebody else may have written, and what SQLite itself would do to whoever opens one.
+"""SQLite files that another user may have written, and protection from the effects that opening one has.
 
-SQLite trusts the files beside a database: it plays back a rollback journal that it finds there, and deletes the file
-that this journal names as its super-journal (sqlite.org/atomiccommit.html, section 5); it makes `-wal` and `-shm` files
-in the folder; it waits for locks. So a file of another user is copied through its descriptor into a folder of ours,
-together with what its writer's WAL holds, and read there. A file of ours that a group may write is read where it lies,
-but read-only: then SQLite plays back no journal. Called by `db.engine`, and by imports.
+SQLite trusts the files beside a database: it applies a rollback journal that it finds there, and deletes the file that
+this journal names as its super-journal (sqlite.org/atomiccommit.html, section 5); it creates `-wal` and `-shm` files in
+the folder; it waits for locks. So another user's file is copied through its descriptor into a folder of ours, together
+with its writer's WAL, and read there. Our own file that a group may write is read in place, but read-only: then SQLite
+applies no journal. Called by `db.engine`, and by imports.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from resihp.errors import LedgerError
 from resihp.plain_files import is_trusted, open_plain
 
 MAX_COPY_BYTES = 2 << 30
-"""Of a foreign file, and of its WAL: a ledger of a thousand jobs has some hundred MB."""
+"""Largest size of a foreign file, and of its WAL: a ledger of a thousand jobs has some hundred MB."""
 COPY_PATIENCE_S = 2.0
-"""How long a moment is waited for in which the file's own writer changes nothing."""
+"""Seconds to wait for a moment in which the file's own writer changes nothing."""
 COPY_PAUSE_S = 0.05
 PENDING_BYTE = 0x40000000
 SHARED_FIRST = PENDING_BYTE + 2
 SHARED_BYTES = 510
-"""Bytes of a database file that SQLite locks (sqlite.org/src, os.h): who reads holds the shared ones, and nobody
-writes to the file meanwhile."""
+"""Number of bytes that SQLite locks in a database file (sqlite.org/src, os.h): a reader holds the shared ones, and
+nobody writes to the file meanwhile."""
 WAL_HEADER_BYTES = 32
 WAL_MODE_BYTE = 18
-"""Of a database file: 2 where it is in WAL mode (sqlite.org/fileformat.html, section 1.3)."""
+"""Offset in a database file of a byte that is 2 in WAL mode (sqlite.org/fileformat.html, section 1.3)."""
 SQLITE_MAGIC = b"SQLite format 3\x00"
 JOURNAL_MAGIC = bytes.fromhex("d9d505f920a163d7")
-"""How a rollback journal's header begins; one that names a super-journal ends with it, too (sqlite.org/fileformat.html,
-section 3)."""
+"""Start of a rollback journal's header; a journal that names a super-journal also ends with it
+(sqlite.org/fileformat.html, section 3)."""
 
 
 def is_ours(file: Path) -> bool:
-    """Tell whether only we, or root, can have written the file and what stands beside it."""
+    """Decide whether only we, or root, can have written the file and the files beside it."""
     try:
         return is_trusted(file.stat()) and is_trusted(file.parent.stat())
     except OSError:
@@ -52,14 +52,14 @@ def is_ours(file: Path) -> bool:
 
 
 def is_read_in_place(file: Path) -> bool:
-    """Tell whether a ledger is read where it lies: it is ours, and nobody outside of our groups can write it."""
+    """Decide whether a ledger is read in place: it is ours, and nobody outside our groups can write it."""
     return is_ours(file) or is_shared_with_group(file)
 
 
 def is_shared_with_group(file: Path) -> bool:
-    """Tell whether a group can write our file, or beside it, and nobody else can.
+    """Decide whether a group, and nobody else, can write our file or beside it.
 
-    What is in a WAL beside it must be ours, too. A link does not count: what it leads to may lie anywhere.
+    A WAL beside it must be ours, too. A link does not qualify: its target may be anywhere.
     """
     try:
         ledger, folder = file.lstat(), file.parent.stat()
@@ -77,10 +77,10 @@ def is_shared_with_group(file: Path) -> bool:
 
 
 def is_quiet_wal(file: Path) -> bool:
-    """Tell whether a file is in WAL mode, and nobody has it open for writing: a writer has a WAL beside it.
+    """Decide whether a file is in WAL mode and nobody has it open for writing: a writer has a WAL beside it.
 
-    Opens the file only where there is none: to close it takes away the locks that SQLite has for a writer of this
-    process (sqlite.org/howtocorrupt.html, 2.2).
+    Opens the file only if there is no WAL: closing it releases the locks that SQLite holds for a writer in this process
+    (sqlite.org/howtocorrupt.html, 2.2).
     """
     if os.path.lexists(f"{file}-wal"):
         return False
@@ -90,11 +90,11 @@ def is_quiet_wal(file: Path) -> bool:
 
 
 def check_rollback_journal(file: Path, name: str) -> None:
-    """Raise LedgerError where SQLite would delete a file for somebody else, or change the ledger for him.
+    """Raise LedgerError if SQLite would, on somebody else's behalf, delete a file or change the ledger.
 
-    It does if a rollback journal beside the ledger names a super-journal, which no transaction of ours has, or if
-    somebody else can have written it. Whoever unpacked an archive owns what is in it, so a ledger of ours is looked at
-    as well. A journal that the ledger's own writer has left is no reason: SQLite needs it to make the ledger whole.
+    It would if a rollback journal beside the ledger names a super-journal, which no transaction of ours has, or if
+    somebody else can have written the journal. The user who unpacks an archive owns its content, so our own ledgers are
+    checked as well. A journal that the ledger's own writer has left is accepted: SQLite needs it to repair the ledger.
     """
     beside = Path(f"{file}-journal")
     together = f"restore {file} and its journal together, or move both away together"
@@ -108,24 +108,24 @@ def check_rollback_journal(file: Path, name: str) -> None:
             f"{together}"
         ) from error
     with os.fdopen(descriptor, "rb"):
-        found = os.fstat(descriptor)
-        if found.st_size == 0:
+        status = os.fstat(descriptor)
+        if status.st_size == 0:
             return
-        if who := _other_writer(file, found):
+        if reason := _other_writer(file, status):
             raise LedgerError(
-                f"ledger {name}: {beside} {who}; the ledger is not opened, since SQLite would apply it; {together}"
+                f"ledger {name}: {beside} {reason}; the ledger is not opened, since SQLite would apply it; {together}"
             )
         if _names_super_journal(descriptor):
             raise LedgerError(
                 f"ledger {name}: {beside} names a super-journal, which resihp never uses; the ledger is not opened, "
-                f"since SQLite would delete what it names; {together}"
+                f"since SQLite would delete that file; {together}"
             )
 
 
 def _other_writer(file: Path, journal: os.stat_result) -> str:
-    """Say who else can have written the journal of a ledger; empty for nobody.
+    """Name the reason why somebody else can have written the journal of a ledger; empty if nobody can.
 
-    SQLite gives a journal the permissions of its ledger, so a group that may write both is nobody new.
+    SQLite gives a journal the permissions of its ledger, so a group that may write both is no reason.
     """
     try:
         ledger = file.stat()
@@ -153,11 +153,11 @@ def _names_super_journal(descriptor: int) -> bool:
 
 
 def private_copy(file: Path, name: str, *, with_journal: bool = False) -> TemporaryDirectory[str]:
-    """Copy a SQLite file of somebody else's into a folder of ours, as `ledger.db`; the folder goes with the object.
+    """Copy another user's SQLite file into a folder of ours, as `ledger.db`; the folder is removed with the object.
 
-    Of one moment, also while its writer writes. `with_journal`: with the rollback journal that our own writer has left,
-    which SQLite then plays back into the copy. Raises LedgerError for what is no SQLite file, is too large, or is left
-    half-written by its writer.
+    The copy is a snapshot, even while its writer writes. `with_journal`: include the rollback journal that our own
+    writer has left, which SQLite then applies to the copy. Raises LedgerError for a file that is not SQLite's, is too
+    large, or was left half-written by its writer.
     """
     deadline = time.monotonic() + COPY_PATIENCE_S
     while True:
@@ -178,9 +178,9 @@ def private_copy(file: Path, name: str, *, with_journal: bool = False) -> Tempor
 
 
 def _is_copied(file: Path, folder: Path, name: str, *, with_journal: bool) -> bool:
-    """Copy the file and its WAL; False where they were changed meanwhile, so that the copies do not fit each other.
+    """Copy the file and its WAL; return False if they changed meanwhile, so that the copies do not match each other.
 
-    What is appended to the WAL meanwhile does no harm: its frames are simply not part of the copy.
+    Data appended to the WAL meanwhile does no harm: its frames are simply not part of the copy.
     """
     with ExitStack() as stack:
         try:
@@ -218,11 +218,11 @@ def _is_copied(file: Path, folder: Path, name: str, *, with_journal: bool) -> bo
 
 
 def _hold_writer(descriptor: int) -> None:
-    """Keep the file's writer from changing it until the descriptor is closed, as everybody who reads with SQLite does.
+    """Keep the file's writer from changing it until the descriptor is closed, as every reader with SQLite does.
 
-    A large file would never be copied between two changes otherwise. Where the lock cannot be had, as while a writer is
-    in the middle of a change, nothing is waited for: what was changed meanwhile is seen afterwards. An open file
-    description's lock goes with the descriptor, and takes no other lock of this process with it.
+    Otherwise a large file would never be copied between two changes. If the lock is taken, as while a writer is in the
+    middle of a change, do not wait: changes made meanwhile are detected afterwards. An open file description's lock
+    ends with the descriptor, and takes no other lock of this process with it.
     """
     with suppress(OSError):
         _lock_shared(descriptor, PENDING_BYTE, 1)
@@ -233,12 +233,12 @@ def _hold_writer(descriptor: int) -> None:
 
 
 def _lock_shared(descriptor: int, start: int, size: int, *, kind: int = fcntl.F_RDLCK) -> None:
-    """Raises OSError where another holds it for writing."""
+    """Take a shared lock. Raises OSError if another process holds it for writing."""
     fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, struct.pack("hhqqi", kind, os.SEEK_SET, start, size, 0))
 
 
 def _has_rollback_journal(file: Path) -> bool:
-    """Tell whether a transaction is under way, or was never finished: then the file alone is not whole."""
+    """Decide whether a transaction is under way, or was never finished: then the file alone is incomplete."""
     try:
         return os.lstat(f"{file}-journal").st_size > 0
     except FileNotFoundError:
@@ -246,7 +246,7 @@ def _has_rollback_journal(file: Path) -> bool:
 
 
 def _copy(descriptor: int, target: Path, name: str) -> None:
-    """Copy as much as the file has now. Raises LedgerError where that is too much for whoever only looks."""
+    """Copy as many bytes as the file has now. Raises LedgerError if that is too much for a mere reader."""
     size = os.fstat(descriptor).st_size
     free = shutil.disk_usage(tempfile.gettempdir()).free
     if size > min(MAX_COPY_BYTES, free // 2):

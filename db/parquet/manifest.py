@@ -1,7 +1,7 @@
-"""`manifest.json`: what a folder of Parquet files holds, and whether it still does.
+"""`manifest.json`: the content of a folder of Parquet files, and the check that it is unchanged.
 
-Written last, into a folder that is not in its place yet. Each file is in it with its rows and digest, so that a folder
-which lacks a month, or has one of another export, is told from a whole one before anything of it is used.
+Written last, into a folder that is not in its place yet. It lists each file with its rows and digest, so that a folder
+that lacks a month, or has a file of another export, is detected before any of it is used.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from resihp.errors import LedgerError
 FORMAT = "resihp ledger"
 MANIFEST = "manifest.json"
 PATH = re.compile(r"[a-z_]+(/month=\d{4}-\d\d/[\w-]+)?\.parquet", re.ASCII)
-"""Of a file in the folder: nothing outside of it can be named."""
+"""Path of a file inside the folder: a manifest cannot name anything outside it."""
 
 
 class ExportedFile(msgspec.Struct, frozen=True):
-    """`path`: in the folder, `TABLE.parquet` or `TABLE/month=2026-11/NAME.parquet`. `sha256`: of its bytes, in hex."""
+    """One file. `path`: inside the folder, `TABLE.parquet` or `TABLE/month=2026-11/NAME.parquet`. `sha256`: of its
+    bytes, in hex."""
 
     path: str
     rows: int
@@ -37,17 +38,17 @@ class ExportedFile(msgspec.Struct, frozen=True):
 
     @property
     def month(self) -> str | None:
-        """Whose jobs are in it; None where all are."""
+        """Month in which the file's jobs began; None if it has the rows of all jobs."""
         _, slash, rest = self.path.partition("/month=")
         return rest.partition("/")[0] if slash else None
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """The schema of what is in a folder, rows of each table, the jobs' uuids.
+    """Content of a folder: its schema, the rows of each table, the jobs' uuids.
 
-    `min_reader`: the oldest schema whose clients may read it; empty in exports from before. `left_out`: tables and
-    columns of a newer ledger that the client that wrote this did not know. `files`: empty in exports from before, which
-    have one for each table. `months`: of each month the state that its jobs were in (`db.parquet.writing`).
+    `min_reader`: the oldest schema whose clients may read it; empty in older exports. `left_out`: tables and columns of
+    a newer ledger that the exporting client did not know. `files`: empty in older exports, which have one per table.
+    `months`: the state of each month's jobs (`db.parquet.writing`).
     """
 
     format: str
@@ -65,7 +66,8 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises LedgerError where it cannot be read, or is none of ours. Looks at nothing else in the folder."""
+    """Read a folder's manifest. Raises LedgerError if it cannot be read, or is not ours. Looks at no other file in the
+    folder."""
     file = folder / MANIFEST
     try:
         if not file.is_file():  # a pipe is never waited for
@@ -75,50 +77,53 @@ def read_manifest(folder: Path) -> Manifest:
         raise LedgerError(f"export {folder}: {MANIFEST} cannot be read: {error}; export it again") from error
     if manifest.format != FORMAT:
         raise LedgerError(f"export {folder}: {MANIFEST} is of another program; name a folder of resihp db export")
-    for path in (*(each.path for each in manifest.files), *(f"{table}.parquet" for table in manifest.rows)):
+    for path in (
+        *(file_in_manifest.path for file_in_manifest in manifest.files),
+        *(f"{table}.parquet" for table in manifest.rows),
+    ):
         if not PATH.fullmatch(path):
-            raise LedgerError(f"export {folder}: {MANIFEST} names {path[:80]!a}, which no export has")
+            raise LedgerError(f"export {folder}: {MANIFEST} names {path[:80]!a}, which is not a file of an export")
     return manifest
 
 
 def check_manifest(folder: Path) -> Manifest:
-    """Raises LedgerError unless the folder is an export of our schema, or of a newer one that we may read, and each of
-    its files is as it was written. Reads all of them."""
+    """Check an export and return its manifest; reads all its files. Raises LedgerError unless the folder is an export
+    of our schema, or of a newer one that we may read, and each of its files is as it was written."""
     manifest = read_manifest(folder)
     _check_schema(folder, manifest)
     tables = {file.stem for file in folder.glob("*.parquet")}
     files = [f"{table}.parquet" for table in sorted(tables | set(manifest.rows))] if not manifest.files else []
     for path in foreign(folder, manifest, [MANIFEST, *files]):
         if (folder / path).is_file() and not path.endswith(".parquet"):
-            continue  # a note of somebody's
-        what = "is not in its manifest" if (folder / path).is_file() else "is no plain file"
-        raise LedgerError(f"export {folder}: {path!a} {what}; take it away, or export again")
+            continue  # a user's note
+        reason = "is not in its manifest" if (folder / path).is_file() else "is no plain file"
+        raise LedgerError(f"export {folder}: {path!a} {reason}; remove it, or export again")
     if manifest.files:
         _check_months(folder, manifest)
-        for each in manifest.files:
-            if wrong := fault(folder, each):
-                raise LedgerError(f"export {folder}: {each.path} {wrong}; export it again")
+        for exported in manifest.files:
+            if wrong := fault(folder, exported):
+                raise LedgerError(f"export {folder}: {exported.path} {wrong}; export it again")
     _check_rows(folder, manifest)
     return manifest
 
 
 def foreign(folder: Path, manifest: Manifest, others: list[str]) -> Iterator[str]:
-    """What is in a folder and belongs to neither its manifest nor `others`; sub-folders that are in it are looked
-    through."""
-    known = {file.path for file in manifest.files} | set(others)
-    within = {str(parent) for path in known for parent in Path(path).parents}
+    """Yield the entries of a folder that belong neither to its manifest nor to `others`; descends into the manifest's
+    sub-folders."""
+    known_paths = {file.path for file in manifest.files} | set(others)
+    within = {str(parent) for path in known_paths for parent in Path(path).parents}
     waiting = sorted(folder.iterdir())
     while waiting:
         file = waiting.pop()
         path = file.relative_to(folder).as_posix()
         if path in within and file.is_dir():
             waiting += sorted(file.iterdir())
-        elif path not in known or not file.is_file():
+        elif path not in known_paths or not file.is_file():
             yield path
 
 
 def fault(folder: Path, file: ExportedFile) -> str:
-    """What is wrong with a file that should be as it was written, in words; empty where nothing is."""
+    """Describe how a file differs from its manifest; empty if it does not."""
     path = folder / file.path
     try:
         if not path.exists():
@@ -130,7 +135,7 @@ def fault(folder: Path, file: ExportedFile) -> str:
             return f"has {size} bytes, its manifest says {file.bytes}"
         with path.open("rb") as content:
             if file_digest(content, "sha256").hexdigest() != file.sha256:
-                return "is not what was exported (its digest is another)"
+                return "was changed since the export (its digest differs)"
     except OSError as error:
         return f"cannot be read: {error.strerror or error}"
     return ""
@@ -157,22 +162,22 @@ def _check_schema(folder: Path, manifest: Manifest) -> None:
 
 
 def _check_months(folder: Path, manifest: Manifest) -> None:
-    """No table is missing, and one that is split has a file for each month."""
-    for each in (JOBS, MAINTENANCE, *OF_JOBS):
-        if not manifest.of(each.name):
-            raise LedgerError(f"export {folder}: {MANIFEST} has no {each.name}; export it again")
+    """Check that no table is missing, and that a split one has a file for each month."""
+    for expected in (JOBS, MAINTENANCE, *OF_JOBS):
+        if not manifest.of(expected.name):
+            raise LedgerError(f"export {folder}: {MANIFEST} has no {expected.name}; export it again")
     split = {file.table for file in manifest.files if file.month is not None}
-    there = {(file.table, file.month) for file in manifest.files}
+    present = {(file.table, file.month) for file in manifest.files}
     for table in sorted(split):
         for month in sorted(manifest.months):
-            if (table, month) not in there:
+            if (table, month) not in present:
                 raise LedgerError(
                     f"export {folder}: {MANIFEST} has no {table} of {month[:20]!a}, as of other tables; export it again"
                 )
 
 
 def _check_rows(folder: Path, manifest: Manifest) -> None:
-    """As many as the manifest says, by what the files say of themselves."""
+    """Check that each file's own metadata has as many rows as the manifest says."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -181,13 +186,15 @@ def _check_rows(folder: Path, manifest: Manifest) -> None:
         expected = [(f"{table}.parquet", rows) for table, rows in manifest.rows.items()]
     for path, rows in expected:
         try:
-            found = pq.read_metadata(folder / path).num_rows
+            row_count = pq.read_metadata(folder / path).num_rows
         except (OSError, pa.ArrowException) as error:
             raise unreadable(folder, path, error) from error
-        if found != rows:
-            raise LedgerError(f"export {folder}: {path} has {found} rows, its manifest says {rows}; export it again")
-    for table, rows in manifest.rows.items():
-        if manifest.files and (found := sum(file.rows for file in manifest.of(table))) != rows:
+        if row_count != rows:
             raise LedgerError(
-                f"export {folder}: {MANIFEST} says {rows} rows of {table}, and {found} in its files; export it again"
+                f"export {folder}: {path} has {row_count} rows, its manifest says {rows}; export it again"
+            )
+    for table, rows in manifest.rows.items():
+        if manifest.files and (row_count := sum(file.rows for file in manifest.of(table))) != rows:
+            raise LedgerError(
+                f"export {folder}: {MANIFEST} says {rows} rows of {table}, and {row_count} in its files; export again"
             )

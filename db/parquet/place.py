@@ -1,7 +1,7 @@
-"""Where an export is put: in a new place, or in that of an export of before, and in no other.
+"""Place of an export: a new folder, or that of an earlier export, and no other.
 
-It is made beside its place, by a name that begins with a dot, and put there as a whole. What another export has there
-is moved aside for that moment, and removed afterwards: nobody finds half of one and half of the other.
+An export is built beside its place, under a name that begins with a dot, and moved there as a whole. An earlier export
+is moved aside for that moment and removed afterwards: nobody ever finds half of one and half of the other.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from resihp.durable_files import sync_folder
 from resihp.errors import UsageError
 
 
-def export_of_before(folder: Path) -> Manifest | None:
-    """What stands where one is to be written, whole or not; None where nothing does. Raises UsageError where anything
-    is there that is no export's."""
+def earlier_export(folder: Path) -> Manifest | None:
+    """Return the manifest of the export at `folder`, complete or not; None if nothing is there. Raises UsageError if
+    the folder holds anything that is not an export's."""
     if not folder.exists() and (aside := _moved_aside(folder)):
-        aside[-1].rename(folder)  # an export was killed after it had moved this, before it had put its own here
+        aside[-1].rename(folder)  # an export was killed between moving this aside and moving its own here
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return None
     if not (folder / MANIFEST).is_file():
-        raise UsageError(f"{folder}: is there already; name a new folder with -o")
+        raise UsageError(f"{folder}: exists; name a new folder with -o")
     manifest = read_manifest(folder)
     if migrate.is_newer(manifest.schema):
-        raise UsageError(f"{folder}: is there already, of a newer resihp; upgrade, or name a new folder with -o")
+        raise UsageError(f"{folder}: exists, written by a newer resihp; upgrade, or name a new folder with -o")
     former = [f"{table}.parquet" for table in manifest.rows if not manifest.files]
     for path in foreign(folder, manifest, [MANIFEST, *former]):
         raise UsageError(
-            f"{folder}: is there already, and has {path!a}, which no export has; name a new folder with -o"
+            f"{folder}: exists, and has {path!a}, which is not a file of an export; name a new folder with -o"
         )
     return manifest
 
 
 def put_in_place(part: Path, folder: Path) -> None:
-    """A folder that is complete, where another may stand; on disk before it has its name."""
+    """Move a complete folder into place, where another export may be; it is on disk before it gets its name."""
     for path in (*part.rglob("*"), part):
         _sync(path)
     if folder.exists():
@@ -57,7 +57,8 @@ def put_in_place(part: Path, folder: Path) -> None:
 
 
 def _moved_aside(folder: Path) -> list[Path]:
-    """By exports into this place: theirs that is in the making, or of those that were killed meanwhile."""
+    """Return folders that exports into this place moved aside: the present export's, or those of exports that were
+    killed."""
     aside = folder.parent.glob(f".{glob.escape(folder.name)}.*.old")
     return sorted(path for path in aside if path.lstat().st_uid == os.geteuid())  # others may write here, too
 

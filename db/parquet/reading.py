@@ -1,7 +1,7 @@
-"""Reads a folder that `db.parquet.writing` wrote, or one of before, whose tables are a file each.
+"""Reader of a folder that `db.parquet.writing` wrote, or of an older export with one file per table.
 
-Both were looked through first (`manifest.check_manifest`). Nothing in them is believed for that: rows go through the
-ledger's constraints, and what is not in the order that an export has is refused, not searched for.
+Both are checked first (`manifest.check_manifest`), but are still not trusted: rows go through the ledger's constraints,
+and rows that are not in an export's order are refused rather than searched.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 ROWS_AT_ONCE = 20_000
 
 
-def opened(folder: Path) -> Source:
-    """Raises LedgerError unless all of it can be read, and is as it was written."""
+def open_export(folder: Path) -> Source:
+    """Open an export. Raises LedgerError unless all of it can be read and is as it was written."""
     manifest = check_manifest(folder)
     return Folder(folder, manifest) if manifest.files else FormerFolder(folder)
 
 
 @dataclass
 class JobRows:
-    """A job's rows in a row group of a file."""
+    """A job's rows in one row group of a file."""
 
     file: pq.ParquetFile
     path: str
@@ -44,7 +44,8 @@ class JobRows:
 
 @dataclass
 class Folder:
-    """Reads what is asked for in the order of the files once: the last row group of each table is kept."""
+    """Reads each row group once if jobs are asked for in the order of the files: the last row group of each table is
+    kept."""
 
     path: Path
     manifest: Manifest
@@ -52,7 +53,7 @@ class Folder:
     _last: dict[str, tuple[pq.ParquetFile, int, pa.Table]] = field(default_factory=dict)
 
     def left_out(self) -> list[str]:
-        """Also where a table is in several files."""
+        """Return the unknown tables and columns, also where a table has several files."""
         return _left_out(self.path, [file.path for file in self.manifest.files])
 
     def jobs(self) -> list[Row]:
@@ -66,7 +67,7 @@ class Folder:
 
     def rows(self, table: Table, uuid: str) -> Iterator[Sequence[Values]]:
         if table.name not in self._runs:
-            self._runs[table.name] = self._found(table)
+            self._runs[table.name] = self._locate_jobs(table)
         for run in self._runs[table.name].get(uuid, ()):
             try:
                 part = self._group(table, run).slice(run.start, run.rows)
@@ -78,42 +79,42 @@ class Folder:
     def _all(self, table: Table) -> list[Row]:
         import pyarrow.parquet as pq
 
-        found: list[Row] = []
+        rows: list[Row] = []
         for file in self.manifest.of(table.name):
             try:
-                found += _fitted(pq.ParquetFile(self.path / file.path).read(), table).to_pylist()
+                rows += _fit_to_schema(pq.ParquetFile(self.path / file.path).read(), table).to_pylist()
             except read_errors() as error:
                 raise unreadable(self.path, file.path, error) from error
-        return found
+        return rows
 
     def _group(self, table: Table, run: JobRows) -> pa.Table:
         last = self._last.get(table.name)
         if last is None or last[0] is not run.file or last[1] != run.group:
-            self._last.pop(table.name, None)  # never two at once
+            self._last.pop(table.name, None)  # never keep two
             names = [name for name in run.file.schema_arrow.names if name in table.c]
             group = run.file.read_row_group(run.group, columns=names)
-            last = self._last[table.name] = (run.file, run.group, _fitted(group, table))
+            last = self._last[table.name] = (run.file, run.group, _fit_to_schema(group, table))
         return last[2]
 
-    def _found(self, table: Table) -> dict[str, list[JobRows]]:
-        """Where each job's rows are: one column of each file is looked through."""
+    def _locate_jobs(self, table: Table) -> dict[str, list[JobRows]]:
+        """Return the place of each job's rows, from one column of each file."""
         import pyarrow.parquet as pq
 
-        found: dict[str, list[JobRows]] = {}
-        for each in self.manifest.of(table.name):
+        runs: dict[str, list[JobRows]] = {}
+        for exported in self.manifest.of(table.name):
             try:
-                file = pq.ParquetFile(self.path / each.path, read_dictionary=["job_uuid"])
+                file = pq.ParquetFile(self.path / exported.path, read_dictionary=["job_uuid"])
                 for group in range(file.num_row_groups):
                     column = file.read_row_group(group, columns=["job_uuid"]).column("job_uuid")
-                    for uuid, start, rows in self._runs_in(column, each.path):
-                        found.setdefault(uuid, []).append(JobRows(file, each.path, group, start, rows))
+                    for uuid, start, rows in self._runs_in(column, exported.path):
+                        runs.setdefault(uuid, []).append(JobRows(file, exported.path, group, start, rows))
             except read_errors() as error:
-                raise unreadable(self.path, each.path, error) from error
-        return found
+                raise unreadable(self.path, exported.path, error) from error
+        return runs
 
     def _runs_in(self, column: pa.ChunkedArray, path: str) -> Iterator[tuple[str, int, int]]:
-        """Which job's rows begin where in a row group, and how many they are. Raises LedgerError where a job's are not
-        all in a row, which they are in every export: one made so that it takes long to read has them anywhere."""
+        """Yield each job's uuid with the start and number of its rows in a row group. Raises LedgerError if a job's
+        rows are not contiguous; in every export they are, and scattered rows would be a way to make reading slow."""
         import numpy as np
         import pyarrow as pa
 
@@ -131,7 +132,7 @@ class Folder:
 
 @dataclass(frozen=True)
 class FormerFolder:
-    """One of before: no files in its manifest, no record of maintenance, a row group for each job."""
+    """An older export: its manifest lists no files, it has no maintenance records, and a row group per job."""
 
     path: Path
 
@@ -153,9 +154,9 @@ class FormerFolder:
 
         name = f"{table.name}.parquet"
         try:
-            found = ds.dataset(self.path / name, schema=arrow_schema(table), format="parquet")
+            dataset = ds.dataset(self.path / name, schema=arrow_schema(table), format="parquet")
             only = None if uuid is None else ds.field("job_uuid") == uuid
-            for batch in found.to_batches(columns=list(columns_of(table)), filter=only, batch_size=ROWS_AT_ONCE):
+            for batch in dataset.to_batches(columns=list(columns_of(table)), filter=only, batch_size=ROWS_AT_ONCE):
                 if batch.num_rows:
                     yield _values(batch)
         except read_errors() as error:
@@ -163,26 +164,27 @@ class FormerFolder:
 
 
 def read_errors() -> tuple[type[Exception], ...]:
-    """What reading a file raises that was made to hurt: times that no calendar has and texts that are none included."""
+    """Return the errors of reading a malicious file, including impossible times and undecodable texts."""
     import pyarrow as pa
 
     return OSError, KeyError, ValueError, OverflowError, pa.ArrowException
 
 
 def _values(part: Any) -> list[Values]:
-    """Rows of a table, or of a batch."""
+    """Return the rows of a table, or of a batch."""
     return list(zip(*(column.to_pylist() for column in part.columns), strict=True))
 
 
-def _fitted(found: pa.Table, table: Table) -> pa.Table:
-    """What was read, as `columns_of` its table. Raises what pyarrow raises for what does not fit."""
+def _fit_to_schema(raw: pa.Table, table: Table) -> pa.Table:
+    """Return the table that was read with the columns and types of `columns_of`. Raises pyarrow's error if it does not
+    fit."""
     import pyarrow as pa
 
     names = columns_of(table)
     schema = pa.schema([field for field in arrow_schema(table) if field.name in names])
     columns = [
-        found.column(each.name).cast(each.type) if each.name in found.column_names else pa.nulls(len(found), each.type)
-        for each in schema
+        raw.column(field.name).cast(field.type) if field.name in raw.column_names else pa.nulls(len(raw), field.type)
+        for field in schema
     ]
     return pa.Table.from_arrays(columns, schema=schema)
 
@@ -190,16 +192,16 @@ def _fitted(found: pa.Table, table: Table) -> pa.Table:
 def _left_out(folder: Path, paths: Sequence[str]) -> list[str]:
     import pyarrow.parquet as pq
 
-    found: dict[str, None] = {}
+    unknown: dict[str, None] = {}
     for path in paths:
         name = path.partition("/")[0].removesuffix(".parquet")
         table = LedgerTable.metadata.tables.get(name)
         if table is None:
-            found[name] = None
+            unknown[name] = None
             continue
         try:
             names = pq.read_schema(folder / path).names
         except read_errors() as error:
             raise unreadable(folder, path, error) from error
-        found |= {f"{name}.{each}": None for each in names if each not in (*columns_of(table), "job_uuid")}
-    return list(found)
+        unknown |= {f"{name}.{column}": None for column in names if column not in (*columns_of(table), "job_uuid")}
+    return list(unknown)

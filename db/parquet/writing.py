@@ -1,12 +1,12 @@
-"""Writes a folder of Parquet files: one for each table, of those that grow with iterations one for each month.
+"""Writer of a folder of Parquet files: one per table, and one per month for tables that grow with iterations.
 
     manifest.json
     jobs.parquet  plans.parquet  maintenance.parquet  ...
     iterations/month=2026-11/part-0.parquet  rank_reports/month=2026-11/part-0.parquet  ...
 
-A month is kept from an export of before where its jobs are in the state that they were in then, and its files are as
-they were written; the others, and all tables that are not split, are written anew. Jobs stand in the order of their
-months, then of their uuids, and all rows of one together: who asks for one job reads a row group or two.
+A month is kept from an earlier export if its jobs have not changed since and its files are intact; the other months,
+and all tables that are not split, are written anew. Jobs are ordered by month, then by uuid, with all rows of a job
+together: a reader of one job reads a row group or two.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from db.parquet.manifest import FORMAT, MANIFEST, ExportedFile, Manifest, fault
 from db.parquet.tables import (
     JOBS,
     MAINTENANCE,
-    MONTHLY,
+    MONTHLY_TABLES,
     OF_JOBS,
     Row,
     Source,
     arrow_schema,
     columns_of,
-    in_files,
+    file_order_key,
     month_of,
 )
 
@@ -42,23 +42,24 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 ROWS_IN_GROUP = 100_000
-"""Of a row group at least, where a table has as many, and less than twice that: what Parquet's readers are made for,
-and what fits in memory whoever reads it."""
+"""Smallest size of a row group, where a table has that many rows; no group has twice as many. Parquet's readers are
+built for such groups, and they fit in a reader's memory."""
 BYTES_IN_GROUP = 256 << 20
-"""A group of rows this large is written whatever their number: texts have no bound."""
-PART = "part-0.parquet"
+"""A row group of this size is written regardless of its number of rows: texts are unbounded."""
+PART_FILE = "part-0.parquet"
 
 
 class StatedSource(Source, Protocol):
-    """A source that tells cheaply whether a job's rows are those that they were."""
+    """A source that cheaply reports whether a job's rows have changed."""
 
     def states(self) -> Mapping[str, Sequence[Any]]:
-        """Of each job, by its uuid, what is another whenever a row of `MONTHLY` is another."""
+        """Return, by job uuid, a value that changes whenever a row of `MONTHLY_TABLES` changes."""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """`written` and `kept`: months, oldest first, whose files were made anew, or taken over from the export before."""
+    """Result of an export. `written` and `kept`: months, oldest first, whose files were written anew, or taken over
+    from the earlier export."""
 
     manifest: Manifest
     written: tuple[str, ...]
@@ -73,32 +74,34 @@ def write(
     min_reader: str,
     before: tuple[Path, Manifest] | None = None,
 ) -> Exported:
-    """Fill an empty folder, the manifest last. What is in it is of our schema, whichever the source's: what we do not
-    know is left out. `before`: an export whose files are linked to, or copied, where they would be the same; it is left
-    as it is."""
+    """Fill an empty folder, the manifest last. Its content has our schema, regardless of the source's: parts that we do
+    not know are left out. `before`: an export whose unchanged files are linked or copied; it stays as it is."""
     from resihp import __version__
 
     months: dict[str, list[Row]] = {}
-    for job in sorted(jobs, key=in_files):
+    for job in sorted(jobs, key=file_order_key):
         months.setdefault(month_of(job["started_at"]), []).append(job)
     states = source.states()
-    known = {month: _state(of_month, states) for month, of_month in months.items()}
+    state_by_month = {month: _state(of_month, states) for month, of_month in months.items()}
     files: list[ExportedFile] = []
     kept: list[str] = []
     for month, of_month in months.items():
-        taken = _taken_over(before, month, known[month], folder)
+        taken = _take_over_month(before, month, state_by_month[month], folder)
         if taken:
             kept.append(month)
         else:
             taken = [
-                _of_jobs(source, table, of_month, folder, f"{table.name}/month={month}/{PART}") for table in MONTHLY
+                _of_jobs(source, table, of_month, folder, f"{table.name}/month={month}/{PART_FILE}")
+                for table in MONTHLY_TABLES
             ]
         files += taken
     in_order = [job for of_month in months.values() for job in of_month]
     files.append(_file(folder, "jobs.parquet", JOBS, [_columns(JOBS, in_order)]))
     files.append(_file(folder, "maintenance.parquet", MAINTENANCE, [_columns(MAINTENANCE, maintenance)]))
     files += [
-        _of_jobs(source, table, in_order, folder, f"{table.name}.parquet") for table in OF_JOBS if table not in MONTHLY
+        _of_jobs(source, table, in_order, folder, f"{table.name}.parquet")
+        for table in OF_JOBS
+        if table not in MONTHLY_TABLES
     ]
     rows = {"jobs": 0, **{file.table: 0 for file in files}}
     for file in files:
@@ -112,35 +115,35 @@ def write(
         min_reader,
         tuple(source.left_out()),
         tuple(sorted(files, key=lambda file: file.path)),
-        known,
+        state_by_month,
     )
     (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
     return Exported(manifest, tuple(month for month in months if month not in kept), tuple(kept))
 
 
 def _state(jobs: Iterable[Row], states: Mapping[str, Sequence[Any]]) -> str:
-    """Of a month: another where a job is more or less, or one of them is in another state."""
-    told = [(job["uuid"], job["journal_seq"], job["last_entry_at"], states.get(job["uuid"], ())) for job in jobs]
-    return sha256(msgspec.json.encode(told)).hexdigest()
+    """Return the state of a month: it changes if a job is added or removed, or if the state of one changes."""
+    job_states = [(job["uuid"], job["journal_seq"], job["last_entry_at"], states.get(job["uuid"], ())) for job in jobs]
+    return sha256(msgspec.json.encode(job_states)).hexdigest()
 
 
-def _taken_over(before: tuple[Path, Manifest] | None, month: str, state: str, folder: Path) -> list[ExportedFile]:
-    """Files of a month from the export before, now in this one too; none where it is to be written anew."""
+def _take_over_month(before: tuple[Path, Manifest] | None, month: str, state: str, folder: Path) -> list[ExportedFile]:
+    """Take over the files of a month from the earlier export; return none if the month has to be written anew."""
     if before is None or before[1].schema != migrate.head() or before[1].months.get(month) != state:
         return []
     place, manifest = before
-    found = {file.path: file for file in manifest.files if file.month == month}
-    if set(found) != {f"{table.name}/month={month}/{PART}" for table in MONTHLY}:
+    files = {file.path: file for file in manifest.files if file.month == month}
+    if set(files) != {f"{table.name}/month={month}/{PART_FILE}" for table in MONTHLY_TABLES}:
         return []
-    if any(fault(place, file) for file in found.values()):
+    if any(fault(place, file) for file in files.values()):
         return []
-    for path in found:
+    for path in files:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         try:
             os.link(place / path, folder / path)
         except OSError:  # a file system without links
             shutil.copyfile(place / path, folder / path)
-    return list(found.values())
+    return list(files.values())
 
 
 def _columns(table: Table, rows: Sequence[Row]) -> list[list[Any]]:
@@ -158,7 +161,7 @@ def _of_jobs(source: Source, table: Table, jobs: Iterable[Row], folder: Path, pa
 
 
 def _file(folder: Path, path: str, table: Table, parts: Iterable[Sequence[Sequence[Any]]]) -> ExportedFile:
-    """A table's file, of parts in columns."""
+    """Write a table's file from parts in columns."""
     place = folder / path
     place.parent.mkdir(parents=True, exist_ok=True)
     with closing(_RowGroups(place, arrow_schema(table))) as groups:
@@ -169,7 +172,7 @@ def _file(folder: Path, path: str, table: Table, parts: Iterable[Sequence[Sequen
 
 
 class _RowGroups:
-    """A file that is written in row groups of a sound size, whatever the parts that it comes in."""
+    """A file written in row groups of suitable size, regardless of the size of the parts."""
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
         import pyarrow.parquet as pq

@@ -1,6 +1,6 @@
-"""Where the time of a ledger's jobs went: reads the rows that `db.reading.costs` reckons with. Never changes it.
+"""Accounts of a ledger's jobs: reads the rows from which `db.reading.costs` computes where time went. Changes nothing.
 
-Called by `Reader`, whose methods of these names say what they answer.
+Implements the methods of `Reader` that have the same names; their docstrings describe the results.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from db.reading.reader import Reader
 
 JOBS_AT_ONCE = 100
-"""Whose rows are read together: of tables of which a job has few."""
+"""Number of jobs whose rows are read together, from tables with few rows per job."""
 
 
 def _by_job(rows: Iterable[Row]) -> dict[int, list[Row]]:
-    found: dict[int, list[Row]] = {}
+    rows_by_job: dict[int, list[Row]] = {}
     for row in rows:
-        found.setdefault(row["job_id"], []).append(row)
-    return found
+        rows_by_job.setdefault(row["job_id"], []).append(row)
+    return rows_by_job
 
 
 def attempts(reader: Reader, run: str | None = None, others: Sequence[Row] = ()) -> list[Row]:
@@ -42,14 +42,14 @@ def attempts(reader: Reader, run: str | None = None, others: Sequence[Row] = ())
     ]
     query = select(jobs.uuid, jobs.run, jobs.started_at, jobs.written_by, *ends)
     several = select(jobs.run).where(jobs.run != "").group_by(jobs.run).having(func.count() > 1)
-    which = or_(jobs.run.in_(several), jobs.run.in_({row["run"] for row in others}))
-    return [*reader.fetch(query.where(which if run is None else jobs.run == run)), *others]
+    of_runs = or_(jobs.run.in_(several), jobs.run.in_({row["run"] for row in others}))
+    return [*reader.fetch(query.where(of_runs if run is None else jobs.run == run)), *others]
 
 
 def account(reader: Reader, job: Row, now: datetime | None = None, again: Again | None = None) -> cost_accounts.Account:
     if again is None:
         again = reader.committed_again(job)
-    if (kept := cost_accounts.kept_with(job, again)) is not None:
+    if (kept := cost_accounts.stored_account_with(job, again)) is not None:
         return kept
     return cost_accounts.between(reader.timeline(job, now, again))
 
@@ -64,13 +64,13 @@ def timelines(
         ids = [job["id"] for job in part]
         few = [_narrow_of(reader, table, ids) for table in ("failures", "reconfigurations", "plans")]
         query = select(checkpoints.job_id, checkpoints.iteration).where(checkpoints.job_id.in_(ids))
-        saved, held = _by_job(reader.fetch(query)), _holdings(reader, ids)
+        saved, holdings = _by_job(reader.fetch(query)), _holdings(reader, ids)
         columns = JobRow.__table__.c
-        asked = reader.fetch(select(columns.id, columns.configuration).where(columns.id.in_(ids)))
-        configurations = {row["id"]: row["configuration"] for row in asked}
+        configuration_rows = reader.fetch(select(columns.id, columns.configuration).where(columns.id.in_(ids)))
+        configurations = {row["id"]: row["configuration"] for row in configuration_rows}
         for job in part:
             number = job["id"]
-            failures, reconfigurations, plans = (of.get(number, []) for of in few)
+            failures, reconfigurations, plans = (rows_by_job.get(number, []) for rows_by_job in few)
             yield partial(
                 cost_accounts.timeline,
                 {**job, "configuration": configurations.get(job["id"])},
@@ -79,26 +79,27 @@ def timelines(
                 reconfigurations,
                 plans,
                 [row["iteration"] for row in saved.get(number, [])],
-                held.get(number, []),
+                holdings.get(number, []),
                 now,
             )
 
 
 def _narrow_of(reader: Reader, table: str, job_ids: Sequence[int]) -> dict[int, list[Row]]:
-    """As `Reader.narrow`, of several jobs."""
-    asked = TABLES[table]
-    columns = asked.source.c
+    """Return the columns of `Reader.narrow` for several jobs."""
+    view = TABLES[table]
+    columns = view.source.c
     query = select(columns.job_id, *(columns[name] for name in ACCOUNT_COLUMNS[table]))
-    return _by_job(reader.fetch(query.where(columns.job_id.in_(job_ids)).order_by(columns[asked.order])))
+    return _by_job(reader.fetch(query.where(columns.job_id.in_(job_ids)).order_by(columns[view.order])))
 
 
 def _holdings(reader: Reader, job_ids: Sequence[int]) -> dict[int, list[Row]]:
-    """Nodes of jobs, for what they cost: `node`, `devices`, `joined_at` (the first time, of one that came back),
-    `released_at`, and the number of the request that it answered (`replacement`), null of the job's own."""
-    nodes, served, asked = (m.__table__.c for m in (models.NodeRow, models.MembershipRow, models.ReplacementRow))
+    """Return the nodes of jobs for computing costs: `node`, `devices`, `joined_at` (the first time, for a node that
+    returned), `released_at`, and the number of the request that it answered (`replacement`), null for the job's own
+    nodes."""
+    nodes, served, requests = (m.__table__.c for m in (models.NodeRow, models.MembershipRow, models.ReplacementRow))
     first = select(func.min(served.joined_at)).where(served.job_id == nodes.job_id, served.node == nodes.node)
-    answered = select(func.min(asked.replacement)).where(
-        asked.job_id == nodes.job_id, asked.node == nodes.node, asked.joined_at.is_not(None)
+    answered = select(func.min(requests.replacement)).where(
+        requests.job_id == nodes.job_id, requests.node == nodes.node, requests.joined_at.is_not(None)
     )
     query = select(
         *(nodes.job_id, nodes.node, nodes.devices, nodes.released_at),
@@ -110,14 +111,14 @@ def _holdings(reader: Reader, job_ids: Sequence[int]) -> dict[int, list[Row]]:
 
 def settled(reader: Reader, job_id: int) -> str:
     [job] = reader.fetch(select(*JobRow.__table__.columns).where(JobRow.id == job_id))
-    again, alone = reader.committed_again(job), cost_accounts.kept_with(job, ())
+    again, alone = reader.committed_again(job), cost_accounts.stored_account_with(job, ())
     if alone is None or again:
         [timeline] = reader.timelines([job])
         alone = alone or cost_accounts.between(timeline(()))
         whole = cost_accounts.between(timeline(again)) if again else alone
     else:
         whole = alone
-    return msgspec.json.encode(cost_accounts.to_keep(alone, whole, again)).decode()
+    return msgspec.json.encode(cost_accounts.account_to_store(alone, whole, again)).decode()
 
 
 def unsettled(reader: Reader, run: str | None = None) -> list[Row]:
@@ -130,13 +131,13 @@ def unsettled(reader: Reader, run: str | None = None) -> list[Row]:
     return [
         {name: job[name] for name in ("id", "uuid", "run", "written_by")}
         for job in reader.fetch(query.order_by(jobs.started_at, jobs.id))
-        if cost_accounts.kept_with(job, again.get(job["uuid"], ())) is None
+        if cost_accounts.stored_account_with(job, again.get(job["uuid"], ())) is None
     ]
 
 
 def summary(reader: Reader, job_id: int, now: datetime | None = None) -> Row:
     [job] = reader.fetch(select(*JobRow.__table__.columns).where(JobRow.id == job_id))
-    shown = reader.shown_plan(job_id)
+    plan_shown = reader.shown_plan(job_id)
     return cost_accounts.summarise(
         job,
         reader.narrow("iterations", job_id),
@@ -144,4 +145,4 @@ def summary(reader: Reader, job_id: int, now: datetime | None = None) -> Row:
         reader.narrow("reconfigurations", job_id),
         reader.narrow("plans", job_id),
         now or datetime.now(UTC),
-    ) | {"epoch": shown[0]["epoch"] if shown else None}
+    ) | {"epoch": plan_shown[0]["epoch"] if plan_shown else None}

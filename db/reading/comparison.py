@@ -1,4 +1,4 @@
-"""Two jobs side by side: what differs between them, and what an iteration takes at equal work. Reads only.
+"""Comparison of two jobs: the differences between them, and the time of an iteration at equal work. Reads only.
 
 Called by `resihp compare` and `db.reading.queries`.
 """
@@ -16,46 +16,55 @@ from db.reading.plans import promises
 from db.reading.reader import Reader
 from db.reading.tables import Row
 
-SURE = 2.0
-"""Standard errors."""
+SIGNIFICANT_ERRORS = 2.0
+"""Number of standard errors from which a difference counts."""
 FROM_JOBS = {
     **{"nodes": "nodes", "GPUs a node": "gpus_per_node", "TP": "tp", "PP": "pp", "schedule": "schedule"},
     **{"cluster": "cluster", "partition": "partition", "resihp": "version", "torch": "torch"},
     **{"megatron-core": "megatron_core", "CUDA": "cuda", "NCCL": "nccl", "commit of the script": "script_commit"},
 }
-"""Column of each thing that is compared."""
+"""Column of each compared property."""
 
 
 def compare(reader: Reader, first: Row, others: Reader, second: Row) -> list[Row]:
-    """What differs between two jobs, rows of `Reader.job` of one ledger or of two; then what iterations take.
+    """Return the differences between two jobs, rows of `Reader.job` of one ledger or of two; then the times of
+    iterations.
 
-    `what`, `first`, `second` (texts), `difference` (of a figure, relative to the first job; else None). The last row is
-    the verdict: seconds of a device for a million tokens, medians of iterations under each job's first plan before
-    anything was slow; a difference of less than twice its standard error is none.
+    `what`, `first`, `second` (texts), `difference` (for a figure, relative to the first job; else None). The last row
+    is the verdict: device-seconds for a million tokens, as medians of iterations under each job's first plan before
+    anything was slow; a difference of less than twice its standard error counts as none.
     """
     jobs = ((reader, first), (others, second))
-    found = [row for row in _facts(*jobs) if row["first"] != row["second"]]
-    one, other = (_iterations(*job) for job in jobs)
-    found.append(_figure("iterations compared", len(one), len(other), "{:.0f}"))
-    if min(len(one), len(other)) < promises.LEAST:
-        return found
+    rows = [row for row in _facts(*jobs) if row["first"] != row["second"]]
+    first_rows, second_rows = (_iterations(*job) for job in jobs)
+    rows.append(_figure("iterations compared", len(first_rows), len(second_rows), "{:.0f}"))
+    if min(len(first_rows), len(second_rows)) < promises.MIN_ITERATIONS:
+        return rows
     same = _work(first) == _work(second)
-    found.append(_figure("tokens of an iteration", _median(one, "tokens"), _median(other, "tokens"), "{:,.0f}"))
-    found.append(_figure("seconds of an iteration", _median(one, "seconds"), _median(other, "seconds"), "{:.4g}"))
-    ratio, error = promises.ratio(_rates(other), _rates(one))
+    rows.append(
+        _figure("tokens of an iteration", _median(first_rows, "tokens"), _median(second_rows, "tokens"), "{:,.0f}")
+    )
+    rows.append(
+        _figure("seconds of an iteration", _median(first_rows, "seconds"), _median(second_rows, "seconds"), "{:.4g}")
+    )
+    ratio, error = promises.ratio(_rates(second_rows), _rates(first_rows))
     assert ratio is not None
-    sure = abs(ratio - 1.0) > SURE * error * ratio
+    sure = abs(ratio - 1.0) > SIGNIFICANT_ERRORS * error * ratio
     how = "slower" if ratio > 1.0 else "faster"
-    change = f"{abs(ratio - 1.0):.1%} {how}, give or take {SURE * error * ratio:.1%}" if sure else "no difference"
-    what = "device-seconds for a million tokens" + ("" if same else ", of models that differ")
-    found.append({**_figure(what, _middle(one), _middle(other), "{:.4g}"), "difference": change})
-    return found
+    change = (
+        f"{abs(ratio - 1.0):.1%} {how}, give or take {SIGNIFICANT_ERRORS * error * ratio:.1%}"
+        if sure
+        else "no difference"
+    )
+    label = "device-seconds for a million tokens" + ("" if same else ", models differ")
+    rows.append({**_figure(label, _middle(first_rows), _middle(second_rows), "{:.4g}"), "difference": change})
+    return rows
 
 
 def _facts(*jobs: tuple[Reader, Row]) -> Iterator[Row]:
-    for what, column in FROM_JOBS.items():
-        yield _row(what, *(job[column] for _, job in jobs))
-    for what, model, column in (
+    for label, column in FROM_JOBS.items():
+        yield _row(label, *(job[column] for _, job in jobs))
+    for label, model, column in (
         ("hardware", DeviceRow, "name"),
         ("GPU driver", MembershipRow, "driver"),
         ("VBIOS", DeviceRow, "vbios"),
@@ -63,22 +72,22 @@ def _facts(*jobs: tuple[Reader, Row]) -> Iterator[Row]:
         ("operating system", MembershipRow, "image"),
         ("NIC firmware", MembershipRow, "nic_firmware"),
     ):
-        yield _row(what, *(_kinds(reader, model, column, job) for reader, job in jobs))
+        yield _row(label, *(_kinds(reader, model, column, job) for reader, job in jobs))
     mine, theirs = (dict(_flat(_decoded(job["configuration"]))) for _, job in jobs)
     for name in sorted({*mine, *theirs}):
         yield _row(name, mine.get(name), theirs.get(name))
 
 
-def _row(what: str, first: object = None, second: object = None) -> Row:
+def _row(label: str, first: object = None, second: object = None) -> Row:
     def text(value: object) -> str:
         return "-" if value in (None, "", []) else str(value)
 
-    return {"what": what, "first": text(first), "second": text(second), "difference": None}
+    return {"what": label, "first": text(first), "second": text(second), "difference": None}
 
 
-def _figure(what: str, first: float, second: float, form: str) -> Row:
+def _figure(label: str, first: float, second: float, form: str) -> Row:
     change = f"{second / first - 1.0:+.1%}" if first else None
-    return {"what": what, "first": form.format(first), "second": form.format(second), "difference": change}
+    return {"what": label, "first": form.format(first), "second": form.format(second), "difference": change}
 
 
 def _kinds(reader: Reader, model: type[Any], column: str, job: Row) -> str:
@@ -100,7 +109,7 @@ def _work(job: Row) -> object:
 
 
 def _decoded(content: str | None) -> dict[str, Any]:
-    """What was imported may hold anything."""
+    """Decode a JSON column; imported rows may hold anything, so malformed ones count as empty."""
     try:
         return msgspec.json.decode(content or "{}", type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
@@ -108,14 +117,14 @@ def _decoded(content: str | None) -> dict[str, Any]:
 
 
 def _iterations(reader: Reader, job: Row) -> list[Row]:
-    """Of the first plan that took effect, before anything was slow, each with its `devices`."""
+    """Return the iterations of the first plan that took effect, before anything was slow, each with its `devices`."""
     plans = [row for row in reader.narrow("plans", job["id"]) if row["in_effect_at"] is not None]
     if not plans:
         return []
     began = min(plans, key=lambda row: int(row["epoch"]))
     rows = reader.narrow("iterations", job["id"], ("iteration", "epoch", "seconds", "tokens"))
     slow = sorted(row["iteration"] for row in reader.narrow("failures", job["id"]) if row["kind"] == "fail-slow")
-    under = promises.first_ones([row for row in rows if row["epoch"] == began["epoch"]], slow)
+    under = promises.iterations_before_change([row for row in rows if row["epoch"] == began["epoch"]], slow)
     return [{**row, "devices": began["active"]} for row in under if row["seconds"] and row["tokens"]]
 
 

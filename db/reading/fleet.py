@@ -1,8 +1,8 @@
-"""What many jobs tell together: failures by node, component, cause or job; what they cost; which nodes to distrust.
+"""Statistics over many jobs: failures by node, component, cause or job; their costs; and nodes to distrust.
 
-Each question has a part that reads one ledger, small because the database counts, and a part that joins what several
-ledgers said: a cluster's PostgreSQL is one, a home of jobs with a SQLite file each is many. Called by `history` and
-`db.reading.queries`. Reads only; `resihp.detector.lemons` judges nodes.
+Each question has a part that reads one ledger, returning few rows because the database counts, and a part that joins
+the results of several ledgers: a cluster's PostgreSQL is one, a home of jobs with a SQLite file each is many. Called by
+`history` and `db.reading.queries`. Reads only; `resihp.detector.lemons` judges nodes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sqlalchemy import ColumnElement, Select, case, func, or_, select
 
 from db.models import DrainRow, FailureRow, IterationRow, JobRow, NodeRow, ReconfigurationRow
 from db.reading import hardware, health
-from db.reading.costs.cost_accounts import OF_FAILURES, Account, added, between, kept_with
+from db.reading.costs.cost_accounts import OF_FAILURES, Account, added, between, stored_account_with
 from db.reading.costs.timeline import CAUSES, SHARES, Again, HeldTime, committed_again
 from db.reading.reader import Reader
 from db.reading.tables import JOB_COLUMNS, TABLES, Row, no_collection
@@ -42,22 +42,22 @@ By = Literal[
     "month",
 ]
 GROUPS: tuple[By, ...] = get_args(By)
-"""`version` is resihp's; `hardware`: whether it is to blame; a `week` is named by its Monday."""
+"""`version` is resihp's; `hardware`: whether it is the cause; a `week` is named by its Monday."""
 OF_JOBS = {"job": "uuid", "account": "slurm_account"} | {
     name: name for name in ("owner", "partition", "cluster", "version", "torch")
 }
-"""Columns of jobs that failures are counted by. Names repeat, between folders and hosts."""
+"""Columns of jobs by which failures are counted. Names repeat, between folders and hosts."""
 CostBy = Literal["job", "owner", "account", "partition", "cluster", "week", "month"]
 Period = Literal["week", "month"]
 COST_BY: tuple[str, ...] = get_args(CostBy)
-KINDS = ("fail-stop", "fail-slow", "communication", "program")
-MEANS = ("detect_seconds", "recover_seconds", "without_noticing_seconds")
-"""Of failures: from injected faults to their being noticed; from failures to the first iterations after them; and the
-same from their being noticed."""
-UNNAMED = "-"
-"""For failures of no node, jobs of no account."""
-CLOCKS = timedelta(days=1)
-"""How far a clock may have been set back in a job, whose end then is not its last entry's time."""
+FAILURE_KINDS = ("fail-stop", "fail-slow", "communication", "program")
+MEAN_COLUMNS = ("detect_seconds", "recover_seconds", "without_noticing_seconds")
+"""Mean times of failures: from injection until noticed (injected faults only); from the failure to the first iteration
+after it; and the same from the notice."""
+NO_NAME = "-"
+"""Name for failures without a node, and jobs without an account."""
+MAX_CLOCK_SETBACK = timedelta(days=1)
+"""Largest time by which a clock may have been set back in a job, so that its end is not the time of its last entry."""
 
 _NUMBERED = re.compile(r"\b(ranks?|nodes?|device|pid|iteration|step) [^\s:;,()]*[\w.-]+(?:, \d+(?:-\d+)?)*")
 _FIGURE = re.compile(r"\b\d+(?:\.\d+)? ?(s|ms|%|GB|MB|iterations)(?!\w)")
@@ -76,7 +76,7 @@ def failures_by(
     since: datetime | None = None,
     until: datetime | None = None,
 ) -> list[Row]:
-    """Counts and sums of one ledger's failures, for `joined`; of all jobs, or one; of one `user`'s."""
+    """Return counts and sums of one ledger's failures, for `joined`; of all jobs, or one; of one `user`'s."""
     failures, transitions = FailureRow.__table__, ReconfigurationRow.__table__
     column = _group(reader, by, job_id)
     back_s, noticed_s = reader.seconds(transitions.c.finished_at), reader.seconds(failures.c.noticed_at)
@@ -91,7 +91,7 @@ def failures_by(
         column.label("key"),
         *((func.max(JobRow.__table__.c.name).label("name"),) if by == "job" else ()),
         func.count().label("failures"),
-        *(func.sum(case((failures.c.kind == kind, 1), else_=0)).label(kind) for kind in KINDS),
+        *(func.sum(case((failures.c.kind == kind, 1), else_=0)).label(kind) for kind in FAILURE_KINDS),
         func.count(failures.c.job_id.distinct()).label("jobs"),
         func.count(failures.c.detect_seconds).label("detections"),
         func.sum(failures.c.detect_seconds).label("detect_seconds"),
@@ -112,10 +112,10 @@ def failures_by(
         conditions.append(failures.c.noticed_at >= since)
     if until is not None:
         conditions.append(failures.c.noticed_at < until)
-    found = reader.fetch(query.where(*conditions).group_by(column))
-    for row in found:
+    groups = reader.fetch(query.where(*conditions).group_by(column))
+    for row in groups:
         row["key"] = kind_of_cause(row["key"]) if by == "cause" else _words(row["key"])
-    return found
+    return groups
 
 
 def _group(reader: Reader, by: By, job_id: int | None) -> ColumnElement[Any]:
@@ -130,31 +130,31 @@ def _group(reader: Reader, by: By, job_id: int | None) -> ColumnElement[Any]:
 
 
 def _words(key: object) -> str:
-    """Of a group: `-` for what has no name, and whether hardware is to blame in words."""
-    return {True: "hardware", False: "other", None: UNNAMED}[key] if key in (None, True, False) else str(key) or UNNAMED
+    """Return the name of a group: `-` for an empty one, and in words whether hardware is the cause."""
+    return {True: "hardware", False: "other", None: NO_NAME}[key] if key in (None, True, False) else str(key) or NO_NAME
 
 
 def joined(by: By, parts: Iterable[Row]) -> list[Row]:
-    """What `failures_by` found in all ledgers, most failures first, of weeks and months the newest first.
+    """Combine the results of `failures_by` from all ledgers, most failures first; weeks and months newest first.
 
-    Columns: the key by its name (of jobs `job` and `uuid`), `failures`, those of each kind, `jobs`, `MEANS` (of what is
-    known), `last` (when the last one was noticed). A job of two ledgers counts twice.
+    Columns: the key by its name (for jobs `job` and `uuid`), `failures`, those of each kind, `jobs`, `MEAN_COLUMNS`
+    (over known values), `last` (when the last one was noticed). A job in two ledgers counts twice.
     """
     sums: dict[str, Row] = {}
     for part in parts:
         if (total := sums.get(part["key"])) is None:
             sums[part["key"]] = dict(part)
             continue
-        for name in ("failures", *KINDS, "jobs", "detections", "recoveries"):
+        for name in ("failures", *FAILURE_KINDS, "jobs", "detections", "recoveries"):
             total[name] += part[name]
-        for name in MEANS:
+        for name in MEAN_COLUMNS:
             total[name] = (total[name] or 0.0) + (part[name] or 0.0)
         total["last"] = max(total["last"], part["last"])
     rows = [
         {
             **({"job": total["name"], "uuid": total["key"]} if by == "job" else {by: total["key"]}),
             "failures": int(total["failures"]),
-            **{kind.replace("-", "_"): int(total[kind]) for kind in KINDS},
+            **{kind.replace("-", "_"): int(total[kind]) for kind in FAILURE_KINDS},
             "jobs": int(total["jobs"]),
             "detect_seconds": _mean(total["detect_seconds"], total["detections"]),
             "recover_seconds": _mean(total["recover_seconds"], total["recoveries"]),
@@ -169,8 +169,8 @@ def joined(by: By, parts: Iterable[Row]) -> list[Row]:
 
 
 def kind_of_cause(cause: str) -> str:
-    """A cause without what differs from one failure to the next: `rank 5 killed by signal 9` and `rank 7 killed by
-    signal 9` are both `rank * killed by signal 9`."""
+    """Return a cause without the parts that differ between failures: `rank 5 killed by signal 9` and `rank 7 killed by
+    signal 9` both become `rank * killed by signal 9`."""
     return _FIGURE.sub(r"* \1", _NUMBERED.sub(r"\1 *", cause))
 
 
@@ -191,11 +191,11 @@ def accounts(
     period: Period | None = None,
     others: Sequence[Row] = (),
 ) -> list[tuple[Row, Account]]:
-    """Every job of a ledger, or of a `user`, that held devices from `since` on and before `until`, newest first, and
-    where its time between these went: jobs are cut there.
+    """Return every job of a ledger, or of a `user`, that held devices from `since` on and before `until`, newest first,
+    with the account of its time in that period.
 
-    With a `period`, once for each that a job was in, by its name in the row: weeks begin on Mondays, all times are UTC.
-    `others`: attempts in other ledgers, as of `Reader.attempts`.
+    With a `period`, once for each one that overlaps the job, with its name in the row: weeks begin on Mondays, all
+    times are UTC. `others`: attempts in other ledgers, as from `Reader.attempts`.
     """
     now = now or datetime.now(UTC)
     columns = JobRow.__table__.c
@@ -204,7 +204,7 @@ def accounts(
     if user is not None:
         query = query.where(reader.is_of(user))
     if since is not None:
-        query = query.where(or_(columns.last_entry_at >= since - CLOCKS, columns.state == "running"))
+        query = query.where(or_(columns.last_entry_at >= since - MAX_CLOCK_SETBACK, columns.state == "running"))
     if until is not None:
         query = query.where(columns.started_at < until)
     again = committed_again(reader.attempts(None, others))
@@ -219,44 +219,44 @@ def costs_of(
     period: Period | None = None,
     others: Sequence[Row] = (),
 ) -> list[tuple[Row, Account]]:
-    """The same of one job, all of it; `job` is its row."""
+    """Return the same for one job, over its whole time; `job` is its row."""
     again = {job["uuid"]: reader.committed_again(job, others)}
     return _costs(reader, [job], again, now or datetime.now(UTC), _Cut(None, None, period))
 
 
 @dataclass(frozen=True)
 class _Cut:
-    """The time that costs are asked for: between two moments, and by periods if any."""
+    """The time for which costs are requested: between two moments, and by periods if any."""
 
     since: datetime | None
     until: datetime | None
     period: Period | None
 
-    def whole(self, job: Row, one: Account) -> list[tuple[str | None, Account]] | None:
-        """What all of a job cost, where that is all of one part; nothing of one that was over before; None where it is
-        cut."""
+    def whole(self, job: Row, account: Account) -> list[tuple[str | None, Account]] | None:
+        """Return the cost of a job from its stored account, if one part contains all of it; an empty list if it was
+        over before; None if it has to be cut."""
         began: datetime = job["started_at"]
-        end = began + timedelta(seconds=one.held_s)
+        end = began + timedelta(seconds=account.held_s)
         if self.since is not None and end < self.since:
             return []
         for name, first, last in self._windows(began, end):
-            return [(name, one)] if first <= began and end < last else None
+            return [(name, account)] if first <= began and end < last else None
         return []
 
     def parts(self, job: Row, timeline: HeldTime) -> list[tuple[str | None, Account]]:
-        """What a job cost, by parts."""
+        """Return the cost of a job by parts."""
         began: datetime = job["started_at"]
         if self.since is None and self.until is None and self.period is None:
             return [(None, between(timeline))]
-        found = []
+        named_parts = []
         for name, first, last in self._windows(began, began + timedelta(seconds=timeline.held_s)):
             part = between(timeline, (first - began).total_seconds(), (last - began).total_seconds())
             if part.held_s > 0.0 or part.failures:
-                found.append((name, part))
-        return found
+                named_parts.append((name, part))
+        return named_parts
 
     def _windows(self, began: datetime, end: datetime) -> Iterator[tuple[str | None, datetime, datetime]]:
-        """Parts of the time around a job's: name, since, until."""
+        """Yield the parts of the time around a job: name, since, until."""
         first, last = self.since or began, self.until or end + timedelta(seconds=1)
         if self.period is None:
             yield None, first, last
@@ -274,22 +274,24 @@ class _Cut:
 def _costs(
     reader: Reader, jobs: Sequence[Row], again: Mapping[str, Again], now: datetime, cut: _Cut
 ) -> list[tuple[Row, Account]]:
-    """What jobs cost, by parts: what was kept of a job where that is all of one part. Rows of the others are read once,
-    however many parts there are, and job after job."""
-    kept = [kept_with(job, again.get(job["uuid"], ())) for job in jobs]
-    whole = [None if one is None else cut.whole(job, one) for job, one in zip(jobs, kept, strict=True)]
-    timelines = reader.timelines([job for job, told in zip(jobs, whole, strict=True) if told is None], now)
-    found: list[tuple[Row, Account]] = []
-    for job, told in zip(jobs, whole, strict=True):
-        parts = cut.parts(job, next(timelines)(again.get(job["uuid"], ()))) if told is None else told
-        found += [(job if name is None else {**job, str(cut.period): name}, part) for name, part in parts]
-    return found
+    """Return the costs of jobs by parts, from the stored account if one part contains the job. Rows of the other jobs
+    are read once, regardless of the number of parts, one job at a time."""
+    kept = [stored_account_with(job, again.get(job["uuid"], ())) for job in jobs]
+    whole = [None if account is None else cut.whole(job, account) for job, account in zip(jobs, kept, strict=True)]
+    timelines = reader.timelines(
+        [job for job, parts_of_job in zip(jobs, whole, strict=True) if parts_of_job is None], now
+    )
+    costs: list[tuple[Row, Account]] = []
+    for job, parts_of_job in zip(jobs, whole, strict=True):
+        parts = cut.parts(job, next(timelines)(again.get(job["uuid"], ()))) if parts_of_job is None else parts_of_job
+        costs += [(job if name is None else {**job, str(cut.period): name}, part) for name, part in parts]
+    return costs
 
 
-def cost_rows(found: Sequence[Account], price: float | None = None) -> list[Row]:
-    """`cause` (`useful` first), `seconds`, `share` of the time held, `gpu_hours`, `of_failures`; sums over jobs. With
-    the `price` of a GPU-hour, `money`."""
-    total = added(found)
+def cost_rows(job_accounts: Sequence[Account], price: float | None = None) -> list[Row]:
+    """Return the rows `cause` (`useful` first), `seconds`, `share` of the time held, `gpu_hours`, `of_failures`; sums
+    over jobs. With the `price` of a GPU-hour, also `money`."""
+    total = added(job_accounts)
     seconds = {"useful": total.useful_s, **total.lost_s}
     hours = {"useful": total.useful_gpu_hours, **total.lost_gpu_hours}
     return [
@@ -305,60 +307,72 @@ def cost_rows(found: Sequence[Account], price: float | None = None) -> list[Row]
     ]
 
 
-JOB = ("uuid", "host", "state", "started_at")
-"""What is told of a job beside its name, which another folder's or host's may have, too."""
+JOB_KEYS = ("uuid", "host", "state", "started_at")
+"""Columns that identify a job besides its name, which jobs of other folders or hosts may share."""
 
 
-def cost_by_job(found: Iterable[tuple[Row, Account]], price: float | None = None) -> list[Row]:
-    """One row for each job: `job`, `uuid`, `host`, `state`, `started_at`, and the columns of `figures`."""
-    return [{"job": job["name"], **{name: job[name] for name in JOB}, **figures(one, price)} for job, one in found]
+def cost_by_job(job_accounts: Iterable[tuple[Row, Account]], price: float | None = None) -> list[Row]:
+    """Return one row per job: `job`, `uuid`, `host`, `state`, `started_at`, and the columns of `figures`."""
+    return [
+        {"job": job["name"], **{name: job[name] for name in JOB_KEYS}, **figures(account, price)}
+        for job, account in job_accounts
+    ]
 
 
-def cost_by(by: CostBy, found: Iterable[tuple[Row, Account]], price: float | None = None) -> list[Row]:
-    """One row for each owner, (Slurm) account, partition, cluster, week or month: its name, `jobs`, and the columns of
-    `figures`. Most GPU-hours first, but periods in their order. For periods, `accounts` must have been asked for them.
-    """
+def cost_by(by: CostBy, job_accounts: Iterable[tuple[Row, Account]], price: float | None = None) -> list[Row]:
+    """Return one row for each owner, (Slurm) account, partition, cluster, week or month: its name, `jobs`, and the
+    columns of `figures`. Most GPU-hours first, but periods in their order. For periods, call `accounts` with that
+    period."""
     if by == "job":
-        return cost_by_job(found, price)
+        return cost_by_job(job_accounts, price)
     groups: dict[str, list[tuple[Row, Account]]] = {}
-    for job, one in found:
-        groups.setdefault(job["slurm_account" if by == "account" else by] or UNNAMED, []).append((job, one))
+    for job, account in job_accounts:
+        groups.setdefault(job["slurm_account" if by == "account" else by] or NO_NAME, []).append((job, account))
     rows = [
-        {by: name, "jobs": len({job["uuid"] for job, _ in of}), **figures(added(one for _, one in of), price)}
-        for name, of in groups.items()
+        {
+            by: name,
+            "jobs": len({job["uuid"] for job, _ in members}),
+            **figures(added(account for _, account in members), price),
+        }
+        for name, members in groups.items()
     ]
     if by in ("week", "month"):
         return sorted(rows, key=lambda row: str(row[by]))
     return sorted(rows, key=lambda row: (-row["gpu_hours"], row[by]))
 
 
-def figures(one: Account, price: float | None = None) -> Row:
-    """An account as columns `FIGURES`; with the `price` of a GPU-hour also `money` and `failure_money`."""
+def figures(account: Account, price: float | None = None) -> Row:
+    """Return an account as columns `FIGURE_COLUMNS`; with the `price` of a GPU-hour also `money` and
+    `failure_money`."""
     row = {
-        "wall_seconds": one.wall_s,
-        "goodput": one.goodput,
-        "ettr": one.ettr,
-        "failures": one.failures,
-        "mtbf_seconds": one.mtbf_s,
-        "mttr_seconds": one.mttr_s,
-        "gpu_hours": one.gpu_hours,
-        "failure_gpu_hours": one.failure_gpu_hours,
-        "useful_seconds": one.useful_s,
-        **{f"{cause}_seconds": one.lost_s[cause] for cause in CAUSES},
-        "held_seconds": one.held_s,
-        "useful_share": one.useful_share,
-        "hardware_failures": one.hardware_failures,
-        "hardware_mtbf_seconds": one.hardware_mtbf_s,
-        "failure_rate": one.failure_rate,
-        "hardware_failure_rate": one.hardware_failure_rate,
-        "useful_gpu_hours": one.useful_gpu_hours,
-        **{f"{cause}_gpu_hours": one.lost_gpu_hours[cause] for cause in CAUSES},
+        "wall_seconds": account.wall_s,
+        "goodput": account.goodput,
+        "ettr": account.ettr,
+        "failures": account.failures,
+        "mtbf_seconds": account.mtbf_s,
+        "mttr_seconds": account.mttr_s,
+        "gpu_hours": account.gpu_hours,
+        "failure_gpu_hours": account.failure_gpu_hours,
+        "useful_seconds": account.useful_s,
+        **{f"{cause}_seconds": account.lost_s[cause] for cause in CAUSES},
+        "held_seconds": account.held_s,
+        "useful_share": account.useful_share,
+        "hardware_failures": account.hardware_failures,
+        "hardware_mtbf_seconds": account.hardware_mtbf_s,
+        "failure_rate": account.failure_rate,
+        "hardware_failure_rate": account.hardware_failure_rate,
+        "useful_gpu_hours": account.useful_gpu_hours,
+        **{f"{cause}_gpu_hours": account.lost_gpu_hours[cause] for cause in CAUSES},
     }
-    money = {} if price is None else {"money": one.gpu_hours * price, "failure_money": one.failure_gpu_hours * price}
+    money = (
+        {}
+        if price is None
+        else {"money": account.gpu_hours * price, "failure_money": account.failure_gpu_hours * price}
+    )
     return {**row, **money}
 
 
-FIGURES = (
+FIGURE_COLUMNS = (
     *("wall_seconds", "goodput", "ettr", "failures", "mtbf_seconds", "mttr_seconds", "gpu_hours", "failure_gpu_hours"),
     *("useful_seconds", *(f"{cause}_seconds" for cause in CAUSES), "held_seconds", "useful_share"),
     *("hardware_failures", "hardware_mtbf_seconds", "failure_rate", "hardware_failure_rate"),
@@ -371,7 +385,7 @@ FIGURES = (
 
 
 class NodeRecord:
-    """What one ledger, or several, know of nodes: for `lemons`."""
+    """Data about nodes from one ledger, or several, for `lemons`."""
 
     def __init__(self) -> None:
         self.verdicts: list[NodeFailure] = []
@@ -389,7 +403,7 @@ class NodeRecord:
             self._read(reader, since, injected)
 
     def _read(self, reader: Reader, since: datetime, injected: bool) -> None:
-        self.verdicts += health.verdicts(reader, since, injected, told=False)
+        self.verdicts += health.verdicts(reader, since, injected, with_jobs=False)
         self.services += health.services(reader, since)
         self.placements += hardware.placements(reader, since)
         self.renewals += hardware.renewals(reader, since)
@@ -419,7 +433,8 @@ class NodeRecord:
 
 
 def _counting(reader: Reader, query: Select[Any], injected: bool) -> list[Row]:
-    """Rows of failures, or of what was done about them, that say something of a node; `injected`: on purpose, too."""
+    """Return the rows of failures, or of actions after them, that count against a node; with `injected`, also those of
+    injected faults."""
     rows = reader.fetch(query)
     if injected:
         return rows
@@ -427,17 +442,17 @@ def _counting(reader: Reader, query: Select[Any], injected: bool) -> list[Row]:
 
 
 def _counted(query: Select[Any]) -> Select[Any]:
-    """How often each row of a query is there, as `n`."""
+    """Return how often each row of a query occurs, as `n`."""
     rows = query.subquery().c
     return select(*rows, func.count().label("n")).group_by(*rows)
 
 
 def lemons(record: NodeRecord, now: datetime | None = None) -> list[Row]:
-    """All nodes that served in the last 180 days, the one most to be distrusted first.
+    """Return all nodes that served in the last 180 days, least trustworthy first.
 
     `node`, `jobs`, `device_hours` (of service), `failures` (root causes that name it) and those of each kind, `drains`,
-    `mtbf_hours` (of the node's service); whether it is a `lemon`, and by what: `observed` outages where `expected`
-    were, in `window_days`, `p`, `q`, `lemon_devices`, `devices`, as `health.health_frame` says, and the same figures as
+    `mtbf_hours` (of the node's service); whether it is a `lemon`, and the evidence: `observed` and `expected` outages
+    in `window_days`, `p`, `q`, `lemon_devices`, `devices`, as in `health.health_frame`, with the same figures as
     `resihp node health`; `last` verdict.
     """
     now = now or datetime.now(UTC)
@@ -451,28 +466,28 @@ def lemons(record: NodeRecord, now: datetime | None = None) -> list[Row]:
     with no_collection():
         counted = follow(record.verdicts, record.services, record.placements, record.renewals, record.machines)
         judged = node_health(*counted, now.timestamp())
-    for one in judged:
-        kinds = record.kinds.get(one.node, {})
+    for judgement in judged:
+        kinds = record.kinds.get(judgement.node, {})
         failures = sum(kinds.values())
         rows.append(
             {
-                "node": one.node,
-                "jobs": record.jobs.get(one.node, 0),
-                "device_hours": device_s.get(one.node, 0.0) / 3600.0,
+                "node": judgement.node,
+                "jobs": record.jobs.get(judgement.node, 0),
+                "device_hours": device_s.get(judgement.node, 0.0) / 3600.0,
                 "failures": failures,
-                **{kind.replace("-", "_"): kinds.get(kind, 0) for kind in KINDS},
-                "drains": record.drains.get(one.node, 0),
-                "mtbf_hours": node_s.get(one.node, 0.0) / 3600.0 / failures if failures else None,
-                **health.tally_row(one),
-                "last": None if one.last is None else datetime.fromtimestamp(one.last, UTC),
+                **{kind.replace("-", "_"): kinds.get(kind, 0) for kind in FAILURE_KINDS},
+                "drains": record.drains.get(judgement.node, 0),
+                "mtbf_hours": node_s.get(judgement.node, 0.0) / 3600.0 / failures if failures else None,
+                **health.tally_row(judgement),
+                "last": None if judgement.last is None else datetime.fromtimestamp(judgement.last, UTC),
             }
         )
     return rows
 
 
 def horizon(now: datetime | None = None) -> datetime:
-    """Before this nothing says anything of a node any more."""
-    return (now or datetime.now(UTC)) - health.HORIZON
+    """Return the time before which records no longer count against a node."""
+    return (now or datetime.now(UTC)) - health.JUDGED_PERIOD
 
 
 # --- iterations -----------------------------------------------------------------------------------------------------
@@ -486,11 +501,11 @@ def newest_iterations(
     since: datetime | None = None,
     until: datetime | None = None,
 ) -> list[Row]:
-    """The `last` committed iterations of all jobs, or of a `user`'s, in order of time; as `Reader.rows` of all jobs,
-    without a scan.
+    """Return the `last` committed iterations of all jobs, or of a `user`'s, in order of time; as `Reader.rows` of all
+    jobs, without a scan.
 
-    From the newest jobs, job by job, until those that remain were all over before. Raises UsageError when `last` is
-    not positive.
+    Reads from the newest jobs, job by job, until the remaining ones had all ended earlier. Raises UsageError if `last`
+    is not positive.
     """
     if last < 1:
         raise UsageError(f"history: --last {last}: give 1 or more")
@@ -502,10 +517,10 @@ def newest_iterations(
         query = query.where(jobs.last_entry_at >= since)
     if until is not None:
         query = query.where(jobs.started_at < until)
-    found: list[Row] = []
+    newest_rows: list[Row] = []
     columns = IterationRow.__table__.c
     for job in reader.fetch(query):
-        if len(found) == last and found[0]["finished_at"] >= job["last_entry_at"]:
+        if len(newest_rows) == last and newest_rows[0]["finished_at"] >= job["last_entry_at"]:
             break
         newest = TABLES["iterations"].query.where(columns.job_id == job["id"])
         if since is not None:
@@ -513,6 +528,6 @@ def newest_iterations(
         if until is not None:
             newest = newest.where(columns.finished_at < until)
         rows = reader.fetch(newest.order_by(columns.finished_at.desc()).limit(last))
-        found += [{"job": job["name"], "job_uuid": job["uuid"], **row} for row in rows]
-        found = sorted(found, key=lambda row: (row["finished_at"], row["job"], row["iteration"]))[-last:]
-    return found
+        newest_rows += [{"job": job["name"], "job_uuid": job["uuid"], **row} for row in rows]
+        newest_rows = sorted(newest_rows, key=lambda row: (row["finished_at"], row["job"], row["iteration"]))[-last:]
+    return newest_rows

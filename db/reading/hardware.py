@@ -1,6 +1,6 @@
-"""What nodes are made of, over time: where devices were seen, what was repaired, and what else changed. Reads only.
+"""Hardware of nodes over time: where devices were seen, what was repaired, and other changes. Reads only.
 
-For `health` and `fleet`, who judge nodes and devices: only what those say of whom we believe (`Reader.believed`).
+Used by `health` and `fleet`, which judge nodes and devices: only records by trusted writers count (`Reader.believed`).
 """
 
 from __future__ import annotations
@@ -19,28 +19,30 @@ from db.reading.tables import Row, no_collection
 from resihp.detector.lemons import HORIZON_S
 from resihp.detector.moved import Machine, Renewal, SeenDevice
 
-BEFORE = timedelta(seconds=HORIZON_S)
-"""How much longer ago than what is judged devices are looked for: who has been in place all the time was seen then."""
-MANY = 500
-"""Names asked for at a time."""
+LOOK_BACK = timedelta(seconds=HORIZON_S)
+"""Additional time before the judged period in which devices are looked for: a device that never moved was seen then."""
+NAMES_PER_QUERY = 500
+"""Number of names per query."""
 
 
 def placements(reader: Reader, since: datetime) -> list[SeenDevice]:
-    """When devices were first seen where they are, of what has been seen since a bit before.
+    """Return when devices were first seen in their places, from records slightly older than `since`.
 
-    Left out are devices that several ranks, or virtual nodes, of one job have in common: their places tell nothing.
+    Devices that several ranks, or virtual nodes, of one job share are left out: their places mean nothing.
     """
     devices = DeviceRow.__table__.c
-    known = reader.believed(select().where(devices.uuid != "", devices.joined_at >= since - BEFORE), devices.job_id)
-    rows = reader.fetch(_changes(reader, known, DeviceRow, ("node", "device"), "uuid", "bus"))
+    records = reader.believed(
+        select().where(devices.uuid != "", devices.joined_at >= since - LOOK_BACK), devices.job_id
+    )
+    rows = reader.fetch(_changes(reader, records, DeviceRow, ("node", "device"), "uuid", "bus"))
     slots: dict[str, set[tuple[str, int]]] = {}
     for row in rows:
         slots.setdefault(row["uuid"], set()).add((row["node"], row["device"]))
     several = sorted(uuid for uuid, places in slots.items() if len(places) > 1)
     shared: set[str] = set()
     place = devices.node + "#" + cast(devices.device, String)
-    for i in range(0, len(several), MANY):
-        common = known.add_columns(devices.uuid).where(devices.uuid.in_(several[i : i + MANY]))
+    for i in range(0, len(several), NAMES_PER_QUERY):
+        common = records.add_columns(devices.uuid).where(devices.uuid.in_(several[i : i + NAMES_PER_QUERY]))
         common = common.group_by(devices.uuid, devices.job_id).having(func.count(place.distinct()) > 1)
         shared |= {row["uuid"] for row in reader.fetch(common)}
     return [
@@ -53,28 +55,28 @@ def placements(reader: Reader, since: datetime) -> list[SeenDevice]:
 
 
 def machines(reader: Reader, since: datetime) -> list[Machine]:
-    """When machines were first seen under a node's name, by their serial numbers."""
+    """Return when machines were first seen under a node's name, by their serial numbers."""
     stays = MembershipRow.__table__.c
-    known = reader.believed(select().where(stays.serial != "", stays.joined_at >= since - BEFORE), stays.job_id)
+    records = reader.believed(select().where(stays.serial != "", stays.joined_at >= since - LOOK_BACK), stays.job_id)
     return [
         Machine(node=row["node"], serial=row["serial"], since=row["at"].timestamp())
-        for row in reader.fetch(_changes(reader, known, MembershipRow, ("node",), "serial"))
+        for row in reader.fetch(_changes(reader, records, MembershipRow, ("node",), "serial"))
     ]
 
 
 def renewals(reader: Reader, since: datetime, *, afresh: bool = False) -> list[Renewal]:
-    """What was repaired or replaced since then, as somebody wrote down.
+    """Return the recorded repairs and replacements since then.
 
-    `afresh`: and nodes that Slurm uses again after a drain.
+    `afresh`: also nodes that Slurm uses again after a drain.
     """
-    found = []
+    renewals_found = []
     several = len(reader.clusters()) > 1
     for row in maintenance_rows(reader, since=since):
         if not row["counts"]:
             continue
         device, kind = row["device_uuid"], row["kind"]
         number = int(device) if device is not None and device.isdecimal() else None
-        found.append(
+        renewals_found.append(
             Renewal(
                 node=named(row, several),
                 since=row["at"].timestamp(),
@@ -88,32 +90,34 @@ def renewals(reader: Reader, since: datetime, *, afresh: bool = False) -> list[R
         name = reader.node_name(drains.node, drains.job_id).label("node")
         undrained = select(name, drains.undrained_at).where(drains.undrained_at.is_not(None))
         rows = reader.fetch(reader.believed(undrained, drains.job_id))
-        found += [Renewal(node=row["node"], since=row["undrained_at"].timestamp()) for row in rows]
-    return found
+        renewals_found += [Renewal(node=row["node"], since=row["undrained_at"].timestamp()) for row in rows]
+    return renewals_found
 
 
 def named(row: Row, several: bool) -> str:
-    """What a node that somebody wrote of is called, as `Reader.node_name` has it: among nodes of several clusters."""
+    """Return the name of a maintained node, as in `Reader.node_name`: with its cluster if there are several."""
     return f"{row['cluster']}/{row['node']}" if several and row["cluster"] else str(row["node"])
 
 
 def _changes(
-    reader: Reader, known: Select[Any], model: type[LedgerTable], of: Sequence[str], what: str, *told: str
+    reader: Reader, records: Select[Any], model: type[LedgerTable], key_names: Sequence[str], column: str, *further: str
 ) -> Select[Any]:
-    """Of rows that are known, those where `what` is another than at the last joining."""
+    """Select the rows of `known` whose column `what` differs from the previous joining."""
     columns = model.__table__.c
     keys = [
-        reader.node_name(columns.node, columns.job_id).label("node") if name == "node" else columns[name] for name in of
+        reader.node_name(columns.node, columns.job_id).label("node") if name == "node" else columns[name]
+        for name in key_names
     ]
-    before = func.lag(columns[what]).over(partition_by=keys, order_by=(columns.joined_at, columns.job_id))
-    others = [columns[name] for name in (what, *told)]
-    seen = known.add_columns(*keys, *others, columns.joined_at.label("at"), before.label("before")).subquery().c
-    changed = or_(seen.before.is_(None), seen.before != seen[what])
-    return select(*seen).where(changed).order_by(seen.at, *(seen[name] for name in of))
+    before = func.lag(columns[column]).over(partition_by=keys, order_by=(columns.joined_at, columns.job_id))
+    others = [columns[name] for name in (column, *further)]
+    row = records.add_columns(*keys, *others, columns.joined_at.label("at"), before.label("before")).subquery().c
+    changed = or_(row.before.is_(None), row.before != row[column])
+    return select(*row).where(changed).order_by(row.at, *(row[name] for name in key_names))
 
 
 def maintenance_rows(reader: Reader, node: str | None = None, since: datetime | None = None) -> list[Row]:
-    """What somebody did to nodes, oldest first: columns of `MaintenanceRow`, and whether it `counts` (`believed`)."""
+    """Return maintenance records, oldest first: columns of `MaintenanceRow`, and whether the record `counts`
+    (`believed`)."""
     columns = MaintenanceRow.__table__.c
     query = select(*columns, reader.is_believed(columns.written_by).label("counts")).order_by(columns.at, columns.id)
     if node is not None:
@@ -125,28 +129,30 @@ def maintenance_rows(reader: Reader, node: str | None = None, since: datetime | 
 
 # --- views ----------------------------------------------------------------------------------------------------------
 
-FACTS = {"serial": "serial number", "kernel": "kernel", "image": "image", "driver": "driver"}
-"""Columns of a stay that are compared with the one before, in words."""
-STAY = (
+FACT_NAMES = {"serial": "serial number", "kernel": "kernel", "image": "image", "driver": "driver"}
+"""Columns of a stay that are compared with the one before, with their names in messages."""
+STAY_COLUMNS = (
     *("job", "node", "host", "devices", "joined_at", "lost_at", "how", "serial", "kernel", "image", "driver"),
     "nic_firmware",
 )
-PLACED = (*("uuid", "name", "node", "device", "bus", "serial", "board", "vbios", "first_seen", "last_seen", "jobs"),)
+PLACEMENT_COLUMNS = (
+    *("uuid", "name", "node", "device", "bus", "serial", "board", "vbios", "first_seen", "last_seen", "jobs"),
+)
 OF_STAY = ("job_id", "node", "joined_at")
 UUID_SHOWN = 12
-"""Characters of a UUID that tell it from others well enough."""
+"""Number of characters of a UUID that suffice to distinguish it."""
 
 
 def placed(rows: Iterable[Row]) -> list[Row]:
-    """Where devices were, one row for each stay of a device in a slot, over all jobs: by UUID, then by time.
+    """Return the places of devices, one row per stay of a device in a slot, over all jobs: by UUID, then by time.
 
-    `rows` of the table `devices` of all jobs. Columns: `uuid` (empty: of whatever was in that slot while nobody could
-    tell), `name`, `node`, `device`, `bus`, `serial`, `board`, `vbios`, `first_seen`, `last_seen` (when jobs joined) and
+    `rows` of the table `devices` of all jobs. Columns: `uuid` (empty for an unidentified device in that slot), `name`,
+    `node`, `device`, `bus`, `serial`, `board`, `vbios`, `first_seen`, `last_seen` (times at which jobs joined) and
     `jobs`.
     """
-    found: list[tuple[tuple[Any, ...], list[Any]]] = []
+    places: list[tuple[tuple[Any, ...], list[Any]]] = []
     of_device: dict[object, tuple[tuple[Any, ...], list[Any]]] = {}
-    same_of, order = itemgetter(*PLACED[:8]), itemgetter("joined_at", "node", "device")
+    same_of, order = itemgetter(*PLACEMENT_COLUMNS[:8]), itemgetter("joined_at", "node", "device")
     with no_collection():
         for row in sorted(rows, key=order):
             key = row["uuid"] or (row["node"], row["device"])
@@ -154,17 +160,17 @@ def placed(rows: Iterable[Row]) -> list[Row]:
             last = of_device.get(key)
             if last is None or last[0] != same:
                 last = of_device[key] = (same, [at, at, 0])
-                found.append(last)
-            seen = last[1]
-            seen[1] = at
-            seen[2] += 1
-        stays = [dict(zip(PLACED, (*same, *seen), strict=True)) for same, seen in found]
+                places.append(last)
+            times = last[1]
+            times[1] = at
+            times[2] += 1
+        stays = [dict(zip(PLACEMENT_COLUMNS, (*same, *times), strict=True)) for same, times in places]
         return sorted(stays, key=itemgetter("uuid", "first_seen", "node", "device"))
 
 
 def stays(reader: Reader, job_id: int | None = None, node: str | None = None) -> list[Row]:
-    """All stays on the hosts of a job, or that bore a node's name, or on all: for `told_changes`. Those of a job with
-    its own names of nodes and hosts, others as `Reader.node_name` has them, which is `host_name` of all."""
+    """Return all stays on the hosts of a job, or under a node's name, or all, for `told_changes`. A job's stays have
+    its own names of nodes and hosts, others those of `Reader.node_name`, which `host_name` has for all."""
     served, jobs, devices = MembershipRow.__table__.c, JobRow.__table__.c, DeviceRow.__table__.c
     host_name = reader.node_name(served.host, served.job_id)
     query = select(jobs.name.label("job"), *served, host_name.label("host_name")).join(JobRow, jobs.id == served.job_id)
@@ -174,11 +180,13 @@ def stays(reader: Reader, job_id: int | None = None, node: str | None = None) ->
     parts = select(devices.job_id, devices.node, devices.joined_at, devices.device, devices.uuid, devices.vbios)
     if job_id is not None or node is not None:
         of_job = served.job_id == job_id
-        asked = of_job if node is None or job_id is not None else reader.is_asked(node, served.node, served.job_id)
-        there = select(host_name).where(asked)
-        query = query.where(host_name.in_(there))
+        is_selected = (
+            of_job if node is None or job_id is not None else reader.is_asked(node, served.node, served.job_id)
+        )
+        selected_hosts = select(host_name).where(is_selected)
+        query = query.where(host_name.in_(selected_hosts))
         parts = parts.join(MembershipRow, and_(*(devices[name] == served[name] for name in OF_STAY)))
-        parts = parts.where(host_name.in_(there))
+        parts = parts.where(host_name.in_(selected_hosts))
     with no_collection():
         made: dict[object, dict[int, Row]] = {}
         for row in reader.fetch(parts):
@@ -193,17 +201,18 @@ def stays(reader: Reader, job_id: int | None = None, node: str | None = None) ->
 
 
 def told_changes(rows: Iterable[Row]) -> list[Row]:
-    """Stays in order of time, of one ledger or several, with what `changed` on the host since it was last told, in
-    words; empty where nothing did, or nobody knows. Columns: `job_id`, `STAY`, `vbios` of its devices, `changed`."""
-    found = []
-    known: dict[str, dict[str, str]] = {}
+    """Return the stays in order of time, of one ledger or several, with the changes on the host since the last report,
+    in words; empty if there were none, or if unknown. Columns: `job_id`, `STAY_COLUMNS`, `vbios` of its devices,
+    `changed`."""
+    changed_stays = []
+    last_facts: dict[str, dict[str, str]] = {}
     with no_collection():
         for row in sorted(rows, key=lambda row: (row["joined_at"], row["host_name"], row["node"])):
-            facts = {words: row[name] for name, words in FACTS.items()}
+            facts = {words: row[name] for name, words in FACT_NAMES.items()}
             facts |= {f"firmware of {name}": version for name, version in row["nic_firmware"].items()}
             for number, part in sorted(row["made_of"].items()):
                 facts |= {f"device {number}": part["uuid"][:UUID_SHOWN], f"VBIOS of device {number}": part["vbios"]}
-            before = known.setdefault(row["host_name"], {})
+            before = last_facts.setdefault(row["host_name"], {})
             changed = [
                 f"{words} {before[words]} -> {value}"
                 for words, value in facts.items()
@@ -211,14 +220,14 @@ def told_changes(rows: Iterable[Row]) -> list[Row]:
             ]
             before.update({words: value for words, value in facts.items() if value})
             vbios = ", ".join(sorted({part["vbios"] for part in row["made_of"].values()} - {""}))
-            stay = {name: row[name] for name in ("job_id", *STAY)}
-            stay["nic_firmware"] = ", ".join(" ".join(each) for each in row["nic_firmware"].items())
-            found.append({**stay, "vbios": vbios, "changed": "; ".join(changed)})
-    return found
+            stay = {name: row[name] for name in ("job_id", *STAY_COLUMNS)}
+            stay["nic_firmware"] = ", ".join(" ".join(adapter) for adapter in row["nic_firmware"].items())
+            changed_stays.append({**stay, "vbios": vbios, "changed": "; ".join(changed)})
+    return changed_stays
 
 
 def _firmware(content: str) -> dict[str, str]:
-    """What was imported may hold anything."""
+    """Decode the firmware versions; imported rows may hold anything, so malformed ones count as empty."""
     try:
         return msgspec.json.decode(content, type=dict[str, str])
     except (msgspec.MsgspecError, UnicodeError, RecursionError):

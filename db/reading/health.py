@@ -1,13 +1,13 @@
-"""Which nodes fail again and again, and what their devices usually give, over all jobs of a ledger. Reads only;
+"""Nodes that fail again and again, and the usual speeds of their devices, over all jobs of a ledger. Reads only;
 `resihp.detector.lemons` and `resihp.detector.probes` judge.
 
-What is held against a node: verdicts that name it (a process, device, node or link of it failed or was slow), and
-devices found unfit before they were given work, in jobs of whom we believe (`Reader.believed`); not what was injected
-on purpose, nor what came after that in the job (`unprovoked`), nor programs' failures or broken communication. How sure
-a verdict is depends on its component (`CERTAINTY`; a process may die of anything) and, of what was slow, on the
-detector's confidence. Those on devices and nodes that are more likely true than not make whole outages that count; the
-others only move a node up in the list. A node's service is the time that it spent in jobs, times its devices. Devices
-that are known by their UUID take their record along when they move, and what was repaired or replaced starts anew
+The following counts against a node: verdicts that name it (a process, device, node or link of it failed or was slow),
+and devices found unfit before they were given work, in jobs of trusted writers (`Reader.believed`). Not counted are
+injected faults and everything after them in the job (`unprovoked`), failures of programs and broken communication. The
+certainty of a verdict depends on its component (`CERTAINTY`; a process may die for any reason) and, for slowness, on
+the detector's confidence. Verdicts on devices and nodes that are more likely true than not count as whole outages; the
+others only move a node up in the list. A node's service is the time that it spent in jobs, multiplied by its devices.
+Devices with a known UUID keep their record when they move, and a repaired or replaced device starts with a clean record
 (`db.reading.hardware`).
 """
 
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     import pandas as pd
 
 CERTAINTY: Mapping[str, float] = {"device": 0.9, "node": 0.9, "link": 0.5, "process": 0.3}
-"""That a verdict on such a component is the node's fault."""
+"""Probability that a verdict on such a component is the node's fault."""
 UNFIT_CERTAINTY = 0.7
-HORIZON = timedelta(seconds=HORIZON_S)
-"""After it nothing says anything of a node any more."""
-MEMORY = timedelta(days=90)
-"""Older measurements say nothing of a node any more."""
-SHOWN = 3
-"""Verdicts told as evidence, the last ones."""
+JUDGED_PERIOD = timedelta(seconds=HORIZON_S)
+"""Age after which a record no longer counts against a node."""
+MEMORY_PERIOD = timedelta(days=90)
+"""Age after which a measurement no longer counts for a node."""
+MAX_VERDICTS_SHOWN = 3
+"""Number of verdicts shown as evidence, the last ones."""
 
 
 def nodes_by_health(
@@ -52,15 +52,14 @@ def nodes_by_health(
     afresh: bool = False,
     injected: bool = False,
 ) -> list[NodeHealth]:
-    """All nodes that were in a job in the last 180 days: lemons first, then whoever is expected to fail most.
+    """Return all nodes that were in a job in the last 180 days: lemons first, then by expected failures, most first.
 
-    `half_life`: for that order; it does not decide who is a lemon. `afresh`: a node that Slurm uses again after a drain
-    counts as mended. It may merely have been undrained, so not by default. `injected`: count failures that were
-    injected, too. Raises LedgerError when the ledger cannot be read,
-    ValueError for a half-life that is not positive.
+    `half_life`: for that order; it does not affect which nodes are lemons. `afresh`: a node that Slurm uses again after
+    a drain counts as repaired; off by default, because it may merely have been undrained. `injected`: count injected
+    failures, too. Raises LedgerError if the ledger cannot be read, ValueError for a half-life that is not positive.
     """
     now = now or datetime.now(UTC)
-    since = now - HORIZON
+    since = now - JUDGED_PERIOD
     counted = follow(
         verdicts(reader, since, injected),
         services(reader, since),
@@ -72,15 +71,15 @@ def nodes_by_health(
 
 
 def health_frame(reader: Reader, now: datetime | None = None, **options: Any) -> pd.DataFrame:
-    """`nodes_by_health` as a pandas frame, one row for each node; options as there.
+    """Return `nodes_by_health` as a pandas frame, one row per node; options as there.
 
-    Columns: `node`; `lemon`: the node as a whole stands out, or a device of it; `observed` outages against hardware of
-    it where `expected` were, by the rate of all others, in the last `window_days` (30, 90 or 180, whichever tells
-    most); `p`: how probable so many are by chance; `q`: the share of false ones among all that stand out at least as
-    much; `lemon_devices` by number, and `devices`: the same of them in words; `failures`: outages in 180 days,
-    `unsure`: more, of which there is no evidence against hardware, so that they do not count; `last` verdict (UTC);
-    `device_days` of service; `rate`: failures per 1000 device-days to be expected, newer ones weighing more, by which
-    the others are ranked; `evidence`: the last verdicts in words, newest first.
+    Columns: `node`; `lemon`: the node as a whole, or a device of it, is an outlier; `observed` outages that count
+    against its hardware, and `expected` ones, by the rate of all others, in the last `window_days` (30, 90 or 180, the
+    most telling one); `p`: probability of that many by chance; `q`: share of false positives among all nodes that are
+    at least as conspicuous; `lemon_devices` by number, and `devices`: the same evidence for them in words; `failures`:
+    outages in 180 days; `unsure`: further ones without evidence against hardware, which do not count; `last` verdict
+    (UTC); `device_days` of service; `rate`: expected failures per 1000 device-days, with newer ones weighing more, by
+    which the other nodes are ranked; `evidence`: the last verdicts in words, newest first.
     """
     import pandas as pd
 
@@ -106,50 +105,52 @@ def health_frame(reader: Reader, now: datetime | None = None, **options: Any) ->
 
 
 def health_rows(reader: Reader, now: datetime | None = None, **options: Any) -> list[dict[str, Any]]:
-    """The same as plain rows."""
+    """Return the same as plain rows."""
     return [
         {
-            "node": one.node,
-            **tally_row(one),
-            "failures": one.failures,
-            "unsure": one.unsure,
-            "last": None if one.last is None else datetime.fromtimestamp(one.last, UTC),
-            "device_days": one.device_hours / 24.0,
-            "rate": one.rate * 24.0 * 1000.0,
-            "evidence": "; ".join(_told(verdict) for verdict in one.verdicts[: -SHOWN - 1 : -1]),
+            "node": node_health_of.node,
+            **tally_row(node_health_of),
+            "failures": node_health_of.failures,
+            "unsure": node_health_of.unsure,
+            "last": None if node_health_of.last is None else datetime.fromtimestamp(node_health_of.last, UTC),
+            "device_days": node_health_of.device_hours / 24.0,
+            "rate": node_health_of.rate * 24.0 * 1000.0,
+            "evidence": "; ".join(
+                _evidence_line(verdict) for verdict in node_health_of.verdicts[: -MAX_VERDICTS_SHOWN - 1 : -1]
+            ),
         }
-        for one in nodes_by_health(reader, now, **options)
+        for node_health_of in nodes_by_health(reader, now, **options)
     ]
 
 
-def tally_row(one: NodeHealth) -> dict[str, Any]:
-    """How a node and its devices stand, as columns of `health_frame`."""
+def tally_row(health: NodeHealth) -> dict[str, Any]:
+    """Return the evidence on a node and its devices, as columns of `health_frame`."""
     return {
-        "lemon": one.lemon,
-        "observed": one.tally.observed,
-        "expected": one.tally.expected,
-        "window_days": one.tally.window_days,
-        "p": one.tally.p,
-        "q": one.tally.q,
-        "lemon_devices": ", ".join(str(device) for device in one.lemon_devices),
-        "devices": "; ".join(f"device {device}: {one.devices[device].told}" for device in one.lemon_devices),
+        "lemon": health.lemon,
+        "observed": health.tally.observed,
+        "expected": health.tally.expected,
+        "window_days": health.tally.window_days,
+        "p": health.tally.p,
+        "q": health.tally.q,
+        "lemon_devices": ", ".join(str(device) for device in health.lemon_devices),
+        "devices": "; ".join(f"device {device}: {health.devices[device].told}" for device in health.lemon_devices),
     }
 
 
 def usual_speeds(
     reader: Reader, nodes: Sequence[str], now: datetime | None = None, cluster: str = ""
 ) -> dict[Place, Speed]:
-    """What the devices of these nodes usually gave before they were given work, while they were found fit.
+    """Return the usual speeds of the devices of these nodes before they were given work, while they were found fit.
 
-    Measurements of the last `MEMORY`; with `cluster`, of its jobs alone, where the ledger has several. Raises
-    LedgerError when the ledger cannot be read.
+    Measurements of the last `MEMORY_PERIOD`; with `cluster`, only those of its jobs, if the ledger has several
+    clusters. Raises LedgerError if the ledger cannot be read.
     """
     query = (
         select(*_columns(ProbeRow, "job_id", "node", "hardware", "flops", "memory_bytes"), *_columns(NodeRow, "host"))
         .join(NodeRow, (NodeRow.job_id == ProbeRow.job_id) & (NodeRow.node == ProbeRow.node))
         .where(ProbeRow.kind == "device", ProbeRow.passed.is_(True), ProbeRow.occasion.in_(("start", "join")))
         .where(ProbeRow.node.in_(nodes), ProbeRow.flops > 0.0, ProbeRow.hardware.is_not(None))
-        .where(ProbeRow.measured_at >= (now or datetime.now(UTC)) - MEMORY)
+        .where(ProbeRow.measured_at >= (now or datetime.now(UTC)) - MEMORY_PERIOD)
         .order_by(ProbeRow.measured_at.desc(), ProbeRow.id.desc())
     )
     query = reader.believed(query, ProbeRow.__table__.c.job_id)
@@ -167,7 +168,7 @@ def usual_speeds(
     return former_speeds(former)
 
 
-def _told(verdict: NodeFailure) -> str:
+def _evidence_line(verdict: NodeFailure) -> str:
     at = datetime.fromtimestamp(verdict.at, UTC)
     return f"{at:%Y-%m-%d %H:%M} job {verdict.job}: {verdict.cause}"
 
@@ -179,24 +180,25 @@ def _columns(model: type[LedgerTable], *names: str) -> list[ColumnElement[Any]]:
 _JOB: list[ColumnElement[Any]] = [JobRow.__table__.columns["name"].label("job")]
 
 
-def verdicts(reader: Reader, since: datetime, injected: bool = False, *, told: bool = True) -> list[NodeFailure]:
-    """What counts against nodes, of one ledger; without `told`, not what happened in which job, which takes longer."""
-    return [*_failures(reader, since, injected, told), *_probes(reader, since, injected)]
+def verdicts(reader: Reader, since: datetime, injected: bool = False, *, with_jobs: bool = True) -> list[NodeFailure]:
+    """Return the records against nodes in one ledger; without `with_jobs`, leaves out job and cause, which take
+    longer."""
+    return [*_failures(reader, since, injected, with_jobs), *_probes(reader, since, injected)]
 
 
 def unprovoked(reader: Reader, rows: Sequence[Row], at: str) -> list[Row]:
-    """Rows of many jobs, with `job_id` and a time `at`, without what happened in a job once something had been broken
-    or slowed on purpose in it: that says nothing of a node.
+    """Return rows of many jobs, with `job_id` and a time `at`, without those of a job after something had been broken
+    or slowed on purpose in it: they say nothing about a node.
 
-    Not everything that follows from such a fault is known by itself: what stands by because it was slowed is measured
-    again and again, whoever waits for a slow link may be taken for slow, and a supervisor that takes over does not know
-    what the last one did. What a log tells of hardware (`code`) counts all the same.
+    Consequences of such a fault cannot always be recognised: a slowed device on standby is measured again and again, a
+    rank that waits for a slow link may be taken for slow, and a supervisor that takes over does not know the actions of
+    its predecessor. Hardware errors in logs (`code`) count all the same.
     """
     events, jobs = EventRow.__table__.c, sorted({row["job_id"] for row in rows})
     first: dict[int, float] = {}
-    for i in range(0, len(jobs), hardware.MANY):
+    for i in range(0, len(jobs), hardware.NAMES_PER_QUERY):
         query = select(events.job_id, func.min(reader.seconds(events.at)).label("at")).group_by(events.job_id)
-        query = query.where(events.job_id.in_(jobs[i : i + hardware.MANY]), events.kind == "FaultInjected")
+        query = query.where(events.job_id.in_(jobs[i : i + hardware.NAMES_PER_QUERY]), events.kind == "FaultInjected")
         first |= {row["job_id"]: row["at"] for row in reader.fetch(query)}
 
     def seconds(time: datetime | float) -> float:
@@ -205,24 +207,24 @@ def unprovoked(reader: Reader, rows: Sequence[Row], at: str) -> list[Row]:
     return [row for row in rows if row.get("code") is not None or seconds(row[at]) < first.get(row["job_id"], math.inf)]
 
 
-def _failures(reader: Reader, since: datetime, injected: bool, told: bool) -> list[NodeFailure]:
+def _failures(reader: Reader, since: datetime, injected: bool, with_jobs: bool) -> list[NodeFailure]:
     failures = FailureRow.__table__.c
     query = select(
         reader.node_name(failures.node, failures.job_id).label("node"),
         *_columns(FailureRow, "job_id", "device", "kind", "component", "confidence", "code"),
-        failures.noticed_at if told else reader.seconds(failures.noticed_at).label("at"),
+        failures.noticed_at if with_jobs else reader.seconds(failures.noticed_at).label("at"),
     ).where(failures.node.is_not(None), failures.noticed_at >= since)
-    if told:
+    if with_jobs:
         query = query.add_columns(failures.cause, *_JOB).join(JobRow, JobRow.id == failures.job_id)
         query = query.order_by(failures.noticed_at, failures.job_id, failures.failure)
-    if not injected:  # only of what was injected is it known how long it took to notice
+    if not injected:  # only injected faults have a time to detect
         query = query.where(failures.detect_seconds.is_(None))
     rows = reader.fetch(reader.believed(query, failures.job_id))
-    rows = rows if injected else unprovoked(reader, rows, "noticed_at" if told else "at")
+    rows = rows if injected else unprovoked(reader, rows, "noticed_at" if with_jobs else "at")
     return [
         NodeFailure(
             node=row["node"],
-            at=row["noticed_at"].timestamp() if told else row["at"],
+            at=row["noticed_at"].timestamp() if with_jobs else row["at"],
             kind=row["kind"],
             component=row["component"],
             device=row["device"],
@@ -235,7 +237,7 @@ def _failures(reader: Reader, since: datetime, injected: bool, told: bool) -> li
 
 
 def _probes(reader: Reader, since: datetime, injected: bool) -> list[NodeFailure]:
-    """Devices found unfit at the start or on joining; on a suspicion there is a verdict, too."""
+    """Return the devices found unfit at the start or on joining; those found on a suspicion have a verdict as well."""
     query = (
         select(
             reader.node_name(ProbeRow.__table__.c.node, ProbeRow.__table__.c.job_id).label("node"),
@@ -264,8 +266,8 @@ def _probes(reader: Reader, since: datetime, injected: bool) -> list[NodeFailure
 
 
 def services(reader: Reader, since: datetime) -> list[Service]:
-    """From joining to being lost or given back, or to the job's end or its last sign of life; who never came did not
-    serve."""
+    """Return the service times of nodes: from joining until the node was lost or given back, or until the job's end or
+    last entry. A node that never came did not serve."""
     seconds = reader.seconds
     nodes, jobs = NodeRow.__table__.c, JobRow.__table__.c
     over = case((jobs.ended_at.is_(None) | (jobs.state == "abnormal"), jobs.last_entry_at), else_=jobs.ended_at)

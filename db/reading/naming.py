@@ -1,6 +1,6 @@
-"""Which job, or node, a name means, and which names are near one that is not known.
+"""Resolution of names: decides which job or node a name means, and suggests names near an unknown one.
 
-`Reader`, whose methods have these names, says what they answer.
+Implements the methods of `Reader` that have the same names; their docstrings describe the results.
 """
 
 from __future__ import annotations
@@ -23,26 +23,28 @@ from resihp.errors import JobNotFoundError, UsageError
 if TYPE_CHECKING:
     from db.reading.reader import Reader
 
-NEAR = 3
-"""Names told when one is not known."""
+MAX_SUGGESTIONS = 3
+"""Number of names suggested for an unknown one."""
 UUID_PREFIX = 4
-"""Letters of a uuid by which a job may be named, at least; and those told of it."""
+"""Fewest letters of a uuid that can name a job; `UUID_SHOWN` are shown in messages."""
 UUID_SHOWN = 8
-CHOICES = 6
-"""Jobs told where several are meant."""
-DIGITS = 19
-"""A number of so many is none of Slurm's."""
-NAMES = 20_000
-"""Names looked through for near ones."""
-CLOCKS_APART = timedelta(minutes=1)
-"""Between the clocks of two hosts, or of one that was set meanwhile, at most."""
+MAX_CHOICES = 6
+"""Number of jobs listed when a name is ambiguous."""
+MIN_FOREIGN_DIGITS = 19
+"""Numbers with this many digits are not Slurm's."""
+MAX_NAMES_SEARCHED = 20_000
+"""Number of names searched for near ones."""
+MAX_CLOCK_DIFFERENCE = timedelta(minutes=1)
+"""Largest difference between the clocks of two hosts, or of one that was set meanwhile."""
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The rest of a message on a name that is not known: `; did you mean n1 or n2?`, `, which holds ...`."""
-    names = list(dict.fromkeys(known))
-    folded = {each.casefold(): each for each in reversed(names)}
-    near = [folded[each] for each in difflib.get_close_matches(name.casefold(), list(folded), n=NEAR)]
+def nearest(name: str, known_names: Iterable[str]) -> str:
+    """Return the end of a message about an unknown name: `; did you mean n1 or n2?`, `, which holds ...`."""
+    names = list(dict.fromkeys(known_names))
+    folded = {candidate.casefold(): candidate for candidate in reversed(names)}
+    near = [
+        folded[candidate] for candidate in difflib.get_close_matches(name.casefold(), list(folded), n=MAX_SUGGESTIONS)
+    ]
     if near:
         return f"; did you mean {' or '.join(near)}?"
     return f", which holds {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}" if names else ", which has none"
@@ -50,7 +52,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class NamedJob:
-    """Which job a name means: `1234`, also `1234_5`, `1234-r1`; `user/1234`; the beginning of a uuid."""
+    """A job's name: `1234`, also `1234_5`, `1234-r1`; `user/1234`; the beginning of a uuid."""
 
     name: str
     user: str | None
@@ -67,14 +69,14 @@ class NamedJob:
         return self._of_user(reader, JobRow.__table__.c.name == self.name)
 
     def numbered(self, reader: Reader) -> ColumnElement[bool]:
-        """Runs again of a Slurm job, and what is called otherwise and has its number."""
+        """Match restarts of a Slurm job, and jobs with another name whose Slurm number this is."""
         columns = JobRow.__table__.c
-        again = columns.name.like(f"{_plain(self.name)}-r%", escape="\\")
-        number = int(self.name) if self.name.isdecimal() and len(self.name) < DIGITS else None
+        again = columns.name.like(f"{_escaped_for_like(self.name)}-r%", escape="\\")
+        number = int(self.name) if self.name.isdecimal() and len(self.name) < MIN_FOREIGN_DIGITS else None
         return self._of_user(reader, again if number is None else again | (columns.slurm_job == number))
 
     def prefix(self, reader: Reader) -> ColumnElement[bool] | None:
-        """None where it cannot be the beginning of a uuid that somebody meant."""
+        """Match the beginning of a uuid; None if the name cannot be one."""
         if len(self.name) < UUID_PREFIX or not set(self.name) <= set("0123456789abcdef-"):
             return None
         return self._of_user(reader, JobRow.__table__.c.uuid.startswith(self.name))
@@ -83,52 +85,52 @@ class NamedJob:
 def node_name(clusters: Sequence[str], node: ColumnElement[Any], job: ColumnElement[int]) -> ColumnElement[Any]:
     if len(clusters) < 2:
         return node
-    of = JobRow.__table__.c
+    jobs = JobRow.__table__.c
     return case(
-        *((job.in_(select(of.id).where(of.cluster == name)), literal(f"{name}/") + node) for name in clusters),
+        *((job.in_(select(jobs.id).where(jobs.cluster == name)), literal(f"{name}/") + node) for name in clusters),
         else_=node,
     )
 
 
 def is_asked(
-    clusters: Sequence[str], asked: str, node: ColumnElement[Any], job: ColumnElement[int]
+    clusters: Sequence[str], wanted: str, node: ColumnElement[Any], job: ColumnElement[int]
 ) -> ColumnElement[bool]:
-    of = JobRow.__table__.c
-    named = [node == asked]
+    jobs = JobRow.__table__.c
+    named = [node == wanted]
     for cluster in clusters if len(clusters) > 1 else ():
-        if asked.startswith(f"{cluster}/"):  # not `node_name`, for which every row would be looked at
-            own = job.in_(select(of.id).where(of.cluster == cluster))
-            named.append((node == asked[len(cluster) + 1 :]) & own)
+        if wanted.startswith(f"{cluster}/"):  # not `node_name`, which would have to be computed for every row
+            own = job.in_(select(jobs.id).where(jobs.cluster == cluster))
+            named.append((node == wanted[len(cluster) + 1 :]) & own)
     return or_(*named)
 
 
-def is_node(asked: str | None, name: str, clusters: Iterable[str]) -> bool:
-    """Whether a node of this name (`Reader.node_name`) is asked for, with its cluster or without; None asks for all.
-    A node's own name may have a slash, too."""
-    return asked is None or name == asked or any(name == f"{cluster}/{asked}" for cluster in clusters)
+def is_node(wanted: str | None, name: str, clusters: Iterable[str]) -> bool:
+    """Decide whether a node of this name (`Reader.node_name`) matches `asked`, given with its cluster or without; None
+    matches all. A node's own name may contain a slash, too."""
+    return wanted is None or name == wanted or any(name == f"{cluster}/{wanted}" for cluster in clusters)
 
 
-def _plain(name: str) -> str:
+def _escaped_for_like(name: str) -> str:
     return re.sub(r"([\\%_])", r"\\\1", name)
 
 
-def _me() -> str:
-    """Return the reader's name, as his jobs tell it (`wrapper.job_files.user_name`)."""
+def _reader_name() -> str:
+    """Return the reader's user name, as their jobs record it (`wrapper.job_files.user_name`)."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # a container has no name for us
         return str(os.geteuid())
 
 
-def _choices(name: str, found: Sequence[Row]) -> str:
-    told = [
+def _choices(name: str, jobs: Sequence[Row]) -> str:
+    descriptions = [
         f"{job['uuid'][:UUID_SHOWN]} ({job['owner']}, {job['cluster'] or job['host']}, began "
         f"{job['started_at']:%Y-%m-%d %H:%M}, {job['state']})"
-        for job in found[:CHOICES]
+        for job in jobs[:MAX_CHOICES]
     ]
-    more = f", and {len(found) - CHOICES} older ones" if len(found) > CHOICES else ""
-    how = f"{found[0]['owner']}/{name} or its id" if len({job["owner"] for job in found}) > 1 else "its id"
-    return f"job {name}: {len(found)} jobs have that name; name one by {how}: {', '.join(told)}{more}"
+    more = f", and {len(jobs) - MAX_CHOICES} older ones" if len(jobs) > MAX_CHOICES else ""
+    how = f"{jobs[0]['owner']}/{name} or its id" if len({job["owner"] for job in jobs}) > 1 else "its id"
+    return f"job {name}: {len(jobs)} jobs have that name; name one by {how}: {', '.join(descriptions)}{more}"
 
 
 def job(
@@ -142,51 +144,53 @@ def job(
     columns = [reader.owner() if column.key == "owner" else column for column in JobRow.__table__.columns]
     query = select(*columns).order_by(JobRow.started_at.desc(), JobRow.id.desc())
     if name is None and host is None:
-        found = (
-            reader.fetch(query.where(reader.is_of(_me())).limit(1))
+        matches = (
+            reader.fetch(query.where(reader.is_of(_reader_name())).limit(1))
             or reader.fetch(query.where(reader.is_written_by_reader()).limit(1))
             or reader.fetch(query.limit(1))
         )
-        if not found:
+        if not matches:
             raise JobNotFoundError(f"ledger {reader.name}: holds no job yet")
-        return found[0]
+        return matches[0]
     if uuid is not None:
         return _job_of_folder(reader, reader.fetch(query.where(JobRow.uuid == uuid)), name or "", None, None)
     if host is not None or started is not None:
         return _job_of_folder(reader, reader.fetch(query.where(JobRow.name == name)), name or "", host, started)
     wanted = NamedJob.of(name or "")
-    found = (
+    matches = (
         reader.fetch(query.where(JobRow.name == name))
         or reader.fetch(query.where(wanted.named(reader)))
         or reader.fetch(query.where(wanted.numbered(reader)))
     )
-    if not found and (prefix := wanted.prefix(reader)) is not None:
-        found = reader.fetch(query.where(prefix))
-    if not found:
+    if not matches and (prefix := wanted.prefix(reader)) is not None:
+        matches = reader.fetch(query.where(prefix))
+    if not matches:
         raise JobNotFoundError(f"job {name}: not in ledger {reader.name}{nearest(wanted.name, _names(reader))}")
-    mine = [job for job in found if job["owner"] == _me()]
-    if not mine and len(found) > 1:
-        own = select(JobRow.uuid).where(reader.is_written_by_reader(), JobRow.uuid.in_([job["uuid"] for job in found]))
+    mine = [job for job in matches if job["owner"] == _reader_name()]
+    if not mine and len(matches) > 1:
+        own = select(JobRow.uuid).where(
+            reader.is_written_by_reader(), JobRow.uuid.in_([job["uuid"] for job in matches])
+        )
         uuids = {row["uuid"] for row in reader.fetch(own)}
-        mine = [job for job in found if job["uuid"] in uuids]
-    candidates = mine if mine and wanted.user is None else found
+        mine = [job for job in matches if job["uuid"] in uuids]
+    candidates = mine if mine and wanted.user is None else matches
     newest = {job["run"] or job["uuid"]: job for job in reversed(candidates)}
     if len(newest) > 1:
         raise UsageError(_choices(name or "", [*newest.values()][::-1]))
     return candidates[0]
 
 
-def _job_of_folder(reader: Reader, found: list[Row], name: str, host: str | None, started: datetime | None) -> Row:
-    found = [job for job in found if job["host"] == host] or found if host is not None else found
-    if started is not None:  # one that began before this one's folder was made is another folder's
-        found = [job for job in found if job["started_at"] > started - CLOCKS_APART]
-    if not found:
+def _job_of_folder(reader: Reader, matches: list[Row], name: str, host: str | None, started: datetime | None) -> Row:
+    matches = [job for job in matches if job["host"] == host] or matches if host is not None else matches
+    if started is not None:  # a job that began before this folder was created belongs to another folder
+        matches = [job for job in matches if job["started_at"] > started - MAX_CLOCK_DIFFERENCE]
+    if not matches:
         raise JobNotFoundError(f"job {name}: not in ledger {reader.name}{nearest(name, _names(reader))}")
     if started is not None:
-        return min(found, key=lambda job: abs((job["started_at"] - started).total_seconds()))
-    return found[0]
+        return min(matches, key=lambda job: abs((job["started_at"] - started).total_seconds()))
+    return matches[0]
 
 
 def _names(reader: Reader) -> list[str]:
-    query = select(JobRow.name).order_by(JobRow.started_at.desc()).limit(NAMES)
+    query = select(JobRow.name).order_by(JobRow.started_at.desc()).limit(MAX_NAMES_SEARCHED)
     return [row["name"] for row in reader.fetch(query)]

@@ -9,19 +9,19 @@
     queries.failures_by(ledger, "node")         # over all jobs; or component, cause, kind, job; node=, since=, until=
     queries.cost(ledger, job)                   # where the time went, by cause: seconds, GPU-hours; also of all jobs
     queries.cost_by(ledger, "week")             # of all jobs; or job, owner, account, partition, cluster, month
-    queries.reliability(ledger)                 # one row for each job: goodput, ETTR, MTBF, MTTR, seconds lost by cause
-    queries.lemons(ledger)                      # nodes to distrust: outages observed and expected, and who stands out
+    queries.reliability(ledger)                 # one row per job: goodput, ETTR, MTBF, MTTR, seconds lost by cause
+    queries.lemons(ledger)                      # nodes to distrust: outages observed and expected, and outliers
     queries.predictions(ledger, job)            # iteration times: observed, predicted, their ratio
-    queries.promises(ledger, job)               # what plans promised, and what they kept
-    queries.hosts(ledger, job)                  # what nodes were made of when, and what changed; also of all jobs
-    queries.frame(ledger, "plans", job)         # any table of `resihp history`; filters as of `Reader.rows`
+    queries.promises(ledger, job)               # predicted and measured gain of each plan
+    queries.hosts(ledger, job)                  # what nodes consisted of over time, and changes; also of all jobs
+    queries.frame(ledger, "plans", job)         # any table of `resihp history`; filters as for `Reader.rows`
 
     by_node = queries.failures_by(ledger, "node", since=datetime.now(UTC) - timedelta(days=30))
-    by_node.head(3)[["node", "failures", "recover_seconds"]]                # which nodes failed most this month
-    queries.cost(ledger).set_index("cause")["gpu_hours"]                    # what it all cost
+    by_node.head(3)[["node", "failures", "recover_seconds"]]                # nodes with most failures this month
+    queries.cost(ledger).set_index("cause")["gpu_hours"]                    # total cost by cause
 
-Whole numbers that may be missing are `Int64`, times are UTC, JSON columns (ranks, layouts) are lists and dicts. What
-the figures mean: `db.reading.costs.cost_accounts`, `db.reading.plans.promises`, `db.reading.fleet`.
+Integers that may be missing are `Int64`, times are UTC, JSON columns (ranks, layouts) are lists and dicts. The figures
+are defined in `db.reading.costs.cost_accounts`, `db.reading.plans.promises` and `db.reading.fleet`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from db import models
 from db.models import EventRow, IterationRow, JobRow
 from db.reading import comparison, fleet, hardware, rates
 from db.reading.costs.cost_accounts import summarise
-from db.reading.fleet import FIGURES, By, CostBy
-from db.reading.iterations.excess import NEAR, untouched
+from db.reading.fleet import FIGURE_COLUMNS, By, CostBy
+from db.reading.iterations.excess import NEAR_ITERATIONS, last_unaffected
 from db.reading.iterations.why import Why
 from db.reading.iterations.why import why as explain_iteration
 from db.reading.plans import decisions as taken
@@ -52,13 +52,13 @@ if TYPE_CHECKING:
 
 __all__ = ["JOB_COLUMNS", "TABLES", "Reader", "Row", "Table", "frame", "summarise"]
 
-_COUNTS = ("failures", *(kind.replace("-", "_") for kind in fleet.KINDS))
+_COUNTS = ("failures", *(kind.replace("-", "_") for kind in fleet.FAILURE_KINDS))
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     **{name: tuple(str(column.key) for column in table.query.selected_columns) for name, table in TABLES.items()},
     **{
         f"failures by {by}": (
             *(("job", "uuid") if by == "job" else (by,)),
-            *(*_COUNTS, "jobs", *fleet.MEANS, "last"),
+            *(*_COUNTS, "jobs", *fleet.MEAN_COLUMNS, "last"),
         )
         for by in fleet.GROUPS
     },
@@ -67,10 +67,10 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "rate": ("when", "which", "failures", "device_days", "rate", "ratio", "p"),
     "compare": ("what", "first", "second", "difference"),
     "cost": ("cause", "seconds", "share", "gpu_hours", "of_failures"),
-    "cost by job": ("job", *fleet.JOB, *FIGURES),
-    **{f"cost by {by}": (by, "jobs", *FIGURES) for by in fleet.COST_BY if by != "job"},
-    "placements": hardware.PLACED,
-    "hosts": (*hardware.STAY, "vbios", "changed"),
+    "cost by job": ("job", *fleet.JOB_KEYS, *FIGURE_COLUMNS),
+    **{f"cost by {by}": (by, "jobs", *FIGURE_COLUMNS) for by in fleet.COST_BY if by != "job"},
+    "placements": hardware.PLACEMENT_COLUMNS,
+    "hosts": (*hardware.STAY_COLUMNS, "vbios", "changed"),
     "promises": (
         *("epoch", "reason", "promised", "kept", "verdict", "before", "after", "predicted", "present", "unit"),
     ),
@@ -81,14 +81,14 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
         *("lemon", "observed", "expected", "window_days", "p", "q", "lemon_devices", "devices", "last"),
     ),
 }
-"""Of every view of `resihp history`."""
+"""Columns of every view of `resihp history`."""
 
 
 # --- rows of one job ------------------------------------------------------------------------------------------------
 
 
 def promises_rows(reader: Reader, job_id: int) -> list[Row]:
-    """What each plan of a job promised and kept, as `db.reading.plans.promises` tells."""
+    """Return the promise of each plan of a job and its outcome, as defined in `db.reading.plans.promises`."""
     rates = reader.narrow("iterations", job_id, ("iteration", "epoch", "seconds", "tokens"))
     return promised.promises(reader.narrow("plans", job_id), rates, reader.narrow("failures", job_id))
 
@@ -96,7 +96,7 @@ def promises_rows(reader: Reader, job_id: int) -> list[Row]:
 def decisions_rows(
     reader: Reader, job_id: int, *, since: datetime | None = None, until: datetime | None = None
 ) -> list[Row]:
-    """Every decision of a job, as `db.reading.plans.decisions` tells; those of a period, where it is given."""
+    """Return every decision of a job, as defined in `db.reading.plans.decisions`; only those of a period, if given."""
     rows = taken.decisions(
         plans=reader.rows("plans", job_id),
         declined=reader.rows("declined_changes", job_id),
@@ -116,19 +116,20 @@ def spares_rows(
     until: datetime | None = None,
     jobs: int | None = None,
 ) -> list[Row]:
-    """What one more spare node would have saved a job (its row), or the newest so many `jobs`, or all, that were alive
-    meanwhile and whose plan was changed, as `db.reading.plans.spares` tells; most first."""
+    """Return the time that one more spare node would have saved, as defined in `db.reading.plans.spares`: for one job
+    (its row), or for the newest `jobs`, or all, that were alive in the period and changed their plan; largest saving
+    first."""
     if job is not None:
         return [_spare_of(reader, job)]
-    plans, of = models.PlanRow.__table__.c, models.JobRow.__table__.c
+    plans, job_columns = models.PlanRow.__table__.c, models.JobRow.__table__.c
     changed = select(plans.job_id).group_by(plans.job_id).having(func.count() > 1)
-    query = select(models.JobRow.__table__).where(of.id.in_(changed))
-    query = query.order_by(of.started_at.desc(), of.id.desc()).limit(jobs)
+    query = select(models.JobRow.__table__).where(job_columns.id.in_(changed))
+    query = query.order_by(job_columns.started_at.desc(), job_columns.id.desc()).limit(jobs)
     if since is not None:
-        query = query.where(of.last_entry_at >= since)
+        query = query.where(job_columns.last_entry_at >= since)
     if until is not None:
-        query = query.where(of.started_at < until)
-    rows = [_spare_of(reader, each) for each in reader.fetch(query)]
+        query = query.where(job_columns.started_at < until)
+    rows = [_spare_of(reader, job_row) for job_row in reader.fetch(query)]
     return sorted(rows, key=lambda row: (-row["saved_gpu_hours"], row["started_at"]))
 
 
@@ -146,42 +147,43 @@ def _spare_of(reader: Reader, job: Row) -> Row:
 def spares(
     reader: Reader, job: Row | None = None, since: datetime | None = None, until: datetime | None = None
 ) -> pd.DataFrame:
-    """The same as a frame; columns as of `db.reading.plans.spares.saved`."""
+    """Return `spares_rows` as a frame; columns as in `db.reading.plans.spares.saved`."""
     return as_frame(spares_rows(reader, job, since=since, until=until), COLUMNS["spares"])
 
 
 def decisions(
     reader: Reader, job_id: int, since: datetime | None = None, until: datetime | None = None
 ) -> pd.DataFrame:
-    """Every decision of a job, one row each; columns as of `db.reading.plans.decisions.decisions`."""
+    """Return every decision of a job, one row each; columns as in `db.reading.plans.decisions.decisions`."""
     import pandas as pd
 
-    found = as_frame(decisions_rows(reader, job_id, since=since, until=until), COLUMNS["decisions"])
-    found["at"] = pd.to_datetime(found["at"], utc=True)
+    rows = as_frame(decisions_rows(reader, job_id, since=since, until=until), COLUMNS["decisions"])
+    rows["at"] = pd.to_datetime(rows["at"], utc=True)
     for name in ("epoch", "iteration"):
-        found[name] = found[name].astype("Int64")
+        rows[name] = rows[name].astype("Int64")
     for name in ("predicted", "present", "promised", "kept", "measured"):
-        found[name] = found[name].astype("float64")
-    return found
+        rows[name] = rows[name].astype("float64")
+    return rows
 
 
 def promises_of_all(
     reader: Reader, jobs: int, *, since: datetime | None = None, until: datetime | None = None
 ) -> list[Row]:
-    """The same of the newest so many jobs whose plan was changed, with `job`, `job_uuid` and `started_at` of each."""
-    plans, of = models.PlanRow.__table__.c, models.JobRow.__table__.c
+    """Return the promises of the newest `jobs` that changed their plan, with `job`, `job_uuid` and `started_at` of
+    each."""
+    plans, job_columns = models.PlanRow.__table__.c, models.JobRow.__table__.c
     changed = select(plans.job_id).where(plans.in_effect_at.is_not(None))
     changed = changed.group_by(plans.job_id).having(func.count() > 1)
     query = (
-        select(of.id, of.name, of.uuid, of.started_at)
-        .where(of.id.in_(changed))
-        .order_by(of.started_at.desc())
+        select(job_columns.id, job_columns.name, job_columns.uuid, job_columns.started_at)
+        .where(job_columns.id.in_(changed))
+        .order_by(job_columns.started_at.desc())
         .limit(jobs)
     )
     if since is not None:
-        query = query.where(of.last_entry_at >= since)
+        query = query.where(job_columns.last_entry_at >= since)
     if until is not None:
-        query = query.where(of.started_at < until)
+        query = query.where(job_columns.started_at < until)
     return [
         {"job": job["name"], "job_uuid": job["uuid"], "started_at": job["started_at"], **row}
         for job in reader.fetch(query)
@@ -191,31 +193,34 @@ def promises_of_all(
 
 
 def plans_until(reader: Reader, job_id: int, epoch: int) -> list[Row]:
-    """The job's first plan and the one of that epoch, as `Reader.explanations` wants them."""
+    """Return the job's first plan and the one of that epoch, as `Reader.explanations` takes them."""
     rows = reader.rows("plans", job_id)
     return [row for row in rows[:1] if row["epoch"] < epoch] + [row for row in rows if row["epoch"] == epoch]
 
 
 def why(reader: Reader, job: Row, iteration: int) -> Why:
-    """Why an iteration of a job took as long as it did; `job` is its row. Raises UsageError if it is not committed."""
-    columns, asked = IterationRow.__table__.c, TABLES["iterations"].query
-    near, number = asked.where(columns.job_id == job["id"]), columns.iteration
-    rows = reader.fetch(near.where(number <= iteration).order_by(number.desc()).limit(NEAR + 1))[::-1]
+    """Explain the time of an iteration of a job; `job` is its row. Raises UsageError if the iteration is not
+    committed."""
+    columns, columns_query = IterationRow.__table__.c, TABLES["iterations"].query
+    near, number = columns_query.where(columns.job_id == job["id"]), columns.iteration
+    rows = reader.fetch(near.where(number <= iteration).order_by(number.desc()).limit(NEAR_ITERATIONS + 1))[::-1]
     if not rows or rows[-1]["iteration"] != iteration:
         extremes = select(func.min(columns.iteration).label("first"), func.max(columns.iteration).label("last"))
-        [known] = reader.fetch(extremes.where(columns.job_id == job["id"]))
-        there = "none is" if known["last"] is None else f"{known['first']} to {known['last']} are"
-        raise UsageError(f"iteration {iteration}: not committed in job {job['name']}, of which {there}")
+        [extremes_of_job] = reader.fetch(extremes.where(columns.job_id == job["id"]))
+        committed = (
+            "none" if extremes_of_job["last"] is None else f"{extremes_of_job['first']} to {extremes_of_job['last']}"
+        )
+        raise UsageError(f"iteration {iteration}: not committed in job {job['name']}; committed: {committed}")
     events = EventRow.__table__.c
     touching = TABLES["events"].query.where(
         events.job_id == job["id"], events.kind.in_(("CheckpointCommitted", "FaultInjected"))
     )
-    lately = (events.kind == "FaultInjected") | (events.iteration >= iteration - NEAR)
+    lately = (events.kind == "FaultInjected") | (events.iteration >= iteration - NEAR_ITERATIONS)
     failures = reader.rows("failures", job["id"])
-    if (well := untouched(iteration, failures)) < iteration:
+    if (well := last_unaffected(iteration, failures)) < iteration:
         before = near.where(number <= well, number < rows[0]["iteration"])
-        rows = [*reader.fetch(before.order_by(number.desc()).limit(NEAR))[::-1], *rows]
-    rows += reader.fetch(near.where(number > iteration).order_by(number).limit(NEAR))
+        rows = [*reader.fetch(before.order_by(number.desc()).limit(NEAR_ITERATIONS))[::-1], *rows]
+    rows += reader.fetch(near.where(number > iteration).order_by(number).limit(NEAR_ITERATIONS))
     return explain_iteration(
         iteration,
         job,
@@ -230,27 +235,31 @@ def why(reader: Reader, job: Row, iteration: int) -> Why:
 def jobs(
     reader: Reader, user: str | None = None, since: datetime | None = None, until: datetime | None = None
 ) -> pd.DataFrame:
-    """One row for each job, or each of a `user`'s, that was alive meanwhile, newest first."""
+    """Return one row per job that was alive in the period, or per job of a `user`, newest first."""
     return as_frame(reader.jobs(user=user, since=since, until=until), JOB_COLUMNS)
 
 
-def rate_around(reader: Reader, at: datetime, days: float = rates.DAYS, user: str | None = None) -> pd.DataFrame:
-    """Failures in 1,000 device-days before and after a time; columns as of `db.reading.rates.rate_around`."""
+def rate_around(
+    reader: Reader, at: datetime, days: float = rates.DEFAULT_DAYS, user: str | None = None
+) -> pd.DataFrame:
+    """Return failures in 1,000 device-days before and after a time; columns as in `db.reading.rates.rate_around`."""
     return as_frame(rates.rate_around(reader, at, days, user), COLUMNS["rate"])
 
 
-def rate_with(reader: Reader, trait: str, value: str, now: datetime, days: float = rates.DAYS) -> pd.DataFrame:
-    """The same of stays that have `value` of a trait (`driver`, `vbios`, `torch`, ...) against all others."""
+def rate_with(reader: Reader, trait: str, value: str, now: datetime, days: float = rates.DEFAULT_DAYS) -> pd.DataFrame:
+    """Compare failures of stays that have `value` of a trait (`driver`, `vbios`, `torch`, ...) with those of all
+    others."""
     return as_frame(rates.rate_with(reader, trait, value, days, now), COLUMNS["rate"])
 
 
 def repairs(reader: Reader, since: datetime | None = None, until: datetime | None = None) -> pd.DataFrame:
-    """What failed in the last week, or since then, and was not mended; columns as of `db.reading.rates.repairs`."""
+    """Return failures of the last week, or since a time, that await repair; columns as in
+    `db.reading.rates.repairs`."""
     return as_frame(rates.repairs(reader, since, until), COLUMNS["repairs"])
 
 
 def compare(reader: Reader, first: str, second: str) -> pd.DataFrame:
-    """What differs between two jobs, and what iterations take at equal work; columns as of
+    """Return the differences between two jobs, and the times of their iterations at equal work; columns as in
     `db.reading.comparison.compare`."""
     return as_frame(comparison.compare(reader, reader.job(first), reader, reader.job(second)), COLUMNS["compare"])
 
@@ -259,65 +268,67 @@ def compare(reader: Reader, first: str, second: str) -> pd.DataFrame:
 
 
 def as_frame(rows: Sequence[Row], columns: Sequence[str], table: str | None = None) -> pd.DataFrame:
-    """Rows as a frame; those of a table of the ledger with the types of its columns, missing values or not."""
+    """Return rows as a frame; rows of a ledger's table get the types of its columns, also where values are missing."""
     import pandas as pd
 
-    found = pd.DataFrame(list(rows), columns=list(columns))
+    rows_frame = pd.DataFrame(list(rows), columns=list(columns))
     for column in TABLES[table].query.selected_columns if table is not None else ():
         if table is None or column.key in TABLES[table].json_columns:
             continue
         if isinstance(column.type, Integer | BigInteger):
-            found[column.key] = found[column.key].astype("Int64")
+            rows_frame[column.key] = rows_frame[column.key].astype("Int64")
         elif isinstance(column.type, Boolean):
-            found[column.key] = found[column.key].astype("boolean")
+            rows_frame[column.key] = rows_frame[column.key].astype("boolean")
         elif isinstance(column.type, Float):
-            found[column.key] = found[column.key].astype("float64")
+            rows_frame[column.key] = rows_frame[column.key].astype("float64")
         elif isinstance(column.type, models.UtcDateTime):
-            found[column.key] = pd.to_datetime(found[column.key], utc=True)
+            rows_frame[column.key] = pd.to_datetime(rows_frame[column.key], utc=True)
         elif isinstance(column.type, String):
-            found[column.key] = found[column.key].astype("string")
-    return found
+            rows_frame[column.key] = rows_frame[column.key].astype("string")
+    return rows_frame
 
 
 def frame(reader: Reader, table: str, job_id: int | None = None, **filters: Any) -> pd.DataFrame:
-    """One of `TABLES`, of a job or of all (with a column `job`); filters as of `Reader.rows`."""
+    """Return one of `TABLES`, of a job or of all (with a column `job`); filters as for `Reader.rows`."""
     columns = COLUMNS[table] if job_id is not None else (*OF_JOB, *COLUMNS[table])
     return as_frame(reader.rows(table, job_id, **filters), columns, table)
 
 
 def iterations(reader: Reader, job_id: int) -> pd.DataFrame:
-    """One row for each committed iteration."""
+    """Return one row per committed iteration."""
     return frame(reader, "iterations", job_id)
 
 
 def predictions(reader: Reader, job_id: int) -> pd.DataFrame:
-    """Observed against predicted iteration times: `iteration`, `epoch`, `seconds`, `predicted_seconds`, `ratio`."""
-    found = frame(reader, "iterations", job_id)[["iteration", "epoch", "seconds", "predicted_seconds"]]
-    return found.assign(ratio=found["seconds"] / found["predicted_seconds"])
+    """Return observed and predicted iteration times: `iteration`, `epoch`, `seconds`, `predicted_seconds`, `ratio`."""
+    times = frame(reader, "iterations", job_id)[["iteration", "epoch", "seconds", "predicted_seconds"]]
+    return times.assign(ratio=times["seconds"] / times["predicted_seconds"])
 
 
 def workers(reader: Reader, job_id: int) -> pd.DataFrame:
-    """One row for each process."""
+    """Return one row per process."""
     return frame(reader, "workers", job_id)
 
 
 def failures(reader: Reader, job_id: int | None = None) -> pd.DataFrame:
-    """One row for each root cause; `seconds_to_recover` from the failure to the first iteration committed after it,
-    `seconds_without_noticing` from its being noticed, `noticed_after_seconds` later."""
+    """Return one row per root cause. `seconds_to_recover`: from the failure to the first iteration committed after it;
+    `noticed_after_seconds`: from the failure until it was noticed; `seconds_without_noticing`: from then to that
+    iteration."""
     return frame(reader, "failures", job_id)
 
 
 def failures_by(reader: Reader, by: By, job_id: int | None = None, **filters: datetime | str | None) -> pd.DataFrame:
-    """Failures counted by node, component, cause, kind or job, most first; mean times to detect and to recover.
+    """Return failures counted by node, component, cause, kind or job, most first, with mean times to detect and to
+    recover.
 
-    Filters: `node`, `since`, `until`. Columns as of `db.reading.fleet.joined`.
+    Filters: `node`, `since`, `until`. Columns as in `db.reading.fleet.joined`.
     """
     rows = fleet.joined(by, fleet.failures_by(reader, by, job_id, **filters))  # type: ignore[arg-type]
     return as_frame(rows, COLUMNS[f"failures by {by}"])
 
 
 def priced(view: str, price: float | None) -> tuple[str, ...]:
-    """Columns of a view of costs; with the price of a GPU-hour those of money, too."""
+    """Return the columns of a view of costs, including those of money if the price of a GPU-hour is given."""
     money = ("money",) if view == "cost" else ("money", "failure_money")
     return COLUMNS[view] if price is None else (*COLUMNS[view], *money)
 
@@ -330,17 +341,17 @@ def cost(
     until: datetime | None = None,
     price: float | None = None,
 ) -> pd.DataFrame:
-    """Where the time of a job went, or of all: seconds, share and GPU-hours by cause, which
-    `db.reading.costs.cost_accounts` defines. Of all jobs, between `since` and `until` only: jobs are cut there.
-    `price`: of a GPU-hour."""
+    """Return where the time of a job went, or of all jobs: seconds, share and GPU-hours by cause, as defined in
+    `db.reading.costs.cost_accounts`. Of all jobs, only the time between `since` and `until` counts. `price`: of a
+    GPU-hour."""
     if job_id is None:
-        found = [account for _, account in fleet.accounts(reader, since=since, until=until)]
+        job_accounts = [account for _, account in fleet.accounts(reader, since=since, until=until)]
     elif since is not None or until is not None:
-        raise UsageError(f"cost of job {job_id}: is of all its time; leave since and until out")
+        raise UsageError(f"cost of job {job_id}: always covers the whole job; omit since and until")
     else:
         jobs = JobRow.__table__
-        found = [reader.account(job) for job in reader.fetch(select(*jobs.columns).where(jobs.c.id == job_id))]
-    return as_frame(fleet.cost_rows(found, price), priced("cost", price))
+        job_accounts = [reader.account(job) for job in reader.fetch(select(*jobs.columns).where(jobs.c.id == job_id))]
+    return as_frame(fleet.cost_rows(job_accounts, price), priced("cost", price))
 
 
 def cost_by(
@@ -351,21 +362,21 @@ def cost_by(
     until: datetime | None = None,
     price: float | None = None,
 ) -> pd.DataFrame:
-    """What all jobs cost between `since` and `until`, where jobs are cut, by job, owner, (Slurm) account, partition,
-    cluster, week or month; columns as of `db.reading.fleet.cost_by`. `price`: of a GPU-hour."""
+    """Return the cost of all jobs between `since` and `until` by job, owner, (Slurm) account, partition, cluster, week
+    or month; columns as in `db.reading.fleet.cost_by`. Only time within that period counts. `price`: of a GPU-hour."""
     period = by if by in ("week", "month") else None
-    found = fleet.accounts(reader, since=since, until=until, period=period)
-    return as_frame(fleet.cost_by(by, found, price), priced(f"cost by {by}", price))
+    job_accounts = fleet.accounts(reader, since=since, until=until, period=period)
+    return as_frame(fleet.cost_by(by, job_accounts, price), priced(f"cost by {by}", price))
 
 
 def reliability(reader: Reader) -> pd.DataFrame:
-    """One row for each job: goodput, ETTR, MTBF (of hardware, too), MTTR, GPU-hours, and the lost seconds by cause."""
+    """Return one row per job: goodput, ETTR, MTBF (of hardware, too), MTTR, GPU-hours, and the lost seconds by
+    cause."""
     return cost_by(reader, "job")
 
 
 def lemons(readers: Reader | Iterable[Reader], now: datetime | None = None, *, injected: bool = False) -> pd.DataFrame:
-    """Nodes of one ledger, or of several, the one most to be distrusted first; columns as of
-    `db.reading.fleet.lemons`."""
+    """Return nodes of one ledger, or of several, least trustworthy first; columns as in `db.reading.fleet.lemons`."""
     record = fleet.NodeRecord()
     for reader in (readers,) if isinstance(readers, Reader) else readers:
         record.read(reader, fleet.horizon(now), injected)
@@ -373,7 +384,7 @@ def lemons(readers: Reader | Iterable[Reader], now: datetime | None = None, *, i
 
 
 def hosts(reader: Reader, job_id: int | None = None) -> pd.DataFrame:
-    """One row for each stay of a node in a job, with what `changed` on its host since a stay before."""
+    """Return one row per stay of a node in a job, with the changes on its host since an earlier stay."""
     rows = hardware.told_changes(hardware.stays(reader, job_id))
     if job_id is not None:
         rows = [row for row in rows if row["job_id"] == job_id]
@@ -381,20 +392,21 @@ def hosts(reader: Reader, job_id: int | None = None) -> pd.DataFrame:
 
 
 def promises(reader: Reader, job_id: int) -> pd.DataFrame:
-    """What each plan that took effect promised and kept; columns as of `db.reading.plans.promises.promises`."""
+    """Return the promise of each plan that took effect and its outcome; columns as in
+    `db.reading.plans.promises.promises`."""
     return as_frame(promises_rows(reader, job_id), COLUMNS["promises"])
 
 
 def plans(reader: Reader, job_id: int) -> pd.DataFrame:
-    """One row for each epoch; `layout` as interface.md's LAYOUT."""
+    """Return one row per epoch; `layout` as interface.md's LAYOUT."""
     return frame(reader, "plans", job_id)
 
 
 def nodes(reader: Reader, job_id: int) -> pd.DataFrame:
-    """One row for each node that joined."""
+    """Return one row per node that joined."""
     return frame(reader, "nodes", job_id)
 
 
 def reconfigurations(reader: Reader, job_id: int) -> pd.DataFrame:
-    """One row for each transition that led back to training, with its phases."""
+    """Return one row per transition that led back to training, with its phases."""
     return frame(reader, "reconfigurations", job_id)

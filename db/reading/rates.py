@@ -1,6 +1,6 @@
-"""Failures in a given time of service: before and after a date, with and without a driver; and what to repair.
+"""Failure rates over time of service: before and after a date, with and without a trait such as a driver; and repairs.
 
-Reads only. *Device-days* are those that devices spent in jobs, from joining to the node's loss or the job's end.
+Reads only. *Device-days* are the time that devices spent in jobs, from joining to the node's loss or the job's end.
 Injected faults do not count. Called by `resihp history` and `db.reading.queries`.
 """
 
@@ -21,25 +21,25 @@ from db.reading.reader import Reader
 from db.reading.tables import Row
 from resihp.errors import UsageError
 
-DAYS = 30.0
-"""Looked at on either side of a date."""
-WEEK = timedelta(days=7)
+DEFAULT_DAYS = 30.0
+"""Days considered on either side of a date."""
+REPAIR_WINDOW = timedelta(days=7)
 DAY_S = 86400.0
 OF_STAYS = ("driver", "kernel", "image", "host")
 OF_DEVICES = ("vbios", "name", "board")
 OF_JOBS = ("torch", "megatron_core", "cuda", "nccl", "version", "partition", "cluster")
 TRAITS = (*OF_STAYS, *OF_DEVICES, *OF_JOBS)
-"""What service is told apart by."""
-ROUNDED = 1e-7
-"""Probabilities that differ by less are the same."""
+"""Traits by which service is compared."""
+EQUAL_PROBABILITY = 1e-7
+"""Relative difference below which two probabilities count as equal."""
 
 
-def rate_around(reader: Reader, at: datetime, days: float = DAYS, user: str | None = None) -> list[Row]:
-    """Failures for 1,000 device-days in the `days` before `at` and after it.
+def rate_around(reader: Reader, at: datetime, days: float = DEFAULT_DAYS, user: str | None = None) -> list[Row]:
+    """Return failures per 1,000 device-days in the `days` before `at` and after it.
 
-    One row for each `which` (`all`, `hardware`, each kind that there is) and `when` (`before`, `after`): `failures`,
-    `device_days`, `rate`; with `after`, `ratio` of the rates and `p`, how probable so unequal counts are if the rate
-    was the same (exact, conditional on their sum).
+    One row for each `which` (`all`, `hardware`, each kind that occurs) and `when` (`before`, `after`): `failures`,
+    `device_days`, `rate`; with `after`, also the `ratio` of the rates and `p`, the probability of counts at least as
+    unequal if the rate was the same (exact, conditional on their sum).
     """
     since, until = at - timedelta(days=days), at + timedelta(days=days)
     stays, failures = _stays(reader, since, until, user), _failures(reader, since, until, user)
@@ -56,97 +56,99 @@ def rate_around(reader: Reader, at: datetime, days: float = DAYS, user: str | No
 
 
 def rate_with(reader: Reader, trait: str, value: str, days: float, now: datetime, user: str | None = None) -> list[Row]:
-    """The same of stays that have `value` of a trait (`TRAITS`) against all others, in the last `days`; `when` is
-    `without`, `with`. Stays of which the trait is not known are left out."""
+    """Compare stays that have `value` of a trait (`TRAITS`) with all others, in the last `days`, as `rate_around` does;
+    `when` is `without`, `with`. Stays whose trait is unknown are left out."""
     since = now - timedelta(days=days)
     exposure = {"without": 0.0, "with": 0.0}
-    held: dict[tuple[int, str], list[tuple[float, str]]] = {}
-    there = _stays(reader, since, now, user, trait)
+    whens_of_node: dict[tuple[int, str], list[tuple[float, str]]] = {}
+    all_stays = _stays(reader, since, now, user, trait)
     if trait == "host":
-        value = _meant(value, {stay["trait"] for stay in there}, reader.clusters())
-    for stay in there:
+        value = _resolved_host(value, {stay["trait"] for stay in all_stays}, reader.clusters())
+    for stay in all_stays:
         if not stay["trait"]:
             continue
         when = "with" if stay["trait"] == value else "without"
         exposure[when] += max(stay["until"] - max(stay["since"], since.timestamp()), 0.0) * stay["devices"]
-        held.setdefault((stay["job_id"], stay["node"]), []).append((stay["since"], when))
+        whens_of_node.setdefault((stay["job_id"], stay["node"]), []).append((stay["since"], when))
     counts: dict[str, dict[str, int]] = {}
     for row in _failures(reader, since, now, user):
-        stays = held.get((row["job_id"], row["node"]), [])
-        found = next((name for begin, name in reversed(stays) if begin <= row["at"]), None)
-        if found is not None:
-            _count(counts, row, found)
+        stays = whens_of_node.get((row["job_id"], row["node"]), [])
+        period = next((name for begin, name in reversed(stays) if begin <= row["at"]), None)
+        if period is not None:
+            _count(counts, row, period)
     return _compared(counts, exposure, ("without", "with"))
 
 
-def _meant(host: str, known: set[str], clusters: Sequence[str]) -> str:
-    """A host by its name, with the cluster's where hosts of several are known. Raises UsageError where several are
-    meant."""
-    found = sorted(name for name in known if is_node(host, name, clusters))
-    if len(found) > 1 and host not in known:
-        raise UsageError(f"history rate: --having host={host}: there are {', '.join(found)}; name one")
-    return found[0] if len(found) == 1 else host
+def _resolved_host(host: str, known_hosts: set[str], clusters: Sequence[str]) -> str:
+    """Return a host by its name, with its cluster's if hosts of several are known. Raises UsageError if the name is
+    ambiguous."""
+    matching = sorted(name for name in known_hosts if is_node(host, name, clusters))
+    if len(matching) > 1 and host not in known_hosts:
+        raise UsageError(f"history rate: --having host={host}: it may be {', '.join(matching)}; name one")
+    return matching[0] if len(matching) == 1 else host
 
 
 def together(rows: Sequence[Row]) -> list[Row]:
-    """What several ledgers said of the same, by `rate_around` or `rate_with`, as one would."""
+    """Combine the results of several ledgers, from `rate_around` or `rate_with`, as if they were one ledger's."""
     names = tuple(dict.fromkeys(row["when"] for row in rows))
     exposure = dict.fromkeys(names, 0.0)
     counts: dict[str, dict[str, int]] = {}
     for row in rows:
         if row["which"] == "all":
             exposure[row["when"]] += row["device_days"] * DAY_S
-        of = counts.setdefault(row["which"], {})
-        of[row["when"]] = of.get(row["when"], 0) + row["failures"]
+        by_period = counts.setdefault(row["which"], {})
+        by_period[row["when"]] = by_period.get(row["when"], 0) + row["failures"]
     return _compared(counts, exposure, (names[0], names[1])) if names else []
 
 
 def _count(counts: dict[str, dict[str, int]], failure: Row, when: str) -> None:
     hardware = failure["hardware"]
     broken = hardware if hardware is not None else failure["kind"] in ("fail-stop", "fail-slow")
-    for which in ("all", *(("hardware",) if broken else ()), failure["kind"]):
-        of = counts.setdefault(which, {})
-        of[when] = of.get(when, 0) + 1
+    for group in ("all", *(("hardware",) if broken else ()), failure["kind"]):
+        by_period = counts.setdefault(group, {})
+        by_period[when] = by_period.get(when, 0) + 1
 
 
 def _compared(
     counts: Mapping[str, Mapping[str, int]], exposure: Mapping[str, float], names: tuple[str, str]
 ) -> list[Row]:
-    found: list[Row] = []
-    one, other = names
-    total = exposure[one] + exposure[other]
-    for which in sorted(counts, key=lambda name: (name != "all", name != "hardware", name)) or ["all"]:
-        of = counts.get(which, {})
-        seen = {name: of.get(name, 0) for name in names}
-        rates = {name: seen[name] * 1000.0 * DAY_S / exposure[name] if exposure[name] > 0.0 else None for name in names}
-        both = sum(seen.values())
-        p = two_sided(seen[other], both, exposure[other] / total) if both and total > 0.0 else None
-        before, after = rates[one], rates[other]
+    rows: list[Row] = []
+    first, second = names
+    total = exposure[first] + exposure[second]
+    for group in sorted(counts, key=lambda name: (name != "all", name != "hardware", name)) or ["all"]:
+        by_period = counts.get(group, {})
+        numbers = {name: by_period.get(name, 0) for name in names}
+        rates = {
+            name: numbers[name] * 1000.0 * DAY_S / exposure[name] if exposure[name] > 0.0 else None for name in names
+        }
+        both = sum(numbers.values())
+        p = two_sided(numbers[second], both, exposure[second] / total) if both and total > 0.0 else None
+        before, after = rates[first], rates[second]
         for name in names:
-            last = name == other
-            found.append(
+            is_second = name == second
+            rows.append(
                 {
                     "when": name,
-                    "which": which,
-                    "failures": seen[name],
+                    "which": group,
+                    "failures": numbers[name],
                     "device_days": exposure[name] / DAY_S,
                     "rate": rates[name],
-                    "ratio": after / before if last and before and after is not None else None,
-                    "p": p if last else None,
+                    "ratio": after / before if is_second and before and after is not None else None,
+                    "p": p if is_second else None,
                 }
             )
-    return found
+    return rows
 
 
 def two_sided(count: int, of: int, chance: float) -> float:
-    """How probable what is at most as probable as `count` of so many is, each with this chance: the exact test, as
-    `scipy.stats.binomtest`, whose import takes longer than the question."""
+    """Return the probability of outcomes at most as likely as `count` of `of` trials with this chance: the exact test
+    of `scipy.stats.binomtest`, whose import takes longer than the computation."""
     from scipy import special
 
     number = np.arange(of + 1.0)
     ways = special.gammaln(of + 1.0) - special.gammaln(number + 1.0) - special.gammaln(of - number + 1.0)
-    each = np.exp(ways + special.xlogy(number, chance) + special.xlog1py(of - number, -chance))
-    return min(float(each[each <= each[count] * (1.0 + ROUNDED)].sum()), 1.0)
+    probabilities = np.exp(ways + special.xlogy(number, chance) + special.xlog1py(of - number, -chance))
+    return min(float(probabilities[probabilities <= probabilities[count] * (1.0 + EQUAL_PROBABILITY)].sum()), 1.0)
 
 
 def _stays(reader: Reader, since: datetime, until: datetime, user: str | None, trait: str | None = None) -> list[Row]:
@@ -166,7 +168,7 @@ def _stays(reader: Reader, since: datetime, until: datetime, user: str | None, t
         .where(stays.joined_at <= until, jobs.last_entry_at >= since)
         .order_by(stays.job_id, stays.node, stays.joined_at)
     )
-    return reader.fetch(_of(reader, query, user))
+    return reader.fetch(_of_user(reader, query, user))
 
 
 def _trait(reader: Reader, name: str) -> ColumnElement[Any]:
@@ -195,10 +197,10 @@ def _failures(reader: Reader, since: datetime, until: datetime, user: str | None
         .join(JobRow, JobRow.__table__.c.id == failures.job_id)
         .where(failures.noticed_at >= since, failures.noticed_at <= until, failures.detect_seconds.is_(None))
     )
-    return unprovoked(reader, reader.fetch(_of(reader, query, user)), "at")
+    return unprovoked(reader, reader.fetch(_of_user(reader, query, user)), "at")
 
 
-def _of(reader: Reader, query: Select[Any], user: str | None) -> Select[Any]:
+def _of_user(reader: Reader, query: Select[Any], user: str | None) -> Select[Any]:
     return query if user is None else query.where(reader.is_of(user))
 
 
@@ -206,13 +208,13 @@ def _of(reader: Reader, query: Select[Any], user: str | None) -> Select[Any]:
 
 
 def repairs(reader: Reader, since: datetime | None = None, until: datetime | None = None) -> list[Row]:
-    """Nodes and devices with failures of hardware lately (a week, unless `since` says otherwise) and no maintenance
-    since, the ones with most first.
+    """Return nodes and devices with recent hardware failures (of the last week, unless `since` is given) and no
+    maintenance since, those with most failures first.
 
-    `node`, `device` (None of the node as a whole), `uuid`, `failures`, `codes` (what logs said), `last` and `cause` of
-    the last one, `drained` (by which rung of the ladder, None if not), `maintained_at` (before).
+    `node`, `device` (None for the node as a whole), `uuid`, `failures`, `codes` (found in logs), `last` and `cause` of
+    the last one, `drained` (by which step of the ladder, None if not), `maintained_at` (before).
     """
-    since = since or datetime.now(UTC) - WEEK
+    since = since or datetime.now(UTC) - REPAIR_WINDOW
     failures, devices = FailureRow.__table__.c, DeviceRow.__table__.c
     uuid = (
         select(devices.uuid)
@@ -243,44 +245,46 @@ def repairs(reader: Reader, since: datetime | None = None, until: datetime | Non
     rows = reader.fetch(reader.believed(query, failures.job_id).order_by(failures.noticed_at))
     rows = unprovoked(reader, rows, "noticed_at")
     done, drained = _maintained(reader), _drained(reader, since)
-    found: dict[tuple[str, int | None], Row] = {}
+    repairs_of: dict[tuple[str, int | None], Row] = {}
     for row in rows:
-        meant = (None, row["uuid"], str(row["device"]))  # a number is kept of a device that has no UUID
-        mended = max((at for of, at in done.get(row["node"], ()) if of in meant), default=None)
+        meant = (None, row["uuid"], str(row["device"]))  # a device without a UUID is recorded by its number
+        mended = max((at for device_key, at in done.get(row["node"], ()) if device_key in meant), default=None)
         if mended is not None and mended >= row["noticed_at"]:
             continue
-        one = found.setdefault(
+        repair = repairs_of.setdefault(
             (row["node"], row["device"]),
             {"node": row["node"], "device": row["device"], "failures": 0, "codes": set(), "maintained_at": mended},
         )
-        one["failures"] += 1
-        one["codes"] |= {row["code"]} - {None}
-        one |= {"uuid": row["uuid"] or None, "last": row["noticed_at"], "cause": row["cause"]}
-        one["drained"] = drained.get(row["node"])
-    listed = [{**one, "codes": ", ".join(sorted(one["codes"])) or None} for one in found.values()]
-    return sorted(listed, key=lambda one: (-one["failures"], one["node"], one["device"] or 0))
+        repair["failures"] += 1
+        repair["codes"] |= {row["code"]} - {None}
+        repair |= {"uuid": row["uuid"] or None, "last": row["noticed_at"], "cause": row["cause"]}
+        repair["drained"] = drained.get(row["node"])
+    listed = [{**repair, "codes": ", ".join(sorted(repair["codes"])) or None} for repair in repairs_of.values()]
+    return sorted(listed, key=lambda repair: (-repair["failures"], repair["node"], repair["device"] or 0))
 
 
 def repairs_together(rows: Iterable[Row]) -> list[Row]:
-    """What several ledgers said, by `repairs`, each node and device once."""
-    found: dict[tuple[str, int | None], Row] = {}
+    """Combine the results of `repairs` from several ledgers, each node and device once."""
+    repairs_of: dict[tuple[str, int | None], Row] = {}
     for row in sorted(rows, key=lambda row: row["last"]):
-        before = found.get((row["node"], row["device"]), row)
-        codes = {code for each in (before, row) for code in (each["codes"] or "").split(", ")} - {""}
+        before = repairs_of.get((row["node"], row["device"]), row)
+        codes = {code for result in (before, row) for code in (result["codes"] or "").split(", ")} - {""}
         number = row["failures"] + (before["failures"] if before is not row else 0)
-        told = {name: row[name] or before[name] for name in ("uuid", "drained", "maintained_at")}
-        found[row["node"], row["device"]] = row | told | {"failures": number, "codes": ", ".join(sorted(codes)) or None}
-    return sorted(found.values(), key=lambda one: (-one["failures"], one["node"], one["device"] or 0))
+        latest = {name: row[name] or before[name] for name in ("uuid", "drained", "maintained_at")}
+        repairs_of[row["node"], row["device"]] = (
+            row | latest | {"failures": number, "codes": ", ".join(sorted(codes)) or None}
+        )
+    return sorted(repairs_of.values(), key=lambda repair: (-repair["failures"], repair["node"], repair["device"] or 0))
 
 
 def _maintained(reader: Reader) -> dict[str, list[tuple[str | None, datetime]]]:
-    """What was done to nodes, as far as it counts."""
-    found: dict[str, list[tuple[str | None, datetime]]] = {}
+    """Return the maintenance of nodes that counts."""
+    maintained: dict[str, list[tuple[str | None, datetime]]] = {}
     several = len(reader.clusters()) > 1
     for row in hardware.maintenance_rows(reader):
         if row["counts"]:
-            found.setdefault(hardware.named(row, several), []).append((row["device_uuid"], row["at"]))
-    return found
+            maintained.setdefault(hardware.named(row, several), []).append((row["device_uuid"], row["at"]))
+    return maintained
 
 
 def _drained(reader: Reader, since: datetime) -> dict[str, str]:
@@ -288,5 +292,5 @@ def _drained(reader: Reader, since: datetime) -> dict[str, str]:
     query = select(reader.node_name(drains.node, drains.job_id).label("node"), drains.step).where(
         drains.drained_at >= since, drains.outcome == "done", drains.undrained_at.is_(None)
     )
-    found = reader.fetch(reader.believed(query, drains.job_id).order_by(drains.drained_at))
-    return {row["node"]: row["step"] for row in found}
+    rows = reader.fetch(reader.believed(query, drains.job_id).order_by(drains.drained_at))
+    return {row["node"]: row["step"] for row in rows}

@@ -1,7 +1,8 @@
 """An open ledger, for reading: rows of its tables, of one job or all, and a job's figures. Never changes it.
 
 `Reader.open(url)` checks that there is a ledger of our schema. Rows are plain Python, JSON columns decoded, times in
-UTC. `db.reading.queries` has the same as pandas frames, `db.reading.fleet` what is asked of many jobs at once.
+UTC. `db.reading.queries` returns the same as pandas frames, `db.reading.fleet` answers questions about many jobs at
+once.
 """
 
 from __future__ import annotations
@@ -60,33 +61,34 @@ from resihp.errors import LedgerError, UsageError
 if TYPE_CHECKING:
     from resihp.scheduler.explained.explanation import Explanation
 
-TRUSTED = "resihp_trusted"
-"""A role of PostgreSQL: what its members write of nodes counts for everybody. An administrator makes it and says who is
-in it (`resihp db grant --trusted`)."""
+TRUSTED_ROLE = "resihp_trusted"
+"""PostgreSQL role whose members are trusted: rows about nodes that they write count for everybody. An administrator
+creates it and decides who belongs to it (`resihp db grant --trusted`)."""
 
 
 class Reader:
-    """An open ledger, for reading. A server's connection ends with each question: a notebook that stays open has none.
+    """An open ledger, for reading. On a server the connection is closed after each question, so that an open notebook
+    holds none.
 
-    Within a `with` it lasts from the first question to the end, for those who ask many.
+    Within a `with` it stays open from the first question to the end, for callers with many questions.
     """
 
     def __init__(self, connection: Connection, name: str, *, borrowed: bool = False) -> None:
-        """Use `Reader.open`, or `Reader.within`."""
+        """Use `Reader.open` or `Reader.within` instead."""
         self._connection, self._borrowed = connection, borrowed
         self._lasts = connection.dialect.name == "sqlite"
         self.name = name
         self.other_clusters: Collection[str] = ()
-        """Of ledgers that are asked beside this one: nodes are named as if all were in one."""
+        """Clusters of other ledgers that are read beside this one: nodes are named as if all were in one ledger."""
 
     @classmethod
     def within(cls, connection: Connection) -> Reader:
-        """For a writer that reads in its own transaction: neither ended nor closed by the reader."""
+        """Return a reader for a writer's own transaction, which the reader neither ends nor closes."""
         return cls(connection, masked(connection.engine.url), borrowed=True)
 
     @classmethod
     def open(cls, url: str) -> Reader:
-        """Raises LedgerError if there is no ledger at `url`, or one of another schema than ours."""
+        """Open a ledger. Raises LedgerError if there is none at `url`, or one of another schema."""
         parsed = resolve(url)
         file = file_of(parsed)
         if file is not None and not os.path.exists(file):
@@ -109,7 +111,7 @@ class Reader:
             engine.dispose()
             raise error if isinstance(error, LedgerError) else refusal(parsed, error) from error
         reader = cls(connection, masked(parsed))
-        reader._part()
+        reader._release_connection()
         return reader
 
     def close(self) -> None:
@@ -123,7 +125,7 @@ class Reader:
         self._lasts = True
         return self
 
-    def _part(self) -> None:
+    def _release_connection(self) -> None:
         if not self._lasts:
             self._connection.close()
 
@@ -133,14 +135,15 @@ class Reader:
         self.close()
 
     def seconds(self, time: ColumnElement[Any]) -> ColumnElement[float]:
-        """A time since 1970, reckoned by the database: many rows are read in half the time that datetimes take."""
+        """Return a time as seconds since 1970, computed by the database: reading many rows takes half the time of
+        datetimes."""
         if self._connection.dialect.name == "sqlite":
             fraction = func.substr(time, 20)  # julianday rounds to milliseconds
             return sql_cast(func.strftime("%s", time), Float) + sql_cast(fraction, Float)
         return sql_cast(extract("epoch", time), Float)
 
     def period(self, time: ColumnElement[Any], by: str) -> ColumnElement[str]:
-        """The month of a time, `2026-11`, or its week, by its Monday, `2026-11-16`; UTC."""
+        """Return the month of a time, `2026-11`, or its week, by its Monday, `2026-11-16`; UTC."""
         if self._connection.dialect.name == "sqlite":
             words = ("'%Y-%m'",) if by == "month" else ()
             steps = () if by == "month" else ("'-6 days'", "'weekday 1'")
@@ -152,32 +155,34 @@ class Reader:
         return func.to_char(func.date_trunc(literal_column("'week'"), here), literal_column("'YYYY-MM-DD'"))
 
     def believed(self, query: Select[Any], job: ColumnElement[int]) -> Select[Any]:
-        """A query over rows of many jobs, of those that may count against a node, or for it: `job` is their `job_id`.
+        """Restrict a query over rows of many jobs to those that may count for or against a node; `job` is their
+        `job_id`.
 
-        In a PostgreSQL that many users write to, jobs of the reader's own role, of the owner of the tables, and of
-        roles that are members of `TRUSTED`: anybody else could set the reader's nodes aside with figures of his own.
+        In a PostgreSQL with many writers these are jobs of the reader's own role, of the owner of the tables, and of
+        roles that are members of `TRUSTED_ROLE`: otherwise anybody could discredit the reader's nodes with invented
+        figures.
         """
         if self._connection.dialect.name == "sqlite":
             return query
         return query.where(job.in_(select(JobRow.id).where(self.is_believed(JobRow.written_by))))
 
     def is_believed(self, writer: ColumnElement[Any] | InstrumentedAttribute[Any]) -> ColumnElement[bool]:
-        """Whether a row counts that this role has written, as in `believed`; in SQLite every row does."""
+        """Decide whether a row by this role counts, as in `believed`; in SQLite every row does."""
         if self._connection.dialect.name == "sqlite":
             return true()
         owner = text("(SELECT pg_get_userbyid(relowner) FROM pg_class WHERE oid = to_regclass('jobs'))")
         trusted = text(
             "(SELECT member.rolname FROM pg_roles member, pg_roles trusted WHERE trusted.rolname = :trusted "
             "AND pg_has_role(member.oid, trusted.oid, 'MEMBER'))"
-        ).bindparams(trusted=TRUSTED)
+        ).bindparams(trusted=TRUSTED_ROLE)
         return or_(writer == func.current_user(), writer == owner, writer.in_(trusted))
 
     def owner(self) -> ColumnElement[str]:
-        """Whose a job is, as the column `owner`: the user whom the job itself names.
+        """Return a job's owner, as the column `owner`: the user whom the job itself names.
 
-        In a PostgreSQL that many users write to anybody can write any name there. It stands alone where the database
-        vouches for it, as a role of that name or one that counts (`is_believed`) has written the job; else who wrote it
-        is told with it, as in `alice (by mallory)`, so that no job counts as another user's.
+        In a PostgreSQL with many writers, anybody can write any name there. The name stands alone if the database
+        vouches for it, because a role of that name or one that counts (`is_believed`) has written the job; otherwise
+        the writer is added, as in `alice (by mallory)`, so that no job passes as another user's.
         """
         columns = JobRow.__table__.c
         if self._connection.dialect.name == "sqlite":
@@ -188,51 +193,51 @@ class Reader:
         return owner.label("owner")
 
     def is_of(self, user: str) -> ColumnElement[bool]:
-        """Whether a job is this user's, called as `owner` has it."""
+        """Match a job of this user, named as in `owner`."""
         columns = JobRow.__table__.c
         if self._connection.dialect.name == "sqlite":
             return columns.owner == user
-        names = {user, user.rpartition(" (by ")[0] or user}  # by these an index finds them
+        names = {user, user.rpartition(" (by ")[0] or user}  # an index covers this condition
         return and_(columns.owner.in_(names), self.owner() == user)
 
     def is_written_by_reader(self) -> ColumnElement[bool]:
-        """Whether the database user who asks has written a job; never in SQLite, which has no users."""
+        """Match a job written by the current database user; never in SQLite, which has no users."""
         if self._connection.dialect.name == "sqlite":
             return false()
         return JobRow.written_by == func.current_user()
 
     def clusters(self) -> list[str]:
-        """Clusters whose jobs are here, of those that we believe, and `other_clusters`."""
+        """Return the clusters with jobs in this ledger, among trusted jobs, and `other_clusters`."""
         columns = JobRow.__table__.c
         query = select(columns.cluster).distinct().where(columns.cluster.is_not(None), columns.cluster != "")
         here = (row["cluster"] for row in self.fetch(self.believed(query, columns.id)))
         return sorted({*here, *self.other_clusters})
 
     def node_name(self, node: ColumnElement[Any], job: ColumnElement[int]) -> ColumnElement[Any]:
-        """What a node, or a host, of a job is called among those of all jobs: `node`, or `cluster/node` where jobs of
-        several clusters are here, whose nodes may have the same names. `job` is their `job_id`."""
+        """Return a node's or host's name among those of all jobs: `node`, or `cluster/node` if the ledger has jobs of
+        several clusters, whose nodes may have equal names. `job` is its `job_id`."""
         return naming.node_name(self.clusters(), node, job)
 
-    def is_asked(self, asked: str, node: ColumnElement[Any], job: ColumnElement[int]) -> ColumnElement[bool]:
-        """That a node of a job is the one asked for among those of all jobs, as `is_node`; `job` is its `job_id`."""
-        return naming.is_asked(self.clusters() if "/" in asked else (), asked, node, job)
+    def is_asked(self, wanted: str, node: ColumnElement[Any], job: ColumnElement[int]) -> ColumnElement[bool]:
+        """Match a job's node against a name among those of all jobs, as `is_node` does; `job` is its `job_id`."""
+        return naming.is_asked(self.clusters() if "/" in wanted else (), wanted, node, job)
 
     def fetch(self, query: Select[Any]) -> list[Row]:
-        """All rows of one query, in a transaction that ends with it (a reader must not hold up the writer)."""
+        """Return all rows of one query, in a transaction that ends with it (a reader must not hold up the writer)."""
         if self._borrowed:
             return self._dicts(query)
         try:
             if self._connection.closed:
                 self._connection = self._connection.engine.connect()
-            found = self._dicts(query)
+            rows = self._dicts(query)
             self._connection.rollback()
         except DBAPIError as error:
             self._connection.rollback()
             raise refusal(self._connection.engine.url, error) from error
-        except LedgerError:  # of a cell in a table that the query names
+        except LedgerError:  # from the check of a cell in a table that the query names
             self._connection.rollback()
             raise
-        except (ValueError, TypeError) as error:  # a driver and a type make Python's values of what is stored
+        except (ValueError, TypeError) as error:  # from a driver or a type that cannot convert a stored value
             self._connection.rollback()
             raise LedgerError(
                 f"ledger {self.name}: has values of the wrong type: {error}; the file is damaged or was edited. "
@@ -242,8 +247,8 @@ class Reader:
             self._connection.rollback()
             raise UsageError(f"ledger {self.name}: a number in the query exceeds 64 bits") from error
         finally:
-            self._part()
-        return found
+            self._release_connection()
+        return rows
 
     def _dicts(self, query: Select[Any]) -> list[Row]:
         result = self._connection.execute(query)
@@ -259,7 +264,8 @@ class Reader:
         until: datetime | None = None,
         last: int | None = None,
     ) -> list[Row]:
-        """All jobs of this ledger, or of a `user`, that were alive meanwhile; newest first, columns `JOB_COLUMNS`."""
+        """Return the jobs of this ledger, or of a `user`, that were alive in the period; newest first, columns
+        `JOB_COLUMNS`."""
         columns = [self.owner() if name == "owner" else JobRow.__table__.columns[name] for name in JOB_COLUMNS]
         query = select(*columns).order_by(JobRow.started_at.desc(), JobRow.id.desc()).limit(last)
         if user is not None:
@@ -278,17 +284,17 @@ class Reader:
         started: datetime | None = None,
         uuid: str | None = None,
     ) -> Row:
-        """The job of that name (`NamedJob`), the reader's newest one without a name; with `uuid`, that one; with `host`
-        and `started`, the one that began there nearest then, and not before. All columns of its row.
+        """Return a job's row: the job of that name (`NamedJob`); without a name the reader's newest; with `uuid`, that
+        one; with `host` and `started`, the one that began there nearest to that time, and not before.
 
-        Names are a user's own: where several users have that name, the reader's own job is meant, if he has one. Of
-        attempts of one run the newest is meant. Raises JobNotFoundError naming near ones, or those that there are, and
-        UsageError with the choices where several are meant.
+        Names belong to users: if several users have a job of that name, the reader's own is meant, if there is one. Of
+        several attempts of one run the newest is meant. Raises JobNotFoundError that suggests near names, or lists the
+        existing ones, and UsageError with the choices if the name is ambiguous.
         """
         return naming.job(self, name, host=host, started=started, uuid=uuid)
 
     def applied(self, job_id: int) -> int:
-        """Number of the last journal record that the ledger holds."""
+        """Return the number of the last journal record that the ledger holds."""
         return int(self.fetch(select(JobRow.journal_seq).where(JobRow.id == job_id))[0]["journal_seq"])
 
     def rows(
@@ -304,56 +310,56 @@ class Reader:
         until: datetime | None = None,
         last: int | None = None,
     ) -> list[Row]:
-        """Rows of one of `TABLES` in order, the `last` of them at most; JSON columns decoded. Scores have no time.
+        """Return rows of one of `TABLES` in order, at most the `last` ones; JSON columns decoded. Scores have no time.
 
-        With `job_id` None of all jobs, or of a `user`'s, in order of time, each with its `job` as the first column.
-        From `since` on and before `until`, as everywhere: of two times that follow one another nothing counts twice.
-        `kind`: of that kind alone. Raises UsageError when the table has no nodes, or no kinds, to ask for.
+        With `job_id` None: of all jobs, or of a `user`'s, in order of time, each with its `job` as the first column.
+        Includes `since` and excludes `until`, so that no row counts in two consecutive periods. `kind`: only rows of
+        that kind. Raises UsageError if `node` or `kind` is given for a table that has no such column.
         """
-        asked = TABLES[table]
-        columns, query = asked.source.c, asked.query.add_columns(*((BACK_AT,) if table == "failures" else ()))
-        order = [columns[asked.order], *(c for c in asked.source.primary_key if c.key not in ("job_id", asked.order))]
+        view = TABLES[table]
+        columns, query = view.source.c, view.query.add_columns(*((BACK_AT,) if table == "failures" else ()))
+        order = [columns[view.order], *(c for c in view.source.primary_key if c.key not in ("job_id", view.order))]
         if job_id is not None:
             query = query.where(columns.job_id == job_id)
         else:
-            if table == "devices":  # the same device is looked for in all of them
-                there = self.node_name(columns.node, columns.job_id).label("node")
-                told = (there if column.key == "node" else column for column in query.selected_columns)
-                query = query.with_only_columns(*told)
+            if table == "devices":  # readers look for the same device in all jobs
+                node_label = self.node_name(columns.node, columns.job_id).label("node")
+                selected = (node_label if column.key == "node" else column for column in query.selected_columns)
+                query = query.with_only_columns(*selected)
             query = query.add_columns(JobRow.name.label("job"), JobRow.uuid.label("job_uuid"))
-            # An inner join SQLite would begin with the jobs.
+            # With an inner join, SQLite would begin with the jobs.
             query = query.outerjoin(JobRow, JobRow.id == columns.job_id)
-            order = [columns[asked.time], columns.job_id, *order]
+            order = [columns[view.time], columns.job_id, *order]
         if node is not None:
             named = [columns[name] for name in node_columns(table)]
             query = query.where(
-                or_(*(each == node if job_id else self.is_asked(node, each, columns.job_id) for each in named))
+                or_(*(column == node if job_id else self.is_asked(node, column, columns.job_id) for column in named))
             )
         if rank is not None:
             query = query.where(columns.rank == rank)
         if kind is not None:
             if "kind" not in columns:
                 raise UsageError(f"history {table}: has no kinds; leave --kind out")
-            query = query.where(asked.query.selected_columns.kind == kind)
+            query = query.where(view.query.selected_columns.kind == kind)
         if user is not None:
             query = query.where(columns.job_id.in_(select(JobRow.id).where(self.is_of(user))))
         if since is not None:
-            query = query.where(columns[asked.time] >= since)
+            query = query.where(columns[view.time] >= since)
         if until is not None:
-            query = query.where(columns[asked.time] < until)
+            query = query.where(columns[view.time] < until)
         if last is None:
-            found = self.fetch(query.order_by(*order))
+            rows = self.fetch(query.order_by(*order))
         else:
-            found = self.fetch(query.order_by(*(column.desc() for column in order)).limit(last))[::-1]
-        found = [with_times(row) for row in found] if table == "failures" else found
+            rows = self.fetch(query.order_by(*(column.desc() for column in order)).limit(last))[::-1]
+        rows = [with_times(row) for row in rows] if table == "failures" else rows
         with no_collection():
-            for row in found:
-                for column in asked.json_columns:
+            for row in rows:
+                for column in view.json_columns:
                     row[column] = self._decoded(row[column], column)
-            return found if job_id is not None else [{name: row.pop(name) for name in OF_JOB} | row for row in found]
+            return rows if job_id is not None else [{name: row.pop(name) for name in OF_JOB} | row for row in rows]
 
     def _decoded(self, content: str | None, column: str) -> Any:
-        """Raises LedgerError: what was imported may hold anything."""
+        """Decode a JSON column. Raises LedgerError: imported rows may hold anything."""
         try:
             return None if content is None else msgspec.json.decode(content)
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
@@ -362,32 +368,32 @@ class Reader:
             ) from error
 
     def count(self, table: str, job_id: int, *, since: datetime | None = None, until: datetime | None = None) -> int:
-        """How many rows of a table there are of a job."""
-        asked = TABLES[table]
-        columns = asked.source.c
-        query = select(func.count().label("rows")).select_from(asked.source).where(columns.job_id == job_id)
+        """Return the number of a job's rows in a table."""
+        view = TABLES[table]
+        columns = view.source.c
+        query = select(func.count().label("rows")).select_from(view.source).where(columns.job_id == job_id)
         if since is not None:
-            query = query.where(columns[asked.time] >= since)
+            query = query.where(columns[view.time] >= since)
         if until is not None:
-            query = query.where(columns[asked.time] < until)
+            query = query.where(columns[view.time] < until)
         return int(self.fetch(query)[0]["rows"])
 
     def nodes(self, job_id: int | None) -> list[str]:
-        """Names of the nodes of a job, or of all jobs, as `node_name` has them."""
+        """Return the names of the nodes of a job, or of all jobs, as in `node_name`."""
         columns = models.NodeRow.__table__.c
         if job_id is not None:
             query = select(columns.node).distinct().where(columns.job_id == job_id)
         else:
             query = select(self.node_name(columns.node, columns.job_id).label("node")).distinct()
-        return [row["node"] for row in self.fetch(query.order_by("node").limit(naming.NAMES))]
+        return [row["node"] for row in self.fetch(query.order_by("node").limit(naming.MAX_NAMES_SEARCHED))]
 
     def events(self, job_id: int, kinds: Sequence[str], last: int) -> list[Row]:
-        """The `last` events of these kinds (names of journal entries), oldest first."""
+        """Return the `last` events of these kinds (names of journal entries), oldest first."""
         query = TABLES["events"].query.where(EventRow.job_id == job_id, EventRow.kind.in_(kinds))
         return self.fetch(query.order_by(EventRow.seq.desc()).limit(last))[::-1]
 
     def shown_plan(self, job_id: int) -> list[Row]:
-        """Return the plan that a job's status is about, if any: the one in effect.
+        """Return the plan that a job's status describes, if any: the one in effect.
 
         Before the first has taken effect, the newest that was neither refused nor withdrawn.
         """
@@ -396,63 +402,69 @@ class Reader:
             PlanRow.job_id == job_id, or_(PlanRow.in_effect_at.is_not(None), not_(given_up))
         )
         in_effect_first = PlanRow.in_effect_at.is_(None)
-        found = self.fetch(query.order_by(in_effect_first, PlanRow.epoch.desc()).limit(1))
+        rows = self.fetch(query.order_by(in_effect_first, PlanRow.epoch.desc()).limit(1))
         return [
-            {**row, **{name: self._decoded(row[name], name) for name in TABLES["plans"].json_columns}} for row in found
+            {**row, **{name: self._decoded(row[name], name) for name in TABLES["plans"].json_columns}} for row in rows
         ]
 
     def explanations(self, job_id: int, plans: Sequence[Row]) -> dict[int, Explanation]:
-        """Why these plans of a job, rows of `rows`, take as long as they do, by epoch: worked out now."""
+        """Explain the times of these plans of a job (rows of `rows`), by epoch; computed on each call."""
         if not plans:
             return {}
         columns = JobRow.__table__.columns
-        asked = select(columns["model"], columns["configuration"], columns["tp"], columns["pp"])
-        [job] = self.fetch(asked.where(columns["id"] == job_id))
+        job_query = select(columns["model"], columns["configuration"], columns["tp"], columns["pp"])
+        [job] = self.fetch(job_query.where(columns["id"] == job_id))
         workers = WorkerRow.__table__.columns
         places = self.fetch(select(workers["rank"], workers["node"]).where(workers["job_id"] == job_id))
         return explanations(job, plans, {row["rank"]: row["node"] for row in places})
 
     def narrow(self, table: str, job_id: int, names: Sequence[str] = ()) -> list[Row]:
-        """All rows of a job in order, of the columns that accounts are reckoned from, or those of these `names`."""
-        asked = TABLES[table]
-        columns = asked.source.c
+        """Return all rows of a job in order, with the columns from which accounts are computed, or with the columns
+        `names`."""
+        view = TABLES[table]
+        columns = view.source.c
         query = select(*(columns[name] for name in names or ACCOUNT_COLUMNS[table])).where(columns.job_id == job_id)
-        return self.fetch(query.order_by(columns[asked.order]))
+        return self.fetch(query.order_by(columns[view.order]))
 
     def attempts(self, run: str | None = None, others: Sequence[Row] = ()) -> list[Row]:
-        """Jobs of a run, or of all runs that have several, here or with `others`: `uuid`, `run`, `started_at`,
-        `written_by`, and the `first` and `last` iterations that they committed, null where there are none. With
+        """Return the jobs of a run, or of all runs with several jobs, counting `others`: `uuid`, `run`, `started_at`,
+        `written_by`, and the `first` and `last` iterations that they committed, null if there are none. Includes
         `others`."""
         return accounts.attempts(self, run, others)
 
     def account(self, job: Row, now: datetime | None = None, again: Again | None = None) -> cost_accounts.Account:
-        """Where the time of a job went; `job` is its row. Of one that is over it was kept. `again`: what was committed
-        again, by attempts of other ledgers, too; None for those of this one."""
+        """Return where the time of a job went; `job` is its row. For a job that is over, the stored account is used.
+        `again`: iterations committed again by later attempts, including those of other ledgers; None to look them up in
+        this one."""
         return accounts.account(self, job, now, again)
 
     def committed_again(self, job: Row, others: Sequence[Row] = ()) -> Again:
-        """What later attempts of the job's run committed again: those of this ledger, and `others`."""
+        """Return the iterations that later attempts of the job's run committed again: attempts in this ledger, and
+        `others`."""
         attempts = self.attempts(job["run"], others) if job["run"] else []
         return committed_again(attempts).get(job["uuid"], ())
 
     def timeline(self, job: Row, now: datetime | None = None, again: Again = ()) -> HeldTime:
-        """Where the time of a job went, moment by moment; `job` is its row, `again` as `committed_again` tells it."""
-        [found] = self.timelines([job], now)
-        return found(again)
+        """Return where the time of a job went, moment by moment; `job` is its row, `again` as from
+        `committed_again`."""
+        [build] = self.timelines([job], now)
+        return build(again)
 
     def timelines(self, jobs: Sequence[Row], now: datetime | None = None) -> Iterator[Callable[[Again], HeldTime]]:
-        """The same of many jobs, in their order: rows are read once, those that a job has few of for `JOBS_AT_ONCE`."""
+        """Yield the timelines of many jobs, in their order: rows are read once, and small tables for `JOBS_AT_ONCE`
+        jobs at a time."""
         return accounts.timelines(self, jobs, now)
 
     def settled(self, job_id: int) -> str:
-        """The account of a job that is over, to be kept in its row, with what later attempts made of it."""
+        """Return the account of a job that is over, to be stored in its row, with the work that later attempts made
+        useless."""
         return accounts.settled(self, job_id)
 
     def unsettled(self, run: str | None = None) -> list[Row]:
-        """Jobs that are over, of a run or all, whose row lacks their account, or what later attempts committed again of
-        it: `id`, `uuid`, `run`, `written_by`."""
+        """Return the jobs that are over, of a run or all, whose row lacks their account, or the iterations that later
+        attempts committed again: `id`, `uuid`, `run`, `written_by`."""
         return accounts.unsettled(self, run)
 
     def summary(self, job_id: int, now: datetime | None = None) -> Row:
-        """The job in figures, as `db.reading.costs.cost_accounts.summarise` tells them."""
+        """Return a job's figures, as defined in `db.reading.costs.cost_accounts.summarise`."""
         return accounts.summary(self, job_id, now)

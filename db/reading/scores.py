@@ -1,7 +1,7 @@
-"""How ranks of a job stood with the detector over time: what a picture of it needs, however many ranks. Reads only.
+"""Detector scores of a job's ranks over time, reduced to the size of a picture for any number of ranks. Reads only.
 
-Scores are thinned when they are written (`resihp.controller.fail_slow.standings`): of all ranks now and then, of the
-most suspicious ones more often. Between which levels the others are is told of the iterations that have all of them.
+Scores are thinned when written (`resihp.controller.fail_slow.standings`): of all ranks now and then, of the most
+suspicious ones more often. The range of the other ranks comes from the iterations that have scores of all of them.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ Line = list[tuple[int, float]]
 
 
 class Scores(msgspec.Struct, frozen=True, kw_only=True):
-    """Levels of the ranks that are told one by one, by rank; `spread`: (iteration, least, most) of all others."""
+    """Levels of the ranks with a line of their own; `spread`: (iteration, minimum, maximum) over all others."""
 
     lines: dict[int, Line]
     spread: list[tuple[int, float, float]]
     ranks: int
-    """Of how many there are scores."""
+    """Number of ranks that have scores."""
 
 
 def scores(reader: Reader, job_id: int, named: Collection[int], most: int) -> Scores:
-    """Of `most` ranks one by one: of those `named` the slowest, then those with the most evidence against them.
+    """Return lines for `most` ranks: of those `named` the slowest, then those with the most evidence against them.
 
-    Raises LedgerError when the ledger cannot be read.
+    Raises LedgerError if the ledger cannot be read.
     """
     columns = RankScoreRow.__table__.c
     own = columns.job_id == job_id
@@ -41,13 +41,13 @@ def scores(reader: Reader, job_id: int, named: Collection[int], most: int) -> Sc
     )
     peaks.sort(key=lambda row: (row["rank"] not in named, row["rank"] in named and -row["level"], -row["evidence"]))
     chosen = sorted(row["rank"] for row in peaks[:most])
-    each = reader.fetch(
+    levels = reader.fetch(
         select(columns.iteration, columns.rank, columns.level)
         .where(own, columns.rank.in_(chosen), columns.level.is_not(None))
         .order_by(columns.iteration)
     )
     lines: dict[int, Line] = {rank: [] for rank in chosen}
-    for row in each:
+    for row in levels:
         lines[row["rank"]].append((row["iteration"], row["level"]))
     spread = reader.fetch(
         select(

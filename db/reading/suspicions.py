@@ -1,10 +1,9 @@
-"""Which devices were suspected of being slow in former jobs, over all jobs of a ledger. Reads only.
+"""Devices that were suspected of being slow in former jobs, over all jobs of a ledger. Reads only.
 
-A suspicion that no probe confirmed is no failure: it says nothing about a node by itself, and does not make it a lemon
-(`db.reading.health`). That the same device is suspected in one job after the other does say something to whoever looks.
-What stands there must be the same (`resihp.detector.probes.Place`): node, host, and hardware where it was measured.
-Of suspicions that others explain ("dropped") none counts, nor of those that were raised after something was broken or
-slowed on purpose in the job.
+A suspicion that no probe confirmed is not a failure: alone it says nothing about a node, and does not make it a lemon
+(`db.reading.health`). But a device that is suspected in one job after another deserves attention. The hardware must be
+the same (`resihp.detector.probes.Place`): node, host, and model where it was measured. Suspicions that others explain
+("dropped") do not count, nor do those raised in a job after something was broken or slowed on purpose.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ import msgspec
 from sqlalchemy import func, select
 
 from db.models import FailureRow, NodeRow, ProbeRow, SuspicionRow, WorkerRow
-from db.reading.health import MEMORY, unprovoked
+from db.reading.health import MEMORY_PERIOD, unprovoked
 from db.reading.reader import Reader
 from db.reading.tables import Row
 from resihp.detector.probes import Place
 
 JobDevice = tuple[int, str, int]
-"""The number of a job, a node, a device of it."""
+"""A job's number, a node, and the number of a device on it."""
 
 
 class FormerSuspicions(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one node: in how many jobs it served, and in how many of them a device of it was suspected and not convicted;
-    by device, in how many it was suspected, convicted or not."""
+    """Record of one node: the number of jobs in which it served, and of those in which one of its devices was suspected
+    and not declared slow; by device, the number in which it was suspected, declared slow or not."""
 
     place: Place
     jobs: int
@@ -39,23 +38,24 @@ class FormerSuspicions(msgspec.Struct, frozen=True, kw_only=True):
 def former_suspicions(
     reader: Reader, nodes: Collection[str] | None = None, now: datetime | None = None, before: Row | None = None
 ) -> list[FormerSuspicions]:
-    """Of these nodes, or of all, by place; of jobs that we believe (`Reader.believed`), in the last `MEMORY`.
+    """Return the records of these nodes, or of all, by place; from trusted jobs (`Reader.believed`) of the last
+    `MEMORY_PERIOD`.
 
-    `before`: only of jobs that began before this one. Raises LedgerError when the ledger cannot be read.
+    `before`: only jobs that began before this one. Raises LedgerError if the ledger cannot be read.
     """
-    since = (now or datetime.now(UTC)) - MEMORY
+    since = (now or datetime.now(UTC)) - MEMORY_PERIOD
     places = _places(reader, nodes, since)
     if before is not None:
         earlier = {job["id"] for job in reader.jobs() if job["started_at"] < before["started_at"]}
         places = {key: place for key, place in places.items() if key[0] in earlier}
     served = Counter(places.values())
-    convicted = _convicted(reader, since)
+    declared_slow = _declared_slow(reader, since)
     suspected: dict[Place, set[int]] = defaultdict(set)
     by_device: dict[Place, Counter[int]] = defaultdict(Counter)
     for job_id, node, device in sorted(_suspects(reader, since)):
         if (place := places.get((job_id, node))) is not None:
             by_device[place][device] += 1
-            if (job_id, node, device) not in convicted:
+            if (job_id, node, device) not in declared_slow:
                 suspected[place].add(job_id)
     return [
         FormerSuspicions(place=place, jobs=jobs, suspected=len(suspected[place]), by_device=dict(by_device[place]))
@@ -64,36 +64,37 @@ def former_suspicions(
 
 
 def by_node(reader: Reader, now: datetime | None = None) -> dict[str, dict[str, int]]:
-    """`jobs` in which each node served, and `suspected_jobs`, where a device of it was suspected and not convicted."""
-    found: dict[str, dict[str, int]] = {}
-    for one in former_suspicions(reader, now=now):
-        node = found.setdefault(one.place[0], {"jobs": 0, "suspected_jobs": 0})
-        node["jobs"] += one.jobs
-        node["suspected_jobs"] += one.suspected
-    return found
+    """Return, by node, the number of `jobs` in which it served, and of `suspected_jobs`, in which one of its devices
+    was suspected and not declared slow."""
+    by_name: dict[str, dict[str, int]] = {}
+    for record in former_suspicions(reader, now=now):
+        node = by_name.setdefault(record.place[0], {"jobs": 0, "suspected_jobs": 0})
+        node["jobs"] += record.jobs
+        node["suspected_jobs"] += record.suspected
+    return by_name
 
 
-def of_device(found: Iterable[FormerSuspicions], place: Place, device: int) -> tuple[int, int]:
-    """In how many former jobs a device was suspected, and in how many its node served.
+def of_device(records: Iterable[FormerSuspicions], place: Place, device: int) -> tuple[int, int]:
+    """Return the number of former jobs in which a device was suspected, and in which its node served.
 
-    Where hardware was not measured (an empty name), node and host alone tell.
+    If the hardware was not measured (an empty name), only node and host are compared.
     """
     same = [
-        one
-        for one in found
-        if one.place[:2] == place[:2] and (one.place[2] == place[2] or "" in (one.place[2], place[2]))
+        record
+        for record in records
+        if record.place[:2] == place[:2] and (record.place[2] == place[2] or "" in (record.place[2], place[2]))
     ]
-    return sum(one.by_device.get(device, 0) for one in same), sum(one.jobs for one in same)
+    return sum(record.by_device.get(device, 0) for record in same), sum(record.jobs for record in same)
 
 
 def place_of(reader: Reader, job_id: int, node: str) -> Place:
-    """What a node of a job is; without a host where it never came."""
+    """Return the place of a job's node; without a host if it never came."""
     since = datetime.fromtimestamp(0.0, UTC)
     return _places(reader, (node,), since).get((job_id, node), (node, "", ""))
 
 
 def _places(reader: Reader, nodes: Collection[str] | None, since: datetime) -> dict[tuple[int, str], Place]:
-    """By job and node."""
+    """Return places by job and node."""
     columns, probes = NodeRow.__table__.c, ProbeRow.__table__.c
     hardware = (
         select(func.max(probes.hardware))
@@ -110,7 +111,7 @@ def _places(reader: Reader, nodes: Collection[str] | None, since: datetime) -> d
 
 
 def _suspects(reader: Reader, since: datetime) -> set[JobDevice]:
-    """Devices that were suspected, by the ranks that they had."""
+    """Return the devices that were suspected, from the suspected ranks."""
     columns = SuspicionRow.__table__.c
     query = select(columns.job_id, columns.ranks, columns.outcome, columns.raised_at).where(
         columns.component == "device", columns.raised_at >= since
@@ -129,14 +130,14 @@ def _suspects(reader: Reader, since: datetime) -> set[JobDevice]:
 
 
 def _ranks(content: str) -> list[int]:
-    """What was imported may hold anything."""
+    """Return the ranks; imported rows may hold anything, so malformed ones count as empty."""
     try:
         return msgspec.json.decode(content, type=list[int])
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return []
 
 
-def _convicted(reader: Reader, since: datetime) -> set[JobDevice]:
+def _declared_slow(reader: Reader, since: datetime) -> set[JobDevice]:
     columns = FailureRow.__table__.c
     query = select(columns.job_id, columns.node, columns.device).where(
         columns.kind == "fail-slow", columns.component == "device", columns.noticed_at >= since

@@ -1,4 +1,4 @@
-"""The tables of `resihp history`: columns of each, and by which of them it is ordered and filtered. Reads nothing."""
+"""The tables of `resihp history`: the columns of each, its order, and the columns for filters. Reads nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ JOB_COLUMNS = (
 )
 
 OF_JOB = ("job", "job_uuid")
-"""What rows of all jobs have besides: names repeat, between folders and hosts."""
+"""Additional columns of rows from all jobs, since names repeat between folders and hosts."""
 
 ACCOUNT_COLUMNS: Mapping[str, tuple[str, ...]] = {
     "iterations": ("iteration", "epoch", "seconds", "predicted_seconds", "tokens", "loss", "finished_at"),
@@ -41,13 +41,13 @@ ACCOUNT_COLUMNS: Mapping[str, tuple[str, ...]] = {
         *("predicted", "present", "unit", "unaffected_by"),
     ),
 }
-"""What is reckoned with of each table: no layouts, which take longer than all else."""
+"""Columns of each table from which accounts are computed: no layouts, which would take longer than all else."""
 
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """While many rows are made: Python's collector of cycles would look through all of them again and again, and find
-    none, which takes as long as everything else."""
+    """Suspend Python's garbage collection while many rows are created: it would scan them all again and again and find
+    no cycles, which takes as long as everything else."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -63,7 +63,7 @@ def _columns(model: type[models.LedgerTable], *left_out: str) -> tuple[ColumnEle
 
 @dataclass(frozen=True)
 class Table:
-    """One table of `resihp history`: its columns, and by which of them it is ordered and filtered."""
+    """One table of `resihp history`: its columns, its order, and its time column."""
 
     query: Select[Any]
     source: FromClause
@@ -96,7 +96,7 @@ _failure_columns = (
     FailureRow.recovered_epoch,
     FailureRow.evidence,
 )
-"""The three times are reckoned from `BACK_AT` (`with_times`)."""
+"""The three times are computed from `BACK_AT` (`with_times`)."""
 BACK_AT = ReconfigurationRow.finished_at.label("back_at")
 
 _node_columns_told = (
@@ -113,7 +113,7 @@ _node_columns_told = (
     .scalar_subquery()
     .label("replaced_by"),
 )
-"""`joined_at`: null of one that never came; `replaced_by`: the node that joined in its place."""
+"""`joined_at`: null for a node that never came; `replaced_by`: the node that joined in its place."""
 
 _later = aliased(PlanRow)
 _plan_columns = (
@@ -126,8 +126,8 @@ _plan_columns = (
         else_="pending",
     ).label("outcome"),
 )
-"""`outcome`: it took effect, at `in_effect_at`; it was refused; it was withdrawn, as the job was to stop; the next one
-was decided before it took effect; or it is on its way."""
+"""`outcome`: in effect, since `in_effect_at`; refused; withdrawn, because the job was to stop; superseded, if the next
+plan was decided before it took effect; or pending."""
 
 _suspicion_kind = func.coalesce(
     models.SuspicionRow.kind,
@@ -140,7 +140,7 @@ _suspicion_columns = (
     .scalar_subquery()
     .label("meaning"),
 )
-"""Older clients knew of slowness alone, and of no kinds."""
+"""Older clients wrote only suspicions of slowness, and no kinds."""
 
 TABLES: Mapping[str, Table] = {
     "failures": Table(
@@ -173,16 +173,16 @@ TABLES: Mapping[str, Table] = {
 
 
 def node_columns(table: str) -> list[str]:
-    """Columns that name nodes. Raises UsageError for a table that has none."""
-    found = [name for name in ("node", "instead") if name in TABLES[table].source.c]
-    if not found:
-        raise UsageError(f"history {table}: has no nodes; leave --node out")
-    return found
+    """Return the columns that name nodes. Raises UsageError for a table that has none."""
+    columns = [name for name in ("node", "instead") if name in TABLES[table].source.c]
+    if not columns:
+        raise UsageError(f"history {table}: has no nodes; omit --node")
+    return columns
 
 
 def with_times(failure: Row) -> Row:
-    """From the failure to the first commit after it, and from there to its being noticed, and from there on: by the
-    clocks of those who wrote it, which may have been several hosts'."""
+    """Add the seconds from the failure to the first commit after it, and those before and after it was noticed, by the
+    clocks of its writers, which may have been on several hosts."""
     back_at, moments = failure.pop("back_at"), Moments.of_times(failure["failed_at"], failure["noticed_at"])
     failure["noticed_after_seconds"] = noticed_after(moments)
     if back_at is not None:

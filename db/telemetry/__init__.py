@@ -1,1 +1,1 @@
-"""What ranks report of every iteration, on its way into the ledger: thinned, condensed, never waited for."""
+"""Per-rank reports of every iteration on their way into the ledger: thinned, condensed, and never waited for."""

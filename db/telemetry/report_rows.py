@@ -1,9 +1,9 @@
-"""Rank reports into their table, many at once: COPY or arrays on PostgreSQL, statements of many rows on SQLite. Ranks'
-scores, and an iteration's quantiles, of which there are few, as well.
+"""Bulk writing of rank reports: COPY or arrays on PostgreSQL, multi-row statements on SQLite. Also writes ranks' scores
+and iterations' quantiles, of which there are few.
 
-Called by `db.writer` within its transaction, and by `db.exchange`. A report is known by job, iteration, rank and epoch,
-a score by job, iteration and rank, quantiles by job, iteration and epoch: one that is in already changes nothing.
-Decides only which fit the table; telemetry may be lost.
+Called by `db.writer` within its transaction, and by `db.exchange`. A report is identified by job, iteration, rank and
+epoch, a score by job, iteration and rank, quantiles by job, iteration and epoch: writing one twice changes nothing.
+Decides only which rows fit the table; telemetry may be lost.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Score = tuple[int, int, float | None, float]
 """iteration, rank, level, evidence."""
 SCORE_COLUMNS = ("iteration", "rank", "level", "evidence")
 Quantiles = tuple[Any, ...]
-"""In the order of `QUANTILE_COLUMNS`."""
+"""Values in the order of `QUANTILE_COLUMNS`."""
 QUANTILE_COLUMNS = tuple(column.name for column in RankQuantilesRow.__table__.columns if column.name != "job_id")
 ROWS_IN_STATEMENT = 64
-"""On SQLite, where each statement costs a switch between Python and the database."""
+"""For SQLite, where each statement costs a switch between Python and the database."""
 ROWS_IN_MESSAGE = 512
 ROWS_IN_BATCH = 20_000
 MOST_INTEGER, MOST_BIG_INTEGER = (1 << 31) - 1, (1 << 63) - 1
@@ -44,7 +44,7 @@ _ARRAYS = (
     f"INSERT INTO {_TARGET} SELECT {{job}}, * FROM unnest("
     "%s::bigint[], %s::integer[], %s::integer[], %s::float8[], %s::float8[]) ON CONFLICT DO NOTHING"
 )
-# PostgreSQL's "COPY", "Binary Format": a row is its number of fields, then each one's bytes behind their number.
+# PostgreSQL's "COPY", "Binary Format": a row is its number of fields, then the length and the bytes of each field.
 _HEADER = b"PGCOPY\n\xff\r\n\0" + struct.pack("!ii", 0, 0)
 _TRAILER = struct.pack("!h", -1)
 _ROW = struct.Struct("!hiiiqiiiiidid")
@@ -53,7 +53,8 @@ _NUMBER, _NULL = struct.Struct("!id"), struct.pack("!i", -1)
 
 
 def as_reports(rows: Iterable[Mapping[str, Any]] | Iterable[Report]) -> list[Report]:
-    """Mappings with the names of `COLUMNS` (a missing one is null), or tuples in their order."""
+    """Convert mappings with the names of `COLUMNS` (a missing one is null) to tuples in their order; tuples stay as
+    they are."""
     given = list(rows)
     if given and isinstance(given[0], tuple):
         return cast(list[Report], given)
@@ -65,7 +66,7 @@ def as_reports(rows: Iterable[Mapping[str, Any]] | Iterable[Report]) -> list[Rep
 
 
 def sound(reports: Sequence[Report]) -> list[Report]:
-    """Those that fit the table; seconds that are no number become null."""
+    """Return the reports that fit the table; seconds that are not finite become null."""
     kept: list[Report] = []
     for report in reports:
         iteration, epoch, rank, seconds, compute = report
@@ -85,7 +86,7 @@ def _finite(seconds: float | None) -> float | None:
 
 
 def sound_scores(scores: Iterable[Score]) -> list[Score]:
-    """Those that fit the table; a level that is no number becomes null."""
+    """Return the scores that fit the table; a level that is not finite becomes null."""
     return [
         (iteration, rank, _finite(level), evidence)
         for iteration, rank, level, evidence in scores
@@ -97,7 +98,7 @@ def sound_scores(scores: Iterable[Score]) -> list[Score]:
 
 
 class Telemetry(NamedTuple):
-    """What is written together; all of it sound."""
+    """Rows that are written together; all of them sound."""
 
     reports: Sequence[Report] = ()
     scores: Sequence[Score] = ()
@@ -105,19 +106,19 @@ class Telemetry(NamedTuple):
 
 
 def insert_all(connection: Connection, job_id: int, telemetry: Telemetry) -> None:
-    """Raises what SQLAlchemy raises."""
+    """Write all of it. Raises SQLAlchemy's errors."""
     insert_reports(connection, job_id, telemetry.reports)
     insert_scores(connection, job_id, telemetry.scores)
     insert_quantiles(connection, job_id, telemetry.quantiles)
 
 
 def insert_scores(connection: Connection, job_id: int, scores: Sequence[Score]) -> None:
-    """Write scores that are sound. Raises what SQLAlchemy raises."""
+    """Write sound scores. Raises SQLAlchemy's errors."""
     _insert(connection, job_id, cast(Table, RankScoreRow.__table__), SCORE_COLUMNS, scores)
 
 
 def insert_quantiles(connection: Connection, job_id: int, quantiles: Sequence[Quantiles]) -> None:
-    """Write quantiles of iterations. Raises what SQLAlchemy raises."""
+    """Write quantiles of iterations. Raises SQLAlchemy's errors."""
     _insert(connection, job_id, cast(Table, RankQuantilesRow.__table__), QUANTILE_COLUMNS, quantiles)
 
 
@@ -131,7 +132,7 @@ def _insert(
 
 
 class Waiting:
-    """Reports that wait to be written, `most` of them. Knows no lock: its owner has one."""
+    """Queue of reports to be written, at most `most` of them. Has no lock of its own: the owner locks."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -145,7 +146,7 @@ class Waiting:
         return self._count
 
     def put(self, reports: list[Report]) -> int:
-        """Take in as many as there is room for; returns how many there was none for."""
+        """Take in as many reports as fit; return the number of those that did not."""
         kept = reports[: max(self._most - self._count, 0)]
         for at in range(0, len(kept), ROWS_IN_BATCH):
             self._parts.append(kept[at : at + ROWS_IN_BATCH])
@@ -153,7 +154,7 @@ class Waiting:
         return len(reports) - len(kept)
 
     def batch(self) -> list[list[Report]]:
-        """What was handed over first, `ROWS_IN_BATCH` in all, as it was handed over; it stays until `remove`."""
+        """Return the oldest parts, `ROWS_IN_BATCH` rows in all; they stay until `remove`."""
         parts: list[list[Report]] = []
         count = 0
         for part in self._parts:
@@ -164,7 +165,7 @@ class Waiting:
         return parts
 
     def take(self) -> list[list[Report]]:
-        """All of it, which waits here no longer."""
+        """Remove and return all parts."""
         parts = list(self._parts)
         self._parts.clear()
         self._count = 0
@@ -176,20 +177,20 @@ class Waiting:
 
 
 def insert_reports(connection: Connection, job_id: int, reports: Sequence[Report]) -> None:
-    """Write reports that are `sound`. Raises what SQLAlchemy raises."""
+    """Write `sound` reports. Raises SQLAlchemy's errors."""
     if not reports:
         return
     if connection.dialect.name != "postgresql":
         _by_statement(connection, job_id, reports)
         return
-    # PostgreSQL refuses COPY to whom row-level security binds: all but the owner of a shared ledger.
+    # PostgreSQL refuses COPY to users bound by row-level security: all but the owner of a shared ledger.
     if connection.exec_driver_sql("SELECT row_security_active('rank_reports')").scalar_one():
         _by_arrays(connection, job_id, reports)
         return
     try:
         with connection.begin_nested():
             _by_copy(connection, job_id, reports)
-    except IntegrityError:  # some are in already, which COPY cannot pass over
+    except IntegrityError:  # some rows exist already, and COPY cannot skip them
         _by_arrays(connection, job_id, reports)
 
 
@@ -200,7 +201,7 @@ def _by_arrays(connection: Connection, job_id: int, reports: Sequence[Report]) -
 
 def _by_statement(connection: Connection, job_id: int, reports: Sequence[Report]) -> None:
     row = f"({int(job_id)}, {', '.join(['?'] * len(COLUMNS))})"
-    # OR IGNORE passes over a NULL in the key as well, which sound reports have none of.
+    # OR IGNORE also skips rows with a NULL in the key, but sound reports have none.
     verb = "INSERT OR IGNORE"
     values = list(chain.from_iterable(reports))
     width = len(COLUMNS) * ROWS_IN_STATEMENT
@@ -228,7 +229,7 @@ def _by_copy(connection: Connection, job_id: int, reports: Sequence[Report]) -> 
     try:
         with session.cursor() as cursor, cursor.copy(_COPY) as copy:
             copy.write(_HEADER)
-            for at in range(0, len(reports), ROWS_IN_MESSAGE):  # the server works on one while we pack the next
+            for at in range(0, len(reports), ROWS_IN_MESSAGE):  # the server works on one message while we pack the next
                 copy.write(b"".join(map(packed, reports[at : at + ROWS_IN_MESSAGE])))
             copy.write(_TRAILER)
     except driver.Error as error:

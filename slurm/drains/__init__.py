@@ -1,5 +1,5 @@
-"""What is done about a node with a verdict, rung by rung: drained by us (`drain`), by the site's hook, or avoided.
+"""Steps taken for a node with a verdict: a drain by us (`drain`), a request to the site's hook, or avoidance.
 
-`spool` are requests to the hook, `exclusions` nodes that a user's own jobs avoid. Which node deserves it is decided by
-others.
+`spool` holds requests to the hook, `exclusions` the nodes that a user's own jobs avoid. Other packages decide which
+nodes deserve it.
 """

@@ -1,10 +1,10 @@
-"""Nodes that we keep out of our own allocations: the rung of the drain ladder that needs nobody's permission.
+"""Nodes that we keep out of our own allocations: the step of the drain ladder that needs nobody's permission.
 
-One file for each cluster, `<home>/exclusions/<cluster>.json`, since node names repeat between clusters. Each node has a
-time after which it is used again (`FOR_S`): a broken node is mended some day, and nobody tells us. Many jobs of a user
-share the file: it is changed under a lock, and replaced whole. One that cannot be read excludes nothing, with a
-warning, and is kept beside the new one when that is written. Used by `slurm.drains.drain`, whoever submits, and `resihp
-node`.
+There is one file per cluster, `<home>/exclusions/<cluster>.json`, since node names repeat between clusters. Each node
+has an expiry time (`EXCLUSION_S`): a broken node is repaired some day, and nobody notifies us. Many jobs of a user
+share the file: it is changed under a lock and replaced as a whole. A file that cannot be read excludes nothing and logs
+a warning; it is kept beside its replacement. Used by `slurm.drains.drain`, by all code that submits jobs, and by
+`resihp node`.
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ from slurm.errors import SlurmError
 
 VERSION = 1
 Measure = Literal["drain", "exclude"]
-FOR_S = {"hardware": 7 * 86400.0, "died again": 7 * 86400.0, "died": 86400.0, "agent": 3600.0}
-"""How long a job's own user does without a node, by grounds (`journal.DrainDecided`). What is broken takes people to
-mend. A node that died may do so again, soonest in its first day. One that answers was short of memory, or somebody
-killed our agent there: an hour lets another job leave."""
+EXCLUSION_S = {"hardware": 7 * 86400.0, "died again": 7 * 86400.0, "died": 86400.0, "agent": 3600.0}
+"""Seconds for which a user's own jobs avoid a node, by grounds (`journal.DrainDecided`). Broken hardware needs people
+to repair it. A node that died may die again, most likely on its first day. A node that still answers was short of
+memory, or somebody killed our agent there: an hour gives the other job time to leave."""
 LOCK_S = 5.0
-"""How long another process may keep us from changing the file: it holds the lock for milliseconds."""
+"""Seconds to wait for another process that holds the file's lock; normally it holds it for milliseconds."""
 
 _log = logging.getLogger(__name__)
 
 
 class ExclusionError(SlurmError):
-    """The list could not be changed; what it held stands."""
+    """The list could not be changed; its previous content stands."""
 
 
 class Exclusion(msgspec.Struct, frozen=True, kw_only=True):
-    """Times are UTC, seconds since 1970. `job_id` is the job that found it bad, empty when a user excluded it.
+    """One excluded node. Times are UTC, seconds since 1970. `job_id` is the job that found it bad; empty if a user
+    excluded it.
 
-    `measure`: whether it was to be drained as well. `since`: when it was excluded, 0 where that is not known.
+    `measure` says whether it was to be drained as well. `since` is when it was excluded; 0 if unknown.
     """
 
     node: str
@@ -61,39 +62,40 @@ class _File(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def clusters(home: Path) -> tuple[str, ...]:
-    """Clusters that have a list here: for when Slurm does not tell which one this is."""
+    """Return the clusters that have a list here, for when Slurm does not report its cluster's name."""
     return tuple(sorted(path.stem for path in (home / "exclusions").glob("[!.]*.json")))
 
 
 def avoided(items: Collection[Exclusion], slurm: Slurm) -> tuple[str, ...]:
-    """Their names, as far as a submission may leave them out: it refuses those that Slurm does not know. Raises
-    SlurmError.
+    """Return the names that a submission should exclude. Nodes that Slurm does not know are left out: sbatch refuses
+    them. Raises SlurmError.
 
-    Of a cloud's nodes the names are used again: what a job found ends with the instance. One that is powered down has
-    its flag, or is not listed at all (22.05). One that was up again before anybody looked is left out still.
+    A cloud reuses node names, so a job's finding ends with the instance. An instance that is powered down has a flag,
+    or is not listed at all (22.05). A name whose new instance came up before we looked is still excluded.
     """
     views = slurm.nodes(sorted({item.node for item in items})) if items else {}
-    found = (item.node for item in items if item.node in views and not (item.job_id and views[item.node].instance_gone))
-    return tuple(sorted(set(found)))
+    names = (item.node for item in items if item.node in views and not (item.job_id and views[item.node].instance_gone))
+    return tuple(sorted(set(names)))
 
 
 class Exclusions:
-    """The list of one cluster, under `home` (RESIHP_HOME). Read anew each time: other jobs change it, too."""
+    """The exclusion list of one cluster, under `home` (RESIHP_HOME). Read anew on each use, since other jobs change it
+    too."""
 
     def __init__(self, home: Path, cluster: str) -> None:
         self.cluster = cluster
         self.path = home / "exclusions" / f"{re.sub(r'[^A-Za-z0-9._-]|^[.]', '_', cluster) or '_'}.json"
 
     def current(self, now: float) -> tuple[Exclusion, ...]:
-        """What is excluded at `now`, by name."""
+        """Return the exclusions in force at `now`, by node name."""
         return tuple(item for item in self.known() if item.expires_at > now)
 
     def to_avoid(self, slurm: Slurm, now: float) -> tuple[str, ...]:
-        """Names to leave out of a submission: see `avoided`. Raises SlurmError."""
+        """Return the names to exclude from a submission: see `avoided`. Raises SlurmError."""
         return avoided(self.current(now), slurm)
 
     def known(self) -> tuple[Exclusion, ...]:
-        """All that was ever excluded, by name, also what has expired or was taken back (at 0)."""
+        """Return every exclusion ever made, by node name, including expired ones and revoked ones (expiry 0)."""
         return tuple(sorted(self._read(), key=lambda item: item.node))
 
     def add(
@@ -106,7 +108,7 @@ class Exclusions:
         measure: Measure = "exclude",
         now: float = 0.0,
     ) -> Exclusion:
-        """Exclude a node; one that is excluded for longer stays so. Raises ExclusionError."""
+        """Exclude a node; an exclusion that lasts longer keeps its end. Raises ExclusionError."""
         added = Exclusion(node=node, reason=reason, expires_at=expires_at, job_id=job_id, measure=measure, since=now)
         with self._changing() as items:
             before = items.get(node)
@@ -116,7 +118,7 @@ class Exclusions:
         return added
 
     def remove(self, node: str) -> bool:
-        """Use the node again; False if it was not excluded. It stays known. Raises ExclusionError."""
+        """Use the node again; return False if it was not excluded. Its entry stays on file. Raises ExclusionError."""
         with self._changing() as items:
             before = items.get(node)
             if before is None or before.expires_at == 0:
@@ -130,7 +132,7 @@ class Exclusions:
         except FileNotFoundError:
             return ()
         except (OSError, msgspec.MsgspecError) as error:
-            _log.warning("exclusions of cluster %s: %s cannot be read, nothing is excluded: %s", *self._named(error))
+            _log.warning("exclusions of cluster %s: %s cannot be read, so nothing is excluded: %s", *self._named(error))
             return ()
 
     def _decoded(self) -> tuple[Exclusion, ...]:
@@ -144,7 +146,7 @@ class Exclusions:
 
     @contextmanager
     def _changing(self) -> Iterator[dict[str, Exclusion]]:
-        """The list by node, to be changed; it is written back at the end if it was."""
+        """Yield the list by node, to be modified; write it back at the end if it changed."""
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self._locked():
@@ -155,7 +157,9 @@ class Exclusions:
                 except msgspec.MsgspecError as error:
                     kept = self.path.with_name(f"{self.path.name}.broken-{time.time_ns()}")
                     self.path.rename(kept)
-                    _log.warning("exclusions of cluster %s: %s was broken: %s; kept as %s", *self._named(error), kept)
+                    _log.warning(
+                        "exclusions of cluster %s: %s was broken: %s; renamed to %s", *self._named(error), kept
+                    )
                     read = ()
                 items = {item.node: item for item in read}
                 before = dict(items)
@@ -169,7 +173,7 @@ class Exclusions:
         content = msgspec.json.encode(_File(version=VERSION, cluster=self.cluster, nodes=items))
         temporary = self.path.with_name(f".{self.path.name}.new")  # one writer at a time has the lock
         with suppress(FileNotFoundError):
-            temporary.unlink()  # of one that was killed here, or put there to be written through
+            temporary.unlink()  # left by a process that was killed here, or planted to redirect our write
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
             file.write(msgspec.json.format(content, indent=2))
@@ -179,7 +183,7 @@ class Exclusions:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Raises OSError where the lock cannot be had in time."""
+        """Hold the file's lock. Raises OSError if it cannot be acquired in time."""
         lock = self.path.with_name(f".{self.path.name}.lock")
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:

@@ -1,7 +1,7 @@
-"""Drain requests for those who may not drain: one small file each, in a folder that the site's hook looks into.
+"""Drain requests of users who may not drain: one small file per request, in a folder that the site's hook reads.
 
-A request says what is wanted; who wants it is the file's owner, which is all that the hook (`slurm/site/hook.py`)
-believes. Whether it is granted is the hook's to decide, and seen in Slurm. Used by `slurm.drains.drain`.
+A request says what is wanted; the requester is the file's owner, and the hook (`slurm/site/hook.py`) believes nothing
+else. The hook decides whether to grant it; the result shows in Slurm. Used by `slurm.drains.drain`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _ASKED_BY = re.compile(r" \(asked by uid (\d+), job \d+\)\Z")
 
 
 class SpoolError(SlurmError):
-    """The request could not be written; nothing of it is left there."""
+    """The request could not be written; nothing of it remains in the spool."""
 
 
 class DrainRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One request, as the file has it. `time`: UTC, seconds since 1970. `id`: the file's name without `.json`."""
+    """One request, as stored in its file. `time`: UTC, seconds since 1970. `id`: the file's name without `.json`."""
 
     version: int = VERSION
     id: str
@@ -42,16 +42,16 @@ class DrainRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def folder_of(configured: str) -> Path | None:
-    """The site's spool: the configured folder, the usual one where it is there, or none."""
+    """Return the site's spool: the configured folder, else the default one if it exists, else None."""
     if configured:
         return Path(configured)
     return DEFAULT_FOLDER if DEFAULT_FOLDER.is_dir() else None
 
 
 def put(folder: Path, kind: Literal["drain", "undrain"], node: str, *, job_id: str, reason: str, now: float) -> Path:
-    """Write a request into the spool, whole or not at all, and return where it is. Raises SpoolError.
+    """Write a request into the spool, whole or not at all, and return its path. Raises SpoolError.
 
-    Needs only the right to write there, not to list what is there: sites may keep users from seeing each other's.
+    Needs only the right to write there, not to list the folder: sites may keep users from seeing each other's requests.
     """
     request = DrainRequest(
         id=secrets.token_hex(16),
@@ -73,7 +73,7 @@ def put(folder: Path, kind: Literal["drain", "undrain"], node: str, *, job_id: s
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             with os.fdopen(os.open(temporary, flags, 0o644, dir_fd=at), "wb") as file:
-                os.fchmod(file.fileno(), 0o644)  # whatever our umask is: the hook refuses what others may write
+                os.fchmod(file.fileno(), 0o644)  # regardless of our umask: the hook refuses files that others may write
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
@@ -88,6 +88,6 @@ def put(folder: Path, kind: Literal["drain", "undrain"], node: str, *, job_id: s
 
 
 def asked_by(reason: str) -> int | None:
-    """For which user the site's hook has drained a node that has this reason; None if it was not the hook."""
+    """Return the user for whom the site's hook drained a node with this reason; None if the hook did not."""
     match = _ASKED_BY.search(reason) if reason.startswith(PREFIX) else None
     return int(match[1]) if match else None

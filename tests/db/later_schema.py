@@ -33,9 +33,9 @@ def downgrade() -> None:
 
 def add_later_schema(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Have `db.migrate` know the schema LATER: ledgers made before are older than the newest from now on."""
-    shutil.copytree(migrate.MIGRATIONS, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(migrate.MIGRATIONS_FOLDER, folder, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "versions" / f"{LATER}_later.py").write_text(MIGRATION)
-    monkeypatch.setattr(migrate, "MIGRATIONS", folder)
+    monkeypatch.setattr(migrate, "MIGRATIONS_FOLDER", folder)
     migrate._revisions.cache_clear()
     monkeypatch.setattr(migrate, "_revisions", migrate._revisions.__wrapped__)
 

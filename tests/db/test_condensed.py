@@ -17,7 +17,15 @@ from db.exchange import export, import_from
 from db.reading.queries import Reader
 from db.retention import prune
 from db.telemetry import condensed
-from db.telemetry.condensed import AROUND, BEHIND, EVERY, FASTEST, MOST_OUTLYING, SLOWEST, Condensed
+from db.telemetry.condensed import (
+    FASTEST,
+    MAX_OPEN_ITERATIONS,
+    MOST_OUTLYING,
+    SLOWEST,
+    WHOLE_AROUND_FINDING,
+    WHOLE_EVERY,
+    Condensed,
+)
 from db.telemetry.report_rows import QUANTILE_COLUMNS, Quantiles, Report
 from db.writer import Ledger
 from resihp.record import journal
@@ -98,8 +106,8 @@ def test_many_that_stand_out_at_once_are_not_all_kept() -> None:
 
 
 def test_every_so_many_iterations_all_are_kept() -> None:
-    _, kept = ran(*(iteration(number) for number in (EVERY - 1, EVERY, EVERY + 1)))
-    assert [kept[number] == RANKS for number in (EVERY - 1, EVERY, EVERY + 1)] == [False, True, False]
+    _, kept = ran(*(iteration(number) for number in (WHOLE_EVERY - 1, WHOLE_EVERY, WHOLE_EVERY + 1)))
+    assert [kept[number] == RANKS for number in (WHOLE_EVERY - 1, WHOLE_EVERY, WHOLE_EVERY + 1)] == [False, True, False]
 
 
 def test_around_a_finding_everything_is_kept() -> None:
@@ -113,8 +121,8 @@ def test_around_a_finding_everything_is_kept() -> None:
     told.finish()
     kept.update(report[0] for report in taken(told)[0])
     whole = {number for number, rows in kept.items() if rows == RANKS}
-    assert {*range(found - AROUND, found + AROUND + 1)} <= whole
-    assert len(whole) <= 2 * AROUND + BEHIND + 3
+    assert {*range(found - WHOLE_AROUND_FINDING, found + WHOLE_AROUND_FINDING + 1)} <= whole
+    assert len(whole) <= 2 * WHOLE_AROUND_FINDING + MAX_OPEN_ITERATIONS + 3
     assert max(kept.values()) == RANKS, "none is written twice"
 
 
@@ -140,10 +148,10 @@ def test_findings_without_end_fill_no_disk(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_reports_come_in_any_order_and_late_ones_are_counted() -> None:
     told = Condensed()
-    rows = [row for number in range(1, BEHIND) for row in iteration(number)]
+    rows = [row for number in range(1, MAX_OPEN_ITERATIONS) for row in iteration(number)]
     np.random.default_rng(1).shuffle(rows)  # type: ignore[arg-type]
     told.put((int(i), int(e), int(r), s, c) for i, e, r, s, c in rows)
-    told.put(row for number in range(BEHIND, BEHIND + 2) for row in iteration(number))
+    told.put(row for number in range(MAX_OPEN_ITERATIONS, MAX_OPEN_ITERATIONS + 2) for row in iteration(number))
     assert taken(told)[1][0][2] == RANKS
     told.put([(1, 1, RANKS, 1.0, 1.0)])
     assert told.lost == 1
@@ -208,7 +216,9 @@ def test_a_ledger_of_many_ranks_has_quantiles_outliers_and_all_around_a_suspicio
     kept = Counter(row["iteration"] for row in rank_reports(ledger.url))
     assert [row["iteration"] for row in quantile_rows(ledger.url)] == list(range(1, 85))
     assert {row["ranks"] for row in quantile_rows(ledger.url)} == {RANKS}
-    assert {number for number, rows in kept.items() if rows == RANKS} == {*range(80 - BEHIND - AROUND, 85)}
+    assert {number for number, rows in kept.items() if rows == RANKS} == {
+        *range(80 - MAX_OPEN_ITERATIONS - WHOLE_AROUND_FINDING, 85)
+    }
     assert kept[5] <= USUALLY + MOST_OUTLYING
     assert ledger.dropped == 0
 
@@ -260,7 +270,7 @@ def left(url: str) -> dict[str, int]:
 def test_a_writer_removes_what_is_too_old_of_its_own_user(
     ledger_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("db.retention.ROWS_AT_ONCE", 60)  # in many steps
+    monkeypatch.setattr("db.retention.ROWS_PER_PRUNE", 60)  # in many steps
     for name, days, user in (("old", 100, "me"), ("new", 80, "me"), ("yours", 100, "you")):
         ago(days, name, user, ledger_url, tmp_path)
     listener = Listener()

@@ -402,4 +402,4 @@ def test_a_server_that_waits_for_a_lock_says_so(
     with Ledger.open(postgres_url, tmp_path, say=heard) as ledger, held(postgres_url):
         ledger.submit(records[0])
         assert heard.failed.wait(30)
-    assert "canceling statement due to lock timeout; trying again, the job goes on" in heard.heard[0]
+    assert "canceling statement due to lock timeout; retrying, the job continues" in heard.heard[0]

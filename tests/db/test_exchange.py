@@ -17,7 +17,7 @@ from sqlalchemy import text
 from db import migrate
 from db.engine import file_of, make_engine, resolve
 from db.exchange import export, import_from
-from db.parquet.tables import JOBS, MONTHLY, OF_JOBS
+from db.parquet.tables import JOBS, MONTHLY_TABLES, OF_JOBS
 from db.reading.queries import TABLES, Reader
 from db.writer import Ledger, catch_up
 from resihp.errors import JobNotFoundError, LedgerError, ResihpError, UsageError
@@ -114,7 +114,7 @@ def test_out_and_in_again_is_the_same_ledger(full: str, ledger_urls: Urls, tmp_p
 def test_an_export_is_plain_parquet(full: str, tmp_path: Path) -> None:
     export(full, tmp_path / "out")
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    split = {table.name for table in MONTHLY}
+    split = {table.name for table in MONTHLY_TABLES}
     whole = {f"{table.name}.parquet" for table in (JOBS, *OF_JOBS)} - {f"{name}.parquet" for name in split}
     assert names == {"manifest.json", "maintenance.parquet"} | split | whole
     iterations = pd.read_parquet(tmp_path / "out" / "iterations")
@@ -229,7 +229,7 @@ def test_a_torn_tail_is_passed_over_and_said(ledger_url: str, tmp_path: Path, cu
     (tmp_path / "journal").write_bytes(whole[:-cut])
     [merged] = import_from(str(tmp_path / "journal"), ledger_url)
     assert merged.rows == len(records) - 1
-    assert "of a record that was never finished" in merged.note
+    assert "an unfinished record" in merged.note
     (tmp_path / "journal").write_bytes(whole)
     [merged] = import_from(str(tmp_path / "journal"), ledger_url)
     assert (merged.outcome, merged.rows, merged.note) == ("brought forward", 1, "")
@@ -367,7 +367,7 @@ def test_a_newer_source_and_one_that_is_no_ledger(ledger_url: str, tmp_path: Pat
 def test_a_folder_that_is_there_is_not_overwritten(full: str, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("x")
-    with pytest.raises(UsageError, match="is there already; name a new folder"):
+    with pytest.raises(UsageError, match="exists; name a new folder"):
         export(full, tmp_path / "out")
     (tmp_path / "file").write_text("x")
     with pytest.raises(UsageError, match="cannot be written"):

@@ -229,7 +229,7 @@ def test_an_upgrade_waits_in_turns_between_which_others_write(
     postgres_url: str, tmp_path: Path, records: list[journal.Record], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("db.engine.MIGRATION_LOCK_S", 0.2)
-    monkeypatch.setattr(migrate, "BETWEEN_TURNS_S", 0.1)
+    monkeypatch.setattr(migrate, "ATTEMPT_PAUSE_S", 0.1)
     migrate.upgrade(postgres_url)
     add_later_schema(monkeypatch, tmp_path / "migrations")
     heard = Listener()
@@ -262,14 +262,14 @@ def test_an_upgrade_that_is_never_its_turn_says_whom_it_waited_for(
     postgres_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("db.engine.MIGRATION_LOCK_S", 0.1)
-    monkeypatch.setattr(migrate, "BETWEEN_TURNS_S", 0.0)
-    monkeypatch.setattr(migrate, "TURNS", 3)
+    monkeypatch.setattr(migrate, "ATTEMPT_PAUSE_S", 0.0)
+    monkeypatch.setattr(migrate, "UPGRADE_ATTEMPTS", 3)
     migrate.upgrade(postgres_url)
     known = migrate.head()
     add_later_schema(monkeypatch, tmp_path / "migrations")
     with (
         read_for_long(postgres_url),
-        pytest.raises(migrate.LedgerError, match=r"unchanged, .* held by database user resihp \(pid \d+, idle in tran"),
+        pytest.raises(migrate.LedgerError, match=r"unchanged, .* locked by database user resihp \(pid \d+, idle in tr"),
     ):
         commands.upgrade(ledger=postgres_url)
     assert capsys.readouterr().err.count("waiting for database user resihp") == 1

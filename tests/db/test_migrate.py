@@ -264,7 +264,7 @@ def test_a_ledger_that_contradicts_itself_is_not_migrated(tmp_path: Path, monkey
     connection.close()
     known = migrate.head()
     add_later_schema(monkeypatch, tmp_path / "migrations")
-    with pytest.raises(LedgerError, match="table failures refers to rows of reconfigurations that are not there"):
+    with pytest.raises(LedgerError, match="table failures refers to rows of reconfigurations that are missing"):
         migrate.upgrade(url)
     assert migrate.current(url) == known
 

@@ -21,7 +21,7 @@ from db import migrate
 from db.engine import file_of, resolve
 from db.exchange import export, import_from
 from db.parquet import writing
-from db.parquet.tables import MONTHLY
+from db.parquet.tables import MONTHLY_TABLES
 from db.writer import Ledger
 from resihp.errors import LedgerError, UsageError
 from resihp.record import journal
@@ -157,7 +157,7 @@ def test_only_months_that_changed_are_written_anew(year: str, ledger_urls: Urls,
     assert (then.written, then.kept) == (("2025-07",), ("2025-06", "2025-08"))
     after = inodes(out)
     split = [path for path in before if "/" in path]
-    assert len(split) == 3 * len(MONTHLY)
+    assert len(split) == 3 * len(MONTHLY_TABLES)
     assert {path for path in split if after[path] != before[path]} == {p for p in split if "2025-07" in p}
     other = ledger_urls()
     import_from(str(out), other)
@@ -237,7 +237,7 @@ def test_nothing_is_lost_to_an_export(year: str, ledger_urls: Urls, tmp_path: Pa
     with pytest.raises(UsageError, match="has 3 jobs that would not be in it any more; name a new folder"):
         export(year, out, [one])
     (out / "notes.txt").write_text("mine")
-    with pytest.raises(UsageError, match=r"has 'notes\.txt', which no export has; name a new folder"):
+    with pytest.raises(UsageError, match=r"has 'notes\.txt', which is not a file of an export; name a new folder"):
         export(year, out)
     (out / "notes.txt").unlink()
     assert inodes(out) == before
@@ -361,7 +361,7 @@ def scattered(path: Path) -> None:
     ("spoil", "said"),
     [
         (cut, rf"{JULYS} has \d+ bytes, its manifest says \d+"),
-        (other_bytes, rf"{JULYS} is not what was exported"),
+        (other_bytes, rf"{JULYS} was changed since the export"),
         (in_place_of_june, rf"{JULYS} has \d+ bytes, its manifest says"),
         (without_month, rf"{JULYS} is missing"),
         (one_more, r"'iterations/month=2025-07/part-1.parquet' is not in its manifest"),
@@ -503,10 +503,10 @@ def test_one_job_takes_no_repairs_along(year: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("column", "value", "said"),
     [
-        ("at", "2999-01-01T00:00:00+00:00", "is yet to come"),
-        ("node", None, "lacks what was done"),
-        ("node", "n1\x1b[31m", "texts that no record has"),
-        ("text", "x" * 5000, "texts that no record has"),
+        ("at", "2999-01-01T00:00:00+00:00", "is in the future"),
+        ("node", None, "lacks its kind, node or time"),
+        ("node", "n1\x1b[31m", "has invalid texts"),
+        ("text", "x" * 5000, "has invalid texts"),
     ],
 )
 @on_sqlite
@@ -527,5 +527,5 @@ def test_a_forged_repair_is_refused_and_nothing_imported(
 def test_an_export_holds_all_that_its_manifest_says(year: str, tmp_path: Path) -> None:
     exported = export(year, tmp_path / "out")
     assert exported.manifest.schema == migrate.head()
-    for table in MONTHLY:
+    for table in MONTHLY_TABLES:
         assert read(tmp_path / "out", table.name) == exported.manifest.rows[table.name]

@@ -18,14 +18,14 @@ from typer.testing import CliRunner
 from db import migrate
 from db.engine import make_engine, resolve
 from db.exchange import export, import_from
-from db.grants import VIEWS, statements
+from db.grants import DASHBOARD_VIEWS, statements
 from db.maintenance import record
 from db.models import LedgerTable
 from db.reading import fleet, naming
 from db.reading.hardware import maintenance_rows
 from db.reading.health import nodes_by_health, usual_speeds
 from db.reading.rates import repairs
-from db.reading.reader import TRUSTED, Reader
+from db.reading.reader import TRUSTED_ROLE, Reader
 from db.retention import prune
 from db.settling import settle
 from db.writer import Ledger, catch_up
@@ -76,7 +76,7 @@ def shared(postgres_server: Server) -> Iterator[Shared]:
         urls[role] = resolve(url).set(username=role).render_as_string(hide_password=False)
     yield Shared(url, urls[MINE], urls[THEIRS], urls[BOARD], urls[ADMIN], name)
     postgres_server.drop_database(url)
-    for role in (MINE, THEIRS, BOARD, ADMIN, TRUSTED):
+    for role in (MINE, THEIRS, BOARD, ADMIN, TRUSTED_ROLE):
         as_psql(postgres_server.url("postgres"), f"DROP ROLE IF EXISTS {quoted(role)}")
 
 
@@ -274,7 +274,7 @@ def test_views_keep_their_names_and_columns(shared: Shared) -> None:
     for view, column in asked(shared.owner, query + "ORDER BY table_name, ordinal_position"):
         found.setdefault(str(view), []).append(str(column))
     found.pop(migrate.VERSION_TABLE)
-    assert set(found) == set(COLUMNS) == set(VIEWS)
+    assert set(found) == set(COLUMNS) == set(DASHBOARD_VIEWS)
     for view, columns in COLUMNS.items():
         assert tuple(found[view][: len(columns)]) == columns
 
@@ -364,7 +364,7 @@ def test_supervisor_whose_job_another_user_has_taken_says_so_and_goes_on(shared:
         assert not ledger.flush(2.0)
         ledger.close(0.0)
     assert "and database user mallory" in listener.heard[0]
-    assert len([line for line in listener.heard if "trying again" in line]) == 1, listener.heard
+    assert len([line for line in listener.heard if "retrying" in line]) == 1, listener.heard
 
 
 # --- what counts against a node -------------------------------------------------------------------------------------
@@ -631,7 +631,7 @@ def test_a_job_that_may_not_remove_says_so_and_writes_on(shared: Shared, tmp_pat
             time.sleep(0.02)
         ledger.telemetry([(2, 1, 0, 0.5, None)])
         assert ledger.flush(30)
-    assert [line for line in listener.heard if "old rank reports stay, permission denied" in line] == listener.heard
+    assert [line for line in listener.heard if "were not removed, permission denied" in line] == listener.heard
 
 
 def test_an_owner_upgrades_and_prunes_everybodys_rows(

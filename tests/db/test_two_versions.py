@@ -143,7 +143,7 @@ def test_a_job_that_runs_while_the_ledger_is_upgraded_goes_on(
             assert contents(ledger_url) == before, "not a row is written that the newer clients do not expect"
             assert len(heard.heard) == 1
             assert f"schema {NEWER} is newer than" in heard.heard[0]
-            assert "trying again, the job goes on" in heard.heard[0]
+            assert "retrying, the job continues" in heard.heard[0]
             execute(ledger_url, "UPDATE compatibility SET min_reader = '0015', min_writer = '0015'")
         assert ledger.flush(30)
     assert iterations(ledger_url) == 20

@@ -212,7 +212,7 @@ def test_neither_shared_nodes_nor_those_of_others_are_drained(site: Site) -> Non
     assert "other users' jobs were on it together with" in said
     for node in ("n1", "n5"):
         site.ask(BOB, "drain", node)
-        assert "no job of theirs holds it" in site.hook()
+        assert "no job of this user holds it" in site.hook()
     assert site.state("n1") == "mixed"
     assert set(site.cluster.states().values()) <= {"idle", "mixed"}
 

@@ -143,7 +143,7 @@ class FakeSlurm:
             self._called("request")
             self._valid_job(job_id)
             if job_id not in self.job_views:
-                raise SlurmRefusedError(f"job {job_id}: what it asked for: Invalid job id specified")
+                raise SlurmRefusedError(f"job {job_id}: its request cannot be read: Invalid job id specified")
             self._answer()
             return self.job_requests.get(job_id, JobRequest(partition="main"))
 
@@ -152,16 +152,16 @@ class FakeSlurm:
             self._called("gpus")
             self._valid_job(job_id)
             if job_id not in self.job_views:
-                raise SlurmRefusedError(f"job {job_id}: its GPUs cannot be told: Invalid job id specified")
+                raise SlurmRefusedError(f"job {job_id}: its GPUs cannot be read: Invalid job id specified")
             self._answer()
             return {node: count for node, count in self.job_gpus.get(job_id, {}).items() if count}
 
     def batch_script(self, job_id: str) -> str:
         with self._lock:
             self._called("batch_script")
-            self._own(job_id, "its batch script cannot be had")
+            self._own(job_id, "its batch script cannot be read")
             if job_id not in self.scripts:
-                raise SlurmRefusedError(f"job {job_id}: its batch script cannot be had: Job script not specified")
+                raise SlurmRefusedError(f"job {job_id}: its batch script cannot be read: Job script not specified")
             self._answer()
             return self.scripts[job_id]
 
@@ -187,11 +187,11 @@ class FakeSlurm:
     def keep_nodes(self, job_id: str, keep: Sequence[str]) -> None:
         with self._lock:
             self._called("keep_nodes")
-            view = self._own(job_id, "its nodes stay")
+            view = self._own(job_id, "its nodes were not changed")
             if view.state != "running":
-                raise SlurmRefusedError(f"job {job_id}: its nodes stay: Job is not running")
+                raise SlurmRefusedError(f"job {job_id}: its nodes were not changed: Job is not running")
             if not keep or not set(keep) <= set(view.nodes) or view.batch_host not in keep:
-                raise SlurmRefusedError(f"job {job_id}: its nodes stay: Invalid node name specified")
+                raise SlurmRefusedError(f"job {job_id}: its nodes were not changed: Invalid node name specified")
             self.set_job(job_id, nodes=tuple(node for node in view.nodes if node in keep))
             self._free(node for node in view.nodes if node not in keep)
             self._answer()
@@ -249,9 +249,9 @@ class FakeSlurm:
     def comment(self, job_id: str, text: str) -> None:
         with self._lock:
             self._called("comment")
-            view = self._own(job_id, "its comment stays")
+            view = self._own(job_id, "its comment was not changed")
             if view.state in _ENDED | {"completing"}:
-                raise SlurmRefusedError(f"job {job_id}: its comment stays: Job has already finished")
+                raise SlurmRefusedError(f"job {job_id}: its comment was not changed: Job has already finished")
             self.set_job(job_id, comment="".join(c if c.isprintable() else " " for c in text))
             self._answer()
 
@@ -329,7 +329,7 @@ def expand(nodelist: str) -> tuple[str, ...]:
 
     Raises SlurmOutputError for what is not such a list.
     """
-    broken = SlurmOutputError(f"node list {nodelist[:80]!a}: this is not one")
+    broken = SlurmOutputError(f"node list {nodelist[:80]!a}: not a node list")
     nodelist = node_list(nodelist)
     if not NODE_LIST.fullmatch(nodelist):
         raise broken

@@ -13,7 +13,7 @@ import pytest
 
 from slurm.client import PREFIX
 from slurm.command_call import LIMIT_BYTES
-from slurm.commands import AT_ONCE, CommandLine
+from slurm.commands import MAX_NAMES_PER_CALL, CommandLine
 from slurm.errors import SlurmError, SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
 from slurm.parse import FIELD, RECORD
 from tests.integration.cluster import Cluster
@@ -140,7 +140,7 @@ def test_commands_that_are_killed(programs: Programs, name: str) -> None:
 def test_commands_that_fail_in_silence(programs: Programs, name: str) -> None:
     for command in COMMANDS:
         programs.put(command, status=1)
-    with pytest.raises(SlurmOutputError, match="did not say why"):
+    with pytest.raises(SlurmOutputError, match="failed without a message"):
         CALLS[name](slurm(programs))
 
 
@@ -155,7 +155,7 @@ def test_commands_that_talk_nonsense(programs: Programs, name: str, said: bytes)
 
 def test_commands_that_talk_too_much(programs: Programs) -> None:
     programs.put("sinfo", f"head -c {LIMIT_BYTES + 1000} /dev/zero")
-    with pytest.raises(SlurmOutputError, match="said more than"):
+    with pytest.raises(SlurmOutputError, match="printed more than"):
         slurm(programs, timeout_s=60).nodes(["n1"])
 
 
@@ -213,8 +213,8 @@ def test_impossible_names_never_reach_a_command_line(programs: Programs) -> None
 
 def test_many_nodes_are_asked_about_in_portions(programs: Programs) -> None:
     programs.put("sinfo")
-    slurm(programs).nodes([f"n{i}" for i in range(AT_ONCE + 1)] * 2)
-    assert [len(call[call.index("-n") + 1].split(",")) for call in programs.calls("sinfo")] == [AT_ONCE, 1]
+    slurm(programs).nodes([f"n{i}" for i in range(MAX_NAMES_PER_CALL + 1)] * 2)
+    assert [len(call[call.index("-n") + 1].split(",")) for call in programs.calls("sinfo")] == [MAX_NAMES_PER_CALL, 1]
 
 
 def test_a_job_is_found_by_either_of_its_ids(programs: Programs) -> None:

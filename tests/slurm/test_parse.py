@@ -174,7 +174,7 @@ def test_of_a_job_arrays_records_each_element_has_its_own() -> None:
     other = ("55", "55_1", "other", *REQUESTS["24.11"][3:])
     own = ("57", "55_2", *REQUESTS["24.11"][2:])
     assert parse.request(output(other, own), "55_2").partition == "main"
-    with pytest.raises(SlurmOutputError, match="told of others"):
+    with pytest.raises(SlurmOutputError, match="returned other jobs"):
         parse.request(output(other), "55_2")
 
 

@@ -31,8 +31,8 @@ def test_nothing_is_told_of_releases_between_those_tried(version: releases.Versi
 
 def test_one_line_tells_of_others() -> None:
     assert releases.untried((20, 11, 9)) == (
-        "Slurm 20.11.9 is older than those that resihp was tried with (22.05 to 26.05); going on"
+        "Slurm 20.11.9 is older than the releases that resihp was tested with (22.05 to 26.05); continuing"
     )
     assert releases.untried((27, 5, 0)) == (
-        "Slurm 27.05.0 is newer than those that resihp was tried with (22.05 to 26.05); going on"
+        "Slurm 27.05.0 is newer than the releases that resihp was tested with (22.05 to 26.05); continuing"
     )

@@ -177,7 +177,7 @@ def hook_module() -> Any:
 
 def test_a_command_of_slurm_that_hangs_is_no_answer(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     hook = hook_module()
-    monkeypatch.setattr(hook, "SLURM_S", 0.2)
+    monkeypatch.setattr(hook, "SLURM_TIMEOUT_S", 0.2)
     (site.bin / "sinfo").write_text("#!/bin/sh\nexec /bin/sleep 60\n")
     monkeypatch.setenv("PATH", str(site.bin))
     with pytest.raises(hook.NoAnswer, match="sinfo: no answer within"):
@@ -278,7 +278,7 @@ def refused(site: Site, *options: str, because: str) -> None:
 
 def test_another_users_node_is_refused(site: Site) -> None:
     site.request(ALICE, node="n3")
-    refused(site, because="no job of theirs holds it")
+    refused(site, because="no job of this user holds it")
 
 
 def test_a_user_without_any_job_is_not_even_read(site: Site) -> None:
@@ -289,7 +289,7 @@ def test_a_user_without_any_job_is_not_even_read(site: Site) -> None:
 @pytest.mark.parametrize("claim", [{"uid": ALICE}, {"user": "root", "owner": 0}, {"job": "1"}])
 def test_the_content_does_not_say_who_asks(site: Site, claim: dict[str, Any]) -> None:
     site.request(BOB, node="n1", **claim)
-    refused(site, because="no job of theirs holds it")
+    refused(site, because="no job of this user holds it")
 
 
 def test_a_node_just_given_back_is_proved_by_the_running_step(site: Site) -> None:
@@ -310,7 +310,7 @@ def test_a_node_given_back_long_ago_is_not(site: Site, other: str | None) -> Non
     site.content["steps"] = [["1.0", ALICE, "STEP", int(site.now - 5000), int(site.now - 5000), "n[1-2]"]]
     site.content["nodes"]["n2"][3] = int(site.now - (10 if other else 2000))
     site.request(ALICE, node="n2")
-    refused(site, because="no job of theirs holds it")
+    refused(site, because="no job of this user holds it")
 
 
 def test_what_the_hook_saw_is_remembered(site: Site) -> None:
@@ -432,8 +432,8 @@ def test_a_request_that_is_put_there_again_is_refused(site: Site, tmp_path: Path
     renamed = site.request(ALICE, node="n2")
     renamed.rename(site.spool / ("b" * 32 + ".json"))
     said = site.hook()
-    assert "its time and that of its file differ" in said
-    assert "its name and its id differ" in said
+    assert "its time differs from its file's" in said
+    assert "its name differs from its id" in said
     assert old.name in said
     assert site.updates() == []
 
@@ -658,7 +658,7 @@ def test_one_user_cannot_use_up_what_the_site_allows(site: Site) -> None:
     site.request(ALICE, node="n1")
     site.hook("--all", "--user-drained", "1")
     site.request(ALICE, node="n2")
-    assert "1 nodes are drained for them" in site.hook("--all", "--user-drained", "1")
+    assert "1 nodes are drained for this user" in site.hook("--all", "--user-drained", "1")
     site.request(BOB, node="n3")
     site.hook("--all", "--user-drained", "1")
     assert site.drained == ["n1", "n3"]
@@ -718,7 +718,7 @@ def test_a_folder_on_the_way_that_others_can_write_is_refused(site: Site, tmp_pa
 def test_a_state_folder_that_others_can_read_is_refused(site: Site) -> None:
     site.request(ALICE)
     site.state.mkdir(mode=0o755)
-    unsafe(site, site.hook(), "has to be ours alone")
+    unsafe(site, site.hook(), "must not be accessible to others")
 
 
 def test_a_broken_memory_stops_one_run_and_is_kept(site: Site) -> None:
@@ -764,7 +764,7 @@ def test_a_no_of_slurm_is_the_end_of_a_request(site: Site) -> None:
 def test_a_node_that_slurm_does_not_know(site: Site) -> None:
     del site.content["nodes"]["n1"]
     site.request(ALICE)
-    refused(site, because="Slurm does not tell of it")
+    refused(site, because="Slurm does not know it")
 
 
 def test_malformed_answers_of_slurm_prove_nothing(site: Site) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from resihp.controller import interface as api
 from slurm.client import NodeView
 from slurm.drains import drain
-from slurm.drains.exclusions import FOR_S, Exclusions
+from slurm.drains.exclusions import EXCLUSION_S, Exclusions
 from slurm.drains.spool import folder_of
 from slurm.errors import SlurmError
 from slurm.rate_limited import Polite
@@ -96,7 +96,7 @@ class Nodes:
             spool=folder_of(self._main.spool),
             exclusions=self._exclusions,
             now=self._now(),
-            exclude_s=FOR_S[action.grounds],
+            exclude_s=EXCLUSION_S[action.grounds],
             measure=action.measure,
             most_drained=self._main.most_drained,
         )

@@ -1,8 +1,8 @@
-"""A job's commits on one clock, and what interrupted them: what `cost_accounts` reckons with. Pure; reads nothing.
+"""A job's commits on one clock, and the interruptions between them: the basis of `cost_accounts`. Pure; reads nothing.
 
-The clock starts with the first committed iteration and never goes back: where the ledger's did, between two commits,
-the later iteration counts as if it had followed at once. An iteration of unknown seconds counts as the median. Where
-rows were thinned, a row stands for those left out before it.
+The clock starts with the first committed iteration and never goes back: where the ledger's clock did, between two
+commits, the later iteration counts as if it had followed at once. An iteration of unknown duration counts as the
+median. Where rows were thinned, a row stands for those removed before it.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ Row = dict[str, Any]
 Floats = NDArray[np.float64]
 
 SAME_MOMENT_S = 1e-3
-"""Times that differ by less are the same: they went through databases that round."""
+"""Largest difference, in seconds, at which two times count as equal: databases round them."""
 
 
 def devices_of(nodes: int, gpus_per_node: int, configuration: object) -> int:
-    """Devices of the layout that was asked for: those of all of the job's own nodes but its spares, whether they came
-    or not. The journal keeps how many nodes are spare with the configuration (`[slurm] spares`)."""
+    """Return the number of devices in the requested layout: those of all of the job's own nodes except its spares,
+    whether they came or not. The journal keeps the number of spare nodes in the configuration (`[slurm] spares`)."""
     slurm = configuration.get("slurm") if isinstance(configuration, Mapping) else None
     spares = slurm.get("spares") if isinstance(slurm, Mapping) else 0
     return max(nodes - (spares if isinstance(spares, int) else 0), 0) * gpus_per_node
 
 
 class Interruption(msgspec.Struct, frozen=True, kw_only=True):
-    """Time lost between two commits to failures, or to a change of plan. `iteration`: the first one after it, None
-    where there was none; `epoch`: of its reconfiguration, None of one that nobody mended."""
+    """Time lost between two commits to failures, or to a change of plan. `iteration`: the first one after it, None if
+    there was none; `epoch`: of its reconfiguration, None if there was no recovery."""
 
     kind: str
-    """Of the first failure, or `reconfiguration`."""
+    """Kind of the first failure, or `reconfiguration`."""
     failures: tuple[int, ...]
     epoch: int | None
     iteration: int | None
@@ -60,33 +60,36 @@ class Interruption(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass
 class Counting:
-    """What each committed iteration counts of the time that went by, commit after commit.
+    """Counted time of each committed iteration, in order of commits.
 
-    Its seconds are the slowest rank's, and ranks begin one after the other: added up, iterations would be longer than
-    the time that they took, and hide what was lost. So one counts at most from the last commit on, or from as much
-    earlier as that one came late under the same plan; several that are committed at once share what went by before.
+    An iteration's seconds are the slowest rank's, and ranks begin one after the other: added up, iterations would
+    exceed the elapsed time and hide losses. So an iteration counts at most the time since the last commit, plus the
+    time by which that commit was late under the same plan; several iterations committed at once share the time before
+    them.
     """
 
     _spare_s: float = 0.0
 
     def of(self, seconds: float, passed_s: float, *, same_plan: bool) -> float:
-        """`passed_s` since the commit before, at least 0; `same_plan`: whether that was under the same one."""
+        """Return the counted seconds. `passed_s`: since the commit before, at least 0; `same_plan`: whether that commit
+        was under the same plan."""
         bunched = passed_s < 0.5 * seconds
         counted = min(seconds, passed_s + self._spare_s)
         if bunched:
             self._spare_s += passed_s - counted
         else:
-            self._spare_s = max(passed_s - seconds, 0.0) if same_plan else 0.0  # else it was a transition
+            self._spare_s = max(passed_s - seconds, 0.0) if same_plan else 0.0  # otherwise there was a transition
         return counted
 
     def of_many(self, seconds: Floats, passed_s: Floats, *, same_plan: bool) -> Floats:
-        """What each counts, one after the other; `same_plan`: of the first, the others follow under its plan."""
+        """Return the counted seconds of consecutive iterations; `same_plan` refers to the first, the others share its
+        plan."""
         if not seconds.size:
             return np.zeros(0)
         late = np.maximum(passed_s - seconds, 0.0)
         if not same_plan:
             late[0] = 0.0
-        spare = np.concatenate(([self._spare_s], late))  # before each, and after the last: as if none were bunched
+        spare = np.concatenate(([self._spare_s], late))  # before each, and after the last, as if none were bunched
         for i in np.flatnonzero(passed_s < 0.5 * seconds):
             spare[i + 1] = spare[i] + passed_s[i] - min(seconds[i], passed_s[i] + spare[i])
         self._spare_s = float(spare[-1])
@@ -100,31 +103,31 @@ class Course(msgspec.Struct, frozen=True, kw_only=True):
     epochs: tuple[int, ...]
     ends_s: tuple[float, ...]
     took_s: tuple[float, ...]
-    """Of all iterations that the row stands for."""
+    """Seconds of all iterations that the row stands for."""
     begin: datetime | None
-    """Of the first iteration; of the first plan where none is committed."""
+    """Start of the first iteration; of the first plan if none is committed."""
     finished: tuple[datetime, ...]
     wall_s: float
     before_s: float
-    """From the job's start to `begin`."""
+    """Seconds from the job's start to `begin`."""
     after_s: float
-    """From the end of the wall time to that of the job."""
+    """Seconds from the end of the wall time to the end of the job."""
 
     @property
     def committed_s(self) -> float:
         return min(sum(self.took_s), self.wall_s)
 
     def shares_of(self, done_s: float) -> tuple[float | None, float | None]:
-        """Goodput and ETTR, of this much work done."""
+        """Return goodput and ETTR for this amount of work done."""
         held_s = self.before_s + self.wall_s + self.after_s
         goodput = done_s / self.wall_s if self.wall_s > 0 and self.took_s else None
         return goodput, min(done_s / held_s, 1.0) if held_s > 0 and self.took_s else None
 
 
 def course(job: Row, iterations: Sequence[Row], plans: Sequence[Row], now: datetime) -> Course:
-    """The clock of a job; `iterations` in order."""
-    known = [row["seconds"] for row in iterations if row["seconds"] is not None]
-    typical = statistics.median(known) if known else 0.0
+    """Return the clock of a job; `iterations` in order."""
+    known_seconds = [row["seconds"] for row in iterations if row["seconds"] is not None]
+    typical = statistics.median(known_seconds) if known_seconds else 0.0
     ends, took = [], []
     at, former, counts = 0.0, None, Counting()
     for row in iterations:
@@ -173,7 +176,8 @@ def course(job: Row, iterations: Sequence[Row], plans: Sequence[Row], now: datet
 def interruptions(
     job: Row, clock: Course, failures: Sequence[Row], reconfigurations: Sequence[Row]
 ) -> list[Interruption]:
-    """What interrupted training, in order of time. A transition that mended several failures is of the first's kind."""
+    """Return the interruptions of training, in order of time. A transition that ended several failures has the first
+    one's kind."""
     summed = (0.0, *accumulate(clock.took_s))
     first_of: dict[int, int] = {}
     for index, epoch in enumerate(clock.epochs):
@@ -184,71 +188,74 @@ def interruptions(
             mended.setdefault(row["recovered_epoch"], []).append(row)
 
     def span(
-        of: list[Row], epoch: int | None, action: str, began_s: tuple[float, float], after: int, end_s: float
+        caused_by: list[Row], epoch: int | None, action: str, began_s: tuple[float, float], after: int, end_s: float
     ) -> Interruption:
-        """Between the last commit before it was noticed and `end_s`, at which commit `after` was made, if it was.
+        """Return the interruption between the last commit before the notice and `end_s`, the time of commit `after`, if
+        it was made.
 
-        `began_s`: when it failed, and when that was noticed."""
+        `began_s`: when it failed, and when that was noticed.
+        """
         failed_s, noticed_s = began_s
         before = min(bisect_right(clock.ends_s, noticed_s + SAME_MOMENT_S), after) - 1
         begin_s = clock.ends_s[before] if before >= 0 else 0.0
         meanwhile = summed[min(after, len(clock.took_s))] - summed[before + 1]
         own = clock.took_s[after] if after < len(clock.took_s) else 0.0
-        lost = max(end_s - begin_s - meanwhile - own, 0.0)
-        unnoticed = min(max(noticed_s - begin_s - meanwhile, 0.0), lost)
+        lost_s = max(end_s - begin_s - meanwhile - own, 0.0)
+        unnoticed = min(max(noticed_s - begin_s - meanwhile, 0.0), lost_s)
         detect = min(max(noticed_s - failed_s, 0.0), unnoticed)
         redo = unnoticed - detect if action == "redo" else 0.0
         return Interruption(
-            kind=of[0]["kind"] if of else "reconfiguration",
-            failures=tuple(row["failure"] for row in of),
+            kind=caused_by[0]["kind"] if caused_by else "reconfiguration",
+            failures=tuple(row["failure"] for row in caused_by),
             epoch=epoch,
             iteration=clock.iterations[after] if after < len(clock.iterations) else None,
             before=before,
             after=after,
             detect_s=detect,
             redo_s=redo,
-            reconfigure_s=lost - detect - redo,
+            reconfigure_s=lost_s - detect - redo,
         )
 
-    found = []
+    spans = []
     for row in reconfigurations:
         after = first_of.get(row["epoch"], bisect_right(clock.finished, row["finished_at"]) - 1)
         if after < 0:
             continue
-        end_s, of = clock.ends_s[after], mended.get(row["epoch"], [])
-        began_s = _began_s(of, clock.finished[after], end_s) or (end_s - row["seconds"],) * 2
-        found.append(span(of, row["epoch"], row["action"], began_s, after, end_s))
+        end_s, caused_by = clock.ends_s[after], mended.get(row["epoch"], [])
+        began_s = _began_s(caused_by, clock.finished[after], end_s) or (end_s - row["seconds"],) * 2
+        spans.append(span(caused_by, row["epoch"], row["action"], began_s, after, end_s))
     known_at, known_s = (clock.finished[-1], clock.ends_s[-1]) if clock.finished else (clock.begin, 0.0)
-    if known_at is not None and (unmended := _unmended(job, clock, failures)):
+    if known_at is not None and (unmended := _unrecovered(job, clock, failures)):
         stopped_s = _began_s(unmended, known_at, known_s)
-        assert stopped_s is not None, "what is only slow is none of these"
-        found.append(span(unmended, None, "redo", stopped_s, len(clock.finished), clock.wall_s))
-    return found
+        assert stopped_s is not None, "unmended failures exclude those that are only slow"
+        spans.append(span(unmended, None, "redo", stopped_s, len(clock.finished), clock.wall_s))
+    return spans
 
 
-def _began_s(of: Sequence[Row], known_at: datetime, known_s: float) -> tuple[float, float] | None:
+def _began_s(failures: Sequence[Row], known_at: datetime, known_s: float) -> tuple[float, float] | None:
     """Return when the first of these failures happened and when the first was noticed, on the clock of commits, which
     shows `known_s` at the moment `known_at`.
 
-    None where nothing stopped training: until what is slow is found out, iterations go on, and it is interrupted for a
-    change of plan only.
+    None if nothing stopped training: iterations continue while something is slow, and only the change of plan
+    interrupts them.
     """
-    stopped = [Moments.of_times(row["failed_at"], row["noticed_at"]) for row in of if row["kind"] != "fail-slow"]
+    stopped = [Moments.of_times(row["failed_at"], row["noticed_at"]) for row in failures if row["kind"] != "fail-slow"]
     if not stopped:
         return None
-    first, known = first_of(stopped), known_at.timestamp()
-    return known_s - (known - first.began_at), known_s - (known - first.noticed_at)
+    first, known_time = first_of(stopped), known_at.timestamp()
+    return known_s - (known_time - first.began_at), known_s - (known_time - first.noticed_at)
 
 
-def _unmended(job: Row, clock: Course, failures: Sequence[Row]) -> list[Row]:
-    """Failures that hold training up to the end, the first one first; not those that training went on in spite of."""
+def _unrecovered(job: Row, clock: Course, failures: Sequence[Row]) -> list[Row]:
+    """Return the failures that held training up to the end, the first one first; not those despite which it
+    continued."""
     last = clock.finished[-1] if clock.finished else clock.begin
     over = job["state"] not in ("running", "completed")
-    found = [
+    unrecovered = [
         row
         for row in failures
         if row["recovered_epoch"] is None
         and row["kind"] != "fail-slow"
         and (over or last is None or (row["noticed_at"] - last).total_seconds() >= -SAME_MOMENT_S)
     ]
-    return sorted(found, key=lambda row: row["noticed_at"])
+    return sorted(unrecovered, key=lambda row: row["noticed_at"])

@@ -1,1 +1,1 @@
-"""Of one iteration: what it should have taken, and why it took longer. Pure; reads nothing."""
+"""One iteration: its expected time, and the reasons for a longer one. Pure; reads nothing."""

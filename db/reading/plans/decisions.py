@@ -1,9 +1,9 @@
-"""Every decision of a job: what called for it, what was done, what was possible instead, and what came of it. Pure;
-reads nothing. Called by `db.reading.queries` for `history decisions`.
+"""Every decision of a job: its reason, the action, the alternatives and the outcome. Pure; reads nothing. Called by
+`db.reading.queries` for `history decisions`.
 
-A plan that was decided is one, and so is one that was thought of and not taken; a node that was asked for, and one that
-was not. What came of a plan that took effect is whether it kept its promise (`db.reading.plans.promises`), and what
-iterations took under it; what came of a plan that stayed, how long it did.
+A decision is a plan that was decided or considered and declined, or a node that was requested or declined. The outcome
+of a plan that took effect is whether it kept its promise (`db.reading.plans.promises`), with the times of iterations
+under it; the outcome of a plan that stayed is how long it did.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from db.reading.plans.promises import MOST
+from db.reading.plans.promises import MAX_ITERATIONS
 
 Row = dict[str, Any]
 
@@ -31,13 +31,13 @@ def decisions(
     failures: Sequence[Row],
     iterations: Sequence[Row],
 ) -> list[Row]:
-    """One row for each, in order of time, of the rows of one job.
+    """Return one row per decision, in order of time, from the rows of one job.
 
-    `kind`: `plan`, `plan stays`, `node`, `no node`. `advice`: what called for it, with the numbers of `failures`.
-    `predicted`, `present`: of what was chosen, or thought of, and of the plan in effect, in `unit`, as in `plans`.
-    `refused`: candidates that were not taken, each with `name`, `predicted` (in `unit`) and `why`. `outcome`, in words;
-    of a plan that took effect with the ratios `promised` and `kept`, and `measured`, the median seconds of its
-    iterations, without the first.
+    `kind`: `plan`, `plan stays`, `node`, `no node`. `advice`: its reason, with the numbers of the `failures`.
+    `predicted`, `present`: of the plan that was chosen, or considered, and of the plan in effect, in `unit`, as in
+    `plans`. `refused`: candidates that were not taken, each with `name`, `predicted` (in `unit`) and `why`. `outcome`,
+    in words; for a plan that took effect also the ratios `promised` and `kept`, and `measured`, the median seconds of
+    its iterations without the first.
     """
     by_epoch = {row["epoch"]: row for row in promised}
     answered: dict[int, list[int]] = {}
@@ -49,12 +49,12 @@ def decisions(
         if row["seconds"] is not None:
             seconds.setdefault(row["epoch"], []).append(row["seconds"])
     in_effect = sorted((row for row in plans if row["in_effect_at"] is not None), key=lambda row: row["epoch"])
-    found = [
+    rows = [
         *(_plan(row, by_epoch, answered, seconds) for row in plans),
         *(_declined(row, in_effect) for row in declined),
         *(_replacement(row) for row in replacements),
     ]
-    return sorted(found, key=lambda row: row["at"])
+    return sorted(rows, key=lambda row: row["at"])
 
 
 def _plan(
@@ -64,7 +64,7 @@ def _plan(
     seconds: Mapping[int, list[float]],
 ) -> Row:
     promise = promised.get(row["epoch"])
-    took = seconds.get(row["epoch"], [])[1 : MOST + 1]
+    took = seconds.get(row["epoch"], [])[1 : MAX_ITERATIONS + 1]
     return _row(
         at=row["decided_at"],
         kind="plan",
@@ -85,27 +85,27 @@ def _plan(
 
 
 def _outcome(row: Row, promise: Row | None) -> str:
-    """What came of a plan."""
+    """Describe the outcome of a plan."""
     if promise is not None:
         return str(promise["verdict"]).replace("kept", "kept its promise").replace("broken", "broke its promise")
     if row["withdrawn_reason"] is not None:
         return f"rolled back: {row['withdrawn_reason'].replace('the job is to stop', 'the job was to stop')}"
     if row["refused_reason"] is not None:
-        who = "our own check" if row["refused_by"] is None else f"rank {row['refused_by']}"
-        return f"refused by {who}: {row['refused_reason']}"
+        refuser = "our own check" if row["refused_by"] is None else f"rank {row['refused_by']}"
+        return f"refused by {refuser}: {row['refused_reason']}"
     return str(row["outcome"])
 
 
 def _slower(considered: Sequence[Row] | None, predicted: float | None) -> list[Row]:
-    """Candidates beside the one that was chosen, and by how much they are predicted to be slower, or faster: less had
-    to be moved for another. What was imported may hold anything: what is no candidate is left out."""
-    found = []
-    for one in considered if isinstance(considered, list) else ():
-        if isinstance(one, dict) and isinstance(one.get("predicted"), int | float):
-            change = one["predicted"] / predicted - 1.0 if predicted else None
+    """Return the candidates that were not chosen, and by how much they are predicted to be slower, or faster (another
+    may need fewer transfers). Imported rows may hold anything: malformed candidates are left out."""
+    candidates = []
+    for candidate in considered if isinstance(considered, list) else ():
+        if isinstance(candidate, dict) and isinstance(candidate.get("predicted"), int | float):
+            change = candidate["predicted"] / predicted - 1.0 if predicted else None
             why = f"{abs(change):.1%} {'faster' if change < 0.0 else 'slower'}" if change is not None else "not taken"
-            found.append({"name": str(one.get("name")), "predicted": one["predicted"], "why": why})
-    return found
+            candidates.append({"name": str(candidate.get("name")), "predicted": candidate["predicted"], "why": why})
+    return candidates
 
 
 def _declined(row: Row, in_effect: Sequence[Row]) -> Row:
@@ -113,7 +113,7 @@ def _declined(row: Row, in_effect: Sequence[Row]) -> Row:
     if row["description"] is not None:
         refused.insert(0, {"name": row["description"], "predicted": row["predicted"], "why": row["why"]})
     now = row["iteration"], row["declined_at"]  # a clock may have been set back between two iterations
-    until = next((one["epoch"] for one in in_effect if (one["next_iteration"], one["in_effect_at"]) > now), None)
+    until = next((plan["epoch"] for plan in in_effect if (plan["next_iteration"], plan["in_effect_at"]) > now), None)
     is_plan = row["about"] == "plan"
     stayed = "in effect to the end, or still" if until is None else f"in effect until epoch {until}"
     return _row(
@@ -121,28 +121,28 @@ def _declined(row: Row, in_effect: Sequence[Row]) -> Row:
         kind="plan stays" if is_plan else "no node",
         advice=row["reason"],
         failures=row["failures"],
-        action=f"{'the plan stays' if is_plan else 'no other node is asked for'}: {row['why']}",
+        action=f"{'the plan stays' if is_plan else 'no other node is requested'}: {row['why']}",
         iteration=row["iteration"],
         predicted=row["predicted"],
         present=row["present"],
         unit=row["unit"],
         refused=refused,
-        outcome=stayed if is_plan else "nobody came in",
+        outcome=stayed if is_plan else "no node joined",
     )
 
 
 def _replacement(row: Row) -> Row:
     took_s = (row["joined_at"] - row["asked_at"]).total_seconds() if row["joined_at"] else -1.0
-    came = f" after {took_s:.0f} s" if took_s >= 0.0 else ""  # not where a clock was set back
+    came = f" after {took_s:.0f} s" if took_s >= 0.0 else ""  # negative if a clock was set back
     node = f", node {row['node']}" if row["node"] else ""
     return _row(
         at=row["asked_at"],
         kind="node",
         advice=row["reason"],
-        action=f"a node is asked for in place of {row['instead']}",
+        action=f"a node is requested in place of {row['instead']}",
         outcome=f"{row['outcome']}{node}{came}{f': {text}' if (text := row['text']) else ''}",
     )
 
 
-def _row(**told: Any) -> Row:
-    return {name: told.get(name, [] if name in ("failures", "refused") else None) for name in COLUMNS}
+def _row(**values: Any) -> Row:
+    return {name: values.get(name, [] if name in ("failures", "refused") else None) for name in COLUMNS}

@@ -1,7 +1,7 @@
-"""Plans of a job, explained: worked out when somebody asks, from what the ledger kept of each. Reads nothing itself.
+"""Explanations of a job's plans, computed on request from the ledger's record of each. Reads nothing itself.
 
-Called by `Reader.explanations`. A plan has none where its journal does not tell what it was decided from, where nothing
-was predicted, or where a row that was imported makes no plan.
+Called by `Reader.explanations`. A plan has no explanation if its journal lacks the inputs of the decision, if nothing
+was predicted, or if an imported row is not a valid plan.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Row = dict[str, Any]
 
 
 def explanations(job: Row, plans: Sequence[Row], nodes: Mapping[int, str]) -> dict[int, Explanation]:
-    """By epoch. `job` with `model`, `configuration`, `tp` and `pp`; `plans` in order, with their JSON decoded; `nodes`
-    of ranks. What the job's first layout would do if it were tuned is told with the last plan, if the first is given.
-    """
+    """Return the explanations by epoch. `job` has `model`, `configuration`, `tp` and `pp`; `plans` are in order, with
+    their JSON decoded; `nodes` gives the node of each rank. The last plan's explanation includes the effect of tuning
+    the job's first layout, if the first plan is given."""
     if job["model"] is None:
         return {}
-    found: dict[int, Explanation] = {}
+    by_epoch: dict[int, Explanation] = {}
     with suppress(ResihpError, msgspec.MsgspecError, ValueError, TypeError):
         declared = msgspec.json.decode(job["model"], type=Declare)
         configuration = json.loads(job["configuration"])
@@ -41,8 +41,8 @@ def explanations(job: Row, plans: Sequence[Row], nodes: Mapping[int, str]) -> di
             with suppress(ResihpError, msgspec.MsgspecError, ValueError, TypeError, KeyError):
                 if row["basis"] is not None and row["predicted"] is not None:
                     start = first if row is plans[-1] else None
-                    found[row["epoch"]] = _explanation(job, row, start, declared, configuration, nodes)
-    return found
+                    by_epoch[row["epoch"]] = _explanation(job, row, start, declared, configuration, nodes)
+    return by_epoch
 
 
 def _explanation(
@@ -64,8 +64,8 @@ def _explanation(
 def situation_at(
     job: Row, row: Row, declared: Declare, configuration: Mapping[str, Any], nodes: Mapping[int, str]
 ) -> tuple[Plan, Situation, PlanBasis]:
-    """A plan, the situation that it was decided in, as if its own layout had been there before, and what is on record
-    of that. Raises what its row gives reason to: it may be imported."""
+    """Return a plan, the situation in which it was decided (as if its own layout had been in effect before), and the
+    recorded inputs of the decision. Raises errors of invalid rows, which may be imported."""
     from resihp.scheduler.explained.recorded import situation_of
 
     basis = msgspec.convert(row["basis"], PlanBasis)
@@ -84,8 +84,8 @@ def situation_at(
 
 
 def plan_of(row: Row, configuration: Mapping[str, Any]) -> Plan:
-    """A plan from its row, without the orders and migrations that the ledger does not have; where stages have no ranks,
-    dealt out evenly."""
+    """Build a plan from its row, without the orders and migrations, which the ledger does not have; work is dealt
+    evenly where stages have no ranks."""
     layout = from_json(json.dumps(row["layout"]))
     plan = Plan(
         epoch=row["epoch"],

@@ -1,8 +1,8 @@
-"""Under which plans something slow had no work, so that no iteration of theirs is slow because of it. Pure.
+"""The plans under which something slow had no work, so that it did not slow their iterations. Pure.
 
-A device that is too slow stands by under the next plan, and is slow still; pipelines go round a slow link. The
-controller says so with each plan, and with what it finds slow while that stands by (`resihp.record.slowness`); rows of
-before do not tell: then what is slow counts until it ends.
+A device that is too slow stands by under the next plan, and is still slow; pipelines are routed around a slow link. The
+controller records this with each plan, and with each slow component found on standby (`resihp.record.slowness`). Older
+rows do not have it: then a slow component counts until it ends.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ Row = dict[str, Any]
 
 
 def idle_epochs(failures: Iterable[Row], plans: Iterable[Row]) -> Mapping[int, set[int]]:
-    """Epochs of these plans by failure, rows of one job; none of what is not there."""
-    found: defaultdict[int, set[int]] = defaultdict(set)
+    """Return the epochs of these plans by failure, from the rows of one job; failures without any may be missing."""
+    epochs: defaultdict[int, set[int]] = defaultdict(set)
     for plan in plans:
-        told = plan.get("unaffected_by") or ()
-        if isinstance(told, str):
-            told = _decoded(told)
-        for failure in told:
-            found[failure].add(plan["epoch"])
+        unaffected = plan.get("unaffected_by") or ()
+        if isinstance(unaffected, str):
+            unaffected = _decoded(unaffected)
+        for failure in unaffected:
+            epochs[failure].add(plan["epoch"])
     for row in failures:
         if row.get("idle"):
-            found[row["failure"]].add(row["epoch"])
-    return found
+            epochs[row["failure"]].add(row["epoch"])
+    return epochs
 
 
-def _decoded(told: str) -> tuple[int, ...]:
+def _decoded(content: str) -> tuple[int, ...]:
     with suppress(msgspec.DecodeError, UnicodeError):
-        return msgspec.json.decode(told, type=tuple[int, ...])
-    return ()  # imported, and none
+        return msgspec.json.decode(content, type=tuple[int, ...])
+    return ()  # imported, and malformed
 
 
 def with_idle_epochs(failures: Iterable[Row], plans: Iterable[Row]) -> list[Row]:
-    """Failures, each with its `idle_epochs`."""
+    """Return the failures, each with its `idle_epochs`."""
     failures = list(failures)
     idle = idle_epochs(failures, plans)
-    return [one | {"idle_epochs": idle.get(one["failure"], ())} for one in failures]
+    return [failure | {"idle_epochs": idle.get(failure["failure"], ())} for failure in failures]

@@ -1,14 +1,13 @@
-"""What each plan promised, and whether it kept it. Pure; reads nothing. Called by `history promises` and the report.
+"""Promises of plans, and whether they were kept. Pure; reads nothing. Called by `history promises` and the report.
 
-A plan *promises* a ratio: its predicted iteration time over that of the plan before it, both as things were when it
-was decided (`plans.predicted`, `plans.present`). Where the plan before could not run any more, over what that one had
-been predicted to take when it was decided itself. What it *kept* is the ratio of measured times: medians of seconds
-per token, after and before, of iterations during which nothing else changed; "before" are those that the prediction it
-is compared with was about.
+A plan *promises* a ratio: its predicted iteration time over that of the plan before it, both under the conditions of
+the decision (`plans.predicted`, `plans.present`). If the plan before could no longer run, the ratio is to the
+prediction made when that plan was decided. The ratio that it *kept* is measured: medians of seconds per token, after
+and before, of iterations during which nothing else changed; "before" are the iterations to which the prediction refers.
 
-A promise is broken when iterations take more than `TOLERANCE` longer than promised, and that by more than twice the
-medians' standard error; being faster breaks nothing. Below that, or with fewer than `LEAST` iterations on either side,
-nobody can tell.
+A promise is broken if iterations take more than `TOLERANCE` longer than promised, and exceed that by more than twice
+the medians' standard error; being faster breaks nothing. Below that, or with fewer than `MIN_ITERATIONS` iterations on
+either side, the verdict is open.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from typing import Any
 
 Row = dict[str, Any]
 
-TOLERANCE = 0.10
-LEAST = 4
-"""Iterations; the first one under a plan is left out, it builds what the others find."""
-MOST = 200
-"""Iterations looked at on either side, those nearest to the change."""
+PROMISE_TOLERANCE = 0.10
+MIN_ITERATIONS = 4
+"""Fewest iterations on either side; the first one under a plan is left out because it includes one-time set-up."""
+MAX_ITERATIONS = 200
+"""Most iterations considered on either side, those nearest to the change."""
 
 
 def promises(plans: Sequence[Row], iterations: Sequence[Row], failures: Sequence[Row]) -> list[Row]:
-    """One row for each plan that took effect, in order; rows of one job.
+    """Return one row per plan that took effect, in order, from the rows of one job.
 
     `epoch`, `reason`, `promised` and `kept` (ratios of iteration times, below 1 is faster), `verdict` (`kept`,
     `broken`, `too short to tell`, `promised nothing`), `before` and `after` (iterations measured), `predicted`,
@@ -46,19 +45,21 @@ def promises(plans: Sequence[Row], iterations: Sequence[Row], failures: Sequence
             if at is not None
         }
     )
-    found = []
+    rows = []
     former: Row | None = None
     for plan in sorted(plans, key=lambda row: row["epoch"]):
         if plan["in_effect_at"] is None:
             continue
         promised, against_present = _promised(plan, former)
         before: list[float] = []
-        after = rates(first_ones(by_epoch.get(plan["epoch"], []), changes))
+        after = rates(iterations_before_change(by_epoch.get(plan["epoch"], []), changes))
         if former is not None and promised is not None:
             theirs = by_epoch.get(former["epoch"], [])
-            before = rates(_last(theirs, changes) if against_present else first_ones(theirs, changes))
+            before = rates(
+                _latest_ones(theirs, changes) if against_present else iterations_before_change(theirs, changes)
+            )
         kept, error = ratio(after, before)
-        found.append(
+        rows.append(
             {
                 "epoch": plan["epoch"],
                 "reason": plan["reason"],
@@ -73,11 +74,11 @@ def promises(plans: Sequence[Row], iterations: Sequence[Row], failures: Sequence
             }
         )
         former = plan
-    return found
+    return rows
 
 
 def _promised(plan: Row, former: Row | None) -> tuple[float | None, bool]:
-    """The ratio, and whether it is to the former plan as things were then."""
+    """Return the promised ratio, and whether it refers to the former plan under the conditions of the decision."""
     if former is None or plan["predicted"] is None:
         return None, False
     if plan["present"] is not None:
@@ -87,37 +88,37 @@ def _promised(plan: Row, former: Row | None) -> tuple[float | None, bool]:
     return None, False
 
 
-def first_ones(rows: Sequence[Row], changes: Sequence[int]) -> list[Row]:
-    """Iterations of a plan before anything became slow, or healthy again; without the very first."""
+def iterations_before_change(rows: Sequence[Row], changes: Sequence[int]) -> list[Row]:
+    """Return the iterations of a plan before anything became slow, or healthy again, without the very first."""
     if not rows:
         return []
     until = next((at for at in changes if at > rows[0]["iteration"]), None)
-    kept = [row for row in rows[1 : MOST + 1] if until is None or row["iteration"] < until]
+    kept = [row for row in rows[1 : MAX_ITERATIONS + 1] if until is None or row["iteration"] < until]
     return kept
 
 
-def _last(rows: Sequence[Row], changes: Sequence[int]) -> list[Row]:
-    """Iterations of a plan since anything became slow, or healthy again."""
+def _latest_ones(rows: Sequence[Row], changes: Sequence[int]) -> list[Row]:
+    """Return the iterations of a plan since anything became slow, or healthy again."""
     if not rows:
         return []
     since = max((at for at in changes if at <= rows[-1]["iteration"]), default=0)
-    return [row for row in rows[1:] if row["iteration"] >= since][-MOST:]
+    return [row for row in rows[1:] if row["iteration"] >= since][-MAX_ITERATIONS:]
 
 
 def rates(rows: Sequence[Row]) -> list[float]:
-    """Seconds per token."""
+    """Return the seconds per token."""
     return [row["seconds"] / row["tokens"] for row in rows if row["seconds"] and row["tokens"]]
 
 
 def ratio(after: Sequence[float], before: Sequence[float]) -> tuple[float | None, float]:
-    """Of the medians, and its relative standard error; None where there are too few."""
-    if min(len(after), len(before)) < LEAST:
+    """Return the ratio of the medians, and its relative standard error; None if there are too few values."""
+    if min(len(after), len(before)) < MIN_ITERATIONS:
         return None, 0.0
     return statistics.median(after) / statistics.median(before), math.hypot(_error(after), _error(before))
 
 
 def _error(rates: Sequence[float]) -> float:
-    """Relative standard error of the median, for normal noise of the spread that the quartiles show."""
+    """Return the relative standard error of the median, for normal noise with the spread that the quartiles show."""
     low, middle, high = statistics.quantiles(rates, n=4, method="inclusive")
     return 1.2533 * (high - low) / 1.349 / middle / math.sqrt(len(rates))
 
@@ -128,6 +129,6 @@ def _verdict(promised: float | None, kept: float | None, error: float) -> str:
     if kept is None:
         return "too short to tell"
     excess = kept / promised - 1.0
-    if excess <= TOLERANCE:
+    if excess <= PROMISE_TOLERANCE:
         return "kept"
-    return "broken" if excess > TOLERANCE + 2.0 * error * kept / promised else "too short to tell"
+    return "broken" if excess > PROMISE_TOLERANCE + 2.0 * error * kept / promised else "too short to tell"

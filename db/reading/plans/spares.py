@@ -1,12 +1,13 @@
-"""What one more spare node would have saved a job: its decisions put to the planner again, with a node more. Reads
+"""Time that one more spare node would have saved a job: its decisions are planned again with one more node. Reads
 nothing itself. Called by `db.reading.queries` for `history spares`.
 
-Assumed is that the spare was healthy, idle and at hand at each change of plan after the first, and that nothing else
-would have gone otherwise: the same losses, and changes that take as long. Each plan is decided anew, from the layout
-that was in effect before it and all that is on record of its decision. Its time of an iteration and that of the plan
-that was taken, as the planner prices both, give a share, and that share of the *measured* seconds under the plan is
-saved. A spare makes up for what is lost and no more: no plan counts as faster than the first one when all is well. What
-a job lost that ended for want of nodes is not counted, nor what the spare costs (`spare_gpu_hours` is told beside it).
+The assumptions: the spare was healthy, idle and available at each change of plan after the first, and everything else
+would have happened the same way: the same losses, and changes that take as long. Each plan is decided anew, from the
+layout in effect before it and all recorded inputs of its decision. The ratio of its iteration time to that of the plan
+actually taken, as the planner prices both, gives a share, and that share of the *measured* seconds under the plan is
+saved. A spare makes up for losses and no more: no plan counts as faster than the first one with healthy devices. The
+losses of a job that ended for lack of nodes are not counted, nor is the cost of the spare (`spare_gpu_hours` is
+reported beside it).
 """
 
 from __future__ import annotations
@@ -36,17 +37,17 @@ COLUMNS = (
     *("saved_gpu_hours", "spare_gpu_hours"),
 )
 HOUR_S = 3600.0
-SPARE = "one more spare"
+SPARE_NODE = "one more spare"
 
 
 def saved(job: Row, plans: Sequence[Row], nodes: Mapping[int, str], iterations: Sequence[Row], held_s: float) -> Row:
-    """A row of `COLUMNS` of one job. `job`: as `Reader.job`; `plans` in order, their JSON decoded; `nodes` of ranks;
-    `iterations` in order with `iteration`, `epoch` and `seconds`, of which one stands for all since the one before, as
-    where rows were thinned; `held_s`: for how long the job held its devices.
+    """Return a row of `COLUMNS` for one job. `job`: as `Reader.job`; `plans` in order, their JSON decoded; `nodes`: the
+    node of each rank; `iterations` in order with `iteration`, `epoch` and `seconds`, each of which stands for all since
+    the one before where rows were thinned; `held_s`: time for which the job held its devices.
 
-    `decisions`: changes of plan that were put to the planner again, `untold` those of which the ledger does not tell
-    what they were decided from; `iterations` and `measured_seconds` under the former; `saved_seconds` of these, and in
-    GPU-hours of all devices that the job was given; `spare_gpu_hours`: what the spare node would have been held.
+    `decisions`: changes of plan that were planned again; `untold`: those whose inputs the ledger lacks; `iterations`
+    and `measured_seconds` under the former; `saved_seconds` of these, and in GPU-hours of all devices of the job;
+    `spare_gpu_hours`: time for which the spare node would have been held.
     """
     seconds: dict[int, list[tuple[int, float]]] = {}
     former = None
@@ -55,27 +56,27 @@ def saved(job: Row, plans: Sequence[Row], nodes: Mapping[int, str], iterations: 
         former = row["iteration"]
         if row["seconds"] is not None:
             seconds.setdefault(row["epoch"], []).append((count, row["seconds"]))
-    found = dict.fromkeys(("decisions", "untold", "iterations"), 0)
+    counts = dict.fromkeys(("decisions", "untold", "iterations"), 0)
     measured_s = saved_s = 0.0
     took_effect = [row for row in plans if row["in_effect_at"] is not None or row["epoch"] in seconds]
     for before, row in itertools.pairwise(took_effect):
         times = seconds.get(row["epoch"], [])
         if not times:
             continue
-        took_s = sum(count * each for count, each in times)
+        took_s = sum(count * took_one_s for count, took_one_s in times)
         share = _share(job, took_effect[0], before, row, nodes)
         if share is None:
-            found["untold"] += 1
+            counts["untold"] += 1
             continue
-        found["decisions"] += 1
-        found["iterations"] += sum(count for count, _ in times)
+        counts["decisions"] += 1
+        counts["iterations"] += sum(count for count, _ in times)
         measured_s += took_s
         saved_s += share * took_s
     return {
         "job": job["name"],
         "job_uuid": job["uuid"],
         "started_at": job["started_at"],
-        **found,
+        **counts,
         "measured_seconds": measured_s,
         "saved_seconds": saved_s,
         "saved_gpu_hours": saved_s * job["nodes"] * job["gpus_per_node"] / HOUR_S,
@@ -84,7 +85,7 @@ def saved(job: Row, plans: Sequence[Row], nodes: Mapping[int, str], iterations: 
 
 
 def _share(job: Row, first: Row, before: Row, row: Row, nodes: Mapping[int, str]) -> float | None:
-    """Of the time under a plan that one node more would have saved; None where nobody can tell."""
+    """Return the share of the time under a plan that one more node would have saved; None if unknown."""
     if job["model"] is None or row["basis"] is None:
         return None
     with suppress(ResihpError, msgspec.MsgspecError, ValueError, TypeError, KeyError):
@@ -95,36 +96,39 @@ def _share(job: Row, first: Row, before: Row, row: Row, nodes: Mapping[int, str]
         healthy = plan_of(first, configuration)
         plan, now, _ = situation_at(job, row, declared, configuration, nodes)
         present = iteration_seconds(plan, now)
-        at_best = iteration_seconds(_dealt(healthy, plan.micro_batches), _all_well(now, healthy, nodes))
+        at_best = iteration_seconds(_with_micro_batches(healthy, plan.micro_batches), _all_healthy(now, healthy, nodes))
         then = _with_one_more(now, plan_of(before, configuration).layout, job["gpus_per_node"])
         if math.isfinite(present) and present > 0.0:
-            return 0.0 if at_best >= present else max(0.0, 1.0 - max(_decided(then, at_best), at_best) / present)
+            return (
+                0.0 if at_best >= present else max(0.0, 1.0 - max(_replanned_seconds(then, at_best), at_best) / present)
+            )
     return None
 
 
-def _dealt(plan: Plan, micro_batches: int) -> Plan:
+def _with_micro_batches(plan: Plan, micro_batches: int) -> Plan:
     return plan if plan.micro_batches == micro_batches else plan.dealing(micro_batches)
 
 
-def _all_well(now: Situation, plan: Plan, nodes: Mapping[int, str]) -> Situation:
-    """The situation of a plan whose devices are all there, and as fast as they should be."""
+def _all_healthy(now: Situation, plan: Plan, nodes: Mapping[int, str]) -> Situation:
+    """Return the situation of a plan whose devices are all there and healthy."""
     return msgspec.structs.replace(
         now, base=plan.layout, available=plan.layout.ranks, nodes={**nodes, **now.nodes}, speeds={}, links={}
     )
 
 
 def _with_one_more(now: Situation, base: Layout, devices: int) -> Situation:
-    """With a node of healthy devices that stands by, from the layout that was in effect before."""
+    """Return the situation with one more node of healthy devices on standby, from the layout that was in effect
+    before."""
     begin = max([*now.nodes, *base.ranks], default=-1) + 1
     more = tuple(range(begin, begin + devices))
     return msgspec.structs.replace(
-        now, base=base, available=(*now.available, *more), nodes={**now.nodes, **dict.fromkeys(more, SPARE)}
+        now, base=base, available=(*now.available, *more), nodes={**now.nodes, **dict.fromkeys(more, SPARE_NODE)}
     )
 
 
-def _decided(situation: Situation, enough: float) -> float:
-    """Seconds of an iteration, or layer times, of what the planner would have decided, without a search; or of what it
-    thinks of first, if that is `enough`."""
+def _replanned_seconds(situation: Situation, enough: float) -> float:
+    """Return the iteration time, in seconds or layer times, of the plan that the planner would have decided without a
+    search; or of its first candidate, if that is `enough`."""
     from resihp.scheduler.planner import decide
 
     return decide(situation, search=False, enough=enough).seconds

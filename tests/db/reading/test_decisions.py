@@ -128,8 +128,8 @@ def test_every_decision_has_a_row(open_ledger: Opener, tmp_path: Path) -> None:
     assert refused["refused"] == [{"name": "without replica 1", "predicted": 0.75, "why": "25.0% slower"}]
     assert (taken["outcome"], taken["promised"], taken["measured"]) == ("kept its promise", 1.2, 0.62)
     assert abs(taken["kept"] - 1.24) < 1e-9
-    assert (node["action"], node["outcome"]) == ("a node is asked for in place of n2", "joined, node n9 after 30 s")
-    assert no_node["action"] == "no other node is asked for: the job ends before it pays"
+    assert (node["action"], node["outcome"]) == ("a node is requested in place of n2", "joined, node n9 after 30 s")
+    assert no_node["action"] == "no other node is requested: the job ends before it pays"
     assert back["outcome"] == "rolled back: the job was to stop"
 
 

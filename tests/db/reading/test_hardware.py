@@ -182,7 +182,7 @@ def test_where_no_uuid_is_known_a_repair_is_of_the_number(told: Callable[..., st
 
 def test_a_node_is_known_however_many_there_are(told: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     url = told()
-    monkeypatch.setattr(naming, "NAMES", 1)
+    monkeypatch.setattr(naming, "MAX_NAMES_SEARCHED", 1)
     assert record(url, "n3", at=NOW, now=NOW)["node"] == "n3"
 
 
@@ -209,7 +209,7 @@ def test_what_cannot_be_written_down(told: Callable[..., str]) -> None:
         record(url, "n2", device="GPU-x")
     with pytest.raises(UsageError, match=r"device '9{20}': this ledger has never seen it"):
         record(url, "n2", device="9" * 20)
-    with pytest.raises(UsageError, match="is yet to come"):
+    with pytest.raises(UsageError, match="is in the future"):
         record(url, "n2", at=NOW + timedelta(days=1), now=NOW)
     with Reader.open(url) as reader:
         assert hardware.maintenance_rows(reader) == []

@@ -63,14 +63,14 @@ def test_a_slow_device_while_it_is_slow() -> None:
     assert told.slow
     assert told.usual_seconds == 1.0
     assert told.verdict == [
-        "iteration 7 took 2.00 s, 2.00 times the 1.00 s predicted where all is well",
+        "iteration 7 took 2.00 s, 2.00 times the 1.00 s predicted for healthy devices",
         "n1 device 1 was slow, at 50% of its speed from iteration 6 until 10 (failure 1: rank 5 at 50 % of its speed): "
-        "explains up to 1.00 s of the 1.00 s too much",
+        "accounts for up to 1.00 s of the 1.00 s excess",
     ]
     assert [one["failure"] for one in told.failures] == [1]
     told = ask(iterations, 12, slow(1, 6, 11))
     assert not told.slow
-    assert told.verdict == ["iteration 12 took 1.00 s: not slow, 1.00 times the 1.00 s predicted where all is well"]
+    assert told.verdict == ["iteration 12 took 1.00 s: not slow, 1.00 times the 1.00 s predicted for healthy devices"]
     assert told.failures == []
 
 
@@ -94,7 +94,7 @@ def test_without_a_prediction_its_plan_s_healthy_iterations_are_the_measure() ->
     assert told.verdict == [
         "iteration 5 took 2.00 s, 2.00 times the 1.00 s usual for this job (median of the last 3 iterations of this "
         "shape)",
-        "unexplained: 1.00 s of the 1.00 s too much; no failure, workload or checkpoint in the ledger explains it",
+        "unexplained: 1.00 s of the 1.00 s excess; no failure, workload or checkpoint in the ledger explains it",
     ]
     assert ask(iterations[:1], 1).slow is None
 
@@ -104,10 +104,10 @@ def test_what_cannot_explain_the_size_is_not_the_cause() -> None:
     innocent = slow(1, 22) | {"speed": 0.92, "cause": "rank 3 works at 92% of a healthy device's speed"}
     told = ask(iterations, 28, innocent)
     assert told.verdict == [
-        "iteration 28 took 1.20 s, 12.00 times the 0.10 s predicted where all is well",
-        "unexplained: 1.09 s of the 1.10 s too much",
+        "iteration 28 took 1.20 s, 12.00 times the 0.10 s predicted for healthy devices",
+        "unexplained: 1.09 s of the 1.10 s excess",
         "too little to be the cause: n1 device 1 was slow, at 92% of its speed since iteration 22 (failure 1: rank 3 "
-        "works at 92% of a healthy device's speed): explains up to 8.7 ms of the 1.10 s too much",
+        "works at 92% of a healthy device's speed): accounts for up to 8.7 ms of the 1.10 s excess",
     ]
     assert (told.excess_seconds, told.unexplained_seconds) == (pytest.approx(1.1), pytest.approx(1.0913, abs=1e-4))
     [found] = told.causes
@@ -119,15 +119,15 @@ def test_several_causes_have_their_shares_and_what_is_left_is_told() -> None:
     device, other = slow(1, 6), slow(2, 6) | {"speed": 0.8, "device": 2}
     whole = slow(3, 6) | {"component": "job", "node": None, "device": None, "speed": 0.8, "cause": "a power cap"}
     told = ask(iterations, 7, other, whole, device)
-    assert [line.partition(": explains ")[2] for line in told.verdict[1:4]] == [
-        "up to 1.00 s of the 2.00 s too much",
-        "up to 0.25 s of the 2.00 s too much",
-        "up to 0.25 s of the 2.00 s too much",
+    assert [line.partition(": accounts for ")[2] for line in told.verdict[1:4]] == [
+        "up to 1.00 s of the 2.00 s excess",
+        "up to 0.25 s of the 2.00 s excess",
+        "up to 0.25 s of the 2.00 s excess",
     ]
     # The slower device decides, and all are at 80 % of their speed besides: 1.25 / 0.5 of 1.00 s.
-    assert told.verdict[4:] == ["unexplained: 0.50 s of the 2.00 s too much"]
+    assert told.verdict[4:] == ["unexplained: 0.50 s of the 2.00 s excess"]
     now_and_then = ask(iterations, 7, device | {"intermittent": True})
-    assert now_and_then.verdict[1].endswith("; how much of the 2.00 s too much that explains is not known")
+    assert now_and_then.verdict[1].endswith("; its share of the 2.00 s excess is unknown")
     assert len(now_and_then.verdict) == 2, "it may be all of it"
 
 
@@ -137,10 +137,9 @@ def test_where_predictions_are_off_the_usual_of_the_job_is_the_measure() -> None
     assert told.verdict[:2] == [
         "iteration 21 took 1.90 s, 2.71 times the 0.70 s usual for this job (median of the last 20 iterations of this "
         "shape)",
-        "predicted where all is well: 0.16 s, no measure here: those iterations took 4.4 times what was predicted for "
-        "them",
+        "predicted for healthy devices: 0.16 s, not used: those iterations took 4.4 times their predictions",
     ]
-    assert told.verdict[2].endswith(": explains up to 1.09 s of the 1.20 s too much")
+    assert told.verdict[2].endswith(": accounts for up to 1.09 s of the 1.20 s excess")
     assert told.measure == "usual"
     usual = ask(iterations, 22)
     assert not usual.slow
@@ -179,8 +178,8 @@ def test_an_iteration_with_less_to_do_is_not_compared_with_longer_ones() -> None
     iterations[-1] |= {"predicted_seconds": 0.1, "sum_squared_lengths": 4}
     told = ask(iterations, 21)
     assert told.verdict[0] == (
-        "iteration 21 took 0.80 s, 2.00 times the 0.40 s usual for this job (the last 20 iterations of this shape, by "
-        "what was predicted for each)"
+        "iteration 21 took 0.80 s, 2.00 times the 0.40 s usual for this job (the last 20 iterations of this shape, "
+        "scaled by each prediction)"
     )
     assert told.slow
 
@@ -200,9 +199,8 @@ def test_what_stands_by_slows_nothing_and_what_it_leaves_is_usual() -> None:
     assert told.verdict == [
         "iteration 46 took 1.80 s, 2.00 times the 0.90 s usual for this job (median of the last 20 iterations of this "
         "shape)",
-        "predicted where all is well: 0.16 s, no measure here: those iterations took 5.6 times what was predicted for "
-        "them",
-        "unexplained: 0.90 s of the 0.90 s too much; no failure, workload or checkpoint in the ledger explains it",
+        "predicted for healthy devices: 0.16 s, not used: those iterations took 5.6 times their predictions",
+        "unexplained: 0.90 s of the 0.90 s excess; no failure, workload or checkpoint in the ledger explains it",
     ]
     assert told.failures == []
     [cause] = why(23, job(99), iterations, [put_aside], [], plans, []).causes
@@ -216,7 +214,7 @@ def test_in_another_layout_what_is_slow_still_is_measured_by_how_far_predictions
     told = why(40, job(99), iterations, [slow(1, 21)], [], [plan(1, 8), plan(2, 8)], [])
     assert told.verdict[0] == (
         "iteration 40 took 1.20 s, 1.37 times the 0.88 s usual for this job (the last 20 iterations of other layouts, "
-        "by what was predicted for each)"
+        "scaled by each prediction)"
     )
 
 
@@ -237,11 +235,11 @@ def test_a_larger_workload_is_told() -> None:
     iterations.append({**iteration(4, 5.0, 2.0, predicted=1.9), "tokens": 1000, "sum_squared_lengths": 30})
     told = ask(iterations, 4)
     assert not told.slow
-    assert told.verdict[1] == "its sequences were longer: 1.90 times the usual work, which the prediction knows"
+    assert told.verdict[1] == "its sequences were longer: 1.90 times the usual work, which the prediction includes"
     iterations = [*rows(1.0, 1.0, predicted=None), {**rows(2.0, tokens=2000)[0], "iteration": 3}]
     iterations[-1]["predicted_seconds"] = None
     assert ask(iterations, 3).verdict[1] == (
-        "it had 2.00 times the usual tokens: explains up to 1.00 s of the 1.00 s too much"
+        "it had 2.00 times the usual tokens: accounts for up to 1.00 s of the 1.00 s excess"
     )
 
 
@@ -253,8 +251,7 @@ def test_checkpoints_and_injected_faults_that_touch_it() -> None:
     ]
     told = ask(rows(1.0, 1.0, 1.5), 3, events=events)
     assert told.verdict[1:] == [
-        "a checkpoint of iteration 2 was written meanwhile, or just before; how much of the 0.50 s too much that "
-        "explains is not known",
+        "a checkpoint of iteration 2 was written during it or just before; its share of the 0.50 s excess is unknown",
         "fault injected on purpose: fault 1: slow:rank=5",
     ]
 
@@ -286,10 +283,9 @@ def test_the_first_iteration_after_a_failure() -> None:
     told = why(3, job(99), iterations, [mended], [transition(2, 2.5, 5.0)], [plan(1, 8), plan(2, 6)], [])
     assert told.lost_s == pytest.approx({"detect": 0.1, "redo": 0.4, "reconfigure": 1.3})
     assert told.verdict == [
-        "iteration 3 took 1.20 s, 1.20 times the 1.00 s predicted where all is well",
-        "it was the first under the plan of epoch 2, and built what the others find; how much of the 0.20 s too much "
-        "that explains is not known",
-        "before it training was interrupted, 1.80 s lost (0.10 s until it was noticed, 0.40 s of work redone, "
+        "iteration 3 took 1.20 s, 1.20 times the 1.00 s predicted for healthy devices",
+        "it was the first under the plan of epoch 2, with one-time set-up; its share of the 0.20 s excess is unknown",
+        "training was interrupted before it, 1.80 s lost (0.10 s until it was noticed, 0.40 s of work redone, "
         "1.30 s to reconfigure): failure 1: rank 5 killed",
         "6 of 8 devices worked, under the plan of epoch 2 (layout 2): reason 2",
     ]
@@ -362,5 +358,5 @@ def test_from_a_ledger(tmp_path: Any, ledger_url: str) -> None:
         told = queries.why(reader, row, 12)
         assert told.lost_s == pytest.approx({"detect": 0.02, "redo": 0.28, "reconfigure": 0.4}, abs=1e-4)
         assert [one["text"] for one in told.injected] == ["fault 1: kill:rank=5@iteration=12,phase=forward injected"]
-        with pytest.raises(UsageError, match="iteration 99: not committed in job local-1, of which 1 to 20 are"):
+        with pytest.raises(UsageError, match="iteration 99: not committed in job local-1; committed: 1 to 20"):
             queries.why(reader, row, 99)

@@ -11,7 +11,7 @@ import pytest
 
 from slurm.client import PREFIX, NodeView
 from slurm.drains.drain import Step, climb, descend
-from slurm.drains.exclusions import FOR_S, Exclusions
+from slurm.drains.exclusions import EXCLUSION_S, Exclusions
 from slurm.rate_limited import Polite
 from tests.slurm.fake_slurm import FakeSlurm
 
@@ -80,7 +80,7 @@ def test_who_may_drain_drains(operator: Ladder) -> None:
     (exclusion,) = operator.exclusions.current(NOW)
     assert exclusion.node == "n3"
     assert exclusion.job_id == "17"
-    assert exclusion.expires_at == NOW + FOR_S["hardware"]
+    assert exclusion.expires_at == NOW + EXCLUSION_S["hardware"]
     assert (exclusion.measure, exclusion.since) == ("drain", NOW)
     assert exclusion.reason == "rank 3 died"
 

@@ -268,7 +268,7 @@ def test_a_release_that_nobody_has_tried_is_told_once(
     assert start(version=version).job == "77"
     said = [line for line in capsys.readouterr().err.splitlines() if "Slurm" in line]
     assert len(said) == bool(which)
-    assert all(f"is {which} than those that resihp was tried with" in line for line in said)
+    assert all(f"is {which} than the releases that resihp was tested with" in line for line in said)
 
 
 def test_a_release_that_cannot_be_read_is_told_and_the_job_goes_on(

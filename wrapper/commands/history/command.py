@@ -623,7 +623,7 @@ def _reckoned(
     if asked.view == "repairs":
         found = rates.repairs_together(ask(lambda reader: rates.repairs(reader, asked.since, asked.until)))
         return [row for row in found if is_node(asked.node, row["node"], clusters)]
-    days = asked.days or rates.DAYS
+    days = asked.days or rates.DEFAULT_DAYS
     if asked.around is not None:
         around = asked.around
         return rates.together(ask(lambda reader: rates.rate_around(reader, around, days, asked.user)))

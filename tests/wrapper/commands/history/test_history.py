@@ -159,7 +159,7 @@ def text_of(*arguments: str) -> str:
 def test_why_was_iteration_37_slow() -> None:
     told()
     text = text_of("why", "37")
-    assert "iteration 37 took 4.00 s, 2.00 times the 2.00 s predicted where all is well" in text
+    assert "iteration 37 took 4.00 s, 2.00 times the 2.00 s predicted for healthy devices" in text
     assert "n1 device 1 was slow, at 50% of its speed since iteration 31" in text
     assert "3 of 4 devices" not in text
     assert "2 of 4 devices worked" in text
@@ -176,10 +176,10 @@ def test_why_does_not_name_a_device_that_cannot_explain_the_size(monkeypatch: py
     monkeypatch.setenv("COLUMNS", "200")
     told(speed=0.92)
     assert resihp("why", "37").stdout.splitlines()[:3] == [
-        "iteration 37 took 4.00 s, 2.00 times the 2.00 s predicted where all is well",
-        "- unexplained: 1.83 s of the 2.00 s too much",
+        "iteration 37 took 4.00 s, 2.00 times the 2.00 s predicted for healthy devices",
+        "- unexplained: 1.83 s of the 2.00 s excess",
         "- too little to be the cause: n1 device 1 was slow, at 92% of its speed since iteration 31 (failure 2: rank 1 "
-        "at 92 % of its speed): explains up to 0.17 s of the 2.00 s too much",
+        "at 92 % of its speed): accounts for up to 0.17 s of the 2.00 s excess",
     ]
 
 
@@ -189,10 +189,9 @@ def test_why_compares_with_what_is_usual_where_predictions_are_off(monkeypatch: 
     assert resihp("why", "37").stdout.splitlines()[:3] == [
         "iteration 37 took 4.00 s, 2.00 times the 2.00 s usual for this job (median of the last 10 iterations of this "
         "shape)",
-        "- predicted where all is well: 0.50 s, no measure here: those iterations took 4 times what was predicted for "
-        "them",
+        "- predicted for healthy devices: 0.50 s, not used: those iterations took 4 times their predictions",
         "- n1 device 1 was slow, at 50% of its speed since iteration 31 (failure 2: rank 1 at 50 % of its speed): "
-        "explains up to 2.00 s of the 2.00 s too much",
+        "accounts for up to 2.00 s of the 2.00 s excess",
     ]
     assert resihp("why", "25").stdout.splitlines()[0] == (
         "iteration 25 took 2.00 s: not slow, 1.00 times the 2.00 s usual for this job (median of the last 4 iterations "
@@ -661,7 +660,7 @@ def test_an_unknown_job_of_a_shared_ledger_and_an_iteration_that_was_not(tmp_pat
     catch_up(url, job.folder, job.journal_file)
     with pytest.raises(JobNotFoundError, match=r"job locl-1: not in ledger .*; did you mean local-1\?"):
         resihp("history", "failures", "locl-1", "--ledger", url)
-    with pytest.raises(UsageError, match="iteration 370: not committed in job local-1, of which 1 to 40 are"):
+    with pytest.raises(UsageError, match="iteration 370: not committed in job local-1; committed: 1 to 40"):
         resihp("why", "370")
 
 

@@ -438,7 +438,7 @@ BAD_PROGRAMS: list[tuple[str, Callable[[Programs], object], str]] = [
     (
         "parts not gathered",
         not_gathered,
-        r"rank 0, .*gradients of micro-batch 1.*do not bring rank 0 just what it needs",
+        r"rank 0, .*gradients of micro-batch 1.*do not bring rank 0 just the elements that it needs",
     ),
     ("parcel lost", lost_on_all, r"rank 4 never sends the gradients of micro-batch 4 over boundary 0"),
     (

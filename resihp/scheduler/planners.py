@@ -1,6 +1,6 @@
-"""Which rules a job may be planned by: ours, and to compare the paper's, its first steps, giving replicas up. Pure.
+"""The rules by which a job may be planned: ours, and for comparison the paper's, its first steps, giving replicas up.
 
-Called by the controller, with the name that the job's settings have, and by `resihp plan`.
+Pure. Called by the controller, with the name in the job's settings, and by `resihp plan`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ NAMES: tuple[PlannerName, ...] = get_args(PlannerName)
 
 @dataclass(frozen=True, kw_only=True)
 class NamedPlanner:
-    """What a planner is asked. Jobs begin alike, and have the same cautious plan to fall back on, under all of them."""
+    """Functions of a planner. Jobs start the same way, and have the same cautious plan to fall back on, under all
+    planners."""
 
     decide: Callable[[Situation], Decision]
     first_plan: Callable[..., Plan] = planner.first_plan
@@ -29,9 +30,12 @@ class NamedPlanner:
 
 
 def named(name: PlannerName) -> NamedPlanner:
-    """`resihp-paper`: all steps of the paper's rule; `paper-tp`, `paper-tp-pp`: the first one, the first two;
-    `drop-replica`: a replica that loses a rank, or has one that became slow, is left as it is or given up, and nothing
-    moves: newcomers stand by, and orders that the job was tuned to are not kept. Raises ValueError for another name."""
+    """Return the planner of this name. Raises ValueError for an unknown name.
+
+    `resihp-paper`: all steps of the paper's rule. `paper-tp`, `paper-tp-pp`: its first step, its first two steps.
+    `drop-replica`: a replica that loses a rank, or has a slow one, is left as it is or given up, and nothing moves: new
+    ranks stand by, and tuned orders of the job are not kept.
+    """
     if name not in NAMES:
         raise ValueError(f"planner {name}: unknown; choose {', '.join(NAMES)}")
     decide: dict[PlannerName, Callable[[Situation], Decision]] = {

@@ -398,4 +398,4 @@ def parts(question: Question, plan: Plan, rank: int) -> str:
         memory.needed_bytes(plan, rank, question.model, tokens, state_bytes=state_bytes_of(question, plan.layout))
         for tokens in (0, tokens_of(question))
     )
-    return question.overhead.told(state, whole - state)
+    return question.overhead.describe(state, whole - state)

@@ -152,8 +152,8 @@ class Draft:
 
     @property
     def _half(self) -> float:
-        """Half of what a replica was started with. New ones must have as much: less serves better as standby, for the
-        groups that it came from.
+        """Half of a replica's initial speed. New replicas need as much: fewer ranks are more useful as standby, for the
+        groups that they came from.
         """
         return self._situation.tp * self._situation.pp / 2
 

@@ -1,14 +1,14 @@
-"""A layout made better step by step, for as long as there is time: simulated annealing over whole layouts. Pure.
+"""A layout improved step by step, for as long as there is time: simulated annealing over whole layouts. Pure.
 
-The instant planner changes one thing at a time and stops where no single change gains. Here groups change their
-places, replicas and sizes, also where nothing is gained at once; layers follow, to what the timeline says is best for
-them. Trials are counted, not timed: the same seed and number of trials give the same layout. Kirkpatrick et al.,
-1983; cooled and heated again in cycles, of which every other one begins elsewhere: in a layout of all ranks dealt out
-anew, over fewer or more replicas, or in the best one shaken. Where memory is tight, no way of single changes leads
-there. Two cycles are of one length, the next two twice as long. What it takes to get there is not weighed.
+The immediate planner changes one thing at a time and stops when no single change gains. Here groups change their
+places, replicas and sizes, even without an immediate gain; layers follow, as is best for them on the timeline. Trials
+are counted, not timed: the same seed and number of trials give the same layout. Kirkpatrick et al., 1983; cooled and
+reheated in cycles, of which every second one starts from another layout: a layout of all ranks distributed anew, over
+fewer or more replicas, or the best one after random changes. With tight memory, single changes alone do not lead to
+such layouts. Two cycles have one length, the next two twice that length. The cost of the transition is not considered.
 
-What is tried is machine code (`resihp.scheduler.search.kernels`). Called by `resihp.scheduler.anytime`. One chunk a
-stage, whose ranks are on one node.
+The trials are machine code (`resihp.scheduler.search.kernels`). Called by `resihp.scheduler.anytime`. Stages have one
+chunk, and their ranks are on one node.
 """
 
 from __future__ import annotations
@@ -30,31 +30,34 @@ from resihp.scheduler.situation import Situation
 CYCLE = 150
 """Trials of the first cycle."""
 FEWER_REPLICAS = 3
-"""Than there are now, and one more: so many are all ranks dealt out over, or"""
+"""All ranks are distributed over the present number of replicas minus 3 up to plus 1, or over"""
 MANY = (2, 3, 4, 6)
-"""times as many, or each group is one."""
+"""these multiples of it, or with each group as a replica."""
 MOST_ELSEWHERE = 6
 MORE_STAGES = 4
-"""Of a replica than the job was started with."""
+"""Stages of a replica beyond those that the job was started with."""
 MOST_FORMER = 12
-"""Layouts that were the best before and are remembered, for where there is no way to the best one."""
+"""Most former best layouts that are remembered, for the case that the best one cannot be reached."""
 SEEDS = 2_147_483_398
 
 
 class Layouted(msgspec.Struct, frozen=True):
-    """A layout, what it takes, and who computes what in which order."""
+    """A layout, its time, and the micro-batches and orders of each replica."""
 
     replicas: tuple[Replica, ...]
     seconds: float
-    """Infinite where there is no memory for it; then the rest is empty."""
+    """Infinite if memory does not suffice; then the rest is empty."""
     shares: tuple[tuple[int, ...], ...]
     orders: tuple[tuple[Order, ...] | None, ...]
-    """Of each replica: its own, None for those of the schedule."""
+    """Orders of each replica: its own, or None for those of the schedule."""
 
 
 class Search:
-    """`starts`: layouts to begin with; ranks dealt out anew if there are none. `beside`: only layouts for which ranks
-    have room beside what they hold. `seconds`: of the best so far."""
+    """A search over layouts; `seconds` is the time of the best layout so far.
+
+    `starts`: layouts to begin with; newly distributed ranks if there are none. `beside`: consider only layouts for
+    which ranks have room beside their present state.
+    """
 
     def __init__(
         self, situation: Situation, starts: Sequence[Sequence[Replica]], seed: int = 0, *, beside: bool = False
@@ -84,33 +87,33 @@ class Search:
 
     @property
     def seconds(self) -> float:
-        """Predicted for an iteration."""
+        """Predicted time of an iteration."""
         return float(self._layouts.score[BEST, 0])
 
     def best(self) -> Layouted:
-        """The best so far."""
+        """Return the best layout so far."""
         return self._told(BEST)
 
     def former(self) -> Iterator[Layouted]:
-        """Those that were the best before, the last one first, as far as they are not forgotten meanwhile."""
+        """Yield the former best layouts, the last one first, as far as they are still remembered."""
         before, kept = int(self._turn[kernels.BEFORE]), int(self._turn[kernels.KEPT])
         for i in range(before - 1, max(0, before - kept) - 1, -1):
             if self._turn[kernels.BEFORE] < before:
-                return  # tables were begun anew for a layout that was asked about
+                return  # the tables were rebuilt to price a layout of the caller
             yield self._told(FORMER + i % kept)
 
     def priced(self, replicas: Sequence[Replica]) -> Layouted:
-        """Any layout, at what it would be here."""
+        """Return any layout with its price in this search."""
         self._write(ASKED, [pipe_of(replica) for replica in replicas])
         return self._told(ASKED)
 
     def seconds_of(self, replicas: Sequence[Replica]) -> float:
-        """About what any layout would take here."""
+        """Return the approximate time of any layout in this search."""
         self._write(ASKED, [pipe_of(replica) for replica in replicas])
         return float(self._layouts.score[ASKED, 0])
 
     def run(self, trials: int) -> bool:
-        """Try so many changes; whether something better was found."""
+        """Try `trials` changes. Return whether a better layout was found."""
         before = self._layouts.score[BEST].tolist()
         while trials:
             trials = kernels.anneal(
@@ -132,7 +135,7 @@ class Search:
         return self._pipelines.write(k, pipes)
 
     def _begin_anew(self) -> None:
-        """With tables that know what is still needed."""
+        """Rebuild the tables with the layouts that are still needed."""
         elsewhere, left = self._turn[[kernels.ELSEWHERE, kernels.LEFT]].tolist()
         self._turn[kernels.BEFORE] = 0
         self._pipelines.begin_anew((NOW, TRIED, BEST, *range(elsewhere, elsewhere + left)))
@@ -142,36 +145,39 @@ class Search:
         if not math.isfinite(self._layouts.score[k, 0]):
             return Layouted(replicas, math.inf, (), ())
         shares = contiguous(self._pipelines.counts(k))
-        found = (self._pipelines.orders(k, d, share) for d, share in enumerate(shares))
-        orders, ends = zip(*found, strict=True)
+        orders_and_ends = (self._pipelines.orders(k, d, share) for d, share in enumerate(shares))
+        orders, ends = zip(*orders_and_ends, strict=True)
         return Layouted(replicas, max(ends) + self._pipelines.after_s(k), shares, orders)
 
     def _dealt(self, replicas: int) -> list[list[Pipe]]:
-        """All ranks over about so many replicas, each of groups as large as they may be, as evenly as can be; those for
-        which there is memory, the fastest first."""
+        """Return the layouts of all ranks distributed evenly over about `replicas` replicas, in the largest possible
+        groups.
+
+        Only layouts for which memory suffices, the fastest first.
+        """
         groups, most = self._largest_groups(), self._pipelines.most_stages
         counts = {*range(max(1, replicas - FEWER_REPLICAS), replicas + 2), *(n * replicas for n in MANY), len(groups)}
-        found: list[tuple[list[float], int, list[Pipe]]] = []
+        layouts: list[tuple[list[float], int, list[Pipe]]] = []
         for count in sorted(count for count in counts if count <= min(len(groups), self._pipelines.most_pipes)):
             dealt: list[list[tuple[Ranks, int]]] = [[] for _ in range(count)]
             for group in groups:
-                short = [pipe for pipe in dealt if len(pipe) < most]
-                if short:
-                    min(short, key=len).append((group, 0))
+                extendable = [pipe for pipe in dealt if len(pipe) < most]
+                if extendable:
+                    min(extendable, key=len).append((group, 0))
             if all(dealt) and self._write(ASKED, dealt) and math.isfinite(self._layouts.score[ASKED, 0]):
-                found.append((self._layouts.score[ASKED].tolist(), count, [*dealt]))
-        return [pipes for _, _, pipes in sorted(found, key=lambda one: one[:2])][:MOST_ELSEWHERE]
+                layouts.append((self._layouts.score[ASKED].tolist(), count, [*dealt]))
+        return [pipes for _, _, pipes in sorted(layouts, key=lambda entry: entry[:2])][:MOST_ELSEWHERE]
 
     def _largest_groups(self) -> list[Ranks]:
-        """Of all ranks, each node's in groups of their own, the strongest first."""
+        """Return groups of all ranks, those of each node separate, the strongest first."""
         situation = self._situation
-        at: dict[str, list[int]] = {}
+        ranks_of_node: dict[str, list[int]] = {}
         for rank in sorted(situation.available, key=lambda rank: (-situation.speeds.get(rank, 1.0), rank)):
-            at.setdefault(situation.nodes[rank], []).append(rank)
-        found: list[Ranks] = []
-        for ranks in at.values():
+            ranks_of_node.setdefault(situation.nodes[rank], []).append(rank)
+        groups: list[Ranks] = []
+        for ranks in ranks_of_node.values():
             while ranks:
                 size = max(k for k in self._pipelines.degrees if k <= len(ranks))
-                found.append(tuple(sorted(ranks[:size])))
+                groups.append(tuple(sorted(ranks[:size])))
                 ranks = ranks[size:]
-        return sorted(found, key=lambda ranks: (-situation.speed(ranks), ranks))
+        return sorted(groups, key=lambda ranks: (-situation.speed(ranks), ranks))

@@ -153,7 +153,7 @@ def check(situation: Situation) -> None:
     for name, ranks in (("available", situation.available), ("measured", situation.speeds)):
         unknown = [rank for rank in ranks if rank not in known_ranks]
         if unknown:
-            raise PlanError(f"{name} rank {unknown[0]}: unknown rank, no node is given for it")
+            raise PlanError(f"{name} rank {unknown[0]}: no such rank, no node is given for it")
     if situation.micro_batches < 1:
         raise PlanError(f"{situation.micro_batches} micro-batches an iteration: there is nothing to plan")
     if situation.model.layers < situation.chunks:

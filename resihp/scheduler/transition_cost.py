@@ -258,7 +258,7 @@ def _share(now_s: float, then_s: float, doubt: float) -> float:
 
 
 def _price(cost: Cost, threshold_s: float) -> str:
-    flickers = "" if threshold_s == cost.seconds else f", counted as {threshold_s:.3g} s because of recent changes"
+    flickers = "" if threshold_s == cost.seconds else f", counted as {threshold_s:.3g} s after recent changes"
     return f"{cost.seconds:.3g} s{flickers}"
 
 

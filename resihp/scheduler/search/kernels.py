@@ -696,10 +696,10 @@ def ordered(row: int, count: int, tables: Tables, split: bool, own: bool, order:
 def shared(
     total: int, rows: Ints, tables: Tables, split: bool, own: bool, below: float, counts: Ints
 ) -> tuple[float, float]:
-    """Write the micro-batches of each pipeline into `counts`, `total` in all, so that the last one ends as early as possible.
+    """Write the micro-batches of each pipeline into `counts`, so that the last pipeline ends as early as possible.
 
-    Returns its end, and when all would end if micro-batches were divisible; infinite if memory does not suffice, or if
-    the time is clearly not below `below`.
+    The sum of `counts` is `total`. Returns that end, and when all would end if micro-batches were divisible; infinite
+    if memory does not suffice, or if the time is clearly not below `below`.
 
     `rows`: the pipelines' rows in the tables; `own`: with orders of their own if these are faster.
     """
@@ -1158,8 +1158,8 @@ def copy(layouts: Layouts, a: int, b: int) -> None:
 def laid(job: Job, tables: Tables, layouts: Layouts, k: int, sizes: Ints, ranks: Ints, layer_counts: Ints) -> bool:
     """Write layout `k`. Return whether it is possible; then it has its score.
 
-    `sizes`, `layer_counts`: ranks and layers of each group (pipelines, stages), 0 after the last; for 0 layers, the fastest
-    layers are chosen.
+    `sizes`, `layer_counts`: ranks and layers of each group (pipelines, stages), 0 after the last; for 0 layers, the
+    fastest partition is chosen.
     """
     replicas = sizes.shape[0]
     counts = np.zeros(replicas, np.int64)

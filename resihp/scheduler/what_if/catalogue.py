@@ -196,7 +196,9 @@ def nearest(word: str, valid: Iterable[str]) -> str:
 
 def _read(name: str, kind: str, valid_names: Mapping[str, object], example: str) -> dict[str, Any]:
     if not name.endswith(".toml"):
-        raise ConfigurationError(f"{kind} {name}: unknown; {nearest(name, valid_names)} A file's name ends with .toml")
+        raise ConfigurationError(
+            f"{kind} {name}: not known; {nearest(name, valid_names)} A file's name ends with .toml"
+        )
     try:
         return tomllib.loads(Path(name).read_text(encoding="utf-8"))
     except OSError as error:

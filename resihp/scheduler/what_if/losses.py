@@ -123,14 +123,14 @@ def state_lost(now: Situation, ranks: Collection[int]) -> str | None:
     return missing(Base(epoch=now.epoch, layout=now.base, survivors=survivors), outline(now.model))
 
 
-def as_json(losses: Losses, planning_s: float) -> dict[str, object]:
+def as_json(results: Losses, planning_s: float) -> dict[str, object]:
     """Return the output of `resihp plan --hurts --json`, except device names. Times that are not finite become null."""
     return {
         "schema": 1,
         "planning_seconds": planning_s,
-        "now": {"iteration_seconds": losses.seconds, "idle": len(losses.plan.layout.standby)},
-        "losses": [_one_as_json(result, losses.seconds) for result in losses.after],
-        "unasked": losses.unasked,
+        "now": {"iteration_seconds": results.seconds, "idle": len(results.plan.layout.standby)},
+        "losses": [_one_as_json(result, results.seconds) for result in results.after],
+        "unasked": results.unasked,
     }
 
 

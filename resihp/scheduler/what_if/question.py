@@ -210,7 +210,9 @@ def check(question: Question) -> None:
         if value < minimum:
             raise UsageError(f"{name} {value}: must be at least {minimum}")
     if question.schedule not in SCHEDULES:
-        raise UsageError(f"--schedule {question.schedule}: unknown; {catalogue.nearest(question.schedule, SCHEDULES)}")
+        raise UsageError(
+            f"--schedule {question.schedule}: not known; {catalogue.nearest(question.schedule, SCHEDULES)}"
+        )
     layout_text = f"layout tp={question.tp},dp={question.dp},pp={question.pp}"
     stages = question.pp * question.chunks
     if stages > question.model.layers:
@@ -239,7 +241,7 @@ def check_failures(question: Question) -> None:
         if rank not in nodes:
             is_listed = question.places and len(nodes) <= 16
             valid_names = ", ".join(map(str, nodes)) if is_listed else f"{min(nodes)} to {max(nodes)}"
-            raise UsageError(f"{option} {rank}: unknown rank; valid ranks: {valid_names}")
+            raise UsageError(f"{option} {rank}: no such rank; there are ranks {valid_names}")
     linked = [(f"--slow-link {a}-{b}", end) for a, b in question.slow_links for end in (a, b)]
     for option, node in (*((f"--fail-node {n}", n) for n in question.failed_nodes), *linked):
         if node not in node_names:
@@ -248,11 +250,11 @@ def check_failures(question: Question) -> None:
                 if question.places and len(node_names) <= 16
                 else f"{node_names[0]} to {node_names[-1]}"
             )
-            raise UsageError(f"{option}: unknown node {node}; valid nodes: {valid_names}")
+            raise UsageError(f"{option}: no node {node}; there are {valid_names}")
     lost = gone(question)
     for rank in question.slow:
         if rank in lost:
-            raise UsageError(f"rank {rank}: is given as slow and as failed; choose one")
+            raise UsageError(f"rank {rank}: given as slow and as failed; choose one")
     if len(lost) == len(nodes):
         raise PlanError(f"nothing is left: all {len(nodes)} ranks have failed")
     for subject, speed in (*question.slow.items(), *question.slow_links.items()):

@@ -115,7 +115,7 @@ def test_more_devices_than_a_search_gets_round_to_are_told() -> None:
     nodes = cases.on_nodes(2400, 8)
     case = cases.situation(base, nodes=nodes, tp=4, pp=6, memory_bytes=ROOM, micro_batches=100)
     instant = Decision(plan=Plan(epoch=1, layout=base, assignment=spread(100, 100)), seconds=1.0, reason="")
-    assert Anytime(case, instant).obstacle == "2400 devices are more than a search gets round to"
+    assert Anytime(case, instant).obstacle == "2400 devices are too many for a search"
 
 
 def test_the_same_seed_and_trials_find_the_same() -> None:

@@ -47,7 +47,7 @@ def test_what_soon_passes_is_sat_out() -> None:
 def test_the_verdict_carries_its_numbers() -> None:
     found = verdict(TEN_S, 2.0, 1.5, remaining_s=400, duration_s=math.inf)
     assert (found.share, found.horizon_s, found.gain_s, found.cost_s) == (0.25, 400, 100, 10)
-    assert found.reason == "saves 25.0% of the time, 100 s of what is left, and costs 10 s"
+    assert found.reason == "saves 25.0 % per iteration, 100 s of the remaining time; switching costs 10 s"
 
 
 def test_predictions_count_in_any_unit() -> None:
@@ -65,7 +65,7 @@ def test_what_predictions_cannot_tell_apart_is_no_gain() -> None:
 def test_anything_is_better_than_nothing() -> None:
     found = verdict(TEN_S, math.inf, 9.0, remaining_s=1.0)
     assert found.go
-    assert found.reason == "nothing runs as it is"
+    assert found.reason == "nothing runs under the present plan"
     assert not verdict(TEN_S, math.inf, math.inf).go
     assert transition_cost.pays_back_s(TEN_S, math.inf, 9.0) == 0.0
 

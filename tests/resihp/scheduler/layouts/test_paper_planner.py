@@ -132,7 +132,7 @@ def test_micro_batches_of_a_lost_stage_all_go_to_other_replicas() -> None:
     assert sorted(move.micro_batch for move in gone) == list(plan.assignment[1])
     assert {move.replica for move in gone} == {0, 2}
     assert plan.orders[1][1] == ()
-    assert "without ranks: replica 1 stage 1, whose work migrates" in reason
+    assert "without ranks, so that their work migrates: replica 1 stage 1" in reason
     check_programs(plan)
 
 
@@ -157,7 +157,7 @@ def test_stage_that_no_replica_holds_any_more_is_refused() -> None:
     for steps in (STEPS[:1], STEPS[:2], STEPS):
         case = situation(NARROW, nodes=on_nodes(18, 2), tp=2, pp=3, model=TWELVE, lost=[2, 3, 8, 9, 14, 15])
         with pytest.raises(
-            PlanError, match=r"stage 1 of 3: no replica holds it any more, with 12 ranks left.*--tp or --pp"
+            PlanError, match=r"stage 1 of 3: no replica holds it any more \(12 ranks are left.*--tp or --pp"
         ):
             progressive(case, steps)
 

@@ -141,8 +141,8 @@ LAYERS = "layers = 12\nhidden = 768\nheads = 12\nffn_hidden = 3072\nvocab = 5025
     [
         (LAYERS + "ffn_hiden = 1\n", "unknown key ffn_hiden; did you mean ffn_hidden?"),
         ("layers = 12\n", "hidden, heads, ffn_hidden, vocab missing"),
-        (LAYERS.replace("12", "0", 1), "layers is a whole number from 1 on, got 0"),
-        (LAYERS.replace("12", "true", 1), "layers is a whole number from 1 on, got True"),
+        (LAYERS.replace("12", "0", 1), "layers is a whole number of at least 1, got 0"),
+        (LAYERS.replace("12", "true", 1), "layers is a whole number of at least 1, got True"),
         (LAYERS + 'gated = "yes"\n', "gated is true or false, got 'yes'"),
         (LAYERS.replace("768", "770"), "hidden 770 cannot be divided by heads 12"),
         (LAYERS + "kv_groups = 5\n", "heads 12 cannot be divided by kv_groups 5"),

@@ -64,12 +64,12 @@ def test_degrees() -> None:
     [
         ("tp=4,dp=2", "pp is missing; for example tp=4,dp=2,pp=4"),
         ("tp=4,dp=2,pp=0", "pp must be at least 1"),
-        ("tp=4,dp=2,pp=-1", "pp=-1 is no degree"),
-        ("tp=4,dp=2,pp=1.5", "pp=1.5 is no degree"),
+        ("tp=4,dp=2,pp=-1", "pp=-1 is not a degree"),
+        ("tp=4,dp=2,pp=1.5", "pp=1.5 is not a degree"),
         ("tp=4,dp=2,pq=4", "unknown degree pq; did you mean"),
-        ("tp=4,tp=2,pp=4", "tp is there twice"),
-        ("4x2x4", "4x2x4 is no degree"),
-        ("", "nothing is no degree"),
+        ("tp=4,tp=2,pp=4", "tp is given twice"),
+        ("4x2x4", "4x2x4 is not a degree"),
+        ("", "nothing is not a degree"),
     ],
 )
 def test_degrees_that_are_none(text: str, said: str) -> None:
@@ -144,7 +144,7 @@ def test_the_situation_says_what_has_happened() -> None:
         ({"slow": {99: 0.5}}, "--slow 99: no such rank"),
         ({"failed_nodes": ("n5",)}, "--fail-node n5: no node n5; there are n1 to n4"),
         ({"slow_links": {("n1", "n9"): 0.5}}, "--slow-link n1-n9: no node n9"),
-        ({"slow": {5: 0.5}, "failed": (5,)}, "rank 5: is said to be slow and to have failed"),
+        ({"slow": {5: 0.5}, "failed": (5,)}, "rank 5: given as slow and as failed"),
         ({"slow": {5: math.nan}}, "speed of 5: nan"),
         ({"failed": tuple(range(32))}, "nothing is left: all 32 ranks have failed"),
         ({"micro_batches": 0}, "--micro-batches 0: must be at least 1"),

@@ -19,7 +19,7 @@ from resihp.errors import LayoutError
 from resihp.parallelism.layout import Layout, Stage
 from resihp.parallelism.ownership import ParameterSpec, Slice, cuts, ends, holders, share, size_of
 
-TENSORS = 3
+STATE_TENSORS = 3
 """Tensors of a parameter's state: its value and Adam's two moments."""
 
 
@@ -109,7 +109,7 @@ def _sources(base: Base, specs: Sequence[ParameterSpec]) -> Iterator[tuple[Param
 
 def bytes_of(move: Move, specs: Mapping[str, ParameterSpec], element: int = 4) -> int:
     """Return the bytes of a move, value and moments, for elements of `element` bytes."""
-    return sum(TENSORS * element * size_of(specs[piece.name], piece) for piece in move.slices)
+    return sum(STATE_TENSORS * element * size_of(specs[piece.name], piece) for piece in move.slices)
 
 
 class _Stages:

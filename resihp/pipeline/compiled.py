@@ -28,16 +28,16 @@ from resihp.pipeline.timeline import Node, Orders, needs, play, virtual_stages
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.intp]
 
-KINDS: tuple[Kind, ...] = ("F", "B", "W")
+PRIMITIVE_KINDS: tuple[Kind, ...] = ("F", "B", "W")
 """Kinds of primitives, in the order of the codes in `CompiledOrders.kind`."""
 
-_TOGETHER = 2**18
+_SLOTS_TOGETHER = 2**18
 """Slots, of all candidates, that are played together. More do not fit the processor's cache (measured)."""
 
-FEW_SLOTS = 1024
+MAX_SCALAR_SLOTS = 1024
 """Most slots for which playing one set of durations slot by slot is faster than level by level."""
 
-_CODES = {kind: code for code, kind in enumerate(KINDS)}
+_CODES = {kind: code for code, kind in enumerate(PRIMITIVE_KINDS)}
 
 
 class Level(msgspec.Struct, frozen=True, eq=False):
@@ -97,7 +97,7 @@ class CompiledOrders(msgspec.Struct, frozen=True, eq=False, dict=True):
         `table.reshape(..., -1).take(index, axis=-1)` prices all slots, at 1-2 ns each.
         """
         row = np.asarray(rows, dtype=np.intp)[self.stop]
-        return (row * len(KINDS) + self.kind) * self.micro_batches + self.micro_batch
+        return (row * len(PRIMITIVE_KINDS) + self.kind) * self.micro_batches + self.micro_batch
 
     def play(self, seconds: npt.ArrayLike, transfer_s: npt.ArrayLike = 0.0) -> tuple[Floats, Floats]:
         """Return starts and ends, both (..., V), from the seconds (..., V) of each slot, which are not negative. NaN
@@ -107,7 +107,7 @@ class CompiledOrders(msgspec.Struct, frozen=True, eq=False, dict=True):
         samples, are broadcast against each other. Raises ValueError for any other shape.
         """
         cost, transfer, lead = self._rows(seconds, transfer_s)
-        batch = max(1, _TOGETHER // max(1, self.size))
+        batch = max(1, _SLOTS_TOGETHER // max(1, self.size))
         if len(cost) <= batch:
             starts, ends = self._carry_out(cost, transfer)
         else:
@@ -181,7 +181,10 @@ class CompiledOrders(msgspec.Struct, frozen=True, eq=False, dict=True):
         the last replica arrives, and every replica waits for the last to step.
         """
         cost, transfer = np.asarray(seconds, dtype=np.float64), np.asarray(transfer_s, dtype=np.float64)
-        is_small = self.size <= FEW_SLOTS and (cost.shape, transfer.shape) == ((self.size,), (self.edges.shape[1],))
+        is_small = self.size <= MAX_SCALAR_SLOTS and (cost.shape, transfer.shape) == (
+            (self.size,),
+            (self.edges.shape[1],),
+        )
         if is_small and math.isfinite(cost.sum() + transfer.sum()):
             slowest = np.float64(self.makespan(cost.tolist(), transfer.tolist()))
         else:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 
 from resihp.parallelism.layout import LayerSpan, Layout
 
-PARTS = 8
+MAX_PARTS = 8
 """Most parts of a chunk. Only the sums of the last part cannot overlap; each part costs a call of autograd."""
 
 ChunkPlace = tuple[int, int, int]
@@ -50,7 +50,7 @@ def cuts(
     """Return the layers of the parts of each chunk that is cut, from its last layers to its first.
 
     `sums`: owners and units of each sum. A border stands where a sum can begin, with at least an eighth of the chunk
-    (`PARTS`) between two. The embedding's sum begins after the first layer, wherever else its parameter is used.
+    (`MAX_PARTS`) between two. The embedding's sum begins after the first layer, wherever else its parameter is used.
     """
     places = {rank: (place.replica, place.stage) for rank, place in layout.places()}
     units_of_place = {
@@ -66,7 +66,7 @@ def cuts(
     parts_of_chunk: dict[ChunkPlace, tuple[LayerSpan, ...]] = {}
     for (d, s, c), depths_of_chunk in borders.items():
         first, last = layout.replicas[d].stages[s].chunks[c]
-        min_layers = math.ceil((last - first + 1) / PARTS)
+        min_layers = math.ceil((last - first + 1) / MAX_PARTS)
         spans: list[LayerSpan] = []
         stop = last
         for border in sorted(depths_of_chunk, reverse=True):

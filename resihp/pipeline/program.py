@@ -259,7 +259,7 @@ def memberships(plan: Plan, programs: dict[int, Program], buckets: Sequence[Buck
     Only an edge (`edge_of`) does not share its ranks' group: back ends treat the two differently.
     """
     active = plan.layout.active
-    groups = {WORLD: GroupSpec(WORLD, active)} if len(active) > 1 else {}
+    groups = {WORLD_GROUP: GroupSpec(WORLD_GROUP, active)} if len(active) > 1 else {}
     for replica in plan.layout.replicas:
         for stage in replica.stages:
             if stage.tp > 1:
@@ -281,14 +281,14 @@ def memberships(plan: Plan, programs: dict[int, Program], buckets: Sequence[Buck
     return tuple(groups.values())
 
 
-WORLD = "world"
+WORLD_GROUP = "world"
 """Name of the communicator of all active ranks."""
 
 
 def tensor_of(ranks: Sequence[int], active: Sequence[int]) -> str:
     """Return the name of the communicator of a stage's ranks, whose order gives each rank's part; `active`: all
     ranks."""
-    return WORLD if tuple(ranks) == tuple(active) else _group(ranks)
+    return WORLD_GROUP if tuple(ranks) == tuple(active) else _group(ranks)
 
 
 def sums_of(owners: Sequence[int], active: Sequence[int]) -> str:
@@ -296,7 +296,7 @@ def sums_of(owners: Sequence[int], active: Sequence[int]) -> str:
 
     Only with one order do sets that sum copies of one parameter add in the same order, on gloo at least (`buckets`).
     """
-    return WORLD if len(owners) == len(active) else _group(owners)
+    return WORLD_GROUP if len(owners) == len(active) else _group(owners)
 
 
 def _group(ranks: Sequence[int]) -> str:

@@ -16,7 +16,7 @@ from resihp.parallelism.layout import Replica
 from resihp.parallelism.plan import Order, Plan, Primitive
 from resihp.pipeline.timeline import Node, Orders, Seconds, Transfers, follows, layer_units, needs
 
-SCHEDULES = ("1f1b", "interleaved", "zero-bubble")
+SCHEDULE_NAMES = ("1f1b", "interleaved", "zero-bubble")
 """Names of schedules that a plan may give. The first two are the same rule, for one and for several chunks a stage."""
 
 
@@ -30,8 +30,10 @@ def orders_of(plan: Plan) -> Orders:
         if [len(orders) for orders in plan.orders] != [len(replica.stages) for replica in replicas]:
             raise PlanError(f"plan of epoch {plan.epoch}: its orders do not fit its layout, one for each stage")
         return plan.orders
-    if plan.schedule not in SCHEDULES:
-        raise PlanError(f"plan of epoch {plan.epoch}: unknown schedule {plan.schedule}; choose {', '.join(SCHEDULES)}")
+    if plan.schedule not in SCHEDULE_NAMES:
+        raise PlanError(
+            f"plan of epoch {plan.epoch}: unknown schedule {plan.schedule}; choose {', '.join(SCHEDULE_NAMES)}"
+        )
     mixed = _mixed(plan)
     orders = [
         None if d in mixed else _textbook(plan.schedule, replica, share)

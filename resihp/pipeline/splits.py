@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from resihp.pipeline.program import WORLD, GroupSpec
+from resihp.pipeline.program import WORLD_GROUP, GroupSpec
 
 
 class Split(msgspec.Struct, frozen=True):
@@ -45,7 +45,7 @@ def rounds(groups: Sequence[GroupSpec]) -> tuple[tuple[GroupSpec, ...], ...]:
 
 def steps(groups: Sequence[GroupSpec], rank: int) -> tuple[Split, ...]:
     """Return the steps of `rank`, in order, that make all of `groups` to which it belongs."""
-    world = next((group for group in groups if group.name == WORLD), None)
+    world = next((group for group in groups if group.name == WORLD_GROUP), None)
     inside = frozenset(() if world is None else world.ranks)
     splits = [Split(world)] if world is not None and rank in inside else []
     if rank in inside:

@@ -21,7 +21,7 @@ from resihp.parallelism.layout import Layout, Replica, validate
 from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.plan import Plan
 from resihp.pipeline.schedules import orders_of
-from resihp.scheduler.candidates import TIE, PricedPlan, best_of, candidate, reachable, transition_obstacle
+from resihp.scheduler.candidates import TIE_TOLERANCE, PricedPlan, best_of, candidate, reachable, transition_obstacle
 from resihp.scheduler.cost.prices import Prices
 from resihp.scheduler.cost.profile import layer_units
 from resihp.scheduler.layouts import exhaustive
@@ -32,31 +32,31 @@ from resihp.scheduler.situation import Decision, Situation
 if TYPE_CHECKING:
     from resihp.scheduler.search.annealing import Layouted, Search
 
-MOST_DEVICES = 2048
+MAX_DEVICES = 2048
 """Most devices of any search. In a larger job a second ends before every damaged replica was looked at, and assigning
 ranks takes even longer."""
-MOST_AT_ONCE = 96
+MAX_IMMEDIATE_DEVICES = 96
 """Most devices of an immediate search. In a larger job a failure affects only a small part."""
-AT_ONCE = 2400
+IMMEDIATE_TRIALS = 2400
 """Changes that an immediate search tries. Of 111 random jobs 93 % came to within 3 % of the best known, with 1200
 changes 85 %, with 3600 96 %."""
-AT_ONCE_FEW = 100
+IMMEDIATE_TRIALS_SMALL_JOB = 100
 """Changes that an immediate search tries where almost every layout was priced already
 (`resihp.scheduler.layouts.exhaustive`)."""
-TURN = 100
+TRIALS_PER_TURN = 100
 """Changes that one of two searches tries before the other continues."""
 
 
 def obstacle(situation: Situation, plans: Sequence[PricedPlan]) -> str | None:
     """Return why no immediate search starts from these plans; None if one does."""
-    if len(situation.available) > MOST_AT_ONCE:
+    if len(situation.available) > MAX_IMMEDIATE_DEVICES:
         return f"{len(situation.available)} devices are too many for an immediate search"
     return _obstacle(situation, [plan.plan for plan in plans])
 
 
 def is_thorough(situation: Situation) -> bool:
     """Return whether an immediate search is made that covers all single changes to the plans that it starts from."""
-    return len(situation.available) > exhaustive.MOST_DEVICES and obstacle(situation, []) is None
+    return len(situation.available) > exhaustive.MAX_DEVICES and obstacle(situation, []) is None
 
 
 def at_once(situation: Situation, plans: Sequence[PricedPlan]) -> PricedPlan | None:
@@ -71,12 +71,14 @@ def at_once(situation: Situation, plans: Sequence[PricedPlan]) -> PricedPlan | N
     for beside in (False, True):
         search = _search(situation, [plan.plan for plan in plans], beside=beside)
         if search is not None:
-            search.run(AT_ONCE if len(situation.available) > exhaustive.MOST_DEVICES else AT_ONCE_FEW)
+            search.run(
+                IMMEDIATE_TRIALS if len(situation.available) > exhaustive.MAX_DEVICES else IMMEDIATE_TRIALS_SMALL_JOB
+            )
             results += filter(None, (_found(situation, search, plans),))
-            if results and results[-1].seconds <= search.seconds * (1 + TIE):
+            if results and results[-1].seconds <= search.seconds * (1 + TIE_TOLERANCE):
                 break  # otherwise the transition lacks memory: search with room beside the current state
     best = best_of(situation, results) if results else None
-    return best if best is not None and best.seconds < fastest_s * (1 - TIE) else None
+    return best if best is not None and best.seconds < fastest_s * (1 - TIE_TOLERANCE) else None
 
 
 def load() -> None:
@@ -127,11 +129,11 @@ class Anytime:
         """Try `trials` changes. Return whether a better layout was found."""
         is_better, until = False, self._tried + (trials if self._searches else 0)
         while self._tried < until:
-            first, search = self._searches[0], self._searches[self._tried // TURN % len(self._searches)]
-            count = min(until - self._tried, TURN - self._tried % TURN)
+            first, search = self._searches[0], self._searches[self._tried // TRIALS_PER_TURN % len(self._searches)]
+            count = min(until - self._tried, TRIALS_PER_TURN - self._tried % TRIALS_PER_TURN)
             is_better |= search.run(count)
             self._tried += count
-            if self._tried % TURN == 0 and len(self._searches) == 1 and first.seconds < self._looked_at:
+            if self._tried % TRIALS_PER_TURN == 0 and len(self._searches) == 1 and first.seconds < self._looked_at:
                 self._looked_at = first.seconds
                 if _planned(self._situation, "", first.best()) is None:
                     self._add()
@@ -148,7 +150,7 @@ class Anytime:
         plans.append(self._migrated("the same layout", self._instant.plan.layout.replicas))
         chosen = min((plan for plan in plans if plan is not None), key=lambda plan: plan.seconds, default=None)
         seconds, unit = self._instant.seconds, self._situation.unit
-        if chosen is None or chosen.seconds >= seconds * (1 - TIE):
+        if chosen is None or chosen.seconds >= seconds * (1 - TIE_TOLERANCE):
             return self._instant
         if best_of(self._situation, [present, chosen]) is present:
             return self._instant
@@ -178,7 +180,7 @@ def _obstacle(situation: Situation, plans: Sequence[Plan]) -> str | None:
         return "device memory is unknown, so layouts change as little as possible"
     if situation.chunks > 1 or any(len(stage.chunks) > 1 for stage in stages):
         return "stages have several chunks"
-    if len(situation.available) > MOST_DEVICES:
+    if len(situation.available) > MAX_DEVICES:
         return f"{len(situation.available)} devices are too many for a search"
     return None
 
@@ -202,7 +204,8 @@ def _found(situation: Situation, search: Search, plans: Sequence[PricedPlan]) ->
     equally_fast = [
         plan
         for plan in plans
-        if not plan.plan.layout.vacant and search.seconds_of(plan.plan.layout.replicas) <= best.seconds * (1 + TIE)
+        if not plan.plan.layout.vacant
+        and search.seconds_of(plan.plan.layout.replicas) <= best.seconds * (1 + TIE_TOLERANCE)
     ]
     results = [_planned(situation, plan.name, search.priced(plan.plan.layout.replicas)) for plan in equally_fast]
     for layout in itertools.chain((best,), search.former()):
@@ -210,7 +213,7 @@ def _found(situation: Situation, search: Search, plans: Sequence[PricedPlan]) ->
             break
         named = search.priced(relabelled(layout.replicas, situation))  # to move fewer bytes
         results = [_planned(situation, "searched", named)]
-        if not any(results) or named.seconds > layout.seconds * (1 + TIE):
+        if not any(results) or named.seconds > layout.seconds * (1 + TIE_TOLERANCE):
             results.append(_planned(situation, "searched", layout))
     reachable_plans = [plan for plan in results if plan is not None]
     return best_of(situation, reachable_plans) if reachable_plans else None

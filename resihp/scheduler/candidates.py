@@ -24,22 +24,22 @@ from resihp.scheduler.cost.held_state import holdings
 from resihp.scheduler.cost.prices import Priced, Prices, bytes_to_move
 from resihp.scheduler.layouts import exhaustive, paper_planner, shares, swap_pipelines, vacant_stages
 from resihp.scheduler.layouts.draft import Draft
-from resihp.scheduler.layouts.groups import SIGNIFICANT
+from resihp.scheduler.layouts.groups import SIGNIFICANT_GAIN
 from resihp.scheduler.layouts.labels import relabelled
 from resihp.scheduler.orders.lanes import overfull
 from resihp.scheduler.situation import Situation
 
-MOST_ROUNDED = 2048
+MAX_REPLANNED_DEVICES = 2048
 """Most devices for which, if the fastest plan cannot be reached, another is looked for although some plan can run."""
 
-MOST_RELABELLED = 64
+MAX_RELABELLED_GROUPS = 64
 """Most groups that exchange ranks so that the old state has room beside the new one."""
 
-SAFETY_SHARE = 0.02
+MAX_SAFETY_SLOWDOWN = 0.02
 """How much longer an iteration may take if all state then has holders on two nodes, relatively. The loss of a last
 holder costs all training since the last checkpoint."""
 
-TIE = 0.002
+TIE_TOLERANCE = 0.002
 """Relative difference below which two predictions count as equal; then the plan that moves the fewest bytes is
 taken."""
 
@@ -108,7 +108,7 @@ def all_reachable(
             obstacles.append(f"{plan.name}: {error}")
     reachable_names = {plan.name for plan in reachable_plans}
     progressive_is_missing = any(plan.name == "progressive" and plan.name not in reachable_names for plan in plans)
-    if progressive_is_missing and (not reachable_plans or len(situation.available) <= MOST_ROUNDED):
+    if progressive_is_missing and (not reachable_plans or len(situation.available) <= MAX_REPLANNED_DEVICES):
         with suppress(LayoutError):
             reachable_plans.append(
                 reachable(situation, prices, _progressive(situation, prices, beside=True, improve=improve))
@@ -142,7 +142,7 @@ def _relabelled(situation: Situation, replicas: tuple[Replica, ...]) -> tuple[Re
     """
     before = {id(replica) for replica in situation.base.replicas}
     changed = [d for d, replica in enumerate(replicas) if id(replica) not in before]
-    if sum(len(replicas[d].stages) for d in changed) > MOST_RELABELLED:
+    if sum(len(replicas[d].stages) for d in changed) > MAX_RELABELLED_GROUPS:
         return replicas
     busy = {rank for replica in replicas if id(replica) in before for rank in replica.ranks}
     free_ranks = tuple(rank for rank in situation.available if rank not in busy)
@@ -169,18 +169,18 @@ def transition_obstacle(situation: Situation, plan: Plan) -> str | None:
 
 
 def best_of(situation: Situation, plans: list[PricedPlan]) -> PricedPlan:
-    """Return the fastest plan, or one that takes up to `SAFETY_SHARE` longer and keeps all state on two nodes.
+    """Return the fastest plan, or one that takes up to `MAX_SAFETY_SLOWDOWN` longer and keeps all state on two nodes.
 
     Among equally fast plans those come first whose state has more than one holder, then those that move the fewest
     bytes, then those that change the fewest stages.
     """
     fastest = min(plan.seconds for plan in plans)
     if len(plans) > 1:
-        nearly_fastest = [plan for plan in plans if plan.seconds <= fastest * (1 + SAFETY_SHARE)]
+        nearly_fastest = [plan for plan in plans if plan.seconds <= fastest * (1 + MAX_SAFETY_SLOWDOWN)]
         safe = [plan for plan in nearly_fastest if is_held_on_two_nodes(plan.plan.layout, situation.nodes)]
         plans = safe or plans
         fastest = min(plan.seconds for plan in plans)
-    equally_fast = [plan for plan in plans if plan.seconds <= fastest * (1 + TIE)]
+    equally_fast = [plan for plan in plans if plan.seconds <= fastest * (1 + TIE_TOLERANCE)]
     if len(equally_fast) == 1:
         return equally_fast[0]
     present = {stage for replica in situation.base.replicas for stage in replica.stages}
@@ -227,7 +227,7 @@ def _one_partition(situation: Situation, prices: Prices) -> PricedPlan:
 
     With tight memory it is sometimes the best plan when no replica can go on unchanged.
     """
-    replicas = paper_planner.progressive(situation, paper_planner.STEPS[:2]).plan.layout.replicas
+    replicas = paper_planner.progressive(situation, paper_planner.STEP_NAMES[:2]).plan.layout.replicas
     return candidate("one partition for all", situation, prices, [prices.priced(replica) for replica in replicas])
 
 
@@ -236,7 +236,7 @@ def _progressive(situation: Situation, prices: Prices, *, beside: bool = False, 
     best = _draft(situation, prices, (), beside, improve)
     while best.weak is not None:  # its ranks may be more useful elsewhere
         draft = _draft(situation, prices, {*best.given_up, best.weak}, beside, improve)
-        if draft.seconds >= best.seconds * (1 - SIGNIFICANT):
+        if draft.seconds >= best.seconds * (1 - SIGNIFICANT_GAIN):
             break
         best = draft
     if not best.pipes:

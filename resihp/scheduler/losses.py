@@ -20,7 +20,7 @@ from resihp.parallelism.ownership import ParameterSpec
 from resihp.parallelism.transfers import Base
 from resihp.scheduler.situation import Situation
 
-MOST_ASKED = 256
+MAX_LOSSES = 256
 """Most losses for which plans are requested under one plan."""
 
 Shape = tuple[tuple[tuple[LayerSpan, ...], tuple[Hashable, ...]], ...]
@@ -39,9 +39,9 @@ class PossibleLoss(msgspec.Struct, frozen=True):
 def to_ask(situation: Situation) -> tuple[PossibleLoss, ...]:
     """Return the possible losses of the layout in effect (`base`): all, or one of each kind if there are too many."""
     possible = possible_losses(situation)
-    if len(possible) <= MOST_ASKED:
+    if len(possible) <= MAX_LOSSES:
         return possible
-    return tuple(group[0] for group in kinds(possible, situation))[:MOST_ASKED]
+    return tuple(group[0] for group in kinds(possible, situation))[:MAX_LOSSES]
 
 
 def possible_losses(situation: Situation) -> tuple[PossibleLoss, ...]:

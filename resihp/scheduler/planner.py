@@ -20,7 +20,7 @@ from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.plan import Plan, spread
 from resihp.scheduler import anytime
 from resihp.scheduler.candidates import (
-    MOST_ROUNDED,
+    MAX_REPLANNED_DEVICES,
     PricedPlan,
     all_reachable,
     best_of,
@@ -29,7 +29,7 @@ from resihp.scheduler.candidates import (
     without_lost,
 )
 from resihp.scheduler.cost import memory
-from resihp.scheduler.cost.device_memory import NOTHING, Overhead
+from resihp.scheduler.cost.device_memory import NO_OVERHEAD, Overhead
 from resihp.scheduler.cost.prices import Prices
 from resihp.scheduler.orders import refinement
 from resihp.scheduler.situation import Decision, Situation, check
@@ -46,7 +46,7 @@ def first_plan(
     schedule: str = "1f1b",
     sequence_parallel: bool = False,
     memory_bytes: int | None = None,
-    overhead: Overhead = NOTHING,
+    overhead: Overhead = NO_OVERHEAD,
     tokens: int = 0,
     epoch: int = 1,
     most: int | None = None,
@@ -125,7 +125,7 @@ def decide(situation: Situation, *, search: bool = True, enough: float = 0.0) ->
 
 def _rounded(situation: Situation, prices: Prices, chosen: PricedPlan) -> PricedPlan:
     """Replan from the chosen layout as long as its idle devices make another layout faster."""
-    while len(situation.available) <= MOST_ROUNDED:  # each round is faster than the previous one, or the last
+    while len(situation.available) <= MAX_REPLANNED_DEVICES:  # each round is faster than the previous one, or the last
         after = msgspec.structs.replace(situation, base=chosen.plan.layout, stale=())
         better = best_of(after, runnable(after, prices))
         if better.plan.layout == chosen.plan.layout or better.seconds >= chosen.seconds:

@@ -12,11 +12,11 @@ from typing import get_args
 
 from resihp.parallelism.plan import Plan
 from resihp.scheduler import planner
-from resihp.scheduler.layouts.paper_planner import STEPS, progressive
+from resihp.scheduler.layouts.paper_planner import STEP_NAMES, progressive
 from resihp.scheduler.situation import Decision, Situation
 from resihp.settings import PlannerName
 
-NAMES: tuple[PlannerName, ...] = get_args(PlannerName)
+PLANNER_NAMES: tuple[PlannerName, ...] = get_args(PlannerName)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,13 +36,13 @@ def named(name: PlannerName) -> NamedPlanner:
     `drop-replica`: a replica that loses a rank, or has a slow one, is left as it is or given up, and nothing moves: new
     ranks stand by, and tuned orders of the job are not kept.
     """
-    if name not in NAMES:
-        raise ValueError(f"planner {name}: unknown; choose {', '.join(NAMES)}")
+    if name not in PLANNER_NAMES:
+        raise ValueError(f"planner {name}: unknown; choose {', '.join(PLANNER_NAMES)}")
     decide: dict[PlannerName, Callable[[Situation], Decision]] = {
         "resihp": planner.decide,
         "resihp-paper": progressive,
-        "paper-tp": partial(progressive, steps=STEPS[:1]),
-        "paper-tp-pp": partial(progressive, steps=STEPS[:2]),
+        "paper-tp": partial(progressive, steps=STEP_NAMES[:1]),
+        "paper-tp-pp": partial(progressive, steps=STEP_NAMES[:2]),
         "drop-replica": planner.without_lost_replicas,
     }
     return NamedPlanner(decide=decide[name])

@@ -13,7 +13,7 @@ from resihp.errors import LayoutError
 from resihp.parallelism.layout import validate
 from resihp.scheduler.situation import Decision, Situation
 
-ENCODER = msgspec.msgpack.Encoder()
+QUESTION_ENCODER = msgspec.msgpack.Encoder()
 _decisions = msgspec.msgpack.Decoder(Decision)
 
 
@@ -33,7 +33,7 @@ def canonical(situation: Situation) -> Situation:
 
 def key_of(question: Situation) -> str:
     """Return a key that is equal for two canonical situations if and only if they are equal."""
-    return hashlib.blake2b(ENCODER.encode(question), digest_size=16).hexdigest()
+    return hashlib.blake2b(QUESTION_ENCODER.encode(question), digest_size=16).hexdigest()
 
 
 def answer_for(situation: Situation, encoded: bytes) -> Decision | None:

@@ -11,7 +11,7 @@ from resihp.scheduler.cost import memory
 from resihp.scheduler.layouts.groups import Group, idle_groups
 from resihp.scheduler.situation import Situation
 
-FINE_BYTES = 100_000_000
+RESOLUTION_BYTES = 100_000_000
 """Resolution, in bytes, of the memory per device that is reported as sufficient."""
 
 
@@ -93,7 +93,7 @@ def _enough_bytes(situation: Situation, groups: tuple[Group, ...]) -> int | None
 
     if not fits(high):
         return None
-    while high - low > FINE_BYTES:
+    while high - low > RESOLUTION_BYTES:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle, high)
     return high

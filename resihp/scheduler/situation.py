@@ -12,7 +12,7 @@ from resihp.parallelism.layout import Layout, Replica
 from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.plan import Plan
 from resihp.scheduler.cost import memory, profile
-from resihp.scheduler.cost.device_memory import NOTHING, Overhead
+from resihp.scheduler.cost.device_memory import NO_OVERHEAD, Overhead
 from resihp.scheduler.cost.memory import Post
 from resihp.scheduler.cost.profile import Profile, layer_units
 
@@ -44,7 +44,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     """Normalised throughput of measured ranks; all others count as healthy, 1."""
     memory_bytes: int | None = None
     """Memory of each device; None if unknown, and then memory is not checked."""
-    overhead: Overhead = NOTHING
+    overhead: Overhead = NO_OVERHEAD
     """Part of it that is not available for state and activations."""
     zero_1: bool = False
     """Whether the replicas that a plan keeps share the optimizer's state (`state_bytes_of`)."""

@@ -13,7 +13,7 @@ from resihp.parallelism.plan import Plan
 from resihp.scheduler.anytime import Anytime
 from resihp.scheduler.situation import Decision, Situation
 
-TRIALS = 20
+TRIALS_PER_CHECK = 20
 """Trials of a search between two checks whether it should go on."""
 
 
@@ -31,7 +31,7 @@ def think(
     if more is not None:
         anytime = Anytime(situation, decision)
         while anytime.obstacle is None and more():
-            anytime.run(TRIALS)
+            anytime.run(TRIALS_PER_CHECK)
         searched = anytime.decision()
         try:
             check(searched.plan)

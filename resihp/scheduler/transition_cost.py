@@ -28,14 +28,14 @@ from scipy.optimize import least_squares
 
 from resihp.record.state import ChangeCost
 
-DOUBT = 0.01
+PREDICTION_ERROR = 0.01
 """Relative error of a comparison of two predictions; a smaller gain is ignored. Errors that both share cancel."""
 FLICKER_WINDOW_S = 3600.0
 """Seconds during which a change of layout counts against the next one for the same device."""
-MOST_DOUBLINGS = 20
-NOISE = 0.2
+MAX_DOUBLINGS = 20
+TRANSITION_NOISE = 0.2
 """Relative scatter of transitions that do the same."""
-IGNORANCE = 1.5
+PRIOR_LOG_SCATTER = 1.5
 """Scatter of the logarithm of a rate that was not measured: a factor of 4.5 either way."""
 
 
@@ -50,7 +50,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds per byte over a device's share of the network: 200 Gb/s at 80 %."""
 
 
-DEFAULT = Rates()
+DEFAULT_RATES = Rates()
 """Rates to use where nothing was measured."""
 
 
@@ -82,7 +82,7 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
         return self.groups_s + self.transfer_s + self.fixed_s + self.lost_s
 
 
-NOTHING = Cost(total_bytes=0, groups_s=0.0, transfer_s=0.0, fixed_s=0.0)
+NO_COST = Cost(total_bytes=0, groups_s=0.0, transfer_s=0.0, fixed_s=0.0)
 """Cost of leaving everything as it is."""
 
 
@@ -106,7 +106,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds after which the answer becomes yes if nothing else changes; None if never."""
 
 
-def cost(movement: Movement, rates: Rates = DEFAULT, *, lost_s: float = 0.0) -> Cost:
+def cost(movement: Movement, rates: Rates = DEFAULT_RATES, *, lost_s: float = 0.0) -> Cost:
     """Return the cost of a transition; `lost_s` is 0 for a transition between two iterations."""
     return Cost(
         total_bytes=movement.total_bytes,
@@ -117,14 +117,14 @@ def cost(movement: Movement, rates: Rates = DEFAULT, *, lost_s: float = 0.0) -> 
     )
 
 
-def calibrated(records: Iterable[ChangeCost], prior: Rates = DEFAULT) -> Rates:
+def calibrated(records: Iterable[ChangeCost], prior: Rates = DEFAULT_RATES) -> Rates:
     """Return the rates that explain past reconfigurations: positive, robust, and near `prior` without evidence.
 
-    Least squares of logarithms, of times and of rates: a record is expected within `NOISE` of its prediction, a rate
-    within a factor of e^`IGNORANCE` of the prior. So a few records suffice if they are clear, and rates that they
-    cannot separate stay as they were. Residuals beyond one deviation count by their size, not its square (Huber): a
-    transition that waited for a dying node does not make all others expensive. Records whose times are not positive and
-    finite are ignored.
+    Least squares of logarithms, of times and of rates: a record is expected within `TRANSITION_NOISE` of its
+    prediction, a rate within a factor of e^`PRIOR_LOG_SCATTER` of the prior. So a few records suffice if they are
+    clear, and rates that they cannot separate stay as they were. Residuals beyond one deviation count by their size,
+    not its square (Huber): a transition that waited for a dying node does not make all others expensive. Records whose
+    times are not positive and finite are ignored.
     """
     valid_records = [
         r for r in records if 0 < r.seconds < math.inf and 0 <= r.busiest_bytes < math.inf and r.communicators >= 0
@@ -136,7 +136,9 @@ def calibrated(records: Iterable[ChangeCost], prior: Rates = DEFAULT) -> Rates:
     measured_logs = np.log([r.seconds for r in valid_records])
 
     def residuals(logs: np.ndarray) -> np.ndarray:
-        return np.concatenate([(np.log(rows @ np.exp(logs)) - measured_logs) / NOISE, logs / IGNORANCE])
+        return np.concatenate(
+            [(np.log(rows @ np.exp(logs)) - measured_logs) / TRANSITION_NOISE, logs / PRIOR_LOG_SCATTER]
+        )
 
     log_factors = least_squares(residuals, np.zeros(3), bounds=(-12.0, 12.0), loss="huber").x
     fixed_s, group_s, byte_s = (float(x) for x in prior_rates * np.exp(log_factors))
@@ -157,7 +159,7 @@ def verdict(
     duration_s: float | None = None,
     elapsed_s: float = 0.0,
     changes: int = 0,
-    doubt: float = DOUBT,
+    doubt: float = PREDICTION_ERROR,
 ) -> Verdict:
     """Decide whether to change from a plan whose iteration takes `now_s` to one that takes `then_s`, in any unit.
 
@@ -172,7 +174,7 @@ def verdict(
         if value is not None:
             _check(**{name: value})
     share = _share(now_s, then_s, doubt)
-    threshold_s = cost.seconds * 2.0 ** min(max(changes, 0), MOST_DOUBLINGS)
+    threshold_s = cost.seconds * 2.0 ** min(max(changes, 0), MAX_DOUBLINGS)
     horizon_s = min(math.inf if limit is None else limit for limit in (remaining_s, duration_s))
     gain_s = share * horizon_s if share > 0 else 0.0
     loss_s = share * elapsed_s if share > 0 else 0.0
@@ -219,7 +221,7 @@ def worth_asking(
     remaining_s: float | None,
     wait_s: float,
     joining_s: float,
-    doubt: float = DOUBT,
+    doubt: float = PREDICTION_ERROR,
 ) -> Verdict:
     """Decide whether to request a node with which an iteration takes `then_s`, instead of `now_s` without it.
 

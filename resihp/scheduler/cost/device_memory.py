@@ -15,7 +15,7 @@ import msgspec
 
 from resihp.record.describe import size
 
-FEW_BYTES = 100_000_000
+MIN_BYTES_IN_GB = 100_000_000
 """Smallest number of bytes that is printed in GB."""
 CONTEXT_BYTES = 500_000_000
 """Memory of a process that uses CUDA: its context, the kernels of torch and of its libraries. About half a GB on
@@ -25,10 +25,10 @@ CONNECTION_BYTES = 12 << 20
 """Memory of one NCCL channel to one peer: buffers of three protocols, 4 MiB (Simple), 4.7 MiB (LL128) and 0.5 MiB (LL)
 (NCCL's init.cc, computeBuffSizes), which are allocated as 10 MiB, and 2 MiB of the other direction's flags (allocations
 of eight H100, issue 1685 of NVIDIA/nccl)."""
-PEERS = 2
+PEERS_PER_CHANNEL = 2
 """Peers for which a channel has such buffers: one in its ring and another in its chain, or over a network both
 directions."""
-CHANNELS = 24
+CHANNELS_PER_COMMUNICATOR = 24
 """Channels of a communicator, as many as NCCL takes on a node of eight H100. All are connected when it is made
 (`NCCL_RUNTIME_CONNECT=0`)."""
 EDGE_CHANNELS = 4
@@ -44,7 +44,7 @@ its degree."""
 TRANSFER_BYTES = 2 * (16 << 20)
 """Buffers of a state transfer: two messages of `state_transfer.CHUNK_BYTES`."""
 
-GAPS = 0.05
+GAP_SHARE = 0.05
 """Share that gaps between allocations add to state and activations: an assumption. State is allocated once; activations
 come and go with the lengths of micro-batches. Where everything varies, as in fine-tuning, gaps were 15 % on average
 (Guo et al., "GMLake", 2024)."""
@@ -77,22 +77,22 @@ class Overhead(msgspec.Struct, frozen=True):
 
 
 def _in_words(size_bytes: int) -> str:
-    return f"{size_bytes / 1e9:.3g} GB" if size_bytes >= FEW_BYTES else size(size_bytes)
+    return f"{size_bytes / 1e9:.3g} GB" if size_bytes >= MIN_BYTES_IN_GB else size(size_bytes)
 
 
-NOTHING = Overhead()
+NO_OVERHEAD = Overhead()
 
 
 def overhead(device: str, back_end: str) -> Overhead:
     """Return the overhead of a rank on a device ("cpu", "cuda") with a back end (`executor.backends`)."""
     if device != "cuda":
-        return NOTHING
+        return NO_OVERHEAD
     parts = [("CUDA's context", CONTEXT_BYTES), ("transfer buffers", TRANSFER_BYTES)]
     if back_end == "nccl":
         parts.append(("NCCL's communicators", communicator_bytes(LARGE_COMMUNICATORS, EDGE_COMMUNICATORS)))
-    return Overhead(tuple(parts), GAPS)
+    return Overhead(tuple(parts), GAP_SHARE)
 
 
 def communicator_bytes(large: int, edges: int) -> int:
     """Return the memory of NCCL's communicators; `edges` of them are between two ranks of different stages."""
-    return (large * CHANNELS + edges * EDGE_CHANNELS) * PEERS * CONNECTION_BYTES
+    return (large * CHANNELS_PER_COMMUNICATOR + edges * EDGE_CHANNELS) * PEERS_PER_CHANNEL * CONNECTION_BYTES

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from resihp.parallelism.layout import Replica
-from resihp.pipeline.parts import PARTS
+from resihp.pipeline.parts import MAX_PARTS
 from resihp.scheduler.situation import Situation
 
 GRADIENT_BYTES = 4
@@ -41,7 +41,7 @@ def exposed_s(
         work = times.span(first, last)
         work_s = (work.w if split else work.b + work.w) / speed
         sums_s = layers * times.gradient_s / stage.tp / (links[s] if links else 1.0)
-        min_part_layers = max(-(-(last - first + 1) // PARTS), -(-BUCKET_BYTES * stage.tp // layer_bytes))
+        min_part_layers = max(-(-(last - first + 1) // MAX_PARTS), -(-BUCKET_BYTES * stage.tp // layer_bytes))
         parts = max(1, (last - first + 1) // min_part_layers)
         remaining_s = max(sums_s / parts, sums_s - work_s * (parts - 1) / parts)
         longest = max(longest, remaining_s - earlier)

@@ -25,9 +25,9 @@ from resihp.scheduler.transition_cost import Movement
 INSIDE_WEIGHT = 1 / 12
 """Weight of a byte within a node, in bytes between nodes: NVLink to a 200 or 400 Gb/s adapter
 (`resihp.scheduler.what_if.catalogue`)."""
-FEW_REPLICAS = 8
+MAX_FULLY_COMPARED_REPLICAS = 8
 """Most replicas of a job in which all of them are considered."""
-SENDERS = 3
+SENDERS_PER_REPLICA = 3
 """Senders of the state that one replica lacks, in a larger job. More make no difference: receiving takes longest."""
 
 
@@ -130,14 +130,14 @@ def _asked(
     """Yield the replicas of `layout` that change, with replicas of the base that can send the state that they lack.
 
     All together in a small job; in a large job one at a time, with the replicas that its ranks were in, and with
-    `SENDERS` whole replicas, the nearest first and in rotation.
+    `SENDERS_PER_REPLICA` whole replicas, the nearest first and in rotation.
     """
     base = situation.holding.replicas
     before = {replica for replica in base if survivors.issuperset(replica.ranks)}
     changed = tuple(replica for replica in layout.replicas if replica not in before)
     used = {rank for replica in changed for rank in replica.ranks}
     whole = [r for r in base if r in before and not r.vacant and not used.intersection(r.ranks)]
-    if len(base) <= FEW_REPLICAS or not whole:
+    if len(base) <= MAX_FULLY_COMPARED_REPLICAS or not whole:
         yield changed, base
         return
     home = {rank: replica for replica in base for rank in replica.ranks}
@@ -145,7 +145,7 @@ def _asked(
     whole.sort(key=lambda replica: -len(target_nodes.intersection(situation.nodes[rank] for rank in replica.ranks)))
     for i, replica in enumerate(changed):
         former = dict.fromkeys(home[rank] for rank in replica.ranks if rank in home)
-        senders = [whole[(SENDERS * i + k) % len(whole)] for k in range(SENDERS)]
+        senders = [whole[(SENDERS_PER_REPLICA * i + k) % len(whole)] for k in range(SENDERS_PER_REPLICA)]
         yield (replica,), (*former, *dict.fromkeys(senders))
 
 

@@ -40,14 +40,14 @@ from resihp.parallelism.ownership import ParameterSpec
 from resihp.parallelism.parameter_outline import layer_outline, outline
 from resihp.parallelism.plan import Order, Plan
 from resihp.pipeline.schedules import orders_of
-from resihp.scheduler.cost.device_memory import NOTHING, Overhead
+from resihp.scheduler.cost.device_memory import NO_OVERHEAD, Overhead
 
 STATE_BYTES = {"fp32": 16, "bf16": 18}
 """Bytes of state per parameter, by precision: value, gradient and Adam's two moments in 32 bits; in bf16 also the value
 in 16 bits. Mixed precision with 16-bit gradients takes 2 + 2, and 12 for the master copy and the moments, which the
 replicas share under ZeRO-1 (`zero_1`)."""
 
-ELEMENT = {"fp32": 4, "bf16": 2}
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
 """Bytes of a number among activations, by precision."""
 
 LOSS_ELEMENTS = 1 << 23
@@ -121,7 +121,7 @@ def obstacle(
     tokens: int,
     *,
     state_bytes: int | None = None,
-    overhead: Overhead = NOTHING,
+    overhead: Overhead = NO_OVERHEAD,
 ) -> str | None:
     """Return which rank most exceeds its device's `memory_bytes`, and by which parts; None if all ranks fit."""
     needed, rank = most_needed(plan, model, tokens, state_bytes=state_bytes)
@@ -185,7 +185,7 @@ def lacking(
     )
 
 
-def expected(plan: Plan, rank: int, model: ModelSpec, tokens: int, overhead: Overhead = NOTHING) -> str:
+def expected(plan: Plan, rank: int, model: ModelSpec, tokens: int, overhead: Overhead = NO_OVERHEAD) -> str:
     """Describe the memory that a rank needs, and remedies if a device has less; `tokens` is known."""
     state, whole = (needed_bytes(plan, rank, model, longest) for longest in (0, tokens))
     uncounted = "" if overhead.parts else "memory of libraries, communication and gaps is not counted; "
@@ -439,7 +439,7 @@ def _elements_per_rank(specs: tuple[ParameterSpec, ...], tp: int) -> int:
 
 def _layer_activations(model: ModelSpec, tp: int, sequence_parallel: bool, tokens: int) -> int:
     """Return the bytes that a layer keeps of one micro-batch; the module's docstring lists them."""
-    element, computation = ELEMENT[model.precision], model.computation
+    element, computation = ELEMENT_BYTES[model.precision], model.computation
     query, key = (count * model.head_width for count in (model.heads, model.kv_groups))
     copied = query if model.heads != model.kv_groups and model.kv_groups > tp else 0
     cut = element * (2 * query + 2 * key)  # the products, and the output of attention
@@ -475,7 +475,7 @@ def _outside_activations(
     if last:
         norm = _norm_bytes(model) / tp if sequence_parallel else _norm_bytes(model)
         logits = tokens * model.vocab_rows // tp
-        total += int(tokens * norm) + ELEMENT[model.precision] * logits + LOSS_BYTES * min(logits, LOSS_ELEMENTS)
+        total += int(tokens * norm) + ELEMENT_BYTES[model.precision] * logits + LOSS_BYTES * min(logits, LOSS_ELEMENTS)
     return total
 
 
@@ -486,5 +486,5 @@ def _copies_in_norm(model: ModelSpec) -> bool:
 def _norm_bytes(model: ModelSpec) -> int:
     """Return the bytes per token that a norm of the hidden state keeps with its next layer: its input and its
     output."""
-    element = ELEMENT[model.precision]
+    element = ELEMENT_BYTES[model.precision]
     return model.hidden * ((RMS_NORM_BYTES if _copies_in_norm(model) else element) + element)

@@ -23,7 +23,7 @@ from resihp.parallelism.layout import Layout, Replica, Stage
 from resihp.parallelism.ownership import ParameterSpec
 from resihp.parallelism.parameter_outline import layer_outline, outline
 from resihp.parallelism.plan import Plan, Primitive, Stop
-from resihp.parallelism.transfers import TENSORS
+from resihp.parallelism.transfers import STATE_TENSORS
 from resihp.pipeline.compiled import CompiledOrders, compile_orders
 from resihp.pipeline.schedules import orders_of
 from resihp.pipeline.timeline import Orders, Seconds, Transfers, play
@@ -40,7 +40,7 @@ Shape = tuple[tuple[Times, ...], ...]
 """Times of each chunk of each stage of a replica."""
 
 
-FEW = 4
+MIN_BATCHED_PIPELINES = 4
 """Fewest pipelines that are played together; fewer are played one by one."""
 
 
@@ -107,7 +107,7 @@ class Prices:
         if not shapes:
             return []
         schedule = self._situation.schedule
-        if len(shapes) < FEW:
+        if len(shapes) < MIN_BATCHED_PIPELINES:
             return [_plain_seconds(tuple((chunk,) for chunk in shape), (), schedule, micro_batches) for shape in shapes]
         split = schedule == "zero-bubble"
         table = np.array([[(t.f, t.b if split else t.b + t.w, t.w) for t in shape] for shape in shapes])
@@ -140,7 +140,7 @@ class Prices:
             rows.append(row)
         index = [s * 3 + kind for s, _, kind in slots]
         delays = [late[min(edge)] for edge in edges] if any(late) else None
-        if len(rows) < FEW:
+        if len(rows) < MIN_BATCHED_PIPELINES:
             return [compiled.makespan([row[i] for i in index], delays) for row in rows]
         table = np.array(rows).take(index, axis=1)
         seconds: list[float] = compiled.iteration_seconds(table, 0.0 if delays is None else np.array(delays)).tolist()
@@ -367,7 +367,7 @@ class Lacking:
     def __init__(self, situation: Situation, element: int = 4) -> None:
         self._inside = layer_outline(situation.model, 0)
         self._outside = outline(msgspec.structs.replace(situation.model, layers=0))
-        self._each = TENSORS * element
+        self._each = STATE_TENSORS * element
         survivors = set(situation.available).difference(situation.stale)
         self._before = {rank: held for rank, held in holdings(situation.holding.replicas) if rank in survivors}
         self._known: dict[tuple[HeldState | None, HeldState], Fraction] = {}

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 
-_EVEN = 1e-12
+_EQUAL_STEP_TOLERANCE = 1e-12
 """Relative difference, of the time so far, below which two stages have advanced by the same time."""
 
 
@@ -67,7 +67,7 @@ def seconds(
         if first > 0 or skipped:
             continue
         if since:
-            step, tolerance = ends[0] - past[0], _EVEN * ends[0]
+            step, tolerance = ends[0] - past[0], _EQUAL_STEP_TOLERANCE * ends[0]
             if abs(ends[-1] - past[stages - 1] - step) <= tolerance and all(
                 abs(now - then - step) <= tolerance for now, then in zip((*ends, *sent[:-1]), past, strict=True)
             ):
@@ -125,7 +125,7 @@ def many_seconds(forward: Floats, backward: Floats, weights: Floats | None, late
             continue
         if since:
             step = state - past
-            if np.ptp(step, axis=0).max() <= _EVEN * ends.max():
+            if np.ptp(step, axis=0).max() <= _EQUAL_STEP_TOLERANCE * ends.max():
                 periods = (last_turn - turn) // (turn - since)
                 skipped = periods * step[0]
                 last_turn -= periods * (turn - since)

@@ -23,7 +23,7 @@ from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.ownership import ParameterSpec
 from resihp.parallelism.parameter_outline import layer_outline, outline
 from resihp.scheduler.cost import memory
-from resihp.scheduler.cost.device_memory import NOTHING, Overhead
+from resihp.scheduler.cost.device_memory import NO_OVERHEAD, Overhead
 from resihp.scheduler.cost.held_state import HeldState, holdings
 
 CARRIED_BYTES = {"fp32": 12, "bf16": 14}
@@ -70,7 +70,7 @@ def obstacle(
     memory_bytes: int,
     *,
     zero_1: bool = False,
-    overhead: Overhead = NOTHING,
+    overhead: Overhead = NO_OVERHEAD,
 ) -> str | None:
     """Return which rank most exceeds its device's `memory_bytes` during the transition from `base` to `layout`.
 

@@ -26,11 +26,11 @@ from resihp.scheduler.explained import bound, idle
 from resihp.scheduler.layouts import first_layout, layers
 from resihp.scheduler.situation import Situation
 
-ALIKE = 1e-3
+EQUAL_WORK_TOLERANCE = 1e-3
 """Relative difference below which two stages work equally long."""
-EVALUATIONS = 60
+TUNING_EVALUATIONS = 60
 """Orders that are made and played to estimate a tuned job."""
-MOST_TUNED = 512
+MAX_TUNED_SIZE = 512
 """Largest product of layers, or of micro-batches, and stages of a pipeline for which orders are searched."""
 
 
@@ -145,7 +145,7 @@ def limiting(plan: Plan, seconds: float, situation: Situation) -> Limiting:
                 time = seconds_of[key] * len(plan.assignment[d])
             worked.append((time, d, s))
     longest = max(time for time, _, _ in worked)
-    limiting_stages = [(d, s) for time, d, s in worked if time >= longest * (1 - ALIKE)]
+    limiting_stages = [(d, s) for time, d, s in worked if time >= longest * (1 - EQUAL_WORK_TOLERANCE)]
     d, s = limiting_stages[0]
     stage = plan.layout.replicas[d].stages[s]
     slowest = min(situation.speeds.get(rank, 1.0) for rank in stage.ranks)
@@ -170,8 +170,14 @@ def when_tuned(plan: Plan, situation: Situation) -> Healthy | None:
     plain_s = iteration_seconds(single_replica, healthy)
     spread_s = min(plain_s, _spread_s(single_replica, healthy, len(replicas)))
     tuned_s = None  # under ZeRO-1 a single replica would hold the state that all share
-    if not healthy.zero_1 and len(first) * healthy.model.layers <= MOST_TUNED and len(first) * count <= MOST_TUNED:
-        tuned_s = min(spread_s, first_layout.tuned(single_replica, healthy, evaluations=EVALUATIONS).seconds) + rest_s
+    if (
+        not healthy.zero_1
+        and len(first) * healthy.model.layers <= MAX_TUNED_SIZE
+        and len(first) * count <= MAX_TUNED_SIZE
+    ):
+        tuned_s = (
+            min(spread_s, first_layout.tuned(single_replica, healthy, evaluations=TUNING_EVALUATIONS).seconds) + rest_s
+        )
     return Healthy(plain_s + rest_s, spread_s + rest_s, tuned_s)
 
 

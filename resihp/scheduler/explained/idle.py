@@ -23,12 +23,12 @@ from resihp.parallelism.layout import Replica
 from resihp.parallelism.plan import Plan
 from resihp.scheduler.cost.prices import Priced, Prices
 from resihp.scheduler.layouts import tp_groups
-from resihp.scheduler.layouts.groups import SIGNIFICANT, Group, Pipe, idle_groups, lay
+from resihp.scheduler.layouts.groups import SIGNIFICANT_GAIN, Group, Pipe, idle_groups, lay
 from resihp.scheduler.situation import Situation
 
-MOST_TRIES = 160
+MAX_TRIES = 160
 """Most layouts of a replica that are tried in all."""
-MOST_PIPES = 4
+MAX_REPLICAS_TRIED = 4
 """Most replicas in which a group is tried."""
 
 Why = Literal[
@@ -55,7 +55,7 @@ Way = Literal["", "stage", "group", "place", "replica"]
 """Use that was tried: a further stage, a larger group, a slower rank's place, a replica of their own."""
 
 
-OBSTACLES: tuple[Why, ...] = ("memory", "layers", "micro-batches")
+OBSTACLE_ORDER: tuple[Why, ...] = ("memory", "layers", "micro-batches")
 
 
 class Idle(msgspec.Struct, frozen=True):
@@ -102,7 +102,7 @@ class _Trial:
 
     def __init__(self, plan: Plan, situation: Situation) -> None:
         self._plan, self._situation, self._prices = plan, situation, Prices(situation)
-        self._left = MOST_TRIES
+        self._left = MAX_TRIES
         self._replicas = [replica for replica in plan.layout.replicas if not replica.vacant]
         self._shares = [len(plan.assignment[d]) for d, r in enumerate(plan.layout.replicas) if not r.vacant]
         self._iteration_s: float | None = None
@@ -125,26 +125,26 @@ class _Trial:
         tries = [*self._tries(group)]
         best = min((try_ for try_ in tries if try_.obstacle is None), key=lambda try_: try_.change, default=None)
         node = self._situation.nodes[group.ranks[0]]
-        if best is None or best.change > -SIGNIFICANT:
+        if best is None or best.change > -SIGNIFICANT_GAIN:
             changed_conditions: tuple[tuple[Why, list[_Tried]], ...] = (
                 ("too slow", self._at_full_speed(group)),
                 ("node", self._across_nodes(group)),
             )
             for why, tries_if_changed in changed_conditions:
                 best_if_changed = min(tries_if_changed, key=lambda try_: try_.change, default=None)
-                if best_if_changed is not None and best_if_changed.change <= -SIGNIFICANT:
+                if best_if_changed is not None and best_if_changed.change <= -SIGNIFICANT_GAIN:
                     return Idle(group.ranks, node, why, best_if_changed.way, best_if_changed.change)
         if best is not None:
             return Idle(group.ranks, node, self._verdict(best), best.way, best.change)
         obstacles = [try_.obstacle for try_ in tries if try_.obstacle is not None]
-        for obstacle in OBSTACLES:
+        for obstacle in OBSTACLE_ORDER:
             if obstacle in obstacles:
                 return Idle(group.ranks, node, obstacle)
         return Idle(group.ranks, node, "untried")
 
     def _verdict(self, best: _Tried) -> Why:
-        if best.change > -SIGNIFICANT:
-            return "slower" if best.change > SIGNIFICANT else "no gain"
+        if best.change > -SIGNIFICANT_GAIN:
+            return "slower" if best.change > SIGNIFICANT_GAIN else "no gain"
         return "memory unknown" if best.way == "stage" and self._situation.memory_bytes is None else "gain"
 
     def _at_full_speed(self, group: Group) -> list[_Tried]:
@@ -268,7 +268,7 @@ class _Trial:
         for d in order:
             is_on_node = any(nodes[rank] == node for rank in self._replicas[d].ranks)
             replica_of_kind.setdefault((is_on_node, self._prices.priced(self._replicas[d]).shape), d)
-        return [*itertools.islice(replica_of_kind.values(), MOST_PIPES)]
+        return [*itertools.islice(replica_of_kind.values(), MAX_REPLICAS_TRIED)]
 
     def _places(self, replica: Replica, node: str) -> list[int]:
         """Return the possible positions of a further stage: both ends, and next to stages of its node."""

@@ -13,10 +13,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from resihp.errors import PlanError
 from resihp.scheduler.cost.held_state import HeldState
 from resihp.scheduler.cost.prices import Priced, Prices
-from resihp.scheduler.layouts.groups import SIGNIFICANT, Group, Pipe, idle_groups, lay, regroup, untouched
+from resihp.scheduler.layouts.groups import SIGNIFICANT_GAIN, Group, Pipe, idle_groups, lay, regroup, untouched
 from resihp.scheduler.situation import Situation
 
-FEW = 8
+MAX_JOINTLY_PRICED_REPLICAS = 8
 """Most replicas for which every single change is evaluated by the time of a whole iteration."""
 
 
@@ -56,14 +56,14 @@ class Draft:
         their number are compared.
         """
         while True:
-            if len(self.pipes) > FEW:
+            if len(self.pipes) > MAX_JOINTLY_PRICED_REPLICAS:
                 self._improve_each()
             best, pipes = math.inf, self.pipes
             for offer in self._offers():
                 seconds = self._seconds(offer)
                 if seconds < best:
                     best, pipes = seconds, offer
-            if math.isinf(best) or best >= self.seconds * (1 - SIGNIFICANT):
+            if math.isinf(best) or best >= self.seconds * (1 - SIGNIFICANT_GAIN):
                 return
             self.seconds, self.pipes = best, pipes
 
@@ -91,7 +91,7 @@ class Draft:
                 offers = [*self._changed(now, distinct_groups)]
                 offer_seconds = [self._prices.seconds(changed_priced, share, count) for _, changed_priced in offers]
                 best = min(offer_seconds, default=math.inf)
-                if best >= seconds * (1 - SIGNIFICANT):
+                if best >= seconds * (1 - SIGNIFICANT_GAIN):
                     settled.add(question)
                     break
                 changed, changed_priced = offers[offer_seconds.index(best)]
@@ -193,7 +193,7 @@ class Draft:
         """Yield every single change, except those that equal an earlier one."""
         used = {rank for priced in self.pipes.values() for rank in priced.replica.ranks}
         idle = idle_groups(self._situation, set(self._situation.available).difference(used))
-        if len(self.pipes) <= FEW:
+        if len(self.pipes) <= MAX_JOINTLY_PRICED_REPLICAS:
             pipe_of_kind = {
                 (priced.shape, priced.late, len(pipe.groups)): pipe for pipe, priced in reversed(self.pipes.items())
             }

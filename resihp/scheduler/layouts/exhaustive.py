@@ -28,22 +28,22 @@ from resihp.scheduler.layouts import layers, shares
 from resihp.scheduler.layouts.labels import assigned
 from resihp.scheduler.situation import Situation
 
-MOST_DEVICES = 8
+MAX_DEVICES = 8
 """Most devices of an exhaustive search: with more the number of possibilities grows beyond any time available."""
 
-BEAM = 4
+BEAM_WIDTH = 4
 """Pipelines of the same groups whose neighbours are considered."""
 
-MOST_SLOTS = 200_000
+MAX_PLAYED_SLOTS = 200_000
 """Turns of stages that are played in all. The remaining layouts are less promising than those considered."""
 
-TOLD_APART = 16
+MAX_EXACT_MICRO_BATCHES = 16
 """Micro-batches of a pipeline up to which its layers are optimised for the exact number; more change them little."""
 
-NEAR = 0.002
+LINE_TOLERANCE = 0.002
 """Relative error of a time that is interpolated between two played times."""
 
-TIGHT = 1.25
+TIGHT_MEMORY_FACTOR = 1.25
 """Time of the slowest stage relative to its lower bound, about, if memory prevents the best distribution of layers."""
 
 Kind = tuple[int, float]
@@ -66,7 +66,7 @@ def replicas(situation: Situation, prices: Prices, below: float) -> list[Priced]
         situation.lost or situation.speeds or situation.links or set(situation.available) - {*situation.base.active}
     ):
         return None
-    if situation.memory_bytes is None or len(situation.available) > MOST_DEVICES or situation.chunks > 1:
+    if situation.memory_bytes is None or len(situation.available) > MAX_DEVICES or situation.chunks > 1:
         return None
     return _ExhaustiveSearch(situation, prices).best(below)
 
@@ -97,7 +97,7 @@ class _ExhaustiveSearch:
         """Return the best layout, the most promising first, until all others must take longer, or enough was played."""
         best_parts_and_counts: tuple[tuple[tuple[Kind, ...], ...], tuple[int, ...]] | None = None
         for _, parts in self._promising(below):
-            if self._slots > MOST_SLOTS:
+            if self._slots > MAX_PLAYED_SLOTS:
                 break
             time_and_counts = self._share(parts, below)
             if time_and_counts is not None:
@@ -138,7 +138,7 @@ class _ExhaustiveSearch:
                 None,
             )
             if counts is None:  # memory does not suffice in this order
-                pace = TIGHT * self._bottleneck(kinds)
+                pace = TIGHT_MEMORY_FACTOR * self._bottleneck(kinds)
                 line = ((len(kinds) - 1) * pace, pace)
             else:
                 times = [chunk_times.total for chunk_times in self._shape(_Laid(order, counts))]
@@ -158,7 +158,7 @@ class _ExhaustiveSearch:
         guess = shares.lines_split(self._s.micro_batches, [self._line(kinds) for kinds in parts])
         clocks = {kinds: (lambda m, kinds=kinds: self._pipeline(kinds, m, len(parts))[0]) for kinds in set(parts)}
         lines = [self._played_line(kinds, m, len(parts)) for kinds, m in zip(parts, guess, strict=True)]
-        if shares.lines_done(self._s.micro_batches, lines) >= below * (1 + NEAR):
+        if shares.lines_done(self._s.micro_batches, lines) >= below * (1 + LINE_TOLERANCE):
             return None
         counts = shares.improved(shares.lines_split(self._s.micro_batches, lines), [clocks[kinds] for kinds in parts])
         seconds = max(clocks[kinds](m) for kinds, m in zip(parts, counts, strict=True))
@@ -201,7 +201,7 @@ class _ExhaustiveSearch:
         while offers:  # hill climbing, from the best of all to its neighbours
             tried.update(offers)
             seconds = self._play(offers, m)
-            ranked = sorted(range(len(offers)), key=seconds.__getitem__)[:BEAM]
+            ranked = sorted(range(len(offers)), key=seconds.__getitem__)[:BEAM_WIDTH]
             if seconds[ranked[0]] >= best[0]:
                 break
             best = (seconds[ranked[0]], offers[ranked[0]])
@@ -376,7 +376,7 @@ def _power(kinds: Sequence[Kind]) -> float:
 
 def _round(micro_batches: int) -> int:
     """Round a large number down to one of two numbers in each doubling."""
-    if micro_batches <= TOLD_APART:
+    if micro_batches <= MAX_EXACT_MICRO_BATCHES:
         return micro_batches
     step = 1 << (micro_batches.bit_length() - 2)
     return micro_batches // step * step

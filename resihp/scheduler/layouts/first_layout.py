@@ -15,14 +15,14 @@ from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan
 from resihp.scheduler.cost import memory
 from resihp.scheduler.cost.prices import Prices, after_backward_s, iteration_seconds
-from resihp.scheduler.layouts.groups import SIGNIFICANT
+from resihp.scheduler.layouts.groups import SIGNIFICANT_GAIN
 from resihp.scheduler.orders.tuner import Task, Tuned, megatron, tune
 from resihp.scheduler.situation import Decision, Situation
 
-EVALUATIONS = 400
-FEW = 8
+TUNING_EVALUATIONS = 400
+MAX_PLAYED_REPLICAS = 8
 """Most replicas of which each is played."""
-LEAST_SHARE = 0.6
+ALIVE_REDUCTION = 0.6
 """Factor on the live activations each time that a pipeline does not fit; after four times tuning is given up."""
 
 
@@ -31,7 +31,7 @@ def tuned(
     situation: Situation,
     *,
     most_chunks: int = 1,
-    evaluations: int = EVALUATIONS,
+    evaluations: int = TUNING_EVALUATIONS,
     name: str = "Megatron's grid",
 ) -> Decision:
     """Return `plan`, called `name`, or the same groups with a faster pipeline of at most `most_chunks` chunks a stage.
@@ -70,7 +70,7 @@ def tuned(
         return msgspec.structs.replace(unchanged, reason=f"{unchanged.reason}; nothing else fits memory")
     after = _of(plan, pipeline)
     after_s = _seconds(after, situation)
-    if after_s > before_s * (1 - SIGNIFICANT):
+    if after_s > before_s * (1 - SIGNIFICANT_GAIN):
         return msgspec.structs.replace(unchanged, reason=f"{unchanged.reason}; tuning found nothing faster")
     return Decision(
         plan=after,
@@ -83,7 +83,7 @@ def tuned(
 def _seconds(plan: Plan, situation: Situation) -> float:
     """Return the predicted time of an iteration; of many equal replicas the first is played for all."""
     replicas = plan.layout.replicas
-    if situation.speeds or situation.links or plan.migrations or len(replicas) <= FEW:
+    if situation.speeds or situation.links or plan.migrations or len(replicas) <= MAX_PLAYED_REPLICAS:
         return iteration_seconds(plan, situation)
     index_of = {m: i for i, m in enumerate(plan.assignment[0])}
     orders = tuple(
@@ -129,7 +129,7 @@ def _fitting(plan: Plan, situation: Situation, task: Task, evaluations: int) -> 
             overhead=situation.overhead,
         ):
             return pipeline
-        max_alive = LEAST_SHARE * max(pipeline.alive)
+        max_alive = ALIVE_REDUCTION * max(pipeline.alive)
     return None
 
 

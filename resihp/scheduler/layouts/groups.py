@@ -20,7 +20,7 @@ from resihp.scheduler.cost.memory import Post
 from resihp.scheduler.layouts import layers, tp_groups
 from resihp.scheduler.situation import Situation
 
-SIGNIFICANT = 0.01
+SIGNIFICANT_GAIN = 0.01
 """Relative improvement of a prediction below which a change is not worth the disruption."""
 
 
@@ -152,7 +152,7 @@ def lay(situation: Situation, pipe: Pipe, replicas: int, holds: Mapping[int, Hel
         raise
     if before is not None and same:
         current_slowest = layers.slowest(held_layers, speeds, ends)
-        if layers.slowest(spans, speeds, ends) >= current_slowest * (1 - SIGNIFICANT):
+        if layers.slowest(spans, speeds, ends) >= current_slowest * (1 - SIGNIFICANT_GAIN):
             return before
     return Replica(tuple(Stage(group.ranks, span) for group, span in zip(groups, spans, strict=True)))
 

@@ -23,13 +23,13 @@ from resihp.scheduler.cost.held_state import HeldState, units_outside
 from resihp.scheduler.cost.prices import Lacking
 from resihp.scheduler.situation import Situation
 
-ROUNDS = 4
+MAX_ROUNDS = 4
 """Most rounds; two are usual."""
-MOST_TOGETHER = 512
+MAX_RANKS_TOGETHER = 512
 """Most ranks of a job in which all exchange places; in a larger job only the replicas that lack state, and standby
 ranks."""
 
-MOST_NODES = 32
+MAX_NODES = 32
 """Most nodes that exchange places as a whole."""
 
 
@@ -61,7 +61,7 @@ def relabelled(replicas: Sequence[Replica], situation: Situation) -> tuple[Repli
     """
     if not replicas:
         return ()
-    if len(situation.available) <= MOST_TOGETHER:
+    if len(situation.available) <= MAX_RANKS_TOGETHER:
         return _Labels(situation, replicas, situation.available).run(tuple(replicas))
     needs = Lacking(situation)
     lacking = [d for d, replica in enumerate(replicas) if needs.total(Layout((replica,)))]
@@ -101,7 +101,7 @@ class _Labels:
     def run(self, replicas: tuple[Replica, ...], *, between: bool = True) -> tuple[Replica, ...]:
         """Return the replicas with ranks exchanged; `between`: groups of different nodes are exchanged, too."""
         bytes_now = self.bytes_of(replicas)
-        for _ in range(ROUNDS):
+        for _ in range(MAX_ROUNDS):
             starts = (replicas, self._between_nodes(replicas)) if between else (replicas,)
             offers = [
                 self._in_place(self._between_groups(start) if between else start) for start in dict.fromkeys(starts)
@@ -145,7 +145,7 @@ class _Labels:
                 seats[node][speed].append(place.first + t)
                 rank_of_seat.append(rank)
         nodes = sorted({node for node, _ in self._at})
-        if len(nodes) > MOST_NODES:
+        if len(nodes) > MAX_NODES:
             return replicas
         assignments = [[self._named(seats[a], b) for b in nodes] for a in nodes]
         cost = np.array(

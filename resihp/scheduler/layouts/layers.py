@@ -18,10 +18,10 @@ from resihp.scheduler.cost.profile import Profile
 
 Chunks = tuple[LayerSpan, ...]
 
-_SLACK = 1e-9
+_TIME_TOLERANCE = 1e-9
 """Relative difference below which two times count as equal."""
 
-_MOST_TRADE_OFFS = 8
+_MAX_TRADE_OFFS = 8
 """Most partitions considered between the one with the fastest slowest stage and the one with the smallest sum."""
 
 
@@ -72,7 +72,7 @@ def partition(
     ends = ends or Ends()
     max_counts = [layers] * len(speeds) if limits is None else list(limits)
     counts = _fastest(layers, speeds, chunks, ends, max_counts)
-    bound = max(_seconds(s, n, speeds, ends) for s, n in enumerate(counts)) * (1 + _SLACK)
+    bound = max(_seconds(s, n, speeds, ends) for s, n in enumerate(counts)) * (1 + _TIME_TOLERANCE)
     if _is_partition(before, layers, len(speeds), chunks) and all(
         _count(spans) <= max_counts[s] and _seconds(s, _count(spans), speeds, ends) <= bound
         for s, spans in enumerate(before)
@@ -103,7 +103,8 @@ def trade_offs(times: Profile, speeds: Sequence[float], limits: Sequence[int]) -
     yielded: set[tuple[int, ...]] = set()
     for bound in bounds:
         max_counts = [
-            min(limit, int(bound * v * (1 + _SLACK) - x)) for v, x, limit in zip(speeds, extra, limits, strict=True)
+            min(limit, int(bound * v * (1 + _TIME_TOLERANCE) - x))
+            for v, x, limit in zip(speeds, extra, limits, strict=True)
         ]
         if min(max_counts) < 1 or sum(max_counts) < layers:
             continue
@@ -117,7 +118,7 @@ def trade_offs(times: Profile, speeds: Sequence[float], limits: Sequence[int]) -
             continue
         yielded.add(tuple(counts))
         yield tuple(counts)
-        if len(yielded) == _MOST_TRADE_OFFS:
+        if len(yielded) == _MAX_TRADE_OFFS:
             return
 
 

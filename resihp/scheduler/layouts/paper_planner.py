@@ -22,16 +22,16 @@ from resihp.scheduler.cost import memory
 from resihp.scheduler.cost.prices import iteration_seconds
 from resihp.scheduler.layouts import tp_groups
 from resihp.scheduler.orders.lanes import overfull
-from resihp.scheduler.orders.migration import DELTA, migrate
+from resihp.scheduler.orders.migration import DEFAULT_DELTA, migrate
 from resihp.scheduler.situation import Decision, Situation
 
-STEPS = ("exclude", "repartition", "migrate")
+STEP_NAMES = ("exclude", "repartition", "migrate")
 
 Groups = dict[tuple[int, int], tuple[int, ...]]
 """Ranks of each (replica, stage) of the base; () for a lost stage."""
 
 
-def progressive(situation: Situation, steps: Sequence[str] = STEPS, *, delta: int = DELTA) -> Decision:
+def progressive(situation: Situation, steps: Sequence[str] = STEP_NAMES, *, delta: int = DEFAULT_DELTA) -> Decision:
     """Return the decision of the paper's planner. Ranks that lost their state (`stale`) count as lost, and stand by.
 
     `steps` are the first one, two or all three of STEPS. Without "migrate" a replica that lost a stage is given up.
@@ -40,8 +40,10 @@ def progressive(situation: Situation, steps: Sequence[str] = STEPS, *, delta: in
     Raises PlanError, naming the constraint, if a stage is left in no replica, if memory or the number of layers allows
     no plan, and for speeds that are not above 0 and finite, or unknown ranks.
     """
-    if tuple(steps) not in (STEPS[:1], STEPS[:2], STEPS):
-        raise PlanError(f"steps {', '.join(steps) or 'none'}: choose the first one, two or all of {', '.join(STEPS)}")
+    if tuple(steps) not in (STEP_NAMES[:1], STEP_NAMES[:2], STEP_NAMES):
+        raise PlanError(
+            f"steps {', '.join(steps) or 'none'}: choose the first one, two or all of {', '.join(STEP_NAMES)}"
+        )
     _check(situation)
     plans: list[tuple[str, Plan, float]] = []
     obstacle: PlanError | None = None

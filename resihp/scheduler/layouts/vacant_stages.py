@@ -25,7 +25,7 @@ from resihp.scheduler.orders.lanes import overfull
 from resihp.scheduler.orders.migration import with_orders
 from resihp.scheduler.situation import Situation
 
-MOST_REPLICAS = 64
+MAX_REPLICAS = 64
 """Most replicas: with more, there are always enough others to give up one, and migrations are planned for each
 micro-batch."""
 
@@ -33,7 +33,7 @@ micro-batch."""
 def may_help(situation: Situation) -> bool:
     """Return whether a stage of a pipeline has no rank left, and other replicas may hold its layers."""
     replicas, live = situation.base.replicas, set(situation.available).difference(situation.stale)
-    if situation.memory_bytes is None or not 1 < len(replicas) <= MOST_REPLICAS:
+    if situation.memory_bytes is None or not 1 < len(replicas) <= MAX_REPLICAS:
         return False  # other replicas need room for the activations
     return any(
         len(replica.stages) > 1 and live.isdisjoint(stage.ranks) for replica in replicas for stage in replica.stages

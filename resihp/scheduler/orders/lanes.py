@@ -17,7 +17,7 @@ from resihp.pipeline.timeline import Node
 from resihp.scheduler.cost import memory
 from resihp.scheduler.situation import Situation
 
-SPARE = 2
+SPARE_MICRO_BATCHES = 2
 """Micro-batches that a stage may hold in addition to those of 1F1B if memory allows: all of them guests."""
 
 
@@ -87,7 +87,7 @@ def lanes(plan: Plan, situation: Situation) -> dict[tuple[int, int], Lane]:
         for s, stage in enumerate(replica.stages):
             fits = memories.get((d, s), math.inf)
             held_back = (int(min(limits[s], fits)), int(min(max(limits), fits)))
-            room = (int(min(limits[s] + SPARE, fits)), int(min(max(limits) + SPARE, fits)))
+            room = (int(min(limits[s] + SPARE_MICRO_BATCHES, fits)), int(min(max(limits) + SPARE_MICRO_BATCHES, fits)))
             lane_of_stage[d, s] = Lane(d, held_back, room, stopped=not situation.speed(stage.ranks))
     return lane_of_stage
 

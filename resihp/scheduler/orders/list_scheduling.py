@@ -25,10 +25,10 @@ from resihp.scheduler.cost.profile import Times
 Shapes = tuple[tuple[tuple[Times, ...], ...], ...]
 """Times of each chunk at the speed of its stage's group, [replica][stage][chunk]."""
 
-TICKS = 2**22
+TICKS_OF_LONGEST = 2**22
 """Ticks of the longest primitive."""
 
-SLACK = 1e-9
+ROUNDING_TOLERANCE = 1e-9
 """Relative excess over a cap that counts as rounding."""
 
 F, B, W = range(3)
@@ -95,7 +95,7 @@ class ListScheduler:
         costs = [x for passage_costs in self._costs for x in passage_costs]
         if not all(math.isfinite(x) and x >= 0 for x in costs):
             raise PlanError(f"plan of epoch {plan.epoch}: some time of its stages is negative or not finite")
-        tick = max(costs, default=0.0) / TICKS or 1.0
+        tick = max(costs, default=0.0) / TICKS_OF_LONGEST or 1.0
         whole = [x / tick for f, b, w in self._costs for x in (f, b + w, 0.0)]
         self.ticks = ([round(x) for x in whole], [round(x / tick) for x in costs])
         """Costs by number of primitive: B with W, and B separate from W."""
@@ -160,7 +160,7 @@ class ListScheduler:
         can go on. Raises PlanError if a stage's cap is less than one micro-batch takes.
         """
         for (d, s), cap, row in zip(self.lanes, rules.caps, self.sizes, strict=False):
-            if cap * (1 + SLACK) < sum(row):
+            if cap * (1 + ROUNDING_TOLERANCE) < sum(row):
                 raise PlanError(
                     f"replica {d} stage {s}: may keep {cap:.6g} alive, but one micro-batch takes {sum(row):.6g}"
                 )
@@ -253,7 +253,7 @@ class _Run:
         self._ahead = [0] * lanes
         self._alive = [0.0] * lanes
         self._limits = rules.limits or (scheduler.passages + 1,) * lanes
-        self._caps = tuple(cap * (1 + SLACK) for cap in rules.caps) or (math.inf,) * lanes
+        self._caps = tuple(cap * (1 + ROUNDING_TOLERANCE) for cap in rules.caps) or (math.inf,) * lanes
         self._done: list[list[int]] = [[] for _ in range(lanes)]
         self._events: list[tuple[int, int, int]] = []
         """(time, lane, primitive that is ready there, or -1 for a stage that becomes free)."""

@@ -34,13 +34,13 @@ from resihp.scheduler.cost.prices import costs, iteration_seconds, transfers
 from resihp.scheduler.orders.lanes import Lane, lanes, overfull
 from resihp.scheduler.situation import Situation
 
-DELTA = 1
+DEFAULT_DELTA = 1
 """Forwards by which a replica may be ahead at a stage. The paper gives none; `benchmarks/idle_time.py` sweeps it."""
 
-MOST_ORDERED = 20_000
+MAX_ORDERED_PRIMITIVES = 20_000
 """Most primitives of a plan that carries its orders: they go to every rank and into the journal, some 30 bytes each."""
 
-_SAME = 1e-9
+_TIME_TOLERANCE = 1e-9
 """Relative difference below which two moments, or two predictions, count as equal."""
 
 
@@ -52,7 +52,7 @@ class DecidedMigration(msgspec.Struct, frozen=True):
     progress: tuple[int, ...]
 
 
-def migrate(plan: Plan, situation: Situation, *, delta: int = DELTA) -> Plan:
+def migrate(plan: Plan, situation: Situation, *, delta: int = DEFAULT_DELTA) -> Plan:
     """Return `plan` with migrations and their orders; unchanged if they do not make it faster.
 
     `plan` has no migrations yet. Stages without ranks, or of speed 0, give all their work away. Raises PlanError if no
@@ -67,7 +67,7 @@ def migrate(plan: Plan, situation: Situation, *, delta: int = DELTA) -> Plan:
     before = iteration_seconds(plan, situation)
     if obstacle and math.isinf(before):
         raise PlanError(f"{obstacle}; the work of a stopped stage fits nowhere; lower --micro-batches or --tp")
-    if obstacle or iteration_seconds(migrated, situation) >= before * (1 - _SAME):
+    if obstacle or iteration_seconds(migrated, situation) >= before * (1 - _TIME_TOLERANCE):
         return plan
     return migrated
 
@@ -75,11 +75,13 @@ def migrate(plan: Plan, situation: Situation, *, delta: int = DELTA) -> Plan:
 def with_orders(plan: Plan, orders: Orders) -> Plan:
     """Return `plan` with these orders; without, if they are too many to be sent: then ranks compute their
     schedule's."""
-    too_many = sum(len(order) for replica in orders for order in replica) > MOST_ORDERED
+    too_many = sum(len(order) for replica in orders for order in replica) > MAX_ORDERED_PRIMITIVES
     return msgspec.structs.replace(plan, orders=() if too_many else orders)
 
 
-def advance(plan: Plan, situation: Situation, *, delta: int = DELTA) -> tuple[tuple[DecidedMigration, ...], Orders]:
+def advance(
+    plan: Plan, situation: Situation, *, delta: int = DEFAULT_DELTA
+) -> tuple[tuple[DecidedMigration, ...], Orders]:
     """Run Algorithm 1: return the moves, in the order of the decisions, and the resulting order of each stage.
 
     Replicas that neither give nor take keep the orders of the plan's schedule. Raises PlanError for a negative `delta`,
@@ -184,7 +186,7 @@ class _Advance:
         """Advance to the next moment. Return the stages where a primitive ended or arrived, in order."""
         touched: set[tuple[int, int]] = set()
         moment = self._events[0][0] if self._events else self._clock
-        while self._events and self._events[0][0] <= moment * (1 + _SAME):
+        while self._events and self._events[0][0] <= moment * (1 + _TIME_TOLERANCE):
             self._clock, _, place, node = heapq.heappop(self._events)
             touched.add(place)
             lane = self._lanes[place]

@@ -19,7 +19,7 @@ from resihp.scheduler.cost.profile import Profile
 Route = tuple[int, ...]
 Cut = tuple[int, ...]
 
-_SLACK = 1e-9
+_TIME_TOLERANCE = 1e-9
 """Relative difference below which two times count as equal."""
 
 

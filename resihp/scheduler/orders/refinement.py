@@ -20,18 +20,18 @@ from resihp.parallelism.plan import Order, Plan
 from resihp.pipeline.schedules import orders_of
 from resihp.scheduler.cost import memory
 from resihp.scheduler.cost.prices import Priced, Prices, after_backward_s, iteration_seconds
-from resihp.scheduler.layouts.groups import SIGNIFICANT
+from resihp.scheduler.layouts.groups import SIGNIFICANT_GAIN
 from resihp.scheduler.orders import migration
 from resihp.scheduler.orders.warm_up import adapted
 from resihp.scheduler.orders.warm_up_depths import deepened, order
 from resihp.scheduler.situation import Situation
 
-MOST_CHUNKS = 1000
+MAX_CHUNKS = 1000
 """Most chunks of all micro-batches. Larger plans keep their schedule: orders are part of a plan, and take milliseconds
 to play."""
-MOST_CHUNKS_EVEN = 100
+MAX_CHUNKS_EVEN_LINKS = 100
 """Most chunks for passes elsewhere if no link is slow and W stays with B: there is little to gain."""
-EVALUATIONS = 24
+MAX_EVALUATIONS = 24
 """Orders that are played for one replica."""
 
 
@@ -50,7 +50,7 @@ def refined(situation: Situation, plan: Plan, seconds: float, prices: Prices, *,
     if plan.migrations:
         return Refined(plan, seconds, "")  # and so it has orders of its own
     chunks = _chunks(plan)
-    if situation.memory_bytes is None or chunks > MOST_CHUNKS:
+    if situation.memory_bytes is None or chunks > MAX_CHUNKS:
         return Refined(plan, seconds, "")
     shapes = {tuple((stage.tp, stage.chunks) for stage in replica.stages) for replica in plan.layout.replicas}
     degrees = {stage.tp for replica in plan.layout.replicas for stage in replica.stages}
@@ -61,14 +61,14 @@ def refined(situation: Situation, plan: Plan, seconds: float, prices: Prices, *,
     changes = [_deepened] if plain else []
     if thorough or situation.links or not plain:
         changes.append(_reordered)
-    if thorough or situation.links or situation.schedule == "zero-bubble" or chunks <= MOST_CHUNKS_EVEN:
+    if thorough or situation.links or situation.schedule == "zero-bubble" or chunks <= MAX_CHUNKS_EVEN_LINKS:
         changes.append(migrated)
     for change in changes:
         try:
             refined_plan = change(situation, plan, prices)
         except PlanError:
             continue
-        if refined_plan.seconds < best.seconds * (1 - SIGNIFICANT):
+        if refined_plan.seconds < best.seconds * (1 - SIGNIFICANT_GAIN):
             best = refined_plan
     return best
 
@@ -110,7 +110,7 @@ def _reordered(situation: Situation, plan: Plan, prices: Prices) -> Refined:
             schedule=situation.schedule,
             split=situation.schedule == "zero-bubble",
             most_alive=room,
-            evaluations=EVALUATIONS,
+            evaluations=MAX_EVALUATIONS,
         )
         return adapted_orders.orders, adapted_orders.seconds
 
@@ -162,7 +162,7 @@ def migrated(situation: Situation, plan: Plan, prices: Prices) -> Refined:
     If there is no such plan, it is returned unchanged, at an infinite time.
     """
     unchanged = Refined(plan, float("inf"), "")
-    if _chunks(plan) > MOST_CHUNKS:
+    if _chunks(plan) > MAX_CHUNKS:
         return unchanged
     spans = [{stage.chunks for stage in replica.stages} for replica in plan.layout.replicas]
     if situation.chunks > 1 or not any(a & b for i, a in enumerate(spans) for b in spans[:i]):

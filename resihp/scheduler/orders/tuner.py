@@ -25,22 +25,22 @@ from resihp.parallelism.plan import Order, Plan
 from resihp.pipeline.schedules import orders_of
 from resihp.pipeline.timeline import Orders
 from resihp.scheduler.cost.profile import Profile, Times
-from resihp.scheduler.orders.list_scheduling import SLACK, ListScheduler, StageRules, most_ahead
+from resihp.scheduler.orders.list_scheduling import ROUNDING_TOLERANCE, ListScheduler, StageRules, most_ahead
 from resihp.scheduler.orders.placements import Cut, Loads, Route, chunks_of, moved, routes
 
-PATIENCE = ((0.0, 0.0), (0.5, 0.0), (0.5, 0.5), (0.0, 0.5), (1.0, 0.0), (0.25, 0.0), (1.0, 1.0))
+PATIENCE_PAIRS = ((0.0, 0.0), (0.5, 0.0), (0.5, 0.5), (0.0, 0.5), (1.0, 0.0), (0.25, 0.0), (1.0, 1.0))
 """Pairs of `StageRules.patience` and `StageRules.forward_patience` to try, the first two of them on every placement."""
 
-KEPT = 4
+PLACEMENTS_KEPT = 4
 """Placements that are examined closely."""
 
-MISSES = 300
+MAX_MISSES = 300
 """Changes in a row that cannot be faster, after which the search for others ends."""
 
-HELD = 32
+MAX_CACHED_DESIGNS = 32
 """Designs whose compiled costs are cached."""
 
-PROMISING = 0.03
+PROMISING_EXCESS = 0.03
 """Relative excess over the best up to which other rules are tried on a changed placement."""
 
 
@@ -180,8 +180,8 @@ class _PipelineSearch:
             seconds = [self._try(design, rules) for rules in self._quick() if self._left > budget]
             played.append((min(seconds, default=math.inf), i, design))
         played.sort(key=lambda entry: entry[:2])
-        for _, _, design in played[:KEPT]:
-            for patience in PATIENCE:
+        for _, _, design in played[:PLACEMENTS_KEPT]:
+            for patience in PATIENCE_PAIRS:
                 for group in (0, -(-task.stages // 2), 2 * task.stages, task.micro_batches):
                     if self._left > budget // 2 and (rules := self._rules(patience, group)) not in self._quick():
                         self._try(design, rules)
@@ -190,7 +190,7 @@ class _PipelineSearch:
         """Change the best, one thing at a time; then the urgency, which a change of layers would invalidate."""
         reserve, end = self._left // 3, self._left // 12
         misses = 0
-        while self._left > reserve and self._best is not None and misses < MISSES:
+        while self._left > reserve and self._best is not None and misses < MAX_MISSES:
             before = self._left
             self._change(self._best, rng)
             misses = 0 if self._left < before else misses + 1
@@ -198,7 +198,7 @@ class _PipelineSearch:
             best = self._best
             scale = rng.choice((0.0, 0.1, 0.3, 1.0)) * self._loads.slowest(best.design.route, best.design.cut)
             urgency = [start + rng.uniform(-scale, scale) for start in best.lists.latest_starts(best.orders)]
-            self._try(best.design, self._rules(rng.choice(PATIENCE), 0), urgency)
+            self._try(best.design, self._rules(rng.choice(PATIENCE_PAIRS), 0), urgency)
 
     def shrink(self) -> None:
         """Keep less alive, if that costs no time."""
@@ -228,7 +228,7 @@ class _PipelineSearch:
         pair_count = 2 if self._task.split else 1
         return [
             self._rules(patience, -(-self._task.stages // part))
-            for patience in PATIENCE[:pair_count]
+            for patience in PATIENCE_PAIRS[:pair_count]
             for part in (1, 2)
         ]
 
@@ -245,7 +245,7 @@ class _PipelineSearch:
         if lists is None:
             lists = _lists(self._task, chunks_of(design.route, design.cut, self._task.stages))
             self._lists[design] = lists
-            if len(self._lists) > HELD:
+            if len(self._lists) > MAX_CACHED_DESIGNS:
                 del self._lists[next(iter(self._lists))]
         self._left -= 1
         try:
@@ -258,14 +258,17 @@ class _PipelineSearch:
 
     def _keep(self, entry: _Entry) -> None:
         alive = entry.lists.alive(entry.orders)
-        if any(kept_alive > cap * (1 + SLACK) for kept_alive, cap in zip(alive, self._task.most_alive, strict=False)):
+        if any(
+            kept_alive > cap * (1 + ROUNDING_TOLERANCE)
+            for kept_alive, cap in zip(alive, self._task.most_alive, strict=False)
+        ):
             return
-        if self._best is None or entry.seconds < self._best.seconds * (1 - SLACK):
+        if self._best is None or entry.seconds < self._best.seconds * (1 - ROUNDING_TOLERANCE):
             self._best = entry
 
     def _change(self, best: _Entry, rng: random.Random) -> None:
         """Make one random change of layers, placement or rules. Designs that cannot be faster are not played."""
-        design, rules = best.design, best.rules or self._rules(PATIENCE[0], 0)
+        design, rules = best.design, best.rules or self._rules(PATIENCE_PAIRS[0], 0)
         kind = rng.randrange(10)
         if kind < 5:
             design = self._other_cut(design, rng)
@@ -273,7 +276,7 @@ class _PipelineSearch:
             design = self._other_route(design, rng)
         elif kind == 8:
             rules = self._rules(
-                rng.choice(PATIENCE), rng.choice((1, 2, self._task.stages // 2, 0, 2 * self._task.stages))
+                rng.choice(PATIENCE_PAIRS), rng.choice((1, 2, self._task.stages // 2, 0, 2 * self._task.stages))
             )
         elif self._task.stages > 1:
             s = rng.randrange(self._task.stages)
@@ -283,7 +286,7 @@ class _PipelineSearch:
         slowest = self._loads.slowest(design.route, design.cut)
         if (design, rules) != (best.design, best.rules) and slowest * self._task.micro_batches < best.seconds:
             seconds = self._try(design, rules)
-            if design != best.design and seconds < best.seconds * (1 + PROMISING):
+            if design != best.design and seconds < best.seconds * (1 + PROMISING_EXCESS):
                 for quick_rules in self._quick():
                     self._try(design, quick_rules)
 

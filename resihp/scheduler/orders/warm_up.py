@@ -27,12 +27,12 @@ from resihp.parallelism.plan import Order, Plan
 from resihp.pipeline.schedules import orders_of
 from resihp.pipeline.timeline import Orders
 from resihp.scheduler.cost.prices import Priced
-from resihp.scheduler.orders.list_scheduling import SLACK, ListScheduler, StageRules, most_ahead
+from resihp.scheduler.orders.list_scheduling import ROUNDING_TOLERANCE, ListScheduler, StageRules, most_ahead
 
-ASSUMED = (1.0, 0.5, 0.25, 0.75, 0.0)
+ASSUMED_DELAY_PARTS = (1.0, 0.5, 0.25, 0.75, 0.0)
 """Parts of the delay that are tried in place of all of it (Adaptra: 0, 5, ..., delay ms)."""
 
-PATIENCE = (0.0, 0.5, 0.75, 0.25, 1.0)
+PATIENCE_VALUES = (0.0, 0.5, 0.75, 0.25, 1.0)
 """Values of `StageRules.patience` to try."""
 
 
@@ -82,7 +82,7 @@ def published_depths(priced: Priced, assumed: float = 1.0) -> tuple[int, ...]:
     for s in reversed(range(len(priced.shape) - 1)):
         forward = sum(chunk.f for chunk in priced.shape[s])
         delay = assumed * priced.late[s][s + 1] if priced.late else 0.0
-        depths.append(depths[-1] + 2 + (math.ceil(delay / forward - SLACK) if forward else 0))
+        depths.append(depths[-1] + 2 + (math.ceil(delay / forward - ROUNDING_TOLERANCE) if forward else 0))
     return tuple(reversed(depths))
 
 
@@ -93,7 +93,7 @@ def _round_trips(priced: Priced, assumed: float) -> list[int]:
         seconds = sum(chunk.total for chunk in chunks)
         pairs = itertools.pairwise(range(s, len(priced.shape))) if priced.late else ()
         round_trip_s = assumed * sum(priced.late[a][b] + priced.late[b][a] for a, b in pairs)
-        micro_batches.append(math.ceil(round_trip_s / seconds - SLACK) if seconds else 0)
+        micro_batches.append(math.ceil(round_trip_s / seconds - ROUNDING_TOLERANCE) if seconds else 0)
     return micro_batches
 
 
@@ -134,7 +134,7 @@ class _DepthSearch:
     def first(self) -> None:
         """Try the orders that follow from the rules."""
         for limits in dict.fromkeys(self._starts()):
-            for patience in PATIENCE[: 2 if self._split else 1]:
+            for patience in PATIENCE_VALUES[: 2 if self._split else 1]:
                 self._try(StageRules(split=self._split, limits=limits, caps=self._caps, patience=patience))
 
     def climb(self, rng: random.Random) -> None:
@@ -150,7 +150,7 @@ class _DepthSearch:
             s, step = rng.randrange(stages), rng.choice((-2, -1, 1, 2))
             move = rng.randrange(6 if self._split else 4)
             if move > 3:
-                patience = rng.choice(PATIENCE)
+                patience = rng.choice(PATIENCE_VALUES)
             for i in range(s + 1) if move == 3 else [s] if move < 3 else []:
                 limits[i] = max(1, min(limits[i], most_ahead(self._orders[0][i])) + step)
             self._try(StageRules(split=self._split, limits=tuple(limits), caps=self._caps, patience=patience))
@@ -161,7 +161,7 @@ class _DepthSearch:
             most_alive = max(self._lists.alive(self._orders))
             caps = tuple(min(cap, most_alive - 1) for cap in self._caps or (math.inf,) * len(self._lists.lanes))
             before = self._orders
-            for patience in dict.fromkeys((self._rules.patience, *PATIENCE[:2])):
+            for patience in dict.fromkeys((self._rules.patience, *PATIENCE_VALUES[:2])):
                 if min(caps) >= 1:
                     self._try(msgspec.structs.replace(self._rules, split=self._split, caps=caps, patience=patience))
             if self._orders is before:
@@ -178,7 +178,7 @@ class _DepthSearch:
 
     def _starts(self) -> Iterator[tuple[int, ...]]:
         yield ()
-        for assumed in ASSUMED:
+        for assumed in ASSUMED_DELAY_PARTS:
             slack = _round_trips(self._priced, assumed)
             yield tuple(depth + more for depth, more in zip(self._depths, slack, strict=True))
             if max(map(len, self._priced.shape)) == 1:
@@ -192,10 +192,10 @@ class _DepthSearch:
     def _keep(self, orders: Orders, rules: StageRules) -> None:
         """Take `orders` if they are allowed and better."""
         alive = self._lists.alive(orders)
-        if any(count > cap * (1 + SLACK) for count, cap in zip(alive, self._caps, strict=False)):
+        if any(count > cap * (1 + ROUNDING_TOLERANCE) for count, cap in zip(alive, self._caps, strict=False)):
             return
         seconds = self._lists.play(orders).makespan
-        faster = seconds < self._seconds * (1 - SLACK)
+        faster = seconds < self._seconds * (1 - ROUNDING_TOLERANCE)
         if faster or (seconds <= self._seconds and (max(alive), sum(alive)) < self._alive):
             self._seconds, self._alive = seconds, (max(alive), sum(alive))
             self._orders, self._rules = orders, rules

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from resihp.parallelism.plan import Order, Primitive
 from resihp.scheduler.cost.prices import Priced
 
-ROUNDS = 6
+MAX_ROUNDS = 6
 """Most times that depths are raised."""
-GAIN = 1e-4
+MIN_GAIN = 1e-4
 """Relative gain below which more depth is not worth the memory."""
 
 
@@ -31,14 +31,14 @@ def deepened(priced: Priced, micro_batches: int, most_alive: Sequence[float]) ->
     max_depths = [micro_batches if room >= micro_batches else room - 1 for room in most_alive]
     depths = [min(stages - 1 - s, micro_batches) for s in range(stages)]
     least_s = _seconds(forward, backward, late, depths, micro_batches)
-    for _ in range(ROUNDS):
+    for _ in range(MAX_ROUNDS):
         offers = []
         for last in range(stages):
             for more in (1, 2):
                 deeper = [min(depth + more, micro_batches) if s <= last else depth for s, depth in enumerate(depths)]
                 if deeper != depths and all(depth <= room for depth, room in zip(deeper, max_depths, strict=True)):
                     offers.append((_seconds(forward, backward, late, deeper, micro_batches), deeper))
-        if not offers or min(offers)[0] >= least_s * (1.0 - GAIN):
+        if not offers or min(offers)[0] >= least_s * (1.0 - MIN_GAIN):
             break
         least_s, depths = min(offers)
     return tuple(depths), least_s

@@ -23,22 +23,22 @@ from resihp.parallelism.layout import Replica
 from resihp.parallelism.plan import Order
 from resihp.scheduler.layouts.shares import contiguous
 from resihp.scheduler.search import kernels
-from resihp.scheduler.search.kernels import ASKED, BEST, FORMER, NOW, TRIED
+from resihp.scheduler.search.kernels import BEST, CANDIDATE, CURRENT, FORMER, QUERIED
 from resihp.scheduler.search.pipelines import Pipe, Pipelines, Ranks, pipe_of, replica_of
 from resihp.scheduler.situation import Situation
 
-CYCLE = 150
+FIRST_CYCLE_TRIALS = 150
 """Trials of the first cycle."""
 FEWER_REPLICAS = 3
 """All ranks are distributed over the present number of replicas minus 3 up to plus 1, or over"""
-MANY = (2, 3, 4, 6)
+REPLICA_MULTIPLES = (2, 3, 4, 6)
 """these multiples of it, or with each group as a replica."""
-MOST_ELSEWHERE = 6
-MORE_STAGES = 4
+MAX_OTHER_STARTS = 6
+EXTRA_STAGES = 4
 """Stages of a replica beyond those that the job was started with."""
-MOST_FORMER = 12
+MAX_FORMER = 12
 """Most former best layouts that are remembered, for the case that the best one cannot be reached."""
-SEEDS = 2_147_483_398
+SEED_RANGE = 2_147_483_398
 
 
 class Layouted(msgspec.Struct, frozen=True):
@@ -63,26 +63,26 @@ class Search:
         self, situation: Situation, starts: Sequence[Sequence[Replica]], seed: int = 0, *, beside: bool = False
     ) -> None:
         self._situation = situation
-        slots = MOST_FORMER + MOST_ELSEWHERE
-        self._pipelines = Pipelines(situation, starts, situation.pp + MORE_STAGES, slots, beside=beside)
+        slots = MAX_FORMER + MAX_OTHER_STARTS
+        self._pipelines = Pipelines(situation, starts, situation.pp + EXTRA_STAGES, slots, beside=beside)
         self._layouts = self._pipelines.layouts
         self._odd = np.zeros(self._pipelines.most_pipes + 1, np.int64)
-        self._drawn = np.array([1 + seed % SEEDS, 1 + (seed * 7919 + 12345) % SEEDS])
-        elsewhere = FORMER + MOST_FORMER
-        self._turn = np.array([0, CYCLE, 0, 0, 0, MOST_FORMER, elsewhere, 0])
+        self._drawn = np.array([1 + seed % SEED_RANGE, 1 + (seed * 7919 + 12345) % SEED_RANGE])
+        elsewhere = FORMER + MAX_FORMER
+        self._turn = np.array([0, FIRST_CYCLE_TRIALS, 0, 0, 0, MAX_FORMER, elsewhere, 0])
         for start in starts:
-            self._write(ASKED, [pipe_of(replica) for replica in start])
+            self._write(QUERIED, [pipe_of(replica) for replica in start])
             scores = self._layouts.score
-            if not self._layouts.pipes[BEST] or scores[ASKED].tolist() < scores[BEST].tolist():
-                kernels.copy(self._layouts, ASKED, BEST)
+            if not self._layouts.pipes[BEST] or scores[QUERIED].tolist() < scores[BEST].tolist():
+                kernels.copy(self._layouts, QUERIED, BEST)
         around = situation.tp * situation.pp
         dealt = self._dealt(int(self._layouts.pipes[BEST]) or max(1, len(situation.available) // around))
         for i, pipes in enumerate(dealt):
             self._write(elsewhere + i, pipes)
-            self._turn[kernels.LEFT] = i + 1
+            self._turn[kernels.STARTS_LEFT] = i + 1
         if dealt and not starts:
             kernels.copy(self._layouts, elsewhere, BEST)
-        kernels.copy(self._layouts, BEST, TRIED)
+        kernels.copy(self._layouts, BEST, CANDIDATE)
         kernels.settle(self._layouts, np.ones(self._pipelines.most_pipes, np.int64), self._odd)
 
     @property
@@ -96,21 +96,21 @@ class Search:
 
     def former(self) -> Iterator[Layouted]:
         """Yield the former best layouts, the last one first, as far as they are still remembered."""
-        before, kept = int(self._turn[kernels.BEFORE]), int(self._turn[kernels.KEPT])
+        before, kept = int(self._turn[kernels.FORMER_COUNT]), int(self._turn[kernels.FORMER_KEPT])
         for i in range(before - 1, max(0, before - kept) - 1, -1):
-            if self._turn[kernels.BEFORE] < before:
+            if self._turn[kernels.FORMER_COUNT] < before:
                 return  # the tables were rebuilt to price a layout of the caller
             yield self._told(FORMER + i % kept)
 
     def priced(self, replicas: Sequence[Replica]) -> Layouted:
         """Return any layout with its price in this search."""
-        self._write(ASKED, [pipe_of(replica) for replica in replicas])
-        return self._told(ASKED)
+        self._write(QUERIED, [pipe_of(replica) for replica in replicas])
+        return self._told(QUERIED)
 
     def seconds_of(self, replicas: Sequence[Replica]) -> float:
         """Return the approximate time of any layout in this search."""
-        self._write(ASKED, [pipe_of(replica) for replica in replicas])
-        return float(self._layouts.score[ASKED, 0])
+        self._write(QUERIED, [pipe_of(replica) for replica in replicas])
+        return float(self._layouts.score[QUERIED, 0])
 
     def run(self, trials: int) -> bool:
         """Try `trials` changes. Return whether a better layout was found."""
@@ -136,9 +136,9 @@ class Search:
 
     def _begin_anew(self) -> None:
         """Rebuild the tables with the layouts that are still needed."""
-        elsewhere, left = self._turn[[kernels.ELSEWHERE, kernels.LEFT]].tolist()
-        self._turn[kernels.BEFORE] = 0
-        self._pipelines.begin_anew((NOW, TRIED, BEST, *range(elsewhere, elsewhere + left)))
+        elsewhere, left = self._turn[[kernels.NEXT_START, kernels.STARTS_LEFT]].tolist()
+        self._turn[kernels.FORMER_COUNT] = 0
+        self._pipelines.begin_anew((CURRENT, CANDIDATE, BEST, *range(elsewhere, elsewhere + left)))
 
     def _told(self, k: int) -> Layouted:
         replicas = tuple(map(replica_of, self._pipelines.read(k)))
@@ -156,7 +156,11 @@ class Search:
         Only layouts for which memory suffices, the fastest first.
         """
         groups, most = self._largest_groups(), self._pipelines.most_stages
-        counts = {*range(max(1, replicas - FEWER_REPLICAS), replicas + 2), *(n * replicas for n in MANY), len(groups)}
+        counts = {
+            *range(max(1, replicas - FEWER_REPLICAS), replicas + 2),
+            *(n * replicas for n in REPLICA_MULTIPLES),
+            len(groups),
+        }
         layouts: list[tuple[list[float], int, list[Pipe]]] = []
         for count in sorted(count for count in counts if count <= min(len(groups), self._pipelines.most_pipes)):
             dealt: list[list[tuple[Ranks, int]]] = [[] for _ in range(count)]
@@ -164,9 +168,9 @@ class Search:
                 extendable = [pipe for pipe in dealt if len(pipe) < most]
                 if extendable:
                     min(extendable, key=len).append((group, 0))
-            if all(dealt) and self._write(ASKED, dealt) and math.isfinite(self._layouts.score[ASKED, 0]):
-                layouts.append((self._layouts.score[ASKED].tolist(), count, [*dealt]))
-        return [pipes for _, _, pipes in sorted(layouts, key=lambda entry: entry[:2])][:MOST_ELSEWHERE]
+            if all(dealt) and self._write(QUERIED, dealt) and math.isfinite(self._layouts.score[QUERIED, 0]):
+                layouts.append((self._layouts.score[QUERIED].tolist(), count, [*dealt]))
+        return [pipes for _, _, pipes in sorted(layouts, key=lambda entry: entry[:2])][:MAX_OTHER_STARTS]
 
     def _largest_groups(self) -> list[Ranks]:
         """Return groups of all ranks, those of each node separate, the strongest first."""

@@ -30,62 +30,62 @@ R = TypeVar("R")
 
 CACHE_VARIABLES = ("NUMBA_CACHE_DIR", "NUMBA_CACHE_LOCATOR_CLASSES")
 """Environment variables with the place of numba's compiled functions, and the class that locates it."""
-SLACK = 1e-9
+TIME_TOLERANCE = 1e-9
 """Relative difference below which two times count as equal."""
-WORTH = 1e-3
+MIN_ORDER_GAIN = 1e-3
 """Relative gain that is required for a pipeline to get orders of its own."""
-RULES = ((-1, 0.0), (1, 0.5), (2, 0.5))
+ORDER_RULES = ((-1, 0.0), (1, 0.5), (2, 0.5))
 """Rules for such orders: `limited`, and `patience` of `scheduled`. Measured: many more rules gain another third of a
 promille on average."""
-OFFERS = 5
+PARTITION_OFFERS = 5
 """Partitions of a pipeline whose neighbours are considered."""
-DEPTHS = (-1, 0, 1, 2, 3, 4, 5, 6, 7)
-PATIENCE = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Rules for the orders of a plan, in place of `RULES`."""
+EXTRA_DEPTHS = (-1, 0, 1, 2, 3, 4, 5, 6, 7)
+PATIENCE_VALUES = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Rules for the orders of a plan, in place of `ORDER_RULES`."""
 
-HOT = 0.005
+START_TEMPERATURE = 0.005
 """Share of the best time by which a change may be worse at the beginning of a cycle, about. Of 58 random jobs, in a
 second: 0.4 % above the best of five searches on average, and 0.8 % with 0.02."""
-HOTTER = 0.0075
+OTHER_START_TEMPERATURE = 0.0075
 """The same share for a cycle that starts from another layout."""
-SHAKEN = 15
+SHAKE_TRIALS = 15
 """Changes of any cost that are made to the best layout if a cycle starts from another layout."""
-SMOOTH = 0.5
+DIVISIBLE_WEIGHT = 0.5
 """Weight of the time that divisible micro-batches would take."""
-TWICE = 0.25
+TWO_CHANGES_PROBABILITY = 0.25
 """Probability that two changes are tried as one."""
-BY_HAND = 0.1
+LAYER_MOVE_PROBABILITY = 0.1
 """Probability that a layer moves from one stage to another."""
-FEW_ALIKE = 4
+MAX_UNGROUPED_REPLICAS = 4
 """Most replicas for which it does not matter which are equal."""
-ODD = 0.7
+ODD_REPLICA_PROBABILITY = 0.7
 """Probability of choosing a replica that differs from most, if most are equal."""
-MOST_NEW = 8
+MAX_NEW_GROUPS = 8
 """Most groups that a single trial may create."""
-MOVES = (3.0, 3.0, 2.0, 3.0, 1.5, 2.5, 1.0, 0.7, 0.5, 0.7, 0.5, 0.3, 0.3)
+MOVE_WEIGHTS = (3.0, 3.0, 2.0, 3.0, 1.5, 2.5, 1.0, 0.7, 0.5, 0.7, 0.5, 0.3, 0.3)
 """Relative frequency of each move, see `moved`."""
 
 # Columns of the tables, by the table's subject.
 STAGES, ROW, SHARE = range(3)
 """Columns of a pipeline: number of stages; its row in the tables; its micro-batches."""
-SIZE, SLOWEST, HOME, BESIDE = range(4)
+SIZE, SLOWEST, HOME, MAX_BESIDE = range(4)
 """Columns of a group: ranks, number of the lowest speed, number of the node or -1 for several, and then the most layers
 beside its ranks' state, as a stage that is neither first nor last, last, first, or both."""
-MOST, RULE = 1, 2
-"""Columns of a row, besides `STAGES`: micro-batches that memory allows; the best of `RULES`, from 1 on, 0 if not yet
-known, -1 if none is worth it."""
+MAX_COUNT, RULE = 1, 2
+"""Columns of a row, besides `STAGES`: micro-batches that memory allows; the best of `ORDER_RULES`, from 1 on, 0 if not
+yet known, -1 if none is worth it."""
 EXPOSED, RAMP, PACE = range(3)
 """Columns of a row: seconds of the gradient sums after the last backward, over healthy links; and `RAMP` plus `PACE`
 for each micro-batch, a lower bound of the time under any orders."""
-F, B, W, LATE, EACH = range(5)
+F, B, W, LATE, LAYER_SUM_S = range(5)
 """Columns of a stage, in seconds: F, B (including W if not separate) and W of a micro-batch; the transfer to the next
 stage, or back; the gradient sums of a layer."""
-CAP, HELD, BUCKET = range(3)
+MAX_ALIVE, LAYERS, BUCKET = range(3)
 """Columns of a stage: micro-batches alive at once that memory allows, layers, least layers of a part of the sums."""
-NOW, TRIED, BEST, ASKED, FORMER = range(5)
+CURRENT, CANDIDATE, BEST, QUERIED, FORMER = range(5)
 """Layouts: the present one of the search, the one being tried, the best one, one that the caller asked about, and the
 first of the former best ones; after them the starting layouts of cycles to come."""
-TRIAL, CYCLE, CYCLES, SHAKE, BEFORE, KEPT, ELSEWHERE, LEFT = range(8)
+TRIAL, CYCLE, CYCLES, SHAKES_LEFT, FORMER_COUNT, FORMER_KEPT, NEXT_START, STARTS_LEFT = range(8)
 """Counters of a search: trials of this cycle, and its length; cycles; remaining trials of random changes; number of
 former best layouts, and of those kept; index of the next starting layout, and how many are left."""
 
@@ -386,7 +386,7 @@ def offered(bound: float, layers: int, speeds: Floats, extra: Floats, limits: In
     max_layers = np.empty(stages, np.int64)
     room = 0
     for s in range(stages):
-        max_layers[s] = min(limits[s], int(bound * speeds[s] * (1.0 + SLACK) - extra[s]))
+        max_layers[s] = min(limits[s], int(bound * speeds[s] * (1.0 + TIME_TOLERANCE) - extra[s]))
         if max_layers[s] < 1:
             return False
         room += max_layers[s]
@@ -437,7 +437,7 @@ def partitioned(count: int, kind: PipeKind, limits: Ints, costs: Costs, offers: 
                 counts[:] = current
         further = np.inf
         for s in range(stages):
-            fits = int(bound * speeds[s] * (1.0 + SLACK) - extra[s])
+            fits = int(bound * speeds[s] * (1.0 + TIME_TOLERANCE) - extra[s])
             if fits < limits[s]:
                 further = min(further, (fits + 1 + extra[s]) / speeds[s])
         if further == np.inf:
@@ -452,7 +452,7 @@ def partitioned(count: int, kind: PipeKind, limits: Ints, costs: Costs, offers: 
         for s in range(stages):
             load[s], more[s] = (current[s] + extra[s]) / speeds[s], (current[s] + 1 + extra[s]) / speeds[s]
             slowest = s if load[s] > load[slowest] else slowest
-        best, receiver, below = -1, -1, best_s * (1.0 - SLACK)
+        best, receiver, below = -1, -1, best_s * (1.0 - TIME_TOLERANCE)
         only = slowest if count * layer_s * load[slowest] >= below else -1
         for give in range(stages):
             for take in range(stages if current[give] > 1 and (only < 0 or give == only) else 0):
@@ -472,7 +472,7 @@ def partitioned(count: int, kind: PipeKind, limits: Ints, costs: Costs, offers: 
         current[best] -= 1
         current[receiver] += 1
         seconds = taken(current, count, kind, costs, best_s, times, True)
-        if seconds >= best_s * (1.0 - SLACK):
+        if seconds >= best_s * (1.0 - TIME_TOLERANCE):
             return best_s
         best_s = seconds
         counts[:] = current
@@ -490,7 +490,7 @@ def even(layers: int, speeds: Floats, extra: Floats, limits: Ints, counts: Ints)
         outside += extra[s]
         paces += speeds[s]
     for s in range(speeds.size):  # layers that are done before the last one can be, if layers were divisible
-        counts[s] = max(1, min(limits[s], int(outside / paces * speeds[s] * (1.0 - SLACK) - extra[s])))
+        counts[s] = max(1, min(limits[s], int(outside / paces * speeds[s] * (1.0 - TIME_TOLERANCE) - extra[s])))
         layers_left -= counts[s]
     for s in range(speeds.size):
         counts[s] = counts[s] if layers_left >= 0 else 1
@@ -640,7 +640,7 @@ def line(stages: int, f: Floats, b: Floats, w: Floats, late: Floats, split: bool
 @machine_code
 def at(row: int, count: int, tables: Tables, split: bool, own: bool) -> float:
     """Return the seconds of a pipeline for so many micro-batches, played unless known."""
-    if count > tables.row[row, MOST] or count >= tables.times.shape[1]:
+    if count > tables.row[row, MAX_COUNT] or count >= tables.times.shape[1]:
         return np.inf
     seconds_found: float = tables.times[row, count]
     if seconds_found > 0.0:
@@ -650,13 +650,13 @@ def at(row: int, count: int, tables: Tables, split: bool, own: bool) -> float:
     seconds_found = played(stages, count, f, b, w, late, split)
     best = tables.row[row, RULE]
     if own and stages > 1 and best >= 0:
-        goal = seconds_found * (1.0 - WORTH)
-        enough = eager_least(stages, count, f, b, w, late, split) * (1.0 + WORTH)
+        goal = seconds_found * (1.0 - MIN_ORDER_GAIN)
+        enough = eager_least(stages, count, f, b, w, late, split) * (1.0 + MIN_ORDER_GAIN)
         if enough < goal:
             no_order = np.empty((0, 0), np.int64)
             limits = np.empty(stages, np.int64)
-            caps = tables.stage[row, CAP]
-            for i, (further, patience) in enumerate(RULES):
+            caps = tables.stage[row, MAX_ALIVE]
+            for i, (further, patience) in enumerate(ORDER_RULES):
                 if goal > enough and (best == 0 or best == i + 1):
                     limited(stages, count, further, limits)
                     seconds = scheduled(stages, count, f, b, w, late, split, limits, caps, patience, goal, no_order)
@@ -678,13 +678,13 @@ def ordered(row: int, count: int, tables: Tables, split: bool, own: bool, order:
     stages, f, b, w = tables.row[row, STAGES], tables.stage_s[row, F], tables.stage_s[row, B], tables.stage_s[row, W]
     late = tables.stage_s[row, LATE]
     schedule_s = played(stages, count, f, b, w, late, split)
-    best, is_better = schedule_s * (1.0 - WORTH), False
+    best, is_better = schedule_s * (1.0 - MIN_ORDER_GAIN), False
     candidate, limits = np.empty_like(order), np.empty(stages, np.int64)
-    for further in DEPTHS:
+    for further in EXTRA_DEPTHS:
         limited(stages, count, further, limits)
-        for patience in PATIENCE:
+        for patience in PATIENCE_VALUES:
             if own and stages > 1 and (split or patience == 0.0):
-                caps = tables.stage[row, CAP]
+                caps = tables.stage[row, MAX_ALIVE]
                 seconds = scheduled(stages, count, f, b, w, late, split, limits, caps, patience, best, candidate)
                 if seconds < best:
                     best, is_better = seconds, True
@@ -703,7 +703,7 @@ def shared(
 
     `rows`: the pipelines' rows in the tables; `own`: with orders of their own if these are faster.
     """
-    pipes, max_counts = rows.size, tables.row[:, MOST]
+    pipes, max_counts = rows.size, tables.row[:, MAX_COUNT]
     done, paces = float(total), 0.0
     usual, begin, slope = np.empty(pipes, np.int64), np.empty(pipes), np.empty(pipes)
     for d in range(pipes):
@@ -772,7 +772,7 @@ def in_parts(total: int, rows: Ints, max_counts: Ints, usual: Ints, begin: Float
         divisible_s = (remaining + done) / pace
         has_changed = False
         for d in range(rows.size):
-            if not full[d] and usual[d] + (divisible_s - begin[d]) / slope[d] > max_counts[rows[d]] + SLACK:
+            if not full[d] and usual[d] + (divisible_s - begin[d]) / slope[d] > max_counts[rows[d]] + TIME_TOLERANCE:
                 full[d] = has_changed = True
         if not has_changed:
             return divisible_s
@@ -861,7 +861,7 @@ def group_of(job: Job, tables: Tables, ranks: Ints, size: int) -> int:
     tables.group[number, SLOWEST] = 0
     tables.group[number, HOME] = job.node[ranks[0]]
     for kind in range(4):
-        tables.group[number, BESIDE + kind] = job.costs.sums.shape[1] - 1
+        tables.group[number, MAX_BESIDE + kind] = job.costs.sums.shape[1] - 1
     for t in range(size):
         rank = ranks[t]
         tables.group[number, SLOWEST] = max(tables.group[number, SLOWEST], job.speed[rank])
@@ -871,7 +871,7 @@ def group_of(job: Job, tables: Tables, ranks: Ints, size: int) -> int:
             for kind in range(4):
                 outside_bytes, per_layer = job.carried[size, kind, 0], job.carried[size, kind, 1]
                 fits = max(0, (job.left[rank] - outside_bytes) // per_layer)
-                tables.group[number, BESIDE + kind] = min(tables.group[number, BESIDE + kind], fits)
+                tables.group[number, MAX_BESIDE + kind] = min(tables.group[number, MAX_BESIDE + kind], fits)
     return int(number)
 
 
@@ -929,7 +929,7 @@ def described(job: Job, tables: Tables, groups: Ints, stages: int, key: Ints) ->
         number = number * 16384 + (way(job, tables, g, groups[s + 1]) if s + 1 < stages else 0)
         number = number * 8192 + (tables.group[g, HOME] + 1 if job.linked else 0)
         kind = 2 * (s == 0) + (s == stages - 1)
-        key[1 + s] = number * 65536 + (tables.group[g, BESIDE + kind] if job.beside else 0)
+        key[1 + s] = number * 65536 + (tables.group[g, MAX_BESIDE + kind] if job.beside else 0)
 
 
 @machine_code
@@ -980,10 +980,10 @@ def cut(job: Job, tables: Tables, groups: Ints, stages: int, count: int, replica
     limits, counts = np.empty(stages, np.int64), np.empty(stages, np.int64)
     for s in range(stages):
         limits[s] = capacity(job, s, stages, tables.group[groups[s], SIZE], min(count, stages), state)
-        beside = tables.group[groups[s], BESIDE + 2 * (s == 0) + (s == stages - 1)]
+        beside = tables.group[groups[s], MAX_BESIDE + 2 * (s == 0) + (s == stages - 1)]
         limits[s] = min(limits[s], beside if job.beside else limits[s])
     row = -1
-    if np.isfinite(partitioned(count, kind, limits, job.costs, OFFERS, counts)):
+    if np.isfinite(partitioned(count, kind, limits, job.costs, PARTITION_OFFERS, counts)):
         row = row_of(job, tables, groups, stages, counts, replicas)
     tables.cut_row[number] = row
     return row
@@ -1013,15 +1013,15 @@ def row_of(job: Job, tables: Tables, groups: Ints, stages: int, counts: Ints, re
         size, layers = tables.group[g, SIZE], counts[s]
         while max_count > 0 and layers > capacity(job, s, stages, size, max_count, state):
             max_count -= 1
-        if job.beside and layers > tables.group[g, BESIDE + 2 * (s == 0) + (s == stages - 1)]:
+        if job.beside and layers > tables.group[g, MAX_BESIDE + 2 * (s == 0) + (s == stages - 1)]:
             max_count = 0
         needs = job.needs[state, size, 2 * (s == 0) + (s == stages - 1)]
         alive = job.micro_batches
         if needs[2] > 0:
             alive = min(alive, max(0, (job.room - needs[0] - layers * needs[1]) // (needs[2] * layers)))
-        tables.stage[row, CAP, s], tables.stage[row, HELD, s] = alive, layers
+        tables.stage[row, MAX_ALIVE, s], tables.stage[row, LAYERS, s] = alive, layers
         tables.stage[row, BUCKET, s] = kind.bucket[s]
-        tables.stage_s[row, LATE, s], tables.stage_s[row, EACH, s] = kind.late[s], kind.each[s]
+        tables.stage_s[row, LATE, s], tables.stage_s[row, LAYER_SUM_S, s] = kind.late[s], kind.each[s]
     f, b, w = tables.stage_s[row, F], tables.stage_s[row, B], tables.stage_s[row, W]
     split = job.costs.split
     price(counts, kind.speeds, job.costs, f, b, w)
@@ -1029,7 +1029,7 @@ def row_of(job: Job, tables: Tables, groups: Ints, stages: int, counts: Ints, re
         if not np.isfinite(f[s] + b[s] + w[s]):  # the stage has stopped
             max_count = 0
     tables.row[row, STAGES], tables.row[row, RULE] = stages, 0
-    tables.row[row, MOST] = job.micro_batches if max_count == stages else max_count
+    tables.row[row, MAX_COUNT] = job.micro_batches if max_count == stages else max_count
     work = w if split else b
     tables.row_s[row, EXPOSED] = exposed(counts, work, kind.each, kind.bucket, np.ones(stages), split, job.costs.parts)
     tables.row_s[row, RAMP], tables.row_s[row, PACE] = line(stages, f, b, w, kind.late, split)
@@ -1042,7 +1042,7 @@ def has_room(job: Job, tables: Tables, groups: Ints, row: int) -> bool:
     """Return whether the ranks of a pipeline have room beside their present state (`cost.transition_memory.beside`)."""
     first, stages = 0, tables.row[row, STAGES]
     for s in range(stages):
-        size, layers = tables.group[groups[s], SIZE], tables.stage[row, HELD, s]
+        size, layers = tables.group[groups[s], SIZE], tables.stage[row, LAYERS, s]
         carried = job.carried[size, 2 * (s == 0) + (s == stages - 1)]
         new_bytes = carried[0] + layers * carried[1]
         for t in range(size):
@@ -1075,20 +1075,20 @@ def exposed_over_links(job: Job, tables: Tables, layouts: Layouts, k: int) -> fl
         slowed = np.ones(stages)
         first = 0
         for s in range(stages):
-            after = first + tables.stage[r, HELD, s]
+            after = first + tables.stage[r, LAYERS, s]
             slowest = 1.0
             for e in range(layouts.pipes[k]):
                 q = layouts.pipe[k, e, ROW]
                 begin = 0
                 for u in range(layouts.pipe[k, e, STAGES] if e != d else 0):
-                    end = begin + tables.stage[q, HELD, u]
+                    end = begin + tables.stage[q, LAYERS, u]
                     if begin < after and first < end:
                         slowest = min(slowest, link(job, tables, layouts.groups[k, d, s], layouts.groups[k, e, u]))
                     begin = end
             slowed[s] = 1.0 / slowest
             first = after
-        layers, bucket = tables.stage[r, HELD, :stages], tables.stage[r, BUCKET, :stages]
-        work, each = tables.stage_s[r, W if job.costs.split else B], tables.stage_s[r, EACH]
+        layers, bucket = tables.stage[r, LAYERS, :stages], tables.stage[r, BUCKET, :stages]
+        work, each = tables.stage_s[r, W if job.costs.split else B], tables.stage_s[r, LAYER_SUM_S]
         longest = max(longest, exposed(layers, work, each, bucket, slowed, job.costs.split, job.costs.parts))
     return longest
 
@@ -1125,16 +1125,16 @@ def score(job: Job, tables: Tables, layouts: Layouts, k: int, below: float, coun
 def energy(layouts: Layouts, k: int) -> float:
     """Return the energy for annealing: micro-batches are whole, but a faster replica counts even if none changes
     hands."""
-    return float(SMOOTH * layouts.score[k, 1] + (1.0 - SMOOTH) * layouts.score[k, 0])
+    return float(DIVISIBLE_WEIGHT * layouts.score[k, 1] + (1.0 - DIVISIBLE_WEIGHT) * layouts.score[k, 0])
 
 
 @machine_code
 def better(layouts: Layouts, k: int, than: int) -> bool:
     """Return whether a layout is better, by time, then by how soon all replicas end."""
     seconds, other_seconds = layouts.score[k, 0], layouts.score[than, 0]
-    if seconds < other_seconds * (1.0 - SLACK):
+    if seconds < other_seconds * (1.0 - TIME_TOLERANCE):
         return True
-    return bool(seconds <= other_seconds and layouts.score[k, 1] < layouts.score[than, 1] * (1.0 - SLACK))
+    return bool(seconds <= other_seconds and layouts.score[k, 1] < layouts.score[than, 1] * (1.0 - TIME_TOLERANCE))
 
 
 @machine_code
@@ -1203,11 +1203,11 @@ def one_of(n: int, drawn: Ints) -> int:
 @machine_code
 def a_replica(layouts: Layouts, odd: Ints, drawn: Ints) -> int:
     """Return a random replica of the layout being tried, preferably one that differs from most."""
-    if odd[0] > 0 and chance(drawn) < ODD:
+    if odd[0] > 0 and chance(drawn) < ODD_REPLICA_PROBABILITY:
         d = odd[1 + one_of(odd[0], drawn)]
-        if d < layouts.pipes[TRIED]:
+        if d < layouts.pipes[CANDIDATE]:
             return int(d)
-    return one_of(layouts.pipes[TRIED], drawn)
+    return one_of(layouts.pipes[CANDIDATE], drawn)
 
 
 @machine_code
@@ -1240,9 +1240,9 @@ def add_idle(job: Job, tables: Tables, layouts: Layouts, node: int, pool: Ints, 
     Returns the new number of ranks in the pool.
     """
     busy = np.zeros(job.node.size, np.bool_)
-    for d in range(layouts.pipes[TRIED]):
-        for s in range(layouts.pipe[TRIED, d, STAGES]):
-            g = layouts.groups[TRIED, d, s]
+    for d in range(layouts.pipes[CANDIDATE]):
+        for s in range(layouts.pipe[CANDIDATE, d, STAGES]):
+            g = layouts.groups[CANDIDATE, d, s]
             for t in range(tables.group[g, SIZE]):
                 busy[tables.ranks[g, t]] = True
     for rank in range(busy.size):
@@ -1292,21 +1292,21 @@ def idle_group(job: Job, tables: Tables, layouts: Layouts, drawn: Ints) -> int:
 @machine_code
 def insert(layouts: Layouts, d: int, s: int, group: int) -> None:
     """Insert a stage into a replica of the layout being tried."""
-    stages, groups = layouts.pipe[TRIED, d, STAGES], layouts.groups[TRIED, d]
+    stages, groups = layouts.pipe[CANDIDATE, d, STAGES], layouts.groups[CANDIDATE, d]
     for i in range(stages, s, -1):
         groups[i] = groups[i - 1]
     groups[s] = group
-    layouts.pipe[TRIED, d, STAGES] = stages + 1
+    layouts.pipe[CANDIDATE, d, STAGES] = stages + 1
 
 
 @machine_code
 def remove(layouts: Layouts, d: int, s: int) -> int:
     """Remove a stage, and return its group."""
-    stages, groups = layouts.pipe[TRIED, d, STAGES], layouts.groups[TRIED, d]
+    stages, groups = layouts.pipe[CANDIDATE, d, STAGES], layouts.groups[CANDIDATE, d]
     group = groups[s]
     for i in range(s, stages - 1):
         groups[i] = groups[i + 1]
-    layouts.pipe[TRIED, d, STAGES] = stages - 1
+    layouts.pipe[CANDIDATE, d, STAGES] = stages - 1
     return int(group)
 
 
@@ -1315,9 +1315,9 @@ def at_home(tables: Tables, layouts: Layouts, home: int, which: int) -> tuple[in
     """Return the number of groups that are on this node only; and replica and stage of the group with number
     `which`."""
     group_count, replica, stage = 0, -1, -1
-    for d in range(layouts.pipes[TRIED]):
-        for s in range(layouts.pipe[TRIED, d, STAGES]):
-            if tables.group[layouts.groups[TRIED, d, s], HOME] == home:
+    for d in range(layouts.pipes[CANDIDATE]):
+        for s in range(layouts.pipe[CANDIDATE, d, STAGES]):
+            if tables.group[layouts.groups[CANDIDATE, d, s], HOME] == home:
                 if group_count == which:
                     replica, stage = d, s
                 group_count += 1
@@ -1327,7 +1327,7 @@ def at_home(tables: Tables, layouts: Layouts, home: int, which: int) -> tuple[in
 @machine_code
 def placed(layouts: Layouts, move: int, most: int, d: int, a: int, odd: Ints, drawn: Ints) -> int:
     """Exchange or move groups in one replica or two. Return the other changed replica, -1 if nothing changes."""
-    n, own_groups = layouts.pipe[TRIED, d, STAGES], layouts.groups[TRIED, d]
+    n, own_groups = layouts.pipe[CANDIDATE, d, STAGES], layouts.groups[CANDIDATE, d]
     if move == 0:  # exchange two groups of a replica, or move one of them
         b = one_of(n, drawn)
         if a == b:
@@ -1338,7 +1338,7 @@ def placed(layouts: Layouts, move: int, most: int, d: int, a: int, odd: Ints, dr
             insert(layouts, d, b, remove(layouts, d, a))
         return d
     e = a_replica(layouts, odd, drawn)
-    other_groups, m = layouts.groups[TRIED, e], layouts.pipe[TRIED, e, STAGES]
+    other_groups, m = layouts.groups[CANDIDATE, e], layouts.pipe[CANDIDATE, e, STAGES]
     if d == e:
         return -1
     if move == 1:  # exchange groups of two replicas
@@ -1354,10 +1354,10 @@ def placed(layouts: Layouts, move: int, most: int, d: int, a: int, odd: Ints, dr
 @machine_code
 def alike(tables: Tables, layouts: Layouts, d: int, e: int) -> bool:
     """Put a replica's groups into the order of those of another one, as far as they are equal."""
-    n, own_groups = layouts.pipe[TRIED, d, STAGES], layouts.groups[TRIED, d]
+    n, own_groups = layouts.pipe[CANDIDATE, d, STAGES], layouts.groups[CANDIDATE, d]
     unused, order, changed = own_groups[:n].copy(), np.full(n, -1, np.int64), False
-    for s in range(min(n, layouts.pipe[TRIED, e, STAGES])):
-        other_group = layouts.groups[TRIED, e, s]
+    for s in range(min(n, layouts.pipe[CANDIDATE, e, STAGES])):
+        other_group = layouts.groups[CANDIDATE, e, s]
         for i in range(n):
             is_equal = unused[i] >= 0 and tables.group[unused[i], SIZE] == tables.group[other_group, SIZE]
             if is_equal and tables.group[unused[i], SLOWEST] == tables.group[other_group, SLOWEST]:
@@ -1377,7 +1377,7 @@ def alike(tables: Tables, layouts: Layouts, d: int, e: int) -> bool:
 @machine_code
 def resized(job: Job, tables: Tables, layouts: Layouts, move: int, d: int, a: int, drawn: Ints) -> int:
     """Turn groups of a node into other ones. Return the other changed replica, -1 if nothing changes."""
-    own_group = layouts.groups[TRIED, d, a]
+    own_group = layouts.groups[CANDIDATE, d, a]
     size, home = tables.group[own_group, SIZE], tables.group[own_group, HOME]
     if home < 0:
         return -1
@@ -1386,24 +1386,24 @@ def resized(job: Job, tables: Tables, layouts: Layouts, move: int, d: int, a: in
         pool[t] = tables.ranks[own_group, t]
     if move == 9:  # split a group into two stages: its faster ranks, and the others
         half = size // 2
-        if not is_degree(job, half) or layouts.pipe[TRIED, d, STAGES] == layouts.groups.shape[2]:
+        if not is_degree(job, half) or layouts.pipe[CANDIDATE, d, STAGES] == layouts.groups.shape[2]:
             return -1
         sort(job, pool, size, True)
-        layouts.groups[TRIED, d, a] = new_group(job, tables, pool, half)
+        layouts.groups[CANDIDATE, d, a] = new_group(job, tables, pool, half)
         insert(layouts, d, a + 1, new_group(job, tables, pool[half:], half))
         return d
     places, _, _ = at_home(tables, layouts, home, -1)
     _, e, b = at_home(tables, layouts, home, one_of(places, drawn))
     is_same = d == e and a == b
     if not is_same:
-        other_group = layouts.groups[TRIED, e, b]
+        other_group = layouts.groups[CANDIDATE, e, b]
         for t in range(tables.group[other_group, SIZE]):
             pool[size] = tables.ranks[other_group, t]
             size += 1
     if move == 6:  # join two groups
         if is_same or not is_degree(job, size):
             return -1
-        layouts.groups[TRIED, d, a] = new_group(job, tables, pool, size)
+        layouts.groups[CANDIDATE, d, a] = new_group(job, tables, pool, size)
         remove(layouts, e, b)
         return e
     # Ranks of a node move between a group, idle ranks, and another group.
@@ -1422,10 +1422,10 @@ def resized(job: Job, tables: Tables, layouts: Layouts, move: int, d: int, a: in
     second_group = new_group(job, tables, pool[first:], second) if second > 0 else -1
     if is_swapped:
         first_group, second_group = second_group, first_group
-    changed = first_group != own_group or (not is_same and second_group != layouts.groups[TRIED, e, b])
-    layouts.groups[TRIED, d, a] = first_group
+    changed = first_group != own_group or (not is_same and second_group != layouts.groups[CANDIDATE, e, b])
+    layouts.groups[CANDIDATE, d, a] = first_group
     if not is_same:
-        layouts.groups[TRIED, e, b] = second_group
+        layouts.groups[CANDIDATE, e, b] = second_group
         if second_group < 0:
             remove(layouts, e, b)
     return e if changed else -1
@@ -1437,14 +1437,14 @@ def moved(job: Job, tables: Tables, layouts: Layouts, odd: Ints, drawn: Ints, fl
 
     `flags` marks the replicas that changed.
     """
-    move, remaining = 0, chance(drawn) * sum(MOVES)
-    while move < len(MOVES) - 1 and remaining >= MOVES[move]:
-        remaining -= MOVES[move]
+    move, remaining = 0, chance(drawn) * sum(MOVE_WEIGHTS)
+    while move < len(MOVE_WEIGHTS) - 1 and remaining >= MOVE_WEIGHTS[move]:
+        remaining -= MOVE_WEIGHTS[move]
         move += 1
     most = layouts.groups.shape[2]
-    pipes = layouts.pipes[TRIED]
+    pipes = layouts.pipes[CANDIDATE]
     d = a_replica(layouts, odd, drawn)
-    e, n = d, layouts.pipe[TRIED, d, STAGES]
+    e, n = d, layouts.pipe[CANDIDATE, d, STAGES]
     a = one_of(n, drawn)
     if move in (0, 1, 4):
         e = placed(layouts, move, most, d, a, odd, drawn)
@@ -1467,22 +1467,22 @@ def moved(job: Job, tables: Tables, layouts: Layouts, odd: Ints, drawn: Ints, fl
     elif move == 8:  # without a replica
         if pipes == 1:
             return False
-        layouts.pipe[TRIED, d, STAGES] = 0
+        layouts.pipe[CANDIDATE, d, STAGES] = 0
     elif move == 12:  # join the groups of two replicas
         e = one_of(pipes, drawn)
-        if d == e or n + layouts.pipe[TRIED, e, STAGES] > most:
+        if d == e or n + layouts.pipe[CANDIDATE, e, STAGES] > most:
             return False
-        for s in range(layouts.pipe[TRIED, e, STAGES]):
-            layouts.groups[TRIED, d, n + s] = layouts.groups[TRIED, e, s]
-        layouts.pipe[TRIED, d, STAGES] += layouts.pipe[TRIED, e, STAGES]
-        layouts.pipe[TRIED, e, STAGES] = 0
+        for s in range(layouts.pipe[CANDIDATE, e, STAGES]):
+            layouts.groups[CANDIDATE, d, n + s] = layouts.groups[CANDIDATE, e, s]
+        layouts.pipe[CANDIDATE, d, STAGES] += layouts.pipe[CANDIDATE, e, STAGES]
+        layouts.pipe[CANDIDATE, e, STAGES] = 0
     else:  # a new replica of idle ranks, or of some groups of another one
         group = idle_group(job, tables, layouts, drawn) if move == 10 else -1
         if pipes == layouts.pipe.shape[1] or (move == 10 and group < 0):
             return False
         e = pipes
-        layouts.pipes[TRIED], layouts.pipe[TRIED, e, STAGES] = pipes + 1, 0
-        layouts.pipe[TRIED, e, SHARE] = max(1, job.micro_batches // (pipes + 1))
+        layouts.pipes[CANDIDATE], layouts.pipe[CANDIDATE, e, STAGES] = pipes + 1, 0
+        layouts.pipe[CANDIDATE, e, SHARE] = max(1, job.micro_batches // (pipes + 1))
         if move == 10:
             insert(layouts, e, 0, group)
             d = e
@@ -1504,48 +1504,48 @@ def neighbour(job: Job, tables: Tables, layouts: Layouts, odd: Ints, drawn: Ints
     if not moved(job, tables, layouts, odd, drawn, flags):
         return False
     whole = True
-    for d in range(layouts.pipes[TRIED]):
-        whole &= layouts.pipe[TRIED, d, STAGES] > 0
-    if chance(drawn) < TWICE and whole:
+    for d in range(layouts.pipes[CANDIDATE]):
+        whole &= layouts.pipe[CANDIDATE, d, STAGES] > 0
+    if chance(drawn) < TWO_CHANGES_PROBABILITY and whole:
         moved(job, tables, layouts, odd, drawn, flags)
-    for d in range(layouts.pipes[TRIED] - 1, -1, -1):
-        if layouts.pipe[TRIED, d, STAGES] == 0:
-            last = layouts.pipes[TRIED] - 1
+    for d in range(layouts.pipes[CANDIDATE] - 1, -1, -1):
+        if layouts.pipe[CANDIDATE, d, STAGES] == 0:
+            last = layouts.pipes[CANDIDATE] - 1
             if d != last:
-                copied(layouts, TRIED, last, TRIED, d)
+                copied(layouts, CANDIDATE, last, CANDIDATE, d)
                 flags[d], flags[last] = max(1, flags[last]), 1
-            layouts.pipes[TRIED] = last
-    replicas = layouts.pipes[TRIED]
+            layouts.pipes[CANDIDATE] = last
+    replicas = layouts.pipes[CANDIDATE]
     if replicas == 0 or replicas > job.micro_batches:
         return False
-    same_replica_count = replicas == layouts.pipes[NOW]
-    state_changed = job.state[replicas] != job.state[layouts.pipes[NOW]]
+    same_replica_count = replicas == layouts.pipes[CURRENT]
+    state_changed = job.state[replicas] != job.state[layouts.pipes[CURRENT]]
     for d in range(replicas):
         if flags[d] == 2 or state_changed:
             flags[d] = 2
-            count = layouts.pipe[TRIED, d, SHARE] if same_replica_count else job.micro_batches // replicas
-            stages = layouts.pipe[TRIED, d, STAGES]
-            row = cut(job, tables, layouts.groups[TRIED, d], stages, max(1, count), replicas)
+            count = layouts.pipe[CANDIDATE, d, SHARE] if same_replica_count else job.micro_batches // replicas
+            stages = layouts.pipe[CANDIDATE, d, STAGES]
+            row = cut(job, tables, layouts.groups[CANDIDATE, d], stages, max(1, count), replicas)
             if row < 0:
                 return False
-            layouts.pipe[TRIED, d, ROW] = row
+            layouts.pipe[CANDIDATE, d, ROW] = row
     return True
 
 
 @machine_code
 def shifted(job: Job, tables: Tables, layouts: Layouts, drawn: Ints, flags: Ints) -> bool:
     """Move a layer of a replica from one stage to another."""
-    d = one_of(layouts.pipes[TRIED], drawn)
-    stages, row = layouts.pipe[TRIED, d, STAGES], layouts.pipe[TRIED, d, ROW]
+    d = one_of(layouts.pipes[CANDIDATE], drawn)
+    stages, row = layouts.pipe[CANDIDATE, d, STAGES], layouts.pipe[CANDIDATE, d, ROW]
     a, b = one_of(stages, drawn), one_of(stages, drawn)
-    if a == b or tables.stage[row, HELD, a] == 1:
+    if a == b or tables.stage[row, LAYERS, a] == 1:
         return False
-    counts = tables.stage[row, HELD, :stages].copy()
+    counts = tables.stage[row, LAYERS, :stages].copy()
     counts[a] -= 1
     counts[b] += 1
     flags[d] = 2
-    groups, replicas = layouts.groups[TRIED, d], layouts.pipes[TRIED]
-    layouts.pipe[TRIED, d, ROW] = row_of(job, tables, groups, stages, counts, replicas)
+    groups, replicas = layouts.groups[CANDIDATE, d], layouts.pipes[CANDIDATE]
+    layouts.pipe[CANDIDATE, d, ROW] = row_of(job, tables, groups, stages, counts, replicas)
     return True
 
 
@@ -1555,27 +1555,27 @@ def shifted(job: Job, tables: Tables, layouts: Layouts, drawn: Ints, flags: Ints
 @machine_code
 def settle(layouts: Layouts, flags: Ints, odd: Ints) -> None:
     """Make the tried layout the present one. `flags`: replicas that changed."""
-    pipes = layouts.pipes[TRIED]
-    layouts.pipes[NOW] = pipes
-    layouts.score[NOW] = layouts.score[TRIED]
+    pipes = layouts.pipes[CANDIDATE]
+    layouts.pipes[CURRENT] = pipes
+    layouts.score[CURRENT] = layouts.score[CANDIDATE]
     for d in range(pipes):
         if flags[d]:
-            copied(layouts, TRIED, d, NOW, d)
-        layouts.pipe[NOW, d, SHARE] = layouts.pipe[TRIED, d, SHARE]
+            copied(layouts, CANDIDATE, d, CURRENT, d)
+        layouts.pipe[CURRENT, d, SHARE] = layouts.pipe[CANDIDATE, d, SHARE]
     odd[0] = 0
-    if pipes > FEW_ALIKE:  # the most frequent row, if most are equal (Boyer and Moore)
+    if pipes > MAX_UNGROUPED_REPLICAS:  # the most frequent row, if most are equal (Boyer and Moore)
         majority, votes = -1, 0
         for d in range(pipes):
-            row = layouts.pipe[NOW, d, ROW]
+            row = layouts.pipe[CURRENT, d, ROW]
             if votes == 0:
                 majority = row
             votes += 1 if row == majority else -1
         odd_count = 0
         for d in range(pipes):
-            if layouts.pipe[NOW, d, ROW] != majority:
+            if layouts.pipe[CURRENT, d, ROW] != majority:
                 odd_count += 1
                 odd[odd_count] = d
-        if pipes - odd_count > FEW_ALIKE:
+        if pipes - odd_count > MAX_UNGROUPED_REPLICAS:
             odd[0] = odd_count
 
 
@@ -1583,17 +1583,17 @@ def settle(layouts: Layouts, flags: Ints, odd: Ints) -> None:
 def begin_cycle(layouts: Layouts, turn: Ints) -> None:
     """Copy the layout that the cycle starts from to the one being tried: every second time the best one."""
     turn[CYCLES] += 1
-    turn[TRIAL] = turn[SHAKE] = 0
+    turn[TRIAL] = turn[SHAKES_LEFT] = 0
     begin = BEST
     if turn[CYCLES] % 2 == 0:
         turn[CYCLE] *= 2
-    elif turn[LEFT] > 0:
-        begin = turn[ELSEWHERE]
-        turn[ELSEWHERE] += 1
-        turn[LEFT] -= 1
+    elif turn[STARTS_LEFT] > 0:
+        begin = turn[NEXT_START]
+        turn[NEXT_START] += 1
+        turn[STARTS_LEFT] -= 1
     else:
-        turn[SHAKE] = SHAKEN
-    copy(layouts, begin, TRIED)
+        turn[SHAKES_LEFT] = SHAKE_TRIALS
+    copy(layouts, begin, CANDIDATE)
 
 
 @machine_code
@@ -1602,7 +1602,7 @@ def anneal(job: Job, tables: Tables, layouts: Layouts, turn: Ints, odd: Ints, dr
     most = layouts.pipe.shape[1]
     flags, counts = np.zeros(most, np.int64), np.empty(most, np.int64)
     for done in range(trials):
-        if full(tables, most, MOST_NEW):
+        if full(tables, most, MAX_NEW_GROUPS):
             return trials - done
         turn[TRIAL] += 1
         if turn[TRIAL] >= turn[CYCLE]:
@@ -1610,41 +1610,41 @@ def anneal(job: Job, tables: Tables, layouts: Layouts, turn: Ints, odd: Ints, dr
             flags[:] = 1
             settle(layouts, flags, odd)
         flags[:] = 0
-        shaking = turn[SHAKE] > 0
-        turn[SHAKE] -= shaking
-        if not shaking and chance(drawn) < BY_HAND:
+        shaking = turn[SHAKES_LEFT] > 0
+        turn[SHAKES_LEFT] -= shaking
+        if not shaking and chance(drawn) < LAYER_MOVE_PROBABILITY:
             accepted = shifted(job, tables, layouts, drawn, flags)
         else:
             accepted = neighbour(job, tables, layouts, odd, drawn, flags)
         if accepted:
-            max_energy, best_s = energy(layouts, NOW), layouts.score[BEST, 0]
+            max_energy, best_s = energy(layouts, CURRENT), layouts.score[BEST, 0]
             if best_s < np.inf:  # accept an increase by chance, on average by this much, like Metropolis
-                temperature = HOTTER if turn[CYCLES] % 2 else HOT
+                temperature = OTHER_START_TEMPERATURE if turn[CYCLES] % 2 else START_TEMPERATURE
                 max_energy += (
                     temperature * best_s * (1.0 - turn[TRIAL] / turn[CYCLE]) ** 2 * -np.log(1.0 - chance(drawn))
                 )
             if shaking:
                 max_energy = np.inf
-            score(job, tables, layouts, TRIED, max_energy, counts)
-            accepted = layouts.score[TRIED, 0] < np.inf and energy(layouts, TRIED) <= max_energy
-            for d in range(layouts.pipes[TRIED] if job.beside and accepted else 0):
+            score(job, tables, layouts, CANDIDATE, max_energy, counts)
+            accepted = layouts.score[CANDIDATE, 0] < np.inf and energy(layouts, CANDIDATE) <= max_energy
+            for d in range(layouts.pipes[CANDIDATE] if job.beside and accepted else 0):
                 if flags[d] == 2:
-                    accepted &= has_room(job, tables, layouts.groups[TRIED, d], layouts.pipe[TRIED, d, ROW])
+                    accepted &= has_room(job, tables, layouts.groups[CANDIDATE, d], layouts.pipe[CANDIDATE, d, ROW])
         if accepted:
-            for d in range(layouts.pipes[TRIED]):
-                layouts.pipe[TRIED, d, SHARE] = counts[d]
+            for d in range(layouts.pipes[CANDIDATE]):
+                layouts.pipe[CANDIDATE, d, SHARE] = counts[d]
             settle(layouts, flags, odd)
-            best = better(layouts, NOW, BEST)
-            for d in range(layouts.pipes[NOW] if job.beside and best else 0):
-                best &= has_room(job, tables, layouts.groups[NOW, d], layouts.pipe[NOW, d, ROW])
+            best = better(layouts, CURRENT, BEST)
+            for d in range(layouts.pipes[CURRENT] if job.beside and best else 0):
+                best &= has_room(job, tables, layouts.groups[CURRENT, d], layouts.pipe[CURRENT, d, ROW])
             if best:
                 if layouts.score[BEST, 0] < np.inf:
-                    copy(layouts, BEST, FORMER + turn[BEFORE] % turn[KEPT])
-                    turn[BEFORE] += 1
-                copy(layouts, NOW, BEST)
+                    copy(layouts, BEST, FORMER + turn[FORMER_COUNT] % turn[FORMER_KEPT])
+                    turn[FORMER_COUNT] += 1
+                copy(layouts, CURRENT, BEST)
         else:
-            layouts.pipes[TRIED] = layouts.pipes[NOW]
-            for d in range(layouts.pipes[NOW]):
+            layouts.pipes[CANDIDATE] = layouts.pipes[CURRENT]
+            for d in range(layouts.pipes[CURRENT]):
                 if flags[d]:
-                    copied(layouts, NOW, d, TRIED, d)
+                    copied(layouts, CURRENT, d, CANDIDATE, d)
     return 0

@@ -16,8 +16,8 @@ import numpy as np
 
 from resihp.parallelism.layout import Replica, Stage
 from resihp.parallelism.plan import Order, Primitive
-from resihp.pipeline.compiled import KINDS
-from resihp.pipeline.parts import PARTS
+from resihp.pipeline.compiled import PRIMITIVE_KINDS
+from resihp.pipeline.parts import MAX_PARTS
 from resihp.scheduler.cost import memory, transition_memory
 from resihp.scheduler.cost.gradient_sync import BUCKET_BYTES, GRADIENT_BYTES
 from resihp.scheduler.cost.held_state import holdings
@@ -25,15 +25,15 @@ from resihp.scheduler.layouts import tp_groups
 from resihp.scheduler.search import kernels
 from resihp.scheduler.situation import Situation
 
-MOST_CHUNKS = 4000
+MAX_CHUNKS = 4000
 """Most chunks of all micro-batches for which pipelines may have orders of their own, since these are part of a plan."""
-MOST_BYTES = 64_000_000
+MAX_TABLE_BYTES = 64_000_000
 """Approximate size of the table of rows, at most."""
-FIRST_ROWS, MOST_ROWS = 2048, 32_768
+FIRST_ROWS, MAX_ROWS = 2048, 32_768
 """Rows of the tables at first, and after these were full; as many groups."""
-MOST_KEPT = 10
+MAX_KEPT_LAYOUTS = 10
 """Most layouts kept in rebuilt tables, with place for one more."""
-MORE_REPLICAS = 64
+EXTRA_REPLICAS = 64
 """Replicas beyond those of the layouts that a search begins with."""
 
 Ranks = tuple[int, ...]
@@ -61,7 +61,7 @@ class Pipelines:
         )
         largest = max([situation.tp, *(stage.tp for stage in stages)])
         replicas = max(len(situation.base.replicas), *(len(start) for start in starts), 1)
-        pipes = min(situation.micro_batches, len(self._ranks), replicas + MORE_REPLICAS)
+        pipes = min(situation.micro_batches, len(self._ranks), replicas + EXTRA_REPLICAS)
         self.most_pipes = max([pipes, *(len(start) for start in starts)])
         sizes = sorted({*self.degrees, *(stage.tp for stage in stages)})
         self.job = self._job(sizes, largest, beside)
@@ -84,7 +84,7 @@ class Pipelines:
             np.array([[0.0, *itertools.accumulate(column)] for column in zip(*columns, strict=True)]),
             np.array([[t.f, t.b, t.w] for t in (times.embedding, times.head)], np.float64),
             self._situation.schedule == "zero-bubble",
-            PARTS,
+            MAX_PARTS,
         )
 
     def _job(self, sizes: Sequence[int], largest: int, beside: bool) -> kernels.Job:
@@ -142,7 +142,7 @@ class Pipelines:
             step_s=float(times.step_s),
             linked=bool(situation.links and times.gradient_s),
             beside=beside,
-            own=situation.micro_batches * self.most_stages <= MOST_CHUNKS,
+            own=situation.micro_batches * self.most_stages <= MAX_CHUNKS,
         )
 
     def _held(
@@ -176,14 +176,14 @@ class Pipelines:
 
     def _empty(self, largest: int, rows: int) -> kernels.Tables:
         stages, times = self.most_stages, self._situation.micro_batches + 2
-        rows = min(rows, MOST_BYTES // (8 * (times + 10 * stages + 8)))
-        rows = max(rows, (MOST_KEPT + 6) * self.most_pipes + 64)
-        groups = max(rows, (MOST_KEPT + 1) * len(self._ranks) + 64)
+        rows = min(rows, MAX_TABLE_BYTES // (8 * (times + 10 * stages + 8)))
+        rows = max(rows, (MAX_KEPT_LAYOUTS + 6) * self.most_pipes + 64)
+        groups = max(rows, (MAX_KEPT_LAYOUTS + 1) * len(self._ranks) + 64)
         shapes = {
             "used": (3,),
             "group_index": (2 * groups + 1,),
             "ranks": (groups, largest),
-            "group": (groups, kernels.BESIDE + 4),
+            "group": (groups, kernels.MAX_BESIDE + 4),
             "cut_index": (4 * rows + 1,),
             "cut_keys": (2 * rows, stages + 1),
             "cut_row": (2 * rows,),
@@ -222,7 +222,10 @@ class Pipelines:
         for d in range(self.layouts.pipes[k]):
             stages, row, _ = self.layouts.pipe[k, d].tolist()
             groups = self.layouts.groups[k, d, :stages]
-            sizes, layer_counts = self.tables.group[groups, kernels.SIZE], self.tables.stage[row, kernels.HELD, :stages]
+            sizes, layer_counts = (
+                self.tables.group[groups, kernels.SIZE],
+                self.tables.stage[row, kernels.LAYERS, :stages],
+            )
             ranks = self.tables.ranks[groups].tolist()
             pipes.append(
                 [
@@ -238,10 +241,10 @@ class Pipelines:
         return counts
 
     def begin_anew(self, kept: Iterable[int]) -> None:
-        """Rebuild the tables with the facts that the layouts `kept` need, at most `MOST_KEPT` of them."""
+        """Rebuild the tables with the facts that the layouts `kept` need, at most `MAX_KEPT_LAYOUTS` of them."""
         pipes = {k: self.read(k) for k in kept}
         self._orders.clear()
-        self.tables = self._empty(self.tables.ranks.shape[1], MOST_ROWS)
+        self.tables = self._empty(self.tables.ranks.shape[1], MAX_ROWS)
         for k, layout in pipes.items():
             self.write(k, layout)
 
@@ -261,7 +264,8 @@ class Pipelines:
         if primitive_numbers is None:
             return None, seconds
         return tuple(
-            tuple(Primitive(KINDS[number % 3], share[number // 3]) for number in lane) for lane in primitive_numbers
+            tuple(Primitive(PRIMITIVE_KINDS[number % 3], share[number // 3]) for number in lane)
+            for lane in primitive_numbers
         ), seconds
 
     def after_s(self, k: int) -> float:

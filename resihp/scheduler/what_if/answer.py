@@ -74,7 +74,7 @@ def answer(question: Question, base: Plan, situation: Situation, decision: Decis
                 f"{limit / 1e9:.1f} GB: memory is not checked{more}; it needs {outlook.worst_parts}"
             )
     lost_s = LOST_SHARE * before_s if unchanged_plan is None else 0.0
-    rates = msgspec.structs.replace(transition_cost.DEFAULT, byte_s=1 / question.hardware.between_bytes_per_s)
+    rates = msgspec.structs.replace(transition_cost.DEFAULT_RATES, byte_s=1 / question.hardware.between_bytes_per_s)
     inside = question.hardware.between_bytes_per_s / question.hardware.inside_bytes_per_s
     try:
         work = movement(situation, decision.plan.layout, inside_weight=inside)
@@ -82,7 +82,7 @@ def answer(question: Question, base: Plan, situation: Situation, decision: Decis
         total, most = state_bytes(question.model, decision.plan.layout)
         work = transition_cost.Movement(total_bytes=total, busiest_bytes=most)
         remarks.append(f"{error}: all state has to come from the last checkpoint; its loss is not part of the cost")
-    cost = transition_cost.NOTHING if _same(decision.plan, base) else transition_cost.cost(work, rates, lost_s=lost_s)
+    cost = transition_cost.NO_COST if _same(decision.plan, base) else transition_cost.cost(work, rates, lost_s=lost_s)
     return WhatIfAnswer(
         before=before,
         after=after,

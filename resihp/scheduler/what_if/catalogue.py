@@ -18,7 +18,7 @@ import msgspec
 
 from resihp.errors import ConfigurationError
 from resihp.parallelism.model import ModelSpec
-from resihp.scheduler.cost.memory import ELEMENT
+from resihp.scheduler.cost.memory import ELEMENT_BYTES
 from resihp.scheduler.cost.profile import Profile, Times
 
 ACTIVATION_BYTES = 2
@@ -50,7 +50,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     between_bytes_per_s: float
 
 
-HARDWARE: Mapping[str, Hardware] = {
+KNOWN_HARDWARE: Mapping[str, Hardware] = {
     "a100": Hardware(
         flops=172e12,
         memory_bytes=80_000_000_000,
@@ -78,7 +78,7 @@ HARDWARE: Mapping[str, Hardware] = {
 _LLAMA: dict[str, Any] = {"vocab": 32_000, "gated": True, "vocab_multiple": 128, "precision": "bf16"}
 _QWEN: dict[str, Any] = {"vocab": 152_064, "gated": True, "vocab_multiple": 128, "precision": "bf16"}
 
-MODELS: Mapping[str, Mapping[str, Any]] = {
+KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = {
     name: {**common, **dict(zip(("layers", "hidden", "heads", "kv_groups", "ffn_hidden"), shape, strict=True))}
     for name, shape, common in (
         ("llama2-7b", (32, 4096, 32, 32, 11_008), _LLAMA),
@@ -104,9 +104,11 @@ def model(name: str, sequence_length: int) -> ModelSpec:
     A file has the keys `layers`, `hidden`, `heads`, `ffn_hidden` and `vocab`, and may have `kv_groups`, `gated`,
     `tied_embeddings`, `vocab_multiple`, `kv_channels`, `qk_layernorm` and `precision` (see `ModelSpec`).
     """
-    if name in MODELS:
-        return ModelSpec(sequence=sequence_length, **MODELS[name])
-    content = _read(name, "model", MODELS, "layers = 40\nhidden = 5120\nheads = 40\nffn_hidden = 13824\nvocab = 32000")
+    if name in KNOWN_MODELS:
+        return ModelSpec(sequence=sequence_length, **KNOWN_MODELS[name])
+    content = _read(
+        name, "model", KNOWN_MODELS, "layers = 40\nhidden = 5120\nheads = 40\nffn_hidden = 13824\nvocab = 32000"
+    )
     _check_keys(name, content, _MODEL_KEYS, _MODEL_OPTIONS)
     for key in content:
         value = content[key]
@@ -114,8 +116,8 @@ def model(name: str, sequence_length: int) -> ModelSpec:
             if not isinstance(value, bool):
                 raise ConfigurationError(f"{name}: {key} is true or false, got {value!r}")
         elif key == "precision":
-            if value not in ELEMENT:
-                raise ConfigurationError(f"{name}: precision is {' or '.join(map(repr, ELEMENT))}, got {value!r}")
+            if value not in ELEMENT_BYTES:
+                raise ConfigurationError(f"{name}: precision is {' or '.join(map(repr, ELEMENT_BYTES))}, got {value!r}")
         elif type(value) is not int or value < 1:
             raise ConfigurationError(f"{name}: {key} is a whole number of at least 1, got {value!r}")
     spec = ModelSpec(sequence=sequence_length, **{"kv_groups": content["heads"], **content})
@@ -131,10 +133,12 @@ def model(name: str, sequence_length: int) -> ModelSpec:
 
 def hardware(name: str) -> Hardware:
     """Return known hardware by name, or that of a TOML file with the keys of `Hardware`. Raises ConfigurationError."""
-    if name in HARDWARE:
-        return HARDWARE[name]
+    if name in KNOWN_HARDWARE:
+        return KNOWN_HARDWARE[name]
     keys = Hardware.__struct_fields__
-    content = _read(name, "hardware", HARDWARE, "\n".join(f"{k} = {getattr(HARDWARE['a100'], k):g}" for k in keys))
+    content = _read(
+        name, "hardware", KNOWN_HARDWARE, "\n".join(f"{k} = {getattr(KNOWN_HARDWARE['a100'], k):g}" for k in keys)
+    )
     _check_keys(name, content, keys)
     for key, value in content.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):

@@ -66,7 +66,7 @@ def after_each(
     """
     situation_in_effect = in_effect(situation, plan)
     kinds = losses.kinds(losses.possible_losses(situation_in_effect), situation_in_effect)
-    evaluated_kinds = kinds[: losses.MOST_ASKED]
+    evaluated_kinds = kinds[: losses.MAX_LOSSES]
     after: list[Aftermath] = []
     for kind in evaluated_kinds:
         progress(len(after), len(evaluated_kinds))

@@ -19,7 +19,7 @@ from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.parameter_outline import outline
 from resihp.parallelism.plan import Order, Plan, spread
 from resihp.parallelism.transfers import Base, missing
-from resihp.pipeline.schedules import SCHEDULES, orders_of
+from resihp.pipeline.schedules import SCHEDULE_NAMES, orders_of
 from resihp.scheduler.cost import memory
 from resihp.scheduler.cost.device_memory import Overhead, overhead
 from resihp.scheduler.cost.profile import Profile
@@ -209,9 +209,9 @@ def check(question: Question) -> None:
     ):
         if value < minimum:
             raise UsageError(f"{name} {value}: must be at least {minimum}")
-    if question.schedule not in SCHEDULES:
+    if question.schedule not in SCHEDULE_NAMES:
         raise UsageError(
-            f"--schedule {question.schedule}: not known; {catalogue.nearest(question.schedule, SCHEDULES)}"
+            f"--schedule {question.schedule}: not known; {catalogue.nearest(question.schedule, SCHEDULE_NAMES)}"
         )
     layout_text = f"layout tp={question.tp},dp={question.dp},pp={question.pp}"
     stages = question.pp * question.chunks

@@ -17,7 +17,7 @@ from resihp.scheduler import decide
 from resihp.scheduler.anytime import Anytime
 from resihp.scheduler.cost import memory
 from resihp.scheduler.cost.prices import iteration_seconds
-from resihp.scheduler.search.annealing import MORE_STAGES
+from resihp.scheduler.search.annealing import EXTRA_STAGES
 from resihp.scheduler.situation import Decision, Situation
 from resihp.scheduler.what_if import catalogue
 from resihp.scheduler.what_if.question import Question, first_plan, pose
@@ -78,7 +78,7 @@ def test_what_is_found_is_legal_and_as_fast_as_is_said(case: Situation, memory_b
         return  # nothing fits
     assert found.seconds <= instant.seconds
     if found is not instant:
-        cases.check(msgspec.structs.replace(case, pp=case.pp + MORE_STAGES), found)
+        cases.check(msgspec.structs.replace(case, pp=case.pp + EXTRA_STAGES), found)
         assert found.seconds == pytest.approx(iteration_seconds(found.plan, case))
         assert case.room_bytes is not None
         assert memory.obstacle(found.plan, case.model, case.room_bytes, case.tokens) is None

@@ -190,7 +190,7 @@ def predicted(rates: Rates, groups: int = 12, moved: float = 20e9) -> float:
 
 
 def test_without_records_the_defaults_hold() -> None:
-    assert transition_cost.calibrated([]) == transition_cost.DEFAULT
+    assert transition_cost.calibrated([]) == transition_cost.DEFAULT_RATES
 
 
 def test_many_records_are_believed() -> None:
@@ -202,7 +202,7 @@ def test_many_records_are_believed() -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_a_few_records_already_tell(seed: int) -> None:
     near = abs(math.log(predicted(transition_cost.calibrated(records(4, seed))) / predicted(TRUE)))
-    assert near < abs(math.log(predicted(transition_cost.DEFAULT) / predicted(TRUE))) / 2
+    assert near < abs(math.log(predicted(transition_cost.DEFAULT_RATES) / predicted(TRUE))) / 2
 
 
 def test_one_that_went_wrong_does_not_make_all_others_dear() -> None:
@@ -215,7 +215,7 @@ def test_what_records_do_not_tell_stays_as_it_was() -> None:
     """None of them moved anything."""
     still = [ChangeCost(busiest_bytes=0.0, communicators=8, seconds=3.0)] * 10
     rates = transition_cost.calibrated(still)
-    assert rates.byte_s == pytest.approx(transition_cost.DEFAULT.byte_s)
+    assert rates.byte_s == pytest.approx(transition_cost.DEFAULT_RATES.byte_s)
     assert predicted(rates, 8, 0.0) == pytest.approx(3.0, rel=0.05)
 
 

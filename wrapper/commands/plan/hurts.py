@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from resihp.parallelism.parameter_outline import outline
-from resihp.scheduler.losses import MOST_ASKED, PossibleLoss, held_alone, sole_holders
+from resihp.scheduler.losses import MAX_LOSSES, PossibleLoss, held_alone, sole_holders
 from resihp.scheduler.what_if import losses
 from resihp.scheduler.what_if.answer import layout_json
 from resihp.scheduler.what_if.losses import Aftermath, Losses
@@ -145,7 +145,7 @@ def _sentences(asked: Question, found: Losses, shown: list[Row], idle: int, plan
     asked_about = f"{len(found.after)} were asked about, one of each kind of place"
     said.append(f"Of {possible} losses, {asked_about}, in {duration(planning_s)}.")
     if found.unasked:
-        said.append(f"{found.unasked} more are of further kinds: more than {MOST_ASKED} are not asked about.")
+        said.append(f"{found.unasked} more are of further kinds: more than {MAX_LOSSES} are not asked about.")
     return said
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Order, Plan, Primitive, Stop
-from resihp.pipeline.compiled import KINDS
+from resihp.pipeline.compiled import PRIMITIVE_KINDS
 from resihp.pipeline.schedules import orders_of
 from resihp.pipeline.timeline import Orders, play
 from resihp.scheduler.search import kernels
@@ -79,7 +79,9 @@ def test_orders_that_are_made_take_no_longer_than_is_said_and_keep_to_memory(
     kernels.limited(stages, count, further, limits)
     rows = np.empty((stages, count * (3 if split else 2)), np.int64)
     seconds = kernels.scheduled(*pipeline.told, limits, caps, patience, math.inf, rows)
-    lanes: tuple[Order, ...] = tuple(tuple(Primitive(KINDS[at % 3], at // 3) for at in row) for row in rows.tolist())
+    lanes: tuple[Order, ...] = tuple(
+        tuple(Primitive(PRIMITIVE_KINDS[at % 3], at // 3) for at in row) for row in rows.tolist()
+    )
     assert pipeline.seconds((lanes,)) <= seconds * (1 + 1e-12)
     assert kernels.eager_least(*pipeline.told) <= seconds * (1 + 1e-12)
     for order in lanes:

@@ -30,7 +30,7 @@ from resihp.scheduler.orders import lanes, refinement
 from resihp.scheduler.situation import Decision, Situation
 
 if TYPE_CHECKING:
-    from resihp.scheduler.search.annealing import Layouted, Search
+    from resihp.scheduler.search.annealing import FoundLayout, Search
 
 MAX_DEVICES = 2048
 """Most devices of any search. In a larger job a second ends before every damaged replica was looked at, and assigning
@@ -219,7 +219,7 @@ def _found(situation: Situation, search: Search, plans: Sequence[PricedPlan]) ->
     return best_of(situation, reachable_plans) if reachable_plans else None
 
 
-def _planned(situation: Situation, name: str, layout: Layouted) -> PricedPlan | None:
+def _planned(situation: Situation, name: str, layout: FoundLayout) -> PricedPlan | None:
     """Return the plan of a layout with its orders; None if memory does not suffice for it, or for the transition."""
     if not layout.shares:
         return None

@@ -40,12 +40,12 @@ def reason(situation: Situation) -> str:
 def _memory(situation: Situation, groups: tuple[Group, ...], room: int, stages: int) -> str:
     """Explain that memory binds: how many layers have room, the needs of the tightest stage, and possible remedies."""
     model, tokens = situation.model, situation.tokens
-    posts = [situation.post(s, stages, len(group.ranks), 1) for s, group in enumerate(groups[:stages])]
+    setups = [situation.stage_setup(s, stages, len(group.ranks), 1) for s, group in enumerate(groups[:stages])]
     limit = situation.room_bytes
     assert limit is not None
-    rooms = [memory.capacity(model, post, limit, tokens) for post in posts]
+    rooms = [memory.capacity(model, setup, limit, tokens) for setup in setups]
     tightest = rooms.index(min(rooms))
-    state, activations = memory.layer_bytes(model, posts[tightest], tokens)
+    state, activations = memory.layer_bytes(model, setups[tightest], tokens)
     rank = groups[tightest].ranks[0]
     more_ranks, sufficient_bytes = _more_ranks(situation, groups), _enough_bytes(situation, groups)
     remedies = [] if more_ranks is None else [f"{more_ranks} more ranks, for example spares"]
@@ -64,8 +64,8 @@ def _most_layers(situation: Situation, groups: tuple[Group, ...], room_bytes: in
     """Return the most layers that one pipeline of these groups, largest first, has room for, and its stage count."""
     model, most = situation.model, (0, 1)
     for stages in range(1, min(len(groups), model.layers // situation.chunks) + 1):
-        posts = [situation.post(s, stages, len(group.ranks), 1) for s, group in enumerate(groups[:stages])]
-        rooms = [memory.capacity(model, post, room_bytes, situation.tokens) for post in posts]
+        setups = [situation.stage_setup(s, stages, len(group.ranks), 1) for s, group in enumerate(groups[:stages])]
+        rooms = [memory.capacity(model, setup, room_bytes, situation.tokens) for setup in setups]
         if min(rooms) >= situation.chunks and sum(rooms) > most[0]:
             most = sum(rooms), stages
     return most

@@ -13,7 +13,7 @@ from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.plan import Plan
 from resihp.scheduler.cost import memory, profile
 from resihp.scheduler.cost.device_memory import NO_OVERHEAD, Overhead
-from resihp.scheduler.cost.memory import Post
+from resihp.scheduler.cost.memory import StageSetup
 from resihp.scheduler.cost.profile import Profile, layer_units
 
 
@@ -82,9 +82,9 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
         """
         return memory.zero_1(replicas) if self.zero_1 else None
 
-    def post(self, stage: int, stages: int, tp: int, replicas: int) -> Post:
+    def stage_setup(self, stage: int, stages: int, tp: int, replicas: int) -> StageSetup:
         """Return the facts that decide how much memory a stage needs in a job of so many replicas."""
-        return Post(
+        return StageSetup(
             stage=stage,
             stages=stages,
             tp=tp,

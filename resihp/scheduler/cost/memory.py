@@ -64,7 +64,7 @@ RMS_NORM_BYTES = 8
 it is of float32."""
 
 
-class Post(msgspec.Struct, frozen=True, kw_only=True):
+class StageSetup(msgspec.Struct, frozen=True, kw_only=True):
     """Facts that decide how much memory a stage needs, apart from the number of its layers."""
 
     stage: int
@@ -213,16 +213,16 @@ def stage_bytes(
     return outside + _outside_activations(model, first, last, tp, sequence_parallel, tokens), state, activations
 
 
-def capacity(model: ModelSpec, post: Post, memory_bytes: int, tokens: int) -> int:
+def capacity(model: ModelSpec, setup: StageSetup, memory_bytes: int, tokens: int) -> int:
     """Return the most layers that a stage can hold; approximate with several chunks, as their sizes may differ."""
-    first, last = post.stage == 0, post.stage == post.stages - 1
-    state_bytes = _bytes_per_parameter(model, post.state_bytes)
-    fixed = state_bytes * _outside_elements(model, first, last, post.tp)
-    per_layer = state_bytes * _layer_elements(model, post.tp)
+    first, last = setup.stage == 0, setup.stage == setup.stages - 1
+    state_bytes = _bytes_per_parameter(model, setup.state_bytes)
+    fixed = state_bytes * _outside_elements(model, first, last, setup.tp)
+    per_layer = state_bytes * _layer_elements(model, setup.tp)
     if tokens:
-        alive = _most_alive(post.schedule, post.stage, post.stages, post.chunks, post.micro_batches)
-        fixed += _outside_activations(model, first, last, post.tp, post.sequence_parallel, tokens)
-        per_layer += -(-alive * _layer_activations(model, post.tp, post.sequence_parallel, tokens) // post.chunks)
+        alive = _most_alive(setup.schedule, setup.stage, setup.stages, setup.chunks, setup.micro_batches)
+        fixed += _outside_activations(model, first, last, setup.tp, setup.sequence_parallel, tokens)
+        per_layer += -(-alive * _layer_activations(model, setup.tp, setup.sequence_parallel, tokens) // setup.chunks)
     return max(0, (memory_bytes - fixed) // per_layer)
 
 
@@ -233,11 +233,11 @@ def least_bytes(model: ModelSpec, tokens: int, *, state_bytes: int | None = None
     )
 
 
-def layer_bytes(model: ModelSpec, post: Post, tokens: int) -> tuple[int, int]:
+def layer_bytes(model: ModelSpec, setup: StageSetup, tokens: int) -> tuple[int, int]:
     """Return the bytes of each layer of a stage: state, and the activations of all micro-batches alive at once."""
-    state, per_micro_batch = _layer_bytes(model, post.tp, post.sequence_parallel, tokens, post.state_bytes)
-    alive = _most_alive(post.schedule, post.stage, post.stages, post.chunks, post.micro_batches)
-    return state, -(-alive * per_micro_batch // post.chunks)
+    state, per_micro_batch = _layer_bytes(model, setup.tp, setup.sequence_parallel, tokens, setup.state_bytes)
+    alive = _most_alive(setup.schedule, setup.stage, setup.stages, setup.chunks, setup.micro_batches)
+    return state, -(-alive * per_micro_batch // setup.chunks)
 
 
 def fits(
@@ -349,18 +349,18 @@ def _orders_alone(
     return orders_of(Plan(epoch=0, layout=layout, assignment=(tuple(range(micro_batches)),), schedule=schedule))[0]
 
 
-def smallest_degree(model: ModelSpec, post: Post, memory_bytes: int | None, tokens: int) -> int:
+def smallest_degree(model: ModelSpec, setup: StageSetup, memory_bytes: int | None, tokens: int) -> int:
     """Return k_min of Eq. 3: the smallest degree at which a stage holds a layer in each chunk.
 
     Degrees are powers of two and `post.tp`; the result is `post.tp` + 1 if there is none.
     """
     if memory_bytes is None:
         return 1
-    for k in sorted({1 << q for q in range(post.tp.bit_length())} | {post.tp}):
-        place = msgspec.structs.replace(post, tp=k)
-        if k <= post.tp and capacity(model, place, memory_bytes, tokens) >= post.chunks:
+    for k in sorted({1 << q for q in range(setup.tp.bit_length())} | {setup.tp}):
+        place = msgspec.structs.replace(setup, tp=k)
+        if k <= setup.tp and capacity(model, place, memory_bytes, tokens) >= setup.chunks:
             return k
-    return post.tp + 1
+    return setup.tp + 1
 
 
 def _stage_bytes(

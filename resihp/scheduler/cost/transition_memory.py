@@ -32,7 +32,7 @@ VALUE_BYTES = GRADIENT_BYTES = 2
 """Bytes per parameter under ZeRO-1 (`memory.zero_1`) besides the optimizer's state, which replicas share."""
 
 
-class Both(msgspec.Struct, frozen=True):
+class TransitionBytes(msgspec.Struct, frozen=True):
     """Bytes of a rank: its old state, and the new state that is allocated beside it."""
 
     old: int
@@ -43,7 +43,7 @@ class Both(msgspec.Struct, frozen=True):
         return self.old + self.new
 
 
-def beside(old: HeldState, new: HeldState, model: ModelSpec, sharing: tuple[int, int] | None = None) -> Both:
+def beside(old: HeldState, new: HeldState, model: ModelSpec, sharing: tuple[int, int] | None = None) -> TransitionBytes:
     """Return the bytes of a rank while it goes from one part of the model to another.
 
     `sharing`: how many replicas share the optimizer's state (ZeRO-1) before and after, None if each has its own.
@@ -55,11 +55,11 @@ def beside(old: HeldState, new: HeldState, model: ModelSpec, sharing: tuple[int,
     )
     if sharing is None:
         bytes_each = CARRIED_BYTES[model.precision]
-        return Both(bytes_each * old_elements, bytes_each * (new_elements - common_elements))
+        return TransitionBytes(bytes_each * old_elements, bytes_each * (new_elements - common_elements))
     before, after = (memory.zero_1(replicas) - VALUE_BYTES - GRADIENT_BYTES for replicas in sharing)
     optimizer = max(before * old_elements, after * new_elements)
     whole = VALUE_BYTES * (old_elements + new_elements - common_elements) + optimizer
-    return Both((VALUE_BYTES + before) * old_elements, whole - (VALUE_BYTES + before) * old_elements)
+    return TransitionBytes((VALUE_BYTES + before) * old_elements, whole - (VALUE_BYTES + before) * old_elements)
 
 
 def obstacle(
@@ -79,8 +79,8 @@ def obstacle(
     """
     room = overhead.room(memory_bytes)
     sharing = (memory.sharing(base), memory.sharing(layout)) if zero_1 else None
-    worst: tuple[int, int, Both] | None = None
-    state_of: dict[tuple[HeldState, HeldState], Both] = {}
+    worst: tuple[int, int, TransitionBytes] | None = None
+    state_of: dict[tuple[HeldState, HeldState], TransitionBytes] = {}
     for rank, old, new in _changed(base, set(survivors), layout):
         state = state_of.get((old, new))
         if state is None:

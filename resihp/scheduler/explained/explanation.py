@@ -190,8 +190,8 @@ def _spread_s(plan: Plan, situation: Situation, replicas: int) -> float:
     layer_count = situation.model.layers
     limits = [layer_count] * len(stages)
     if situation.room_bytes is not None:
-        posts = [situation.post(s, len(stages), stage.tp, replicas) for s, stage in enumerate(stages)]
-        limits = [memory.capacity(situation.model, p, situation.room_bytes, situation.tokens) for p in posts]
+        setups = [situation.stage_setup(s, len(stages), stage.tp, replicas) for s, stage in enumerate(stages)]
+        limits = [memory.capacity(situation.model, p, situation.room_bytes, situation.tokens) for p in setups]
     prices, least = Prices(situation), math.inf
     for counts in layers.trade_offs(situation.times, speeds, limits):
         ends = [*itertools.accumulate(counts)]

@@ -253,7 +253,7 @@ class _ExhaustiveSearch:
         key = (s, stages, k, min(m, stages), state_bytes)
         limit = self._limits.get(key)
         if limit is None:
-            post = memory.Post(
+            setup = memory.StageSetup(
                 stage=s,
                 stages=stages,
                 tp=k,
@@ -262,7 +262,7 @@ class _ExhaustiveSearch:
                 sequence_parallel=self._s.sequence_parallel,
                 state_bytes=state_bytes,
             )
-            limit = memory.capacity(self._s.model, post, self._s.room_bytes, self._s.tokens)
+            limit = memory.capacity(self._s.model, setup, self._s.room_bytes, self._s.tokens)
             self._limits[key] = limit
         return limit
 

@@ -16,7 +16,7 @@ from resihp.errors import PlanError
 from resihp.parallelism.layout import LayerSpan, Replica, Stage
 from resihp.scheduler.cost import memory, transition_memory
 from resihp.scheduler.cost.held_state import HeldState
-from resihp.scheduler.cost.memory import Post
+from resihp.scheduler.cost.memory import StageSetup
 from resihp.scheduler.layouts import layers, tp_groups
 from resihp.scheduler.situation import Situation
 
@@ -81,8 +81,8 @@ def regroup(situation: Situation, given_up: Collection[int] = (), *, vacant_firs
     places.sort(key=lambda place: (not place[3] and not vacant_first, _left(situation, place[2], place[3]), place[:2]))
     ranks_of_stage: dict[tuple[int, int], tuple[int, ...]] = {}
     for d, s, stage, live_ranks in places:
-        post = situation.post(s, len(situation.base.replicas[d].stages), situation.tp, replicas)
-        group = _choice(situation, post, stage, live_ranks, pool)
+        setup = situation.stage_setup(s, len(situation.base.replicas[d].stages), situation.tp, replicas)
+        group = _choice(situation, setup, stage, live_ranks, pool)
         pool.add(set(live_ranks).difference(group))
         pool.take(set(group).difference(live_ranks))
         ranks_of_stage[d, s] = group
@@ -133,12 +133,12 @@ def lay(situation: Situation, pipe: Pipe, replicas: int, holds: Mapping[int, Hel
     ends = layers.ends_of(situation.times)
     limits = None
     if situation.room_bytes is not None:
-        posts = [situation.post(s, len(groups), len(group.ranks), replicas) for s, group in enumerate(groups)]
-        limits = [memory.capacity(model, post, situation.room_bytes, situation.tokens) for post in posts]
+        setups = [situation.stage_setup(s, len(groups), len(group.ranks), replicas) for s, group in enumerate(groups)]
+        limits = [memory.capacity(model, setup, situation.room_bytes, situation.tokens) for setup in setups]
         if holds is not None:
             limits_beside = [
-                _beside(situation, group.ranks, post, replicas, holds)
-                for group, post in zip(groups, posts, strict=True)
+                _beside(situation, group.ranks, setup, replicas, holds)
+                for group, setup in zip(groups, setups, strict=True)
             ]
             limits = [min(pair) for pair in zip(limits, limits_beside, strict=True)]
     held_layers = tuple(group.held for group in groups)
@@ -166,7 +166,7 @@ def untouched(situation: Situation, pipe: Pipe) -> bool:
 
 
 def _beside(
-    situation: Situation, ranks: tuple[int, ...], post: Post, replicas: int, holds: Mapping[int, HeldState]
+    situation: Situation, ranks: tuple[int, ...], setup: StageSetup, replicas: int, holds: Mapping[int, HeldState]
 ) -> int:
     """Return the layers for which a group has room beside the old state of its ranks."""
     assert situation.room_bytes is not None
@@ -174,8 +174,8 @@ def _beside(
         [holds.get(rank) for rank in ranks],
         situation.model,
         situation.room_bytes,
-        first=post.stage == 0,
-        last=post.stage == post.stages - 1,
+        first=setup.stage == 0,
+        last=setup.stage == setup.stages - 1,
         sharing=(len(situation.base.replicas), replicas) if situation.zero_1 else None,
     )
 
@@ -186,10 +186,10 @@ def _outgrown(situation: Situation, before: Replica, replicas: int) -> bool:
     if situation.room_bytes is None or len(situation.base.replicas) <= replicas or not situation.zero_1:
         return False
     stages = len(before.stages)
-    posts = [situation.post(s, stages, stage.tp, replicas) for s, stage in enumerate(before.stages)]
+    setups = [situation.stage_setup(s, stages, stage.tp, replicas) for s, stage in enumerate(before.stages)]
     return any(
-        len(stage.layers) > memory.capacity(situation.model, post, situation.room_bytes, situation.tokens)
-        for stage, post in zip(before.stages, posts, strict=True)
+        len(stage.layers) > memory.capacity(situation.model, setup, situation.room_bytes, situation.tokens)
+        for stage, setup in zip(before.stages, setups, strict=True)
     )
 
 
@@ -216,7 +216,9 @@ def _left(situation: Situation, stage: Stage, live_ranks: tuple[int, ...]) -> fl
     return situation.speed(live_ranks)
 
 
-def _choice(situation: Situation, post: Post, stage: Stage, live_ranks: tuple[int, ...], pool: Pool) -> tuple[int, ...]:
+def _choice(
+    situation: Situation, setup: StageSetup, stage: Stage, live_ranks: tuple[int, ...], pool: Pool
+) -> tuple[int, ...]:
     """Choose the ranks of a stage: the fastest group by Eq. 3-4 on each of its nodes, or on any if it has no rank left.
 
     Among equally fast groups, one on a node of the stage is preferred, then one that leaves the fewest ranks idle.
@@ -227,7 +229,7 @@ def _choice(situation: Situation, post: Post, stage: Stage, live_ranks: tuple[in
     ):
         return live_ranks
     home = {situation.nodes[rank] for rank in (live_ranks or stage.ranks) if rank in situation.nodes}
-    k_min = memory.smallest_degree(situation.model, post, situation.room_bytes, situation.tokens)
+    k_min = memory.smallest_degree(situation.model, setup, situation.room_bytes, situation.tokens)
     groups: list[tuple[tuple[float, bool, int, str], tuple[int, ...]]] = []
     for node in sorted(home) if live_ranks else pool.nodes:
         own_ranks = [rank for rank in live_ranks if situation.nodes[rank] == node]

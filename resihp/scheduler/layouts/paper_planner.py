@@ -75,14 +75,14 @@ def exclude(situation: Situation, replicas: int) -> Groups:
     takes ranks that are idle on any.
     """
     live = set(situation.available).difference(situation.stale)
-    posts = {
+    setups = {
         (d, s): (stage, _k_min(situation, s, len(replica.stages), replicas))
         for d, replica in enumerate(situation.base.replicas)
         for s, stage in enumerate(replica.stages)
     }
 
     def choice(place: tuple[int, int], candidates: Sequence[int]) -> tuple[int, ...]:
-        stage, k_min = posts[place]
+        stage, k_min = setups[place]
         return tp_groups.exclude(
             [(rank, situation.speeds.get(rank, 1.0)) for rank in candidates],
             k_min,
@@ -91,15 +91,15 @@ def exclude(situation: Situation, replicas: int) -> Groups:
             before=stage.ranks,
         )
 
-    groups = {place: choice(place, [r for r in stage.ranks if r in live]) for place, (stage, _) in posts.items()}
+    groups = {place: choice(place, [r for r in stage.ranks if r in live]) for place, (stage, _) in setups.items()}
     idle: defaultdict[str, set[int]] = defaultdict(set)
     for rank in live.difference(rank for ranks in groups.values() for rank in ranks):
         idle[situation.nodes[rank]].add(rank)
     changed = any(idle.values())
     while changed:
         changed = False
-        for place in sorted(posts, key=lambda place: (situation.speed(groups[place]), place)):
-            ranks, stage = groups[place], posts[place][0]
+        for place in sorted(setups, key=lambda place: (situation.speed(groups[place]), place)):
+            ranks, stage = groups[place], setups[place][0]
             home_nodes = {situation.nodes[rank] for rank in ranks or stage.ranks if rank in situation.nodes}
             for node in sorted(home_nodes or (node for node, idle_ranks in idle.items() if idle_ranks)):
                 candidate = choice(place, (*ranks, *sorted(idle[node])))
@@ -295,13 +295,13 @@ def spans(counts: Sequence[int], chunks: int) -> tuple[tuple[LayerSpan, ...], ..
 
 
 def _k_min(situation: Situation, stage: int, stages: int, replicas: int) -> int:
-    post = situation.post(stage, stages, situation.tp, replicas)
-    return memory.smallest_degree(situation.model, post, situation.room_bytes, situation.tokens)
+    setup = situation.stage_setup(stage, stages, situation.tp, replicas)
+    return memory.smallest_degree(situation.model, setup, situation.room_bytes, situation.tokens)
 
 
 def capacity(situation: Situation, stage: int, stages: int, tp: int, replicas: int) -> int:
     """Return the layers for which a group of `tp` ranks has memory, at a stage of a pipeline of `stages`."""
     if situation.room_bytes is None:
         return situation.model.layers
-    post = situation.post(stage, stages, tp, replicas)
-    return memory.capacity(situation.model, post, situation.room_bytes, situation.tokens)
+    setup = situation.stage_setup(stage, stages, tp, replicas)
+    return memory.capacity(situation.model, setup, situation.room_bytes, situation.tokens)

@@ -41,7 +41,7 @@ MAX_FORMER = 12
 SEED_RANGE = 2_147_483_398
 
 
-class Layouted(msgspec.Struct, frozen=True):
+class FoundLayout(msgspec.Struct, frozen=True):
     """A layout, its time, and the micro-batches and orders of each replica."""
 
     replicas: tuple[Replica, ...]
@@ -74,27 +74,27 @@ class Search:
             self._write(QUERIED, [pipe_of(replica) for replica in start])
             scores = self._layouts.score
             if not self._layouts.pipes[BEST] or scores[QUERIED].tolist() < scores[BEST].tolist():
-                kernels.copy(self._layouts, QUERIED, BEST)
+                kernels.copy_layout(self._layouts, QUERIED, BEST)
         around = situation.tp * situation.pp
         dealt = self._dealt(int(self._layouts.pipes[BEST]) or max(1, len(situation.available) // around))
         for i, pipes in enumerate(dealt):
             self._write(elsewhere + i, pipes)
             self._turn[kernels.STARTS_LEFT] = i + 1
         if dealt and not starts:
-            kernels.copy(self._layouts, elsewhere, BEST)
-        kernels.copy(self._layouts, BEST, CANDIDATE)
-        kernels.settle(self._layouts, np.ones(self._pipelines.most_pipes, np.int64), self._odd)
+            kernels.copy_layout(self._layouts, elsewhere, BEST)
+        kernels.copy_layout(self._layouts, BEST, CANDIDATE)
+        kernels.accept_candidate(self._layouts, np.ones(self._pipelines.most_pipes, np.int64), self._odd)
 
     @property
     def seconds(self) -> float:
         """Predicted time of an iteration."""
         return float(self._layouts.score[BEST, 0])
 
-    def best(self) -> Layouted:
+    def best(self) -> FoundLayout:
         """Return the best layout so far."""
         return self._told(BEST)
 
-    def former(self) -> Iterator[Layouted]:
+    def former(self) -> Iterator[FoundLayout]:
         """Yield the former best layouts, the last one first, as far as they are still remembered."""
         before, kept = int(self._turn[kernels.FORMER_COUNT]), int(self._turn[kernels.FORMER_KEPT])
         for i in range(before - 1, max(0, before - kept) - 1, -1):
@@ -102,7 +102,7 @@ class Search:
                 return  # the tables were rebuilt to price a layout of the caller
             yield self._told(FORMER + i % kept)
 
-    def priced(self, replicas: Sequence[Replica]) -> Layouted:
+    def priced(self, replicas: Sequence[Replica]) -> FoundLayout:
         """Return any layout with its price in this search."""
         self._write(QUERIED, [pipe_of(replica) for replica in replicas])
         return self._told(QUERIED)
@@ -140,14 +140,14 @@ class Search:
         self._turn[kernels.FORMER_COUNT] = 0
         self._pipelines.begin_anew((CURRENT, CANDIDATE, BEST, *range(elsewhere, elsewhere + left)))
 
-    def _told(self, k: int) -> Layouted:
+    def _told(self, k: int) -> FoundLayout:
         replicas = tuple(map(replica_of, self._pipelines.read(k)))
         if not math.isfinite(self._layouts.score[k, 0]):
-            return Layouted(replicas, math.inf, (), ())
+            return FoundLayout(replicas, math.inf, (), ())
         shares = contiguous(self._pipelines.counts(k))
         orders_and_ends = (self._pipelines.orders(k, d, share) for d, share in enumerate(shares))
         orders, ends = zip(*orders_and_ends, strict=True)
-        return Layouted(replicas, max(ends) + self._pipelines.after_s(k), shares, orders)
+        return FoundLayout(replicas, max(ends) + self._pipelines.after_s(k), shares, orders)
 
     def _dealt(self, replicas: int) -> list[list[Pipe]]:
         """Return the layouts of all ranks distributed evenly over about `replicas` replicas, in the largest possible

@@ -1,12 +1,12 @@
 """Machine code of the search: changes, cuts, plays and accepts layouts, again and again. Pure.
 
 `resihp.pipeline.timeline` defines the meaning of an order, and a pipeline takes the same time here, to rounding:
-`played` walks the orders of 1F1B and zero-bubble (`resihp.pipeline.schedules`) in a sequence in which all predecessors
-of a primitive have been done before. Numba compiles the functions when they are first called and keeps the result on
-disk, beside this file or in the user's cache, and never where a file in the current folder says; where neither can be
-written, it compiles again in each process. Without numba, everything works as plain Python, a hundred times slower. All
-of it is in one module, because that cache notices changes of a function's own file only. In this order: pipelines
-played and cut, tables of known facts (`Tables`), layouts, moves, annealing.
+`play_pipeline` walks the orders of 1F1B and zero-bubble (`resihp.pipeline.schedules`) in a sequence in which all
+predecessors of a primitive have been done before. Numba compiles the functions when they are first called and keeps the
+result on disk, beside this file or in the user's cache, and never where a file in the current folder says; where
+neither can be written, it compiles again in each process. Without numba, everything works as plain Python, a hundred
+times slower. All of it is in one module, because that cache notices changes of a function's own file only. In this
+order: pipelines played and cut, tables of known facts (`Tables`), layouts, moves, annealing.
 
 Called by `resihp.scheduler.search.pipelines`. Nothing else may import this module: numba takes a quarter of a second.
 """
@@ -35,8 +35,8 @@ TIME_TOLERANCE = 1e-9
 MIN_ORDER_GAIN = 1e-3
 """Relative gain that is required for a pipeline to get orders of its own."""
 ORDER_RULES = ((-1, 0.0), (1, 0.5), (2, 0.5))
-"""Rules for such orders: `limited`, and `patience` of `scheduled`. Measured: many more rules gain another third of a
-promille on average."""
+"""Rules for such orders: `write_limits`, and `patience` of `schedule_pipeline`. Measured: many more rules gain another
+third of a promille on average."""
 PARTITION_OFFERS = 5
 """Partitions of a pipeline whose neighbours are considered."""
 EXTRA_DEPTHS = (-1, 0, 1, 2, 3, 4, 5, 6, 7)
@@ -63,7 +63,7 @@ ODD_REPLICA_PROBABILITY = 0.7
 MAX_NEW_GROUPS = 8
 """Most groups that a single trial may create."""
 MOVE_WEIGHTS = (3.0, 3.0, 2.0, 3.0, 1.5, 2.5, 1.0, 0.7, 0.5, 0.7, 0.5, 0.3, 0.3)
-"""Relative frequency of each move, see `moved`."""
+"""Relative frequency of each move, see `make_move`."""
 
 # Columns of the tables, by the table's subject.
 STAGES, ROW, SHARE = range(3)
@@ -262,7 +262,7 @@ def _lasting_cache() -> Callable[..., Any]:
 
 
 @machine_code
-def played(stages: int, count: int, f: Floats, b: Floats, w: Floats, late: Floats, split: bool) -> float:
+def play_pipeline(stages: int, count: int, f: Floats, b: Floats, w: Floats, late: Floats, split: bool) -> float:
     """Return the seconds of a pipeline for `count` micro-batches, under 1F1B, or ZB-H1 if `split`.
 
     `late[s]`: the transfer from stage s to the next one and back. All arguments are by stage; without `split`, `b`
@@ -316,8 +316,8 @@ def played(stages: int, count: int, f: Floats, b: Floats, w: Floats, late: Float
 
 
 @machine_code
-def least(stages: int, count: int, f: Floats, b: Floats, w: Floats, late: Floats, split: bool) -> float:
-    """Return a lower bound of `played`.
+def play_lower_bound(stages: int, count: int, f: Floats, b: Floats, w: Floats, late: Floats, split: bool) -> float:
+    """Return a lower bound of `play_pipeline`.
 
     Every stage waits for its first forward, and for its first backward after it has no further forward to do before it,
     and its last backward passes through all stages before it.
@@ -341,7 +341,7 @@ def least(stages: int, count: int, f: Floats, b: Floats, w: Floats, late: Floats
 
 
 @machine_code
-def price(counts: Ints, speeds: Floats, costs: Costs, f: Floats, b: Floats, w: Floats) -> None:
+def write_stage_seconds(counts: Ints, speeds: Floats, costs: Costs, f: Floats, b: Floats, w: Floats) -> None:
     """Write the seconds of each stage into `f`, `b`, `w`."""
     sums, ends = costs.sums, costs.ends
     first, layers = 0, sums.shape[1] - 1
@@ -361,7 +361,9 @@ def price(counts: Ints, speeds: Floats, costs: Costs, f: Floats, b: Floats, w: F
 
 
 @machine_code
-def exposed(counts: Ints, work: Floats, each: Floats, bucket: Ints, slowed: Floats, split: bool, parts: int) -> float:
+def exposed_sums_s(
+    counts: Ints, work: Floats, each: Floats, bucket: Ints, slowed: Floats, split: bool, parts: int
+) -> float:
     """Return the seconds of a pipeline's gradient sums after its last backward (`resihp.scheduler.cost.gradient_sync`).
 
     `work`: seconds of computation during which they are summed; `slowed`: factor on the sums' time, by stage.
@@ -379,7 +381,9 @@ def exposed(counts: Ints, work: Floats, each: Floats, bucket: Ints, slowed: Floa
 
 
 @machine_code
-def offered(bound: float, layers: int, speeds: Floats, extra: Floats, limits: Ints, counts: Ints) -> bool:
+def write_bounded_partition(
+    bound: float, layers: int, speeds: Floats, extra: Floats, limits: Ints, counts: Ints
+) -> bool:
     """Write the partition within `bound` into `counts`, with most layers on the fastest stages; False if they do not
     fit."""
     stages = speeds.size
@@ -404,7 +408,7 @@ def offered(bound: float, layers: int, speeds: Floats, extra: Floats, limits: In
 
 
 @machine_code
-def partitioned(count: int, kind: PipeKind, limits: Ints, costs: Costs, offers: int, counts: Ints) -> float:
+def write_best_partition(count: int, kind: PipeKind, limits: Ints, costs: Costs, offers: int, counts: Ints) -> float:
     """Write the layers of each stage into `counts` so that the pipeline is fast for `count` micro-batches.
 
     Returns the seconds, infinite if memory does not suffice. `limits`: most layers of each stage.
@@ -426,12 +430,12 @@ def partitioned(count: int, kind: PipeKind, limits: Ints, costs: Costs, offers: 
     extra[0] += costs.ends[0].sum() / layer_s
     extra[stages - 1] += costs.ends[1].sum() / layer_s
     current = np.empty(stages, np.int64)
-    bound = even(layers, speeds, extra, limits, current)
+    bound = write_even_partition(layers, speeds, extra, limits, current)
     best_s = np.inf
     times = np.ones((4, stages))
     for _ in range(offers):
-        if offered(bound, layers, speeds, extra, limits, current):
-            seconds = taken(current, count, kind, costs, best_s, times, True)
+        if write_bounded_partition(bound, layers, speeds, extra, limits, current):
+            seconds = pipeline_seconds_or_bound(current, count, kind, costs, best_s, times, True)
             if seconds < best_s:
                 best_s = seconds
                 counts[:] = current
@@ -462,7 +466,7 @@ def partitioned(count: int, kind: PipeKind, limits: Ints, costs: Costs, offers: 
                     continue  # a stage that is not faster would then have more to do than this one has now
                 current[give] -= 1
                 current[take] += 1
-                bound = taken(current, count, kind, costs, below, times, False)
+                bound = pipeline_seconds_or_bound(current, count, kind, costs, below, times, False)
                 if bound < below:
                     best, receiver, below = give, take, bound
                 current[give] += 1
@@ -471,7 +475,7 @@ def partitioned(count: int, kind: PipeKind, limits: Ints, costs: Costs, offers: 
             return best_s
         current[best] -= 1
         current[receiver] += 1
-        seconds = taken(current, count, kind, costs, best_s, times, True)
+        seconds = pipeline_seconds_or_bound(current, count, kind, costs, best_s, times, True)
         if seconds >= best_s * (1.0 - TIME_TOLERANCE):
             return best_s
         best_s = seconds
@@ -479,7 +483,7 @@ def partitioned(count: int, kind: PipeKind, limits: Ints, costs: Costs, offers: 
 
 
 @machine_code
-def even(layers: int, speeds: Floats, extra: Floats, limits: Ints, counts: Ints) -> float:
+def write_even_partition(layers: int, speeds: Floats, extra: Floats, limits: Ints, counts: Ints) -> float:
     """Return the shortest possible time of the slowest stage: one layer after the other goes where it is done first.
 
     `extra`: other work of the stages, in layers.
@@ -507,25 +511,27 @@ def even(layers: int, speeds: Floats, extra: Floats, limits: Ints, counts: Ints)
 
 
 @machine_code
-def taken(counts: Ints, count: int, kind: PipeKind, costs: Costs, below: float, times: Floats, exactly: bool) -> float:
+def pipeline_seconds_or_bound(
+    counts: Ints, count: int, kind: PipeKind, costs: Costs, below: float, times: Floats, exactly: bool
+) -> float:
     """Return the seconds of a pipeline with its gradient sums, or a lower bound unless `exactly`.
 
     Infinite if it cannot be less than `below`. `times`: work space for the stages' times, and ones.
     """
     stages, split = counts.size, costs.split
     f, b, w = times[0], times[1], times[2]
-    price(counts, kind.speeds, costs, f, b, w)
-    bound = least(stages, count, f, b, w, kind.late, split)
+    write_stage_seconds(counts, kind.speeds, costs, f, b, w)
+    bound = play_lower_bound(stages, count, f, b, w, kind.late, split)
     if bound >= below:
         return np.inf
-    after = exposed(counts, w if split else b, kind.each, kind.bucket, times[3], split, costs.parts)
+    after = exposed_sums_s(counts, w if split else b, kind.each, kind.bucket, times[3], split, costs.parts)
     if bound + after >= below:
         return np.inf
-    return (played(stages, count, f, b, w, kind.late, split) if exactly else bound) + after
+    return (play_pipeline(stages, count, f, b, w, kind.late, split) if exactly else bound) + after
 
 
 @machine_code
-def scheduled(
+def schedule_pipeline(
     stages: int,
     count: int,
     f: Floats,
@@ -601,15 +607,15 @@ def scheduled(
 
 
 @machine_code
-def limited(stages: int, count: int, further: int, limits: Ints) -> None:
+def write_limits(stages: int, count: int, further: int, limits: Ints) -> None:
     """Write the limits of 1F1B plus `further` micro-batches between F and B into `limits`; no limit if negative."""
     for s in range(stages):
         limits[s] = count if further < 0 else stages - s + further
 
 
 @machine_code
-def eager_least(stages: int, count: int, f: Floats, b: Floats, w: Floats, late: Floats, split: bool) -> float:
-    """Return a lower bound of `scheduled` under any rules.
+def schedule_lower_bound(stages: int, count: int, f: Floats, b: Floats, w: Floats, late: Floats, split: bool) -> float:
+    """Return a lower bound of `schedule_pipeline` under any rules.
 
     Every stage waits for its first forward, and its last backward passes through all stages before it.
     """
@@ -623,8 +629,8 @@ def eager_least(stages: int, count: int, f: Floats, b: Floats, w: Floats, late: 
 
 
 @machine_code
-def line(stages: int, f: Floats, b: Floats, w: Floats, late: Floats, split: bool) -> tuple[float, float]:
-    """Return `eager_least` of the stage with most work per micro-batch, as a ramp and a pace for each micro-batch."""
+def lower_bound_line(stages: int, f: Floats, b: Floats, w: Floats, late: Floats, split: bool) -> tuple[float, float]:
+    """Return `schedule_lower_bound` of the stage with most work per micro-batch, as a ramp and a pace."""
     forth = both = ramp = pace = 0.0
     for s in range(stages):
         work, before = f[s] + b[s], both
@@ -638,7 +644,7 @@ def line(stages: int, f: Floats, b: Floats, w: Floats, late: Floats, split: bool
 
 
 @machine_code
-def at(row: int, count: int, tables: Tables, split: bool, own: bool) -> float:
+def pipeline_seconds(row: int, count: int, tables: Tables, split: bool, own: bool) -> float:
     """Return the seconds of a pipeline for so many micro-batches, played unless known."""
     if count > tables.row[row, MAX_COUNT] or count >= tables.times.shape[1]:
         return np.inf
@@ -647,19 +653,21 @@ def at(row: int, count: int, tables: Tables, split: bool, own: bool) -> float:
         return seconds_found
     stages, f, b, w = tables.row[row, STAGES], tables.stage_s[row, F], tables.stage_s[row, B], tables.stage_s[row, W]
     late = tables.stage_s[row, LATE]
-    seconds_found = played(stages, count, f, b, w, late, split)
+    seconds_found = play_pipeline(stages, count, f, b, w, late, split)
     best = tables.row[row, RULE]
     if own and stages > 1 and best >= 0:
         goal = seconds_found * (1.0 - MIN_ORDER_GAIN)
-        enough = eager_least(stages, count, f, b, w, late, split) * (1.0 + MIN_ORDER_GAIN)
+        enough = schedule_lower_bound(stages, count, f, b, w, late, split) * (1.0 + MIN_ORDER_GAIN)
         if enough < goal:
             no_order = np.empty((0, 0), np.int64)
             limits = np.empty(stages, np.int64)
             caps = tables.stage[row, MAX_ALIVE]
             for i, (further, patience) in enumerate(ORDER_RULES):
                 if goal > enough and (best == 0 or best == i + 1):
-                    limited(stages, count, further, limits)
-                    seconds = scheduled(stages, count, f, b, w, late, split, limits, caps, patience, goal, no_order)
+                    write_limits(stages, count, further, limits)
+                    seconds = schedule_pipeline(
+                        stages, count, f, b, w, late, split, limits, caps, patience, goal, no_order
+                    )
                     if seconds < goal:
                         seconds_found = goal = seconds
                         tables.row[row, RULE] = i + 1
@@ -670,22 +678,24 @@ def at(row: int, count: int, tables: Tables, split: bool, own: bool) -> float:
 
 
 @machine_code
-def ordered(row: int, count: int, tables: Tables, split: bool, own: bool, order: Ints) -> tuple[float, bool]:
-    """Return the seconds of a pipeline in the best orders of its own, which are written into `order` as by `scheduled`.
+def write_best_order(row: int, count: int, tables: Tables, split: bool, own: bool, order: Ints) -> tuple[float, bool]:
+    """Return the seconds of a pipeline in the best orders of its own, written into `order` like `schedule_pipeline`.
 
     If the schedule's orders are as good, returns their seconds, and False.
     """
     stages, f, b, w = tables.row[row, STAGES], tables.stage_s[row, F], tables.stage_s[row, B], tables.stage_s[row, W]
     late = tables.stage_s[row, LATE]
-    schedule_s = played(stages, count, f, b, w, late, split)
+    schedule_s = play_pipeline(stages, count, f, b, w, late, split)
     best, is_better = schedule_s * (1.0 - MIN_ORDER_GAIN), False
     candidate, limits = np.empty_like(order), np.empty(stages, np.int64)
     for further in EXTRA_DEPTHS:
-        limited(stages, count, further, limits)
+        write_limits(stages, count, further, limits)
         for patience in PATIENCE_VALUES:
             if own and stages > 1 and (split or patience == 0.0):
                 caps = tables.stage[row, MAX_ALIVE]
-                seconds = scheduled(stages, count, f, b, w, late, split, limits, caps, patience, best, candidate)
+                seconds = schedule_pipeline(
+                    stages, count, f, b, w, late, split, limits, caps, patience, best, candidate
+                )
                 if seconds < best:
                     best, is_better = seconds, True
                     order[:] = candidate
@@ -693,7 +703,7 @@ def ordered(row: int, count: int, tables: Tables, split: bool, own: bool, order:
 
 
 @machine_code
-def shared(
+def share_out(
     total: int, rows: Ints, tables: Tables, split: bool, own: bool, below: float, counts: Ints
 ) -> tuple[float, float]:
     """Write the micro-batches of each pipeline into `counts`, so that the last pipeline ends as early as possible.
@@ -716,20 +726,20 @@ def shared(
     for d in range(pipes):  # a line through a played time, instead of the lower bound
         if done / paces > below:
             return np.inf, np.inf
-        begin[d] = at(rows[d], usual[d], tables, split, own)
+        begin[d] = pipeline_seconds(rows[d], usual[d], tables, split, own)
         done += begin[d] / slope[d] - usual[d] - tables.row_s[rows[d], RAMP] / slope[d]
     if done / paces > below:
         return np.inf, np.inf
-    divisible_s = in_parts(total, rows, max_counts, usual, begin, slope)
+    divisible_s = divisible_seconds(total, rows, max_counts, usual, begin, slope)
     if (
         divisible_s == np.inf
         or divisible_s > below
-        or not guessed(total, divisible_s, rows, max_counts, usual, begin, slope, counts)
+        or not write_rounded_counts(total, divisible_s, rows, max_counts, usual, begin, slope, counts)
     ):
         return np.inf, np.inf
     ends = np.empty(pipes)
     for d in range(pipes):
-        ends[d] = at(rows[d], counts[d], tables, split, own)
+        ends[d] = pipeline_seconds(rows[d], counts[d], tables, split, own)
     while True:  # exactly: the last one gives one away as long as another finishes it earlier
         last = 0
         for d in range(1, pipes):
@@ -738,12 +748,12 @@ def shared(
         receiver, first = -1, ends[last] * (1.0 - 1e-12)
         for d in range(pipes):
             if d != last and tables.row_s[rows[d], RAMP] + (counts[d] + 1) * slope[d] < first:
-                then = at(rows[d], counts[d] + 1, tables, split, own)
+                then = pipeline_seconds(rows[d], counts[d] + 1, tables, split, own)
                 if then < first:
                     receiver, first = d, then
         if counts[last] == 1 or receiver < 0:
             return ends[last], max(divisible_s, 0.0)
-        fewer = at(rows[last], counts[last] - 1, tables, split, own)
+        fewer = pipeline_seconds(rows[last], counts[last] - 1, tables, split, own)
         if fewer >= ends[last]:  # its own orders may be worse for fewer, and then this exchange would not end
             return ends[last], max(divisible_s, 0.0)
         counts[last] -= 1
@@ -752,7 +762,7 @@ def shared(
 
 
 @machine_code
-def in_parts(total: int, rows: Ints, max_counts: Ints, usual: Ints, begin: Floats, slope: Floats) -> float:
+def divisible_seconds(total: int, rows: Ints, max_counts: Ints, usual: Ints, begin: Floats, slope: Floats) -> float:
     """Return when all end if micro-batches are divisible.
 
     Pipelines without memory for more take what they can, the others the rest. Infinite if some are left over.
@@ -779,7 +789,7 @@ def in_parts(total: int, rows: Ints, max_counts: Ints, usual: Ints, begin: Float
 
 
 @machine_code
-def guessed(
+def write_rounded_counts(
     total: int,
     divisible_s: float,
     rows: Ints,
@@ -838,14 +848,14 @@ def lookup(index: Ints, keys: Ints, key: Ints, length: int) -> tuple[int, int]:
 
 
 @machine_code
-def full(tables: Tables, pipes: int, groups: int) -> bool:
+def is_full(tables: Tables, pipes: int, groups: int) -> bool:
     """Return whether another trial, or layout, of so many pipelines and new groups might have no place."""
     rows = tables.used[2] + 2 * pipes + 8 > tables.row.shape[0] or tables.used[1] + pipes + 8 > tables.cut_row.size
     return bool(rows or tables.used[0] + groups > tables.group.shape[0])
 
 
 @machine_code
-def group_of(job: Job, tables: Tables, ranks: Ints, size: int) -> int:
+def group_number(job: Job, tables: Tables, ranks: Ints, size: int) -> int:
     """Return the number of a group."""
     key = np.full(tables.ranks.shape[1], -1, np.int64)
     for t in range(size):
@@ -876,7 +886,7 @@ def group_of(job: Job, tables: Tables, ranks: Ints, size: int) -> int:
 
 
 @machine_code
-def link(job: Job, tables: Tables, a: int, b: int) -> float:
+def slowest_link(job: Job, tables: Tables, a: int, b: int) -> float:
     """Return the speed of the slowest link between two groups."""
     own_node, other_node = tables.group[a, HOME], tables.group[b, HOME]
     if own_node >= 0 and other_node >= 0:
@@ -889,7 +899,7 @@ def link(job: Job, tables: Tables, a: int, b: int) -> float:
 
 
 @machine_code
-def on_nodes_of(job: Job, tables: Tables, a: int, b: int) -> bool:
+def is_on_nodes_of(job: Job, tables: Tables, a: int, b: int) -> bool:
     """Return whether a group is on no other nodes than another one."""
     for t in range(tables.group[a, SIZE]):
         is_shared = False
@@ -901,14 +911,14 @@ def on_nodes_of(job: Job, tables: Tables, a: int, b: int) -> bool:
 
 
 @machine_code
-def way(job: Job, tables: Tables, a: int, b: int) -> int:
+def transfer_number(job: Job, tables: Tables, a: int, b: int) -> int:
     """Return the number of the transfer time between two groups."""
     own_node, other_node = tables.group[a, HOME], tables.group[b, HOME]
     if own_node >= 0 and other_node >= 0:
         return int(job.ways[own_node, other_node])
     node = job.node[tables.ranks[a, 0]]
     number = job.ways[node, node]
-    if on_nodes_of(job, tables, a, b) and on_nodes_of(job, tables, b, a):
+    if is_on_nodes_of(job, tables, a, b) and is_on_nodes_of(job, tables, b, a):
         return int(number)
     longest = -1.0
     for t in range(tables.group[a, SIZE]):
@@ -921,19 +931,19 @@ def way(job: Job, tables: Tables, a: int, b: int) -> int:
 
 
 @machine_code
-def described(job: Job, tables: Tables, groups: Ints, stages: int, key: Ints) -> None:
+def write_key(job: Job, tables: Tables, groups: Ints, stages: int, key: Ints) -> None:
     """Write a number for each stage into `key`, from 1 on: equal for pipelines with equal time and memory."""
     for s in range(stages):
         g = groups[s]
         number = tables.group[g, SIZE] * 4096 + tables.group[g, SLOWEST]
-        number = number * 16384 + (way(job, tables, g, groups[s + 1]) if s + 1 < stages else 0)
+        number = number * 16384 + (transfer_number(job, tables, g, groups[s + 1]) if s + 1 < stages else 0)
         number = number * 8192 + (tables.group[g, HOME] + 1 if job.linked else 0)
         kind = 2 * (s == 0) + (s == stages - 1)
         key[1 + s] = number * 65536 + (tables.group[g, MAX_BESIDE + kind] if job.beside else 0)
 
 
 @machine_code
-def kind_of(job: Job, tables: Tables, groups: Ints, stages: int) -> PipeKind:
+def pipe_kind(job: Job, tables: Tables, groups: Ints, stages: int) -> PipeKind:
     speeds, late, each = np.empty(stages), np.zeros(stages), np.empty(stages)
     bucket = np.empty(stages, np.int64)
     for s in range(stages):
@@ -942,7 +952,7 @@ def kind_of(job: Job, tables: Tables, groups: Ints, stages: int) -> PipeKind:
         speeds[s] = size * job.speeds[tables.group[g, SLOWEST]]
         each[s], bucket[s] = job.each[size], job.bucket[size]
         if s + 1 < stages:
-            late[s] = job.late[way(job, tables, g, groups[s + 1])]
+            late[s] = job.late[transfer_number(job, tables, g, groups[s + 1])]
     return PipeKind(speeds, late, each, bucket)
 
 
@@ -955,7 +965,7 @@ def capacity(job: Job, s: int, stages: int, size: int, count: int, state: int) -
 
 
 @machine_code
-def cut(job: Job, tables: Tables, groups: Ints, stages: int, count: int, replicas: int) -> int:
+def cut_pipeline(job: Job, tables: Tables, groups: Ints, stages: int, count: int, replicas: int) -> int:
     """Return the row of a pipeline with the layers that make it fastest for about so many micro-batches.
 
     It is one of so many replicas. -1 if the layers do not fit, or a group has stopped.
@@ -967,7 +977,7 @@ def cut(job: Job, tables: Tables, groups: Ints, stages: int, count: int, replica
     state = job.state[replicas]
     key = np.empty(stages + 1, np.int64)
     key[0] = (state * (job.micro_batches + 2) + count) * (tables.stage.shape[2] + 1) + stages
-    described(job, tables, groups, stages, key)
+    write_key(job, tables, groups, stages, key)
     place, number = lookup(tables.cut_index, tables.cut_keys, key, stages + 1)
     if number >= 0:
         return int(tables.cut_row[number])
@@ -976,26 +986,26 @@ def cut(job: Job, tables: Tables, groups: Ints, stages: int, count: int, replica
     tables.cut_index[place] = number + 1
     for i in range(stages + 1):
         tables.cut_keys[number, i] = key[i]
-    kind = kind_of(job, tables, groups, stages)
+    kind = pipe_kind(job, tables, groups, stages)
     limits, counts = np.empty(stages, np.int64), np.empty(stages, np.int64)
     for s in range(stages):
         limits[s] = capacity(job, s, stages, tables.group[groups[s], SIZE], min(count, stages), state)
         beside = tables.group[groups[s], MAX_BESIDE + 2 * (s == 0) + (s == stages - 1)]
         limits[s] = min(limits[s], beside if job.beside else limits[s])
     row = -1
-    if np.isfinite(partitioned(count, kind, limits, job.costs, PARTITION_OFFERS, counts)):
-        row = row_of(job, tables, groups, stages, counts, replicas)
+    if np.isfinite(write_best_partition(count, kind, limits, job.costs, PARTITION_OFFERS, counts)):
+        row = row_number(job, tables, groups, stages, counts, replicas)
     tables.cut_row[number] = row
     return row
 
 
 @machine_code
-def row_of(job: Job, tables: Tables, groups: Ints, stages: int, counts: Ints, replicas: int) -> int:
+def row_number(job: Job, tables: Tables, groups: Ints, stages: int, counts: Ints, replicas: int) -> int:
     """Return the row of a pipeline with so many layers on each stage."""
     state = job.state[replicas]
     key = np.empty(2 * stages + 1, np.int64)
     key[0] = state * (tables.stage.shape[2] + 1) + stages
-    described(job, tables, groups, stages, key)
+    write_key(job, tables, groups, stages, key)
     for s in range(stages):
         key[1 + stages + s] = counts[s]
     place, row = lookup(tables.row_index, tables.row_keys, key, key.size)
@@ -1006,7 +1016,7 @@ def row_of(job: Job, tables: Tables, groups: Ints, stages: int, counts: Ints, re
     tables.row_index[place] = row + 1
     for i in range(key.size):
         tables.row_keys[row, i] = key[i]
-    kind = kind_of(job, tables, groups, stages)
+    kind = pipe_kind(job, tables, groups, stages)
     max_count = stages
     for s in range(stages):
         g = groups[s]
@@ -1024,15 +1034,17 @@ def row_of(job: Job, tables: Tables, groups: Ints, stages: int, counts: Ints, re
         tables.stage_s[row, LATE, s], tables.stage_s[row, LAYER_SUM_S, s] = kind.late[s], kind.each[s]
     f, b, w = tables.stage_s[row, F], tables.stage_s[row, B], tables.stage_s[row, W]
     split = job.costs.split
-    price(counts, kind.speeds, job.costs, f, b, w)
+    write_stage_seconds(counts, kind.speeds, job.costs, f, b, w)
     for s in range(stages):
         if not np.isfinite(f[s] + b[s] + w[s]):  # the stage has stopped
             max_count = 0
     tables.row[row, STAGES], tables.row[row, RULE] = stages, 0
     tables.row[row, MAX_COUNT] = job.micro_batches if max_count == stages else max_count
     work = w if split else b
-    tables.row_s[row, EXPOSED] = exposed(counts, work, kind.each, kind.bucket, np.ones(stages), split, job.costs.parts)
-    tables.row_s[row, RAMP], tables.row_s[row, PACE] = line(stages, f, b, w, kind.late, split)
+    tables.row_s[row, EXPOSED] = exposed_sums_s(
+        counts, work, kind.each, kind.bucket, np.ones(stages), split, job.costs.parts
+    )
+    tables.row_s[row, RAMP], tables.row_s[row, PACE] = lower_bound_line(stages, f, b, w, kind.late, split)
     tables.times[row] = 0.0
     return int(row)
 
@@ -1064,7 +1076,7 @@ def has_room(job: Job, tables: Tables, groups: Ints, row: int) -> bool:
 
 
 @machine_code
-def exposed_over_links(job: Job, tables: Tables, layouts: Layouts, k: int) -> float:
+def exposed_over_links_s(job: Job, tables: Tables, layouts: Layouts, k: int) -> float:
     """Return the seconds of the gradient sums after the last backward, of the pipeline with the longest.
 
     Each stage sums over its slowest link to a stage of another pipeline that holds some of its layers.
@@ -1083,13 +1095,15 @@ def exposed_over_links(job: Job, tables: Tables, layouts: Layouts, k: int) -> fl
                 for u in range(layouts.pipe[k, e, STAGES] if e != d else 0):
                     end = begin + tables.stage[q, LAYERS, u]
                     if begin < after and first < end:
-                        slowest = min(slowest, link(job, tables, layouts.groups[k, d, s], layouts.groups[k, e, u]))
+                        slowest = min(
+                            slowest, slowest_link(job, tables, layouts.groups[k, d, s], layouts.groups[k, e, u])
+                        )
                     begin = end
             slowed[s] = 1.0 / slowest
             first = after
         layers, bucket = tables.stage[r, LAYERS, :stages], tables.stage[r, BUCKET, :stages]
         work, each = tables.stage_s[r, W if job.costs.split else B], tables.stage_s[r, LAYER_SUM_S]
-        longest = max(longest, exposed(layers, work, each, bucket, slowed, job.costs.split, job.costs.parts))
+        longest = max(longest, exposed_sums_s(layers, work, each, bucket, slowed, job.costs.split, job.costs.parts))
     return longest
 
 
@@ -1098,14 +1112,14 @@ def after_s(job: Job, tables: Tables, layouts: Layouts, k: int) -> float:
     """Return the seconds after the last backward: of gradient sums, and of the step."""
     longest = 0.0
     if job.linked and layouts.pipes[k] > 1:
-        longest = exposed_over_links(job, tables, layouts, k)
+        longest = exposed_over_links_s(job, tables, layouts, k)
     for d in range(layouts.pipes[k] if layouts.pipes[k] > 1 else 0):
         longest = max(longest, tables.row_s[layouts.pipe[k, d, ROW], EXPOSED])
     return longest + job.step_s
 
 
 @machine_code
-def score(job: Job, tables: Tables, layouts: Layouts, k: int, below: float, counts: Ints) -> None:
+def write_score(job: Job, tables: Tables, layouts: Layouts, k: int, below: float, counts: Ints) -> None:
     """Write the score into `layouts.score`, infinite if memory does not suffice, and the replicas' micro-batches into
     `counts`.
 
@@ -1117,7 +1131,7 @@ def score(job: Job, tables: Tables, layouts: Layouts, k: int, below: float, coun
         return
     rows = layouts.pipe[k, :pipes, ROW]
     after = after_s(job, tables, layouts, k)
-    seconds, parts_s = shared(job.micro_batches, rows, tables, job.costs.split, job.own, below - after, counts)
+    seconds, parts_s = share_out(job.micro_batches, rows, tables, job.costs.split, job.own, below - after, counts)
     layouts.score[k, 0], layouts.score[k, 1] = seconds + after, parts_s + after
 
 
@@ -1129,7 +1143,7 @@ def energy(layouts: Layouts, k: int) -> float:
 
 
 @machine_code
-def better(layouts: Layouts, k: int, than: int) -> bool:
+def is_better(layouts: Layouts, k: int, than: int) -> bool:
     """Return whether a layout is better, by time, then by how soon all replicas end."""
     seconds, other_seconds = layouts.score[k, 0], layouts.score[than, 0]
     if seconds < other_seconds * (1.0 - TIME_TOLERANCE):
@@ -1138,7 +1152,7 @@ def better(layouts: Layouts, k: int, than: int) -> bool:
 
 
 @machine_code
-def copied(layouts: Layouts, a: int, d: int, b: int, e: int) -> None:
+def copy_pipeline(layouts: Layouts, a: int, d: int, b: int, e: int) -> None:
     """Copy pipeline `d` of layout `a` to `e` of `b`."""
     for column in range(3):
         layouts.pipe[b, e, column] = layouts.pipe[a, d, column]
@@ -1147,15 +1161,17 @@ def copied(layouts: Layouts, a: int, d: int, b: int, e: int) -> None:
 
 
 @machine_code
-def copy(layouts: Layouts, a: int, b: int) -> None:
+def copy_layout(layouts: Layouts, a: int, b: int) -> None:
     layouts.pipes[b] = layouts.pipes[a]
     layouts.score[b] = layouts.score[a]
     for d in range(layouts.pipes[a]):
-        copied(layouts, a, d, b, d)
+        copy_pipeline(layouts, a, d, b, d)
 
 
 @machine_code
-def laid(job: Job, tables: Tables, layouts: Layouts, k: int, sizes: Ints, ranks: Ints, layer_counts: Ints) -> bool:
+def write_layout(
+    job: Job, tables: Tables, layouts: Layouts, k: int, sizes: Ints, ranks: Ints, layer_counts: Ints
+) -> bool:
     """Write layout `k`. Return whether it is possible; then it has its score.
 
     `sizes`, `layer_counts`: ranks and layers of each group (pipelines, stages), 0 after the last; for 0 layers, the
@@ -1169,17 +1185,17 @@ def laid(job: Job, tables: Tables, layouts: Layouts, k: int, sizes: Ints, ranks:
     for d in range(replicas):
         stages = 0
         while stages < sizes.shape[1] and sizes[d, stages] > 0:
-            layouts.groups[k, d, stages] = group_of(job, tables, ranks[d, stages], sizes[d, stages])
+            layouts.groups[k, d, stages] = group_number(job, tables, ranks[d, stages], sizes[d, stages])
             stages += 1
         groups = layouts.groups[k, d]
         if layer_counts[d, 0] > 0:
-            row = row_of(job, tables, groups, stages, layer_counts[d, :stages], replicas)
+            row = row_number(job, tables, groups, stages, layer_counts[d, :stages], replicas)
         else:
-            row = cut(job, tables, groups, stages, usual, replicas)
+            row = cut_pipeline(job, tables, groups, stages, usual, replicas)
         layouts.pipe[k, d, STAGES], layouts.pipe[k, d, ROW] = stages, row
         if row < 0:
             return False
-    score(job, tables, layouts, k, np.inf, counts)
+    write_score(job, tables, layouts, k, np.inf, counts)
     layouts.pipe[k, :replicas, SHARE] = counts
     return True
 
@@ -1188,7 +1204,7 @@ def laid(job: Job, tables: Tables, layouts: Layouts, k: int, sizes: Ints, ranks:
 
 
 @machine_code
-def chance(drawn: Ints) -> float:
+def random_share(drawn: Ints) -> float:
     """Return the next number of a sequence from 0 to 1 (L'Ecuyer, 1988, two generators combined)."""
     drawn[0] = 40014 * drawn[0] % 2147483563
     drawn[1] = 40692 * drawn[1] % 2147483399
@@ -1196,22 +1212,22 @@ def chance(drawn: Ints) -> float:
 
 
 @machine_code
-def one_of(n: int, drawn: Ints) -> int:
-    return int(chance(drawn) * n)
+def random_index(n: int, drawn: Ints) -> int:
+    return int(random_share(drawn) * n)
 
 
 @machine_code
-def a_replica(layouts: Layouts, odd: Ints, drawn: Ints) -> int:
+def random_replica(layouts: Layouts, odd: Ints, drawn: Ints) -> int:
     """Return a random replica of the layout being tried, preferably one that differs from most."""
-    if odd[0] > 0 and chance(drawn) < ODD_REPLICA_PROBABILITY:
-        d = odd[1 + one_of(odd[0], drawn)]
+    if odd[0] > 0 and random_share(drawn) < ODD_REPLICA_PROBABILITY:
+        d = odd[1 + random_index(odd[0], drawn)]
         if d < layouts.pipes[CANDIDATE]:
             return int(d)
-    return one_of(layouts.pipes[CANDIDATE], drawn)
+    return random_index(layouts.pipes[CANDIDATE], drawn)
 
 
 @machine_code
-def sort(job: Job, pool: Ints, count: int, by_speed: bool) -> None:
+def sort_ranks(job: Job, pool: Ints, count: int, by_speed: bool) -> None:
     """Sort ranks in ascending order, or the fastest first."""
     for i in range(1, count):
         rank = pool[i]
@@ -1229,8 +1245,8 @@ def sort(job: Job, pool: Ints, count: int, by_speed: bool) -> None:
 @machine_code
 def new_group(job: Job, tables: Tables, pool: Ints, size: int) -> int:
     ranks = pool[:size].copy()
-    sort(job, ranks, size, False)
-    return group_of(job, tables, ranks, size)
+    sort_ranks(job, ranks, size, False)
+    return group_number(job, tables, ranks, size)
 
 
 @machine_code
@@ -1253,7 +1269,7 @@ def add_idle(job: Job, tables: Tables, layouts: Layouts, node: int, pool: Ints, 
 
 
 @machine_code
-def able(job: Job, most: int) -> int:
+def degree_count_up_to(job: Job, most: int) -> int:
     """Return the number of degrees up to so many ranks."""
     degree_count = 0
     for size in job.degrees:
@@ -1263,34 +1279,34 @@ def able(job: Job, most: int) -> int:
 
 @machine_code
 def is_degree(job: Job, size: int) -> bool:
-    degree_count = able(job, size)
+    degree_count = degree_count_up_to(job, size)
     return degree_count > 0 and job.degrees[degree_count - 1] == size
 
 
 @machine_code
-def idle_group(job: Job, tables: Tables, layouts: Layouts, drawn: Ints) -> int:
+def random_idle_group(job: Job, tables: Tables, layouts: Layouts, drawn: Ints) -> int:
     """Return a group of the fastest idle ranks of a node, of the largest possible degree or the next smaller; -1 if
     none."""
     pool = np.empty(job.node.size, np.int64)
     count = add_idle(job, tables, layouts, -1, pool, 0)
     if count == 0:
         return -1
-    node = job.node[pool[one_of(count, drawn)]]
+    node = job.node[pool[random_index(count, drawn)]]
     own_count = 0
     for i in range(count):
         if job.node[pool[i]] == node:
             pool[own_count] = pool[i]
             own_count += 1
-    sort(job, pool, own_count, True)
-    sizes = able(job, own_count)
+    sort_ranks(job, pool, own_count, True)
+    sizes = degree_count_up_to(job, own_count)
     if sizes == 0:
         return -1
     fewest = max(0, sizes - 2)
-    return new_group(job, tables, pool, job.degrees[fewest + one_of(sizes - fewest, drawn)])
+    return new_group(job, tables, pool, job.degrees[fewest + random_index(sizes - fewest, drawn)])
 
 
 @machine_code
-def insert(layouts: Layouts, d: int, s: int, group: int) -> None:
+def insert_stage(layouts: Layouts, d: int, s: int, group: int) -> None:
     """Insert a stage into a replica of the layout being tried."""
     stages, groups = layouts.pipe[CANDIDATE, d, STAGES], layouts.groups[CANDIDATE, d]
     for i in range(stages, s, -1):
@@ -1300,7 +1316,7 @@ def insert(layouts: Layouts, d: int, s: int, group: int) -> None:
 
 
 @machine_code
-def remove(layouts: Layouts, d: int, s: int) -> int:
+def remove_stage(layouts: Layouts, d: int, s: int) -> int:
     """Remove a stage, and return its group."""
     stages, groups = layouts.pipe[CANDIDATE, d, STAGES], layouts.groups[CANDIDATE, d]
     group = groups[s]
@@ -1311,7 +1327,7 @@ def remove(layouts: Layouts, d: int, s: int) -> int:
 
 
 @machine_code
-def at_home(tables: Tables, layouts: Layouts, home: int, which: int) -> tuple[int, int, int]:
+def groups_at_home(tables: Tables, layouts: Layouts, home: int, which: int) -> tuple[int, int, int]:
     """Return the number of groups that are on this node only; and replica and stage of the group with number
     `which`."""
     group_count, replica, stage = 0, -1, -1
@@ -1325,34 +1341,34 @@ def at_home(tables: Tables, layouts: Layouts, home: int, which: int) -> tuple[in
 
 
 @machine_code
-def placed(layouts: Layouts, move: int, most: int, d: int, a: int, odd: Ints, drawn: Ints) -> int:
+def exchange_places(layouts: Layouts, move: int, most: int, d: int, a: int, odd: Ints, drawn: Ints) -> int:
     """Exchange or move groups in one replica or two. Return the other changed replica, -1 if nothing changes."""
     n, own_groups = layouts.pipe[CANDIDATE, d, STAGES], layouts.groups[CANDIDATE, d]
     if move == 0:  # exchange two groups of a replica, or move one of them
-        b = one_of(n, drawn)
+        b = random_index(n, drawn)
         if a == b:
             return -1
-        if chance(drawn) < 0.5:
+        if random_share(drawn) < 0.5:
             own_groups[a], own_groups[b] = own_groups[b], own_groups[a]
         else:
-            insert(layouts, d, b, remove(layouts, d, a))
+            insert_stage(layouts, d, b, remove_stage(layouts, d, a))
         return d
-    e = a_replica(layouts, odd, drawn)
+    e = random_replica(layouts, odd, drawn)
     other_groups, m = layouts.groups[CANDIDATE, e], layouts.pipe[CANDIDATE, e, STAGES]
     if d == e:
         return -1
     if move == 1:  # exchange groups of two replicas
-        b = one_of(m, drawn)
+        b = random_index(m, drawn)
         own_groups[a], other_groups[b] = other_groups[b], own_groups[a]
     else:  # move a group to another replica
         if m == most:
             return -1
-        insert(layouts, e, one_of(m + 1, drawn), remove(layouts, d, a))
+        insert_stage(layouts, e, random_index(m + 1, drawn), remove_stage(layouts, d, a))
     return e
 
 
 @machine_code
-def alike(tables: Tables, layouts: Layouts, d: int, e: int) -> bool:
+def match_order(tables: Tables, layouts: Layouts, d: int, e: int) -> bool:
     """Put a replica's groups into the order of those of another one, as far as they are equal."""
     n, own_groups = layouts.pipe[CANDIDATE, d, STAGES], layouts.groups[CANDIDATE, d]
     unused, order, changed = own_groups[:n].copy(), np.full(n, -1, np.int64), False
@@ -1375,7 +1391,7 @@ def alike(tables: Tables, layouts: Layouts, d: int, e: int) -> bool:
 
 
 @machine_code
-def resized(job: Job, tables: Tables, layouts: Layouts, move: int, d: int, a: int, drawn: Ints) -> int:
+def regroup_node(job: Job, tables: Tables, layouts: Layouts, move: int, d: int, a: int, drawn: Ints) -> int:
     """Turn groups of a node into other ones. Return the other changed replica, -1 if nothing changes."""
     own_group = layouts.groups[CANDIDATE, d, a]
     size, home = tables.group[own_group, SIZE], tables.group[own_group, HOME]
@@ -1388,12 +1404,12 @@ def resized(job: Job, tables: Tables, layouts: Layouts, move: int, d: int, a: in
         half = size // 2
         if not is_degree(job, half) or layouts.pipe[CANDIDATE, d, STAGES] == layouts.groups.shape[2]:
             return -1
-        sort(job, pool, size, True)
+        sort_ranks(job, pool, size, True)
         layouts.groups[CANDIDATE, d, a] = new_group(job, tables, pool, half)
-        insert(layouts, d, a + 1, new_group(job, tables, pool[half:], half))
+        insert_stage(layouts, d, a + 1, new_group(job, tables, pool[half:], half))
         return d
-    places, _, _ = at_home(tables, layouts, home, -1)
-    _, e, b = at_home(tables, layouts, home, one_of(places, drawn))
+    places, _, _ = groups_at_home(tables, layouts, home, -1)
+    _, e, b = groups_at_home(tables, layouts, home, random_index(places, drawn))
     is_same = d == e and a == b
     if not is_same:
         other_group = layouts.groups[CANDIDATE, e, b]
@@ -1404,20 +1420,20 @@ def resized(job: Job, tables: Tables, layouts: Layouts, move: int, d: int, a: in
         if is_same or not is_degree(job, size):
             return -1
         layouts.groups[CANDIDATE, d, a] = new_group(job, tables, pool, size)
-        remove(layouts, e, b)
+        remove_stage(layouts, e, b)
         return e
     # Ranks of a node move between a group, idle ranks, and another group.
     count = add_idle(job, tables, layouts, home, pool, size)
-    sort(job, pool, count, True)
-    if able(job, count) == 0:
+    sort_ranks(job, pool, count, True)
+    if degree_count_up_to(job, count) == 0:
         return -1
-    first = job.degrees[one_of(able(job, count), drawn)]
-    sizes = able(job, count - first)
+    first = job.degrees[random_index(degree_count_up_to(job, count), drawn)]
+    sizes = degree_count_up_to(job, count - first)
     second, is_swapped = 0, False
     if not is_same and sizes > 0:
         fewest = max(0, sizes - 2)
-        second = job.degrees[fewest + one_of(sizes - fewest, drawn)]
-        is_swapped = chance(drawn) < 0.5
+        second = job.degrees[fewest + random_index(sizes - fewest, drawn)]
+        is_swapped = random_share(drawn) < 0.5
     first_group = new_group(job, tables, pool, first)
     second_group = new_group(job, tables, pool[first:], second) if second > 0 else -1
     if is_swapped:
@@ -1427,41 +1443,41 @@ def resized(job: Job, tables: Tables, layouts: Layouts, move: int, d: int, a: in
     if not is_same:
         layouts.groups[CANDIDATE, e, b] = second_group
         if second_group < 0:
-            remove(layouts, e, b)
+            remove_stage(layouts, e, b)
     return e if changed else -1
 
 
 @machine_code
-def moved(job: Job, tables: Tables, layouts: Layouts, odd: Ints, drawn: Ints, flags: Ints) -> bool:
+def make_move(job: Job, tables: Tables, layouts: Layouts, odd: Ints, drawn: Ints, flags: Ints) -> bool:
     """Change the layout being tried; replicas may be left without groups. Return whether anything changed.
 
     `flags` marks the replicas that changed.
     """
-    move, remaining = 0, chance(drawn) * sum(MOVE_WEIGHTS)
+    move, remaining = 0, random_share(drawn) * sum(MOVE_WEIGHTS)
     while move < len(MOVE_WEIGHTS) - 1 and remaining >= MOVE_WEIGHTS[move]:
         remaining -= MOVE_WEIGHTS[move]
         move += 1
     most = layouts.groups.shape[2]
     pipes = layouts.pipes[CANDIDATE]
-    d = a_replica(layouts, odd, drawn)
+    d = random_replica(layouts, odd, drawn)
     e, n = d, layouts.pipe[CANDIDATE, d, STAGES]
-    a = one_of(n, drawn)
+    a = random_index(n, drawn)
     if move in (0, 1, 4):
-        e = placed(layouts, move, most, d, a, odd, drawn)
+        e = exchange_places(layouts, move, most, d, a, odd, drawn)
     elif move in (5, 6, 9):
-        e = resized(job, tables, layouts, move, d, a, drawn)
+        e = regroup_node(job, tables, layouts, move, d, a, drawn)
     elif move == 2:  # without one of its groups
         if n == 1:
             return False
-        remove(layouts, d, a)
+        remove_stage(layouts, d, a)
     elif move == 3:  # with a group of idle ranks
-        group = idle_group(job, tables, layouts, drawn)
+        group = random_idle_group(job, tables, layouts, drawn)
         if group < 0 or n == most:
             return False
-        insert(layouts, d, one_of(n + 1, drawn), group)
+        insert_stage(layouts, d, random_index(n + 1, drawn), group)
     elif move == 7:
-        e = one_of(pipes, drawn)
-        if d == e or not alike(tables, layouts, d, e):
+        e = random_index(pipes, drawn)
+        if d == e or not match_order(tables, layouts, d, e):
             return False
         e = d
     elif move == 8:  # without a replica
@@ -1469,7 +1485,7 @@ def moved(job: Job, tables: Tables, layouts: Layouts, odd: Ints, drawn: Ints, fl
             return False
         layouts.pipe[CANDIDATE, d, STAGES] = 0
     elif move == 12:  # join the groups of two replicas
-        e = one_of(pipes, drawn)
+        e = random_index(pipes, drawn)
         if d == e or n + layouts.pipe[CANDIDATE, e, STAGES] > most:
             return False
         for s in range(layouts.pipe[CANDIDATE, e, STAGES]):
@@ -1477,18 +1493,18 @@ def moved(job: Job, tables: Tables, layouts: Layouts, odd: Ints, drawn: Ints, fl
         layouts.pipe[CANDIDATE, d, STAGES] += layouts.pipe[CANDIDATE, e, STAGES]
         layouts.pipe[CANDIDATE, e, STAGES] = 0
     else:  # a new replica of idle ranks, or of some groups of another one
-        group = idle_group(job, tables, layouts, drawn) if move == 10 else -1
+        group = random_idle_group(job, tables, layouts, drawn) if move == 10 else -1
         if pipes == layouts.pipe.shape[1] or (move == 10 and group < 0):
             return False
         e = pipes
         layouts.pipes[CANDIDATE], layouts.pipe[CANDIDATE, e, STAGES] = pipes + 1, 0
         layouts.pipe[CANDIDATE, e, SHARE] = max(1, job.micro_batches // (pipes + 1))
         if move == 10:
-            insert(layouts, e, 0, group)
+            insert_stage(layouts, e, 0, group)
             d = e
         for s in range(n - 1 if move == 11 else -1, -1, -1):
-            if chance(drawn) < 0.5:
-                insert(layouts, e, 0, remove(layouts, d, s))
+            if random_share(drawn) < 0.5:
+                insert_stage(layouts, e, 0, remove_stage(layouts, d, s))
     if e < 0:
         return False
     flags[d] = flags[e] = 2
@@ -1496,23 +1512,23 @@ def moved(job: Job, tables: Tables, layouts: Layouts, odd: Ints, drawn: Ints, fl
 
 
 @machine_code
-def neighbour(job: Job, tables: Tables, layouts: Layouts, odd: Ints, drawn: Ints, flags: Ints) -> bool:
+def make_candidate(job: Job, tables: Tables, layouts: Layouts, odd: Ints, drawn: Ints, flags: Ints) -> bool:
     """Change the layout being tried once or twice, with the layers to follow. Return whether the result is possible.
 
     `flags`: 1 or 2 for replicas that differ from the present layout.
     """
-    if not moved(job, tables, layouts, odd, drawn, flags):
+    if not make_move(job, tables, layouts, odd, drawn, flags):
         return False
     whole = True
     for d in range(layouts.pipes[CANDIDATE]):
         whole &= layouts.pipe[CANDIDATE, d, STAGES] > 0
-    if chance(drawn) < TWO_CHANGES_PROBABILITY and whole:
-        moved(job, tables, layouts, odd, drawn, flags)
+    if random_share(drawn) < TWO_CHANGES_PROBABILITY and whole:
+        make_move(job, tables, layouts, odd, drawn, flags)
     for d in range(layouts.pipes[CANDIDATE] - 1, -1, -1):
         if layouts.pipe[CANDIDATE, d, STAGES] == 0:
             last = layouts.pipes[CANDIDATE] - 1
             if d != last:
-                copied(layouts, CANDIDATE, last, CANDIDATE, d)
+                copy_pipeline(layouts, CANDIDATE, last, CANDIDATE, d)
                 flags[d], flags[last] = max(1, flags[last]), 1
             layouts.pipes[CANDIDATE] = last
     replicas = layouts.pipes[CANDIDATE]
@@ -1525,7 +1541,7 @@ def neighbour(job: Job, tables: Tables, layouts: Layouts, odd: Ints, drawn: Ints
             flags[d] = 2
             count = layouts.pipe[CANDIDATE, d, SHARE] if same_replica_count else job.micro_batches // replicas
             stages = layouts.pipe[CANDIDATE, d, STAGES]
-            row = cut(job, tables, layouts.groups[CANDIDATE, d], stages, max(1, count), replicas)
+            row = cut_pipeline(job, tables, layouts.groups[CANDIDATE, d], stages, max(1, count), replicas)
             if row < 0:
                 return False
             layouts.pipe[CANDIDATE, d, ROW] = row
@@ -1533,11 +1549,11 @@ def neighbour(job: Job, tables: Tables, layouts: Layouts, odd: Ints, drawn: Ints
 
 
 @machine_code
-def shifted(job: Job, tables: Tables, layouts: Layouts, drawn: Ints, flags: Ints) -> bool:
+def shift_layer(job: Job, tables: Tables, layouts: Layouts, drawn: Ints, flags: Ints) -> bool:
     """Move a layer of a replica from one stage to another."""
-    d = one_of(layouts.pipes[CANDIDATE], drawn)
+    d = random_index(layouts.pipes[CANDIDATE], drawn)
     stages, row = layouts.pipe[CANDIDATE, d, STAGES], layouts.pipe[CANDIDATE, d, ROW]
-    a, b = one_of(stages, drawn), one_of(stages, drawn)
+    a, b = random_index(stages, drawn), random_index(stages, drawn)
     if a == b or tables.stage[row, LAYERS, a] == 1:
         return False
     counts = tables.stage[row, LAYERS, :stages].copy()
@@ -1545,7 +1561,7 @@ def shifted(job: Job, tables: Tables, layouts: Layouts, drawn: Ints, flags: Ints
     counts[b] += 1
     flags[d] = 2
     groups, replicas = layouts.groups[CANDIDATE, d], layouts.pipes[CANDIDATE]
-    layouts.pipe[CANDIDATE, d, ROW] = row_of(job, tables, groups, stages, counts, replicas)
+    layouts.pipe[CANDIDATE, d, ROW] = row_number(job, tables, groups, stages, counts, replicas)
     return True
 
 
@@ -1553,14 +1569,14 @@ def shifted(job: Job, tables: Tables, layouts: Layouts, drawn: Ints, flags: Ints
 
 
 @machine_code
-def settle(layouts: Layouts, flags: Ints, odd: Ints) -> None:
+def accept_candidate(layouts: Layouts, flags: Ints, odd: Ints) -> None:
     """Make the tried layout the present one. `flags`: replicas that changed."""
     pipes = layouts.pipes[CANDIDATE]
     layouts.pipes[CURRENT] = pipes
     layouts.score[CURRENT] = layouts.score[CANDIDATE]
     for d in range(pipes):
         if flags[d]:
-            copied(layouts, CANDIDATE, d, CURRENT, d)
+            copy_pipeline(layouts, CANDIDATE, d, CURRENT, d)
         layouts.pipe[CURRENT, d, SHARE] = layouts.pipe[CANDIDATE, d, SHARE]
     odd[0] = 0
     if pipes > MAX_UNGROUPED_REPLICAS:  # the most frequent row, if most are equal (Boyer and Moore)
@@ -1593,7 +1609,7 @@ def begin_cycle(layouts: Layouts, turn: Ints) -> None:
         turn[STARTS_LEFT] -= 1
     else:
         turn[SHAKES_LEFT] = SHAKE_TRIALS
-    copy(layouts, begin, CANDIDATE)
+    copy_layout(layouts, begin, CANDIDATE)
 
 
 @machine_code
@@ -1602,30 +1618,30 @@ def anneal(job: Job, tables: Tables, layouts: Layouts, turn: Ints, odd: Ints, dr
     most = layouts.pipe.shape[1]
     flags, counts = np.zeros(most, np.int64), np.empty(most, np.int64)
     for done in range(trials):
-        if full(tables, most, MAX_NEW_GROUPS):
+        if is_full(tables, most, MAX_NEW_GROUPS):
             return trials - done
         turn[TRIAL] += 1
         if turn[TRIAL] >= turn[CYCLE]:
             begin_cycle(layouts, turn)
             flags[:] = 1
-            settle(layouts, flags, odd)
+            accept_candidate(layouts, flags, odd)
         flags[:] = 0
         shaking = turn[SHAKES_LEFT] > 0
         turn[SHAKES_LEFT] -= shaking
-        if not shaking and chance(drawn) < LAYER_MOVE_PROBABILITY:
-            accepted = shifted(job, tables, layouts, drawn, flags)
+        if not shaking and random_share(drawn) < LAYER_MOVE_PROBABILITY:
+            accepted = shift_layer(job, tables, layouts, drawn, flags)
         else:
-            accepted = neighbour(job, tables, layouts, odd, drawn, flags)
+            accepted = make_candidate(job, tables, layouts, odd, drawn, flags)
         if accepted:
             max_energy, best_s = energy(layouts, CURRENT), layouts.score[BEST, 0]
             if best_s < np.inf:  # accept an increase by chance, on average by this much, like Metropolis
                 temperature = OTHER_START_TEMPERATURE if turn[CYCLES] % 2 else START_TEMPERATURE
                 max_energy += (
-                    temperature * best_s * (1.0 - turn[TRIAL] / turn[CYCLE]) ** 2 * -np.log(1.0 - chance(drawn))
+                    temperature * best_s * (1.0 - turn[TRIAL] / turn[CYCLE]) ** 2 * -np.log(1.0 - random_share(drawn))
                 )
             if shaking:
                 max_energy = np.inf
-            score(job, tables, layouts, CANDIDATE, max_energy, counts)
+            write_score(job, tables, layouts, CANDIDATE, max_energy, counts)
             accepted = layouts.score[CANDIDATE, 0] < np.inf and energy(layouts, CANDIDATE) <= max_energy
             for d in range(layouts.pipes[CANDIDATE] if job.beside and accepted else 0):
                 if flags[d] == 2:
@@ -1633,18 +1649,18 @@ def anneal(job: Job, tables: Tables, layouts: Layouts, turn: Ints, odd: Ints, dr
         if accepted:
             for d in range(layouts.pipes[CANDIDATE]):
                 layouts.pipe[CANDIDATE, d, SHARE] = counts[d]
-            settle(layouts, flags, odd)
-            best = better(layouts, CURRENT, BEST)
+            accept_candidate(layouts, flags, odd)
+            best = is_better(layouts, CURRENT, BEST)
             for d in range(layouts.pipes[CURRENT] if job.beside and best else 0):
                 best &= has_room(job, tables, layouts.groups[CURRENT, d], layouts.pipe[CURRENT, d, ROW])
             if best:
                 if layouts.score[BEST, 0] < np.inf:
-                    copy(layouts, BEST, FORMER + turn[FORMER_COUNT] % turn[FORMER_KEPT])
+                    copy_layout(layouts, BEST, FORMER + turn[FORMER_COUNT] % turn[FORMER_KEPT])
                     turn[FORMER_COUNT] += 1
-                copy(layouts, CURRENT, BEST)
+                copy_layout(layouts, CURRENT, BEST)
         else:
             layouts.pipes[CANDIDATE] = layouts.pipes[CURRENT]
             for d in range(layouts.pipes[CURRENT]):
                 if flags[d]:
-                    copied(layouts, CURRENT, d, CANDIDATE, d)
+                    copy_pipeline(layouts, CURRENT, d, CANDIDATE, d)
     return 0

@@ -215,7 +215,7 @@ class Pipelines:
             for s, (group, layers) in enumerate(pipe):
                 sizes[d, s], layer_counts[d, s] = len(group), layers
                 ranks[d, s, : len(group)] = [self._number[rank] for rank in group]
-        return kernels.laid(self.job, self.tables, self.layouts, k, sizes, ranks, layer_counts)
+        return kernels.write_layout(self.job, self.tables, self.layouts, k, sizes, ranks, layer_counts)
 
     def read(self, k: int) -> list[Pipe]:
         pipes: list[Pipe] = []
@@ -250,7 +250,7 @@ class Pipelines:
 
     @property
     def full(self) -> bool:
-        return kernels.full(self.tables, self.most_pipes, len(self._ranks))
+        return kernels.is_full(self.tables, self.most_pipes, len(self._ranks))
 
     def orders(self, k: int, d: int, share: Sequence[int]) -> tuple[tuple[Order, ...] | None, float]:
         """Return a replica's own orders for these micro-batches, None if the schedule's are as good; and its time."""
@@ -258,7 +258,7 @@ class Pipelines:
         if (row, count) not in self._orders:
             split = self.job.costs.split
             lanes = np.empty((self.layouts.pipe[k, d, kernels.STAGES], count * (3 if split else 2)), np.int64)
-            seconds, own = kernels.ordered(row, count, self.tables, split, self.job.own, lanes)
+            seconds, own = kernels.write_best_order(row, count, self.tables, split, self.job.own, lanes)
             self._orders[row, count] = lanes.tolist() if own else None, seconds
         primitive_numbers, seconds = self._orders[row, count]
         if primitive_numbers is None:

@@ -24,7 +24,7 @@ from resihp.scheduler.losses import PossibleLoss
 from resihp.scheduler.situation import Decision, Situation
 
 
-class Aftermath(msgspec.Struct, frozen=True, kw_only=True):
+class LossResult(msgspec.Struct, frozen=True, kw_only=True):
     """Result of one loss."""
 
     loss: PossibleLoss
@@ -48,7 +48,7 @@ class Losses(msgspec.Struct, frozen=True, kw_only=True):
     plan: Plan
     seconds: float
     """Time of an iteration now."""
-    after: tuple[Aftermath, ...]
+    after: tuple[LossResult, ...]
     """Results by harm: nothing can run, then state is lost, then by throughput in percent."""
     unasked: int
     """Number of losses that were not evaluated because there were too many kinds."""
@@ -67,10 +67,10 @@ def after_each(
     situation_in_effect = in_effect(situation, plan)
     kinds = losses.kinds(losses.possible_losses(situation_in_effect), situation_in_effect)
     evaluated_kinds = kinds[: losses.MAX_LOSSES]
-    after: list[Aftermath] = []
+    after: list[LossResult] = []
     for kind in evaluated_kinds:
         progress(len(after), len(evaluated_kinds))
-        after.append(_aftermath(situation_in_effect, kind, decide))
+        after.append(_loss_result(situation_in_effect, kind, decide))
     seconds = iteration_seconds(plan, situation_in_effect)
     after.sort(
         key=lambda result: (
@@ -96,10 +96,10 @@ def in_effect(situation: Situation, plan: Plan) -> Situation:
     return msgspec.structs.replace(situation, epoch=plan.epoch + 1, base=plan.layout, stale=(), fresh=False)
 
 
-def _aftermath(now: Situation, kind: tuple[PossibleLoss, ...], decide: Callable[[Situation], Decision]) -> Aftermath:
+def _loss_result(now: Situation, kind: tuple[PossibleLoss, ...], decide: Callable[[Situation], Decision]) -> LossResult:
     loss, *alike = kind
     lost_state = state_lost(now, loss.ranks)
-    result = Aftermath(loss=loss, alike=tuple(alike), state_lost=lost_state or "")
+    result = LossResult(loss=loss, alike=tuple(alike), state_lost=lost_state or "")
     survivors = tuple(rank for rank in now.available if rank not in loss.ranks)
     if not survivors:
         return msgspec.structs.replace(result, obstacle="no rank is left")
@@ -134,7 +134,7 @@ def as_json(results: Losses, planning_s: float) -> dict[str, object]:
     }
 
 
-def _one_as_json(result: Aftermath, now_s: float) -> dict[str, object]:
+def _one_as_json(result: LossResult, now_s: float) -> dict[str, object]:
     runs = math.isfinite(result.seconds)
     return {
         "node": result.loss.node,

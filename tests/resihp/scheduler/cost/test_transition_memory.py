@@ -9,7 +9,7 @@ from resihp.parallelism.model import ModelSpec
 from resihp.scheduler import decide
 from resihp.scheduler.cost import transition_memory
 from resihp.scheduler.cost.held_state import holdings
-from resihp.scheduler.cost.transition_memory import Both, beside
+from resihp.scheduler.cost.transition_memory import TransitionBytes, beside
 from resihp.scheduler.what_if import catalogue
 from resihp.scheduler.what_if.question import Question, first_plan, pose
 
@@ -35,7 +35,7 @@ def test_optimizer_state_that_replicas_share_moves_piece_by_piece() -> None:
     back = Layout((Replica((Stage((1,), ((0, 1),)), Stage((0,), ((2, 3),)))),))
     old, new = dict(holdings(there.replicas))[0], dict(holdings(back.replicas))[0]
     own = beside(old, old, MODEL, (1, 1))
-    assert own == Both(own.old, 0)
+    assert own == TransitionBytes(own.old, 0)
     both = beside(old, new, MODEL, (2, 1))
     assert both.old < both.total < beside(old, new, MODEL).total
 

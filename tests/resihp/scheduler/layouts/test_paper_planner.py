@@ -65,7 +65,7 @@ def test_standby_serves_its_own_node_only() -> None:
 def test_smallest_degree_follows_from_memory() -> None:
     """Where one rank cannot hold a layer, a group that is down to one is lost."""
     model = msgspec.structs.replace(TWELVE, layers=2)
-    post = memory.Post(stage=0, stages=2, tp=4, micro_batches=8)
+    post = memory.StageSetup(stage=0, stages=2, tp=4, micro_batches=8)
     pair = next(n for n in range(0, 10**7, 10**4) if memory.smallest_degree(model, post, n, 64) == 2)
     base = Layout.uniform(tp=4, pp=2, dp=2, layers=2)
     case = situation(base, nodes=on_nodes(16, 4), tp=4, pp=2, model=model, lost=[0, 1, 2], memory_bytes=pair, tokens=64)

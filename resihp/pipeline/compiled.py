@@ -60,7 +60,7 @@ class CompiledOrders(msgspec.Struct, frozen=True, eq=False, dict=True):
     stage: Ints
     position: Ints
     kind: Ints
-    """Index into KINDS."""
+    """Index into `PRIMITIVE_KINDS`."""
     micro_batch: Ints
     chunk: Ints
     stop: Ints

@@ -75,7 +75,7 @@ def kinds(possible: Iterable[PossibleLoss], situation: Situation) -> tuple[tuple
             if rank in place_of_rank:
                 d, s, t = place_of_rank[rank]
                 parts[d].append((s, t))
-        return tuple(sorted((kind_of_replica[d], tuple(held)) for d, held in parts.items())), len(loss.ranks)
+        return tuple(sorted((kind_of_replica[d], tuple(places)) for d, places in parts.items())), len(loss.ranks)
 
     losses_of_kind: dict[Hashable, list[PossibleLoss]] = defaultdict(list)
     for loss in possible:

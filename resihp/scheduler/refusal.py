@@ -100,5 +100,5 @@ def _enough_bytes(situation: Situation, groups: tuple[Group, ...]) -> int | None
 
 
 def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
+    text = ", ".join(map(str, ranks[:8]))
+    return text if len(ranks) <= 8 else f"{text} and {len(ranks) - 8} more"

@@ -369,7 +369,7 @@ class Lacking:
         self._outside = outline(msgspec.structs.replace(situation.model, layers=0))
         self._each = STATE_TENSORS * element
         survivors = set(situation.available).difference(situation.stale)
-        self._before = {rank: held for rank, held in holdings(situation.holding.replicas) if rank in survivors}
+        self._before = {rank: state for rank, state in holdings(situation.holding.replicas) if rank in survivors}
         self._known: dict[tuple[HeldState | None, HeldState], Fraction] = {}
         self._layers = situation.model.layers
 

@@ -191,7 +191,7 @@ class _Trial:
                 )
                 if set(ranks).isdisjoint(group.ranks) or situation.speed(ranks) <= situation.speed(stage.ranks):
                     continue
-                groups = [Group(other.ranks, other.chunks) for other in replica.stages]
+                groups = [Group(member.ranks, member.chunks) for member in replica.stages]
                 way: Way = "group" if len(ranks) > len(stage.ranks) else "place"
                 yield self._changed(way, d, Pipe((*groups[:s], Group(ranks, stage.chunks), *groups[s + 1 :])))
 
@@ -204,7 +204,9 @@ class _Trial:
         standby = {rank for rank in self._plan.layout.standby if situation.speeds.get(rank, 1.0) > 0}
         standby &= set(situation.available)
         other_groups = [
-            other for other in idle_groups(situation, standby) if not set(other.ranks).intersection(group.ranks)
+            candidate
+            for candidate in idle_groups(situation, standby)
+            if not set(candidate.ranks).intersection(group.ranks)
         ]
         for count in range(min(situation.pp, 1 + len(other_groups))):
             pipe = Pipe((group, *other_groups[:count]))
@@ -242,7 +244,7 @@ class _Trial:
             return _Tried(way, obstacle="memory")
         if after > before or math.isinf(before):
             return _Tried(way, after / before - 1 if math.isfinite(before) else 0.0)
-        replicas = [priced if k == d else self._prices.priced(other) for k, other in enumerate(self._replicas)]
+        replicas = [priced if k == d else self._prices.priced(replica) for k, replica in enumerate(self._replicas)]
         return self._told(way, self._prices.iteration(replicas)[1])
 
     def _told(self, way: Way, seconds: float) -> _Tried:

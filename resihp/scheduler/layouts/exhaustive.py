@@ -205,7 +205,7 @@ class _ExhaustiveSearch:
             if seconds[ranked[0]] >= best[0]:
                 break
             best = (seconds[ranked[0]], offers[ranked[0]])
-            neighbours = {other for i in ranked for other in self._nearby(offers[i], m, state_bytes)}
+            neighbours = {neighbour for i in ranked for neighbour in self._nearby(offers[i], m, state_bytes)}
             offers = sorted(neighbours - tried, key=lambda laid: (laid.kinds, laid.counts))
         return best
 

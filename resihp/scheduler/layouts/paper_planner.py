@@ -34,8 +34,8 @@ Groups = dict[tuple[int, int], tuple[int, ...]]
 def progressive(situation: Situation, steps: Sequence[str] = STEP_NAMES, *, delta: int = DEFAULT_DELTA) -> Decision:
     """Return the decision of the paper's planner. Ranks that lost their state (`stale`) count as lost, and stand by.
 
-    `steps` are the first one, two or all three of STEPS. Without "migrate" a replica that lost a stage is given up.
-    `alternatives` holds the predictions after fewer steps. Deterministic.
+    `steps` are the first one, two or all three of `STEP_NAMES`. Without "migrate" a replica that lost a stage is given
+    up. `alternatives` holds the predictions after fewer steps. Deterministic.
 
     Raises PlanError, naming the constraint, if a stage is left in no replica, if memory or the number of layers allows
     no plan, and for speeds that are not above 0 and finite, or unknown ranks.

@@ -45,15 +45,15 @@ class Lane:
     def welcoming(self) -> bool:
         """Whether memory suffices for one more guest."""
         return not self.stopped and all(
-            held + self.expected < room for held, room in zip(self.held, self.room, strict=True)
+            count + self.expected < room for count, room in zip(self.held, self.room, strict=True)
         )
 
     def next(self) -> Node | None:
         """Remove and return the node that this stage begins now, if any."""
         if self.others["B"]:
             return heapq.heappop(self.others["B"])[1]
-        if all(held < room for held, room in zip(self.held, self.room, strict=True)):
-            may_begin_own = all(held < limit for held, limit in zip(self.own_held, self.held_back, strict=True))
+        if all(count < room for count, room in zip(self.held, self.room, strict=True)):
+            may_begin_own = all(count < limit for count, limit in zip(self.own_held, self.held_back, strict=True))
             queues = [
                 queue for queue, may_begin in ((self.own, may_begin_own), (self.guests, True)) if may_begin and queue
             ]

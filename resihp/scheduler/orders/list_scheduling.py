@@ -75,7 +75,7 @@ class ListScheduler:
         spans = [replicas[d].stages[s].chunks for d, s in self.lanes]
         self.sizes = [[1.0] * len(row) for row in spans] if sizes is None else [[*row] for row in sizes]
         self.reserves = [
-            [sum(size for size, other in zip(row, chunks, strict=True) if other[0] > span[0]) for span in chunks]
+            [sum(size for size, chunk in zip(row, chunks, strict=True) if chunk[0] > span[0]) for span in chunks]
             for row, chunks in zip(self.sizes, spans, strict=True)
         ]
         """Amount that must be free for a stage's later chunks when it admits a micro-batch to a chunk."""

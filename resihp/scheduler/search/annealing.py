@@ -136,9 +136,9 @@ class Search:
 
     def _begin_anew(self) -> None:
         """Rebuild the tables with the layouts that are still needed."""
-        elsewhere, left = self._turn[[kernels.NEXT_START, kernels.STARTS_LEFT]].tolist()
+        next_start, starts_left = self._turn[[kernels.NEXT_START, kernels.STARTS_LEFT]].tolist()
         self._turn[kernels.FORMER_COUNT] = 0
-        self._pipelines.begin_anew((CURRENT, CANDIDATE, BEST, *range(elsewhere, elsewhere + left)))
+        self._pipelines.begin_anew((CURRENT, CANDIDATE, BEST, *range(next_start, next_start + starts_left)))
 
     def _told(self, k: int) -> FoundLayout:
         replicas = tuple(map(replica_of, self._pipelines.read(k)))

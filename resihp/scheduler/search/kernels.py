@@ -109,7 +109,7 @@ class PipeKind(NamedTuple):
     speeds: Floats
     late: Floats
     """Seconds to the next stage, and back; 0 for the last stage."""
-    each: Floats
+    layer_sum_s: Floats
     """Seconds in which a layer's gradients are summed."""
     bucket: Ints
     """Least layers of a part of the sums."""
@@ -126,13 +126,13 @@ class Job(NamedTuple):
     """Number of the node, by rank."""
     links: Floats
     """Speeds of links between nodes."""
-    ways: Ints
+    transfers: Ints
     """Number of the transfer time, by pair of nodes."""
     late: Floats
-    """Seconds of a transfer, by the number in `ways`."""
+    """Seconds of a transfer, by the number in `transfers`."""
     degrees: Ints
     """Allowed degrees of groups, ascending."""
-    each: Floats
+    layer_sum_s: Floats
     """Seconds in which a layer's gradients are summed, by degree."""
     bucket: Ints
     """Least layers of a part of the sums, by degree."""
@@ -141,14 +141,14 @@ class Job(NamedTuple):
     needs: Ints
     """Bytes by number in `state`, degree and kind of stage (1 last, 2 first, 3 both): besides the layers, of a layer's
     state, and of a layer's activations of a micro-batch."""
-    left: Ints
+    left_bytes: Ints
     """Bytes left beside its present state, by rank."""
     seat: Ints
     """Present place, by rank: index in its group and the size of that group, 0 if it holds nothing; first and last
     layer; whether it holds the embedding and the head."""
     carried: Ints
     """Bytes of new state by degree and kind of stage, as in `needs`: without layers, and for each layer."""
-    stays: float
+    kept_factor: float
     """Factor on the bytes of new state that the rank already holds."""
     room: int
     """Bytes of a device."""
@@ -362,7 +362,7 @@ def write_stage_seconds(counts: Ints, speeds: Floats, costs: Costs, f: Floats, b
 
 @machine_code
 def exposed_sums_s(
-    counts: Ints, work: Floats, each: Floats, bucket: Ints, slowed: Floats, split: bool, parts: int
+    counts: Ints, work: Floats, layer_sum_s: Floats, bucket: Ints, slowed: Floats, split: bool, parts: int
 ) -> float:
     """Return the seconds of a pipeline's gradient sums after its last backward (`resihp.scheduler.cost.gradient_sync`).
 
@@ -372,7 +372,7 @@ def exposed_sums_s(
     for s in range(counts.size):
         layers = counts[s]
         part_count = max(1, layers // max(-(-layers // parts), bucket[s]))
-        seconds = layers * each[s] * slowed[s]
+        seconds = layers * layer_sum_s[s] * slowed[s]
         remaining = max(seconds / part_count, seconds - work[s] * (part_count - 1) / part_count)
         longest = max(longest, remaining - earlier)
         if not split:
@@ -524,7 +524,7 @@ def pipeline_seconds_or_bound(
     bound = play_lower_bound(stages, count, f, b, w, kind.late, split)
     if bound >= below:
         return np.inf
-    after = exposed_sums_s(counts, w if split else b, kind.each, kind.bucket, times[3], split, costs.parts)
+    after = exposed_sums_s(counts, w if split else b, kind.layer_sum_s, kind.bucket, times[3], split, costs.parts)
     if bound + after >= below:
         return np.inf
     return (play_pipeline(stages, count, f, b, w, kind.late, split) if exactly else bound) + after
@@ -823,7 +823,7 @@ def write_rounded_counts(
     return True
 
 
-# --- what is known ----------------------------------------------------------------------------------------------------
+# --- tables of known facts --------------------------------------------------------------------------------------------
 
 
 @machine_code
@@ -880,7 +880,7 @@ def group_number(job: Job, tables: Tables, ranks: Ints, size: int) -> int:
         if job.beside and job.seat[rank, 1] > 0 and not (job.seat[rank, 0] == t and job.seat[rank, 1] == size):
             for kind in range(4):
                 outside_bytes, per_layer = job.carried[size, kind, 0], job.carried[size, kind, 1]
-                fits = max(0, (job.left[rank] - outside_bytes) // per_layer)
+                fits = max(0, (job.left_bytes[rank] - outside_bytes) // per_layer)
                 tables.group[number, MAX_BESIDE + kind] = min(tables.group[number, MAX_BESIDE + kind], fits)
     return int(number)
 
@@ -915,17 +915,17 @@ def transfer_number(job: Job, tables: Tables, a: int, b: int) -> int:
     """Return the number of the transfer time between two groups."""
     own_node, other_node = tables.group[a, HOME], tables.group[b, HOME]
     if own_node >= 0 and other_node >= 0:
-        return int(job.ways[own_node, other_node])
+        return int(job.transfers[own_node, other_node])
     node = job.node[tables.ranks[a, 0]]
-    number = job.ways[node, node]
+    number = job.transfers[node, node]
     if is_on_nodes_of(job, tables, a, b) and is_on_nodes_of(job, tables, b, a):
         return int(number)
     longest = -1.0
     for t in range(tables.group[a, SIZE]):
         for u in range(tables.group[b, SIZE]):
             own_node, other_node = job.node[tables.ranks[a, t]], job.node[tables.ranks[b, u]]
-            if own_node != other_node and job.late[job.ways[own_node, other_node]] > longest:
-                number = job.ways[own_node, other_node]
+            if own_node != other_node and job.late[job.transfers[own_node, other_node]] > longest:
+                number = job.transfers[own_node, other_node]
                 longest = job.late[number]
     return int(number)
 
@@ -944,16 +944,16 @@ def write_key(job: Job, tables: Tables, groups: Ints, stages: int, key: Ints) ->
 
 @machine_code
 def pipe_kind(job: Job, tables: Tables, groups: Ints, stages: int) -> PipeKind:
-    speeds, late, each = np.empty(stages), np.zeros(stages), np.empty(stages)
+    speeds, late, layer_sum_s = np.empty(stages), np.zeros(stages), np.empty(stages)
     bucket = np.empty(stages, np.int64)
     for s in range(stages):
         g = groups[s]
         size = tables.group[g, SIZE]
         speeds[s] = size * job.speeds[tables.group[g, SLOWEST]]
-        each[s], bucket[s] = job.each[size], job.bucket[size]
+        layer_sum_s[s], bucket[s] = job.layer_sum_s[size], job.bucket[size]
         if s + 1 < stages:
             late[s] = job.late[transfer_number(job, tables, g, groups[s + 1])]
-    return PipeKind(speeds, late, each, bucket)
+    return PipeKind(speeds, late, layer_sum_s, bucket)
 
 
 @machine_code
@@ -1031,7 +1031,7 @@ def row_number(job: Job, tables: Tables, groups: Ints, stages: int, counts: Ints
             alive = min(alive, max(0, (job.room - needs[0] - layers * needs[1]) // (needs[2] * layers)))
         tables.stage[row, MAX_ALIVE, s], tables.stage[row, LAYERS, s] = alive, layers
         tables.stage[row, BUCKET, s] = kind.bucket[s]
-        tables.stage_s[row, LATE, s], tables.stage_s[row, LAYER_SUM_S, s] = kind.late[s], kind.each[s]
+        tables.stage_s[row, LATE, s], tables.stage_s[row, LAYER_SUM_S, s] = kind.late[s], kind.layer_sum_s[s]
     f, b, w = tables.stage_s[row, F], tables.stage_s[row, B], tables.stage_s[row, W]
     split = job.costs.split
     write_stage_seconds(counts, kind.speeds, job.costs, f, b, w)
@@ -1042,7 +1042,7 @@ def row_number(job: Job, tables: Tables, groups: Ints, stages: int, counts: Ints
     tables.row[row, MAX_COUNT] = job.micro_batches if max_count == stages else max_count
     work = w if split else b
     tables.row_s[row, EXPOSED] = exposed_sums_s(
-        counts, work, kind.each, kind.bucket, np.ones(stages), split, job.costs.parts
+        counts, work, kind.layer_sum_s, kind.bucket, np.ones(stages), split, job.costs.parts
     )
     tables.row_s[row, RAMP], tables.row_s[row, PACE] = lower_bound_line(stages, f, b, w, kind.late, split)
     tables.times[row] = 0.0
@@ -1066,7 +1066,7 @@ def has_room(job: Job, tables: Tables, groups: Ints, row: int) -> bool:
                 kept_bytes += job.carried[size, 2, 0] if s == 0 and seat[4] else 0
                 kept_bytes += job.carried[size, 1, 0] if s == stages - 1 and seat[5] else 0
             changed = kept_bytes < new_bytes or seat[3] - seat[2] + 1 != layers
-            if seat[1] > 0 and changed and new_bytes - job.stays * kept_bytes > job.left[rank]:
+            if seat[1] > 0 and changed and new_bytes - job.kept_factor * kept_bytes > job.left_bytes[rank]:
                 return False
         first += layers
     return True
@@ -1102,8 +1102,10 @@ def exposed_over_links_s(job: Job, tables: Tables, layouts: Layouts, k: int) -> 
             slowed[s] = 1.0 / slowest
             first = after
         layers, bucket = tables.stage[r, LAYERS, :stages], tables.stage[r, BUCKET, :stages]
-        work, each = tables.stage_s[r, W if job.costs.split else B], tables.stage_s[r, LAYER_SUM_S]
-        longest = max(longest, exposed_sums_s(layers, work, each, bucket, slowed, job.costs.split, job.costs.parts))
+        work, layer_sum_s = tables.stage_s[r, W if job.costs.split else B], tables.stage_s[r, LAYER_SUM_S]
+        longest = max(
+            longest, exposed_sums_s(layers, work, layer_sum_s, bucket, slowed, job.costs.split, job.costs.parts)
+        )
     return longest
 
 
@@ -1327,14 +1329,14 @@ def remove_stage(layouts: Layouts, d: int, s: int) -> int:
 
 
 @machine_code
-def groups_at_home(tables: Tables, layouts: Layouts, home: int, which: int) -> tuple[int, int, int]:
+def groups_at_home(tables: Tables, layouts: Layouts, home: int, number: int) -> tuple[int, int, int]:
     """Return the number of groups that are on this node only; and replica and stage of the group with number
-    `which`."""
+    `number`."""
     group_count, replica, stage = 0, -1, -1
     for d in range(layouts.pipes[CANDIDATE]):
         for s in range(layouts.pipe[CANDIDATE, d, STAGES]):
             if tables.group[layouts.groups[CANDIDATE, d, s], HOME] == home:
-                if group_count == which:
+                if group_count == number:
                     replica, stage = d, s
                 group_count += 1
     return group_count, replica, stage

@@ -101,7 +101,7 @@ class Pipelines:
                 links[node[a], node[b]] = links[node[b], node[a]] = link
         way_s = times.transfer_s / links
         np.fill_diagonal(way_s, times.inside_s)
-        late, ways = np.unique(way_s, return_inverse=True)
+        late, transfers = np.unique(way_s, return_inverse=True)
         layer_bytes = GRADIENT_BYTES * model.parameters_per_layer
         sum_seconds, bucket = np.zeros(largest + 1), np.ones(largest + 1, np.int64)
         state_bytes = [situation.state_bytes_of(replicas) for replicas in range(self.most_pipes + 1)]
@@ -119,24 +119,24 @@ class Pipelines:
                     sequence_parallel=situation.sequence_parallel,
                     state_bytes=state,
                 )
-        left_bytes, seats, carried, stays = self._held(sizes if beside else (), largest, room)
+        left_bytes, seats, carried, kept_factor = self._held(sizes if beside else (), largest, room)
         return kernels.Job(
             costs=self._costs(),
             speed=np.searchsorted(-speeds, -speed).astype(np.int64),
             speeds=speeds.copy(),
             node=np.array([node[situation.nodes[rank]] for rank in self._ranks], np.int64),
             links=links,
-            ways=ways.reshape(way_s.shape).astype(np.int64),
+            transfers=transfers.reshape(way_s.shape).astype(np.int64),
             late=late,
             degrees=np.array(self.degrees, np.int64),
-            each=sum_seconds,
+            layer_sum_s=sum_seconds,
             bucket=bucket,
             state=np.array([states.index(state) for state in state_bytes], np.int64),
             needs=needs,
-            left=left_bytes,
+            left_bytes=left_bytes,
             seat=seats,
             carried=carried,
-            stays=stays,
+            kept_factor=kept_factor,
             room=room,
             micro_batches=situation.micro_batches,
             step_s=float(times.step_s),
@@ -148,7 +148,7 @@ class Pipelines:
     def _held(
         self, sizes: Sequence[int], largest: int, room: int
     ) -> tuple[kernels.Ints, kernels.Ints, kernels.Ints, float]:
-        """Return `left`, `seat`, `carried` and `stays` of a job; `sizes` is empty if they do not matter."""
+        """Return `left_bytes`, `seat`, `carried` and `kept_factor` of a job; `sizes` is empty if they do not matter."""
         situation, model = self._situation, self._situation.model
         left_bytes, seats = np.zeros(len(self._ranks), np.int64), np.zeros((len(self._ranks), 6), np.int64)
         carried = np.ones((largest + 1, 4, 2), np.int64)
@@ -169,10 +169,10 @@ class Pipelines:
             carried[size, kind] = transition_memory.carried_bytes(
                 model, size, first=kind >= 2, last=kind % 2 == 1, sharing=sharing
             )
-        stays = (
+        kept_factor = (
             1.0 if sharing is None else transition_memory.VALUE_BYTES / transition_memory.carried_each(model, sharing)
         )
-        return left_bytes, seats, carried, stays
+        return left_bytes, seats, carried, kept_factor
 
     def _empty(self, largest: int, rows: int) -> kernels.Tables:
         stages, times = self.most_stages, self._situation.micro_batches + 2

@@ -142,10 +142,10 @@ def layout_json(layout: Layout) -> dict[str, object]:
     }
 
 
-def _same(plan: Plan, other: Plan) -> bool:
+def _same(plan: Plan, base: Plan) -> bool:
     """Return whether all ranks do the same work as before."""
-    standby = msgspec.structs.replace(plan.layout, standby=other.layout.standby)
-    return msgspec.structs.replace(plan, epoch=other.epoch, layout=standby) == other
+    standby = msgspec.structs.replace(plan.layout, standby=base.layout.standby)
+    return msgspec.structs.replace(plan, epoch=base.epoch, layout=standby) == base
 
 
 def _outlook(question: Question, plan: Plan, seconds: float) -> Outlook:

@@ -251,11 +251,11 @@ def check_failures(question: Question) -> None:
                 else f"{node_names[0]} to {node_names[-1]}"
             )
             raise UsageError(f"{option}: no node {node}; there are {valid_names}")
-    lost = gone(question)
+    failed = gone(question)
     for rank in question.slow:
-        if rank in lost:
+        if rank in failed:
             raise UsageError(f"rank {rank}: given as slow and as failed; choose one")
-    if len(lost) == len(nodes):
+    if len(failed) == len(nodes):
         raise PlanError(f"nothing is left: all {len(nodes)} ranks have failed")
     for subject, speed in (*question.slow.items(), *question.slow_links.items()):
         if not (0 < speed <= 1):
@@ -281,7 +281,7 @@ def pose(question: Question, base: Plan) -> Situation:
 
 
 def situation_of(
-    question: Question, base: Plan, gone: Collection[int], slow: dict[int, float], slow_links: dict[Link, float]
+    question: Question, base: Plan, failed: Collection[int], slow: dict[int, float], slow_links: dict[Link, float]
 ) -> Situation:
     profile = question.profile or catalogue.profile(
         question.model,
@@ -293,13 +293,13 @@ def situation_of(
         dp=question.dp,
         gradients_inside=question.world <= question.gpus_per_node,
     )
-    survivors = tuple(rank for rank in base.layout.active if rank not in gone)
-    held = Base(epoch=base.epoch, layout=base.layout, survivors=survivors)
+    survivors = tuple(rank for rank in base.layout.active if rank not in failed)
+    state_base = Base(epoch=base.epoch, layout=base.layout, survivors=survivors)
     fits = not question.ignore_memory and worst(question, base)[0] <= question.hardware.memory_bytes
     return Situation(
         epoch=base.epoch + 1,
         base=base.layout,
-        available=tuple(rank for rank in sorted(question.nodes) if rank not in gone),
+        available=tuple(rank for rank in sorted(question.nodes) if rank not in failed),
         nodes=question.nodes,
         model=question.model,
         micro_batches=base.micro_batches,
@@ -314,7 +314,7 @@ def situation_of(
         overhead=question.overhead,
         zero_1=question.zero_1,
         profile=profile,
-        fresh=len(survivors) < len(base.layout.active) and missing(held, outline(question.model)) is not None,
+        fresh=len(survivors) < len(base.layout.active) and missing(state_base, outline(question.model)) is not None,
         links={pair: speed for pair, speed in sorted(slow_links.items()) if speed < 1},
     )
 

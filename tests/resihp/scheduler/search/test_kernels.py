@@ -166,7 +166,7 @@ def test_current_folder_does_not_say_where_machine_code_is_found(tmp_path: Path,
         f"import sys; sys.path.append({str(packages)!r}); import numpy as np\n"
         "from resihp.scheduler.search import kernels\n"
         "one = np.ones(2)\n"
-        "print(kernels.played(2, 4, one, one, one, np.zeros(2), False))\n"
+        "print(kernels.play_pipeline(2, 4, one, one, one, np.zeros(2), False))\n"
         "import os; assert 'NUMBA_CACHE_DIR' not in os.environ\n"
     )
     command = [sys.executable, "-P", "-W", "error", "-c", code]

@@ -78,7 +78,7 @@ LONG: Mapping[str, int] = {
     "db.reading.iterations.why.why": 73,
     "resihp.controller.state.job.Job.__init__": 90,
     "resihp.detector.offline.traces.read": 66,
-    "resihp.scheduler.search.kernels.write_best_partition": 71,  # machine code; a call more in it is one more to compile
+    "resihp.scheduler.search.kernels.write_best_partition": 71,  # machine code; another call means more to compile
     "resihp.scheduler.search.kernels.schedule_pipeline": 71,
     "resihp.scheduler.transition_cost.verdict": 61,
     "resihp.simulator.rules.Rules.check_order": 74,

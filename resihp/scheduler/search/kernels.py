@@ -411,10 +411,9 @@ def write_bounded_partition(
 def write_best_partition(count: int, kind: PipeKind, limits: Ints, costs: Costs, offers: int, counts: Ints) -> float:
     """Write the layers of each stage into `counts` so that the pipeline is fast for `count` micro-batches.
 
-    Returns the seconds, infinite if memory does not suffice. `limits`: most layers of each stage.
-
-    The partition is the best of some that may be best for some number of micro-batches (`layouts.layers.trade_offs`),
-    improved by moving a layer from one stage to another, where that promises most, as long as it helps.
+    Returns the seconds, infinite if memory does not suffice. `limits`: most layers of each stage. The partition is the
+    best of some that may be best for some number of micro-batches (`layouts.layers.trade_offs`), improved by moving a
+    layer from one stage to another, where that promises most, as long as it helps.
     """
     speeds = kind.speeds
     stages, layers = speeds.size, costs.sums.shape[1] - 1
@@ -548,11 +547,9 @@ def schedule_pipeline(
     """Return the seconds of a pipeline whose stages take what is ready, a B before an F before a W.
 
     Infinite if that is not less than `goal`. Writes into `order` (stages, primitives), unless it is empty, 3 times the
-    micro-batch plus 0, 1, 2 for F, B, W.
-
-    `limits`: most micro-batches of each stage between F and B; `caps`: most between F and W. A W does not begin if
-    another primitive arrives before `patience` of it has passed. The stage that can begin first does so: then every
-    arrival at a stage until that moment has been sent.
+    micro-batch plus 0, 1, 2 for F, B, W. `limits`: most micro-batches of each stage between F and B; `caps`: most
+    between F and W. A W does not begin if another primitive arrives before `patience` of it has passed. The stage that
+    can begin first does so: then every arrival at a stage until that moment has been sent.
     """
     forth, back = np.full((stages, count + 1), np.inf), np.full((stages, count + 1), np.inf)
     done = np.zeros((stages, 3), np.int64)
@@ -1453,8 +1450,7 @@ def regroup_node(job: Job, tables: Tables, layouts: Layouts, move: int, d: int, 
 def make_move(job: Job, tables: Tables, layouts: Layouts, odd: Ints, drawn: Ints, flags: Ints) -> bool:
     """Change the layout being tried; replicas may be left without groups. Return whether anything changed.
 
-    `flags` marks the replicas that changed.
-    """
+    `flags` marks the changed replicas."""
     move, remaining = 0, random_share(drawn) * sum(MOVE_WEIGHTS)
     while move < len(MOVE_WEIGHTS) - 1 and remaining >= MOVE_WEIGHTS[move]:
         remaining -= MOVE_WEIGHTS[move]

@@ -428,7 +428,7 @@ def _layer_elements(model: ModelSpec, tp: int) -> int:
 
 
 def _bytes_per_parameter(model: ModelSpec, declared: int | None) -> int:
-    """Return the bytes of state per parameter: `told` by the caller, or those of the model's precision."""
+    """Return the bytes of state per parameter: `declared` by the caller, or those of the model's precision."""
     return STATE_BYTES[model.precision] if declared is None else declared
 
 

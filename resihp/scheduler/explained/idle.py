@@ -196,7 +196,7 @@ class _Trial:
                 yield self._changed(way, d, Pipe((*groups[:s], Group(ranks, stage.chunks), *groups[s + 1 :])))
 
     def _apart(self, group: Group) -> Iterator[_Tried]:
-        """Yield tries with a replica of the group, with other idle groups if needed.
+        """Yield tries in which the group forms a replica of its own, together with other idle groups if needed.
 
         As in the planner, a replica needs at least half of the speed that one was started with.
         """

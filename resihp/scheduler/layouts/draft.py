@@ -209,8 +209,8 @@ class Draft:
                 yield fewer
 
     def _with_fresh(self, idle: Sequence[Group]) -> Iterator[dict[Pipe, Priced]]:
-        """Yield the replicas with one more. A single replica may be of any strength, and longer than at the start if
-        needed."""
+        """Yield the draft with one more replica. A single replica may be of any strength, and have more stages than at
+        the start if needed."""
         has_offer = False
         for count in range(1, len(idle) + 1):
             if count > self._situation.pp and (self.pipes or has_offer or self._situation.room_bytes is None):

@@ -375,7 +375,7 @@ def _power(kinds: Sequence[Kind]) -> float:
 
 
 def _round(micro_batches: int) -> int:
-    """Round a large number down to one of two numbers in each doubling."""
+    """Round a large number of micro-batches down to a power of two, or to one and a half times one."""
     if micro_batches <= MAX_EXACT_MICRO_BATCHES:
         return micro_batches
     step = 1 << (micro_batches.bit_length() - 2)

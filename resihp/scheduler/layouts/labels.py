@@ -177,7 +177,7 @@ class _Labels:
         return total, seat_ranks
 
     def _between_groups(self, replicas: tuple[Replica, ...]) -> tuple[Replica, ...]:
-        """Move groups of one width and equal speeds, each to a place of such a group."""
+        """Assign groups of one width and equal speeds to the places of such groups."""
         members_of_kind: defaultdict[tuple[float, ...], list[tuple[_Place, tuple[int, ...]]]] = defaultdict(list)
         for place, ranks in self._seated(replicas):
             members_of_kind[tuple(sorted(self._kind(rank)[1] for rank in ranks))].append((place, ranks))

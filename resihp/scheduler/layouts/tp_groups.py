@@ -58,7 +58,7 @@ def exclude(
 
 
 def overlap(t: int, k: int, other_t: int, other_k: int) -> Fraction:
-    """Return how much of a cut parameter index `t` of `k` ranks and index `other` of `of` ranks both hold."""
+    """Return the share of a cut parameter that index `t` of `k` ranks and index `other_t` of `other_k` both hold."""
     low, high = max(Fraction(t, k), Fraction(other_t, other_k)), min(Fraction(t + 1, k), Fraction(other_t + 1, other_k))
     return max(high - low, Fraction(0))
 

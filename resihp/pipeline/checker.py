@@ -418,7 +418,7 @@ class _Wire:
         if not 0 <= b < len(self._owners):
             self._refuse(rank, index, entry, "there is no such bucket")
         if rank not in self._owners[b]:
-            self._refuse(rank, index, entry, "the rank is no owner of it")
+            self._refuse(rank, index, entry, "the rank does not own it")
         if b in summed:
             self._refuse(rank, index, entry, "a second time")
         summed.add(b)

@@ -157,7 +157,8 @@ class Anytime:
         return Decision(
             plan=chosen.plan,
             seconds=chosen.seconds,
-            reason=f"{chosen.name}: predicted {chosen.seconds:.4g} {unit} per iteration, at once {seconds:.4g}",
+            reason=f"{chosen.name}: predicted {chosen.seconds:.4g} {unit} per iteration, "
+            f"versus {seconds:.4g} for the immediate decision",
             alternatives=(("at once", seconds), *self._instant.alternatives),
         )
 

@@ -114,7 +114,7 @@ def all_reachable(
                 reachable(situation, prices, _progressive(situation, prices, beside=True, improve=improve))
             )
     if not reachable_plans:
-        raise PlanError(f"nothing can be changed to: {'; '.join(dict.fromkeys(obstacles))}")
+        raise PlanError(f"no plan can be reached: {'; '.join(dict.fromkeys(obstacles))}")
     return reachable_plans
 
 

@@ -148,7 +148,7 @@ class Pipelines:
     def _held(
         self, sizes: Sequence[int], largest: int, room: int
     ) -> tuple[kernels.Ints, kernels.Ints, kernels.Ints, float]:
-        """Return `left_bytes`, `seats`, `carried` and `kept_factor` of a job; `sizes` is empty if they do not matter."""
+        """Return `left_bytes`, `seats`, `carried` and `kept_factor` of a job; `sizes`: empty if they do not matter."""
         situation, model = self._situation, self._situation.model
         left_bytes, seats = np.zeros(len(self._ranks), np.int64), np.zeros((len(self._ranks), 6), np.int64)
         carried = np.ones((largest + 1, 4, 2), np.int64)

@@ -30,10 +30,11 @@ from resihp.scheduler.situation import Situation
 FIRST_CYCLE_TRIALS = 150
 """Trials of the first cycle."""
 FEWER_REPLICAS = 3
-"""All ranks are distributed over the present number of replicas minus 3 up to plus 1, or over"""
+"""Starting layouts distribute all ranks over the present number of replicas: up to this many fewer, or one more."""
 REPLICA_MULTIPLES = (2, 3, 4, 6)
-"""these multiples of it, or with each group as a replica."""
+"""Other starting layouts have these multiples of the present number of replicas, or each group as a replica."""
 MAX_OTHER_STARTS = 6
+"""Most starting layouts in which all ranks are distributed anew."""
 EXTRA_STAGES = 4
 """Stages of a replica beyond those that the job was started with."""
 MAX_FORMER = 12

@@ -135,7 +135,7 @@ def test_where_memory_is_not_known_or_stages_have_several_chunks_the_instant_pla
     base = Layout.uniform(tp=4, pp=2, dp=2, layers=8, chunks=2)
     model = msgspec.structs.replace(cases.MODEL, layers=8)
     chunks = cases.situation(base, nodes=nodes, tp=4, pp=2, lost=[1], chunks=2, model=model, memory_bytes=ROOM)
-    for case, why in ((unknown, "memory is not known"), (chunks, "several chunks")):
+    for case, why in ((unknown, "memory is unknown"), (chunks, "several chunks")):
         instant = decide(case)
         anytime = Anytime(case, instant)
         assert anytime.obstacle is not None

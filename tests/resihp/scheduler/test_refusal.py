@@ -39,7 +39,7 @@ def test_memory_binds_and_what_it_says_would_help_does() -> None:
         decide(posed(failed))
     said = str(caught.value)
     assert "out of memory: even one pipeline of all remaining ranks, with 2 stages, has room for" in said
-    assert re.search(r"each takes [\d.]+ GB of state and [\d.]+ GB of activations", said)
+    assert re.search(r"each with [\d.]+ GB of state and [\d.]+ GB of activations", said)
     more, enough = re.search(r"(\d+) more ranks", said), re.search(r"devices of ([\d.]+) GB", said)
     assert more is not None
     assert enough is not None

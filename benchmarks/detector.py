@@ -39,7 +39,7 @@ from slow_jobs import slow
 
 from resihp.detector.observation import Floats
 from resihp.detector.online.predictor import Predictor, keys
-from resihp.pipeline.compiled import KINDS
+from resihp.pipeline.compiled import PRIMITIVE_KINDS
 
 WARM_UP = 40
 """Iterations; the predictor's default."""
@@ -170,7 +170,7 @@ def _groups(job: Job) -> dict[tuple[Any, str], Any]:
     """Slots by stop and kind."""
     compiled = job.compiled
     return {
-        (stop, KINDS[kind]): np.flatnonzero((compiled.stop == i) & (compiled.kind == kind))
+        (stop, PRIMITIVE_KINDS[kind]): np.flatnonzero((compiled.stop == i) & (compiled.kind == kind))
         for i, stop in enumerate(compiled.stops)
         for kind in np.unique(compiled.kind[compiled.stop == i])
     }

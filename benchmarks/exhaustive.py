@@ -134,7 +134,7 @@ class Exhaustive:
         limits = [layers] * stages
         if self._s.memory_bytes is not None:
             posts = [
-                memory.Post(
+                memory.StageSetup(
                     stage=s, stages=stages, tp=size, micro_batches=m, sequence_parallel=self._s.sequence_parallel
                 )
                 for s, (size, _) in enumerate(order)

@@ -63,7 +63,7 @@ SETTINGS = (
 def asked(setting: Setting) -> Question:
     return Question(
         model=catalogue.model(setting.model, SEQUENCE),
-        hardware=catalogue.HARDWARE["a100"],
+        hardware=catalogue.KNOWN_HARDWARE["a100"],
         tp=setting.tp,
         dp=setting.dp,
         pp=setting.pp,

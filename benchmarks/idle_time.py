@@ -47,7 +47,7 @@ from resihp.parallelism.plan import Plan, Stop, spread
 from resihp.pipeline.schedules import orders_of
 from resihp.scheduler import Situation, decide
 from resihp.scheduler.cost.prices import costs, iteration_seconds
-from resihp.scheduler.layouts.paper_planner import STEPS, progressive
+from resihp.scheduler.layouts.paper_planner import STEP_NAMES, progressive
 from resihp.scheduler.orders.migration import migrate
 from resihp.scheduler.what_if import catalogue
 
@@ -85,7 +85,7 @@ def situation(
 ) -> Situation:
     """Megatron's grid of a known model on nodes of eight A100."""
     model = catalogue.model(model_name, sequence)
-    a100 = catalogue.HARDWARE["a100"]
+    a100 = catalogue.KNOWN_HARDWARE["a100"]
     ranks = tuple(range(tp * dp * pp))
     return Situation(
         epoch=2,
@@ -176,8 +176,8 @@ def distance(figures: tuple[float, ...]) -> float:
 def plans(case: Situation, slow: int) -> dict[str, tuple[Plan, Situation]]:
     """Each plan, and the situation that it is played in."""
     found = {"unmitigated": as_it_is(case)}
-    for n in range(1, len(STEPS) + 1):
-        found["paper's: " + ", ".join(STEPS[:n])] = progressive(case, STEPS[:n]).plan
+    for n in range(1, len(STEP_NAMES) + 1):
+        found["paper's: " + ", ".join(STEP_NAMES[:n])] = progressive(case, STEP_NAMES[:n]).plan
     found["ours"] = decide(case).plan
     told = {name: (plan, case) for name, plan in found.items()}
     told["healthy"] = (as_it_is(case), msgspec.structs.replace(case, speeds={}))
@@ -293,7 +293,7 @@ def sweep(count: int) -> dict[str, list[float]]:
         missing = msgspec.structs.replace(case, available=tuple(r for r in case.available if r != lost))
         starts = {
             "slow stages": (as_it_is(case), case),
-            "slow stages, after repartition": (progressive(case, STEPS[:2]).plan, case),
+            "slow stages, after repartition": (progressive(case, STEP_NAMES[:2]).plan, case),
             "slow stages and a lost one": (without(as_it_is(case), lost), missing),
         }
         for name, (start, told) in starts.items():

@@ -23,7 +23,7 @@ from resihp.detector.online.plan_arrays import Stacked, Sums
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.plan import Plan, spread
-from resihp.pipeline.compiled import KINDS
+from resihp.pipeline.compiled import PRIMITIVE_KINDS
 from resihp.pipeline.schedules import orders_of
 from resihp.settings import Detection
 
@@ -89,7 +89,7 @@ def watch(plan: Plan, levels: Levels, iterations: int) -> tuple[list[Finding], l
     assert links is not None
     rng = np.random.default_rng(0)
     compiled = stacked.compiled
-    law = np.array([LAWS[kind] for kind in KINDS])[compiled.kind]
+    law = np.array([LAWS[kind] for kind in PRIMITIVE_KINDS])[compiled.kind]
     of_slot = np.empty(compiled.size, dtype=np.intp)  # the first row of a slot's group
     for i, place in enumerate(stacked.places):
         of_slot[compiled.slots(*place)] = stacked.first_row[i]

@@ -169,7 +169,7 @@ def sized(size: Sized, seed: int = 1) -> Situation:
     """Some devices dead, and where not all failures are deaths, some slow."""
     sequence = size.sequence
     model = catalogue.model(size.model, sequence)
-    hardware = catalogue.HARDWARE[size.hardware]
+    hardware = catalogue.KNOWN_HARDWARE[size.hardware]
     devices = size.tp * size.dp * size.pp
     rng = random.Random(seed)
     happened = rng.sample(range(devices), size.failures if size.exactly else rng.randint(1, size.failures))

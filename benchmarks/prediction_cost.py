@@ -28,7 +28,7 @@ from rich.table import Table
 
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan, spread
-from resihp.pipeline.compiled import KINDS, compile_orders
+from resihp.pipeline.compiled import PRIMITIVE_KINDS, compile_orders
 from resihp.pipeline.schedules import orders_of
 from resihp.pipeline.timeline import Timeline, play
 
@@ -59,13 +59,15 @@ def cost(tp: int, pp: int, dp: int, micro_batches: int, schedule: str, repeats: 
     compiled = compile_orders(plan, orders)
     rng = np.random.default_rng(1)
     alike = [(stop.stage > 0) + (stop.stage == pp - 1) for stop in compiled.stops]  # with embedding, plain, with head
-    table = rng.uniform(0.01, 0.03, (3, len(KINDS), compiled.micro_batches))
+    table = rng.uniform(0.01, 0.03, (3, len(PRIMITIVE_KINDS), compiled.micro_batches))
     index = compiled.index(alike)
     seconds = table.reshape(-1).take(index)
     candidates = seconds * rng.uniform(0.9, 1.1, (CANDIDATES, compiled.size))
 
     row = {(stop.replica, stop.stage): kind for stop, kind in zip(compiled.stops, alike, strict=True)}
-    held = {(r, k, m): float(table[r, c, m]) for r in range(3) for c, k in enumerate(KINDS) for m in plan.paths()}
+    held = {
+        (r, k, m): float(table[r, c, m]) for r in range(3) for c, k in enumerate(PRIMITIVE_KINDS) for m in plan.paths()
+    }
 
     def scalar() -> Timeline:
         return play(plan, orders, lambda o, p: held[row[o.replica, o.stage], p.kind, p.micro_batch], TRANSFER_S)

@@ -55,7 +55,7 @@ def large_question(seed: int) -> Question:
 def kinds(question: Question) -> tuple[str, ...]:
     """What a job is counted under: the rows of the benchmark's table."""
     found = [f"{question.micro_batches} micro-batches", question.schedule]
-    found.append("tight memory" if question.hardware not in catalogue.HARDWARE.values() else "ample memory")
+    found.append("tight memory" if question.hardware not in catalogue.KNOWN_HARDWARE.values() else "ample memory")
     has = {
         "ZeRO-1": question.zero_1,
         "dead ranks": bool(question.failed),
@@ -93,8 +93,8 @@ def _healthy(rng: random.Random, *, large: bool, tight: bool) -> Question | None
     """A job that fits its devices; None for a draw that is none."""
     per_node = rng.choice((4, 8, 8))
     tp, pp, dp = rng.choice(LARGE_GRIDS) if large else (rng.choice(TP), rng.randint(2, 8), rng.randint(2, 8))
-    shape = catalogue.model(rng.choice([*catalogue.MODELS]), rng.choice(SEQUENCES))
-    known = catalogue.HARDWARE[rng.choice([*catalogue.HARDWARE])]
+    shape = catalogue.model(rng.choice([*catalogue.KNOWN_MODELS]), rng.choice(SEQUENCES))
+    known = catalogue.KNOWN_HARDWARE[rng.choice([*catalogue.KNOWN_HARDWARE])]
     world = tp * pp * dp
     if tp > per_node or shape.tensor_parallel_obstacle(tp) or not (large or SMALL[0] <= world <= SMALL[1]):
         return None

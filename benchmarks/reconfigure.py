@@ -98,7 +98,7 @@ def least_bytes(old: Layout, new: Layout, survivors: set[int], model: tuple[Para
                     if rank in survivors
                 )
                 missing += size_of(spec, wanted) * (wanted.stop - wanted.start - kept) // (wanted.stop - wanted.start)
-    return missing * 4 * transfers.TENSORS
+    return missing * 4 * transfers.STATE_TENSORS
 
 
 def run(folder: Path, model: tuple[ParameterSpec, ...]) -> list[dict[str, float | str]]:
@@ -212,7 +212,7 @@ def main() -> None:
         finally:
             shutil.rmtree(folder)
         print(f"run {number + 1} of {arguments.runs} done", file=sys.stderr)
-    state = sum(4 * transfers.TENSORS * spec.elements for spec in model)
+    state = sum(4 * transfers.STATE_TENSORS * spec.elements for spec in model)
     table = Table(title=f"changes of layout, 8 workers, {state / 1e6:.0f} MB of state a replica; medians, seconds")
     columns = ("change", "runs", *PHASES, "total", "copy", "beyond", "moved MB", "moved/least", "extra MB", "comms")
     for column in columns:

@@ -44,7 +44,7 @@ from resihp.detector.observation import Floats, Observation, RankTimes
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.plan import Plan, spread
-from resihp.pipeline.compiled import KINDS, CompiledOrders, compile_orders
+from resihp.pipeline.compiled import PRIMITIVE_KINDS, CompiledOrders, compile_orders
 from resihp.pipeline.schedules import orders_of
 from resihp.pipeline.timeline import Orders
 
@@ -264,7 +264,7 @@ def simulate(
         tokens, squares = workload_of(np.random.default_rng([seed, 1]), tokens, squares)
     coefficients = _coefficients(setting, compiled, rng)
     chunks = true_chunks(coefficients, tokens, squares, compiled)
-    forward = float(chunks[:, compiled.kind == KINDS.index("F")].mean())
+    forward = float(chunks[:, compiled.kind == PRIMITIVE_KINDS.index("F")].mean())
     transfer_s, synchronisation_s, step_s = forward * rng.uniform((0.01, 0.2, 0.05), (0.05, 0.6, 0.3))
 
     if isinstance(failure, str):
@@ -410,7 +410,7 @@ def _coefficients(setting: Setting, compiled: CompiledOrders, rng: np.random.Gen
     flops = 1.5e14 * setting.tp
     attention_flops = flops * rng.uniform(0.6, 1.0)  # attention kernels are further from the peak
     overhead_s = rng.uniform(1e-4, 5e-4)  # launches, norms: for each layer
-    split = "W" in {KINDS[kind] for kind in np.unique(compiled.kind)}
+    split = "W" in {PRIMITIVE_KINDS[kind] for kind in np.unique(compiled.kind)}
     last = setting.pp - 1
     table: dict[tuple[str, int], tuple[float, float, float]] = {}
     for s in range(setting.pp):
@@ -425,7 +425,7 @@ def _coefficients(setting: Setting, compiled: CompiledOrders, rng: np.random.Gen
         else:
             table["B", s] = (1.5 * c, 2.0 * matrices + lookup, 2.5 * attention)
     slots = zip(compiled.kind.tolist(), compiled.stage.tolist(), strict=True)
-    return np.array([table[KINDS[kind], s] for kind, s in slots])
+    return np.array([table[PRIMITIVE_KINDS[kind], s] for kind, s in slots])
 
 
 def _drawn(

@@ -90,7 +90,7 @@ def aborts(scale: Scale) -> Iterator[Figure]:
     slowest_s, leaked_bytes, held_bytes = answers.get()
     yield at_most(f"abort of a stuck sum, slowest of {cycles}", slowest_s, 1, " s")
     yield at_most(f"device memory that {cycles} such cycles leak", leaked_bytes / 1e6, 50, " MB")
-    counted = device_memory.PEERS * device_memory.CONNECTION_BYTES / 1e6
+    counted = device_memory.PEERS_PER_CHANNEL * device_memory.CONNECTION_BYTES / 1e6
     channels = int(SEVERAL["NCCL_MAX_CTAS"])
     yield at_most("a communicator's memory, of each rank and channel", held_bytes / 2 / channels / 1e6, counted, " MB")
 

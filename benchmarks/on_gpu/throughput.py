@@ -25,7 +25,7 @@ from benchmarks.on_gpu.contestants import Settled, Size, Theirs, Unwatched
 from benchmarks.on_gpu.figures import Figure, Scale, at_least, at_most
 from benchmarks.on_gpu.mfu import shown_mfu
 from resihp.executor.tensor_group import dist
-from resihp.scheduler.cost.device_memory import GAPS
+from resihp.scheduler.cost.device_memory import GAP_SHARE
 
 SYNCS = 3
 """Times in an iteration that the host may wait for the device, beyond data."""
@@ -118,6 +118,6 @@ def _alone(scale: Scale, name: str, ours: Settled) -> Iterator[Figure]:
     if scale.full:
         yield at_most(f"{name}: times in an iteration that the host waits", contestants.syncs(ours), SYNCS)
         gaps = torch.cuda.max_memory_reserved() / torch.cuda.max_memory_allocated() - 1
-        yield at_most(f"{name}: gaps between allocations", 100 * gaps, 100 * GAPS, " %")
+        yield at_most(f"{name}: gaps between allocations", 100 * gaps, 100 * GAP_SHARE, " %")
     yield from profiles.by_kernel(scale, name, ours)
     print(f"{name}: losses of ours: {ours.losses}", file=sys.stderr)

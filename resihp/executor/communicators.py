@@ -27,7 +27,7 @@ from resihp.executor.compute.channels import Channel, SingleFile
 from resihp.executor.emulation import Wires
 from resihp.executor.group_store import Attended, MeetingPlace, Store
 from resihp.executor.tensor_group import Backend, guarded
-from resihp.pipeline.program import WORLD, GroupSpec
+from resihp.pipeline.program import WORLD_GROUP, GroupSpec
 from resihp.pipeline.splits import Split, steps
 from resihp.protocol.messages import ABORT_STATUS, MeetingId
 from resihp.worker.leaving import begin_thread
@@ -138,7 +138,7 @@ class Communicators:
         role = Role(group.use, group.ranks, parent, step.colour or 0, begun)
         backend = self._back_end.connect(store, index, size, self._timeout, role)
         channel = Channel(backend, lambda: self._woken, self._strict, wire, store, type(self._back_end))
-        if group.name == WORLD:
+        if group.name == WORLD_GROUP:
             worlds.append(channel)
         return channel
 
@@ -164,7 +164,7 @@ class Communicators:
     @property
     def world(self) -> Channel | None:
         """All active ranks; None when there is only one, or this rank is not active."""
-        return self._channels.get(WORLD)
+        return self._channels.get(WORLD_GROUP)
 
     def find(self, name: str) -> Channel | None:
         return self._channels.get(name)

@@ -1,7 +1,7 @@
-"""How many micro-batches each iteration has: a number that stays, after a ramp-up where there is one. Pure.
+"""Number of micro-batches in each iteration: constant, or constant after a ramp-up. Pure.
 
-Says nothing about what is in them, nor who computes them. Asked by data sets for where an iteration begins, by engines
-and by the controller for which number a plan has to deal.
+Neither the contents of the micro-batches nor the replicas that compute them are known here. Data sets ask where an
+iteration begins; engines and the controller ask how many micro-batches a plan has to distribute.
 """
 
 from __future__ import annotations
@@ -14,11 +14,15 @@ import msgspec
 from resihp.errors import DatasetError
 
 Ramp = tuple[tuple[int, int], ...]
-"""(first iteration, micro-batches of it and of those after it) of each step, from iteration 1 on."""
+"""For each step: its first iteration, and the micro-batches per iteration from there on. The first step begins at
+iteration 1."""
 
 
 class BatchSizes(msgspec.Struct, frozen=True):
-    """`usual`: micro-batches of an iteration once the ramp is over. Raises DatasetError for a ramp that is none."""
+    """Batch size of every iteration; `usual` is the number of micro-batches once the ramp-up is over.
+
+    Raises DatasetError for an invalid ramp-up.
+    """
 
     usual: int
     ramp: Ramp = ()
@@ -38,23 +42,24 @@ class BatchSizes(msgspec.Struct, frozen=True):
             )
 
     def at(self, iteration: int) -> int:
-        """Micro-batches of an iteration, counted from 1."""
+        """Return the number of micro-batches of an iteration, counted from 1."""
         if not self.ramp or iteration >= self.ramp[-1][0]:
             return self.usual
         return self.ramp[bisect_right(self.ramp, iteration, key=lambda step: step[0]) - 1][1]
 
     def before(self, iteration: int) -> int:
-        """Micro-batches of all iterations before this one."""
+        """Return the number of micro-batches of all iterations before this one."""
         steps = self.ramp or ((1, self.usual),)
         ends = [*(first for first, _ in steps[1:]), iteration]
         return sum(max(0, min(end, iteration) - first) * count for (first, count), end in zip(steps, ends, strict=True))
 
 
 class RampUp(msgspec.Struct, frozen=True, kw_only=True):
-    """Megatron's `--rampup-batch-size START INCREMENT SAMPLES`, counted in micro-batches, not in samples.
+    """Megatron's `--rampup-batch-size START INCREMENT SAMPLES`, counted in micro-batches instead of samples.
 
-    The global batch begins with `start` micro-batches and grows by `increment` each time that its share of the first
-    `micro_batches` of the training has been used, until it has its usual size.
+    The global batch begins with `start` micro-batches. The first `micro_batches` of the training are divided evenly
+    among the increments: each time such a share has been used, the batch grows by `increment`, until it has its usual
+    size.
     """
 
     start: int
@@ -62,9 +67,9 @@ class RampUp(msgspec.Struct, frozen=True, kw_only=True):
     micro_batches: int
 
     def sizes(self, usual: int) -> BatchSizes:
-        """As megatron-core's `RampupBatchsizeNumMicroBatchesCalculator` has them.
+        """Return the batch sizes that megatron-core's `RampupBatchsizeNumMicroBatchesCalculator` would give.
 
-        Raises DatasetError for a ramp-up that does not add up.
+        Raises DatasetError if the increments do not lead from `start` to `usual`.
         """
         if min(self.start, self.increment, self.micro_batches) < 1:
             raise DatasetError(
@@ -76,11 +81,11 @@ class RampUp(msgspec.Struct, frozen=True, kw_only=True):
                 f"batch ramp-up: from {self.start} micro-batches in steps of {self.increment} an iteration never has "
                 f"{usual}; choose a start below {usual}, and an increment that divides the difference"
             )
-        each = self.micro_batches / ((usual - self.start) // self.increment)
+        step_size = self.micro_batches / ((usual - self.start) // self.increment)
         ramp: list[tuple[int, int]] = []
         iteration, used, count = 1, 0, self.start
         while count < usual:
-            count = usual if used > self.micro_batches else self.start + int(used / each) * self.increment
+            count = usual if used > self.micro_batches else self.start + int(used / step_size) * self.increment
             if not ramp or ramp[-1][1] != count:
                 ramp.append((iteration, count))
             iteration, used = iteration + 1, used + count

@@ -1,8 +1,8 @@
-"""Who computes what: replicas of stages of ranks. A layout is data; everything else is derived from it.
+"""The assignment of layers to ranks: replicas of stages of ranks. A layout is data; everything else is derived from it.
 
 TP, PP and DP degrees are not global numbers. Each replica has its own stages, each stage its own ranks (the
-tensor-parallel group, in order) and its own layer chunks. Megatron's uniform grid is `Layout.uniform`. A stage that
-has lost all its ranks may stay, *vacant*: it holds nothing, and its replica's micro-batches pass those layers in other
+tensor-parallel group, in order) and its own layer chunks. Megatron's uniform grid is `Layout.uniform`. A stage that has
+lost all its ranks may stay, *vacant*: it holds nothing, and the micro-batches of its replica pass those layers in other
 replicas (ResiHP, Algorithm 1). This module validates and identifies layouts; it never decides which one is good
 (`resihp.scheduler`) nor acts on one.
 """
@@ -24,7 +24,7 @@ LayerSpan = tuple[int, int]
 class Stage(msgspec.Struct, frozen=True):
     """One pipeline stage of one replica: a tensor-parallel group and the layers that it holds.
 
-    Without ranks it is vacant: nobody holds the layers there, and no micro-batch passes it.
+    A stage without ranks is vacant: its layers are not held there, and no micro-batch passes it.
     """
 
     ranks: tuple[int, ...]
@@ -50,18 +50,18 @@ class Replica(msgspec.Struct, frozen=True):
 
     @property
     def vacant(self) -> bool:
-        """Whether a stage has no ranks: the replica holds a part of the model only."""
+        """Whether a stage has no ranks, so that the replica holds only a part of the model."""
         return not all(stage.ranks for stage in self.stages)
 
     @property
     def virtual_stages(self) -> tuple[tuple[int, int], ...]:
-        """(stage, chunk) in the order in which a micro-batch passes: that of their layers."""
-        found = [(chunk[0], s, c) for s, stage in enumerate(self.stages) for c, chunk in enumerate(stage.chunks)]
-        return tuple((s, c) for _, s, c in sorted(found))
+        """(stage, chunk) in the order in which a micro-batch passes them, which is the order of their layers."""
+        stops = [(chunk[0], s, c) for s, stage in enumerate(self.stages) for c, chunk in enumerate(stage.chunks)]
+        return tuple((s, c) for _, s, c in sorted(stops))
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where a rank stands: replica, stage and index within the tensor-parallel group."""
+    """Position of a rank: replica, stage, and index within the tensor-parallel group."""
 
     replica: int
     stage: int
@@ -78,7 +78,8 @@ class Layout(msgspec.Struct, frozen=True):
     def uniform(
         cls, *, tp: int, pp: int, dp: int, layers: int, chunks: int = 1, standby: tuple[int, ...] = ()
     ) -> Layout:
-        """Megatron's grid: rank = (replica * pp + stage) * tp + t, layers spread evenly, the remainder to the first.
+        """Return Megatron's grid: rank = (replica * pp + stage) * tp + t, layers spread evenly, the remainder to the
+        first stages.
 
         With `chunks` above 1 each stage holds that many spans of layers (Megatron's virtual pipeline): virtual stage v
         is chunk v // pp of stage v % pp. Raises LayoutError if a degree is below 1 or there are fewer layers than
@@ -109,17 +110,17 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def active(self) -> tuple[int, ...]:
-        """Ranks with work, ascending."""
+        """Ranks with work, in ascending order."""
         return tuple(sorted(rank for replica in self.replicas for rank in replica.ranks))
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """All ranks, standby included, ascending."""
+        """All ranks, standby included, in ascending order."""
         return tuple(sorted((*self.active, *self.standby)))
 
     @property
     def whole(self) -> int:
-        """Replicas that have ranks at each stage: each holds all of the model's state."""
+        """Number of replicas that have ranks at each stage and thus hold all of the model's state."""
         return sum(not replica.vacant for replica in self.replicas)
 
     @property
@@ -128,50 +129,53 @@ class Layout(msgspec.Struct, frozen=True):
         return tuple((d, s) for d, r in enumerate(self.replicas) for s, stage in enumerate(r.stages) if not stage.ranks)
 
     def places(self) -> Iterator[tuple[int, Place]]:
-        """(rank, place) of every active rank."""
+        """Yield the rank and the place of every active rank."""
         for d, replica in enumerate(self.replicas):
             for s, stage in enumerate(replica.stages):
                 for t, rank in enumerate(stage.ranks):
                     yield rank, Place(d, s, t)
 
     def place(self, rank: int) -> Place | None:
-        """Where `rank` stands, or None for a standby or unknown rank."""
-        return next((place for other, place in self.places() if other == rank), None)
+        """Return the place of `rank`, or None for a standby or unknown rank."""
+        return next((place for candidate, place in self.places() if candidate == rank), None)
 
     def stage_of(self, rank: int) -> Stage | None:
         place = self.place(rank)
         return None if place is None else self.replicas[place.replica].stages[place.stage]
 
-    def without(self, lost: frozenset[int]) -> Layout:
+    def without(self, lost_ranks: frozenset[int]) -> Layout:
         """Drop every replica that contains a lost rank or a vacant stage; its live ranks become standby."""
-        kept = tuple(r for r in self.replicas if not r.vacant and not lost.intersection(r.ranks))
-        standby = {*self.standby, *self.active}.difference(lost, *(r.ranks for r in kept))
+        kept = tuple(r for r in self.replicas if not r.vacant and not lost_ranks.intersection(r.ranks))
+        standby = {*self.standby, *self.active}.difference(lost_ranks, *(r.ranks for r in kept))
         return Layout(replicas=kept, standby=tuple(sorted(standby)))
 
     def hosts(self, span: LayerSpan) -> tuple[int, ...]:
-        """Replicas that hold these layers in one chunk."""
+        """Return the replicas that hold these layers in one chunk."""
         return tuple(d for d, r in enumerate(self.replicas) if any(s.ranks and span in s.chunks for s in r.stages))
 
     def model_copy(self, replica: int) -> Replica:
-        """All layers, once each: those of `replica`, and what its vacant stages lack from the first that holds it.
+        """Return every layer once: the layers of `replica`, with those of its vacant stages taken from the first
+        replica that holds them.
 
-        Its ranks can write all of the state.
+        The ranks of the result can write all of the state.
         """
         own = self.replicas[replica]
         taken = {stage.ranks: [*stage.chunks] for stage in own.stages if stage.ranks}
         for span in (span for stage in own.stages if not stage.ranks for span in stage.chunks):
             host = self.replicas[self.hosts(span)[0]]
-            (ranks,) = (other.ranks for other in host.stages if span in other.chunks)
+            (ranks,) = (stage.ranks for stage in host.stages if span in stage.chunks)
             taken.setdefault(ranks, []).append(span)
         return Replica(tuple(Stage(ranks, tuple(chunks)) for ranks, chunks in taken.items()))
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the canonical encoding: equal on every machine for equal layouts."""
+        """SHA-256 of the canonical encoding, equal on every machine for equal layouts."""
         return hashlib.sha256(msgspec.msgpack.encode(self, order="deterministic")).hexdigest()
 
     def describe(self) -> str:
-        """Short text for messages: `DP3 x PP2 x TP2` for uniform layouts, else per replica, `2x TP4,4 | TP2,1`."""
+        """Describe the layout in a few words: `DP3 x PP2 x TP2` if it is uniform, else each replica, `2x TP4,4 |
+        TP2,1`.
+        """
         shapes = [tuple(stage.tp for stage in replica.stages) for replica in self.replicas]
         tail = f" + {len(self.standby)} standby" if self.standby else ""
         if not shapes:
@@ -184,7 +188,7 @@ class Layout(msgspec.Struct, frozen=True):
 
 
 def spans(numbers: Iterable[int]) -> str:
-    """`0-3 6 8`: of ranks, stages or layers, in order, neighbours as a range."""
+    """Format ranks, stages or layers, given in order, with neighbours as a range: `0-3 6 8`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -195,30 +199,32 @@ def spans(numbers: Iterable[int]) -> str:
 
 
 def validate(layout: Layout, model: ModelSpec) -> None:
-    """Check that a layout is one: each layer once per replica and in order, ranks disjoint, tensors divisible, and the
-    chunks of a stage without ranks held by another replica, each in one chunk.
+    """Raise LayoutError, naming the replica, stage or rank at fault, if a layout is not valid.
 
-    Raises LayoutError naming the replica, stage or rank at fault.
+    In a valid layout each replica has every layer once and in order, ranks are in one place each, the tensor-parallel
+    degrees divide the tensors, and each chunk of a stage without ranks is held by another replica in one chunk.
     """
     if not layout.replicas:
         raise LayoutError("layout: no replica; at least one is needed")
-    seen: set[int] = set()
+    placed_ranks: set[int] = set()
     for rank in (*(r for replica in layout.replicas for r in replica.ranks), *layout.standby):
         if rank < 0:
             raise LayoutError(f"layout: rank {rank} is negative")
-        if rank in seen:
+        if rank in placed_ranks:
             raise LayoutError(f"layout: rank {rank} stands in two places")
-        seen.add(rank)
+        placed_ranks.add(rank)
     for d, replica in enumerate(layout.replicas):
         if not replica.ranks:
             raise LayoutError(f"replica {d}: no {'rank' if replica.stages else 'stage'}")
-        held = [
+        present = [
             layer
             for s, c in replica.virtual_stages
             for layer in range(replica.stages[s].chunks[c][0], replica.stages[s].chunks[c][1] + 1)
         ]
-        if held != list(range(model.layers)):
-            raise LayoutError(f"replica {d}: layers {held} instead of 0 to {model.layers - 1}, each once and in order")
+        if present != list(range(model.layers)):
+            raise LayoutError(
+                f"replica {d}: layers {present} instead of 0 to {model.layers - 1}, each once and in order"
+            )
         for s, stage in enumerate(replica.stages):
             if not stage.chunks or any(first > last for first, last in stage.chunks):
                 raise LayoutError(f"replica {d} stage {s}: empty layer chunk in {list(stage.chunks)}")

@@ -1,4 +1,4 @@
-"""What the planner must know about a model: its size and what its tensors can be divided by. No torch here."""
+"""Facts about a model that the planner needs: its size and the degrees that divide its tensors. No torch here."""
 
 from __future__ import annotations
 
@@ -8,24 +8,26 @@ import msgspec
 
 
 class Computation(msgspec.Struct, frozen=True, kw_only=True):
-    """What decides, besides the shape, which activations a pass keeps. Changes neither parameters nor state."""
+    """Facts besides the shape that decide which activations a pass keeps. They change neither parameters nor state."""
 
     device: Literal["cpu", "cuda"] = "cuda"
-    """Kind of device whose kernels compute: some of a processor's keep more."""
+    """Kind of device whose kernels compute. Some of the CPU kernels keep more activations."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"
     rotary: bool = True
-    """Whether queries and keys are turned by their positions; else positions are learned and added to embeddings."""
+    """Whether queries and keys are rotated by their positions; if not, positions are learned and added to embeddings.
+    """
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Shape of a decoder-only transformer, as declared by the training script when it starts.
 
-    All counts are of the whole model. `kv_groups` is the number of key/value heads (equal to `heads` without
-    grouped queries), `kv_channels` the width of a head where it is not `hidden / heads`; with `qk_layernorm` queries
-    and keys are normalised. `ffn_hidden` is the width of the MLP's inner layer, `gated` tells a gated one (SwiGLU). The
-    rows of embedding and head are padded to a multiple of `vocab_multiple`, so that tensor parallelism can cut them;
-    the padding never takes part in the loss. `precision` is that of parameters and activations in passes; what the
-    optimizer updates, and what is moved and stored, is float32 in any case. `computation` matters to memory alone.
+    All counts are of the whole model. `kv_groups` is the number of key/value heads (equal to `heads` without grouped
+    queries), `kv_channels` the width of a head where it is not `hidden / heads`; with `qk_layernorm` queries and keys
+    are normalised. `ffn_hidden` is the width of the MLP's inner layer; `gated` marks a gated MLP (SwiGLU). The rows of
+    embedding and head are padded to a multiple of `vocab_multiple`, so that tensor parallelism can cut them; the
+    padding never takes part in the loss. `precision` is that of parameters and activations in passes; the values that
+    the optimizer updates, and all state that is moved or stored, are float32 in any case. `computation` matters only
+    for memory.
     """
 
     layers: int
@@ -45,7 +47,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def head_width(self) -> int:
-        """Of one query, key or value."""
+        """Width of one query, key or value."""
         return self.kv_channels or self.hidden // self.heads
 
     @property
@@ -55,7 +57,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def parameters_per_layer(self) -> int:
-        """Weights of one transformer layer; biases and norms, below 0.1 %, are left out."""
+        """Weights of one transformer layer, without biases and norms, which are below 0.1 %."""
         attention = 2 * self.hidden * (self.heads + self.kv_groups) * self.head_width
         mlp = self.hidden * self.ffn_hidden * (3 if self.gated else 2)
         return attention + mlp
@@ -68,7 +70,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def tensor_parallel_obstacle(self, degree: int) -> str | None:
-        """Why this model cannot be split `degree` ways, or None when it can."""
+        """Return why this model cannot be split `degree` ways, or None if it can."""
         for name, count in (
             ("attention heads", self.heads),
             ("query groups", self.kv_groups),

@@ -1,9 +1,9 @@
-"""The parameters of a model as far as planning needs them: by their real names and cuts, without building a module.
+"""The parameters of a model as far as planning needs them: with their real names and cuts, without building a module.
 
-Derived from a `ModelSpec` alone, so that the controller and the scheduler can ask `resihp.parallelism.transfers` what a
-transition would move and whether any state is lost. The executor works with the real list
-(`resihp.executor.state.parameters`), of which this is a part: biases, learned positions and all norms but one of each
-layer and the last are left out, below 0.1 % of the whole. Their holders are those of the norms that are there.
+Derived from a `ModelSpec` alone, so that the controller and the scheduler can ask `resihp.parallelism.transfers` which
+state a transition would move and whether any is lost. The executor works with the real list
+(`resihp.executor.state.parameters`), of which this is a part: biases, learned positions and all norms except one in
+each layer and the last are left out, below 0.1 % of the whole. Their holders are those of the norms that are listed.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from resihp.parallelism.ownership import ParameterSpec
 
 
 def outline(model: ModelSpec) -> tuple[ParameterSpec, ...]:
-    """Parameters in the order of the real ones: embedding, layers, last norm, head (unless tied to the embedding)."""
-    words = ParameterSpec(
+    """Return the parameters in the order of the real ones: embedding, layers, last norm, head (unless tied)."""
+    embedding = ParameterSpec(
         "embedding.word_embeddings.weight",
         "embedding",
         (model.vocab_rows, model.hidden),
@@ -24,9 +24,9 @@ def outline(model: ModelSpec) -> tuple[ParameterSpec, ...]:
     last_norm = ParameterSpec("final_layernorm.weight", "final", (model.hidden,))
     inside = tuple(spec for layer in range(model.layers) for spec in layer_outline(model, layer))
     if model.tied_embeddings:
-        return (words, *inside, last_norm)
+        return (embedding, *inside, last_norm)
     return (
-        words,
+        embedding,
         *inside,
         last_norm,
         ParameterSpec("output_layer.weight", "head", (model.vocab_rows, model.hidden), 0),
@@ -34,7 +34,7 @@ def outline(model: ModelSpec) -> tuple[ParameterSpec, ...]:
 
 
 def layer_outline(model: ModelSpec, layer: int) -> tuple[ParameterSpec, ...]:
-    """Parameters of one transformer layer, counted from 0. All layers have the same."""
+    """Return the parameters of one transformer layer, counted from 0. All layers have the same."""
     path, unit = f"layers.{layer}", f"layer.{layer}"
     width = model.head_width
     parts = 2 if model.gated else 1

@@ -1,6 +1,6 @@
-"""What all ranks agree on: an epoch, a layout, who computes which micro-batch, in which order.
+"""The agreement of all ranks: an epoch, a layout, the replica of each micro-batch, and the order of the work.
 
-Written by the controller, confirmed by every rank through `Plan.digest` before the first group is built.
+The controller writes it, and every rank confirms it by `Plan.digest` before the first group is built.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ Kind = Literal["F", "B", "W"]
 
 
 class Primitive(msgspec.Struct, frozen=True):
-    """One chunk of work on one stage: a micro-batch's way through one of the stage's layer chunks.
+    """One unit of work on one stage: a pass of a micro-batch through one of the stage's layer chunks.
 
-    F forward, B backward, W weight gradients. Without a W for the same micro-batch and chunk, B computes both kinds of
-    gradients; with one, B computes those of the inputs only. `micro_batch` is an index into the global batch, `chunk`
-    one into `Stage.chunks`.
+    F is the forward pass, B the backward pass, W the weight gradients. Without a W for the same micro-batch and chunk,
+    B computes both kinds of gradients; with a W, B computes those of the inputs only. `micro_batch` is an index into
+    the global batch, `chunk` one into `Stage.chunks`.
     """
 
     kind: Kind
@@ -32,11 +32,11 @@ class Primitive(msgspec.Struct, frozen=True):
 
 
 Order = tuple[Primitive, ...]
-"""What one stage computes in an iteration, one after the other."""
+"""The primitives that one stage computes in an iteration, in order."""
 
 
 class Stop(msgspec.Struct, frozen=True):
-    """Where a micro-batch passes: a chunk of a stage of a replica."""
+    """A point on the path of a micro-batch: a chunk of a stage of a replica."""
 
     replica: int
     stage: int
@@ -56,13 +56,12 @@ class Migration(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """One epoch's agreement.
+    """The agreement for one epoch.
 
-    `assignment[d]` lists the micro-batches, by their index in the global batch, whose home is replica d, in order. A
-    replica without any is a mirror (`mirrors`).
-    Each stage's order of work is `orders[d][s]` where given, else follows from `schedule`
-    (`resihp.pipeline.schedules.orders_of`). Communication, its order included, follows from these
-    (`resihp.pipeline.program`).
+    `assignment[d]` lists, in order, the micro-batches whose home is replica d, by their index in the global batch. A
+    replica without any is a mirror (`mirrors`). Each stage's order of work is `orders[d][s]` if given; otherwise it
+    follows from `schedule` (`resihp.pipeline.schedules.orders_of`). Communication, its order included, follows from
+    these (`resihp.pipeline.program`).
     """
 
     epoch: int
@@ -72,16 +71,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     migrations: tuple[Migration, ...] = ()
     orders: tuple[tuple[Order, ...], ...] = ()
     sequence_parallel: bool = False
-    """Whether tensor-parallel groups split activations between their layers along the sequence."""
+    """Whether tensor-parallel groups split the activations between their layers along the sequence."""
 
     @cached_property
     def micro_batches(self) -> int:
-        """Micro-batches of the global batch."""
+        """Number of micro-batches of the global batch."""
         return sum(len(share) for share in self.assignment)
 
     @cached_property
     def mirrors(self) -> tuple[int, ...]:
-        """Replicas that no micro-batch passes, by index, ascending.
+        """Replicas that no micro-batch passes, by index, in ascending order.
 
         A mirror's ranks hold a copy of the state of their stages, take part in the sums of gradients, and take each
         step. They compute nothing, and send and receive no activations.
@@ -98,7 +97,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def computing(self) -> tuple[int, ...]:
-        """Ranks that have micro-batches, ascending."""
+        """Ranks that have micro-batches, in ascending order."""
         return tuple(rank for rank in self.layout.active if rank not in self.mirroring)
 
     def without_mirrors(self) -> Plan:
@@ -119,8 +118,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         )
 
     def describe(self) -> str:
-        """Return `Layout.describe` of the replicas that compute, and how many ranks hold copies: `DP1 x PP2 x TP2 + 1
-        mirror`."""
+        """Describe the layout of the replicas that compute (`Layout.describe`) and the number of ranks with copies:
+        `DP1 x PP2 x TP2 + 1 mirror`.
+        """
         if not self.mirrors:
             return self.layout.describe()
         bare = self.without_mirrors().layout
@@ -131,8 +131,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def dealing(self, micro_batches: int) -> Plan:
         """Return the same layout and schedule for an iteration of `micro_batches`, in even shares; mirrors get none.
 
-        What would pass a stage without ranks is dealt out among the replicas that hold its layers. Raises LayoutError
-        when a replica that is no mirror would get none.
+        Passes through a stage without ranks are distributed among the replicas that hold its layers. Raises LayoutError
+        when a replica that is not a mirror would get none.
         """
         mirrors = set(self.mirrors)
         dealt = iter(spread(micro_batches, len(self.layout.replicas) - len(mirrors)))
@@ -142,11 +142,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the canonical encoding; worked out once, however many ranks confirm it."""
+        """SHA-256 of the canonical encoding, computed once for all confirmations by ranks."""
         return hashlib.sha256(msgspec.msgpack.encode(self, order="deterministic")).hexdigest()
 
     def paths(self) -> dict[int, tuple[Stop, ...]]:
-        """Where each micro-batch passes, from the embedding to the head: one stop for each virtual stage.
+        """Return the path of each micro-batch, from the embedding to the head: one stop for each virtual stage.
 
         Raises PlanError if a migration leads to a replica that does not hold those layers in one chunk.
         """
@@ -176,8 +176,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 def _from_vacant(
     layout: Layout, assignment: tuple[tuple[int, ...], ...], mirrors: Collection[int]
 ) -> tuple[Migration, ...]:
-    """What has to migrate: each to the replica that has the least to do of those that hold the layers."""
-    found: list[Migration] = []
+    """Return the migrations that vacant stages require, each to the least loaded replica that holds the layers."""
+    migrations: list[Migration] = []
     loads: dict[LayerSpan, dict[int, int]] = {}
     for d in dict.fromkeys(d for d, _ in layout.vacant):
         replica = layout.replicas[d]
@@ -189,12 +189,13 @@ def _from_vacant(
                 for m in assignment[d]:
                     host = min(load, key=lambda h: (load[h], h))
                     load[host] += 1
-                    found.append(Migration(m, v, host))
-    return tuple(found)
+                    migrations.append(Migration(m, v, host))
+    return tuple(migrations)
 
 
 def spread(micro_batches: int, replicas: int) -> tuple[tuple[int, ...], ...]:
-    """Give each replica a contiguous share of the global batch, as even as it goes, the remainder to the first.
+    """Give each replica a contiguous share of the global batch, as even as possible, the remainder to the first
+    replicas.
 
     Raises LayoutError when a replica would get none.
     """

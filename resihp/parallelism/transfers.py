@@ -1,8 +1,8 @@
-"""What moves when one layout follows another: the difference of two ownership maps, over those who survived. Pure.
+"""State transfers from one layout to the next: the difference of two ownership maps, over the survivors. Pure.
 
 Each slice of state that a rank needs and does not hold is sent to it once, by one surviving holder: bytes are minimal
-by construction. Sources are chosen nearest first (same node before other nodes), then spread evenly. Nobody frees
-anything by what is decided here: that is the commit of a transition (`resihp.controller.transition`).
+by construction. Sources are chosen nearest first (same node before other nodes), then spread evenly. Nothing is freed
+because of a result of this module: freeing is the commit of a transition (`resihp.controller.transition`).
 
 Called by `resihp.executor.state.rank_state`, and by the scheduler for the price of a transition.
 """
@@ -19,8 +19,8 @@ from resihp.errors import LayoutError
 from resihp.parallelism.layout import Layout, Stage
 from resihp.parallelism.ownership import ParameterSpec, Slice, cuts, ends, holders, share, size_of
 
-TENSORS = 3
-"""Of a parameter's state: its value and Adam's two moments."""
+STATE_TENSORS = 3
+"""Tensors of a parameter's state: its value and Adam's two moments."""
 
 
 class Move(msgspec.Struct, frozen=True):
@@ -32,7 +32,7 @@ class Move(msgspec.Struct, frozen=True):
 
 
 class Base(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the state is: `layout` says who held what when epoch `epoch` took effect, `survivors` who still does."""
+    """Location of the state: `layout` names its holders when epoch `epoch` took effect, `survivors` the live ones."""
 
     epoch: int
     layout: Layout
@@ -40,29 +40,30 @@ class Base(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def moves(base: Base, layout: Layout, specs: Sequence[ParameterSpec], nodes: Mapping[int, str]) -> tuple[Move, ...]:
-    """Transfers that bring every active rank of `layout` what it lacks, in one order that is equal on all ranks.
+    """Return the transfers that bring every active rank of `layout` the state that it lacks, in one order that is equal
+    on all ranks.
 
     `nodes` names each rank's node. Raises LayoutError naming the first slice that no survivor holds.
     """
     survivors = set(base.survivors)
     stages_of, changed = _Stages(base.layout), _Changed(base, layout)
     sent: dict[int, int] = defaultdict(int)
-    found: dict[tuple[int, int], list[Slice]] = defaultdict(list)
+    slices_of: dict[tuple[int, int], list[Slice]] = defaultdict(list)
     for spec in specs:
         if not (changed_stages := changed.of(spec)):
             continue
         stages = stages_of.of(spec)
         owners = list(_owners(stages, spec, survivors))
-        before = ends(stages, spec)
-        having: dict[Slice, list[int]] = {}
+        points = ends(stages, spec)
+        sources_of: dict[Slice, list[int]] = {}
         for stage in changed_stages:
             for t, target in enumerate(stage.ranks):
                 wanted = share(spec, t, stage.tp)
-                for piece in cuts({*before, wanted.start, wanted.stop}, spec):
+                for piece in cuts({*points, wanted.start, wanted.stop}, spec):
                     if piece.start < wanted.start or piece.stop > wanted.stop:
                         continue
-                    if (sources := having.get(piece)) is None:
-                        sources = having[piece] = [
+                    if (sources := sources_of.get(piece)) is None:
+                        sources = sources_of[piece] = [
                             rank for rank, has in owners if has.start <= piece.start and piece.stop <= has.stop
                         ]
                     if target in sources:
@@ -71,12 +72,12 @@ def moves(base: Base, layout: Layout, specs: Sequence[ParameterSpec], nodes: Map
                         raise LayoutError(_lost(base, spec, piece))
                     source = min(sources, key=lambda rank: (nodes[rank] != nodes[target], sent[rank], rank))
                     sent[source] += size_of(spec, piece)
-                    found[source, target].append(piece)
-    return tuple(Move(source, target, tuple(slices)) for (source, target), slices in sorted(found.items()))
+                    slices_of[source, target].append(piece)
+    return tuple(Move(source, target, tuple(slices)) for (source, target), slices in sorted(slices_of.items()))
 
 
 def missing(base: Base, specs: Sequence[ParameterSpec]) -> str | None:
-    """Why the state cannot be put together from what survived, or None when it can."""
+    """Return why the state cannot be put together from the survivors, or None if it can."""
     for spec, piece, sources in _sources(base, specs):
         if next(sources, None) is None:
             return _lost(base, spec, piece)
@@ -84,18 +85,20 @@ def missing(base: Base, specs: Sequence[ParameterSpec]) -> str | None:
 
 
 def sole_holders(base: Base, specs: Sequence[ParameterSpec]) -> dict[int, frozenset[str]]:
-    """Ranks that hold what no other survivor does, ascending, each with the units of it ("layer.7"): were one of them
-    lost, `missing` would tell so."""
-    found: dict[int, set[str]] = defaultdict(set)
+    """Return the ranks that hold state without any other surviving copy, ascending, each with the units concerned.
+
+    A unit is for example "layer.7". If one of these ranks were lost, `missing` would report it.
+    """
+    units_of: dict[int, set[str]] = defaultdict(set)
     for spec, _, sources in _sources(base, specs):
-        some = tuple(itertools.islice(sources, 2))
-        if len(some) == 1:
-            found[some[0]].update(spec.units)
-    return {rank: frozenset(found[rank]) for rank in sorted(found)}
+        holders_of_piece = tuple(itertools.islice(sources, 2))
+        if len(holders_of_piece) == 1:
+            units_of[holders_of_piece[0]].update(spec.units)
+    return {rank: frozenset(units_of[rank]) for rank in sorted(units_of)}
 
 
 def _sources(base: Base, specs: Sequence[ParameterSpec]) -> Iterator[tuple[ParameterSpec, Slice, Iterator[int]]]:
-    """Every piece of state, with the survivors that hold all of it."""
+    """Yield every piece of state, with the survivors that hold all of it."""
     survivors, stages_of = set(base.survivors), _Stages(base.layout)
     for spec in specs:
         stages = stages_of.of(spec)
@@ -105,12 +108,12 @@ def _sources(base: Base, specs: Sequence[ParameterSpec]) -> Iterator[tuple[Param
 
 
 def bytes_of(move: Move, specs: Mapping[str, ParameterSpec], element: int = 4) -> int:
-    """Bytes of a move, values and moments, for elements of `element` bytes."""
-    return sum(TENSORS * element * size_of(specs[piece.name], piece) for piece in move.slices)
+    """Return the bytes of a move, value and moments, for elements of `element` bytes."""
+    return sum(STATE_TENSORS * element * size_of(specs[piece.name], piece) for piece in move.slices)
 
 
 class _Stages:
-    """Of a layout: who holds each parameter. Found once for all of a unit's."""
+    """Stages of a layout that hold each parameter, cached by the units of the parameter."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -123,7 +126,10 @@ class _Stages:
 
 
 class _Changed:
-    """Stages of a new layout that may lack a parameter: not those that hold it already, all of whose ranks survive."""
+    """Stages of a new layout that may lack a parameter.
+
+    A stage that held the parameter before and whose ranks all survive is left out.
+    """
 
     def __init__(self, base: Base, layout: Layout) -> None:
         self._survivors = set(base.survivors)
@@ -146,7 +152,7 @@ def _owners(stages: Sequence[Stage], spec: ParameterSpec, survivors: Collection[
 
 
 def _lost(base: Base, spec: ParameterSpec, piece: Slice) -> str:
-    gone = sorted(
+    lost = sorted(
         rank
         for stage in holders(base.layout, spec)
         for t, rank in enumerate(stage.ranks)
@@ -156,5 +162,5 @@ def _lost(base: Base, spec: ParameterSpec, piece: Slice) -> str:
     )
     part = "" if spec.extent == 1 else f", rows {piece.start} to {piece.stop - 1}"
     return (
-        f"the state of {spec.name}{part} was lost with rank{'' if len(gone) == 1 else 's'} {', '.join(map(str, gone))}"
+        f"the state of {spec.name}{part} was lost with rank{'' if len(lost) == 1 else 's'} {', '.join(map(str, lost))}"
     )

@@ -1,4 +1,4 @@
-"""The unit of work: a micro-batch of packed documents, its cost terms, and how to recognise its samples afterwards."""
+"""The unit of work: a micro-batch of packed documents, its cost terms, and a digest to identify its samples."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ class MicroBatch(msgspec.Struct, frozen=True):
 
     @property
     def tokens(self) -> int:
-        """N of the paper's Eq. 1."""
+        """Number of tokens, N in the paper's Eq. 1."""
         return sum(self.lengths)
 
     @property
     def sum_squared_lengths(self) -> int:
-        """Sum of l_i squared of the paper's Eq. 1."""
+        """Sum of l_i squared in the paper's Eq. 1."""
         return sum(length * length for length in self.lengths)
 
 
 class Dataset(Protocol):
-    """What `resihp.Trainer` asks of a data set.
+    """Interface of a data set for `resihp.Trainer`.
 
-    `micro_batches` is pure: equal iterations give equal micro-batches on every rank, in every process, whoever
-    computes them. It returns the global batch, the same number of micro-batches every time, or what its ramp-up says
-    (`Ramped`).
+    `micro_batches` is pure: equal iterations give equal micro-batches on every rank and in every process, whichever
+    replica computes them. It returns the global batch: the same number of micro-batches every time, or the number that
+    the ramp-up prescribes (`Ramped`).
     """
 
     def micro_batches(self, iteration: int) -> Sequence[MicroBatch]: ...
@@ -54,7 +54,7 @@ class Dataset(Protocol):
 
 @runtime_checkable
 class Ramped(Protocol):
-    """A `Dataset` whose iterations do not all have equally many micro-batches, and which says so."""
+    """A `Dataset` that declares a ramp-up: its iterations do not all have the same number of micro-batches."""
 
     @property
     def ramp(self) -> Ramp:
@@ -63,7 +63,7 @@ class Ramped(Protocol):
 
 
 def ramp_of(dataset: Dataset) -> Ramp:
-    """The steps of a data set's ramp-up; empty where it has none. Raises DatasetError for what are no steps."""
+    """Return the steps of a data set's ramp-up; empty if it has none. Raises DatasetError for malformed steps."""
     if not isinstance(dataset, Ramped):
         return ()
     try:
@@ -75,10 +75,10 @@ def ramp_of(dataset: Dataset) -> Ramp:
 
 
 class Evaluation(msgspec.Struct, frozen=True):
-    """Every `every` iterations, and after the last, the loss over `iterations` global batches of another data set.
+    """Evaluation on another data set: every `every` iterations, and after the last, the loss over `iterations` batches.
 
-    They are `dataset.micro_batches(1)` to `(iterations)`, the same each time, so that losses can be compared; each has
-    as many micro-batches as one that is trained on. Raises ConfigurationError for numbers below 1.
+    These are the global batches `dataset.micro_batches(1)` to `(iterations)`, the same each time, so that losses can be
+    compared; each has as many micro-batches as a batch of the training. Raises ConfigurationError for numbers below 1.
     """
 
     dataset: Dataset
@@ -91,14 +91,14 @@ class Evaluation(msgspec.Struct, frozen=True):
                 raise ConfigurationError(f"Evaluation: {name}={number}; it is a number of iterations, at least 1")
 
     def is_due(self, iteration: int, last: int) -> bool:
-        """Whether the weights of `iteration` are evaluated, of a training whose last one is `last`."""
+        """Return whether the weights of `iteration` are evaluated in a training whose last iteration is `last`."""
         return iteration > 0 and (iteration % self.every == 0 or iteration == last)
 
 
 def samples_digest(samples: Iterable[int]) -> int:
-    """Order-independent digest of a multiset of samples: the sum of their 64-bit hashes, modulo 2**64.
+    """Return an order-independent digest of a multiset of samples: the sum of their 64-bit hashes, modulo 2**64.
 
-    A sum, not an exclusive or, so that a sample used twice shows.
+    A sum is used and not an exclusive or, so that a sample used twice changes the result.
     """
     total = 0
     for sample in samples:

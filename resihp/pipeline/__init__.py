@@ -1,4 +1,4 @@
-"""What each rank does in an iteration, in which order, how long that takes, and whether it can deadlock. Pure.
+"""Each rank's work in an iteration: its order, its time, and a proof that it cannot deadlock. Pure.
 
 ================================  ==============================================================================
 `schedules`                       orders of F, B and W on each stage

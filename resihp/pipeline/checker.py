@@ -1,9 +1,9 @@
-"""Plays programs under NCCL's rules, before anyone acts on them. Pure; it refuses, it never repairs.
+"""Plays programs under NCCL's rules, before anyone acts on them. Pure; it refuses programs, it never repairs them.
 
-What is computed: every micro-batch passes each of its stops once forward and, unless it is an evaluation's, once
-backward, in an order that respects what needs what. What is communicated: every parcel once, after it is made and
-before it is used; every bucket once, when its gradients are there. Whether it can end: under the strictest reading of
-NCCL's rules (`resihp.pipeline.rendezvous`), computations of a tensor-parallel group included.
+Computation: every micro-batch passes each of its stops once forward and, unless the programs are an evaluation's, once
+backward, in an order that respects the dependencies. Communication: every parcel is sent once, after it is computed and
+before it is used; every bucket is summed once, after its gradients are complete. Termination: the programs finish under
+the strictest reading of NCCL's rules (`resihp.pipeline.rendezvous`), computations of a tensor-parallel group included.
 
 Called by the controller before it proposes a plan, and by each rank before it confirms one.
 """
@@ -29,14 +29,14 @@ from resihp.pipeline.schedules import orders_of
 from resihp.pipeline.timeline import Node, Orders, spoken, virtual_stages
 
 _Edge = tuple[str, int, int]
-"""Direction, micro-batch, boundary: which parcel."""
+"""Direction, micro-batch and boundary, which identify a parcel."""
 
 
 def check(plan: Plan, programs: Mapping[int, Program] | None = None, buckets: Sequence[Bucket] = ()) -> None:
-    """Raise PlanError if `programs` (by default: those that follow from the plan) must not be carried out.
+    """Raise PlanError if `programs` (by default the programs that follow from the plan) must not be carried out.
 
-    The message names rank, instruction and fault, or which ranks wait for what. Linear in the number of instructions;
-    of replicas that share nothing and do the same, one is played.
+    The message names rank, instruction and fault, or the ranks that wait for each other. Linear in the number of
+    instructions; of several replicas that share nothing and do the same work, only one is played.
     """
     _shares(plan)
     if programs is None and not buckets and not plan.migrations:
@@ -44,19 +44,19 @@ def check(plan: Plan, programs: Mapping[int, Program] | None = None, buckets: Se
             _judge(_one_of_each(plan), None, ())
             return
         except PlanError:
-            pass  # it is told by the numbers that the whole plan has
+            pass  # the error is raised below, with the numbers of the whole plan
     _judge(plan, programs, buckets)
 
 
 def check_forward_only(plan: Plan, programs: Mapping[int, Program]) -> None:
-    """The same of an evaluation's programs (`program.forward_only`), of a plan that `check` does not refuse."""
+    """Raise PlanError as `check` does, for the programs of an evaluation (`program.forward_only`) of a valid plan."""
     _judge(plan, programs, (), kinds="F")
 
 
 def _one_of_each(plan: Plan) -> Plan:
-    """Without replicas that do what another one does, but for the numbers of ranks and micro-batches.
+    """Return the plan without replicas that repeat another replica's work under other rank and micro-batch numbers.
 
-    Nothing passes between replicas where nothing migrates and no gradients are summed, and what each does follows from
+    Nothing passes between replicas if nothing migrates and no gradients are summed, and the work of each follows from
     its stages, its share and its orders alone.
     """
     orders = orders_of(plan)
@@ -91,41 +91,42 @@ def _judge(plan: Plan, programs: Mapping[int, Program] | None, buckets: Sequence
                 expected = tuple(p for p in planned_order if p.kind in kinds)
                 if order != expected:
                     k, mine, planned = _difference(order, expected)
-                    who = f"rank {stage.ranks[0]}" if stage.ranks else "no rank"
-                    facts.refuse(f"computation {k} is {mine} on {who}, but {planned} in the plan")
+                    rank_name = f"rank {stage.ranks[0]}" if stage.ranks else "no rank"
+                    facts.refuse(f"computation {k} is {mine} on {rank_name}, but {planned} in the plan")
     _Wire(facts, programs).judge()
 
 
 def _shares(plan: Plan) -> None:
-    """Each micro-batch has one home, and migrates to a replica that exists, at most once at each virtual stage."""
-    said = f"plan of epoch {plan.epoch}: "
+    """Check that each micro-batch has one home, and migrates to existing replicas, at most once at each virtual
+    stage."""
+    subject = f"plan of epoch {plan.epoch}: "
     replicas = plan.layout.replicas
     if len(plan.assignment) != len(replicas):
-        raise PlanError(f"{said}{len(plan.assignment)} shares of micro-batches for {len(replicas)} replicas")
+        raise PlanError(f"{subject}{len(plan.assignment)} shares of micro-batches for {len(replicas)} replicas")
     homes = {m: d for d, share in enumerate(plan.assignment) for m in share}
     if sorted(m for share in plan.assignment for m in share) != list(range(len(homes))):
-        raise PlanError(f"{said}shares {list(map(list, plan.assignment))} do not give each micro-batch one home")
-    seen: set[tuple[int, int]] = set()
+        raise PlanError(f"{subject}shares {list(map(list, plan.assignment))} do not give each micro-batch one home")
+    migrated: set[tuple[int, int]] = set()
     for migration in plan.migrations:
         m, v = migration.micro_batch, migration.virtual_stage
         if m not in homes or not 0 <= v < len(replicas[homes[m]].virtual_stages):
-            raise PlanError(f"{said}micro-batch {m} has no virtual stage {v} that could migrate")
+            raise PlanError(f"{subject}micro-batch {m} has no virtual stage {v} that could migrate")
         if not 0 <= migration.replica < len(replicas):
-            raise PlanError(f"{said}micro-batch {m} migrates to replica {migration.replica}, which does not exist")
-        if (m, v) in seen:
-            raise PlanError(f"{said}micro-batch {m} migrates twice at virtual stage {v}")
-        seen.add((m, v))
+            raise PlanError(f"{subject}micro-batch {m} migrates to replica {migration.replica}, which does not exist")
+        if (m, v) in migrated:
+            raise PlanError(f"{subject}micro-batch {m} migrates twice at virtual stage {v}")
+        migrated.add((m, v))
 
 
 class _Facts:
-    """What a plan asks for, worked out once, and the rules for what is computed."""
+    """The requirements of a plan, computed once, and the rules for computation."""
 
     def __init__(self, plan: Plan, buckets: Sequence[Bucket], kinds: str) -> None:
         self.plan, self.buckets = plan, buckets
         self.learns = "B" in kinds
-        """Whether what passes forward passes backward as well."""
+        """Whether micro-batches also pass backward."""
         self.paths = plan.paths()
-        self._nobody()
+        self._check_vacant_stages()
         self.at = virtual_stages(self.paths)
         self.stage_of = {rank: (place.replica, place.stage) for rank, place in plan.layout.places()}
         for b, bucket in enumerate(buckets):
@@ -135,7 +136,7 @@ class _Facts:
         self.gradients_of: dict[tuple[int, int, int], int] = defaultdict(int)
         """B and W of each (replica, stage, chunk)."""
 
-    def _nobody(self) -> None:
+    def _check_vacant_stages(self) -> None:
         vacant = set(self.plan.layout.vacant)
         for m, path in self.paths.items() if vacant else ():
             for stop in path:
@@ -152,50 +153,57 @@ class _Facts:
         return self.plan.layout.replicas[stop.replica].stages[stop.stage].ranks
 
     def orders_in(self, programs: Mapping[int, Program]) -> Orders:
-        """What each stage computes by the programs of its ranks, which must agree."""
+        """Return the order of each stage by the programs of its ranks. Refuses the plan if the ranks of a stage
+        disagree."""
         for rank in sorted(set(self.stage_of).symmetric_difference(programs)):
             fault = "has no program" if rank in self.stage_of else "has a program, but no work in this layout"
             self.refuse(f"rank {rank} {fault}")
-        found: dict[tuple[int, int], tuple[int, Order]] = {}
+        order_of_stage: dict[tuple[int, int], tuple[int, Order]] = {}
         for rank, place in self.stage_of.items():
             order = self._order(rank, programs[rank])
-            lead, expected = found.setdefault(place, (rank, order))
+            first_rank, expected = order_of_stage.setdefault(place, (rank, order))
             if order != expected:
                 k, mine, others = _difference(order, expected)
                 self.refuse(
-                    f"computation {k} is {mine} on rank {rank}, but {others} on rank {lead} of the same stage; "
+                    f"computation {k} is {mine} on rank {rank}, but {others} on rank {first_rank} of the same stage; "
                     f"tensor-parallel ranks must compute the same"
                 )
         shape = [len(replica.stages) for replica in self.plan.layout.replicas]
         nothing: tuple[int, Order] = (0, ())
-        return tuple(tuple(found.get((d, s), nothing)[1] for s in range(stages)) for d, stages in enumerate(shape))
+        return tuple(
+            tuple(order_of_stage.get((d, s), nothing)[1] for s in range(stages)) for d, stages in enumerate(shape)
+        )
 
     def _order(self, rank: int, program: Program) -> Order:
-        """What a program computes, the parts of a primitive put together: they go from the last layer to the first."""
+        """Return the computations of a program, with the parts of a primitive put together.
+
+        Parts go from the last layer to the first.
+        """
         d, s = self.stage_of[rank]
         chunks = self.plan.layout.replicas[d].stages[s].chunks
         order: list[Primitive] = []
-        under_way: tuple[Primitive, int] | None = None
-        """What comes in parts, and its next layer."""
+        unfinished: tuple[Primitive, int] | None = None
+        """The primitive that is being computed in parts, and its next layer."""
         for index, entry in enumerate(program):
             if not isinstance(entry, Compute):
                 continue
             p, layers = entry.primitive, entry.layers
-            if layers is not None or under_way is not None:
+            if layers is not None or unfinished is not None:
                 first, last = chunks[p.chunk] if 0 <= p.chunk < len(chunks) else (0, -1)
-                due = under_way or (p, last)
+                due = unfinished or (p, last)
                 if layers is None or (p, layers[1]) != due or not first <= layers[0] <= layers[1]:
-                    said = f"rank {rank}, instruction {index} ({_instruction(entry)})"
-                    self.refuse(f"{said}: layer {due[1]} of {spoken(due[0])} is due")
-                under_way = (p, layers[0] - 1) if layers[0] > first else None
-            if under_way is None:
+                    where = f"rank {rank}, instruction {index} ({_instruction(entry)})"
+                    self.refuse(f"{where}: layer {due[1]} of {spoken(due[0])} is due")
+                unfinished = (p, layers[0] - 1) if layers[0] > first else None
+            if unfinished is None:
                 order.append(p)
-        if under_way is not None:
-            self.refuse(f"rank {rank} never computes layer {under_way[1]} of {spoken(under_way[0])}")
+        if unfinished is not None:
+            self.refuse(f"rank {rank} never computes layer {unfinished[1]} of {spoken(unfinished[0])}")
         return tuple(order)
 
     def orders(self, orders: Orders) -> None:
-        """Each primitive once, where its micro-batch passes, after what it needs on the same stage."""
+        """Check that each primitive occurs once, on the path of its micro-batch, and after its dependencies on that
+        stage."""
         done: set[Node] = set()
         weights: dict[tuple[int, int, int], set[int]] = defaultdict(set)
         for d, replica in enumerate(orders):
@@ -205,8 +213,8 @@ class _Facts:
                     fault = self._misplaced(d, s, p) if v is None else self._untimely(p, v, done)
                     if fault or v is None:
                         ranks = self.plan.layout.replicas[d].stages[s].ranks
-                        who = f"rank {ranks[0]}" if ranks else "no rank"
-                        self.refuse(f"{who} (replica {d} stage {s}), computation {k} ({spoken(p)}): {fault}")
+                        rank_name = f"rank {ranks[0]}" if ranks else "no rank"
+                        self.refuse(f"{rank_name} (replica {d} stage {s}), computation {k} ({spoken(p)}): {fault}")
                     done.add((p.kind, p.micro_batch, v))
                     if p.kind == "W":
                         weights[d, s, p.chunk].add(p.micro_batch)
@@ -215,8 +223,8 @@ class _Facts:
         for m, path in self.paths.items():
             for v, stop in enumerate(path):
                 with_weights = weights.get((stop.replica, stop.stage, stop.chunk), ())
-                asked = [("F", True), ("B", self.learns), ("W", bool(with_weights))]
-                for kind, needed in asked:
+                required = [("F", True), ("B", self.learns), ("W", bool(with_weights))]
+                for kind, needed in required:
                     if needed and (kind, m, v) not in done:
                         why = ", though others of this chunk have theirs" if kind == "W" else ""
                         self.refuse(
@@ -247,7 +255,7 @@ class _Facts:
 
 
 class _Wire:
-    """What is communicated: each rank's operations in the order in which it begins them."""
+    """The rules for communication: each rank's operations in the order in which it begins them."""
 
     def __init__(self, facts: _Facts, programs: Mapping[int, Program]) -> None:
         self._facts, self._programs = facts, programs
@@ -265,9 +273,9 @@ class _Wire:
         for m, path in self._facts.paths.items():
             for b in range(len(path) - 1):
                 if not _same_stage(path[b], path[b + 1]):
-                    self._nothing_lost(("forward", m, b))
+                    self._check_complete(("forward", m, b))
                     if self._facts.learns:
-                        self._nothing_lost(("backward", m, b))
+                        self._check_complete(("backward", m, b))
         fault = self._rendezvous.mismatch() or self._rendezvous.deadlock()
         if fault:
             self._facts.refuse(fault)
@@ -276,8 +284,8 @@ class _Wire:
         facts, rendezvous = self._facts, self._rendezvous
         place = d, s = facts.stage_of[rank]
         stage = facts.plan.layout.replicas[d].stages[s]
-        left = {c: facts.gradients_of.get((d, s, c), 0) for c in range(len(stage.chunks))}
-        reached = {c: last + 1 if left[c] else first for c, (first, last) in enumerate(stage.chunks)}
+        gradients_left = {c: facts.gradients_of.get((d, s, c), 0) for c in range(len(stage.chunks))}
+        reached = {c: last + 1 if gradients_left[c] else first for c, (first, last) in enumerate(stage.chunks)}
         entered: set[Node] = set()
         computed: set[Node] = set()
         received: dict[_Edge, list[int]] = {}
@@ -288,14 +296,14 @@ class _Wire:
                 v = facts.at[d, s, p.chunk, p.micro_batch]
                 node = (p.kind, p.micro_batch, v)
                 low, high = entry.layers or stage.chunks[p.chunk]
-                if entry.layers and (p.kind == "F" or left[p.chunk] != 1):
+                if entry.layers and (p.kind == "F" or gradients_left[p.chunk] != 1):
                     self._refuse(rank, index, entry, "in parts, though it does not complete its chunk's gradients")
-                if p.kind != "F" and left[p.chunk] == 1:
+                if p.kind != "F" and gradients_left[p.chunk] == 1:
                     reached[p.chunk] = low
                 entered.add(node)
                 if low == stage.chunks[p.chunk][0]:
                     computed.add(node)
-                    left[p.chunk] -= p.kind != "F"
+                    gradients_left[p.chunk] -= p.kind != "F"
                 arrival = received.get(("forward" if p.kind == "F" else "backward", p.micro_batch, v - (p.kind == "F")))
                 if arrival and p.kind != "W":
                     rendezvous.step(rank, index, [], arrival)
@@ -325,7 +333,7 @@ class _Wire:
                 facts.refuse(f"rank {rank} owns bucket {b} and never begins to sum it")
 
     def _ends(self, edge: _Edge) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Stages from which and to which a parcel goes."""
+        """Return the stage that sends a parcel and the stage that receives it."""
         direction, m, b = edge
         first, second = ((stop.replica, stop.stage) for stop in self._facts.paths[m][b : b + 2])
         return (first, second) if direction == "forward" else (second, first)
@@ -349,9 +357,9 @@ class _Wire:
         fault = self._sound[key]
         if fault:
             self._refuse(rank, index, entry, fault)
-        first, known = self._parcels.setdefault(edge, (rank, parcel))
-        if known is not parcel and known != parcel:
-            self._refuse(rank, index, entry, f"its pieces are not those that rank {first} has")
+        first_rank, first_parcel = self._parcels.setdefault(edge, (rank, parcel))
+        if first_parcel is not parcel and first_parcel != parcel:
+            self._refuse(rank, index, entry, f"its pieces are not those that rank {first_rank} has")
         if rank in self._handled[edge]:
             self._refuse(rank, index, entry, "a second time")
         self._handled[edge].add(rank)
@@ -362,7 +370,8 @@ class _Wire:
             self._refuse(rank, index, entry, "received after its use")
 
     def _unsound(self, source: tuple[int, int], target: tuple[int, int], parcel: Parcel) -> str | None:
-        """Whether the pieces go between the right ranks and bring each receiver what it needs, once."""
+        """Return why the pieces do not give each receiver exactly what it needs from the right ranks, or None if they
+        do."""
         split = self._facts.plan.sequence_parallel
         replicas = self._facts.plan.layout.replicas
         senders, receivers = (replicas[d].stages[s].ranks for d, s in (source, target))
@@ -393,23 +402,23 @@ class _Wire:
             else:
                 if start == stop:
                     continue
-            return f"its pieces do not bring rank {rank} just what it needs"
+            return f"its pieces do not bring rank {rank} just the elements that it needs"
         return None
 
-    def _nothing_lost(self, edge: _Edge) -> None:
+    def _check_complete(self, edge: _Edge) -> None:
         source, target = self._ends(edge)
         replicas = self._facts.plan.layout.replicas
-        for what, (d, s) in (("sends", source), ("receives", target)):
+        for action, (d, s) in (("sends", source), ("receives", target)):
             for rank in replicas[d].stages[s].ranks:
                 if rank not in self._handled[edge]:
-                    self._facts.refuse(f"rank {rank} never {what} the {spoken_parcel(*edge)}")
+                    self._facts.refuse(f"rank {rank} never {action} the {spoken_parcel(*edge)}")
 
     def _check_reduce(self, rank: int, index: int, entry: Reduce, reached: dict[int, int], summed: set[int]) -> None:
         b = entry.bucket
         if not 0 <= b < len(self._owners):
             self._refuse(rank, index, entry, "there is no such bucket")
         if rank not in self._owners[b]:
-            self._refuse(rank, index, entry, "the rank is no owner of it")
+            self._refuse(rank, index, entry, "the rank does not own it")
         if b in summed:
             self._refuse(rank, index, entry, "a second time")
         summed.add(b)
@@ -426,11 +435,11 @@ class _Wire:
 
 
 def _difference(order: Order, expected: Order) -> tuple[int, str, str]:
-    """Where two orders begin to differ, and what each has there."""
+    """Return the position at which two orders begin to differ, and what each has there."""
     pairs = itertools.zip_longest(order, expected)
     k, pair = next((k, pair) for k, pair in enumerate(pairs) if pair[0] != pair[1])
-    mine, other = ("nothing" if p is None else spoken(p) for p in pair)
-    return k, mine, other
+    own_text, expected_text = ("nothing" if p is None else spoken(p) for p in pair)
+    return k, own_text, expected_text
 
 
 def _same_stage(a: Stop, b: Stop) -> bool:

@@ -1,13 +1,13 @@
 """Eq. 2 for many durations at once: orders are compiled once, then played over arrays. Pure, no clock.
 
-`resihp.pipeline.timeline.play` says what an order means and whether it can be carried out; this module gives the same
-starts and ends, to the last bit, wherever the same orders are priced again and again: the detector's expectation of
-each iteration, the scheduler's candidates, samples of a simulation.
+`resihp.pipeline.timeline.play` defines the meaning of an order and decides whether it can be carried out; this module
+gives the same starts and ends, to the last bit, wherever the same orders are priced again and again: the detector's
+expectation of each iteration, the scheduler's candidates, samples of a simulation.
 
-Primitives are flat *slots*. A slot begins once the slot before it on its stage has ended and, if something comes from
-another stage, its transfer has arrived; all else that a primitive needs was done on its own stage before. A level holds
-the slots whose predecessors all lie in earlier levels: as many levels as the critical path has primitives, each a few
-numpy calls over all replicas. Slots are numbered level after level, so that a level is a slice.
+Primitives are flat *slots*. A slot begins once the slot before it on its stage has ended and, if it depends on another
+stage, its transfer has arrived; all its other dependencies were done on its own stage before. A level holds the slots
+whose predecessors all lie in earlier levels: as many levels as the critical path has primitives, each a few numpy calls
+over all replicas. Slots are numbered level after level, so that a level is a slice.
 """
 
 from __future__ import annotations
@@ -28,39 +28,39 @@ from resihp.pipeline.timeline import Node, Orders, needs, play, virtual_stages
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.intp]
 
-KINDS: tuple[Kind, ...] = ("F", "B", "W")
-"""What the codes in `CompiledOrders.kind` stand for."""
+PRIMITIVE_KINDS: tuple[Kind, ...] = ("F", "B", "W")
+"""Kinds of primitives, in the order of the codes in `CompiledOrders.kind`."""
 
-_TOGETHER = 2**18
-"""Slots, of all candidates, that are played together: more do not fit the processor's cache (measured)."""
+_SLOTS_TOGETHER = 2**18
+"""Slots, of all candidates, that are played together. More do not fit the processor's cache (measured)."""
 
-FEW_SLOTS = 1024
-"""Slots up to which one set of durations is played faster one slot after the other than level by level."""
+MAX_SCALAR_SLOTS = 1024
+"""Most slots for which playing one set of durations slot by slot is faster than level by level."""
 
-_CODES = {kind: code for code, kind in enumerate(KINDS)}
+_CODES = {kind: code for code, kind in enumerate(PRIMITIVE_KINDS)}
 
 
 class Level(msgspec.Struct, frozen=True, eq=False):
-    """Slots that can begin once those of earlier levels have ended, the ones that wait for a transfer first."""
+    """Slots that can begin once those of earlier levels have ended; slots that wait for a transfer come first."""
 
     slots: slice
     edges: slice
     """Transfers to these slots, within `CompiledOrders.edges`."""
     previous: Ints
-    """For each slot the one before it on its stage, or V for none."""
+    """For each slot the slot before it on its stage, or V for none."""
     sources: Ints
-    """For each edge the slot that it comes from."""
+    """For each edge the slot that sends it."""
 
 
 class CompiledOrders(msgspec.Struct, frozen=True, eq=False, dict=True):
-    """Orders as arrays over their V primitives: what each slot is, and what it waits for."""
+    """Orders as arrays over their V primitives: the primitive of each slot, and its predecessors."""
 
     replica: Ints
-    """(V,), as are the five that follow: where a slot is carried out, and its index in the order there."""
+    """(V,), like the five that follow: position of a slot in the pipeline, and its index in the order of its stage."""
     stage: Ints
     position: Ints
     kind: Ints
-    """Index into KINDS."""
+    """Index into `PRIMITIVE_KINDS`."""
     micro_batch: Ints
     chunk: Ints
     stop: Ints
@@ -70,16 +70,16 @@ class CompiledOrders(msgspec.Struct, frozen=True, eq=False, dict=True):
     micro_batches: int
     """One more than the highest index of a micro-batch: the width of tables by micro-batch."""
     in_order: Ints
-    """(V,): slots by replica, stage and position. `seconds[in_order] = rows` takes what stages measured, in turn."""
+    """(V,): slots by replica, stage and position. `seconds[in_order] = rows` accepts measurements stage after stage."""
     previous: Ints
-    """(V,): the slot before it on its stage, or V where it is the first."""
+    """(V,): the slot before it on its stage, or V for the first slot."""
     edges: Ints
     """(2, E): `source, target = edges`, slots of the two ends of each transfer between stages, by target."""
     levels: tuple[Level, ...]
     lanes: dict[tuple[int, int], slice]
-    """Where each (replica, stage) lies within `in_order`."""
+    """Part of `in_order` that belongs to each (replica, stage)."""
     last: Ints
-    """(replicas, most stages of one): the last slot of each stage, or V for none."""
+    """(replicas, stages of the longest replica): the last slot of each stage, or V for none."""
 
     @property
     def size(self) -> int:
@@ -87,26 +87,27 @@ class CompiledOrders(msgspec.Struct, frozen=True, eq=False, dict=True):
         return self.replica.size
 
     def slots(self, replica: int, stage: int) -> Ints:
-        """Slots of a stage, by position; KeyError for a stage that the orders do not name."""
+        """Return the slots of a stage, by position. Raises KeyError for a stage that the orders do not name."""
         return self.in_order[self.lanes[replica, stage]]
 
     def index(self, rows: npt.ArrayLike) -> Ints:
-        """Where slots find their seconds in a table of shape (rows, kinds, micro-batches), flattened: (V,).
+        """Return (V,) indices of the slots' seconds in a flattened table of shape (rows, kinds, micro-batches).
 
-        `rows` (stops,): the row of each of `stops`; alike chunks of alike stages may share one. Made once, then
+        `rows` (stops,): the row of each of `stops`; equal chunks of equal stages may share a row. Call it once, then
         `table.reshape(..., -1).take(index, axis=-1)` prices all slots, at 1-2 ns each.
         """
         row = np.asarray(rows, dtype=np.intp)[self.stop]
-        return (row * len(KINDS) + self.kind) * self.micro_batches + self.micro_batch
+        return (row * len(PRIMITIVE_KINDS) + self.kind) * self.micro_batches + self.micro_batch
 
     def play(self, seconds: npt.ArrayLike, transfer_s: npt.ArrayLike = 0.0) -> tuple[Floats, Floats]:
-        """Starts and ends, both (..., V), from the seconds (..., V) of each slot; not negative. NaN spreads.
+        """Return starts and ends, both (..., V), from the seconds (..., V) of each slot, which are not negative. NaN
+        spreads.
 
-        `transfer_s`: seconds on the way, one number, per edge (E,) or (..., E). Leading axes, of candidates or
+        `transfer_s`: seconds of a transfer, one number, per edge (E,) or (..., E). Leading axes, of candidates or
         samples, are broadcast against each other. Raises ValueError for any other shape.
         """
         cost, transfer, lead = self._rows(seconds, transfer_s)
-        batch = max(1, _TOGETHER // max(1, self.size))
+        batch = max(1, _SLOTS_TOGETHER // max(1, self.size))
         if len(cost) <= batch:
             starts, ends = self._carry_out(cost, transfer)
         else:
@@ -118,9 +119,9 @@ class CompiledOrders(msgspec.Struct, frozen=True, eq=False, dict=True):
         return starts.reshape(*lead, self.size), ends.reshape(*lead, self.size)
 
     def makespan(self, seconds: Sequence[float], transfer_s: Sequence[float] | None = None) -> float:
-        """End of the last primitive of all, from the seconds (V,) of each slot, and of each transfer (E,) if any.
+        """Return the end of the last primitive, from the seconds (V,) of each slot, and of each transfer (E,) if given.
 
-        For one set of durations: as `play`, and several times faster than it for those.
+        The same result as `play` for a single set of durations, several times faster.
         """
         late = [0.0] * self.size if transfer_s is None else [0.0, *transfer_s]
         ends = [0.0] * (self.size + 1)
@@ -139,17 +140,17 @@ class CompiledOrders(msgspec.Struct, frozen=True, eq=False, dict=True):
 
     @cached_property
     def _steps(self) -> list[tuple[int, int, int]]:
-        """For each slot: the one before it on its stage, the one whose transfer it waits for or -1, and one more than
-        the index of that transfer.
-        """
+        """For each slot: the slot before it on its stage, the slot whose transfer it waits for or -1, and the index of
+        that transfer plus 1."""
         source, edge = np.full(self.size, -1), np.zeros(self.size, dtype=np.intp)
         source[self.edges[1]], edge[self.edges[1]] = self.edges[0], 1 + np.arange(self.edges.shape[1])
         return list(zip(self.previous.tolist(), source.tolist(), edge.tolist(), strict=True))
 
     def ready(self, ends: npt.ArrayLike, transfer_s: npt.ArrayLike = 0.0) -> Floats:
-        """When each slot could have begun, (..., V), had others ended at `ends` (..., V), as measured for instance.
+        """Return when each slot could have begun, (..., V), had its predecessors ended at `ends` (..., V), measured or
+        not.
 
-        Arguments and errors as in `play`, whose starts are what this gives for its own ends.
+        Arguments and errors as in `play`. For the ends that `play` returns, the result equals its starts.
         """
         done, transfer, lead = self._rows(ends, transfer_s)
         begin = np.pad(done, ((0, 0), (0, 1)))[:, self.previous]
@@ -158,7 +159,8 @@ class CompiledOrders(msgspec.Struct, frozen=True, eq=False, dict=True):
         return begin.reshape(*lead, self.size)
 
     def makespans(self, ends: npt.ArrayLike) -> Floats:
-        """End of each replica's last primitive, (..., replicas), 0 for one without any, from the ends (..., V)."""
+        """Return the end of each replica's last primitive, (..., replicas), from the ends (..., V); 0 for an empty
+        replica."""
         done = np.asarray(ends, dtype=np.float64)
         if not self.size:
             return np.zeros((*done.shape[:-1], len(self.last)))
@@ -173,14 +175,17 @@ class CompiledOrders(msgspec.Struct, frozen=True, eq=False, dict=True):
         synchronisation_s: npt.ArrayLike = 0.0,
         optimizer_s: npt.ArrayLike = 0.0,
     ) -> Floats:
-        """Seconds of an iteration, shape (...): the slowest replica, gradient synchronisation, optimizer step.
+        """Return the seconds of an iteration, shape (...): slowest replica, gradient synchronisation, optimizer step.
 
-        The last two are one number, or (..., replicas), of which the longest counts: the synchronisation begins once
-        the last replica has come, and everybody waits for the last to step.
+        The last two are one number, or (..., replicas), of which the longest counts: the synchronisation begins when
+        the last replica arrives, and every replica waits for the last to step.
         """
         cost, transfer = np.asarray(seconds, dtype=np.float64), np.asarray(transfer_s, dtype=np.float64)
-        few = self.size <= FEW_SLOTS and (cost.shape, transfer.shape) == ((self.size,), (self.edges.shape[1],))
-        if few and math.isfinite(cost.sum() + transfer.sum()):
+        is_small = self.size <= MAX_SCALAR_SLOTS and (cost.shape, transfer.shape) == (
+            (self.size,),
+            (self.edges.shape[1],),
+        )
+        if is_small and math.isfinite(cost.sum() + transfer.sum()):
             slowest = np.float64(self.makespan(cost.tolist(), transfer.tolist()))
         else:
             _, ends = self.play(cost, transfer)
@@ -188,12 +193,13 @@ class CompiledOrders(msgspec.Struct, frozen=True, eq=False, dict=True):
         return np.asarray(slowest + _longest(synchronisation_s) + _longest(optimizer_s))
 
     def _carry_out(self, seconds: Floats, transfer_s: Floats) -> tuple[Floats, Floats]:
-        """Starts and ends (n, V) from seconds (n, V) and transfers (), (E,) or (n, E): candidates lie side by side."""
+        """Return starts and ends (n, V) from seconds (n, V) and transfers (), (E,) or (n, E); candidates lie side by
+        side."""
         cost = np.ascontiguousarray(seconds.T)
         late = np.ascontiguousarray(np.atleast_2d(transfer_s).T) if transfer_s.ndim else float(transfer_s)
         starts = np.empty(cost.shape)
         ends = np.empty((self.size + 1, cost.shape[1]))
-        ends[self.size] = 0.0  # what comes before the first
+        ends[self.size] = 0.0  # predecessor of the first slot of a stage
         arrivals = np.empty((max((level.sources.size for level in self.levels), default=0), cost.shape[1]))
         for level in self.levels:
             begin = starts[level.slots]
@@ -207,7 +213,7 @@ class CompiledOrders(msgspec.Struct, frozen=True, eq=False, dict=True):
         return starts.T, ends[:-1].T
 
     def _rows(self, seconds: npt.ArrayLike, transfer_s: npt.ArrayLike) -> tuple[Floats, Floats, tuple[int, ...]]:
-        """(n, V); () or (E,) or (n, E); and the leading axes, whose product is n."""
+        """Return seconds (n, V); transfers (), (E,) or (n, E); and the leading axes, whose product is n."""
         cost, transfer = np.asarray(seconds, dtype=np.float64), np.asarray(transfer_s, dtype=np.float64)
         edges = self.edges.shape[1]
         if cost.shape[-1:] != (self.size,) or transfer.shape[-1:] not in ((), (edges,)):
@@ -223,9 +229,9 @@ class CompiledOrders(msgspec.Struct, frozen=True, eq=False, dict=True):
 
 
 def compile_orders(plan: Plan, orders: Orders) -> CompiledOrders:
-    """Compile `orders`. Replicas without migrations whose orders are alike are looked at once.
+    """Compile `orders`. The structure of equal replicas without migrations is computed once.
 
-    Raises PlanError where `timeline.play` does, and the same one.
+    Raises the same PlanError as `timeline.play`, in the same cases.
     """
     lanes = [(d, s, order) for d, replica in enumerate(orders) for s, order in enumerate(replica)]
     counts = np.array([len(order) for _, _, order in lanes], dtype=np.intp)
@@ -241,13 +247,13 @@ def compile_orders(plan: Plan, orders: Orders) -> CompiledOrders:
     level, source = np.empty(size, dtype=np.intp), np.empty(size, dtype=np.intp)
     spans = list(itertools.pairwise(np.searchsorted(replica, np.arange(len(orders) + 1)).tolist()))
     try:
-        for alike in _alike(plan, orders, [(kind[a:b], chunk[a:b], micro_batch[a:b]) for a, b in spans]):
-            own_level, own_source = _structure(plan, orders, alike[0])
-            where = np.array([np.concatenate([np.arange(*spans[d]) for d in part]) for part in alike])
+        for equal_parts in _alike(plan, orders, [(kind[a:b], chunk[a:b], micro_batch[a:b]) for a, b in spans]):
+            own_level, own_source = _structure(plan, orders, equal_parts[0])
+            where = np.array([np.concatenate([np.arange(*spans[d]) for d in part]) for part in equal_parts])
             level[where] = own_level
             source[where] = np.pad(where, ((0, 0), (0, 1)), constant_values=size)[:, own_source]
     except PlanError:
-        play(plan, orders, _unit)  # finds the same, or what comes before it in another replica
+        play(plan, orders, _unit)  # raises the same error, or the error of an earlier replica
         raise
 
     numbered = np.argsort(2 * level + (source == size), kind="stable")
@@ -258,10 +264,10 @@ def compile_orders(plan: Plan, orders: Orders) -> CompiledOrders:
     target = np.flatnonzero(source < size)
     edges = np.stack([source[target], target])
     places = (replica * (1 + stage.max(initial=0)) + stage) * (1 + chunk.max(initial=0)) + chunk
-    known, firsts = np.unique(places, return_index=True)
+    distinct_places, firsts = np.unique(places, return_index=True)
     stops = tuple(Stop(int(replica[i]), int(stage[i]), int(chunk[i])) for i in firsts)
-    stop = np.searchsorted(known, places)
-    last = np.full((len(orders), max((len(of_one) for of_one in orders), default=0)), size)
+    stop = np.searchsorted(distinct_places, places)
+    last = np.full((len(orders), max((len(stages) for stages in orders), default=0)), size)
     for i, (d, s, order) in enumerate(lanes):
         if order:
             last[d, s] = slot[begins[i + 1] - 1]
@@ -285,18 +291,18 @@ def compile_orders(plan: Plan, orders: Orders) -> CompiledOrders:
 
 
 Part = tuple[int, ...]
-"""Replicas that exchange micro-batches, or one that does not."""
+"""Replicas that exchange micro-batches, or a single replica that exchanges none."""
 
 
 def _alike(plan: Plan, orders: Orders, fields: Sequence[tuple[Ints, Ints, Ints]]) -> list[list[Part]]:
-    """Parts of the plan that have work, those together that do the same up to the names of their micro-batches.
+    """Return the parts of the plan that have work, grouped by equal work up to the numbers of their micro-batches.
 
     `fields`: kinds, chunks and micro-batches of each replica, stage after stage.
     """
     homes = {m: d for d, share in enumerate(plan.assignment) for m in share}
     moves = [(homes[move.micro_batch], move.replica) for move in plan.migrations if move.micro_batch in homes]
     mixed = tuple(sorted({d for move in moves if move[0] != move[1] for d in move if d < len(orders)}))
-    found: dict[object, list[Part]] = {}
+    parts_of_work: dict[object, list[Part]] = {}
     for d, (replica, (kind, chunk, micro_batch)) in enumerate(zip(orders, fields, strict=True)):
         if d in mixed or not any(replica):
             continue
@@ -307,12 +313,13 @@ def _alike(plan: Plan, orders: Orders, fields: Sequence[tuple[Ints, Ints, Ints]]
             raise PlanError(f"plan of epoch {plan.epoch}: replica {d} has no micro-batch {error}") from None
         chunks = tuple(len(stage.chunks) for stage in plan.layout.replicas[d].stages)
         work = tuple(map(len, replica)), kind.tobytes(), chunk.tobytes(), renamed.tobytes()
-        found.setdefault((chunks, work), []).append((d,))
-    return [*found.values(), *([[mixed]] if any(any(orders[d]) for d in mixed) else [])]
+        parts_of_work.setdefault((chunks, work), []).append((d,))
+    return [*parts_of_work.values(), *([[mixed]] if any(any(orders[d]) for d in mixed) else [])]
 
 
 def _structure(plan: Plan, orders: Orders, part: Part) -> tuple[Ints, Ints]:
-    """Level of each primitive of `part`, and the one whose transfer it waits for: an index into them, or -1."""
+    """Return the level of each primitive of `part`, and the index of the primitive whose transfer it waits for, or
+    -1."""
     own = msgspec.structs.replace(
         plan, assignment=tuple(share if d in part else () for d, share in enumerate(plan.assignment)), orders=()
     )
@@ -335,7 +342,7 @@ def _structure(plan: Plan, orders: Orders, part: Part) -> tuple[Ints, Ints]:
 
 
 def _levels(level: Ints, previous: Ints, edges: Ints) -> tuple[Level, ...]:
-    """Slices of each level, from each slot's level, ascending."""
+    """Return the slices of each level, from each slot's level in ascending order."""
     source, target = edges
     firsts = np.searchsorted(level, np.arange(level.max(initial=-1) + 2))
     edge_firsts = np.searchsorted(target, firsts)

@@ -1,10 +1,10 @@
-"""What each rank does in an iteration, computation and communication in one order, derived from a plan. Pure.
+"""Each rank's program of an iteration: computation and communication in one order, derived from a plan. Pure.
 
 The order is safe under NCCL's rules, not only under gloo's. There is one linear order of all communication of the plan:
 the order in which it becomes possible when the plan is played on a virtual clock (`resihp.pipeline.timeline`). Every
-rank begins its own part in that order, and begins all that comes before X before it waits for X. Then the first
+rank begins its own part in that order, and begins everything that comes before X before it waits for X. Then the first
 communication in the order that is not done can always be done, even if a rank carries out one at a time, and if sends
-wait for their receives. `resihp.pipeline.checker` plays programs under those rules; nobody acts on one that it refuses.
+wait for their receives. `resihp.pipeline.checker` plays programs under those rules; a refused program is never used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from resihp.pipeline.timeline import layer_units, play, virtual_stages
 
 
 class TensorRange(msgspec.Struct, frozen=True):
-    """Elements [start * n / of, stop * n / of) of a tensor of n elements go from one rank to another."""
+    """Elements [start * n / of, stop * n / of) of a tensor of n elements, sent from one rank to another."""
 
     sender: int
     receiver: int
@@ -35,14 +35,14 @@ class TensorRange(msgspec.Struct, frozen=True):
 
 
 class Parcel(msgspec.Struct, frozen=True):
-    """A micro-batch's activations, or their gradients, on the way between two stages.
+    """A micro-batch's activations, or their gradients, in transit between two stages.
 
     `boundary` b lies between virtual stages b and b + 1 of the micro-batch's path; activations cross it forward,
     gradients backward. Between equal tensor-parallel degrees each rank sends the whole tensor to its counterpart;
-    between unequal ones, or under sequence parallelism, it goes in N chunks, each sent once (the paper's section 7:
-    N = max of both degrees, here their least common multiple, which is the same for powers of two; chunk c goes from
-    sender c * U // N to receiver c * D // N, and its gradient back between the same two). `gathered`: the receivers
-    then complete the tensor with an all-gather among themselves; without it, each needs only what it got.
+    between unequal ones, or under sequence parallelism, it goes in N chunks, each sent once (the paper's section 7: N =
+    max of both degrees, here their least common multiple, which is the same for powers of two; chunk c goes from sender
+    c * U // N to receiver c * D // N, and its gradient back between the same two). `gathered`: the receivers then
+    complete the tensor with an all-gather among themselves; otherwise each needs only the elements that it received.
     """
 
     direction: Literal["forward", "backward"]
@@ -53,7 +53,7 @@ class Parcel(msgspec.Struct, frozen=True):
 
 
 class Bucket(msgspec.Struct, frozen=True):
-    """Gradients that are summed in one all-reduce over `owners`, once the backward passes of `units` are through."""
+    """Gradients summed in one all-reduce over `owners`, once the backward passes of `units` are complete."""
 
     owners: tuple[int, ...]
     slices: tuple[Slice, ...]
@@ -61,10 +61,10 @@ class Bucket(msgspec.Struct, frozen=True):
 
 
 class Compute(msgspec.Struct, frozen=True, tag=True):
-    """Carry out a primitive, once what it needs from other stages has come, or its part of `layers`, first and last.
+    """Carry out a primitive, or only its `layers` (first and last), once its inputs from other stages have arrived.
 
-    In parts comes only the work that completes a chunk's gradients: from the chunk's last layer to its first, one part
-    after the other with no other computation between (`resihp.pipeline.parts`).
+    Only the pass that completes a chunk's gradients is cut into parts: from the chunk's last layer to its first, one
+    part after the other with no other computation between (`resihp.pipeline.parts`).
     """
 
     primitive: Primitive
@@ -72,13 +72,13 @@ class Compute(msgspec.Struct, frozen=True, tag=True):
 
 
 class Transmit(msgspec.Struct, frozen=True, tag=True):
-    """Begin to send, or to receive, this rank's pieces of a parcel; wait for nothing."""
+    """Begin to send, or to receive, this rank's pieces of a parcel, without waiting."""
 
     parcel: Parcel
 
 
 class Reduce(msgspec.Struct, frozen=True, tag=True):
-    """Begin to sum a bucket, by its index; wait for nothing."""
+    """Begin to sum a bucket, given by its index, without waiting."""
 
     bucket: int
 
@@ -88,12 +88,12 @@ Program = tuple[Instruction, ...]
 
 
 Use = Literal["bulk", "tensor", "edge"]
-"""What a communicator is for: large things nobody waits for at once (sums, state), the collectives inside of a stage's
-computation, or what goes between two ranks of different stages."""
+"""Use of a communicator: large operations without an immediate waiter (sums, state), the collectives inside a stage's
+computation, or transfers between two ranks of different stages."""
 
 
 class GroupSpec(msgspec.Struct, frozen=True):
-    """One communicator: its name within the epoch, its ranks in order (of an edge sender, receiver), and its use."""
+    """One communicator: its name within the epoch, its ranks in order (sender, receiver for an edge), and its use."""
 
     name: str
     ranks: tuple[int, ...]
@@ -101,11 +101,12 @@ class GroupSpec(msgspec.Struct, frozen=True):
 
 
 def programs(plan: Plan, buckets: Sequence[Bucket] = ()) -> dict[int, Program]:
-    """Every active rank's program: its part of one list of all that happens, in the order in which it can.
+    """Return every active rank's program: its part of one list of all instructions, in the order in which they can
+    begin.
 
-    Computes stand at their start, transfers where the tensor is there, reductions where the last owner's gradients
-    are; what happens at the same time has an order, too. Every program being a part of the same list, and the list one
-    in which everything comes after what it needs, the module's argument applies.
+    Computations are placed at their start, transfers when the tensor is ready, reductions when the last owner's
+    gradients are complete; instructions of the same time have an order, too. The argument of the module's docstring
+    applies, since every program is a part of the same list, in which everything comes after its dependencies.
 
     Raises PlanError if the plan's orders cannot be carried out.
     """
@@ -117,7 +118,8 @@ def programs(plan: Plan, buckets: Sequence[Bucket] = ()) -> dict[int, Program]:
     parcels = _Parcels(plan)
     parts = cuts(plan.layout, ((bucket.owners, bucket.units) for bucket in buckets))
     through: dict[ChunkPlace, tuple[tuple[int, float], ...]] = {}
-    """Down to which layer a chunk's gradients are there, and when; the chunk's first layer comes last."""
+    """For each part of a chunk: the lowest layer whose gradients are complete, and when. The chunk's first layer is
+    last."""
     events: list[tuple[tuple[float, int, int, int, int], Instruction, tuple[int, ...]]] = []
     for d, replica in enumerate(replicas):
         for s, order in enumerate(orders[d]):
@@ -146,17 +148,17 @@ def programs(plan: Plan, buckets: Sequence[Bucket] = ()) -> dict[int, Program]:
     for index, moment in enumerate(_moments(plan.layout, buckets, through)):
         events.append(((moment, REDUCE, index, 0, 0), Reduce(index), buckets[index].owners))
     events.sort(key=lambda event: event[0])
-    found: dict[int, list[Instruction]] = {rank: [] for rank in plan.layout.active}
+    instructions_of: dict[int, list[Instruction]] = {rank: [] for rank in plan.layout.active}
     for _, instruction, ranks in events:
         for rank in ranks:
-            found[rank].append(instruction)
-    return {rank: tuple(program) for rank, program in found.items()}
+            instructions_of[rank].append(instruction)
+    return {rank: tuple(program) for rank, program in instructions_of.items()}
 
 
 def forward_only(programs: Mapping[int, Program]) -> dict[int, Program]:
-    """The same programs without gradients: what an evaluation carries out, over the same communicators.
+    """Return the same programs without gradients, for an evaluation over the same communicators.
 
-    They are parts of one list, too, in which everything comes after what it needs: forwards need nothing else.
+    They are parts of one list, too, in which everything comes after its dependencies: forwards depend on nothing else.
     """
     return {rank: tuple(entry for entry in program if _is_forward(entry)) for rank, program in programs.items()}
 
@@ -168,24 +170,25 @@ def _is_forward(entry: Instruction) -> bool:
 
 
 TRANSMIT, REDUCE, COMPUTE = range(3)
-"""What comes first of things at the same time: communication, for others may wait for it."""
+"""Order of instructions of the same time: communication first, because other ranks may wait for it."""
 
 
 def pieces_between(
     senders: Sequence[int], receivers: Sequence[int], *, sequence_parallel: bool
 ) -> tuple[TensorRange, ...]:
-    """How activations travel between two stages; `mirrored` gives their gradients' way back."""
+    """Return the pieces in which activations travel between two stages; `mirrored` gives the way back of their
+    gradients."""
     up, down = len(senders), len(receivers)
     if up == down and not sequence_parallel:
         return tuple(TensorRange(a, b, 0, 1, 1) for a, b in zip(senders, receivers, strict=True))
-    of = math.lcm(up, down)
+    elements = math.lcm(up, down)
     pieces: list[TensorRange] = []
-    for c in range(of):
-        a, b = senders[c * up // of], receivers[c * down // of]
+    for c in range(elements):
+        a, b = senders[c * up // elements], receivers[c * down // elements]
         if pieces and (pieces[-1].sender, pieces[-1].receiver) == (a, b):
-            pieces[-1] = TensorRange(a, b, pieces[-1].start, c + 1, of)
+            pieces[-1] = TensorRange(a, b, pieces[-1].start, c + 1, elements)
         else:
-            pieces.append(TensorRange(a, b, c, c + 1, of))
+            pieces.append(TensorRange(a, b, c, c + 1, elements))
     return tuple(pieces)
 
 
@@ -196,20 +199,21 @@ def mirrored(pieces: Sequence[TensorRange]) -> tuple[TensorRange, ...]:
 def buckets(
     layout: Layout, specs: Sequence[ParameterSpec], bucket_bytes: int = 32 << 20, element: int = 4
 ) -> tuple[Bucket, ...]:
-    """What is summed over several ranks, in buckets of about `bucket_bytes`: one list that is equal on all ranks.
+    """Return the sums over several ranks, in buckets of about `bucket_bytes`: one list that is equal on all ranks.
 
     The model's last parameters come first, since their gradients do. A bucket waits for the same chunks of each of its
-    owners throughout, so that no gradient waits for a chunk that it does not come from. Slices stay whole; `element`
-    is in bytes.
+    owners throughout, so that no gradient waits for a chunk that it does not come from. Slices stay whole; `element` is
+    in bytes.
 
-    Copies of a parameter that tensor parallelism does not cut are summed in several sets, and come out equal to the bit
-    on gloo, though the order of a sum depends on where in a bucket it stands. Buckets of such sets are laid out alike,
-    unless the cuts of the others are uneven (degrees 3 and 2, say): then these parameters get buckets of their own.
+    Copies of a parameter that tensor parallelism does not cut are summed in several sets. On gloo the results are equal
+    to the bit only if the copies stand at the same place in their buckets, because the order of a sum depends on it.
+    Buckets of such sets are therefore laid out alike, unless the cuts of the others are uneven (degrees 3 and 2, say):
+    then these parameters get buckets of their own.
 
     NCCL gives all ranks of a set the same bits (its issues 855 and 1497), but may add in another order in another set,
     which lies on other links: with three replicas or more such copies can then differ in the last bit, as they can in
-    Megatron. Nothing relies on their being equal: a norm counts one of them, a checkpoint holds one, and whoever needs
-    the parameter takes any. Under sequence parallelism there is one set for all copies.
+    Megatron. Nothing relies on their being equal: a norm counts one of them, a checkpoint holds one, and a rank that
+    needs the parameter takes any. Under sequence parallelism there is one set for all copies.
     """
     by_name = {spec.name: spec for spec in specs}
     position = {spec.name: i for i, spec in enumerate(specs)}
@@ -231,36 +235,36 @@ def buckets(
         spec = by_name[piece.name]
         chunks = tuple(waits(places[owner], spec.units) for owner in owners)
         groups.setdefault((owners, chunks, _apart(layout, spec)), []).append(piece)
-    found: list[Bucket] = []
+    buckets: list[Bucket] = []
     for (owners, _, _), pieces in groups.items():
-        taken: list[Slice] = []
-        held = 0
+        bucket_pieces: list[Slice] = []
+        held_bytes = 0
         for piece in pieces:
             size = size_of(by_name[piece.name], piece) * element
-            if taken and held + size > bucket_bytes:
-                found.append(_bucket(owners, taken, by_name))
-                taken, held = [], 0
-            taken.append(piece)
-            held += size
-        found.append(_bucket(owners, taken, by_name))
-    return tuple(found)
+            if bucket_pieces and held_bytes + size > bucket_bytes:
+                buckets.append(_bucket(owners, bucket_pieces, by_name))
+                bucket_pieces, held_bytes = [], 0
+            bucket_pieces.append(piece)
+            held_bytes += size
+        buckets.append(_bucket(owners, bucket_pieces, by_name))
+    return tuple(buckets)
 
 
 def memberships(plan: Plan, programs: dict[int, Program], buckets: Sequence[Bucket] = ()) -> tuple[GroupSpec, ...]:
-    """All communicators of a plan, in one order that is equal on all ranks.
+    """Return all communicators of a plan, in one order that is equal on all ranks.
 
-    As few as order and speed allow: ranks that do several things together, sum several buckets for one, have one
-    communicator for all of them (`tensor_of`, `sums_of`). That is safe because all ranks begin what they do together in
-    the one order that all programs have, and `resihp.pipeline.checker` plays just these communicators. Only an edge
-    (`edge_of`) is not also its ranks' group: back ends treat the two differently.
+    There are as few as order and speed allow: ranks that do several things together, for example sum several buckets,
+    have one communicator for all of them (`tensor_of`, `sums_of`). That is safe because all ranks begin their common
+    operations in the one order that all programs have, and `resihp.pipeline.checker` plays exactly these communicators.
+    Only an edge (`edge_of`) does not share its ranks' group: back ends treat the two differently.
     """
     active = plan.layout.active
-    found = {WORLD: GroupSpec(WORLD, active)} if len(active) > 1 else {}
+    groups = {WORLD_GROUP: GroupSpec(WORLD_GROUP, active)} if len(active) > 1 else {}
     for replica in plan.layout.replicas:
         for stage in replica.stages:
             if stage.tp > 1:
                 name = tensor_of(stage.ranks, active)
-                found[name] = GroupSpec(name, stage.ranks, "tensor")
+                groups[name] = GroupSpec(name, stage.ranks, "tensor")
     edges: set[tuple[str, int, int]] = set()
     for instructions in programs.values():
         for instruction in instructions:
@@ -270,28 +274,29 @@ def memberships(plan: Plan, programs: dict[int, Program], buckets: Sequence[Buck
     for direction in ("forward", "backward"):
         for _, sender, receiver in sorted(edge for edge in edges if edge[0] == direction):
             name = edge_of(direction, sender, receiver)
-            found[name] = GroupSpec(name, (sender, receiver), "edge")
+            groups[name] = GroupSpec(name, (sender, receiver), "edge")
     for owners in sorted({bucket.owners for bucket in buckets if len(bucket.owners) > 1}):
         name = sums_of(owners, active)
-        found.setdefault(name, GroupSpec(name, owners))
-    return tuple(found.values())
+        groups.setdefault(name, GroupSpec(name, owners))
+    return tuple(groups.values())
 
 
-WORLD = "world"
-"""The communicator of all active ranks."""
+WORLD_GROUP = "world"
+"""Name of the communicator of all active ranks."""
 
 
 def tensor_of(ranks: Sequence[int], active: Sequence[int]) -> str:
-    """Name of the communicator of a stage's ranks, whose order tells who holds which part; `active`: all ranks."""
-    return WORLD if tuple(ranks) == tuple(active) else _group(ranks)
+    """Return the name of the communicator of a stage's ranks, whose order gives each rank's part; `active`: all
+    ranks."""
+    return WORLD_GROUP if tuple(ranks) == tuple(active) else _group(ranks)
 
 
 def sums_of(owners: Sequence[int], active: Sequence[int]) -> str:
-    """Name of the communicator over which `owners` sum, in the order of their replicas.
+    """Return the name of the communicator over which `owners` sum, in the order of their replicas.
 
-    Sets that sum copies of one parameter add in the same order only so, on gloo at least (`buckets`).
+    Only with one order do sets that sum copies of one parameter add in the same order, on gloo at least (`buckets`).
     """
-    return WORLD if len(owners) == len(active) else _group(owners)
+    return WORLD_GROUP if len(owners) == len(active) else _group(owners)
 
 
 def _group(ranks: Sequence[int]) -> str:
@@ -299,10 +304,11 @@ def _group(ranks: Sequence[int]) -> str:
 
 
 def edge_of(direction: str, sender: int, receiver: int) -> str:
-    """Name of the communicator over which a rank sends activations ("forward") or gradients to one of another stage.
+    """Return the name of the communicator over which a rank sends activations ("forward") or gradients to another
+    stage.
 
-    Not one for both: what goes over one is first in, first out, and an activation that a rank is ready for early would
-    hold up the gradient behind it.
+    The directions have separate communicators: a communicator is first in, first out, and an activation that a rank is
+    ready for early would hold up the gradient behind it.
     """
     return f"{direction}/{sender}-{receiver}"
 
@@ -310,32 +316,32 @@ def edge_of(direction: str, sender: int, receiver: int) -> str:
 def _moments(
     layout: Layout, buckets: Sequence[Bucket], through: Mapping[ChunkPlace, tuple[tuple[int, float], ...]]
 ) -> list[float]:
-    """When the last owner of each bucket has its gradients; 0 where nobody computes any."""
+    """Return when the last owner of each bucket has its gradients; 0 if there is none to compute."""
     places = {rank: (place.replica, place.stage) for rank, place in layout.places()}
 
     @functools.cache
     def ready(place: tuple[int, int], units: tuple[str, ...]) -> float:
         needed = {(*place, c): depth for c, depth in depths(layout, *place, units).items()}
-        whens = (next(t for low, t in through[chunk] if low <= needed[chunk]) for chunk in needed if chunk in through)
-        return max(whens, default=0.0)
+        times = (next(t for low, t in through[chunk] if low <= needed[chunk]) for chunk in needed if chunk in through)
+        return max(times, default=0.0)
 
     return [max((ready(places[owner], bucket.units) for owner in bucket.owners), default=0.0) for bucket in buckets]
 
 
 class _Parcels:
-    """Parcels and who takes part in them; the pieces between two stages are worked out once."""
+    """Parcels and the ranks that take part in them; the pieces between two stages are computed once."""
 
     def __init__(self, plan: Plan) -> None:
         self._replicas, self._sequence_parallel = plan.layout.replicas, plan.sequence_parallel
-        self._known: dict[tuple[int, int, int, int, bool], tuple[tuple[TensorRange, ...], bool, tuple[int, ...]]] = {}
+        self._routes: dict[tuple[int, int, int, int, bool], tuple[tuple[TensorRange, ...], bool, tuple[int, ...]]] = {}
 
     def between(
         self, source: Stop, target: Stop, m: int, boundary: int, *, forward: bool
     ) -> tuple[Transmit, tuple[int, ...]]:
         key = (source.replica, source.stage, target.replica, target.stage, forward)
-        if key not in self._known:
-            self._known[key] = self._work_out(self._stage(source), self._stage(target), forward)
-        pieces, gathered, ranks = self._known[key]
+        if key not in self._routes:
+            self._routes[key] = self._work_out(self._stage(source), self._stage(target), forward)
+        pieces, gathered, ranks = self._routes[key]
         return Transmit(Parcel("forward" if forward else "backward", m, boundary, pieces, gathered)), ranks
 
     def _work_out(
@@ -351,7 +357,7 @@ class _Parcels:
 
 
 def _apart(layout: Layout, spec: ParameterSpec) -> bool:
-    """Whether an uncut parameter is held by groups whose cuts of other parameters differ in width."""
+    """Return whether groups that cut other parameters into unequal widths hold this uncut parameter."""
     if spec.axis is not None or spec.partial:
         return False
     degrees = {stage.tp for stage in holders(layout, spec)}

@@ -1,8 +1,8 @@
-"""NCCL's rules by themselves: whether operations that ranks begin in some order can all be done. Pure.
+"""NCCL's rules alone: whether operations that ranks begin in some order can all be completed. Pure.
 
 No tags: the k-th operation on a communicator must be the same on all members. Rendezvous: an operation is done only
 when all members carry it out. And, as the strictest case, a rank carries out one operation at a time, over all of its
-communicators, in the order in which it began them. Used by `resihp.pipeline.checker`, which knows what is asked for.
+communicators, in the order in which it began them. Used by `resihp.pipeline.checker`, which knows the required work.
 """
 
 from __future__ import annotations
@@ -11,40 +11,42 @@ import itertools
 from collections.abc import Iterable
 
 Channel = tuple[str, tuple[int, ...]]
-"""A communicator: what it is for, and its ranks."""
+"""A communicator: its use, and its ranks."""
 
 Operation = tuple[str | int, ...]
-"""What it is about, its size included: ("bucket", index); kind, micro-batch, virtual stage and layers; a piece of a
-parcel."""
+"""Identity of an operation, its size included: ("bucket", index); kind, micro-batch, virtual stage and layers; or a
+piece of a parcel."""
 
 
 class Rendezvous:
-    """Collects what each rank begins and waits for, then judges it."""
+    """Collects the operations that each rank begins and waits for, then checks them."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self._lists: dict[Channel, dict[int, list[Operation]]] = {}
         self._numbers: dict[tuple[Channel, int], int] = {}
         self._turns: list[tuple[Channel, int]] = []
-        """Of each operation by number: communicator, and which of its operations."""
+        """For each operation, by number: its communicator, and its position among the operations there."""
         self._steps: dict[int, list[tuple[int, list[int], list[int]]]] = {rank: [] for rank in ranks}
-        """For each rank: at which instruction, operations to begin, operations to wait for then."""
+        """For each rank and step: the instruction, the operations to begin, and the operations to wait for
+        afterwards."""
 
-    def operation(self, channel: Channel, rank: int, what: Operation) -> int:
-        """The number of a rank's next operation on a communicator: that of its peers' at the same turn."""
-        done = self._lists.setdefault(channel, {member: [] for member in channel[1]})[rank]
-        turn = (channel, len(done))
-        done.append(what)
+    def operation(self, channel: Channel, rank: int, operation: Operation) -> int:
+        """Return the number of a rank's next operation on a communicator, which its peers share at the same
+        position."""
+        operations = self._lists.setdefault(channel, {member: [] for member in channel[1]})[rank]
+        turn = (channel, len(operations))
+        operations.append(operation)
         if turn not in self._numbers:
             self._numbers[turn] = len(self._turns)
             self._turns.append(turn)
         return self._numbers[turn]
 
     def step(self, rank: int, instruction: int, begins: list[int], waits: list[int]) -> None:
-        """At an instruction, a rank begins some operations and goes on once others are done."""
+        """Record that at an instruction a rank begins some operations and goes on once others are done."""
         self._steps[rank].append((instruction, begins, waits))
 
     def mismatch(self) -> str | None:
-        """The first operation that is not the same on all members, or None."""
+        """Return a message about the first operation that is not the same on all members, or None."""
         for channel, lists in self._lists.items():
             first = channel[1][0]
             for rank, operations in lists.items():
@@ -58,7 +60,8 @@ class Rendezvous:
         return None
 
     def deadlock(self) -> str | None:
-        """Which ranks wait for each other for ever, or None if all can be done. Call it where nothing mismatches."""
+        """Return a message about ranks that wait for each other for ever, or None. Call it only if `mismatch` returns
+        None."""
         ranks = list(self._steps)
         reached = dict.fromkeys(ranks, 0)
         begun = dict.fromkeys(ranks, False)
@@ -96,29 +99,29 @@ class Rendezvous:
         return self._circle(at_hand, reached)
 
     def _circle(self, at_hand: dict[int, int], reached: dict[int, int]) -> str:
-        """Ranks that wait for each other, given what each carries out and the step that it has reached."""
+        """Describe ranks that wait for each other, given the current operation and the reached step of each."""
 
         def absent(rank: int) -> list[int]:
             members = self._turns[at_hand[rank]][0][1]
             return [member for member in members if at_hand.get(member) != at_hand[rank]]
 
-        seen = [next(iter(at_hand))]
-        while (after := absent(seen[-1])[0]) not in seen:
-            seen.append(after)
-        told = []
-        for rank in seen[seen.index(after) :]:
+        visited = [next(iter(at_hand))]
+        while (after := absent(visited[-1])[0]) not in visited:
+            visited.append(after)
+        waits = []
+        for rank in visited[visited.index(after) :]:
             channel, k = self._turns[at_hand[rank]]
             steps, step = self._steps[rank], reached[rank]
             where = f"at instruction {steps[step][0]}" if step < len(steps) else "at its end"
-            what, peers = _spoken(self._lists[channel][rank][k]), ", ".join(map(str, absent(rank)))
-            told.append(f"rank {rank} ({where}) waits in {what} on {_name(channel)} for rank {peers}")
-        return f"deadlock when each rank carries out one operation at a time: {'; '.join(told)}"
+            operation, peers = _spoken(self._lists[channel][rank][k]), ", ".join(map(str, absent(rank)))
+            waits.append(f"rank {rank} ({where}) waits in {operation} on {_name(channel)} for rank {peers}")
+        return f"deadlock when each rank carries out one operation at a time: {'; '.join(waits)}"
 
 
 def spoken_parcel(direction: object, micro_batch: object, boundary: object) -> str:
-    """A parcel in messages."""
-    what = "activations" if direction == "forward" else "gradients"
-    return f"{what} of micro-batch {micro_batch} over boundary {boundary}"
+    """Describe a parcel in messages."""
+    content = "activations" if direction == "forward" else "gradients"
+    return f"{content} of micro-batch {micro_batch} over boundary {boundary}"
 
 
 def _name(channel: Channel) -> str:
@@ -132,5 +135,5 @@ def _spoken(operation: Operation | None) -> str:
         return f"the sum of bucket {operation[1]}"
     if len(operation) == 5:
         return f"{operation[0]} of micro-batch {operation[1]} in layers {operation[3]} to {operation[4]}"
-    direction, m, b, start, stop, of = operation
-    return f"elements {start} to {stop} of {of} of {spoken_parcel(direction, m, b)}"
+    direction, m, b, start, stop, elements = operation
+    return f"elements {start} to {stop} of {elements} of {spoken_parcel(direction, m, b)}"

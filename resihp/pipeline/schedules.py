@@ -1,9 +1,9 @@
 """Orders of F, B and W on each stage. Pure; the executor carries them out, the timeline prices them.
 
 Plain shapes get the orders of the literature: 1F1B, Megatron's interleaved order where stages hold several chunks,
-ZB-H1 where F, B and W are apart. Anything else (micro-batches that migrate, stages with unequal numbers of chunks) is
+ZB-H1 where B and W are separate. Anything else (micro-batches that migrate, stages with unequal numbers of chunks) is
 scheduled greedily on a virtual clock, which always yields an order that can be carried out. Nothing here decides which
-schedule, or which migration, is good: that is the scheduler's (`resihp.scheduler`).
+schedule, or which migration, is good: that is the scheduler's task (`resihp.scheduler`).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from resihp.parallelism.layout import Replica
 from resihp.parallelism.plan import Order, Plan, Primitive
 from resihp.pipeline.timeline import Node, Orders, Seconds, Transfers, follows, layer_units, needs
 
-SCHEDULES = ("1f1b", "interleaved", "zero-bubble")
-"""Names that a plan may give. The first two are the same rule, for one and for several chunks a stage."""
+SCHEDULE_NAMES = ("1f1b", "interleaved", "zero-bubble")
+"""Names of schedules that a plan may give. The first two are the same rule, for one and for several chunks a stage."""
 
 
 def orders_of(plan: Plan) -> Orders:
-    """What each stage computes in an iteration: the plan's own orders if it has any, else what its schedule says.
+    """Return each stage's order in an iteration: the plan's own orders if it has any, else those of its schedule.
 
     Raises PlanError for an unknown schedule, or orders that do not fit the layout's stages.
     """
@@ -30,8 +30,10 @@ def orders_of(plan: Plan) -> Orders:
         if [len(orders) for orders in plan.orders] != [len(replica.stages) for replica in replicas]:
             raise PlanError(f"plan of epoch {plan.epoch}: its orders do not fit its layout, one for each stage")
         return plan.orders
-    if plan.schedule not in SCHEDULES:
-        raise PlanError(f"plan of epoch {plan.epoch}: unknown schedule {plan.schedule}; choose {', '.join(SCHEDULES)}")
+    if plan.schedule not in SCHEDULE_NAMES:
+        raise PlanError(
+            f"plan of epoch {plan.epoch}: unknown schedule {plan.schedule}; choose {', '.join(SCHEDULE_NAMES)}"
+        )
     mixed = _mixed(plan)
     orders = [
         None if d in mixed else _textbook(plan.schedule, replica, share)
@@ -39,12 +41,12 @@ def orders_of(plan: Plan) -> Orders:
     ]
     if None in orders:
         own = greedy(plan, layer_units(plan.layout), split=plan.schedule == "zero-bubble")
-        orders = [own[d] if found is None else found for d, found in enumerate(orders)]
-    return tuple(found for found in orders if found is not None)
+        orders = [own[d] if order is None else order for d, order in enumerate(orders)]
+    return tuple(order for order in orders if order is not None)
 
 
 def one_forward_one_backward(stage: int, stages: int, micro_batches: tuple[int, ...]) -> tuple[Primitive, ...]:
-    """1F1B (PipeDream-flush, Megatron's non-interleaved schedule) for `stage` of `stages`.
+    """Return the 1F1B order (PipeDream-flush, Megatron's non-interleaved schedule) for `stage` of `stages`.
 
     Warm-up forwards = min(stages - stage - 1, micro-batches), then one forward and one backward alternate, then the
     remaining backwards.
@@ -58,11 +60,11 @@ def one_forward_one_backward(stage: int, stages: int, micro_batches: tuple[int, 
 
 
 def interleaved(stage: int, stages: int, chunks: int, micro_batches: tuple[int, ...]) -> Order:
-    """Megatron's interleaved 1F1B (`forward_backward_pipelining_with_interleaving`) for `stage` of `stages`.
+    """Return Megatron's interleaved 1F1B (`forward_backward_pipelining_with_interleaving`) for `stage` of `stages`.
 
     Micro-batches go in groups, chunk after chunk within a group; then one forward and one backward alternate. Warm-up:
-    2 (stages - stage - 1) + (chunks - 1) group forwards. A group has `stages` micro-batches; a remainder is spread
-    over the groups, since one smaller than `stages` costs bubbles and may even deadlock (Megatron refuses it).
+    2 (stages - stage - 1) + (chunks - 1) group forwards. A group has `stages` micro-batches; a remainder is spread over
+    the groups, since a group smaller than `stages` costs bubbles and may even deadlock (Megatron refuses it).
     """
     count = len(micro_batches)
     groups = max(1, count // stages)
@@ -83,11 +85,11 @@ def interleaved(stage: int, stages: int, chunks: int, micro_batches: tuple[int, 
 
 
 def zero_bubble(stage: int, stages: int, micro_batches: tuple[int, ...]) -> Order:
-    """ZB-H1 (Qi et al., "Zero Bubble Pipeline Parallelism", 2024) for `stage` of `stages`.
+    """Return the ZB-H1 order (Qi et al., "Zero Bubble Pipeline Parallelism", 2024) for `stage` of `stages`.
 
-    1F1B with W apart and `stage` micro-batches behind B. Between F and B a stage holds no more micro-batches than
-    under 1F1B; between F and W every stage holds at most `stages`, which is what 1F1B's first stage holds. With
-    F = B = W the bubble is a third of 1F1B's.
+    It is 1F1B with separate W, which follow `stage` micro-batches behind B. Between F and B a stage holds no more
+    micro-batches than under 1F1B; between F and W every stage holds at most `stages`, the number that 1F1B's first
+    stage holds. With F = B = W the bubble is a third of 1F1B's.
     """
     order: list[Primitive] = []
     done = 0
@@ -102,18 +104,18 @@ def zero_bubble(stage: int, stages: int, micro_batches: tuple[int, ...]) -> Orde
 
 
 def greedy(plan: Plan, seconds: Seconds, transfer_s: Transfers = 0.0, *, split: bool = False) -> Orders:
-    """List scheduling on a virtual clock: whenever a stage is free it begins a B, else an F, else a W that is ready.
+    """List-schedule on a virtual clock: a stage that is free begins a ready B, else a ready F, else a ready W.
 
-    For any layout and any migrations, at costs of the caller's. `split` gives every B a W. Forwards are held back
-    as in 1F1B: a stage begins one only while fewer micro-batches are between F and B (and, split, between F and W)
-    than its place in the pipeline asks for. Where that would leave all stages waiting, the most urgent forward goes
-    ahead, so an order always comes out, and it can always be carried out.
+    It works for any layout and any migrations, at the caller's costs. `split` gives every B a W. Forwards are held back
+    as in 1F1B: a stage begins one only while fewer micro-batches are between F and B (and, with `split`, between F and
+    W) than the limit of its position in the pipeline. Where that would leave all stages waiting, the most urgent
+    forward goes ahead, so an order always results, and it can always be carried out.
     """
     return _Greedy(plan, seconds, transfer_s, split).run()
 
 
 class _Greedy:
-    """One run of the virtual clock: stages are numbered over all replicas, queues hold what is ready on each."""
+    """One run of the virtual clock: stages are numbered over all replicas, queues hold the ready nodes of each."""
 
     def __init__(self, plan: Plan, seconds: Seconds, transfer_s: Transfers, split: bool) -> None:
         self._paths = plan.paths()
@@ -146,8 +148,8 @@ class _Greedy:
                     self._missing[node] = len(needs(node, len(path) - 1))
                     if not self._missing[node]:
                         self._at(0.0, node)
-        left = len(self._missing)
-        while left:
+        remaining = len(self._missing)
+        while remaining:
             touched = set()
             if self._events:
                 self._clock = self._events[0][0]
@@ -163,13 +165,13 @@ class _Greedy:
                     node_now = self._choice(lane)
                     if node_now is not None:
                         self._begin(lane, node_now)
-                        left -= 1
-            if left and not self._events:  # every stage is held back: let the most urgent forward go
+                        remaining -= 1
+            if remaining and not self._events:  # every stage is held back: let the most urgent forward go
                 queues = [(entry["F"][0], lane) for lane, entry in enumerate(self._ready) if entry["F"]]
                 (_, node_now), lane = min(queues)
                 heapq.heappop(self._ready[lane]["F"])
                 self._begin(lane, node_now)
-                left -= 1
+                remaining -= 1
         orders: dict[int, list[Order]] = defaultdict(list)
         for (d, _), order in zip(self._lanes, self._orders, strict=True):
             orders[d].append(tuple(order))
@@ -196,10 +198,10 @@ class _Greedy:
         for follower in follows(node, len(path) - 1, self._split):
             self._missing[follower] -= 1
             if not self._missing[follower]:
-                there = path[follower[2]]
+                follower_stop = path[follower[2]]
                 late = 0.0
-                if (there.replica, there.stage) != (path[v].replica, path[v].stage):
-                    late = self._transfer_s(path[v], there) if callable(self._transfer_s) else self._transfer_s
+                if (follower_stop.replica, follower_stop.stage) != (path[v].replica, path[v].stage):
+                    late = self._transfer_s(path[v], follower_stop) if callable(self._transfer_s) else self._transfer_s
                 self._at(end + late, follower)
 
     def _at(self, time: float, node: Node) -> None:
@@ -211,14 +213,15 @@ class _Greedy:
         return self._count
 
     def _urgency(self, node: Node) -> tuple[int, ...]:
-        """Depth first: groups of micro-batches as large as the pipeline is deep, in them the furthest first for B."""
+        """Order nodes depth first: in groups of as many micro-batches as stages, and for B the furthest virtual stage
+        first."""
         kind, m, v = node
         group, position, home = self._rank[m]
         return (group, v if kind == "F" else -v, position, home)
 
 
 def _limits(plan: Plan) -> tuple[list[int], list[int]]:
-    """For each stage: most micro-batches between F and B, and most between F and W.
+    """Return for each stage the most micro-batches between F and B, and the most between F and W.
 
     1F1B's stages - stage, generalised to virtual stages: of depth V and at most C chunks a stage, one micro-batch for
     every C virtual stages still to come, and one more for each chunk where there are several.
@@ -237,7 +240,7 @@ def _limits(plan: Plan) -> tuple[list[int], list[int]]:
 
 
 def _mixed(plan: Plan) -> set[int]:
-    """Replicas that give micro-batches to others, or take some."""
+    """Return the replicas that give micro-batches to others, or take some."""
     homes = {m: d for d, share in enumerate(plan.assignment) for m in share}
     mixed: set[int] = set()
     for migration in plan.migrations:
@@ -248,7 +251,7 @@ def _mixed(plan: Plan) -> set[int]:
 
 
 def _textbook(schedule: str, replica: Replica, share: tuple[int, ...]) -> tuple[Order, ...] | None:
-    """The literature's orders, or None where it has none for a replica of this shape."""
+    """Return the literature's orders, or None if it has none for a replica of this shape."""
     depth = len(replica.stages)
     counts = {len(stage.chunks) for stage in replica.stages}
     if len(counts) > 1:

@@ -1,12 +1,12 @@
-"""When each primitive of an iteration begins and ends: the one model of time (the paper's Eq. 2). Pure, no clock.
+"""Start and end of each primitive of an iteration: the one model of time (the paper's Eq. 2). Pure, no clock.
 
-A primitive begins once the one before it on its stage has ended and what it needs has come:
-F(m, v) needs F(m, v - 1); B(m, v) needs B(m, v + 1) and F(m, v), on the last virtual stage only F(m, v); W needs its B.
-What comes from another stage takes a transfer on the way. The iteration lasts as long as the critical path.
+A primitive begins once the one before it on its stage has ended and its inputs have arrived: F(m, v) needs F(m, v - 1);
+B(m, v) needs B(m, v + 1) and F(m, v), on the last virtual stage only F(m, v); W needs its B. An input from another
+stage takes the time of a transfer. The iteration lasts as long as the critical path.
 
 This module prices an order; it makes none (`resihp.pipeline.schedules`) and decides nothing. Programs, the scheduler's
-predictions, the detector's expectations and the simulator all read their times here, or, for many durations over the
-same orders, in `resihp.pipeline.compiled`, which gives the same.
+predictions, the detector's expectations and the simulator all take their times from here, or, for many durations over
+the same orders, from `resihp.pipeline.compiled`, which gives the same.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Kind, Order, Plan, Primitive, Stop
 
 Orders = tuple[tuple[Order, ...], ...]
-"""What each stage computes, [replica][stage]."""
+"""Primitives of each stage, [replica][stage]."""
 
 Seconds = Callable[[Stop, Primitive], float]
-"""What a primitive costs where it is carried out."""
+"""Seconds of a primitive at the stop where it is carried out."""
 
 Transfers = float | Callable[[Stop, Stop], float]
-"""Seconds between the end of a primitive and the moment another stage can use what it made: all alike, or by link."""
+"""Seconds between the end of a primitive and the moment another stage can use its output: one number, or by link."""
 
 Node = tuple[Kind, int, int]
 """A primitive by kind, micro-batch and virtual stage of the micro-batch's path: the same wherever it is carried out."""
@@ -40,12 +40,12 @@ class Timeline(msgspec.Struct, frozen=True):
 
     @property
     def makespan(self) -> float:
-        """End of the last primitive; 0 for an iteration without any."""
+        """End of the last primitive; 0 for an iteration without primitives."""
         return max((ends[-1] for replica in self.ends for ends in replica if ends), default=0.0)
 
 
 def layer_units(layout: Layout) -> Seconds:
-    """A cost where none is measured: F, B and W each take one unit for each layer of the chunk."""
+    """Return costs to use where none is measured: F, B and W each take one unit for each layer of the chunk."""
     layers = {
         Stop(d, s, c): float(last - first + 1)
         for d, replica in enumerate(layout.replicas)
@@ -56,12 +56,12 @@ def layer_units(layout: Layout) -> Seconds:
 
 
 def virtual_stages(paths: dict[int, tuple[Stop, ...]]) -> dict[tuple[int, int, int, int], int]:
-    """The virtual stage that a micro-batch passes at a stop, by (replica, stage, chunk, micro-batch)."""
+    """Return the virtual stage that a micro-batch passes at a stop, by (replica, stage, chunk, micro-batch)."""
     return {(stop.replica, stop.stage, stop.chunk, m): v for m, path in paths.items() for v, stop in enumerate(path)}
 
 
 def needs(node: Node, last: int) -> tuple[Node, ...]:
-    """What must be done before `node`, on a path whose last virtual stage is `last`."""
+    """Return the nodes that must be done before `node`, on a path whose last virtual stage is `last`."""
     kind, m, v = node
     if kind == "F":
         return (("F", m, v - 1),) if v else ()
@@ -71,7 +71,7 @@ def needs(node: Node, last: int) -> tuple[Node, ...]:
 
 
 def follows(node: Node, last: int, split: bool) -> list[Node]:
-    """What waits for `node`; with `split`, every B has a W."""
+    """Return the nodes that wait for `node`; with `split`, every B has a W."""
     kind, m, v = node
     if kind == "F":
         return [("F", m, v + 1), ("B", m, v)] if v < last else [("B", m, v)]
@@ -84,9 +84,8 @@ def follows(node: Node, last: int, split: bool) -> list[Node]:
 def play(plan: Plan, orders: Orders, seconds: Seconds, transfer_s: Transfers = 0.0) -> Timeline:
     """Carry out `orders` on a virtual clock, each stage as soon as it can. Linear in the number of primitives.
 
-    `transfer_s` passes on the way from one stage to another. Raises PlanError if a primitive stands where its
-    micro-batch does not pass or stands twice, if something needed is absent, or if stages wait for each other in a
-    circle.
+    A transfer from one stage to another takes `transfer_s`. Raises PlanError if a primitive is not on the path of its
+    micro-batch or occurs twice, if a dependency is absent, or if stages wait for each other in a circle.
     """
     paths = plan.paths()
     lanes = _lanes(plan, orders, paths)
@@ -126,7 +125,7 @@ def play(plan: Plan, orders: Orders, seconds: Seconds, transfer_s: Transfers = 0
 
 
 def spoken(primitive: Primitive) -> str:
-    """A primitive in messages."""
+    """Describe a primitive in messages."""
     chunk = f" in chunk {primitive.chunk}" if primitive.chunk else ""
     return f"{primitive.kind} of micro-batch {primitive.micro_batch}{chunk}"
 
@@ -135,7 +134,7 @@ _Lane = tuple[tuple[int, int], list[Node], Order]
 
 
 def _lanes(plan: Plan, orders: Orders, paths: dict[int, tuple[Stop, ...]]) -> list[_Lane]:
-    """Each stage with its order, as given and as nodes."""
+    """Return each stage with its order, as given and as nodes."""
     at = virtual_stages(paths)
     lanes: list[_Lane] = []
     count = 0
@@ -162,7 +161,7 @@ def _lanes(plan: Plan, orders: Orders, paths: dict[int, tuple[Stop, ...]]) -> li
 
 
 def _obstacle(lanes: list[_Lane], done: list[int], paths: dict[int, tuple[Stop, ...]]) -> str:
-    """Why a play has stopped: something absent, or the stages that wait for each other."""
+    """Describe why a play has stopped: a primitive is absent, or stages wait for each other."""
     at = {node: (i, position) for i, (_, nodes, _) in enumerate(lanes) for position, node in enumerate(nodes)}
     stuck: dict[int, tuple[Node, Node]] = {}
     for i, (_, nodes, _) in enumerate(lanes):
@@ -178,13 +177,13 @@ def _obstacle(lanes: list[_Lane], done: list[int], paths: dict[int, tuple[Stop, 
                 stuck[i] = (node, need)
                 break
     i = next(iter(stuck))
-    seen: list[int] = []
-    while i not in seen:
-        seen.append(i)
+    visited: list[int] = []
+    while i not in visited:
+        visited.append(i)
         i = at[stuck[i][1]][0]
-    circle = seen[seen.index(i) :]
-    told = [f"{_say(stuck[j][0], paths)} waits for {_say(stuck[j][1], paths)}" for j in circle]
-    return f"its orders can never finish: {', behind which '.join(told)}, which comes after the first of these"
+    circle = visited[visited.index(i) :]
+    waits = [f"{_say(stuck[j][0], paths)} waits for {_say(stuck[j][1], paths)}" for j in circle]
+    return f"its orders can never finish: {', behind which '.join(waits)}, which comes after the first of these"
 
 
 def _say(node: Node, paths: dict[int, tuple[Stop, ...]]) -> str:

@@ -1,4 +1,4 @@
-"""What to do with what is left of a job: `decide`. Pure: no torch, no clock, deterministic."""
+"""Decides how a job goes on with the devices that it has left: `decide`. Pure: no torch, no clock, deterministic."""
 
 from resihp.scheduler.planner import decide, first_plan, without_lost_replicas
 from resihp.scheduler.situation import Decision, Situation

@@ -1,9 +1,9 @@
-"""Everything that can run on what is left of a job, or has come to it, and can be changed to. Pure.
+"""The plans that can run on the devices of a job, old and new, and that can be reached by a transition. Pure.
 
-Progressive, as the paper has it: groups first, then layers, then micro-batches, each taking up what the one before
-could not (`resihp.scheduler.layouts.groups`, `layers`, `shares`); going on without the replicas that lost a rank;
-leaving everything as it is; leaving stages that lost all their ranks to other replicas
-(`resihp.scheduler.layouts.vacant_stages`); and where links are slow the same stages in other pipelines
+The candidates: progressive, as the paper has it, that is groups first, then layers, then micro-batches, each
+compensating for the imbalance that the previous step could not (`resihp.scheduler.layouts.groups`, `layers`, `shares`);
+going on without the replicas that lost a rank; keeping everything as it is; handing stages that lost all their ranks to
+other replicas (`resihp.scheduler.layouts.vacant_stages`); and, where links are slow, the same stages in other pipelines
 (`resihp.scheduler.layouts.swap_pipelines`). Called by `resihp.scheduler.planner` and `resihp.scheduler.anytime`.
 """
 
@@ -24,23 +24,24 @@ from resihp.scheduler.cost.held_state import holdings
 from resihp.scheduler.cost.prices import Priced, Prices, bytes_to_move
 from resihp.scheduler.layouts import exhaustive, paper_planner, shares, swap_pipelines, vacant_stages
 from resihp.scheduler.layouts.draft import Draft
-from resihp.scheduler.layouts.groups import SIGNIFICANT
+from resihp.scheduler.layouts.groups import SIGNIFICANT_GAIN
 from resihp.scheduler.layouts.labels import relabelled
 from resihp.scheduler.orders.lanes import overfull
 from resihp.scheduler.situation import Situation
 
-MOST_ROUNDED = 2048
-"""Devices up to which, where the fastest has no room on the way, another is looked for although something runs."""
+MAX_REPLANNED_DEVICES = 2048
+"""Most devices for which, if the fastest plan cannot be reached, another is looked for although some plan can run."""
 
-MOST_RELABELLED = 64
-"""Groups that change places so that the old state has room beside the new one."""
+MAX_RELABELLED_GROUPS = 64
+"""Most groups that exchange ranks so that the old state has room beside the new one."""
 
-SAFETY_SHARE = 0.02
-"""How much longer an iteration may take where all state has holders on two nodes: the loss of the last one costs all
-that was trained since the last checkpoint."""
+MAX_SAFETY_SLOWDOWN = 0.02
+"""How much longer an iteration may take if all state then has holders on two nodes, relatively. The loss of a last
+holder costs all training since the last checkpoint."""
 
-TIE = 0.002
-"""Relative difference below which two predictions are the same, and what moves the fewest bytes is taken."""
+TIE_TOLERANCE = 0.002
+"""Relative difference below which two predictions count as equal; then the plan that moves the fewest bytes is
+taken."""
 
 
 class PricedPlan(msgspec.Struct, frozen=True):
@@ -50,98 +51,110 @@ class PricedPlan(msgspec.Struct, frozen=True):
 
 
 def runnable(situation: Situation, prices: Prices, *, improve: bool = True) -> list[PricedPlan]:
-    """Everything that can run, at most one of each name. Raises PlanError if there is nothing.
+    """Return every plan that can run, at most one of each name. Raises PlanError if there is none.
 
-    `improve`: whether the progressive one is made better by single changes, which a search does faster and better.
+    `improve`: whether single changes improve the progressive plan; a search does this faster and better.
     """
     makers: list[Callable[[Situation, Prices], PricedPlan]] = [without_lost]
     if not situation.lost and not situation.base.vacant:
         makers.insert(0, _keep)
     makers += [lambda situation, prices: _progressive(situation, prices, improve=improve)]
-    found: list[PricedPlan] = []
+    plans: list[PricedPlan] = []
     obstacles: list[str] = []
 
     def attempt(make: Callable[[Situation, Prices], PricedPlan]) -> None:
         try:
-            found.append(make(situation, prices))
+            plans.append(make(situation, prices))
         except LayoutError as error:
             obstacles.append(str(error))
 
     for make in makers:
         attempt(make)
-    if situation.memory_bytes is not None and {one.name for one in found} <= {"progressive"}:
+    if situation.memory_bytes is not None and {plan.name for plan in plans} <= {"progressive"}:
         attempt(_one_partition)
-    below = min((candidate.seconds for candidate in found), default=math.inf)
+    fastest_s = min((candidate.seconds for candidate in plans), default=math.inf)
     try:
-        anew = exhaustive.replicas(situation, prices, below)
-        if anew is not None:
-            found.append(candidate("anew", situation, prices, anew))
+        rebuilt = exhaustive.replicas(situation, prices, fastest_s)
+        if rebuilt is not None:
+            plans.append(candidate("anew", situation, prices, rebuilt))
     except LayoutError as error:
         obstacles.append(str(error))
     if vacant_stages.may_help(situation):
-        below = min((candidate.seconds for candidate in found), default=math.inf)
-        attempt(lambda *_: PricedPlan("lost stages passed elsewhere", *vacant_stages.best(situation, below)))
+        fastest_s = min((candidate.seconds for candidate in plans), default=math.inf)
+        attempt(lambda *_: PricedPlan("lost stages passed elsewhere", *vacant_stages.best(situation, fastest_s)))
     if situation.links:
-        found += _crossed(found, situation, prices)
-    if not found:
+        plans += _crossed(plans, situation, prices)
+    if not plans:
         ranks = situation.available
-        tried = "; ".join(dict.fromkeys(obstacles))
-        raise PlanError(f"nothing can run on {len(ranks)} ranks: {refusal.reason(situation)}; tried: {tried}")
-    return found
+        obstacle_text = "; ".join(dict.fromkeys(obstacles))
+        raise PlanError(f"nothing can run on {len(ranks)} ranks: {refusal.reason(situation)}; tried: {obstacle_text}")
+    return plans
 
 
 def all_reachable(
     situation: Situation, prices: Prices, plans: list[PricedPlan], *, improve: bool = True
 ) -> list[PricedPlan]:
-    """Those whose transition every rank has memory for; where the progressive one is none of them, as it is with room
-    for the old state beside the new one. `improve` as for `runnable`. Raises PlanError if there are none."""
-    found: list[PricedPlan] = []
+    """Return the plans whose transition every rank has memory for. Raises PlanError if there are none.
+
+    A progressive plan without room for the transition is replaced by one made with room for the old state beside the
+    new one. `improve` as for `runnable`.
+    """
+    reachable_plans: list[PricedPlan] = []
     obstacles: list[str] = []
-    for one in plans:
+    for plan in plans:
         try:
-            found.append(reachable(situation, prices, one))
+            reachable_plans.append(reachable(situation, prices, plan))
         except LayoutError as error:
-            obstacles.append(f"{one.name}: {error}")
-    names = {one.name for one in found}
-    missed = any(one.name == "progressive" and one.name not in names for one in plans)
-    if missed and (not found or len(situation.available) <= MOST_ROUNDED):
+            obstacles.append(f"{plan.name}: {error}")
+    reachable_names = {plan.name for plan in reachable_plans}
+    progressive_is_missing = any(plan.name == "progressive" and plan.name not in reachable_names for plan in plans)
+    if progressive_is_missing and (not reachable_plans or len(situation.available) <= MAX_REPLANNED_DEVICES):
         with suppress(LayoutError):
-            found.append(reachable(situation, prices, _progressive(situation, prices, beside=True, improve=improve)))
-    if not found:
-        raise PlanError(f"nothing can be changed to: {'; '.join(dict.fromkeys(obstacles))}")
-    return found
+            reachable_plans.append(
+                reachable(situation, prices, _progressive(situation, prices, beside=True, improve=improve))
+            )
+    if not reachable_plans:
+        raise PlanError(f"no plan can be reached: {'; '.join(dict.fromkeys(obstacles))}")
+    return reachable_plans
 
 
-def reachable(situation: Situation, prices: Prices, one: PricedPlan) -> PricedPlan:
-    """A plan whose transition every rank has memory for: this one, or the same with ranks that keep more of what they
-    hold. Raises PlanError if there is none."""
-    obstacle = transition_obstacle(situation, one.plan)
+def reachable(situation: Situation, prices: Prices, plan: PricedPlan) -> PricedPlan:
+    """Return the plan, or the same plan with ranks that keep more of their state, if every rank has memory for the
+    transition. Raises PlanError if neither has."""
+    obstacle = transition_obstacle(situation, plan.plan)
     if obstacle is None:
-        return one
-    if not one.plan.migrations and not one.plan.layout.vacant:
-        labelled = _relabelled(situation, one.plan.layout.replicas)
-        if labelled != one.plan.layout.replicas:
-            other = candidate(one.name, situation, prices, [prices.priced(replica) for replica in labelled])
-            if transition_obstacle(situation, other.plan) is None:
-                return other
+        return plan
+    if not plan.plan.migrations and not plan.plan.layout.vacant:
+        relabelled_replicas = _relabelled(situation, plan.plan.layout.replicas)
+        if relabelled_replicas != plan.plan.layout.replicas:
+            relabelled_plan = candidate(
+                plan.name, situation, prices, [prices.priced(replica) for replica in relabelled_replicas]
+            )
+            if transition_obstacle(situation, relabelled_plan.plan) is None:
+                return relabelled_plan
     raise PlanError(obstacle)
 
 
 def _relabelled(situation: Situation, replicas: tuple[Replica, ...]) -> tuple[Replica, ...]:
-    """With ranks that keep more of what they hold, in those that are not as they were: these are few, or none do."""
+    """Return the replicas with ranks exchanged so that they keep more of their state.
+
+    Only replicas that change take part; if they are many, nothing is exchanged.
+    """
     before = {id(replica) for replica in situation.base.replicas}
     changed = [d for d, replica in enumerate(replicas) if id(replica) not in before]
-    if sum(len(replicas[d].stages) for d in changed) > MOST_RELABELLED:
+    if sum(len(replicas[d].stages) for d in changed) > MAX_RELABELLED_GROUPS:
         return replicas
     busy = {rank for replica in replicas if id(replica) in before for rank in replica.ranks}
-    others = tuple(rank for rank in situation.available if rank not in busy)
-    found = relabelled([replicas[d] for d in changed], msgspec.structs.replace(situation, available=others))
-    anew = dict(zip(changed, found, strict=True))
-    return tuple(anew.get(d, replica) for d, replica in enumerate(replicas))
+    free_ranks = tuple(rank for rank in situation.available if rank not in busy)
+    relabelled_replicas = relabelled(
+        [replicas[d] for d in changed], msgspec.structs.replace(situation, available=free_ranks)
+    )
+    replica_at = dict(zip(changed, relabelled_replicas, strict=True))
+    return tuple(replica_at.get(d, replica) for d, replica in enumerate(replicas))
 
 
 def transition_obstacle(situation: Situation, plan: Plan) -> str | None:
-    """Which rank has no room for its state to come beside that of before; None where all have."""
+    """Return which rank has no room for its new state beside the old one; None if all have room."""
     if situation.memory_bytes is None or situation.fresh:
         return None
     return transition_memory.obstacle(
@@ -156,44 +169,44 @@ def transition_obstacle(situation: Situation, plan: Plan) -> str | None:
 
 
 def best_of(situation: Situation, plans: list[PricedPlan]) -> PricedPlan:
-    """Return the fastest plan, or one that takes up to `SAFETY_SHARE` longer and keeps all state on two nodes.
+    """Return the fastest plan, or one that takes up to `MAX_SAFETY_SLOWDOWN` longer and keeps all state on two nodes.
 
-    Of equally fast ones that whose state has more than one holder, then that which moves the fewest bytes, then changes
-    the fewest stages.
+    Among equally fast plans those come first whose state has more than one holder, then those that move the fewest
+    bytes, then those that change the fewest stages.
     """
-    fastest = min(one.seconds for one in plans)
+    fastest = min(plan.seconds for plan in plans)
     if len(plans) > 1:
-        near = [one for one in plans if one.seconds <= fastest * (1 + SAFETY_SHARE)]
-        safe = [one for one in near if is_held_on_two_nodes(one.plan.layout, situation.nodes)]
+        nearly_fastest = [plan for plan in plans if plan.seconds <= fastest * (1 + MAX_SAFETY_SLOWDOWN)]
+        safe = [plan for plan in nearly_fastest if is_held_on_two_nodes(plan.plan.layout, situation.nodes)]
         plans = safe or plans
-        fastest = min(one.seconds for one in plans)
-    equal = [one for one in plans if one.seconds <= fastest * (1 + TIE)]
-    if len(equal) == 1:
-        return equal[0]
+        fastest = min(plan.seconds for plan in plans)
+    equally_fast = [plan for plan in plans if plan.seconds <= fastest * (1 + TIE_TOLERANCE)]
+    if len(equally_fast) == 1:
+        return equally_fast[0]
     present = {stage for replica in situation.base.replicas for stage in replica.stages}
 
-    def unrest(one: PricedPlan) -> tuple[bool, int, int]:
-        layout = one.plan.layout
+    def disruption(plan: PricedPlan) -> tuple[bool, int, int]:
+        layout = plan.plan.layout
         stages = {stage for replica in layout.replicas for stage in replica.stages}
         return layout.whole < 2, bytes_to_move(situation, layout), len(stages.symmetric_difference(present))
 
-    return min(equal, key=unrest)
+    return min(equally_fast, key=disruption)
 
 
 def is_held_on_two_nodes(layout: Layout, nodes: Mapping[int, str]) -> bool:
-    """Return whether every layer's state outlives the loss of any one node.
+    """Return whether every layer's state survives the loss of any one node.
 
-    It does where no node has a rank of each stage that holds the layer.
+    It does unless one node has a rank of each stage that holds the layer.
     """
     in_common: dict[int, set[str]] = {}
-    """Nodes that have a part of every copy of a layer, by layer."""
+    """Nodes that hold a part of every copy of a layer, by layer."""
     for replica in layout.replicas:
         for stage in replica.stages:
             where = {nodes[rank] for rank in stage.ranks}
             for layer in stage.layers if where else ():
                 in_common[layer] = in_common.get(layer, where) & where
         if not replica.vacant and not any(in_common.values()):
-            return True  # it holds every layer
+            return True  # the replica holds every layer
     return bool(in_common) and not any(in_common.values())
 
 
@@ -202,64 +215,66 @@ def _keep(situation: Situation, prices: Prices) -> PricedPlan:
 
 
 def without_lost(situation: Situation, prices: Prices) -> PricedPlan:
-    gone = situation.lost.union(situation.stale)
-    left = situation.base.without(gone).replicas
-    if not left:
-        raise PlanError(f"every replica has lost a rank: {sorted(gone) or 'some have stages without ranks'}")
-    return candidate("without lost replicas", situation, prices, [prices.priced(replica) for replica in left])
+    lost_ranks = situation.lost.union(situation.stale)
+    replicas = situation.base.without(lost_ranks).replicas
+    if not replicas:
+        raise PlanError(f"every replica has lost a rank: {sorted(lost_ranks) or 'some have stages without ranks'}")
+    return candidate("without lost replicas", situation, prices, [prices.priced(replica) for replica in replicas])
 
 
 def _one_partition(situation: Situation, prices: Prices) -> PricedPlan:
-    """Layers as the paper repartitions them, the same for all replicas: with tight memory, at times the best there is
-    where no replica goes on as it was."""
-    replicas = paper_planner.progressive(situation, paper_planner.STEPS[:2]).plan.layout.replicas
+    """Return the plan whose layers are partitioned as in the paper, equally for all replicas.
+
+    With tight memory it is sometimes the best plan when no replica can go on unchanged.
+    """
+    replicas = paper_planner.progressive(situation, paper_planner.STEP_NAMES[:2]).plan.layout.replicas
     return candidate("one partition for all", situation, prices, [prices.priced(replica) for replica in replicas])
 
 
 def _progressive(situation: Situation, prices: Prices, *, beside: bool = False, improve: bool = True) -> PricedPlan:
-    """`beside`: with room for what ranks hold before the change."""
+    """Return the progressive plan; `beside`: with room for the state that ranks hold before the change."""
     best = _draft(situation, prices, (), beside, improve)
-    while best.weak is not None:  # its ranks may serve better elsewhere
-        other = _draft(situation, prices, {*best.given_up, best.weak}, beside, improve)
-        if other.seconds >= best.seconds * (1 - SIGNIFICANT):
+    while best.weak is not None:  # its ranks may be more useful elsewhere
+        draft = _draft(situation, prices, {*best.given_up, best.weak}, beside, improve)
+        if draft.seconds >= best.seconds * (1 - SIGNIFICANT_GAIN):
             break
-        best = other
+        best = draft
     if not best.pipes:
-        raise PlanError("no replica can be put together from the ranks that are left")
-    name = "progressive, with room for what is there" if beside else "progressive"
+        raise PlanError("no replica can be formed from the remaining ranks")
+    name = "progressive, with room for the current state" if beside else "progressive"
     return candidate(name, situation, prices, [*best.pipes.values()])
 
 
 def _crossed(plans: list[PricedPlan], situation: Situation, prices: Prices) -> list[PricedPlan]:
-    """The same stages with other neighbours, where slow links join them."""
-    found: dict[tuple[Replica, ...], PricedPlan] = {}
-    for one in plans:
-        if one.plan.layout.vacant:
-            continue  # its micro-batches pass between replicas as it is
-        replicas = swap_pipelines.crossed(one.plan.layout.replicas, situation)
-        if replicas is not None and replicas not in found:
-            name = f"{one.name}, pipelines crossed"
-            with suppress(PlanError):  # there is no room for it
-                found[replicas] = candidate(name, situation, prices, [prices.priced(replica) for replica in replicas])
-    return [*found.values()]
+    """Return plans with the same stages and other neighbours, where slow links join the present ones."""
+    plan_of: dict[tuple[Replica, ...], PricedPlan] = {}
+    for plan in plans:
+        if plan.plan.layout.vacant:
+            continue  # its micro-batches already pass between replicas
+        replicas = swap_pipelines.crossed(plan.plan.layout.replicas, situation)
+        if replicas is not None and replicas not in plan_of:
+            name = f"{plan.name}, pipelines crossed"
+            with suppress(PlanError):  # no room for it
+                plan_of[replicas] = candidate(name, situation, prices, [prices.priced(replica) for replica in replicas])
+    return [*plan_of.values()]
 
 
 def _draft(situation: Situation, prices: Prices, given_up: Collection[int], beside: bool, improve: bool) -> Draft:
     live = set(situation.available)
     survivors = live.difference(situation.stale)
-    held = holdings(situation.holding.replicas) if beside else ()
-    holds = {rank: own for rank, own in held if rank in survivors} if beside else None
-    drafts = [Draft(situation, prices, given_up, beside=holds)]
+    state_of_rank = holdings(situation.holding.replicas) if beside else ()
+    kept_state = {rank: own for rank, own in state_of_rank if rank in survivors} if beside else None
+    drafts = [Draft(situation, prices, given_up, beside=kept_state)]
     stages = [stage for replica in situation.base.replicas for stage in replica.stages]
     if any(live.isdisjoint(stage.ranks) for stage in stages):
-        drafts.append(Draft(situation, prices, given_up, vacant_first=False, beside=holds))
+        drafts.append(Draft(situation, prices, given_up, vacant_first=False, beside=kept_state))
     for draft in drafts if improve else ():
         draft.improve()
     return min(drafts, key=lambda draft: draft.seconds)
 
 
 def candidate(name: str, situation: Situation, prices: Prices, replicas: list[Priced]) -> PricedPlan:
-    """A plan of these replicas; everybody else stands by. Raises PlanError if memory forbids it."""
+    """Return a plan of these replicas, with all other ranks on standby. Raises PlanError if memory does not suffice."""
     if situation.micro_batches < len(replicas):
         raise PlanError(f"{situation.micro_batches} micro-batches an iteration cannot feed {len(replicas)} replicas")
     counts, seconds = prices.iteration(replicas)
@@ -281,9 +296,9 @@ def candidate(name: str, situation: Situation, prices: Prices, replicas: list[Pr
 
 
 def _obstacle(plan: Plan, situation: Situation) -> str:
-    """Why a plan takes for ever."""
-    lacking = overfull(plan, situation)
-    if lacking is not None:
-        return lacking
-    stopped = [rank for rank in plan.layout.active if not situation.speeds.get(rank, 1.0)]
-    return f"ranks {stopped} have work and speed 0"
+    """Return why the predicted time of a plan is infinite."""
+    memory_obstacle = overfull(plan, situation)
+    if memory_obstacle is not None:
+        return memory_obstacle
+    stopped_ranks = [rank for rank in plan.layout.active if not situation.speeds.get(rank, 1.0)]
+    return f"ranks {stopped_ranks} have work and speed 0"

@@ -1,11 +1,11 @@
-"""Which layout, and which work where: the best plan for what is left of a job, or has come to it. Pure.
+"""The best layout and division of work for the devices that a job has left, or has gained. Pure.
 
-Everything that can run and can be changed to (`resihp.scheduler.candidates`) is compared by predicted time of an
-iteration, then searched on from within milliseconds (`resihp.scheduler.anytime`). Where nothing can be searched, the
-best is looked at again as if it were in effect, and gets orders of its own (`resihp.scheduler.orders.refinement`).
-Whether the transition itself is worth its time, and whether all state is still there, is the caller's question.
+All plans that can run and can be reached (`resihp.scheduler.candidates`) are compared by the predicted time of an
+iteration, then improved by a search of milliseconds (`resihp.scheduler.anytime`). Where no search is possible, the best
+plan is planned again as if it were in effect, and gets orders of its own (`resihp.scheduler.orders.refinement`).
+Whether the transition itself is worth its time, and whether all state still exists, is for the caller to decide.
 
-Called by the controller whenever ranks went or came.
+Called by the controller whenever ranks were lost or joined.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.plan import Plan, spread
 from resihp.scheduler import anytime
 from resihp.scheduler.candidates import (
-    MOST_ROUNDED,
+    MAX_REPLANNED_DEVICES,
     PricedPlan,
     all_reachable,
     best_of,
@@ -29,7 +29,7 @@ from resihp.scheduler.candidates import (
     without_lost,
 )
 from resihp.scheduler.cost import memory
-from resihp.scheduler.cost.device_memory import NOTHING, Overhead
+from resihp.scheduler.cost.device_memory import NO_OVERHEAD, Overhead
 from resihp.scheduler.cost.prices import Prices
 from resihp.scheduler.orders import refinement
 from resihp.scheduler.situation import Decision, Situation, check
@@ -46,16 +46,16 @@ def first_plan(
     schedule: str = "1f1b",
     sequence_parallel: bool = False,
     memory_bytes: int | None = None,
-    overhead: Overhead = NOTHING,
+    overhead: Overhead = NO_OVERHEAD,
     tokens: int = 0,
     epoch: int = 1,
     most: int | None = None,
 ) -> Plan:
-    """Megatron's grid over the ranks of `nodes`, in ascending order; those that do not fill a replica stand by.
+    """Return Megatron's grid over the ranks of `nodes`, in ascending order; ranks that do not fill a replica stand by.
 
-    `most`: how many of them it may use, the first ones; all if left out. `overhead`: what of a device's `memory_bytes`
-    is not for state and activations. Raises LayoutError for a grid that the model,
-    the ranks or the batch do not allow, PlanError if a rank has too little memory.
+    `most`: how many ranks it may use, the first ones; all if None. `overhead`: the part of a device's `memory_bytes`
+    that is not available for state and activations. Raises LayoutError for a grid that the model, the ranks or the
+    batch do not allow, PlanError if a rank has too little memory.
     """
     ranks = sorted(nodes)
     dp = len(ranks[:most]) // (tp * pp)
@@ -85,47 +85,47 @@ def first_plan(
 
 
 def decide(situation: Situation, *, search: bool = True, enough: float = 0.0) -> Decision:
-    """The best plan for a situation. Raises PlanError if nothing can run.
+    """Return the best plan for a situation. Raises PlanError if nothing can run.
 
-    `search`: whether a better one may be searched for, which loads what that needs. `enough`: without a search, a plan
-    that takes no longer than this is not made better. Deterministic. Asked again with its own layout in effect and
-    nothing changed, it answers the same or better.
+    `search`: whether a better plan may be searched for, which loads the code of the search. `enough`: without a search,
+    a plan that takes no longer than this is not improved. Deterministic. Called again with its own layout in effect and
+    nothing else changed, it returns the same or a better plan.
     """
     check(situation)
     prices = Prices(situation)
     thorough = search and anytime.is_thorough(situation)
     try:
-        plans = runnable(situation, prices, improve=not thorough)
-        first = all_reachable(situation, prices, plans, improve=not thorough)
+        runnable_plans = runnable(situation, prices, improve=not thorough)
+        reachable_plans = all_reachable(situation, prices, runnable_plans, improve=not thorough)
     except PlanError:
-        dealt_anew = anytime.at_once(situation, []) if search else None
-        if dealt_anew is None and thorough:
+        searched = anytime.at_once(situation, []) if search else None
+        if searched is None and thorough:
             return decide(situation, search=False)
-        if dealt_anew is None:
+        if searched is None:
             raise
-        first, chosen = [], dealt_anew
+        reachable_plans, chosen = [], searched
     else:
-        chosen = best_of(situation, first)
-        if search and anytime.obstacle(situation, first) is None:
-            found = anytime.at_once(situation, first)
-            chosen = chosen if found is None else best_of(situation, [chosen, found])
+        chosen = best_of(situation, reachable_plans)
+        if search and anytime.obstacle(situation, reachable_plans) is None:
+            improved = anytime.at_once(situation, reachable_plans)
+            chosen = chosen if improved is None else best_of(situation, [chosen, improved])
         elif thorough:
             return decide(situation, search=False)
         elif chosen.seconds > enough:
             chosen = _refined(situation, _rounded(situation, prices, chosen), prices)
-    others = tuple((one.name, one.seconds) for one in first if not chosen.name.startswith(one.name))
-    against = "".join(f", against {seconds:.4g} {name}" for name, seconds in others)
+    alternatives = tuple((plan.name, plan.seconds) for plan in reachable_plans if not chosen.name.startswith(plan.name))
+    comparison = "".join(f", versus {seconds:.4g} ({name})" for name, seconds in alternatives)
     return Decision(
         plan=chosen.plan,
         seconds=chosen.seconds,
-        reason=f"{chosen.name}: predicted {chosen.seconds:.4g} {situation.unit} an iteration{against}",
-        alternatives=others,
+        reason=f"{chosen.name}: predicted {chosen.seconds:.4g} {situation.unit} per iteration{comparison}",
+        alternatives=alternatives,
     )
 
 
 def _rounded(situation: Situation, prices: Prices, chosen: PricedPlan) -> PricedPlan:
-    """Better by what it left idle, as long as there is something."""
-    while len(situation.available) <= MOST_ROUNDED:  # each round is faster than the one before, or the last
+    """Replan from the chosen layout as long as its idle devices make another layout faster."""
+    while len(situation.available) <= MAX_REPLANNED_DEVICES:  # each round is faster than the previous one, or the last
         after = msgspec.structs.replace(situation, base=chosen.plan.layout, stale=())
         better = best_of(after, runnable(after, prices))
         if better.plan.layout == chosen.plan.layout or better.seconds >= chosen.seconds:
@@ -135,22 +135,22 @@ def _rounded(situation: Situation, prices: Prices, chosen: PricedPlan) -> Priced
         except PlanError:
             break
         if better.seconds >= chosen.seconds:
-            break  # other ranks, over slower links
+            break  # other ranks are connected by slower links
         chosen = better
     return chosen
 
 
-def _refined(situation: Situation, one: PricedPlan, prices: Prices) -> PricedPlan:
-    """With orders of its own, or migrations, where these pay."""
-    found = refinement.refined(situation, one.plan, one.seconds, prices)
-    return PricedPlan(f"{one.name}, with {found.how}" if found.how else one.name, found.plan, found.seconds)
+def _refined(situation: Situation, plan: PricedPlan, prices: Prices) -> PricedPlan:
+    """Return the plan with orders of its own, or migrations, if these pay."""
+    better = refinement.refined(situation, plan.plan, plan.seconds, prices)
+    return PricedPlan(f"{plan.name}, with {better.how}" if better.how else plan.name, better.plan, better.seconds)
 
 
 def without_lost_replicas(situation: Situation) -> Decision:
-    """The cautious plan: replicas that lost a rank, or the state of one, are given up, and nothing moves.
+    """Return the cautious plan: replicas that lost a rank, or the state of one, are given up, and nothing moves.
 
     Raises PlanError if no replica is left.
     """
-    found = without_lost(situation, Prices(situation))
-    reason = f"{found.name}: predicted {found.seconds:.4g} {situation.unit} an iteration"
-    return Decision(plan=found.plan, seconds=found.seconds, reason=reason)
+    plan = without_lost(situation, Prices(situation))
+    reason = f"{plan.name}: predicted {plan.seconds:.4g} {situation.unit} per iteration"
+    return Decision(plan=plan.plan, seconds=plan.seconds, reason=reason)

@@ -1,6 +1,6 @@
-"""Which rules a job may be planned by: ours, and to compare the paper's, its first steps, giving replicas up. Pure.
+"""The rules by which a job may be planned: ours, and for comparison the paper's, its first steps, giving replicas up.
 
-Called by the controller, with the name that the job's settings have, and by `resihp plan`.
+Pure. Called by the controller, with the name in the job's settings, and by `resihp plan`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from typing import get_args
 
 from resihp.parallelism.plan import Plan
 from resihp.scheduler import planner
-from resihp.scheduler.layouts.paper_planner import STEPS, progressive
+from resihp.scheduler.layouts.paper_planner import STEP_NAMES, progressive
 from resihp.scheduler.situation import Decision, Situation
 from resihp.settings import PlannerName
 
-NAMES: tuple[PlannerName, ...] = get_args(PlannerName)
+PLANNER_NAMES: tuple[PlannerName, ...] = get_args(PlannerName)
 
 
 @dataclass(frozen=True, kw_only=True)
 class NamedPlanner:
-    """What a planner is asked. Jobs begin alike, and have the same cautious plan to fall back on, under all of them."""
+    """Functions of a planner. Jobs start the same way, and have the same cautious plan to fall back on, under all
+    planners."""
 
     decide: Callable[[Situation], Decision]
     first_plan: Callable[..., Plan] = planner.first_plan
@@ -29,16 +30,19 @@ class NamedPlanner:
 
 
 def named(name: PlannerName) -> NamedPlanner:
-    """`resihp-paper`: all steps of the paper's rule; `paper-tp`, `paper-tp-pp`: the first one, the first two;
-    `drop-replica`: a replica that loses a rank, or has one that became slow, is left as it is or given up, and nothing
-    moves: newcomers stand by, and orders that the job was tuned to are not kept. Raises ValueError for another name."""
-    if name not in NAMES:
-        raise ValueError(f"planner {name}: unknown; choose {', '.join(NAMES)}")
+    """Return the planner of this name. Raises ValueError for an unknown name.
+
+    `resihp-paper`: all steps of the paper's rule. `paper-tp`, `paper-tp-pp`: its first step, its first two steps.
+    `drop-replica`: a replica that loses a rank, or has a slow one, is left as it is or given up, and nothing moves: new
+    ranks stand by, and tuned orders of the job are not kept.
+    """
+    if name not in PLANNER_NAMES:
+        raise ValueError(f"planner {name}: unknown; choose {', '.join(PLANNER_NAMES)}")
     decide: dict[PlannerName, Callable[[Situation], Decision]] = {
         "resihp": planner.decide,
         "resihp-paper": progressive,
-        "paper-tp": partial(progressive, steps=STEPS[:1]),
-        "paper-tp-pp": partial(progressive, steps=STEPS[:2]),
+        "paper-tp": partial(progressive, steps=STEP_NAMES[:1]),
+        "paper-tp-pp": partial(progressive, steps=STEP_NAMES[:2]),
         "drop-replica": planner.without_lost_replicas,
     }
     return NamedPlanner(decide=decide[name])

@@ -1,5 +1,4 @@
-"""Questions that are asked before their answer is needed: what one is, when two are the same, and what an answer is
-good for.
+"""Questions to the planner that are asked ahead of need: their canonical form, their key, and the use of an answer.
 
 The controller asks (`resihp.controller.ahead`), `resihp.scheduler.thinking` answers. Pure.
 """
@@ -14,31 +13,35 @@ from resihp.errors import LayoutError
 from resihp.parallelism.layout import validate
 from resihp.scheduler.situation import Decision, Situation
 
-ENCODER = msgspec.msgpack.Encoder()
+QUESTION_ENCODER = msgspec.msgpack.Encoder()
 _decisions = msgspec.msgpack.Decoder(Decision)
 
 
 def canonical(situation: Situation) -> Situation:
-    """The same question of any epoch, without nodes and links of ranks that are neither there nor in the layout."""
+    """Return the question without its epoch, and without nodes and links of ranks that are neither available nor in
+    use."""
     concerned = sorted({*situation.available, *situation.holding.ranks})
-    there = {situation.nodes[rank] for rank in situation.available}
+    available_nodes = {situation.nodes[rank] for rank in situation.available}
     return msgspec.structs.replace(
         situation,
         epoch=0,
         nodes={rank: situation.nodes[rank] for rank in concerned},
         speeds=dict(sorted(situation.speeds.items())),
-        links={pair: speed for pair, speed in sorted(situation.links.items()) if there.issuperset(pair)},
+        links={pair: speed for pair, speed in sorted(situation.links.items()) if available_nodes.issuperset(pair)},
     )
 
 
 def key_of(question: Situation) -> str:
-    """Equal for two canonical situations if and only if they are equal."""
-    return hashlib.blake2b(ENCODER.encode(question), digest_size=16).hexdigest()
+    """Return a key that is equal for two canonical situations if and only if they are equal."""
+    return hashlib.blake2b(QUESTION_ENCODER.encode(question), digest_size=16).hexdigest()
 
 
 def answer_for(situation: Situation, encoded: bytes) -> Decision | None:
-    """A decision that was made before, for the same question, as one for this epoch. None where it is none after all:
-    it came from another process, and is looked at like everything that does."""
+    """Return an earlier decision on the same question as a decision for this epoch.
+
+    None if it does not decode or does not fit the situation: it comes from another process, and is checked like all
+    such data.
+    """
     try:
         decision = _decisions.decode(encoded)
         plan = msgspec.structs.replace(decision.plan, epoch=situation.epoch)

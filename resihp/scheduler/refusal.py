@@ -1,7 +1,7 @@
-"""Why nothing can run: the constraint that binds, and what would lift it. Pure.
+"""Explains why nothing can run: the constraint that binds, and the changes that would lift it. Pure.
 
-Asked once every way to plan has failed. What is looked at is the best that could be: all ranks in groups as large as
-the job's, in one pipeline, whose stages have as many layers as their memory allows. Called by
+Called once every way to plan has failed. The explanation considers the best conceivable case: all ranks in groups as
+large as the job's, in one pipeline, whose stages have as many layers as their memory allows. Called by
 `resihp.scheduler.planner`.
 """
 
@@ -11,18 +11,18 @@ from resihp.scheduler.cost import memory
 from resihp.scheduler.layouts.groups import Group, idle_groups
 from resihp.scheduler.situation import Situation
 
-FINE_BYTES = 100_000_000
-"""To which what a device would need is told."""
+RESOLUTION_BYTES = 100_000_000
+"""Resolution, in bytes, of the memory per device that is reported as sufficient."""
 
 
 def reason(situation: Situation) -> str:
-    """In words, ids and numbers in; for a situation in which nothing can run."""
+    """Return the reason in words, with ranks and numbers, for a situation in which nothing can run."""
     live = situation.available
     if not live:
-        return "no rank is left; bring some back, or start again from a checkpoint"
+        return "no rank is left; bring some back, or restart from a checkpoint"
     stopped = [rank for rank in live if not situation.speeds.get(rank, 1.0)]
     if len(stopped) == len(live):
-        return f"all {len(live)} ranks that are left stand still: {_ranks(stopped)}; bring others, spares for example"
+        return f"all {len(live)} remaining ranks have speed 0: {_ranks(stopped)}; add others, for example spares"
     groups = idle_groups(situation, [rank for rank in live if rank not in stopped])
     layers = situation.model.layers
     if situation.room_bytes is not None:
@@ -30,51 +30,51 @@ def reason(situation: Situation) -> str:
         if room < layers:
             return _memory(situation, groups, room, stages)
     if situation.lost.issuperset(situation.base.ranks):
-        return "no rank of the layout is left, and with it all state: start again from a checkpoint"
+        return "no rank of the layout is left, so all state is lost; restart from a checkpoint"
     return (
-        f"one pipeline of {len(groups)} groups has room for the {layers} layers, but no way was found there; "
-        "start again from a checkpoint"
+        f"one pipeline of {len(groups)} groups has room for the {layers} layers, but no transition to it was found; "
+        "restart from a checkpoint"
     )
 
 
 def _memory(situation: Situation, groups: tuple[Group, ...], room: int, stages: int) -> str:
-    """That memory binds: how many layers there is room for, what the tightest stage needs, what would do."""
+    """Explain that memory binds: how many layers have room, the needs of the tightest stage, and possible remedies."""
     model, tokens = situation.model, situation.tokens
-    posts = [situation.post(s, stages, len(group.ranks), 1) for s, group in enumerate(groups[:stages])]
+    setups = [situation.stage_setup(s, stages, len(group.ranks), 1) for s, group in enumerate(groups[:stages])]
     limit = situation.room_bytes
     assert limit is not None
-    rooms = [memory.capacity(model, post, limit, tokens) for post in posts]
+    rooms = [memory.capacity(model, setup, limit, tokens) for setup in setups]
     tightest = rooms.index(min(rooms))
-    state, activations = memory.layer_bytes(model, posts[tightest], tokens)
+    state, activations = memory.layer_bytes(model, setups[tightest], tokens)
     rank = groups[tightest].ranks[0]
-    more, enough = _more_ranks(situation, groups), _enough_bytes(situation, groups)
-    lift = [] if more is None else [f"{more} ranks more, of spares for example"]
-    lift += [] if enough is None else [f"devices of {enough / 1e9:.1f} GB"]
-    lift += ["shorter micro-batches"] if activations else []
-    lift += [] if situation.sequence_parallel or situation.tp == 1 else ["sequence parallelism"]
+    more_ranks, sufficient_bytes = _more_ranks(situation, groups), _enough_bytes(situation, groups)
+    remedies = [] if more_ranks is None else [f"{more_ranks} more ranks, for example spares"]
+    remedies += [] if sufficient_bytes is None else [f"devices of {sufficient_bytes / 1e9:.1f} GB"]
+    remedies += ["shorter micro-batches"] if activations else []
+    remedies += [] if situation.sequence_parallel or situation.tp == 1 else ["sequence parallelism"]
     return (
-        f"memory binds: even one pipeline of all ranks that are left, {stages} stages, has room for {room} of "
-        f"{model.layers} layers, the tightest stage ({tightest}, with rank {rank}) for {rooms[tightest]}, where each "
-        f"takes {state / 1e9:.3g} GB of state and {activations / 1e9:.3g} GB of activations; what would help: "
-        f"{', '.join(lift)}"
+        f"out of memory: even one pipeline of all remaining ranks, with {stages} stages, has room for only {room} of "
+        f"{model.layers} layers; the tightest stage ({tightest}, with rank {rank}) has room for {rooms[tightest]}, "
+        f"each with {state / 1e9:.3g} GB of state and {activations / 1e9:.3g} GB of activations; remedies: "
+        f"{', '.join(remedies)}"
     )
 
 
 def _most_layers(situation: Situation, groups: tuple[Group, ...], room_bytes: int) -> tuple[int, int]:
-    """Most layers that one pipeline of these groups has room for, the largest first, and its number of stages."""
-    model, found = situation.model, (0, 1)
+    """Return the most layers that one pipeline of these groups, largest first, has room for, and its stage count."""
+    model, most = situation.model, (0, 1)
     for stages in range(1, min(len(groups), model.layers // situation.chunks) + 1):
-        posts = [situation.post(s, stages, len(group.ranks), 1) for s, group in enumerate(groups[:stages])]
-        rooms = [memory.capacity(model, post, room_bytes, situation.tokens) for post in posts]
-        if min(rooms) >= situation.chunks and sum(rooms) > found[0]:
-            found = sum(rooms), stages
-    return found
+        setups = [situation.stage_setup(s, stages, len(group.ranks), 1) for s, group in enumerate(groups[:stages])]
+        rooms = [memory.capacity(model, setup, room_bytes, situation.tokens) for setup in setups]
+        if min(rooms) >= situation.chunks and sum(rooms) > most[0]:
+            most = sum(rooms), stages
+    return most
 
 
 def _more_ranks(situation: Situation, groups: tuple[Group, ...]) -> int | None:
-    """How many ranks more, in groups as large as the job's, would be enough; None if twice as many groups are not."""
+    """Return how many more ranks, in groups as large as the job's, suffice; None if twice as many groups do not."""
     assert situation.room_bytes is not None
-    whole = Group(tuple(range(situation.tp)))  # only how many there are counts
+    whole = Group(tuple(range(situation.tp)))  # only the number of ranks matters
     for count in range(1, len(groups) + 1):
         if _most_layers(situation, (*([whole] * count), *groups), situation.room_bytes)[0] >= situation.model.layers:
             return count * situation.tp
@@ -82,7 +82,8 @@ def _more_ranks(situation: Situation, groups: tuple[Group, ...]) -> int | None:
 
 
 def _enough_bytes(situation: Situation, groups: tuple[Group, ...]) -> int | None:
-    """What each device would have to have; None if more than ten times as much would not do."""
+    """Return the memory in bytes that each device would need; None if more than ten times the present amount is not
+    enough."""
     assert situation.memory_bytes is not None
     low, high = situation.memory_bytes, 10 * situation.memory_bytes
 
@@ -92,12 +93,12 @@ def _enough_bytes(situation: Situation, groups: tuple[Group, ...]) -> int | None
 
     if not fits(high):
         return None
-    while high - low > FINE_BYTES:
+    while high - low > RESOLUTION_BYTES:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle, high)
     return high
 
 
 def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
+    text = ", ".join(map(str, ranks[:8]))
+    return text if len(ranks) <= 8 else f"{text} and {len(ranks) - 8} more"

@@ -1,4 +1,4 @@
-"""What the planner is told, and what it answers."""
+"""Input and output of the planner."""
 
 from __future__ import annotations
 
@@ -12,76 +12,79 @@ from resihp.parallelism.layout import Layout, Replica
 from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.plan import Plan
 from resihp.scheduler.cost import memory, profile
-from resihp.scheduler.cost.device_memory import NOTHING, Overhead
-from resihp.scheduler.cost.memory import Post
+from resihp.scheduler.cost.device_memory import NO_OVERHEAD, Overhead
+from resihp.scheduler.cost.memory import StageSetup
 from resihp.scheduler.cost.profile import Profile, layer_units
 
 
 class Situation(msgspec.Struct, frozen=True, kw_only=True):
-    """Who is there, who held what, and what the job was started with."""
+    """The available ranks, the holders of state, and the settings that the job was started with."""
 
     epoch: int
-    """Of the plan to be made."""
+    """Epoch of the plan to be made."""
     base: Layout
-    """The layout in effect, the dead included; ranks of mirrors are on standby in it."""
+    """The layout in effect, dead ranks included; ranks of mirrors are on standby in it."""
     mirrors: tuple[Replica, ...] = ()
-    """Replicas in effect that hold copies of state and compute nothing (`Plan.mirrors`), the dead included."""
+    """Replicas in effect that hold copies of state and compute nothing (`Plan.mirrors`), dead ranks included."""
     available: tuple[int, ...]
-    """Live ranks that can work, with those that have none now and those that just came."""
+    """Live ranks that can work, including ranks without work and ranks that just joined."""
     nodes: dict[int, str]
-    """Node of each rank: of the available ones, and of the dead where known."""
+    """Node of each available rank, and of dead ranks if known."""
     model: ModelSpec
     micro_batches: int
-    """Of the global batch."""
+    """Micro-batches of the global batch."""
     tokens: int = 0
-    """Of the longest micro-batch; 0 where it is not known."""
+    """Tokens of the longest micro-batch; 0 if unknown."""
     tp: int
     pp: int
     chunks: int = 1
     schedule: str = "1f1b"
     sequence_parallel: bool = False
     speeds: dict[int, float] = {}
-    """Normalised throughput where it was measured; 1, a healthy device's, where not."""
+    """Normalised throughput of measured ranks; all others count as healthy, 1."""
     memory_bytes: int | None = None
-    """Of each device; None where it is not known, and then not checked."""
-    overhead: Overhead = NOTHING
-    """What of it is not for state and activations."""
+    """Memory of each device; None if unknown, and then memory is not checked."""
+    overhead: Overhead = NO_OVERHEAD
+    """Part of it that is not available for state and activations."""
     zero_1: bool = False
-    """Whether replicas share the optimizer's state: those that a plan keeps (`state_bytes_of`)."""
+    """Whether the replicas that a plan keeps share the optimizer's state (`state_bytes_of`)."""
     profile: Profile | None = None
-    """Times of the model; None where nothing was measured, and then those of `layer_units`."""
+    """Times of the model; None if nothing was measured, and then those of `layer_units`."""
     links: dict[tuple[str, str], float] = {}
-    """Slow links: speed, 1 a healthy one's, between two nodes, in ascending order."""
+    """Speed of each slow link between two nodes, named in ascending order; 1 is a healthy link's."""
     stale: tuple[int, ...] = ()
-    """Available ranks that have lost the state that `base` says they hold."""
+    """Available ranks that have lost the state that `base` assigns to them."""
     fresh: bool = False
-    """Whether all state is drawn or comes from a checkpoint: then nothing is held beside it on the way."""
+    """Whether all state is initialised or loaded from a checkpoint; then no old state is held during the transition."""
 
     @property
     def most_stages(self) -> int:
-        """Of a replica: one more than the job was started with, where a leftover group may take some layers.
+        """Most stages of a replica: one more than the job was started with, so that a leftover group may take some
+        layers.
 
-        Where memory is not known, no more: then layouts change as little as they can.
+        Where memory is unknown, no more than at the start: then layouts change as little as possible.
         """
         return self.pp + (self.memory_bytes is not None and self.chunks == 1)
 
     @property
     def room_bytes(self) -> int | None:
-        """What each device has for state and activations; None where that is not known."""
+        """Memory of each device for state and activations; None if unknown."""
         return None if self.memory_bytes is None else self.overhead.room(self.memory_bytes)
 
     def speed(self, ranks: tuple[int, ...]) -> float:
-        """Of a tensor-parallel group, in healthy devices: k * min p."""
+        """Return the speed of a tensor-parallel group, in healthy devices: k * min p."""
         return len(ranks) * min((self.speeds.get(rank, 1.0) for rank in ranks), default=0.0)
 
     def state_bytes_of(self, replicas: int) -> int | None:
-        """Of each parameter, gradient and optimizer included, where so many replicas hold it; None: what the model's
-        precision takes, whoever holds it."""
+        """Return the bytes of state per parameter, gradient and optimizer included, if so many replicas hold it.
+
+        None: the bytes that the model's precision takes, whatever the number of replicas.
+        """
         return memory.zero_1(replicas) if self.zero_1 else None
 
-    def post(self, stage: int, stages: int, tp: int, replicas: int) -> Post:
-        """What decides how much memory a stage needs in a job of so many replicas."""
-        return Post(
+    def stage_setup(self, stage: int, stages: int, tp: int, replicas: int) -> StageSetup:
+        """Return the facts that decide how much memory a stage needs in a job of so many replicas."""
+        return StageSetup(
             stage=stage,
             stages=stages,
             tp=tp,
@@ -98,19 +101,19 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def unit(self) -> Literal["layer times", "s"]:
-        """Of predicted times, in words."""
+        """Unit of predicted times, in words."""
         return "layer times" if self.profile is None else "s"
 
     def link(self, sender: tuple[int, ...], receiver: tuple[int, ...]) -> float:
-        """Speed of the slowest link between two groups."""
+        """Return the speed of the slowest link between two groups."""
         if not self.links:
             return 1.0
-        there = {self.nodes[rank] for rank in receiver}
-        pairs = [(a, b) if a < b else (b, a) for a in {self.nodes[rank] for rank in sender} for b in there]
+        receiver_nodes = {self.nodes[rank] for rank in receiver}
+        pairs = [(a, b) if a < b else (b, a) for a in {self.nodes[rank] for rank in sender} for b in receiver_nodes]
         return min((self.links.get(pair, 1.0) for pair in pairs), default=1.0)
 
     def transfer_s(self, sender: tuple[int, ...], receiver: tuple[int, ...]) -> float:
-        """Seconds of one micro-batch's activations, or of their gradients, from a group to another."""
+        """Return the seconds of one micro-batch's activations, or of their gradients, from one group to another."""
         times = self.times
         if not (times.transfer_s or times.inside_s):
             return 0.0
@@ -120,7 +123,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def holding(self) -> Layout:
-        """The layout in effect with its mirrors: all that hold state."""
+        """The layout in effect with its mirrors: all holders of state."""
         if not self.mirrors:
             return self.base
         mirroring = {rank for replica in self.mirrors for rank in replica.ranks}
@@ -129,27 +132,28 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def lost(self) -> frozenset[int]:
-        """Ranks of `base` that are gone."""
+        """Ranks of `base` that are lost."""
         return frozenset(self.base.ranks).difference(self.available)
 
 
 def check(situation: Situation) -> None:
-    """Raises PlanError naming what of a situation cannot be: speeds that are none, unknown ranks, a profile of another
-    model, nothing to do.
+    """Raise PlanError, naming the fault, if a situation is not consistent.
+
+    Faults are invalid speeds, unknown ranks, a profile of another model, or a batch without micro-batches.
     """
     for rank, speed in situation.speeds.items():
         if not (math.isfinite(speed) and speed >= 0):
-            raise PlanError(f"rank {rank}: speed {speed}; speeds are numbers from 0, stopped, to 1, healthy")
+            raise PlanError(f"rank {rank}: speed {speed}; a speed is a number from 0 (stopped) to 1 (healthy)")
     for (a, b), speed in situation.links.items():
         if not (math.isfinite(speed) and speed > 0):
-            raise PlanError(f"link {a}-{b}: speed {speed}; speeds of links are numbers above 0, 1 for a healthy one")
+            raise PlanError(f"link {a}-{b}: speed {speed}; the speed of a link is a number above 0, 1 if healthy")
         if a > b:
             raise PlanError(f"link {a}-{b}: its nodes are not in ascending order")
-    known = situation.nodes.keys()
+    known_ranks = situation.nodes.keys()
     for name, ranks in (("available", situation.available), ("measured", situation.speeds)):
-        unknown = [rank for rank in ranks if rank not in known]
+        unknown = [rank for rank in ranks if rank not in known_ranks]
         if unknown:
-            raise PlanError(f"{name} rank {unknown[0]}: no such rank, its node is not known")
+            raise PlanError(f"{name} rank {unknown[0]}: no such rank, no node is given for it")
     if situation.micro_batches < 1:
         raise PlanError(f"{situation.micro_batches} micro-batches an iteration: there is nothing to plan")
     if situation.model.layers < situation.chunks:
@@ -159,11 +163,11 @@ def check(situation: Situation) -> None:
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """The plan, and why this one."""
+    """The plan, and the reason for it."""
 
     plan: Plan
     seconds: float
-    """Predicted for an iteration, in the unit of `Situation.times`."""
+    """Predicted time of an iteration, in the unit of `Situation.times`."""
     reason: str
     alternatives: tuple[tuple[str, float], ...] = ()
-    """What else was possible, with its prediction."""
+    """Other plans by name, each with its prediction."""

@@ -1,7 +1,7 @@
-"""What is done about a question that can wait: decided, searched for as long as the caller says, and checked. Pure.
+"""Answers a question that can wait: decides, searches for as long as the caller says, and checks the plan. Pure.
 
-`wrapper.supervisor.thinking` answers so in a process of its own, the simulator on its virtual clock. Who only asks
-imports `resihp.scheduler.questions`, and does not load what searches.
+`wrapper.supervisor.thinking` runs it in a process of its own, the simulator on its virtual clock. Modules that only ask
+import `resihp.scheduler.questions`, and do not load the code of the search.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from resihp.parallelism.plan import Plan
 from resihp.scheduler.anytime import Anytime
 from resihp.scheduler.situation import Decision, Situation
 
-TRIALS = 20
-"""Of a search between two looks at whether it is to go on."""
+TRIALS_PER_CHECK = 20
+"""Trials of a search between two checks whether it should go on."""
 
 
 def think(
@@ -23,19 +23,21 @@ def think(
     check: Callable[[Plan], None],
     more: Callable[[], bool] | None = None,
 ) -> Decision:
-    """What is decided, checked; searched as long as there is to be `more`. Raises LayoutError where there is no plan,
-    or none that passes the check."""
+    """Return a checked decision, improved by a search while `more()` is true.
+
+    Raises LayoutError if there is no plan, or no plan that passes the check.
+    """
     decision = decide(situation)
     if more is not None:
         anytime = Anytime(situation, decision)
         while anytime.obstacle is None and more():
-            anytime.run(TRIALS)
-        found = anytime.decision()
+            anytime.run(TRIALS_PER_CHECK)
+        searched = anytime.decision()
         try:
-            check(found.plan)
-            return found
+            check(searched.plan)
+            return searched
         except LayoutError:
-            if found.plan == decision.plan:
+            if searched.plan == decision.plan:
                 raise
     check(decision.plan)
     return decision

@@ -1,16 +1,17 @@
-"""Is a transition worth it, now, later or never: what it costs against what it gains. Pure: clocks are arguments.
+"""Whether a transition is worth its cost: now, later or never. Pure: clocks are arguments.
 
-Decides nothing about which plan is best (`resihp.scheduler.planner`); it is asked with the prediction of the plan in
-effect and of a better one. Four rules, in one formula (`verdict`):
+It does not decide which plan is best (`resihp.scheduler.planner`); its input is the prediction of the plan in effect
+and of a better one. Four rules, in one formula (`verdict`):
 
-- The gain is a share of time, 1 - then / now, over what is left: until the job's end, or the end of a slow-down that is
-  expected to pass. A transition must gain more than it costs.
-- How long a slow-down lasts is seldom known. Then one acts once what it has cost since its onset reaches what the
-  transition costs: the break-even rule of ski rental (Karlin et al., 1988), at most twice as dear as knowing the end
-  beforehand, and no rule without chance does better. Greyhound climbs its ladder of mitigations the same way.
-- A recovery is the same question with the onset of the recovery: the device gets its work back once what it could have
-  contributed since equals the cost, so about when a return at once would have been paid back.
-- Each recent change of layout on account of the same device doubles the threshold: whatever a flickering device does in
+- The gain is a share of time, 1 - then / now, over the remaining time: until the job's end, or the end of a slow-down
+  that is expected to pass. A transition must gain more than it costs.
+- The duration of a slow-down is rarely known. Then the transition is made once the slow-down has cost, since its onset,
+  as much as the transition costs: the break-even rule of ski rental (Karlin et al., 1988), at most twice as expensive
+  as knowing the end beforehand, and no deterministic rule does better. Greyhound climbs its ladder of mitigations the
+  same way.
+- A recovery is the same question with the onset of the recovery: the device gets its work back once the contribution
+  that it could have made since then equals the cost, about when an immediate return would have paid for itself.
+- Each recent change of layout for the same device doubles the threshold: however a flickering device behaves in
   a window of time W, it causes at most log2(W * share / cost) + 2 transitions.
 
 Called by the controller, by `resihp plan` and by the simulator.
@@ -27,38 +28,38 @@ from scipy.optimize import least_squares
 
 from resihp.record.state import ChangeCost
 
-DOUBT = 0.01
-"""Relative error of a comparison of two predictions: a smaller gain is none. Errors that both share cancel."""
+PREDICTION_ERROR = 0.01
+"""Relative error of a comparison of two predictions; a smaller gain is ignored. Errors that both share cancel."""
 FLICKER_WINDOW_S = 3600.0
-"""How long a change of layout counts against the next one on account of the same device."""
-MOST_DOUBLINGS = 20
-NOISE = 0.2
+"""Seconds during which a change of layout counts against the next one for the same device."""
+MAX_DOUBLINGS = 20
+TRANSITION_NOISE = 0.2
 """Relative scatter of transitions that do the same."""
-IGNORANCE = 1.5
-"""Of the logarithm of a rate that was not measured: a factor of 4.5 either way."""
+PRIOR_LOG_SCATTER = 1.5
+"""Scatter of the logarithm of a rate that was not measured: a factor of 4.5 either way."""
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
-    """What a transition takes: `fixed_s` + `group_s` for each communicator + `byte_s` for each byte."""
+    """Duration of a transition: `fixed_s` + `group_s` for each communicator + `byte_s` for each byte."""
 
     fixed_s: float = 0.5
-    """Parking, planning, agreement. Ours takes 0.2 s with 8 workers (measured.md); larger jobs have more to agree."""
+    """Parking, planning, agreement. Ours takes 0.2 s with 8 workers (measured.md); larger jobs take longer to agree."""
     group_s: float = 0.15
-    """Of one communicator of a rank. ResiHP rebuilds all in less than 2 s (its section 7); a rank is in 8 to 12."""
+    """Seconds per communicator of a rank. ResiHP rebuilds all in less than 2 s (its section 7); a rank has 8 to 12."""
     byte_s: float = 1 / 20e9
-    """Over a device's share of the network: 200 Gb/s at 80 %."""
+    """Seconds per byte over a device's share of the network: 200 Gb/s at 80 %."""
 
 
-DEFAULT = Rates()
-"""Where nothing was measured."""
+DEFAULT_RATES = Rates()
+"""Rates to use where nothing was measured."""
 
 
 class Movement(msgspec.Struct, frozen=True, kw_only=True):
-    """What a transition has to do (`resihp.scheduler.cost.layout_change`).
+    """Work of a transition (`resihp.scheduler.cost.layout_change`).
 
-    `total_bytes` is what all ranks receive; `busiest_bytes` passes the busiest rank one way, weighted by how slow the
-    links are that it passes (a byte over a healthy link between nodes counts 1). `groups` is how many communicators the
-    busiest rank has to build.
+    `total_bytes` is the sum that all ranks receive; `busiest_bytes` passes the busiest rank in one direction, weighted
+    by the slowness of its links (a byte over a healthy link between nodes counts 1). `groups` is the number of
+    communicators that the busiest rank has to build.
     """
 
     total_bytes: int = 0
@@ -67,46 +68,46 @@ class Movement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a transition, in seconds in which nothing is trained; `seconds` is the sum of the parts."""
+    """Cost of a transition, in seconds without training; `seconds` is the sum of the parts."""
 
     total_bytes: int
     groups_s: float
     transfer_s: float
     fixed_s: float
     lost_s: float = 0.0
-    """Work that has to be done again: of an iteration that a failure interrupts, half on average, all of it at most."""
+    """Work that has to be repeated: half of the iteration that a failure interrupts on average, all of it at most."""
 
     @property
     def seconds(self) -> float:
         return self.groups_s + self.transfer_s + self.fixed_s + self.lost_s
 
 
-NOTHING = Cost(total_bytes=0, groups_s=0.0, transfer_s=0.0, fixed_s=0.0)
-"""Of leaving everything as it is."""
+NO_COST = Cost(total_bytes=0, groups_s=0.0, transfer_s=0.0, fixed_s=0.0)
+"""Cost of leaving everything as it is."""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether to act, and the numbers behind it, in seconds of training."""
+    """The decision whether to act, and the numbers behind it, in seconds of training."""
 
     go: bool
     reason: str
     cost_s: float
     threshold_s: float
-    """The cost, doubled for each recent change on account of the same device."""
+    """The cost, doubled for each recent change for the same device."""
     share: float
-    """Of time that is saved while the other plan is in effect."""
+    """Share of time that is saved while the other plan is in effect."""
     horizon_s: float
-    """For how long it would be of use at most; infinite where no end is known."""
+    """Longest time for which the other plan would be of use; infinite if no end is known."""
     gain_s: float
-    """Saved over the horizon, the cost not taken off."""
+    """Time saved over the horizon, before the cost is subtracted."""
     loss_s: float = 0.0
-    """Lost since the onset, by not having had the other plan."""
+    """Time lost since the onset because the other plan was not in effect."""
     again_in_s: float | None = None
-    """When the answer becomes yes if nothing else changes; None if never."""
+    """Seconds after which the answer becomes yes if nothing else changes; None if never."""
 
 
-def cost(movement: Movement, rates: Rates = DEFAULT, *, lost_s: float = 0.0) -> Cost:
-    """Price of a transition; `lost_s` is 0 for one between two iterations."""
+def cost(movement: Movement, rates: Rates = DEFAULT_RATES, *, lost_s: float = 0.0) -> Cost:
+    """Return the cost of a transition; `lost_s` is 0 for a transition between two iterations."""
     return Cost(
         total_bytes=movement.total_bytes,
         groups_s=movement.groups * rates.group_s,
@@ -116,34 +117,36 @@ def cost(movement: Movement, rates: Rates = DEFAULT, *, lost_s: float = 0.0) -> 
     )
 
 
-def calibrated(records: Iterable[ChangeCost], prior: Rates = DEFAULT) -> Rates:
-    """Rates that explain past reconfigurations: never negative, robust, near `prior` where these tell nothing.
+def calibrated(records: Iterable[ChangeCost], prior: Rates = DEFAULT_RATES) -> Rates:
+    """Return the rates that explain past reconfigurations: positive, robust, and near `prior` without evidence.
 
-    Least squares of logarithms, of times as of rates: a record is expected within `NOISE` of its prediction, a rate
-    within a factor of e^`IGNORANCE` of the prior. So a few records suffice where they are clear, and what they do not
-    tell apart stays as it was. Residuals beyond one deviation count by their size, not its square (Huber): a transition
-    that waited for a dying node does not make all others dear. Records whose times are not positive and finite are left
-    out.
+    Least squares of logarithms, of times and of rates: a record is expected within `TRANSITION_NOISE` of its
+    prediction, a rate within a factor of e^`PRIOR_LOG_SCATTER` of the prior. So a few records suffice if they are
+    clear, and rates that they cannot separate stay as they were. Residuals beyond one deviation count by their size,
+    not its square (Huber): a transition that waited for a dying node does not make all others expensive. Records whose
+    times are not positive and finite are ignored.
     """
-    known = [
+    valid_records = [
         r for r in records if 0 < r.seconds < math.inf and 0 <= r.busiest_bytes < math.inf and r.communicators >= 0
     ]
-    before = np.array([prior.fixed_s, prior.group_s, prior.byte_s])
-    if not known or not np.all(before > 0):
+    prior_rates = np.array([prior.fixed_s, prior.group_s, prior.byte_s])
+    if not valid_records or not np.all(prior_rates > 0):
         return prior
-    rows = np.array([[1.0, r.communicators, r.busiest_bytes] for r in known]) * before
-    seen = np.log([r.seconds for r in known])
+    rows = np.array([[1.0, r.communicators, r.busiest_bytes] for r in valid_records]) * prior_rates
+    measured_logs = np.log([r.seconds for r in valid_records])
 
     def residuals(logs: np.ndarray) -> np.ndarray:
-        return np.concatenate([(np.log(rows @ np.exp(logs)) - seen) / NOISE, logs / IGNORANCE])
+        return np.concatenate(
+            [(np.log(rows @ np.exp(logs)) - measured_logs) / TRANSITION_NOISE, logs / PRIOR_LOG_SCATTER]
+        )
 
-    found = least_squares(residuals, np.zeros(3), bounds=(-12.0, 12.0), loss="huber").x
-    fixed_s, group_s, byte_s = (float(x) for x in before * np.exp(found))
+    log_factors = least_squares(residuals, np.zeros(3), bounds=(-12.0, 12.0), loss="huber").x
+    fixed_s, group_s, byte_s = (float(x) for x in prior_rates * np.exp(log_factors))
     return Rates(fixed_s=fixed_s, group_s=group_s, byte_s=byte_s)
 
 
 def recent(changes_at_s: Sequence[float], now_s: float, window_s: float = FLICKER_WINDOW_S) -> int:
-    """How many changes of layout on account of one device, demotions and promotions, count against the next."""
+    """Return how many changes of layout for one device, demotions and promotions, count against the next one."""
     return sum(now_s - window_s < at <= now_s for at in changes_at_s)
 
 
@@ -156,47 +159,47 @@ def verdict(
     duration_s: float | None = None,
     elapsed_s: float = 0.0,
     changes: int = 0,
-    doubt: float = DOUBT,
+    doubt: float = PREDICTION_ERROR,
 ) -> Verdict:
-    """Whether to go from a plan whose iteration takes `now_s` to one that takes `then_s`, in any unit.
+    """Decide whether to change from a plan whose iteration takes `now_s` to one that takes `then_s`, in any unit.
 
-    All else is in seconds. `remaining_s` until the job's end at the present pace, None where it is not known.
-    `duration_s`: for how much longer things are expected to be as they are; `math.inf` for what does not pass by itself
-    (a device that is gone), None where nobody knows (one that is slow, or has just recovered): then it waits until the
-    loss of `elapsed_s`, the time since they are so, has come to the cost. `changes`: `recent` ones on account of the
-    same device. An infinite `now_s` (nothing runs) is worth any price. Raises ValueError for times that are no times.
+    All other times are in seconds. `remaining_s`: until the job's end at the present pace, None if unknown.
+    `duration_s`: how much longer the present state is expected to last; `math.inf` if it does not pass by itself (a
+    lost device), None if unknown (a device that is slow, or has just recovered): then the change waits until the loss
+    over `elapsed_s`, the time since the state began, reaches the cost. `changes`: the number of `recent` ones for the
+    same device. An infinite `now_s` (nothing runs) is worth any price. Raises ValueError for invalid times.
     """
     _check(now_s=now_s, then_s=then_s, elapsed_s=elapsed_s, doubt=doubt)
     for name, value in (("remaining_s", remaining_s), ("duration_s", duration_s)):
         if value is not None:
             _check(**{name: value})
     share = _share(now_s, then_s, doubt)
-    threshold_s = cost.seconds * 2.0 ** min(max(changes, 0), MOST_DOUBLINGS)
+    threshold_s = cost.seconds * 2.0 ** min(max(changes, 0), MAX_DOUBLINGS)
     horizon_s = min(math.inf if limit is None else limit for limit in (remaining_s, duration_s))
     gain_s = share * horizon_s if share > 0 else 0.0
     loss_s = share * elapsed_s if share > 0 else 0.0
     again_in_s: float | None = None
-    price = _price(cost, threshold_s)
+    price, percent = _price(cost, threshold_s), f"{100 * share:.1f} %"
     if math.isinf(now_s) and math.isfinite(then_s):
-        go, reason = True, "nothing runs as it is"
+        go, reason = True, "nothing runs under the present plan"
     elif share <= 0:
         saved = 1.0 - then_s / now_s if now_s > 0 and math.isfinite(now_s) else 0.0
-        go, reason = False, f"saves {saved:.1%} of an iteration, which is nothing that a prediction can tell"
+        go, reason = False, f"saves {100 * saved:.1f} % per iteration, less than the error of a prediction"
     elif gain_s <= threshold_s:
         until = "until the job's end" if horizon_s == remaining_s else "while it lasts"
-        go, reason = False, f"saves {gain_s:.3g} s {until}, and costs {price}"
+        go, reason = False, f"saves {gain_s:.3g} s {until}, but switching costs {price}"
     elif duration_s is not None:
-        go, reason = True, f"saves {share:.1%} of the time{_over(horizon_s, gain_s)}, and costs {price}"
+        go, reason = True, f"saves {percent} per iteration{_over(horizon_s, gain_s)}; switching costs {price}"
     elif loss_s >= threshold_s:
-        go, reason = True, f"saves {share:.1%} of the time; not to have it has lost {loss_s:.3g} s, it costs {price}"
+        go, reason = True, f"saves {percent} per iteration ({loss_s:.3g} s lost so far, switching costs {price})"
     else:
         go, again_in_s = False, (threshold_s - loss_s) / share
         reason = (
-            f"would save {share:.1%} of the time, but may pass: lost so far {loss_s:.3g} s, it costs {price}; "
-            f"worth it in {again_in_s:.3g} s"
+            f"would save {percent} per iteration, but the cause may be temporary ({loss_s:.3g} s lost so far, "
+            f"switching costs {price}); worth switching in {again_in_s:.3g} s if it persists"
         )
         if remaining_s is not None and share * (remaining_s - again_in_s) <= threshold_s:
-            again_in_s = None  # too near the end by then
+            again_in_s = None  # too near the job's end by then
     return Verdict(
         go=go,
         reason=reason,
@@ -218,25 +221,28 @@ def worth_asking(
     remaining_s: float | None,
     wait_s: float,
     joining_s: float,
-    doubt: float = DOUBT,
+    doubt: float = PREDICTION_ERROR,
 ) -> Verdict:
-    """Whether to ask for a node with which an iteration would take `then_s`, instead of `now_s` without it.
+    """Decide whether to request a node with which an iteration takes `then_s`, instead of `now_s` without it.
 
-    It comes after `wait_s`, which costs nothing (the job goes on), and takes `joining_s` to start its processes, in
-    which the job goes on as well; what is saved from then on must be more than the transition that takes it in.
+    The node comes after `wait_s`, which costs nothing (the job goes on), and takes `joining_s` to start its processes,
+    while the job goes on as well; the gain from then on must exceed the cost of the transition that includes the node.
     `remaining_s` as for `verdict`.
     """
     _check(wait_s=wait_s, joining_s=joining_s)
     if math.isinf(now_s) and math.isfinite(then_s):
         return verdict(cost, now_s, then_s, remaining_s=remaining_s, duration_s=math.inf)
     left_s = math.inf if remaining_s is None else max(0.0, remaining_s - wait_s - joining_s)
-    found = verdict(cost, now_s, then_s, remaining_s=left_s, duration_s=math.inf, doubt=doubt)
-    waiting = f"after {wait_s:.3g} s of waiting and {joining_s:.3g} s of joining: {found.reason}"
-    return msgspec.structs.replace(found, reason=waiting, again_in_s=0.0 if found.go else None)
+    decision = verdict(cost, now_s, then_s, remaining_s=left_s, duration_s=math.inf, doubt=doubt)
+    waiting = f"after {wait_s:.3g} s of waiting and {joining_s:.3g} s of joining: {decision.reason}"
+    return msgspec.structs.replace(decision, reason=waiting, again_in_s=0.0 if decision.go else None)
 
 
 def pays_back_s(cost: Cost, now_s: float, then_s: float) -> float:
-    """After what time under the better plan a transition has paid for itself; infinite if never, 0 if nothing runs."""
+    """Return the time under the better plan after which a transition has paid for itself.
+
+    Infinite if it never has, 0 if nothing runs at present.
+    """
     _check(now_s=now_s, then_s=then_s)
     if math.isinf(now_s) and math.isfinite(then_s):
         return 0.0
@@ -259,7 +265,7 @@ def _price(cost: Cost, threshold_s: float) -> str:
 
 
 def _over(horizon_s: float, gain_s: float) -> str:
-    return "" if math.isinf(horizon_s) else f", {gain_s:.3g} s of what is left"
+    return "" if math.isinf(horizon_s) else f", {gain_s:.3g} s of the remaining time"
 
 
 def _check(**times: float) -> None:

@@ -15,7 +15,7 @@ from resihp.errors import LayoutError
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan
 from resihp.scheduler.planners import named
-from resihp.scheduler.questions import ENCODER, key_of
+from resihp.scheduler.questions import QUESTION_ENCODER, key_of
 from resihp.scheduler.thinking import think
 from resihp.simulator.rules import expect
 
@@ -74,7 +74,7 @@ class Thinking:
             found = think(action.situation, planner.decide, world.dependencies.check, more)
         except LayoutError as error:
             return api.Thought(question=action.question, obstacle=str(error))
-        return api.Thought(question=action.question, decision=ENCODER.encode(found))
+        return api.Thought(question=action.question, decision=QUESTION_ENCODER.encode(found))
 
     def _odd(self, action: api.Think) -> api.Thought:
         if self._rng.random() < 0.5:

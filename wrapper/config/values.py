@@ -14,7 +14,7 @@ from pathlib import Path
 from pydantic import SecretStr
 
 from resihp.errors import ConfigurationError
-from resihp.pipeline.schedules import SCHEDULES
+from resihp.pipeline.schedules import SCHEDULE_NAMES
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(I?)B", re.IGNORECASE)
 
@@ -213,6 +213,6 @@ def expanded(path: str) -> Path:
 
 def known_schedule(name: str) -> str:
     """Raises ValueError naming those that there are."""
-    if name not in SCHEDULES:
-        raise ValueError(f"is one of {', '.join(SCHEDULES)}")
+    if name not in SCHEDULE_NAMES:
+        raise ValueError(f"is one of {', '.join(SCHEDULE_NAMES)}")
     return name

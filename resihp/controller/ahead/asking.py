@@ -22,7 +22,7 @@ from resihp.controller.state.job import Job
 from resihp.scheduler import losses
 from resihp.scheduler.questions import canonical, key_of
 from resihp.scheduler.situation import Situation
-from resihp.scheduler.transition_cost import DOUBT
+from resihp.scheduler.transition_cost import PREDICTION_ERROR
 
 QUIET = 3
 """Iterations for which nothing has changed before anything is asked: where one thing goes, others often follow."""
@@ -139,7 +139,7 @@ def _weigh(job: Job, key: str) -> None:
     question = planning.asked(job, job.epoch + 1, set(job.ready), None)
     found, present = job.foresight.ready(question.fit), planning.present(job, question.situation)
     job.foresight.searched = job.record.plan.without_mirrors().layout.replicas
-    if found is not None and (present is None or found.seconds < present * (1 - DOUBT)):
+    if found is not None and (present is None or found.seconds < present * (1 - PREDICTION_ERROR)):
         replan_policy.consider_found(job, key)
 
 

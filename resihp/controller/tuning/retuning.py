@@ -100,7 +100,7 @@ def _answer(job: Job, plan: Plan) -> replan_policy.Replan | None:
         plan,
         situation,
         most_chunks=MOST_CHUNKS,
-        evaluations=min(trials, first_layout.EVALUATIONS),
+        evaluations=min(trials, first_layout.TUNING_EVALUATIONS),
         name="the plan in effect",
     )
     if not found.alternatives:

@@ -16,7 +16,7 @@ import numpy as np
 from resihp.detector.observation import CHUNKS, Floats, RankTimes
 from resihp.detector.online.predictor import Key, Predictor, keys
 from resihp.parallelism.plan import Plan
-from resihp.pipeline.compiled import KINDS, CompiledOrders, Ints
+from resihp.pipeline.compiled import PRIMITIVE_KINDS, CompiledOrders, Ints
 
 STARTS, SPANS, COMPUTE, TOKENS, SQUARES = range(len(CHUNKS))
 SAME_END_SHARE, SAME_END_S = 1e-3, 1e-3
@@ -110,14 +110,14 @@ class Stacked:
         """(2, n): lanes, and the layers that they hold."""
 
         key_of_stop = keys(plan.layout)
-        weights_apart = set(compiled.stop[compiled.kind == KINDS.index("W")].tolist())
+        weights_apart = set(compiled.stop[compiled.kind == PRIMITIVE_KINDS.index("W")].tolist())
         stop_rows = [(key_of_stop[stop], i in weights_apart) for i, stop in enumerate(compiled.stops)]
         self._rows = tuple(dict.fromkeys(stop_rows))
         """The different chunks: key, and whether W is separate from B."""
         rows = [self._rows.index(row) for row in stop_rows]
         self._price_at = compiled.index(rows)
         codes = np.unique(self._price_at // compiled.micro_batches)
-        self._work = tuple((*divmod(code, len(KINDS)), *self._named(code)) for code in codes.tolist())
+        self._work = tuple((*divmod(code, len(PRIMITIVE_KINDS)), *self._named(code)) for code in codes.tolist())
         chunks: dict[tuple[int, int], list[Key]] = {place: [] for place in self.places}
         for stop, key in key_of_stop.items():
             chunks[stop.replica, stop.stage].append(key)
@@ -128,9 +128,9 @@ class Stacked:
 
     def _named(self, code: int) -> tuple[Key, str]:
         """Return the predictor's name of a kind of work: a B without W does the work of both, and is called BW."""
-        row, kind = divmod(code, len(KINDS))
+        row, kind = divmod(code, len(PRIMITIVE_KINDS))
         key, apart = self._rows[row]
-        return key, "BW" if KINDS[kind] == "B" and not apart else KINDS[kind]
+        return key, "BW" if PRIMITIVE_KINDS[kind] == "B" and not apart else PRIMITIVE_KINDS[kind]
 
     @property
     def work(self) -> tuple[tuple[Key, str], ...]:
@@ -141,7 +141,7 @@ class Stacked:
 
     def seconds(self, predictor: Predictor, tokens: Floats, squares: Floats) -> Floats | None:
         """Return (V,): healthy seconds of each slot for micro-batches of N and S (M,); None while any is unknown."""
-        table = np.zeros((len(self._rows), len(KINDS), self.compiled.micro_batches))
+        table = np.zeros((len(self._rows), len(PRIMITIVE_KINDS), self.compiled.micro_batches))
         count = min(len(tokens), self.compiled.micro_batches)
         for row, kind, key, name in self._work:
             seconds = predictor.predict(key, name, tokens[:count], squares[:count])

@@ -1,5 +1,5 @@
-"""What a layout and the way to it cost: time of an iteration, bytes of memory, bytes to move. Pure.
+"""Cost of a layout and of the transition to it: time of an iteration, bytes of memory, bytes to move. Pure.
 
-`profile` is all that is known of a model's times, `prices` reckons with it, `memory` says what fits, `layout_change`
-what a transition has to do. Chooses nothing. Called by the planner and by those who search for it.
+`profile` holds the known times of a model, `prices` computes with them, `memory` decides what fits, `layout_change`
+lists the work of a transition. Nothing is chosen here. Called by the planner and by its searches.
 """

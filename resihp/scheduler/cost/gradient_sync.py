@@ -1,6 +1,6 @@
-"""What is left of the sums of gradients when a replica's last backward is through. Pure.
+"""Time of the gradient sums that remains after a replica's last backward. Pure.
 
-They begin inside that backward (`resihp.pipeline.parts`): little is left where computing takes longer than they do.
+The sums begin inside that backward (`resihp.pipeline.parts`): little remains where computing takes longer than they do.
 Called by `resihp.scheduler.cost.prices`.
 """
 
@@ -9,26 +9,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from resihp.parallelism.layout import Replica
-from resihp.pipeline.parts import PARTS
+from resihp.pipeline.parts import MAX_PARTS
 from resihp.scheduler.situation import Situation
 
 GRADIENT_BYTES = 4
-"""Of a parameter: sums are of 32 bits."""
+"""Bytes of a gradient per parameter: sums are of 32 bits."""
 BUCKET_BYTES = 32 << 20
-"""Of gradients that are summed at once (`resihp.pipeline.program.buckets`)."""
+"""Bytes of gradients that are summed at once (`resihp.pipeline.program.buckets`)."""
 
 
 def exposed_s(
     replica: Replica, speeds: Sequence[float], situation: Situation, links: Sequence[float] | None = None
 ) -> float:
-    """Seconds after the end of a replica's last work at which all its stages have summed their gradients.
+    """Return the seconds after the end of a replica's last work at which all its stages have summed their gradients.
 
-    As the executor does it (`resihp.pipeline.parts`, measured by `benchmarks/overlap.py`): the work that completes a
-    stage's gradients is cut into P equal parts, and the sum of each begins when it is through, one after the other. Of
-    sums that take G beside work that takes B, max(G / P, G - B (P - 1) / P) is left at the end of it. A stage's last
-    backward ends before that of the stages before it begins, if W is not apart from it: what is done by then does not
-    count. Careful where it is rough: sums of a stage with several chunks are beside the last one's work alone. Sums of
-    the embedding and the head are not counted.
+    Like the executor (`resihp.pipeline.parts`, measured by `benchmarks/overlap.py`), the model cuts the work that
+    completes a stage's gradients into P equal parts, and the sum of each part begins when the part is done, one after
+    the other. Of sums that take G during work that takes B, max(G / P, G - B (P - 1) / P) remains at its end. A stage's
+    last backward ends before that of the stages before it begins, unless W is separate; sums done by then do not count.
+    The estimate is cautious where it is rough: sums of a stage with several chunks overlap with the work of the last
+    chunk only. Sums of the embedding and the head are not counted.
     """
     times, split = situation.times, situation.schedule == "zero-bubble"
     layer_bytes = GRADIENT_BYTES * situation.model.parameters_per_layer
@@ -37,23 +37,24 @@ def exposed_s(
         if not speed:
             continue
         first, last = stage.chunks[0]
-        held = sum(b - a + 1 for a, b in stage.chunks)
+        layers = sum(b - a + 1 for a, b in stage.chunks)
         work = times.span(first, last)
         work_s = (work.w if split else work.b + work.w) / speed
-        sums_s = held * times.gradient_s / stage.tp / (links[s] if links else 1.0)
-        least = max(-(-(last - first + 1) // PARTS), -(-BUCKET_BYTES * stage.tp // layer_bytes))
-        parts = max(1, (last - first + 1) // least)
-        left = max(sums_s / parts, sums_s - work_s * (parts - 1) / parts)
-        longest = max(longest, left - earlier)
+        sums_s = layers * times.gradient_s / stage.tp / (links[s] if links else 1.0)
+        min_part_layers = max(-(-(last - first + 1) // MAX_PARTS), -(-BUCKET_BYTES * stage.tp // layer_bytes))
+        parts = max(1, (last - first + 1) // min_part_layers)
+        remaining_s = max(sums_s / parts, sums_s - work_s * (parts - 1) / parts)
+        longest = max(longest, remaining_s - earlier)
         earlier += 0.0 if split else work_s
     return longest
 
 
 def peer_links(replica: Replica, replicas: Sequence[Replica], situation: Situation) -> tuple[float, ...]:
-    """Of each stage, the speed of the slowest link to one of another replica that holds some of its layers."""
-    found = []
+    """Return for each stage the speed of its slowest link to a stage of another replica that holds some of its
+    layers."""
+    speeds = []
     for stage in replica.stages:
-        mine = set(stage.layers)
-        peers = [s for r in replicas if r is not replica for s in r.stages if mine.intersection(s.layers)]
-        found.append(min((situation.link(stage.ranks, peer.ranks) for peer in peers), default=1.0))
-    return tuple(found)
+        own_layers = set(stage.layers)
+        peers = [s for r in replicas if r is not replica for s in r.stages if own_layers.intersection(s.layers)]
+        speeds.append(min((situation.link(stage.ranks, peer.ranks) for peer in peers), default=1.0))
+    return tuple(speeds)

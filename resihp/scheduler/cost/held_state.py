@@ -1,6 +1,7 @@
-"""What of the model's state a rank holds, by the layout. Pure.
+"""The part of the model's state that each rank holds under a layout. Pure.
 
-Called by whatever counts bytes: of a transition (`prices`, `labels`), and of memory on the way (`transition_memory`).
+Called by all code that counts bytes: of a transition (`prices`, `labels`), and of memory during it
+(`transition_memory`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from resihp.parallelism.layout import LayerSpan, Replica
 
 
 class HeldState(msgspec.Struct, frozen=True):
-    """Chunks of layers and what is outside of these, as index `t` of a group of `tp`."""
+    """Share of the model's state held by index `t` of a group of `tp`: chunks of layers, and units outside the
+    layers."""
 
     chunks: tuple[LayerSpan, ...]
     units: frozenset[str]
@@ -26,7 +28,7 @@ class HeldState(msgspec.Struct, frozen=True):
 
 
 def holdings(replicas: Iterable[Replica]) -> Iterator[tuple[int, HeldState]]:
-    """What each rank of these holds."""
+    """Yield each rank of these replicas with the state that it holds."""
     for replica in replicas:
         for s, stage in enumerate(replica.stages):
             units = units_outside(replica, s)
@@ -35,7 +37,7 @@ def holdings(replicas: Iterable[Replica]) -> Iterator[tuple[int, HeldState]]:
 
 
 def units_outside(replica: Replica, stage: int) -> frozenset[str]:
-    """What a stage holds beside its layers."""
+    """Return the units that a stage holds besides its layers."""
     virtual = replica.virtual_stages
     first = {"embedding"} if stage == virtual[0][0] else set()
     return frozenset(first | ({"final", "head"} if stage == virtual[-1][0] else set()))

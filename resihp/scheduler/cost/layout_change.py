@@ -1,8 +1,8 @@
-"""What a transition from one layout to another has to do: bytes in all and over the busiest link, communicators. Pure.
+"""Work of a transition between two layouts: bytes in total and over the busiest link, and communicators. Pure.
 
-Bytes are those of `resihp.parallelism.transfers`, the one account of what moves. It is asked here about whole layers
-instead of single parameters, and, in a large job, only about replicas that change and as many others as can serve them:
-which of many equal holders sends is a matter of balance, not of bytes.
+Bytes are those of `resihp.parallelism.transfers`, the single definition of the transfers. It is called here for whole
+layers instead of single parameters, and, in a large job, only for replicas that change and enough others to serve them:
+which of many equal holders sends affects balance, not bytes.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from resihp.scheduler.situation import Situation
 from resihp.scheduler.transition_cost import Movement
 
 INSIDE_WEIGHT = 1 / 12
-"""A byte within a node, in bytes between nodes: NVLink to a 200 or 400 Gb/s adapter
+"""Weight of a byte within a node, in bytes between nodes: NVLink to a 200 or 400 Gb/s adapter
 (`resihp.scheduler.what_if.catalogue`)."""
-FEW_REPLICAS = 8
-"""Up to so many, all are asked about."""
-SENDERS = 3
-"""Of what one replica lacks, in a larger job. More make no difference: what a rank receives is what takes longest."""
+MAX_FULLY_COMPARED_REPLICAS = 8
+"""Most replicas of a job in which all of them are considered."""
+SENDERS_PER_REPLICA = 3
+"""Senders of the state that one replica lacks, in a larger job. More make no difference: receiving takes longest."""
 
 
 def movement(
     situation: Situation, layout: Layout, *, inside_weight: float = INSIDE_WEIGHT, element: int = 4
 ) -> Movement:
-    """What it takes to get from a situation's base to `layout`. Communicators are all new even where nothing moves.
+    """Return the work of a transition from a situation's base to `layout`. Communicators are all new in any case.
 
     `element`: bytes of a number of state, of which a parameter has three (its value, of 32 bits also under mixed
-    precision, and two moments). Raises LayoutError naming what nobody holds any more.
+    precision, and two moments). Raises LayoutError naming state that no rank holds any more.
     """
     survivors = set(situation.available).difference(situation.stale)
     if layout.replicas == situation.holding.replicas and survivors.issuperset(layout.active):
@@ -61,9 +61,9 @@ def movement(
 
 
 def state_bytes(model: ModelSpec, layout: Layout, element: int = 4) -> tuple[int, int]:
-    """State of all ranks of a layout, and of the one that holds most: what loading it from a checkpoint reads."""
+    """Return the state of all ranks of a layout, and of the rank that holds most: the bytes read from a checkpoint."""
     specs = _blocks(model)
-    held: defaultdict[int, int] = defaultdict(int)
+    bytes_of_rank: defaultdict[int, int] = defaultdict(int)
     for replica in layout.replicas:
         virtual = replica.virtual_stages
         for s, stage in enumerate(replica.stages):
@@ -72,40 +72,43 @@ def state_bytes(model: ModelSpec, layout: Layout, element: int = 4) -> tuple[int
             units |= {"final", "head"} if s == virtual[-1][0] else set()
             own = sum(spec.elements for spec in specs if units.intersection(spec.units)) // max(1, stage.tp)
             for rank in stage.ranks:
-                held[rank] = own * 3 * element
-    return sum(held.values()), max(held.values(), default=0)
+                bytes_of_rank[rank] = own * 3 * element
+    return sum(bytes_of_rank.values()), max(bytes_of_rank.values(), default=0)
 
 
 def communicators(layout: Layout) -> int:
-    """How many the rank has to build that is in most of them: all are new after a transition.
+    """Return the most communicators that any rank has to build: all are new after a transition.
 
-    One of all ranks, one of its stage, one for each rank of other stages that it sends to or receives from, forward and
-    backward, and one for each other set of ranks that sum the same gradients. As
-    `resihp.pipeline.program.memberships` makes them, but without the programs: plans whose micro-batches migrate have a
-    few more.
+    A rank has one of all ranks, one of its stage, one for each rank of other stages that it sends to or receives from,
+    forward and backward, and one for each other set of ranks that sum the same gradients. Equal to the result of
+    `resihp.pipeline.program.memberships`, but without the programs: plans whose micro-batches migrate have a few more.
     """
-    holders: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    stages_of_layer: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
     for d, replica in enumerate(layout.replicas):
         for s, stage in enumerate(replica.stages):
             for layer in stage.layers if stage.ranks else ():
-                holders[layer].append((d, s, stage.tp))
-    sets = {layer: tuple(found) for layer, found in holders.items()}
-    widest = {held: max(tp for _, _, tp in held) for held in set(sets.values())}
+                stages_of_layer[layer].append((d, s, stage.tp))
+    holders_of_layer = {layer: tuple(stages) for layer, stages in stages_of_layer.items()}
+    max_tp = {holder_set: max(tp for _, _, tp in holder_set) for holder_set in set(holders_of_layer.values())}
     active = layout.active
     all_sum = all(len(replica.stages) == 1 and replica.stages[0].tp == 1 for replica in layout.replicas)
-    most = 0
+    most_communicators = 0
     for replica in layout.replicas:
         pairs = _pairs(replica)
         for stage in (stage for stage in replica.stages if stage.ranks):
-            sums = {sets[layer] for layer in stage.layers} if len(layout.replicas) > 1 and not all_sum else set()
-            gradients = sum(-(-widest[held] // stage.tp) for held in sums)
+            sums = (
+                {holders_of_layer[layer] for layer in stage.layers}
+                if len(layout.replicas) > 1 and not all_sum
+                else set()
+            )
+            gradients = sum(-(-max_tp[holder_set] // stage.tp) for holder_set in sums)
             own = max((pairs[rank] for rank in stage.ranks), default=0)
-            most = max(most, 1 + (stage.tp > 1 and stage.ranks != active) + own + gradients)
-    return most
+            most_communicators = max(most_communicators, 1 + (stage.tp > 1 and stage.ranks != active) + own + gradients)
+    return most_communicators
 
 
 def _pairs(replica: Replica) -> defaultdict[int, int]:
-    """Of each rank: others of its replica that it sends to or receives from, each direction by itself."""
+    """Return for each rank the number of peers in its replica that it sends to or receives from, by direction."""
     edges: set[tuple[str, int, int]] = set()
     path = [replica.stages[s] for s, _ in replica.virtual_stages]
     for a, b in itertools.pairwise(path):
@@ -114,40 +117,41 @@ def _pairs(replica: Replica) -> defaultdict[int, int]:
             for c in range(chunks):
                 sender, receiver = a.ranks[c * a.tp // chunks], b.ranks[c * b.tp // chunks]
                 edges |= {("forward", sender, receiver), ("backward", receiver, sender)}
-    found: defaultdict[int, int] = defaultdict(int)
+    peers: defaultdict[int, int] = defaultdict(int)
     for _, sender, receiver in edges:
-        found[sender] += 1
-        found[receiver] += 1
-    return found
+        peers[sender] += 1
+        peers[receiver] += 1
+    return peers
 
 
 def _asked(
     situation: Situation, layout: Layout, survivors: set[int]
 ) -> Iterator[tuple[tuple[Replica, ...], tuple[Replica, ...]]]:
-    """Replicas of `layout` that are not as they were, with replicas of the base that can send what these lack.
+    """Yield the replicas of `layout` that change, with replicas of the base that can send the state that they lack.
 
-    All together in a small job; in a large one each with those that its ranks were in, and with `SENDERS` that are
-    whole, the nearest ones first and each in turn.
+    All together in a small job; in a large job one at a time, with the replicas that its ranks were in, and with
+    `SENDERS_PER_REPLICA` whole replicas, the nearest first and in rotation.
     """
     base = situation.holding.replicas
     before = {replica for replica in base if survivors.issuperset(replica.ranks)}
     changed = tuple(replica for replica in layout.replicas if replica not in before)
     used = {rank for replica in changed for rank in replica.ranks}
     whole = [r for r in base if r in before and not r.vacant and not used.intersection(r.ranks)]
-    if len(base) <= FEW_REPLICAS or not whole:
+    if len(base) <= MAX_FULLY_COMPARED_REPLICAS or not whole:
         yield changed, base
         return
     home = {rank: replica for replica in base for rank in replica.ranks}
-    near = {situation.nodes[rank] for rank in used}
-    whole.sort(key=lambda replica: -len(near.intersection(situation.nodes[rank] for rank in replica.ranks)))
+    target_nodes = {situation.nodes[rank] for rank in used}
+    whole.sort(key=lambda replica: -len(target_nodes.intersection(situation.nodes[rank] for rank in replica.ranks)))
     for i, replica in enumerate(changed):
-        touched = dict.fromkeys(home[rank] for rank in replica.ranks if rank in home)
-        turn = [whole[(SENDERS * i + k) % len(whole)] for k in range(SENDERS)]
-        yield (replica,), (*touched, *dict.fromkeys(turn))
+        former = dict.fromkeys(home[rank] for rank in replica.ranks if rank in home)
+        senders = [whole[(SENDERS_PER_REPLICA * i + k) % len(whole)] for k in range(SENDERS_PER_REPLICA)]
+        yield (replica,), (*former, *dict.fromkeys(senders))
 
 
 def _blocks(model: ModelSpec) -> tuple[ParameterSpec, ...]:
-    """A layer's parameters as one that can be cut like them, and what is outside the layers."""
+    """Return a layer's parameters as a single one that can be cut in the same ways, and the units outside the
+    layers."""
     elements = sum(spec.elements for spec in layer_outline(model, 0))
     rows = model.kv_groups  # every degree divides them
     outside = outline(msgspec.structs.replace(model, layers=0))

@@ -1,9 +1,9 @@
-"""What a layout costs: predicted time of an iteration, and bytes that must move to get there. Pure.
+"""Price of a layout: predicted time of an iteration, and bytes that must move to get there. Pure.
 
-Times are those of `resihp.pipeline.timeline`: a chunk takes what its layers take (`Situation.times`) divided by the
-speed of its group, a transfer between two nodes what the slowest of their links takes; gradients are summed beside the
-last backward, and what is left of that after it. Replicas that exchange no micro-batches wait for each other only at
-the end, so each is played alone, and equal ones once.
+Times are those of `resihp.pipeline.timeline`: a chunk takes the time of its layers (`Situation.times`) divided by the
+speed of its group, a transfer between two nodes the time of their slowest link; gradients are summed during the last
+backward, and the remaining sums after it. Replicas that exchange no micro-batches wait for each other only at the end,
+so each is played alone, and equal ones once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from resihp.parallelism.layout import Layout, Replica, Stage
 from resihp.parallelism.ownership import ParameterSpec
 from resihp.parallelism.parameter_outline import layer_outline, outline
 from resihp.parallelism.plan import Plan, Primitive, Stop
-from resihp.parallelism.transfers import TENSORS
+from resihp.parallelism.transfers import STATE_TENSORS
 from resihp.pipeline.compiled import CompiledOrders, compile_orders
 from resihp.pipeline.schedules import orders_of
 from resihp.pipeline.timeline import Orders, Seconds, Transfers, play
@@ -40,17 +40,17 @@ Shape = tuple[tuple[Times, ...], ...]
 """Times of each chunk of each stage of a replica."""
 
 
-FEW = 4
-"""Pipelines up to which each is played by itself."""
+MIN_BATCHED_PIPELINES = 4
+"""Fewest pipelines that are played together; fewer are played one by one."""
 
 
 class Priced(msgspec.Struct, frozen=True):
-    """A replica with what matters for its time."""
+    """A replica with the facts that decide its time."""
 
     replica: Replica
     shape: Shape
     late: tuple[tuple[float, ...], ...] = ()
-    """Seconds from each stage to each other one; empty where transfers take no time."""
+    """Seconds from each stage to each other one; empty if transfers take no time."""
 
     @property
     def slowest(self) -> float:
@@ -76,74 +76,81 @@ class Prices:
         self._exposed: dict[int, float] = {}
 
     def priced(self, replica: Replica) -> Priced:
-        found = self._priced.get(id(replica))
-        if found is None:
-            found = self._priced[id(replica)] = self._price(replica)
-        return found
+        priced = self._priced.get(id(replica))
+        if priced is None:
+            priced = self._priced[id(replica)] = self._price(replica)
+        return priced
 
     def _price(self, replica: Replica) -> Priced:
         situation = self._situation
         speeds, nodes = situation.speeds, situation.nodes
-        slow = bool(speeds)
+        has_speeds = bool(speeds)
         key: list[object] = [stage.chunks for stage in replica.stages]
-        key += [situation.speed(stage.ranks) if slow else len(stage.ranks) for stage in replica.stages]
+        key += [situation.speed(stage.ranks) if has_speeds else len(stage.ranks) for stage in replica.stages]
         if situation.times.transfer_s or situation.times.inside_s:
-            homes = [tuple(sorted({nodes[rank] for rank in stage.ranks})) for stage in replica.stages]
-            names = {home: i for i, home in reversed([*enumerate(homes)])}
-            key += [names[home] for home in homes] if not situation.links else homes
-        found = self._shapes.get(tuple(key))
-        if found is None:
+            nodes_of_stage = [tuple(sorted({nodes[rank] for rank in stage.ranks})) for stage in replica.stages]
+            names = {home: i for i, home in reversed([*enumerate(nodes_of_stage)])}
+            key += [names[home] for home in nodes_of_stage] if not situation.links else nodes_of_stage
+        shape_and_delays = self._shapes.get(tuple(key))
+        if shape_and_delays is None:
             shape = tuple(_times(stage, situation) for stage in replica.stages)
-            found = self._shapes[tuple(key)] = shape, _late(replica, situation)
-        return Priced(replica, *found)
+            shape_and_delays = self._shapes[tuple(key)] = shape, _late(replica, situation)
+        return Priced(replica, *shape_and_delays)
 
     def seconds(self, priced: Priced, micro_batches: int, replicas: int) -> float:
-        """Time of one replica, of so many in all, for so many micro-batches, played."""
+        """Return the played time of one replica, of so many in all, for so many micro-batches."""
         return self._clock(priced, replicas)(micro_batches)
 
     def shapes_seconds(self, shapes: Sequence[Sequence[Times]], micro_batches: int) -> list[float]:
-        """Times of pipelines of equally many stages, one chunk each, without transfers; played together."""
+        """Return the times of pipelines with equally many stages, one chunk each, without transfers; played
+        together."""
         if not shapes:
             return []
         schedule = self._situation.schedule
-        if len(shapes) < FEW:
-            return [_plain_seconds(tuple((one,) for one in shape), (), schedule, micro_batches) for shape in shapes]
+        if len(shapes) < MIN_BATCHED_PIPELINES:
+            return [_plain_seconds(tuple((chunk,) for chunk in shape), (), schedule, micro_batches) for shape in shapes]
         split = schedule == "zero-bubble"
         table = np.array([[(t.f, t.b if split else t.b + t.w, t.w) for t in shape] for shape in shapes])
         forward, backward, weights = np.ascontiguousarray(table.transpose(2, 1, 0))
         late = np.zeros((len(shapes[0]) - 1, 1))
-        found: list[float] = steady_state.many_seconds(
+        seconds: list[float] = steady_state.many_seconds(
             forward, backward, weights if split else None, late, micro_batches
         ).tolist()
-        return found
+        return seconds
 
     def pipelines_seconds(
         self, speeds: Sequence[float], counts: Sequence[tuple[int, ...]], late: Sequence[float], micro_batches: int
     ) -> list[float]:
-        """Times of pipelines of stages with these speeds and one chunk each, one for each of `counts`, layers of the
-        stages; `late`: seconds from each stage to the next, and back."""
+        """Return the times of pipelines of stages with these speeds and one chunk each.
+
+        `counts`: the layers of each stage, one entry for each pipeline; `late`: seconds from each stage to the next,
+        and back.
+        """
         compiled, slots, edges = _compiled(
             self._situation.schedule, tuple(((s, s),) for s in range(len(speeds))), micro_batches
         )
         split = self._situation.schedule == "zero-bubble"
         times, rows = self._situation.times, []
-        for held in counts:
+        for layer_counts in counts:
             first, row = 0, []
-            for n, speed in zip(held, speeds, strict=True):
+            for n, speed in zip(layer_counts, speeds, strict=True):
                 t = times.span(first, first + n - 1)
                 row += [t.f / speed, (t.b if split else t.b + t.w) / speed, t.w / speed]
                 first += n
             rows.append(row)
         index = [s * 3 + kind for s, _, kind in slots]
-        waits = [late[min(edge)] for edge in edges] if any(late) else None
-        if len(rows) < FEW:
-            return [compiled.makespan([row[i] for i in index], waits) for row in rows]
+        delays = [late[min(edge)] for edge in edges] if any(late) else None
+        if len(rows) < MIN_BATCHED_PIPELINES:
+            return [compiled.makespan([row[i] for i in index], delays) for row in rows]
         table = np.array(rows).take(index, axis=1)
-        found: list[float] = compiled.iteration_seconds(table, 0.0 if waits is None else np.array(waits)).tolist()
-        return found
+        seconds: list[float] = compiled.iteration_seconds(table, 0.0 if delays is None else np.array(delays)).tolist()
+        return seconds
 
     def iteration(self, replicas: Sequence[Priced]) -> tuple[tuple[int, ...], float]:
-        """Micro-batches of each replica, and the time of the iteration. Raises PlanError if some would get none."""
+        """Return the micro-batches of each replica, and the time of the iteration.
+
+        Raises PlanError if some replica would get no micro-batches.
+        """
         played = [self._clock(priced, len(replicas)) for priced in replicas]
         usual = max(1, self._situation.micro_batches // max(1, len(played)))
         guess = shares.split(self._situation.micro_batches, [clock.line(usual) for clock in played])
@@ -152,7 +159,7 @@ class Prices:
         return counts, longest + self._after_backward_s(replicas)
 
     def _after_backward_s(self, replicas: Sequence[Priced]) -> float:
-        """As `after_backward_s`; where links are as they should be, each replica is looked at once."""
+        """Return the result of `after_backward_s`; if no link is slow, each replica is computed once."""
         times = self._situation.times
         if self._situation.links or len(replicas) < 2 or not times.gradient_s:
             return after_backward_s([priced.replica for priced in replicas], self._situation)
@@ -160,18 +167,18 @@ class Prices:
             if id(priced.replica) not in self._exposed:
                 speeds = [self._situation.speed(stage.ranks) for stage in priced.replica.stages]
                 self._exposed[id(priced.replica)] = exposed_s(priced.replica, speeds, self._situation)
-                self._priced.setdefault(id(priced.replica), priced)  # keeps it alive
+                self._priced.setdefault(id(priced.replica), priced)  # keeps the replica alive
         return max(self._exposed[id(priced.replica)] for priced in replicas) + times.step_s
 
     def _clock(self, priced: Priced, replicas: int) -> _Clock:
         stages = priced.replica.stages
-        alike = (priced.shape, priced.late, tuple((stage.tp, len(stage.layers)) for stage in stages))
+        shape_key = (priced.shape, priced.late, tuple((stage.tp, len(stage.layers)) for stage in stages))
         state_bytes = self._situation.state_bytes_of(replicas)
-        found = self._clocks.get((alike, state_bytes))
-        if found is None:
-            found = _Clock(priced, self._situation, state_bytes, self._played[alike])
-            self._clocks[alike, state_bytes] = found
-        return found
+        clock = self._clocks.get((shape_key, state_bytes))
+        if clock is None:
+            clock = _Clock(priced, self._situation, state_bytes, self._played[shape_key])
+            self._clocks[shape_key, state_bytes] = clock
+        return clock
 
 
 class _Clock:
@@ -188,13 +195,14 @@ class _Clock:
         self._found: dict[int, float] = {}
 
     def __call__(self, micro_batches: int) -> float:
-        found = self._found.get(micro_batches)
-        if found is None:
-            found = self._found[micro_batches] = self._look(micro_batches)
-        return found
+        seconds = self._found.get(micro_batches)
+        if seconds is None:
+            seconds = self._found[micro_batches] = self._look(micro_batches)
+        return seconds
 
     def line(self, usual: int) -> shares.Seconds:
-        """Through two played times, about the usual number of micro-batches: near enough for a first guess."""
+        """Return the line through two played times near the usual number of micro-batches, good enough for a first
+        guess."""
         begin, end = self(usual), self(usual + 1)
         slope = end - begin
         if not math.isfinite(slope) or slope <= 0:
@@ -236,7 +244,7 @@ class _Clock:
 
 
 def _plain(replica: Replica) -> bool:
-    """Whether each stage has one chunk, in the order of the stages."""
+    """Return whether each stage has one chunk, in the order of the stages."""
     return all(len(stage.chunks) == 1 for stage in replica.stages) and all(
         a.chunks < b.chunks for a, b in itertools.pairwise(replica.stages)
     )
@@ -258,8 +266,8 @@ def _plain_seconds(shape: Shape, late: tuple[tuple[float, ...], ...], schedule: 
 def _compiled(
     schedule: str, spans: tuple[Chunks, ...], micro_batches: int
 ) -> tuple[CompiledOrders, list[tuple[int, int, int]], list[tuple[int, int]]]:
-    """Orders of one replica; stage, chunk and kind of each slot, and the stages of each transfer."""
-    replica = Replica(tuple(Stage((s,), held) for s, held in enumerate(spans)))
+    """Return the orders of one replica; stage, chunk and kind of each slot; and the stages of each transfer."""
+    replica = Replica(tuple(Stage((s,), chunks) for s, chunks in enumerate(spans)))
     plan = Plan(epoch=0, layout=Layout((replica,)), assignment=(tuple(range(micro_batches)),), schedule=schedule)
     compiled = compile_orders(plan, orders_of(plan))
     slots = list(zip(compiled.stage.tolist(), compiled.chunk.tolist(), compiled.kind.tolist(), strict=True))
@@ -268,56 +276,57 @@ def _compiled(
 
 
 def iteration_seconds(plan: Plan, situation: Situation) -> float:
-    """Predicted time of an iteration of any plan, with its migrations, orders, transfers and synchronisation.
+    """Return the predicted time of an iteration of any plan, with its migrations, orders, transfers and
+    synchronisation.
 
-    Raises PlanError if the plan cannot be carried out; infinite where a stage with work has speed 0.
+    Raises PlanError if the plan cannot be carried out; infinite if a stage with work has speed 0.
     """
     orders = orders_of(plan)
-    found = play(plan, orders, costs(plan, situation, orders), transfers(plan, situation)).makespan
-    return found + after_backward_s(plan.layout.replicas, situation)
+    makespan = play(plan, orders, costs(plan, situation, orders), transfers(plan, situation)).makespan
+    return makespan + after_backward_s(plan.layout.replicas, situation)
 
 
 def costs(plan: Plan, situation: Situation, orders: Orders) -> Seconds:
-    """Cost of every primitive of a plan, for `resihp.pipeline.timeline.play`."""
+    """Return the cost of every primitive of a plan, for `resihp.pipeline.timeline.play`."""
     shapes = tuple(tuple(_times(stage, situation) for stage in replica.stages) for replica in plan.layout.replicas)
     return _costs(shapes, orders)
 
 
 def transfers(plan: Plan, situation: Situation) -> Transfers:
-    """Seconds from one stage to another, for `resihp.pipeline.timeline.play`."""
+    """Return the seconds from one stage to another, for `resihp.pipeline.timeline.play`."""
     if not (situation.times.transfer_s or situation.times.inside_s):
         return 0.0
     replicas = plan.layout.replicas
-    known: dict[tuple[int, int, int, int], float] = {}
+    seconds_of: dict[tuple[int, int, int, int], float] = {}
 
     def seconds(sender: Stop, receiver: Stop) -> float:
         key = (sender.replica, sender.stage, receiver.replica, receiver.stage)
-        if key not in known:
+        if key not in seconds_of:
             a, b = (replicas[stop.replica].stages[stop.stage].ranks for stop in (sender, receiver))
-            known[key] = situation.transfer_s(a, b)
-        return known[key]
+            seconds_of[key] = situation.transfer_s(a, b)
+        return seconds_of[key]
 
     return seconds
 
 
 def after_backward_s(replicas: Sequence[Replica], situation: Situation) -> float:
-    """What comes after the last backward: the sums of gradients that are still under way, and the step.
+    """Return the time after the last backward: the gradient sums that are still running, and the step.
 
-    A stage sums its gradients with those that hold the same layers in other replicas, over the slowest link between
-    them, as far as it has not done so before (`exposed_s`).
+    A stage sums its gradients with the stages that hold the same layers in other replicas, over the slowest link
+    between them, unless the sums are already done (`exposed_s`).
     """
     times = situation.times
     if len(replicas) < 2 or not times.gradient_s:
         return times.step_s
-    known: dict[object, float] = {}
+    exposed_of: dict[object, float] = {}
     longest = 0.0
     for replica in replicas:
         links = peer_links(replica, replicas, situation) if situation.links else None
         speeds = tuple(situation.speed(stage.ranks) for stage in replica.stages)
         key = tuple((stage.chunks, stage.tp) for stage in replica.stages), speeds, links
-        if key not in known:
-            known[key] = exposed_s(replica, speeds, situation, links)
-        longest = max(longest, known[key])
+        if key not in exposed_of:
+            exposed_of[key] = exposed_s(replica, speeds, situation, links)
+        longest = max(longest, exposed_of[key])
     return longest + times.step_s
 
 
@@ -336,10 +345,10 @@ def _costs(shapes: tuple[Shape, ...], orders: Orders) -> Seconds:
 
 
 def _times(stage: Stage, situation: Situation) -> tuple[Times, ...]:
-    """Of each chunk of a stage, with what the embedding and the head add."""
+    """Return the times of each chunk of a stage, including embedding and head."""
     speed = situation.speed(stage.ranks)
-    found = [situation.times.span(first, last) for first, last in stage.chunks]
-    return tuple(times.at(speed) for times in found)
+    spans = [situation.times.span(first, last) for first, last in stage.chunks]
+    return tuple(times.at(speed) for times in spans)
 
 
 def _late(replica: Replica, situation: Situation) -> tuple[tuple[float, ...], ...]:
@@ -350,7 +359,7 @@ def _late(replica: Replica, situation: Situation) -> tuple[tuple[float, ...], ..
 
 
 class Lacking:
-    """What a rank would have to receive to hold something, in bytes; each case is worked out once.
+    """Bytes that a rank would have to receive to hold a given state; each case is computed once.
 
     Raises nothing: loss of state is not noticed here (`resihp.parallelism.transfers.missing`).
     """
@@ -358,58 +367,60 @@ class Lacking:
     def __init__(self, situation: Situation, element: int = 4) -> None:
         self._inside = layer_outline(situation.model, 0)
         self._outside = outline(msgspec.structs.replace(situation.model, layers=0))
-        self._each = TENSORS * element
+        self._each = STATE_TENSORS * element
         survivors = set(situation.available).difference(situation.stale)
-        self._before = {rank: held for rank, held in holdings(situation.holding.replicas) if rank in survivors}
+        self._before = {rank: state for rank, state in holdings(situation.holding.replicas) if rank in survivors}
         self._known: dict[tuple[HeldState | None, HeldState], Fraction] = {}
         self._layers = situation.model.layers
 
     def table(self, ranks: Sequence[int], seats: Sequence[HeldState]) -> npt.NDArray[np.int64]:
-        """(ranks, seats): for each rank, to hold what each seat does."""
-        nobody = HeldState((), frozenset(), 0, 1)
-        olds = [self._before.get(rank, nobody) for rank in ranks]
-        scale = math.lcm(*(one.tp for one in (*olds, *seats)))
-        part = np.array([scale // one.tp for one in seats])
-        low, high = (np.array([(one.t + i) * scale // one.tp for one in seats]) for i in (0, 1))
-        first, last = (np.array([(one.t + i) * scale // one.tp for one in olds])[:, None] for i in (0, 1))
-        lacking = part - np.maximum(0, np.minimum(last, high) - np.maximum(first, low))  # of what both cut
+        """Return the bytes, (ranks, seats), that each rank would have to receive to hold the state of each seat."""
+        no_state = HeldState((), frozenset(), 0, 1)
+        old_states = [self._before.get(rank, no_state) for rank in ranks]
+        scale = math.lcm(*(state.tp for state in (*old_states, *seats)))
+        part = np.array([scale // state.tp for state in seats])
+        low, high = (np.array([(state.t + i) * scale // state.tp for state in seats]) for i in (0, 1))
+        first, last = (np.array([(state.t + i) * scale // state.tp for state in old_states])[:, None] for i in (0, 1))
+        missing_part = part - np.maximum(0, np.minimum(last, high) - np.maximum(first, low))  # of what both cut
         wanted = self._spans(seats)
-        kept = self._spans(olds) @ wanted.T
-        whole, cut = (
-            sum(spec.elements for spec in self._inside if (spec.axis is None) is one) for one in (True, False)
+        kept = self._spans(old_states) @ wanted.T
+        whole_elements, cut_elements = (
+            sum(spec.elements for spec in self._inside if (spec.axis is None) is uncut) for uncut in (True, False)
         )
-        total = (wanted.sum(axis=1) - kept) * (whole * scale + cut * part) + kept * cut * lacking
+        total = (wanted.sum(axis=1) - kept) * (
+            whole_elements * scale + cut_elements * part
+        ) + kept * cut_elements * missing_part
         for spec in self._outside:
-            here = np.array([bool(one.units.intersection(spec.units)) for one in seats])
-            has = np.array([bool(one.units.intersection(spec.units)) for one in olds])[:, None]
-            each = np.where(has, 0, scale) if spec.axis is None else np.where(has, lacking, part)
-            total += spec.elements * here * each
-        found: npt.NDArray[np.int64] = total // scale * self._each
-        return found
+            needs_it = np.array([bool(state.units.intersection(spec.units)) for state in seats])
+            has_it = np.array([bool(state.units.intersection(spec.units)) for state in old_states])[:, None]
+            elements = np.where(has_it, 0, scale) if spec.axis is None else np.where(has_it, missing_part, part)
+            total += spec.elements * needs_it * elements
+        bytes_of: npt.NDArray[np.int64] = total // scale * self._each
+        return bytes_of
 
     def _spans(self, holdings: Sequence[HeldState]) -> npt.NDArray[np.int64]:
-        """(holdings, layers): 1 for what each holds."""
-        found = np.zeros((len(holdings), self._layers), np.int64)
-        for row, one in zip(found, holdings, strict=True):
-            for first, last in one.chunks:
+        """Return (holdings, layers): 1 for each layer that a holding contains."""
+        table = np.zeros((len(holdings), self._layers), np.int64)
+        for row, state in zip(table, holdings, strict=True):
+            for first, last in state.chunks:
                 row[first : last + 1] = 1
-        return found
+        return table
 
     def total(self, layout: Layout) -> int:
-        """For all ranks of a layout."""
-        parts: dict[int, int] = {}  # numerators by denominator: whole ones for nearly all, which add up fast
+        """Return the bytes for all ranks of a layout."""
+        parts: dict[int, int] = {}  # numerators by denominator: nearly all are whole numbers, which add up fast
         for rank, now in holdings(layout.replicas):
             lacking = self._of(rank, now)
             parts[lacking.denominator] = parts.get(lacking.denominator, 0) + lacking.numerator
         return int(sum(Fraction(n, d) for d, n in parts.items())) * self._each
 
     def _of(self, rank: int, now: HeldState) -> Fraction:
-        """Elements of one tensor of each parameter."""
+        """Return the elements of one tensor of each parameter."""
         case = self._before.get(rank), now
-        found = self._known.get(case)
-        if found is None:
-            found = self._known[case] = self._work_out(*case)
-        return found
+        elements = self._known.get(case)
+        if elements is None:
+            elements = self._known[case] = self._work_out(*case)
+        return elements
 
     def _work_out(self, old: HeldState | None, now: HeldState) -> Fraction:
         total = Fraction(0)
@@ -427,13 +438,18 @@ class Lacking:
 
 
 def bytes_to_move(situation: Situation, layout: Layout, element: int = 4) -> int:
-    """What all ranks of `layout` need and do not hold: what `resihp.parallelism.transfers.moves` moves, without making
-    the list."""
+    """Return the bytes that all ranks of `layout` need and do not hold.
+
+    They equal the bytes of `resihp.parallelism.transfers.moves`, without the list of moves.
+    """
     return Lacking(situation, element).total(layout)
 
 
 def _lacking(spec: ParameterSpec, now: HeldState, shared: Fraction | None) -> Fraction:
-    """Elements of a parameter that a rank needs; `shared` is the part that it has already, None for a new one."""
+    """Return the elements of a parameter that a rank needs.
+
+    `shared` is the part that it already has, None if it has none.
+    """
     if spec.axis is None:
         return Fraction(spec.elements if shared is None else 0)
     return spec.elements * (Fraction(1, now.tp) - (shared or 0))

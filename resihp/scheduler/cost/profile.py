@@ -1,8 +1,8 @@
-"""What one micro-batch costs each layer, and what passes between stages: all that the planner knows of a model's time.
+"""Cost of one micro-batch in each layer, and of its transfer between stages: the planner's knowledge of a model's time.
 
-Taken from a catalogue of models and hardware (`resihp.scheduler.what_if.catalogue`), from measurements, or, where
-nothing is known, `layer_units`. How long an iteration takes follows from it and from a layout by the timeline alone
-(`resihp.scheduler.cost.prices`); nothing here plays or decides anything.
+It comes from a catalogue of models and hardware (`resihp.scheduler.what_if.catalogue`), from measurements, or, if
+nothing is known, from `layer_units`. The duration of an iteration follows from it and from a layout by the timeline
+alone (`resihp.scheduler.cost.prices`); nothing here plays or decides anything.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class Times(msgspec.Struct, frozen=True):
         return self.f + self.b + self.w
 
     def at(self, speed: float) -> Times:
-        """The same on a group of that speed; infinite at 0."""
+        """Return the same on a group of that speed; infinite at 0."""
         if not speed:
             return Times(math.inf, math.inf, math.inf)
         return Times(self.f / speed, self.b / speed, self.w / speed)
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """Times of every layer in order, of what comes before the first and after the last, and of communication.
+    """Times of every layer in order, of embedding and head, and of communication.
 
     `transfer_s`: one micro-batch's activations (or their gradients) from a stage to the next over a healthy link
     between two nodes; `inside_s` the same within a node. `gradient_s`: synchronisation of one layer's gradients among
@@ -58,16 +58,16 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     step_s: float = 0.0
 
     def span(self, first: int, last: int) -> Times:
-        """Layers `first` to `last`, both inclusive, with the embedding and the head where they belong to these."""
+        """Return the time of layers `first` to `last`, both inclusive, with embedding and head where they adjoin."""
         f, b, w = (sums[last + 1] - sums[first] for sums in self._sums)
-        found = Times(f, b, w)
+        times = Times(f, b, w)
         if first == 0:
-            found += self.embedding
-        return found + self.head if last == len(self.layers) - 1 else found
+            times += self.embedding
+        return times + self.head if last == len(self.layers) - 1 else times
 
     @cached_property
     def _sums(self) -> tuple[tuple[float, ...], ...]:
-        """Of the layers before each: forward, gradients of inputs, of weights."""
+        """Sums over the layers before each layer: forward, gradients of inputs, gradients of weights."""
         return tuple(
             tuple(itertools.accumulate((getattr(layer, kind) for layer in self.layers), initial=0.0))
             for kind in ("f", "b", "w")
@@ -75,10 +75,10 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 def scaled(profile: Profile, by: float) -> Profile:
-    """The same with all that takes time taking so many times as long."""
+    """Return the same profile with all times multiplied by `by`."""
 
-    def times(of: Times) -> Times:
-        return Times(by * of.f, by * of.b, by * of.w)
+    def times(layer: Times) -> Times:
+        return Times(by * layer.f, by * layer.b, by * layer.w)
 
     return Profile(
         layers=tuple(times(layer) for layer in profile.layers),
@@ -92,7 +92,7 @@ def scaled(profile: Profile, by: float) -> Profile:
 
 
 def check(profile: Profile, model: ModelSpec) -> None:
-    """Raises PlanError if a profile is not one of the model: layers missing, a time negative or not a number."""
+    """Raise PlanError if a profile does not fit the model: missing layers, or a time that is negative or not finite."""
     if len(profile.layers) != model.layers:
         raise PlanError(f"profile: {len(profile.layers)} layers, the model has {model.layers}")
     named = [*((f"layer {i}", layer) for i, layer in enumerate(profile.layers))]
@@ -106,11 +106,11 @@ def check(profile: Profile, model: ModelSpec) -> None:
 
 @lru_cache(maxsize=64)
 def layer_units(model: ModelSpec) -> Profile:
-    """Where nothing is measured: 1 is the forward of one layer; F, B and W take the same, communication nothing.
+    """Return the profile to use if nothing was measured, in units of one layer's forward.
 
-    The head from the operations that a token takes: 2 for each weight of the head, 2 for each weight of a layer. The
-    embedding looks rows up and computes nothing. Attention scores, which depend on the lengths of documents, are left
-    out: they make layers a little heavier than said here.
+    F, B and W take the same, communication takes no time. The head follows from the operations per token: 2 for each
+    weight of the head, 2 for each weight of a layer. The embedding looks up rows and computes nothing. Attention
+    scores, which depend on the lengths of documents, are left out: layers are a little heavier than this profile.
     """
     head = model.hidden * model.vocab_rows / model.parameters_per_layer
     return Profile(layers=(Times(1.0, 1.0, 1.0),) * model.layers, head=Times(head, head, head))

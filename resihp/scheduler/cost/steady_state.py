@@ -1,15 +1,15 @@
-"""How long a pipeline of one chunk a stage takes under 1F1B or ZB-H1, without making its orders. Pure.
+"""Duration of a pipeline of one chunk a stage under 1F1B or ZB-H1, without making its orders. Pure.
 
 Eq. 2 over these orders is a recurrence from micro-batch to micro-batch. With w = stages - stage - 1 forwards of
-warm-up, turn m of a stage is F of micro-batch m, then B of micro-batch m - w, and where W is apart the W that stands
-`stage` micro-batches behind: all of it waits for the same turn of the stage before and for the turn before of the
-stage behind. Once a turn ends later than an earlier one by the same time on all stages, so do those after it later
-than those after that one (max and plus commute with a shift), and they need not be played: many micro-batches soon
-cost what few do. A period is as long as the cycle that holds all others up: a turn where one stage is the slowest, as
-many as there are stages where all wait for each other.
+warm-up, turn m of a stage is F of micro-batch m, then B of micro-batch m - w, and where W is separate the W that is
+`stage` micro-batches behind: all of it waits for the same turn of the stage before and for the previous turn of the
+stage behind. Once a turn ends later than an earlier one by the same time on all stages, so do the turns after it, later
+than the turns after that one (max and plus commute with a shift), and they need not be played: many micro-batches soon
+cost no more to play than few. A period is as long as the cycle that holds all others up: one turn where one stage is
+the slowest, as many turns as there are stages where all wait for each other.
 
 The times are those of `resihp.pipeline.timeline` over `resihp.pipeline.schedules`, to rounding. Called by
-`resihp.scheduler.cost.prices`, which has to do with all other orders, and by searches over many pipelines.
+`resihp.scheduler.cost.prices`, which handles all other orders, and by searches over many pipelines.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 
-_EVEN = 1e-12
-"""Relative difference, of the time so far, below which two stages have moved on by the same time."""
+_EQUAL_STEP_TOLERANCE = 1e-12
+"""Relative difference, of the time so far, below which two stages have advanced by the same time."""
 
 
 def seconds(
@@ -32,19 +32,20 @@ def seconds(
     late: Sequence[float],
     micro_batches: int,
 ) -> float:
-    """Of one pipeline. Times of a micro-batch on each stage: F, B, and W where it is apart; else B has both.
+    """Return the seconds of one pipeline, from the times of a micro-batch on each stage.
 
-    `late`: from each stage to the next, and back.
+    `forward`: F. `backward`: B, which includes W if `weights` is None. `late`: seconds from each stage to the next, and
+    back.
     """
     stages = len(forward)
     ends = [0.0] * stages
-    """Of what each stage did last."""
+    """End of the last work of each stage."""
     sent = [0.0] * (stages + 1)
-    """When each stage's last B came to the stage before it."""
+    """Arrival of each stage's last B at the stage before it."""
     lag = [*late, 0.0]
     skipped, past, since = 0.0, ends, 0
-    turn, left = 0, micro_batches
-    while turn < left:
+    turn, last_turn = 0, micro_batches
+    while turn < last_turn:
         arrival = 0.0
         first = stages - 1 - turn
         for s in range(stages):
@@ -66,16 +67,16 @@ def seconds(
         if first > 0 or skipped:
             continue
         if since:
-            step, off = ends[0] - past[0], _EVEN * ends[0]
-            if abs(ends[-1] - past[stages - 1] - step) <= off and all(
-                abs(now - then - step) <= off for now, then in zip((*ends, *sent[:-1]), past, strict=True)
+            step, tolerance = ends[0] - past[0], _EQUAL_STEP_TOLERANCE * ends[0]
+            if abs(ends[-1] - past[stages - 1] - step) <= tolerance and all(
+                abs(now - then - step) <= tolerance for now, then in zip((*ends, *sent[:-1]), past, strict=True)
             ):
-                periods = (left - turn) // (turn - since)
+                periods = (last_turn - turn) // (turn - since)
                 skipped = periods * step
-                left -= periods * (turn - since)
+                last_turn -= periods * (turn - since)
         if not since or turn - since == stages:
             past, since = [*ends, *sent[:-1]], turn
-    _drain(ends, sent, backward, weights, lag, left)
+    _drain(ends, sent, backward, weights, lag, last_turn)
     if weights is not None:
         ends = [end + min(s, micro_batches) * weights[s] for s, end in enumerate(ends)]
     return max(ends) + skipped
@@ -89,7 +90,7 @@ def _drain(
     lag: Sequence[float],
     micro_batches: int,
 ) -> None:
-    """The turns without forwards."""
+    """Play the turns without forwards."""
     stages = len(ends)
     for behind in range(1, stages):
         turn = micro_batches - 1 + behind
@@ -102,31 +103,32 @@ def _drain(
 
 
 def many_seconds(forward: Floats, backward: Floats, weights: Floats | None, late: Floats, micro_batches: int) -> Floats:
-    """Of many pipelines of equally many stages, (pipelines,): as `seconds`, from (stages, pipelines) each.
+    """Return the seconds of many pipelines of equally many stages, (pipelines,).
 
-    `late`: (stages - 1, pipelines) or (stages - 1, 1). A stage's turn begins half a turn after that of the stage before
-    it, so that all that is done at a half is independent: F on every second stage, B on those between.
+    Arguments as in `seconds`, (stages, pipelines) each; `late`: (stages - 1, pipelines) or (stages - 1, 1). A stage's
+    turn begins half a turn after that of the stage before it, so that all work of a half turn is independent: F on
+    every second stage, B on those between.
     """
     stages, pipelines = forward.shape
     state = np.zeros((2 * stages, pipelines))
     ends, sent = state[:stages], state[stages:]
     past, skipped, since = state, np.zeros(pipelines), 0
-    left, half = micro_batches, 0
-    while half <= 2 * (left + stages) - 3:
-        _forwards(ends, forward, late, _every_second(half - 2 * (left - 1), half, half, stages))
+    last_turn, half = micro_batches, 0
+    while half <= 2 * (last_turn + stages) - 3:
+        _forwards(ends, forward, late, _every_second(half - 2 * (last_turn - 1), half, half, stages))
         first = 2 * stages - 1 - half
-        on = _every_second(first, first + 2 * left - 2, half + 1, stages)
+        on = _every_second(first, first + 2 * last_turn - 2, half + 1, stages)
         _backwards(ends, sent, backward, weights, late, on, half)
         half += 1
         turn = half // 2
-        if half % 2 or half < 3 * stages or turn >= left - 1 or since < 0:
+        if half % 2 or half < 3 * stages or turn >= last_turn - 1 or since < 0:
             continue
         if since:
             step = state - past
-            if np.ptp(step, axis=0).max() <= _EVEN * ends.max():
-                periods = (left - turn) // (turn - since)
+            if np.ptp(step, axis=0).max() <= _EQUAL_STEP_TOLERANCE * ends.max():
+                periods = (last_turn - turn) // (turn - since)
                 skipped = periods * step[0]
-                left -= periods * (turn - since)
+                last_turn -= periods * (turn - since)
                 since = -1
                 continue
         if not since or turn - since == stages:
@@ -137,7 +139,7 @@ def many_seconds(forward: Floats, backward: Floats, weights: Floats | None, late
 
 
 def _every_second(first: int, last: int, parity: int, stages: int) -> slice:
-    """Stages from `first` to `last` that are even or odd as `parity` is."""
+    """Return the stages from `first` to `last` that are even or odd like `parity`."""
     begin = max(0, first)
     return slice(begin + (parity - begin) % 2, max(0, min(stages - 1, last) + 1), 2)
 
@@ -146,10 +148,10 @@ def _forwards(ends: Floats, forward: Floats, late: Floats, on: slice) -> None:
     if on.start >= on.stop:
         return
     begin = ends[on]
-    rest = begin[1:] if on.start == 0 else begin  # the first stage waits for nobody
+    waiting = begin[1:] if on.start == 0 else begin  # the first stage waits for no other
     source = slice(on.start + 1 if on.start == 0 else on.start - 1, on.stop - 1, 2)
-    if len(rest):
-        np.maximum(rest, ends[source] + late[source], out=rest)
+    if len(waiting):
+        np.maximum(waiting, ends[source] + late[source], out=waiting)
     begin += forward[on]
 
 
@@ -162,9 +164,9 @@ def _backwards(
     begin = ends[on]
     source = slice(on.start + 1, min(on.stop + 1, stages), 2)
     count = len(range(*source.indices(stages)))
-    if count:  # the last stage waits for nobody
-        rest, wait = begin[:count], slice(on.start, on.start + 2 * count - 1, 2)
-        np.maximum(rest, sent[source] + late[wait], out=rest)
+    if count:  # the last stage waits for no other
+        waiting, wait = begin[:count], slice(on.start, on.start + 2 * count - 1, 2)
+        np.maximum(waiting, sent[source] + late[wait], out=waiting)
     begin += backward[on]
     sent[on] = begin
     if weights is not None:

@@ -1,9 +1,9 @@
-"""What a plan's time is made of, and what it could be: facts, which others put into words. Pure.
+"""Composition of a plan's time, and the time that is possible: facts, which other modules put into words. Pure.
 
-The limiting stage is the one that works longest in an iteration: nothing but less work or more speed for it makes the
-iteration much shorter. The bound is that of `resihp.scheduler.explained.bound`, who stands by is told by `idle`.
-`healthy` tells what the job would take if all were well and its layers lay where they cost least: where an even spread
-is far from that, failures look cheaper than they are.
+The limiting stage works longest in an iteration: only less work or more speed for it makes the iteration much shorter.
+The bound comes from `resihp.scheduler.explained.bound`, idle devices from `idle`. `healthy` is the time of the job if
+all devices were healthy and its layers were placed at the least cost: if an even spread is far from that, failures look
+cheaper than they are.
 
 Called by `resihp plan`, and by `history`, `why` and the report for plans of the ledger; never by the controller.
 """
@@ -26,12 +26,12 @@ from resihp.scheduler.explained import bound, idle
 from resihp.scheduler.layouts import first_layout, layers
 from resihp.scheduler.situation import Situation
 
-ALIKE = 1e-3
+EQUAL_WORK_TOLERANCE = 1e-3
 """Relative difference below which two stages work equally long."""
-EVALUATIONS = 60
-"""Orders made and played to see what a tuned job would do."""
-MOST_TUNED = 512
-"""Layers, and micro-batches, times stages of a pipeline for which orders are looked for."""
+TUNING_EVALUATIONS = 60
+"""Orders that are made and played to estimate a tuned job."""
+MAX_TUNED_SIZE = 512
+"""Largest product of layers, or of micro-batches, and stages of a pipeline for which orders are searched."""
 
 
 class Limiting(msgspec.Struct, frozen=True):
@@ -42,57 +42,57 @@ class Limiting(msgspec.Struct, frozen=True):
     ranks: tuple[int, ...]
     chunks: tuple[LayerSpan, ...]
     share: float
-    """Of the iteration's time in which it works."""
+    """Share of the iteration's time in which it works."""
     alike: int
-    """Other stages that work as long."""
+    """Number of other stages that work as long."""
     speed: float
-    """Of its slowest rank, 1 for a healthy one."""
+    """Speed of its slowest rank, 1 for a healthy one."""
 
 
 class Healthy(msgspec.Struct, frozen=True):
-    """The job when all is well, with the same groups and one chunk a stage: what an iteration takes."""
+    """Iteration times of the job when all devices are healthy, with the same groups and one chunk a stage."""
 
     plain: float
     """Under its own layout."""
     spread: float
-    """With layers where they cost least, and the same schedule."""
+    """With layers placed at the least cost, and the same schedule."""
     tuned: float | None
-    """With orders of its own as well; None where the pipeline is too large to look for them."""
+    """With orders of its own as well; None if the pipeline is too large to search for them."""
 
     @property
     def excess(self) -> float:
-        """How much longer the job's own layout takes than the one of `spread`, relatively."""
+        """How much longer the job's own layout takes than that of `spread`, relatively."""
         return self.plain / self.spread - 1
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one plan. Times in `unit`."""
+    """Explanation of one plan. Times are in `unit`."""
 
     seconds: float
-    """Predicted for an iteration."""
+    """Predicted time of an iteration."""
     unit: Literal["s", "layer times"]
     limiting: Limiting
     beside: float
     """Share of the iteration after the last backward: sums of gradients and the optimizer's step."""
     idle: tuple[idle.Idle, ...]
     bound: float
-    """No layout of the devices that may work is faster."""
+    """Lower bound: no layout of the available devices is faster."""
     healthy: Healthy | None = None
-    """None where it was not asked for, or cannot be told."""
+    """None if it was not requested, or cannot be computed."""
 
     @property
     def above_bound(self) -> float:
-        """How far the plan is above the bound, relatively."""
+        """Distance of the plan from the bound, relatively."""
         return self.seconds / self.bound - 1 if self.bound else 0.0
 
 
 def explain(
     plan: Plan, seconds: float, situation: Situation, *, unfit: Collection[int] = (), healthy: Plan | None = None
 ) -> Explanation:
-    """Of a plan for a situation, with its predicted time.
+    """Explain a plan for a situation, given its predicted time.
 
     `unfit`: ranks of the layout that were not to get work; they are not among the situation's available ones.
-    `healthy`: the plan of the job when all is well, where what tuning it would give is asked for.
+    `healthy`: the plan of the job with all devices healthy, to estimate the gain from tuning it.
     """
     return Explanation(
         seconds=seconds,
@@ -105,20 +105,20 @@ def explain(
     )
 
 
-def as_json(found: Explanation) -> dict[str, object]:
-    """Plain data. Times and changes that are not finite become null.
+def as_json(explanation: Explanation) -> dict[str, object]:
+    """Return plain data. Times and changes that are not finite become null.
 
-    Where numba is absent, the search gives numpy's numbers, which msgspec does not know.
+    Without numba, the search returns numpy's numbers, which msgspec does not know.
     """
-    limits, healthy = found.limiting, found.healthy
+    limits, healthy = explanation.limiting, explanation.healthy
     return {
-        "iteration": found.seconds,
-        "unit": found.unit,
+        "iteration": explanation.seconds,
+        "unit": explanation.unit,
         "limiting": msgspec.to_builtins(limits, enc_hook=float),
-        "beside": found.beside,
-        "idle": msgspec.to_builtins(found.idle, enc_hook=float),
-        "bound": found.bound if math.isfinite(found.bound) else None,
-        "above_bound": found.above_bound,
+        "beside": explanation.beside,
+        "idle": msgspec.to_builtins(explanation.idle, enc_hook=float),
+        "bound": explanation.bound if math.isfinite(explanation.bound) else None,
+        "above_bound": explanation.above_bound,
         "all_well": None
         if healthy is None
         else msgspec.to_builtins(healthy, enc_hook=float) | {"excess": healthy.excess},
@@ -126,9 +126,9 @@ def as_json(found: Explanation) -> dict[str, object]:
 
 
 def limiting(plan: Plan, seconds: float, situation: Situation) -> Limiting:
-    """Of stages that work equally long the first; `seconds` of the iteration."""
+    """Return the limiting stage, the first of those that work equally long; `seconds` of the iteration."""
     passed = _passed(plan)
-    known: dict[object, float] = {}
+    seconds_of: dict[object, float] = {}
     worked: list[tuple[float, int, int]] = []
     for d, replica in enumerate(plan.layout.replicas):
         for s, stage in enumerate(replica.stages):
@@ -136,66 +136,74 @@ def limiting(plan: Plan, seconds: float, situation: Situation) -> Limiting:
             if not speed:
                 continue
             if plan.migrations:
-                each = [situation.times.span(*chunk).total / speed for chunk in stage.chunks]
-                time = sum(passed[d, s, c] * one for c, one in enumerate(each))
+                chunk_times = [situation.times.span(*chunk).total / speed for chunk in stage.chunks]
+                time = sum(passed[d, s, c] * chunk_time for c, chunk_time in enumerate(chunk_times))
             else:
                 key = (stage.chunks, speed)
-                if key not in known:
-                    known[key] = sum(situation.times.span(*chunk).total for chunk in stage.chunks) / speed
-                time = known[key] * len(plan.assignment[d])
+                if key not in seconds_of:
+                    seconds_of[key] = sum(situation.times.span(*chunk).total for chunk in stage.chunks) / speed
+                time = seconds_of[key] * len(plan.assignment[d])
             worked.append((time, d, s))
-    most = max(time for time, _, _ in worked)
-    same = [(d, s) for time, d, s in worked if time >= most * (1 - ALIKE)]
-    d, s = same[0]
+    longest = max(time for time, _, _ in worked)
+    limiting_stages = [(d, s) for time, d, s in worked if time >= longest * (1 - EQUAL_WORK_TOLERANCE)]
+    d, s = limiting_stages[0]
     stage = plan.layout.replicas[d].stages[s]
     slowest = min(situation.speeds.get(rank, 1.0) for rank in stage.ranks)
-    return Limiting(d, s, stage.ranks, stage.chunks, most / seconds, len(same) - 1, slowest)
+    return Limiting(d, s, stage.ranks, stage.chunks, longest / seconds, len(limiting_stages) - 1, slowest)
 
 
 def when_tuned(plan: Plan, situation: Situation) -> Healthy | None:
-    """What tuning would give a job with nothing slow, by its first replica alone; None for one that is not even."""
+    """Estimate the gain from tuning a job without slow devices, from its first replica; None for uneven replicas."""
     replicas, shares = plan.layout.replicas, {len(share) for share in plan.assignment}
     first = replicas[0].stages
-    alike = {tuple((stage.tp, stage.chunks) for stage in replica.stages) for replica in replicas}
-    if len(shares) != 1 or len(alike) != 1 or not situation.nodes.keys() >= set(replicas[0].ranks):
+    shapes = {tuple((stage.tp, stage.chunks) for stage in replica.stages) for replica in replicas}
+    if len(shares) != 1 or len(shapes) != 1 or not situation.nodes.keys() >= set(replicas[0].ranks):
         return None
     (count,) = shares
-    one = msgspec.structs.replace(
+    single_replica = msgspec.structs.replace(
         plan, layout=Layout(replicas[:1]), assignment=spread(count, 1), orders=(), migrations=()
     )
-    well = msgspec.structs.replace(situation, micro_batches=count, speeds={}, links={}, base=one.layout, stale=())
-    rest_s = after_backward_s(replicas, well) - well.times.step_s
-    plain_s = iteration_seconds(one, well)
-    spread_s = min(plain_s, _spread_s(one, well, len(replicas)))
-    tuned_s = None  # under ZeRO-1 one replica alone would hold what all share
-    if not well.zero_1 and len(first) * well.model.layers <= MOST_TUNED and len(first) * count <= MOST_TUNED:
-        tuned_s = min(spread_s, first_layout.tuned(one, well, evaluations=EVALUATIONS).seconds) + rest_s
+    healthy = msgspec.structs.replace(
+        situation, micro_batches=count, speeds={}, links={}, base=single_replica.layout, stale=()
+    )
+    rest_s = after_backward_s(replicas, healthy) - healthy.times.step_s
+    plain_s = iteration_seconds(single_replica, healthy)
+    spread_s = min(plain_s, _spread_s(single_replica, healthy, len(replicas)))
+    tuned_s = None  # under ZeRO-1 a single replica would hold the state that all share
+    if (
+        not healthy.zero_1
+        and len(first) * healthy.model.layers <= MAX_TUNED_SIZE
+        and len(first) * count <= MAX_TUNED_SIZE
+    ):
+        tuned_s = (
+            min(spread_s, first_layout.tuned(single_replica, healthy, evaluations=TUNING_EVALUATIONS).seconds) + rest_s
+        )
     return Healthy(plain_s + rest_s, spread_s + rest_s, tuned_s)
 
 
-def _spread_s(one: Plan, situation: Situation, replicas: int) -> float:
-    """Of one replica of so many, its layers cut anew in any of the ways that may be best."""
-    stages = one.layout.replicas[0].stages
+def _spread_s(plan: Plan, situation: Situation, replicas: int) -> float:
+    """Return the time of one of several replicas with its layers redistributed in the best of the possible ways."""
+    stages = plan.layout.replicas[0].stages
     if any(len(stage.chunks) > 1 for stage in stages) or len(stages) == 1:
         return math.inf
     speeds = [situation.speed(stage.ranks) for stage in stages]
-    layers_there = situation.model.layers
-    limits = [layers_there] * len(stages)
+    layer_count = situation.model.layers
+    limits = [layer_count] * len(stages)
     if situation.room_bytes is not None:
-        posts = [situation.post(s, len(stages), stage.tp, replicas) for s, stage in enumerate(stages)]
-        limits = [memory.capacity(situation.model, p, situation.room_bytes, situation.tokens) for p in posts]
-    prices, found = Prices(situation), math.inf
+        setups = [situation.stage_setup(s, len(stages), stage.tp, replicas) for s, stage in enumerate(stages)]
+        limits = [memory.capacity(situation.model, p, situation.room_bytes, situation.tokens) for p in setups]
+    prices, least = Prices(situation), math.inf
     for counts in layers.trade_offs(situation.times, speeds, limits):
         ends = [*itertools.accumulate(counts)]
         cut = tuple(
             Stage(stage.ranks, ((end - n, end - 1),)) for stage, n, end in zip(stages, counts, ends, strict=True)
         )
-        found = min(found, prices.iteration([prices.priced(Replica(cut))])[1])
-    return found
+        least = min(least, prices.iteration([prices.priced(Replica(cut))])[1])
+    return least
 
 
 def _passed(plan: Plan) -> Counter[tuple[int, int, int]]:
-    """Micro-batches that pass each chunk of each stage, where some pass elsewhere than at home."""
+    """Return the micro-batches that pass each chunk of each stage, if some of them migrate."""
     if not plan.migrations:
         return Counter()
     return Counter((stop.replica, stop.stage, stop.chunk) for stops in plan.paths().values() for stop in stops)

@@ -1,10 +1,10 @@
-"""Why devices stand by: what they could do is tried, and what comes of it is told. Pure.
+"""Reasons why devices stand by: their possible uses are tried, and the results reported. Pure.
 
-Tried are, for the idle devices of a node together: to be a further stage of a replica, to make a group of their node
-larger, to take slower ranks' places in it, to be a replica of their own. What is tried is laid out and priced as the
-planner does it (`resihp.scheduler.layouts.groups.lay`, `resihp.scheduler.cost.prices`), against the plan's stages on
-the same schedule: orders of work of its own, which neither side has here, cancel. Tries are counted, so that a large
-job costs no more than a small one; devices like those that were tried are told the same.
+The uses tried, for the idle devices of a node together: a further stage of a replica, a larger group on their node, the
+places of slower ranks in it, a replica of their own. Each is laid out and priced as by the planner
+(`resihp.scheduler.layouts.groups.lay`, `resihp.scheduler.cost.prices`), and compared with the plan's stages on the same
+schedule: the gain of tuned orders, which neither side has here, cancels. The number of tries is limited, so that a
+large job costs no more than a small one; devices equal to tried ones get the same reason.
 
 Called by `resihp.scheduler.explained.explanation`.
 """
@@ -23,13 +23,13 @@ from resihp.parallelism.layout import Replica
 from resihp.parallelism.plan import Plan
 from resihp.scheduler.cost.prices import Priced, Prices
 from resihp.scheduler.layouts import tp_groups
-from resihp.scheduler.layouts.groups import SIGNIFICANT, Group, Pipe, idle_groups, lay
+from resihp.scheduler.layouts.groups import SIGNIFICANT_GAIN, Group, Pipe, idle_groups, lay
 from resihp.scheduler.situation import Situation
 
-MOST_TRIES = 160
-"""Layouts of a replica that are tried in all."""
-MOST_PIPES = 4
-"""Replicas that a group is tried in."""
+MAX_TRIES = 160
+"""Most layouts of a replica that are tried in all."""
+MAX_REPLICAS_TRIED = 4
+"""Most replicas in which a group is tried."""
 
 Why = Literal[
     "unfit",
@@ -45,33 +45,34 @@ Why = Literal[
     "gain",
     "untried",
 ]
-"""`unfit`: kept out. `stopped`: speed 0. `memory`: nothing that they could do has room. `layers`: a further stage would
-have none. `micro-batches`: another replica would have none. `slower`: whatever they do, it takes longer. `no gain`: it
-takes as long. `too slow`: at full speed they would be of use. `node`: they would be of use to a group of another node.
-`memory unknown`: a further stage would be of use, but replicas grow only where it is known what they have room for.
-`gain`: it would be faster, and yet the plan has them stand by. `untried`: there are too many that are unlike."""
+"""Reasons. `unfit`: excluded from work. `stopped`: speed 0. `memory`: no possible use has room. `layers`: a further
+stage would have none. `micro-batches`: another replica would have none. `slower`: every use makes the iteration longer.
+`no gain`: the time stays the same. `too slow`: at full speed they would be of use. `node`: they would be of use to a
+group of another node. `memory unknown`: a further stage would be of use, but replicas grow only if device memory is
+known. `gain`: the iteration would be faster, and yet the plan has them stand by. `untried`: there are too many
+different devices."""
 Way = Literal["", "stage", "group", "place", "replica"]
-"""What was tried: a further stage, a larger group, a slower rank's place, a replica of their own."""
+"""Use that was tried: a further stage, a larger group, a slower rank's place, a replica of their own."""
 
 
-OBSTACLES: tuple[Why, ...] = ("memory", "layers", "micro-batches")
+OBSTACLE_ORDER: tuple[Why, ...] = ("memory", "layers", "micro-batches")
 
 
 class Idle(msgspec.Struct, frozen=True):
-    """Devices of one node that stand by, and why."""
+    """Devices of one node that stand by, and the reason."""
 
     ranks: tuple[int, ...]
     node: str
     why: Why
     way: Way = ""
-    """The best of what was tried, or of what would be if the obstacle were not there."""
+    """The best use that was tried, or the use that would be best without the obstacle."""
     change: float | None = None
-    """Of the time of an iteration in that case, relatively: below 0 it is faster. Where the replica that they would be
-    in becomes slower, of the time of that one."""
+    """Relative change of the iteration's time in that case: below 0 it is faster. If the replica that they would be in
+    becomes slower, the change of that replica's time."""
 
 
 class _Tried(msgspec.Struct, frozen=True):
-    """One try: what it changes, or the obstacle."""
+    """One try: its relative change of the time, or the obstacle."""
 
     way: Way
     change: float = math.inf
@@ -79,28 +80,29 @@ class _Tried(msgspec.Struct, frozen=True):
 
 
 def reasons(plan: Plan, situation: Situation, unfit: Collection[int] = ()) -> tuple[Idle, ...]:
-    """Of every rank that stands by, node by node. `unfit` ranks are in the layout, but not among the available ones."""
+    """Return the reason for every rank that stands by, node by node. `unfit` ranks are in the layout, but not
+    available."""
     standby = [rank for rank in plan.layout.standby if rank not in unfit]
-    found = [Idle(ranks, node, "unfit") for node, ranks in _by_node(situation, unfit)]
+    idle_devices = [Idle(ranks, node, "unfit") for node, ranks in _by_node(situation, unfit)]
     stopped = [rank for rank in standby if situation.speeds.get(rank, 1.0) <= 0]
-    found += [Idle(ranks, node, "stopped") for node, ranks in _by_node(situation, stopped)]
+    idle_devices += [Idle(ranks, node, "stopped") for node, ranks in _by_node(situation, stopped)]
     trial = _Trial(plan, situation)
-    alike: dict[object, Idle] = {}
+    reason_of: dict[object, Idle] = {}
     for group in idle_groups(situation, set(standby).difference(stopped)):
         node = situation.nodes[group.ranks[0]]
         key = (trial.speeds_of(group.ranks), node in trial.homes and trial.at_home(node))
-        if key not in alike:
-            alike[key] = trial.why(group)
-        found.append(msgspec.structs.replace(alike[key], ranks=group.ranks, node=node))
-    return tuple(sorted(found, key=lambda idle: idle.ranks))
+        if key not in reason_of:
+            reason_of[key] = trial.why(group)
+        idle_devices.append(msgspec.structs.replace(reason_of[key], ranks=group.ranks, node=node))
+    return tuple(sorted(idle_devices, key=lambda idle: idle.ranks))
 
 
 class _Trial:
-    """Tries of one plan."""
+    """Tries for the idle devices of one plan."""
 
     def __init__(self, plan: Plan, situation: Situation) -> None:
         self._plan, self._situation, self._prices = plan, situation, Prices(situation)
-        self._left = MOST_TRIES
+        self._left = MAX_TRIES
         self._replicas = [replica for replica in plan.layout.replicas if not replica.vacant]
         self._shares = [len(plan.assignment[d]) for d, r in enumerate(plan.layout.replicas) if not r.vacant]
         self._iteration_s: float | None = None
@@ -110,7 +112,7 @@ class _Trial:
         return tuple(self._situation.speeds.get(rank, 1.0) for rank in ranks)
 
     def at_home(self, node: str) -> tuple[object, ...]:
-        """What stands on a node, as far as it matters for who is idle there."""
+        """Return the stages on a node, as far as they matter for its idle devices."""
         nodes = self._situation.nodes
         return tuple(
             (s, self.speeds_of(stage.ranks), stage.chunks)
@@ -120,48 +122,48 @@ class _Trial:
         )
 
     def why(self, group: Group) -> Idle:
-        tried = [*self._tries(group)]
-        best = min((one for one in tried if one.obstacle is None), key=lambda one: one.change, default=None)
+        tries = [*self._tries(group)]
+        best = min((try_ for try_ in tries if try_.obstacle is None), key=lambda try_: try_.change, default=None)
         node = self._situation.nodes[group.ranks[0]]
-        if best is None or best.change > -SIGNIFICANT:
-            conditions: tuple[tuple[Why, list[_Tried]], ...] = (
+        if best is None or best.change > -SIGNIFICANT_GAIN:
+            changed_conditions: tuple[tuple[Why, list[_Tried]], ...] = (
                 ("too slow", self._at_full_speed(group)),
                 ("node", self._across_nodes(group)),
             )
-            for why, others in conditions:
-                other = min(others, key=lambda one: one.change, default=None)
-                if other is not None and other.change <= -SIGNIFICANT:
-                    return Idle(group.ranks, node, why, other.way, other.change)
+            for why, tries_if_changed in changed_conditions:
+                best_if_changed = min(tries_if_changed, key=lambda try_: try_.change, default=None)
+                if best_if_changed is not None and best_if_changed.change <= -SIGNIFICANT_GAIN:
+                    return Idle(group.ranks, node, why, best_if_changed.way, best_if_changed.change)
         if best is not None:
             return Idle(group.ranks, node, self._verdict(best), best.way, best.change)
-        obstacles = [one.obstacle for one in tried if one.obstacle is not None]
-        for obstacle in OBSTACLES:
+        obstacles = [try_.obstacle for try_ in tries if try_.obstacle is not None]
+        for obstacle in OBSTACLE_ORDER:
             if obstacle in obstacles:
                 return Idle(group.ranks, node, obstacle)
         return Idle(group.ranks, node, "untried")
 
     def _verdict(self, best: _Tried) -> Why:
-        if best.change > -SIGNIFICANT:
-            return "slower" if best.change > SIGNIFICANT else "no gain"
+        if best.change > -SIGNIFICANT_GAIN:
+            return "slower" if best.change > SIGNIFICANT_GAIN else "no gain"
         return "memory unknown" if best.way == "stage" and self._situation.memory_bytes is None else "gain"
 
     def _at_full_speed(self, group: Group) -> list[_Tried]:
-        """What they would do if they were healthy."""
+        """Return the tries that the group would have if its devices were healthy."""
         speeds = self._situation.speeds
         if all(speeds.get(rank, 1.0) >= 1 for rank in group.ranks):
             return []
         healthy = {rank: speed for rank, speed in speeds.items() if rank not in group.ranks}
-        other = _Trial(self._plan, msgspec.structs.replace(self._situation, speeds=healthy))
-        other._left = self._left
-        found = [*other._tries(group)]
-        self._left = other._left
-        return [one for one in found if one.obstacle is None]
+        healthy_trial = _Trial(self._plan, msgspec.structs.replace(self._situation, speeds=healthy))
+        healthy_trial._left = self._left
+        tries = [*healthy_trial._tries(group)]
+        self._left = healthy_trial._left
+        return [try_ for try_ in tries if try_.obstacle is None]
 
     def _across_nodes(self, group: Group) -> list[_Tried]:
-        """What they would do in groups of other nodes."""
+        """Return the tries that the group would have in groups of other nodes."""
         node = self._situation.nodes[group.ranks[0]]
-        found = [*self._larger(group, lambda home: home != node)]
-        return [one for one in found if one.obstacle is None]
+        tries = [*self._larger(group, lambda home: home != node)]
+        return [try_ for try_ in tries if try_.obstacle is None]
 
     def _tries(self, group: Group) -> Iterator[_Tried]:
         node = self._situation.nodes[group.ranks[0]]
@@ -174,7 +176,7 @@ class _Trial:
         yield from self._apart(group)
 
     def _larger(self, group: Group, is_home: Callable[[str], bool]) -> Iterator[_Tried]:
-        """With ranks of a group on such a node: as many of all as are fastest together."""
+        """Yield tries in which the group joins a group on such a node: as many of all ranks as are fastest together."""
         situation = self._situation
         for d in self._pipes(situation.nodes[group.ranks[0]]):
             replica = self._replicas[d]
@@ -189,20 +191,26 @@ class _Trial:
                 )
                 if set(ranks).isdisjoint(group.ranks) or situation.speed(ranks) <= situation.speed(stage.ranks):
                     continue
-                groups = [Group(other.ranks, other.chunks) for other in replica.stages]
+                groups = [Group(member.ranks, member.chunks) for member in replica.stages]
                 way: Way = "group" if len(ranks) > len(stage.ranks) else "place"
                 yield self._changed(way, d, Pipe((*groups[:s], Group(ranks, stage.chunks), *groups[s + 1 :])))
 
     def _apart(self, group: Group) -> Iterator[_Tried]:
-        """As a replica, with other idle groups where it takes several: from half of what one was started with, as the
-        planner has it."""
+        """Yield tries in which the group forms a replica of its own, together with other idle groups if needed.
+
+        As in the planner, a replica needs at least half of the speed that one was started with.
+        """
         situation = self._situation
         standby = {rank for rank in self._plan.layout.standby if situation.speeds.get(rank, 1.0) > 0}
         standby &= set(situation.available)
-        others = [other for other in idle_groups(situation, standby) if not set(other.ranks).intersection(group.ranks)]
-        for count in range(min(situation.pp, 1 + len(others))):
-            pipe = Pipe((group, *others[:count]))
-            if sum(situation.speed(one.ranks) for one in pipe.groups) < situation.tp * situation.pp / 2:
+        other_groups = [
+            candidate
+            for candidate in idle_groups(situation, standby)
+            if not set(candidate.ranks).intersection(group.ranks)
+        ]
+        for count in range(min(situation.pp, 1 + len(other_groups))):
+            pipe = Pipe((group, *other_groups[:count]))
+            if sum(situation.speed(part.ranks) for part in pipe.groups) < situation.tp * situation.pp / 2:
                 continue
             if self._left <= 0:
                 return
@@ -219,7 +227,7 @@ class _Trial:
             yield self._told("replica", seconds)
 
     def _changed(self, way: Way, d: int, pipe: Pipe) -> _Tried:
-        """With replica `d` as this pipe: of its own time where it becomes slower, else of the iteration's."""
+        """Return the try with replica `d` as this pipe: its own change if it becomes slower, else the iteration's."""
         if self._left <= 0:
             return _Tried(way, obstacle="untried")
         self._left -= 1
@@ -236,7 +244,7 @@ class _Trial:
             return _Tried(way, obstacle="memory")
         if after > before or math.isinf(before):
             return _Tried(way, after / before - 1 if math.isfinite(before) else 0.0)
-        replicas = [priced if k == d else self._prices.priced(other) for k, other in enumerate(self._replicas)]
+        replicas = [priced if k == d else self._prices.priced(replica) for k, replica in enumerate(self._replicas)]
         return self._told(way, self._prices.iteration(replicas)[1])
 
     def _told(self, way: Way, seconds: float) -> _Tried:
@@ -248,9 +256,9 @@ class _Trial:
         return _Tried(way, seconds / self._iteration_s - 1 if math.isfinite(self._iteration_s) else 0.0)
 
     def _pipes(self, node: str) -> Sequence[int]:
-        """Replicas to try, one of each kind: those with a stage on that node first, then the slowest."""
+        """Return the replicas to try, one of each kind: those with a stage on that node first, then the slowest."""
         nodes = self._situation.nodes
-        found: dict[object, int] = {}
+        replica_of_kind: dict[object, int] = {}
         order = sorted(
             range(len(self._replicas)),
             key=lambda d: (
@@ -260,19 +268,19 @@ class _Trial:
             ),
         )
         for d in order:
-            here = any(nodes[rank] == node for rank in self._replicas[d].ranks)
-            found.setdefault((here, self._prices.priced(self._replicas[d]).shape), d)
-        return [*itertools.islice(found.values(), MOST_PIPES)]
+            is_on_node = any(nodes[rank] == node for rank in self._replicas[d].ranks)
+            replica_of_kind.setdefault((is_on_node, self._prices.priced(self._replicas[d]).shape), d)
+        return [*itertools.islice(replica_of_kind.values(), MAX_REPLICAS_TRIED)]
 
     def _places(self, replica: Replica, node: str) -> list[int]:
-        """Where a further stage may stand: at both ends, and beside stages of its node."""
-        beside = [s for s, stage in enumerate(replica.stages) if self._situation.nodes[stage.ranks[0]] == node]
-        return sorted({0, len(replica.stages), *beside, *(s + 1 for s in beside)})
+        """Return the possible positions of a further stage: both ends, and next to stages of its node."""
+        stages_on_node = [s for s, stage in enumerate(replica.stages) if self._situation.nodes[stage.ranks[0]] == node]
+        return sorted({0, len(replica.stages), *stages_on_node, *(s + 1 for s in stages_on_node)})
 
 
 def _by_node(situation: Situation, ranks: Iterable[int]) -> Iterator[tuple[str, tuple[int, ...]]]:
     nodes: dict[str, list[int]] = {}
     for rank in sorted(ranks):
         nodes.setdefault(situation.nodes[rank], []).append(rank)
-    for node, there in nodes.items():
-        yield node, tuple(there)
+    for node, node_ranks in nodes.items():
+        yield node, tuple(node_ranks)

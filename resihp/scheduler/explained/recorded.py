@@ -1,8 +1,8 @@
-"""From the record of a plan back to the situation that it was decided in. Pure.
+"""Restores the situation in which a plan was decided from the plan's record. Pure.
 
-The controller keeps what nothing else tells (`resihp.record.journal.PlanBasis`) with each plan; whoever explains the
-plan later makes the situation of it again, with the job's model and layout. Called by the controller when it proposes,
-and by `db.reading.plans.explanations`.
+The controller records the facts that are stored nowhere else (`resihp.record.journal.PlanBasis`) with each plan; an
+explanation restores the situation from them, with the job's model and layout. Called by the controller when it
+proposes, and by `db.reading.plans.explanations`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from resihp.scheduler.situation import Situation
 
 
 def basis_of(situation: Situation, kept_out: Collection[int]) -> PlanBasis:
-    """What of a situation is to be kept."""
+    """Return the facts of a situation that are recorded with a plan."""
     return PlanBasis(
         speeds=tuple(sorted(situation.speeds.items())),
         links=tuple((a, b, speed) for (a, b), speed in sorted(situation.links.items())),
@@ -38,7 +38,7 @@ def situation_of(
     chunks: int,
     memory_bytes: int | None,
 ) -> Situation:
-    """The situation of a plan that is on record, as if its own layout had been there before."""
+    """Return the situation of a recorded plan, as if its own layout had been in effect before."""
     times = basis.times
     return Situation(
         epoch=plan.epoch,
@@ -75,10 +75,10 @@ def _times(profile: Profile) -> LearnedTimes:
 
 
 def profile_of(times: LearnedTimes, layers: int) -> Profile:
-    """What was learnt, for a model of so many layers."""
-    each = [Times(*layer) for layer in times.layers]
+    """Return the measured profile, for a model of so many layers."""
+    layer_times = [Times(*layer) for layer in times.layers]
     return Profile(
-        layers=tuple(each * layers if len(each) == 1 else each),
+        layers=tuple(layer_times * layers if len(layer_times) == 1 else layer_times),
         embedding=Times(*times.embedding),
         head=Times(*times.head),
         transfer_s=times.transfer_s,

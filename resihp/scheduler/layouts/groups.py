@@ -1,8 +1,8 @@
-"""Which ranks form which stage: progressive exclusion, replacement, and the layers that follow. Pure.
+"""Ranks of each stage: progressive exclusion, replacement, and the resulting layers. Pure.
 
-The paper's first two steps. Each stage keeps what Eq. 4 says is best of its live ranks and of idle ones on its node,
-the weakest stage choosing first; a stage without anybody is replaced or left out. Then each replica's layers are
-spread over what it has. Whether to add or give up whole stages and replicas is decided in `resihp.scheduler.planner`.
+The paper's first two steps. Each stage keeps the best set by Eq. 4 of its live ranks and of idle ones on its node, the
+weakest stage choosing first; a stage without ranks is replaced or left out. Then each replica's layers are spread over
+its groups. Whether to add or give up whole stages and replicas is decided in `resihp.scheduler.planner`.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from resihp.errors import PlanError
 from resihp.parallelism.layout import LayerSpan, Replica, Stage
 from resihp.scheduler.cost import memory, transition_memory
 from resihp.scheduler.cost.held_state import HeldState
-from resihp.scheduler.cost.memory import Post
+from resihp.scheduler.cost.memory import StageSetup
 from resihp.scheduler.layouts import layers, tp_groups
 from resihp.scheduler.situation import Situation
 
-SIGNIFICANT = 0.01
-"""A prediction must be better by more than this, relatively, for something to be worth its unrest."""
+SIGNIFICANT_GAIN = 0.01
+"""Relative improvement of a prediction below which a change is not worth the disruption."""
 
 
 class Group(msgspec.Struct, frozen=True):
-    """Ranks of one stage, in order, and the layers that they (or those whose places they take) held."""
+    """Ranks of one stage, in order, and the layers that they (or the ranks that they replace) held."""
 
     ranks: tuple[int, ...]
     held: tuple[LayerSpan, ...] = ()
 
 
 class Pipe(msgspec.Struct, frozen=True):
-    """A replica in the making: groups in pipeline order, and the replica of the base that it continues."""
+    """A replica under construction: groups in pipeline order, and the replica of the base that it continues."""
 
     groups: tuple[Group, ...]
     base: int | None = None
@@ -63,9 +63,10 @@ class Pool:
 
 
 def regroup(situation: Situation, given_up: Collection[int] = (), *, vacant_first: bool = True) -> tuple[Pipe, ...]:
-    """What becomes of each replica of the base; those `given_up` are left out, and their ranks are free for others.
+    """Return the continuation of each replica of the base; replicas `given_up` are left out, and their ranks become
+    free.
 
-    Stages choose from the pool in ascending order of the speed that they have left. `vacant_first`: those without any
+    Stages choose from the pool in ascending order of the speed that they have left. `vacant_first`: stages without any
     rank choose before all others, else after.
     """
     live = set(situation.available)
@@ -76,27 +77,27 @@ def regroup(situation: Situation, given_up: Collection[int] = (), *, vacant_firs
         if d not in given_up
         for s, stage in enumerate(replica.stages)
     ]
-    pool = Pool(situation, sorted(live.difference(rank for *_, left in places for rank in left)))
+    pool = Pool(situation, sorted(live.difference(rank for *_, live_ranks in places for rank in live_ranks)))
     places.sort(key=lambda place: (not place[3] and not vacant_first, _left(situation, place[2], place[3]), place[:2]))
-    found: dict[tuple[int, int], tuple[int, ...]] = {}
-    for d, s, stage, left in places:
-        post = situation.post(s, len(situation.base.replicas[d].stages), situation.tp, replicas)
-        group = _choice(situation, post, stage, left, pool)
-        pool.add(set(left).difference(group))
-        pool.take(set(group).difference(left))
-        found[d, s] = group
+    ranks_of_stage: dict[tuple[int, int], tuple[int, ...]] = {}
+    for d, s, stage, live_ranks in places:
+        setup = situation.stage_setup(s, len(situation.base.replicas[d].stages), situation.tp, replicas)
+        group = _choice(situation, setup, stage, live_ranks, pool)
+        pool.add(set(live_ranks).difference(group))
+        pool.take(set(group).difference(live_ranks))
+        ranks_of_stage[d, s] = group
     pipes = []
     for d, replica in enumerate(situation.base.replicas):
-        groups = [Group(found.get((d, s), ()), stage.chunks) for s, stage in enumerate(replica.stages)]
+        groups = [Group(ranks_of_stage.get((d, s), ()), stage.chunks) for s, stage in enumerate(replica.stages)]
         if any(group.ranks for group in groups):
             pipes.append(Pipe(tuple(group for group in groups if group.ranks), d))
     return tuple(pipes)
 
 
 def idle_groups(situation: Situation, idle: Collection[int]) -> tuple[Group, ...]:
-    """Groups that could be made of the ranks without work, each on one node, fastest first."""
+    """Return groups that could be made of the ranks without work, each on one node, fastest first."""
     pool = Pool(situation, sorted(idle))
-    found: list[Group] = []
+    groups: list[Group] = []
     for node in pool.nodes:
         while True:
             ranks = tp_groups.exclude(
@@ -107,54 +108,57 @@ def idle_groups(situation: Situation, idle: Collection[int]) -> tuple[Group, ...
             if not ranks:
                 break
             pool.take(ranks)
-            found.append(Group(ranks))
-    return tuple(sorted(found, key=lambda group: (-situation.speed(group.ranks), group.ranks)))
+            groups.append(Group(ranks))
+    return tuple(sorted(groups, key=lambda group: (-situation.speed(group.ranks), group.ranks)))
 
 
 def lay(situation: Situation, pipe: Pipe, replicas: int, holds: Mapping[int, HeldState] | None = None) -> Replica:
-    """Give the groups of a replica, of so many in all, their layers. Raises PlanError if these do not fit the groups'
-    memory, beside what each rank `holds` before the change where that is said.
+    """Give the groups of a replica, of so many in all, their layers.
 
-    A replica whose groups are as they were keeps its layers; if speeds of its ranks were measured, unless others
-    make its slowest stage significantly faster, or it has no room for them any more. Where there are more virtual
-    stages than layers, the slowest groups are left out.
+    Raises PlanError if these do not fit the groups' memory, beside the state of each rank in `holds` if given.
+
+    A replica whose groups are unchanged keeps its layers. If speeds of its ranks were measured, other layers are chosen
+    if they make its slowest stage significantly faster, or if it no longer has room for its layers. If there are more
+    virtual stages than layers, the slowest groups are left out.
     """
     before = None if pipe.base is None else situation.base.replicas[pipe.base]
     same = before is not None and _same(pipe, before) and not _outgrown(situation, before, replicas)
     if before is not None and same and _unmeasured(situation, before.ranks):
         return before
     model = situation.model
-    every = [situation.speed(group.ranks) for group in pipe.groups]
-    stay = layers.fitting(model.layers, every, situation.chunks)
-    groups = [pipe.groups[i] for i in stay]
-    speeds = [every[i] for i in stay]
+    all_speeds = [situation.speed(group.ranks) for group in pipe.groups]
+    kept_indices = layers.fitting(model.layers, all_speeds, situation.chunks)
+    groups = [pipe.groups[i] for i in kept_indices]
+    speeds = [all_speeds[i] for i in kept_indices]
     ends = layers.ends_of(situation.times)
     limits = None
     if situation.room_bytes is not None:
-        posts = [situation.post(s, len(groups), len(group.ranks), replicas) for s, group in enumerate(groups)]
-        limits = [memory.capacity(model, post, situation.room_bytes, situation.tokens) for post in posts]
+        setups = [situation.stage_setup(s, len(groups), len(group.ranks), replicas) for s, group in enumerate(groups)]
+        limits = [memory.capacity(model, setup, situation.room_bytes, situation.tokens) for setup in setups]
         if holds is not None:
-            beside = [
-                _beside(situation, group.ranks, post, replicas, holds)
-                for group, post in zip(groups, posts, strict=True)
+            limits_beside = [
+                _beside(situation, group.ranks, setup, replicas, holds)
+                for group, setup in zip(groups, setups, strict=True)
             ]
-            limits = [min(both) for both in zip(limits, beside, strict=True)]
-    held = tuple(group.held for group in groups)
+            limits = [min(pair) for pair in zip(limits, limits_beside, strict=True)]
+    held_layers = tuple(group.held for group in groups)
     try:
-        spans = layers.partition(model.layers, speeds, chunks=situation.chunks, ends=ends, before=held, limits=limits)
+        spans = layers.partition(
+            model.layers, speeds, chunks=situation.chunks, ends=ends, before=held_layers, limits=limits
+        )
     except PlanError:
         if before is not None and same:
             return before
         raise
     if before is not None and same:
-        now = layers.slowest(held, speeds, ends)
-        if layers.slowest(spans, speeds, ends) >= now * (1 - SIGNIFICANT):
+        current_slowest = layers.slowest(held_layers, speeds, ends)
+        if layers.slowest(spans, speeds, ends) >= current_slowest * (1 - SIGNIFICANT_GAIN):
             return before
     return Replica(tuple(Stage(group.ranks, span) for group, span in zip(groups, spans, strict=True)))
 
 
 def untouched(situation: Situation, pipe: Pipe) -> bool:
-    """Whether nothing is known of a replica that would change it: the same ranks, none of them measured."""
+    """Return whether nothing is known of a replica that would change it: the same ranks, none of them measured."""
     if pipe.base is None:
         return False
     before = situation.base.replicas[pipe.base]
@@ -162,29 +166,30 @@ def untouched(situation: Situation, pipe: Pipe) -> bool:
 
 
 def _beside(
-    situation: Situation, ranks: tuple[int, ...], post: Post, replicas: int, holds: Mapping[int, HeldState]
+    situation: Situation, ranks: tuple[int, ...], setup: StageSetup, replicas: int, holds: Mapping[int, HeldState]
 ) -> int:
-    """Layers for which a group has room while what its ranks held is still there."""
+    """Return the layers for which a group has room beside the old state of its ranks."""
     assert situation.room_bytes is not None
     return transition_memory.layers_beside(
         [holds.get(rank) for rank in ranks],
         situation.model,
         situation.room_bytes,
-        first=post.stage == 0,
-        last=post.stage == post.stages - 1,
+        first=setup.stage == 0,
+        last=setup.stage == setup.stages - 1,
         sharing=(len(situation.base.replicas), replicas) if situation.zero_1 else None,
     )
 
 
 def _outgrown(situation: Situation, before: Replica, replicas: int) -> bool:
-    """Whether fewer replicas than there were share state, and one as it was has no room for its part any more."""
+    """Return whether fewer replicas than before share the state, and an unchanged one has no room for its part any
+    more."""
     if situation.room_bytes is None or len(situation.base.replicas) <= replicas or not situation.zero_1:
         return False
     stages = len(before.stages)
-    posts = [situation.post(s, stages, stage.tp, replicas) for s, stage in enumerate(before.stages)]
+    setups = [situation.stage_setup(s, stages, stage.tp, replicas) for s, stage in enumerate(before.stages)]
     return any(
-        len(stage.layers) > memory.capacity(situation.model, post, situation.room_bytes, situation.tokens)
-        for stage, post in zip(before.stages, posts, strict=True)
+        len(stage.layers) > memory.capacity(situation.model, setup, situation.room_bytes, situation.tokens)
+        for stage, setup in zip(before.stages, setups, strict=True)
     )
 
 
@@ -200,38 +205,42 @@ def _throughputs(situation: Situation, ranks: Iterable[int]) -> list[tuple[int, 
     return [(rank, situation.speeds.get(rank, 1.0)) for rank in ranks]
 
 
-def _left(situation: Situation, stage: Stage, left: tuple[int, ...]) -> float:
-    """Speed of what a stage could do with the ranks that it has left."""
-    if left != stage.ranks or not _unmeasured(situation, left):
-        left = tp_groups.exclude(
-            _throughputs(situation, left),
+def _left(situation: Situation, stage: Stage, live_ranks: tuple[int, ...]) -> float:
+    """Return the speed of the best group of the ranks that a stage has left."""
+    if live_ranks != stage.ranks or not _unmeasured(situation, live_ranks):
+        live_ranks = tp_groups.exclude(
+            _throughputs(situation, live_ranks),
             started_with=situation.tp,
             obstacle=situation.model.tensor_parallel_obstacle,
         )
-    return situation.speed(left)
+    return situation.speed(live_ranks)
 
 
-def _choice(situation: Situation, post: Post, stage: Stage, left: tuple[int, ...], pool: Pool) -> tuple[int, ...]:
-    """The ranks of a stage: Eq. 3-4 on each node where it stands, or on any if nobody is left; the fastest group.
+def _choice(
+    situation: Situation, setup: StageSetup, stage: Stage, live_ranks: tuple[int, ...], pool: Pool
+) -> tuple[int, ...]:
+    """Choose the ranks of a stage: the fastest group by Eq. 3-4 on each of its nodes, or on any if it has no rank left.
 
-    Of groups that are equally fast, the one on a node of the stage, then on that which leaves the fewest idle.
+    Among equally fast groups, one on a node of the stage is preferred, then one that leaves the fewest ranks idle.
     """
-    crosses = len({situation.nodes[rank] for rank in left}) > 1 and situation.speed(left) > 0
-    if left == stage.ranks and (crosses or (len(left) == situation.tp and _unmeasured(situation, left))):
-        return left
-    home = {situation.nodes[rank] for rank in (left or stage.ranks) if rank in situation.nodes}
-    k_min = memory.smallest_degree(situation.model, post, situation.room_bytes, situation.tokens)
-    found: list[tuple[tuple[float, bool, int, str], tuple[int, ...]]] = []
-    for node in sorted(home) if left else pool.nodes:
-        mine = [rank for rank in left if situation.nodes[rank] == node]
+    crosses = len({situation.nodes[rank] for rank in live_ranks}) > 1 and situation.speed(live_ranks) > 0
+    if live_ranks == stage.ranks and (
+        crosses or (len(live_ranks) == situation.tp and _unmeasured(situation, live_ranks))
+    ):
+        return live_ranks
+    home = {situation.nodes[rank] for rank in (live_ranks or stage.ranks) if rank in situation.nodes}
+    k_min = memory.smallest_degree(situation.model, setup, situation.room_bytes, situation.tokens)
+    groups: list[tuple[tuple[float, bool, int, str], tuple[int, ...]]] = []
+    for node in sorted(home) if live_ranks else pool.nodes:
+        own_ranks = [rank for rank in live_ranks if situation.nodes[rank] == node]
         idle = pool.on(node)
         group = tp_groups.exclude(
-            _throughputs(situation, (*mine, *idle)),
+            _throughputs(situation, (*own_ranks, *idle)),
             k_min,
             started_with=situation.tp,
             obstacle=situation.model.tensor_parallel_obstacle,
             before=stage.ranks,
         )
         if group:
-            found.append(((-situation.speed(group), node not in home, len(mine) + len(idle), node), group))
-    return min(found)[1] if found else ()
+            groups.append(((-situation.speed(group), node not in home, len(own_ranks) + len(idle), node), group))
+    return min(groups)[1] if groups else ()

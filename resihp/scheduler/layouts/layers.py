@@ -1,7 +1,7 @@
-"""How many layers each stage of a replica holds: in proportion to its speed (the paper's layer repartition). Pure.
+"""Number of layers of each stage of a replica, in proportion to its speed (the paper's layer repartition). Pure.
 
 One replica at a time, so that replicas may differ. The embedding and the head take time like some fraction of a layer,
-which counts for the stages that hold them. Which ranks form the stages is not decided here.
+which is added to the stages that hold them. Which ranks form the stages is not decided here.
 """
 
 from __future__ import annotations
@@ -18,28 +18,29 @@ from resihp.scheduler.cost.profile import Profile
 
 Chunks = tuple[LayerSpan, ...]
 
-_SLACK = 1e-9
-"""Relative difference below which two times are the same."""
+_TIME_TOLERANCE = 1e-9
+"""Relative difference below which two times count as equal."""
 
-_MOST_TRADE_OFFS = 8
-"""Partitions that are looked at between the fastest slowest stage and the smallest sum."""
+_MAX_TRADE_OFFS = 8
+"""Most partitions considered between the one with the fastest slowest stage and the one with the smallest sum."""
 
 
 class Ends(msgspec.Struct, frozen=True):
-    """Time of what comes before the first layer and after the last, in layers."""
+    """Time of the embedding and of the head, in layers."""
 
     embedding: float = 0.0
     head: float = 0.0
 
 
 def ends_of(times: Profile) -> Ends:
-    """Of a profile, in layers of mean duration."""
+    """Return the ends of a profile, in layers of mean duration."""
     layer = sum(layer.total for layer in times.layers) / len(times.layers)
     return Ends(times.embedding.total / layer, times.head.total / layer)
 
 
 def fitting(layers: int, speeds: Sequence[float], chunks: int = 1) -> tuple[int, ...]:
-    """Indices of the stages that can stay when each needs a layer for each of its chunks: the slowest go first."""
+    """Return the indices of the stages that can stay if each needs a layer for each chunk; the slowest are dropped
+    first."""
     stay = list(range(len(speeds)))
     while len(stay) > 1 and len(stay) * chunks > layers:
         stay.remove(min(stay, key=lambda s: (speeds[s], -s)))
@@ -47,8 +48,8 @@ def fitting(layers: int, speeds: Sequence[float], chunks: int = 1) -> tuple[int,
 
 
 def slowest(spans: Sequence[Chunks], speeds: Sequence[float], ends: Ends) -> float:
-    """Time that the slowest stage needs for one micro-batch one way, in layers of a healthy device."""
-    return max(_seconds(s, _count(held), speeds, ends) for s, held in enumerate(spans))
+    """Return the time of the slowest stage for one micro-batch in one direction, in layers of a healthy device."""
+    return max(_seconds(s, _count(chunks), speeds, ends) for s, chunks in enumerate(spans))
 
 
 def partition(
@@ -60,33 +61,34 @@ def partition(
     before: Sequence[Chunks] = (),
     limits: Sequence[int] | None = None,
 ) -> tuple[Chunks, ...]:
-    """Layers of each stage, in `chunks` spans each, that make the slowest stage as fast as it can be.
+    """Return the layers of each stage, in `chunks` spans each, that make the slowest stage as fast as possible.
 
-    `speeds` are the stages' in healthy devices. `before` says what each stage holds now, () for one that holds
-    nothing; `limits` how many layers each has memory for. Stages hold at least one layer in each chunk. Of the
-    partitions that are equally good the one is taken that moves the fewest layers, then the most even one, then that
-    which gives more to earlier stages. With several chunks, it is the present partition if that is as good as any,
-    else an even cut of each stage's layers. Raises PlanError if there are not enough layers, or too many.
+    `speeds`: of the stages, in healthy devices. `before`: the layers that each stage holds now, () for none; `limits`:
+    the number of layers that each stage has memory for. Stages hold at least one layer in each chunk. Among equally
+    good partitions the one that moves the fewest layers is taken, then the most even one, then the one that gives more
+    to earlier stages. With several chunks, it is the present partition if no other is better, else an even cut of each
+    stage's layers. Raises PlanError if there are not enough layers, or too many.
     """
     ends = ends or Ends()
-    most = [layers] * len(speeds) if limits is None else list(limits)
-    counts = _fastest(layers, speeds, chunks, ends, most)
-    bound = max(_seconds(s, n, speeds, ends) for s, n in enumerate(counts)) * (1 + _SLACK)
+    max_counts = [layers] * len(speeds) if limits is None else list(limits)
+    counts = _fastest(layers, speeds, chunks, ends, max_counts)
+    bound = max(_seconds(s, n, speeds, ends) for s, n in enumerate(counts)) * (1 + _TIME_TOLERANCE)
     if _is_partition(before, layers, len(speeds), chunks) and all(
-        _count(held) <= most[s] and _seconds(s, _count(held), speeds, ends) <= bound for s, held in enumerate(before)
+        _count(spans) <= max_counts[s] and _seconds(s, _count(spans), speeds, ends) <= bound
+        for s, spans in enumerate(before)
     ):
         return tuple(before)
     if chunks == 1:
-        counts = _nearest(layers, speeds, ends, before, most, bound)
+        counts = _nearest(layers, speeds, ends, before, max_counts, bound)
     return _cut(counts, chunks, ends)
 
 
 def trade_offs(times: Profile, speeds: Sequence[float], limits: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Partitions that may be best for some number of micro-batches, the one with the fastest slowest stage first.
+    """Yield partitions that may be best for some number of micro-batches, the one with the fastest slowest stage first.
 
-    What a pipeline takes is about the time of all its stages, and that of the slowest once for each further
-    micro-batch. So of each bound on the slowest stage there is one candidate, that with the smallest sum: as many
-    layers as the bound allows on the fastest stages. Layers count as equal. Nothing if memory does not suffice.
+    A pipeline takes about the time of all its stages, plus that of the slowest for each further micro-batch. So for
+    each bound on the slowest stage there is one candidate, the partition with the smallest sum: as many layers as the
+    bound allows on the fastest stages. Layers count as equal. Yields nothing if memory does not suffice.
     """
     layers, ends = len(times.layers), ends_of(times)
     limits = [min(limit, layers) for limit in limits]
@@ -98,36 +100,37 @@ def trade_offs(times: Profile, speeds: Sequence[float], limits: Sequence[int]) -
     bounds = sorted(
         {(n + x) / v for v, x, limit in zip(speeds, extra, limits, strict=True) for n in range(1, limit + 1)}
     )
-    seen: set[tuple[int, ...]] = set()
+    yielded: set[tuple[int, ...]] = set()
     for bound in bounds:
-        most = [
-            min(limit, int(bound * v * (1 + _SLACK) - x)) for v, x, limit in zip(speeds, extra, limits, strict=True)
+        max_counts = [
+            min(limit, int(bound * v * (1 + _TIME_TOLERANCE) - x))
+            for v, x, limit in zip(speeds, extra, limits, strict=True)
         ]
-        if min(most) < 1 or sum(most) < layers:
+        if min(max_counts) < 1 or sum(max_counts) < layers:
             continue
         counts = [1] * len(speeds)
-        left = layers - len(speeds)
+        layers_left = layers - len(speeds)
         for s in sorted(range(len(speeds)), key=lambda s: (-speeds[s], s)):
-            more = min(left, most[s] - 1)
+            more = min(layers_left, max_counts[s] - 1)
             counts[s] += more
-            left -= more
-        if tuple(counts) in seen:
+            layers_left -= more
+        if tuple(counts) in yielded:
             continue
-        seen.add(tuple(counts))
+        yielded.add(tuple(counts))
         yield tuple(counts)
-        if len(seen) == _MOST_TRADE_OFFS:
+        if len(yielded) == _MAX_TRADE_OFFS:
             return
 
 
 def nearby(counts: Sequence[int], limits: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Partitions that differ by one layer, taken from one stage and given to another."""
+    """Yield the partitions that differ by one layer, taken from one stage and given to another."""
     for a, b in itertools.permutations(range(len(counts)), 2):
         if counts[a] > 1 and counts[b] < limits[b]:
             yield tuple(n - (s == a) + (s == b) for s, n in enumerate(counts))
 
 
-def _count(held: Chunks) -> int:
-    return sum(last - first + 1 for first, last in held)
+def _count(chunks: Chunks) -> int:
+    return sum(last - first + 1 for first, last in chunks)
 
 
 def _seconds(s: int, count: int, speeds: Sequence[float], ends: Ends) -> float:
@@ -135,54 +138,57 @@ def _seconds(s: int, count: int, speeds: Sequence[float], ends: Ends) -> float:
     return (count + extra) / speeds[s]
 
 
-def _fastest(layers: int, speeds: Sequence[float], chunks: int, ends: Ends, most: list[int]) -> list[int]:
-    """Layers of each stage. One layer after the other goes where it is done first: optimal, as layers are equal."""
+def _fastest(layers: int, speeds: Sequence[float], chunks: int, ends: Ends, max_counts: list[int]) -> list[int]:
+    """Return the layers of each stage by adding one layer at a time where it is done first: optimal for equal
+    layers."""
     counts = [chunks] * len(speeds)
-    left = layers - sum(counts)
-    if left < 0:
+    layers_left = layers - sum(counts)
+    if layers_left < 0:
         raise PlanError(f"{layers} layers are too few for {len(speeds)} stages of {chunks} chunks")
-    if any(chunks > limit for limit in most) or sum(most) < layers:
-        raise PlanError(f"{layers} layers do not fit the memory of {len(speeds)} stages: at most {most}")
-    queue = [(_seconds(s, chunks + 1, speeds, ends), s) for s in range(len(speeds)) if most[s] > chunks]
+    if any(chunks > limit for limit in max_counts) or sum(max_counts) < layers:
+        raise PlanError(f"{layers} layers do not fit the memory of {len(speeds)} stages: at most {max_counts}")
+    queue = [(_seconds(s, chunks + 1, speeds, ends), s) for s in range(len(speeds)) if max_counts[s] > chunks]
     heapq.heapify(queue)
-    for _ in range(left):
+    for _ in range(layers_left):
         _, s = heapq.heappop(queue)
         counts[s] += 1
-        if counts[s] < most[s]:
+        if counts[s] < max_counts[s]:
             heapq.heappush(queue, (_seconds(s, counts[s] + 1, speeds, ends), s))
     return counts
 
 
 def _nearest(
-    layers: int, speeds: Sequence[float], ends: Ends, before: Sequence[Chunks], most: list[int], bound: float
+    layers: int, speeds: Sequence[float], ends: Ends, before: Sequence[Chunks], max_counts: list[int], bound: float
 ) -> list[int]:
-    """Counts within `bound` that move the fewest layers, by dynamic programming from the last stage to the first."""
-    held = [set(itertools.chain.from_iterable(range(a, b + 1) for a, b in chunk)) for chunk in before]
-    held += [set()] * (len(speeds) - len(held))
+    """Return counts within `bound` that move the fewest layers, by dynamic programming from the last stage to the
+    first."""
+    layers_before = [set(itertools.chain.from_iterable(range(a, b + 1) for a, b in chunk)) for chunk in before]
+    layers_before += [set()] * (len(speeds) - len(layers_before))
     times = [
         [*itertools.takewhile(bound.__ge__, (_seconds(s, n, speeds, ends) for n in range(1, min(layers, limit) + 1)))]
-        for s, limit in enumerate(most)
+        for s, limit in enumerate(max_counts)
     ]
     room = [*map(len, times)]
     reach = [0, *itertools.accumulate(room)]
     best: list[dict[int, tuple[int, int, int]]] = [{} for _ in speeds]
     after: dict[int, tuple[int, int]] = {layers: (0, 0)}
     for s in reversed(range(len(speeds))):
-        here = best[s]
-        # Whole numbers, so that equal sums are equal in whatever order they are added.
+        entries = best[s]
+        # Whole numbers, so that equal sums are equal in any order of addition.
         uneven = [round((time / bound) ** 2 * 1e9) for time in times[s]]
-        # Earlier stages hold at least one layer each and no more than they have room for; so do this and later ones.
+        # Earlier stages hold at least one layer each and no more than they have room for, and so do this and later
+        # stages.
         for first in range(max(s, layers - (reach[-1] - reach[s])), min(reach[s], layers - (len(speeds) - s)) + 1):
             moves = 0
             for n in range(1, min(room[s], layers - first) + 1):
-                moves += first + n - 1 not in held[s]
-                rest = after.get(first + n)
-                if rest is None:
+                moves += first + n - 1 not in layers_before[s]
+                tail = after.get(first + n)
+                if tail is None:
                     continue
-                value = (moves + rest[0], uneven[n - 1] + rest[1], -n)
-                if first not in here or value < here[first]:
-                    here[first] = value
-        after = {first: (moves, squares) for first, (moves, squares, _) in here.items()}
+                value = (moves + tail[0], uneven[n - 1] + tail[1], -n)
+                if first not in entries or value < entries[first]:
+                    entries[first] = value
+        after = {first: (moves, squares) for first, (moves, squares, _) in entries.items()}
     counts: list[int] = []
     for stage in best:
         counts.append(-stage[sum(counts)][2])
@@ -190,7 +196,7 @@ def _nearest(
 
 
 def _cut(counts: Sequence[int], chunks: int, ends: Ends) -> tuple[Chunks, ...]:
-    """Spans in pipeline order: the first chunk of every stage, then the second of every stage."""
+    """Return the spans in pipeline order: the first chunk of every stage, then the second of every stage."""
     sizes: list[list[int]] = []
     for s, count in enumerate(counts):
         extra = [0.0] * chunks
@@ -206,12 +212,12 @@ def _cut(counts: Sequence[int], chunks: int, ends: Ends) -> tuple[Chunks, ...]:
         for s, size in enumerate(sizes):
             spans[s].append((first, first + size[c] - 1))
             first += size[c]
-    return tuple(tuple(held) for held in spans)
+    return tuple(tuple(chunk_spans) for chunk_spans in spans)
 
 
 def _is_partition(before: Sequence[Chunks], layers: int, stages: int, chunks: int) -> bool:
-    if len(before) != stages or any(len(held) != chunks for held in before):
+    if len(before) != stages or any(len(all_layers) != chunks for all_layers in before):
         return False
-    spans = [held[c] for c in range(chunks) for held in before]
-    held = [layer for first, last in spans for layer in range(first, last + 1)]
-    return held == list(range(layers)) and all(first <= last for first, last in spans)
+    all_spans = [all_layers[c] for c in range(chunks) for all_layers in before]
+    all_layers = [layer for first, last in all_spans for layer in range(first, last + 1)]
+    return all_layers == list(range(layers)) and all(first <= last for first, last in all_spans)

@@ -1,11 +1,11 @@
-"""Give ranks on standby copies of the state that has one holder, so that the next loss does not take it. Pure.
+"""Gives ranks on standby copies of state that has one holder, so that the next loss does not destroy it. Pure.
 
 A mirror is a replica without micro-batches (`resihp.parallelism.plan.Plan.mirrors`). It costs its share of the sums of
-gradients and a step; a slow device does for it. Mirrors come after all other replicas of a plan, one for each run of
-stages that one group of ranks copies. Layers whose state several replicas hold get none.
+gradients and a step; a slow device is sufficient. Mirrors come after all other replicas of a plan, one for each run of
+stages that one group of ranks copies. Layers whose state several replicas hold are not mirrored.
 
-Decides who mirrors what. Never changes who computes, and never asks whether a change of layout is worth it
-(`resihp.controller.replan_policy`). Called by `resihp.controller.planning` with each plan.
+This module decides which ranks mirror which stages. It never changes which ranks compute, and never decides whether a
+change of layout is worth it (`resihp.controller.replan_policy`). Called by `resihp.controller.planning` with each plan.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from resihp.scheduler.orders.lanes import overfull
 from resihp.scheduler.situation import Situation
 
 Group = tuple[int, ...]
-"""Ranks that hold one copy of a stage together, each a part."""
+"""Ranks that together hold one copy of a stage, each a part."""
 Run = tuple[int, list[int]]
-"""A replica, and neighbouring stages of it that one group is to copy."""
+"""A replica, and neighbouring stages of it that one group copies."""
 MAX_SLOWDOWN = 0.1
-"""Share of an iteration's time that mirrors may add, as over a slow link. Beyond it, they would cost more than the loss
-that they insure against."""
+"""Largest share that mirrors may add to an iteration's time, for example over a slow link. Beyond it, they would cost
+more than the loss that they insure against."""
 MAX_CHECKED = 8
-"""Plans with mirrors that are checked in full; each takes some 30 ms at 500 ranks."""
+"""Most plans with mirrors that are checked in full; each takes some 30 ms at 500 ranks."""
 
 
 def layers_held_once(layout: Layout) -> frozenset[int]:
@@ -52,23 +52,23 @@ def layers_held_once(layout: Layout) -> frozenset[int]:
 def with_mirrors(plan: Plan, situation: Situation, able: Collection[int]) -> Plan:
     """Return `plan` with mirrors, made of ranks of `able`, for the layers that it leaves with one holder.
 
-    As many of these layers as there are ranks and memory for; the same plan where all are held twice, or nobody can
-    hold a copy without slowing iterations by more than `MAX_SLOWDOWN`. Mirrors that are in effect stay where they are
-    as far as they are of use.
+    As many of these layers are mirrored as there are ranks and memory for. The plan is returned unchanged if all layers
+    are held twice, or no rank can hold a copy without slowing iterations by more than `MAX_SLOWDOWN`. Mirrors in effect
+    keep their places as far as they are of use.
     """
     plan = plan.without_mirrors()
     at_risk = layers_held_once(plan.layout)
     idle = sorted(set(able).intersection(plan.layout.standby))
     if not at_risk or not idle:
         return plan
-    held = dict(holdings(situation.holding.replicas))
+    state_of_rank = dict(holdings(situation.holding.replicas))
     added_s = MAX_SLOWDOWN * iteration_seconds(plan, situation)
     best, most_copied, checked = plan, 0, 0
     for runs, groups in _candidates(plan, situation, at_risk, idle):
         copied = sum(_layers(plan, *run) for run in runs)
         if copied <= most_copied or any(_is_too_large(plan, situation, run, len(groups[0])) for run in runs):
             continue
-        candidate = _mirrored(plan, situation, runs, groups, held)
+        candidate = _mirrored(plan, situation, runs, groups, state_of_rank)
         checked += 1
         if _slowdown_s(plan, candidate, situation) <= added_s and _possible(candidate, situation):
             best, most_copied = candidate, copied
@@ -80,7 +80,7 @@ def with_mirrors(plan: Plan, situation: Situation, able: Collection[int]) -> Pla
 def _candidates(
     plan: Plan, situation: Situation, at_risk: frozenset[int], idle: Sequence[int]
 ) -> Iterator[tuple[list[Run], list[Group]]]:
-    """Yield runs of stages to be copied and groups to copy them, those that spread each copy over most ranks first."""
+    """Yield runs of stages to copy and groups to copy them, those first that spread each copy over most ranks."""
     sources: list[Run] = []
     for d, replica in enumerate(plan.layout.replicas):
         stages = [s for s, stage in enumerate(replica.stages) if stage.ranks and at_risk.intersection(stage.layers)]
@@ -122,7 +122,7 @@ def _joinable_runs(plan: Plan, d: int, stages: Sequence[int]) -> list[list[int]]
 
 
 def _cut(plan: Plan, sources: Sequence[Run], pieces: int) -> list[Run]:
-    """Return the stages to be copied in so many runs of neighbours, those with most layers first."""
+    """Return the stages to be copied in `pieces` runs of neighbours, those with most layers first."""
     runs = [(d, run) for d, stages in sources for run in _joinable_runs(plan, d, stages)]
     while len(runs) < pieces:
         longest = max(range(len(runs)), key=lambda i: (len(runs[i][1]), -i))
@@ -143,22 +143,22 @@ def _groups(situation: Situation, idle: Sequence[int], tp: int) -> list[Group]:
     for rank in idle:
         by_node.setdefault(situation.nodes[rank], []).append(rank)
     groups: list[Group] = []
-    left: list[int] = []
+    leftover_ranks: list[int] = []
     for ranks in by_node.values():
         full = len(ranks) // tp * tp
         groups += [tuple(ranks[i : i + tp]) for i in range(0, full, tp)]
-        left += ranks[full:]
-    groups += [tuple(left[i : i + tp]) for i in range(0, len(left) // tp * tp, tp)]
+        leftover_ranks += ranks[full:]
+    groups += [tuple(leftover_ranks[i : i + tp]) for i in range(0, len(leftover_ranks) // tp * tp, tp)]
     return groups
 
 
 def _is_too_large(plan: Plan, situation: Situation, run: Run, tp: int) -> bool:
-    """Return whether a run's state alone is more than one of `tp` ranks has memory for."""
+    """Return whether a run's state alone exceeds the memory of each of `tp` ranks."""
     if situation.room_bytes is None:
         return False
     stages = [plan.layout.replicas[run[0]].stages[s] for s in run[1]]
     layers = {layer for stage in stages for layer in stage.layers}
-    outside, of_each, _ = memory.stage_bytes(
+    outside, per_layer, _ = memory.stage_bytes(
         situation.model,
         tp,
         0,
@@ -166,7 +166,7 @@ def _is_too_large(plan: Plan, situation: Situation, run: Run, tp: int) -> bool:
         last=situation.model.layers - 1 in layers,
         state_bytes=situation.state_bytes_of(2),
     )
-    return outside + len(layers) * of_each > situation.room_bytes
+    return outside + len(layers) * per_layer > situation.room_bytes
 
 
 def _slowdown_s(plan: Plan, candidate: Plan, situation: Situation) -> float:
@@ -174,20 +174,20 @@ def _slowdown_s(plan: Plan, candidate: Plan, situation: Situation) -> float:
 
     In the unit of `Situation.times`.
     """
-    sums_s = [after_backward_s(each.layout.replicas, situation) for each in (plan, candidate)]
+    sums_s = [after_backward_s(plan_or_candidate.layout.replicas, situation) for plan_or_candidate in (plan, candidate)]
     slowest = min(1.0, *(situation.speeds.get(rank, 1.0) for rank in candidate.mirroring))
     return sums_s[1] - sums_s[0] + situation.times.step_s * (1 / slowest - 1)
 
 
 def _mirrored(
-    plan: Plan, situation: Situation, runs: Sequence[Run], groups: Sequence[Group], held: dict[int, HeldState]
+    plan: Plan, situation: Situation, runs: Sequence[Run], groups: Sequence[Group], state_of_rank: dict[int, HeldState]
 ) -> Plan:
     """Return the plan with one mirror for each run of stages, by the group that suits it best."""
     free = list(groups)
     mirrors: list[Replica] = []
     for d, run in runs:
         source = plan.layout.replicas[d]
-        ranks = min(free, key=lambda group: _unsuited(group, source, run, situation, held))
+        ranks = min(free, key=lambda group: _unsuited(group, source, run, situation, state_of_rank))
         free.remove(ranks)
         mirrors.append(Replica(_stages(source, run, ranks)))
     mirrors.sort(key=lambda mirror: mirror.ranks)
@@ -204,7 +204,7 @@ def _mirrored(
 
 
 def _stages(source: Replica, run: Sequence[int], ranks: Group) -> tuple[Stage, ...]:
-    """Return the stages of `source` without ranks, but for those of `run`, which are one stage of `ranks`."""
+    """Return the stages of `source` without ranks, except those of `run`, which are one stage of `ranks`."""
     chunks: tuple[LayerSpan, ...] = source.stages[run[0]].chunks
     if len(run) > 1:
         chunks = ((chunks[0][0], source.stages[run[-1]].chunks[0][1]),)
@@ -217,12 +217,16 @@ def _vacated(stages: Sequence[Stage]) -> Iterator[Stage]:
 
 
 def _unsuited(
-    group: Group, source: Replica, run: Sequence[int], situation: Situation, held: dict[int, HeldState]
+    group: Group, source: Replica, run: Sequence[int], situation: Situation, state_of_rank: dict[int, HeldState]
 ) -> tuple[float, int, int, float, Group]:
-    """Order groups for a run of stages: by their link to the holder, if one is slow; then least to receive, then
-    another node than the holder's, then speed."""
+    """Return a sort key of groups for a run of stages: the link to the holder, if one is slow; then the fewest bytes to
+    receive, then another node than the holder's, then speed."""
     wanted = {layer for s in run for layer in source.stages[s].layers}
-    stays = sum(len(wanted & held[rank].layers) for rank in group if rank in held and rank not in situation.stale)
+    stays = sum(
+        len(wanted & state_of_rank[rank].layers)
+        for rank in group
+        if rank in state_of_rank and rank not in situation.stale
+    )
     holders = tuple(rank for s in run for rank in source.stages[s].ranks)
     holding_nodes = {situation.nodes[rank] for rank in holders}
     beside = sum(situation.nodes[rank] in holding_nodes for rank in group)

@@ -1,10 +1,10 @@
-"""The paper's planner: TP, then PP, then DP, each step for what those before it could not take up. Pure.
+"""The paper's planner: TP, then PP, then DP, each step for the imbalance that the previous steps left. Pure.
 
-Selective exclusion shrinks tensor-parallel groups (Eq. 3-4), layer repartition gives slow stages fewer layers, the
-same for all replicas, and progress-aware migration moves single stages of micro-batches (Algorithm 1,
-`resihp.scheduler.orders.migration`). No step is taken back when a later one shows that another would have been better;
-the weaknesses that the paper names are kept. It is the baseline that our planner is measured against, and a policy of
-the simulator; ablations leave out the later steps.
+Selective exclusion shrinks tensor-parallel groups (Eq. 3-4), layer repartition gives slow stages fewer layers, the same
+for all replicas, and progress-aware migration moves single stages of micro-batches (Algorithm 1,
+`resihp.scheduler.orders.migration`). No step is undone when a later one shows that another would have been better; the
+weaknesses that the paper names are kept. It is the baseline for measurements of our planner, and a policy of the
+simulator; ablations leave out the later steps.
 
 A stage whose K of Eq. 3 is empty is lost. It stays in the layout as a stage without ranks, all of whose work migrates.
 """
@@ -22,26 +22,28 @@ from resihp.scheduler.cost import memory
 from resihp.scheduler.cost.prices import iteration_seconds
 from resihp.scheduler.layouts import tp_groups
 from resihp.scheduler.orders.lanes import overfull
-from resihp.scheduler.orders.migration import DELTA, migrate
+from resihp.scheduler.orders.migration import DEFAULT_DELTA, migrate
 from resihp.scheduler.situation import Decision, Situation
 
-STEPS = ("exclude", "repartition", "migrate")
+STEP_NAMES = ("exclude", "repartition", "migrate")
 
 Groups = dict[tuple[int, int], tuple[int, ...]]
-"""Ranks of each (replica, stage) of the base; () for one that is lost."""
+"""Ranks of each (replica, stage) of the base; () for a lost stage."""
 
 
-def progressive(situation: Situation, steps: Sequence[str] = STEPS, *, delta: int = DELTA) -> Decision:
-    """What the paper's planner makes of a situation. Ranks that lost their state (`stale`) count as lost, and stand by.
+def progressive(situation: Situation, steps: Sequence[str] = STEP_NAMES, *, delta: int = DEFAULT_DELTA) -> Decision:
+    """Return the decision of the paper's planner. Ranks that lost their state (`stale`) count as lost, and stand by.
 
-    `steps` are the first one, two or all three of STEPS. Without "migrate" a replica that lost a stage is given up.
-    `alternatives` holds the predictions after fewer steps. Deterministic.
+    `steps` are the first one, two or all three of `STEP_NAMES`. Without "migrate" a replica that lost a stage is given
+    up. `alternatives` holds the predictions after fewer steps. Deterministic.
 
     Raises PlanError, naming the constraint, if a stage is left in no replica, if memory or the number of layers allows
-    no plan, and for speeds that are not above 0 and finite or ranks that nothing is known of.
+    no plan, and for speeds that are not above 0 and finite, or unknown ranks.
     """
-    if tuple(steps) not in (STEPS[:1], STEPS[:2], STEPS):
-        raise PlanError(f"steps {', '.join(steps) or 'none'}: choose the first one, two or all of {', '.join(STEPS)}")
+    if tuple(steps) not in (STEP_NAMES[:1], STEP_NAMES[:2], STEP_NAMES):
+        raise PlanError(
+            f"steps {', '.join(steps) or 'none'}: choose the first one, two or all of {', '.join(STEP_NAMES)}"
+        )
     _check(situation)
     plans: list[tuple[str, Plan, float]] = []
     obstacle: PlanError | None = None
@@ -54,33 +56,33 @@ def progressive(situation: Situation, steps: Sequence[str] = STEPS, *, delta: in
                 raise
             obstacle = error
     name, plan, seconds = plans[-1]
-    fewer = tuple((said, before) for said, _, before in plans[:-1])
-    against = "".join(f", {before:.4g} after {said}" for said, before in fewer)
-    against += "" if obstacle is None else f", not possible with fewer steps ({obstacle})"
-    reason = f"paper's planner ({name}): predicted {seconds:.4g} {situation.unit} an iteration{against}"
+    with_fewer_steps = tuple((step_names, before) for step_names, _, before in plans[:-1])
+    comparison = "".join(f", {before:.4g} after {step_names}" for step_names, before in with_fewer_steps)
+    comparison += "" if obstacle is None else f", not possible with fewer steps ({obstacle})"
+    reason = f"paper's planner ({name}): predicted {seconds:.4g} {situation.unit} per iteration{comparison}"
     empty = plan.layout.vacant
     if empty:
-        told = ", ".join(f"replica {d} stage {s}" for d, s in empty)
-        reason += f"; without ranks: {told}, whose work migrates"
-    return Decision(plan=plan, seconds=seconds, reason=reason, alternatives=fewer)
+        places = ", ".join(f"replica {d} stage {s}" for d, s in empty)
+        reason += f"; without ranks, so that their work migrates: {places}"
+    return Decision(plan=plan, seconds=seconds, reason=reason, alternatives=with_fewer_steps)
 
 
 def exclude(situation: Situation, replicas: int) -> Groups:
-    """Step 1, Eq. 3-4: the ranks of every stage, of its own live ones; the others stand by on their node. `replicas`
-    share what state can be shared.
+    """Step 1, Eq. 3-4: choose the ranks of every stage from its own live ones; the others stand by on their node.
 
-    G of Eq. 3 includes what a group left over before: a stage takes ranks that stand by on its node where they make it
-    faster, the weakest stage first. A stage that was lost before has no node; it takes ranks that are idle on any.
+    `replicas`: the number that share state. G of Eq. 3 includes earlier leftovers of a group: a stage takes standby
+    ranks on its node if they make it faster, the weakest stage first. A stage that was lost before has no node; it
+    takes ranks that are idle on any.
     """
     live = set(situation.available).difference(situation.stale)
-    posts = {
+    setups = {
         (d, s): (stage, _k_min(situation, s, len(replica.stages), replicas))
         for d, replica in enumerate(situation.base.replicas)
         for s, stage in enumerate(replica.stages)
     }
 
     def choice(place: tuple[int, int], candidates: Sequence[int]) -> tuple[int, ...]:
-        stage, k_min = posts[place]
+        stage, k_min = setups[place]
         return tp_groups.exclude(
             [(rank, situation.speeds.get(rank, 1.0)) for rank in candidates],
             k_min,
@@ -89,64 +91,64 @@ def exclude(situation: Situation, replicas: int) -> Groups:
             before=stage.ranks,
         )
 
-    groups = {place: choice(place, [r for r in stage.ranks if r in live]) for place, (stage, _) in posts.items()}
+    groups = {place: choice(place, [r for r in stage.ranks if r in live]) for place, (stage, _) in setups.items()}
     idle: defaultdict[str, set[int]] = defaultdict(set)
     for rank in live.difference(rank for ranks in groups.values() for rank in ranks):
         idle[situation.nodes[rank]].add(rank)
     changed = any(idle.values())
     while changed:
         changed = False
-        for place in sorted(posts, key=lambda place: (situation.speed(groups[place]), place)):
-            ranks, stage = groups[place], posts[place][0]
-            near = {situation.nodes[rank] for rank in ranks or stage.ranks if rank in situation.nodes}
-            for node in sorted(near or (node for node, there in idle.items() if there)):
-                found = choice(place, (*ranks, *sorted(idle[node])))
-                if situation.speed(found) > situation.speed(ranks):
-                    for rank in set(ranks).difference(found):
+        for place in sorted(setups, key=lambda place: (situation.speed(groups[place]), place)):
+            ranks, stage = groups[place], setups[place][0]
+            home_nodes = {situation.nodes[rank] for rank in ranks or stage.ranks if rank in situation.nodes}
+            for node in sorted(home_nodes or (node for node, idle_ranks in idle.items() if idle_ranks)):
+                candidate = choice(place, (*ranks, *sorted(idle[node])))
+                if situation.speed(candidate) > situation.speed(ranks):
+                    for rank in set(ranks).difference(candidate):
                         idle[situation.nodes[rank]].add(rank)
-                    idle[node].difference_update(found)
-                    groups[place] = ranks = found
+                    idle[node].difference_update(candidate)
+                    groups[place] = ranks = candidate
                     changed = True
-                    if not near:
-                        break  # a group lies on one node
+                    if not home_nodes:
+                        break  # a group is on one node
     return groups
 
 
 def proportional(
     layers: int, speeds: Sequence[float], *, least: int = 1, limits: Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """Step 2: layers of each stage in proportion to its speed, at least `least`, at most what memory allows.
+    """Step 2: return the layers of each stage in proportion to its speed, at least `least`, at most its memory limit.
 
-    (4, 4, 4) at speeds 1, 0.4, 1 becomes (5, 2, 5). The largest remainders are rounded up, of equal ones the first.
-    Embedding and head do not count; nor is a later, better balance looked for. Raises PlanError if it cannot be.
+    (4, 4, 4) at speeds 1, 0.4, 1 becomes (5, 2, 5). The largest remainders are rounded up, among equal ones the first.
+    Embedding and head do not count; no later, better balance is searched for. Raises PlanError if there is no solution.
     """
-    most = [layers] * len(speeds) if limits is None else list(limits)
+    max_counts = [layers] * len(speeds) if limits is None else list(limits)
     if least * len(speeds) > layers:
         raise PlanError(f"{layers} layers are too few for {len(speeds)} stages of at least {least}; lower --pp")
-    if sum(most) < layers or min(most) < least:
+    if sum(max_counts) < layers or min(max_counts) < least:
         raise PlanError(
-            f"{layers} layers do not fit the memory of {len(speeds)} stages, which have room for {most}; "
+            f"{layers} layers do not fit the memory of {len(speeds)} stages, which have room for {max_counts}; "
             f"make micro-batches shorter, or bring ranks back"
         )
-    due = [layers * speed / math.fsum(speeds) for speed in speeds]
-    counts = [min(max(int(share), least), limit) for share, limit in zip(due, most, strict=True)]
+    exact_counts = [layers * speed / math.fsum(speeds) for speed in speeds]
+    counts = [min(max(int(share), least), limit) for share, limit in zip(exact_counts, max_counts, strict=True)]
     while sum(counts) < layers:
-        able = [s for s in range(len(due)) if counts[s] < most[s]]
-        counts[max(able, key=lambda s: (due[s] - counts[s], -s))] += 1
+        candidates = [s for s in range(len(exact_counts)) if counts[s] < max_counts[s]]
+        counts[max(candidates, key=lambda s: (exact_counts[s] - counts[s], -s))] += 1
     while sum(counts) > layers:
-        able = [s for s in range(len(due)) if counts[s] > least]
-        counts[min(able, key=lambda s: (due[s] - counts[s], -s))] -= 1
+        candidates = [s for s in range(len(exact_counts)) if counts[s] > least]
+        counts[min(candidates, key=lambda s: (exact_counts[s] - counts[s], -s))] -= 1
     return tuple(counts)
 
 
 def _check(situation: Situation) -> None:
-    """Refuse what no rule below means anything for."""
+    """Raise PlanError for input that the rules below do not cover."""
     for rank in situation.available:
         if rank not in situation.nodes:
             raise PlanError(f"rank {rank}: it is available, but on no known node; name its node")
-    known = {*situation.available, *situation.base.ranks, *situation.nodes}
+    known_ranks = {*situation.available, *situation.base.ranks, *situation.nodes}
     for rank, speed in sorted(situation.speeds.items()):
-        if rank not in known:
+        if rank not in known_ranks:
             raise PlanError(f"rank {rank}: its speed is given, but the job has no such rank")
         if rank in situation.available and not (math.isfinite(speed) and speed > 0):
             raise PlanError(
@@ -157,9 +159,9 @@ def _check(situation: Situation) -> None:
 
 
 def _plan(situation: Situation, steps: Sequence[str], delta: int) -> Plan:
-    """The plan after `steps`. Raises PlanError if there is none."""
+    """Return the plan after `steps`. Raises PlanError if there is none."""
     sharing, fewer = len(situation.base.replicas) + 1, len(situation.base.replicas)
-    while fewer < sharing:  # the more replicas share state, the less of it each has: with how many is seen by the end
+    while fewer < sharing:  # the more replicas share state, the less each holds: their number is known only at the end
         sharing = fewer
         groups = exclude(situation, sharing)
         groups = _within_memory(situation, groups, sharing) if "repartition" in steps else groups
@@ -189,34 +191,34 @@ def _plan(situation: Situation, steps: Sequence[str], delta: int) -> Plan:
 
 
 def _depths(situation: Situation, replicas: Sequence[int]) -> dict[int, list[int]]:
-    """Replicas by their number of stages: one partition for all of the same. The paper knows one number only."""
-    found: dict[int, list[int]] = {}
+    """Group replicas by their number of stages, each with one partition. The paper has a single number."""
+    replicas_of_depth: dict[int, list[int]] = {}
     for d in replicas:
-        found.setdefault(len(situation.base.replicas[d].stages), []).append(d)
-    return found
+        replicas_of_depth.setdefault(len(situation.base.replicas[d].stages), []).append(d)
+    return replicas_of_depth
 
 
 def _kept(situation: Situation, groups: Groups, *, may_migrate: bool) -> list[int]:
-    """Replicas that go on: whole ones, and, where work may migrate, those whose lost stages another one has.
+    """Return the replicas that go on: whole ones, and, if work may migrate, those whose lost stages another one holds.
 
-    Raises PlanError if that is none.
+    Raises PlanError if there are none.
     """
     replicas = range(len(situation.base.replicas))
     whole = [d for d in replicas if all(groups[d, s] for s in range(len(situation.base.replicas[d].stages)))]
     kept = list(whole)
-    lost: list[str] = []
-    for depth, alike in _depths(situation, replicas).items():
-        gone = [s for s in range(depth) if not any(groups[d, s] for d in alike)]
-        some = [d for d in alike if any(groups[d, s] for s in range(depth))]
-        lost += [f"stage {s} of {depth}" for s in gone]
-        if may_migrate and not gone:
-            kept += [d for d in some if d not in whole]
+    lost_stages: list[str] = []
+    for depth, same_depth in _depths(situation, replicas).items():
+        missing_stages = [s for s in range(depth) if not any(groups[d, s] for d in same_depth)]
+        partial = [d for d in same_depth if any(groups[d, s] for s in range(depth))]
+        lost_stages += [f"stage {s} of {depth}" for s in missing_stages]
+        if may_migrate and not missing_stages:
+            kept += [d for d in partial if d not in whole]
     if kept:
         return sorted(kept)
-    if lost:
+    if lost_stages:
         raise PlanError(
-            f"{', '.join(lost)}: no replica holds it any more, with {len(situation.available)} ranks left, for K of "
-            f"Eq. 3 is empty there in all {len(replicas)} replicas; bring ranks back on its nodes, or start again from "
+            f"{', '.join(lost_stages)}: no replica holds it any more ({len(situation.available)} ranks are left, and K "
+            f"of Eq. 3 is empty there in all {len(replicas)} replicas); bring ranks back on its nodes, or restart from "
             f"a checkpoint with a lower --tp or --pp"
         )
     raise PlanError(
@@ -225,25 +227,29 @@ def _kept(situation: Situation, groups: Groups, *, may_migrate: bool) -> list[in
 
 
 def _holders(situation: Situation, groups: Groups, kept: Sequence[int]) -> int:
-    """How many of the replicas that are kept hold the layer that the fewest hold, at least."""
+    """Return a lower bound on the holders, among the kept replicas, of the layer with the fewest holders."""
     return sum(
-        min(sum(bool(groups[d, s]) for d in alike) for s in range(depth))
-        for depth, alike in _depths(situation, kept).items()
+        min(sum(bool(groups[d, s]) for d in same_depth) for s in range(depth))
+        for depth, same_depth in _depths(situation, kept).items()
     )
 
 
 def _within_memory(situation: Situation, groups: Groups, replicas: int) -> Groups:
-    """Without the stages that have so little memory that the layers of a replica fit nowhere, where others have more.
+    """Return the groups without stages so short of memory that a replica's layers fit nowhere, if others have more.
 
     One partition for all means that the smallest group decides how many layers a stage may have.
     """
     if situation.room_bytes is None:
         return groups
-    left = dict(groups)
-    for depth, alike in _depths(situation, range(len(situation.base.replicas))).items():
+    remaining = dict(groups)
+    for depth, same_depth in _depths(situation, range(len(situation.base.replicas))).items():
         while True:
             rooms = [
-                sorted((capacity(situation, s, depth, len(left[d, s]), replicas), d) for d in alike if left[d, s])
+                sorted(
+                    (capacity(situation, s, depth, len(remaining[d, s]), replicas), d)
+                    for d in same_depth
+                    if remaining[d, s]
+                )
                 for s in range(depth)
             ]
             if not all(rooms) or sum(room[0][0] for room in rooms) >= situation.model.layers:
@@ -252,49 +258,50 @@ def _within_memory(situation: Situation, groups: Groups, replicas: int) -> Group
             if not tight:
                 break
             (_, d), s = min(tight)
-            left[d, s] = ()
-    return left
+            remaining[d, s] = ()
+    return remaining
 
 
 def _partitions(
     situation: Situation, groups: Groups, kept: Sequence[int], replicas: int
 ) -> dict[int, tuple[tuple[LayerSpan, ...], ...]]:
-    """The chunks of each stage, by the number of stages; by the slowest replica at each."""
-    found: dict[int, tuple[tuple[LayerSpan, ...], ...]] = {}
-    for depth, alike in _depths(situation, kept).items():
-        there = [[groups[d, s] for d in alike if groups[d, s]] for s in range(depth)]
-        speeds = [min(situation.speed(ranks) for ranks in held) for held in there]
+    """Return the chunks of each stage, by the number of stages; the slowest replica at each stage decides."""
+    partition_of_depth: dict[int, tuple[tuple[LayerSpan, ...], ...]] = {}
+    for depth, same_depth in _depths(situation, kept).items():
+        groups_of_stage = [[groups[d, s] for d in same_depth if groups[d, s]] for s in range(depth)]
+        speeds = [min(situation.speed(ranks) for ranks in stage_groups) for stage_groups in groups_of_stage]
         limits = None
         if situation.memory_bytes is not None:
             limits = [
-                min(capacity(situation, s, depth, len(ranks), replicas) for ranks in held)
-                for s, held in enumerate(there)
+                min(capacity(situation, s, depth, len(ranks), replicas) for ranks in stage_groups)
+                for s, stage_groups in enumerate(groups_of_stage)
             ]
         counts = proportional(situation.model.layers, speeds, least=situation.chunks, limits=limits)
-        found[depth] = spans(counts, situation.chunks)
-    return found
+        partition_of_depth[depth] = spans(counts, situation.chunks)
+    return partition_of_depth
 
 
 def spans(counts: Sequence[int], chunks: int) -> tuple[tuple[LayerSpan, ...], ...]:
-    """Spans in pipeline order: the first chunk of every stage, then the second; those of a stage as even as it goes."""
-    found: list[list[LayerSpan]] = [[] for _ in counts]
+    """Return spans in pipeline order: the first chunk of every stage, then the second; those of a stage as even as
+    possible."""
+    spans_of_stage: list[list[LayerSpan]] = [[] for _ in counts]
     first = 0
     for c in range(chunks):
         for s, count in enumerate(counts):
             size = count // chunks + (c < count % chunks)
-            found[s].append((first, first + size - 1))
+            spans_of_stage[s].append((first, first + size - 1))
             first += size
-    return tuple(tuple(held) for held in found)
+    return tuple(tuple(stage_spans) for stage_spans in spans_of_stage)
 
 
 def _k_min(situation: Situation, stage: int, stages: int, replicas: int) -> int:
-    post = situation.post(stage, stages, situation.tp, replicas)
-    return memory.smallest_degree(situation.model, post, situation.room_bytes, situation.tokens)
+    setup = situation.stage_setup(stage, stages, situation.tp, replicas)
+    return memory.smallest_degree(situation.model, setup, situation.room_bytes, situation.tokens)
 
 
 def capacity(situation: Situation, stage: int, stages: int, tp: int, replicas: int) -> int:
-    """Layers that a group of `tp` ranks has memory for at a stage of a pipeline of so many, of so many replicas."""
+    """Return the layers for which a group of `tp` ranks has memory, at a stage of a pipeline of `stages`."""
     if situation.room_bytes is None:
         return situation.model.layers
-    post = situation.post(stage, stages, tp, replicas)
-    return memory.capacity(situation.model, post, situation.room_bytes, situation.tokens)
+    setup = situation.stage_setup(stage, stages, tp, replicas)
+    return memory.capacity(situation.model, setup, situation.room_bytes, situation.tokens)

@@ -1,6 +1,6 @@
-"""How many micro-batches each replica computes: so that the last one to finish is done as early as it can be. Pure.
+"""Number of micro-batches of each replica, chosen so that the last replica to finish is as early as possible. Pure.
 
-Replicas are known here only by how long they take for a number of micro-batches.
+The only property of a replica used here is its time for a number of micro-batches.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ from collections.abc import Callable, Sequence
 from resihp.errors import PlanError
 
 Seconds = Callable[[int], float]
-"""Time of a replica for so many micro-batches; never less for more."""
+"""Time of a replica for so many micro-batches; it never decreases."""
 
 
 def estimate(stages: int, slowest: float) -> Seconds:
-    """Of a pipeline without gaps but those of filling and draining it: (m + stages - 1) times its slowest stage."""
+    """Return the time of a pipeline without gaps other than fill and drain: (m + stages - 1) times its slowest
+    stage."""
     return lambda m: (m + stages - 1) * slowest
 
 
 def split(micro_batches: int, replicas: Sequence[Seconds]) -> tuple[int, ...]:
-    """Micro-batches of each replica, at least one, that minimise the longest of their times; exactly.
+    """Return the micro-batches of each replica, at least one, that minimise the longest of their times; exactly.
 
-    One after the other goes where it is done first. Equal replicas get what `resihp.parallelism.plan.spread` gives
-    them. Raises PlanError when a replica would get none.
+    One micro-batch after the other goes where it is done first. Equal replicas get the result of
+    `resihp.parallelism.plan.spread`. Raises PlanError when a replica would get none.
     """
     if not replicas or micro_batches < len(replicas):
         raise PlanError(f"{micro_batches} micro-batches an iteration cannot feed {len(replicas)} replicas")
@@ -39,35 +40,39 @@ def split(micro_batches: int, replicas: Sequence[Seconds]) -> tuple[int, ...]:
 
 
 def improved(counts: Sequence[int], replicas: Sequence[Seconds]) -> tuple[int, ...]:
-    """The same minimum, from a guess: for times that are costly to know, it asks for few of them.
+    """Return the same minimum, from a guess: it evaluates few times, which may be expensive.
 
-    The replica that takes longest gives one away as long as somebody finishes it earlier. If nobody does, no other
-    distribution is better: the longest would have to get fewer there, and somebody else more. Replicas that are
-    equal should be the same object: they are asked once.
+    The slowest replica gives one micro-batch away as long as another finishes it earlier. If none does, no other
+    distribution is better: the slowest would have to get fewer there, and another replica more. Equal replicas should
+    be the same object: their times are evaluated once.
     """
-    alike: dict[tuple[int, int], list[int]] = {}
+    members_of: dict[tuple[int, int], list[int]] = {}
     for d, (seconds, m) in enumerate(zip(replicas, counts, strict=True)):
-        alike.setdefault((id(seconds), m), []).append(d)  # ascending
-    now = list(counts)
+        members_of.setdefault((id(seconds), m), []).append(d)  # ascending
+    current_counts = list(counts)
     while True:
-        times = {key: replicas[members[0]](key[1]) for key, members in alike.items()}
+        times = {key: replicas[members[0]](key[1]) for key, members in members_of.items()}
         longest = max(times.values())
-        last = max(alike[key][-1] for key, time in times.items() if time == longest)
-        more: dict[int, float] = {}
-        for members in alike.values():
-            others = [d for d in members[:2] if d != last]
-            if others:
-                more[others[0]] = replicas[others[0]](now[others[0]] + 1)
-        to = min(more, key=lambda d: (more[d], d), default=last)
-        if now[last] == 1 or to == last or more[to] >= longest * (1 - 1e-12):
-            return tuple(now)
-        for d, step in ((last, -1), (to, 1)):
-            key = (id(replicas[d]), now[d])
-            alike[key].remove(d)
-            if not alike[key]:
-                del alike[key]
-            now[d] += step
-            insort(alike.setdefault((id(replicas[d]), now[d]), []), d)
+        slowest = max(members_of[key][-1] for key, time in times.items() if time == longest)
+        seconds_with_one_more: dict[int, float] = {}
+        for members in members_of.values():
+            candidates = [d for d in members[:2] if d != slowest]
+            if candidates:
+                seconds_with_one_more[candidates[0]] = replicas[candidates[0]](current_counts[candidates[0]] + 1)
+        receiver = min(seconds_with_one_more, key=lambda d: (seconds_with_one_more[d], d), default=slowest)
+        if (
+            current_counts[slowest] == 1
+            or receiver == slowest
+            or seconds_with_one_more[receiver] >= longest * (1 - 1e-12)
+        ):
+            return tuple(current_counts)
+        for d, step in ((slowest, -1), (receiver, 1)):
+            key = (id(replicas[d]), current_counts[d])
+            members_of[key].remove(d)
+            if not members_of[key]:
+                del members_of[key]
+            current_counts[d] += step
+            insort(members_of.setdefault((id(replicas[d]), current_counts[d]), []), d)
 
 
 Line = tuple[float, float]
@@ -75,25 +80,26 @@ Line = tuple[float, float]
 
 
 def lines_done(micro_batches: int, lines: Sequence[Line]) -> float:
-    """When replicas of these times were done if micro-batches could be shared out in parts."""
+    """Return when replicas with these times would be done if micro-batches were divisible."""
     return (micro_batches + sum(ramp / pace for ramp, pace in lines)) / sum(1.0 / pace for _, pace in lines)
 
 
 def lines_split(micro_batches: int, lines: Sequence[Line]) -> tuple[int, ...]:
-    """As `split`, for many micro-batches: begins where all are done at once. At least as many as there are replicas."""
+    """Split like `split`, for many micro-batches, starting where all are done at once. At least one for each
+    replica."""
     done = lines_done(micro_batches, lines)
     counts = [max(1, int((done - ramp) / pace)) for ramp, pace in lines]
-    while (left := micro_batches - sum(counts)) != 0:
-        if left > 0:
+    while (missing := micro_batches - sum(counts)) != 0:
+        if missing > 0:
             counts[min(range(len(lines)), key=lambda d: lines[d][0] + (counts[d] + 1) * lines[d][1])] += 1
         else:
-            more = [d for d, m in enumerate(counts) if m > 1]
-            counts[max(more, key=lambda d: lines[d][0] + counts[d] * lines[d][1])] -= 1
+            reducible = [d for d, m in enumerate(counts) if m > 1]
+            counts[max(reducible, key=lambda d: lines[d][0] + counts[d] * lines[d][1])] -= 1
     return tuple(counts)
 
 
 def contiguous(counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Shares of the global batch, one after the other."""
+    """Return shares of the global batch, one after the other."""
     shares: list[tuple[int, ...]] = []
     first = 0
     for count in counts:

@@ -1,7 +1,7 @@
 """Other neighbours for stages that a slow link joins: replicas exchange the rest of their pipelines. Pure.
 
-Stages of two replicas that hold the same layers may follow either's, so no state moves: only communicators change, and
-the slow link carries nothing any more, or gradients alone. Offered to the planner as candidates of their own.
+Stages of two replicas that hold the same layers are interchangeable, so no state moves: only communicators change, and
+the slow link carries nothing any more, or only gradients. The planner treats the results as candidates of their own.
 """
 
 from __future__ import annotations
@@ -14,44 +14,44 @@ from resihp.scheduler.situation import Situation
 
 
 def crossed(replicas: Sequence[Replica], situation: Situation) -> tuple[Replica, ...] | None:
-    """The same stages, joined such that transfers of the replicas concerned take less time; None if there is no way.
+    """Return the same stages, joined so that the replicas concerned need less time for transfers; None if impossible.
 
-    One slow boundary after the other, what comes behind it is exchanged with the replica that makes the worse of the
-    two fastest, then both together.
+    For one slow boundary after the other, the stages behind it are exchanged with the replica for which the slower of
+    the two becomes fastest, then both together.
     """
-    found = list(replicas)
-    for a in range(len(found)):
-        for cut in range(1, len(found[a].stages)):
-            before, behind = found[a].stages[cut - 1], found[a].stages[cut]
+    crossed_replicas = list(replicas)
+    for a in range(len(crossed_replicas)):
+        for cut in range(1, len(crossed_replicas[a].stages)):
+            before, behind = crossed_replicas[a].stages[cut - 1], crossed_replicas[a].stages[cut]
             if situation.link(before.ranks, behind.ranks) >= 1.0:
                 continue
             offers = []
-            for b, other in enumerate(found):
-                if b != a and _alike(found[a], other, cut):
-                    pair = _exchanged(found[a], other, cut)
-                    late = _late(pair, situation)
-                    if late < _late((found[a], other), situation):
-                        offers.append((late, b, pair))
+            for b, partner in enumerate(crossed_replicas):
+                if b != a and _alike(crossed_replicas[a], partner, cut):
+                    pair = _exchanged(crossed_replicas[a], partner, cut)
+                    exchanged_s = _late(pair, situation)
+                    if exchanged_s < _late((crossed_replicas[a], partner), situation):
+                        offers.append((exchanged_s, b, pair))
             if offers:
-                _, b, (found[a], found[b]) = min(offers, key=lambda offer: offer[:2])
-    return None if found == [*replicas] else tuple(found)
+                _, b, (crossed_replicas[a], crossed_replicas[b]) = min(offers, key=lambda offer: offer[:2])
+    return None if crossed_replicas == [*replicas] else tuple(crossed_replicas)
 
 
-def _alike(one: Replica, other: Replica, cut: int) -> bool:
-    """Whether what follows in the one may follow in the other."""
-    tails = [[stage.chunks for stage in replica.stages[cut:]] for replica in (one, other)]
-    return tails[0] == tails[1] and len(one.stages) == len(other.stages)
+def _alike(first: Replica, second: Replica, cut: int) -> bool:
+    """Return whether the tail of one replica can follow the head of the other."""
+    tails = [[stage.chunks for stage in replica.stages[cut:]] for replica in (first, second)]
+    return tails[0] == tails[1] and len(first.stages) == len(second.stages)
 
 
-def _exchanged(one: Replica, other: Replica, cut: int) -> tuple[Replica, Replica]:
+def _exchanged(first: Replica, second: Replica, cut: int) -> tuple[Replica, Replica]:
     return (
-        Replica((*one.stages[:cut], *other.stages[cut:])),
-        Replica((*other.stages[:cut], *one.stages[cut:])),
+        Replica((*first.stages[:cut], *second.stages[cut:])),
+        Replica((*second.stages[:cut], *first.stages[cut:])),
     )
 
 
 def _late(pair: tuple[Replica, Replica], situation: Situation) -> tuple[float, float]:
-    """Seconds of one micro-batch's transfers on its way, of the worse of two replicas, and of both."""
+    """Return the seconds of one micro-batch's transfers, of the slower of two replicas, and of both."""
     seconds = [
         sum(situation.transfer_s(before.ranks, behind.ranks) for before, behind in pairwise(_way(replica)))
         for replica in pair
@@ -60,5 +60,5 @@ def _late(pair: tuple[Replica, Replica], situation: Situation) -> tuple[float, f
 
 
 def _way(replica: Replica) -> tuple[Stage, ...]:
-    """Stages in the order of a pass; with several chunks it goes round, and the last one passes on to the first."""
+    """Return the stages in the order of a pass; with several chunks the last one passes on to the first."""
     return replica.stages if len(replica.stages[0].chunks) == 1 else (*replica.stages, replica.stages[0])

@@ -1,7 +1,7 @@
-"""Who stays in a tensor-parallel group when devices have stopped or slowed down (the paper's Eq. 3 and 4). Pure.
+"""Ranks that stay in a tensor-parallel group after devices stopped or slowed down (the paper's Eq. 3 and 4). Pure.
 
-A group is as fast as its slowest rank, so a slow one may cost more than it gives. This module decides about one group
-at a time, from candidates that it is given; which ranks are candidates is the planner's decision.
+A group is as fast as its slowest rank, so a slow one may cost more than it contributes. This module decides about one
+group at a time, from given candidates; which ranks are candidates is the planner's decision.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from fractions import Fraction
 def degrees(
     candidates: int, k_min: int, *, started_with: int | None = None, obstacle: Callable[[int], str | None] | None = None
 ) -> tuple[int, ...]:
-    """K of Eq. 3: { 2^q : k_min <= 2^q <= |G'| }, ascending.
+    """Return K of Eq. 3: { 2^q : k_min <= 2^q <= |G'| }, ascending.
 
-    `started_with` is the degree that the job was started with: it belongs to K even if it is no power of two, and
-    nothing above it does. `obstacle` tells why the model cannot be split so many ways, None where it can.
+    `started_with` is the degree that the job was started with: it belongs to K even if it is not a power of two, and no
+    higher degree does. `obstacle` returns why the model cannot be split so many ways, None if it can.
     """
     powers = {1 << q for q in range(candidates.bit_length())}
     if started_with is not None:
@@ -27,7 +27,7 @@ def degrees(
 
 
 def speed(group: Sequence[tuple[int, float]]) -> float:
-    """Throughput of a group in healthy devices: k * min p."""
+    """Return the throughput of a group in healthy devices: k * min p."""
     return len(group) * min((p for _, p in group), default=0.0)
 
 
@@ -39,59 +39,59 @@ def exclude(
     obstacle: Callable[[int], str | None] | None = None,
     before: Sequence[int] = (),
 ) -> tuple[int, ...]:
-    """S* of Eq. 4: of the groups S_k of the k candidates with the highest p, k in K, that with the highest k * min p.
+    """Return S* of Eq. 4: among the groups S_k of the k fastest candidates, k in K, the one with the highest k * min p.
 
-    `candidates` are live ranks with their normalised throughput p (1 healthy). Ties keep the larger group. `before`
-    is the group as it was, the dead included: among ranks of equal p, those come first that already hold part of what
-    they would hold in the new group, then the other members, then by their order in `candidates`. Members keep their
-    relative order, newcomers take the places that are left. Empty when K is empty. p <= 0 excludes a rank.
+    `candidates` are live ranks with their normalised throughput p (1 healthy). Ties keep the larger group. `before` is
+    the former group, dead ranks included. Among ranks of equal p, those come first that already hold a part of their
+    share in the new group, then the other members, then the rest in the order of `candidates`. Members keep their
+    relative order, new ranks take the remaining places. Empty when K is empty. p <= 0 excludes a rank.
     """
     able = [(rank, p) for rank, p in candidates if p > 0.0]
     fastest = sorted((p for _, p in able), reverse=True)
-    best, found = 0, 0.0
+    best_degree, best_speed = 0, 0.0
     for k in degrees(len(able), k_min, started_with=started_with, obstacle=obstacle):
-        if k * fastest[k - 1] >= found:
-            best, found = k, k * fastest[k - 1]
-    if not best:
+        if k * fastest[k - 1] >= best_speed:
+            best_degree, best_speed = k, k * fastest[k - 1]
+    if not best_degree:
         return ()
-    return _seated(able, best, fastest[best - 1], before)
+    return _seated(able, best_degree, fastest[best_degree - 1], before)
 
 
-def overlap(t: int, k: int, other: int, of: int) -> Fraction:
-    """How much of a cut parameter index `t` of `k` ranks and index `other` of `of` ranks both hold."""
-    low, high = max(Fraction(t, k), Fraction(other, of)), min(Fraction(t + 1, k), Fraction(other + 1, of))
+def overlap(t: int, k: int, other_t: int, other_k: int) -> Fraction:
+    """Return the share of a cut parameter that index `t` of `k` ranks and index `other_t` of `other_k` both hold."""
+    low, high = max(Fraction(t, k), Fraction(other_t, other_k)), min(Fraction(t + 1, k), Fraction(other_t + 1, other_k))
     return max(high - low, Fraction(0))
 
 
 def _seated(able: list[tuple[int, float]], k: int, slowest: float, before: Sequence[int]) -> tuple[int, ...]:
-    """The k ranks with the highest p, each where it has to receive least."""
-    at = {rank: t for t, rank in enumerate(before)}
+    """Return the k ranks with the highest p, each at the place where it receives least."""
+    old_t = {rank: t for t, rank in enumerate(before)}
     order = {rank: i for i, (rank, _) in enumerate(able)}
-    must = {rank for rank, p in able if p > slowest}
-    may = [rank for rank, p in able if p == slowest]
-    if len(before) == k and must <= set(before) and set(before) <= {*must, *may}:
+    required = {rank for rank, p in able if p > slowest}
+    optional = [rank for rank, p in able if p == slowest]
+    if len(before) == k and required <= set(before) and set(before) <= {*required, *optional}:
         return tuple(before)
     seats: dict[int, int] = {}
-    near = sorted(
-        (rank not in must, -overlap(t, k, at[rank], len(before)), t, order[rank], rank)
-        for rank in (*must, *may)
-        if rank in at
+    seat_choices = sorted(
+        (rank not in required, -overlap(t, k, old_t[rank], len(before)), t, order[rank], rank)
+        for rank in (*required, *optional)
+        if rank in old_t
         for t in range(k)
-        if overlap(t, k, at[rank], len(before))
+        if overlap(t, k, old_t[rank], len(before))
     )
-    chosen = set(must)
-    for _, _, t, _, rank in near:
+    chosen = set(required)
+    for _, _, t, _, rank in seat_choices:
         if t in seats or rank in seats.values() or (rank not in chosen and len(chosen) == k):
             continue
         seats[t] = rank
         chosen.add(rank)
-    for rank in sorted(may, key=lambda rank: (rank not in at, order[rank])):
+    for rank in sorted(optional, key=lambda rank: (rank not in old_t, order[rank])):
         if len(chosen) < k:
             chosen.add(rank)
     free = [t for t in range(k) if t not in seats]
-    rest = [rank for rank in chosen if rank not in seats.values()]
-    rest.sort(key=lambda rank: (rank not in at, at.get(rank, 0), order[rank]))
-    seats |= dict(zip(free, rest, strict=True))
-    members = sorted((rank for rank in chosen if rank in at), key=at.__getitem__)
-    places = sorted(t for t, rank in seats.items() if rank in at)
+    unseated = [rank for rank in chosen if rank not in seats.values()]
+    unseated.sort(key=lambda rank: (rank not in old_t, old_t.get(rank, 0), order[rank]))
+    seats |= dict(zip(free, unseated, strict=True))
+    members = sorted((rank for rank in chosen if rank in old_t), key=old_t.__getitem__)
+    places = sorted(t for t, rank in seats.items() if rank in old_t)
     return tuple(rank for _, rank in sorted(({**seats, **dict(zip(places, members, strict=True))}).items()))

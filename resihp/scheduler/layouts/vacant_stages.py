@@ -1,9 +1,9 @@
-"""Stages that lost all their ranks stay in the layout without any; other replicas do their work. Pure.
+"""Stages that lost all their ranks stay in the layout without ranks; other replicas do their work. Pure.
 
-Nothing needs to move, and no replica is given up; but at such a stage the others have more to do, so that it may get
-fewer layers. That is what is left where ranks cannot be put together anew, tight memory above all: a pipeline of fewer
-stages has no room for the model. What passes elsewhere is dealt out evenly (`Plan.dealing`); where nothing else runs at
-all, the paper's rule (`resihp.scheduler.layouts.paper_planner`) is asked, too.
+Nothing needs to move, and no replica is given up; but the other replicas have more work at such a stage, so that it may
+get fewer layers. This remains possible where ranks cannot be regrouped, above all with tight memory: a pipeline of
+fewer stages has no room for the model. The passes elsewhere are distributed evenly (`Plan.dealing`); if nothing else
+runs at all, the paper's rule (`resihp.scheduler.layouts.paper_planner`) is tried, too.
 
 Called by `resihp.scheduler.planner`.
 """
@@ -25,57 +25,64 @@ from resihp.scheduler.orders.lanes import overfull
 from resihp.scheduler.orders.migration import with_orders
 from resihp.scheduler.situation import Situation
 
-MOST_REPLICAS = 64
-"""Above, there are always others to give up a replica for: what passes elsewhere is worked out for each micro-batch."""
+MAX_REPLICAS = 64
+"""Most replicas: with more, there are always enough others to give up one, and migrations are planned for each
+micro-batch."""
 
 
 def may_help(situation: Situation) -> bool:
-    """Whether a stage of a pipeline has nobody left, and other replicas may hold its layers."""
+    """Return whether a stage of a pipeline has no rank left, and other replicas may hold its layers."""
     replicas, live = situation.base.replicas, set(situation.available).difference(situation.stale)
-    if situation.memory_bytes is None or not 1 < len(replicas) <= MOST_REPLICAS:
-        return False  # guests need room for their activations
+    if situation.memory_bytes is None or not 1 < len(replicas) <= MAX_REPLICAS:
+        return False  # other replicas need room for the activations
     return any(
         len(replica.stages) > 1 and live.isdisjoint(stage.ranks) for replica in replicas for stage in replica.stages
     )
 
 
 def best(situation: Situation, below: float = math.inf) -> tuple[Plan, float]:
-    """The fastest plan that leaves stages without ranks, and its predicted time: looked for only where it could take
-    less than `below`. Raises PlanError if none can run."""
+    """Return the fastest plan that leaves stages without ranks, and its predicted time.
+
+    Plans that could not take less than `below` are not considered. Raises PlanError if none can run.
+    """
     groups = paper_planner.exclude(situation, len(situation.base.replicas))
-    found: list[tuple[float, int, Plan]] = []
+    plans: list[tuple[float, int, Plan]] = []
     for spans in dict.fromkeys(_partitions(situation, groups)):
         if _hoped(situation, groups, spans) < below:
             with suppress(LayoutError):
                 plan = _dealt(situation, groups, spans)
-                found.append((iteration_seconds(plan, situation), len(found), plan))
-    if not found and math.isinf(below):
+                plans.append((iteration_seconds(plan, situation), len(plans), plan))
+    if not plans and math.isinf(below):
         decision = paper_planner.progressive(situation)
-        found.append((decision.seconds, 0, decision.plan))
-    if not found:
-        raise PlanError("stages that lost all their ranks would take longer where other replicas do their work")
-    seconds, _, plan = min(found)
+        plans.append((decision.seconds, 0, decision.plan))
+    if not plans:
+        raise PlanError("no plan is faster in which other replicas do the work of stages that lost all their ranks")
+    seconds, _, plan = min(plans)
     return plan, seconds
 
 
 def _hoped(situation: Situation, groups: Groups, chunks: tuple[tuple[LayerSpan, ...], ...]) -> float:
-    """Seconds that an iteration would take if the ranks that hold a stage shared its work evenly, and one micro-batch's
-    way through the other layers were all that is lost to ramps, as under 1F1B."""
+    """Return a lower bound of an iteration's seconds.
+
+    It assumes that the ranks that hold a stage share its work evenly, and that ramps cost only one micro-batch's pass
+    through the other layers, as under 1F1B.
+    """
     replicas = range(len(situation.base.replicas))
     paces = [sum(situation.speed(groups[d, s]) for d in replicas) for s in range(len(chunks))]
     work = []
-    for held in chunks:
-        times = [situation.times.span(first, last) for first, last in held]
-        work.append(sum(one.f + one.b + one.w for one in times))
+    for stage_chunks in chunks:
+        times = [situation.times.span(first, last) for first, last in stage_chunks]
+        work.append(sum(chunk_times.f + chunk_times.b + chunk_times.w for chunk_times in times))
     if not all(paces):
         return math.inf
     last = max(range(len(chunks)), key=lambda s: work[s] / paces[s])
-    widest = max(situation.speed(groups[d, last]) for d in replicas)
-    return situation.micro_batches * work[last] / paces[last] + (sum(work) - work[last]) / widest
+    fastest = max(situation.speed(groups[d, last]) for d in replicas)
+    return situation.micro_batches * work[last] / paces[last] + (sum(work) - work[last]) / fastest
 
 
 def _partitions(situation: Situation, groups: Groups) -> Iterator[tuple[tuple[LayerSpan, ...], ...]]:
-    """Chunks of each stage: as they are, and in proportion to what all replicas together have at a stage."""
+    """Yield the chunks of each stage: the present ones, and those in proportion to the total speed of all replicas
+    there."""
     cuts = {tuple(stage.chunks for stage in replica.stages) for replica in situation.base.replicas}
     if len(cuts) == 1:
         yield from cuts
@@ -83,14 +90,16 @@ def _partitions(situation: Situation, groups: Groups) -> Iterator[tuple[tuple[La
     if len(stages) > 1:
         return
     (depth,) = stages
-    held = [[groups[d, s] for d in range(len(situation.base.replicas)) if groups[d, s]] for s in range(depth)]
-    if not all(held):
+    groups_of_stage = [
+        [groups[d, s] for d in range(len(situation.base.replicas)) if groups[d, s]] for s in range(depth)
+    ]
+    if not all(groups_of_stage):
         return
-    speeds = [sum(situation.speed(ranks) for ranks in there) for there in held]
-    fewest = min(len(there) for there in held)  # that share state
+    speeds = [sum(situation.speed(ranks) for ranks in stage_groups) for stage_groups in groups_of_stage]
+    fewest = min(len(stage_groups) for stage_groups in groups_of_stage)  # these share state
     limits = [
-        min(paper_planner.capacity(situation, s, depth, len(ranks), fewest) for ranks in there)
-        for s, there in enumerate(held)
+        min(paper_planner.capacity(situation, s, depth, len(ranks), fewest) for ranks in stage_groups)
+        for s, stage_groups in enumerate(groups_of_stage)
     ]
     if not all(speeds):
         return
@@ -100,7 +109,8 @@ def _partitions(situation: Situation, groups: Groups) -> Iterator[tuple[tuple[La
 
 
 def _dealt(situation: Situation, groups: Groups, chunks: tuple[tuple[LayerSpan, ...], ...]) -> Plan:
-    """Replicas that have somebody left, with these chunks. Raises LayoutError for what cannot run, or has no room."""
+    """Return the plan of replicas with live ranks, with these chunks. Raises LayoutError if it cannot run or has no
+    room."""
     replicas = [
         Replica(tuple(Stage(groups[d, s], chunks[s]) for s in range(len(chunks))))
         for d in range(len(situation.base.replicas))

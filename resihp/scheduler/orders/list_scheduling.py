@@ -1,10 +1,10 @@
 """Orders by list scheduling on a virtual clock, for any plan: at measured costs, within memory, by rules. Pure.
 
-`resihp.pipeline.schedules.greedy` gives an order that always works; here callers look for a good one. They set how many
-micro-batches a stage may take in ahead of their backwards, how much it may keep alive, how long it waits for work that
-is about to come before it fills the gap with something else, and what is urgent. Nothing here says what an order costs:
-that is `resihp.pipeline.timeline.play`. The clock counts in ticks, so that what happens at once does so exactly, on
-every machine.
+`resihp.pipeline.schedules.greedy` gives an order that always works; callers of this module search for a good one. They
+set how many micro-batches a stage may accept before their backwards, how much it may keep alive, how long it waits for
+imminent work before it fills the gap with something else, and the urgency. The cost of an order is not computed here,
+but by `resihp.pipeline.timeline.play`. The clock counts in ticks, so that simultaneous events are exactly so on every
+machine.
 
 Called by `resihp.scheduler.orders.warm_up` and `resihp.scheduler.orders.tuner`.
 """
@@ -25,11 +25,11 @@ from resihp.scheduler.cost.profile import Times
 Shapes = tuple[tuple[tuple[Times, ...], ...], ...]
 """Times of each chunk at the speed of its stage's group, [replica][stage][chunk]."""
 
-TICKS = 2**22
+TICKS_OF_LONGEST = 2**22
 """Ticks of the longest primitive."""
 
-SLACK = 1e-9
-"""Relative excess over a cap that is rounding."""
+ROUNDING_TOLERANCE = 1e-9
+"""Relative excess over a cap that counts as rounding."""
 
 F, B, W = range(3)
 _KINDS: tuple[Kind, ...] = ("F", "B", "W")
@@ -38,7 +38,7 @@ _Queue = list[tuple[float, int]]
 
 
 class StageRules(msgspec.Struct, frozen=True, kw_only=True):
-    """How a stage chooses. Stages are counted over all replicas, in order."""
+    """Rules by which a stage chooses. Stages are counted over all replicas, in order."""
 
     split: bool = False
     """Whether every B leaves its weight gradients to a W."""
@@ -47,15 +47,16 @@ class StageRules(msgspec.Struct, frozen=True, kw_only=True):
     caps: tuple[float, ...] = ()
     """Most that each stage may keep alive, in the units of `ListScheduler`'s sizes. Empty for no limit."""
     patience: float = 0.0
-    """A stage does not begin a W if, before this share of it has passed, a B comes, or a forward that may begin."""
+    """Share of a W: a stage does not begin it if a B, or a forward that may begin, arrives before this share has
+    passed."""
     forward_patience: float = 0.0
-    """The same for a forward and a B that comes."""
+    """Share of a forward, in the same way: it does not begin if a B arrives before this share has passed."""
     group: int = 0
     """Micro-batches that go depth first together, as in Megatron's interleaved order; 0 for as many as stages."""
 
 
 class ListScheduler:
-    """One plan at its costs, to be scheduled again and again by different rules.
+    """One plan at its costs, to be scheduled repeatedly under different rules.
 
     A *passage* is a micro-batch at a virtual stage of its path; passages are numbered in order of homes, micro-batches
     and virtual stages, primitives by 3 passage + kind. A *lane* is a stage, counted over all replicas.
@@ -64,7 +65,7 @@ class ListScheduler:
     def __init__(
         self, plan: Plan, shapes: Shapes, transfer_s: Transfers = 0.0, sizes: Sequence[Sequence[float]] | None = None
     ) -> None:
-        """`sizes`: what a micro-batch keeps alive in each chunk of each lane; 1 if left out.
+        """Compile a plan. `sizes`: amount that a micro-batch keeps alive in each chunk of each lane; 1 if None.
 
         Raises PlanError for times that are negative or not finite.
         """
@@ -74,14 +75,14 @@ class ListScheduler:
         spans = [replicas[d].stages[s].chunks for d, s in self.lanes]
         self.sizes = [[1.0] * len(row) for row in spans] if sizes is None else [[*row] for row in sizes]
         self.reserves = [
-            [sum(size for size, other in zip(row, chunks, strict=True) if other[0] > span[0]) for span in chunks]
+            [sum(size for size, chunk in zip(row, chunks, strict=True) if chunk[0] > span[0]) for span in chunks]
             for row, chunks in zip(self.sizes, spans, strict=True)
         ]
-        """What a stage must have free for its later chunks when it lets a micro-batch into one."""
+        """Amount that must be free for a stage's later chunks when it admits a micro-batch to a chunk."""
         self.lane: list[int] = []
         self.chunk: list[int] = []
         self.first: list[bool] = []
-        """Whether a passage is its micro-batch's first; `last` the same. All of these by passage."""
+        """Whether a passage is its micro-batch's first; `last` alike. Both are indexed by passage."""
         self.last: list[bool] = []
         self._primitives: list[Primitive] = []
         self._at: dict[tuple[int, int, int, int], int] = {}
@@ -89,15 +90,15 @@ class ListScheduler:
         """Position in the home's share, virtual stage, home."""
         self._costs: list[tuple[float, float, float]] = []
         self._late: list[tuple[float, float]] = []
-        """Seconds on the way to the next passage, and back from it."""
+        """Seconds to the next passage, and back from it."""
         self._compile()
-        costs = [x for found in self._costs for x in found]
+        costs = [x for passage_costs in self._costs for x in passage_costs]
         if not all(math.isfinite(x) and x >= 0 for x in costs):
-            raise PlanError(f"plan of epoch {plan.epoch}: not all times of its stages are at least 0 and finite")
-        tick = max(costs, default=0.0) / TICKS or 1.0
+            raise PlanError(f"plan of epoch {plan.epoch}: some time of its stages is negative or not finite")
+        tick = max(costs, default=0.0) / TICKS_OF_LONGEST or 1.0
         whole = [x / tick for f, b, w in self._costs for x in (f, b + w, 0.0)]
         self.ticks = ([round(x) for x in whole], [round(x / tick) for x in costs])
-        """Costs by number of primitive: B whole, and split from W."""
+        """Costs by number of primitive: B with W, and B separate from W."""
         self.late_ticks = [(round(forth / tick), round(back / tick)) for forth, back in self._late]
         self._keys: dict[int, list[float]] = {}
 
@@ -135,45 +136,45 @@ class ListScheduler:
         return self._transfer_s(a, b) if callable(self._transfer_s) else self._transfer_s
 
     def keys(self, group: int) -> list[float]:
-        """Urgency by number of primitive: groups of micro-batches depth first, W in the order of their B."""
-        found = self._keys.get(group)
-        if found is None:
+        """Return the urgency by number of primitive: groups of micro-batches depth first, W in the order of their B."""
+        keys = self._keys.get(group)
+        if keys is None:
             sizes = [group or len(replica.stages) for replica in self.plan.layout.replicas]
-            found = [0.0] * (3 * self.passages)
+            keys = [0.0] * (3 * self.passages)
             ranks = [(position // sizes[home], v, position, home) for position, v, home in self._rank]
             for place, n in enumerate(sorted(range(self.passages), key=lambda n: ranks[n])):
-                found[3 * n + F] = place
+                keys[3 * n + F] = place
             backward = [(g, -v, position, home) for g, v, position, home in ranks]
             for place, n in enumerate(sorted(range(self.passages), key=lambda n: backward[n])):
-                found[3 * n + B] = found[3 * n + W] = place
-            self._keys[group] = found
-        return found
+                keys[3 * n + B] = keys[3 * n + W] = place
+            self._keys[group] = keys
+        return keys
 
     def run(self, rules: StageRules, urgency: Sequence[float] | None = None) -> Orders:
-        """Orders by `rules`.
+        """Return orders that follow `rules`.
 
         Without `urgency` a stage takes a B before an F before a W, each depth first; with it (by number of primitive)
-        the least of what is ready, W too. Where limits would leave all stages waiting, the most urgent forward that
-        memory allows goes ahead. There always is one: a stage lets a micro-batch in only while its later chunks could
-        still take one more each, so of the micro-batches that wait, those before the furthest layers can go on.
-        Raises PlanError if a stage's cap is less than one micro-batch takes.
+        the ready primitive with the lowest value, W included. Where limits would leave all stages waiting, the most
+        urgent forward that memory allows goes ahead. There always is one: a stage admits a micro-batch only while its
+        later chunks could still take one more each, so of the waiting micro-batches those before the furthest layers
+        can go on. Raises PlanError if a stage's cap is less than one micro-batch takes.
         """
         for (d, s), cap, row in zip(self.lanes, rules.caps, self.sizes, strict=False):
-            if cap * (1 + SLACK) < sum(row):
+            if cap * (1 + ROUNDING_TOLERANCE) < sum(row):
                 raise PlanError(
-                    f"replica {d} stage {s}: may keep {cap:.6g} alive, and one micro-batch takes {sum(row):.6g}"
+                    f"replica {d} stage {s}: may keep {cap:.6g} alive, but one micro-batch takes {sum(row):.6g}"
                 )
         return _Run(self, rules, urgency).orders()
 
     def orders(self, done: Sequence[Sequence[int]]) -> Orders:
-        """Orders from numbers of primitives, by lane."""
-        found: list[list[tuple[Primitive, ...]]] = [[] for _ in self.plan.layout.replicas]
+        """Return orders from numbers of primitives, by lane."""
+        orders: list[list[tuple[Primitive, ...]]] = [[] for _ in self.plan.layout.replicas]
         for (d, _), numbers in zip(self.lanes, done, strict=True):
-            found[d].append(tuple(map(self._primitives.__getitem__, numbers)))
-        return tuple(tuple(replica) for replica in found)
+            orders[d].append(tuple(map(self._primitives.__getitem__, numbers)))
+        return tuple(tuple(replica) for replica in orders)
 
     def play(self, orders: Orders) -> Timeline:
-        """The timeline of `orders`. Raises PlanError if they cannot be carried out."""
+        """Return the timeline of `orders`. Raises PlanError if they cannot be carried out."""
         whole = not _split(orders)
 
         def seconds(stop: Stop, primitive: Primitive) -> float:
@@ -184,11 +185,11 @@ class ListScheduler:
                 return times.w
             return times.b + times.w if whole else times.b
 
-        found: Seconds = seconds
-        return play(self.plan, orders, found, self._transfer_s)
+        primitive_seconds: Seconds = seconds
+        return play(self.plan, orders, primitive_seconds, self._transfer_s)
 
     def alive(self, orders: Orders) -> tuple[float, ...]:
-        """The most that each lane keeps alive: F takes its chunk's size, W, or a B without one, gives it back."""
+        """Return the most that each lane keeps alive: F allocates its chunk's size, W, or a B without one, frees it."""
         ends = "W" if _split(orders) else "B"
         most = [0.0] * len(self.lanes)
         for lane, (d, s) in enumerate(self.lanes):
@@ -202,7 +203,7 @@ class ListScheduler:
         return tuple(most)
 
     def latest_starts(self, orders: Orders) -> list[float]:
-        """When each primitive must begin, at the latest, for `orders` to end as early as they do; by its number."""
+        """Return the latest start of each primitive for which `orders` end as early as they do; by its number."""
         timeline = self.play(orders)
         costs = [x for f, b, w in self._costs for x in ((f, b, w) if _split(orders) else (f, b + w, 0.0))]
         entries: list[tuple[float, int, int, int]] = []
@@ -224,7 +225,7 @@ class ListScheduler:
 
 
 def most_ahead(order: Order) -> int:
-    """Most forwards of an order whose B has not begun: its depth."""
+    """Return the most forwards of an order whose B has not begun: its depth."""
     ahead = most = 0
     for primitive in order:
         ahead += {"F": 1, "B": -1, "W": 0}[primitive.kind]
@@ -239,36 +240,36 @@ def _split(orders: Orders) -> bool:
 class _Run:
     """One run of the clock. Queues are heaps of (urgency, number of primitive)."""
 
-    def __init__(self, on: ListScheduler, rules: StageRules, urgency: Sequence[float] | None) -> None:
-        self._on, self._rules, self._urgent = on, rules, urgency is not None
+    def __init__(self, scheduler: ListScheduler, rules: StageRules, urgency: Sequence[float] | None) -> None:
+        self._scheduler, self._rules, self._urgent = scheduler, rules, urgency is not None
         self._waits = rules.patience > 0 or rules.forward_patience > 0
-        lanes = len(on.lanes)
+        lanes = len(scheduler.lanes)
         self._b: list[_Queue] = [[] for _ in range(lanes)]
         self._w: list[_Queue] = [[] for _ in range(lanes)]
-        self._f: list[list[_Queue]] = [[[] for _ in row] for row in on.sizes]
+        self._f: list[list[_Queue]] = [[[] for _ in row] for row in scheduler.sizes]
         self._coming: list[list[tuple[int, int]]] = [[] for _ in range(lanes)]
-        """(time, primitive) on the way to each stage."""
+        """(time, primitive) in transit to each stage."""
         self._free = [True] * lanes
         self._ahead = [0] * lanes
         self._alive = [0.0] * lanes
-        self._limits = rules.limits or (on.passages + 1,) * lanes
-        self._caps = tuple(cap * (1 + SLACK) for cap in rules.caps) or (math.inf,) * lanes
+        self._limits = rules.limits or (scheduler.passages + 1,) * lanes
+        self._caps = tuple(cap * (1 + ROUNDING_TOLERANCE) for cap in rules.caps) or (math.inf,) * lanes
         self._done: list[list[int]] = [[] for _ in range(lanes)]
         self._events: list[tuple[int, int, int]] = []
         """(time, lane, primitive that is ready there, or -1 for a stage that becomes free)."""
         self._clock = 0
-        self._cost = on.ticks[rules.split]
-        self._keys: Sequence[float] = on.keys(rules.group) if urgency is None else urgency
+        self._cost = scheduler.ticks[rules.split]
+        self._keys: Sequence[float] = scheduler.keys(rules.group) if urgency is None else urgency
 
     def orders(self) -> Orders:
-        on, events = self._on, self._events
-        events += [(0, on.lane[n], 3 * n) for n, first in enumerate(on.first) if first]
+        scheduler, events = self._scheduler, self._events
+        events += [(0, scheduler.lane[n], 3 * n) for n, first in enumerate(scheduler.first) if first]
         heapq.heapify(events)
-        left = on.passages * (3 if self._rules.split else 2)
-        while left:
+        remaining = scheduler.passages * (3 if self._rules.split else 2)
+        while remaining:
             if not events:
                 self._force()
-                left -= 1
+                remaining -= 1
                 continue
             self._clock = events[0][0]
             touched = set()
@@ -279,21 +280,21 @@ class _Run:
                     self._free[lane] = True
                 else:
                     heapq.heappush(self._queue(lane, number), (self._keys[number], number))
-            # Those that fill gaps decide last: by then they know what has begun elsewhere.
+            # Lanes without a ready B or F decide last: by then it is known which primitives began elsewhere.
             for lane in sorted(touched, key=lambda lane: (not self._b[lane], not any(self._f[lane]), lane)):
                 if self._free[lane] and (queue := self._choice(lane)):
                     self._begin(lane, heapq.heappop(queue)[1])
-                    left -= 1
-        return on.orders(self._done)
+                    remaining -= 1
+        return scheduler.orders(self._done)
 
     def _queue(self, lane: int, number: int) -> _Queue:
         n, kind = divmod(number, 3)
         if kind == F:
-            return self._f[lane][self._on.chunk[n]]
+            return self._f[lane][self._scheduler.chunk[n]]
         return self._b[lane] if kind == B else self._w[lane]
 
     def _choice(self, lane: int) -> _Queue | None:
-        """The queue whose first a free stage begins, or None if it waits."""
+        """Return the queue whose first node a free stage begins, or None if it waits."""
         backward, weights = self._b[lane], self._w[lane]
         forward = self._forward(lane) if self._ahead[lane] < self._limits[lane] else None
         if self._urgent:
@@ -309,16 +310,16 @@ class _Run:
         return queue
 
     def _forward(self, lane: int) -> _Queue | None:
-        """The queue with the most urgent forward that memory allows."""
+        """Return the queue with the most urgent forward that memory allows."""
         queues = [queue for chunk, queue in enumerate(self._f[lane]) if queue and self._fits(lane, chunk)]
         return min(queues, key=_first, default=None)
 
     def _fits(self, lane: int, chunk: int) -> bool:
-        on = self._on
-        return self._alive[lane] + on.sizes[lane][chunk] + on.reserves[lane][chunk] <= self._caps[lane]
+        scheduler = self._scheduler
+        return self._alive[lane] + scheduler.sizes[lane][chunk] + scheduler.reserves[lane][chunk] <= self._caps[lane]
 
     def _awaited(self, lane: int, until: int, forwards: bool) -> bool:
-        """Whether a B, or where it counts a forward that may begin, comes before `until`."""
+        """Return whether a B, or, if `forwards`, a forward that may begin, arrives before `until`."""
         coming = self._coming[lane]
         while coming and coming[0][0] <= self._clock:
             heapq.heappop(coming)
@@ -326,44 +327,44 @@ class _Run:
             return False
         forwards = forwards and self._ahead[lane] < self._limits[lane]
         return any(
-            time < until and (number % 3 == B or (forwards and self._fits(lane, self._on.chunk[number // 3])))
+            time < until and (number % 3 == B or (forwards and self._fits(lane, self._scheduler.chunk[number // 3])))
             for time, number in coming
         )
 
     def _force(self) -> None:
-        """Every stage is held back: let the most urgent forward go that memory allows."""
+        """Begin the most urgent forward that memory allows, if every stage is held back."""
         queues = [(queue[0], lane) for lane in range(len(self._free)) if (queue := self._forward(lane))]
         (_, number), lane = min(queues)
         heapq.heappop(self._queue(lane, number))
         self._begin(lane, number)
 
     def _begin(self, lane: int, number: int) -> None:
-        on = self._on
+        scheduler = self._scheduler
         n, kind = divmod(number, 3)
         self._done[lane].append(number)
         self._free[lane] = False
         end = self._clock + self._cost[number]
         heapq.heappush(self._events, (end, lane, -1))
-        size = on.sizes[lane][on.chunk[n]]
+        size = scheduler.sizes[lane][scheduler.chunk[n]]
         if kind == F:
             self._ahead[lane] += 1
             self._alive[lane] += size
-            if on.last[n]:
+            if scheduler.last[n]:
                 heapq.heappush(self._events, (end, lane, number + B))
             else:
-                self._send(number + 3, end + on.late_ticks[n][0])
+                self._send(number + 3, end + scheduler.late_ticks[n][0])
             return
         if kind == B:
             self._ahead[lane] -= 1
-            if not on.first[n]:
-                self._send(number - 3, end + on.late_ticks[n - 1][1])
+            if not scheduler.first[n]:
+                self._send(number - 3, end + scheduler.late_ticks[n - 1][1])
             if self._rules.split:
                 heapq.heappush(self._events, (end, lane, number + 1))
                 return
         self._alive[lane] -= size
 
     def _send(self, number: int, time: int) -> None:
-        lane = self._on.lane[number // 3]
+        lane = self._scheduler.lane[number // 3]
         heapq.heappush(self._events, (time, lane, number))
         if self._waits:
             heapq.heappush(self._coming[lane], (time, number))

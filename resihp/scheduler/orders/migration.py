@@ -1,18 +1,18 @@
-"""Single stages of micro-batches move to replicas that are further on: the paper's progress-aware migration. Pure.
+"""Single stages of micro-batches move to replicas that are further ahead: the paper's progress-aware migration. Pure.
 
-Eq. 5-6 ask for the work of each replica that makes the longest of them shortest: each stage of each micro-batch once,
+Eq. 5-6 require the work of each replica that makes the longest of them shortest: each stage of each micro-batch once,
 in order, within memory. Algorithm 1 answers with a rule, applied while the schedules advance: P[d, i] counts the
 forwards that stage i of replica d has completed. If (d_min, i) has stopped, or P[d_max, i] - P[d_min, i] > delta, the
-next pending micro-batch of (d_min, i) moves to d_max where memory allows at its arrival; F, B and W go together.
+next pending micro-batch of (d_min, i) moves to d_max if memory allows at its arrival; F, B and W go together.
 
-Where the paper is silent: a stage is looked at when something has ended or arrived there in any replica, and then one
-micro-batch may move; a stage that works is judged from its first completed forward on; a micro-batch is pending when
-its activations are there and its forward has not begun; of hosts that are equally far, the one with the fewest forwards
-waiting takes it, then the first. Stages advance as under `schedules.greedy` (B, then F, then W, forwards held back as
-in 1F1B), and what they did is the order that the plan carries. What that costs, the timeline says
+Where the paper is silent: a stage is examined when a primitive has ended or arrived there in any replica, and then one
+micro-batch may move; a working stage is compared from its first completed forward on; a micro-batch is pending when its
+activations are there and its forward has not begun; among hosts that are equally far, the one with the fewest waiting
+forwards takes it, then the first. Stages advance as under `schedules.greedy` (B, then F, then W, forwards held back as
+in 1F1B), and the order in which they did is the one that the plan carries. Its cost is computed by the timeline
 (`prices.iteration_seconds`).
 
-Called by `resihp.scheduler.layouts.paper_planner`, and by whoever wants the rule alone.
+Called by `resihp.scheduler.layouts.paper_planner`, and by modules that use the rule alone.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ from resihp.scheduler.cost.prices import costs, iteration_seconds, transfers
 from resihp.scheduler.orders.lanes import Lane, lanes, overfull
 from resihp.scheduler.situation import Situation
 
-DELTA = 1
+DEFAULT_DELTA = 1
 """Forwards by which a replica may be ahead at a stage. The paper gives none; `benchmarks/idle_time.py` sweeps it."""
 
-MOST_ORDERED = 20_000
-"""Primitives of a plan that carries its orders: they go to every rank and into the journal, about 30 bytes each."""
+MAX_ORDERED_PRIMITIVES = 20_000
+"""Most primitives of a plan that carries its orders: they go to every rank and into the journal, some 30 bytes each."""
 
-_SAME = 1e-9
-"""Relative difference below which two moments, or two predictions, are the same."""
+_TIME_TOLERANCE = 1e-9
+"""Relative difference below which two moments, or two predictions, count as equal."""
 
 
 class DecidedMigration(msgspec.Struct, frozen=True):
-    """A migration, when it was decided, and P of its stage in each replica then."""
+    """A migration, the time of its decision, and P of its stage in each replica at that time."""
 
     migration: Migration
     at_s: float
     progress: tuple[int, ...]
 
 
-def migrate(plan: Plan, situation: Situation, *, delta: int = DELTA) -> Plan:
-    """`plan` with migrations and the orders that go with them; as it is where they do not make it faster.
+def migrate(plan: Plan, situation: Situation, *, delta: int = DEFAULT_DELTA) -> Plan:
+    """Return `plan` with migrations and their orders; unchanged if they do not make it faster.
 
-    `plan` has no migrations yet. Stages without ranks, or of speed 0, give all that they have away. Raises PlanError if
-    nobody else holds the layers of such a stage, or has the memory for its work.
+    `plan` has no migrations yet. Stages without ranks, or of speed 0, give all their work away. Raises PlanError if no
+    other replica holds the layers of such a stage, or has the memory for its work.
     """
     moves, orders = advance(plan, situation, delta=delta)
     if not moves:
@@ -66,23 +66,26 @@ def migrate(plan: Plan, situation: Situation, *, delta: int = DELTA) -> Plan:
     obstacle = overfull(migrated, situation)
     before = iteration_seconds(plan, situation)
     if obstacle and math.isinf(before):
-        raise PlanError(f"{obstacle}; the work of a stage that has stopped fits nowhere: lower --micro-batches or --tp")
-    if obstacle or iteration_seconds(migrated, situation) >= before * (1 - _SAME):
+        raise PlanError(f"{obstacle}; the work of a stopped stage fits nowhere; lower --micro-batches or --tp")
+    if obstacle or iteration_seconds(migrated, situation) >= before * (1 - _TIME_TOLERANCE):
         return plan
     return migrated
 
 
 def with_orders(plan: Plan, orders: Orders) -> Plan:
-    """`plan` with these orders; without, where they are too many to be sent: ranks then work out their schedule's."""
-    many = sum(len(order) for replica in orders for order in replica) > MOST_ORDERED
-    return msgspec.structs.replace(plan, orders=() if many else orders)
+    """Return `plan` with these orders; without, if they are too many to be sent: then ranks compute their
+    schedule's."""
+    too_many = sum(len(order) for replica in orders for order in replica) > MAX_ORDERED_PRIMITIVES
+    return msgspec.structs.replace(plan, orders=() if too_many else orders)
 
 
-def advance(plan: Plan, situation: Situation, *, delta: int = DELTA) -> tuple[tuple[DecidedMigration, ...], Orders]:
-    """Algorithm 1: what moves, in the order of the decisions, and what each stage computes then.
+def advance(
+    plan: Plan, situation: Situation, *, delta: int = DEFAULT_DELTA
+) -> tuple[tuple[DecidedMigration, ...], Orders]:
+    """Run Algorithm 1: return the moves, in the order of the decisions, and the resulting order of each stage.
 
     Replicas that neither give nor take keep the orders of the plan's schedule. Raises PlanError for a negative `delta`,
-    and where a stage that has stopped cannot give its work away.
+    and if a stopped stage cannot give its work away.
     """
     if delta < 0:
         raise PlanError(f"delta is {delta}; it is a number of forwards, at least 0")
@@ -90,16 +93,20 @@ def advance(plan: Plan, situation: Situation, *, delta: int = DELTA) -> tuple[tu
     lockstep = _Advance(plan, situation, given, delta)
     if lockstep.even:
         return (), given
-    found = lockstep.run()
+    advanced_orders = lockstep.run()
     homes = {m: d for d, share in enumerate(plan.assignment) for m in share}
     pairs = [(homes[move.migration.micro_batch], move.migration.replica) for move in lockstep.moves]
     mixed = {d for pair in pairs for d in pair}
-    orders = tuple(own if d in mixed else as_given for d, (own, as_given) in enumerate(zip(found, given, strict=True)))
+    orders = tuple(
+        own_orders if d in mixed else given_orders
+        for d, (own_orders, given_orders) in enumerate(zip(advanced_orders, given, strict=True))
+    )
     return tuple(lockstep.moves), orders
 
 
 class _Advance:
-    """One run of Algorithm 1 on a virtual clock. Layers that replicas hold alike are a *class*: where P is compared."""
+    """One run of Algorithm 1 on a virtual clock. A *class* is a set of equal layers in several replicas, which P
+    compares."""
 
     def __init__(self, plan: Plan, situation: Situation, given: Orders, delta: int) -> None:
         self._plan, self._delta = plan, delta
@@ -115,7 +122,7 @@ class _Advance:
         }
         self._lanes = lanes(plan, situation)
         self._classes: dict[LayerSpan, dict[int, tuple[Stop, int]]] = defaultdict(dict)
-        """For each span of layers, where each replica that has it has it, and its virtual stage there."""
+        """For each span of layers: each replica that holds it, with its place and its virtual stage there."""
         for d, replica in enumerate(plan.layout.replicas):
             for v, (s, c) in enumerate(replica.virtual_stages):
                 self._classes[replica.stages[s].chunks[c]][d] = (Stop(d, s, c), v)
@@ -126,7 +133,7 @@ class _Advance:
         self._events: list[tuple[float, int, tuple[int, int], Node | None]] = []
         """(time, tie, place, node that is ready there or None for a stage that becomes free)."""
         self._hosts: set[tuple[int, int]] = set()
-        """Places that have got a guest at this moment."""
+        """Places that received a guest at this moment."""
         self._ties = itertools.count()
         self._clock = 0.0
         self.moves: list[DecidedMigration] = []
@@ -137,8 +144,8 @@ class _Advance:
                 for kind in ("F", "B", "W") if self._split else ("F", "B"):
                     self._missing[kind, m, v] = len(needs((kind, m, v), len(path) - 1))
             self._at(0.0, ("F", m, 0))
-        left = len(self._missing)
-        while left:
+        remaining = len(self._missing)
+        while remaining:
             touched = self._elapse()
             for span in dict.fromkeys(span for place in touched for span in self._spans(place)):
                 self._apply(span)
@@ -147,17 +154,18 @@ class _Advance:
                 node = None if lane.running or lane.stopped else lane.next()
                 if node is not None:
                     self._begin(place, node)
-                    left -= 1
+                    remaining -= 1
             self._hosts.clear()
-            if left and not self._events:
-                left -= self._force()
-        found: dict[int, list[Order]] = {d: [] for d in range(len(self._plan.layout.replicas))}
+            if remaining and not self._events:
+                remaining -= self._force()
+        orders_of_replica: dict[int, list[Order]] = {d: [] for d in range(len(self._plan.layout.replicas))}
         for (d, _), lane in self._lanes.items():
-            found[d].append(tuple(lane.order))
-        return tuple(tuple(orders) for orders in found.values())
+            orders_of_replica[d].append(tuple(lane.order))
+        return tuple(tuple(orders) for orders in orders_of_replica.values())
 
     def _is_even(self) -> bool:
-        """Whether no replica can fall behind: equal shares, and the layers of each class take the same everywhere."""
+        """Return whether no replica can fall behind: equal shares, and the layers of each class take the same
+        everywhere."""
         if any(lane.stopped for lane in self._lanes.values()):
             return False
         if len({len(share) for share in self._plan.assignment}) > 1:
@@ -175,10 +183,10 @@ class _Advance:
         return self._plan.layout.replicas[place[0]].stages[place[1]].chunks
 
     def _elapse(self) -> list[tuple[int, int]]:
-        """Go to the next moment; the stages where something ended or arrived, in order."""
+        """Advance to the next moment. Return the stages where a primitive ended or arrived, in order."""
         touched: set[tuple[int, int]] = set()
         moment = self._events[0][0] if self._events else self._clock
-        while self._events and self._events[0][0] <= moment * (1 + _SAME):
+        while self._events and self._events[0][0] <= moment * (1 + _TIME_TOLERANCE):
             self._clock, _, place, node = heapq.heappop(self._events)
             touched.add(place)
             lane = self._lanes[place]
@@ -205,7 +213,7 @@ class _Advance:
             heapq.heappush(lane.others[kind], (urgency, node))
 
     def _apply(self, span: LayerSpan) -> None:
-        """The rule, for one class. Stages that have stopped give all that memory elsewhere allows, others one."""
+        """Apply the rule to one class. Stopped stages give all that memory elsewhere allows, others one micro-batch."""
         progress = self._progress[span]
         at = self._classes[span]
         stopped = [d for d in at if self._lane(at[d][0]).stopped]
@@ -226,7 +234,7 @@ class _Advance:
         return next((node for _, node in self._lane(stop).own if node[2] == v), None)
 
     def _host(self, d: int, span: LayerSpan, *, full: bool = False) -> int | None:
-        """d_max, of those with memory for a guest, or with `full` of all."""
+        """Return d_max among the replicas with memory for a guest, or with `full` among all."""
         at = self._classes[span]
         able = [
             e
@@ -241,18 +249,18 @@ class _Advance:
         home = self._lane(self._paths[m][v])
         home.own = [entry for entry in home.own if entry[1] != node]
         self.moves.append(DecidedMigration(Migration(m, v, host), self._clock, tuple(self._progress[span])))
-        there = self._classes[span][host][0]
-        self._paths[m][v] = there
-        self._lane(there).expected += 1
-        arrival = self._ends["F", m, v - 1] + self._late(self._paths[m][v - 1], there) if v else 0.0
+        host_stop = self._classes[span][host][0]
+        self._paths[m][v] = host_stop
+        self._lane(host_stop).expected += 1
+        arrival = self._ends["F", m, v - 1] + self._late(self._paths[m][v - 1], host_stop) if v else 0.0
         if arrival > self._clock:
             self._at(arrival, node)
         else:
-            self._arrive(self._lane(there), node)
-            self._hosts.add((there.replica, there.stage))
+            self._arrive(self._lane(host_stop), node)
+            self._hosts.add((host_stop.replica, host_stop.stage))
 
     def _force(self) -> int:
-        """Every stage is held back: let the most urgent forward go ahead, or move. Number of primitives begun."""
+        """Begin or move the most urgent forward if every stage is held back. Return the number of primitives begun."""
         ready = [
             (queue[0], place)
             for place, lane in self._lanes.items()

@@ -1,11 +1,11 @@
-"""The schedule of a plan whose layout stands: orders of work for what the failure touched, and micro-batches that pass
-single stages elsewhere. Pure.
+"""Refines the schedule of a plan with a fixed layout: orders of work for stages that a failure affected, and
+micro-batches that pass single stages elsewhere. Pure.
 
-A layout is chosen by what its replicas take in the order of the job's schedule. That order is made for equal stages and
-links without delay; where these are not, another warm-up, another place for W (under zero-bubble) and other turns may
-take less (`resihp.scheduler.orders.warm_up`), and so may the paper's migration of single stages
-(`resihp.scheduler.orders.migration`). Either is taken only if the timeline says that it is significantly faster, and if
-memory is known to suffice. Called by `resihp.scheduler.planner`; `anytime` asks for migrations alone.
+A layout is chosen by the time of its replicas in the order of the job's schedule. That order is made for equal stages
+and links without delay; for unequal ones, another warm-up, another place for W (under zero-bubble) and other turns may
+take less time (`resihp.scheduler.orders.warm_up`), and so may the paper's migration of single stages
+(`resihp.scheduler.orders.migration`). Either is taken only if it is significantly faster on the timeline, and if memory
+is known to suffice. Called by `resihp.scheduler.planner`; `anytime` uses the migrations alone.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from resihp.parallelism.plan import Order, Plan
 from resihp.pipeline.schedules import orders_of
 from resihp.scheduler.cost import memory
 from resihp.scheduler.cost.prices import Priced, Prices, after_backward_s, iteration_seconds
-from resihp.scheduler.layouts.groups import SIGNIFICANT
+from resihp.scheduler.layouts.groups import SIGNIFICANT_GAIN
 from resihp.scheduler.orders import migration
 from resihp.scheduler.orders.warm_up import adapted
 from resihp.scheduler.orders.warm_up_depths import deepened, order
 from resihp.scheduler.situation import Situation
 
-MOST_CHUNKS = 1000
-"""Of all micro-batches: larger plans keep their schedule. Orders are part of a plan, and take milliseconds to play."""
-MOST_CHUNKS_EVEN = 100
-"""The same for what passes elsewhere where links are as they should be and W stays with B: little is to be gained."""
-EVALUATIONS = 24
+MAX_CHUNKS = 1000
+"""Most chunks of all micro-batches. Larger plans keep their schedule: orders are part of a plan, and take milliseconds
+to play."""
+MAX_CHUNKS_EVEN_LINKS = 100
+"""Most chunks for passes elsewhere if no link is slow and W stays with B: there is little to gain."""
+MAX_EVALUATIONS = 24
 """Orders that are played for one replica."""
 
 
@@ -38,35 +39,37 @@ class Refined(msgspec.Struct, frozen=True):
     plan: Plan
     seconds: float
     how: str
-    """What was changed, in words; empty for nothing."""
+    """Description of the change; empty if there is none."""
 
 
 def refined(situation: Situation, plan: Plan, seconds: float, prices: Prices, *, thorough: bool = False) -> Refined:
-    """The same layout with a faster schedule, or as it was. `thorough`: also where little is to be gained for the time
-    that it takes to find it."""
+    """Return the same layout with a faster schedule, or unchanged.
+
+    `thorough`: also where the gain is small for the time of the search.
+    """
     if plan.migrations:
         return Refined(plan, seconds, "")  # and so it has orders of its own
     chunks = _chunks(plan)
-    if situation.memory_bytes is None or chunks > MOST_CHUNKS:
+    if situation.memory_bytes is None or chunks > MAX_CHUNKS:
         return Refined(plan, seconds, "")
-    alike = {tuple((stage.tp, stage.chunks) for stage in replica.stages) for replica in plan.layout.replicas}
+    shapes = {tuple((stage.tp, stage.chunks) for stage in replica.stages) for replica in plan.layout.replicas}
     degrees = {stage.tp for replica in plan.layout.replicas for stage in replica.stages}
-    if not (situation.speeds or situation.links) and len(alike) == len(degrees) == 1:
+    if not (situation.speeds or situation.links) and len(shapes) == len(degrees) == 1:
         return Refined(plan, seconds, "")  # the schedule was made for it
     best = Refined(plan, seconds, "")
     plain = situation.schedule != "zero-bubble" and all(len(stage.chunks) == 1 for stage in _stages(plan))
     changes = [_deepened] if plain else []
     if thorough or situation.links or not plain:
         changes.append(_reordered)
-    if thorough or situation.links or situation.schedule == "zero-bubble" or chunks <= MOST_CHUNKS_EVEN:
+    if thorough or situation.links or situation.schedule == "zero-bubble" or chunks <= MAX_CHUNKS_EVEN_LINKS:
         changes.append(migrated)
     for change in changes:
         try:
-            found = change(situation, plan, prices)
+            refined_plan = change(situation, plan, prices)
         except PlanError:
             continue
-        if found.seconds < best.seconds * (1 - SIGNIFICANT):
-            best = found
+        if refined_plan.seconds < best.seconds * (1 - SIGNIFICANT_GAIN):
+            best = refined_plan
     return best
 
 
@@ -84,34 +87,34 @@ Found = tuple[tuple[Order, ...], float]
 
 
 def _deepened(situation: Situation, plan: Plan, prices: Prices) -> Refined:
-    """With other warm-ups for the replicas that are done last: 1F1B all the same."""
-    known: dict[object, tuple[tuple[int, ...], float]] = {}
+    """Return the plan with other warm-ups for the replicas that finish last; it remains 1F1B."""
+    depths_of: dict[object, tuple[tuple[int, ...], float]] = {}
 
-    def found(priced: Priced, share: Sequence[int], room: Sequence[float]) -> Found:
+    def make(priced: Priced, share: Sequence[int], room: Sequence[float]) -> Found:
         key = priced.shape, priced.late, len(share), tuple(room)
-        if key not in known:
-            known[key] = deepened(priced, len(share), room)
-        depths, seconds = known[key]
+        if key not in depths_of:
+            depths_of[key] = deepened(priced, len(share), room)
+        depths, seconds = depths_of[key]
         return tuple(order(depth, share) for depth in depths), seconds
 
-    return _last_ones(situation, plan, prices, found, "deeper warm-ups")
+    return _last_ones(situation, plan, prices, make, "deeper warm-ups")
 
 
 def _reordered(situation: Situation, plan: Plan, prices: Prices) -> Refined:
-    """With orders of their own for the replicas that are done last."""
+    """Return the plan with orders of their own for the replicas that finish last."""
 
-    def found(priced: Priced, share: Sequence[int], room: Sequence[float]) -> Found:
-        one = adapted(
+    def make(priced: Priced, share: Sequence[int], room: Sequence[float]) -> Found:
+        adapted_orders = adapted(
             priced,
             share,
             schedule=situation.schedule,
             split=situation.schedule == "zero-bubble",
             most_alive=room,
-            evaluations=EVALUATIONS,
+            evaluations=MAX_EVALUATIONS,
         )
-        return one.orders, one.seconds
+        return adapted_orders.orders, adapted_orders.seconds
 
-    return _last_ones(situation, plan, prices, found, "orders of their own")
+    return _last_ones(situation, plan, prices, make, "orders of their own")
 
 
 def _last_ones(
@@ -121,17 +124,20 @@ def _last_ones(
     make: Callable[[Priced, Sequence[int], Sequence[float]], Found],
     how: str,
 ) -> Refined:
-    """With what is made of the replica that is done last, then of that which is last now, as long as it helps."""
+    """Change the replica that finishes last, then the one that finishes last now, as long as it helps."""
     replicas = plan.layout.replicas
     orders = list(orders_of(plan))
     priced = [prices.priced(replica) for replica in replicas]
-    ends = [prices.seconds(one, len(share), len(replicas)) for one, share in zip(priced, plan.assignment, strict=True)]
-    left = set(range(len(replicas)))
-    while left:
+    ends = [
+        prices.seconds(priced_replica, len(share), len(replicas))
+        for priced_replica, share in zip(priced, plan.assignment, strict=True)
+    ]
+    unchanged = set(range(len(replicas)))
+    while unchanged:
         last = max(range(len(ends)), key=lambda d: (ends[d], -d))
-        if last not in left:
+        if last not in unchanged:
             break
-        left.discard(last)
+        unchanged.discard(last)
         room = memory.most_alive(
             replicas[last],
             situation.model,
@@ -142,23 +148,25 @@ def _last_ones(
         )
         if min(room) < 1:
             break
-        found, seconds = make(priced[last], plan.assignment[last], room)
+        replica_orders, seconds = make(priced[last], plan.assignment[last], room)
         if seconds >= ends[last]:
             break
-        orders[last], ends[last] = found, seconds
+        orders[last], ends[last] = replica_orders, seconds
     changed = msgspec.structs.replace(plan, orders=tuple(orders))
     return Refined(changed, max(ends) + after_backward_s(replicas, situation), how)
 
 
 def migrated(situation: Situation, plan: Plan, prices: Prices) -> Refined:
-    """With single stages of some micro-batches elsewhere, where other replicas hold the same layers; else as it was,
-    at an infinite time."""
-    nothing = Refined(plan, float("inf"), "")
-    if _chunks(plan) > MOST_CHUNKS:
-        return nothing
+    """Return the plan with single stages of some micro-batches elsewhere, if other replicas hold the same layers.
+
+    If there is no such plan, it is returned unchanged, at an infinite time.
+    """
+    unchanged = Refined(plan, float("inf"), "")
+    if _chunks(plan) > MAX_CHUNKS:
+        return unchanged
     spans = [{stage.chunks for stage in replica.stages} for replica in plan.layout.replicas]
     if situation.chunks > 1 or not any(a & b for i, a in enumerate(spans) for b in spans[:i]):
-        return nothing
+        return unchanged
     changed = migration.migrate(plan, situation)
     assert situation.memory_bytes is not None
     if not changed.migrations or memory.obstacle(
@@ -169,6 +177,6 @@ def migrated(situation: Situation, plan: Plan, prices: Prices) -> Refined:
         state_bytes=situation.state_bytes_of(len(changed.layout.replicas)),
         overhead=situation.overhead,
     ):
-        return nothing
+        return unchanged
     seconds = iteration_seconds(changed, situation)
     return Refined(changed, seconds, "micro-batches that pass single stages elsewhere")

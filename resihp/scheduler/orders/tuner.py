@@ -1,14 +1,14 @@
 """The pipeline tuner: partition, placement and schedule of one pipeline, together, for layers of different times. Pure.
 
 AdaPtis (OctoPipe, SC'26) tunes whichever of the three seems to cost most, in turn, and schedules by a list with a cap
-on activations. Here all three are searched together: regular placements, of one chunk a stage up to several, there and
-back or round and round, with and without the stage that has the head in every round; each cut so that the slowest stage
-is as fast as can be (`resihp.scheduler.orders.placements`); each scheduled by lists under several rules
+on activations. Here all three are searched together: regular placements, of one chunk a stage up to several, back and
+forth or round and round, with and without the stage that has the head in every round; each cut so that the slowest
+stage is as fast as possible (`resihp.scheduler.orders.placements`); each scheduled by lists under several rules
 (`resihp.scheduler.orders.list_scheduling`). From the best of them, a local search changes layers, placement, rules and
-what is urgent, one at a time. The judge is `resihp.pipeline.timeline` alone, and only what is strictly faster is taken.
+urgency, one at a time. Only `resihp.pipeline.timeline` compares results, and only strictly faster ones are taken.
 
 For the first layout of a job as well as after failures. It knows one replica, and devices by the speed of their group
-only; what does not fit memory beyond activations is the planner's to refuse.
+only; memory other than activations is for the planner to check.
 """
 
 from __future__ import annotations
@@ -25,67 +25,67 @@ from resihp.parallelism.plan import Order, Plan
 from resihp.pipeline.schedules import orders_of
 from resihp.pipeline.timeline import Orders
 from resihp.scheduler.cost.profile import Profile, Times
-from resihp.scheduler.orders.list_scheduling import SLACK, ListScheduler, StageRules, most_ahead
+from resihp.scheduler.orders.list_scheduling import ROUNDING_TOLERANCE, ListScheduler, StageRules, most_ahead
 from resihp.scheduler.orders.placements import Cut, Loads, Route, chunks_of, moved, routes
 
-PATIENCE = ((0.0, 0.0), (0.5, 0.0), (0.5, 0.5), (0.0, 0.5), (1.0, 0.0), (0.25, 0.0), (1.0, 1.0))
-"""`StageRules.patience` and `StageRules.forward_patience` that are tried, the first two of them on every placement."""
+PATIENCE_PAIRS = ((0.0, 0.0), (0.5, 0.0), (0.5, 0.5), (0.0, 0.5), (1.0, 0.0), (0.25, 0.0), (1.0, 1.0))
+"""Pairs of `StageRules.patience` and `StageRules.forward_patience` to try, the first two of them on every placement."""
 
-KEPT = 4
-"""Placements that are looked at closely."""
+PLACEMENTS_KEPT = 4
+"""Placements that are examined closely."""
 
-MISSES = 300
+MAX_MISSES = 300
 """Changes in a row that cannot be faster, after which the search for others ends."""
 
-HELD = 32
-"""Designs whose costs are held ready."""
+MAX_CACHED_DESIGNS = 32
+"""Designs whose compiled costs are cached."""
 
-PROMISING = 0.03
+PROMISING_EXCESS = 0.03
 """Relative excess over the best up to which other rules are tried on a changed placement."""
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be tuned."""
+    """A pipeline to be tuned."""
 
     profile: Profile
     stages: int
     micro_batches: int
     speeds: tuple[float, ...] = ()
-    """Of each stage's group, in healthy devices (`Situation.speed`); 1 each if left out."""
+    """Speed of each stage's group, in healthy devices (`Situation.speed`); 1 each if empty."""
     late: tuple[tuple[float, ...], ...] = ()
-    """Seconds from each stage to each other one; empty where transfers take no time."""
+    """Seconds from each stage to each other one; empty if transfers take no time."""
     layer_bytes: float | tuple[float, ...] = 1.0
-    """What a layer keeps of one micro-batch: of all layers, or of each."""
+    """Bytes that a layer keeps of one micro-batch: one number for all layers, or one for each."""
     most_alive: tuple[float, ...] = ()
     """Most that each stage may keep alive, in bytes as above; empty for no limit."""
     split: bool = True
-    """Whether W may be apart from B."""
+    """Whether W may be separate from B."""
     most_chunks: int = 4
-    """Of a stage, in the regular placements; for Megatron's, as many as there are layers for."""
+    """Most chunks of a stage in the regular placements; Megatron's may have as many as there are layers."""
     bound: bool = False
-    """Whether no stage may have more than that, in whatever placement."""
+    """Whether this limit holds for every stage in every placement."""
 
 
 class Tuned(msgspec.Struct, frozen=True, kw_only=True):
-    """A pipeline: where its layers are, in which order its stages work, and what that takes."""
+    """A tuned pipeline: the places of its layers, the orders of its stages, and the time."""
 
     chunks: tuple[tuple[LayerSpan, ...], ...]
-    """Of each stage."""
+    """Layers of each stage."""
     orders: tuple[Order, ...]
-    """Of each stage, for micro-batches 0, 1, ..."""
+    """Order of each stage, for micro-batches 0, 1, ..."""
     seconds: float
-    """On the timeline, without synchronisation and step."""
+    """Time on the timeline, without synchronisation and step."""
     alive: tuple[float, ...]
     """The most that each stage keeps alive, in the bytes of `Task.layer_bytes`."""
     slowest_s: float
     """Time of the slowest stage for one micro-batch: `seconds` is at least the number of micro-batches times this."""
 
     def replica(self, groups: Sequence[Sequence[int]]) -> Replica:
-        """On these groups of ranks, one for each stage."""
+        """Return the replica on these groups of ranks, one for each stage."""
         return Replica(tuple(Stage(tuple(ranks), chunks) for ranks, chunks in zip(groups, self.chunks, strict=True)))
 
     def plan(self, epoch: int, groups: Sequence[Sequence[int]] = ()) -> Plan:
-        """A plan of this one pipeline; on ranks 0, 1, ... if none are given."""
+        """Return a plan of this one pipeline; on ranks 0, 1, ... if no groups are given."""
         groups = groups or [(s,) for s in range(len(self.chunks))]
         count = 1 + max(primitive.micro_batch for primitive in self.orders[0])
         return Plan(
@@ -96,14 +96,14 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def orders_for(self, share: Sequence[int]) -> tuple[Order, ...]:
-        """The same orders for other micro-batches, as many, by their indices in the global batch."""
+        """Return the same orders for as many other micro-batches, given by their indices in the global batch."""
         return tuple(
             tuple(msgspec.structs.replace(p, micro_batch=share[p.micro_batch]) for p in order) for order in self.orders
         )
 
 
 def megatron(task: Task, chunks: int = 1) -> Tuned:
-    """Megatron's interleaved 1F1B (1F1B for one chunk): layers spread evenly whatever they cost, W with its B.
+    """Return Megatron's interleaved 1F1B (1F1B for one chunk): layers spread evenly whatever they cost, W with its B.
 
     Raises LayoutError if there are too few layers. Memory is not checked.
     """
@@ -114,21 +114,21 @@ def megatron(task: Task, chunks: int = 1) -> Tuned:
 
 
 def tune(task: Task, *, evaluations: int = 400, seed: int = 0) -> Tuned:
-    """The fastest pipeline that is found with so many orders made and played.
+    """Return the fastest pipeline found with so many orders made and played.
 
-    Never slower than Megatron's, with any number of chunks, of those that keep to `most_alive`. Raises PlanError if
-    there are fewer layers than stages, or memory for nothing.
+    Never slower than Megatron's, with any number of chunks that keeps to `most_alive`. Raises PlanError if there are
+    fewer layers than stages, or memory for no pipeline.
     """
     search = _PipelineSearch(_checked(task), evaluations)
     search.baselines()
     search.regular()
     search.climb(random.Random(seed))
     search.shrink()
-    return search.found()
+    return search.result()
 
 
 class _Design(msgspec.Struct, frozen=True):
-    """Where the layers are."""
+    """Placement of the layers."""
 
     route: Route
     cut: Cut
@@ -152,11 +152,11 @@ class _PipelineSearch:
         self._lists: dict[_Design, ListScheduler] = {}
 
     def baselines(self) -> None:
-        """Megatron's, and the evaluations that they take are not counted: a few, and they must be among the choices."""
+        """Play Megatron's pipelines, which must be among the choices; these few evaluations are not counted."""
         task = self._task
         layers = len(task.profile.layers)
-        most = max(1, layers // task.stages)
-        for chunks in range(1, (min(most, task.most_chunks) if task.bound else most) + 1):
+        max_chunks = max(1, layers // task.stages)
+        for chunks in range(1, (min(max_chunks, task.most_chunks) if task.bound else max_chunks) + 1):
             layout = Layout.uniform(tp=1, pp=task.stages, dp=1, layers=layers, chunks=chunks)
             replica = layout.replicas[0]
             route = tuple(s for s, _ in replica.virtual_stages)
@@ -165,7 +165,7 @@ class _PipelineSearch:
             self._keep(_entry(_Design(route, cut), None, orders_of(lists.plan), lists))
 
     def regular(self) -> None:
-        """Every regular placement by a few rules, then the best of them by more; of equal ones the first."""
+        """Play every regular placement by a few rules, then the best of them by more; among equal ones the first."""
         task = self._task
         layers = len(task.profile.layers)
         designs: dict[_Design, float] = {}
@@ -176,21 +176,21 @@ class _PipelineSearch:
         budget = self._left // 2
         for i, (design, slowest) in enumerate(sorted(designs.items(), key=lambda entry: entry[1])):
             if self._best is not None and slowest * task.micro_batches >= self._best.seconds:
-                break  # no order of it can be faster
+                break  # none of its orders can be faster
             seconds = [self._try(design, rules) for rules in self._quick() if self._left > budget]
             played.append((min(seconds, default=math.inf), i, design))
         played.sort(key=lambda entry: entry[:2])
-        for _, _, design in played[:KEPT]:
-            for patience in PATIENCE:
+        for _, _, design in played[:PLACEMENTS_KEPT]:
+            for patience in PATIENCE_PAIRS:
                 for group in (0, -(-task.stages // 2), 2 * task.stages, task.micro_batches):
                     if self._left > budget // 2 and (rules := self._rules(patience, group)) not in self._quick():
                         self._try(design, rules)
 
     def climb(self, rng: random.Random) -> None:
-        """Change the best, one thing at a time; then what is urgent, which a change of layers would void."""
+        """Change the best, one thing at a time; then the urgency, which a change of layers would invalidate."""
         reserve, end = self._left // 3, self._left // 12
         misses = 0
-        while self._left > reserve and self._best is not None and misses < MISSES:
+        while self._left > reserve and self._best is not None and misses < MAX_MISSES:
             before = self._left
             self._change(self._best, rng)
             misses = 0 if self._left < before else misses + 1
@@ -198,14 +198,14 @@ class _PipelineSearch:
             best = self._best
             scale = rng.choice((0.0, 0.1, 0.3, 1.0)) * self._loads.slowest(best.design.route, best.design.cut)
             urgency = [start + rng.uniform(-scale, scale) for start in best.lists.latest_starts(best.orders)]
-            self._try(best.design, self._rules(rng.choice(PATIENCE), 0), urgency)
+            self._try(best.design, self._rules(rng.choice(PATIENCE_PAIRS), 0), urgency)
 
     def shrink(self) -> None:
         """Keep less alive, if that costs no time."""
         while self._left > 0 and self._best is not None and self._best.rules is not None:
             best, rules = self._best, self._best.rules
-            most = max(best.lists.alive(best.orders))
-            caps = tuple(min(cap, most * 0.95) for cap in self._task.most_alive or (math.inf,) * self._task.stages)
+            max_alive = max(best.lists.alive(best.orders))
+            caps = tuple(min(cap, max_alive * 0.95) for cap in self._task.most_alive or (math.inf,) * self._task.stages)
             self._left -= 1
             try:
                 orders = best.lists.run(msgspec.structs.replace(rules, caps=caps))
@@ -215,7 +215,7 @@ class _PipelineSearch:
                 return
             self._best = _entry(best.design, msgspec.structs.replace(rules, caps=caps), orders, best.lists)
 
-    def found(self) -> Tuned:
+    def result(self) -> Tuned:
         if self._best is None:
             raise PlanError(
                 f"{self._task.stages} stages may keep at most {max(self._task.most_alive, default=0.0):.6g} alive: too "
@@ -224,9 +224,13 @@ class _PipelineSearch:
         return _tuned(self._best.lists, self._best.orders)
 
     def _quick(self) -> list[StageRules]:
-        """The few that are tried on every placement."""
-        most = 2 if self._task.split else 1
-        return [self._rules(patience, -(-self._task.stages // part)) for patience in PATIENCE[:most] for part in (1, 2)]
+        """Return the few rules that are tried on every placement."""
+        pair_count = 2 if self._task.split else 1
+        return [
+            self._rules(patience, -(-self._task.stages // part))
+            for patience in PATIENCE_PAIRS[:pair_count]
+            for part in (1, 2)
+        ]
 
     def _rules(self, patience: tuple[float, float], group: int) -> StageRules:
         waits, forward_waits = patience
@@ -236,12 +240,12 @@ class _PipelineSearch:
         )
 
     def _try(self, design: _Design, rules: StageRules, urgency: Sequence[float] | None = None) -> float:
-        """Seconds of a design under some rules, infinite if memory forbids it; it becomes the best if it is."""
+        """Return the seconds of a design under some rules, infinite if memory forbids it; keep it if it is the best."""
         lists = self._lists.get(design)
         if lists is None:
             lists = _lists(self._task, chunks_of(design.route, design.cut, self._task.stages))
             self._lists[design] = lists
-            if len(self._lists) > HELD:
+            if len(self._lists) > MAX_CACHED_DESIGNS:
                 del self._lists[next(iter(self._lists))]
         self._left -= 1
         try:
@@ -254,14 +258,17 @@ class _PipelineSearch:
 
     def _keep(self, entry: _Entry) -> None:
         alive = entry.lists.alive(entry.orders)
-        if any(have > cap * (1 + SLACK) for have, cap in zip(alive, self._task.most_alive, strict=False)):
+        if any(
+            kept_alive > cap * (1 + ROUNDING_TOLERANCE)
+            for kept_alive, cap in zip(alive, self._task.most_alive, strict=False)
+        ):
             return
-        if self._best is None or entry.seconds < self._best.seconds * (1 - SLACK):
+        if self._best is None or entry.seconds < self._best.seconds * (1 - ROUNDING_TOLERANCE):
             self._best = entry
 
     def _change(self, best: _Entry, rng: random.Random) -> None:
-        """One random change of layers, placement or rules. What cannot be faster is not played."""
-        design, rules = best.design, best.rules or self._rules(PATIENCE[0], 0)
+        """Make one random change of layers, placement or rules. Designs that cannot be faster are not played."""
+        design, rules = best.design, best.rules or self._rules(PATIENCE_PAIRS[0], 0)
         kind = rng.randrange(10)
         if kind < 5:
             design = self._other_cut(design, rng)
@@ -269,7 +276,7 @@ class _PipelineSearch:
             design = self._other_route(design, rng)
         elif kind == 8:
             rules = self._rules(
-                rng.choice(PATIENCE), rng.choice((1, 2, self._task.stages // 2, 0, 2 * self._task.stages))
+                rng.choice(PATIENCE_PAIRS), rng.choice((1, 2, self._task.stages // 2, 0, 2 * self._task.stages))
             )
         elif self._task.stages > 1:
             s = rng.randrange(self._task.stages)
@@ -279,12 +286,12 @@ class _PipelineSearch:
         slowest = self._loads.slowest(design.route, design.cut)
         if (design, rules) != (best.design, best.rules) and slowest * self._task.micro_batches < best.seconds:
             seconds = self._try(design, rules)
-            if design != best.design and seconds < best.seconds * (1 + PROMISING):
-                for other in self._quick():
-                    self._try(design, other)
+            if design != best.design and seconds < best.seconds * (1 + PROMISING_EXCESS):
+                for quick_rules in self._quick():
+                    self._try(design, quick_rules)
 
     def _other_cut(self, design: _Design, rng: random.Random) -> _Design:
-        """A layer moves from one virtual stage to another, or two do; balanced again if a slower stage comes of it."""
+        """Move a layer from one virtual stage to another, or two; balance again if the slowest stage becomes slower."""
         cut = design.cut
         for _ in range(rng.choice((1, 1, 2))):
             a, b = rng.randrange(len(cut)), rng.randrange(len(cut))
@@ -295,7 +302,7 @@ class _PipelineSearch:
         return _Design(design.route, cut)
 
     def _other_route(self, design: _Design, rng: random.Random) -> _Design:
-        """A virtual stage goes to another stage, two change places, one is cut in two, or two become one."""
+        """Move a virtual stage to another stage, exchange two, split one, or join two."""
         route, cut = [*design.route], [*design.cut]
         v, w = rng.randrange(len(route)), rng.randrange(len(route))
         move = rng.randrange(4)
@@ -319,7 +326,7 @@ class _PipelineSearch:
 
 
 def _checked(task: Task) -> Task:
-    """With speeds. Raises PlanError for a task that makes no sense."""
+    """Return the task with speeds. Raises PlanError for a task that is not consistent."""
     layers = len(task.profile.layers)
     speeds = task.speeds or (1.0,) * task.stages
     if task.stages < 1 or task.micro_batches < 1:
@@ -340,9 +347,11 @@ def _lists(task: Task, chunks: tuple[tuple[LayerSpan, ...], ...]) -> ListSchedul
     shape = []
     for spans, speed in zip(chunks, task.speeds, strict=True):
         times = [task.profile.span(first, last) for first, last in spans]
-        shape.append(tuple(Times(found.f / speed, found.b / speed, found.w / speed) for found in times))
-    kept = task.layer_bytes
-    per_layer = (kept,) * len(task.profile.layers) if isinstance(kept, float | int) else kept
+        shape.append(
+            tuple(Times(layer_times.f / speed, layer_times.b / speed, layer_times.w / speed) for layer_times in times)
+        )
+    layer_bytes = task.layer_bytes
+    per_layer = (layer_bytes,) * len(task.profile.layers) if isinstance(layer_bytes, float | int) else layer_bytes
     late = task.late
     return ListScheduler(
         Plan(epoch=0, layout=Layout((replica,)), assignment=(tuple(range(task.micro_batches)),)),

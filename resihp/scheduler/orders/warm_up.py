@@ -1,13 +1,13 @@
-"""Orders of one pipeline whose links are slow: how many forwards each stage begins before its first backward. Pure.
+"""Orders of one pipeline with slow links: the number of forwards that each stage begins before its first backward.
+Pure.
 
-1F1B leaves no slack between neighbours: each transfer that is late makes every micro-batch late. Adaptra (NSDI'26, its
-code is called PipeMorph) gives it slack: more warm-up forwards before a slow link, x_last = 1,
-x_i = x_{i+1} + ceil(delay / t_F) + 2, as far as memory allows, then B before F before W; it tries several assumed
-delays and keeps the best replay. This module does that and goes on from there: it also starts from the slack that one
-round trip over the links takes in whole micro-batches, and without any limit but memory's, lets stages wait a little
-for what is about to come rather than begin a W, and changes the depths of single stages as long as the timeline says
-that it helps. What it returns is never slower than the schedule that it was given, and keeps no more micro-batches
-alive than that speed needs, or than it is allowed.
+1F1B leaves no slack between neighbours: each late transfer delays every micro-batch. Adaptra (NSDI'26, its code is
+called PipeMorph) gives it slack: more warm-up forwards before a slow link, x_last = 1, x_i = x_{i+1} + ceil(delay /
+t_F) + 2, as far as memory allows, then B before F before W; it tries several assumed delays and keeps the best replay.
+This module does that and more: it also starts from the slack that one round trip over the links takes in whole
+micro-batches, and without any limit except memory's; it lets stages wait a little for imminent work rather than begin a
+W, and changes the depths of single stages as long as that helps on the timeline. Its result is never slower than the
+given schedule, and keeps no more micro-batches alive than that speed needs, or than allowed.
 
 Called by the planner for replicas with transfers that take time. It chooses no layout.
 """
@@ -27,23 +27,23 @@ from resihp.parallelism.plan import Order, Plan
 from resihp.pipeline.schedules import orders_of
 from resihp.pipeline.timeline import Orders
 from resihp.scheduler.cost.prices import Priced
-from resihp.scheduler.orders.list_scheduling import SLACK, ListScheduler, StageRules, most_ahead
+from resihp.scheduler.orders.list_scheduling import ROUNDING_TOLERANCE, ListScheduler, StageRules, most_ahead
 
-ASSUMED = (1.0, 0.5, 0.25, 0.75, 0.0)
-"""Parts of the delay that are tried as if they were all of it (Adaptra: 0, 5, ..., delay ms)."""
+ASSUMED_DELAY_PARTS = (1.0, 0.5, 0.25, 0.75, 0.0)
+"""Parts of the delay that are tried in place of all of it (Adaptra: 0, 5, ..., delay ms)."""
 
-PATIENCE = (0.0, 0.5, 0.75, 0.25, 1.0)
-"""See `StageRules.patience`."""
+PATIENCE_VALUES = (0.0, 0.5, 0.75, 0.25, 1.0)
+"""Values of `StageRules.patience` to try."""
 
 
 class Adapted(msgspec.Struct, frozen=True, kw_only=True):
-    """Orders of a replica's stages, and what they take."""
+    """Orders of a replica's stages, and their time."""
 
     orders: tuple[Order, ...]
     """For `Plan.orders`, one for each stage."""
     seconds: float
     plain_seconds: float
-    """What the schedule's own orders take."""
+    """Time of the schedule's own orders."""
     alive: tuple[float, ...]
     """Most micro-batches that each stage keeps alive; one chunk of several counts by its layers."""
 
@@ -58,10 +58,10 @@ def adapted(
     evaluations: int = 120,
     seed: int = 0,
 ) -> Adapted:
-    """Orders in which `priced` computes the micro-batches `share` (their indices in the global batch), fast.
+    """Return fast orders in which `priced` computes the micro-batches `share` (their indices in the global batch).
 
-    `split` allows W apart from B; then either all orders have W or none has. `most_alive`: for each stage, the most
-    micro-batches it may keep alive; empty for no limit. `evaluations`: orders that are made and played at most, after
+    `split` allows W separate from B; then either all orders have W or none has. `most_alive`: for each stage, the most
+    micro-batches it may keep alive; empty for no limit. `evaluations`: most orders that are made and played, besides
     the schedule's own.
 
     Raises PlanError if a stage may not keep one micro-batch alive, or takes forever.
@@ -70,35 +70,35 @@ def adapted(
     search.first()
     search.climb(random.Random(seed))
     search.shrink()
-    return search.found()
+    return search.result()
 
 
 def published_depths(priced: Priced, assumed: float = 1.0) -> tuple[int, ...]:
-    """Adaptra's rule for stages of one chunk: x_last = 1, x_i = x_{i+1} + ceil(delay / t_F) + 2.
+    """Apply Adaptra's rule for stages of one chunk: x_last = 1, x_i = x_{i+1} + ceil(delay / t_F) + 2.
 
     `assumed`: the part of each delay that is taken into account.
     """
-    found = [1]
+    depths = [1]
     for s in reversed(range(len(priced.shape) - 1)):
         forward = sum(chunk.f for chunk in priced.shape[s])
         delay = assumed * priced.late[s][s + 1] if priced.late else 0.0
-        found.append(found[-1] + 2 + (math.ceil(delay / forward - SLACK) if forward else 0))
-    return tuple(reversed(found))
+        depths.append(depths[-1] + 2 + (math.ceil(delay / forward - ROUNDING_TOLERANCE) if forward else 0))
+    return tuple(reversed(depths))
 
 
 def _round_trips(priced: Priced, assumed: float) -> list[int]:
-    """For each stage, how many micro-batches it could compute while one is on the way to the last stage and back."""
-    found: list[int] = []
+    """Return for each stage the micro-batches that it could compute during a round trip to the last stage."""
+    micro_batches: list[int] = []
     for s, chunks in enumerate(priced.shape):
         seconds = sum(chunk.total for chunk in chunks)
         pairs = itertools.pairwise(range(s, len(priced.shape))) if priced.late else ()
-        way = assumed * sum(priced.late[a][b] + priced.late[b][a] for a, b in pairs)
-        found.append(math.ceil(way / seconds - SLACK) if seconds else 0)
-    return found
+        round_trip_s = assumed * sum(priced.late[a][b] + priced.late[b][a] for a, b in pairs)
+        micro_batches.append(math.ceil(round_trip_s / seconds - ROUNDING_TOLERANCE) if seconds else 0)
+    return micro_batches
 
 
 class _DepthSearch:
-    """The best orders so far, by time, then by what they keep alive."""
+    """The best orders so far, by time, then by the micro-batches that they keep alive."""
 
     def __init__(
         self,
@@ -132,15 +132,15 @@ class _DepthSearch:
             self._keep(orders_of(apart), StageRules(split=True, limits=tuple(self._depths), caps=caps))
 
     def first(self) -> None:
-        """From the rules."""
+        """Try the orders that follow from the rules."""
         for limits in dict.fromkeys(self._starts()):
-            for patience in PATIENCE[: 2 if self._split else 1]:
+            for patience in PATIENCE_VALUES[: 2 if self._split else 1]:
                 self._try(StageRules(split=self._split, limits=limits, caps=self._caps, patience=patience))
 
     def climb(self, rng: random.Random) -> None:
-        """Change the depth of single stages, of all up to one, or the patience, as long as there are evaluations left.
+        """Change the depth of single stages, of all up to one, or the patience, as long as evaluations remain.
 
-        A fifth of them is left for `shrink`.
+        A fifth of them is reserved for `shrink`.
         """
         reserve = self._left // 5
         stages = len(self._lists.lanes)
@@ -150,25 +150,25 @@ class _DepthSearch:
             s, step = rng.randrange(stages), rng.choice((-2, -1, 1, 2))
             move = rng.randrange(6 if self._split else 4)
             if move > 3:
-                patience = rng.choice(PATIENCE)
+                patience = rng.choice(PATIENCE_VALUES)
             for i in range(s + 1) if move == 3 else [s] if move < 3 else []:
                 limits[i] = max(1, min(limits[i], most_ahead(self._orders[0][i])) + step)
             self._try(StageRules(split=self._split, limits=tuple(limits), caps=self._caps, patience=patience))
 
     def shrink(self) -> None:
-        """Keep fewer alive, if that costs no time."""
+        """Keep fewer micro-batches alive, if that costs no time."""
         while self._left > 0:
-            most = max(self._lists.alive(self._orders))
-            caps = tuple(min(cap, most - 1) for cap in self._caps or (math.inf,) * len(self._lists.lanes))
+            most_alive = max(self._lists.alive(self._orders))
+            caps = tuple(min(cap, most_alive - 1) for cap in self._caps or (math.inf,) * len(self._lists.lanes))
             before = self._orders
-            for patience in dict.fromkeys((self._rules.patience, *PATIENCE[:2])):
+            for patience in dict.fromkeys((self._rules.patience, *PATIENCE_VALUES[:2])):
                 if min(caps) >= 1:
                     self._try(msgspec.structs.replace(self._rules, split=self._split, caps=caps, patience=patience))
             if self._orders is before:
                 break
 
-    def found(self) -> Adapted:
-        """Raises PlanError if the schedule's own orders take forever."""
+    def result(self) -> Adapted:
+        """Return the best orders. Raises PlanError if the schedule's own orders take forever."""
         return Adapted(
             orders=self._orders[0],
             seconds=self._seconds,
@@ -178,7 +178,7 @@ class _DepthSearch:
 
     def _starts(self) -> Iterator[tuple[int, ...]]:
         yield ()
-        for assumed in ASSUMED:
+        for assumed in ASSUMED_DELAY_PARTS:
             slack = _round_trips(self._priced, assumed)
             yield tuple(depth + more for depth, more in zip(self._depths, slack, strict=True))
             if max(map(len, self._priced.shape)) == 1:
@@ -192,10 +192,10 @@ class _DepthSearch:
     def _keep(self, orders: Orders, rules: StageRules) -> None:
         """Take `orders` if they are allowed and better."""
         alive = self._lists.alive(orders)
-        if any(have > cap * (1 + SLACK) for have, cap in zip(alive, self._caps, strict=False)):
+        if any(count > cap * (1 + ROUNDING_TOLERANCE) for count, cap in zip(alive, self._caps, strict=False)):
             return
         seconds = self._lists.play(orders).makespan
-        faster = seconds < self._seconds * (1 - SLACK)
+        faster = seconds < self._seconds * (1 - ROUNDING_TOLERANCE)
         if faster or (seconds <= self._seconds and (max(alive), sum(alive)) < self._alive):
             self._seconds, self._alive = seconds, (max(alive), sum(alive))
             self._orders, self._rules = orders, rules

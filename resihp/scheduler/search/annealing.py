@@ -1,14 +1,14 @@
-"""A layout made better step by step, for as long as there is time: simulated annealing over whole layouts. Pure.
+"""A layout improved step by step, for as long as there is time: simulated annealing over whole layouts. Pure.
 
-The instant planner changes one thing at a time and stops where no single change gains. Here groups change their
-places, replicas and sizes, also where nothing is gained at once; layers follow, to what the timeline says is best for
-them. Trials are counted, not timed: the same seed and number of trials give the same layout. Kirkpatrick et al.,
-1983; cooled and heated again in cycles, of which every other one begins elsewhere: in a layout of all ranks dealt out
-anew, over fewer or more replicas, or in the best one shaken. Where memory is tight, no way of single changes leads
-there. Two cycles are of one length, the next two twice as long. What it takes to get there is not weighed.
+The immediate planner changes one thing at a time and stops when no single change gains. Here groups change their
+places, replicas and sizes, even without an immediate gain; layers follow, as is best for them on the timeline. Trials
+are counted, not timed: the same seed and number of trials give the same layout. Kirkpatrick et al., 1983; cooled and
+reheated in cycles, of which every second one starts from another layout: a layout of all ranks distributed anew, over
+fewer or more replicas, or the best one after random changes. With tight memory, single changes alone do not lead to
+such layouts. Two cycles have one length, the next two twice that length. The cost of the transition is not considered.
 
-What is tried is machine code (`resihp.scheduler.search.kernels`). Called by `resihp.scheduler.anytime`. One chunk a
-stage, whose ranks are on one node.
+The trials are machine code (`resihp.scheduler.search.kernels`). Called by `resihp.scheduler.anytime`. Stages have one
+chunk, and their ranks are on one node.
 """
 
 from __future__ import annotations
@@ -23,94 +23,98 @@ from resihp.parallelism.layout import Replica
 from resihp.parallelism.plan import Order
 from resihp.scheduler.layouts.shares import contiguous
 from resihp.scheduler.search import kernels
-from resihp.scheduler.search.kernels import ASKED, BEST, FORMER, NOW, TRIED
+from resihp.scheduler.search.kernels import BEST, CANDIDATE, CURRENT, FORMER, QUERIED
 from resihp.scheduler.search.pipelines import Pipe, Pipelines, Ranks, pipe_of, replica_of
 from resihp.scheduler.situation import Situation
 
-CYCLE = 150
+FIRST_CYCLE_TRIALS = 150
 """Trials of the first cycle."""
 FEWER_REPLICAS = 3
-"""Than there are now, and one more: so many are all ranks dealt out over, or"""
-MANY = (2, 3, 4, 6)
-"""times as many, or each group is one."""
-MOST_ELSEWHERE = 6
-MORE_STAGES = 4
-"""Of a replica than the job was started with."""
-MOST_FORMER = 12
-"""Layouts that were the best before and are remembered, for where there is no way to the best one."""
-SEEDS = 2_147_483_398
+"""Starting layouts distribute all ranks over the present number of replicas: up to this many fewer, or one more."""
+REPLICA_MULTIPLES = (2, 3, 4, 6)
+"""Other starting layouts have these multiples of the present number of replicas, or each group as a replica."""
+MAX_OTHER_STARTS = 6
+"""Most starting layouts in which all ranks are distributed anew."""
+EXTRA_STAGES = 4
+"""Stages of a replica beyond those that the job was started with."""
+MAX_FORMER = 12
+"""Most former best layouts that are remembered, for the case that the best one cannot be reached."""
+SEED_RANGE = 2_147_483_398
 
 
-class Layouted(msgspec.Struct, frozen=True):
-    """A layout, what it takes, and who computes what in which order."""
+class FoundLayout(msgspec.Struct, frozen=True):
+    """A layout, its time, and the micro-batches and orders of each replica."""
 
     replicas: tuple[Replica, ...]
     seconds: float
-    """Infinite where there is no memory for it; then the rest is empty."""
+    """Infinite if memory does not suffice; then the rest is empty."""
     shares: tuple[tuple[int, ...], ...]
     orders: tuple[tuple[Order, ...] | None, ...]
-    """Of each replica: its own, None for those of the schedule."""
+    """Orders of each replica: its own, or None for those of the schedule."""
 
 
 class Search:
-    """`starts`: layouts to begin with; ranks dealt out anew if there are none. `beside`: only layouts for which ranks
-    have room beside what they hold. `seconds`: of the best so far."""
+    """A search over layouts; `seconds` is the time of the best layout so far.
+
+    `starts`: layouts to begin with; newly distributed ranks if there are none. `beside`: consider only layouts for
+    which ranks have room beside their present state.
+    """
 
     def __init__(
         self, situation: Situation, starts: Sequence[Sequence[Replica]], seed: int = 0, *, beside: bool = False
     ) -> None:
         self._situation = situation
-        slots = MOST_FORMER + MOST_ELSEWHERE
-        self._pipelines = Pipelines(situation, starts, situation.pp + MORE_STAGES, slots, beside=beside)
+        slots = MAX_FORMER + MAX_OTHER_STARTS
+        self._pipelines = Pipelines(situation, starts, situation.pp + EXTRA_STAGES, slots, beside=beside)
         self._layouts = self._pipelines.layouts
         self._odd = np.zeros(self._pipelines.most_pipes + 1, np.int64)
-        self._drawn = np.array([1 + seed % SEEDS, 1 + (seed * 7919 + 12345) % SEEDS])
-        elsewhere = FORMER + MOST_FORMER
-        self._turn = np.array([0, CYCLE, 0, 0, 0, MOST_FORMER, elsewhere, 0])
+        self._drawn = np.array([1 + seed % SEED_RANGE, 1 + (seed * 7919 + 12345) % SEED_RANGE])
+        elsewhere = FORMER + MAX_FORMER
+        self._turn = np.array([0, FIRST_CYCLE_TRIALS, 0, 0, 0, MAX_FORMER, elsewhere, 0])
         for start in starts:
-            self._write(ASKED, [pipe_of(replica) for replica in start])
+            self._write(QUERIED, [pipe_of(replica) for replica in start])
             scores = self._layouts.score
-            if not self._layouts.pipes[BEST] or scores[ASKED].tolist() < scores[BEST].tolist():
-                kernels.copy(self._layouts, ASKED, BEST)
+            if not self._layouts.pipes[BEST] or scores[QUERIED].tolist() < scores[BEST].tolist():
+                kernels.copy_layout(self._layouts, QUERIED, BEST)
         around = situation.tp * situation.pp
         dealt = self._dealt(int(self._layouts.pipes[BEST]) or max(1, len(situation.available) // around))
         for i, pipes in enumerate(dealt):
             self._write(elsewhere + i, pipes)
-            self._turn[kernels.LEFT] = i + 1
+            self._turn[kernels.STARTS_LEFT] = i + 1
         if dealt and not starts:
-            kernels.copy(self._layouts, elsewhere, BEST)
-        kernels.copy(self._layouts, BEST, TRIED)
-        kernels.settle(self._layouts, np.ones(self._pipelines.most_pipes, np.int64), self._odd)
+            kernels.copy_layout(self._layouts, elsewhere, BEST)
+        kernels.copy_layout(self._layouts, BEST, CANDIDATE)
+        kernels.accept_candidate(self._layouts, np.ones(self._pipelines.most_pipes, np.int64), self._odd)
 
     @property
     def seconds(self) -> float:
-        """Predicted for an iteration."""
+        """Predicted time of an iteration."""
         return float(self._layouts.score[BEST, 0])
 
-    def best(self) -> Layouted:
-        """The best so far."""
+    def best(self) -> FoundLayout:
+        """Return the best layout so far."""
         return self._told(BEST)
 
-    def former(self) -> Iterator[Layouted]:
-        """Those that were the best before, the last one first, as far as they are not forgotten meanwhile."""
-        before, kept = int(self._turn[kernels.BEFORE]), int(self._turn[kernels.KEPT])
+    def former(self) -> Iterator[FoundLayout]:
+        """Yield the former best layouts, the last one first, as far as they are still remembered."""
+        before, kept = int(self._turn[kernels.FORMER_COUNT]), int(self._turn[kernels.FORMER_KEPT])
         for i in range(before - 1, max(0, before - kept) - 1, -1):
-            if self._turn[kernels.BEFORE] < before:
-                return  # tables were begun anew for a layout that was asked about
+            if self._turn[kernels.FORMER_COUNT] < before:
+                return  # the tables were rebuilt to price a layout of the caller
             yield self._told(FORMER + i % kept)
 
-    def priced(self, replicas: Sequence[Replica]) -> Layouted:
-        """Any layout, at what it would be here."""
-        self._write(ASKED, [pipe_of(replica) for replica in replicas])
-        return self._told(ASKED)
+    def priced(self, replicas: Sequence[Replica]) -> FoundLayout:
+        """Return any layout with its price in this search."""
+        self._write(QUERIED, [pipe_of(replica) for replica in replicas])
+        return self._told(QUERIED)
 
     def seconds_of(self, replicas: Sequence[Replica]) -> float:
-        """About what any layout would take here."""
-        self._write(ASKED, [pipe_of(replica) for replica in replicas])
-        return float(self._layouts.score[ASKED, 0])
+        """Return the approximate time of any layout in this search."""
+        self._write(QUERIED, [pipe_of(replica) for replica in replicas])
+        return float(self._layouts.score[QUERIED, 0])
 
     def run(self, trials: int) -> bool:
-        """Try so many changes; whether something better was found."""
+        """Try `trials` changes. Return whether a better layout was found."""
         before = self._layouts.score[BEST].tolist()
         while trials:
             trials = kernels.anneal(
@@ -132,46 +136,53 @@ class Search:
         return self._pipelines.write(k, pipes)
 
     def _begin_anew(self) -> None:
-        """With tables that know what is still needed."""
-        elsewhere, left = self._turn[[kernels.ELSEWHERE, kernels.LEFT]].tolist()
-        self._turn[kernels.BEFORE] = 0
-        self._pipelines.begin_anew((NOW, TRIED, BEST, *range(elsewhere, elsewhere + left)))
+        """Rebuild the tables with the layouts that are still needed."""
+        next_start, starts_left = self._turn[[kernels.NEXT_START, kernels.STARTS_LEFT]].tolist()
+        self._turn[kernels.FORMER_COUNT] = 0
+        self._pipelines.begin_anew((CURRENT, CANDIDATE, BEST, *range(next_start, next_start + starts_left)))
 
-    def _told(self, k: int) -> Layouted:
+    def _told(self, k: int) -> FoundLayout:
         replicas = tuple(map(replica_of, self._pipelines.read(k)))
         if not math.isfinite(self._layouts.score[k, 0]):
-            return Layouted(replicas, math.inf, (), ())
+            return FoundLayout(replicas, math.inf, (), ())
         shares = contiguous(self._pipelines.counts(k))
-        found = (self._pipelines.orders(k, d, share) for d, share in enumerate(shares))
-        orders, ends = zip(*found, strict=True)
-        return Layouted(replicas, max(ends) + self._pipelines.after_s(k), shares, orders)
+        orders_and_ends = (self._pipelines.orders(k, d, share) for d, share in enumerate(shares))
+        orders, ends = zip(*orders_and_ends, strict=True)
+        return FoundLayout(replicas, max(ends) + self._pipelines.after_s(k), shares, orders)
 
     def _dealt(self, replicas: int) -> list[list[Pipe]]:
-        """All ranks over about so many replicas, each of groups as large as they may be, as evenly as can be; those for
-        which there is memory, the fastest first."""
+        """Return the layouts of all ranks distributed evenly over about `replicas` replicas, in the largest possible
+        groups.
+
+        Only layouts for which memory suffices, the fastest first.
+        """
         groups, most = self._largest_groups(), self._pipelines.most_stages
-        counts = {*range(max(1, replicas - FEWER_REPLICAS), replicas + 2), *(n * replicas for n in MANY), len(groups)}
-        found: list[tuple[list[float], int, list[Pipe]]] = []
+        counts = {
+            *range(max(1, replicas - FEWER_REPLICAS), replicas + 2),
+            *(n * replicas for n in REPLICA_MULTIPLES),
+            len(groups),
+        }
+        layouts: list[tuple[list[float], int, list[Pipe]]] = []
         for count in sorted(count for count in counts if count <= min(len(groups), self._pipelines.most_pipes)):
             dealt: list[list[tuple[Ranks, int]]] = [[] for _ in range(count)]
             for group in groups:
-                short = [pipe for pipe in dealt if len(pipe) < most]
-                if short:
-                    min(short, key=len).append((group, 0))
-            if all(dealt) and self._write(ASKED, dealt) and math.isfinite(self._layouts.score[ASKED, 0]):
-                found.append((self._layouts.score[ASKED].tolist(), count, [*dealt]))
-        return [pipes for _, _, pipes in sorted(found, key=lambda one: one[:2])][:MOST_ELSEWHERE]
+                extendable = [pipe for pipe in dealt if len(pipe) < most]
+                if extendable:
+                    min(extendable, key=len).append((group, 0))
+            if all(dealt) and self._write(QUERIED, dealt) and math.isfinite(self._layouts.score[QUERIED, 0]):
+                layouts.append((self._layouts.score[QUERIED].tolist(), count, [*dealt]))
+        return [pipes for _, _, pipes in sorted(layouts, key=lambda entry: entry[:2])][:MAX_OTHER_STARTS]
 
     def _largest_groups(self) -> list[Ranks]:
-        """Of all ranks, each node's in groups of their own, the strongest first."""
+        """Return groups of all ranks, those of each node separate, the strongest first."""
         situation = self._situation
-        at: dict[str, list[int]] = {}
+        ranks_of_node: dict[str, list[int]] = {}
         for rank in sorted(situation.available, key=lambda rank: (-situation.speeds.get(rank, 1.0), rank)):
-            at.setdefault(situation.nodes[rank], []).append(rank)
-        found: list[Ranks] = []
-        for ranks in at.values():
+            ranks_of_node.setdefault(situation.nodes[rank], []).append(rank)
+        groups: list[Ranks] = []
+        for ranks in ranks_of_node.values():
             while ranks:
                 size = max(k for k in self._pipelines.degrees if k <= len(ranks))
-                found.append(tuple(sorted(ranks[:size])))
+                groups.append(tuple(sorted(ranks[:size])))
                 ranks = ranks[size:]
-        return sorted(found, key=lambda ranks: (-situation.speed(ranks), ranks))
+        return sorted(groups, key=lambda ranks: (-situation.speed(ranks), ranks))

@@ -1,8 +1,8 @@
-"""A situation and its layouts as the machine code takes them, and back: arrays, in which ranks are numbers. Pure.
+"""A situation and its layouts as arrays for the machine code, and back; ranks are numbers there. Pure.
 
 Times are those of `resihp.scheduler.cost.prices`, to rounding, limits those of `resihp.scheduler.cost.memory` and
-`transition_memory`. What is known of pipelines lies in tables; where they are full they are begun anew, once larger.
-Called by `resihp.scheduler.search.annealing`.
+`transition_memory`. Facts about pipelines are in tables; full tables are rebuilt, once larger. Called by
+`resihp.scheduler.search.annealing`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 
 from resihp.parallelism.layout import Replica, Stage
 from resihp.parallelism.plan import Order, Primitive
-from resihp.pipeline.compiled import KINDS
-from resihp.pipeline.parts import PARTS
+from resihp.pipeline.compiled import PRIMITIVE_KINDS
+from resihp.pipeline.parts import MAX_PARTS
 from resihp.scheduler.cost import memory, transition_memory
 from resihp.scheduler.cost.gradient_sync import BUCKET_BYTES, GRADIENT_BYTES
 from resihp.scheduler.cost.held_state import holdings
@@ -25,26 +25,29 @@ from resihp.scheduler.layouts import tp_groups
 from resihp.scheduler.search import kernels
 from resihp.scheduler.situation import Situation
 
-MOST_CHUNKS = 4000
-"""Of all micro-batches, up to which pipelines may have orders of their own, as these are part of a plan."""
-MOST_BYTES = 64_000_000
-"""Of the table of rows, about."""
-FIRST_ROWS, MOST_ROWS = 2048, 32_768
-"""Of the tables at first, and once these were full; as many groups."""
-MOST_KEPT = 10
-"""Layouts for which there is a place in tables begun anew, and for one more."""
-MORE_REPLICAS = 64
-"""Than the layouts that a search begins with have."""
+MAX_CHUNKS = 4000
+"""Most chunks of all micro-batches for which pipelines may have orders of their own, since these are part of a plan."""
+MAX_TABLE_BYTES = 64_000_000
+"""Approximate size of the table of rows, at most."""
+FIRST_ROWS, MAX_ROWS = 2048, 32_768
+"""Rows of the tables at first, and after these were full; as many groups."""
+MAX_KEPT_LAYOUTS = 10
+"""Most layouts kept in rebuilt tables, with place for one more."""
+EXTRA_REPLICAS = 64
+"""Replicas beyond those of the layouts that a search begins with."""
 
 Ranks = tuple[int, ...]
 Pipe = Sequence[tuple[Ranks, int]]
-"""The groups of a replica, in pipeline order, and their layers; 0, each of them, where these are to be laid."""
+"""The groups of a replica, in pipeline order, each with its number of layers; all 0 if layers are still to be
+chosen."""
 
 
 class Pipelines:
-    """Layouts side by side, and what is known of their pipelines. `starts`: those that a search begins with; `slots`:
-    layouts beside those that `kernels` names; `beside`: each rank has room for its state as it is beside that to come,
-    about (`transition_memory.layers_beside`)."""
+    """Layouts side by side, and tables of facts about their pipelines.
+
+    `starts`: layouts that a search begins with; `slots`: layouts besides those that `kernels` names; `beside`: each
+    rank has room for its present state beside its new one, approximately (`transition_memory.layers_beside`).
+    """
 
     def __init__(
         self, situation: Situation, starts: Sequence[Sequence[Replica]], most_stages: int, slots: int, *, beside: bool
@@ -58,10 +61,10 @@ class Pipelines:
         )
         largest = max([situation.tp, *(stage.tp for stage in stages)])
         replicas = max(len(situation.base.replicas), *(len(start) for start in starts), 1)
-        pipes = min(situation.micro_batches, len(self._ranks), replicas + MORE_REPLICAS)
+        pipes = min(situation.micro_batches, len(self._ranks), replicas + EXTRA_REPLICAS)
         self.most_pipes = max([pipes, *(len(start) for start in starts)])
         sizes = sorted({*self.degrees, *(stage.tp for stage in stages)})
-        self.job = self._told(sizes, largest, beside)
+        self.job = self._job(sizes, largest, beside)
         self.tables = self._empty(largest, FIRST_ROWS)
         shape = (kernels.FORMER + slots, self.most_pipes)
         self.layouts = kernels.Layouts(
@@ -81,10 +84,10 @@ class Pipelines:
             np.array([[0.0, *itertools.accumulate(column)] for column in zip(*columns, strict=True)]),
             np.array([[t.f, t.b, t.w] for t in (times.embedding, times.head)], np.float64),
             self._situation.schedule == "zero-bubble",
-            PARTS,
+            MAX_PARTS,
         )
 
-    def _told(self, sizes: Sequence[int], largest: int, beside: bool) -> kernels.Job:
+    def _job(self, sizes: Sequence[int], largest: int, beside: bool) -> kernels.Job:
         situation = self._situation
         times, model, room = situation.times, situation.model, situation.room_bytes
         assert room is not None
@@ -98,14 +101,14 @@ class Pipelines:
                 links[node[a], node[b]] = links[node[b], node[a]] = link
         way_s = times.transfer_s / links
         np.fill_diagonal(way_s, times.inside_s)
-        late, ways = np.unique(way_s, return_inverse=True)
+        late, transfers = np.unique(way_s, return_inverse=True)
         layer_bytes = GRADIENT_BYTES * model.parameters_per_layer
-        each, bucket = np.zeros(largest + 1), np.ones(largest + 1, np.int64)
+        sum_seconds, bucket = np.zeros(largest + 1), np.ones(largest + 1, np.int64)
         state_bytes = [situation.state_bytes_of(replicas) for replicas in range(self.most_pipes + 1)]
         states = [*dict.fromkeys(state_bytes)]
         needs = np.zeros((len(states), largest + 1, 4, 3), np.int64)
         for size in sizes:
-            each[size], bucket[size] = times.gradient_s / size, -(-BUCKET_BYTES * size // layer_bytes)
+            sum_seconds[size], bucket[size] = times.gradient_s / size, -(-BUCKET_BYTES * size // layer_bytes)
             for (i, state), kind in itertools.product(enumerate(states), range(4)):
                 needs[i, size, kind] = memory.stage_bytes(
                     model,
@@ -116,65 +119,71 @@ class Pipelines:
                     sequence_parallel=situation.sequence_parallel,
                     state_bytes=state,
                 )
-        left, seat, carried, stays = self._held(sizes if beside else (), largest, room)
+        left_bytes, seats, carried, kept_factor = self._held(sizes if beside else (), largest, room)
         return kernels.Job(
             costs=self._costs(),
             speed=np.searchsorted(-speeds, -speed).astype(np.int64),
             speeds=speeds.copy(),
             node=np.array([node[situation.nodes[rank]] for rank in self._ranks], np.int64),
             links=links,
-            ways=ways.reshape(way_s.shape).astype(np.int64),
+            transfers=transfers.reshape(way_s.shape).astype(np.int64),
             late=late,
             degrees=np.array(self.degrees, np.int64),
-            each=each,
+            layer_sum_s=sum_seconds,
             bucket=bucket,
             state=np.array([states.index(state) for state in state_bytes], np.int64),
             needs=needs,
-            left=left,
-            seat=seat,
+            left_bytes=left_bytes,
+            seat=seats,
             carried=carried,
-            stays=stays,
+            kept_factor=kept_factor,
             room=room,
             micro_batches=situation.micro_batches,
             step_s=float(times.step_s),
             linked=bool(situation.links and times.gradient_s),
             beside=beside,
-            own=situation.micro_batches * self.most_stages <= MOST_CHUNKS,
+            own=situation.micro_batches * self.most_stages <= MAX_CHUNKS,
         )
 
     def _held(
         self, sizes: Sequence[int], largest: int, room: int
     ) -> tuple[kernels.Ints, kernels.Ints, kernels.Ints, float]:
-        """`left`, `seat`, `carried` and `stays` of a job; `sizes`: none where they do not matter."""
+        """Return `left_bytes`, `seats`, `carried` and `kept_factor` of a job; `sizes`: empty if they do not matter."""
         situation, model = self._situation, self._situation.model
-        left, seat = np.zeros(len(self._ranks), np.int64), np.zeros((len(self._ranks), 6), np.int64)
+        left_bytes, seats = np.zeros(len(self._ranks), np.int64), np.zeros((len(self._ranks), 6), np.int64)
         carried = np.ones((largest + 1, 4, 2), np.int64)
         replicas = len(situation.base.replicas)
         sharing = (replicas, replicas) if situation.zero_1 else None
-        for rank, held in holdings(situation.holding.replicas) if sizes else ():
+        for rank, held_state in holdings(situation.holding.replicas) if sizes else ():
             if rank in self._number and rank not in situation.stale:
                 i = self._number[rank]
-                left[i] = transition_memory.left_bytes(held, model, room, sharing)
-                seat[i] = held.t, held.tp, *held.chunks[0], "embedding" in held.units, "head" in held.units
+                left_bytes[i] = transition_memory.left_bytes(held_state, model, room, sharing)
+                seats[i] = (
+                    held_state.t,
+                    held_state.tp,
+                    *held_state.chunks[0],
+                    "embedding" in held_state.units,
+                    "head" in held_state.units,
+                )
         for size, kind in itertools.product(sizes, range(4)):
             carried[size, kind] = transition_memory.carried_bytes(
                 model, size, first=kind >= 2, last=kind % 2 == 1, sharing=sharing
             )
-        stays = (
+        kept_factor = (
             1.0 if sharing is None else transition_memory.VALUE_BYTES / transition_memory.carried_each(model, sharing)
         )
-        return left, seat, carried, stays
+        return left_bytes, seats, carried, kept_factor
 
     def _empty(self, largest: int, rows: int) -> kernels.Tables:
         stages, times = self.most_stages, self._situation.micro_batches + 2
-        rows = min(rows, MOST_BYTES // (8 * (times + 10 * stages + 8)))
-        rows = max(rows, (MOST_KEPT + 6) * self.most_pipes + 64)
-        groups = max(rows, (MOST_KEPT + 1) * len(self._ranks) + 64)
+        rows = min(rows, MAX_TABLE_BYTES // (8 * (times + 10 * stages + 8)))
+        rows = max(rows, (MAX_KEPT_LAYOUTS + 6) * self.most_pipes + 64)
+        groups = max(rows, (MAX_KEPT_LAYOUTS + 1) * len(self._ranks) + 64)
         shapes = {
             "used": (3,),
             "group_index": (2 * groups + 1,),
             "ranks": (groups, largest),
-            "group": (groups, kernels.BESIDE + 4),
+            "group": (groups, kernels.MAX_BESIDE + 4),
             "cut_index": (4 * rows + 1,),
             "cut_keys": (2 * rows, stages + 1),
             "cut_row": (2 * rows,),
@@ -186,7 +195,7 @@ class Pipelines:
             "stage_s": (rows, 5, stages),
             "times": (rows, times),
         }
-        # Pages that nobody writes to take neither memory nor time, whatever the allocator does with what it has.
+        # Untouched pages take neither memory nor time, whatever the allocator does with its memory.
         pages = mmap.mmap(-1, 8 * sum(map(math.prod, shapes.values())))
         arrays, begin = {}, 0
         for name, shape in shapes.items():
@@ -198,63 +207,69 @@ class Pipelines:
     # --- layouts --------------------------------------------------------------------------------------------------
 
     def write(self, k: int, pipes: Sequence[Pipe]) -> bool:
-        """Layout `k`, with its score; whether it can be laid."""
+        """Write layout `k`, with its score. Return whether it is possible."""
         shape = (len(pipes), self.most_stages)
-        sizes, held = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        sizes, layer_counts = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         ranks = np.zeros((*shape, self.tables.ranks.shape[1]), np.int64)
         for d, pipe in enumerate(pipes):
             for s, (group, layers) in enumerate(pipe):
-                sizes[d, s], held[d, s] = len(group), layers
+                sizes[d, s], layer_counts[d, s] = len(group), layers
                 ranks[d, s, : len(group)] = [self._number[rank] for rank in group]
-        return kernels.laid(self.job, self.tables, self.layouts, k, sizes, ranks, held)
+        return kernels.write_layout(self.job, self.tables, self.layouts, k, sizes, ranks, layer_counts)
 
     def read(self, k: int) -> list[Pipe]:
-        found: list[Pipe] = []
+        pipes: list[Pipe] = []
         for d in range(self.layouts.pipes[k]):
             stages, row, _ = self.layouts.pipe[k, d].tolist()
             groups = self.layouts.groups[k, d, :stages]
-            sizes, held = self.tables.group[groups, kernels.SIZE], self.tables.stage[row, kernels.HELD, :stages]
+            sizes, layer_counts = (
+                self.tables.group[groups, kernels.SIZE],
+                self.tables.stage[row, kernels.LAYERS, :stages],
+            )
             ranks = self.tables.ranks[groups].tolist()
-            found.append(
+            pipes.append(
                 [
-                    (tuple(self._ranks[i] for i in mine[:size]), layers)
-                    for mine, size, layers in zip(ranks, sizes.tolist(), held.tolist(), strict=True)
+                    (tuple(self._ranks[i] for i in group_ranks[:size]), layers)
+                    for group_ranks, size, layers in zip(ranks, sizes.tolist(), layer_counts.tolist(), strict=True)
                 ]
             )
-        return found
+        return pipes
 
     def counts(self, k: int) -> list[int]:
-        """Micro-batches of each replica."""
-        found: list[int] = self.layouts.pipe[k, : self.layouts.pipes[k], kernels.SHARE].tolist()
-        return found
+        """Return the micro-batches of each replica."""
+        counts: list[int] = self.layouts.pipe[k, : self.layouts.pipes[k], kernels.SHARE].tolist()
+        return counts
 
     def begin_anew(self, kept: Iterable[int]) -> None:
-        """Tables with what some layouts need, and nothing else: at most `MOST_KEPT` of them."""
+        """Rebuild the tables with the facts that the layouts `kept` need, at most `MAX_KEPT_LAYOUTS` of them."""
         pipes = {k: self.read(k) for k in kept}
         self._orders.clear()
-        self.tables = self._empty(self.tables.ranks.shape[1], MOST_ROWS)
+        self.tables = self._empty(self.tables.ranks.shape[1], MAX_ROWS)
         for k, layout in pipes.items():
             self.write(k, layout)
 
     @property
     def full(self) -> bool:
-        return kernels.full(self.tables, self.most_pipes, len(self._ranks))
+        return kernels.is_full(self.tables, self.most_pipes, len(self._ranks))
 
     def orders(self, k: int, d: int, share: Sequence[int]) -> tuple[tuple[Order, ...] | None, float]:
-        """Of a replica's own, for these micro-batches, None where those of the schedule are as good; what it takes."""
+        """Return a replica's own orders for these micro-batches, None if the schedule's are as good; and its time."""
         row, count = int(self.layouts.pipe[k, d, kernels.ROW]), len(share)
         if (row, count) not in self._orders:
             split = self.job.costs.split
             lanes = np.empty((self.layouts.pipe[k, d, kernels.STAGES], count * (3 if split else 2)), np.int64)
-            seconds, own = kernels.ordered(row, count, self.tables, split, self.job.own, lanes)
+            seconds, own = kernels.write_best_order(row, count, self.tables, split, self.job.own, lanes)
             self._orders[row, count] = lanes.tolist() if own else None, seconds
-        found, seconds = self._orders[row, count]
-        if found is None:
+        primitive_numbers, seconds = self._orders[row, count]
+        if primitive_numbers is None:
             return None, seconds
-        return tuple(tuple(Primitive(KINDS[at % 3], share[at // 3]) for at in lane) for lane in found), seconds
+        return tuple(
+            tuple(Primitive(PRIMITIVE_KINDS[number % 3], share[number // 3]) for number in lane)
+            for lane in primitive_numbers
+        ), seconds
 
     def after_s(self, k: int) -> float:
-        """Seconds after the last backward (`prices.after_backward_s`)."""
+        """Return the seconds after the last backward (`prices.after_backward_s`)."""
         return kernels.after_s(self.job, self.tables, self.layouts, k)
 
 

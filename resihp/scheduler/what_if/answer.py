@@ -1,4 +1,4 @@
-"""What a planner's decision comes to, beside what was before and what would be without one. Pure.
+"""Results of a planner's decision, compared with the state before and with no decision. Pure.
 
 Times are those of `resihp.scheduler.cost.prices`, bytes those of `resihp.parallelism.transfers`, the price of the
 transition that of `resihp.scheduler.transition_cost`. Decides nothing. Called by `resihp plan`.
@@ -22,30 +22,33 @@ from resihp.scheduler.situation import Decision, Situation
 from resihp.scheduler.what_if.question import Question, parts, situation_of, worst
 
 LOST_SHARE = 0.5
-"""Of the iteration that a failure interrupts, on average."""
+"""Share of the iteration that a failure interrupts which is lost, on average."""
 
 
 class Outlook(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan, its predicted time, and what the device needs that needs most."""
+    """A plan, its predicted time, and the memory of the device that needs most."""
 
     plan: Plan
     seconds: float
     worst_bytes: int
     worst_rank: int
     worst_parts: str
-    """What that device needs memory for, in words."""
+    """Memory of that device by purpose, in words."""
 
 
 class WhatIfAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """`unmitigated_s`: with the layout as it was, None where that cannot run. `sole_holders`: ranks of the plan that
-    hold state alone (`resihp.scheduler.losses`). `remarks`: what one should know of it."""
+    """The results of a decision.
+
+    `unmitigated_s`: time with the old layout, None if it cannot run. `sole_holders`: ranks of the plan that are the
+    only holders of some state (`resihp.scheduler.losses`). `remarks`: warnings about the result.
+    """
 
     before: Outlook
     after: Outlook
     unmitigated_s: float | None
     after_healthy_s: float
-    """Of an iteration under the plan afterwards, had nothing failed: where it is less than before, there are better
-    plans than the one before."""
+    """Time of an iteration under the new plan if all devices were healthy. If it is less than before, the plan before
+    was not the best one."""
     cost: transition_cost.Cost
     reason: str
     alternatives: tuple[tuple[str, float], ...]
@@ -54,24 +57,24 @@ class WhatIfAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def answer(question: Question, base: Plan, situation: Situation, decision: Decision) -> WhatIfAnswer:
-    """What a decision comes to. Raises PlanError if it is no plan for the situation."""
+    """Return the results of a decision. Raises PlanError if it is not a plan for the situation."""
     healthy = situation_of(question, base, (), {}, {})
     before_s = iteration_seconds(base, healthy)
-    as_it_is = base if not situation.lost.intersection(base.layout.active) else None
-    unmitigated_s = None if as_it_is is None else iteration_seconds(as_it_is, situation)
+    unchanged_plan = base if not situation.lost.intersection(base.layout.active) else None
+    unmitigated_s = None if unchanged_plan is None else iteration_seconds(unchanged_plan, situation)
     remarks: list[str] = []
     before = _outlook(question, base, before_s)
     after = _outlook(question, decision.plan, decision.seconds)
     limit = question.hardware.memory_bytes
-    for when, of in (("before anything fails", before), ("after it", after)):
-        if situation.memory_bytes is None and of.worst_bytes > limit and not remarks:
+    for moment, outlook in (("before anything fails", before), ("after the failures", after)):
+        if situation.memory_bytes is None and outlook.worst_bytes > limit and not remarks:
             more = "" if question.sequence_parallel else "; --sequence-parallel would need less"
             remarks.append(
-                f"rank {of.worst_rank} needs {of.worst_bytes / 1e9:.1f} GB {when}, its device has "
-                f"{limit / 1e9:.1f} GB: memory is not checked{more}; it needs {of.worst_parts}"
+                f"rank {outlook.worst_rank} needs {outlook.worst_bytes / 1e9:.1f} GB {moment}, its device has "
+                f"{limit / 1e9:.1f} GB: memory is not checked{more}; it needs {outlook.worst_parts}"
             )
-    lost_s = LOST_SHARE * before_s if as_it_is is None else 0.0
-    rates = msgspec.structs.replace(transition_cost.DEFAULT, byte_s=1 / question.hardware.between_bytes_per_s)
+    lost_s = LOST_SHARE * before_s if unchanged_plan is None else 0.0
+    rates = msgspec.structs.replace(transition_cost.DEFAULT_RATES, byte_s=1 / question.hardware.between_bytes_per_s)
     inside = question.hardware.between_bytes_per_s / question.hardware.inside_bytes_per_s
     try:
         work = movement(situation, decision.plan.layout, inside_weight=inside)
@@ -79,7 +82,7 @@ def answer(question: Question, base: Plan, situation: Situation, decision: Decis
         total, most = state_bytes(question.model, decision.plan.layout)
         work = transition_cost.Movement(total_bytes=total, busiest_bytes=most)
         remarks.append(f"{error}: all state has to come from the last checkpoint; its loss is not part of the cost")
-    cost = transition_cost.NOTHING if _same(decision.plan, base) else transition_cost.cost(work, rates, lost_s=lost_s)
+    cost = transition_cost.NO_COST if _same(decision.plan, base) else transition_cost.cost(work, rates, lost_s=lost_s)
     return WhatIfAnswer(
         before=before,
         after=after,
@@ -93,15 +96,15 @@ def answer(question: Question, base: Plan, situation: Situation, decision: Decis
     )
 
 
-def as_json(found: WhatIfAnswer, planning_s: float) -> dict[str, object]:
-    """`resihp plan --json`. Times that are not finite become null."""
-    plan = found.after.plan
+def as_json(answer: WhatIfAnswer, planning_s: float) -> dict[str, object]:
+    """Return the output of `resihp plan --json`. Times that are not finite become null."""
+    plan = answer.after.plan
     return {
         "schema": 1,
         "planning_seconds": planning_s,
-        "before": {"iteration_seconds": found.before.seconds, "layout": layout_json(found.before.plan.layout)},
+        "before": {"iteration_seconds": answer.before.seconds, "layout": layout_json(answer.before.plan.layout)},
         "after": {
-            "iteration_seconds": found.after.seconds,
+            "iteration_seconds": answer.after.seconds,
             "layout": layout_json(plan.layout),
             "micro_batches": [len(share) for share in plan.assignment],
             "migrations": [
@@ -109,19 +112,19 @@ def as_json(found: WhatIfAnswer, planning_s: float) -> dict[str, object]:
                 for m in plan.migrations
             ],
         },
-        "unmitigated_seconds": found.unmitigated_s,
-        "transition": {"seconds": found.cost.seconds, "bytes": found.cost.total_bytes},
-        "sole_holders": [*found.sole_holders],
+        "unmitigated_seconds": answer.unmitigated_s,
+        "transition": {"seconds": answer.cost.seconds, "bytes": answer.cost.total_bytes},
+        "sole_holders": [*answer.sole_holders],
         "alternatives": [
             {"name": name, "iteration_seconds": seconds if math.isfinite(seconds) else None}
-            for name, seconds in found.alternatives
+            for name, seconds in answer.alternatives
         ],
-        "reason": found.reason,
+        "reason": answer.reason,
     }
 
 
 def layout_json(layout: Layout) -> dict[str, object]:
-    """Ranks and layers (both ends inclusive; `chunks` where a stage has several) of each stage of each replica."""
+    """Return ranks and layers of each stage of each replica, layers with both ends, `chunks` if a stage has several."""
     return {
         "replicas": [
             [
@@ -139,10 +142,10 @@ def layout_json(layout: Layout) -> dict[str, object]:
     }
 
 
-def _same(plan: Plan, other: Plan) -> bool:
-    """Whether everybody does the same as before."""
-    standby = msgspec.structs.replace(plan.layout, standby=other.layout.standby)
-    return msgspec.structs.replace(plan, epoch=other.epoch, layout=standby) == other
+def _same(plan: Plan, base: Plan) -> bool:
+    """Return whether all ranks do the same work as before."""
+    standby = msgspec.structs.replace(plan.layout, standby=base.layout.standby)
+    return msgspec.structs.replace(plan, epoch=base.epoch, layout=standby) == base
 
 
 def _outlook(question: Question, plan: Plan, seconds: float) -> Outlook:

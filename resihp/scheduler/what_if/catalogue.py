@@ -1,8 +1,8 @@
-"""Known models and hardware, and what they come to as a `Profile`: by arithmetic, before anything was measured.
+"""Known models and hardware, and their `Profile`: computed by arithmetic, before anything was measured.
 
-Who asks what a plan would be (`resihp plan`, `resihp simulate`) has no job to measure. What a layer takes follows here
-from its floating-point operations, what travels from its bytes. These are estimates; a running job's measurements are
-better, and replace them. Pure but for reading the TOML files that are named.
+`resihp plan` and `resihp simulate` have no job to measure. The time of a layer follows here from its floating-point
+operations, the time of a transfer from its bytes. These are estimates; a running job's measurements are better, and
+replace them. Pure except for reading the given TOML files.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ import msgspec
 
 from resihp.errors import ConfigurationError
 from resihp.parallelism.model import ModelSpec
-from resihp.scheduler.cost.memory import ELEMENT
+from resihp.scheduler.cost.memory import ELEMENT_BYTES
 from resihp.scheduler.cost.profile import Profile, Times
 
 ACTIVATION_BYTES = 2
-"""Of a number that passes between stages: 16 bits."""
+"""Bytes of a number that passes between stages: 16 bits."""
 GRADIENT_BYTES = 2
-"""Of a number that replicas sum. Megatron-LM's sums in 32 bits take twice as long."""
+"""Bytes of a number that replicas sum. Megatron-LM's sums in 32 bits take twice as long."""
 STEP_BYTES = 28
-"""Read and written of a parameter in Adam's step: gradient (2) and master copy and moments (12) in, these (12) and the
-weight (2) out."""
+"""Bytes read and written per parameter in Adam's step: gradient (2), master copy and moments (12) in; these (12) and
+the weight (2) out."""
 BACKWARD_OF_ATTENTION = 2.5
-"""Times the forward: five products of matrices instead of two, as scores are computed again (Dao, "FlashAttention-2",
-2023, section 4)."""
+"""Time of the backward pass relative to the forward: five matrix products instead of two, since scores are recomputed
+(Dao, "FlashAttention-2", 2023, section 4)."""
 LOSS_PASSES = 4
-"""How often a cross-entropy walks over its 32-bit logits forward (write, maximum, sum, pick); backward twice."""
+"""Passes of a cross-entropy over its 32-bit logits in the forward (write, maximum, sum, pick); two in the backward."""
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     """A device, its place in its node and its share of the network. Rates are achieved, not peak ones.
 
-    `flops`: operations a second in bf16 in the products of matrices of a whole training iteration, bubbles left out
-    and tensor-parallel collectives included. `memory_bytes_per_s`: of the device's own memory. `inside_bytes_per_s`
-    and `between_bytes_per_s`: one way, for each device, to others of its node and to other nodes.
+    `flops`: operations per second in bf16 in the matrix products of a whole training iteration, without bubbles and
+    with tensor-parallel collectives. `memory_bytes_per_s`: of the device's own memory. `inside_bytes_per_s` and
+    `between_bytes_per_s`: one way, for each device, to others of its node and to other nodes.
     """
 
     flops: float
@@ -50,7 +50,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     between_bytes_per_s: float
 
 
-HARDWARE: Mapping[str, Hardware] = {
+KNOWN_HARDWARE: Mapping[str, Hardware] = {
     "a100": Hardware(
         flops=172e12,
         memory_bytes=80_000_000_000,
@@ -66,20 +66,19 @@ HARDWARE: Mapping[str, Hardware] = {
         between_bytes_per_s=40e9,
     ),
 }
-"""NVIDIA's specification sheets, times what is usually achieved of them.
+"""NVIDIA's specification sheets, times the share that is usually achieved.
 
 - A100 SXM 80 GB: 312 TFLOP/s of dense bf16, of which 55 % (54.2 % for 530 billion parameters on 2240 of them,
   Korthikanti et al., "Reducing Activation Recomputation", 2022); 2.04 TB/s of memory; NVLink 600 GB/s both ways
   together; DGX A100: a 200 Gb/s adapter for each device.
 - H100 SXM: 989 TFLOP/s, of which 45 % (Megatron-LM's README reports 41 to 48 %); 3.35 TB/s; NVLink 900 GB/s; DGX H100:
   a 400 Gb/s adapter for each device.
-- Memory at 75 %, NVLink at 78 to 80 % of one way, the network at 80 % of its line rate: assumptions.
-"""
+- Memory at 75 %, NVLink at 78 to 80 % of one way, the network at 80 % of its line rate: assumptions."""
 
 _LLAMA: dict[str, Any] = {"vocab": 32_000, "gated": True, "vocab_multiple": 128, "precision": "bf16"}
 _QWEN: dict[str, Any] = {"vocab": 152_064, "gated": True, "vocab_multiple": 128, "precision": "bf16"}
 
-MODELS: Mapping[str, Mapping[str, Any]] = {
+KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = {
     name: {**common, **dict(zip(("layers", "hidden", "heads", "kv_groups", "ffn_hidden"), shape, strict=True))}
     for name, shape, common in (
         ("llama2-7b", (32, 4096, 32, 32, 11_008), _LLAMA),
@@ -93,21 +92,23 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         ("llama3-405b", (126, 16_384, 128, 8, 53_248), {**_LLAMA, "vocab": 128_256}),
     )
 }
-"""As their authors published them (config.json of each). There is no 30B of LLaMA 2: that is LLaMA 1's."""
+"""Models as published by their authors (config.json of each). LLaMA 2 has no 30B: that is LLaMA 1's."""
 
 _MODEL_KEYS = ("layers", "hidden", "heads", "ffn_hidden", "vocab")
 _MODEL_OPTIONS = ("kv_groups", "gated", "tied_embeddings", "vocab_multiple", "kv_channels", "qk_layernorm", "precision")
 
 
 def model(name: str, sequence_length: int) -> ModelSpec:
-    """A known model by name, or the one of a TOML file. Raises ConfigurationError.
+    """Return a known model by name, or the one of a TOML file. Raises ConfigurationError.
 
     A file has the keys `layers`, `hidden`, `heads`, `ffn_hidden` and `vocab`, and may have `kv_groups`, `gated`,
     `tied_embeddings`, `vocab_multiple`, `kv_channels`, `qk_layernorm` and `precision` (see `ModelSpec`).
     """
-    if name in MODELS:
-        return ModelSpec(sequence=sequence_length, **MODELS[name])
-    content = _read(name, "model", MODELS, "layers = 40\nhidden = 5120\nheads = 40\nffn_hidden = 13824\nvocab = 32000")
+    if name in KNOWN_MODELS:
+        return ModelSpec(sequence=sequence_length, **KNOWN_MODELS[name])
+    content = _read(
+        name, "model", KNOWN_MODELS, "layers = 40\nhidden = 5120\nheads = 40\nffn_hidden = 13824\nvocab = 32000"
+    )
     _check_keys(name, content, _MODEL_KEYS, _MODEL_OPTIONS)
     for key in content:
         value = content[key]
@@ -115,27 +116,29 @@ def model(name: str, sequence_length: int) -> ModelSpec:
             if not isinstance(value, bool):
                 raise ConfigurationError(f"{name}: {key} is true or false, got {value!r}")
         elif key == "precision":
-            if value not in ELEMENT:
-                raise ConfigurationError(f"{name}: precision is {' or '.join(map(repr, ELEMENT))}, got {value!r}")
+            if value not in ELEMENT_BYTES:
+                raise ConfigurationError(f"{name}: precision is {' or '.join(map(repr, ELEMENT_BYTES))}, got {value!r}")
         elif type(value) is not int or value < 1:
-            raise ConfigurationError(f"{name}: {key} is a whole number from 1 on, got {value!r}")
-    found = ModelSpec(sequence=sequence_length, **{"kv_groups": content["heads"], **content})
-    for whole, part in (("hidden", "heads"), ("heads", "kv_groups")):
-        if whole == "hidden" and found.kv_channels:
+            raise ConfigurationError(f"{name}: {key} is a whole number of at least 1, got {value!r}")
+    spec = ModelSpec(sequence=sequence_length, **{"kv_groups": content["heads"], **content})
+    for total, part in (("hidden", "heads"), ("heads", "kv_groups")):
+        if total == "hidden" and spec.kv_channels:
             continue
-        if getattr(found, whole) % getattr(found, part):
+        if getattr(spec, total) % getattr(spec, part):
             raise ConfigurationError(
-                f"{name}: {whole} {getattr(found, whole)} cannot be divided by {part} {getattr(found, part)}"
+                f"{name}: {total} {getattr(spec, total)} cannot be divided by {part} {getattr(spec, part)}"
             )
-    return found
+    return spec
 
 
 def hardware(name: str) -> Hardware:
-    """Known hardware by name, or that of a TOML file with the keys of `Hardware`. Raises ConfigurationError."""
-    if name in HARDWARE:
-        return HARDWARE[name]
+    """Return known hardware by name, or that of a TOML file with the keys of `Hardware`. Raises ConfigurationError."""
+    if name in KNOWN_HARDWARE:
+        return KNOWN_HARDWARE[name]
     keys = Hardware.__struct_fields__
-    content = _read(name, "hardware", HARDWARE, "\n".join(f"{k} = {getattr(HARDWARE['a100'], k):g}" for k in keys))
+    content = _read(
+        name, "hardware", KNOWN_HARDWARE, "\n".join(f"{k} = {getattr(KNOWN_HARDWARE['a100'], k):g}" for k in keys)
+    )
     _check_keys(name, content, keys)
     for key, value in content.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
@@ -154,17 +157,18 @@ def profile(
     dp: int = 1,
     gradients_inside: bool = False,
 ) -> Profile:
-    """Times of one micro-batch of `micro_batch_size` sequences, each one document of `sequence_length` tokens.
+    """Return the times of one micro-batch of `micro_batch_size` sequences, each one document of `sequence_length`
+    tokens.
 
     Forward of a layer: 2 operations for each weight and token, and of causal attention 2 s h (half of the 4 s h of its
-    two products). Gradients of inputs and of weights take as many as the forward, but for attention, which has no
+    two products). Gradients of inputs and of weights take as many as the forward, except attention, which has no
     weights and takes `BACKWARD_OF_ATTENTION` times its forward for its inputs. The head takes 2 for each of its
     weights, and its loss passes over memory; the embedding passes over memory only.
 
-    `tp`, `pp` and `dp` are the degrees of the layout that it is made for. A stage sends each of its activations once,
-    a `tp`-th from each rank, and the receiving group gathers them within its node. Replicas sum gradients in a ring,
-    2 (dp - 1) / dp of their bytes through each device, over the network unless `gradients_inside` a node. The step
-    walks over a device's parameters once. Nothing overlaps with computing.
+    `tp`, `pp` and `dp` are the degrees of the layout. A stage sends each of its activations once, a `tp`-th from each
+    rank, and the receiving group gathers them within its node. Replicas sum gradients in a ring, 2 (dp - 1) / dp of
+    their bytes through each device, over the network unless `gradients_inside` a node. The step walks over a device's
+    parameters once. Nothing overlaps with computation.
     """
     tokens = sequence_length * micro_batch_size
     linear_s = 2.0 * model.parameters_per_layer * tokens / hardware.flops
@@ -188,22 +192,24 @@ def profile(
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:
-    """`did you mean llama2-13b?`, or all valid words."""
+    """Return `did you mean llama2-13b?`, or all valid words."""
     words = list(valid)
-    near = difflib.get_close_matches(word, words, n=1, cutoff=0.5)
-    return f"did you mean {near[0]}?" if near else f"valid: {', '.join(words)}"
+    matches = difflib.get_close_matches(word, words, n=1, cutoff=0.5)
+    return f"did you mean {matches[0]}?" if matches else f"valid: {', '.join(words)}"
 
 
-def _read(name: str, what: str, known: Mapping[str, object], example: str) -> dict[str, Any]:
+def _read(name: str, kind: str, valid_names: Mapping[str, object], example: str) -> dict[str, Any]:
     if not name.endswith(".toml"):
-        raise ConfigurationError(f"{what} {name}: not known; {nearest(name, known)} A file's name ends with .toml")
+        raise ConfigurationError(
+            f"{kind} {name}: not known; {nearest(name, valid_names)} A file's name ends with .toml"
+        )
     try:
         return tomllib.loads(Path(name).read_text(encoding="utf-8"))
     except OSError as error:
         reason = error.strerror or error
-        raise ConfigurationError(f"{what} {name}: cannot be read: {reason}; a file has, say:\n{example}") from None
+        raise ConfigurationError(f"{kind} {name}: cannot be read: {reason}; a file has, say:\n{example}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{what} {name}: not TOML: {error}; a file has, say:\n{example}") from None
+        raise ConfigurationError(f"{kind} {name}: not TOML: {error}; a file has, say:\n{example}") from None
 
 
 def _check_keys(name: str, content: Mapping[str, Any], needed: Collection[str], more: Collection[str] = ()) -> None:

@@ -1,8 +1,8 @@
-"""What would be done if: a layout, a model, hardware and failures, as somebody asks. Pure.
+"""Parses and checks a planning question: a layout, a model, hardware and failures. Pure.
 
-Reads the parts of a question (`--layout tp=4,dp=2,pp=4`, `--slow 12:0.5`), refuses what cannot be, and makes the
-planner's `Situation` of it. The decision is the planner's, what it comes to is told by
-`resihp.scheduler.what_if.answer`. Called by `resihp plan`, and by the simulator for its scenarios' layouts.
+It reads the parts of a question (`--layout tp=4,dp=2,pp=4`, `--slow 12:0.5`), refuses contradictions, and makes the
+planner's `Situation` of it. The planner decides, and `resihp.scheduler.what_if.answer` reports the results. Called by
+`resihp plan`, and by the simulator for its scenarios' layouts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.parameter_outline import outline
 from resihp.parallelism.plan import Order, Plan, spread
 from resihp.parallelism.transfers import Base, missing
-from resihp.pipeline.schedules import SCHEDULES, orders_of
+from resihp.pipeline.schedules import SCHEDULE_NAMES, orders_of
 from resihp.scheduler.cost import memory
 from resihp.scheduler.cost.device_memory import Overhead, overhead
 from resihp.scheduler.cost.profile import Profile
@@ -31,7 +31,7 @@ Link = tuple[str, str]
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
-    """A job as it was, Megatron's grid on nodes n1, n2, ... filled in order, and what has happened to it.
+    """A job as it was started, Megatron's grid on nodes n1, n2, ... filled in order, and the failures since then.
 
     `micro_batches` is per replica. `spares`: further nodes, all of whose devices stand by.
     """
@@ -50,24 +50,24 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     zero_1: bool = False
     """Whether replicas share the optimizer's state."""
     ignore_memory: bool = False
-    """Whether layouts are looked at as if devices had memory for any; so it is, too, where `first_plan` has no room."""
+    """Whether memory is ignored in planning. It is ignored as well if `first_plan` does not fit."""
     spares: int = 0
     failed: tuple[int, ...] = ()
     failed_nodes: tuple[str, ...] = ()
     slow: dict[int, float] = {}
     slow_links: dict[Link, float] = {}
     places: dict[int, str] = {}
-    """Node of each rank of a job; where it is empty, ranks fill n1, n2, ... in order."""
+    """Node of each rank of a job; if empty, ranks fill n1, n2, ... in order."""
     devices: dict[int, int] = {}
-    """Index of each rank's device on its node, of a job."""
+    """Index of each rank's device on its node, for a job."""
     overhead: Overhead = overhead("cuda", "nccl")
-    """What of a device's memory is not for state and activations."""
+    """Memory of a device that is not available for state and activations."""
     profile: Profile | None = None
-    """A job's own times; None: by arithmetic, from `hardware`."""
+    """A job's own times; None: computed from `hardware`."""
 
     @property
     def world(self) -> int:
-        """Ranks of the layout, spares not counted."""
+        """Ranks of the layout, without spares."""
         return self.tp * self.pp * self.dp
 
     @property
@@ -87,83 +87,85 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def degrees(text: str) -> tuple[int, int, int]:
-    """(tp, dp, pp) of `tp=4,dp=2,pp=4`, in any order. Raises LayoutError."""
+    """Return (tp, dp, pp) from `tp=4,dp=2,pp=4`, in any order. Raises LayoutError."""
     example = "for example tp=4,dp=2,pp=4"
-    found: dict[str, int] = {}
+    degree_of: dict[str, int] = {}
     for part in text.split(","):
         key, separator, value = (word.strip() for word in part.partition("="))
         if not separator or not re.fullmatch(r"\d{1,9}", value):
-            raise LayoutError(f"layout {text}: {part.strip() or 'nothing'} is no degree; {example}")
+            raise LayoutError(f"layout {text}: {part.strip() or 'nothing'} is not a degree; {example}")
         if key not in ("tp", "dp", "pp"):
             raise LayoutError(f"layout {text}: unknown degree {key}; {catalogue.nearest(key, ('tp', 'dp', 'pp'))}")
-        if key in found:
-            raise LayoutError(f"layout {text}: {key} is there twice; {example}")
-        found[key] = int(value)
+        if key in degree_of:
+            raise LayoutError(f"layout {text}: {key} is given twice; {example}")
+        degree_of[key] = int(value)
     for key in ("tp", "dp", "pp"):
-        if key not in found:
+        if key not in degree_of:
             raise LayoutError(f"layout {text}: {key} is missing; {example}")
-        if found[key] < 1:
+        if degree_of[key] < 1:
             raise LayoutError(f"layout {text}: {key} must be at least 1; {example}")
-    return found["tp"], found["dp"], found["pp"]
+    return degree_of["tp"], degree_of["dp"], degree_of["pp"]
 
 
 def ranks(texts: Iterable[str]) -> tuple[int, ...]:
-    """Ranks of `5,17` or `8-11`, ascending. Raises UsageError."""
-    found: set[int] = set()
+    """Return the ranks in `5,17` or `8-11`, ascending. Raises UsageError."""
+    rank_set: set[int] = set()
     for part in _parts(texts):
         match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part)
         if match is None or int(match[2] or match[1]) < int(match[1]):
-            raise UsageError(f"--fail {part}: no rank; for example --fail 5,17 or --fail 8-11")
+            raise UsageError(f"--fail {part}: not a rank; for example --fail 5,17 or --fail 8-11")
         if int(match[2] or match[1]) - int(match[1]) > 1_000_000:
             raise UsageError(f"--fail {part}: more ranks than any job has")
-        found |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
-    return tuple(sorted(found))
+        rank_set |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return tuple(sorted(rank_set))
 
 
 def names(texts: Iterable[str]) -> tuple[str, ...]:
-    """Nodes of `n3` or `n3,n4`."""
+    """Return the nodes in `n3` or `n3,n4`."""
     return tuple(dict.fromkeys(_parts(texts)))
 
 
 def speeds(texts: Iterable[str]) -> dict[int, float]:
-    """Speeds of ranks of `12:0.5` or `12:0.5,13:0.7`. Raises UsageError."""
-    found: dict[int, float] = {}
+    """Return the speeds of ranks in `12:0.5` or `12:0.5,13:0.7`. Raises UsageError."""
+    speed_of_rank: dict[int, float] = {}
     for part in _parts(texts):
         rank, _, speed = part.partition(":")
         if not re.fullmatch(r"\d{1,9}", rank):
-            raise UsageError(f"--slow {part}: no rank with its speed; for example --slow 12:0.5")
-        if int(rank) in found:
-            raise UsageError(f"--slow {part}: rank {rank} is there twice")
-        found[int(rank)] = _speed(f"--slow {part}", speed, f"a device that does nothing has failed: --fail {rank}")
-    return found
+            raise UsageError(f"--slow {part}: not a rank with its speed; for example --slow 12:0.5")
+        if int(rank) in speed_of_rank:
+            raise UsageError(f"--slow {part}: rank {rank} is given twice")
+        speed_of_rank[int(rank)] = _speed(
+            f"--slow {part}", speed, f"a device that does nothing has failed: --fail {rank}"
+        )
+    return speed_of_rank
 
 
 def links(texts: Iterable[str]) -> dict[Link, float]:
-    """Speeds of links between nodes of `n1-n2:0.3`, names ascending. Raises UsageError."""
-    found: dict[Link, float] = {}
+    """Return the speeds of links between nodes in `n1-n2:0.3`, names ascending. Raises UsageError."""
+    speed_of_link: dict[Link, float] = {}
     for part in _parts(texts):
         pair, _, speed = part.rpartition(":")
         link = ends(pair)
         if link is None:
-            raise UsageError(f"--slow-link {part}: no two nodes with a speed; for example --slow-link n1-n2:0.3")
-        if link in found:
-            raise UsageError(f"--slow-link {part}: that link is there twice")
-        found[link] = _speed(f"--slow-link {part}", speed, "planning does not know of links that are gone")
-    return found
+            raise UsageError(f"--slow-link {part}: not two nodes with a speed; for example --slow-link n1-n2:0.3")
+        if link in speed_of_link:
+            raise UsageError(f"--slow-link {part}: this link is given twice")
+        speed_of_link[link] = _speed(f"--slow-link {part}", speed, "planning does not support links that are down")
+    return speed_of_link
 
 
 def _parts(texts: Iterable[str]) -> list[str]:
     return [part.strip() for text in texts for part in text.split(",")]
 
 
-def _speed(what: str, text: str, at_zero: str) -> float:
+def _speed(subject: str, text: str, at_zero: str) -> float:
     try:
         speed = float(text)
     except ValueError:
-        raise UsageError(f"{what}: {text or 'nothing'} is no speed; 1 is healthy, 0.5 half as fast") from None
+        raise UsageError(f"{subject}: {text or 'nothing'} is not a speed; 1 is healthy, 0.5 half as fast") from None
     if not 0 < speed <= 1:
         hint = at_zero if speed == 0 else "it is more than 0 and at most 1: 1 is healthy, 0.5 half as fast"
-        raise UsageError(f"{what}: speed {text}; {hint}")
+        raise UsageError(f"{subject}: speed {text}; {hint}")
     return speed
 
 
@@ -171,7 +173,10 @@ def _speed(what: str, text: str, at_zero: str) -> float:
 
 
 def first_plan(question: Question) -> Plan:
-    """The plan of epoch 1, before anything happened. Raises LayoutError naming what the model or the batch forbid."""
+    """Return the plan of epoch 1, before anything happened.
+
+    Raises LayoutError naming the conflict with the model or the batch.
+    """
     check(question)
     standby = tuple(sorted(question.nodes))[question.world :]
     layout = Layout.uniform(
@@ -193,8 +198,8 @@ def first_plan(question: Question) -> Plan:
 
 
 def check(question: Question) -> None:
-    """Raises UsageError, LayoutError for one that contradicts itself."""
-    for name, value, least in (
+    """Raise UsageError or LayoutError for a question that contradicts itself."""
+    for name, value, minimum in (
         ("--micro-batches", question.micro_batches, 1),
         ("--micro-batch-size", question.micro_batch_size, 1),
         ("--sequence-length", question.model.sequence, 1),
@@ -202,77 +207,81 @@ def check(question: Question) -> None:
         ("--virtual-stages", question.chunks, 1),
         ("--spares", question.spares, 0),
     ):
-        if value < least:
-            raise UsageError(f"{name} {value}: must be at least {least}")
-    if question.schedule not in SCHEDULES:
+        if value < minimum:
+            raise UsageError(f"{name} {value}: must be at least {minimum}")
+    if question.schedule not in SCHEDULE_NAMES:
         raise UsageError(
-            f"--schedule {question.schedule}: not known; {catalogue.nearest(question.schedule, SCHEDULES)}"
+            f"--schedule {question.schedule}: not known; {catalogue.nearest(question.schedule, SCHEDULE_NAMES)}"
         )
-    asked = f"layout tp={question.tp},dp={question.dp},pp={question.pp}"
+    layout_text = f"layout tp={question.tp},dp={question.dp},pp={question.pp}"
     stages = question.pp * question.chunks
     if stages > question.model.layers:
-        what = "stages" if question.chunks == 1 else "virtual stages"
+        noun = "stages" if question.chunks == 1 else "virtual stages"
         raise LayoutError(
-            f"{asked}: {stages} {what} for {question.model.layers} layers, each needs one; "
+            f"{layout_text}: {stages} {noun} for {question.model.layers} layers, each needs one; "
             f"choose pp={question.model.layers // question.chunks or 1} or less"
         )
     obstacle = question.model.tensor_parallel_obstacle(question.tp)
     if obstacle:
-        able = [k for k in range(1, question.tp) if question.model.tensor_parallel_obstacle(k) is None]
-        raise LayoutError(f"{asked}: {obstacle}; possible are tp={', '.join(map(str, able))}")
+        possible_degrees = [k for k in range(1, question.tp) if question.model.tensor_parallel_obstacle(k) is None]
+        raise LayoutError(f"{layout_text}: {obstacle}; possible are tp={', '.join(map(str, possible_degrees))}")
     if question.tp > question.gpus_per_node:
         raise LayoutError(
-            f"{asked}: a tensor-parallel group of {question.tp} does not fit a node of {question.gpus_per_node}; "
+            f"{layout_text}: a tensor-parallel group of {question.tp} does not fit a node of {question.gpus_per_node}; "
             f"raise --gpus-per-node, or choose tp={question.gpus_per_node} or less"
         )
     check_failures(question)
 
 
 def check_failures(question: Question) -> None:
-    """Raises UsageError for ranks and nodes that are not there, PlanError if nothing is left."""
+    """Raise UsageError for unknown ranks and nodes, PlanError if no rank is left."""
     nodes = question.nodes
-    there = list(dict.fromkeys(nodes.values()))
+    node_names = list(dict.fromkeys(nodes.values()))
     for option, rank in (*(("--fail", r) for r in question.failed), *(("--slow", r) for r in question.slow)):
         if rank not in nodes:
-            some = question.places and len(nodes) <= 16
-            known = ", ".join(map(str, nodes)) if some else f"{min(nodes)} to {max(nodes)}"
-            raise UsageError(f"{option} {rank}: no such rank; there are ranks {known}")
+            is_listed = question.places and len(nodes) <= 16
+            valid_names = ", ".join(map(str, nodes)) if is_listed else f"{min(nodes)} to {max(nodes)}"
+            raise UsageError(f"{option} {rank}: no such rank; there are ranks {valid_names}")
     linked = [(f"--slow-link {a}-{b}", end) for a, b in question.slow_links for end in (a, b)]
     for option, node in (*((f"--fail-node {n}", n) for n in question.failed_nodes), *linked):
-        if node not in there:
-            known = ", ".join(there) if question.places and len(there) <= 16 else f"{there[0]} to {there[-1]}"
-            raise UsageError(f"{option}: no node {node}; there are {known}")
-    lost = gone(question)
+        if node not in node_names:
+            valid_names = (
+                ", ".join(node_names)
+                if question.places and len(node_names) <= 16
+                else f"{node_names[0]} to {node_names[-1]}"
+            )
+            raise UsageError(f"{option}: no node {node}; there are {valid_names}")
+    failed = gone(question)
     for rank in question.slow:
-        if rank in lost:
-            raise UsageError(f"rank {rank}: is said to be slow and to have failed; say one of them")
-    if len(lost) == len(nodes):
+        if rank in failed:
+            raise UsageError(f"rank {rank}: given as slow and as failed; choose one")
+    if len(failed) == len(nodes):
         raise PlanError(f"nothing is left: all {len(nodes)} ranks have failed")
-    for what, speed in (*question.slow.items(), *question.slow_links.items()):
+    for subject, speed in (*question.slow.items(), *question.slow_links.items()):
         if not (0 < speed <= 1):
-            raise UsageError(f"speed of {what}: {speed}, must be more than 0 and at most 1")
+            raise UsageError(f"speed of {subject}: {speed}, must be more than 0 and at most 1")
 
 
 def device_of(question: Question, rank: int) -> int:
-    """Index of a rank's device on its node."""
+    """Return the index of a rank's device on its node."""
     if question.places:
         return question.devices[rank]
     return (rank if rank < question.world else rank - question.world) % question.gpus_per_node
 
 
 def gone(question: Question) -> set[int]:
-    """Ranks that have failed, alone or with their node."""
+    """Return the ranks that have failed, alone or with their node."""
     nodes = question.nodes
     return set(question.failed) | {rank for rank, node in nodes.items() if node in question.failed_nodes}
 
 
 def pose(question: Question, base: Plan) -> Situation:
-    """The planner's situation: `base` (`first_plan`) was in effect, and all has happened at once."""
+    """Return the planner's situation after all failures at once, with `base` (`first_plan`) in effect before."""
     return situation_of(question, base, gone(question), question.slow, question.slow_links)
 
 
 def situation_of(
-    question: Question, base: Plan, gone: Collection[int], slow: dict[int, float], slow_links: dict[Link, float]
+    question: Question, base: Plan, failed: Collection[int], slow: dict[int, float], slow_links: dict[Link, float]
 ) -> Situation:
     profile = question.profile or catalogue.profile(
         question.model,
@@ -284,13 +293,13 @@ def situation_of(
         dp=question.dp,
         gradients_inside=question.world <= question.gpus_per_node,
     )
-    survivors = tuple(rank for rank in base.layout.active if rank not in gone)
-    held = Base(epoch=base.epoch, layout=base.layout, survivors=survivors)
+    survivors = tuple(rank for rank in base.layout.active if rank not in failed)
+    state_base = Base(epoch=base.epoch, layout=base.layout, survivors=survivors)
     fits = not question.ignore_memory and worst(question, base)[0] <= question.hardware.memory_bytes
     return Situation(
         epoch=base.epoch + 1,
         base=base.layout,
-        available=tuple(rank for rank in sorted(question.nodes) if rank not in gone),
+        available=tuple(rank for rank in sorted(question.nodes) if rank not in failed),
         nodes=question.nodes,
         model=question.model,
         micro_batches=base.micro_batches,
@@ -305,7 +314,7 @@ def situation_of(
         overhead=question.overhead,
         zero_1=question.zero_1,
         profile=profile,
-        fresh=len(survivors) < len(base.layout.active) and missing(held, outline(question.model)) is not None,
+        fresh=len(survivors) < len(base.layout.active) and missing(state_base, outline(question.model)) is not None,
         links={pair: speed for pair, speed in sorted(slow_links.items()) if speed < 1},
     )
 
@@ -314,32 +323,35 @@ def situation_of(
 
 
 def state_bytes_of(question: Question, layout: Layout) -> int:
-    """Of a parameter. Under ZeRO-1 the replicas share the optimizer's state."""
+    """Return the bytes of state per parameter. Under ZeRO-1 the replicas share the optimizer's state."""
     if not question.zero_1:
         return memory.STATE_BYTES[question.model.precision]
     return memory.zero_1(memory.sharing(layout))
 
 
 def tokens_of(question: Question) -> int:
-    """Of a micro-batch."""
+    """Return the tokens of a micro-batch."""
     return question.model.sequence * question.micro_batch_size
 
 
 def stage_bytes(question: Question, plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """What each rank's device must have, [replica][stage], 0 without ranks. Equal replicas are counted once."""
+    """Return the memory that each rank's device must have, [replica][stage], 0 without ranks.
+
+    Equal replicas are computed once.
+    """
     if plan.migrations and not plan.orders:
         plan = msgspec.structs.replace(plan, orders=orders_of(plan))
-    known: dict[object, tuple[int, ...]] = {}
-    found: list[tuple[int, ...]] = []
+    bytes_of_kind: dict[object, tuple[int, ...]] = {}
+    all_bytes: list[tuple[int, ...]] = []
     for d, replica in enumerate(plan.layout.replicas):
         shape = tuple((stage.tp, stage.chunks) for stage in replica.stages)
         alone = not plan.migrations
         orders = plan.orders[d] if plan.orders else ()
         key = (shape, len(plan.assignment[d]), _renumbered(orders, plan.assignment[d])) if alone else d
-        if key not in known:
-            known[key] = _needs(question, plan, d, replica, alone)
-        found.append(known[key])
-    return tuple(found)
+        if key not in bytes_of_kind:
+            bytes_of_kind[key] = _needs(question, plan, d, replica, alone)
+        all_bytes.append(bytes_of_kind[key])
+    return tuple(all_bytes)
 
 
 def _needs(question: Question, plan: Plan, d: int, replica: Replica, alone: bool) -> tuple[int, ...]:
@@ -362,13 +374,13 @@ def _needs(question: Question, plan: Plan, d: int, replica: Replica, alone: bool
 
 
 def _renumbered(orders: Iterable[Order], share: tuple[int, ...]) -> object:
-    """Orders with micro-batches counted from 0, so that those of equal replicas are equal."""
-    at = {m: i for i, m in enumerate(share)}
-    return tuple(tuple((p.kind, at[p.micro_batch], p.chunk) for p in order) for order in orders)
+    """Return orders with micro-batches counted from 0, so that those of equal replicas are equal."""
+    index_of = {m: i for i, m in enumerate(share)}
+    return tuple(tuple((p.kind, index_of[p.micro_batch], p.chunk) for p in order) for order in orders)
 
 
 def worst(question: Question, plan: Plan) -> tuple[int, int]:
-    """Most bytes, and the first rank that needs them."""
+    """Return the most bytes that any rank needs, and the first such rank, negated."""
     needs = stage_bytes(question, plan)
     return max(
         (need, -stage.ranks[0])
@@ -379,23 +391,23 @@ def worst(question: Question, plan: Plan) -> tuple[int, int]:
 
 
 def check_memory(question: Question, base: Plan) -> None:
-    """Raises PlanError if devices have too little memory before anything fails, and that is not to be ignored."""
+    """Raise PlanError if devices have too little memory before any failure, unless memory is ignored."""
     needed, rank = worst(question, base)
     if question.ignore_memory or needed <= question.hardware.memory_bytes:
         return
-    less = [] if question.sequence_parallel or question.tp == 1 else ["--sequence-parallel"]
-    less += [] if question.zero_1 or question.dp == 1 else ["--zero-1"]
+    savings = [] if question.sequence_parallel or question.tp == 1 else ["--sequence-parallel"]
+    savings += [] if question.zero_1 or question.dp == 1 else ["--zero-1"]
     raise PlanError(
         f"rank {-rank}: needs {needed / 1e9:.1f} GB before anything fails, its device has "
-        f"{question.hardware.memory_bytes / 1e9:.1f} GB: {parts(question, base, -rank)}; less would be needed with "
-        f"{', '.join([*less, 'a larger tp or pp'])} or shorter sequences; --ignore-memory plans without any limit"
+        f"{question.hardware.memory_bytes / 1e9:.1f} GB: {parts(question, base, -rank)}; reduce it with "
+        f"{', '.join([*savings, 'a larger tp or pp'])} or shorter sequences; --ignore-memory plans without any limit"
     )
 
 
 def parts(question: Question, plan: Plan, rank: int) -> str:
-    """What a rank's device must have memory for, in words."""
+    """Describe the memory that a rank's device must have, by purpose."""
     state, whole = (
         memory.needed_bytes(plan, rank, question.model, tokens, state_bytes=state_bytes_of(question, plan.layout))
         for tokens in (0, tokens_of(question))
     )
-    return question.overhead.told(state, whole - state)
+    return question.overhead.describe(state, whole - state)

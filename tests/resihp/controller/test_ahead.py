@@ -7,7 +7,7 @@ import msgspec
 from resihp.controller import interface as api
 from resihp.record.journal import PlanDecided
 from resihp.scheduler import planner
-from resihp.scheduler.questions import ENCODER, answer_for, canonical, key_of
+from resihp.scheduler.questions import QUESTION_ENCODER, answer_for, canonical, key_of
 from resihp.simulator.harness import Disturbance, Scenario, World
 
 
@@ -28,7 +28,7 @@ def test_questions_are_the_same_in_any_epoch_and_other_ones_with_another_speed()
     slower = msgspec.structs.replace(situation, speeds={situation.available[0]: 0.5})
     assert key_of(canonical(slower)) != key_of(situation)
     decision = planner.decide(situation)
-    ready = answer_for(later, ENCODER.encode(decision))
+    ready = answer_for(later, QUESTION_ENCODER.encode(decision))
     assert ready is not None
     assert (ready.plan.epoch, ready.plan.layout) == (7, decision.plan.layout)
 
@@ -37,4 +37,4 @@ def test_an_answer_that_is_none_is_not_used() -> None:
     found = World(Scenario(iterations=12, thinks=True)).run()
     asked = [action.situation for _, action in found.actions if isinstance(action, api.Think)]
     assert answer_for(asked[0], b"\xc1") is None
-    assert answer_for(asked[0], ENCODER.encode(planner.decide(asked[1]))) is None
+    assert answer_for(asked[0], QUESTION_ENCODER.encode(planner.decide(asked[1]))) is None

@@ -45,7 +45,7 @@ def test_near_the_end_a_newcomer_interrupts_nobody_and_the_next_plan_has_work_fo
     assert job.all(ChangeDecided) == []
     (why,) = [text for text in told(job) if text.startswith("rank 6 joined")]
     assert "the plan stays: saves" in why
-    assert "until the job's end, and costs" in why
+    assert "until the job's end, but switching costs" in why
     (declined,) = job.all(ChangeDeclined)
     assert (declined.about, declined.reason) == ("plan", "rank 6 joined")
     assert why == f"rank 6 joined: the plan stays: {declined.why}"

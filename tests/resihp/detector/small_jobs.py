@@ -11,7 +11,7 @@ from resihp.detector.observation import Floats, Observation, RankTimes
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.plan import Plan, spread
-from resihp.pipeline.compiled import KINDS, compile_orders
+from resihp.pipeline.compiled import PRIMITIVE_KINDS, compile_orders
 from resihp.pipeline.schedules import orders_of
 from resihp.pipeline.timeline import Orders
 
@@ -62,7 +62,7 @@ def observations(
         i: sum(last - first + 1 for first, last in [plan.layout.replicas[s.replica].stages[s.stage].chunks[s.chunk]])
         for i, s in enumerate(compiled.stops)
     }
-    laws = np.array([LAW[KINDS[kind]] for kind in compiled.kind])
+    laws = np.array([LAW[PRIMITIVE_KINDS[kind]] for kind in compiled.kind])
     laws *= np.array([layers[stop] for stop in compiled.stop.tolist()])[:, None]
     source, target = compiled.edges
     factor = 0.0

@@ -14,7 +14,7 @@ from resihp.errors import LayoutError
 from resihp.parallelism import transfers
 from resihp.parallelism.layout import Layout, Replica, Stage
 from resihp.parallelism.ownership import ParameterSpec, Slice, holders, share, size_of
-from resihp.parallelism.transfers import TENSORS, Base, Move, bytes_of, missing, moves, sole_holders
+from resihp.parallelism.transfers import STATE_TENSORS, Base, Move, bytes_of, missing, moves, sole_holders
 
 LAYERS = 5
 RANKS = 24
@@ -137,7 +137,7 @@ def test_bytes_are_what_is_needed_less_what_is_held(
             held = before[rank][spec.name] if rank in base.survivors else set()
             least += Fraction(spec.elements, spec.extent) * len(wanted[spec.name] - held)
     names = {spec.name: spec for spec in specs}
-    assert sum(bytes_of(move, names, element=2) for move in sent) == least * TENSORS * 2
+    assert sum(bytes_of(move, names, element=2) for move in sent) == least * STATE_TENSORS * 2
 
 
 @settings(max_examples=150)

@@ -11,7 +11,7 @@ import msgspec
 from resihp.parallelism.layout import Layout, Replica, Stage
 from resihp.parallelism.ownership import ParameterSpec
 from resihp.parallelism.plan import Kind, Migration, Plan, Primitive
-from resihp.pipeline.schedules import SCHEDULES
+from resihp.pipeline.schedules import SCHEDULE_NAMES
 from resihp.pipeline.timeline import Node, Orders, needs
 
 EXTENT = 24
@@ -46,7 +46,7 @@ def random_plan(rng: random.Random) -> tuple[Plan, tuple[ParameterSpec, ...]]:
         epoch=rng.randint(1, 9),
         layout=layout,
         assignment=random_assignment(rng, len(layout.replicas)),
-        schedule=rng.choice(SCHEDULES),
+        schedule=rng.choice(SCHEDULE_NAMES),
         sequence_parallel=rng.random() < 0.3,
     )
     if rng.random() < 0.5:

@@ -428,7 +428,7 @@ BAD_PROGRAMS: list[tuple[str, Callable[[Programs], object], str]] = [
     (
         "reduced by another rank",
         lambda p: p[2].append(p[0][-1]),
-        r"rank 2, .*\(sum of bucket \d\): the rank is no owner",
+        r"rank 2, .*\(sum of bucket \d\): the rank does not own it",
     ),
     ("no such bucket", lambda p: p[2].append(Reduce(99)), r"rank 2, .*\(sum of bucket 99\): there is no such bucket"),
     ("other elements on one rank", other_size, r"rank 1, .*micro-batch 0.*its pieces are not those that rank 0 has"),
@@ -438,7 +438,7 @@ BAD_PROGRAMS: list[tuple[str, Callable[[Programs], object], str]] = [
     (
         "parts not gathered",
         not_gathered,
-        r"rank 0, .*gradients of micro-batch 1.*do not bring rank 0 just what it needs",
+        r"rank 0, .*gradients of micro-batch 1.*do not bring rank 0 just the elements that it needs",
     ),
     ("parcel lost", lost_on_all, r"rank 4 never sends the gradients of micro-batch 4 over boundary 0"),
     (

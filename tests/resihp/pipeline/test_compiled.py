@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from resihp.errors import PlanError
 from resihp.parallelism.layout import Layout, Replica, Stage
 from resihp.parallelism.plan import Migration, Order, Plan, Primitive, Stop, spread
-from resihp.pipeline.compiled import KINDS, CompiledOrders, compile_orders
+from resihp.pipeline.compiled import PRIMITIVE_KINDS, CompiledOrders, compile_orders
 from resihp.pipeline.schedules import orders_of
 from resihp.pipeline.timeline import Orders, Seconds, layer_units, needs, play, virtual_stages
 from tests.resihp.pipeline.plans import random_plan
@@ -27,7 +27,7 @@ PLAN = Plan(epoch=2, layout=Layout.uniform(tp=1, pp=2, dp=1, layers=2), assignme
 def by_primitive(compiled: CompiledOrders, values: np.ndarray) -> Seconds:
     """The same durations as a function of stop and primitive."""
     found = {
-        (compiled.stops[stop], Primitive(KINDS[kind], m, compiled.stops[stop].chunk)): float(value)
+        (compiled.stops[stop], Primitive(PRIMITIVE_KINDS[kind], m, compiled.stops[stop].chunk)): float(value)
         for stop, kind, m, value in zip(
             compiled.stop.tolist(), compiled.kind.tolist(), compiled.micro_batch.tolist(), values, strict=True
         )
@@ -156,7 +156,10 @@ def test_slots_and_edges_by_hand() -> None:
     compiled = compile_orders(PLAN, orders)
     assert compiled.size == 8
     assert compiled.stops == (Stop(0, 0, 0), Stop(0, 1, 0))
-    names = [f"{KINDS[k]}{m}.{s}" for k, m, s in zip(compiled.kind, compiled.micro_batch, compiled.stage, strict=True)]
+    names = [
+        f"{PRIMITIVE_KINDS[k]}{m}.{s}"
+        for k, m, s in zip(compiled.kind, compiled.micro_batch, compiled.stage, strict=True)
+    ]
     assert [names[slot] for slot in compiled.slots(0, 0)] == ["F0.0", "F1.0", "B0.0", "B1.0"]
     assert [names[slot] for slot in compiled.slots(0, 1)] == ["F0.1", "B0.1", "F1.1", "B1.1"]
     assert compiled.position[compiled.slots(0, 1)].tolist() == [0, 1, 2, 3]
@@ -186,7 +189,7 @@ def test_a_table_prices_all_slots_at_once() -> None:
     plan = Plan(epoch=1, layout=layout, assignment=((0, 1), (2, 3)), schedule="interleaved")
     compiled = compile_orders(plan, orders_of(plan))
     rows = [stop.stage == 1 for stop in compiled.stops]
-    table = np.random.default_rng(1).random((5, 2, len(KINDS), compiled.micro_batches))
+    table = np.random.default_rng(1).random((5, 2, len(PRIMITIVE_KINDS), compiled.micro_batches))
     seconds = table.reshape(5, -1).take(compiled.index(rows), axis=-1)
     for slot in range(compiled.size):
         row, kind, m = rows[compiled.stop[slot]], compiled.kind[slot], compiled.micro_batch[slot]

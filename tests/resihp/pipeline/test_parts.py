@@ -13,7 +13,7 @@ from resihp.parallelism.layout import Layout, Replica, Stage
 from resihp.parallelism.ownership import size_of
 from resihp.parallelism.plan import Plan, Primitive, spread
 from resihp.pipeline.checker import check
-from resihp.pipeline.parts import PARTS, cuts, depths
+from resihp.pipeline.parts import MAX_PARTS, cuts, depths
 from resihp.pipeline.program import Bucket, Compute, Instruction, Program, Reduce, buckets, programs
 from tests.resihp.pipeline.plans import model, random_plan
 
@@ -46,7 +46,7 @@ def test_a_chunk_is_cut_where_sums_can_begin_and_into_few_parts() -> None:
     assert parts(4, ((0,), ("layer.3",))) is None
     many = parts(61, *layers_of(61))
     assert many is not None
-    assert len(many) <= PARTS
+    assert len(many) <= MAX_PARTS
     assert [layer for low, high in many for layer in range(high, low - 1, -1)] == list(range(60, -1, -1))
 
 

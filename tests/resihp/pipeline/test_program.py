@@ -14,7 +14,7 @@ from resihp.parallelism.ownership import ParameterSpec, owner_sets, size_of
 from resihp.parallelism.plan import Plan
 from resihp.pipeline.parts import depths
 from resihp.pipeline.program import (
-    WORLD,
+    WORLD_GROUP,
     Bucket,
     Compute,
     GroupSpec,
@@ -251,5 +251,5 @@ def test_every_communication_has_a_communicator() -> None:
                 elif isinstance(entry, Reduce):
                     owners = cut[entry.bucket].owners
                     name = sums_of(owners, plan.layout.active)
-                    assert known[name] == (plan.layout.active if name == WORLD else owners)
+                    assert known[name] == (plan.layout.active if name == WORLD_GROUP else owners)
                     assert rank in owners

@@ -17,7 +17,7 @@ from resihp.scheduler import decide
 from resihp.scheduler.anytime import Anytime
 from resihp.scheduler.cost import memory
 from resihp.scheduler.cost.prices import iteration_seconds
-from resihp.scheduler.search.annealing import MORE_STAGES
+from resihp.scheduler.search.annealing import EXTRA_STAGES
 from resihp.scheduler.situation import Decision, Situation
 from resihp.scheduler.what_if import catalogue
 from resihp.scheduler.what_if.question import Question, first_plan, pose
@@ -78,7 +78,7 @@ def test_what_is_found_is_legal_and_as_fast_as_is_said(case: Situation, memory_b
         return  # nothing fits
     assert found.seconds <= instant.seconds
     if found is not instant:
-        cases.check(msgspec.structs.replace(case, pp=case.pp + MORE_STAGES), found)
+        cases.check(msgspec.structs.replace(case, pp=case.pp + EXTRA_STAGES), found)
         assert found.seconds == pytest.approx(iteration_seconds(found.plan, case))
         assert case.room_bytes is not None
         assert memory.obstacle(found.plan, case.model, case.room_bytes, case.tokens) is None
@@ -115,7 +115,7 @@ def test_more_devices_than_a_search_gets_round_to_are_told() -> None:
     nodes = cases.on_nodes(2400, 8)
     case = cases.situation(base, nodes=nodes, tp=4, pp=6, memory_bytes=ROOM, micro_batches=100)
     instant = Decision(plan=Plan(epoch=1, layout=base, assignment=spread(100, 100)), seconds=1.0, reason="")
-    assert Anytime(case, instant).obstacle == "2400 devices are more than a search gets round to"
+    assert Anytime(case, instant).obstacle == "2400 devices are too many for a search"
 
 
 def test_the_same_seed_and_trials_find_the_same() -> None:
@@ -135,7 +135,7 @@ def test_where_memory_is_not_known_or_stages_have_several_chunks_the_instant_pla
     base = Layout.uniform(tp=4, pp=2, dp=2, layers=8, chunks=2)
     model = msgspec.structs.replace(cases.MODEL, layers=8)
     chunks = cases.situation(base, nodes=nodes, tp=4, pp=2, lost=[1], chunks=2, model=model, memory_bytes=ROOM)
-    for case, why in ((unknown, "memory is not known"), (chunks, "several chunks")):
+    for case, why in ((unknown, "memory is unknown"), (chunks, "several chunks")):
         instant = decide(case)
         anytime = Anytime(case, instant)
         assert anytime.obstacle is not None

@@ -9,7 +9,7 @@ from resihp.parallelism.layout import Layout, validate
 from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.plan import Plan, spread
 from resihp.scheduler import Situation, anytime, decide
-from resihp.scheduler.candidates import TIE, PricedPlan, best_of
+from resihp.scheduler.candidates import TIE_TOLERANCE, PricedPlan, best_of
 from resihp.scheduler.cost import memory
 from resihp.scheduler.cost.prices import iteration_seconds
 from resihp.scheduler.what_if import catalogue
@@ -50,7 +50,7 @@ def test_legal_as_fast_as_is_said_and_asked_again_no_slower(case: Situation) -> 
     assert iteration_seconds(plan, case) == pytest.approx(decision.seconds, rel=1e-9)
     again = decide(msgspec.structs.replace(case, base=plan.layout))
     assert again.seconds <= decision.seconds
-    if again.seconds >= decision.seconds * (1 - TIE):
+    if again.seconds >= decision.seconds * (1 - TIE_TOLERANCE):
         assert again.plan.layout == plan.layout
     assert decide(case) == decision
 
@@ -135,8 +135,8 @@ def test_of_equally_fast_plans_the_one_whose_state_has_two_holders() -> None:
     )
     plans = [
         PricedPlan(name, Plan(epoch=2, layout=layout, assignment=spread(2, len(layout.replicas))), seconds)
-        for name, layout, seconds in (("long", long, 1.0), ("short", short, 1.0 + TIE / 2))
+        for name, layout, seconds in (("long", long, 1.0), ("short", short, 1.0 + TIE_TOLERANCE / 2))
     ]
     assert best_of(case, plans).name == "short"
-    slower = msgspec.structs.replace(plans[1], seconds=1.0 + 2 * TIE)
+    slower = msgspec.structs.replace(plans[1], seconds=1.0 + 2 * TIE_TOLERANCE)
     assert best_of(case, [plans[0], slower]).name == "long"

@@ -7,7 +7,7 @@ import pytest
 
 from resihp.parallelism.layout import Layout, Replica, Stage
 from resihp.parallelism.parameter_outline import outline
-from resihp.scheduler.losses import MOST_ASKED, PossibleLoss, held_alone, kinds, possible_losses, sole_holders, to_ask
+from resihp.scheduler.losses import MAX_LOSSES, PossibleLoss, held_alone, kinds, possible_losses, sole_holders, to_ask
 from tests.resihp.scheduler.cases import MODEL, on_nodes, situation
 
 GRID = Layout.uniform(tp=2, pp=2, dp=4, layers=6)
@@ -52,8 +52,8 @@ def test_what_the_planner_is_told_makes_a_difference(change: dict[str, object], 
 
 def test_of_large_jobs_one_of_each_kind_is_asked_for() -> None:
     assert to_ask(GIVEN) == possible_losses(GIVEN)
-    large = Layout.uniform(tp=1, pp=2, dp=MOST_ASKED // 2, layers=6)
-    asked = to_ask(situation(large, nodes=on_nodes(MOST_ASKED, 8), tp=1, pp=2))
+    large = Layout.uniform(tp=1, pp=2, dp=MAX_LOSSES // 2, layers=6)
+    asked = to_ask(situation(large, nodes=on_nodes(MAX_LOSSES, 8), tp=1, pp=2))
     assert asked == (PossibleLoss((0,)), PossibleLoss((1,)), PossibleLoss(tuple(range(8)), "n1"))
 
 

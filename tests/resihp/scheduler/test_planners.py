@@ -18,7 +18,7 @@ THIN = Layout.uniform(tp=1, pp=3, dp=3, layers=6)
 
 def test_what_each_rule_makes_of_a_lost_stage() -> None:
     case = situation(THIN, nodes=on_nodes(9, 3), tp=1, pp=3, lost=[4], micro_batches=9)
-    found = {name: planners.named(name).decide(case) for name in planners.NAMES}
+    found = {name: planners.named(name).decide(case) for name in planners.PLANNER_NAMES}
     for decision in found.values():
         check(decision.plan)
     assert found["resihp"].plan == planner.decide(case).plan
@@ -44,7 +44,7 @@ def test_after_a_second_loss_only_migration_goes_on() -> None:
 
 def test_orders_that_are_too_many_to_be_sent_are_left_to_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     case = situation(THIN, nodes=on_nodes(9, 3), tp=1, pp=3, lost=[4], micro_batches=9)
-    monkeypatch.setattr(migration, "MOST_ORDERED", 50)
+    monkeypatch.setattr(migration, "MAX_ORDERED_PRIMITIVES", 50)
     decision = planners.named("resihp-paper").decide(case)
     assert decision.plan.layout.vacant
     assert decision.plan.orders == ()

@@ -38,9 +38,9 @@ def test_memory_binds_and_what_it_says_would_help_does() -> None:
     with pytest.raises(PlanError) as caught:
         decide(posed(failed))
     said = str(caught.value)
-    assert "memory binds: even one pipeline of all ranks that are left, 2 stages, has room for" in said
-    assert re.search(r"each takes [\d.]+ GB of state and [\d.]+ GB of activations", said)
-    more, enough = re.search(r"(\d+) ranks more", said), re.search(r"devices of ([\d.]+) GB", said)
+    assert "out of memory: even one pipeline of all remaining ranks, with 2 stages, has room for" in said
+    assert re.search(r"each with [\d.]+ GB of state and [\d.]+ GB of activations", said)
+    more, enough = re.search(r"(\d+) more ranks", said), re.search(r"devices of ([\d.]+) GB", said)
     assert more is not None
     assert enough is not None
     assert decide(posed(failed, spares=int(more[1]) // 4)).plan.layout.replicas
@@ -49,5 +49,5 @@ def test_memory_binds_and_what_it_says_would_help_does() -> None:
 
 def test_ranks_that_stand_still_are_told() -> None:
     case = posed(tuple(range(1, 16)))
-    with pytest.raises(PlanError, match="all 1 ranks that are left stand still: 0; bring others"):
+    with pytest.raises(PlanError, match="all 1 remaining ranks have speed 0: 0; add others"):
         decide(msgspec.structs.replace(case, speeds={0: 0.0}, memory_bytes=None))

@@ -47,7 +47,7 @@ def test_what_soon_passes_is_sat_out() -> None:
 def test_the_verdict_carries_its_numbers() -> None:
     found = verdict(TEN_S, 2.0, 1.5, remaining_s=400, duration_s=math.inf)
     assert (found.share, found.horizon_s, found.gain_s, found.cost_s) == (0.25, 400, 100, 10)
-    assert found.reason == "saves 25.0% of the time, 100 s of what is left, and costs 10 s"
+    assert found.reason == "saves 25.0 % per iteration, 100 s of the remaining time; switching costs 10 s"
 
 
 def test_predictions_count_in_any_unit() -> None:
@@ -65,7 +65,7 @@ def test_what_predictions_cannot_tell_apart_is_no_gain() -> None:
 def test_anything_is_better_than_nothing() -> None:
     found = verdict(TEN_S, math.inf, 9.0, remaining_s=1.0)
     assert found.go
-    assert found.reason == "nothing runs as it is"
+    assert found.reason == "nothing runs under the present plan"
     assert not verdict(TEN_S, math.inf, math.inf).go
     assert transition_cost.pays_back_s(TEN_S, math.inf, 9.0) == 0.0
 
@@ -190,7 +190,7 @@ def predicted(rates: Rates, groups: int = 12, moved: float = 20e9) -> float:
 
 
 def test_without_records_the_defaults_hold() -> None:
-    assert transition_cost.calibrated([]) == transition_cost.DEFAULT
+    assert transition_cost.calibrated([]) == transition_cost.DEFAULT_RATES
 
 
 def test_many_records_are_believed() -> None:
@@ -202,7 +202,7 @@ def test_many_records_are_believed() -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_a_few_records_already_tell(seed: int) -> None:
     near = abs(math.log(predicted(transition_cost.calibrated(records(4, seed))) / predicted(TRUE)))
-    assert near < abs(math.log(predicted(transition_cost.DEFAULT) / predicted(TRUE))) / 2
+    assert near < abs(math.log(predicted(transition_cost.DEFAULT_RATES) / predicted(TRUE))) / 2
 
 
 def test_one_that_went_wrong_does_not_make_all_others_dear() -> None:
@@ -215,7 +215,7 @@ def test_what_records_do_not_tell_stays_as_it_was() -> None:
     """None of them moved anything."""
     still = [ChangeCost(busiest_bytes=0.0, communicators=8, seconds=3.0)] * 10
     rates = transition_cost.calibrated(still)
-    assert rates.byte_s == pytest.approx(transition_cost.DEFAULT.byte_s)
+    assert rates.byte_s == pytest.approx(transition_cost.DEFAULT_RATES.byte_s)
     assert predicted(rates, 8, 0.0) == pytest.approx(3.0, rel=0.05)
 
 

@@ -118,7 +118,7 @@ def plan(options: PlanOptions) -> None:
     import msgspec
 
     from resihp.scheduler.explained.explanation import as_json, explain
-    from resihp.scheduler.transition_cost import NOTHING
+    from resihp.scheduler.transition_cost import NO_COST
     from resihp.scheduler.what_if import answer, question
 
     if options.hurts and (options.search or options.plot is not None):
@@ -132,7 +132,7 @@ def plan(options: PlanOptions) -> None:
     found = answer.answer(asked, base, situation, decision)
     explained = explain(decision.plan, decision.seconds, situation, healthy=None if options.tune else base)
     if options.tune:
-        found = msgspec.structs.replace(found, cost=NOTHING)  # nothing runs yet
+        found = msgspec.structs.replace(found, cost=NO_COST)  # nothing runs yet
     for remark in found.remarks:
         print(f"resihp: {literal(remark)}", file=sys.stderr)
     if options.as_json:
@@ -337,14 +337,14 @@ def sentences(found: WhatIfAnswer, planning_s: float, first: bool = False, again
     `again`: the command that asks for a better plan of all that is there, where something has failed.
     """
     from resihp.scheduler.losses import held_alone
-    from resihp.scheduler.transition_cost import NOTHING, pays_back_s
+    from resihp.scheduler.transition_cost import NO_COST, pays_back_s
     from wrapper.commands.plan.tables import gigabytes
 
     said: list[str] = []
     cost = found.cost
     if first:
         pass
-    elif cost == NOTHING:
+    elif cost == NO_COST:
         said.append("Nothing changes.")
     else:
         parts = {

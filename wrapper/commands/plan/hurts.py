@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from resihp.parallelism.parameter_outline import outline
-from resihp.scheduler.losses import MOST_ASKED, PossibleLoss, held_alone, sole_holders
+from resihp.scheduler.losses import MAX_LOSSES, PossibleLoss, held_alone, sole_holders
 from resihp.scheduler.what_if import losses
 from resihp.scheduler.what_if.answer import layout_json
-from resihp.scheduler.what_if.losses import Aftermath, Losses
+from resihp.scheduler.what_if.losses import Losses, LossResult
 from resihp.scheduler.what_if.question import Question, device_of
 from wrapper.commands.plan.tables import described, gigabytes, title
 from wrapper.output import tables
@@ -36,7 +36,7 @@ SHARED = (
 class Row(msgspec.Struct, frozen=True):
     """Losses that are shown as one."""
 
-    worst: Aftermath
+    worst: LossResult
     devices: int
     nodes: int
 
@@ -76,7 +76,7 @@ def rows(found: Losses) -> list[Row]:
 
 
 def _together(found: Losses, *, places: bool) -> list[Row]:
-    groups: dict[object, list[Aftermath]] = {}
+    groups: dict[object, list[LossResult]] = {}
     for one in found.after:
         same = (bool(one.obstacle), bool(one.state_lost), _percent(one, found), one.idle)
         place = one.loss if places and not (one.obstacle or one.state_lost) else one.loss.node is None
@@ -84,12 +84,12 @@ def _together(found: Losses, *, places: bool) -> list[Row]:
     return [_row(group) for group in groups.values()]
 
 
-def _row(group: list[Aftermath]) -> Row:
+def _row(group: list[LossResult]) -> Row:
     count = sum(1 + len(one.alike) for one in group)
     return Row(group[0], *((count, 0) if group[0].loss.node is None else (0, count)))
 
 
-def _percent(one: Aftermath, found: Losses) -> str:
+def _percent(one: LossResult, found: Losses) -> str:
     """Of the present throughput."""
     return "none" if one.obstacle else f"{found.seconds / one.seconds:.0%}"
 
@@ -145,7 +145,7 @@ def _sentences(asked: Question, found: Losses, shown: list[Row], idle: int, plan
     asked_about = f"{len(found.after)} were asked about, one of each kind of place"
     said.append(f"Of {possible} losses, {asked_about}, in {duration(planning_s)}.")
     if found.unasked:
-        said.append(f"{found.unasked} more are of further kinds: more than {MOST_ASKED} are not asked about.")
+        said.append(f"{found.unasked} more are of further kinds: more than {MAX_LOSSES} are not asked about.")
     return said
 
 

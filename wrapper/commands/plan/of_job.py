@@ -215,7 +215,7 @@ def _hardware(reader: Reader, job_id: int, named: str | None) -> tuple[str, Hard
     if named is not None:
         return named, catalogue.hardware(named), ""
     told = next((row["hardware"] for row in reader.rows("probes", job_id) if row["hardware"]), None)
-    known = next((name for name in catalogue.HARDWARE if name in (told or "").lower()), None)
+    known = next((name for name in catalogue.KNOWN_HARDWARE if name in (told or "").lower()), None)
     if known is not None:
         return known, catalogue.hardware(known), ""
     what = f"{told} is not in the catalogue" if told else "what its devices are is not known"

@@ -18,7 +18,7 @@ from resihp.controller import interface as api
 from resihp.errors import ResihpError
 from resihp.process import die_with_parent
 from resihp.scheduler import planners
-from resihp.scheduler.questions import ENCODER
+from resihp.scheduler.questions import QUESTION_ENCODER
 from resihp.scheduler.situation import Decision
 from resihp.scheduler.thinking import think
 from resihp.settings import PlannerName
@@ -36,7 +36,7 @@ def serve(questions: BinaryIO, answers: BinaryIO, decide: Callable[[api.Think], 
             return
         question = QUESTIONS.decode(body)
         try:
-            answer = api.Thought(question=question.question, decision=ENCODER.encode(decide(question)))
+            answer = api.Thought(question=question.question, decision=QUESTION_ENCODER.encode(decide(question)))
         except ResihpError as error:
             answer = api.Thought(question=question.question, obstacle=str(error))
         answers.write(frame(answer))
@@ -64,7 +64,7 @@ def decider(planner: PlannerName) -> Callable[[api.Think], Decision]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="wrapper.supervisor.thinking.process")
-    parser.add_argument("--planner", required=True, choices=planners.NAMES)
+    parser.add_argument("--planner", required=True, choices=planners.PLANNER_NAMES)
     parser.add_argument("--parent", required=True, type=int)
     options = parser.parse_args()
     die_with_parent(options.parent)

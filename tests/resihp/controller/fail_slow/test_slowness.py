@@ -1195,7 +1195,7 @@ def test_a_slow_down_is_borne_until_it_has_cost_what_another_plan_does() -> None
     onset = job.job.record.committed + 1
     job.slow_by_verdict(3, 0.5)
     assert job.job.pause is None
-    assert any("may pass" in said for said in told(job))
+    assert any("may be temporary" in said for said in told(job))
     while job.job.pause is None and job.now < 60:
         job.train(0.5)
     assert job.job.pause is not None

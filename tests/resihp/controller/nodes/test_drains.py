@@ -551,8 +551,8 @@ def test_a_node_is_asked_for_when_training_is_below_its_first_layout() -> None:
     (asked,) = job.all(ReplacementAsked)
     assert (asked.replacement, asked.node, asked.excluded) == (1, "n3", ("n1", "n2", "n3", "n4"))
     assert re.fullmatch(
-        r"6 of 8 ranks have work; another node after 5 s of waiting and 10 s of joining: saves \d+.\d% of the time, "
-        r"[\d.]+ s of what is left, and costs 0.\d+ s",
+        r"6 of 8 ranks have work; another node after 5 s of waiting and 10 s of joining: saves \d+.\d % per iteration, "
+        r"[\d.]+ s of the remaining time; switching costs 0.\d+ s",
         asked.reason,
     )
     assert job.asked(api.AskReplacement) == [api.AskReplacement(replacement=1, exclude=("n1", "n2", "n3", "n4"))]

@@ -14,7 +14,7 @@ from resihp.detector.online.predictor import Key, Predictor, keys
 from resihp.detector.online.regression import Coefficients
 from resihp.parallelism.layout import Layout, Replica, Stage
 from resihp.parallelism.plan import Stop
-from resihp.pipeline.compiled import KINDS
+from resihp.pipeline.compiled import PRIMITIVE_KINDS
 
 MIDDLE: Key = (4, 2, False, False)
 TRUE = Coefficients(intercept_s=2e-3, per_token_s=6e-6, per_square_s=4e-10)
@@ -406,7 +406,7 @@ def learnt(job: Job, iterations: int) -> Floats:
                     own = kinds == kind
                     predictor.observe(
                         key_of[Stop(d, s, 0)],
-                        KINDS[kind],
+                        PRIMITIVE_KINDS[kind],
                         times.tokens[own],
                         times.squares[own],
                         times.compute[own],
@@ -415,7 +415,11 @@ def learnt(job: Job, iterations: int) -> Floats:
                     )
     chunks = np.empty((job.iterations, compiled.size))
     for v in range(compiled.size):
-        m, key, kind = compiled.micro_batch[v], key_of[compiled.stops[compiled.stop[v]]], KINDS[compiled.kind[v]]
+        m, key, kind = (
+            compiled.micro_batch[v],
+            key_of[compiled.stops[compiled.stop[v]]],
+            PRIMITIVE_KINDS[compiled.kind[v]],
+        )
         seconds = predictor.predict(key, kind, job.tokens[:, m], job.squares[:, m])
         assert seconds is not None
         chunks[:, v] = seconds

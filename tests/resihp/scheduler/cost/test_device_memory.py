@@ -17,7 +17,7 @@ from resihp.parallelism.plan import Plan, spread
 from resihp.pipeline.program import buckets, memberships, programs
 from resihp.scheduler import decide
 from resihp.scheduler.cost import device_memory, memory
-from resihp.scheduler.cost.device_memory import NOTHING, Overhead, communicator_bytes, overhead
+from resihp.scheduler.cost.device_memory import NO_OVERHEAD, Overhead, communicator_bytes, overhead
 from resihp.scheduler.situation import Situation
 from resihp.scheduler.what_if import catalogue, question
 
@@ -26,8 +26,8 @@ FULL = overhead("cuda", "nccl")
 
 
 def test_nothing_is_counted_on_processors_and_no_communicators_with_gloo() -> None:
-    assert overhead("cpu", "gloo") == overhead("cpu", "nccl-like") == NOTHING
-    assert NOTHING.room(80_000_000_000) == NOTHING.with_gaps(80_000_000_000) == 80_000_000_000
+    assert overhead("cpu", "gloo") == overhead("cpu", "nccl-like") == NO_OVERHEAD
+    assert NO_OVERHEAD.room(80_000_000_000) == NO_OVERHEAD.with_gaps(80_000_000_000) == 80_000_000_000
     assert {name for name, _ in FULL.parts} - {name for name, _ in overhead("cuda", "gloo").parts} == {
         "NCCL's communicators"
     }

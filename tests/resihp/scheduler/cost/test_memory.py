@@ -12,7 +12,15 @@ from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.ownership import owned, size_of
 from resihp.parallelism.parameter_outline import outline
 from resihp.parallelism.plan import Plan, spread
-from resihp.scheduler.cost.memory import STATE_BYTES, Post, capacity, needed_bytes, obstacle, smallest_degree, zero_1
+from resihp.scheduler.cost.memory import (
+    STATE_BYTES,
+    StageSetup,
+    capacity,
+    needed_bytes,
+    obstacle,
+    smallest_degree,
+    zero_1,
+)
 
 MODEL = ModelSpec(layers=8, hidden=64, heads=8, kv_groups=8, ffn_hidden=256, vocab=512, sequence=128)
 TOKENS = 100
@@ -105,14 +113,14 @@ def test_the_rank_that_needs_most_is_named() -> None:
 def test_capacity_agrees_with_what_is_needed(schedule: str, tokens: int) -> None:
     made = plan(grid(tp=2, pp=4), schedule=schedule)
     for stage in range(4):
-        post = Post(stage=stage, stages=4, tp=2, schedule=schedule, micro_batches=8)
+        post = StageSetup(stage=stage, stages=4, tp=2, schedule=schedule, micro_batches=8)
         needed = needed_bytes(made, 2 * stage, MODEL, tokens)
         assert capacity(MODEL, post, needed, tokens) == 2
         assert capacity(MODEL, post, needed - 1, tokens) == 1
 
 
 def test_the_smallest_degree_is_the_first_that_can_hold_a_layer_in_each_chunk() -> None:
-    post = Post(stage=1, stages=4, tp=4, micro_batches=8)
+    post = StageSetup(stage=1, stages=4, tp=4, micro_batches=8)
     one_layer = [needed_bytes(plan(Layout.uniform(tp=k, pp=8, dp=1, layers=8)), k, MODEL, 0) for k in (1, 2, 4)]
     assert [smallest_degree(MODEL, post, memory, 0) for memory in one_layer] == [1, 2, 4]
     assert smallest_degree(MODEL, post, one_layer[2] - 1, 0) == 5
@@ -138,7 +146,7 @@ def test_bf16_takes_eighteen_bytes_a_parameter_and_half_the_activations_but_for_
     most = needed_bytes(made, first, half, TOKENS)
     assert obstacle(made, half, most, TOKENS) is None
     assert obstacle(made, half, most - 1, TOKENS) is not None
-    post = Post(stage=1, stages=4, tp=1, micro_batches=8)
+    post = StageSetup(stage=1, stages=4, tp=1, micro_batches=8)
     enough = needed_bytes(made, 1, half, TOKENS)
     assert (capacity(half, post, enough, TOKENS), capacity(half, post, enough - 1, TOKENS)) == (2, 1)
 

@@ -9,7 +9,7 @@ from resihp.parallelism.model import ModelSpec
 from resihp.scheduler import decide
 from resihp.scheduler.cost import transition_memory
 from resihp.scheduler.cost.held_state import holdings
-from resihp.scheduler.cost.transition_memory import Both, beside
+from resihp.scheduler.cost.transition_memory import TransitionBytes, beside
 from resihp.scheduler.what_if import catalogue
 from resihp.scheduler.what_if.question import Question, first_plan, pose
 
@@ -25,7 +25,7 @@ def test_a_transition_without_room_for_both_states_is_told() -> None:
     assert transition_memory.obstacle(there, there.active, back, MODEL, most) is None
     said = transition_memory.obstacle(there, there.active, back, MODEL, most - 1)
     assert said is not None
-    assert "GB of state as it was" in said
+    assert "GB of old state" in said
     assert transition_memory.obstacle(there, (), back, MODEL, most - 1) is None, "nobody holds anything"
     assert transition_memory.obstacle(there, there.active, there, MODEL, 1) is None, "nothing changes"
 
@@ -35,7 +35,7 @@ def test_optimizer_state_that_replicas_share_moves_piece_by_piece() -> None:
     back = Layout((Replica((Stage((1,), ((0, 1),)), Stage((0,), ((2, 3),)))),))
     old, new = dict(holdings(there.replicas))[0], dict(holdings(back.replicas))[0]
     own = beside(old, old, MODEL, (1, 1))
-    assert own == Both(own.old, 0)
+    assert own == TransitionBytes(own.old, 0)
     both = beside(old, new, MODEL, (2, 1))
     assert both.old < both.total < beside(old, new, MODEL).total
 
@@ -62,7 +62,7 @@ def test_a_plan_whose_transition_has_no_room_is_not_proposed() -> None:
     )
     assert found is None
     with_room = decide(case, search=False)
-    assert "with room for what is there" in with_room.reason
+    assert "with room for the current state" in with_room.reason
     assert decision.seconds < 0.9 * with_room.seconds
     from_a_checkpoint = decide(msgspec.structs.replace(case, fresh=True))
     assert from_a_checkpoint.seconds < decision.seconds, "nobody holds anything beside it"

@@ -9,7 +9,7 @@ from resihp.parallelism.layout import Layout, Replica, Stage
 from resihp.parallelism.plan import Plan, spread
 from resihp.scheduler import Situation, decide
 from resihp.scheduler.explained.explanation import explain
-from resihp.scheduler.explained.idle import MOST_TRIES, Idle, reasons
+from resihp.scheduler.explained.idle import MAX_TRIES, Idle, reasons
 from resihp.scheduler.layouts import groups
 from resihp.scheduler.what_if import catalogue, question
 from tests.resihp.scheduler.cases import MODEL, on_nodes, situation
@@ -98,7 +98,7 @@ def test_a_large_job_takes_no_more_tries_than_a_small_one(replicas: int, monkeyp
     monkeypatch.setattr("resihp.scheduler.explained.idle.lay", counted)
     asked = question.Question(
         model=catalogue.model("llama2-13b", 4096),
-        hardware=catalogue.HARDWARE["a100"],
+        hardware=catalogue.KNOWN_HARDWARE["a100"],
         tp=4,
         dp=replicas,
         pp=4,
@@ -112,4 +112,4 @@ def test_a_large_job_takes_no_more_tries_than_a_small_one(replicas: int, monkeyp
     decision = decide(case)
     found = explain(decision.plan, decision.seconds, case)
     assert {rank for one in found.idle for rank in one.ranks} == set(decision.plan.layout.standby)
-    assert len(tries) <= MOST_TRIES
+    assert len(tries) <= MAX_TRIES

@@ -16,7 +16,7 @@ from resihp.pipeline.checker import check as check_programs
 from resihp.scheduler import Situation
 from resihp.scheduler.cost import memory
 from resihp.scheduler.cost.prices import iteration_seconds
-from resihp.scheduler.layouts.paper_planner import STEPS, progressive, proportional
+from resihp.scheduler.layouts.paper_planner import STEP_NAMES, progressive, proportional
 from tests.resihp.scheduler.cases import MODEL, cases, on_nodes, situation
 
 TWELVE = msgspec.structs.replace(MODEL, layers=12, vocab=4)
@@ -39,7 +39,7 @@ WIDE = Layout.uniform(tp=4, pp=2, dp=2, layers=12)
 def test_group_of_four_keeps_a_slow_rank_of_half_the_speed_or_more(x: float, size: int) -> None:
     """4 x > 2 exactly when x > 0.5; a tie keeps the larger group."""
     case = situation(WIDE, nodes=on_nodes(16, 4), tp=4, pp=2, model=TWELVE, speeds={3: x})
-    layout = progressive(case, STEPS[:1]).plan.layout
+    layout = progressive(case, STEP_NAMES[:1]).plan.layout
     group = layout.replicas[0].stages[0].ranks
     assert len(group) == size
     assert (3 in group) == (size == 4)
@@ -65,7 +65,7 @@ def test_standby_serves_its_own_node_only() -> None:
 def test_smallest_degree_follows_from_memory() -> None:
     """Where one rank cannot hold a layer, a group that is down to one is lost."""
     model = msgspec.structs.replace(TWELVE, layers=2)
-    post = memory.Post(stage=0, stages=2, tp=4, micro_batches=8)
+    post = memory.StageSetup(stage=0, stages=2, tp=4, micro_batches=8)
     pair = next(n for n in range(0, 10**7, 10**4) if memory.smallest_degree(model, post, n, 64) == 2)
     base = Layout.uniform(tp=4, pp=2, dp=2, layers=2)
     case = situation(base, nodes=on_nodes(16, 4), tp=4, pp=2, model=model, lost=[0, 1, 2], memory_bytes=pair, tokens=64)
@@ -81,14 +81,14 @@ def test_four_four_four_becomes_five_two_five() -> None:
     assert proportional(12, (1, 0.4, 1)) == (5, 2, 5)
     base = Layout.uniform(tp=1, pp=3, dp=2, layers=12)
     case = situation(base, nodes=on_nodes(6, 3), tp=1, pp=3, model=TWELVE, speeds={1: 0.4})
-    assert layers(progressive(case, STEPS[:2]).plan.layout) == [[5, 2, 5]] * 2, "the healthy replica, too"
-    assert layers(progressive(case, STEPS[:1]).plan.layout) == [[4, 4, 4]] * 2
+    assert layers(progressive(case, STEP_NAMES[:2]).plan.layout) == [[5, 2, 5]] * 2, "the healthy replica, too"
+    assert layers(progressive(case, STEP_NAMES[:1]).plan.layout) == [[4, 4, 4]] * 2
 
 
 def test_slowest_replica_at_each_stage_decides() -> None:
     base = Layout.uniform(tp=1, pp=3, dp=2, layers=12)
     case = situation(base, nodes=on_nodes(6, 3), tp=1, pp=3, model=TWELVE, speeds={0: 0.5, 4: 0.5})
-    assert layers(progressive(case, STEPS[:2]).plan.layout) == [[3, 3, 6]] * 2
+    assert layers(progressive(case, STEP_NAMES[:2]).plan.layout) == [[3, 3, 6]] * 2
 
 
 @given(st.lists(st.sampled_from([0.1, 0.3, 0.5, 1.0, 2.0, 4.0]), min_size=1, max_size=8), st.integers(8, 80))
@@ -118,7 +118,7 @@ def test_layers_respect_memory() -> None:
 NARROW = Layout.uniform(tp=2, pp=3, dp=3, layers=12)
 
 
-def lost_stage(steps: tuple[str, ...] = STEPS) -> tuple[Situation, Plan, str]:
+def lost_stage(steps: tuple[str, ...] = STEP_NAMES) -> tuple[Situation, Plan, str]:
     case = situation(NARROW, nodes=on_nodes(18, 2), tp=2, pp=3, model=TWELVE, lost=[8, 9], micro_batches=24)
     decision = progressive(case, steps)
     assert decision.seconds == iteration_seconds(decision.plan, case)
@@ -132,12 +132,12 @@ def test_micro_batches_of_a_lost_stage_all_go_to_other_replicas() -> None:
     assert sorted(move.micro_batch for move in gone) == list(plan.assignment[1])
     assert {move.replica for move in gone} == {0, 2}
     assert plan.orders[1][1] == ()
-    assert "without ranks: replica 1 stage 1, whose work migrates" in reason
+    assert "without ranks, so that their work migrates: replica 1 stage 1" in reason
     check_programs(plan)
 
 
 def test_without_migration_a_replica_that_lost_a_stage_is_given_up() -> None:
-    _, plan, _ = lost_stage(STEPS[:2])
+    _, plan, _ = lost_stage(STEP_NAMES[:2])
     assert plan.layout.replicas == (NARROW.replicas[0], NARROW.replicas[2])
     assert plan.layout.standby == (6, 7, 10, 11)
 
@@ -154,10 +154,10 @@ def test_lost_stage_stays_lost_until_ranks_come() -> None:
 
 
 def test_stage_that_no_replica_holds_any_more_is_refused() -> None:
-    for steps in (STEPS[:1], STEPS[:2], STEPS):
+    for steps in (STEP_NAMES[:1], STEP_NAMES[:2], STEP_NAMES):
         case = situation(NARROW, nodes=on_nodes(18, 2), tp=2, pp=3, model=TWELVE, lost=[2, 3, 8, 9, 14, 15])
         with pytest.raises(
-            PlanError, match=r"stage 1 of 3: no replica holds it any more, with 12 ranks left.*--tp or --pp"
+            PlanError, match=r"stage 1 of 3: no replica holds it any more \(12 ranks are left.*--tp or --pp"
         ):
             progressive(case, steps)
 
@@ -168,7 +168,7 @@ def test_every_replica_broken_at_another_stage_goes_on_by_migration_only() -> No
     assert plan.layout.vacant == ((0, 0), (1, 1), (2, 2))
     check_programs(plan)
     with pytest.raises(PlanError, match="every replica has lost a stage, and micro-batches may not migrate"):
-        progressive(case, STEPS[:2])
+        progressive(case, STEP_NAMES[:2])
 
 
 def test_ranks_that_lost_their_state_stand_by() -> None:
@@ -194,7 +194,7 @@ def test_later_steps_take_up_what_earlier_ones_cannot() -> None:
     base = Layout.uniform(tp=2, pp=2, dp=4, layers=5)
     model = msgspec.structs.replace(TWELVE, layers=5)
     case = situation(base, nodes=on_nodes(16, 4), tp=2, pp=2, model=model, speeds={4: 0.6}, micro_batches=64)
-    seconds = [progressive(case, STEPS[:n]).seconds for n in (1, 2, 3)]
+    seconds = [progressive(case, STEP_NAMES[:n]).seconds for n in (1, 2, 3)]
     assert seconds[0] > seconds[1] > seconds[2]
     full = progressive(case)
     assert full.alternatives == (("exclude", seconds[0]), ("exclude, repartition", seconds[1]))
@@ -249,7 +249,7 @@ def test_plans_are_whole_fit_memory_and_do_not_change_when_asked_again(case: Sit
     case = msgspec.structs.replace(
         case, memory_bytes=tight and enough * tight, tokens=data.draw(st.sampled_from([0, 9])), stale=tuple(stale)
     )
-    steps = STEPS[: data.draw(st.integers(1, 3))]
+    steps = STEP_NAMES[: data.draw(st.integers(1, 3))]
     try:
         decision = progressive(case, steps, delta=data.draw(st.integers(0, 2)))
     except LayoutError:

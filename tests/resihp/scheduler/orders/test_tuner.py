@@ -165,7 +165,7 @@ def test_what_makes_no_sense_is_refused() -> None:
         ({"most_alive": (9.0,)}, "1 limits of live activations for 2 stages"),
         ({"most_alive": (1.0, 1.0)}, "2 stages may keep at most 1 alive: too little for one micro-batch"),
         ({"layer_bytes": (1.0,)}, "activations of 1 layers, the profile has 4"),
-        ({"profile": even(4, math.inf)}, "not all times of its stages are at least 0 and finite"),
+        ({"profile": even(4, math.inf)}, "some time of its stages is negative or not finite"),
     ):
         with pytest.raises(PlanError, match=message):
             tune(msgspec.structs.replace(task, **change), evaluations=10)  # type: ignore[arg-type]

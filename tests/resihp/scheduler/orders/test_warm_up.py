@@ -139,7 +139,7 @@ def test_the_planners_price_of_a_plan_with_these_orders_is_the_same() -> None:
 
 
 def test_too_little_memory_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"stage 2: may keep 0\.5 alive, and one micro-batch takes 1"):
+    with pytest.raises(PlanError, match=r"stage 2: may keep 0\.5 alive, but one micro-batch takes 1"):
         adapted(slow_pipeline(10), range(4), most_alive=(1, 1, 0.5, 1, 1, 1, 1, 1))
     with pytest.raises(PlanError, match="2 limits of live micro-batches for 8 stages"):
         adapted(slow_pipeline(10), range(4), most_alive=(1, 1))

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Order, Plan, Primitive, Stop
-from resihp.pipeline.compiled import KINDS
+from resihp.pipeline.compiled import PRIMITIVE_KINDS
 from resihp.pipeline.schedules import orders_of
 from resihp.pipeline.timeline import Orders, play
 from resihp.scheduler.search import kernels
@@ -64,8 +64,8 @@ class Pipeline:
 def test_a_pipeline_takes_what_the_timeline_says(shape: tuple[int, int, bool, int]) -> None:
     pipeline = Pipeline(*shape)
     expected = pipeline.seconds(orders_of(pipeline.plan))
-    assert kernels.played(*pipeline.told) == pytest.approx(expected, rel=1e-12)
-    assert kernels.least(*pipeline.told) <= expected * (1 + 1e-12)
+    assert kernels.play_pipeline(*pipeline.told) == pytest.approx(expected, rel=1e-12)
+    assert kernels.play_lower_bound(*pipeline.told) <= expected * (1 + 1e-12)
 
 
 @settings(max_examples=60, deadline=None)
@@ -76,12 +76,14 @@ def test_orders_that_are_made_take_no_longer_than_is_said_and_keep_to_memory(
     pipeline = Pipeline(*shape)
     stages, count, split = pipeline.stages, pipeline.count, pipeline.split
     limits, caps = np.empty(stages, np.int64), np.full(stages, most)
-    kernels.limited(stages, count, further, limits)
+    kernels.write_limits(stages, count, further, limits)
     rows = np.empty((stages, count * (3 if split else 2)), np.int64)
-    seconds = kernels.scheduled(*pipeline.told, limits, caps, patience, math.inf, rows)
-    lanes: tuple[Order, ...] = tuple(tuple(Primitive(KINDS[at % 3], at // 3) for at in row) for row in rows.tolist())
+    seconds = kernels.schedule_pipeline(*pipeline.told, limits, caps, patience, math.inf, rows)
+    lanes: tuple[Order, ...] = tuple(
+        tuple(Primitive(PRIMITIVE_KINDS[at % 3], at // 3) for at in row) for row in rows.tolist()
+    )
     assert pipeline.seconds((lanes,)) <= seconds * (1 + 1e-12)
-    assert kernels.eager_least(*pipeline.told) <= seconds * (1 + 1e-12)
+    assert kernels.schedule_lower_bound(*pipeline.told) <= seconds * (1 + 1e-12)
     for order in lanes:
         alive = 0
         for primitive in order:
@@ -92,9 +94,9 @@ def test_orders_that_are_made_take_no_longer_than_is_said_and_keep_to_memory(
 @pytest.mark.parametrize("split", [False, True])
 def test_without_numba_the_numbers_are_the_same(split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = Pipeline(5, 9, split, 7)
-    compiled = kernels.played(*pipeline.told)
+    compiled = kernels.play_pipeline(*pipeline.told)
     monkeypatch.setitem(sys.modules, "numba", None)
-    plain = kernels.machine_code(getattr(kernels.played, "py_func", kernels.played))
+    plain = kernels.machine_code(getattr(kernels.play_pipeline, "py_func", kernels.play_pipeline))
     assert plain(*pipeline.told) == compiled
 
 
@@ -164,7 +166,7 @@ def test_current_folder_does_not_say_where_machine_code_is_found(tmp_path: Path,
         f"import sys; sys.path.append({str(packages)!r}); import numpy as np\n"
         "from resihp.scheduler.search import kernels\n"
         "one = np.ones(2)\n"
-        "print(kernels.played(2, 4, one, one, one, np.zeros(2), False))\n"
+        "print(kernels.play_pipeline(2, 4, one, one, one, np.zeros(2), False))\n"
         "import os; assert 'NUMBA_CACHE_DIR' not in os.environ\n"
     )
     command = [sys.executable, "-P", "-W", "error", "-c", code]

@@ -35,13 +35,13 @@ def test_a_file_says_of_which_precision_its_model_is(tmp_path: Path) -> None:
 
 
 def test_models_have_as_many_parameters_as_published() -> None:
-    assert set(PUBLISHED) == set(catalogue.MODELS)
+    assert set(PUBLISHED) == set(catalogue.KNOWN_MODELS)
     for name, billions in PUBLISHED.items():
         assert catalogue.model(name, 4096).parameters / 1e9 == pytest.approx(billions, rel=0.01), name
 
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
-@pytest.mark.parametrize("hardware", sorted(catalogue.HARDWARE))
+@pytest.mark.parametrize("hardware", sorted(catalogue.KNOWN_HARDWARE))
 def test_every_known_model_has_a_profile(name: str, hardware: str) -> None:
     model = catalogue.model(name, 4096)
     device = catalogue.hardware(hardware)
@@ -141,8 +141,8 @@ LAYERS = "layers = 12\nhidden = 768\nheads = 12\nffn_hidden = 3072\nvocab = 5025
     [
         (LAYERS + "ffn_hiden = 1\n", "unknown key ffn_hiden; did you mean ffn_hidden?"),
         ("layers = 12\n", "hidden, heads, ffn_hidden, vocab missing"),
-        (LAYERS.replace("12", "0", 1), "layers is a whole number from 1 on, got 0"),
-        (LAYERS.replace("12", "true", 1), "layers is a whole number from 1 on, got True"),
+        (LAYERS.replace("12", "0", 1), "layers is a whole number of at least 1, got 0"),
+        (LAYERS.replace("12", "true", 1), "layers is a whole number of at least 1, got True"),
         (LAYERS + 'gated = "yes"\n', "gated is true or false, got 'yes'"),
         (LAYERS.replace("768", "770"), "hidden 770 cannot be divided by heads 12"),
         (LAYERS + "kv_groups = 5\n", "heads 12 cannot be divided by kv_groups 5"),
@@ -174,7 +174,7 @@ def test_a_hardware_file_that_is_wrong(tmp_path: Path, content: str, said: str) 
 
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "true", '"80GB"'])
 def test_a_rate_that_is_none(tmp_path: Path, value: str) -> None:
-    device = catalogue.HARDWARE["a100"]
+    device = catalogue.KNOWN_HARDWARE["a100"]
     file = tmp_path / "mine.toml"
     keys = {key: f"{getattr(device, key)}" for key in device.__struct_fields__} | {"flops": value}
     file.write_text("\n".join(f"{key} = {content}" for key, content in keys.items()))

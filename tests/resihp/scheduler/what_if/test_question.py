@@ -14,9 +14,9 @@ from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Migration, Plan
 from resihp.scheduler import Decision, decide, without_lost_replicas
 from resihp.scheduler.cost import device_memory
-from resihp.scheduler.cost.device_memory import GAPS
+from resihp.scheduler.cost.device_memory import GAP_SHARE
 from resihp.scheduler.cost.prices import iteration_seconds
-from resihp.scheduler.transition_cost import NOTHING
+from resihp.scheduler.transition_cost import NO_COST
 from resihp.scheduler.what_if import catalogue, question
 from resihp.scheduler.what_if.answer import WhatIfAnswer, answer, as_json
 from resihp.scheduler.what_if.question import Question
@@ -64,12 +64,12 @@ def test_degrees() -> None:
     [
         ("tp=4,dp=2", "pp is missing; for example tp=4,dp=2,pp=4"),
         ("tp=4,dp=2,pp=0", "pp must be at least 1"),
-        ("tp=4,dp=2,pp=-1", "pp=-1 is no degree"),
-        ("tp=4,dp=2,pp=1.5", "pp=1.5 is no degree"),
+        ("tp=4,dp=2,pp=-1", "pp=-1 is not a degree"),
+        ("tp=4,dp=2,pp=1.5", "pp=1.5 is not a degree"),
         ("tp=4,dp=2,pq=4", "unknown degree pq; did you mean"),
-        ("tp=4,tp=2,pp=4", "tp is there twice"),
-        ("4x2x4", "4x2x4 is no degree"),
-        ("", "nothing is no degree"),
+        ("tp=4,tp=2,pp=4", "tp is given twice"),
+        ("4x2x4", "4x2x4 is not a degree"),
+        ("", "nothing is not a degree"),
     ],
 )
 def test_degrees_that_are_none(text: str, said: str) -> None:
@@ -144,7 +144,7 @@ def test_the_situation_says_what_has_happened() -> None:
         ({"slow": {99: 0.5}}, "--slow 99: no such rank"),
         ({"failed_nodes": ("n5",)}, "--fail-node n5: no node n5; there are n1 to n4"),
         ({"slow_links": {("n1", "n9"): 0.5}}, "--slow-link n1-n9: no node n9"),
-        ({"slow": {5: 0.5}, "failed": (5,)}, "rank 5: is said to be slow and to have failed"),
+        ({"slow": {5: 0.5}, "failed": (5,)}, "rank 5: given as slow and as failed"),
         ({"slow": {5: math.nan}}, "speed of 5: nan"),
         ({"failed": tuple(range(32))}, "nothing is left: all 32 ranks have failed"),
         ({"micro_batches": 0}, "--micro-batches 0: must be at least 1"),
@@ -175,7 +175,7 @@ def test_nothing_left_for_a_stage_is_refused_by_the_planner() -> None:
 def test_nothing_happened() -> None:
     found = unchanged(LLAMA)
     assert found.unmitigated_s == pytest.approx(found.before.seconds) == pytest.approx(found.after.seconds)
-    assert found.cost == NOTHING
+    assert found.cost == NO_COST
     assert answered(LLAMA).after.seconds <= found.after.seconds * (1 + 1e-9)
 
 
@@ -207,7 +207,7 @@ def test_before_is_healthy_and_unmitigated_is_not() -> None:
 def test_a_dead_spare_changes_nothing() -> None:
     found = unchanged(asked(spares=1, failed=(35,)))
     assert found.unmitigated_s == pytest.approx(found.before.seconds)
-    assert found.cost == NOTHING
+    assert found.cost == NO_COST
 
 
 def test_a_spare_node_takes_the_place_of_a_lost_one() -> None:
@@ -240,7 +240,7 @@ def test_memory_is_eighteen_bytes_a_parameter_activations_of_two_and_what_a_gpu_
     """Worked by hand: the first stage of four keeps four micro-batches."""
     model = LLAMA.model
     needs = question.stage_bytes(LLAMA, question.first_plan(LLAMA))[0]
-    found = [(need - LLAMA.overhead.with_gaps(1)) / (1 + GAPS) for need in needs]
+    found = [(need - LLAMA.overhead.with_gaps(1)) / (1 + GAP_SHARE) for need in needs]
     state = 18 * (10 * model.parameters_per_layer + model.vocab_rows * model.hidden) / 4
     # Into and out of two norms; queries, keys, values, the first two turned, what was attended, a gated MLP's inside
     # on four devices; sine and cosine.
@@ -252,7 +252,7 @@ def test_memory_is_eighteen_bytes_a_parameter_activations_of_two_and_what_a_gpu_
 
 def test_a_model_in_fp32_is_asked_about_with_its_own_state_and_twice_the_activations() -> None:
     """And with queries once more in each layer: attention in fp32 goes document by document."""
-    half = msgspec.structs.replace(LLAMA, overhead=device_memory.NOTHING, pp=1)
+    half = msgspec.structs.replace(LLAMA, overhead=device_memory.NO_OVERHEAD, pp=1)
     whole = msgspec.structs.replace(half, model=msgspec.structs.replace(LLAMA.model, precision="fp32"))
     logits = 4096 * LLAMA.model.vocab_rows // 4
     parameters, in_loss = LLAMA.model.parameters / 4, 4 * min(logits, 1 << 23)

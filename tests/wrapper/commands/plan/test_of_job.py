@@ -290,7 +290,7 @@ def test_devices_that_nobody_knows_are_taken_for_others_and_that_is_said(ledger:
     [
         (("7", "--fail", "9"), "--fail 9: no such rank; there are ranks 0, 1, 2, 3, 4, 5, 6, 7"),
         (("7", "--fail-node", "n1"), "--fail-node n1: no node n1; there are gpu-1, gpu-2"),
-        (("7", "--fail", "6", "--slow", "6:0.5"), "rank 6: is said to be slow and to have failed"),
+        (("7", "--fail", "6", "--slow", "6:0.5"), "rank 6: given as slow and as failed"),
         (("7", "--model", "llama2-7b"), "plan 7: a job has its own model and layout"),
     ],
 )

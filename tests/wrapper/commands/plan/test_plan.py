@@ -177,7 +177,7 @@ def test_own_hardware_and_model(tmp_path: Path) -> None:
     ("argv", "said"),
     [
         (("--fail", "99"), "--fail 99: no such rank; there are ranks 0 to 31"),
-        (("--fail", "five"), "--fail five: no rank; for example --fail 5,17"),
+        (("--fail", "five"), "--fail five: not a rank; for example --fail 5,17"),
         (("--fail-node", "n9"), "--fail-node n9: no node n9; there are n1 to n4"),
         (("--slow", "12:0"), "has failed: --fail 12"),
         (("--slow", "12:nan"), "it is more than 0 and at most 1"),

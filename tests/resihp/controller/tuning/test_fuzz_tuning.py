@@ -22,7 +22,7 @@ from resihp.simulator.false_alarms import Wolf
 from resihp.simulator.scenario import Scenario
 from resihp.simulator.world import Result, World
 
-CHUNK = 25
+CHUNK = 50
 SEEDS = int(os.environ.get("RESIHP_FUZZ_SEEDS", "500")) // 10
 
 

@@ -1,4 +1,5 @@
-"""Data sets that keep `resihp.Dataset`'s protocol: pure in (seed, iteration), lengths known before anything is read."""
+"""Data sets that follow the `resihp.Dataset` protocol: pure in (seed, iteration), lengths known before data are
+read."""
 
 from resihp.datasets.blended import Blended
 from resihp.datasets.megatron import MegatronIndexed

@@ -34,7 +34,7 @@ from resihp.executor.tensor_group import TensorGroup, guarded  # noqa: E402
 from resihp.pipeline.program import GroupSpec  # noqa: E402
 from resihp.protocol import messages as m  # noqa: E402
 from resihp.worker import nccl_versions  # noqa: E402
-from resihp.worker.forkserver import PRELOAD  # noqa: E402
+from resihp.worker.forkserver import PRELOADED_MODULES  # noqa: E402
 from tests.waiting import until  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -62,14 +62,14 @@ def test_what_the_fork_server_imports_asks_for_no_gpu(tmp_path: Path) -> None:
     """That would start CUDA, and no child of a process that has may use it. Beside CUDA's compiler, as in containers,
     torch's `cpp_extension` asks, which megatron-core imports."""
     environment = {**os.environ, "CUDA_HOME": str(tmp_path)}
-    command = [sys.executable, "-c", SPY, PRELOAD]
+    command = [sys.executable, "-c", SPY, PRELOADED_MODULES]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert done.stdout.split() == []
     assert "CUDA" not in done.stderr
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="torch is a build for CPUs, in which no fork is a bad one")
-@pytest.mark.parametrize(("arguments", "fork"), [((PRELOAD,), "sound"), (("torch", "ask"), "bad")])
+@pytest.mark.parametrize(("arguments", "fork"), [((PRELOADED_MODULES,), "sound"), (("torch", "ask"), "bad")])
 def test_a_fork_after_the_preload_may_use_cuda(tmp_path: Path, arguments: tuple[str, ...], fork: str) -> None:
     """The second case shows that a fork which may not is noticed."""
     command = [sys.executable, "-m", "tests.integration.fork_after_preload", *arguments]

@@ -70,7 +70,7 @@ def environment() -> list[str]:
     pytest.importorskip("torch")
     from resihp.executor import backends
 
-    return [*backends.NO_WATCHDOG, *(name for name in backends.PATIENCE if name.startswith("TORCH_"))]
+    return [*backends.NO_WATCHDOG, *(name for name in backends.CONNECT_LIMITS if name.startswith("TORCH_"))]
 
 
 def reason(error: Exception) -> str:

@@ -1,4 +1,6 @@
-"""What a rank holds of the model: parameters and optimizer state by name, their moves between layouts, checkpoints.
+"""The part of the model that a rank holds: parameters and optimizer state by name, transfers between layouts,
+checkpoints.
 
-All by the names of the whole model's parameters, so that any layout can go on from any other's state. Imports torch.
+Everything uses the names of the whole model's parameters, so that any layout can take over any other's state. Imports
+torch.
 """

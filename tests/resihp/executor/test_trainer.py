@@ -271,7 +271,7 @@ def test_a_layer_is_tried_there_and_back_with_what_gpus_compile(monkeypatch: pyt
         return swiglu(tokens, *rest)
 
     monkeypatch.setattr(mlp, "bias_swiglu_impl", watched)
-    monkeypatch.setattr(engine_module, "WARM", (2, 3))
+    monkeypatch.setattr(engine_module, "WARM_UP_TOKENS", (2, 3))
     engine.warm()
     assert seen == [], "a processor compiles nothing"
     engine._pass_through_a_layer()

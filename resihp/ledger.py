@@ -31,7 +31,7 @@ def _queries() -> Any:
         if file.parent != ours / "db":
             raise ImportError(
                 f"resihp.ledger: `db` is {file} in this process, and resihp's package of that name cannot be there "
-                "too; import resihp.ledger before it, rename that file, or have the rows without either: "
+                "too; import resihp.ledger before it, rename that file, or export the rows instead: "
                 "resihp history failures --parquet failures.parquet"
             )
         return import_module("db.reading.queries")

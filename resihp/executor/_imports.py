@@ -24,7 +24,7 @@ import torch
 from resihp.worker import torch_versions
 
 if refusal := torch_versions.refusal(torch.__version__):
-    raise ImportError(f"{refusal}; {torch_versions.WAY_OUT}")
+    raise ImportError(f"{refusal}; {torch_versions.UPGRADE_COMMAND}")
 
 _compile, _is_available = torch.compile, torch.cuda.is_available
 _cpp_extension = logging.getLogger("torch.utils.cpp_extension")

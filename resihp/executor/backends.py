@@ -182,7 +182,7 @@ class Nccl(BackEnd):
             os.environ.setdefault(name, value)
         version = nccl_versions.loaded()
         if version is not None and (doubt := nccl_versions.doubt(version, nccl_versions.files())):
-            print(f"{doubt}; {nccl_versions.WAY_OUT}", flush=True)
+            print(f"{doubt}; {nccl_versions.UPGRADE_ADVICE}", flush=True)
 
     def connect(self, store: Any, index: int, size: int, timeout: timedelta, role: Role = STANDALONE_ROLE) -> Backend:
         """Return a communicator that is already connected: lazily built ones could meet each other in another order.

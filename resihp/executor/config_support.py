@@ -171,7 +171,8 @@ def layers_message(config: TransformerConfig) -> str:
         return ""
     return (
         f"transformer config: transformer_impl={config.transformer_impl!r}: megatron-core's local layers are used, "
-        "installed or not (Trainer's layers='transformer_engine' says why); 'local' ends this line"
+        "whether or not Transformer Engine is installed (Trainer(layers='transformer_engine') explains why); set it to "
+        "'local' to silence this line"
     )
 
 

@@ -165,7 +165,7 @@ def refuse_precision(device: torch.device, dtype: torch.dtype) -> None:
     if dtype is not torch.bfloat16 or device.type != "cuda":
         return
     if refusal := torch_versions.refusal_of_bf16(torch.__version__):
-        raise ModelError(f"device {device}: {refusal}; {torch_versions.WAY_OUT}, or train with bf16=False")
+        raise ModelError(f"device {device}: {refusal}; {torch_versions.UPGRADE_COMMAND}, or train with bf16=False")
     if not torch.cuda.is_bf16_supported(including_emulation=False):
         name = torch.cuda.get_device_name(device)
         raise ModelError(f"device {device}: {name} has no bf16 arithmetic; train with bf16=False, or on another GPU")

@@ -32,7 +32,7 @@ class Wolf:
     """Finds something in each iteration with probability `chance`: a slow rank, two slow ranks that cannot be
     distinguished, a slow link, nothing in particular, slow work that ranks do together, or an intermittently slow rank.
 
-    It cries wolf, hence the name.
+    It cries wolf.
     """
 
     def __init__(self, seed: int, chance: float, _: Detection) -> None:

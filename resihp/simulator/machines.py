@@ -49,7 +49,7 @@ class SimNode:
     silences: int = 0
     last_delivered: float = 0.0
     last_beat: float = 0.0
-    lost_told: bool = False
+    loss_reported: bool = False
     arrived: bool = True
     """Its agent has connected to a supervisor, or is about to for the first time."""
     joined: bool = False
@@ -112,7 +112,7 @@ class Worker:
         self.gone = False
         """Dead, with its connections closed."""
         self.answered_at = 0.0
-        self.told_at = 0.0
+        self.ordered_at = 0.0
         self.shown = -1
         self.shown_at = 0.0
         """Number of primitives that the controller knows of, and since when."""
@@ -348,7 +348,7 @@ class Worker:
         self.announced.remove(order)
         assert self.outcome is not None
         if order.after_iteration != self.stepped or self.outcome.pause:
-            self.say(m.Probed(probe=order.probe, missed="told of it too late"))
+            self.say(m.Probed(probe=order.probe, missed="order received too late"))
             self.meet()
             return
         self.activity = "communication"

@@ -86,7 +86,7 @@ class Rules:
         self.committed = world.scenario.resume_from
         self.evaluated = 0
         self.reported = world.scenario.resume_from
-        self.witnessed = world.scenario.resume_from
+        self.stepped_by_any = world.scenario.resume_from
         """Highest iteration whose step a delivered report confirms: `reported` by ranks not given up, this by any."""
         self.parked: dict[int, set[int]] = {}
         """Ranks that have answered each order to park, by epoch."""
@@ -274,7 +274,7 @@ class Rules:
 
     def note_report(self, worker: Worker, iteration: int) -> None:
         """Note a report; that of a rank given up before may count or not, since its state is lost with it."""
-        self.witnessed = max(self.witnessed, iteration)
+        self.stepped_by_any = max(self.stepped_by_any, iteration)
         if worker.rank not in self.known_dead:
             self.reported = max(self.reported, iteration)
 
@@ -379,7 +379,7 @@ class Rules:
         seconds.
         """
         assert order.after_iteration is not None
-        steps = [self.told_of(worker) for worker in self.world.workers.values() if worker.alive]
+        steps = [self.reported_step(worker) for worker in self.world.workers.values() if worker.alive]
         expect(order.after_iteration > max(steps), f"{order} is announced to ranks that are past it")
         expect(order.after_iteration < self.world.scenario.iterations, f"{order} is announced for after the end")
         expect(len(order.pairs) <= 3, f"{order} takes {len(order.pairs)} rounds")
@@ -388,7 +388,7 @@ class Rules:
             expect(len(ends) == len(set(ends)), f"{round_}: pairs are not disjoint")
             expect(set(ends) <= set(ranks), f"{round_}: not all ends receive the order")
 
-    def told_of(self, worker: Worker) -> int:
+    def reported_step(self, worker: Worker) -> int:
         """Return the last step in a worker's delivered reports; newer reports may be on their way."""
         for event in worker.node.up:
             if isinstance(event, api.WorkerSaid) and event.rank == worker.rank and isinstance(event.message, m.Stepped):
@@ -412,7 +412,7 @@ class Rules:
             vacating = self.world.scenario.on_drain == "vacate" and any(
                 isinstance(e, SlurmSaw) and "drain" in e.state for _, e in self.world.entries
             )
-            batch_changes = self.world.scenario.batch_sizes.at(self.witnessed + 1) != self.plan.micro_batches
+            batch_changes = self.world.scenario.batch_sizes.at(self.stepped_by_any + 1) != self.plan.micro_batches
             tuned = any(isinstance(e, ChangeDecided) and e.tuned for _, e in self.world.entries)
             expect(
                 bool(new - self.known_dead)
@@ -460,8 +460,8 @@ class Rules:
             return
         recently = self.world.now - worker.thawed_at < 3.0
         expect(bool(worker.frozen) or recently, f"rank {action.rank} is fenced though it waits for others")
-        is_ordered = worker.told_at >= worker.answered_at
-        sign = worker.told_at if is_ordered else max(worker.shown_at, worker.answered_at)
+        is_ordered = worker.ordered_at >= worker.answered_at
+        sign = worker.ordered_at if is_ordered else max(worker.shown_at, worker.answered_at)
         if recently:  # its last beat reported that it was stopped
             return
         expect(
@@ -617,7 +617,9 @@ class Rules:
             if worker.alive and not self.given_up(worker) and worker.active:
                 expect(worker.outcome == outcome, f"rank {worker.rank} took another outcome than {outcome}")
         self.check_newcomers()
-        expect(outcome.iteration <= self.witnessed, f"{outcome.iteration} is committed without a report of its step")
+        expect(
+            outcome.iteration <= self.stepped_by_any, f"{outcome.iteration} is committed without a report of its step"
+        )
 
     def check_evaluation(self, entry: EvaluationDone) -> None:
         interval, last = self.world.scenario.evaluate_every, self.world.scenario.iterations
@@ -799,7 +801,7 @@ class Rules:
             expect(rank not in self.blamed, f"rank {rank} is in failures {self.blamed.get(rank)} and {failure.failure}")
             self.blamed[rank] = failure.failure
             late = worker.node.name in self.lost_nodes and worker.died_with_node and not worker.raised
-            late = late and failure.component != "node" and not self.world.stopping.told
+            late = late and failure.component != "node" and not self.world.stopping.signals
             expect(not late, f"failure {failure.failure} is part of the loss of node {worker.node.name}")
         if failure.component == "node":
             assert failure.node is not None
@@ -845,12 +847,12 @@ class Rules:
         hopeless = hopeless or scenario.planner_trouble > 0 or "no agent came back" in end.reason
         whole = self.world.scenario.nodes * self.world.scenario.gpus_per_node
         unfit = end.exit_code == 2 and healthy == whole  # no device is missing: the request cannot be met
-        if wide or hopeless or unfit or (end.exit_code == 93 and self.is_the_scripts()):
+        if wide or hopeless or unfit or (end.exit_code == 93 and self.is_script_broken()):
             return
         least = self.world.settings.devices_least
         expect(healthy < least, f"does not begin with {healthy} healthy devices, {least} are enough: {end.reason}")
 
-    def is_the_scripts(self) -> bool:
+    def is_script_broken(self) -> bool:
         """Return whether half of the ranks raised an error, as in a broken script."""
         first = [worker for worker in self.world.workers.values() if not worker.joins]
         raised = [worker for worker in first if worker.raised]

@@ -43,7 +43,7 @@ class Stopping:
         """Nodes of the job, as far as it knows."""
         self.lost_at: dict[str, float] = {}
         """Time at which each node was given up."""
-        self.told: dict[str, tuple[float, int]] = {}
+        self.signals: dict[str, tuple[float, int]] = {}
         """Time and signal of the last one to each agent, as far as the job knows."""
         self.began_at: float | None = None
         self.asked_at = 0.0
@@ -82,29 +82,32 @@ class Stopping:
             case "cancel":
                 for agent_node in list(world.nodes.values()):
                     world.at(
-                        rng.choice([0.0, rng.uniform(0, 0.5), rng.uniform(0, 3)]), self.tell, agent_node, disturbance
+                        rng.choice([0.0, rng.uniform(0, 0.5), rng.uniform(0, 3)]),
+                        self.signal_node,
+                        agent_node,
+                        disturbance,
                     )
                 if rng.random() < 0.8:
                     world.at(rng.uniform(0, 0.5), world.feed, api.Signalled(signal=disturbance.status))
             case "told":
-                self.tell(node, disturbance)
+                self.signal_node(node, disturbance)
                 if disturbance.seconds < NEVER_S:
                     world.at(disturbance.seconds, world.kill_node, node, rng.random() < 0.5)
 
-    def tell(self, node: SimNode, disturbance: Disturbance) -> None:
+    def signal_node(self, node: SimNode, disturbance: Disturbance) -> None:
         """Signal a node's agent, and its workers, some of which die of the signal."""
         world, rng = self.world, self.world.rng
         if not node.alive:
             return
         if rng.random() < 0.5:
             world.up(node, api.AgentSignalled(node=node.name, signal=SIGCONT))
-        world.at(rng.choice([0.0, 0.0, rng.uniform(0, 0.5)]), self.tell_agent, node, disturbance.status)
+        world.at(rng.choice([0.0, 0.0, rng.uniform(0, 0.5)]), self.signal_agent, node, disturbance.status)
         for rank in node.ranks:
             worker = world.workers[rank]
             if worker.spawned and rng.random() < world.scenario.mortality:
                 world.at(rng.choice([0.0, rng.uniform(0, 1.0)]), worker.die, -disturbance.status)
 
-    def tell_agent(self, node: SimNode, number: int) -> None:
+    def signal_agent(self, node: SimNode, number: int) -> None:
         self.world.up(node, api.AgentSignalled(node=node.name, signal=number))
 
     def answer_why(self) -> None:
@@ -130,11 +133,11 @@ class Stopping:
             case api.StopAsked():
                 self.asked(0)
             case api.AgentSignalled() if event.signal != SIGCONT and event.node in self.nodes:
-                self.told[event.node] = (now, event.signal)
+                self.signals[event.node] = (now, event.signal)
                 for is_warning in (False, True):
                     fresh = [
                         name
-                        for name, (at, number) in self.told.items()
+                        for name, (at, number) in self.signals.items()
                         if now - at <= TOGETHER_S and (number in WARNING_SIGNALS) == is_warning
                     ]
                     if len(fresh) > 1 or (fresh and len(self.nodes) == 1):
@@ -159,7 +162,7 @@ class Stopping:
             self.operator, self.asked_at = None, self.world.now
             return
         if self.began_at is None:
-            fresh = [at for at, _ in self.told.values() if self.world.now - at <= TOGETHER_S]
+            fresh = [at for at, _ in self.signals.values() if self.world.now - at <= TOGETHER_S]
             self.began_at = min([self.world.now, *fresh])
         elif not self.is_warning:
             return
@@ -167,7 +170,7 @@ class Stopping:
 
     def took_over(self) -> None:
         """Forget everything about the stop that a new supervisor cannot read in the journal."""
-        self.told.clear()
+        self.signals.clear()
         self.deadline = None
         self.saving = None
         if not self.meanings:
@@ -239,7 +242,7 @@ class Stopping:
                 is_new = before is None or (before == "warning" and entry.meaning != "warning")
                 is_new = is_new or (before == "operator" and entry.meaning not in ("warning", "operator"))
                 expect(is_new, f"{entry} after {self.meanings}")
-                expect(set(entry.nodes) <= self.told.keys(), f"{entry}, signalled were {sorted(self.told)}")
+                expect(set(entry.nodes) <= self.signals.keys(), f"{entry}, signalled were {sorted(self.signals)}")
                 self.meanings.append(entry)
                 if self.world.takeovers and self.began_at is None:  # the signals came during the take-over
                     self.began_at = self.asked_at = self.world.now
@@ -255,8 +258,8 @@ class Stopping:
         if self.began_at is not None:
             early = [at for at in died_at if at < self.began_at - TOGETHER_S]
             expect(bool(early), f"{entry.cause}: attributes to {entry.node} a stop that began at {self.began_at:.3f}")
-        if entry.node in self.told:
-            after_s = min(died_at) - self.told[entry.node][0]
+        if entry.node in self.signals:
+            after_s = min(died_at) - self.signals[entry.node][0]
             expect(
                 not 0.0 <= after_s < 45.0, f"{entry.cause}: attributed to {entry.node} after a stop signal to its agent"
             )

@@ -40,7 +40,7 @@ class Thinking:
         """Return whether the controller may know of a better plan than this one, which is in effect."""
         return any(layout.replicas == plan.layout.replicas for layout in self._found)
 
-    def asked(self, action: api.Think) -> None:
+    def accept(self, action: api.Think) -> None:
         """Accept a question: it replaces one that has not begun, and begins after the one in progress."""
         expect(self._world.settings.plans_ahead, f"{action} in a job that does not plan ahead")
         expect(action.question == key_of(action.situation), "the question's key does not match its situation")

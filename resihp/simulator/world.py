@@ -451,8 +451,8 @@ class World:
             self.at(delay, self.agent_lost, node)
 
     def agent_lost(self, node: SimNode) -> None:
-        if not node.lost_told and self.end is None:
-            node.lost_told = True
+        if not node.loss_reported and self.end is None:
+            node.loss_reported = True
             node.up.clear()
             self.feed(api.AgentLost(node=node.name, reason="agent process ended"))
 
@@ -495,7 +495,7 @@ class World:
             return
         members = self.members(key, worker.plan)
         if meeting.broken:
-            self.tell_broken(worker, "connection reset by peer")
+            self.report_broken(worker, "connection reset by peer")
         elif all(rank in meeting.come for rank in members):
             meeting.over, meeting.over_at = True, self.now
             if key[0] == "sync":
@@ -510,7 +510,7 @@ class World:
                 peer = self.workers[rank]
                 peer.later(self.rng.choice([0.0, 0.001, slowest * self.rng.random()]), self.leave, peer, key)
         elif any(self.workers[rank].gone and rank not in meeting.come for rank in members):
-            self.tell_broken(worker, "connection closed by peer")
+            self.report_broken(worker, "connection closed by peer")
 
     def leave(self, worker: Worker, key: tuple[Any, ...]) -> None:
         if worker.waits == key:
@@ -519,7 +519,7 @@ class World:
             meeting.pending.discard(worker.rank)
             meeting.come[worker.rank]()
 
-    def tell_broken(self, worker: Worker, error: str) -> None:
+    def report_broken(self, worker: Worker, error: str) -> None:
         if self.rng.random() < self.scenario.breaks_loudly:
             worker.later(
                 self.rng.choice([0.0, 0.05, self.rng.uniform(0, 1.0), self.rng.uniform(0, 5.0)]), worker.stuck, error
@@ -539,9 +539,9 @@ class World:
             if meeting.over:
                 if self.rng.random() < 0.4:  # this rank's part of it was not finished
                     peer.generation += 1
-                    self.tell_broken(peer, "connection closed by peer")
+                    self.report_broken(peer, "connection closed by peer")
             elif dead.rank not in meeting.come:
-                self.tell_broken(peer, "connection closed by peer")
+                self.report_broken(peer, "connection closed by peer")
 
     def validation_loss(self, iteration: int) -> float:
         """Return the loss of the weights after an iteration, independent of the plan."""
@@ -783,7 +783,7 @@ class World:
                 self.events.append((self.now, entry))
                 self.controller.journaled(entry)
             case api.Think():
-                self.thinking.asked(action)
+                self.thinking.accept(action)
             case api.Reply() | api.Say() | api.TellScores():
                 pass
 
@@ -817,7 +817,7 @@ class World:
             worker = self.workers[rank]
             again = isinstance(action.order, m.Park) and (action.order.after_iteration or rank in self.rules.hurried)
             if isinstance(action.order, m.Park | m.Propose | m.Go | m.Begin) and not again:
-                worker.told_at = self.now
+                worker.ordered_at = self.now
             self.down(worker.node, rank, action.order)
         name = ORDER_TRIGGERS.get(type(action.order))
         if isinstance(action.order, m.Park) and action.order.after_iteration:

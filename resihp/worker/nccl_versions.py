@@ -70,7 +70,7 @@ def doubt(version: Sequence[int], paths: Sequence[str] = ()) -> str:
         return ""
     return (
         f"NCCL {shown(version)}: communicators that can be aborted have hung with versions before "
-        f"{shown(OLDEST_KNOWN_GOOD)}, in use or in their aborts"
+        f"{shown(OLDEST_KNOWN_GOOD)}, in use or while they were aborted"
     )
 
 
@@ -78,4 +78,4 @@ def shown(version: Sequence[int]) -> str:
     return ".".join(map(str, version))
 
 
-WAY_OUT = "install a newer torch, which brings its own NCCL; LD_PRELOAD may name another one"
+UPGRADE_ADVICE = "install a newer torch, which brings its own NCCL; LD_PRELOAD may name another one"

@@ -15,7 +15,7 @@ Version = tuple[int, int]
 OLDEST_USABLE: Version = (2, 8)
 OLDEST_BF16_ON_GPUS: Version = (2, 10)
 OLDEST_COMPARED: Version = (2, 11)
-WAY_OUT = "pip install 'torch>=2.11'"
+UPGRADE_COMMAND = "pip install 'torch>=2.11'"
 
 
 def parsed(version: str) -> Version:

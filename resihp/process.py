@@ -252,10 +252,10 @@ def titled(title: bytes, words: Sequence[bytes], keep: int, room: int, since: by
     """Return a command line of exactly `room` bytes that begins with the title; empty if there is no room for one."""
     rest = list(words[words.index(since) :]) if since in words else []
     tail_bytes = sum(len(word) + 1 for word in rest[:keep])
-    shown = title[: room - 1 - tail_bytes]
+    visible_title = title[: room - 1 - tail_bytes]
     if room <= 1 + tail_bytes:
         return b""
-    return b"\0".join([shown, *rest])[: room - 1].ljust(room, b"\0")
+    return b"\0".join([visible_title, *rest])[: room - 1].ljust(room, b"\0")
 
 
 def name_thread(name: str) -> None:

@@ -32,8 +32,9 @@ LAYER_MS = "RESIHP_EMULATED_LAYER_MS"
 unset, nothing is emulated."""
 
 HEAD_LAYERS = "RESIHP_EMULATED_HEAD_LAYERS"
-"""Environment variable of workers: time of the head's forward, backward and weight pass, each in layers. If unset, it
-follows from the head's operations. Setting it makes devices differ from the plan's assumptions before measurement."""
+"""Environment variable of workers: time of each of the head's passes (forward, backward, weights), in units of a
+layer's forward pass. If unset, it follows from the head's operations. With it, devices differ from the planner's
+assumptions until they are measured."""
 
 Work = Literal["F", "B", "W", "BW"]
 """Kinds of primitives as in `resihp.detector.online.monitor`: BW is a B that also does the work of W."""

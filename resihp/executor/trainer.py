@@ -39,8 +39,7 @@ from resihp.protocol import messages as m
 from resihp.worker import checkpoints
 
 COMMUNICATION_TIMEOUT_S = 1800.0
-"""The back end's own time limit of collectives, never reached: the supervisor detects hangs sooner and wakes the
-ranks."""
+"""Time limit of collectives in the back end. The supervisor detects hangs much sooner, and wakes the blocked ranks."""
 
 
 class Trainer:

@@ -263,7 +263,7 @@ def serve_nodes(launcher: LocalChannel, greeting: Ready | Unable) -> NoReturn:
         servers.add(pid)
     while servers:
         servers.discard(os.wait()[0])
-    kill_children(REAP_S)  # of a server that was killed
+    kill_children(REAP_S)  # workers of a server that was killed
     os._exit(0)
 
 

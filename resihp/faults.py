@@ -25,8 +25,7 @@ LINKS_NEED_TIMES = (
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """One fault, which fires once: when its target (the first rank if the target is standby) enters `phase` of
-    `iteration`.
+    """One fault. It fires once: when its target, or the first rank if that is standby, enters `phase` of `iteration`.
 
     Exactly one of `rank`, `node` and `link` is set. `iteration` is None if an operator asked for the fault immediately.
     """

@@ -1,5 +1,4 @@
-"""Files that another user may have put there: opened only if they are regular files, without blocking or following
-links.
+"""Files that another user may have created: opened only if regular, without blocking or following links.
 
 A file is examined through its descriptor, since its name may refer to another file a moment later. This module does not
 judge a file's content. Called by all code that reads a job's folder, a ledger or a log.

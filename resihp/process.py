@@ -19,8 +19,7 @@ AGENT_FD = "RESIHP_AGENT_FD"
 """Environment variable of a worker: descriptor number of its inherited socket to the agent."""
 
 OPEN_FILES = "RESIHP_OPEN_FILES"
-"""Environment variable of our own processes: the user's descriptor limit, a slash, and the limit to which we raised
-it."""
+"""Environment variable of our own processes: the user's descriptor limit, a slash, and our raised limit."""
 MOST_OPEN_FILES = 1 << 16
 """Enough for 16,384 nodes. With a hard limit of 10^9, programs that close every possible descriptor would hang."""
 
@@ -42,8 +41,7 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
 
 
 def end_by(number: int) -> None:
-    """End this process by a signal, regardless of its handler and of what the main thread is doing. Any thread may
-    call."""
+    """End this process by a signal, regardless of its handler and of the main thread's activity. From any thread."""
     ctypes.CDLL(None, use_errno=True).signal(int(number), None)
     os.kill(os.getpid(), number)
 
@@ -95,8 +93,7 @@ def wait_for(child: subprocess.Popen[bytes]) -> int:
 
 
 def kill_children(within_s: float) -> None:
-    """Kill all children of this process, and any orphans that it adopts from them; wait up to `within_s` for their
-    ends."""
+    """Kill all children of this process and any orphans adopted from them; wait up to `within_s` for their ends."""
     until = time.monotonic() + within_s
     with suppress(ChildProcessError):
         while time.monotonic() < until:

@@ -74,8 +74,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     idle_limit_s: float | None = 1800.0
     """How long the last processes of a script that reports no training may be idle; None: no limit."""
     declares: bool = True
-    """Whether the job's processes may declare what they train. A plain command does not, and needs all its
-    processes."""
+    """Whether the job's processes may declare a training run. A plain command does not, and needs all of them."""
     transition_budget_s: float = 60.0
     reconnect_s: float = 1.0
     spares: int = 0

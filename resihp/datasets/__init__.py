@@ -1,5 +1,4 @@
-"""Data sets that follow the `resihp.Dataset` protocol: pure in (seed, iteration), lengths known before data are
-read."""
+"""Data sets that follow the `resihp.Dataset` protocol: pure in (seed, iteration), lengths known in advance."""
 
 from resihp.datasets.blended import Blended
 from resihp.datasets.megatron import MegatronIndexed

@@ -37,8 +37,7 @@ def cut(documents: Iterable[int], budget: int) -> Iterator[Piece]:
 
 
 class Pieces:
-    """The pieces that `cut` yields, by index. Each piece is built on access, since most of a large data set never
-    are."""
+    """The pieces that `cut` yields, by index, each built on access: most of a large data set are never used."""
 
     def __init__(self, documents: Iterable[int], budget: int) -> None:
         self._budget = budget

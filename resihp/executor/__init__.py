@@ -1,5 +1,4 @@
-"""The code that runs in a worker: the model's stage, the interpreter of a plan's primitives, synchronisation,
-checkpoints.
+"""Code that runs in a worker: the model's stage, interpreter of a plan's primitives, synchronisation, checkpoints.
 
 Importing this package loads torch and megatron-core, once and as cheaply as possible (`_imports`). It starts no thread,
 and imports nothing of the job wrapper, Slurm or the ledger.

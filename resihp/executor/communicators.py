@@ -69,8 +69,7 @@ class Communicators:
         self._meeting_joined: JoinedMeeting | None = None
         self._channels: dict[str, Channel] = {}
         self._connecting: dict[str, Backend] = {}
-        """Back ends that can be aborted before all are connected; the rest may be waiting in those already
-        connected."""
+        """Back ends that can be aborted before all are connected: the others may be waiting in them."""
         self._before: set[int] | None = None
         """Inodes of the TCP sockets that existed before ours; None until building begins."""
         self._ours: set[int] | None = None
@@ -124,8 +123,7 @@ class Communicators:
         return {group.name: made[group.name] for group in self.wanted}
 
     def _make(self, joined: JoinedMeeting, worlds: list[Channel], step: Split) -> Channel | None:
-        """Build a channel; return None for a split that gives this rank none. `worlds`: the channel to split, once
-        built."""
+        """Build a channel; return None for a split without this rank. `worlds`: the channel to split, once built."""
         self.check_awake()
         self._back_end.enter_thread()
         group = step.group
@@ -227,8 +225,7 @@ class Communicators:
             os._exit(ABORT_STATUS)
 
     def close(self) -> None:
-        """Release everything. Safe after `wake`, after failures, and twice. Peers that still wait for this rank
-        fail."""
+        """Release everything. Safe after `wake`, after failures, and twice. Peers still waiting for this rank fail."""
         self.wake()
         channels, self._channels = self._channels, {}
         if self._strict is not None:

@@ -227,8 +227,7 @@ class Engine:
     # --- a place in a plan ------------------------------------------------------------------------------------
 
     def prepare(self, plan: Plan, rank: int) -> Prepared:
-        """Derive and check everything that follows from a plan; changes nothing else. Raises LayoutError or
-        PlanError."""
+        """Derive and check everything that follows from a plan. Raises LayoutError or PlanError."""
         if self._prepared is not None and self._prepared.plan == plan:
             return self._prepared
         specs = self._specs[plan.sequence_parallel]
@@ -458,8 +457,7 @@ class Engine:
         return received
 
     def memory_expected(self) -> str:
-        """Describe the memory that this rank was expected to need under its plan, for a device that ran out of
-        memory."""
+        """Describe the memory that this rank was expected to need under its plan, for an out-of-memory error."""
         if self.plan is None:
             return f"rank {self.rank}: no plan yet, so no memory of its device was expected to be in use"
         return memory.expected(self.plan, self.rank, self.model, self._batches.longest, self._overhead)
@@ -470,8 +468,7 @@ class Engine:
         return extra_bytes(self.state, self.next)
 
     def begin(self, epoch: int) -> None:
-        """Put the plan of `epoch` into effect: release state that only the previous plan needed; all of it on
-        standby."""
+        """Put the plan of `epoch` into effect, and release state that it does not need; all state if on standby."""
         if self.next is not None or self.state is None or self.state.epoch != epoch:
             if self.state is not None and self.state is not self.next:
                 self.state.gradients.release()
@@ -619,8 +616,7 @@ class Engine:
         state.stepped = outcome.iteration
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every active rank's value, in the order of `plan.layout.active`. Values must be encodable as
-        msgpack."""
+        """Return every active rank's value, in the order of `plan.layout.active`. msgpack must be able to encode it."""
         communicators = self._communicators
         if communicators is None or communicators.world is None:
             return [value]

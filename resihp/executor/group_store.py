@@ -75,8 +75,7 @@ class GroupStore(dist.Store):
         return self._attendance.has(self._group, keys)
 
     def has_extended_api(self) -> bool:
-        """Return whether `append`, `multi_get` and `multi_set` exist; keys are set once, so nothing is ever
-        appended."""
+        """Return whether `append`, `multi_get` and `multi_set` exist; keys are set once, never appended to."""
         return False
 
 

@@ -401,8 +401,7 @@ class _Supervised:
         )
 
     def _fetch_state(self, proposal: m.Propose, go: m.Go) -> int:
-        """Complete the state under the new plan, from peers or from the checkpoint; return the number of bytes
-        received."""
+        """Complete the state under the new plan, from peers or from the checkpoint; return the bytes received."""
         engine = self._engine
         if proposal.base is not None:
             self.enter("transfer")
@@ -494,8 +493,7 @@ class _Supervised:
         client.send(m.Finished(iteration=self._iterations))
 
     def _evaluate(self, plan: Plan, iteration: int) -> None:
-        """Compute the loss of the weights after `iteration`, if due. It belongs to the attempt at the next
-        iteration."""
+        """Compute the loss of the weights after `iteration`, if due, as part of the attempt at the next iteration."""
         client, evaluation = self._client, self._engine.evaluation
         if evaluation is None or iteration <= self._evaluated or not evaluation.is_due(iteration, self._iterations):
             return
@@ -552,8 +550,7 @@ class _Supervised:
         return self._save_requested > self._save_completed
 
     def _save(self, plan: Plan, iteration: int, saving: bool) -> None:
-        """Begin to write this rank's part of a checkpoint. Training continues meanwhile, except after the last
-        iteration.
+        """Begin to write this rank's part of a checkpoint, while training continues (except after the last iteration).
 
         While `saving`, the previous checkpoint is still being written by some rank, and all ranks skip this one.
         """
@@ -594,8 +591,7 @@ class _Supervised:
         )
 
     def _absent(self, fault: Fault) -> bool:
-        """Return whether a fault's target has no work now, so that the first rank to reach its moment stands in for
-        it."""
+        """Return whether a fault's target has no work now, so that the first rank to reach the moment replaces it."""
         if self._plan is None:
             return False
         nodes = self._client.start.nodes

@@ -1,5 +1,4 @@
-"""Simulates whole jobs on a virtual clock around the real controller: machines, network, Slurm, failures, and
-invariants.
+"""Whole simulated jobs on a virtual clock around the real controller: machines, network, Slurm, failures, rules.
 
 A job of hours takes milliseconds, and a seed always gives the same job: `python -m resihp.simulator.harness SEED` shows
 one. `scenario` draws the job and its disturbances, `world` plays it, `rules` checks after every event the invariants of

@@ -18,8 +18,7 @@ from resihp.scheduler.situation import Decision, Situation
 
 
 class RandomPlanner:
-    """`trouble`: probability of finding no plan. `kind`: the real planner, this one, or one that only drops
-    replicas."""
+    """`trouble`: probability of finding no plan. `kind`: real planner, this one, or one that only drops replicas."""
 
     def __init__(self, seed: int, trouble: float, kind: str) -> None:
         self.seed, self.trouble, self.kind = seed, trouble, kind

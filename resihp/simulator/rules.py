@@ -375,8 +375,7 @@ class Rules:
         """Check an announced link probe: announced early enough, to both ends of every link, in disjoint pairs.
 
         Early enough according to the reports delivered so far: if reports are held back, the controller cannot know
-        better. A rank that is already past the iteration says so when the order arrives, and its peer waits two
-        seconds.
+        better. A rank that is already past the iteration says so when the order arrives; its peer waits 2 s.
         """
         assert order.after_iteration is not None
         steps = [self.reported_step(worker) for worker in self.world.workers.values() if worker.alive]

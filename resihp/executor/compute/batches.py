@@ -47,8 +47,7 @@ class Batches:
         return max(micro_batch.tokens for micro_batch in self.first)
 
     def of(self, iteration: int) -> Sequence[MicroBatch]:
-        """Return an iteration's batch; the data set is asked once for each. Raises DatasetError for a bad
-        micro-batch."""
+        """Return an iteration's batch, read once per iteration. Raises DatasetError for an invalid micro-batch."""
         if self._last[0] != iteration:
             self._last = iteration, self._checked(iteration, self._dataset.micro_batches(iteration))
         return self._last[1]

@@ -182,8 +182,7 @@ class Interpreter:
             self._between = None
 
     def _weights(self, m: int, chunk: int, layers: LayerSpan | None, *, begins: bool) -> None:
-        """Compute the weight gradients of a micro-batch, or of its piece of `layers`; pieces count from the first
-        layer."""
+        """Compute weight gradients of a micro-batch, or of its piece of `layers`; pieces count from the first layer."""
         if begins:
             self._stopwatch.begin()
         piece = 0 if layers is None else sorted(self._cut[m, chunk]).index(layers[0])
@@ -194,8 +193,7 @@ class Interpreter:
         return self._stage.last and chunk == len(self._state.holding.chunks) - 1
 
     def _load(self, m: int, chunk: int) -> tuple[Tensor | None, Tensor | None, tuple[int, ...]]:
-        """Return (tokens, labels, lengths) of a micro-batch, padded: tokens for the first chunk, labels for the
-        last."""
+        """Return padded (tokens, labels, lengths) of a micro-batch: tokens for the first chunk, labels for the last."""
         micro_batch = self._batch[m]
         lengths, size = micro_batch.lengths, micro_batch.tokens
         padding = -size % self._multiple

@@ -56,8 +56,7 @@ class Prepared(msgspec.Struct, frozen=True):
     counted: tuple[Slice, ...]
     """Slices that this rank counts in sums over the whole model."""
     multiple: int
-    """Micro-batches are padded to a multiple of this number of tokens, so that sequence parallelism splits them
-    evenly."""
+    """Micro-batches are padded to a multiple of this many tokens, so that sequence parallelism splits them evenly."""
 
     def tensor_group(self, replica: int, stage: int) -> str:
         """Return the name of the communicator of a stage's ranks; a single rank has none."""

@@ -161,8 +161,7 @@ class StageModule(nn.Module):
         return loss
 
     def _packing(self, lengths: tuple[int, ...], device: torch.device) -> Packing:
-        """Return the packing of documents of these lengths, computed once for all layers and chunks of a
-        micro-batch."""
+        """Return the packing of documents of these lengths, shared by all layers and chunks of a micro-batch."""
         packing = self._packings.pop(lengths, None)
         if packing is None:
             if self._rotation is not None and self._rotation.device != device:
@@ -175,8 +174,7 @@ class StageModule(nn.Module):
 
 
 def pass_through(stage: StageModule, device: torch.device, counts: Sequence[int]) -> None:
-    """Run a stage without embedding and head forward and backward, once for each number of tokens, with any
-    parameters."""
+    """Run a stage without embedding and head forward and back, once per number of tokens; values do not matter."""
     for count in counts:
         shape = count, 1, stage.config.hidden_size
         inputs = torch.zeros(shape, dtype=stage.config.params_dtype, device=device, requires_grad=True)

@@ -97,8 +97,7 @@ class Writer:
         return self._thread is not None and self._thread.is_alive()
 
     def begin(self, part: Part, folder: Path, done: Callable[[int], None], failed: Callable[[Exception], None]) -> None:
-        """Write `part`, then call `done` with its size in bytes, or `failed` with the exception, in the writer's
-        thread.
+        """Write `part`, then call `done` with its bytes, or `failed` with the exception, in the writer's thread.
 
         At its end, the process waits only briefly for it.
         """

@@ -77,8 +77,7 @@ class Gradients:
         return self._stretches.get(bucket)
 
     def release(self) -> None:
-        """Release the buffer, because it is no longer needed or something may still write to it. `begin` makes
-        another."""
+        """Release the buffer: it is no longer needed, or something may still write to it. `begin` makes another."""
         self._unhook()
         for name in self._views:
             parameter = self._parameters[name]

@@ -122,8 +122,7 @@ def _chunks(move: Move, state: State, specs: Mapping[str, ParameterSpec]) -> Ite
 
 
 def _cut(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield pieces of at most a chunk's size, along the longest axis. They depend on the shape only: equal at both
-    ends."""
+    """Yield pieces of at most a chunk's size, along the longest axis; equal at both ends, as the shape is."""
     if tensor.nbytes <= CHUNK_BYTES:
         yield tensor
         return

@@ -1,19 +1,17 @@
 """The back ends of communicators: gloo, NCCL, or gloo with NCCL's semantics. One is chosen per worker.
 
 A back end creates each communicator from (store, index, size, timeout, role). A communicator offers allreduce,
-broadcast, _allgather_base and _reduce_scatter_base, which need no lists of tensors. The differences between back ends
-are all in this module: the order in which communicators may be built and their inputs, the guarantees of `wait`, and
-the way to free a rank that is blocked in one: for gloo by shutting down the sockets under it (`communicators`), for
-NCCL by aborting all communicators.
+broadcast, _allgather_base and _reduce_scatter_base, which need no lists of tensors. Back ends differ in the order of
+building communicators and their inputs, in the guarantees of `wait`, and in the way to free a rank that is blocked:
+gloo's by shutting down the sockets under it (`communicators`), NCCL's by aborting all communicators.
 
 NCCL's guarantees (torch 2.13's ProcessGroupNCCL.cpp): a call with `asyncOp=False` returns nothing. `wait` orders
 streams, does not block, and does not report an abort, after which buffers may hold anything. `wait(timeout)` blocks,
 and aborts the communicator when the time has passed. So no wait of NCCL's is given a timeout, and code that copies a
 result off the device checks afterwards whether the rank was woken (`channels.PendingWork`, `Communicators.settle`).
 
-`RESIHP_BACKEND` selects `gloo`, which also accepts tensors on GPUs; `nccl`; or, for tests, `nccl-like`: NCCL's
-semantics on gloo. The default is NCCL if there is a GPU. Called only in workers: querying a GPU starts CUDA, which
-does not survive a fork.
+`RESIHP_BACKEND` selects `gloo`, also for tensors on GPUs; `nccl`; or, for tests, `nccl-like`: NCCL's semantics on
+gloo. The default is NCCL if there is a GPU. Called only in workers: querying a GPU starts CUDA, which no fork survives.
 """
 
 from __future__ import annotations
@@ -130,11 +128,8 @@ class BackEnd(ABC):
             torch.cuda.synchronize(self.device)
 
     def abort(self, communicators: Sequence[Backend], connecting: Sequence[Backend] = ()) -> bool:
-        """Free threads that wait in these communicators, beyond the effect of shutting down sockets.
-
-        Returns False if that took too long. Communicators that are still connecting are not waited for: torch may hold
-        its lock until a peer is given up (`CONNECT_LIMITS`).
-        """
+        """Free threads that wait in these communicators, beyond the effect of shutting down sockets. Return False if
+        that took too long. Those still connecting are not waited for: torch may hold its lock (`CONNECT_LIMITS`)."""
         return True
 
 
@@ -214,9 +209,8 @@ class Nccl(BackEnd):
         return backend
 
     def sit_out(self, parent: Backend, colour: int, timeout: timedelta) -> None:
-        """Build a communicator of this rank alone and release it at once. torch's own call for no colour would hold the
-        interpreter lock until all peers have come, so that this process could neither beat nor receive an order to
-        park."""
+        """Build a communicator of this rank alone and release it at once. torch's call for no colour would hold the
+        interpreter lock until all peers have come: this process could neither beat nor receive an order to park."""
         self.connect(dist.HashStore(), 0, 1, timeout, Role(parent=parent, colour=colour)).abort()
 
     def abort(self, communicators: Sequence[Backend], connecting: Sequence[Backend] = ()) -> bool:
@@ -262,9 +256,8 @@ class NcclLike(Gloo):
 
 
 class _WorkInProgress:
-    """Work in progress on one communicator, and whether it was aborted. Work refers to this object instead of the
-    communicator: otherwise the garbage collector might destroy the communicator, and wait for its threads, in any
-    thread."""
+    """Work in progress on one communicator, and whether it was aborted. Work refers to this, not to the communicator,
+    which the garbage collector could otherwise destroy, waiting for its threads, in any thread."""
 
     def __init__(self) -> None:
         self.aborted = threading.Event()

@@ -97,7 +97,7 @@ class Trainer:
         if self._client is not None:
             start = self._client.start
             checkpoint_every, checkpoint_folder, resume = start.checkpoint_every, start.checkpoint_folder, start.resume
-        self._checkpoint_every, self._folder, self._resume = checkpoint_every, Path(checkpoint_folder), resume
+        self._save_every, self._folder, self._resume = checkpoint_every, Path(checkpoint_folder), resume
         self.engine = Engine(
             config,
             vocab_size=vocab_size,
@@ -153,13 +153,7 @@ class Trainer:
         if self._client is not None:
             with self._client.deaf():
                 _Supervised(
-                    self._client,
-                    self.engine,
-                    resume_folder,
-                    resume_from,
-                    iterations,
-                    self._folder,
-                    self._checkpoint_every,
+                    self._client, self.engine, resume_folder, resume_from, iterations, self._folder, self._save_every
                 ).run()
         else:
             self._train_alone(resume_folder, resume_from, iterations)
@@ -200,7 +194,7 @@ class Trainer:
                     f"grad norm {outcome.gradient_norm:.4f} | {time.perf_counter() - began:.3f} s",
                     flush=True,
                 )
-            if checkpoints.is_due(self._checkpoint_every, iteration, iterations):
+            if checkpoints.is_due(self._save_every, iteration, iterations):
                 self._save_alone(plan, rank, iteration)
             if evaluation is not None and evaluation.is_due(iteration, iterations):
                 loss, _ = self.engine.evaluate(plan, observer)
@@ -261,7 +255,7 @@ class _Supervised:
         self._resume_from = resume_from
         self._iterations = iterations
         self._folder = folder
-        self._checkpoint_every = checkpoint_every
+        self._save_every = checkpoint_every
         self._proposal: m.Propose | None = None
         self._plan: Plan | None = None
         """The plan that this rank carries out, or is about to."""
@@ -368,9 +362,7 @@ class _Supervised:
         if proposal is None or proposal.plan.epoch != go.epoch or client.park_asked(go.epoch):
             return  # overtaken by a newer epoch, whose order to park is next in the queue
         plan = self._plan = proposal.plan
-        self._held = {epoch: held_plan for epoch, held_plan in self._held.items() if epoch in engine.holds} | {
-            plan.epoch: plan
-        }
+        self._held = {epoch: old for epoch, old in self._held.items() if epoch in engine.holds} | {plan.epoch: plan}
         client.epoch, client.iteration = go.epoch, go.next_iteration
         began = time.perf_counter()
         try:
@@ -481,7 +473,7 @@ class _Supervised:
                 )
             )
             self._measure_links(plan, outcome)
-            if outcome.save or checkpoints.is_due(self._checkpoint_every, iteration, self._iterations):
+            if outcome.save or checkpoints.is_due(self._save_every, iteration, self._iterations):
                 self._save(plan, iteration, outcome.saving)
             if outcome.save and not outcome.saving:
                 self._save_completed = self._save_requested
@@ -510,8 +502,7 @@ class _Supervised:
     def _measure_links(self, plan: Plan, outcome: m.StepOutcome) -> None:
         """Measure links at the iteration announced to both ends; skip if it is past or all ranks are about to park.
 
-        This comes before any other work that only some ranks do between two iterations, so that no rank is late for its
-        peer.
+        This precedes all other work that only some ranks do between two iterations, so that no rank is late.
         """
         for request in self._client.due_link_probes(outcome.iteration):
             if request.after_iteration == outcome.iteration and not outcome.pause:
@@ -520,9 +511,8 @@ class _Supervised:
                     answer = probe.measure_links(request, self._rank, self._engine, self._rendezvous, asked_to_park)
                     self._client.send(answer)
             else:
-                self._client.send(
-                    m.Probed(probe=request.probe, missed=f"order received after iteration {outcome.iteration}")
-                )
+                missed = f"order received after iteration {outcome.iteration}"
+                self._client.send(m.Probed(probe=request.probe, missed=missed))
 
     def _decline_link_probes(self) -> None:
         for request in self._client.due_link_probes():

@@ -616,9 +616,7 @@ class Rules:
             if worker.alive and not self.given_up(worker) and worker.active:
                 expect(worker.outcome == outcome, f"rank {worker.rank} took another outcome than {outcome}")
         self.check_newcomers()
-        expect(
-            outcome.iteration <= self.stepped_by_any, f"{outcome.iteration} is committed without a report of its step"
-        )
+        expect(outcome.iteration <= self.stepped_by_any, f"{outcome.iteration} is committed without a reported step")
 
     def check_evaluation(self, entry: EvaluationDone) -> None:
         interval, last = self.world.scenario.evaluate_every, self.world.scenario.iterations

@@ -29,15 +29,15 @@ MAX_CHUNKS_IN_FLIGHT = 2
 
 
 STATE_GROUP_PREFIX = "state/"
-"""Of the names of communicators that only move state."""
+"""Prefix of the names of communicators that only move state."""
 
 
 def groups_for(moves: Sequence[Move], plan_groups: Sequence[GroupSpec]) -> dict[frozenset[int], GroupSpec]:
-    """Return the communicator by which each two ranks move state, in whatever direction.
+    """Return, for each two ranks, the communicator by which they move state, in either direction.
 
-    One of the plan's that has just these two ranks does it: nobody uses it before the plan is in effect, and another
-    one would take time to build and memory of a device that holds two states. Those between stages are left out, as
-    NCCL gives them few channels (`backends.EDGE_CTAS`).
+    If the plan has a communicator of just these two ranks, it is used: it is idle before the plan is in effect, and
+    another one would take time to build and memory of a device that holds two states. Those between stages are left
+    out, since NCCL gives them few channels (`backends.EDGE_CTAS`).
     """
     of_two = {frozenset(group.ranks): group for group in plan_groups if len(group.ranks) == 2 and group.use != "edge"}
     groups: dict[frozenset[int], GroupSpec] = {}

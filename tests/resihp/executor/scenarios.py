@@ -344,9 +344,9 @@ def counted_calls(rank: int, store: Line) -> dict[str, Any]:
 
     Replica 1 loses rank 7, goes on with one rank in its last stage, and gets rank 7 back: two changes of layout.
     """
-    os.environ[backends.BACKEND] = "nccl-like"
+    os.environ[backends.BACKEND_VARIABLE] = "nccl-like"
     engine = engine_of("llama")
-    calls = BackEndCalls(engine._back_end, backends._MannersOfWork)
+    calls = BackEndCalls(engine._back_end, backends._NcclLikeWork)
     whole = grid(2, 2, 2)
     first, second = whole.replicas
     reduced = Layout((first, Replica((second.stages[0], Stage((6,), second.stages[1].chunks)))), standby=(7,))

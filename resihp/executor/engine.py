@@ -179,11 +179,8 @@ class Engine:
     def _pass_through_a_layer(self) -> None:
         with torch.device("meta"):
             layer = self._module(HeldPart(((0, 0),), False, False, 0, 1), TensorGroup(), False)
-        pass_through(
-            layer.to_empty(device=self.device),
-            self.device,
-            sorted({min(n, self.model.sequence) for n in WARM_UP_TOKENS}),
-        )
+        counts = sorted({min(n, self.model.sequence) for n in WARM_UP_TOKENS})
+        pass_through(layer.to_empty(device=self.device), self.device, counts)
 
     @property
     def measured(self) -> Floats:
@@ -514,11 +511,10 @@ class Engine:
     ) -> StepOutcome:
         """Compute this rank's share of an iteration, and agree with all others on its step, which is not taken yet.
 
-        Three callbacks are evaluated at the end: `pause`, whether this rank was told to park after the iteration (all
-        ranks pause before an iteration with another number of micro-batches than the plan deals); `saving`, whether it
-        is still writing a checkpoint; `save`, whether it was told to write one of this iteration. Raises
-        CommunicatorError when a peer is lost or `wake` was called; the same iteration can then be run again after
-        `disconnect`, `adopt` and `connect`. Raises DatasetError, and any exception of the data set itself.
+        Callbacks are evaluated at the end: `pause`, whether this rank was told to park after the iteration (all ranks
+        pause when the number of micro-batches changes next); `saving`, whether it is still writing a checkpoint;
+        `save`, whether it was told to write one now. Raises CommunicatorError when a peer is lost or on `wake`; the
+        iteration can then be run again after `disconnect`, `adopt` and `connect`. Raises errors of the data set.
         """
         stopwatch = stopwatch_of(self.device, self.speed)
         self._check_number(plan, iteration)

@@ -1,10 +1,10 @@
-"""resihp: training that goes on when a GPU does not.
+"""resihp: training that continues when a GPU fails or slows down.
 
     import resihp
     trainer = resihp.Trainer(TransformerConfig(...), vocab_size=256, dataset=corpus, optimizer=resihp.AdamW(lr=3e-4))
     trainer.train(iterations=1000)
 
-Importing this package is light: torch and megatron-core load when `Trainer` or `AdamW` is first used.
+Importing this package is cheap: torch and megatron-core are loaded when `Trainer` or `AdamW` is first used.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Files that are whole or not there, and stay: whoever reads sees the old or the new one, also after a power cut.
+"""Atomic, durable file replacement: readers see either the old file or the new one, even after a power failure.
 
-A file is made beside its place first, which may be a folder that others write as well, as /tmp is: its name there
-cannot be guessed, it is made anew, and no link that stands there is written through.
+A new file is first written next to its destination, possibly in a folder such as /tmp that other users can write to.
+Its temporary name therefore cannot be guessed, it is always newly created, and it is never opened through an existing
+link.
 """
 
 from __future__ import annotations
@@ -14,29 +15,29 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-DEVICES = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))
-"""Folders whose names are devices, pipes and open files, which nobody replaces."""
+DEVICE_FOLDERS = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))
+"""Folders whose entries are devices, pipes and open files; these are written to, never replaced."""
 
 
 MAX_LINKS = 40
-"""As many as Linux follows."""
+"""Longest chain of symbolic links that is followed; the same limit as Linux."""
 
 
 @contextmanager
 def replacing(path: Path, mode: int = 0o666, *, named_by_user: bool = False) -> Iterator[BinaryIO]:
-    """Open a new file that takes the place of `path` once the block has ended well, and is removed otherwise.
+    """Open a new file that replaces `path` when the block ends without an exception, and is deleted otherwise.
 
-    `mode` less the umask are its permissions. A device is written itself, as of `-o /dev/stdout`. With `named_by_user`,
-    the user's own link, or root's, is followed, and a pipe or device of theirs is written itself: he has put it there
-    for that. Raises OSError.
+    The new file has the permissions `mode` less the umask. A device is written directly, as in `-o /dev/stdout`. With
+    `named_by_user`, a link that belongs to the user or to root is followed, and a pipe or device that belongs to them
+    is written directly, since they put it there for that purpose. Raises OSError.
     """
     if named_by_user:
         path = own_links_followed(path)
-    if path.parent in DEVICES or (named_by_user and _is_own_channel(path)):
+    if path.parent in DEVICE_FOLDERS or (named_by_user and _is_own_channel(path)):
         with path.open("wb") as device:
             yield device
         return
-    # The target's name is no part of the new one: that may be as long as a name can be.
+    # The temporary name does not contain the target's name, which may already have the maximum length.
     temporary = path.with_name(f".resihp-{secrets.token_hex(8)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     try:
@@ -50,18 +51,18 @@ def replacing(path: Path, mode: int = 0o666, *, named_by_user: bool = False) -> 
 
 
 def own_users() -> tuple[int, ...]:
-    """Return the numbers of the users whose links are followed: the user himself and root."""
+    """Return the ids of the users whose links are followed: the current user and root."""
     return (os.geteuid(), 0)
 
 
 def own_links_followed(path: Path) -> Path:
-    """Return where the user's or root's links lead from a path, up to the first link of somebody else."""
+    """Return the path after following links of the user or root, up to the first link that belongs to somebody else."""
     for _ in range(MAX_LINKS):
         try:
             link = path.lstat()
         except OSError:
             break
-        if path.parent in DEVICES:  # names there lead to no path, as to `pipe:[123]`
+        if path.parent in DEVICE_FOLDERS:  # links there do not point to paths, for example `pipe:[123]`
             break
         if not stat.S_ISLNK(link.st_mode) or link.st_uid not in own_users():
             break
@@ -70,7 +71,7 @@ def own_links_followed(path: Path) -> Path:
 
 
 def _is_own_channel(path: Path) -> bool:
-    """Tell whether a pipe or a device of the user's or root's is there, which is written and not replaced."""
+    """Return whether `path` is a pipe or a device of the user or root, which is written to instead of replaced."""
     try:
         target = path.lstat()
     except OSError:
@@ -80,7 +81,7 @@ def _is_own_channel(path: Path) -> bool:
 
 
 def write_durably(path: Path, content: bytes, mode: int = 0o666) -> None:
-    """Replace a file at once and for good. Raises OSError."""
+    """Replace a file atomically and flush it to disk. Raises OSError."""
     with replacing(path, mode) as file:
         file.write(content)
         file.flush()
@@ -89,13 +90,13 @@ def write_durably(path: Path, content: bytes, mode: int = 0o666) -> None:
 
 
 def commit_file(temporary: Path, path: Path) -> None:
-    """Rename, and flush the folder that holds the name. The file's content must be flushed already."""
+    """Rename `temporary` to `path` and flush the folder. The file's content must have been flushed already."""
     temporary.replace(path)
     sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the names in it. Raises OSError."""
+    """Flush a folder's entries to disk. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

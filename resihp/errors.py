@@ -1,18 +1,18 @@
-"""Every exception that resihp raises on purpose, in one tree.
+"""All exceptions that resihp raises deliberately, in one tree.
 
-The command line maps these to exit codes (`wrapper.exit_codes.EXIT_CODES`); nothing below imports anything of ours.
-Messages are lower case, name the subject first, and end with what to type or change.
+The command line maps these to exit codes (`wrapper.exit_codes.EXIT_CODES`). This module imports nothing from resihp.
+Messages are lower case, name the subject first, and end with the command to run or the setting to change.
 """
 
 from __future__ import annotations
 
 
 class ResihpError(Exception):
-    """Root of all errors that a user may see without a traceback."""
+    """Base class of all errors that a user may see without a traceback."""
 
 
 class UsageError(ResihpError):
-    """The job cannot start as it was asked for: configuration, layout, model, data set or ledger (exit code 2)."""
+    """The job cannot start as requested: configuration, layout, model, data set or ledger (exit code 2)."""
 
 
 class ConfigurationError(UsageError):
@@ -24,56 +24,56 @@ class LayoutError(UsageError):
 
 
 class PlanError(LayoutError):
-    """A plan cannot be carried out: an order that never ends, communication that would deadlock, too much memory."""
+    """A plan cannot be carried out: its order never finishes, it would deadlock, or it needs too much memory."""
 
 
 class ModelError(UsageError):
-    """A model configuration asks for something that the executor does not honour."""
+    """A model configuration uses an option that the executor does not support."""
 
 
 class DatasetError(UsageError):
-    """A corpus is missing, unreadable, or does not keep the data set protocol."""
+    """A corpus is missing or unreadable, or violates the data set protocol."""
 
 
 class LedgerError(UsageError):
-    """The ledger cannot be opened, or has a schema that this version does not know."""
+    """The ledger cannot be opened, or its schema is not known to this version."""
 
 
 class CheckpointError(UsageError):
-    """No complete checkpoint is there to resume from, or it belongs to another model."""
+    """There is no complete checkpoint to resume from, or it belongs to another model."""
 
 
 class DeviceError(UsageError):
-    """A device failed the examination before a process on it was given work."""
+    """A device failed its examination, which precedes any work on it."""
 
 
 class JobNotFoundError(UsageError):
-    """No job of that name is known here."""
+    """There is no job of that name here."""
 
 
 class OwnershipError(UsageError):
-    """A file or folder that is to be believed may be written by somebody else."""
+    """A file or folder that must be trusted can be written by another user."""
 
 
 class ProtocolError(ResihpError):
-    """A frame was refused: wrong key, replayed, oversize, malformed, or of an old epoch."""
+    """A frame was refused: wrong key, replayed, too large, malformed, or from an earlier epoch."""
 
 
 class CommunicatorError(ResihpError):
-    """A collective or a transfer broke, or was woken because the supervisor asked to park."""
+    """A collective or a transfer failed, or was interrupted because the supervisor asked the rank to park."""
 
 
 class TrainingProgramError(ResihpError):
-    """The training program itself is broken: it fails everywhere in the same way (exit code 93)."""
+    """The training program itself is broken: it fails in the same way on every rank (exit code 93)."""
 
 
 class NotEnoughDevicesError(ResihpError):
-    """What is left cannot run the model: no whole replica (exit code 5)."""
+    """The remaining devices cannot run the model: they do not form one whole replica (exit code 5)."""
 
 
 class RestartBudgetError(ResihpError):
-    """The job was run again and again and got nowhere: it is not run once more (exit code 4)."""
+    """The job was restarted repeatedly without progress and is not restarted again (exit code 4)."""
 
 
 class FaultNotFiredError(ResihpError):
-    """A fault injected on purpose never happened, so the run proves nothing (exit code 1)."""
+    """An injected fault never happened, so the run proves nothing (exit code 1)."""

@@ -1,4 +1,4 @@
-"""Faults on purpose: `KIND:TARGET[,key=value...]@WHEN` as of `resihp run --fault`, parsed and explained. Pure."""
+"""Injected faults: parse and format `KIND:TARGET[,key=value...]@WHEN`, the value of `resihp run --fault`. Pure."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import msgspec
 from resihp.errors import ConfigurationError
 
 Kind = Literal["kill", "crash", "stop", "hang", "raise", "disconnect", "slow"]
-"""`disconnect` cuts the supervisor's connection to a node's agent, once. `slow` lasts."""
+"""`disconnect` closes the supervisor's connection to a node's agent once. `slow` persists."""
 
 Phase = Literal["forward", "backward", "reduce", "step", "park", "groups", "transfer", "resume"]
-"""The first four are moments of an iteration; the others of the transition that leads up to it, where there is one."""
+"""The first four are phases of an iteration; the others are phases of the transition before it, if there is one."""
 
 LINK_MS = "RESIHP_EMULATED_LINK_MS"
-"""Milliseconds of a transfer over a healthy link between two nodes (`resihp.executor.emulation`)."""
+"""Time, in milliseconds, of one transfer over a healthy link between two nodes (`resihp.executor.emulation`)."""
 
 LINKS_NEED_TIMES = (
-    "what a healthy link takes has to be emulated as well; start the job with the milliseconds of a transfer between "
-    f"two nodes, as in {LINK_MS}=20 resihp run ..."
+    "the duration of a transfer over a healthy link must be emulated as well; start the job with that time in "
+    f"milliseconds, for example {LINK_MS}=20 resihp run ..."
 )
-"""Why a link cannot be made slow."""
+"""Error text for a fault that slows a link while link times are not emulated."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """One fault: fires once, when its target (or, if that is standby, the first rank) enters `phase` of `iteration`.
+    """One fault. It fires once: when its target, or the first rank if that is standby, enters `phase` of `iteration`.
 
-    Exactly one of `rank`, `node` and `link` is set. `iteration` is None for a fault that an operator asked for at once.
+    Exactly one of `rank`, `node` and `link` is set. `iteration` is None if an operator asked for the fault immediately.
     """
 
     id: int
@@ -35,15 +35,15 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     rank: int | None = None
     node: str | None = None
     link: tuple[str, str] | None = None
-    """Of `slow`: the link between two nodes, names ascending."""
+    """For `slow`: the link between two nodes, names in ascending order."""
     iteration: int | None = None
     phase: Phase = "forward"
     speed: float | None = None
-    """Of `slow`: 1 is healthy."""
+    """For `slow`: the remaining speed; 1 is healthy."""
     until: int | None = None
-    """Of `slow`: the first iteration at full speed again; None: it stays slow."""
+    """For `slow`: the first iteration at full speed again; None if it stays slow."""
     every: int = 1
-    """Of `slow`: in one of so many iterations only, those that it divides."""
+    """For `slow`: only iterations divisible by this number are slow."""
 
     @property
     def target(self) -> str:
@@ -52,24 +52,24 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
         return f"rank={self.rank}" if self.rank is not None else f"node={self.node}"
 
     def hits(self, rank: int, node: str) -> bool:
-        """Whether a rank, on that node, is its target, or of its target."""
+        """Return whether the rank, which runs on `node`, is the target or belongs to it."""
         return self.rank == rank or self.node == node or node in (self.link or ())
 
     def __str__(self) -> str:
-        how = "" if self.speed is None else f",speed={self.speed:g}"
+        speed = "" if self.speed is None else f",speed={self.speed:g}"
         when = "" if self.iteration is None else f"@iteration={self.iteration},phase={self.phase}"
-        end = "" if self.until is None else f",until={self.until}"
-        now_and_then = "" if self.every == 1 else f",every={self.every}"
-        return f"{self.kind}:{self.target}{how}{when}{end}{now_and_then}"
+        until = "" if self.until is None else f",until={self.until}"
+        period = "" if self.every == 1 else f",every={self.every}"
+        return f"{self.kind}:{self.target}{speed}{when}{until}{period}"
 
 
-_OF_SLOW = "example: slow:rank=5,speed=0.5@iteration=10,until=40"
+_SLOW_EXAMPLE = "example: slow:rank=5,speed=0.5@iteration=10,until=40"
 
 
 def parse(text: str, fault_id: int) -> Fault:
     """Parse one `--fault` value.
 
-    Raises ConfigurationError that says which part is wrong and shows a valid example.
+    Raises ConfigurationError, whose message names the invalid part and shows a valid example.
     """
     example = "example: kill:rank=1@iteration=3,phase=backward"
     head, at, when = text.partition("@")
@@ -78,15 +78,15 @@ def parse(text: str, fault_id: int) -> Fault:
         raise ConfigurationError(f"fault {text!r}: expected KIND:TARGET@WHEN; {example}")
     if kind not in get_args(Kind):
         raise ConfigurationError(f"fault {text!r}: unknown kind {kind!r}, one of {', '.join(get_args(Kind))}")
-    example = _OF_SLOW if kind == "slow" else example
+    example = _SLOW_EXAMPLE if kind == "slow" else example
     values: dict[str, str] = {}
     for part in (*target.split(","), *when.split(",")):
         key, equals, value = part.partition("=")
         if not equals or not value or key in values:
             raise ConfigurationError(f"fault {text!r}: {part!r} is not one key=value; {example}")
         values[key] = value
-    of_slow = ("link", "speed", "until", "every") if kind == "slow" else ()
-    unknown = set(values) - {"rank", "node", "iteration", "phase", *of_slow}
+    slow_keys = ("link", "speed", "until", "every") if kind == "slow" else ()
+    unknown = set(values) - {"rank", "node", "iteration", "phase", *slow_keys}
     if unknown:
         raise ConfigurationError(f"fault {text!r}: {', '.join(sorted(unknown))} does not apply to {kind}; {example}")
     if len(values.keys() & {"rank", "node", "link"}) != 1:
@@ -111,7 +111,7 @@ def parse(text: str, fault_id: int) -> Fault:
     if "link" in values and link is None:
         example = "example: slow:link=n1-n2,speed=0.3@iteration=10"
         raise ConfigurationError(f"fault {text!r}: link={values['link']} is not two nodes; {example}")
-    speed, until, every = _slowness(text, values, iteration) if kind == "slow" else (None, None, 1)
+    speed, until, period = _slowness(text, values, iteration) if kind == "slow" else (None, None, 1)
     return Fault(
         id=fault_id,
         kind=kind,  # type: ignore[arg-type]
@@ -122,12 +122,15 @@ def parse(text: str, fault_id: int) -> Fault:
         phase=phase,  # type: ignore[arg-type]
         speed=speed,
         until=until,
-        every=every,
+        every=period,
     )
 
 
 def ends(link: str) -> tuple[str, str] | None:
-    """The two nodes of `n1-n2`, names ascending; None if it is no such. Both names have as many dashes."""
+    """Return the two nodes of `n1-n2` in ascending order; None if they are not exactly two names.
+
+    Names may contain dashes, but both must contain the same number.
+    """
     parts = link.split("-")
     middle, odd = divmod(len(parts), 2)
     a, b = "-".join(parts[:middle]), "-".join(parts[middle:])
@@ -135,18 +138,18 @@ def ends(link: str) -> tuple[str, str] | None:
 
 
 def _slowness(text: str, values: dict[str, str], iteration: int) -> tuple[float, int | None, int]:
-    example = _OF_SLOW
+    example = _SLOW_EXAMPLE
     try:
         speed = float(values["speed"])
         until = int(values["until"]) if "until" in values else None
-        every = int(values.get("every", 1))
+        period = int(values.get("every", 1))
     except (KeyError, ValueError):
-        wanted = "slow needs a speed, until is a whole number, every too"
+        wanted = "slow needs a speed; until and every are whole numbers"
         raise ConfigurationError(f"fault {text!r}: {wanted}; {example}") from None
     if not 0.01 <= speed < 1.0:
         raise ConfigurationError(f"fault {text!r}: a speed is from 0.01 to below 1, which is healthy; {example}")
     if until is not None and until <= iteration:
         raise ConfigurationError(f"fault {text!r}: it ends before it begins; {example}")
-    if every < 1:
-        raise ConfigurationError(f"fault {text!r}: every=10 is one iteration in ten, and 1 each of them; {example}")
-    return speed, until, every
+    if period < 1:
+        raise ConfigurationError(f"fault {text!r}: every=10 is one iteration in ten, every=1 all of them; {example}")
+    return speed, until, period

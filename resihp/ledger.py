@@ -1,11 +1,11 @@
-"""What a ledger answers, for notebooks and scripts: `from resihp.ledger import queries`.
+"""Read access to a ledger for notebooks and scripts: `from resihp.ledger import queries`.
 
-The package that reads ledgers is called `db`, as many a module of a user's is, and Python takes the first of that name
-on its path, that beside the script before all others. Here it is taken from where resihp itself is, whatever the path.
-One name is one module in a process: where another `db` has been imported already, that file is named and nothing is
-imported; and a script that asks for ours first has ours under that name from then on.
+The package that reads ledgers is called `db`. Users often have a module of that name, too, and Python imports the first
+match on its path, beginning with the script's folder. This module always loads the `db` that was installed with resihp.
+A process can hold only one module per name: if another `db` was imported already, the error names its file and nothing
+is imported; if a script imports ours first, `db` means ours from then on.
 
-Nothing else of resihp imports `db`, nor this module: a training process never has it.
+No other module of resihp imports `db` or this module, so a training process never loads it.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ def __getattr__(name: str) -> Any:
 
 
 def _queries() -> Any:
-    """`db.reading.queries`. Raises ImportError where `db` is somebody else's already."""
+    """Return `db.reading.queries`. Raises ImportError if another module named `db` has been imported already."""
     ours = Path(__file__).resolve().parents[1]
-    there = sys.modules.get("db")
-    if there is not None:
-        file = Path(getattr(there, "__file__", None) or "a package without a file").resolve()
+    loaded = sys.modules.get("db")
+    if loaded is not None:
+        file = Path(getattr(loaded, "__file__", None) or "a package without a file").resolve()
         if file.parent != ours / "db":
             raise ImportError(
                 f"resihp.ledger: `db` is {file} in this process, and resihp's package of that name cannot be there "
-                "too; import resihp.ledger before it, rename that file, or have the rows without either: "
+                "too; import resihp.ledger before it, rename that file, or export the rows instead: "
                 "resihp history failures --parquet failures.parquet"
             )
         return import_module("db.reading.queries")

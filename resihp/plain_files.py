@@ -1,7 +1,7 @@
-"""Files that somebody else may have put there: opened if they are plain, never waited for, no link followed.
+"""Files that another user may have created: opened only if regular, without blocking or following links.
 
-Looks at a file through its descriptor, since a name may mean another file a moment later. Decides nothing about what is
-in it. Called by whatever reads a job's folder, a ledger or a log.
+A file is examined through its descriptor, since its name may refer to another file a moment later. This module does not
+judge a file's content. Called by all code that reads a job's folder, a ledger or a log.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from pathlib import Path
 
 
 def open_plain(path: Path, *, follow: bool = False) -> int:
-    """Open a plain file for reading, and return the descriptor.
+    """Open a regular file for reading and return its descriptor.
 
-    `follow`: a link in the last part of the path may lead to it. Raises OSError for a link (ELOOP) and for a pipe, a
-    device or a folder (EINVAL), without waiting for any of them; also for a path that holds a NUL.
+    With `follow`, the last part of the path may be a symbolic link. Raises OSError for a link otherwise (ELOOP), for a
+    pipe, a device or a folder (EINVAL), and for a path that contains a NUL. Never blocks.
     """
     if "\0" in str(path):
         raise OSError(errno.EINVAL, "holds a NUL", ascii(str(path)))
@@ -34,16 +34,16 @@ def open_plain(path: Path, *, follow: bool = False) -> int:
 
 
 def is_plain(path: Path) -> bool:
-    """Tell whether a plain file is there; a link to one is none."""
+    """Return whether `path` is a regular file; a link to one does not count."""
     try:
         return stat.S_ISREG(os.lstat(path).st_mode)
     except (OSError, ValueError):
         return False
 
 
-def is_trusted(found: os.stat_result) -> bool:
-    """Tell whether only we, or root, can have written what was looked at: it is ours or root's, and closed to others.
+def is_trusted(status: os.stat_result) -> bool:
+    """Return whether only we or root can have written the file: it belongs to us or root, and nobody else can write it.
 
-    A sticky folder counts as open: others can add files to it.
+    A sticky folder is not trusted: others can add files to it.
     """
-    return found.st_uid in (os.geteuid(), 0) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return status.st_uid in (os.geteuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

@@ -1,4 +1,4 @@
-"""What the kernel is asked about processes: who dies with whom, what state one is in. Linux only; decides nothing."""
+"""Linux process control: parent-death signals, child reaping, descriptor limits, process states. Decides nothing."""
 
 from __future__ import annotations
 
@@ -16,23 +16,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 AGENT_FD = "RESIHP_AGENT_FD"
-"""Environment variable of a worker: the number of its inherited socket to the agent."""
+"""Environment variable of a worker: descriptor number of its inherited socket to the agent."""
 
 OPEN_FILES = "RESIHP_OPEN_FILES"
-"""Environment variable of our own processes: how many descriptors the user's may have, / and to how many we raised
-that."""
+"""Environment variable of our own processes: the user's descriptor limit, a slash, and our raised limit."""
 MOST_OPEN_FILES = 1 << 16
-"""Enough for 16,384 nodes. Where a hard limit is a thousand million, programs that close all there could be hang."""
+"""Enough for 16,384 nodes. With a hard limit of 10^9, programs that close every possible descriptor would hang."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Ask the kernel for signal `number` when the parent process ends; send it to ourselves if it already has.
+    """Have the kernel send signal `number` to this process when its parent ends; send it now if the parent has ended.
 
-    The kernel's parent is the *thread* that forked: start processes that call this from a main thread. `parent` 0:
-    nobody is asked, as in a container, where the parent is a process of the runtime.
+    The kernel regards the *thread* that forked as the parent: start processes that call this from a main thread. With
+    `parent` 0 nothing is requested, as in a container, where the parent is a process of the runtime.
     """
     if parent == 0:
         return
@@ -42,15 +41,15 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
 
 
 def end_by(number: int) -> None:
-    """End this process by a signal, whatever its handler is and whatever the main thread does. Any thread."""
+    """End this process by a signal, regardless of its handler and of the main thread's activity. From any thread."""
     ctypes.CDLL(None, use_errno=True).signal(int(number), None)
     os.kill(os.getpid(), number)
 
 
 def inherited_socket(descriptor: int) -> socket.socket:
-    """The socket that we were started with. Standard input, if it was that, is empty from here on.
+    """Return the socket that this process was started with. If it was standard input, that reads as empty from now on.
 
-    Of all descriptors only 0, 1 and 2 come through every container runtime.
+    Descriptors 0, 1 and 2 are the only ones that every container runtime passes on.
     """
     if descriptor > 2:
         os.set_inheritable(descriptor, False)
@@ -63,15 +62,15 @@ def inherited_socket(descriptor: int) -> socket.socket:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every orphan among our descendants, so that none is out of reach."""
+    """Make this process the parent of every orphan among its descendants, so that it can reap and signal them all."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 class Orphans:
-    """Waits for the children that this process has adopted, once they have ended: else each stays, and has its number.
+    """Reaps adopted children after they end; unreaped, each would remain as a zombie and keep its process id.
 
-    `reap` is to be called now and then. Who starts a child of our own waits for its end, and takes it at once; one that
-    has ended and is still there at the next call is nobody's.
+    Call `reap` periodically. Code that starts a child of our own waits for its end and reaps it immediately, so a child
+    that has ended and is still there at the next call belongs to nobody.
     """
 
     def __init__(self) -> None:
@@ -86,7 +85,7 @@ class Orphans:
 
 
 def wait_for(child: subprocess.Popen[bytes]) -> int:
-    """Wait for a child's end, and take that of every other that ends meanwhile. Main thread; returns its status."""
+    """Wait for a child, reap every other child that ends meanwhile, and return the child's status. Main thread only."""
     while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)) is not None and ended.si_pid != child.pid:
         with suppress(ChildProcessError):
             os.waitpid(ended.si_pid, os.WNOHANG)
@@ -94,53 +93,60 @@ def wait_for(child: subprocess.Popen[bytes]) -> int:
 
 
 def kill_children(within_s: float) -> None:
-    """Kill every child of this process, and what those leave behind if it adopts orphans; wait for their ends."""
+    """Kill all children of this process and any orphans adopted from them; wait up to `within_s` for their ends."""
     until = time.monotonic() + within_s
     with suppress(ChildProcessError):
         while time.monotonic() < until:
             for pid in _children(os.getpid()):
                 with suppress(PermissionError):
-                    os.kill(pid, signal.SIGKILL)  # not waited for yet: its number is nobody else's
+                    os.kill(pid, signal.SIGKILL)  # not reaped yet, so its id cannot have been reused
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
             time.sleep(0.005)
 
 
 def _children(parent: int) -> list[int]:
-    found = []
-    with suppress(OSError):  # not every kernel has it
+    pids = []
+    with suppress(OSError):  # not every kernel has this file
         for thread in os.listdir(f"/proc/{parent}/task"):
             with open(f"/proc/{parent}/task/{thread}/children", encoding="ascii") as children:
-                found += [int(pid) for pid in children.read().split()]
-        return found
-    found = []
+                pids += [int(pid) for pid in children.read().split()]
+        return pids
+    pids = []
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
                 with open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as stat:
                     if int(stat.read().rpartition(")")[2].split()[1]) == parent:
-                        found.append(int(name))
+                        pids.append(int(name))
             except (OSError, IndexError):
                 continue
-    return found
+    return pids
 
 
 def most_open_files() -> int:
-    """How many descriptors this process may have."""
+    """Return this process's soft limit of open descriptors."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def raise_open_files() -> None:
-    """As far as we may: a supervisor has a socket for each agent, an agent that stands for one asks all others."""
+    """Raise the limit of open descriptors to at most `MOST_OPEN_FILES`.
+
+    A supervisor has a socket for each agent, and an agent that stands for election asks all other agents.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     raised = max(soft, min(hard, MOST_OPEN_FILES))
-    if os.environ.get(OPEN_FILES, "").partition("/")[2] != str(soft):  # else we have, above us, and srun passed it on
+    # If the variable names the current limit, a process above us raised it and srun passed it on.
+    if os.environ.get(OPEN_FILES, "").partition("/")[2] != str(soft):
         os.environ[OPEN_FILES] = f"{soft}/{raised}"
     resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
 
 
 def restore_open_files() -> None:
-    """For what starts the user's processes: some programs close whatever could be open, or call `select`."""
+    """Restore the user's descriptor limit before user processes start.
+
+    Some programs close every descriptor that could be open, or call `select`.
+    """
     usual = os.environ.pop(OPEN_FILES, "").partition("/")[0]
     if usual:
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -148,12 +154,12 @@ def restore_open_files() -> None:
 
 
 def threads() -> int:
-    """Threads of this process, native ones included."""
+    """Return the number of threads of this process, native ones included."""
     return len(os.listdir("/proc/self/task"))
 
 
 def state_letter(pid: int) -> str:
-    """The kernel's process state (R, S, D, T, Z, ...); X when there is no such process."""
+    """Return the kernel's process state (R, S, D, T, Z, ...); X if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
             return stat.read().rpartition(")")[2].split()[0]
@@ -162,7 +168,7 @@ def state_letter(pid: int) -> str:
 
 
 class Work(NamedTuple):
-    """What a process and everything below it have done so far."""
+    """Cumulative activity of a process and all its descendants."""
 
     processor_s: float
     bytes_moved: int
@@ -172,41 +178,43 @@ class Work(NamedTuple):
 
 
 def work_of(pid: int) -> Work:
-    """What the kernel says of a process and its descendants; zeros for what is gone, or may not be seen."""
+    """Return the activity of a process and its descendants; processes that are gone or hidden count as zero."""
     ticks = os.sysconf("SC_CLK_TCK")
     processes: set[int] = set()
     pending = [pid]
     processor_s, bytes_moved, own_bytes, waits = 0.0, 0, 0, False
     while pending:
-        each = pending.pop()
-        if each in processes:
+        current = pending.pop()
+        if current in processes:
             continue
-        processes.add(each)
-        pending += _children(each)
+        processes.add(current)
+        pending += _children(current)
         with suppress(OSError, IndexError, ValueError):
-            with open(f"/proc/{each}/stat", encoding="utf-8", errors="replace") as stat:
+            with open(f"/proc/{current}/stat", encoding="utf-8", errors="replace") as stat:
                 fields = stat.read().rpartition(")")[2].split()
             waits = waits or fields[0] == "D"
-            processor_s += sum(int(field) for field in fields[11:15]) / ticks  # its own, and of children waited for
+            processor_s += sum(int(field) for field in fields[11:15]) / ticks  # its own, and of reaped children
         with suppress(OSError, ValueError):
-            with open(f"/proc/{each}/io", encoding="ascii") as io:
+            with open(f"/proc/{current}/io", encoding="ascii") as io:
                 counts = dict(line.split(": ") for line in io.read().splitlines())
             bytes_moved += int(counts["rchar"]) + int(counts["wchar"])
-            if each == pid:
+            if current == pid:
                 own_bytes = int(counts["wchar"])
     return Work(processor_s, bytes_moved, own_bytes, waits, frozenset(processes))
 
 
 def identity(pid: int) -> str:
-    """What no other process of this machine has, while it is not started again: numbers are used again, with the time
-    since boot when it began they are not. Empty when there is no such process."""
+    """Return an identifier that no other process of this machine has until a reboot; empty if there is no such process.
+
+    Process ids are reused, but not together with the start time since boot.
+    """
     with suppress(OSError, IndexError), open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
         return f"{pid}/{stat.read().rpartition(')')[2].split()[19]}"  # starttime of proc(5)
     return ""
 
 
 def ending(status: int) -> str:
-    """How a process ended, in words; `status` as in subprocess."""
+    """Return how a process ended, in words; `status` as in subprocess."""
     if status >= 0:
         return f"exited with status {status}"
     try:
@@ -215,36 +223,39 @@ def ending(status: int) -> str:
         return f"was killed by signal {-status}"
 
 
-def name_process(job: str, what: str, keep: int = 2, since: bytes = b"-m") -> None:
-    """Have `ps` call this process `resihp job 6 rank 5`, in place of its interpreter; which module it runs follows.
-    `top` and the kernel have 15 letters of `resihp-rank-5`: without blanks, at which Slurm's proctrack/linuxproc stops
-    reading, so that neither its signals nor its kill at the end would reach this process and those below it.
+def name_process(job: str, role: str, keep: int = 2, since: bytes = b"-m") -> None:
+    """Show this process in `ps` as `resihp job 6 rank 5` in place of its interpreter, followed by the module it runs.
 
-    Written over the arguments, as daemons do. Not over the environment behind them, as libraries for it do: by that,
-    Slurm and administrators find whose process it is. There is no more room than there was: what follows is cut short,
-    but for the first `keep` words from `since` on, by which processes are found; then the title is.
+    `top` and the kernel show the first 15 characters of `resihp-rank-5`. That name has no blanks, because Slurm's
+    proctrack/linuxproc stops reading at a blank, and then neither its signals nor its final kill would reach this
+    process and its descendants.
+
+    The title overwrites the arguments, as daemons do. Unlike process title libraries, this leaves the environment
+    behind the arguments alone: Slurm and administrators use it to find out who owns the process. The available space
+    does not grow: what follows the title is cut, except for the first `keep` words from `since` on, which identify the
+    process; if necessary the title is cut instead.
     """
-    name_thread(f"resihp {what}".replace(" ", "-"))
+    name_thread(f"resihp {role}".replace(" ", "-"))
     with suppress(OSError, ValueError, IndexError):
         fields = Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()
         start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5)
         words = Path("/proc/self/cmdline").read_bytes().split(b"\0")
-        title = titled(f"resihp job {job} {what}".encode(), words, keep, end - start, since)
+        title = titled(f"resihp job {job} {role}".encode(), words, keep, end - start, since)
         if start and title:
             ctypes.memmove(start, title, len(title))
 
 
 def titled(title: bytes, words: Sequence[bytes], keep: int, room: int, since: bytes = b"-m") -> bytes:
-    """A command line of `room` bytes that begins with a title; empty where there is no room for one."""
+    """Return a command line of exactly `room` bytes that begins with the title; empty if there is no room for one."""
     rest = list(words[words.index(since) :]) if since in words else []
-    kept = sum(len(word) + 1 for word in rest[:keep])
-    shown = title[: room - 1 - kept]
-    if room <= 1 + kept:
+    tail_bytes = sum(len(word) + 1 for word in rest[:keep])
+    visible_title = title[: room - 1 - tail_bytes]
+    if room <= 1 + tail_bytes:
         return b""
-    return b"\0".join([shown, *rest])[: room - 1].ljust(room, b"\0")
+    return b"\0".join([visible_title, *rest])[: room - 1].ljust(room, b"\0")
 
 
 def name_thread(name: str) -> None:
-    """Call this thread so for whoever looks with `ps -L` which one is stuck; at most 15 letters count."""
+    """Name the calling thread for `ps -L`, so that a stuck thread can be identified; at most 15 characters count."""
     with suppress(OSError):
         Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name)

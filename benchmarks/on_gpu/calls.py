@@ -89,7 +89,7 @@ def _lock_while_waiting(scale: Scale) -> Iterator[Figure]:
     yield Figure(name, str(ticks[0]), f"about {waited_s / TICK_S:.0f}")
 
 
-def _one_rank(back_end: BackEnd, key: str, role: Role = backends.ALONE) -> Backend:
+def _one_rank(back_end: BackEnd, key: str, role: Role = backends.STANDALONE_ROLE) -> Backend:
     return back_end.connect(dist.PrefixStore(key, dist.HashStore()), 0, 1, CONNECT_TIMEOUT, role)
 
 

@@ -17,7 +17,7 @@ import torch
 from benchmarks.on_gpu.figures import Figure, Scale, all_of
 from resihp.process import threads
 from resihp.worker import nccl_versions
-from resihp.worker.forkserver import PRELOAD
+from resihp.worker.forkserver import PRELOADED_MODULES
 
 WORKERS = 8
 PROGRAM_S = 15.0
@@ -74,7 +74,7 @@ def _answer(command: tuple[str, ...]) -> str:
 
 
 def forks(scale: Scale) -> Iterator[Figure]:
-    for name in PRELOAD.split(","):
+    for name in PRELOADED_MODULES.split(","):
         importlib.import_module(name)
     count = threads()
     yield Figure("threads of the fork server once it has imported all", str(count), "1", count == 1)

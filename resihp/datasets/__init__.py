@@ -1,4 +1,4 @@
-"""Data sets that keep `resihp.Dataset`'s protocol: pure in (seed, iteration), lengths known before anything is read."""
+"""Data sets that follow the `resihp.Dataset` protocol: pure in (seed, iteration), lengths known in advance."""
 
 from resihp.datasets.blended import Blended
 from resihp.datasets.megatron import MegatronIndexed

@@ -1,7 +1,7 @@
-"""A mix of data sets by weights: which micro-batch comes from which of them. Pure, reads nothing.
+"""A weighted mix of data sets: which part each micro-batch comes from. Pure, reads nothing.
 
-Users build it; it asks its parts, which are data sets like any other. A micro-batch comes from one part, so weights are
-shares of micro-batches: of tokens, where all parts fill theirs to the same budget.
+Users build it from other data sets. Each micro-batch comes from exactly one part, so weights are shares of
+micro-batches; they are also shares of tokens if all parts fill their micro-batches to the same budget.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from resihp.errors import DatasetError
 from resihp.parallelism.batch_sizes import BatchSizes, Ramp, RampUp
 from resihp.parallelism.workload import Dataset, MicroBatch, ramp_of
 
-ROUND = 10_000
-"""Micro-batches after which the order of parts repeats: weights are kept to one in so many."""
+ROUND_LENGTH = 10_000
+"""Number of micro-batches after which the order of parts repeats; weights are accurate to one part in this number."""
 
 
 class Blended:
     """`resihp.Dataset` over `(weight, data set)` pairs; weights need not add up to 1.
 
-    The micro-batches of each part lie evenly over the training, in the part's own order, so that each iteration has
-    nearly the same mix. A sample's identifier is its part's times the number of parts, plus the part's place.
-    `ramp_up` is of the blend: its parts have none.
+    The micro-batches of each part are spread evenly over the training, in the part's own order, so that all iterations
+    have nearly the same mix. A sample's identifier is its identifier in the part, times the number of parts, plus the
+    part's index. `ramp_up` applies to the blend; its parts must not have one.
     """
 
     def __init__(
@@ -44,16 +44,16 @@ class Blended:
         self._parts = [part for _, part in parts]
         self._quotas = quotas([weight for weight, _ in parts])
         self._turns = turns(self._quotas)
-        self._earlier = np.zeros(ROUND, dtype=np.int64)
-        """How often the same part had its turn before, in the same round."""
+        self._earlier_turns = np.zeros(ROUND_LENGTH, dtype=np.int64)
+        """For each turn of a round, how many earlier turns in the round belong to the same part."""
         for d in range(len(parts)):
             mine = self._turns == d
-            self._earlier[mine] = np.arange(int(mine.sum()))
+            self._earlier_turns[mine] = np.arange(int(mine.sum()))
         usual = micro_batches_per_iteration
         self._batches = BatchSizes(usual) if ramp_up is None else ramp_up.sizes(usual)
-        self._asked: list[tuple[int, Sequence[MicroBatch]]] = [(1, part.micro_batches(1)) for part in self._parts]
-        """The iteration that each part was asked for last."""
-        self._sizes = [len(batch) for _, batch in self._asked]
+        self._newest: list[tuple[int, Sequence[MicroBatch]]] = [(1, part.micro_batches(1)) for part in self._parts]
+        """For each part, the newest iteration that it was asked for and that iteration's micro-batches."""
+        self._sizes = [len(batch) for _, batch in self._newest]
         if any(ramp_of(part) for part in self._parts):
             raise DatasetError("blended data set: a part has a ramp-up; give it to the blend")
         if not all(self._sizes):
@@ -64,41 +64,44 @@ class Blended:
         return self._batches.ramp
 
     def micro_batches(self, iteration: int) -> tuple[MicroBatch, ...]:
-        """The global batch of `iteration`, counted from 1."""
+        """Return the global batch of `iteration`, counted from 1."""
         first, end = self._batches.before(iteration), self._batches.before(iteration + 1)
         return tuple(self._micro_batch(n) for n in range(first, end))
 
     def _micro_batch(self, number: int) -> MicroBatch:
-        """The `number`th since the beginning, counted from 0."""
-        rounds, at = divmod(number, ROUND)
+        """Return the `number`th micro-batch since the beginning, counted from 0."""
+        rounds, at = divmod(number, ROUND_LENGTH)
         d = int(self._turns[at])
-        own, m = divmod(rounds * int(self._quotas[d]) + int(self._earlier[at]), self._sizes[d])
-        if self._asked[d][0] != own + 1:
-            self._asked[d] = own + 1, self._parts[d].micro_batches(own + 1)
-        found = self._asked[d][1][m]
-        return msgspec.structs.replace(found, samples=tuple(s * len(self._parts) + d for s in found.samples))
+        own, m = divmod(rounds * int(self._quotas[d]) + int(self._earlier_turns[at]), self._sizes[d])
+        if self._newest[d][0] != own + 1:
+            self._newest[d] = own + 1, self._parts[d].micro_batches(own + 1)
+        drawn = self._newest[d][1][m]
+        return msgspec.structs.replace(drawn, samples=tuple(s * len(self._parts) + d for s in drawn.samples))
 
 
 def quotas(weights: Sequence[float]) -> npt.NDArray[np.int64]:
-    """How many micro-batches of a round come from each part: what adds up and is nearest to the weights.
+    """Return how many micro-batches of a round come from each part: the whole numbers nearest to the weights.
 
-    Raises DatasetError for weights that are no shares, or so small that a part would have none.
+    They add up to `ROUND_LENGTH`. Raises DatasetError for weights that are not positive numbers, or are so small that a
+    part would get no micro-batch.
     """
     if not all(math.isfinite(weight) and weight > 0 for weight in weights):
         raise DatasetError(f"blended data set: weights {list(weights)} must be above 0")
-    exact = np.array(weights, dtype=np.float64) / math.fsum(weights) * ROUND
+    exact = np.array(weights, dtype=np.float64) / math.fsum(weights) * ROUND_LENGTH
     whole = np.floor(exact).astype(np.int64)
-    lacking = ROUND - int(whole.sum())
+    lacking = ROUND_LENGTH - int(whole.sum())
     whole[np.argsort(whole - exact, kind="stable")[:lacking]] += 1
     if not whole.all():
-        least = min(weights)
-        raise DatasetError(f"blended data set: weight {least} is less than 1/{ROUND} of all; leave that part out")
+        smallest = min(weights)
+        raise DatasetError(
+            f"blended data set: weight {smallest} is less than 1/{ROUND_LENGTH} of all; leave that part out"
+        )
     return whole
 
 
 def turns(quota: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Whose turn each micro-batch of a round is: those of each part lie evenly over the round."""
-    whose = np.repeat(np.arange(len(quota)), quota)
+    """Return the part of each micro-batch of a round; each part's micro-batches are spread evenly over the round."""
+    part_of_turn = np.repeat(np.arange(len(quota)), quota)
     when = np.concatenate([(np.arange(count) + 0.5) / count for count in quota])
-    order: npt.NDArray[np.int64] = whose[np.argsort(when, kind="stable")]
+    order: npt.NDArray[np.int64] = part_of_turn[np.argsort(when, kind="stable")]
     return order

@@ -1,4 +1,4 @@
-"""Megatron's indexed data sets (`NAME.bin` and `NAME.idx`), read as they are.
+"""Megatron's indexed data sets (`NAME.bin` and `NAME.idx`), read without conversion.
 
 Format (megatron-core `datasets/indexed_dataset.py`): the index begins with the 9 bytes `MMIDIDX\\0\\0`, u64 version 1,
 u8 code of the token type, u64 number of sequences, u64 number of document boundaries; then int32 lengths, int64 byte
@@ -32,7 +32,7 @@ _TYPES: dict[int, type[np.generic]] = {
 class MegatronIndexed:
     """A `PieceSource` over one indexed data set; each of its sequences is a document.
 
-    `prefix` is the path without suffix. Raises DatasetError for missing, truncated or foreign files.
+    `prefix` is the path without suffix. Raises DatasetError for missing or truncated files and for other formats.
     """
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:

@@ -1,4 +1,4 @@
-"""Documents in a shuffled order, packed into micro-batches: a function of (seed, iteration) and nothing else."""
+"""Shuffled documents, packed into micro-batches: a function of (seed, iteration) only."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from resihp.parallelism.workload import MicroBatch
 
 
 class PieceSource(Protocol):
-    """Documents whose lengths are known without reading them."""
+    """Documents with lengths that are known without reading them."""
 
     @property
     def lengths(self) -> Sequence[int]:
-        """Predicted tokens of each document: one fewer than it has, since the last is only a label."""
+        """Number of predicted tokens of each document: one fewer than its tokens, since the last is only a label."""
         ...
 
     def read(self, document: int, start: int, count: int) -> npt.NDArray[np.int64]:
-        """`count` tokens of a document from `start`, shape [count]. Raises DatasetError if they are not there."""
+        """Return `count` tokens of a document from `start`, shape [count]. Raises DatasetError if they do not exist."""
         ...
 
 
 class PackedDataset:
     """`resihp.Dataset` over a source: every epoch visits each piece once, in an order of its own.
 
-    `micro_batches_per_iteration` is the global batch, `ramp_up` how it grows to that; `budget` the most tokens that a
-    micro-batch may have.
-    Documents longer than the budget are cut. Sample identifiers are epoch * pieces + piece, unique for ever.
+    `micro_batches_per_iteration` is the global batch, and `ramp_up` describes its growth to that size. `budget` is the
+    maximum number of tokens of a micro-batch; longer documents are cut. Sample identifiers are epoch * pieces + piece,
+    unique over the whole training.
     """
 
     def __init__(
@@ -63,14 +63,14 @@ class PackedDataset:
         self._open_epoch(0)
 
     def _open_epoch(self, epoch: int) -> None:
-        """Pack one epoch lazily: training begins without packing all of it."""
+        """Begin to pack an epoch lazily, so that training does not wait until all of it is packed."""
         order = np.random.Generator(np.random.PCG64([self._seed, epoch])).permutation(len(self._pieces))
         self._epoch = epoch
         self._bins: list[tuple[Piece, ...]] = []
         self._packing = pack((self._pieces[int(i)] for i in order), self._budget)
 
     def _bin(self, number: int) -> tuple[int, tuple[Piece, ...]]:
-        """(epoch, pieces) of the `number`th micro-batch since the beginning, counted from 0."""
+        """Return (epoch, pieces) of the `number`th micro-batch since the beginning, counted from 0."""
         if number < self._starts[self._epoch]:
             self._open_epoch(bisect_right(self._starts, number) - 1)
         while True:
@@ -90,7 +90,7 @@ class PackedDataset:
         return self._sizes.ramp
 
     def micro_batches(self, iteration: int) -> tuple[MicroBatch, ...]:
-        """The global batch of `iteration`, counted from 1."""
+        """Return the global batch of `iteration`, counted from 1."""
         batch = []
         for number in range(self._sizes.before(iteration), self._sizes.before(iteration + 1)):
             epoch, pieces = self._bin(number)

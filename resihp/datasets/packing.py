@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 OPEN_BINS = 32
-"""Bins kept open at once: enough to fill more than 95 % of the budget with long-tailed lengths."""
+"""Number of bins kept open at once: enough to fill more than 95 % of the budget with long-tailed lengths."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """`length` tokens of document `document`, from token `start`; `index` numbers pieces over the whole data set."""
+    """`length` tokens of document `document` from token `start`; `index` numbers pieces over the whole data set."""
 
     index: int
     document: int
@@ -28,7 +28,7 @@ class _Bin:
 
 
 def cut(documents: Iterable[int], budget: int) -> Iterator[Piece]:
-    """Cut documents, given by their lengths in tokens, into pieces that fit the budget; empty ones give none."""
+    """Cut documents, given by their lengths in tokens, into pieces that fit the budget; empty documents give none."""
     index = 0
     for document, length in enumerate(documents):
         for start in range(0, length, budget):
@@ -37,19 +37,19 @@ def cut(documents: Iterable[int], budget: int) -> Iterator[Piece]:
 
 
 class Pieces:
-    """What `cut` gives, by number. A piece is made when it is asked for: of a large data set, most never are."""
+    """The pieces that `cut` yields, by index, each built on access: most of a large data set are never used."""
 
     def __init__(self, documents: Iterable[int], budget: int) -> None:
         self._budget = budget
         self._lengths = np.fromiter(documents, np.int64)
         self._ends = np.cumsum(-(-self._lengths // budget))
-        """Pieces up to the end of each document."""
+        """Cumulative number of pieces up to the end of each document."""
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def __getitem__(self, index: int) -> Piece:
-        """The piece with this number, counted from 0."""
+        """Return the piece with this index, counted from 0."""
         document = int(np.searchsorted(self._ends, index, side="right"))
         start = (index - (int(self._ends[document - 1]) if document else 0)) * self._budget
         return Piece(index, document, start, min(self._budget, int(self._lengths[document]) - start))
@@ -79,5 +79,5 @@ def pack(pieces: Iterable[Piece], budget: int, open_bins: int = OPEN_BINS) -> It
         if best.room == 0:
             bins.remove(best)
             yield tuple(best.pieces)
-    for left in bins:
-        yield tuple(left.pieces)
+    for unfinished in bins:
+        yield tuple(unfinished.pieces)

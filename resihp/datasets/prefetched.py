@@ -1,7 +1,8 @@
-"""Reads the next iteration's data in a thread while this one is computed. Changes no batch, only when it is read.
+"""Reads the next iteration's data in a thread during the current one. Changes no batch, only the time of reading.
 
-Users wrap a data set in it. What a rank will need is what it needed last, by the places of micro-batches in the global
-batch: after another plan it reads some in vain once, and some when they are asked for, as without it.
+Users wrap a data set in it. It assumes that a rank needs the same micro-batches as in the previous iteration, by their
+index in the global batch. After a change of plan, some are therefore read in vain once, and some are read on demand, as
+without this class.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from resihp.parallelism.batch_sizes import Ramp
 from resihp.parallelism.workload import Dataset, MicroBatch, ramp_of
 
 Arrays = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
-"""Tokens and labels."""
+"""Tokens and labels of a micro-batch."""
 
 
 class Prefetched:
-    """`resihp.Dataset` over another, whose micro-batches must be such that a thread can load them.
+    """`resihp.Dataset` over another data set, whose micro-batches must be loadable from another thread.
 
-    It is asked for one iteration ahead, never by two threads at once. What it raises, in the thread too, is raised
-    where the batch or its data are asked for.
+    The wrapped data set is asked for one iteration ahead, never by two threads at once. Its exceptions, including those
+    in the thread, are raised where the batch or its data are requested.
     """
 
     def __init__(self, dataset: Dataset) -> None:
@@ -34,14 +35,14 @@ class Prefetched:
         self._asking = threading.Lock()
         self._ahead: _Ahead | None = None
         self._loaded: list[int] = []
-        """Places of the micro-batches that were loaded of the iteration given out last, in that order."""
+        """Indices of the micro-batches loaded so far of the iteration returned last, in order of loading."""
 
     @property
     def ramp(self) -> Ramp:
         return ramp_of(self._dataset)
 
     def micro_batches(self, iteration: int) -> tuple[MicroBatch, ...]:
-        """The global batch of `iteration`; begins to read the one after it."""
+        """Return the global batch of `iteration`, and begin to read the next one."""
         ahead, read = self._ahead, dict[int, Future[Arrays]]()
         if ahead is not None and ahead.iteration == iteration:
             batch, read = ahead.batch.result(), ahead.read
@@ -53,20 +54,20 @@ class Prefetched:
         self._ahead = _Ahead(self._dataset, self._asking, iteration + 1, self._loaded)
         self._loaded = []
         return tuple(
-            msgspec.structs.replace(one, load=partial(_load, one, m, read.get(m), self._loaded))
-            for m, one in enumerate(batch)
+            msgspec.structs.replace(micro_batch, load=partial(_load, micro_batch, m, read.get(m), self._loaded))
+            for m, micro_batch in enumerate(batch)
         )
 
 
 class _Ahead:
-    """One iteration, and the micro-batches of it that are being read."""
+    """One iteration and those of its micro-batches that are being read."""
 
     def __init__(self, dataset: Dataset, asking: threading.Lock, iteration: int, wanted: Sequence[int]) -> None:
         self.iteration = iteration
         self.batch: Future[Sequence[MicroBatch]] = Future()
         self.read: dict[int, Future[Arrays]] = {m: Future() for m in wanted}
         self.stale = False
-        """Set when another iteration was asked for: nobody waits for what is still to be read."""
+        """Set when another iteration was requested: nobody needs the micro-batches that are still to be read."""
         self._dataset, self._asking = dataset, asking
         threading.Thread(target=self._run, name=f"read iteration {iteration}", daemon=True).start()
 
@@ -74,7 +75,7 @@ class _Ahead:
         try:
             with self._asking:
                 batch = self._dataset.micro_batches(self.iteration)
-        except BaseException as error:  # noqa: BLE001 raised where the batch is asked for
+        except BaseException as error:  # noqa: BLE001 raised where the batch is requested
             self.batch.set_exception(error)
             return
         self.batch.set_result(batch)
@@ -83,11 +84,11 @@ class _Ahead:
                 return
             try:
                 future.set_result(batch[m].load())
-            except BaseException as error:  # noqa: BLE001 raised where the data are asked for
+            except BaseException as error:  # noqa: BLE001 raised where the data are requested
                 future.set_exception(error)
 
 
-def _load(one: MicroBatch, m: int, read: Future[Arrays] | None, loaded: list[int]) -> Arrays:
+def _load(micro_batch: MicroBatch, m: int, read: Future[Arrays] | None, loaded: list[int]) -> Arrays:
     if m not in loaded:
         loaded.append(m)
-    return one.load() if read is None else read.result()
+    return micro_batch.load() if read is None else read.result()

@@ -1,4 +1,4 @@
-"""Byte-level documents: the files below a folder, one document each, one token a byte."""
+"""Byte-level documents: each file below a folder is a document, each byte a token."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import numpy.typing as npt
 
 from resihp.errors import DatasetError
 
-PYTHON = ".py"
+DEFAULT_SUFFIX = ".py"
 
 
 class ByteFiles:
     """A `PieceSource` over the files below `folder` whose names end in `suffix`, in the order of their relative paths.
 
-    Without a `suffix` these are Python's, `.py`, and a warning tells how many others were left out; `suffix=".txt"`,
-    `suffix=(".c", ".h")` and `suffix=""`, all files, are taken at their word. Only sizes are read at the start. Raises
-    DatasetError for a folder that is missing, unreadable, or without such a file.
+    Without a `suffix`, only Python files (`.py`) are used, and a warning reports how many others were left out. With
+    `suffix=".txt"`, `suffix=(".c", ".h")` or `suffix=""` (all files) there is no warning. Construction reads only file
+    sizes. Raises DatasetError if the folder is missing, unreadable, or contains no such file.
     """
 
     vocab_size = 256
@@ -31,7 +31,7 @@ class ByteFiles:
         exclude: tuple[str, ...] = ("site-packages",),
     ) -> None:
         self.folder = Path(folder)
-        wanted = PYTHON if suffix is None else suffix
+        wanted = DEFAULT_SUFFIX if suffix is None else suffix
         left_out = 0
         files: list[tuple[str, int]] = []
 
@@ -48,7 +48,7 @@ class ByteFiles:
                 try:
                     size = os.stat(path).st_size
                 except OSError as error:
-                    dangling = "; it is a link to nothing: remove it" if os.path.islink(path) else ""
+                    dangling = "; it is a broken link: remove it" if os.path.islink(path) else ""
                     raise DatasetError(f"corpus file {path}: {error.strerror}{dangling}") from error
                 files.append((os.path.relpath(path, self.folder), size))
         if not files:
@@ -57,8 +57,8 @@ class ByteFiles:
             raise DatasetError(f"corpus {self.folder}: no {f'{kind} ' if kind else ''}file in it{others}")
         if left_out and suffix is None:
             warnings.warn(
-                f"corpus {self.folder}: {left_out} of {left_out + len(files)} files do not end in {PYTHON} and are "
-                f"left out; ByteFiles(..., suffix='') takes all, suffix='{PYTHON}' these without a word",
+                f"corpus {self.folder}: {left_out} of {left_out + len(files)} files do not end in {DEFAULT_SUFFIX} and "
+                f"are left out; ByteFiles(..., suffix='') takes all, suffix='{DEFAULT_SUFFIX}' these without a warning",
                 stacklevel=2,
             )
         files.sort()

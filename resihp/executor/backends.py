@@ -1,17 +1,17 @@
-"""What communicators are made of, chosen once per worker and asked everywhere: gloo, NCCL, or NCCL's manners on gloo.
+"""The back ends of communicators: gloo, NCCL, or gloo with NCCL's semantics. One is chosen per worker.
 
-A back end is made for each communicator from (store, index, size, timeout, role) and offers allreduce, broadcast,
-_allgather_base and _reduce_scatter_base, which need no lists of tensors. What differs is here: the order in which
-communicators may be built and what they are made from, what `wait` promises, and how a rank that is blocked in one is
-set free: gloo by shutting down the sockets under it (`communicators`), NCCL by aborting all communicators.
+A back end creates each communicator from (store, index, size, timeout, role). A communicator offers allreduce,
+broadcast, _allgather_base and _reduce_scatter_base, which need no lists of tensors. Back ends differ in the order of
+building communicators and their inputs, in the guarantees of `wait`, and in the way to free a rank that is blocked:
+gloo's by shutting down the sockets under it (`communicators`), NCCL's by aborting all communicators.
 
-What NCCL promises (torch 2.13's ProcessGroupNCCL.cpp): a call with `asyncOp=False` returns nothing; `wait` orders
-streams, does not block, and says nothing of an abort, after which buffers hold anything; `wait(timeout)` blocks, and
-aborts the communicator once the time has passed. So no wait of NCCL's is given a timeout, and whoever lets a result out
-of the device asks afterwards whether the rank was woken (`channels.PendingWork`, `Communicators.settle`).
+NCCL's guarantees (torch 2.13's ProcessGroupNCCL.cpp): a call with `asyncOp=False` returns nothing. `wait` orders
+streams, does not block, and does not report an abort, after which buffers may hold anything. `wait(timeout)` blocks,
+and aborts the communicator when the time has passed. So no wait of NCCL's is given a timeout, and code that copies a
+result off the device checks afterwards whether the rank was woken (`channels.PendingWork`, `Communicators.settle`).
 
-`RESIHP_BACKEND` chooses: `gloo`, also for tensors on GPUs; `nccl`; `nccl-like`, for tests: those manners, on gloo. By
-default NCCL where a GPU is. Called only in workers: asking for a GPU starts CUDA, which no fork survives.
+`RESIHP_BACKEND` selects `gloo`, also for tensors on GPUs; `nccl`; or, for tests, `nccl-like`: NCCL's semantics on
+gloo. The default is NCCL if there is a GPU. Called only in workers: querying a GPU starts CUDA, which no fork survives.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from resihp.pipeline.program import Use
 from resihp.worker import nccl_versions
 from resihp.worker.leaving import begin_thread
 
-BACKEND = "RESIHP_BACKEND"
+BACKEND_VARIABLE = "RESIHP_BACKEND"
 ABORT_S = 10.0
-"""How long aborting may take; NCCL's abort can itself wait for a kernel that a dead peer keeps running."""
+"""Time limit for aborting; NCCL's abort can itself wait for a kernel that a dead peer keeps running."""
 NO_WATCHDOG = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -45,95 +45,96 @@ NO_WATCHDOG = {
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
 }
-"""Before the first communicator: torch's watchdog ends a process that has met a dead peer, also one that recovered."""
-PATIENCE = {
+"""Set before the first communicator: torch's watchdog would end a process with a dead peer, even after a recovery."""
+CONNECT_LIMITS = {
     "TORCH_NCCL_NONBLOCKING_TIMEOUT": "120",
     "NCCL_RUNTIME_CONNECT": "0",
 }
-"""Unless they are set: how many seconds a communicator that is being made, and whoever waits for torch's lock on it,
-waits for a peer that is gone (by default half an hour); and that peers connect then, not in its first use."""
+"""Set unless the user has set them. A communicator that is being built, and threads that wait for torch's lock on it,
+wait at most this many seconds for a lost peer (the default is half an hour). Peers connect while it is built, not at
+its first use."""
 
 
 EDGE_CTAS = 4
-"""Blocks of an NCCL kernel between two stages: it holds as many SMs while it waits for its peer. Two to four are enough
-for an activation: an estimate, not measured."""
+"""Number of blocks of an NCCL kernel between two stages; it occupies as many SMs while it waits for its peer. Two to
+four are enough for an activation: an estimate, not measured."""
 
 
-def _unheard(begun: Backend) -> None:
-    """Nobody is there to abort it."""
+def _ignore_begun(begun: Backend) -> None:
+    """Ignore that a communicator can be aborted now."""
 
 
 @dataclass(frozen=True)
 class Role:
     """A communicator's place in the plan, for back ends that treat communicators differently; gloo does not.
 
-    `ranks`: numbers of its ranks in the plan. `parent` and `colour`: the connected communicator that it is split from,
-    of which every rank splits at the same time, and its number there; without a parent it is made by itself. `begun`
-    hears of it as soon as it can be aborted, which is before it is connected.
+    `ranks`: its ranks, as numbered in the plan. `parent` and `colour`: the connected communicator that it is split
+    from, which all ranks of the parent do at the same time, and its number in that split; without a parent it is built
+    on its own. `begun` is called with the communicator as soon as it can be aborted, which is before it is connected.
     """
 
     use: Use = "bulk"
     ranks: tuple[int, ...] = ()
     parent: Backend | None = None
     colour: int = 0
-    begun: Callable[[Backend], None] = _unheard
+    begun: Callable[[Backend], None] = _ignore_begun
 
 
-ALONE = Role()
-"""Of a communicator that belongs to no plan."""
+STANDALONE_ROLE = Role()
+"""Role of a communicator that belongs to no plan."""
 
 
 class BackEnd(ABC):
-    """One kind, and the device that it works on."""
+    """One kind of back end, and the device that it works on."""
 
     name: ClassVar[str]
     in_order: ClassVar[bool] = False
-    """Whether communicators are to be built in the plan's order, one after the other."""
+    """Whether communicators must be built in the plan's order, one after the other."""
     has_sockets: ClassVar[bool] = True
-    """Whether shutting down the sockets under its communicators sets free who waits in one."""
+    """Whether shutting down the sockets under a communicator frees the threads that wait in it."""
     scatters: ClassVar[bool] = False
-    """Whether its reduce_scatter is one that a wait can be woken from."""
+    """Whether a wait for its reduce_scatter can be woken."""
     aborts: ClassVar[bool] = True
     """Whether `abort` does anything."""
     timed_waits: ClassVar[bool] = True
-    """Whether a wait that is given a timeout leaves the work as it was when that has passed. NCCL's blocks the host,
-    counts from when the work was enqueued, and then aborts the communicator (`WorkNCCL::wait`)."""
+    """Whether work is unchanged after a wait on it has timed out. NCCL's wait blocks the host, counts from the time
+    when the work was enqueued, and then aborts the communicator (`WorkNCCL::wait`)."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     @abstractmethod
-    def connect(self, store: Any, index: int, size: int, timeout: timedelta, role: Role = ALONE) -> Backend:
-        """A communicator, connected. Raises RuntimeError."""
+    def connect(self, store: Any, index: int, size: int, timeout: timedelta, role: Role = STANDALONE_ROLE) -> Backend:
+        """Return a connected communicator. Raises RuntimeError."""
 
     def sit_out(self, parent: Backend, colour: int, timeout: timedelta) -> None:
-        """Take part in a split in which this rank gets nothing; where nothing is split, there is nothing to do."""
+        """Take part in a split that gives this rank no communicator; does nothing in back ends that do not split."""
         return
 
     def enter_thread(self) -> None:
-        """To be called by each thread that works with it."""
+        """Prepare the calling thread; each thread that uses this back end must call it."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
     def free_cached_memory(self) -> None:
-        """Give memory back to the device that torch keeps for later: a communicator's is not torch's, and a device
-        that trained at its limit has none left for it."""
+        """Return the memory that torch caches to the device. Communicators do not allocate through torch, and a device
+        that trained at its memory limit would have none left for them."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def settle(self) -> None:
-        """Wait until the device has done all that it was given."""
+        """Wait until the device has finished all its work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def abort(self, communicators: Sequence[Backend], connecting: Sequence[Backend] = ()) -> bool:
-        """Set free who waits in one of these, beyond what shutting down sockets does; False if that took too long.
-        Nobody waits for what is still connecting: torch may hold its lock until a peer is given up (`PATIENCE`)."""
+        """Free threads that wait in these communicators, beyond the effect of shutting down sockets. Return False if
+        that took too long. Those still connecting are not waited for: torch may hold its lock (`CONNECT_LIMITS`)."""
         return True
 
 
 class Gloo(BackEnd):
-    """Communicators that share one listening socket and have one thread each: FIFO, as NCCL's are."""
+    """Communicators that share one listening socket and have one thread each: first in, first out, like NCCL's."""
 
     name = "gloo"
     aborts = False
@@ -144,7 +145,7 @@ class Gloo(BackEnd):
         self._shared: Any = None
         self._guard = threading.Lock()
 
-    def connect(self, store: Any, index: int, size: int, timeout: timedelta, role: Role = ALONE) -> Backend:
+    def connect(self, store: Any, index: int, size: int, timeout: timedelta, role: Role = STANDALONE_ROLE) -> Backend:
         options = dist.ProcessGroupGloo._Options()
         options._devices = [self._listening()]
         options._threads = 1
@@ -161,7 +162,7 @@ class Gloo(BackEnd):
 
 
 class Nccl(BackEnd):
-    """Written by reading torch's and NCCL's documentation: no GPU was at hand, and none of it has run."""
+    """NCCL on GPUs. Written from torch's and NCCL's documentation without a GPU; none of it has been run."""
 
     name = "nccl"
     in_order = True
@@ -172,22 +173,24 @@ class Nccl(BackEnd):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         os.environ |= NO_WATCHDOG
-        for name, value in PATIENCE.items():
+        for name, value in CONNECT_LIMITS.items():
             os.environ.setdefault(name, value)
         version = nccl_versions.loaded()
-        if version is not None and (told := nccl_versions.doubt(version, nccl_versions.files())):
-            print(f"{told}; {nccl_versions.WAY_OUT}", flush=True)
+        if version is not None and (doubt := nccl_versions.doubt(version, nccl_versions.files())):
+            print(f"{doubt}; {nccl_versions.UPGRADE_ADVICE}", flush=True)
 
-    def connect(self, store: Any, index: int, size: int, timeout: timedelta, role: Role = ALONE) -> Backend:
-        """Connected at once: a communicator that is built lazily could meet others in another order.
+    def connect(self, store: Any, index: int, size: int, timeout: timedelta, role: Role = STANDALONE_ROLE) -> Backend:
+        """Return a communicator that is already connected: lazily built ones could meet each other in another order.
 
-        With `blocking`, NCCL could not be aborted in it, nor would torch know what to abort. Without, the first call
-        waits until all have come. torch has no way to ask instead, and keeps its lock meanwhile: an abort then takes
-        effect when a peer that is gone has been noticed (`PATIENCE`). A split keeps its parent's lock as well, and its
-        child is known to nobody before it ends (`ProcessGroupNCCL::initNCCLComm`): no order of aborts shortens that.
+        With `blocking`, NCCL could not be aborted while it connects, and torch would not know what to abort. Without
+        it, the first call waits until all peers have come. torch offers no way to poll, and holds its lock meanwhile:
+        an abort takes effect only when a lost peer has been noticed (`CONNECT_LIMITS`). A split also holds its parent's
+        lock, and its child is registered nowhere before it ends (`ProcessGroupNCCL::initNCCLComm`), so no order of
+        aborts shortens that.
 
-        What computation waits for goes ahead of it on the device. Children of the world keep resources of their own:
-        NCCL's shared ones (splitShare) make one abort all, and those that move state go before the others.
+        Communicators that computation waits for get priority on the device. Children of the world have their own
+        resources: with NCCL's shared ones (splitShare) aborting one would abort all, and those that move state are
+        released before the others.
         """
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
@@ -206,33 +209,33 @@ class Nccl(BackEnd):
         return backend
 
     def sit_out(self, parent: Backend, colour: int, timeout: timedelta) -> None:
-        """By a communicator of its own, which goes at once: torch's call for no colour holds the interpreter's lock
-        until all have come, and this process would neither beat nor hear that it is to park."""
+        """Build a communicator of this rank alone and release it at once. torch's call for no colour would hold the
+        interpreter lock until all peers have come: this process could neither beat nor receive an order to park."""
         self.connect(dist.HashStore(), 0, 1, timeout, Role(parent=parent, colour=colour)).abort()
 
     def abort(self, communicators: Sequence[Backend], connecting: Sequence[Backend] = ()) -> bool:
-        """From threads of their own. All are aborted before any is waited for: a communicator that waits for another
-        one's kernel ends only with it. An aborted one is released by that."""
+        """Abort in separate threads. All aborts begin before any is waited for, since a communicator that waits for
+        another one's kernel ends only after that. Aborting releases a communicator."""
         aborted: list[Backend] = []
 
         def abort(communicator: Backend) -> None:
             communicator.abort()
             aborted.append(communicator)
 
-        threads = [begin_thread(abort, each, name="resihp-abort") for each in (*communicators, *connecting)]
+        threads = [begin_thread(abort, backend, name="resihp-abort") for backend in (*communicators, *connecting)]
         for thread in threads[: len(communicators)]:
             thread.join(ABORT_S)
-        return all(any(each is one for one in aborted) for each in communicators)
+        return all(any(backend is ended for ended in aborted) for backend in communicators)
 
 
 class NcclLike(Gloo):
-    """NCCL's manners where they hurt, on gloo and CPUs, for tests.
+    """NCCL's troublesome semantics, emulated on gloo and CPUs for tests.
 
-    What fails, a connection or a communication, hangs until it is aborted, as a kernel does whose peer is dead. After
-    an abort `wait` returns as if all were well, and the buffer holds no number: from that moment on, so that a peer
-    which goes on is sent what is none either. Synchronous calls return nothing. A wait that is given a timeout aborts
-    the communicator and raises, however short the work: NCCL's does once the timeout has passed, and the host of a real
-    model is that far ahead of its device.
+    A failed connection or communication hangs until it is aborted, like a kernel whose peer is dead. After an abort
+    `wait` returns as if nothing had happened, and from the moment of the abort the buffer holds NaN (-1 for integers),
+    so that a peer that continues receives invalid numbers, too. Synchronous calls return nothing. A wait with a timeout
+    aborts the communicator and raises, however short the work is: NCCL's does so after the timeout, and with a real
+    model the host is that far ahead of its device.
     """
 
     name = "nccl-like"
@@ -240,11 +243,11 @@ class NcclLike(Gloo):
     aborts = True
     timed_waits = False
 
-    def connect(self, store: Any, index: int, size: int, timeout: timedelta, role: Role = ALONE) -> Backend:
-        mannered = _Mannered()
-        role.begun(mannered)
-        mannered.connect(partial(super().connect, store, index, size, timeout, role))
-        return mannered
+    def connect(self, store: Any, index: int, size: int, timeout: timedelta, role: Role = STANDALONE_ROLE) -> Backend:
+        communicator = _NcclLikeCommunicator()
+        role.begun(communicator)
+        communicator.connect(partial(super().connect, store, index, size, timeout, role))
+        return communicator
 
     def abort(self, communicators: Sequence[Backend], connecting: Sequence[Backend] = ()) -> bool:
         for communicator in (*communicators, *connecting):
@@ -252,21 +255,21 @@ class NcclLike(Gloo):
         return True
 
 
-class _UnderWay:
-    """Work that has begun on one communicator, and whether that was aborted. Work holds this, and not the communicator:
-    the garbage collector would destroy that, and wait for its threads, in whatever thread it comes by."""
+class _WorkInProgress:
+    """Work in progress on one communicator, and whether it was aborted. Work refers to this, not to the communicator,
+    which the garbage collector could otherwise destroy, waiting for its threads, in any thread."""
 
     def __init__(self) -> None:
         self.aborted = threading.Event()
-        self._works: set[_MannersOfWork] = set()
+        self._works: set[_NcclLikeWork] = set()
         self._guard = threading.Lock()
 
-    def add(self, work: _MannersOfWork) -> None:
+    def add(self, work: _NcclLikeWork) -> None:
         with self._guard:
             if not self.aborted.is_set():
                 self._works.add(work)
 
-    def remove(self, work: _MannersOfWork) -> None:
+    def remove(self, work: _NcclLikeWork) -> None:
         with self._guard:
             self._works.discard(work)
 
@@ -277,20 +280,20 @@ class _UnderWay:
                 self._works.pop().poison()
 
 
-class _Mannered:
-    """One of gloo's communicators that behaves as one of NCCL's."""
+class _NcclLikeCommunicator:
+    """A gloo communicator that behaves like NCCL's."""
 
     def __init__(self) -> None:
         self._gloo: Backend = None
-        self._under_way = _UnderWay()
+        self._in_progress = _WorkInProgress()
         self._settled = threading.Event()
-        """It is connected, or aborted."""
+        """Set once it is connected or aborted."""
 
     def connect(self, connect: Callable[[], Backend]) -> None:
-        """Hangs until it is aborted where gloo's fails. Raises RuntimeError then."""
+        """Connect; where gloo would fail, hang until aborted and then raise RuntimeError."""
         begin_thread(self._connect, connect, name="resihp-gloo")
         self._settled.wait()
-        if self._under_way.aborted.is_set():
+        if self._in_progress.aborted.is_set():
             raise RuntimeError("aborted while it was being connected")
 
     def _connect(self, connect: Callable[[], Backend]) -> None:
@@ -307,7 +310,7 @@ class _Mannered:
         return int(self._gloo.rank())
 
     def abort(self) -> None:
-        self._under_way.abort()
+        self._in_progress.abort()
         self._settled.set()
 
     def allreduce(self, tensors: list[torch.Tensor], *options: Any) -> Any:
@@ -323,33 +326,32 @@ class _Mannered:
         try:
             work = begin()
         except RuntimeError:
-            work = None  # seen by nobody before somebody asks
-        mannered = _MannersOfWork(work, written, self._under_way)
-        self._under_way.add(mannered)
+            work = None  # the failure shows only when somebody waits for the work
+        nccl_like = _NcclLikeWork(work, written, self._in_progress)
+        self._in_progress.add(nccl_like)
         if options and getattr(options[0], "asyncOp", True) is False:
-            mannered.wait()
+            nccl_like.wait()
             return None
-        return mannered
+        return nccl_like
 
 
-class _MannersOfWork:
-    """Work that tells of no failure."""
+class _NcclLikeWork:
+    """Work that reports no failure."""
 
-    def __init__(self, work: Any, written: list[torch.Tensor], under_way: _UnderWay) -> None:
+    def __init__(self, work: Any, written: list[torch.Tensor], in_progress: _WorkInProgress) -> None:
         self._work = work
         self._written = written
-        self._under_way = under_way
+        self._in_progress = in_progress
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """What depends on the result comes after it; whether there is one, nobody says. Raises RuntimeError if it is
-        given a timeout."""
+        """Wait as NCCL does: return True whether or not there is a result. Raises RuntimeError if given a timeout."""
         if timeout is not None:
-            self._under_way.abort()
+            self._in_progress.abort()
             raise RuntimeError(f"timed out: waited for {timeout.total_seconds()} s, and aborted the communicator")
         if self._work is None or not self._finished():
-            self._under_way.aborted.wait()  # a dead peer's kernel never ends
+            self._in_progress.aborted.wait()  # a dead peer's kernel never ends
             self.poison()
-        self._under_way.remove(self)
+        self._in_progress.remove(self)
         return True
 
     def poison(self) -> None:
@@ -357,34 +359,34 @@ class _MannersOfWork:
             tensor.detach().fill_(math.nan if tensor.is_floating_point() else -1)
 
     def _finished(self) -> bool:
-        glance = timedelta(seconds=0.1)
-        while not self._under_way.aborted.is_set():
+        poll_interval = timedelta(seconds=0.1)
+        while not self._in_progress.aborted.is_set():
             try:
-                return bool(self._work.wait(glance))
+                return bool(self._work.wait(poll_interval))
             except RuntimeError as error:
                 if "Operation timed out" not in str(error):
                     return False
         return False
 
     def is_completed(self) -> bool:
-        return self._under_way.aborted.is_set() or (self._work is not None and bool(self._work.is_completed()))
+        return self._in_progress.aborted.is_set() or (self._work is not None and bool(self._work.is_completed()))
 
 
 _KINDS: dict[str, type[BackEnd]] = {kind.name: kind for kind in (Gloo, Nccl, NcclLike)}
 
 
 def chosen() -> BackEnd:
-    """This worker's back end. Raises ModelError for a name that is none, and for a device that is not there."""
+    """Return this worker's back end. Raises ModelError for an unknown name, and if the device does not exist."""
     gpus = devices.visible()
-    name = os.environ.get(BACKEND) or ("nccl" if gpus else "gloo")
+    name = os.environ.get(BACKEND_VARIABLE) or ("nccl" if gpus else "gloo")
     if name not in _KINDS:
-        raise ModelError(f"{BACKEND}={name}: is none of {', '.join(_KINDS)}")
+        raise ModelError(f"{BACKEND_VARIABLE}={name}: must be one of {', '.join(_KINDS)}")
     if not gpus and name == "nccl":
-        raise ModelError(f"{BACKEND}=nccl: no GPU is visible here; look at nvidia-smi, or choose gloo")
+        raise ModelError(f"{BACKEND_VARIABLE}=nccl: no GPU is visible here; look at nvidia-smi, or choose gloo")
     if name == "nccl" and not dist.is_nccl_available():
         raise ModelError(
             f"GPUs: torch {torch.__version__} is built without NCCL, by which GPUs communicate; install a build that "
-            f"has it (pytorch.org), or set {BACKEND}=gloo, which is slow"
+            f"has it (pytorch.org), or set {BACKEND_VARIABLE}=gloo, which is slow"
         )
     on_gpu = gpus and name != "nccl-like"
     device = devices.own_device(gpus) if on_gpu else torch.device("cpu")

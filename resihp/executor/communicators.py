@@ -1,13 +1,13 @@
 """All communicators of one epoch: built eagerly, woken from outside, closed.
 
-Which there are follows from the plan alone (`resihp.pipeline.program.memberships`), so that every rank arrives at the
-same list. Each is made under its own name, straight from the back end: `torch.distributed.new_group` with local
-synchronisation names groups after the *number* of groups that a process has, which differs between our ranks, and a
-default group would be the user's business. NCCL's are split from the world's in one order that all ranks have
-(`resihp.pipeline.splits`), since it deadlocks on any other. gloo's wait for nobody but their own peers, and are built
-at the same time: what their ranks tell each other goes by way of the supervisor, there and back once instead of once
-for each. Used by the engine; decides nothing. The back ends are in `backends`, the stores in which they find each other
-in `group_store`.
+The list of communicators follows from the plan alone (`resihp.pipeline.program.memberships`), so every rank derives the
+same one. Each is created under its own name, directly from the back end: `torch.distributed.new_group` with local
+synchronisation names groups after the *number* of groups in a process, which differs between our ranks, and the default
+group belongs to the user. NCCL's are split from the world's in one order that all ranks share
+(`resihp.pipeline.splits`), since any other order deadlocks. gloo's each wait only for their own peers, and are built at
+the same time: the messages of their ranks travel through the supervisor in one round trip for all, not one for each.
+Used by the engine; decides nothing. The back ends are in `backends`, the stores through which ranks find each other in
+`group_store`.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from resihp.errors import CommunicatorError
 from resihp.executor.backends import BackEnd, Role
 from resihp.executor.compute.channels import Channel, SingleFile
 from resihp.executor.emulation import Wires
-from resihp.executor.group_store import Attended, MeetingPlace, Store
+from resihp.executor.group_store import JoinedMeeting, MeetingPlace, Store
 from resihp.executor.tensor_group import Backend, guarded
 from resihp.pipeline.program import WORLD_GROUP, GroupSpec
 from resihp.pipeline.splits import Split, steps
 from resihp.protocol.messages import ABORT_STATUS, MeetingId
 from resihp.worker.leaving import begin_thread
 
-_LOOK_UP_S = 0.05
+_POLL_S = 0.05
 _CLOSING_S = 0.2
 _GRACE_S = 1.0
-"""By which patience in a store, which says who is missing, ends before it does here."""
+"""Time by which a wait in a store, whose error names the missing ranks, times out before the wait in this module."""
 
 
 class Communicators:
-    """One rank's communicators of one epoch, or of a probe between two.
+    """One rank's communicators of one epoch, or of one probe between two epochs.
 
-    `wake` may be called from any thread, all else from the rank's own.
+    `wake` may be called from any thread, all other methods only from the rank's own.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class Communicators:
         patience_s: float | None = None,
         wires: Wires | None = None,
     ) -> None:
-        """`timeout_s` is the back ends' own; `patience_s`, if it is less, how long the others are waited for; `wires`
-        emulates links of known speeds."""
+        """`timeout_s` is the back end's own limit; `patience_s`, if smaller, limits the wait for the other ranks;
+        `wires` emulates links of known speeds."""
         self._meeting, self._rank = meeting, rank
         self._patience_s = timeout_s if patience_s is None else patience_s
         self.wanted = [group for group in memberships if rank in group.ranks]
@@ -66,12 +66,12 @@ class Communicators:
         self._wires = wires
         self._back_end = back_end
         self._timeout = timedelta(seconds=timeout_s)
-        self._attended: Attended | None = None
+        self._meeting_joined: JoinedMeeting | None = None
         self._channels: dict[str, Channel] = {}
         self._connecting: dict[str, Backend] = {}
-        """What can be aborted while not all are connected: those that are already may be what the others wait in."""
+        """Back ends that can be aborted before all are connected: the others may be waiting in them."""
         self._before: set[int] | None = None
-        """Inodes of the TCP sockets that were there before us; None until we begin."""
+        """Inodes of the TCP sockets that existed before ours; None until building begins."""
         self._ours: set[int] | None = None
         """Inodes of our TCP sockets; None until all are built."""
         self._guard = threading.Lock()
@@ -80,41 +80,41 @@ class Communicators:
         self._reason = "woken"
 
     def open(self, rendezvous: MeetingPlace) -> None:
-        """Build everything, waiting for the other ranks.
+        """Build all communicators, waiting for the other ranks.
 
         Raises CommunicatorError when a peer does not come in time, or when woken.
         """
         try:
             with guarded(f"communicators of {self._meeting}"):
                 self._before = _tcp_sockets() if self._back_end.has_sockets else set()
-                self._attended = rendezvous.attend(
+                self._meeting_joined = rendezvous.attend(
                     self._meeting, [group.name for group in self.wanted], self._patience_s
                 )
-                self._channels = self._connected(self._attended)
+                self._channels = self._connected(self._meeting_joined)
                 self._connecting.clear()
         except CommunicatorError:
-            self.check_awake()  # the better reason
+            self.check_awake()  # if woken, that is the better reason
             raise
         with self._guard:
             self._ours = _tcp_sockets() - self._before if self._back_end.has_sockets else set()
         self.check_awake()
 
-    def _connected(self, attended: Attended) -> dict[str, Channel]:
-        """All channels, made in threads of their own, which are left behind when the rank is woken.
+    def _connected(self, joined: JoinedMeeting) -> dict[str, Channel]:
+        """Build and return all channels, in threads that are abandoned when the rank is woken.
 
-        A peer may die after it has told its address and before it connects: gloo then waits for it where no socket is
-        that could be shut down. Whoever waits in a store loses patience there; NCCL's first rank waits elsewhere, for
-        peers that may never come. Raises what the back ends raise, CommunicatorError when woken.
+        A peer may die after it has published its address and before it connects: gloo then waits for it without a
+        socket that could be shut down. A wait in a store times out there; NCCL's first rank waits elsewhere for its
+        peers, which may never come. Raises the exceptions of the back ends, and CommunicatorError when woken.
         """
-        in_order = self._back_end.in_order or self._strict is not None or not attended.at_once
+        in_order = self._back_end.in_order or self._strict is not None or not joined.at_once
         rows = [steps(self._groups, self._rank)] if in_order else [[Split(group)] for group in self.wanted]
-        making = _Making(partial(self._make, attended, []), rows)
+        making = _ChannelBuilder(partial(self._make, joined, []), rows)
         counted, since = 0, time.monotonic()
-        while not making.done.wait(_LOOK_UP_S):
+        while not making.done.wait(_POLL_S):
             if making.made != counted:
                 counted, since = making.made, time.monotonic()
             elif not self._woken and time.monotonic() - since > self._patience_s + _GRACE_S:
-                self._reason = f"not all ranks came in time, {self._patience_s:g} s"
+                self._reason = f"not all ranks came within {self._patience_s:g} s"
                 self.wake()
             if self._woken and not making.done.wait(_CLOSING_S):
                 making.abandon()
@@ -122,15 +122,15 @@ class Communicators:
         made = making.taken()
         return {group.name: made[group.name] for group in self.wanted}
 
-    def _make(self, attended: Attended, worlds: list[Channel], step: Split) -> Channel | None:
-        """A channel, or None where others split. `worlds`: the one that is split, once it is there."""
+    def _make(self, joined: JoinedMeeting, worlds: list[Channel], step: Split) -> Channel | None:
+        """Build a channel; return None for a split without this rank. `worlds`: the channel to split, once built."""
         self.check_awake()
         self._back_end.enter_thread()
         group = step.group
         if group is None:
             self._back_end.sit_out(worlds[0].backend, step.colour or 0, self._timeout)
             return None
-        store = attended.store(group.name)
+        store = joined.store(group.name)
         wire = None if self._wires is None else self._wires.of(group)
         index, size = group.ranks.index(self._rank), len(group.ranks)
         parent = None if step.colour is None else worlds[0].backend
@@ -143,19 +143,19 @@ class Communicators:
         return channel
 
     def settle(self) -> None:
-        """Wait until all that was begun is done, on the device as well. Raises CommunicatorError once woken."""
+        """Wait until all work that was begun is done, on the device as well. Raises CommunicatorError once woken."""
         self._back_end.settle()
         self.check_awake()
 
     def check_awake(self) -> None:
-        """Raises CommunicatorError once woken: what came since may be anything."""
+        """Raise CommunicatorError once woken: data received since then is undefined."""
         if self._woken:
             raise CommunicatorError(f"communicators of {self._meeting}: {self._reason}")
 
-    # --- who is who -------------------------------------------------------------------------------------------
+    # --- lookup -----------------------------------------------------------------------------------------------
 
     def channel(self, name: str) -> Channel:
-        """The communicator of that name. Raises CommunicatorError if it is closed, or was never built."""
+        """Return the communicator of that name. Raises CommunicatorError if it is closed, or was never built."""
         try:
             return self._channels[name]
         except KeyError:
@@ -163,7 +163,7 @@ class Communicators:
 
     @property
     def world(self) -> Channel | None:
-        """All active ranks; None when there is only one, or this rank is not active."""
+        """The communicator of all active ranks; None if there is only one, or this rank is not active."""
         return self._channels.get(WORLD_GROUP)
 
     def find(self, name: str) -> Channel | None:
@@ -171,69 +171,74 @@ class Communicators:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the communicators that this rank belongs to."""
+        """Names of the communicators that this rank belongs to."""
         return tuple(self._channels)
 
     def release(self, prefix: str) -> None:
-        """Let go of the communicators whose names begin so, once nobody uses them any more.
+        """Release the communicators whose names have this prefix, once no rank uses them any more.
 
-        By aborting them, as all others are let go. A rank that destroys a communicator waits in NCCL for all others to
-        do so, without end for one that has died or aborted it (pull request 194775 of pytorch).
+        They are aborted, as on every release. A rank that destroys a communicator waits in NCCL until all others do so,
+        which never happens if one has died or aborted it (pull request 194775 of pytorch).
         """
         going = {name: self._channels.pop(name) for name in list(self._channels) if name.startswith(prefix)}
         if going:
-            held = [backend for channel in going.values() if (backend := channel.held) is not None]
-            _let_go(going, self._abort_beside(held, []))
+            back_ends = [backend for channel in going.values() if (backend := channel.backend_if_open) is not None]
+            _release_channels(going, self._abort_beside(back_ends, []))
 
     # --- the end ----------------------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """Make whatever the rank waits for fail at once, by shutting down the sockets under it. From any thread.
+        """Make every wait of this rank fail at once, by shutting down the sockets under it. From any thread.
 
-        On gloo only this works: aborting a group does not wake its waiters. Sockets that were there before, other
-        people's, are left alone. Idempotent.
+        Nothing else works on gloo: aborting a group does not wake its waiting threads. TCP sockets that existed before
+        ours belong to others and are left alone. Idempotent.
         """
         self._woken = True
-        if self._attended is not None:
-            self._attended.leave()
+        if self._meeting_joined is not None:
+            self._meeting_joined.leave()
         with self._guard:
             ours = self._ours
             if ours is None and self._before is not None and self._back_end.has_sockets:  # still building
                 ours = _tcp_sockets() - self._before
-        held = [backend for channel in list(self._channels.values()) if (backend := channel.held) is not None]
-        connecting = [each for each in list(self._connecting.values()) if each not in held]
-        self._aborting += self._abort_beside(held, connecting)
+        back_ends = [
+            backend for channel in list(self._channels.values()) if (backend := channel.backend_if_open) is not None
+        ]
+        connecting = [backend for backend in list(self._connecting.values()) if backend not in back_ends]
+        self._aborting += self._abort_beside(back_ends, connecting)
         _shut_down(ours or set())
 
-    def _abort_beside(self, held: list[Backend], connecting: list[Backend]) -> list[threading.Thread]:
-        """The thread that aborts these; none where a back end has no aborts."""
+    def _abort_beside(self, back_ends: list[Backend], connecting: list[Backend]) -> list[threading.Thread]:
+        """Start and return the thread that aborts these; empty if the back end has no aborts."""
         if not self._back_end.aborts:
             return []
-        return [begin_thread(self._abort, held, connecting, name="resihp-aborting")]
+        return [begin_thread(self._abort, back_ends, connecting, name="resihp-aborting")]
 
-    def _abort(self, held: list[Backend], connecting: list[Backend]) -> None:
-        """Whoever wakes us also beats, and waits for nothing. A device that is not free again is of no use to us."""
-        if not self._back_end.abort(held, connecting):
+    def _abort(self, back_ends: list[Backend], connecting: list[Backend]) -> None:
+        """Abort, in a thread of its own: the thread that calls `wake` also beats and must not block.
+
+        The process ends if aborting takes too long, since its device would stay occupied.
+        """
+        if not self._back_end.abort(back_ends, connecting):
             print(
                 f"rank {self._rank}: communicators of {self._meeting} cannot be aborted: this process ends", flush=True
             )
             os._exit(ABORT_STATUS)
 
     def close(self) -> None:
-        """Let go of everything. Safe after `wake`, after failures, and twice. Peers that still wait for us fail."""
+        """Release everything. Safe after `wake`, after failures, and twice. Peers still waiting for this rank fail."""
         self.wake()
         channels, self._channels = self._channels, {}
         if self._strict is not None:
             self._strict.close()
-        _let_go(channels, self._aborting, self._connecting)
+        _release_channels(channels, self._aborting, self._connecting)
 
 
-class _Making:
-    """Channels being made, each row of groups one after the other by a thread of its own; what nobody takes, goes."""
+class _ChannelBuilder:
+    """Builds channels: each row of splits in order in a thread of its own. Channels that nobody takes are released."""
 
     def __init__(self, make: Callable[[Split], Channel | None], rows: Sequence[Sequence[Split]]) -> None:
         self.done = threading.Event()
-        """All are made, or one cannot be."""
+        """Set once all are built, or one has failed."""
         self._make = make
         self._guard = threading.Lock()
         self._abandoned = False
@@ -253,7 +258,7 @@ class _Making:
                 channel = self._make(step)
                 if step.group is not None and channel is not None and not self._keep(step.group.name, channel):
                     return
-        except BaseException as raised:  # noqa: BLE001 - whoever waits for it raises it
+        except BaseException as raised:  # noqa: BLE001 - `taken` raises it in the rank's thread
             error = raised
         with self._guard:
             self._under_way -= 1
@@ -262,24 +267,24 @@ class _Making:
                 self.done.set()
 
     def _keep(self, name: str, channel: Channel) -> bool:
-        """False if nobody waits for it any more: it has been destroyed, by the thread that made it."""
+        """Keep a channel; return False if nobody waits for it any more, after destroying it in the calling thread."""
         with self._guard:
             if not self._abandoned:
                 self._channels[name] = channel
                 self.made += 1
                 return True
-        channel.detach()  # the channel holds its store, which the back end may ask to its end
+        channel.detach()  # the channel holds its store, which the back end may use until its end
         return False
 
     def abandon(self) -> None:
-        """Nobody waits any more."""
+        """Release all channels, including those still to come, because nobody waits for them any more."""
         with self._guard:
             self._abandoned = True
             made, self._channels = self._channels, {}
-        _let_go(made)
+        _release_channels(made)
 
     def taken(self) -> dict[str, Channel]:
-        """The channels, which are the caller's from now on. Raises what making them raised."""
+        """Return the channels, which belong to the caller from now on. Raises the error of the first that failed."""
         if self._error is not None:
             error, self._error = self._error, None
             self.abandon()
@@ -287,18 +292,18 @@ class _Making:
         return self._channels
 
 
-def _let_go(
+def _release_channels(
     channels: dict[str, Channel],
     aborting: Sequence[threading.Thread] = (),
     connecting: MutableMapping[str, Backend] | None = None,
 ) -> None:
     """Destroy back ends once they are aborted, without waiting for one that is stuck.
 
-    A back end joins its threads when it goes, and one may be in the middle of a message (`Transfer.wait`): then it is
-    left behind, until gloo's own timeout ends it. Nothing else may hold a back end, or the garbage collector would
-    destroy it, and block, in any thread at any time.
+    A back end joins its threads when it is destroyed, and one of them may be in the middle of a message
+    (`Transfer.wait`). Such a back end is left behind until gloo's own timeout ends it. No other code may hold a
+    reference to a back end, or the garbage collector might destroy it, and block, in any thread at any time.
     """
-    stores = [channel.store for channel in channels.values()]  # which back ends may ask to their end
+    stores = [channel.store for channel in channels.values()]  # back ends may use them until their end
     going = [channel.detach() for channel in channels.values()]
     if connecting is not None:
         going += [connecting.pop(name) for name in list(connecting)]
@@ -306,51 +311,51 @@ def _let_go(
 
 
 def _destroy(going: list[Backend | None], stores: list[Store], aborting: Sequence[threading.Thread]) -> None:
-    for thread in aborting:  # each holds what it aborts
+    for thread in aborting:  # each holds a reference to the back ends that it aborts
         thread.join()
     going.clear()
     stores.clear()
 
 
 def _tcp_sockets() -> set[int]:
-    """Inodes of this process's connected TCP sockets."""
-    found = set()
-    for inode, held in _sockets():
-        with held:
-            if _connected(held):
-                found.add(inode)
-    return found
+    """Return the inodes of this process's connected TCP sockets."""
+    inodes = set()
+    for inode, duplicate in _sockets():
+        with duplicate:
+            if _connected(duplicate):
+                inodes.add(inode)
+    return inodes
 
 
 def _shut_down(inodes: set[int]) -> None:
-    for inode, held in _sockets():
-        with held:
-            if inode in inodes and _connected(held):
+    for inode, duplicate in _sockets():
+        with duplicate:
+            if inode in inodes and _connected(duplicate):
                 try:
-                    held.shutdown(socket.SHUT_RDWR)
+                    duplicate.shutdown(socket.SHUT_RDWR)
                 except OSError:
                     continue  # closed by its peer meanwhile
 
 
 def _sockets() -> Iterator[tuple[int, socket.socket]]:
-    """(inode, duplicate) of every open socket; duplicated first, so that a number reused meanwhile does no harm."""
+    """Yield (inode, duplicate) of every open socket; duplicated first, so that a reused descriptor does no harm."""
     for name in os.listdir("/proc/self/fd"):
         try:
-            duplicate = os.dup(int(name))
+            copy = os.dup(int(name))
         except OSError:
             continue
-        status = os.fstat(duplicate)
+        status = os.fstat(copy)
         if not stat.S_ISSOCK(status.st_mode):
-            os.close(duplicate)
+            os.close(copy)
             continue
-        yield status.st_ino, socket.socket(fileno=duplicate)
+        yield status.st_ino, socket.socket(fileno=copy)
 
 
-def _connected(held: socket.socket) -> bool:
-    if held.family not in (socket.AF_INET, socket.AF_INET6) or held.type != socket.SOCK_STREAM:
+def _connected(duplicate: socket.socket) -> bool:
+    if duplicate.family not in (socket.AF_INET, socket.AF_INET6) or duplicate.type != socket.SOCK_STREAM:
         return False
     try:
-        held.getpeername()
+        duplicate.getpeername()
     except OSError:
         return False
     return True

@@ -1,8 +1,8 @@
-"""Which fields of megatron-core's TransformerConfig the executor honours, which mean nothing here, which it refuses.
+"""Support of megatron-core's TransformerConfig, field by field: honoured, without meaning here, or refused.
 
-An allow-list: a field that a later megatron-core adds is refused by name when it is set, never silently ignored. What
-means nothing is named once in the log. `docs/interface.md` has both lists. Called by the engine, by the stages, which
-see no ignored field, and by the trainer.
+This is an allow-list: a field that a later megatron-core adds is refused by name when it is set, never silently
+ignored. Fields without meaning are named once in the log. `docs/interface.md` has both lists. Called by the engine, by
+the stages, from which ignored fields are hidden, and by the trainer.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 from megatron.core.transformer import TransformerConfig
 
 from resihp.errors import ModelError
-from resihp.executor.compute.recomputation import MODULES
+from resihp.executor.compute.recomputation import RECOMPUTABLE_MODULES
 
-HONOURED = frozenset(
+HONOURED_FIELDS = frozenset(
     {
         # shape
         *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "kv_channels"),
@@ -28,17 +28,17 @@ HONOURED = frozenset(
         *("add_bias_linear", "add_qkv_bias", "gated_linear_unit", "activation_func", "activation_func_clamp_value"),
         *("glu_linear_offset", "normalization", "layernorm_epsilon", "rotary_interleaved", "softmax_scale"),
         *("bias_activation_fusion", "bias_dropout_fusion", "deterministic_mode", "qk_layernorm"),
-        # which tokens a token sees, carried out by `compute.attention`
+        # the tokens that a token attends to, carried out by `compute.attention`
         *("window_size", "window_attn_skip_freq"),
         # initialisation
         *("init_method", "output_layer_init_method", "embedding_init_method"),
         *("init_method_std", "embedding_init_method_std"),
-        # precision: bf16 with masters, moments and gradients in float32; which combinations, see `_precision`
+        # precision: bf16 with masters, moments and gradients in float32; see `_precision` for valid combinations
         *("bf16", "params_dtype", "pipeline_dtype", "autocast_dtype"),
         # recomputation of activations, carried out by `recomputation`
         *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
-        # true of us whatever they say: packed lengths vary, the loss is a mean over tokens, attention and
-        # cross entropy are our own, with softmax in float32
+        # always true here, regardless of their values: packed lengths vary, the loss is a mean over tokens, attention
+        # and cross entropy are our own, with softmax in float32
         *("variable_seq_lengths", "calculate_per_token_loss", "attention_softmax_in_fp32", "masked_softmax_fusion"),
         *("cross_entropy_loss_fusion", "use_cpu_initialization", "clone_scatter_output_in_embedding"),
         # derived from the above when there are no experts
@@ -46,7 +46,7 @@ HONOURED = frozenset(
     }
 )
 
-IGNORED = {
+IGNORED_FIELDS = {
     "a plan decides how stages exchange activations, and in which order": (
         *("overlap_p2p_comm", "overlap_p2p_comm_warmup_flush", "batch_p2p_comm", "batch_p2p_sync"),
         *("use_ring_exchange_p2p", "deallocate_pipeline_outputs", "microbatch_group_size_per_vp_stage"),
@@ -67,7 +67,7 @@ IGNORED = {
         *("use_te_rng_tracker", "inference_rng_tracker", "inference_sampling_seed", "barrier_with_L1_time"),
         *("flash_decode", "mlp_chunks_for_prefill"),
     ),
-    "details of what is refused once it is switched on (experts, FP8, offloading, CUDA graphs, ...)": (
+    "options of features that are refused (experts, FP8, offloading, CUDA graphs, ...)": (
         *("moe_extended_tp", "moe_layer_freq", "moe_router_load_balancing_type", "moe_router_topk"),
         *("moe_router_topk_limited_devices", "moe_router_num_groups", "moe_router_group_topk"),
         *("moe_router_pre_softmax", "moe_router_topk_scaling_factor", "moe_router_score_function"),
@@ -83,9 +83,9 @@ IGNORED = {
         *("cuda_graph_scope",),
     ),
 }
-"""Fields that change nothing here whatever they say, by the reason why."""
+"""Fields that change nothing here regardless of their values, by the reason."""
 
-HINTS = {
+FIELD_HINTS = {
     "hidden_dropout": "set hidden_dropout=0.0: recomputing an iteration after a failure must give the same numbers",
     "attention_dropout": "set attention_dropout=0.0: recomputing an iteration after a failure must give the same "
     "numbers",
@@ -100,45 +100,45 @@ HINTS = {
 }
 
 Layers = Literal["local", "transformer_engine"]
-"""Whose layers are asked for. `transformer_impl` cannot tell: nobody need have set it."""
+"""Layer implementations that can be requested. `transformer_impl` does not show whether the user set it."""
 
 _INERT: dict[str, tuple[Any, ...]] = {
     "hidden_dropout": (0.0,),
     "attention_dropout": (0.0,),
-    "transformer_impl": ("local", "transformer_engine"),  # the latter is megatron's default: nobody need have asked
+    "transformer_impl": ("local", "transformer_engine"),  # the latter is megatron's default, so not always a choice
 }
-"""Fields whose inert values are not just megatron's default."""
+"""Fields that have other inert values than just megatron's default."""
 
 
 def refuse_unhonoured(config: TransformerConfig) -> None:
-    """Raise ModelError naming every field that asks for something we would not do, and what to set instead."""
-    meaningless = _ignored_names()
+    """Raise ModelError if a field asks for something that resihp does not do; names all of them and their remedies."""
+    ignored_names = _ignored_names()
     refused: list[tuple[str, Any, Any]] = []
     for field in dataclasses.fields(config):
-        if field.name in HONOURED or field.name in meaningless:
+        if field.name in HONOURED_FIELDS or field.name in ignored_names:
             continue
         value = getattr(config, field.name)
         allowed = _INERT.get(field.name) or (_default(field),)
-        if not any(_equal(value, other) for other in allowed):
+        if not any(_equal(value, inert) for inert in allowed):
             refused.append((field.name, value, allowed[0]))
     refused += _precision(config)
-    refused += _senseless_windows(config)
+    refused += _invalid_windows(config)
     if config.normalization not in ("LayerNorm", "RMSNorm"):
         refused.append(("normalization", config.normalization, "LayerNorm or RMSNorm"))
     if config.recompute_granularity == "full" and config.recompute_num_layers < 1:
         refused.append(("recompute_num_layers", config.recompute_num_layers, 1))
-    if config.recompute_granularity == "selective" and not set(config.recompute_modules) <= MODULES:
-        refused.append(("recompute_modules", config.recompute_modules, sorted(MODULES)))
+    if config.recompute_granularity == "selective" and not set(config.recompute_modules) <= RECOMPUTABLE_MODULES:
+        refused.append(("recompute_modules", config.recompute_modules, sorted(RECOMPUTABLE_MODULES)))
     if refused:
         reasons = [
-            f"{name}={_short(value)} is not honoured; " + HINTS.get(name, f"set {name}={_short(allowed)}")
+            f"{name}={_short(value)} is not honoured; " + FIELD_HINTS.get(name, f"set {name}={_short(allowed)}")
             for name, value, allowed in refused
         ]
         raise ModelError("transformer config: " + "; ".join(reasons))
 
 
 def _precision(config: TransformerConfig) -> list[tuple[str, Any, Any]]:
-    """Fields that do not fit together: (name, value, what is allowed)."""
+    """Return fields with contradictory precisions: (name, value, allowed value)."""
     dtype = torch.bfloat16 if config.bf16 else torch.float32
     if config.params_dtype != dtype:
         return [("bf16" if config.bf16 else "params_dtype", config.bf16 or config.params_dtype, dtype)]
@@ -147,36 +147,37 @@ def _precision(config: TransformerConfig) -> list[tuple[str, Any, Any]]:
 
 
 def refuse_layers(layers: str) -> None:
-    """Raise ModelError for Transformer Engine's layers, installed or not, and for what are none.
+    """Raise ModelError for Transformer Engine's layers, whether or not it is installed, and for unknown names.
 
-    megatron-core (0.16.1, extensions/transformer_engine.py) hands them their tensor-parallel group only where
-    `torch.distributed` has a default one. Here there is none, since communicators live for one epoch: layers that are
-    cut would sum nothing, without an error.
+    megatron-core (0.16.1, extensions/transformer_engine.py) passes them their tensor-parallel group only if
+    `torch.distributed` has a default group. There is none here, since communicators live for one epoch: layers that are
+    cut would omit their sums without an error.
     """
     if layers == "local":
         return
     if layers not in get_args(Layers):
         raise ModelError(f"layers={layers!r}: there are {' and '.join(map(repr, get_args(Layers)))}")
-    there = "is installed, but" if importlib.util.find_spec("transformer_engine") else "is not installed, and"
+    installed = "is installed, but" if importlib.util.find_spec("transformer_engine") else "is not installed, and"
     raise ModelError(
-        f"layers={layers!r}: Transformer Engine {there} its layers cannot be used here: they take part in tensor "
+        f"layers={layers!r}: Transformer Engine {installed} its layers cannot be used here: they take part in tensor "
         "parallelism only with torch.distributed's default group, and communicators are replaced with every plan; "
         "leave layers out, or set layers='local'"
     )
 
 
-def layers_told(config: TransformerConfig) -> str:
-    """A line for whoever expects Transformer Engine's layers; empty where nobody can."""
+def layers_message(config: TransformerConfig) -> str:
+    """Return a notice for users who may expect Transformer Engine's layers; empty if the config asks for local ones."""
     if config.transformer_impl == "local":
         return ""
     return (
         f"transformer config: transformer_impl={config.transformer_impl!r}: megatron-core's local layers are used, "
-        "installed or not (Trainer's layers='transformer_engine' says why); 'local' ends this line"
+        "whether or not Transformer Engine is installed (Trainer(layers='transformer_engine') explains why); set it to "
+        "'local' to silence this line"
     )
 
 
 def ignored(config: TransformerConfig) -> tuple[str, ...]:
-    """Fields that were set and mean nothing here, as "name=value"."""
+    """Return the fields that were set and have no effect here, as "name=value"."""
     names = _ignored_names()
     return tuple(
         f"{field.name}={_short(getattr(config, field.name))}"
@@ -186,7 +187,7 @@ def ignored(config: TransformerConfig) -> tuple[str, ...]:
 
 
 def without_ignored(config: TransformerConfig) -> TransformerConfig:
-    """A copy in which megatron's own modules, too, see nothing of what is ignored."""
+    """Return a copy that hides ignored fields from megatron's own modules, too."""
     plain = copy.copy(config)
     names = _ignored_names()
     for field in dataclasses.fields(config):
@@ -196,24 +197,24 @@ def without_ignored(config: TransformerConfig) -> TransformerConfig:
 
 
 def _ignored_names() -> frozenset[str]:
-    return frozenset(name for names in IGNORED.values() for name in names)
+    return frozenset(name for names in IGNORED_FIELDS.values() for name in names)
 
 
-def _senseless_windows(config: TransformerConfig) -> list[tuple[str, Any, Any]]:
-    """Sliding windows that are not causal, or for layers that are not there: (field, value, what to set)."""
+def _invalid_windows(config: TransformerConfig) -> list[tuple[str, Any, Any]]:
+    """Return window settings that are not causal or do not match the layers: (field, value, suggested value)."""
     window, skipped = config.window_size, config.window_attn_skip_freq
-    found: list[tuple[str, Any, Any]] = []
+    invalid: list[tuple[str, Any, Any]] = []
     if window is not None and not (len(window) == 2 and window[0] >= -1 and window[1] == 0):
-        found.append(("window_size", window, (max(window[0], 0), 0)))
+        invalid.append(("window_size", window, (max(window[0], 0), 0)))
     if isinstance(skipped, list) and len(skipped) != config.num_layers:
-        found.append(("window_attn_skip_freq", skipped, [1] * config.num_layers))
+        invalid.append(("window_attn_skip_freq", skipped, [1] * config.num_layers))
     elif isinstance(skipped, int) and skipped < 1:
-        found.append(("window_attn_skip_freq", skipped, None))
-    return found
+        invalid.append(("window_attn_skip_freq", skipped, None))
+    return invalid
 
 
 def describe(value: Any) -> Any:
-    """A value of a configuration as plain text and numbers, equal in every process for equal settings."""
+    """Return a configuration value as plain text and numbers, equal in every process for equal settings."""
     if isinstance(value, partial):
         return [describe(value.func), describe(value.args), {k: describe(v) for k, v in value.keywords.items()}]
     if isinstance(value, list | tuple):
@@ -234,13 +235,13 @@ def _inert_config() -> TransformerConfig:
 
 def _default(field: dataclasses.Field) -> Any:
     inert = _inert_config()
-    if hasattr(inert, field.name):  # as megatron itself derives it from defaults
+    if hasattr(inert, field.name):  # the value that megatron itself derives from defaults
         return getattr(inert, field.name)
     return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
 
 
-def _equal(value: Any, other: Any) -> bool:
-    return type(value) is type(other) and bool(value == other)
+def _equal(value: Any, default: Any) -> bool:
+    return type(value) is type(default) and bool(value == default)
 
 
 def _short(value: Any) -> str:

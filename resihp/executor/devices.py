@@ -1,9 +1,9 @@
-"""Which device is this worker's, and whether it can be trained on. What cannot is one line that names the way out.
+"""The worker's own device, and whether it can train. Each obstacle is reported in one line with a remedy.
 
-Asked once per worker, after the fork: asking for a GPU starts CUDA, which no fork survives. A ModelError is the
-configuration's fault, never the node's: nobody is drained for it. What a device says of itself goes through as it is,
-to whoever reads a worker's last words (`resihp.detector.diagnosis`). Called by `backends.chosen` and the engine. Read
-from torch's source (c10/cuda/CUDAFunctions.cpp); on a GPU it has not run.
+Called once per worker, after the fork: querying a GPU starts CUDA, which does not survive a fork. A ModelError means
+that the configuration is wrong, never the node, so no node is drained for it. A device's own error messages are passed
+on unchanged, for the analysis of a worker's last output (`resihp.detector.diagnosis`). Called by `backends.chosen` and
+the engine. Written from torch's source (c10/cuda/CUDAFunctions.cpp); not run on a GPU.
 """
 
 from __future__ import annotations
@@ -22,65 +22,66 @@ from resihp.words import count_of
 from resihp.worker import torch_versions
 
 PCI_DEVICES = Path("/sys/bus/pci/devices")
-LOCAL_RANK = "LOCAL_RANK"
-"""Which of the node's devices is the worker's."""
-SHARED = "RESIHP_SHARE_GPUS"
-"""`1`: workers share the GPUs that there are; for tests on a machine with few."""
-VISIBLE = "CUDA_VISIBLE_DEVICES"
+LOCAL_RANK_VARIABLE = "LOCAL_RANK"
+"""Environment variable: number of the worker's device among those of the node."""
+SHARED_GPUS_VARIABLE = "RESIHP_SHARE_GPUS"
+"""Environment variable; `1`: workers share the visible GPUs, for tests on a machine with few."""
+VISIBLE_GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Environment variables, the newer one first."""
-TAKEN_SHARE = 0.05
-"""Of a device's memory that others may have before it is told: contexts of monitors are small."""
+"""Environment variables of torch's allocator, the newer one first."""
+MAX_TAKEN_SHARE = 0.05
+"""Share of a device's memory that other processes may use without a notice: contexts of monitors are small."""
 RELEASE_S = 5.0
-"""How long memory that others have is waited for. A process that was killed may keep its own for seconds; a worker that
-takes its place comes sooner. An estimate, not measured."""
+"""Time limit for waiting until other processes release memory. A killed process may keep its memory for seconds, and
+the worker that replaces it starts sooner than that. An estimate, not measured."""
 RELEASE_POLL_S = 0.1
 _BUSY = "busy or unavailable"
-"""Part of CUDA's message about a device in exclusive mode that another process has."""
+"""Part of CUDA's message about a device in exclusive mode that another process is using."""
 
 
 def visible() -> int:
-    """GPUs that torch can use here.
+    """Return the number of GPUs that torch can use here.
 
-    Raises ModelError where some are given and torch cannot use them, RuntimeError where they are broken: to train on
-    processors instead would take weeks to be noticed.
+    Raises ModelError if GPUs were assigned and torch cannot use them, RuntimeError if they are broken. Training on
+    CPUs instead might go unnoticed for weeks.
     """
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count:
         return count
-    way_out = f"; look at nvidia-smi, or train on processors with {VISIBLE}="
-    if told:
-        text = str(told[0].message)
+    advice = f"; look at nvidia-smi, or train on processors with {VISIBLE_GPUS_VARIABLE}="
+    if caught:
+        text = str(caught[0].message)
         if "too old" not in text:
             raise RuntimeError(text)
-        raise ModelError(f"GPUs: torch {torch.__version__} cannot use them: {text.splitlines()[0]}{way_out}")
-    given = os.environ.get(VISIBLE, "")
-    if torch.version.cuda and given not in ("", "-1", "NoDevFiles"):  # the last is Slurm's word for none
-        raise ModelError(f"GPUs: {VISIBLE}={given} and torch sees none of these{way_out}")
+        raise ModelError(f"GPUs: torch {torch.__version__} cannot use them: {text.splitlines()[0]}{advice}")
+    given = os.environ.get(VISIBLE_GPUS_VARIABLE, "")
+    if torch.version.cuda and given not in ("", "-1", "NoDevFiles"):  # Slurm sets NoDevFiles for no GPUs
+        raise ModelError(f"GPUs: {VISIBLE_GPUS_VARIABLE}={given} and torch sees none of these{advice}")
     return 0
 
 
 def is_first() -> bool:
-    """Whether this worker has its node's first device."""
-    return int(os.environ.get(LOCAL_RANK) or 0) == 0
+    """Return whether this worker has its node's first device."""
+    return int(os.environ.get(LOCAL_RANK_VARIABLE) or 0) == 0
 
 
 def own_device(gpus: int) -> torch.device:
-    """The GPU of this worker, of so many that are visible. Raises ModelError if there is none, or it is taken."""
-    local = int(os.environ.get(LOCAL_RANK) or 0)
-    shared = os.environ.get(SHARED) == "1"
+    """Return this worker's GPU among `gpus` visible ones. Raises ModelError if there is none, or it is taken."""
+    local = int(os.environ.get(LOCAL_RANK_VARIABLE) or 0)
+    shared = os.environ.get(SHARED_GPUS_VARIABLE) == "1"
     if shared:
         local %= gpus
     if local >= gpus:
-        hint = f"look at {VISIBLE} and at --gpus-per-node"
-        if "MIG-" in os.environ.get(VISIBLE, ""):
+        hint = f"look at {VISIBLE_GPUS_VARIABLE} and at --gpus-per-node"
+        if "MIG-" in os.environ.get(VISIBLE_GPUS_VARIABLE, ""):
             hint = "CUDA shows a process one MIG slice: ask for whole GPUs"
         raise ModelError(f"device {local}: {count_of(gpus, 'GPU')} visible here; {hint}")
     device = torch.device("cuda", local)
     if not any(name in os.environ for name in ALLOCATOR_SETTINGS):
-        # Each plan has tensors of other sizes: without this, memory that is free in pieces is of no use to the next.
+        # Each plan has tensors of other sizes: without this setting, fragmented free memory is useless to the next
+        # plan.
         os.environ[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
     try:
         taken_bytes, total_bytes = _released(device, shared)
@@ -91,16 +92,16 @@ def own_device(gpus: int) -> torch.device:
             f"device {device}: a process has it to itself (exclusive mode); nvidia-smi shows which, and "
             "nvidia-smi -c DEFAULT lets others in"
         ) from error
-    if not shared and taken_bytes > TAKEN_SHARE * total_bytes:
+    if not shared and taken_bytes > MAX_TAKEN_SHARE * total_bytes:
         taken = f"{taken_bytes / 1e9:.1f} of {total_bytes / 1e9:.1f} GB"
         print(f"device {device}: {taken} are in use by other processes; nvidia-smi shows which", flush=True)
     return device
 
 
 def _released(device: torch.device, shared: bool) -> tuple[int, int]:
-    """Take a device, once others have no more than a small part of its memory or `RELEASE_S` has passed.
+    """Select a device after other processes have released all but a small part of its memory, or after `RELEASE_S`.
 
-    Returns the bytes that are taken, and all there are. Raises RuntimeError where it cannot be used.
+    Returns the bytes in use and the total. Raises RuntimeError if the device cannot be used.
     """
     until = time.monotonic() + RELEASE_S
     while True:
@@ -111,18 +112,18 @@ def _released(device: torch.device, shared: bool) -> tuple[int, int]:
             if _BUSY not in str(error) or time.monotonic() > until:
                 raise
         else:
-            if shared or total - free <= TAKEN_SHARE * total or time.monotonic() > until:
+            if shared or total - free <= MAX_TAKEN_SHARE * total or time.monotonic() > until:
                 return total - free, total
         time.sleep(RELEASE_POLL_S)
 
 
 def bind_near(device: torch.device, pci_devices: Path = PCI_DEVICES) -> None:
-    """Keep this process on the processors next to its GPU: copies from another socket's memory take longer.
+    """Bind this process to the CPUs next to its GPU, since copies from another socket's memory take longer.
 
-    Among those that it may use: where Slurm or the user has bound it elsewhere, it stays there. Does nothing where the
-    kernel does not tell which processors are near.
+    Only to CPUs that the process may use already: a binding by Slurm or the user to other CPUs stays. Does nothing if
+    the kernel does not report which CPUs are near.
     """
-    properties: Any = torch.cuda.get_device_properties(device)  # whose stubs lack its address
+    properties: Any = torch.cuda.get_device_properties(device)  # its stubs lack the PCI address
     with suppress(AttributeError, OSError, ValueError):
         address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
         near = _processors((pci_devices / address / "local_cpulist").read_text()) & os.sched_getaffinity(0)
@@ -131,7 +132,7 @@ def bind_near(device: torch.device, pci_devices: Path = PCI_DEVICES) -> None:
 
 
 def _processors(ranges: str) -> set[int]:
-    """Numbers of processors, from the kernel's `0-15,32-47`. Raises ValueError."""
+    """Parse CPU numbers from the kernel's notation `0-15,32-47`. Raises ValueError."""
     numbers = set[int]()
     for part in filter(None, ranges.strip().split(",")):
         first, _, last = part.partition("-")
@@ -140,17 +141,17 @@ def _processors(ranges: str) -> set[int]:
 
 
 def memory_bytes(device: torch.device) -> int | None:
-    """What a worker's device has in all; None where others may take of it, or it is a processor."""
+    """Return the total memory of a worker's device; None if it is shared with other workers, or a CPU."""
     return None if is_shared(device) else int(torch.cuda.mem_get_info(device)[1])
 
 
 def is_shared(device: torch.device) -> bool:
-    """Whether other workers of the machine may compute on it as well."""
-    return device.type == "cpu" or os.environ.get(SHARED) == "1"
+    """Return whether other workers of the machine may compute on the device as well."""
+    return device.type == "cpu" or os.environ.get(SHARED_GPUS_VARIABLE) == "1"
 
 
 def refuse_slices(device: torch.device) -> None:
-    """NCCL connects no slices of GPUs. Raises ModelError for one, if there are others to connect with."""
+    """Raise ModelError for a slice of a GPU in a job of several ranks: NCCL cannot connect slices."""
     name = torch.cuda.get_device_name(device)
     if " MIG " in f"{name} " and int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise ModelError(
@@ -160,11 +161,11 @@ def refuse_slices(device: torch.device) -> None:
 
 
 def refuse_precision(device: torch.device, dtype: torch.dtype) -> None:
-    """Raise ModelError for bf16 on a GPU that would only imitate it, and with a torch that lacks its attention."""
+    """Raise ModelError for bf16 on a GPU that only emulates it, or with a torch that lacks its attention kernel."""
     if dtype is not torch.bfloat16 or device.type != "cuda":
         return
     if refusal := torch_versions.refusal_of_bf16(torch.__version__):
-        raise ModelError(f"device {device}: {refusal}; {torch_versions.WAY_OUT}, or train with bf16=False")
+        raise ModelError(f"device {device}: {refusal}; {torch_versions.UPGRADE_COMMAND}, or train with bf16=False")
     if not torch.cuda.is_bf16_supported(including_emulation=False):
         name = torch.cuda.get_device_name(device)
         raise ModelError(f"device {device}: {name} has no bf16 arithmetic; train with bf16=False, or on another GPU")

@@ -1,14 +1,14 @@
-"""Devices of a known speed, emulated by sleeping: many workers on few cores then take the times of as many devices.
+"""Emulates devices of a known speed by sleeping, so that many workers on few cores take realistic times.
 
 For tests and demonstrations of predicted times; decides nothing. Off unless LAYER_MS is in a worker's environment, and
-refused where there is a GPU. What a chunk takes is what the scheduler takes it to take where nothing is measured
-(`resihp.scheduler.cost.profile.layer_units`), so that predictions can be compared with what was measured; a fault
-(`slow`) divides it by its speed (`stopwatch`). Training computes what it always does, in the time that it is given: it
-has to be enough for the real work. Called by `trainer`.
+refused on a GPU. A chunk takes as long as the scheduler assumes before anything is measured
+(`resihp.scheduler.cost.profile.layer_units`), so that predictions can be compared with measured times; a fault (`slow`)
+divides the speed (`stopwatch`). Training computes as always; the emulated time must be long enough for that real work.
+Called by `trainer`.
 
 Links between nodes are emulated in the same way (LINK_MS): a transfer between stages, or of a link's measurement,
-arrives that much later, and the next one on the same link after it. Collectives of more than two ranks, the sums of
-gradients and the moves of state are left alone.
+arrives that much later, and transfers on the same link follow one after the other. Collectives of more than two ranks,
+gradient sums and state transfers are not delayed.
 """
 
 from __future__ import annotations
@@ -28,21 +28,23 @@ from resihp.pipeline.program import GroupSpec
 from resihp.scheduler.cost.profile import Times, layer_units
 
 LAYER_MS = "RESIHP_EMULATED_LAYER_MS"
-"""Milliseconds of a layer's forward for one micro-batch on one healthy device: read in workers, not set: off."""
+"""Environment variable of workers: milliseconds of a layer's forward pass for one micro-batch on one healthy device. If
+unset, nothing is emulated."""
 
 HEAD_LAYERS = "RESIHP_EMULATED_HEAD_LAYERS"
-"""How many layers the head takes as long as, in all it does; not set: what its operations say. With it, devices are not
-what a plan takes them for before they are measured."""
+"""Environment variable of workers: time of each of the head's passes (forward, backward, weights), in units of a
+layer's forward pass. If unset, it follows from the head's operations. With it, devices differ from the planner's
+assumptions until they are measured."""
 
 Work = Literal["F", "B", "W", "BW"]
-"""Kinds of primitives as in `resihp.detector.online.monitor`: BW is a B that does the work of both."""
+"""Kinds of primitives as in `resihp.detector.online.monitor`: BW is a B that also does the work of W."""
 
 Pace = Callable[[Work, HeldPart, int], float]
-"""Seconds that a healthy device needs for a kind of work on a chunk of what it holds."""
+"""Returns the seconds that a healthy device needs for a kind of work on a chunk that it holds."""
 
 
 def pace_of(environment: Mapping[str, str], model: ModelSpec, device: torch.device) -> Pace | None:
-    """None where nothing is emulated. Raises ConfigurationError for a time that is none, and where there is a GPU."""
+    """Return the emulated pace; None if nothing is emulated. Raises ConfigurationError for an invalid time or a GPU."""
     layer_s = _seconds(environment, LAYER_MS, device)
     if layer_s is None:
         return None
@@ -60,9 +62,9 @@ def pace_of(environment: Mapping[str, str], model: ModelSpec, device: torch.devi
 
 
 class Wires:
-    """Links between nodes, each transfer over a healthy one in `healthy_s` seconds.
+    """Emulated links between nodes; each transfer over a healthy one takes `healthy_s` seconds.
 
-    `nodes` by rank, and the `speed` of a link between two of them, are filled in by the trainer.
+    The trainer fills in `nodes`, by rank, and `speed`, which returns the speed of the link between two nodes.
     """
 
     def __init__(self, healthy_s: float) -> None:
@@ -71,7 +73,7 @@ class Wires:
         self._healthy_s = healthy_s
 
     def of(self, group: GroupSpec) -> Callable[[], float] | None:
-        """Seconds of a transfer on that communicator now; None where it is not emulated."""
+        """Return a function that gives the present seconds of a transfer on a communicator; None if not emulated."""
         if group.use != "edge":
             return None
         a, b = (self.nodes.get(rank, "") for rank in group.ranks)
@@ -79,7 +81,7 @@ class Wires:
 
 
 def wires_of(environment: Mapping[str, str], device: torch.device) -> Wires | None:
-    """As `pace_of`, for links."""
+    """Return the emulated links, under the same rules as `pace_of`."""
     healthy_s = _seconds(environment, LINK_MS, device)
     return None if healthy_s is None else Wires(healthy_s)
 
@@ -96,9 +98,9 @@ def _number(environment: Mapping[str, str], name: str, unit: str = "a number") -
     if given is None:
         return None
     try:
-        found = float(given)
+        value = float(given)
     except ValueError:
-        found = math.nan
-    if not (math.isfinite(found) and found > 0.0):
+        value = math.nan
+    if not (math.isfinite(value) and value > 0.0):
         raise ConfigurationError(f"{name}={given}: must be {unit} above 0, as in {name}=40; or unset it")
-    return found
+    return value

@@ -1,14 +1,14 @@
-"""One rank's share of training: takes its place in a plan, computes iterations, steps. Follows; decides nothing.
+"""One rank's share of training: takes its place in a plan, computes iterations, steps. Obeys; decides nothing.
 
 Life of an engine, driven by `resihp.executor.trainer`::
 
     adopt(plan, rank, base) -> connect(...) -> move(...) -> begin(epoch) -> [run(...) -> step(outcome)] ...
        ^___________________ a new plan, after a failure or a decision; disconnect() first ________________|
 
-A transition is a transaction: between `adopt` and `begin` the state in effect and the next one stand side by side, and
-whatever goes wrong leaves the former as it was. `run` computes an iteration's gradients and agrees on the step; only
-`step` changes parameters, and needs nobody else. Gradients whose step is not taken are kept until the next `run`, so
-that a step which others took before a failure can still be finished.
+A transition is a transaction: between `adopt` and `begin`, the present and the next state exist side by side, and any
+failure leaves the present one unchanged. `run` computes an iteration's gradients and agrees on the step; only `step`
+changes parameters, and it needs no other rank. Gradients whose step is not taken are kept until the next `run`, so that
+a step that other ranks took before a failure can still be completed here.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from resihp.executor.compute.interpreter import Interpreter
 from resihp.executor.compute.iteration import Iteration, Observer, Prepared
 from resihp.executor.compute.rotary import Rotary
 from resihp.executor.compute.stage import PositionEmbedding, StageModule, model_spec, pass_through, refuse_unhonoured
-from resihp.executor.compute.step_agreement import NOTHING, last_synchronisation, together, validation_loss, workloads
+from resihp.executor.compute.step_agreement import NO_WORK, last_synchronisation, together, validation_loss, workloads
 from resihp.executor.compute.stopwatch import Speed, Stopwatch, full_speed, stopwatch_of
 from resihp.executor.emulation import Pace, Wires
 from resihp.executor.group_store import MeetingPlace
 from resihp.executor.state import parameters, state_transfer
 from resihp.executor.state.optimizer import AdamW, AdamWState
 from resihp.executor.state.rank_state import HeldPart, State, extra_bytes, masters_of
-from resihp.executor.tensor_group import TensorGroup, guarded, nobody
+from resihp.executor.tensor_group import TensorGroup, guarded, ignore_start
 from resihp.parallelism import ownership, transfers
 from resihp.parallelism.batch_sizes import BatchSizes
 from resihp.parallelism.layout import validate
@@ -55,22 +55,22 @@ from resihp.pipeline.program import GroupSpec
 from resihp.protocol.messages import MeetingId, StepOutcome
 from resihp.scheduler.cost import device_memory, memory, transition_memory
 
-MEETING_S = 10.0
-"""How long ranks that measure their links wait for each other."""
+MEETING_TIMEOUT_S = 10.0
+"""Time limit of ranks that wait for each other to measure their links."""
 
-WARM = (32, 64)
-"""Tokens with which a layer is tried before a rank joins."""
+WARM_UP_TOKENS = (32, 64)
+"""Numbers of tokens with which a layer is run before a rank joins."""
 
 STRICT_ORDER = "RESIHP_STRICT_ORDER"
-"""Environment variable that makes gloo behave as NCCL does at its strictest (`channels.SingleFile`)."""
+"""Environment variable that makes gloo follow the strictest form of NCCL's rules (`channels.SingleFile`)."""
 
 
 class Engine:
-    """See the module. `sequence` is the length of the longest document; `seed` that of the first parameters.
+    """One rank's engine, see the module. `sequence` is the length of the longest document.
 
-    `vocab_multiple` pads the vocabulary tables to a multiple, `tied` shares the embedding with the head, `pace`
-    emulates a device's speed. Raises ModelError for a configuration with settings that are not honoured, DatasetError
-    for an empty data set.
+    `seed` determines the first parameters, `vocab_multiple` pads the vocabulary tables to a multiple, `tied` shares the
+    embedding with the head, `pace` emulates a device's speed. Raises ModelError for a configuration with unsupported
+    settings, DatasetError for an empty data set.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Engine:
         evaluation: Evaluation | None = None,
     ) -> None:
         refuse_unhonoured(config)
-        rotary.refuse_senseless(config)
+        rotary.refuse_invalid(config)
         self._config, self._settings, self._seed = config, optimizer, seed
         self._positions: tuple[PositionEmbedding, Rotary] = (position_embedding, rotary)
         self._back_end = backends.chosen()
@@ -102,39 +102,39 @@ class Engine:
         self._by_name = {spec.name: spec for spec in self.specs}
         self._batches = Batches(dataset, sequence)
         self.batch_sizes: BatchSizes = self._batches.sizes
-        """Micro-batches of each iteration, as the data set has them."""
+        """Number of micro-batches of each iteration, according to the data set."""
         self.evaluation: Evaluation | None = evaluation
         self._held_out = None if evaluation is None else Batches(evaluation.dataset, sequence, self._batches)
-        self.fingerprint: str = self._identified()
+        self.fingerprint: str = self._fingerprint()
         """Digest of model and optimizer settings, the data set's first iteration, library versions and back end."""
         self.speed: Speed = full_speed
-        """How fast an injected fault makes this device."""
+        """Relative speed of this device under an injected fault."""
         self.pace: Pace | None = pace
         self.wires: Wires | None = None
-        """What chunks take on the device that is emulated; None: on this one."""
+        """Emulated links between nodes; None if none are emulated."""
         self._measured: tuple[Stopwatch, Floats] = Stopwatch(), np.zeros((2, 0))
-        """Of the last `run`: read when asked for, once the step after it is under way."""
+        """Measurements of the last `run`, evaluated on demand, once the step after it is under way."""
         self.rank = -1
         self.plan: Plan | None = None
-        """The plan adopted last, in effect once `begin` was called."""
+        """The plan adopted last; in effect after `begin`."""
         self.state: State | None = None
-        """What is held under the layout in effect."""
+        """State under the layout in effect."""
         self.next: State | None = None
-        """What will be held under the plan being prepared; the same object as `state` where nothing changes."""
+        """State under the plan being prepared; the same object as `state` if nothing changes."""
         self.acknowledged: int | None = None
-        """Epoch of `next`, once its state is complete."""
+        """Epoch of `next` once its state is complete."""
         self._prepared: Prepared | None = None
         self._evaluates: Prepared | None = None
-        """What an evaluation under the same plan carries out."""
+        """Programs of an evaluation under the same plan."""
         self._moves: tuple[Move, ...] = ()
         self._communicators: Communicators | None = None
-        self._aside: Communicators | None = None
-        """Of ranks that measure their links."""
+        self._probe_communicators: Communicators | None = None
+        """Communicators of ranks that measure their links."""
         self._differed: int | None = None
-        """Last iteration whose sums said that ranks had different data."""
+        """Last iteration whose sums indicated that ranks had different data."""
         self._strict = os.environ.get(STRICT_ORDER) == "1"
 
-    def _identified(self) -> str:
+    def _fingerprint(self) -> str:
         evaluation, held_out = self.evaluation, self._held_out
         return fingerprint(
             self._config,
@@ -157,7 +157,7 @@ class Engine:
         )
 
     def _model_spec(self, vocab: int, sequence: int, *, tied: bool, vocab_multiple: int) -> ModelSpec:
-        """Describe the model to the planner, as it is computed on this device."""
+        """Describe the model to the planner as this device computes it."""
         return model_spec(
             self._config,
             vocab,
@@ -169,18 +169,18 @@ class Engine:
         )
 
     def warm(self) -> None:
-        """Have what is compiled on GPUs compiled now, on a layer that nobody keeps: a rank that joins would else do it
-        in its first iteration, while all others wait. Two numbers of tokens, so that it is compiled for any; widths
-        under tensor parallelism are others, and still come as new. Not run on a GPU; a processor compiles nothing."""
+        """Compile GPU functions now, on a throw-away layer; otherwise a joining rank would compile them in its first
+        iteration, while all others wait. Two numbers of tokens make the compiled code valid for any number. Widths
+        under tensor parallelism differ, and are still compiled on first use. Not run on a GPU; a CPU compiles
+        nothing."""
         if self.device.type == "cuda":
             self._pass_through_a_layer()
 
     def _pass_through_a_layer(self) -> None:
         with torch.device("meta"):
             layer = self._module(HeldPart(((0, 0),), False, False, 0, 1), TensorGroup(), False)
-        pass_through(
-            layer.to_empty(device=self.device), self.device, sorted({min(n, self.model.sequence) for n in WARM})
-        )
+        counts = sorted({min(n, self.model.sequence) for n in WARM_UP_TOKENS})
+        pass_through(layer.to_empty(device=self.device), self.device, counts)
 
     @property
     def measured(self) -> Floats:
@@ -190,12 +190,12 @@ class Engine:
 
     @property
     def reduced_s(self) -> float:
-        """Offset from the beginning of the last `run` at which all of its gradients were summed."""
+        """Time from the beginning of the last `run` until all its gradients were summed."""
         return self._measured[0].reduced_s()
 
     @property
     def back_end(self) -> str:
-        """Name of what its communicators are made of."""
+        """Name of the back end of its communicators."""
         return self._back_end.name
 
     @property
@@ -205,7 +205,7 @@ class Engine:
 
     @property
     def stepped(self) -> int:
-        """Last iteration whose step this rank's state has taken or was loaded from; 0 without state."""
+        """Last iteration whose step this rank's state includes, by a step or by loading; 0 without state."""
         return self.state.stepped if self.state else 0
 
     @property
@@ -215,16 +215,16 @@ class Engine:
 
     @property
     def holds(self) -> tuple[int, ...]:
-        """Epochs whose layouts the rank's state follows."""
-        found = [self.state.epoch] if self.state else []
-        if self.acknowledged is not None and self.next is not None and self.acknowledged not in found:
-            found.append(self.acknowledged)
-        return tuple(found)
+        """Epochs under whose layouts this rank holds state."""
+        epochs = [self.state.epoch] if self.state else []
+        if self.acknowledged is not None and self.next is not None and self.acknowledged not in epochs:
+            epochs.append(self.acknowledged)
+        return tuple(epochs)
 
     # --- a place in a plan ------------------------------------------------------------------------------------
 
     def prepare(self, plan: Plan, rank: int) -> Prepared:
-        """Everything that follows from a plan, checked; nothing is touched. Raises LayoutError or PlanError."""
+        """Derive and check everything that follows from a plan. Raises LayoutError or PlanError."""
         if self._prepared is not None and self._prepared.plan == plan:
             return self._prepared
         specs = self._specs[plan.sequence_parallel]
@@ -252,7 +252,7 @@ class Engine:
         return prepared
 
     def _forward_only(self, prepared: Prepared) -> Prepared:
-        """What an evaluation carries out under a plan: all its micro-batches, also while a ramp-up has fewer."""
+        """Return the evaluation's programs under a plan: for its full batch, even while a ramp-up has fewer."""
         plan, programs, number = prepared.plan, prepared.programs, self.batch_sizes.usual
         if plan.micro_batches != number:
             plan = plan.dealing(number)
@@ -270,7 +270,7 @@ class Engine:
         memory_bytes: int | None,
         iteration: int = 1,
     ) -> None:
-        """Whether this rank could carry out a plan from `iteration` on. Raises PlanError or LayoutError if not."""
+        """Check that this rank could carry out a plan from `iteration` on. Raises PlanError or LayoutError if not."""
         self.prepare(plan, rank)
         self._check_number(plan, iteration)
         if base is not None:
@@ -286,14 +286,14 @@ class Engine:
                 raise PlanError(obstacle)
 
     def adopt(self, plan: Plan, rank: int, base: Base | None = None, nodes: Mapping[int, str] | None = None) -> None:
-        """Prepare to take `rank`'s place in `plan`: build what it will hold beside what it holds.
+        """Prepare to take `rank`'s place in `plan`: build the state that it will hold beside its present state.
 
-        Without a `base` nobody has stepped yet: first parameters are drawn, and the plan is in effect at once.
+        Without a `base` no rank has stepped yet: first parameters are drawn, and the plan takes effect at once.
         """
         assert self._communicators is None, "disconnect first"
         self.prepare(plan, rank)
         if base is not None and self.acknowledged == base.epoch:
-            self.begin(base.epoch)  # what we acknowledged did take effect: we only did not hear of it
+            self.begin(base.epoch)  # the plan that this rank acknowledged did take effect; its order did not arrive
         if base is None or rank not in base.survivors:
             self.state = None
         self.plan, self.rank = plan, rank
@@ -308,16 +308,16 @@ class Engine:
             self.begin(plan.epoch)
 
     def _build(self, plan: Plan, holding: HeldPart) -> State:
-        """What a place will hold, beside what is held; tensors that stay are shared, all of them if nothing changes.
+        """Build a place's state beside the present one. Tensors that stay are shared; all of them if nothing changes.
 
-        Nothing is built on the host: what is new begins on the device, without values, where gradients were that no
-        step needs any more.
+        Nothing is built on the host: new tensors are created on the device without values, in memory of gradients that
+        no step needs any more.
         """
         parallel = plan.sequence_parallel and holding.tp > 1
         if self.state is not None and (self.state.holding, self.state.sequence_parallel) == (holding, parallel):
             return self.state
         if self.state is not None:
-            self.state.let_spent_gradients_go()
+            self.state.release_used_gradients()
         with torch.device("meta"):
             stage = self._module(holding, TensorGroup(holding.tp, holding.t), plan.sequence_parallel)
         specs = {name: self._by_name[name] for name, _ in stage.named_parameters()}
@@ -327,9 +327,9 @@ class Engine:
             for name, spec in specs.items()
             if old is not None and name in old.specs and old.share(spec) == ownership.share(spec, holding.t, holding.tp)
         ]
-        held = {} if old is None else {name: old.stage.get_parameter(name) for name in kept}
+        kept_parameters = {} if old is None else {name: old.stage.get_parameter(name) for name in kept}
         masters = {} if old is None else {name: old.optimizer.parameters[name] for name in kept}
-        parameters.place(stage, held, self.device)
+        parameters.place(stage, kept_parameters, self.device)
         optimizer = AdamWState(self._settings, masters_of(stage, masters), old.optimizer if old else None)
         new = State(plan.epoch, holding, stage, optimizer, specs, parallel)
         if old is not None:
@@ -337,7 +337,7 @@ class Engine:
         return new
 
     def _draw(self, state: State) -> None:
-        """First values, which do not depend on the layout: parameters beside each other, each by its own name."""
+        """Draw the first values in parallel, each parameter by its own name; they do not depend on the layout."""
         t, tp = state.holding.t, state.holding.tp
 
         def draw(name: str) -> None:
@@ -345,7 +345,7 @@ class Engine:
             whole = parameters.draw(spec, self._config, self._seed, self.model)
             parameters.fill(state.optimizer.parameters[name], spec, t, tp, whole)
 
-        with ThreadPoolExecutor(parameters.DRAWERS, initializer=self._back_end.enter_thread) as threads:
+        with ThreadPoolExecutor(parameters.DRAWING_THREADS, initializer=self._back_end.enter_thread) as threads:
             for _ in threads.map(draw, state.optimizer.parameters):
                 pass
         state.derive()
@@ -372,9 +372,9 @@ class Engine:
         timeout_s: float,
         called_off: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Build all communicators of `plan` that this rank has, those for moving state included; it may have none.
+        """Build all communicators of `plan` that this rank belongs to, if any, including those for moving state.
 
-        Raises CommunicatorError when a peer does not come within `timeout_s`, when woken, or called off.
+        Raises CommunicatorError when a peer does not come within `timeout_s`, when woken, or when called off.
         """
         self.disconnect()
         prepared = self.prepare(plan, rank)
@@ -393,7 +393,7 @@ class Engine:
             return
         self._back_end.free_cached_memory()
         try:
-            if called_off():  # before there was anybody to wake
+            if called_off():  # before there was a communicator to wake
                 raise CommunicatorError(f"epoch {plan.epoch}: called off")
             communicators.open(rendezvous)
         except BaseException:
@@ -410,26 +410,27 @@ class Engine:
         patience_s: float | None = None,
         called_off: Callable[[], bool] = lambda: False,
     ) -> Iterator[Communicators]:
-        """Communicators beside the plan's, which none of their ranks uses meanwhile: they are parked, or all stand
-        between the same two iterations.
+        """Build communicators beside the plan's, and close them at the end of the block. None of their ranks uses the
+        plan's communicators meanwhile: all are parked, or all are between the same two iterations.
 
-        Raises CommunicatorError when a peer does not come within `patience_s` (`MEETING_S`), when woken, or called off.
+        Raises CommunicatorError when a peer does not come within `patience_s` (default `MEETING_TIMEOUT_S`), when
+        woken, or when called off.
         """
-        patience_s = MEETING_S if patience_s is None else patience_s
-        self._aside = aside = Communicators(
-            meeting, rank, memberships, MEETING_S, self._back_end, patience_s=patience_s, wires=self.wires
+        patience_s = MEETING_TIMEOUT_S if patience_s is None else patience_s
+        self._probe_communicators = communicators = Communicators(
+            meeting, rank, memberships, MEETING_TIMEOUT_S, self._back_end, patience_s=patience_s, wires=self.wires
         )
         try:
-            if called_off():  # before there was anybody to wake
+            if called_off():  # before there was a communicator to wake
                 raise CommunicatorError(f"{meeting}: called off")
-            aside.open(rendezvous)
-            yield aside
+            communicators.open(rendezvous)
+            yield communicators
         finally:
-            self._aside = None
-            aside.close()
+            self._probe_communicators = None
+            communicators.close()
 
     def move(self, plan: Plan, observer: Observer, stepped: int, updates: int) -> int:
-        """Bring in the state that the adopted place lacks, of iteration `stepped`; returns the bytes received.
+        """Receive the state of iteration `stepped` that the adopted place lacks; return the number of bytes received.
 
         From here on the rank holds both states, until `begin`. Raises CommunicatorError.
         """
@@ -453,18 +454,18 @@ class Engine:
         return received
 
     def memory_expected(self) -> str:
-        """What this rank was expected to need under its plan, in words: for a device that ran out of memory."""
+        """Describe the memory that this rank was expected to need under its plan, for an out-of-memory error."""
         if self.plan is None:
-            return f"rank {self.rank}: has no plan yet, nothing was expected to be in its device's memory"
+            return f"rank {self.rank}: no plan yet, so no memory of its device was expected to be in use"
         return memory.expected(self.plan, self.rank, self.model, self._batches.longest, self._overhead)
 
     @property
     def extra_bytes(self) -> int:
-        """What holding the present and the next state beside each other costs."""
+        """Memory needed to hold the present and the next state side by side."""
         return extra_bytes(self.state, self.next)
 
     def begin(self, epoch: int) -> None:
-        """The plan of `epoch` is in effect: let go of what only the one before needed; without work, of everything."""
+        """Put the plan of `epoch` into effect, and release state that it does not need; all state if on standby."""
         if self.next is not None or self.state is None or self.state.epoch != epoch:
             if self.state is not None and self.state is not self.next:
                 self.state.gradients.release()
@@ -477,7 +478,7 @@ class Engine:
             self._communicators.release(state_transfer.STATE_GROUP_PREFIX)
 
     def disconnect(self) -> None:
-        """Let go of all communicators. Safe at any time in the rank's own thread."""
+        """Release all communicators. Safe at any time in the rank's own thread."""
         if self.state is not None:
             self.state.stage.tp_group.bind(None)
         if self._communicators is not None:
@@ -485,17 +486,19 @@ class Engine:
             self._communicators = None
 
     def wake(self) -> None:
-        """From another thread: make whatever this rank waits for raise CommunicatorError."""
-        for communicators in (self._aside, self._communicators):
+        """Make every wait of this rank raise CommunicatorError. Called from another thread."""
+        for communicators in (self._probe_communicators, self._communicators):
             if communicators is not None:
                 communicators.wake()
 
     # --- an iteration -----------------------------------------------------------------------------------------
 
     def workload(self, iteration: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """N and sum of squared lengths of each micro-batch of an iteration; nothing is read. Raises DatasetError."""
+        """Return tokens and sum of squared lengths of each micro-batch, without reading data. Raises DatasetError."""
         batch = self._batches.of(iteration)
-        return tuple(one.tokens for one in batch), tuple(one.sum_squared_lengths for one in batch)
+        return tuple(micro_batch.tokens for micro_batch in batch), tuple(
+            micro_batch.sum_squared_lengths for micro_batch in batch
+        )
 
     def run(
         self,
@@ -508,11 +511,10 @@ class Engine:
     ) -> StepOutcome:
         """Compute this rank's share of an iteration, and agree with all others on its step, which is not taken yet.
 
-        `pause` is asked at the end whether this rank was told to park after the iteration, as all are after the last
-        one of as many micro-batches as the plan deals; `saving` whether it still writes a checkpoint, `save` whether it
-        was told to write one of this iteration. Raises CommunicatorError when a peer is lost or `wake` was called; the
-        same iteration can then be run again after `disconnect`, `adopt` and `connect`. Raises DatasetError, and
-        whatever the data set itself raises.
+        Callbacks are evaluated at the end: `pause`, whether this rank was told to park after the iteration (all ranks
+        pause when the number of micro-batches changes next); `saving`, whether it is still writing a checkpoint;
+        `save`, whether it was told to write one now. Raises CommunicatorError when a peer is lost or on `wake`; the
+        iteration can then be run again after `disconnect`, `adopt` and `connect`. Raises errors of the data set.
         """
         stopwatch = stopwatch_of(self.device, self.speed)
         self._check_number(plan, iteration)
@@ -525,29 +527,29 @@ class Engine:
             with _timed(state, it, stopwatch):
                 interpreter.run()
         except BaseException:
-            state.gradients.release()  # a sum that was given up may still be written to them
+            state.gradients.release()  # an abandoned sum may still write to them
             raise
         stopwatch.reduced()
         self._measured = stopwatch, interpreter.workload()
         state.ready = iteration
-        with self._once_an_aborts_doing(iteration):
+        with self._retry_after_abort(iteration):
             stops = pause() or self.batch_sizes.at(iteration + 1) != plan.micro_batches
             return last_synchronisation(
                 it, state, interpreter.loss_sum, self._settings, pause=stops, saving=saving(), save=save()
             )
 
     def evaluate(self, plan: Plan, observer: Observer) -> tuple[float, int]:
-        """The loss of the weights held, over the data set to evaluate on, and its tokens. Changes nothing that is held.
+        """Return the loss of the present weights over the evaluation data set, and its number of tokens.
 
-        One sum over all ranks at its end; a rank may begin a global batch while others are at the one before. Raises
-        as `run` does, and can be repeated as that can.
+        Changes no state. There is one sum over all ranks, at the end; a rank may begin a global batch while others are
+        still at the one before. Raises the same errors as `run`, and can be repeated in the same way.
         """
         self.prepare(plan, self.rank)
         assert self.evaluation is not None
         assert self._held_out is not None
         assert self._evaluates is not None
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        own = whole = NOTHING
+        own = whole = NO_WORK
         for number in range(1, self.evaluation.iterations + 1):
             state, it = self._iteration(self._evaluates, number, self._held_out, observer)
             stopwatch = stopwatch_of(self.device, self.speed)
@@ -557,13 +559,13 @@ class Engine:
             loss_sum += interpreter.loss_sum
             mine, batch = workloads(it, state)
             own, whole = together(own, mine), together(whole, batch)
-        with self._once_an_aborts_doing(state.stepped + 1):
+        with self._retry_after_abort(state.stepped + 1):
             return validation_loss(it, state, loss_sum, own, whole)
 
     def _iteration(
         self, prepared: Prepared, number: int, batches: Batches, observer: Observer
     ) -> tuple[State, Iteration]:
-        """What this rank has to do for a global batch, and with what. Raises CommunicatorError, DatasetError."""
+        """Return this rank's state and its work on a global batch. Raises CommunicatorError, DatasetError."""
         state, communicators = self.state, self._communicators
         if state is None or communicators is None:
             raise CommunicatorError(f"rank {self.rank}: not connected")
@@ -583,9 +585,9 @@ class Engine:
         )
 
     @contextmanager
-    def _once_an_aborts_doing(self, iteration: int) -> Iterator[None]:
-        """Around the last sum: an abort on another rank can have put anything into it. That data differs is believed
-        when it comes again."""
+    def _retry_after_abort(self, iteration: int) -> Iterator[None]:
+        """Guard the last sum, which an abort on another rank can fill with anything: report differing data as
+        CommunicatorError the first time, and as DatasetError if it happens again in the same iteration."""
         try:
             yield
             self._differed = None
@@ -596,7 +598,7 @@ class Engine:
             raise CommunicatorError(f"iteration {iteration}: {error}") from error
 
     def step(self, outcome: StepOutcome) -> None:
-        """Take the step that all agreed on. Local: needs no communicator and no peer."""
+        """Take the step that all ranks agreed on. Local: needs no communicator and no peer."""
         state = self.state
         if state is None or state.ready != outcome.iteration or outcome.iteration != state.stepped + 1:
             raise ResihpError(
@@ -610,7 +612,7 @@ class Engine:
         state.stepped = outcome.iteration
 
     def gather(self, value: Any) -> list[Any]:
-        """Every active rank's value, in the order of `plan.layout.active`. Values are what msgpack can carry."""
+        """Return every active rank's value, in the order of `plan.layout.active`. msgpack must be able to encode it."""
         communicators = self._communicators
         if communicators is None or communicators.world is None:
             return [value]
@@ -628,11 +630,11 @@ class Engine:
 
     @property
     def updates(self) -> int:
-        """Optimizer updates so far; skipped iterations do not count."""
+        """Number of optimizer updates so far; skipped iterations do not count."""
         return self.state.optimizer.updates if self.state else 0
 
     def resume(self, iteration: int, updates: int) -> None:
-        """Go on after `iteration`, once all tensors have been filled."""
+        """Continue after `iteration`, once all tensors have been filled."""
         assert self.state is not None
         self.state.stepped, self.state.ready = iteration, None
         self.state.optimizer.resume(updates)
@@ -657,7 +659,7 @@ class Engine:
 
 @contextmanager
 def _timed(state: State, it: Iteration, stopwatch: Stopwatch) -> Iterator[None]:
-    """Around an iteration's computation: the stage's own group is there, and what it is waited for is measured."""
+    """Bind the stage's own group during an iteration's computation, and measure the waits for its collectives."""
     group = state.stage.tp_group
     group.bind(it.communicators.find(it.prepared.tensor_group(*it.place)))
     group.on_start = stopwatch.collective
@@ -670,4 +672,4 @@ def _timed(state: State, it: Iteration, stopwatch: Stopwatch) -> Iterator[None]:
     try:
         yield
     finally:
-        group.on_start = nobody
+        group.on_start = ignore_start

@@ -1,8 +1,8 @@
-"""torch's idea of a store, for the back end of one communicator, and where what is put into it goes.
+"""The `torch.distributed.Store` of one communicator's back end, and the transport behind it.
 
-gloo and NCCL tell each other addresses and ids through a `torch.distributed.Store`. Under an agent that is
-`GroupStore`, behind which the words of one group of a meeting are (`resihp.protocol.rendezvous`); under torchrun it is
-torchrun's own. Used by `communicators`, made by `trainer`; decides nothing.
+gloo and NCCL exchange addresses and ids through such a store. Under an agent it is a `GroupStore`, which keeps the
+messages of one group of a meeting (`resihp.protocol.rendezvous`); under torchrun it is torchrun's own store. Used by
+`communicators`, created by `trainer`; decides nothing.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ Store = Any
 """A torch.distributed.Store."""
 
 
-class Attended(Protocol):
-    """A meeting that this rank attends."""
+class JoinedMeeting(Protocol):
+    """A meeting that this rank has joined."""
 
     @property
     def at_once(self) -> bool:
         """Whether several threads may wait in its stores at the same time."""
 
     def store(self, group: str) -> Store:
-        """What the back end of that communicator is given."""
+        """Return the store for the back end of that communicator."""
 
     def leave(self) -> None:
-        """Let whoever waits in one of its stores raise, if they can. From any thread; idempotent."""
+        """Make all waits in its stores raise, if the store allows that. From any thread; idempotent."""
 
 
 class MeetingPlace(Protocol):
-    """Where ranks meet."""
+    """A place where ranks meet to build communicators."""
 
-    def attend(self, meeting: MeetingId, groups: Sequence[str], patience_s: float) -> Attended: ...
+    def attend(self, meeting: MeetingId, groups: Sequence[str], patience_s: float) -> JoinedMeeting: ...
 
 
 class GroupStore(dist.Store):
-    """What the ranks of one communicator say to each other; `attend` its meeting first.
+    """Messages between the ranks of one communicator; `attend` its meeting first.
 
-    The calls that gloo and NCCL make in torch 2.13: `set`, `get`, `wait`, `multi_get` while they connect, `check` once
-    a second by NCCL's monitor, which is answered without asking anybody. A key is set once. Waiting raises
-    CommunicatorError, after the rank's own patience, or at once when it is woken; it holds no lock of the
-    interpreter's. torch finds the Python half of a store only while somebody holds it: `channels.Channel` does.
+    gloo and NCCL in torch 2.13 call `set`, `get`, `wait` and `multi_get` while they connect. NCCL's monitor calls
+    `check` once a second, which is answered locally. A key is set only once. Waiting raises CommunicatorError, after
+    the rank's own time limit or as soon as it is woken; meanwhile it does not hold the interpreter lock. torch finds
+    the Python half of a store only while it is referenced: `channels.Channel` keeps the reference.
     """
 
     def __init__(self, attendance: Attendance, group: str) -> None:
@@ -75,7 +75,7 @@ class GroupStore(dist.Store):
         return self._attendance.has(self._group, keys)
 
     def has_extended_api(self) -> bool:
-        """Of `append`, `multi_get` and `multi_set`; nobody appends to what is set once."""
+        """Return whether `append`, `multi_get` and `multi_set` exist; keys are set once, never appended to."""
         return False
 
 
@@ -84,16 +84,16 @@ def _bytes(value: bytes | str) -> bytes:
 
 
 class AgentRendezvous:
-    """Over the socket to the agent. `attend`: as of `resihp.protocol.client.AgentClient`."""
+    """Meetings over the socket to the agent. `attend`: that of `resihp.protocol.client.AgentClient`."""
 
     def __init__(self, attend: Callable[[MeetingId, Sequence[str], float], Attendance]) -> None:
         self._attend = attend
 
-    def attend(self, meeting: MeetingId, groups: Sequence[str], patience_s: float) -> Attended:
-        return _OverAgent(self._attend(meeting, groups, patience_s))
+    def attend(self, meeting: MeetingId, groups: Sequence[str], patience_s: float) -> JoinedMeeting:
+        return _AgentMeeting(self._attend(meeting, groups, patience_s))
 
 
-class _OverAgent:
+class _AgentMeeting:
     at_once = True
 
     def __init__(self, attendance: Attendance) -> None:
@@ -107,18 +107,18 @@ class _OverAgent:
 
 
 class TorchRendezvous:
-    """In a store of torch's that outlives the ranks: torchrun's. Nobody can be woken there."""
+    """Meetings in a torch store that outlives the ranks: torchrun's. Waits there cannot be woken."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    def attend(self, meeting: MeetingId, groups: Sequence[str], patience_s: float) -> Attended:
-        return _InStore(dist.PrefixStore(str(meeting), self._store))
+    def attend(self, meeting: MeetingId, groups: Sequence[str], patience_s: float) -> JoinedMeeting:
+        return _StoreMeeting(dist.PrefixStore(str(meeting), self._store))
 
 
-class _InStore:
+class _StoreMeeting:
     at_once = False
-    """Whoever waits in torch's store keeps its one connection, and others of the process from saying anything."""
+    """A thread that waits in torch's store occupies its only connection, so no other thread can use it meanwhile."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

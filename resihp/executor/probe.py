@@ -1,13 +1,13 @@
-"""Is a device fit for work, and how fast is it? Short examinations, while no iteration is under way on the rank.
+"""Measures a device: does it compute correctly, and how fast? Short examinations while the rank runs no iteration.
 
-Right or wrong is decided here (`examine`); what is fast or slow, compared with peers and the past, the detector says
-(`resihp.detector.probes`). Times are the device's own, as in `stopwatch`: on a processor those of the thread, so that
-waiting for a core does not make it look slow. What others take of caches and of the memory's bus still does: by half,
-which is why one measurement decides nothing (`resihp.controller.fail_slow.second_looks`). A GPU is measured warm, on
-random numbers: cold clocks are slow ones, and ones and zeros draw too little power to show what training gets. That
-part has not run: no GPU was at hand.
+Correctness is decided here (`examine`). Whether a speed is high or low, compared with peers and the past, is decided by
+the detector (`resihp.detector.probes`). Times are the device's own, as in `stopwatch`: on a CPU the thread's processor
+time, so that waiting for a core does not make it look slow. Other processes still take caches and memory bandwidth, and
+can halve a measured speed, so one measurement decides nothing (`resihp.controller.fail_slow.second_looks`). A GPU is
+measured warm and on random numbers: cold clocks are slow, and ones and zeros draw too little power to be representative
+of training. The GPU part has not been run, for lack of a GPU.
 
-A probe may come in the middle of training, whose device may be full. That says nothing about the device: no verdict.
+A probe may interrupt training, when the device's memory may be full. That yields no verdict about the device.
 """
 
 from __future__ import annotations
@@ -30,46 +30,46 @@ from resihp.executor.tensor_group import guarded, is_out_of_memory
 from resihp.pipeline.program import GroupSpec
 from resihp.protocol import messages as m
 
-SIZE = 256
-SEED = 20260507
+EXAMINED_SIZE = 256
+MATRIX_SEED = 20260507
 
 GEMM_SIZE = {"cpu": 256, "cuda": 8192}
 COPIED_BYTES = {"cpu": 32 << 20, "cuda": 128 << 20}
-"""Beyond any cache; with the matrices a GPU is asked for 0.6 GiB, whoever else fills it."""
+"""Larger than any cache. With the matrices, a GPU needs 0.6 GiB, even when training fills it."""
 LINK_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
-"""As much as a stage sends another: bandwidth decides, and between GPUs of a node latency is still seen."""
-WARM_S = 0.1
-"""Of work before a GPU is measured: its clocks have risen by then."""
-REPEATS = 8
-TURN = 2
-"""Repetitions in a row."""
-LINK_REPEATS = (3, 50)
-"""At least and at most, of which only as many as `LINK_S` allows: the processors may be busy, too."""
+"""About as much as one stage sends to another: bandwidth dominates, and latency between GPUs of a node still shows."""
+WARM_UP_S = 0.1
+"""Duration of work before a GPU is measured, after which its clocks have risen."""
+REPEAT_COUNT = 8
+REPEATS_PER_TURN = 2
+"""Repetitions of one work in a row."""
+LINK_REPEAT_LIMITS = (3, 50)
+"""Fewest and most repetitions; between them, as many as fit into `LINK_S`. CPUs may be busy with other work, too."""
 LINK_S = 0.2
-ANNOUNCED_S = 2.0
-"""How long a rank that trains waits for one that was told to come at the same moment: meanwhile, training waits."""
+ANNOUNCED_TIMEOUT_S = 2.0
+"""Time limit for the peer of a link probe announced for a certain iteration; training waits meanwhile."""
 
 
 def examine(device: torch.device) -> None:
-    """Multiply matrices twice on the device and compare with the processor's result. Raises DeviceError; a
-    device that is full is not judged."""
-    generator = torch.Generator().manual_seed(SEED)
-    left, right = (torch.randn(SIZE, SIZE, generator=generator) for _ in range(2))
-    expected = left.double() @ right.double()
+    """Multiply matrices twice on the device and compare with the CPU's result. Raises DeviceError if it is wrong; a
+    device without free memory is not judged."""
+    generator = torch.Generator().manual_seed(MATRIX_SEED)
+    first, second = (torch.randn(EXAMINED_SIZE, EXAMINED_SIZE, generator=generator) for _ in range(2))
+    expected = first.double() @ second.double()
     try:
-        with _examined(device):
-            results = [(left.to(device) @ right.to(device)).cpu() for _ in range(2)]
+        with _classified_errors(device):
+            results = [(first.to(device) @ second.to(device)).cpu() for _ in range(2)]
     except DeviceFullError:
         return
     if not torch.equal(results[0], results[1]):
         raise DeviceError(f"device {device}: fails its probe: the same product comes out differently")
     worst = float((results[0].double() - expected).abs().max())
-    if not worst < 1e-2 * SIZE**0.5:
+    if not worst < 1e-2 * EXAMINED_SIZE**0.5:
         raise DeviceError(f"device {device}: fails its probe: a product is off by {worst:g}")
 
 
-def measure(asked: m.Probe, rank: int, engine: Engine, rendezvous: MeetingPlace) -> m.Probed:
-    """Answer a probe. Whatever goes wrong is in the answer."""
+def measure(request: m.Probe, rank: int, engine: Engine, rendezvous: MeetingPlace) -> m.Probed:
+    """Answer a probe; errors are reported in the answer."""
     began = time.perf_counter()
     speed, error, untried, missed = m.Speed(), "", "", ""
     transfers: tuple[m.Transfer, ...] = ()
@@ -81,11 +81,11 @@ def measure(asked: m.Probe, rank: int, engine: Engine, rendezvous: MeetingPlace)
     except DeviceFullError as trouble:
         untried = str(trouble)
     try:
-        transfers = link_times(asked, rank, engine, rendezvous)
+        transfers = link_times(request, rank, engine, rendezvous)
     except (CommunicatorError, DeviceFullError) as trouble:
         missed = str(trouble)
     return m.Probed(
-        probe=asked.probe,
+        probe=request.probe,
         speed=speed,
         transfers=transfers,
         seconds=time.perf_counter() - began,
@@ -97,12 +97,12 @@ def measure(asked: m.Probe, rank: int, engine: Engine, rendezvous: MeetingPlace)
 
 
 class DeviceFullError(Exception):
-    """There is no memory to measure in, which is nobody's fault."""
+    """The device has no memory to measure in, which is not its fault."""
 
 
 @contextmanager
-def _examined(device: torch.device) -> Iterator[None]:
-    """Around what a device is asked to do. Raises DeviceError for what it cannot, DeviceFullError without memory."""
+def _classified_errors(device: torch.device) -> Iterator[None]:
+    """Raise the block's errors as DeviceError, or as DeviceFullError if the device has no memory left."""
     try:
         yield
     except RuntimeError as error:
@@ -112,20 +112,20 @@ def _examined(device: torch.device) -> Iterator[None]:
 
 
 def device_speed(device: torch.device, speed: Speed) -> m.Speed:
-    """Throughput of a matrix product and of copies in memory. Raises DeviceError, and DeviceFullError."""
+    """Measure the throughput of a matrix product and of memory copies. Raises DeviceError, and DeviceFullError."""
     size, count = GEMM_SIZE[device.type], COPIED_BYTES[device.type]
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    with _examined(device):
-        generator = torch.Generator(device).manual_seed(SEED)
-        left, right = (torch.randn(size, size, dtype=dtype, device=device, generator=generator) for _ in range(2))
-        source = left.flatten().repeat(count // left.nbytes)
+    with _classified_errors(device):
+        generator = torch.Generator(device).manual_seed(MATRIX_SEED)
+        first, second = (torch.randn(size, size, dtype=dtype, device=device, generator=generator) for _ in range(2))
+        source = first.flatten().repeat(count // first.nbytes)
         target = torch.empty_like(source)
-        product, copy = _fastest(device, speed, lambda: torch.mm(left, right), lambda: target.copy_(source))
+        product, copy = _fastest(device, speed, lambda: torch.mm(first, second), lambda: target.copy_(source))
     return m.Speed(flops=2 * size**3 / product, memory_bytes=2 * count / copy, hardware=hardware(device))
 
 
 def hardware(device: torch.device) -> str:
-    """Whose figures may be compared with this device's: its model, and of a processor how many threads work."""
+    """Return the model of a device, and for a CPU its number of threads. Only equal ones are comparable."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -137,25 +137,25 @@ def hardware(device: torch.device) -> str:
 
 
 def _fastest(device: torch.device, speed: Speed, *works: Callable[[], object]) -> tuple[float, ...]:
-    """Seconds of each work's fastest repetition, once the device is warm: the rest is others' doing.
+    """Return the seconds of each work's fastest repetition on a warm device; slower ones are due to other processes.
 
-    They take turns, so that each is spread over the whole time: a neighbour that is at work for a part of it does not
-    meet all repetitions of one. Each turn's first one finds the caches as the other work left them.
+    The works take turns, so that each is spread over the whole time: a neighbour that is busy for part of it does not
+    affect all repetitions of one work. The first repetition of a turn finds the caches filled by the other work.
     """
     began = time.perf_counter()
     works[0]()
-    while device.type == "cuda" and time.perf_counter() - began < WARM_S:
+    while device.type == "cuda" and time.perf_counter() - began < WARM_UP_S:
         works[0]()
         torch.cuda.synchronize(device)
     times: tuple[list[float], ...] = tuple([] for _ in works)
-    for _ in range(REPEATS // TURN):
+    for _ in range(REPEAT_COUNT // REPEATS_PER_TURN):
         for work, taken in zip(works, times, strict=True):
-            taken.extend(_seconds(device, work) for _ in range(TURN))
+            taken.extend(_seconds(device, work) for _ in range(REPEATS_PER_TURN))
     return tuple(min(taken) / speed() for taken in times)
 
 
 def _seconds(device: torch.device, work: Callable[[], object]) -> float:
-    """Of the device's own time."""
+    """Return the duration of a work in the device's own time."""
     if device.type == "cuda":
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         first.record()
@@ -169,19 +169,19 @@ def _seconds(device: torch.device, work: Callable[[], object]) -> float:
 
 
 def measure_links(
-    asked: m.Probe, rank: int, engine: Engine, rendezvous: MeetingPlace, called_off: Callable[[], bool]
+    request: m.Probe, rank: int, engine: Engine, rendezvous: MeetingPlace, called_off: Callable[[], bool]
 ) -> m.Probed:
-    """Answer a probe of links that was announced for this moment, between two iterations; the plan's communicators
-    stand. Whatever goes wrong is in the answer."""
+    """Answer a probe of links that was announced for this point between two iterations. The plan's communicators stay;
+    errors are reported in the answer."""
     began = time.perf_counter()
     transfers: tuple[m.Transfer, ...] = ()
     missed = ""
     try:
-        transfers = link_times(asked, rank, engine, rendezvous, ANNOUNCED_S, called_off)
+        transfers = link_times(request, rank, engine, rendezvous, ANNOUNCED_TIMEOUT_S, called_off)
     except (CommunicatorError, DeviceFullError) as trouble:
         missed = str(trouble)
     return m.Probed(
-        probe=asked.probe,
+        probe=request.probe,
         transfers=transfers,
         seconds=time.perf_counter() - began,
         missed=missed,
@@ -190,35 +190,36 @@ def measure_links(
 
 
 def link_times(
-    asked: m.Probe,
+    request: m.Probe,
     rank: int,
     engine: Engine,
     rendezvous: MeetingPlace,
     patience_s: float | None = None,
     called_off: Callable[[], bool] = lambda: False,
 ) -> tuple[m.Transfer, ...]:
-    """All-reduce a buffer with one peer after the other: each round's pairs have their links to themselves.
+    """Measure the links to one peer after the other by all-reduces; pairs of one round have their links to themselves.
 
-    Raises CommunicatorError when a peer does not come, and DeviceFullError without having come itself.
+    Raises CommunicatorError when a peer does not come, and DeviceFullError, before any meeting, if this device is full.
     """
-    mine = [(round_, pair) for round_, pairs in enumerate(asked.pairs) for pair in pairs if rank in pair]
+    mine = [(round_, pair) for round_, pairs in enumerate(request.pairs) for pair in pairs if rank in pair]
     if not mine:
         return ()
     groups = [GroupSpec(f"{round_}/{a}-{b}", (a, b), "edge") for round_, (a, b) in mine]
-    with _examined(engine.device):
+    with _classified_errors(engine.device):
         buffer = torch.zeros(LINK_BYTES[engine.device.type] // 4, device=engine.device)
-    found = []
-    meeting = m.MeetingId(probe=asked.probe)
+    transfers = []
+    meeting = m.MeetingId(probe=request.probe)
     with engine.meet(meeting, groups, rank, rendezvous, patience_s, called_off) as communicators:
         for (_, pair), group in zip(mine, groups, strict=True):
             peer = pair[0] if pair[1] == rank else pair[1]
-            found.append(m.Transfer(peer=peer, seconds=_transfer_s(communicators.channel(group.name), buffer)))
-    return tuple(found)
+            transfers.append(m.Transfer(peer=peer, seconds=_transfer_s(communicators.channel(group.name), buffer)))
+    return tuple(transfers)
 
 
 def _transfer_s(channel: Channel, buffer: torch.Tensor) -> float:
-    """Seconds of a buffer there and back, the lower quartile of several: the rest is others' doing. On processors that
-    others share, the fastest: most of the rest may be. Of fewer where it takes long; both ends agree on how many."""
+    """Return the seconds of an all-reduce of a buffer with a peer: the lower quartile of several, since slower ones are
+    due to other traffic. On shared CPUs, where most may be disturbed, the fastest. Slow links get fewer repetitions;
+    both ends agree on the number."""
     device = buffer.device
 
     def exchange(tensor: torch.Tensor) -> float:
@@ -232,7 +233,7 @@ def _transfer_s(channel: Channel, buffer: torch.Tensor) -> float:
     exchange(buffer)
     sum_s = torch.tensor([exchange(buffer)], device=device)
     exchange(sum_s)
-    least, most = LINK_REPEATS
-    repeats = min(max(int(2 * LINK_S / max(float(sum_s), 1e-9)), least), most)
+    min_repeats, max_repeats = LINK_REPEAT_LIMITS
+    repeats = min(max(int(2 * LINK_S / max(float(sum_s), 1e-9)), min_repeats), max_repeats)
     times = [exchange(buffer) for _ in range(repeats)]
     return min(times) if is_shared(device) else statistics.quantiles(times, n=4)[0]

@@ -1,8 +1,9 @@
-"""The tensor-parallel group as megatron-core's layers see it: one object for a stage's life, whatever is behind it.
+"""The tensor-parallel group as megatron-core's layers see it: one object for a stage's whole life.
 
-Layers keep the group they are built with, communicators live for one epoch. So layers get this object, which tells
-size and rank before any communicator exists, and passes collectives on to the one that is bound at the moment. It
-also keeps the time spent waiting for peers apart from computation: a rank that waits is a victim, not a culprit.
+Layers keep the group that they are built with, but communicators live for one epoch. So layers get this object, which
+knows size and rank before any communicator exists, and passes collectives on to the communicator that is bound at the
+time. It also measures the time spent waiting for peers separately from computation: a waiting rank is a victim of a
+slow device, not its cause.
 """
 
 from __future__ import annotations
@@ -20,35 +21,35 @@ import torch
 from resihp.errors import CommunicatorError
 
 dist: Any = torch.distributed
-"""torch's own stubs lack most of what is used of it here."""
+"""torch's own stubs lack most of the names used here."""
 
 Backend = Any
 """torch's ProcessGroupGloo or ProcessGroupNCCL; their type stubs differ between versions."""
 
-NO_PEERS_FAULT = (torch.OutOfMemoryError, torch.AcceleratorError)
-"""RuntimeErrors of the script and of the device; of all others that a back end raises, a peer is the reason."""
-OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED")
-"""Texts of libraries that take memory of the device themselves: NCCL for communicators, cuBLAS for its workspaces."""
+LOCAL_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
+"""RuntimeErrors of the script and of the device; every other RuntimeError of a back end is caused by a peer."""
+OUT_OF_MEMORY_TEXTS = ("out of memory", "ALLOC_FAILED")
+"""Texts of libraries that allocate device memory themselves: NCCL for communicators, cuBLAS for its workspaces."""
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether the device had no memory left for what failed."""
-    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in OUT_OF_MEMORY)
+    """Return whether an operation failed because the device had no memory left."""
+    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in OUT_OF_MEMORY_TEXTS)
 
 
 class TensorGroup:
-    """Stands in for a `torch.distributed.ProcessGroup` in megatron-core's layers and in `torch.distributed` calls."""
+    """Stand-in for a `torch.distributed.ProcessGroup` in megatron-core's layers and in `torch.distributed` calls."""
 
     def __init__(self, size: int = 1, rank: int = 0) -> None:
         self._size = size
         self._rank = rank
         self._backend: Any = None
         self.waited_s = 0.0
-        """Seconds spent in collectives since the group was made."""
-        self.on_wait: Callable[[bool], None] = _ignore
+        """Seconds spent in collectives since the group was created."""
+        self.on_wait: Callable[[bool], None] = _ignore_wait
         """Called with True before and False after each wait."""
-        self.on_start: Callable[[], None] = nobody
-        """Called when a collective is about to start: own work up to here is done."""
+        self.on_start: Callable[[], None] = ignore_start
+        """Called when a collective is about to start: the rank's own work up to here is done."""
 
     def size(self) -> int:
         return self._size
@@ -57,14 +58,14 @@ class TensorGroup:
         return self._rank
 
     def bind(self, backend: Any) -> None:
-        """Use this communicator (`channels.Channel`) from now on; None when it is gone."""
+        """Use this communicator (`channels.Channel`) from now on; None when it is closed."""
         self._backend = backend
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any) -> TimedWork | None:
-        """What `torch.distributed.all_reduce(..., group=self)` calls. Raises CommunicatorError.
+        """Reduce as `torch.distributed.all_reduce(..., group=self)` requires. Raises CommunicatorError.
 
-        A synchronous call is one wait from its beginning, and returns nothing: NCCL has ordered behind it, when it
-        returns, whatever comes; others are waited for.
+        A synchronous call counts as one wait from its beginning, and returns nothing. When NCCL's call returns, all
+        later work is already ordered behind it; other back ends are waited for here.
         """
         if getattr(options, "asyncOp", True):
             return self._start(tensors[0], lambda backend: backend.allreduce(tensors, options))
@@ -87,7 +88,7 @@ class TensorGroup:
         return self._start(gathered, lambda channel: channel.all_gather(gathered, part))
 
     def start_reduce_scatter(self, tensor: torch.Tensor) -> TimedWork:
-        """Begin to sum over all ranks, of which each gets its own equal part of the first dimension."""
+        """Begin to sum over all ranks; each gets its own equal part of the first dimension."""
         if tensor.shape[0] % self._size:
             raise ValueError(f"tensor-parallel group: {tensor.shape[0]} rows cannot be cut for {self._size} ranks")
         own = tensor.new_empty((tensor.shape[0] // self._size, *tensor.shape[1:]))
@@ -95,16 +96,16 @@ class TensorGroup:
         return self._start(own, lambda channel: channel.reduce_scatter(own, whole))
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
-        """Reduce in place and wait; nothing to do for a group of one. Raises CommunicatorError."""
+        """Reduce in place and wait; does nothing in a group of one. Raises CommunicatorError."""
         if self._size > 1:
             self.start_all_reduce(tensor, op).wait()
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """All ranks' tensors, one after the other. For a group of one the tensor itself. Raises CommunicatorError."""
+        """Return all ranks' tensors, concatenated; in a group of one the tensor itself. Raises CommunicatorError."""
         return tensor if self._size == 1 else self.start_all_gather(tensor).result()
 
     def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the sum. For a group of one the tensor itself. Raises CommunicatorError."""
+        """Return this rank's part of the sum; in a group of one the tensor itself. Raises CommunicatorError."""
         return tensor if self._size == 1 else self.start_reduce_scatter(tensor).result()
 
     def _start(self, result: torch.Tensor, begin: Callable[[Any], Any]) -> TimedWork:
@@ -120,7 +121,7 @@ class TensorGroup:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around a wait for peers, which is told and timed. What fails raises CommunicatorError."""
+        """Report and time a wait for peers. Failures in the block are raised as CommunicatorError."""
         self.on_wait(True)
         began = time.perf_counter()
         try:
@@ -132,7 +133,7 @@ class TensorGroup:
 
 
 class TimedWork:
-    """A collective under way, whose wait is timed and whose failure is a CommunicatorError."""
+    """A collective under way; its wait is timed, and its failure is a CommunicatorError."""
 
     def __init__(self, group: TensorGroup, work: Any, result: torch.Tensor) -> None:
         self._group = group
@@ -144,7 +145,7 @@ class TimedWork:
             return bool(self._work.wait() if timeout is None else self._work.wait(timeout))
 
     def result(self) -> torch.Tensor:
-        """Wait for it, and give what came out."""
+        """Wait for the collective and return its result."""
         self.wait()
         return self._result
 
@@ -153,61 +154,61 @@ class TimedWork:
 
 
 @contextmanager
-def guarded(what: str) -> Iterator[None]:
-    """Turn a back end's errors, which are RuntimeErrors of its own, into CommunicatorError.
+def guarded(activity: str) -> Iterator[None]:
+    """Turn the RuntimeErrors of a back end into CommunicatorError; `activity` begins the message.
 
-    Raises torch.OutOfMemoryError for one that says the device is full: NCCL takes memory of its own for communicators.
-    No peer can change that, and another plan with the same ranks would fail as well.
+    An error that reports a full device is raised as torch.OutOfMemoryError: NCCL allocates memory of its own for
+    communicators. It is not caused by a peer, and another plan with the same ranks would fail as well.
     """
     try:
         yield
-    except NO_PEERS_FAULT:
+    except LOCAL_ERRORS:
         raise
     except RuntimeError as error:
         if is_out_of_memory(error):
-            raise torch.OutOfMemoryError(f"{what}: {error}") from error
-        raise CommunicatorError(f"{what}: {error}") from error
+            raise torch.OutOfMemoryError(f"{activity}: {error}") from error
+        raise CommunicatorError(f"{activity}: {error}") from error
 
 
-def _ignore(waits: bool) -> None:
-    """Nobody watches."""
+def _ignore_wait(waits: bool) -> None:
+    """Default of `on_wait`: does nothing."""
 
 
-def nobody() -> None:
-    """Nobody measures."""
+def ignore_start() -> None:
+    """Default of `on_start`: does nothing."""
 
 
-def teach_megatron() -> None:
-    """Make megatron-core believe a `TensorGroup`; for any other group nothing changes.
+def patch_megatron() -> None:
+    """Make megatron-core's functions accept a `TensorGroup`; for any other group nothing changes.
 
-    It asks a group for size and rank only once torch.distributed has a default group, and otherwise takes it for a
-    group of one, or for none at all. We have no default group: communicators are made by name for each epoch. Its
-    collectives along the sequence allocate on CUDA or in a global buffer, whatever the tensor's device.
+    They ask a group for size and rank only if torch.distributed has a default group, and otherwise treat it as a group
+    of one, or as absent. resihp has no default group: communicators are created by name for each epoch. Megatron's
+    collectives along the sequence allocate on CUDA or in a global buffer, regardless of the tensor's device.
     """
     for module in [module for name, module in sys.modules.items() if name.startswith("megatron.core.")]:
-        for name, answer in _ANSWERS.items():
-            asked = getattr(module, name, None)
-            if asked is not None and not hasattr(asked, "resihp"):
-                setattr(module, name, _answered(asked, answer))
+        for name, replacement in _REPLACEMENTS.items():
+            function = getattr(module, name, None)
+            if function is not None and not hasattr(function, "resihp"):
+                setattr(module, name, _replaced(function, replacement))
 
 
-_ANSWERS: dict[str, Callable[..., Any]] = {
+_REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "get_pg_size": lambda group, *_: group.size(),
     "get_pg_rank": lambda group, *_: group.rank(),
     "get_tensor_model_parallel_group_if_none": lambda group, *_: group,
     "_gather_along_first_dim": lambda group, tensor, *_: group.all_gather(tensor),
     "_reduce_scatter_along_first_dim": lambda group, tensor, *_: group.reduce_scatter(tensor),
 }
-"""By function of megatron's: what to answer instead, given the TensorGroup among its arguments, and all of them."""
+"""By name of megatron's function: its replacement, given the TensorGroup among its arguments, and all its arguments."""
 
 
-def _answered(asked: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(asked)
+def _replaced(function: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
     def ask(*arguments: Any, **keywords: Any) -> Any:
         for argument in (*arguments, *keywords.values()):
             if isinstance(argument, TensorGroup):
-                return answer(argument, *arguments)
-        return asked(*arguments, **keywords)
+                return replacement(argument, *arguments)
+        return function(*arguments, **keywords)
 
     ask.resihp = True  # type: ignore[attr-defined]
     return ask

@@ -1,7 +1,7 @@
-"""The training loop that users call: under an agent it follows plans, without one it trains plainly.
+"""The training loop that users call: it follows a supervisor's plans under an agent, and trains plainly without one.
 
-`Trainer` owns the order of things in a worker (plan, communicators, iterations, step, report, park); how an iteration
-is computed is `engine.Engine`'s, how to talk to the supervisor `protocol.client`'s. It decides nothing about failures.
+`Trainer` owns the sequence of steps in a worker (plan, communicators, iterations, step, report, park). `engine.Engine`
+computes an iteration, and `protocol.client` talks to the supervisor. The trainer makes no decisions about failures.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from megatron.core.transformer import TransformerConfig
 from resihp.detector.observation import CHUNKS, pack
 from resihp.errors import CheckpointError, CommunicatorError, LayoutError, ResihpError
 from resihp.executor import devices, emulation, probe, versions
-from resihp.executor.compute.device_waits import Asking, DeviceWaits, mark_on
+from resihp.executor.compute.device_waits import DeviceWaits, DeviceWatch, mark_on
 from resihp.executor.compute.rotary import Rotary
 from resihp.executor.compute.stage import PositionEmbedding
-from resihp.executor.config_support import Layers, ignored, layers_told, refuse_layers
+from resihp.executor.config_support import Layers, ignored, layers_message, refuse_layers
 from resihp.executor.engine import Engine
 from resihp.executor.group_store import AgentRendezvous, Store, TorchRendezvous
 from resihp.executor.state import checkpoint
@@ -39,24 +39,24 @@ from resihp.protocol import messages as m
 from resihp.worker import checkpoints
 
 COMMUNICATION_TIMEOUT_S = 1800.0
-"""Collectives are not timed out by the back end: the supervisor notices hangs sooner, and wakes who is blocked."""
+"""Time limit of collectives in the back end. The supervisor detects hangs much sooner, and wakes the blocked ranks."""
 
 
 class Trainer:
-    """Trains a GPT-like model of megatron-core layers under whatever layout the job has.
+    """Trains a GPT-like model of megatron-core layers under any layout that the job has.
 
     ==================  =====================================================================================
-    `config`            megatron-core's TransformerConfig; a field that is not honoured raises ModelError
-    `vocab_size`        of the tokens; tables are padded to a multiple of `make_vocab_size_divisible_by`
+    `config`            megatron-core's TransformerConfig; a setting that is not supported raises ModelError
+    `vocab_size`        number of tokens; tables are padded to a multiple of `make_vocab_size_divisible_by`
     `dataset`           `resihp.Dataset`: `micro_batches(iteration)`, pure
     `optimizer`         `resihp.AdamW(...)`
-    `evaluation`        `resihp.Evaluation(dataset, every, iterations)`, for a validation loss; None: there is none
-    `sequence`          longest document; positions restart with each document
-    `layers`            "local": megatron-core's own; "transformer_engine" raises ModelError saying why
-    `tp`, `pp`, ...     the layout without `resihp run` (plain python or torchrun); with it, the job's is used
-    `checkpoint_*`      likewise: without `resihp run` only
+    `evaluation`        `resihp.Evaluation(dataset, every, iterations)` for a validation loss; None: no evaluation
+    `sequence`          length of the longest document; positions restart with each document
+    `layers`            "local": megatron-core's own; "transformer_engine" raises a ModelError with the reason
+    `tp`, `pp`, ...     the layout without `resihp run` (plain python or torchrun); ignored under `resihp run`
+    `checkpoint_*`      checkpoints without `resihp run`; ignored under `resihp run`
     `share_embeddings_and_output_weights`, `position_embedding`, `rotary_base`, `rotary_percent`, `rope_scaling`,
-    `rope_scaling_factor`, `seq_len_interpolation_factor`: as of megatron-core's GPTModel
+    `rope_scaling_factor`, `seq_len_interpolation_factor`: as in megatron-core's GPTModel
     ==================  =====================================================================================
     """
 
@@ -97,7 +97,7 @@ class Trainer:
         if self._client is not None:
             start = self._client.start
             checkpoint_every, checkpoint_folder, resume = start.checkpoint_every, start.checkpoint_folder, start.resume
-        self._every, self._folder, self._resume = checkpoint_every, Path(checkpoint_folder), resume
+        self._save_every, self._folder, self._resume = checkpoint_every, Path(checkpoint_folder), resume
         self.engine = Engine(
             config,
             vocab_size=vocab_size,
@@ -119,10 +119,10 @@ class Trainer:
         )
         self.engine.wires = emulation.wires_of(os.environ, self.engine.device)
         self.engine.pace = emulation.pace_of(os.environ, self.engine.model, self.engine.device)
-        self._say_what_is_odd(config)
+        self._print_notices(config)
 
-    def _say_what_is_odd(self, config: TransformerConfig) -> None:
-        """In the log: what is emulated, and once in a job, what is ignored."""
+    def _print_notices(self, config: TransformerConfig) -> None:
+        """Print which speed is emulated, and on rank 0 which settings are ignored."""
         if self.engine.pace is not None:
             print(f"{emulation.LAYER_MS} is set: sleeps in every chunk, to emulate a device of that speed", flush=True)
         rank = int(os.environ.get("RANK", "0")) if self._client is None else self._client.start.rank
@@ -131,15 +131,15 @@ class Trainer:
         meaningless = ignored(config)
         if meaningless:
             print(f"transformer config: ignored: {', '.join(meaningless)}", flush=True)
-        told = layers_told(config)
-        if told:
-            print(told, flush=True)
+        message = layers_message(config)
+        if message:
+            print(message, flush=True)
 
     def train(self, iterations: int) -> None:
         """Train up to and including iteration `iterations`, from the newest checkpoint when resuming.
 
-        Raises a `UsageError` before any communicator is built when the job cannot run as it is; torch.OutOfMemoryError
-        with a note of what was expected.
+        Raises a `UsageError` before any communicator is built if the job cannot run as configured. Raises
+        torch.OutOfMemoryError with a note about the expected memory.
         """
         try:
             self._train(iterations)
@@ -148,16 +148,18 @@ class Trainer:
             raise
 
     def _train(self, iterations: int) -> None:
-        found = checkpoints.newest_complete(self._folder) if self._resume else None
-        resume_from = checkpoints.iteration_of(found) if found else 0
+        resume_folder = checkpoints.newest_complete(self._folder) if self._resume else None
+        resume_from = checkpoints.iteration_of(resume_folder) if resume_folder else 0
         if self._client is not None:
             with self._client.deaf():
-                _Supervised(self._client, self.engine, found, resume_from, iterations, self._folder, self._every).run()
+                _Supervised(
+                    self._client, self.engine, resume_folder, resume_from, iterations, self._folder, self._save_every
+                ).run()
         else:
-            self._train_alone(found, resume_from, iterations)
+            self._train_alone(resume_folder, resume_from, iterations)
 
-    def _train_alone(self, found: Path | None, resume_from: int, iterations: int) -> None:
-        """Without an agent: torchrun's environment, or a single process."""
+    def _train_alone(self, resume_folder: Path | None, resume_from: int, iterations: int) -> None:
+        """Train without an agent: under torchrun, or as a single process."""
         rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         if world % (self._tp * self._pp):
             raise LayoutError(f"tp={self._tp} pp={self._pp} does not divide the {world} processes that were started")
@@ -176,11 +178,11 @@ class Trainer:
             sequence_parallel=self._sequence_parallel,
         )
         self.engine.adopt(plan, rank)
-        if found is not None:
-            checkpoint.load(self.engine, found)
+        if resume_folder is not None:
+            checkpoint.load(self.engine, resume_folder)
         rendezvous = TorchRendezvous(_torchrun_store(world))
         self.engine.connect(plan, rank, rendezvous, COMMUNICATION_TIMEOUT_S)
-        observer = _Silent()
+        observer = _NoObserver()
         evaluation = self.engine.evaluation
         for iteration in range(resume_from + 1, iterations + 1):
             began = time.perf_counter()
@@ -192,7 +194,7 @@ class Trainer:
                     f"grad norm {outcome.gradient_norm:.4f} | {time.perf_counter() - began:.3f} s",
                     flush=True,
                 )
-            if checkpoints.is_due(self._every, iteration, iterations):
+            if checkpoints.is_due(self._save_every, iteration, iterations):
                 self._save_alone(plan, rank, iteration)
             if evaluation is not None and evaluation.is_due(iteration, iterations):
                 loss, _ = self.engine.evaluate(plan, observer)
@@ -203,13 +205,13 @@ class Trainer:
         self.engine.disconnect()
 
     def _resized(self, plan: Plan, rank: int, iteration: int, rendezvous: TorchRendezvous) -> Plan:
-        """From `iteration` on there are more micro-batches: the same layout, for so many."""
-        engine, held = self.engine, Base(epoch=plan.epoch, layout=plan.layout, survivors=plan.layout.active)
+        """Switch to a plan with the same layout and the larger number of micro-batches that begins with `iteration`."""
+        engine, base = self.engine, Base(epoch=plan.epoch, layout=plan.layout, survivors=plan.layout.active)
         plan = msgspec.structs.replace(plan.dealing(engine.batch_sizes.at(iteration)), epoch=plan.epoch + 1)
         engine.disconnect()
-        engine.adopt(plan, rank, held)
+        engine.adopt(plan, rank, base)
         engine.connect(plan, rank, rendezvous, COMMUNICATION_TIMEOUT_S)
-        engine.move(plan, _Silent(), iteration - 1, engine.updates)
+        engine.move(plan, _NoObserver(), iteration - 1, engine.updates)
         engine.begin(plan.epoch)
         return plan
 
@@ -224,8 +226,8 @@ class Trainer:
             checkpoints.write_manifest(folder, iteration, written, self.engine.fingerprint, layout=layout)
 
 
-class _Silent:
-    """Observer of an iteration that nobody watches."""
+class _NoObserver:
+    """Observer that ignores all events, for training without a supervisor."""
 
     def enter(self, phase: Phase) -> None: ...
     def progressed(self) -> None: ...
@@ -233,47 +235,47 @@ class _Silent:
 
 
 class _Supervised:
-    """One worker under a supervisor: takes orders, and is the observer of its own iterations."""
+    """One worker under a supervisor: follows its orders, and observes its own iterations for it."""
 
     def __init__(
         self,
         client: agent.AgentClient,
         engine: Engine,
-        found: Path | None,
+        resume_folder: Path | None,
         resume_from: int,
         iterations: int,
         folder: Path,
-        every: int,
+        checkpoint_every: int,
     ) -> None:
         self._client = client
         self._engine = engine
         self._rank = client.start.rank
         self._rendezvous = AgentRendezvous(client.attend)
-        self._found = found
+        self._resume_folder = resume_folder
         self._resume_from = resume_from
         self._iterations = iterations
         self._folder = folder
-        self._every = every
+        self._save_every = checkpoint_every
         self._proposal: m.Propose | None = None
         self._plan: Plan | None = None
-        """The plan that the rank is to carry out, or carries out."""
+        """The plan that this rank carries out, or is about to."""
         self._go_ahead: m.Go | None = None
-        """Acknowledged, and waiting for all others' acknowledgement."""
+        """Order that this rank has acknowledged; it waits for the acknowledgements of all others."""
         self._held: dict[int, Plan] = {}
-        """Plans by epoch, of those whose layouts what is held follows."""
+        """Plans, by epoch, under which this rank holds state."""
         self._outcome: m.StepOutcome | None = None
         """Outcome of the last step this rank took."""
         self._evaluated = 0
-        """Last iteration whose evaluation was on record when the plan in effect was: all ranks know of the same one."""
+        """Last iteration whose evaluation was on record when the plan took effect; the same on all ranks."""
         self._writer = checkpoint.Writer()
-        self._saves_told = self._saves_done = 0
-        """The order to write a checkpoint that others were told of last, and the last one that was carried out."""
+        self._save_requested = self._save_completed = 0
+        """Number of the checkpoint order that was last passed on to the other ranks, and of the last completed one."""
         self._waits = DeviceWaits(lambda: mark_on(engine.device))
 
     def run(self) -> None:
         client, engine = self._client, self._engine
         client.on_park(engine.wake)
-        client.on_beat(Asking(self._waits.under_way).ask)
+        client.on_beat(DeviceWatch(self._waits.under_way).ask)
         engine.speed = client.speed
         if engine.wires is not None:
             engine.wires.speed = client.link_speed
@@ -281,7 +283,7 @@ class _Supervised:
         client.arm(self._absent)
         if client.start.joins:
             probe.examine(engine.device)
-            engine.warm()  # before anybody waits for it
+            engine.warm()  # before other ranks wait for it
         client.declare(
             m.Declare(
                 model=engine.model,
@@ -322,7 +324,7 @@ class _Supervised:
     # --- orders -----------------------------------------------------------------------------------------------
 
     def _consider(self, proposal: m.Propose) -> None:
-        """Check a plan and say so; nothing is touched yet."""
+        """Check a plan and answer; nothing changes yet."""
         plan, start = proposal.plan, self._client.start
         if self._engine.wires is not None:
             self._engine.wires.nodes.update(proposal.nodes)
@@ -348,19 +350,19 @@ class _Supervised:
             m.Parked(
                 epoch=park.epoch,
                 holds=engine.holds,
-                stepped=max(engine.stepped, self._resume_from),  # what it has not loaded yet, it can
+                stepped=max(engine.stepped, self._resume_from),  # a checkpoint not yet loaded can still be loaded
                 outcome=self._outcome,
                 ready=engine.ready == engine.stepped + 1,
             )
         )
 
     def _go(self, go: m.Go) -> None:
-        """Build what the plan asks for beside what is held, move state, acknowledge."""
+        """Build the new plan's state and communicators beside the present ones, move state, acknowledge."""
         proposal, client, engine = self._proposal, self._client, self._engine
         if proposal is None or proposal.plan.epoch != go.epoch or client.park_asked(go.epoch):
             return  # overtaken by a newer epoch, whose order to park is next in the queue
         plan = self._plan = proposal.plan
-        self._held = {epoch: held for epoch, held in self._held.items() if epoch in engine.holds} | {plan.epoch: plan}
+        self._held = {epoch: old for epoch, old in self._held.items() if epoch in engine.holds} | {plan.epoch: plan}
         client.epoch, client.iteration = go.epoch, go.next_iteration
         began = time.perf_counter()
         try:
@@ -391,16 +393,16 @@ class _Supervised:
         )
 
     def _fetch_state(self, proposal: m.Propose, go: m.Go) -> int:
-        """Complete what is held under the new plan, from peers or from the checkpoint; returns the bytes received."""
+        """Complete the state under the new plan, from peers or from the checkpoint; return the bytes received."""
         engine = self._engine
         if proposal.base is not None:
             self.enter("transfer")
-            self._client.activity = "compute"  # but for its waits
+            self._client.activity = "compute"  # except while it waits
             updates = go.finish.updates if go.finish is not None else engine.updates
             return engine.move(proposal.plan, self, go.next_iteration - 1, updates)
         if engine.state is not None:
-            if self._found is not None:
-                checkpoint.load(engine, self._found)
+            if self._resume_folder is not None:
+                checkpoint.load(engine, self._resume_folder)
             if engine.stepped != go.next_iteration - 1:
                 raise CheckpointError(
                     f"rank {self._rank}: holds the state of iteration {engine.stepped}, "
@@ -409,7 +411,7 @@ class _Supervised:
         return 0
 
     def _begin(self, begin: m.Begin) -> None:
-        """The plan is in effect: whatever only the layout before it needed may go, and training goes on."""
+        """Put the plan into effect: release state that only the previous layout needed, and train on."""
         go, client = self._go_ahead, self._client
         if go is None or go.epoch != begin.epoch:
             return
@@ -430,7 +432,7 @@ class _Supervised:
             self._client.send(m.Stuck(epoch=epoch, error=str(error)))
 
     def _finish(self, finish: m.StepOutcome | None) -> None:
-        """Take the step that others took before the failure, with their coefficients."""
+        """Take the step that other ranks took before the failure, with their coefficients."""
         engine = self._engine
         if finish is not None and engine.stepped == finish.iteration - 1 and engine.ready == finish.iteration:
             engine.step(finish)
@@ -471,19 +473,19 @@ class _Supervised:
                 )
             )
             self._measure_links(plan, outcome)
-            if outcome.save or checkpoints.is_due(self._every, iteration, self._iterations):
+            if outcome.save or checkpoints.is_due(self._save_every, iteration, self._iterations):
                 self._save(plan, iteration, outcome.saving)
             if outcome.save and not outcome.saving:
-                self._saves_done = self._saves_told
+                self._save_completed = self._save_requested
             if outcome.pause and iteration < self._iterations:
-                return  # all ranks do: the order to park is here already, or on its way
+                return  # all ranks do; the order to park has arrived or is on its way
         client.iteration = self._iterations + 1
         self._evaluate(plan, self._iterations)
         client.activity = "idle"
         client.send(m.Finished(iteration=self._iterations))
 
     def _evaluate(self, plan: Plan, iteration: int) -> None:
-        """Where it is due, the loss of the weights after `iteration`: part of the attempt at the one that follows."""
+        """Compute the loss of the weights after `iteration`, if due, as part of the attempt at the next iteration."""
         client, evaluation = self._client, self._engine.evaluation
         if evaluation is None or iteration <= self._evaluated or not evaluation.is_due(iteration, self._iterations):
             return
@@ -492,36 +494,37 @@ class _Supervised:
         client.send(m.Evaluated(epoch=plan.epoch, iteration=iteration, loss=loss, tokens=tokens))
 
     def _answer_probes(self) -> None:
-        """Measure the device, and where all are parked the links; whatever goes wrong is an answer, too."""
-        while (asked := self._client.due_probe()) is not None:
+        """Measure the device, and the links if all ranks are parked; a failed measurement is also an answer."""
+        while (request := self._client.due_probe()) is not None:
             with self._activity("compute"):
-                self._client.send(probe.measure(asked, self._rank, self._engine, self._rendezvous))
+                self._client.send(probe.measure(request, self._rank, self._engine, self._rendezvous))
 
     def _measure_links(self, plan: Plan, outcome: m.StepOutcome) -> None:
-        """Measure links at the moment that was announced to both ends; if it is past, or all are about to park, do not.
+        """Measure links at the iteration announced to both ends; skip if it is past or all ranks are about to park.
 
-        Before anything else that some ranks do between two iterations, so that no rank is late for its peer.
+        This precedes all other work that only some ranks do between two iterations, so that no rank is late.
         """
-        for asked in self._client.due_link_probes(outcome.iteration):
-            if asked.after_iteration == outcome.iteration and not outcome.pause:
+        for request in self._client.due_link_probes(outcome.iteration):
+            if request.after_iteration == outcome.iteration and not outcome.pause:
                 with self._activity("communication"):
                     asked_to_park = partial(self._client.park_asked, plan.epoch)
-                    answer = probe.measure_links(asked, self._rank, self._engine, self._rendezvous, asked_to_park)
+                    answer = probe.measure_links(request, self._rank, self._engine, self._rendezvous, asked_to_park)
                     self._client.send(answer)
             else:
-                self._client.send(m.Probed(probe=asked.probe, missed=f"told of it after iteration {outcome.iteration}"))
+                missed = f"order received after iteration {outcome.iteration}"
+                self._client.send(m.Probed(probe=request.probe, missed=missed))
 
     def _decline_link_probes(self) -> None:
-        for asked in self._client.due_link_probes():
-            self._client.send(m.Probed(probe=asked.probe, missed="does not train now"))
+        for request in self._client.due_link_probes():
+            self._client.send(m.Probed(probe=request.probe, missed="does not train now"))
 
     def _save_parked(self, save: m.Save) -> None:
-        """The job is about to end: write what is held under the plan in effect, after the step that counts."""
+        """Write a checkpoint before the job ends: the state under the plan in effect, after the step that counts."""
         engine, plan = self._engine, self._held.get(save.epoch)
         if plan is None or save.epoch not in engine.holds:
             return
         if engine.acknowledged == save.epoch:
-            engine.begin(save.epoch)  # it took effect, and we did not hear of it
+            engine.begin(save.epoch)  # the plan took effect, but its order to begin did not arrive here
         self._finish(save.finish)
         if engine.stepped == save.finish.iteration and self._rank in plan.layout.model_copy(save.replica).ranks:
             began = time.perf_counter()
@@ -532,20 +535,20 @@ class _Supervised:
             self._written(plan, engine.stepped, file, size, began)
 
     def _save_asked(self) -> bool:
-        """Whether this rank has to tell the others to write a checkpoint of the iteration under way."""
-        self._saves_told = self._client.save_number
-        return self._saves_told > self._saves_done
+        """Return whether this rank must tell the others to write a checkpoint of the current iteration."""
+        self._save_requested = self._client.save_number
+        return self._save_requested > self._save_completed
 
     def _save(self, plan: Plan, iteration: int, saving: bool) -> None:
-        """Begin to write this rank's part of a checkpoint; training goes on meanwhile, but for the last one.
+        """Begin to write this rank's part of a checkpoint, while training continues (except after the last iteration).
 
-        Left out by all while `saving`: the one before is still being written somewhere.
+        While `saving`, the previous checkpoint is still being written by some rank, and all ranks skip this one.
         """
         if self._rank not in plan.layout.model_copy(0).ranks:
             return
         last = iteration == self._iterations
         if saving and not last:
-            print(f"checkpoint of iteration {iteration}: left out, the one before is still being written", flush=True)
+            print(f"checkpoint of iteration {iteration}: skipped, the previous one is still being written", flush=True)
             return
         began = time.perf_counter()
         folder = checkpoints.folder_of(self._folder, iteration)
@@ -578,7 +581,7 @@ class _Supervised:
         )
 
     def _absent(self, fault: Fault) -> bool:
-        """Whether a fault's target has no work now, so that the first rank to come by stands in for its moment."""
+        """Return whether a fault's target has no work now, so that the first rank to reach the moment replaces it."""
         if self._plan is None:
             return False
         nodes = self._client.start.nodes
@@ -610,7 +613,7 @@ class _Supervised:
 
 
 def _torchrun_store(world: int) -> Store:
-    """The store of torchrun, or of plain environment variables; a private one for a single process."""
+    """Return the store of torchrun or of plain environment variables; a private one for a single process."""
     if world == 1:
         return dist.HashStore()
     try:

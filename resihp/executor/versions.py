@@ -1,6 +1,6 @@
-"""What trains, for the record: versions of libraries, and the commit of the script. Nothing here raises, or runs git.
+"""Versions of the libraries in use and the commit of the training script, for the record. Never raises, never runs git.
 
-Asked by the trainer as it declares.
+Called by the trainer when it declares.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import torch
 from resihp.protocol.inventory import LONGEST, Software
 from resihp.worker import nccl_versions
 
-MOST_BYTES = 1 << 24
-"""Read of a file of git's; `packed-refs` has a line for each branch and tag."""
+MAX_GIT_FILE_BYTES = 1 << 24
+"""Number of bytes that are read of a file of git's; `packed-refs` has a line for each branch and tag."""
 _COMMIT = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
 
 
 def software(script: Path | None = None) -> Software:
-    """`script`: the one that runs, if none is named."""
-    found = Path(sys.argv[0]) if script is None else script
+    """Return the versions in use, and the commit of `script`, by default the running script."""
+    path = Path(sys.argv[0]) if script is None else script
     return Software(
         torch=torch.__version__[:LONGEST],
         megatron_core=_installed("megatron-core"),
         cuda=(torch.version.cuda or "")[:LONGEST],
         nccl=_nccl(),
-        script_commit=commit_of(found.parent) if found.is_file() else "",
+        script_commit=commit_of(path.parent) if path.is_file() else "",
     )
 
 
@@ -41,13 +41,13 @@ def _installed(package: str) -> str:
 
 
 def _nccl() -> str:
-    """Of the library that is loaded, where one is."""
+    """Return the version of the NCCL library that is loaded; empty if none is."""
     version = nccl_versions.loaded()
     return "" if version is None else nccl_versions.shown(version)[:LONGEST]
 
 
 def commit_of(folder: Path) -> str:
-    """The commit that is checked out where a folder is, whatever was changed since; empty where there is none."""
+    """Return the commit that is checked out in a folder, regardless of later changes; empty if there is none."""
     with suppress(OSError, ValueError, RuntimeError):
         for place in (folder.resolve(), *folder.resolve().parents):
             if (place / ".git").exists():
@@ -56,8 +56,8 @@ def commit_of(folder: Path) -> str:
 
 
 def _head(git: Path) -> str:
-    """Raises OSError, ValueError."""
-    if git.is_file():  # of a work tree, or a submodule
+    """Return the commit that a `.git` refers to. Raises OSError, ValueError."""
+    if git.is_file():  # a work tree or a submodule
         git = git.parent / _read(git).removeprefix("gitdir:").strip()
     head = _read(git / "HEAD")
     if not head.startswith("ref:"):
@@ -76,7 +76,7 @@ def _head(git: Path) -> str:
 
 def _read(path: Path) -> str:
     with path.open("rb") as file:
-        return file.read(MOST_BYTES).decode(errors="replace").strip()
+        return file.read(MAX_GIT_FILE_BYTES).decode(errors="replace").strip()
 
 
 def _commit(text: str) -> str:

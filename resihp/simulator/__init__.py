@@ -1,6 +1,6 @@
-"""Whole jobs on a virtual clock around the real controller: machines, network, Slurm, failures, and what must hold.
+"""Whole simulated jobs on a virtual clock around the real controller: machines, network, Slurm, failures, rules.
 
-A job of hours takes milliseconds, and a seed is always the same job: `python -m resihp.simulator.harness SEED` shows
-one. `scenario` draws what befalls it, `world` plays it, `rules` asserts after every event what must hold of every run.
-No process, no socket, no torch; the controller inside is the real one. Used by tests and benchmarks.
+A job of hours takes milliseconds, and a seed always gives the same job: `python -m resihp.simulator.harness SEED` shows
+one. `scenario` draws the job and its disturbances, `world` plays it, `rules` checks after every event the invariants of
+every run. No process, no socket, no torch; the controller inside is the real one. Used by tests and benchmarks.
 """

@@ -1,6 +1,7 @@
-"""A simulated Slurm beside a simulated job, and what must hold of all that the job asks of it.
+"""A simulated Slurm for a simulated job, and the rules for the job's requests to it.
 
-It answers late, twice, or never; says no; gives nodes that join, or do not, or come when nobody wants them any more.
+It answers late, twice, or never; it refuses; its replacement nodes join, do not join, or come when they are no longer
+wanted.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from resihp.simulator.rules import expect
 if TYPE_CHECKING:
     from resihp.simulator.world import World
 
-OVER = ("refused", "cancelled", "ended")
+FINAL_STATES = ("refused", "cancelled", "ended")
 
 
 class Allocation:
-    """Slurm, as far as the job deals with it; and the rules of dealing with it."""
+    """Slurm, as far as the job uses it, and the rules for using it."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -40,22 +41,22 @@ class Allocation:
         self.lost: list[str] = []
         self.drains: dict[int, str] = {}
         self.drained = 0
-        """How many of these are drains, and not only exclusions."""
+        """Number of drains among these; the others are only exclusions."""
         self.vacated: set[str] = set()
         self.deaths: dict[str, str] = {}
-        """How nodes were lost, in a failure's words."""
+        """How each node was lost, worded as the cause of a failure."""
         self.answered: set[tuple[int, str, str]] = set()
-        """(drain, step, outcome) that were told."""
+        """(drain, step, outcome) of the answers in the journal."""
         self.released: set[str] = set()
         self.refusals: dict[str, int] = {}
         self.tries: dict[str, int] = {}
         self.requests: dict[int, str] = {}
-        """State of each request, as journaled."""
+        """State of each request according to the journal."""
         self.instead: dict[int, str] = {}
         self.guests: dict[str, int] = {}
         """Nodes that came with a request, and that request's number."""
         self.present: set[str] = set()
-        """Guests that the job has taken in."""
+        """Guests that the job has accepted."""
 
     # --- Slurm's side ---------------------------------------------------------------------------------------------
 
@@ -69,8 +70,8 @@ class Allocation:
                 elif rng.random() < 0.5:
                     rungs = [("slurm", rng.choice(["refused", "unknown"])), ("spool", rng.choice(["done", "refused"]))]
                 for step, outcome in rungs[: rng.choice([0, 1, 2, 2, 2])]:
-                    told = api.DrainStep(drain=action.drain, node=action.node, step=step, outcome=outcome, text="")
-                    self._later([told] * rng.choice([1, 1, 2]))
+                    answered = api.DrainStep(drain=action.drain, node=action.node, step=step, outcome=outcome, text="")
+                    self._later([answered] * rng.choice([1, 1, 2]))
             case api.ReleaseNode():
                 if rng.random() < 0.9:
                     answer: Any = rng.choice(["done", "refused", "refused", "unknown"])
@@ -84,7 +85,7 @@ class Allocation:
                 for state in ("down", "idle")[: rng.randint(0, 2)]:
                     self._later([api.SlurmSees(node=action.node, state=state, reason="")])
             case _:
-                world.log.append((world.now, f"nothing comes of {action}"))
+                world.log.append((world.now, f"{action} has no effect"))
 
     def _later(self, events: Iterable[api.AnyEvent]) -> None:
         rng = self.world.rng
@@ -96,7 +97,7 @@ class Allocation:
         return api.ReplacementNews(replacement=number, state=state, slurm_job=slurm_job, node=node, text="")
 
     def _give(self, number: int) -> None:
-        """What becomes of a request, as Slurm would have it. One that is made twice is one."""
+        """Draw the fate of a request. A request that is made twice counts once."""
         rng, world = self.world.rng, self.world
         if f"r{number}" in world.nodes:
             return
@@ -131,15 +132,15 @@ class Allocation:
     # --- rules ----------------------------------------------------------------------------------------------------
 
     def is_refusal(self, name: str) -> bool:
-        """Whether dropping this node turns away somebody who is not one of the job's nodes."""
+        """Return whether dropping this node turns away a node that does not belong to the job."""
         return self.is_stranger(name) or name in self.lost
 
     def is_stranger(self, name: str) -> bool:
-        """Whether the job has not taken this node in."""
+        """Return whether the job has not accepted this node."""
         return name in self.guests and name not in self.present
 
     def judge(self, action: api.AnyAction) -> None:
-        """Before the action is carried out."""
+        """Check an action before it is carried out."""
         match action:
             case api.Log():
                 self._check_entry(action.entry)
@@ -149,11 +150,11 @@ class Allocation:
             case api.ReleaseNode():
                 self._check_release(action)
             case api.AskReplacement():
-                known = ("asked", "pending", "running") if self.world.takeovers else ("asked",)
-                expect(self.requests.get(action.replacement) in known, f"{action} is not in the journal")
+                open_states = ("asked", "pending", "running") if self.world.takeovers else ("asked",)
+                expect(self.requests.get(action.replacement) in open_states, f"{action} is not in the journal")
                 expect(set(self.lost) <= set(action.exclude), f"{action} would take back {self.lost}")
             case api.CancelReplacement():
-                expect(self.requests.get(action.replacement) in OVER, f"{action} of a request that is wanted")
+                expect(self.requests.get(action.replacement) in FINAL_STATES, f"{action} of a request still wanted")
             case _:
                 pass
 
@@ -176,13 +177,13 @@ class Allocation:
                 expect(failure is not None and failure.node == entry.node, f"{entry} without a verdict")
                 assert failure is not None
                 expect(failure.component in ("node", "device"), f"{entry} because of a {failure.component}")
-                expect(entry.node != scenario.batch_node, f"{entry} is the batch host's")
+                expect(entry.node != scenario.batch_node, f"{entry} drains the batch host")
                 expect(entry.node not in self.drains.values(), f"{entry} twice")
                 if entry.measure == "drain":
                     self.drained += 1
                     expect(self.drained <= scenario.drains, f"{entry} is one too many")
                     again = entry.grounds == "died again" and entry.node in scenario.died_before
-                    expect(entry.grounds == "hardware" or again, f"{entry} though nothing says that it is broken")
+                    expect(entry.grounds == "hardware" or again, f"{entry} without evidence that it is broken")
                     expect(again or failure.cause != self.deaths.get(entry.node), f"{entry} because it died")
                 expect(entry.drain == len(self.drains) + 1, f"{entry} after {len(self.drains)}")
                 self.drains[entry.drain] = entry.node
@@ -197,30 +198,30 @@ class Allocation:
                 expect(self.refusals[entry.node] <= 1, f"{entry} again")
             case FailureFound():
                 self.blamed[entry.failure] = entry
-                expect(entry.node not in self.vacated, f"{entry}, which was left on purpose")
+                expect(entry.node not in self.vacated, f"{entry}, though the node was vacated on purpose")
             case NodeLost():
                 self.lost.append(entry.node)
                 self.deaths[entry.node] = f"node {entry.node}: {entry.reason}"
                 if entry.how == "vacated":
                     self.vacated.add(entry.node)
-                    expect(scenario.on_drain == "vacate" and entry.node != scenario.batch_node, f"{entry} unasked")
+                    expect(scenario.on_drain == "vacate" and entry.node != scenario.batch_node, f"{entry} unrequested")
             case NodeJoined():
                 expect(entry.hardware != "B", f"{entry}, which is of another kind")
                 if entry.node in self.lost and entry.node not in self.guests:  # it came late
                     expect(entry.node not in self.released, f"{entry}, which was given back")
                     self.lost.remove(entry.node)
-                    for counts in (self.tries, self.refusals):  # it may be lost once more, and be given back once more
+                    for counts in (self.tries, self.refusals):  # it may be lost and given back once more
                         counts.pop(entry.node, None)
                     return
                 if self.world.rules.plan is not None:
-                    expect(entry.node in self.guests, f"{entry}, which nobody asked for")
+                    expect(entry.node in self.guests, f"{entry}, which was not requested")
                     expect(self.requests.get(self.guests[entry.node]) in ("asked", "pending", "running"), f"{entry}")
                     self.present.add(entry.node)
             case ReplacementAsked():
                 self._check_request(entry)
             case ReplacementChanged():
                 before = self.requests[entry.replacement]
-                expect(before not in OVER, f"{entry} after it was {before}")
+                expect(before not in FINAL_STATES, f"{entry} after it was {before}")
                 expect(before != "joined" or entry.state in ("joined", "ended"), f"{entry} after it joined")
                 self.requests[entry.replacement] = entry.state
             case PlanInEffect() | SlurmSaw():
@@ -232,17 +233,17 @@ class Allocation:
         job = self.world.controller.job
         expect(len(self.requests) < self.world.scenario.replacements, f"{entry} is one too many")
         expect(entry.replacement == len(self.requests) + 1, f"{entry} after {len(self.requests)}")
-        expect(entry.node in self.lost and entry.node not in self.guests, f"{entry}, which is not lost")
-        rivals = [n for n, node in self.instead.items() if node == entry.node and self.requests[n] not in OVER]
+        expect(entry.node in self.lost and entry.node not in self.guests, f"{entry} of a node that is not lost")
+        rivals = [n for n, node in self.instead.items() if node == entry.node and self.requests[n] not in FINAL_STATES]
         expect(not rivals, f"{entry} beside {rivals}")
         assert job.record.first_plan is not None
         wanted = max(len(job.record.first_plan.layout.active), self.world.settings.ranks_asked)
-        expect(len(job.record.active) < wanted, f"{entry} for what?")
-        expect(job.training and job.transition is None, f"{entry} in the middle of something else")
+        expect(len(job.record.active) < wanted, f"{entry} although no node is missing")
+        expect(job.training and job.transition is None, f"{entry} during a transition")
         self.requests[entry.replacement] = "asked"
         self.instead[entry.replacement] = entry.node
 
     def check_end(self, exit_code: int) -> None:
-        """Nothing stays behind in the queue; 75 leaves it to a successor."""
-        left = [number for number, state in self.requests.items() if state in ("asked", "pending", "running")]
-        expect(not left or exit_code == 75, f"requests {left} are left behind")
+        """Check that no request stays behind in the queue, unless the job ends with 75 and is requeued."""
+        unfinished = [number for number, state in self.requests.items() if state in ("asked", "pending", "running")]
+        expect(not unfinished or exit_code == 75, f"requests {unfinished} are left behind")

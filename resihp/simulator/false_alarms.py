@@ -1,4 +1,4 @@
-"""A detector for simulated jobs that cries wolf at random: what the controller makes of it is what is tested."""
+"""A detector for simulated jobs that raises false alarms at random, to test the controller's reactions."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from resihp.detector.online.predictor import Key
 from resihp.parallelism.plan import Plan
 from resihp.settings import Detection
 
-PARTS: tuple[Component, ...] = ("collective", "reduction", "data")
+SLOW_COMPONENTS: tuple[Component, ...] = ("collective", "reduction", "data")
 
 
-class Fleece:
-    """What it says of healthy chunks: any time, now and then none."""
+class RandomPredictor:
+    """Predicts random times for healthy chunks, and sometimes none."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -29,18 +29,21 @@ class Fleece:
 
 
 class Wolf:
-    """`chance` of a finding in each iteration: a slow rank, two that cannot be told apart, a link, nobody,
-    what ranks do together, or a rank that is slow now and then."""
+    """Finds something in each iteration with probability `chance`: a slow rank, two slow ranks that cannot be
+    distinguished, a slow link, nothing in particular, slow work that ranks do together, or an intermittently slow rank.
+
+    It cries wolf.
+    """
 
     def __init__(self, seed: int, chance: float, _: Detection) -> None:
         self._seed, self._chance = seed, chance
         self._ranks: tuple[int, ...] = ()
         self._slow: dict[int, float] = {}
-        self.predictor, self.beside_s = Fleece(seed), 0.01
+        self.predictor, self.beside_s = RandomPredictor(seed), 0.01
 
     @property
     def settled(self) -> bool:
-        """In two of three jobs, when it likes."""
+        """Whether it is settled: in two of three jobs, and only after a device was confirmed as slow."""
         return self._seed % 3 > 0 and len(self._slow) > 0
 
     def healthy_transfers(self) -> tuple[float | None, float | None]:
@@ -52,15 +55,15 @@ class Wolf:
 
     def observe(self, observation: Observation) -> Assessment:
         rng = random.Random(f"{self._seed} {observation.epoch} {observation.iteration}")
-        found = []
+        findings = []
         for _ in range(2):
             if rng.random() >= self._chance:
                 continue
             ranks = tuple(rng.sample(self._ranks, min(rng.choice([0, 1, 1, 1, 2]), len(self._ranks))))
             link = tuple(rng.sample(self._ranks, 2)) if len(self._ranks) > 1 and rng.random() < 0.2 else None
-            part = rng.choice(PARTS) if ranks and not link and rng.random() < 0.3 else None
+            part = rng.choice(SLOW_COMPONENTS) if ranks and not link and rng.random() < 0.3 else None
             now_and_then = Intermittent(share=rng.uniform(0.05, 0.5), factor=rng.uniform(1.3, 4.0))
-            found.append(
+            findings.append(
                 Finding(
                     kind=rng.choice(["fail-slow", "fail-slow", "recovered", "workload"]),
                     iteration=max(1, observation.iteration - rng.randint(0, 3)),
@@ -74,7 +77,7 @@ class Wolf:
                     intermittent=now_and_then if part is None and not link and rng.random() < 0.2 else None,
                 )
             )
-        return Assessment(predicted_s=rng.choice([None, 0.4]), findings=tuple(found), known="workload")
+        return Assessment(predicted_s=rng.choice([None, 0.4]), findings=tuple(findings), known="workload")
 
     def coverage(self) -> dict[int, int]:
         return {}

@@ -1,7 +1,7 @@
 """Play simulated jobs around the real controller; `python -m resihp.simulator.harness SEED` shows one.
 
-`Scenario` (scenario.py) says what is run and what befalls it, `World` (world.py, machines.py) plays it on a virtual
-clock, `Rules` (rules.py) assert after every event what architecture.md and interface.md promise.
+`Scenario` (scenario.py) describes the job and its disturbances, `World` (world.py, machines.py) plays it on a virtual
+clock, `Rules` (rules.py) checks after every event the promises of architecture.md and interface.md.
 
     .venv/bin/python -m resihp.simulator.harness 4711            the log of one seed
     .venv/bin/python -m resihp.simulator.harness 4711 --beats    with the agents' beats
@@ -50,7 +50,7 @@ def show(scenario: Scenario, beats: bool) -> int:
 
 
 def sweep(draw: Callable[[int], Scenario], first: int, last: int) -> int:
-    """Run seeds first to last, both inclusive; count what happened."""
+    """Run the seeds from first to last, both inclusive, and count violations and exit codes."""
     codes: Counter[int] = Counter()
     kinds: dict[str, list[int]] = {}
     for seed in range(first, last + 1):

@@ -1,4 +1,4 @@
-"""Which state a simulated worker holds: sets of slices as bits, and a value that tells one history from another."""
+"""The state that a simulated worker holds: slices as bits, and a value that distinguishes histories."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from resihp.parallelism.ownership import ParameterSpec, Slice, holders, share
 from resihp.parallelism.parameter_outline import outline as whole_outline
 from resihp.protocol import messages as m
 
-FINEST = 4
-"""Each parameter that can be cut is seen in so many pieces."""
+PIECES_PER_PARAMETER = 4
+"""Number of pieces into which each parameter that can be cut is divided here."""
 
 
 @cache
 def outline(model: ModelSpec) -> tuple[ParameterSpec, ...]:
-    """Of each layer one parameter that is cut and one that is not: the others have the same holders."""
+    """Return two parameters of each layer, one that is cut and one that is not: the others have the same holders."""
     return tuple(spec for spec in whole_outline(model) if "attention" not in spec.name and "fc2" not in spec.name)
 
 
 @dataclass(frozen=True)
 class Holding:
-    """`slices` bits of slices held; `value` stands for their contents: equal for equal histories only."""
+    """State on one worker. `slices`: bits of the slices held. `value`: stands for their contents; equal only for equal
+    histories."""
 
     slices: int
     iteration: int
@@ -32,25 +33,25 @@ class Holding:
 
 
 def drawn(slices: int, iteration: int) -> Holding:
-    """State as drawn from the seed, or loaded from the checkpoint of `iteration`."""
+    """Return the state drawn from the seed, or loaded from the checkpoint of `iteration`."""
     return Holding(slices, iteration, hash(("drawn", iteration)))
 
 
 def after(holding: Holding, outcome: m.StepOutcome) -> Holding:
-    """The same slices, one step later."""
+    """Return the same slices, one step later."""
     value = hash((holding.value, outcome.iteration, outcome.gradient_norm))
     return Holding(holding.slices, outcome.iteration, value)
 
 
 def bits(model: ModelSpec, slices: Iterable[Slice]) -> int:
-    found = 0
+    mask = 0
     index, specs = _index(model)
     for piece in slices:
         extent = specs[piece.name]
-        width = max(extent // FINEST, 1)
+        width = max(extent // PIECES_PER_PARAMETER, 1)
         for part in range(piece.start // width, piece.stop // width):
-            found |= 1 << (index[piece.name] * FINEST + part)
-    return found
+            mask |= 1 << (index[piece.name] * PIECES_PER_PARAMETER + part)
+    return mask
 
 
 @cache
@@ -61,13 +62,13 @@ def _index(model: ModelSpec) -> tuple[dict[str, int], dict[str, int]]:
 
 @lru_cache(maxsize=20000)
 def needed(model: ModelSpec, layout: Layout) -> dict[int, int]:
-    """What each active rank of a layout has to hold."""
-    held = dict.fromkeys(layout.active, 0)
+    """Return the slices that each active rank of a layout must hold."""
+    slices = dict.fromkeys(layout.active, 0)
     for spec in outline(model):
         for stage in holders(layout, spec):
             for t, rank in enumerate(stage.ranks):
-                held[rank] |= bits(model, (share(spec, t, stage.tp),))
-    return held
+                slices[rank] |= bits(model, (share(spec, t, stage.tp),))
+    return slices
 
 
 @cache

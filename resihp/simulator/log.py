@@ -1,4 +1,4 @@
-"""The log of a run, in lines that a person can read."""
+"""Formats the log of a simulated run for people."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from resihp.record.journal import FailureFound, IterationCommitted, PlanDecided,
 
 
 def log_tail(log: list[tuple[float, object]], lines: int = 60, beats: bool = False) -> str:
-    """The last lines, without ticks and (unless asked for) beats."""
+    """Return the last lines, without ticks and (unless asked for) beats."""
     quiet = api.Tick if beats else api.Tick | api.AgentBeat
-    return "\n".join([f"{at:9.3f} {written(what)}" for at, what in log if not isinstance(what, quiet)][-lines:])
+    return "\n".join([f"{at:9.3f} {written(item)}" for at, item in log if not isinstance(item, quiet)][-lines:])
 
 
-def written(what: object) -> str:
-    """One line of the log."""
-    match what:
+def written(item: object) -> str:
+    """Format one entry of the log as a line."""
+    match item:
         case str():
-            return what
+            return item
         case api.WorkerSaid():
-            return f"  <- rank {what.rank}: {short(what.message)}"
+            return f"  <- rank {item.rank}: {short(item.message)}"
         case api.Log():
-            return f"     journal {short(what.entry)}"
+            return f"     journal {short(item.entry)}"
         case api.Order():
-            return f"  -> ranks {list(what.ranks)}: {short(what.order)}"
+            return f"  -> ranks {list(item.ranks)}: {short(item.order)}"
         case api.Say():
-            return f"  -> say {what.text}"
+            return f"  -> say {item.text}"
         case (
             api.End()
             | api.DropNode()
@@ -34,39 +34,39 @@ def written(what: object) -> str:
             | api.StartWorkers()
             | api.CutConnection()
         ):
-            return f"  -> {what}"
+            return f"  -> {item}"
         case _:
-            return f"  <- {what}"
+            return f"  <- {item}"
 
 
-def short(what: object) -> str:
-    """Messages and entries without what every line would repeat."""
-    match what:
+def short(item: object) -> str:
+    """Format messages and journal entries without the fields that every line would repeat."""
+    match item:
         case m.Declare():
             return "Declare"
         case m.Confirm():
-            return f"Confirm {what.epoch}"
+            return f"Confirm {item.epoch}"
         case m.Stepped():
-            return f"Stepped epoch {what.epoch} iteration {what.outcome.iteration}"
+            return f"Stepped epoch {item.epoch} iteration {item.outcome.iteration}"
         case m.Parked():
-            return f"Parked {what.epoch} holds {list(what.holds)} stepped {what.stepped} ready {what.ready}"
+            return f"Parked {item.epoch} holds {list(item.holds)} stepped {item.stepped} ready {item.ready}"
         case m.Propose():
-            base = what.base and f"base {what.base.epoch} survivors {list(what.base.survivors)}"
-            return f"Propose {what.plan.epoch} {base}"
+            base = item.base and f"base {item.base.epoch} survivors {list(item.base.survivors)}"
+            return f"Propose {item.plan.epoch} {base}"
         case m.Go():
-            return f"Go {what.epoch} next {what.next_iteration} finish {what.finish and what.finish.iteration}"
+            return f"Go {item.epoch} next {item.next_iteration} finish {item.finish and item.finish.iteration}"
         case PlanDecided():
-            shape = [[list(stage.ranks) for stage in replica.stages] for replica in what.plan.layout.replicas]
-            shape_told = f"{shape} standby {list(what.plan.layout.standby)}"
-            return f"Plan {what.plan.epoch} {what.action} next {what.next_iteration}: {shape_told}; {what.reason}"
+            shape = [[list(stage.ranks) for stage in replica.stages] for replica in item.plan.layout.replicas]
+            layout_text = f"{shape} standby {list(item.plan.layout.standby)}"
+            return f"Plan {item.plan.epoch} {item.action} next {item.next_iteration}: {layout_text}; {item.reason}"
         case IterationCommitted():
-            return f"IterationCommitted {what.outcome.iteration} epoch {what.epoch} seconds {what.seconds}"
+            return f"IterationCommitted {item.outcome.iteration} epoch {item.epoch} seconds {item.seconds}"
         case FailureFound():
-            ranks = f"ranks {list(what.ranks)} node {what.node}"
+            ranks = f"ranks {list(item.ranks)} node {item.node}"
             return (
-                f"FailureFound {what.failure} {what.kind} {what.component} {ranks} detect {what.detect_s}: {what.cause}"
+                f"FailureFound {item.failure} {item.kind} {item.component} {ranks} detect {item.detect_s}: {item.cause}"
             )
         case Suspected():
-            return f"Suspected rank {what.rank} node {what.node} cleared {what.cleared}: {what.evidence}"
+            return f"Suspected rank {item.rank} node {item.node} cleared {item.cleared}: {item.evidence}"
         case _:
-            return str(what)
+            return str(item)

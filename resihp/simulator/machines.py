@@ -1,7 +1,7 @@
-"""The simulated machines: agents with their connections, workers that train, park, resume and die. The truth.
+"""The simulated machines: agents with their connections, workers that train, park, resume and die. The ground truth.
 
-A `Worker` behaves as `resihp.protocol.client` and the trainer promise to; every choice that they leave open (when, in
-which order, before or after) is drawn from the seed. What it asserts about its orders is what makes a step safe.
+A `Worker` behaves as `resihp.protocol.client` and the trainer promise. Every choice that they leave open (when, in
+which order, before or after) is drawn from the seed. Its assertions about orders are the conditions for a safe step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from resihp.protocol import messages as m
 from resihp.simulator import holdings
 from resihp.simulator.holdings import Holding
 from resihp.simulator.rules import expect
-from resihp.simulator.scenario import NEVER, SIGKILL
+from resihp.simulator.scenario import NEVER_S, SIGKILL
 
 if TYPE_CHECKING:
     from resihp.simulator.world import World
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class SimNode:
-    """One agent and its connection, first in first out in each direction."""
+    """One agent and its connection, first in, first out in each direction."""
 
     name: str
     ranks: list[int]
@@ -45,39 +45,39 @@ class SimNode:
     down_at: float = 0.0
     owed_up: int = 0
     owed_down: int = 0
-    silent_since: float = NEVER
+    silent_since: float = NEVER_S
     silences: int = 0
     last_delivered: float = 0.0
     last_beat: float = 0.0
-    lost_told: bool = False
+    loss_reported: bool = False
     arrived: bool = True
-    """Its agent has come to some supervisor, or is about to for the first time."""
+    """Its agent has connected to a supervisor, or is about to for the first time."""
     joined: bool = False
     """The present supervisor has its inventory."""
     ended: dict[int, int] = field(default_factory=dict)
     epoch: int = 0
-    """Newest in any order that came."""
+    """Newest epoch in any order that arrived."""
 
 
 class Worker:
-    """The truth of one process: what it computed, stepped and holds."""
+    """The true state of one process: its computations, steps and holdings."""
 
     assessed = 0
-    """Last iteration whose evaluation is not to be carried out again."""
+    """Last iteration whose evaluation must not be repeated."""
 
     slow = False
-    """Its device was slow when it was measured last."""
+    """Whether its device was slow in its last measurement."""
 
     def __init__(self, world: World, rank: int, node: SimNode, device: int, joins: bool = False) -> None:
         self.world, self.rank, self.node, self.device, self.joins = world, rank, node, device, joins
         self.spawned = False
         self.alive = True
-        self.died_at = NEVER
+        self.died_at = NEVER_S
         self.state = "S"
         self.frozen: Literal["", "stop", "mute", "hang"] = ""
         self.frozen_at = 0.0
         self.frozen_until = 0.0
-        self.thawed_at = -NEVER
+        self.thawed_at = -NEVER_S
         self.deferred: list[tuple[int | None, Callable[..., None], tuple[Any, ...]]] = []
         self.generation = 0
         self.seen = 0
@@ -85,7 +85,7 @@ class Worker:
         self.proposed: Plan | None = None
         self.base: Base | None = None
         self.held: dict[int, Holding] = {}
-        """State by the epoch whose layout it follows; two of them between `Ready` and `Begin`."""
+        """State by the epoch of its layout; two of them between `Ready` and `Begin`."""
         self.upcoming = 0
         self.nodes: dict[int, str] = {}
         self.pause_asked, self.save_asked = 0, False
@@ -110,29 +110,29 @@ class Worker:
         self.fenced = False
         self.status: int | None = None
         self.gone = False
-        """Dead, and its connections are closed."""
+        """Dead, with its connections closed."""
         self.answered_at = 0.0
-        self.told_at = 0.0
+        self.ordered_at = 0.0
         self.shown = -1
         self.shown_at = 0.0
-        """Primitives that the controller has heard of, and when."""
+        """Number of primitives that the controller knows of, and since when."""
         self.objections = 0
         self.forgets = False
         """Loses its state when it parks."""
         self.steps: deque[m.Stepped] = deque(maxlen=4096)
         self.said: dict[type, m.WorkerMessage] = {}
-        """What its agent remembers of it for another supervisor: steps, and the last of each other report."""
+        """Messages that its agent keeps for another supervisor: steps, and the last of each other report."""
         self.announced: list[m.Probe] = []
-        """Probes of links, for the end of an iteration."""
+        """Probes of links, announced for the end of an iteration."""
         self.halted = False
         self.injected = False
-        self.stumbles = ""  # what it raises instead of saying what it trains
+        self.stumbles = ""  # error that it raises instead of declaring
         self.died_with_node = False
 
     # time
 
     def later(self, delay: float, function: Callable[..., None], *arguments: Any) -> None:
-        """Go on after `delay`, unless the process dies or is told to do something else before."""
+        """Call `function` after `delay`, unless the process dies or receives a new order first."""
         self.world.at(delay, self._go_on, self.generation, function, arguments)
 
     def _go_on(self, generation: int | None, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
@@ -150,7 +150,7 @@ class Worker:
             self.frozen, self.frozen_at = kind, self.world.now if not self.frozen else self.frozen_at
             self.state = {"stop": "T", "mute": "R", "hang": "R"}[kind]
         self.frozen_until = max(self.frozen_until, self.world.now + seconds)
-        if seconds < NEVER:
+        if seconds < NEVER_S:
             self.world.at(seconds, self.thaw)
 
     def thaw(self) -> None:
@@ -225,8 +225,8 @@ class Worker:
             self.said[type(message)] = message
         self.world.up(self.node, api.WorkerSaid(rank=self.rank, message=message))
 
-    def die(self, status: int, told: bool = True) -> None:
-        """End; `told` False: no connection of its is closed, so peers do not notice."""
+    def die(self, status: int, closes_connections: bool = True) -> None:
+        """End the process. Without `closes_connections` its peers do not notice."""
         if not self.alive:
             return
         self.alive = False
@@ -238,8 +238,8 @@ class Worker:
             if self.spawned:
                 self.node.ended[self.rank] = status
             self.world.up(self.node, api.WorkerExited(rank=self.rank, status=status))
-        self.gone = told
-        if told:
+        self.gone = closes_connections
+        if closes_connections:
             self.world.peers_notice(self)
 
     def throw(self, error: str) -> None:
@@ -315,7 +315,7 @@ class Worker:
         rng, unfit = self.world.rng, self.world.scenario.unfit
         if rng.random() < unfit / 4:
             return
-        bad = self.slow = rng.random() < (0.9 if self.slow else unfit)  # most that are slow stay so
+        bad = self.slow = rng.random() < (0.9 if self.slow else unfit)  # most slow devices stay slow
         flops = rng.uniform(0.2, 0.8) if bad else rng.uniform(0.97, 1.03)
         memory_bytes = 1.0
         if self.world.scenario.noise and self.world.record.plan is not None:
@@ -339,7 +339,7 @@ class Worker:
         self.announced.clear()
 
     def meet(self) -> None:
-        """Between two iterations: whoever was told to measure a link now does, or waits for its peers in vain."""
+        """Between two iterations: measure an announced link, and wait for its peer, perhaps in vain."""
         due = [order for order in self.announced if (order.after_iteration or 0) <= self.stepped]
         if not due:
             self.begin()
@@ -348,31 +348,31 @@ class Worker:
         self.announced.remove(order)
         assert self.outcome is not None
         if order.after_iteration != self.stepped or self.outcome.pause:
-            self.say(m.Probed(probe=order.probe, missed="told of it too late"))
+            self.say(m.Probed(probe=order.probe, missed="order received too late"))
             self.meet()
             return
         self.activity = "communication"
         self.world.come(self, order)
 
     def met(self, order: m.Probe, came: bool) -> None:
-        """The links were measured, or some peer did not come."""
+        """Report the measured links, or that a peer did not come."""
         self.world.measuring[order.probe].pop(self.rank, None)
         peers = [a + b - self.rank for round_ in order.pairs for a, b in round_ if self.rank in (a, b)]
         share = 3.0 if self.world.rng.random() < self.world.scenario.unfit else 1.0
         transfers = tuple(m.Transfer(peer=peer, seconds=share * self.world.rng.uniform(0.9, 1.1)) for peer in peers)
-        told: dict[str, Any] = {"transfers": transfers} if came else {"missed": "not all came in time"}
-        self.say(m.Probed(probe=order.probe, seconds=0.1, shared=self.world.scenario.shared, **told))
+        result: dict[str, Any] = {"transfers": transfers} if came else {"missed": "not all came in time"}
+        self.say(m.Probed(probe=order.probe, seconds=0.1, shared=self.world.scenario.shared, **result))
         self.meet()
 
     def _let_go(self, epoch: int) -> None:
-        """Park: a step that has begun is taken or not begun at all; gradients stay."""
+        """Park: a step that has begun is either taken or not begun at all; gradients stay."""
         rng = self.world.rng
         self.generation += 1
         self.waits = self.resume = None
         self.held_by = None
         self.pausing = False
         if self.reduced is not None and rng.random() < 0.5:
-            self.take_step(self.reduced, told=self.world.scenario.seed % 3 != 1)
+            self.take_step(self.reduced, reports=self.world.scenario.seed % 3 != 1)
         self.reduced = None
         self.activity = "parked"
         delay_s = rng.choice([0.001, 0.01, rng.uniform(0, 0.3), rng.uniform(0, 2.0)])
@@ -402,12 +402,12 @@ class Worker:
             self.objections += 1
             self.say(m.Object(epoch=plan.epoch, reason="too little memory"))
         else:
-            other = scenario.other_digest == self.rank and self.objections < scenario.objections
-            self.objections += other
-            self.say(m.Confirm(epoch=plan.epoch, digest="0" * 64 if other else plan.digest))
+            differs = scenario.other_digest == self.rank and self.objections < scenario.objections
+            self.objections += differs
+            self.say(m.Confirm(epoch=plan.epoch, digest="0" * 64 if differs else plan.digest))
 
     def settle(self, base: Base | None) -> None:
-        """The base of a proposal tells which of two holdings counts."""
+        """Keep the holding of a proposal's base; the other one is obsolete."""
         if base is None:
             kept: dict[int, Holding] = {}
         else:
@@ -417,7 +417,7 @@ class Worker:
         self.held = kept
 
     def go(self, go: m.Go) -> None:
-        """Finish the step on the old holding, then build and move state beside it."""
+        """Finish the step on the old holding, then build the new one beside it and transfer state."""
         world, base, plan = self.world, self.base, self.proposed
         expect(plan is not None and plan.epoch == go.epoch, f"rank {self.rank}: go to an epoch it never confirmed")
         assert plan is not None
@@ -440,7 +440,7 @@ class Worker:
         self.later(world.rng.uniform(0.01, 0.3), self.enter_phase, "groups", self.build)
 
     def finish(self, go: m.Go) -> None:
-        """A rank that has the state of the iteration before, and its gradients, takes the step that counts."""
+        """Take the step that counts, given the state of the iteration before and its gradients."""
         if go.finish is not None:
             done = go.finish.iteration
             if self.stepped == done:
@@ -449,10 +449,10 @@ class Worker:
             else:
                 expect(self.stepped == done - 1, f"rank {self.rank}: at {self.stepped}, told to finish {done}")
                 expect(self.ready, f"rank {self.rank}: told to finish {done} without reduced gradients")
-                self.take_step(go.finish, told=self.world.scenario.seed % 3 != 0)
+                self.take_step(go.finish, reports=self.world.scenario.seed % 3 != 0)
         expect(
             go.next_iteration == self.stepped + 1,
-            f"rank {self.rank}: stands after {self.stepped}, told to begin {go.next_iteration}",
+            f"rank {self.rank}: is after {self.stepped}, told to begin {go.next_iteration}",
         )
 
     def build(self) -> None:
@@ -467,7 +467,7 @@ class Worker:
         self.world.enter(self, ("transfer", self.epoch), functools.partial(self.receive, chunks))
 
     def receive(self, chunks: int) -> None:
-        """Chunk after chunk arrives; each is a sign of life."""
+        """Receive one chunk after the other; each is a sign of life."""
         self.work(1, "communication")
         if chunks:
             self.later(self.world.scenario.chunk_s * self.world.rng.random(), self.receive, chunks - 1)
@@ -495,7 +495,7 @@ class Worker:
         self.world.happens("ready", self.rank)
 
     def begin_plan(self, order: m.Begin) -> None:
-        """The plan is in effect: nothing else is needed any more."""
+        """Put the plan into effect: release everything that it does not need."""
         epoch = order.epoch
         if epoch != self.epoch or self.plan is None or self.plan.epoch != epoch:
             return
@@ -514,8 +514,8 @@ class Worker:
     # an iteration
 
     def begin(self, slower: float = 1.0) -> None:
-        every, done = self.world.scenario.evaluate_every, self.stepped >= self.world.scenario.iterations
-        due = every and self.stepped > self.assessed and (done or self.stepped % every == 0)
+        interval, done = self.world.scenario.evaluate_every, self.stepped >= self.world.scenario.iterations
+        due = interval and self.stepped > self.assessed and (done or self.stepped % interval == 0)
         if due and (done or not self.is_to_pause(slower)):
             self.activity = "compute"
             self.enter_phase("forward", self.evaluate, slower)
@@ -534,7 +534,7 @@ class Worker:
         self.train(slower)
 
     def is_to_pause(self, slower: float) -> bool:
-        """Whether the last step was the one to stop after; `slower`: this is the first iteration of a plan."""
+        """Return whether the last step was the one to stop after; `slower` > 1: first iteration of a plan."""
         outcome = self.outcome
         return outcome is not None and outcome.pause and outcome.iteration == self.stepped and not slower > 1
 
@@ -557,7 +557,7 @@ class Worker:
         self.activity = "compute"
         assert self.plan is not None
         dealt, due = self.plan.micro_batches, scenario.batch_sizes.at(self.stepped + 1)
-        expect(dealt == due, f"rank {self.rank}: runs {self.stepped + 1} with {dealt} micro-batches, it has {due}")
+        expect(dealt == due, f"rank {self.rank}: iteration {self.stepped + 1} needs {due} micro-batches, dealt {dealt}")
         if self.rank == world.active_ranks(self.plan)[0]:
             work = (512,) * due
             self.say(m.Workload(epoch=self.epoch, iteration=self.stepped + 1, tokens=work, squares=work))
@@ -598,8 +598,8 @@ class Worker:
         save = self.reduced.save
         self.take_step(self.reduced)
         self.reduced = None
-        every, last = scenario.checkpoint_every, self.stepped == scenario.iterations
-        due = save or (every and (self.stepped % every == 0 or last))
+        interval, last = scenario.checkpoint_every, self.stepped == scenario.iterations
+        due = save or (interval and (self.stepped % interval == 0 or last))
         self.save_asked = self.save_asked and not save
         if due and self.rank in self.plan.layout.model_copy(0).ranks:
             self.activity = "checkpoint"
@@ -607,14 +607,14 @@ class Worker:
         else:
             self.meet()
 
-    def take_step(self, outcome: m.StepOutcome, told: bool = True) -> None:
+    def take_step(self, outcome: m.StepOutcome, reports: bool = True) -> None:
         world = self.world
         self.stepped, self.outcome = outcome.iteration, outcome
         basis = self.epoch if self.epoch in self.held else max(self.held)
         self.held[basis] = holdings.after(self.held[basis], outcome)
         self.work(1, self.activity)
         world.rules.has_stepped(self, outcome)
-        if told:
+        if reports:
             seconds = world.now - self.iteration_began
             self.say(m.Stepped(epoch=self.epoch, outcome=outcome, seconds=seconds, compute_s=seconds / 2))
         world.happens("step", self.rank)
@@ -633,12 +633,12 @@ class Worker:
         )
 
     def save(self, order: m.Save) -> None:
-        """Write what is held for an epoch, once it has taken the step that counts."""
-        held = self.held.get(order.epoch)
-        if held is None:
+        """Write the state of an epoch, once it has taken the step that counts."""
+        holding = self.held.get(order.epoch)
+        if holding is None:
             return
-        if held.iteration == order.finish.iteration - 1 and self.ready and self.stepped == held.iteration:
-            self.held[order.epoch] = holdings.after(held, order.finish)
+        if holding.iteration == order.finish.iteration - 1 and self.ready and self.stepped == holding.iteration:
+            self.held[order.epoch] = holdings.after(holding, order.finish)
             self.stepped, self.outcome = order.finish.iteration, order.finish
         if self.held[order.epoch].iteration == order.finish.iteration:
             self.write_part(order.epoch)
@@ -647,7 +647,7 @@ class Worker:
         return self.world.scenario.iteration_s * share * self.world.rng.uniform(0.7, 1.3)
 
     def stuck(self, error: str) -> None:
-        """The transport tells that a transfer failed."""
+        """Report a failed transfer."""
         if self.waits is None:
             return
         self.generation += 1
@@ -670,7 +670,7 @@ class Worker:
         function(*arguments)
 
     def _concerns(self, fault: Fault) -> bool:
-        """Whether this rank is the target, or stands in for one that does not work."""
+        """Return whether this rank is the target, or stands in for a target without work."""
         active = self.world.active_ranks(self.plan) if self.plan is not None else ()
         if fault.rank is not None:
             return fault.rank == self.rank or fault.rank not in active
@@ -682,7 +682,7 @@ class Worker:
             return
         if order.fire and fault.kind == "hang":
             self.injected = True
-            self.freeze("hang", NEVER)
+            self.freeze("hang", NEVER_S)
         elif order.fire and fault.kind == "raise":
             self.injected = True
             self.throw("injected by resihp")
@@ -694,7 +694,7 @@ class Worker:
 
 @dataclass
 class Meeting:
-    """One collective: who has come, whether it is over."""
+    """One collective: the ranks that have come, and whether it is over."""
 
     come: dict[int, Callable[[], None]] = field(default_factory=dict)
     over: bool = False

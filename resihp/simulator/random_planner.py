@@ -1,9 +1,8 @@
-"""A scheduler for simulated jobs: quick, deterministic, and fond of layouts that nobody would choose.
+"""A scheduler for simulated jobs: quick, deterministic, and inclined to layouts that nobody would choose.
 
-It keeps the whole replicas, now and then some with stages without ranks, and puts what is left into more of them, as
-deep and as wide as a draw says. It uses every
-device that it can, so that each loss and each newcomer changes the layout; now and then it finds no plan at all, or
-one that the checker refuses.
+It keeps the whole replicas, and sometimes some with stages without ranks, and forms more replicas, of random depth and
+width, from the remaining ranks. It uses every device that it can, so that each loss and each newcomer changes the
+layout. Sometimes it finds no plan at all, or one that the checker refuses.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from resihp.scheduler.situation import Decision, Situation
 
 
 class RandomPlanner:
-    """`trouble`: how often it finds no plan. `kind`: the real one, this one, or one that only ever drops replicas."""
+    """`trouble`: probability of finding no plan. `kind`: real planner, this one, or one that only drops replicas."""
 
     def __init__(self, seed: int, trouble: float, kind: str) -> None:
         self.seed, self.trouble, self.kind = seed, trouble, kind
@@ -41,44 +40,44 @@ class RandomPlanner:
             replicas.pop(rng.randrange(len(replicas)))
         if rng.random() < 0.4:
             replicas += self._vacated(situation, able, replicas)
-        left = sorted(available - {rank for replica in replicas for rank in replica.ranks})
-        while left and len(replicas) < situation.micro_batches:
-            replica = self._replica(rng, situation, left)
+        remaining = sorted(available - {rank for replica in replicas for rank in replica.ranks})
+        while remaining and len(replicas) < situation.micro_batches:
+            replica = self._replica(rng, situation, remaining)
             replicas.append(replica)
-            left = [rank for rank in left if rank not in replica.ranks]
+            remaining = [rank for rank in remaining if rank not in replica.ranks]
         if not replicas:
             raise PlanError("no rank is left")
-        layout = Layout(tuple(replicas), tuple(left))
+        layout = Layout(tuple(replicas), tuple(remaining))
         validate(layout, situation.model)
         return Decision(plan=self._plan(situation, layout), seconds=1.0, reason="a draw")
 
     def without_lost_replicas(self, situation: Situation) -> Decision:
-        lost = situation.lost | set(situation.stale)
-        kept = situation.base.without(lost).replicas
+        lost_ranks = situation.lost | set(situation.stale)
+        kept = situation.base.without(lost_ranks).replicas
         if not kept:
-            raise PlanError(f"every replica has lost a rank: {sorted(lost)}")
+            raise PlanError(f"every replica has lost a rank: {sorted(lost_ranks)}")
         used = {rank for replica in kept for rank in replica.ranks}
         layout = Layout(kept, tuple(r for r in situation.available if r not in used))
-        return Decision(plan=self._plan(situation, layout), seconds=1.0, reason="what is left")
+        return Decision(plan=self._plan(situation, layout), seconds=1.0, reason="the remaining replicas")
 
     @staticmethod
     def _vacated(situation: Situation, able: set[int], whole: list[Replica]) -> list[Replica]:
-        """Replicas that lost ranks, without the stages that did, where whole ones hold their layers."""
-        held = Layout(tuple(whole))
-        found: list[Replica] = []
+        """Return replicas that lost ranks, without the affected stages, if whole replicas hold the layers of these."""
+        whole_layout = Layout(tuple(whole))
+        vacated: list[Replica] = []
         for replica in situation.base.replicas:
             stages = [s if s.ranks and able.issuperset(s.ranks) else Stage((), s.chunks) for s in replica.stages]
             candidate = Replica(tuple(stages))
-            hosted = all(held.hosts(span) for stage in stages if not stage.ranks for span in stage.chunks)
+            hosted = all(whole_layout.hosts(span) for stage in stages if not stage.ranks for span in stage.chunks)
             if candidate.vacant and candidate.ranks and hosted and replica not in whole:
-                found.append(candidate)
-        return found[: max(0, situation.micro_batches - len(whole))]
+                vacated.append(candidate)
+        return vacated[: max(0, situation.micro_batches - len(whole))]
 
     @staticmethod
-    def _replica(rng: random.Random, situation: Situation, left: list[int]) -> Replica:
-        """Groups of one or two neighbours on the same node, at most as many as layers, of any depth."""
+    def _replica(rng: random.Random, situation: Situation, remaining: list[int]) -> Replica:
+        """Return a replica of random depth: groups of one or two neighbours on a node, at most one for each layer."""
         groups: list[tuple[int, ...]] = []
-        ranks = list(left)
+        ranks = list(remaining)
         depth = min(rng.randint(1, situation.pp + 1), situation.model.layers)
         while ranks and len(groups) < depth:
             first = ranks.pop(0)
@@ -101,13 +100,13 @@ class RandomPlanner:
 
 
 class RandomChecker:
-    """`trouble`: how often it refuses a plan. Beside a `wild` planner, that is all it does."""
+    """`trouble`: probability of refusing a plan. With a `wild` planner it makes no other checks."""
 
     def __init__(self, seed: int, trouble: float, kind: str) -> None:
         self.seed, self.trouble, self.kind = seed, trouble, kind
 
     def check(self, plan: Plan) -> None:
         if plan.epoch > 1 and random.Random(f"{self.seed} {plan.digest}").random() < self.trouble:
-            raise PlanError("the checker refuses it")
+            raise PlanError("the checker refuses this plan")
         if self.kind != "wild":
             checker.check(plan)

@@ -1,4 +1,4 @@
-"""What must hold at every moment of every run, asserted on what the controller says and on the truth beside it.
+"""Invariants of every run, checked at every moment against the controller's actions and the simulated truth.
 
 `Rules.learn` sees each event before the controller does, `Rules.judge` each action before it is carried out,
 `Rules.settle` the end of each answer. The promises are those of architecture.md ("Rules that make it safe") and
@@ -45,29 +45,29 @@ if TYPE_CHECKING:
     from resihp.simulator.machines import Worker
     from resihp.simulator.world import World
 
-EPSILON = 1e-6
+TOLERANCE_S = 1e-6
 
 RECHECK_S = 2.0
-"""How much later than it says a device that a probe set aside may be measured again: it takes a tick, and a second
-where it was being measured."""
-PATIENCE = 6
-"""Iterations until a newcomer must have been given the work that there is for it."""
+"""Allowed delay, in seconds, until a device that a probe set aside is measured again: it takes a tick, and a second if
+a measurement was in progress."""
+MAX_IDLE_ITERATIONS = 6
+"""Number of iterations after which a newcomer must have been given work that exists for it."""
 
 LONGEST_CHANGE_S = 15.0
-"""Training that is left when no change of layout is asked for any more: longer than any takes here."""
+"""Remaining training time below which no change of layout is required any more: longer than any change takes here."""
 
 
 class SetAside(NamedTuple):
-    """A device that stands by for what a probe said of it."""
+    """A device on standby because of a probe's result."""
 
     times: int
-    """Probes in a row that found it unfit."""
+    """Number of consecutive probes that found it unfit."""
     since: float
-    """When the last one did, or was asked for, or training began to go on after it."""
+    """Time of the last such probe, of the request for the next one, or of the start of training after it."""
 
 
 class Violation(AssertionError):
-    """An invariant does not hold; the message has the seed and the end of the log."""
+    """An invariant does not hold; the message contains the seed and the end of the log."""
 
 
 def expect(holds: bool, otherwise: str) -> None:
@@ -76,7 +76,7 @@ def expect(holds: bool, otherwise: str) -> None:
 
 
 class Rules:
-    """What the controller has been told and has decided so far, and what follows from it."""
+    """Everything that the controller has been told and has decided so far, and the conditions that follow."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -86,33 +86,33 @@ class Rules:
         self.committed = world.scenario.resume_from
         self.evaluated = 0
         self.reported = world.scenario.resume_from
-        self.witnessed = world.scenario.resume_from
-        """Highest iteration that a delivered report says was stepped: by somebody who was not given up, by anybody."""
+        self.stepped_by_any = world.scenario.resume_from
+        """Highest iteration whose step a delivered report confirms: `reported` by ranks not given up, this by any."""
         self.parked: dict[int, set[int]] = {}
-        """Who has answered to which order to park."""
+        """Ranks that have answered each order to park, by epoch."""
         self.last_order: dict[int, tuple[int, int]] = {}
         self.highest_epoch = 0
         self.in_effect: Plan | None = None
         self.acknowledged: dict[int, dict[int, m.Ready]] = {}
-        """Who has said that it is ready, by epoch, and what else."""
+        """Reports of ranks that are ready, by epoch and rank."""
         self.refused: set[int] = set()
         """Epochs whose plan was refused."""
         self.objected = 0
-        """Refusals since the last plan took effect."""
+        """Number of refusals since the last plan took effect."""
         self.turned_away: set[int] = set()
         self.declared_at: dict[int, int] = {}
-        """Newcomers that are ready to join, and how many iterations were committed when they were."""
+        """Newcomers that are ready to join, with the number of committed iterations at that time."""
         self.taking_over = False
-        """Whether this answer is one of a supervisor that may still be finding out what there is."""
+        """Whether this answer comes from a supervisor that may still be reading inventories."""
         self.value = drawn(0, self.world.scenario.resume_from)
-        """The state after the last committed iteration, as any holder of any slice must have it."""
+        """State after the last committed iteration; every holder of any slice must have it."""
         self.hurried: set[int] = set()
-        """Asked to park at once, after they were asked to park between two iterations."""
+        """Ranks asked to park at once, after they were asked to park between two iterations."""
         self.taking_part = set(self.world.workers)
-        """To whom the last orders to park went."""
+        """Ranks that the last orders to park were sent to."""
         self.parking = 0
         self.underway = False
-        """Whether a transition is, from its first order or plan until its plan is in effect."""
+        """Whether a transition is in progress: from its first order or plan until its plan is in effect."""
         self.bytes_planned = 0
         self.confirmed: dict[int, set[int]] = {}
         self.blamed: dict[int, int] = {}
@@ -127,40 +127,40 @@ class Rules:
         self.signalled: int | None = None
         self.early_loss = False
         self.began = False
-        """The first plan was decided."""
+        """Whether the first plan was decided."""
         self.halted_at: float | None = None
         self.requests: dict[int, bool] = {}
         self.checkpoints: dict[str, set[str]] = {}
         self.exposed: tuple[tuple[int, frozenset[int]], int] | None = None
-        """Under which epoch state has one holder though which ranks could hold a copy, and the iterations committed
-        when that began."""
+        """Epoch in which state has only one holder, the ranks that could hold a copy, and the number of iterations
+        committed when that began."""
         self.set_aside: dict[Device, SetAside] = {}
-        """Devices that stand by for what a probe said of them."""
+        """Devices on standby because of a probe's result."""
 
     def took_over(self) -> None:
-        """Another supervisor knows what is in the journal, suspicions too, and remembers no orders or answers."""
+        """Keep only the knowledge of a new supervisor: the journal with its suspicions, but no orders or answers."""
         self.suspected = set(self.world.record.suspects_silent)
         self.pending_blame.clear()
         self.underway = False
         self.last_order.clear()
-        self.reported = self.committed  # what was told to the one before, and is not in the journal, it takes along
-        known = [0, *self.plans, *(node.epoch for node in self.world.nodes.values())]
-        self.highest_epoch = max(known)  # what nobody was told of never was
+        self.reported = self.committed  # reports to the previous supervisor that are not in the journal are lost
+        epochs = [0, *self.plans, *(node.epoch for node in self.world.nodes.values())]
+        self.highest_epoch = max(epochs)  # an epoch that no node was told of never existed
         self._wait_anew(self.set_aside)
 
     def begin(self) -> None:
-        """Before each answer."""
+        """Prepare for an answer of the controller."""
         self.injected_now = []
         self.taking_over = self.world.controller.job.stage == "recovering"
 
     def judge(self, action: api.AnyAction) -> None:
-        """Before the action is carried out."""
+        """Check an action before it is carried out."""
         match action:
             case api.Log():
                 self.check_entry(action.entry)
                 self.note_verdicts(action.entry)
             case api.Order():
-                expect(bool(action.ranks), "an order to nobody")
+                expect(bool(action.ranks), "an order without recipients")
                 self.check_order(action)
             case api.StartWorkers():
                 self.check_start(action)
@@ -171,7 +171,7 @@ class Rules:
                 expect(ordered, f"{action.node} signalled without a fault in the journal")
             case api.CutConnection():
                 ordered = any((e.kind, e.node) == ("disconnect", action.node) for e in self.injected_faults())
-                expect(ordered, f"{action.node} is cut off without a fault in the journal")
+                expect(ordered, f"{action.node} is disconnected without a fault in the journal")
             case api.DropNode():
                 self.check_drop(action.node)
                 self.known_dead.update(self.world.nodes[action.node].ranks)
@@ -186,7 +186,7 @@ class Rules:
                 pass
 
     def settle(self) -> None:
-        """After the whole answer."""
+        """Check the state after the controller's whole answer."""
         for failure in self.pending_blame:
             self.check_blame(failure)
         self.pending_blame.clear()
@@ -194,7 +194,7 @@ class Rules:
             self.began = True
             self.check_beginning(self.plan)
         self.check_set_aside()
-        if self.taking_over:  # nobody was there who could have measured them, or given them work
+        if self.taking_over:  # no supervisor could have measured them or given them work
             self._wait_anew(self.set_aside)
             self.declared_at = {rank: max(since, self.committed) for rank, since in self.declared_at.items()}
         if self.world.end is not None:
@@ -203,7 +203,7 @@ class Rules:
             self.check_copies()
 
     def learn(self, event: api.AnyEvent, again: bool) -> None:
-        """What the controller is about to know."""
+        """Note an event before the controller sees it."""
         match event:
             case api.WorkerExited():
                 self.known_dead.add(event.rank)
@@ -263,7 +263,7 @@ class Rules:
                     self.checkpoints.setdefault(message.folder, set()).add(message.file)
 
     def prove(self, worker: Worker, epoch: int, iteration: int) -> None:
-        """A report of `iteration` proves that all ranks of the epoch took part in its last synchronisation."""
+        """Note that a report of `iteration` proves that all ranks of the epoch joined its last synchronisation."""
         meeting = self.world.meetings.get(("sync", epoch, iteration))
         plan = self.plans.get(epoch)
         if meeting is None or not meeting.over or plan is None:
@@ -273,18 +273,18 @@ class Rules:
                 self.proofs[name] = max(self.proofs.get(name, 0.0), meeting.over_at)
 
     def note_report(self, worker: Worker, iteration: int) -> None:
-        """A report of somebody who was given up before may count or not: his state is lost with him."""
-        self.witnessed = max(self.witnessed, iteration)
+        """Note a report; that of a rank given up before may count or not, since its state is lost with it."""
+        self.stepped_by_any = max(self.stepped_by_any, iteration)
         if worker.rank not in self.known_dead:
             self.reported = max(self.reported, iteration)
 
     def has_stepped(self, worker: Worker, outcome: m.StepOutcome) -> None:
-        for other in self.world.workers.values():
-            if not other.alive or self.given_up(other) or other.outcome is None:
+        for peer in self.world.workers.values():
+            if not peer.alive or self.given_up(peer) or peer.outcome is None:
                 continue
-            if other.outcome.iteration == outcome.iteration:
-                text = f"ranks {worker.rank} and {other.rank} stepped {outcome.iteration} with different outcomes"
-                expect(other.outcome == outcome or self.given_up(worker), text)
+            if peer.outcome.iteration == outcome.iteration:
+                text = f"ranks {worker.rank} and {peer.rank} stepped {outcome.iteration} with different outcomes"
+                expect(peer.outcome == outcome or self.given_up(worker), text)
 
     def given_up(self, worker: Worker) -> bool:
         return worker.fenced or worker.node.dropped or worker.rank in self.known_dead
@@ -298,9 +298,9 @@ class Rules:
                 epoch, step = order.epoch, 0 if order.after_iteration else 1
                 urged = step == 1 and all(self.last_order.get(rank) == (epoch, 0) for rank in action.ranks)
                 self.hurried = set(action.ranks) if urged else set()
-                if self.world.takeovers:  # whoever heard of a later one may be left out by now
-                    told = [node.epoch for node in self.world.nodes.values() if node.joined and not node.dropped]
-                    self.highest_epoch = min(self.highest_epoch, max([0, *self.plans, *told]))
+                if self.world.takeovers:  # nodes that heard of a later epoch may have been left out by now
+                    joined = [node.epoch for node in self.world.nodes.values() if node.joined and not node.dropped]
+                    self.highest_epoch = min(self.highest_epoch, max([0, *self.plans, *joined]))
                 expect(epoch > self.highest_epoch or urged, f"park for epoch {epoch} after epoch {self.highest_epoch}")
                 if order.after_iteration:
                     expect(self.in_effect is not None and not self.underway, "pauses while a transition is under way")
@@ -325,8 +325,8 @@ class Rules:
                 assert plan is not None
                 missing = set(plan.layout.ranks) - self.confirmed.get(epoch, set()) - self.known_dead
                 expect(not missing, f"go to epoch {epoch} though ranks {sorted(missing)} have not confirmed")
-                lost = set(plan.layout.ranks) & self.known_dead
-                expect(not lost, f"go to epoch {epoch} with dead ranks {sorted(lost)}")
+                dead = set(plan.layout.ranks) & self.known_dead
+                expect(not dead, f"go to epoch {epoch} with dead ranks {sorted(dead)}")
                 expect(
                     order.next_iteration == self.committed + 1,
                     f"go to iteration {order.next_iteration} with {self.committed} committed",
@@ -361,41 +361,41 @@ class Rules:
         if step < 2:
             self.check_signs(action)
         self.last_order.update(dict.fromkeys(action.ranks, (epoch, step)))
-        if step < 2:  # several orders for the same epoch go to some each
+        if step < 2:  # several orders for the same epoch go to different ranks
             self.taking_part = set(action.ranks) | (self.taking_part if epoch == self.parking else set())
             self.parking = epoch
 
     def check_probe(self, ranks: tuple[int, ...], order: m.Probe) -> None:
-        """Of devices at any time, of anybody; of links announced ahead while training goes on."""
+        """Check a probe. Devices may be probed at any time; probes of links are announced during training."""
         if order.after_iteration is not None:
             self.check_announcement(ranks, order)
         self._wait_anew([self.world.controller.job.device_of(rank) for rank in ranks])
 
     def check_announcement(self, ranks: tuple[int, ...], order: m.Probe) -> None:
-        """Ahead of everybody, to both ends of every link, of pairs that are disjoint in each round.
+        """Check an announced link probe: announced early enough, to both ends of every link, in disjoint pairs.
 
-        Of how far everybody is by what has been told: where reports are held back, nobody can know better. A rank that
-        is past it says so when it hears of it, and its peer waits for two seconds.
+        Early enough according to the reports delivered so far: if reports are held back, the controller cannot know
+        better. A rank that is already past the iteration says so when the order arrives; its peer waits 2 s.
         """
         assert order.after_iteration is not None
-        steps = [self.told_of(worker) for worker in self.world.workers.values() if worker.alive]
+        steps = [self.reported_step(worker) for worker in self.world.workers.values() if worker.alive]
         expect(order.after_iteration > max(steps), f"{order} is announced to ranks that are past it")
         expect(order.after_iteration < self.world.scenario.iterations, f"{order} is announced for after the end")
         expect(len(order.pairs) <= 3, f"{order} takes {len(order.pairs)} rounds")
         for round_ in order.pairs:
             ends = [rank for pair in round_ for rank in pair]
-            expect(len(ends) == len(set(ends)), f"{round_} is not of disjoint pairs")
-            expect(set(ends) <= set(ranks), f"{round_}: not all are told")
+            expect(len(ends) == len(set(ends)), f"{round_}: pairs are not disjoint")
+            expect(set(ends) <= set(ranks), f"{round_}: not all ends receive the order")
 
-    def told_of(self, worker: Worker) -> int:
-        """The last step of a worker that it has told of: a report may still be under way."""
+    def reported_step(self, worker: Worker) -> int:
+        """Return the last step in a worker's delivered reports; newer reports may be on their way."""
         for event in worker.node.up:
             if isinstance(event, api.WorkerSaid) and event.rank == worker.rank and isinstance(event.message, m.Stepped):
                 return event.message.outcome.iteration - 1
         return worker.stepped
 
     def check_signs(self, action: api.Order) -> None:
-        """Nobody is disturbed on mere suspicion: a park needs a loss, a stuck transfer, or silence beyond the times."""
+        """Check that training stops only for a loss, a stuck transfer, or silence beyond the time limits."""
         if not isinstance(action.order, m.Park) or self.plan is None or self.plan.epoch in self.refused:
             return
         if self.world.stopping.is_on:
@@ -408,38 +408,38 @@ class Rules:
             )
             new = {rank for rank in self.declared_at if rank not in self.plan.computing}
             exposed = bool(layers_held_once(self.plan.layout))
-            left = self.world.scenario.on_drain == "vacate" and any(
+            vacating = self.world.scenario.on_drain == "vacate" and any(
                 isinstance(e, SlurmSaw) and "drain" in e.state for _, e in self.world.entries
             )
-            other = self.world.scenario.batch_sizes.at(self.witnessed + 1) != self.plan.micro_batches
+            batch_changes = self.world.scenario.batch_sizes.at(self.stepped_by_any + 1) != self.plan.micro_batches
             tuned = any(isinstance(e, ChangeDecided) and e.tuned for _, e in self.world.entries)
             expect(
                 bool(new - self.known_dead)
                 or slow
-                or left
-                or other
+                or vacating
+                or batch_changes
                 or tuned
                 or exposed
                 or self.world.thinking.has_found(self.plan),
-                "pauses though nobody has joined, is slow or to be left, the batch stays, no better plan was found, "
-                "and all state has two holders",
+                "pauses without a newcomer, a slow device, a node to vacate, another batch size, a better plan, or "
+                "state with a single holder",
             )
             return
         if self.world.takeovers and self.world.now - self.world.takeovers[-1] < 12.0:
-            return  # a change was under way, or may have been
+            return  # a change was in progress, or may have been
         active = self.world.active_ranks(self.plan)
-        lost = any(rank in self.known_dead or self.world.workers[rank].fenced for rank in self.taking_part)
+        has_lost = any(rank in self.known_dead or self.world.workers[rank].fenced for rank in self.taking_part)
         if (
-            lost
+            has_lost
             or self.world.broken_epochs & {self.plan.epoch}
             or any(self.world.workers[rank].raised for rank in active)
         ):
             return
         if self.last_order.get(action.ranks[0], (0, 0))[1] == 0:
-            return  # asked to hurry, after a request to stop between two iterations
+            return  # hurried, after a request to stop between two iterations
         loud = any(not self.world.workers[rank].alive for rank in {*active, *self.taking_part})
         quiet_s = self.world.now - max(self.world.workers[rank].progress_at for rank in active)
-        expect(loud or quiet_s >= 15.0 - EPSILON, f"parks everybody for nothing, progress {quiet_s:.1f} s ago")
+        expect(loud or quiet_s >= 15.0 - TOLERANCE_S, f"parks all ranks without cause, progress {quiet_s:.1f} s ago")
 
     # signals and drops
 
@@ -452,19 +452,19 @@ class Rules:
         worker.fenced = True
         if action.rank in self.turned_away:
             return
-        known = action.rank in self.declared_at and not self.taking_over  # what it declared may still be waiting
-        if self.halted_at is not None and worker.joins and not known:
+        has_declared = action.rank in self.declared_at and not self.taking_over  # a declaration may still be unread
+        if self.halted_at is not None and worker.joins and not has_declared:
             return
         if not worker.alive or worker.raised or worker.frozen == "stop":
             return
         recently = self.world.now - worker.thawed_at < 3.0
-        expect(bool(worker.frozen) or recently, f"rank {action.rank} is fenced though it is a victim")
-        asked = worker.told_at >= worker.answered_at
-        sign = worker.told_at if asked else max(worker.shown_at, worker.answered_at)
-        if recently:  # the last beat told that it was stopped
+        expect(bool(worker.frozen) or recently, f"rank {action.rank} is fenced though it waits for others")
+        is_ordered = worker.ordered_at >= worker.answered_at
+        sign = worker.ordered_at if is_ordered else max(worker.shown_at, worker.answered_at)
+        if recently:  # its last beat reported that it was stopped
             return
         expect(
-            self.world.now - sign >= self.world.settings.hang_given_up_s - EPSILON,
+            self.world.now - sign >= self.world.settings.hang_given_up_s - TOLERANCE_S,
             f"rank {action.rank} is fenced {self.world.now - sign:.1f} s after a sign of life",
         )
 
@@ -478,7 +478,7 @@ class Rules:
         least = self.world.settings.silent_beats * self.world.settings.beat_s
         heard_s, proven_s = self.world.now - node.last_delivered, self.world.now - self.proofs.get(name, 0.0)
         sign_of_life = f"heard {heard_s:.2f} s ago, proven {proven_s:.2f} s ago"
-        expect(min(heard_s, proven_s) >= least - EPSILON, f"node {name} is dropped too early: {sign_of_life}")
+        expect(min(heard_s, proven_s) >= least - TOLERANCE_S, f"node {name} is dropped too early: {sign_of_life}")
 
     # entries
 
@@ -495,8 +495,8 @@ class Rules:
                 expect(entry.failure == self.failures, f"failure {entry.failure} after {self.failures - 1}")
                 self.pending_blame.append(entry)
                 noticed_s = entry.noticed_s or 0.0
-                known = entry.failed_s is None or noticed_s <= entry.failed_s <= self.world.now + EPSILON
-                expect(noticed_s >= 0.0 and known, f"{entry} was noticed before it was so, or was before the job")
+                is_plausible = entry.failed_s is None or noticed_s <= entry.failed_s <= self.world.now + TOLERANCE_S
+                expect(noticed_s >= 0.0 and is_plausible, f"{entry}: noticed before its onset, or before the job began")
             case FaultInjected():
                 expect(entry.fault not in self.fired, f"fault {entry.fault} fires twice")
                 self.fired[entry.fault] = entry
@@ -518,13 +518,13 @@ class Rules:
             case Suspected():
                 self.check_suspicion(entry)
             case ChangeDecided() if entry.tuned:
-                expect(self.world.settings.tune and not self.world.scenario.observes, f"{entry}, asked for by nobody")
+                expect(self.world.settings.tune and not self.world.scenario.observes, f"{entry} without a request")
             case ChangeDecided() if self.world.scenario.observes:
                 job = self.world.controller.job
                 at_work = {job.device_of(rank) for rank in job.record.computing}
                 newcomers = not entry.links and at_work.isdisjoint(entry.devices)
                 allowed = newcomers and not entry.found
-                expect(allowed, f"{entry} on account of what is slow, where nothing is done about it")
+                expect(allowed, f"{entry} because of slow devices, in a job that only observes them")
             case WorkerEnded():
                 worker = self.world.workers[entry.rank]
                 if entry.exit is not None:
@@ -537,34 +537,36 @@ class Rules:
                 expect(entry.bytes_moved == sum(r.bytes_received for r in built), f"{entry}, of {built}")
                 expect(entry.bytes_moved == self.bytes_planned, f"{entry}, planned were {self.bytes_planned} bytes")
             case JobEnded():
-                expect(
-                    not any(isinstance(other, JobEnded) for _, other in self.world.entries), "two ends in the journal"
-                )
+                expect(not any(isinstance(old, JobEnded) for _, old in self.world.entries), "two ends in the journal")
             case _:
                 pass
 
     def check_unaffected(self, decided: PlanDecided) -> None:
-        """Slow devices without work are said to be, and no others."""
+        """Check that a plan lists exactly the failures of slow devices that have no work in it."""
         entries = [entry for _, entry in self.world.entries]
         ended = {entry.failure for entry in entries if isinstance(entry, FailureEnded)}
-        found = [entry for entry in entries if isinstance(entry, FailureFound)]
-        slow = [one for one in found if one.kind == "fail-slow" and one.component == "device"]
+        verdicts = [entry for entry in entries if isinstance(entry, FailureFound)]
+        slow = [failure for failure in verdicts if failure.kind == "fail-slow" and failure.component == "device"]
         placements, active = self.world.record.placements, decided.plan.computing
         working = {(placements[rank].node, placements[rank].device) for rank in active}
-        idle = {one.failure for one in slow if one.failure not in ended and (one.node, one.device) not in working}
-        told = {one.failure for one in slow} & set(decided.unaffected_by)
-        expect(told == idle, f"plan {decided.plan.epoch}: failures {told} are said to be of idle devices, {idle} are")
+        idle = {
+            failure.failure
+            for failure in slow
+            if failure.failure not in ended and (failure.node, failure.device) not in working
+        }
+        named = {failure.failure for failure in slow} & set(decided.unaffected_by)
+        expect(named == idle, f"plan {decided.plan.epoch}: lists failures {named} as idle, but {idle} are")
 
     def check_plan(self, decided: PlanDecided) -> None:
         plan = decided.plan
         expect(plan.epoch not in self.plans, f"two plans for epoch {plan.epoch}")
         validate(plan.layout, self.world.scenario.model)
         dead = set(plan.layout.ranks) & self.known_dead
-        expect(not dead, f"plan {plan.epoch} contains the dead {sorted(dead)}")
+        expect(not dead, f"plan {plan.epoch} contains dead ranks {sorted(dead)}")
         dealt = sorted(index for share in plan.assignment for index in share)
         due = self.world.scenario.batch_sizes.at(decided.next_iteration)
         expect(dealt == list(range(due)), f"plan {plan.epoch} deals {dealt}")
-        expect(len(plan.assignment) == len(plan.layout.replicas), "an assignment for each replica")
+        expect(len(plan.assignment) == len(plan.layout.replicas), "not one assignment for each replica")
         self.check_unaffected(decided)
         expect(
             decided.next_iteration == self.committed + 1,
@@ -587,8 +589,10 @@ class Rules:
         if self.plan is not None:
             awaited = set(plan.layout.ranks) - self.parked.get(plan.epoch, set())
             expect(not awaited, f"plan {plan.epoch} is decided though ranks {sorted(awaited)} have not parked for it")
-            gone = {*self.plan.layout.ranks} - {*plan.layout.ranks}
-            unexplained = gone - self.known_dead - {rank for rank in gone if self.world.workers[rank].fenced}
+            dropped_ranks = {*self.plan.layout.ranks} - {*plan.layout.ranks}
+            unexplained = (
+                dropped_ranks - self.known_dead - {rank for rank in dropped_ranks if self.world.workers[rank].fenced}
+            )
             unexplained -= self.turned_away
             expect(not unexplained, f"plan {plan.epoch} loses {sorted(unexplained)}, which are alive")
         self.plans[plan.epoch] = self.plan = plan
@@ -612,48 +616,49 @@ class Rules:
             if worker.alive and not self.given_up(worker) and worker.active:
                 expect(worker.outcome == outcome, f"rank {worker.rank} took another outcome than {outcome}")
         self.check_newcomers()
-        expect(outcome.iteration <= self.witnessed, f"{outcome.iteration} is committed, nobody reported its step")
+        expect(outcome.iteration <= self.stepped_by_any, f"{outcome.iteration} is committed without a reported step")
 
     def check_evaluation(self, entry: EvaluationDone) -> None:
-        every, last = self.world.scenario.evaluate_every, self.world.scenario.iterations
+        interval, last = self.world.scenario.evaluate_every, self.world.scenario.iterations
         expect(self.evaluated < entry.iteration <= self.committed, f"{entry} after {self.evaluated}, {self.committed}")
-        expect(entry.iteration % every == 0 or entry.iteration == last, f"{entry} is not due")
+        expect(entry.iteration % interval == 0 or entry.iteration == last, f"{entry} is not due")
         expect(entry.loss == self.world.validation_loss(entry.iteration), f"loss of {entry}")
         self.evaluated = entry.iteration
 
     def check_newcomers(self) -> None:
-        """Whoever has been ready for a while is in the plan, or the planner has no work for it, or it was not worth a
-        change and is looked at again."""
+        """Check that newcomers that have been ready for a while are in the plan, unless the planner has no work for
+        them, or the change was not worth an interruption and will be reconsidered."""
         assert self.in_effect is not None
         if self.world.stopping.is_on:
             return
         idle = {
             rank
             for rank, since in self.declared_at.items()
-            if self.committed - since > PATIENCE and rank not in self.known_dead | set(self.in_effect.layout.ranks)
+            if self.committed - since > MAX_IDLE_ITERATIONS
+            and rank not in self.known_dead | set(self.in_effect.layout.ranks)
         }
         job, scenario = self.world.controller.job, self.world.scenario
         if (
             not idle
             or self.taking_over
             or not job.training
-            or job.pause is not None  # a plan for all who are ready is about to be made
+            or job.pause is not None  # a plan for all ready ranks is about to be made
             or self.committed + 2 >= job.record.goal
-            or scenario.slow  # what is not worth an interruption waits
+            or scenario.slow  # a change that is not worth an interruption waits
             or scenario.planner_trouble
             or scenario.checker_trouble
         ):
             return
         if job.reconsider and job.reconsider_at > self.world.now:
-            return  # a question that stands asks about all who are ready, for whomever it was put
+            return  # the pending question covers all ready ranks, regardless of its occasion
         better = planning.best_while_running(job).plan
         unused = better.computing == self.in_effect.computing
         expect(unused, f"ranks {sorted(idle)} have no work, though {better.layout} has some for them")
 
     def check_copies(self) -> None:
-        """State with one holder gets a second one within a few iterations, where a live rank without work could be it.
+        """Check that state with one holder gets a second one within a few iterations if an idle live rank can hold it.
 
-        Not near the end, where nothing is left that a change would pay for, nor once copies were refused.
+        Not near the end, when the remaining time would not pay for a change, nor after copies were refused.
         """
         job, scenario = self.world.controller.job, self.world.scenario
         plan = job.record.plan
@@ -672,17 +677,17 @@ class Rules:
         if self.exposed is None or self.exposed[0] != now:
             self.exposed = now, self.committed
             return
-        if self.committed - self.exposed[1] <= PATIENCE:
+        if self.committed - self.exposed[1] <= MAX_IDLE_ITERATIONS:
             return
         better = with_mirrors(plan, planning.situation_now(job), able)
         gained = layers_held_once(plan.layout) - layers_held_once(better.layout)
         often = any(
             len(job.changed_at.get(job.device_of(rank), ())) >= replan_policy.MOST_PROTECTIVE_CHANGES for rank in able
         )
-        expect(not gained or often, f"layers {sorted(gained)} have one holder, and ranks {sorted(able)} hold nothing")
+        expect(not gained or often, f"layers {sorted(gained)} have one holder, and ranks {sorted(able)} hold no copy")
 
     def note_verdicts(self, entry: AnyEntry) -> None:
-        """Remember which devices a probe sets aside, and how often in a row."""
+        """Note the devices that a probe sets aside, and how often in a row."""
         if isinstance(entry, PlanInEffect):
             self._wait_anew(self.set_aside)
         if not isinstance(entry, ProbesTaken) or entry.occasion == "suspicion":
@@ -695,13 +700,13 @@ class Rules:
                 self.set_aside[device] = SetAside(times, self.world.now)
 
     def _wait_anew(self, devices: Iterable[Device]) -> None:
-        """These are being measured, or cannot have been: from now on they are waiting to be."""
+        """Restart the waiting time of devices that are being measured, or could not have been measured."""
         for device in devices:
             if device in self.set_aside:
                 self.set_aside[device] = self.set_aside[device]._replace(since=self.world.now)
 
     def check_set_aside(self) -> None:
-        """No live device stands by for a probe for longer than until the next one is due: 5 s after the first, twice
+        """Check that no live device stands by for a probe beyond the time of the next one: 5 s after the first, twice
         that after the second, and so on up to ten times `recheck_s`."""
         job = self.world.controller.job
         if not job.training or self.taking_over or self.world.leaderless or self.world.stopping.is_on:
@@ -719,20 +724,21 @@ class Rules:
             )
 
     def check_suspicion(self, entry: Suspected) -> None:
-        """Silence and slowness are numbered in one sequence, and each suspicion ends with what it came to."""
-        before = [one for one in self.entries_before(entry) if isinstance(one, Suspected)]
-        last = max((one.suspicion for one in before), default=0)
-        about = [one for one in before if one.suspicion == entry.suspicion]
-        expect(entry.cleared == bool(entry.outcome), f"{entry} does not tell what it came to")
+        """Check that silence and slowness are numbered in one sequence, and that each suspicion ends with an
+        outcome."""
+        before = [earlier for earlier in self.entries_before(entry) if isinstance(earlier, Suspected)]
+        last = max((earlier.suspicion for earlier in before), default=0)
+        about = [earlier for earlier in before if earlier.suspicion == entry.suspicion]
+        expect(entry.cleared == bool(entry.outcome), f"{entry}: cleared without an outcome, or the reverse")
         if not entry.cleared or not about:
             expect(entry.suspicion == last + 1, f"{entry} after suspicion {last}")
         else:
-            expect(not any(one.cleared for one in about), f"{entry} has ended before")
+            expect(not any(earlier.cleared for earlier in about), f"{entry} has ended before")
         if entry.kind == "slow":
-            self.check_slow(entry, [one for one in before if one.kind == "slow"])
+            self.check_slow(entry, [earlier for earlier in before if earlier.kind == "slow"])
             return
         expect(entry.statistic is not None and entry.threshold is not None, f"{entry} was not tested")
-        expect((entry.statistic or 0.0) > (entry.threshold or 0.0), f"{entry} has not come to what it takes")
+        expect((entry.statistic or 0.0) > (entry.threshold or 0.0), f"{entry} does not exceed its threshold")
         key = entry.node or "" if entry.rank is None else entry.rank
         if entry.cleared:
             expect(key in self.suspected, f"{entry} was not suspected")
@@ -740,7 +746,7 @@ class Rules:
             return
         expect(key not in self.suspected, f"{entry} twice")
         self.suspected.add(key)
-        least = self.world.settings.silent_beats * self.world.settings.beat_s - EPSILON
+        least = self.world.settings.silent_beats * self.world.settings.beat_s - TOLERANCE_S
         if entry.rank is not None:
             worker = self.world.workers[entry.rank]
             quiet_s = self.world.now - max(worker.shown_at, worker.answered_at)
@@ -751,16 +757,16 @@ class Rules:
             expect(quiet_s >= least, f"{entry} only {quiet_s:.1f} s after its last beat")
 
     def check_slow(self, entry: Suspected, before: list[Suspected]) -> None:
-        """Of suspicions to be slow one is open at a time. `before`: those that were told before."""
-        if all(one.suspicion != entry.suspicion for one in before):
+        """Check that at most one suspicion of slowness is open at a time. `before`: those logged earlier."""
+        if all(earlier.suspicion != entry.suspicion for earlier in before):
             at_once = ("dropped", "passed", "unconfirmed", "fine")
-            expect(not entry.cleared or entry.outcome in at_once, f"{entry} was never looked into")
-        closed = {one.suspicion for one in before if one.cleared}
-        is_open = {one.suspicion for one in before} - closed - {entry.suspicion}
-        expect(entry.cleared or not is_open, f"{entry} beside suspicions {is_open}")
+            expect(not entry.cleared or entry.outcome in at_once, f"{entry} was never examined")
+        closed = {earlier.suspicion for earlier in before if earlier.cleared}
+        is_open = {earlier.suspicion for earlier in before} - closed - {entry.suspicion}
+        expect(entry.cleared or not is_open, f"{entry} while suspicions {is_open} are open")
 
     def suspects_slow(self, verdict: FailureFound) -> bool:
-        """Whether a suspicion of whoever is found slow, or of nobody in particular, came to that just before."""
+        """Return whether a suspicion that included the slow ranks, or no ranks, was confirmed just before."""
         for entry in reversed(self.entries_before(verdict)):
             match entry:
                 case FailureFound(kind="fail-slow") | FailureEnded():
@@ -772,55 +778,55 @@ class Rules:
         return False
 
     def entries_before(self, entry: AnyEntry) -> list[AnyEntry]:
-        entries = [one for _, one in self.world.entries]
+        entries = [logged for _, logged in self.world.entries]
         here = next((i for i in reversed(range(len(entries))) if entries[i] is entry), len(entries))
         return entries[:here]
 
     def check_blame(self, failure: FailureFound) -> None:
-        """After the whole answer: whoever is named is dead, fenced, or its communication was."""
+        """Check, after the whole answer, that ranks named in a failure are dead or fenced, or that a transfer broke."""
         if failure.kind == "fail-slow":
             expect(self.suspects_slow(failure), f"{failure} without a suspicion")
             return
         if failure.kind == "communication":
-            told = failure.epoch in self.world.broken_epochs or self.signalled is not None
-            expect(told, f"blames the communication of epoch {failure.epoch}")
+            explained = failure.epoch in self.world.broken_epochs or self.signalled is not None
+            expect(explained, f"attributes a failure to the communication of epoch {failure.epoch}")
             return
         for rank in failure.ranks:
             worker = self.world.workers[rank]
-            gone = not worker.alive or worker.fenced or worker.node.dropped or worker.raised or not worker.spawned
-            expect(gone, f"failure {failure.failure} names rank {rank}, which is alive: {failure.cause}")
+            is_gone = not worker.alive or worker.fenced or worker.node.dropped or worker.raised or not worker.spawned
+            expect(is_gone, f"failure {failure.failure} names rank {rank}, which is alive: {failure.cause}")
             expect(rank not in self.blamed, f"rank {rank} is in failures {self.blamed.get(rank)} and {failure.failure}")
             self.blamed[rank] = failure.failure
             late = worker.node.name in self.lost_nodes and worker.died_with_node and not worker.raised
-            late = late and failure.component != "node" and not self.world.stopping.told
+            late = late and failure.component != "node" and not self.world.stopping.signals
             expect(not late, f"failure {failure.failure} is part of the loss of node {worker.node.name}")
         if failure.component == "node":
             assert failure.node is not None
             nobody = not failure.ranks and failure.epoch > 0
-            expect(not nobody, f"failure {failure.failure} of node {failure.node} names nobody")
+            expect(not nobody, f"failure {failure.failure} of node {failure.node} names no rank")
             expect(failure.node not in self.failed_nodes, f"node {failure.node} fails twice")
             self.failed_nodes.add(failure.node)
             node = self.world.nodes[failure.node]
-            gone = not node.alive or node.dropped or failure.node in self.world.allocation.lost
-            expect(gone, f"node {failure.node} is alive")
+            is_gone = not node.alive or node.dropped or failure.node in self.world.allocation.lost
+            expect(is_gone, f"node {failure.node} is alive")
 
     def check_beginning(self, plan: Plan) -> None:
-        """Whoever is not in the first plan is in a failure, or has come too late for it."""
+        """Check that ranks missing from the first plan are in a failure, or came too late for it."""
         record = self.world.record
         for rank in range(len(self.world.workers)):
             worker = self.world.workers[rank]
-            told = rank in plan.layout.ranks or worker.joins or rank in self.blamed
-            expect(told or worker.node.name in self.failed_nodes, f"begins without rank {rank}, and does not say why")
+            explained = rank in plan.layout.ranks or worker.joins or rank in self.blamed
+            expect(explained or worker.node.name in self.failed_nodes, f"begins without rank {rank}, without a reason")
         for name in self.world.settings.node_names:
-            known = record.nodes.get(name)
-            expect(known is not None, f"begins without node {name}, which nobody has given up")
-            assert known is not None
+            state = record.nodes.get(name)
+            expect(state is not None, f"begins without node {name}, which was not given up")
+            assert state is not None
             excused = any(place.node == name and rank in self.blamed for rank, place in enumerate(record.placements))
-            told = known.alive or name in self.failed_nodes or excused
-            expect(told, f"begins without node {name}, and does not say why")
+            explained = state.alive or name in self.failed_nodes or excused
+            expect(explained, f"begins without node {name}, without a reason")
 
     def healthy_devices(self) -> int:
-        """With how many devices a job could begin, nothing being wrong with their nodes and processes."""
+        """Return the number of devices with which a job could begin because their nodes and processes are healthy."""
         blocked = dict(self.world.scenario.spawns)
         return sum(
             worker.alive and not (worker.frozen or worker.fenced or worker.raised or worker.stumbles)
@@ -831,26 +837,26 @@ class Rules:
         )  # fmt: skip
 
     def check_never_began(self, end: api.End) -> None:
-        """No job ends at its start that has what it takes to begin."""
+        """Check that no job ends at its start although it had enough devices to begin."""
         scenario, healthy = self.world.scenario, self.healthy_devices()
         wide = scenario.odd_declare is not None or scenario.early_exit is not None
         hopeless = scenario.planner == "real" and "no layout fits" in end.reason
         hopeless = hopeless or scenario.planner_trouble > 0 or "no agent came back" in end.reason
         whole = self.world.scenario.nodes * self.world.scenario.gpus_per_node
-        unfit = end.exit_code == 2 and healthy == whole  # nothing is missing: what was asked for cannot be had
-        if wide or hopeless or unfit or (end.exit_code == 93 and self.is_the_scripts()):
+        unfit = end.exit_code == 2 and healthy == whole  # no device is missing: the request cannot be met
+        if wide or hopeless or unfit or (end.exit_code == 93 and self.is_script_broken()):
             return
         least = self.world.settings.devices_least
         expect(healthy < least, f"does not begin with {healthy} healthy devices, {least} are enough: {end.reason}")
 
-    def is_the_scripts(self) -> bool:
-        """Whether half of the ranks raised the same, on several nodes or on the only one."""
+    def is_script_broken(self) -> bool:
+        """Return whether half of the ranks raised an error, as in a broken script."""
         first = [worker for worker in self.world.workers.values() if not worker.joins]
         raised = [worker for worker in first if worker.raised]
         return 2 * len(raised) >= len(first)
 
     def with_work(self) -> set[int]:
-        """Ranks that have work, or would have if the plan that was decided last took effect."""
+        """Return the ranks that have work, or would have if the plan that was decided last took effect."""
         last = None if self.plan is None or self.plan.epoch in self.refused else self.plan
         plans = [self.in_effect or self.plan, last]
         return {rank for plan in plans if plan is not None for rank in self.world.active_ranks(plan)}
@@ -879,7 +885,7 @@ class Rules:
         if code == 2:
             unwilling = (self.world.scenario.objects, self.world.scenario.other_digest) != (None, None)
             expect(self.plan is None or (unwilling and len(self.plans) == 1), f"ends with 2: {self.world.end.reason}")
-        elif self.world.scenario.early_exit == 0:  # a plain program, which trains without us
+        elif self.world.scenario.early_exit == 0:  # a plain program, which does not use resihp
             expect(code == (1 if unfired else 0), f"ends with {code}")
         elif code in (5, 75):
             self.check_too_few(self.world.end)
@@ -890,18 +896,18 @@ class Rules:
             expect(not unfired, f"ends with 0 though {unfired} did not fire")
             if self.world.scenario.evaluate_every:
                 expect(self.evaluated == self.world.scenario.iterations, f"evaluated up to {self.evaluated}")
-            left = any(
+            still_running = any(
                 w.alive and not w.halted for w in self.world.workers.values() if w.spawned and not self.given_up(w)
             ) or any(w.spawned and w.joins and w.rank not in self.known_dead for w in self.world.workers.values())
             expect(
                 self.world.end.workers_leave
-                or left
+                or still_running
                 or bool(self.world.takeovers)
                 or self.world.now - (self.halted_at or 0.0) > 3.0,
-                "they were leaving",
+                "ends although workers are leaving",
             )
         elif code == 1:
-            # whoever dies while nobody leads may have been told to halt before
+            # a process that dies while there is no leader may have been told to halt before
             halted = self.halted_at is not None or bool(self.world.takeovers)
             late = halted and any(w.status not in (0, None) for w in self.world.workers.values())
             hopeless = self.objected >= 2 or "communication failed 6 times" in self.world.end.reason
@@ -909,12 +915,13 @@ class Rules:
             for fault in unfired if not late and not hopeless else []:
                 expect(str(fault) in self.world.end.reason, f"does not name {fault}: {self.world.end.reason}")
         elif code == 93:
-            expect(same, "blames the script, which raised nowhere twice")
+            expect(same, "attributes to the script an error that was not raised twice")
         else:
             raise Violation(f"exit code {code}: {self.world.end.reason}")
 
     def check_too_few(self, end: api.End) -> None:
-        """Not enough nodes: Slurm runs the job again where it may, if that adds a checkpoint, or some runs are left."""
+        """Check the end without enough nodes: Slurm requeues the job if that adds a checkpoint, or restarts are
+        left."""
         scenario = self.world.scenario
         saved = self.world.controller.job.checkpointed > 0
         again = scenario.slurm and scenario.may_requeue and (saved or scenario.restarts_left > 0)
@@ -923,26 +930,26 @@ class Rules:
             expect(self.is_lost(), f"gives up though no state is lost: {end.reason}")
 
     def is_lost(self) -> bool:
-        """Whether nobody is left, or a slice of the state has no holder any more, or nothing else was accepted."""
+        """Return whether no agent is left, or a slice has no holder any more, or no plan was accepted."""
         able = {w.rank for w in self.world.workers.values() if w.spawned and not self.given_up(w)}
         if "no agent came back" in (self.world.end.reason if self.world.end else ""):
             nodes, is_stranger = self.world.nodes.values(), self.world.allocation.is_stranger
             return not any(node.joined for node in nodes if not is_stranger(node.name))
         if self.in_effect is None or self.committed == self.world.scenario.resume_from:
             return not able - self.turned_away or self.objected > 0
-        held = 0
+        covered = 0
         for rank, slices in needed(self.world.scenario.model, self.in_effect.layout).items():
-            held |= slices if rank in able and self.in_effect.epoch in self.world.workers[rank].held else 0
-        return held != everything(self.world.scenario.model) or self.objected > 0
+            covered |= slices if rank in able and self.in_effect.epoch in self.world.workers[rank].held else 0
+        return covered != everything(self.world.scenario.model) or self.objected > 0
 
     # the transaction
 
     def check_start(self, action: api.StartWorkers) -> None:
-        """A device's first process, or another where the last one died and the device is not to blame."""
+        """Check a device's first process, or a respawn where the last one died and the device is not the cause."""
         workers, scenario = self.world.workers, self.world.scenario
         node = self.world.nodes[action.node]
-        lost = node.name in self.lost_nodes and not self.taking_over  # that may still be waiting to be heard
-        expect(not lost and not node.dropped, f"{action} on a node that is lost")
+        is_lost = node.name in self.lost_nodes and not self.taking_over  # a loss may still be unheard
+        expect(not is_lost and not node.dropped, f"{action} on a node that is lost")
         placements = self.world.record.placements
         for rank, device in action.workers:
             expect(action.nodes[rank] == node.name, f"{action} names another node")
@@ -954,9 +961,9 @@ class Rules:
             before = [w for w in workers.values() if w.node is node and w.device == device]
             expect(len(before) <= scenario.come_backs, f"{action}: started {len(before)} times before")
             for worker in before:
-                gone = worker.rank in self.known_dead or worker.rank in self.turned_away
-                expect(gone, f"{action}: rank {worker.rank} is still on that device")
-                unheard = bool(self.world.takeovers)  # what it raised may have been told to a supervisor that died
+                is_gone = worker.rank in self.known_dead or worker.rank in self.turned_away
+                expect(is_gone, f"{action}: rank {worker.rank} is still on that device")
+                unheard = bool(self.world.takeovers)  # its error may have been reported to a supervisor that died
                 expect(not worker.raised or unheard, f"{action}: rank {worker.rank} raised there")
                 killed = any(f.kind == "kill" and f.rank == worker.rank for f in self.injected_faults())
                 expect(not killed, f"{action}: the device is dead")
@@ -982,14 +989,14 @@ class Rules:
             expect(base.epoch in worker.held, f"survivor {rank} holds {list(worker.held)}, base is {base.epoch}")
         named = {rank: node for rank, node in propose.nodes.items() if node}
         truth = {rank: worker.node.name for rank, worker in self.world.workers.items()}
-        if self.world.takeovers:  # some went with a supervisor: their numbers are taken
+        if self.world.takeovers:  # some ranks vanished with a supervisor, but their numbers are taken
             truth = {rank: place.node for rank, place in enumerate(self.world.record.placements)} | truth
         expect(named == truth, f"names other nodes: {named.items() ^ truth.items()}")
 
     def check_effect(self, epoch: int) -> None:
-        """The commit: everybody has acknowledged, and every slice that anybody holds is the last committed one."""
+        """Check the commit: all ranks have acknowledged, and every held slice is of the last committed iteration."""
         plan = self.plans.get(epoch)
-        expect(plan is not None and epoch == self.highest_epoch, f"epoch {epoch} takes effect out of turn")
+        expect(plan is not None and epoch == self.highest_epoch, f"epoch {epoch} takes effect out of order")
         expect(epoch not in self.refused, f"epoch {epoch} takes effect, though it was refused")
         assert plan is not None
         missing = set(plan.layout.ranks) - self.acknowledged.get(epoch, {}).keys()
@@ -1009,7 +1016,7 @@ class Rules:
         self.objected = 0
 
     def freed(self, worker: Worker, epoch: int, kept: int | None) -> None:
-        """A rank lets go of what an epoch's layout needed of it."""
+        """Check that a rank frees only state that the layout in effect does not need."""
         if self.given_up(worker):
             return
         if self.committed == self.world.scenario.resume_from:

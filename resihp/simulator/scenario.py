@@ -1,4 +1,4 @@
-"""What a simulated job is and what befalls it; `Scenario.drawn(seed)` draws one. Pure data."""
+"""A simulated job and its disturbances; `Scenario.drawn(seed)` draws one at random. Pure data."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from resihp.parallelism.model import ModelSpec
 
 SIGKILL, SIGSTOP, SIGTERM, SIGINT = 9, 19, 15, 2
 SIGUSR1, SIGUSR2, SIGCONT = 10, 12, 18
-NEVER = float("inf")
+NEVER_S = float("inf")
 
 MODEL = ModelSpec(layers=6, hidden=32, heads=4, kv_groups=2, ffn_hidden=64, vocab=128, sequence=64)
 
 DisturbanceKind = Literal[
-    "kill",  # the worker dies (status -9, or what `status` says)
+    "kill",  # the worker dies (status -9, or `status`)
     "node",  # agent and workers of the worker's node die at once
-    "agent",  # the agent dies, its workers with it, some of their exits still reported
-    "vanish",  # like `node`, and nobody is told: the connection just carries nothing any more
+    "agent",  # the agent dies and its workers with it; some of their exits are still reported
+    "vanish",  # like `node`, but unnoticed: the connection just carries nothing any more
     "silent",  # the control connection carries nothing for `seconds`, then all of it
     "blackout",  # agent and workers of the node freeze for `seconds`
-    "stop",  # state T for `seconds`
-    "mute",  # the interpreter is held for `seconds`: no beats of its own, state R
-    "hang",  # stuck in user code for `seconds`, its own thread beats on
-    "broken",  # a transfer of the running epoch fails on this rank, everybody alive
+    "stop",  # the worker is in state T for `seconds`
+    "mute",  # the interpreter is blocked for `seconds`: no beats of the worker's own, state R
+    "hang",  # the worker is stuck in user code for `seconds`; its beat thread goes on
+    "broken",  # a transfer of the running epoch fails on this rank; all processes stay alive
     "forget",  # the worker loses its state when it parks next
-    "deadlock",  # a collective of the running epoch never completes, nobody is told
+    "deadlock",  # a collective of the running epoch never completes, unreported
     "reconnect",  # the agent reconnects
     "raise",  # the user's code raises on this rank
     "raise_all",  # ... and on all the others in the same place
-    "raise_node",  # all ranks of the node raise the same before they have said what they train
+    "raise_node",  # all ranks of the node raise the same error before they declare
     "signal",  # the supervisor receives `status`
     "cancel",  # all agents, their workers and maybe the supervisor receive `status` (stopping.py)
     "told",  # the node's agent and its workers receive `status`; the node dies after `seconds`
     "inject",  # an operator asks for a kill
     "checkpoint",  # an operator asks for a checkpoint now
-    "drained",  # an administrator drains the node, and takes that back after `seconds`
+    "drained",  # an administrator drains the node, and undoes that after `seconds`
     "supervisor",  # the supervisor dies; another takes over after `seconds`
 ]
 
-SHARES: dict[DisturbanceKind, int] = {
+DISTURBANCE_WEIGHTS: dict[DisturbanceKind, int] = {
     "kill": 30,
     "node": 8,
     "agent": 6,
@@ -61,7 +61,7 @@ SHARES: dict[DisturbanceKind, int] = {
     "signal": 1,
     "inject": 3,
 }
-"""How often each is drawn."""
+"""Relative frequency of each kind."""
 
 Trigger = Literal[
     "time", "arrive", "order", "spawn", "declare", "join", "joined", "park", "parked", "pause", "propose", "go",
@@ -72,27 +72,27 @@ Fate = Literal["fine", "odd", "refuses", "dies", "raises", "hangs", "spawn"]
 """How a process that was started again begins: it joins, declares something else, fails its probe, and so on."""
 
 
-PHASES: tuple[Phase, ...] = ("forward", "backward", "reduce", "step", "park", "groups", "transfer", "resume")
+FAULT_PHASES: tuple[Phase, ...] = ("forward", "backward", "reduce", "step", "park", "groups", "transfer", "resume")
 
-FATES: dict[Fate, int] = {"fine": 60, "odd": 8, "refuses": 7, "dies": 8, "raises": 6, "hangs": 3, "spawn": 5}
+FATE_WEIGHTS: dict[Fate, int] = {"fine": 60, "odd": 8, "refuses": 7, "dies": 8, "raises": 6, "hangs": 3, "spawn": 5}
 
 
 @dataclass(frozen=True)
 class Disturbance:
-    """Happens `delay` after the `nth` occurrence of `trigger`, to `rank` or, if None, to whom it concerned."""
+    """Happens `delay` after the `nth` occurrence of `trigger`, to `rank` or, if None, to the rank of the trigger."""
 
     kind: DisturbanceKind
     trigger: Trigger = "time"
     nth: int = 1
     delay: float = 0.0
     rank: int | None = None
-    seconds: float = NEVER
+    seconds: float = NEVER_S
     status: int = -SIGKILL
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is run. The remaining choices (delays, order) are drawn from `seed`."""
+    """One simulated job. The remaining choices (delays, order) are drawn from `seed`."""
 
     seed: int = 0
     nodes: int = 2
@@ -108,11 +108,11 @@ class Scenario:
     disturbances: tuple[Disturbance, ...] = ()
     latency_s: float = 0.02
     duplicates: float = 0.0
-    """Chance of a worker's message to be delivered a second time, some of them epochs later."""
+    """Probability that a worker's message is delivered twice, sometimes epochs later."""
     leaks: bool = False
-    """What a dropped node had sent before may still be delivered."""
+    """Whether messages that a node sent before it was dropped may still be delivered."""
     breaks_loudly: float = 1.0
-    """Chance that a rank whose peer dies is told so by the transport."""
+    """Probability that the transport reports a peer's death to a rank."""
     limit_s: float = 900.0
     model: ModelSpec = MODEL
     start_budget_s: float = 60.0
@@ -120,36 +120,36 @@ class Scenario:
     refuses: int | None = None
     objects: int | None = None
     other_digest: int | None = None
-    """Ranks that refuse to start, object to plans, compute another digest of them."""
+    """The rank that declares another model, refuses to start, objects to plans, or computes another digest of them."""
     agrees_up_to: int = 0
-    """Epoch up to which nobody objects."""
+    """Epoch up to which no rank objects."""
     objections: int = 99
-    """How often a rank objects before it gives in."""
+    """Number of objections of a rank before it gives in."""
     fates: tuple[Fate, ...] = ("fine",)
-    """Of newcomers, one after the other, the last one's again and again."""
+    """Fates of newcomers in order; the last one repeats."""
     come_backs: int = 3
     chunk_s: float = 0.3
-    """At most so long a chunk of moved state takes."""
+    """Longest time that a chunk of transferred state takes."""
     planner: Literal["real", "wild", "cautious"] = "real"
-    """Who plans: see `planner.Planner`."""
+    """The planner: see `random_planner.RandomPlanner`."""
     thinks: bool = False
     """Whether plans are made ahead, and better ones looked for."""
     planner_trouble: float = 0.0
     checker_trouble: float = 0.0
-    """How often the planner finds no plan, the checker refuses it."""
+    """Probabilities that the planner finds no plan, and that the checker refuses it."""
     early_exit: int | None = None
     meaning: Literal["time-limit", "cancelled", "preempted", "unknown"] | None = "cancelled"
-    """Why Slurm stops the job, if it tells."""
+    """Slurm's reason for stopping the job; None if it gives none."""
     time_left_s: float | None = None
-    """Until Slurm's limit, from the start on."""
+    """Time until Slurm's limit, counted from the start."""
     mortality: float = 0.0
-    """Chance that a worker dies of a signal that was meant for its job."""
+    """Probability that a worker dies of a signal that was meant for its job."""
     signal_grace_s: float = 20.0
     on_warning: Literal["requeue", "end"] = "requeue"
     may_requeue: bool = False
     restarts_left: int = 0
     slurm: bool = False
-    """In an allocation (allocation.py); the batch script runs on `batch_node`."""
+    """Whether the job runs in an allocation (allocation.py); the batch script runs on `batch_node`."""
     batch_node: str = ""
     drains: int = 0
     died_before: tuple[str, ...] = ()
@@ -158,25 +158,25 @@ class Scenario:
     spares: int = 0
     least: float = 0.5
     late: tuple[tuple[str, float], ...] = ()
-    """Nodes that come later than others, and when; NEVER if they do not."""
+    """Nodes that come later than others, and their delays; NEVER_S if they do not come."""
     spawns: tuple[tuple[str, Literal["hang", "refused"]], ...] = ()
-    """Nodes where no process of the start can be started, and how one comes to know."""
+    """Nodes on which no process can be started at the beginning, and how that shows."""
     examine: bool = False
-    """Devices and links are measured before they are used."""
+    """Whether devices and links are measured before they are used."""
     slow: float = 0.0
-    """How often the detector finds something slow, in each iteration (monitor.py)."""
+    """Probability that the detector finds something slow, in each iteration (false_alarms.py)."""
     observes: bool = False
-    """Nothing is done about what is slow."""
+    """Whether slow devices and links are only reported."""
     ramp: Ramp = ()
     """Steps of the batch ramp-up, up to `micro_batches`."""
     evaluate_every: int = 0
-    """Iterations from one evaluation to the next; there is one after the last, too. 0: none."""
+    """Number of iterations between evaluations; there is one after the last iteration, too. 0: none."""
     shared: bool = False
-    """Workers share their machines' processors."""
+    """Whether workers share their machines' processors."""
     unfit: float = 0.0
-    """Chance that a probe comes out badly; half as often it fails, or is not answered."""
+    """Probability of a bad probe result; half as often a probe fails, or is not answered."""
     noise: float = 0.0
-    """Chance that a healthy device looks slow in a probe while others train on the same machine."""
+    """Probability that a healthy device looks slow in a probe while others train on the same machine."""
 
     @property
     def batch_sizes(self) -> BatchSizes:
@@ -184,12 +184,12 @@ class Scenario:
 
     @property
     def foresight(self) -> dict[str, Any]:
-        """Settings of a job whose plans are made ahead, and searched: that needs to know of memory, here ample."""
+        """Settings of a job that plans ahead and searches for better plans, which requires known memory, here ample."""
         return {"plans_ahead": True, "search_s": 1.0, "memory_bytes": 1 << 40} if self.thinks else {}
 
     @classmethod
     def foreseeing(cls, seed: int) -> Scenario:
-        """A longer job of any other kind, that has plans made for what may come."""
+        """Draw a longer job of any other kind that plans ahead for possible losses."""
         rng = random.Random(seed + 6_000_000)
         kinds = (cls.drawn, cls.drawn, cls.orphaned, cls.stormy, cls.allocated, cls.ramped, cls.sluggish)
         base = rng.choice(kinds)(seed)
@@ -204,7 +204,7 @@ class Scenario:
 
     @classmethod
     def ramped(cls, seed: int) -> Scenario:
-        """A job of any other kind, the first iterations of which have fewer micro-batches."""
+        """Draw a job of any other kind that has fewer micro-batches in its first iterations."""
         rng = random.Random(seed + 5_000_000)
         kinds = (cls.drawn, cls.drawn, cls.orphaned, cls.stormy, cls.allocated, cls.stopped, cls.sluggish, cls.hindered)
         base = rng.choice(kinds)(seed)
@@ -218,7 +218,7 @@ class Scenario:
 
     @classmethod
     def sluggish(cls, seed: int) -> Scenario:
-        """A job whose detector sees slow devices everywhere, some of which are."""
+        """Draw a job whose detector reports slow devices everywhere; some are slow."""
         rng = random.Random(seed * 2)
         drawn = cls.drawn(seed) if rng.random() < 0.7 else cls.orphaned(seed)
         return dataclasses.replace(
@@ -233,9 +233,9 @@ class Scenario:
 
     @classmethod
     def harassed(cls, seed: int) -> Scenario:
-        """A job of two replicas whose ranks are killed or stopped each 4 to 14 s; half of the probes read slow.
+        """Draw a job of two replicas whose ranks are killed or stopped every 4 to 14 s; half of the probes read slow.
 
-        Every process comes back on its device, and is set aside at first where its probe read slow.
+        Every process comes back on its device, and is set aside at first if its probe read slow.
         """
         rng = random.Random(seed + 7_000_000)
         nodes, gpus, tp, pp = rng.choice([(2, 1, 1, 1), (2, 2, 1, 2), (4, 1, 1, 2), (4, 2, 2, 2), (3, 2, 1, 3)])
@@ -264,7 +264,7 @@ class Scenario:
 
     @classmethod
     def noisy(cls, seed: int) -> Scenario:
-        """A longer job that is measured, all of whose devices are well and many of whose probes say otherwise."""
+        """Draw a longer job with probes in which all devices are healthy and many probes read slow."""
         rng = random.Random(seed + 8_000_000)
         drawn = rng.choice([cls.drawn, cls.orphaned, cls.stormy, cls.stormy])(seed)
         return dataclasses.replace(
@@ -309,7 +309,7 @@ class Scenario:
                         rank=None if on_node else rng.randrange(ranks),
                         node=f"n{rng.randint(1, nodes)}" if on_node else None,
                         iteration=rng.randint(1, iterations + (rng.random() < 0.1)),
-                        phase=rng.choice(PHASES if rng.random() < 0.3 else PHASES[:4]),
+                        phase=rng.choice(FAULT_PHASES if rng.random() < 0.3 else FAULT_PHASES[:4]),
                     )
                 )
         return cls(
@@ -333,7 +333,7 @@ class Scenario:
             other_digest=rng.randrange(ranks + 4) if rng.random() < 0.03 else None,
             agrees_up_to=rng.choice([1, 1, 2]),
             objections=rng.choice([1, 1, 2, 99]),
-            fates=tuple(rng.choices(list(FATES), list(FATES.values()), k=8)),
+            fates=tuple(rng.choices(list(FATE_WEIGHTS), list(FATE_WEIGHTS.values()), k=8)),
             come_backs=rng.choice([3, 3, 3, 1, 0]),
             chunk_s=rng.choice([0.1, 0.3, 0.3, 8.0]),
             evaluate_every=seed % 15 // 5 + 1 if seed % 5 == 0 else 0,
@@ -344,7 +344,7 @@ class Scenario:
 
     @classmethod
     def stormy(cls, seed: int) -> Scenario:
-        """A longer job with the disturbances of four, duplicates of everything, and leaks."""
+        """Draw a longer job with the disturbances of four, many duplicate messages, and leaks."""
         base = cls.drawn(seed)
         rng = random.Random(seed)
         ranks = base.nodes * base.gpus_per_node
@@ -354,7 +354,7 @@ class Scenario:
             more += cls._disturbances(rng, length_s, ranks, 2 * base.iterations)
         return dataclasses.replace(
             base,
-            disturbances=(*base.disturbances, *(one for one in more if one.kind != "signal")),
+            disturbances=(*base.disturbances, *(disturbance for disturbance in more if disturbance.kind != "signal")),
             iterations=2 * base.iterations,
             pp=1 if seed % 2 else base.pp,
             micro_batches=3 * ranks,
@@ -365,7 +365,7 @@ class Scenario:
 
     @classmethod
     def orphaned(cls, seed: int) -> Scenario:
-        """A drawn job whose supervisor dies, once or more, at moments that matter; nobody interrupts it by hand."""
+        """Draw a job whose supervisor dies, once or more, at critical moments; without signals and injected faults."""
         base = cls.drawn(seed)
         rng = random.Random(seed + 1)
         triggers: list[Trigger] = [
@@ -382,12 +382,12 @@ class Scenario:
             )
             for _ in range(rng.choice([1, 1, 2, 3]))
         )
-        kept = tuple(one for one in base.disturbances if one.kind not in ("signal", "inject"))
+        kept = tuple(disturbance for disturbance in base.disturbances if disturbance.kind not in ("signal", "inject"))
         return dataclasses.replace(base, disturbances=(*kept, *deaths), duplicates=0.0, leaks=False)
 
     @classmethod
     def allocated(cls, seed: int) -> Scenario:
-        """A longer job in a Slurm allocation, which loses nodes and may ask for others."""
+        """Draw a longer job in a Slurm allocation, which loses nodes and may ask for others."""
         base = cls.drawn(seed)
         rng = random.Random(seed + 1_000_000)
         nodes = max(base.nodes, 2)
@@ -403,7 +403,7 @@ class Scenario:
             away_s = rng.choice([0.1, 1.0, 3.0])
             more += (Disturbance("supervisor", delay=rng.uniform(4, 2 * length_s), seconds=away_s),)
         if rng.random() < 0.4:
-            drained_s = rng.choice([1.0, 20.0, NEVER])
+            drained_s = rng.choice([1.0, 20.0, NEVER_S])
             drained = Disturbance("drained", delay=rng.uniform(4, length_s), rank=rng.randrange(ranks))
             more += (dataclasses.replace(drained, seconds=drained_s),)
         return dataclasses.replace(
@@ -425,7 +425,7 @@ class Scenario:
 
     @classmethod
     def decimated(cls, seed: int) -> Scenario:
-        """A job with spares, some of whose nodes are gone before training begins, or never come."""
+        """Draw a job with spares in which some nodes are lost before training begins, or never come."""
         base = cls.drawn(seed) if seed % 3 else cls.allocated(seed)
         rng = random.Random(seed + 3_000_000)
         nodes, spares = base.nodes + 2, rng.choice([1, 1, 2])
@@ -449,7 +449,10 @@ class Scenario:
             spares=spares,
             micro_batches=3 * ranks,
             faults=(),
-            disturbances=(*(one for one in others if one.kind not in ("signal", "inject")), *early),
+            disturbances=(
+                *(disturbance for disturbance in others if disturbance.kind not in ("signal", "inject")),
+                *early,
+            ),
             slurm=slurm,
             batch_node="n1" if slurm else "",
             may_requeue=rng.random() < 0.7,
@@ -460,8 +463,8 @@ class Scenario:
 
     @classmethod
     def hindered(cls, seed: int) -> Scenario:
-        """A job at whose start things go wrong: nodes that do not come, or go, processes that cannot begin; often its
-        supervisor dies as well."""
+        """Draw a job with trouble at its start: nodes that do not come or vanish, and processes that cannot start;
+        often its supervisor dies as well."""
         base = cls.drawn(seed) if seed % 3 else cls.allocated(seed)
         rng = random.Random(seed + 4_000_000)
         spares = rng.choice([0, 0, 0, 1])
@@ -474,15 +477,17 @@ class Scenario:
         for _ in range(rng.choice([1, 1, 1, 2, 2, 3])):
             name, (trigger, most) = f"n{rng.randint(1, nodes)}", rng.choice(moments)
             nth, delay = rng.randint(1, most), rng.choice([0.0, rng.uniform(0, 0.5), rng.uniform(0, 2.5)])
-            what = rng.choice(["late", "late", "node", "node", "process", "process", "raise", "raise", "spawn"])
-            if what == "late":
-                late[name] = rng.choice([NEVER, NEVER, rng.uniform(1, 59), rng.uniform(60, 70), rng.uniform(60, 150)])
-            elif what == "spawn":
+            trouble = rng.choice(["late", "late", "node", "node", "process", "process", "raise", "raise", "spawn"])
+            if trouble == "late":
+                late[name] = rng.choice(
+                    [NEVER_S, NEVER_S, rng.uniform(1, 59), rng.uniform(60, 70), rng.uniform(60, 150)]
+                )
+            elif trouble == "spawn":
                 spawns[name] = rng.choice(["hang", "refused"])
-            elif what == "node":
+            elif trouble == "node":
                 kinds: list[DisturbanceKind] = ["node", "vanish", "blackout", "agent"]
                 early.append(Disturbance(rng.choice(kinds), trigger, nth, delay))
-            elif what == "process":
+            elif trouble == "process":
                 kinds = ["kill", "kill", "hang", "stop", "mute"]
                 early.append(Disturbance(rng.choice(kinds), "spawn", rng.randint(1, ranks), delay))
             else:
@@ -502,7 +507,7 @@ class Scenario:
             micro_batches=3 * ranks,
             iterations=iterations,
             faults=(),
-            disturbances=(*(one for one in others if one.kind not in ("signal", "inject")), *early),
+            disturbances=(*(d for d in others if d.kind not in ("signal", "inject")), *early),
             late=tuple(late.items()),
             spawns=tuple(spawns.items()),
             least=rng.choice([0.5, 0.5, 0.25, 0.75, 1.0]),
@@ -520,7 +525,7 @@ class Scenario:
 
     @classmethod
     def stopped(cls, seed: int) -> Scenario:
-        """A drawn job that somebody wants to end, at any moment and in any way; half of them are left alone else."""
+        """Draw a job that is asked to end, at any moment and in any way; half of them have no other disturbances."""
         rng = random.Random(seed + 2_000_000)
         base = cls.allocated(seed) if rng.random() < 0.2 else cls.drawn(seed)
         warned: tuple[DisturbanceKind, int] = ("signal", SIGUSR2)
@@ -545,7 +550,7 @@ class Scenario:
             kind, status = rng.choice(kinds)
             trigger = rng.choice(triggers)
             delay = rng.uniform(3, 8 + base.iterations * base.iteration_s) if trigger == "time" else rng.uniform(0, 1)
-            seconds = rng.uniform(0.1, 30.0) if kind == "told" and rng.random() < 0.7 else NEVER
+            seconds = rng.uniform(0.1, 30.0) if kind == "told" and rng.random() < 0.7 else NEVER_S
             nth = rng.randint(1, 2 * base.iterations) if trigger in ("sync", "step") else rng.choice([1, 1, 2])
             rank = rng.randrange(base.nodes * base.gpus_per_node)
             stops.append(Disturbance(kind, trigger, nth, delay, rank, seconds, status))
@@ -555,7 +560,7 @@ class Scenario:
         return dataclasses.replace(
             base,
             iterations=iterations,
-            disturbances=(*(one for one in others if one.kind != "signal"), *stops),
+            disturbances=(*(disturbance for disturbance in others if disturbance.kind != "signal"), *stops),
             faults=base.faults if others else (),
             slurm=base.slurm or bool(seed % 5 > 1),
             batch_node=base.batch_node or ("n1" if seed % 5 > 1 else ""),
@@ -569,29 +574,33 @@ class Scenario:
 
     @classmethod
     def interrupted(cls, seed: int) -> Scenario:
-        """A job as above that operators stop, with Ctrl-C, TERM or `resihp stop`: whoever wanted it to end is one. Some
-        want a checkpoint before."""
+        """Draw a job as in `stopped` in which operators stop the job instead: by Ctrl-C, TERM or `resihp stop`. Some
+        ask for a checkpoint before."""
         rng = random.Random(seed + 7_000_000)
         base = cls.stopped(seed)
         stops = ("signal", "cancel", "told")
-        others = tuple(one for one in base.disturbances if one.kind not in stops or rng.random() < 0.1)
-        asked = [
-            dataclasses.replace(one, kind="signal", seconds=NEVER, status=rng.choice([SIGINT, SIGINT, SIGTERM, 0]))
-            for one in base.disturbances
-            if one.kind in stops and one not in others
+        others = tuple(
+            disturbance for disturbance in base.disturbances if disturbance.kind not in stops or rng.random() < 0.1
+        )
+        operator_stops = [
+            dataclasses.replace(
+                disturbance, kind="signal", seconds=NEVER_S, status=rng.choice([SIGINT, SIGINT, SIGTERM, 0])
+            )
+            for disturbance in base.disturbances
+            if disturbance.kind in stops and disturbance not in others
         ]
         saves = [
-            dataclasses.replace(one, kind="checkpoint", nth=1, delay=one.delay * rng.random())
-            for one in asked
+            dataclasses.replace(disturbance, kind="checkpoint", nth=1, delay=disturbance.delay * rng.random())
+            for disturbance in operator_stops
             if rng.random() < 0.6
         ]
         if rng.random() < 0.2:
-            asked = []
-        return dataclasses.replace(base, disturbances=(*others, *saves, *asked))
+            operator_stops = []
+        return dataclasses.replace(base, disturbances=(*others, *saves, *operator_stops))
 
     @staticmethod
     def _disturbances(rng: random.Random, length_s: float, ranks: int, iterations: int) -> list[Disturbance]:
-        kind = rng.choices(list(SHARES), list(SHARES.values()))[0]
+        kind = rng.choices(list(DISTURBANCE_WEIGHTS), list(DISTURBANCE_WEIGHTS.values()))[0]
         trigger: Trigger = "time"
         nth, delay = 1, rng.uniform(0, length_s)
         if rng.random() < 0.6:
@@ -607,7 +616,7 @@ class Scenario:
             delay = rng.choice([0.0, rng.uniform(0, 0.1), rng.uniform(0, 1.0)])
         elif rng.random() < 0.95:
             delay = max(delay, 5.0)
-        seconds = NEVER
+        seconds = NEVER_S
         if kind == "silent":
             seconds = rng.uniform(0.5, 20)
         elif kind == "mute":
@@ -624,7 +633,7 @@ class Scenario:
             Disturbance(kind, trigger, nth, delay + rng.choice([0.0, 0.05]), rng.randrange(ranks), seconds, status)
             for _ in range(several - 1)
         ]
-        if kind == "vanish" and rng.random() < 0.5:  # it had fallen silent before, while it still computed
+        if kind == "vanish" and rng.random() < 0.5:  # first silent, while it still computes
             before = rng.uniform(0.0, 8.0)
             others.append(Disturbance("silent", trigger, nth, delay, rank))
             first = dataclasses.replace(first, delay=delay + before)

@@ -1,7 +1,8 @@
-"""Simulated ways to ask a job to stop, and what must hold of how it ends.
+"""Simulated ways to ask a job to stop, and rules for how it may end.
 
-Slurm signals agents one after the other, and workers beside them that may die of it; it answers late or never to why.
-Told again in its own words here: when a stop begins, how long it may take, what it may blame, and what it has to save.
+Slurm signals agents one after the other, and their workers, which may die of it. It answers late or never when asked
+for the reason. The rules restate, independently of the controller, when a stop begins, how long it may take, which
+failures it may attribute to nodes, and which state it must save.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from resihp.record.journal import (
 )
 from resihp.simulator.holdings import everything
 from resihp.simulator.rules import expect
-from resihp.simulator.scenario import NEVER, SIGCONT, SIGINT, SIGTERM, SIGUSR1, SIGUSR2, Disturbance
+from resihp.simulator.scenario import NEVER_S, SIGCONT, SIGINT, SIGTERM, SIGUSR1, SIGUSR2, Disturbance
 
 if TYPE_CHECKING:
     from resihp.simulator.machines import SimNode, Worker
@@ -30,40 +31,40 @@ if TYPE_CHECKING:
 
 TOGETHER_S = 2.0
 TICK_S = 0.3
-WARNINGS = (SIGUSR1, SIGUSR2)
+WARNING_SIGNALS = (SIGUSR1, SIGUSR2)
 
 
 class Stopping:
-    """Slurm and operators who want the job to end; and the rules of ending it."""
+    """Slurm and operators that want the job to end, and the rules for ending it."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.nodes: set[str] = set()
-        """In the job, as far as it knows."""
+        """Nodes of the job, as far as it knows."""
         self.lost_at: dict[str, float] = {}
-        """When nodes were given up."""
-        self.told: dict[str, tuple[float, int]] = {}
-        """When which agent was last signalled, as far as the job knows."""
+        """Time at which each node was given up."""
+        self.signals: dict[str, tuple[float, int]] = {}
+        """Time and signal of the last one to each agent, as far as the job knows."""
         self.began_at: float | None = None
         self.asked_at = 0.0
         self.is_warning = False
         self.operator: int | None = None
-        """By which signal an operator wants it to end; 0 for `resihp stop`."""
+        """Signal by which an operator wants the job to end; 0 for `resihp stop`."""
         self.at_once: int | None = None
-        """The signal by which one wants it to end without a checkpoint."""
+        """Signal by which an operator wants the job to end without a checkpoint."""
         self.deadline: float | None = None
         self.written: dict[str, dict[str, int]] = {}
         """Slices in each file of each checkpoint folder."""
         self.wrong: set[str] = set()
-        """Files that hold anything else than the last committed iteration when they are written."""
+        """Files with another state than that of the last committed iteration at the time of writing."""
         self.meanings: list[JobSignalled] = []
         self.saving: m.Save | None = None
         self.saves: set[tuple[int, int]] = set()
-        """(epoch, iteration) whose last synchronisation told all to write a checkpoint while they train."""
+        """(epoch, iteration) at whose last synchronisation all were told to write a checkpoint while they train."""
         self.complete = 0
-        """Iteration of the newest checkpoint."""
+        """Iteration of the newest complete checkpoint."""
 
-    # --- those who ask --------------------------------------------------------------------------------------------
+    # --- requests to stop -----------------------------------------------------------------------------------------
 
     def disturb(self, disturbance: Disturbance, node: SimNode) -> None:
         world, rng = self.world, self.world.rng
@@ -79,46 +80,51 @@ class Stopping:
             case "signal":
                 world.feed(api.Signalled(signal=disturbance.status))
             case "cancel":
-                for other in list(world.nodes.values()):
-                    world.at(rng.choice([0.0, rng.uniform(0, 0.5), rng.uniform(0, 3)]), self.tell, other, disturbance)
+                for agent_node in list(world.nodes.values()):
+                    world.at(
+                        rng.choice([0.0, rng.uniform(0, 0.5), rng.uniform(0, 3)]),
+                        self.signal_node,
+                        agent_node,
+                        disturbance,
+                    )
                 if rng.random() < 0.8:
                     world.at(rng.uniform(0, 0.5), world.feed, api.Signalled(signal=disturbance.status))
             case "told":
-                self.tell(node, disturbance)
-                if disturbance.seconds < NEVER:
+                self.signal_node(node, disturbance)
+                if disturbance.seconds < NEVER_S:
                     world.at(disturbance.seconds, world.kill_node, node, rng.random() < 0.5)
 
-    def tell(self, node: SimNode, disturbance: Disturbance) -> None:
-        """A node's agent is signalled; of its workers, those die of it that have not learnt to live with it."""
+    def signal_node(self, node: SimNode, disturbance: Disturbance) -> None:
+        """Signal a node's agent, and its workers, some of which die of the signal."""
         world, rng = self.world, self.world.rng
         if not node.alive:
             return
         if rng.random() < 0.5:
             world.up(node, api.AgentSignalled(node=node.name, signal=SIGCONT))
-        world.at(rng.choice([0.0, 0.0, rng.uniform(0, 0.5)]), self.tell_agent, node, disturbance.status)
+        world.at(rng.choice([0.0, 0.0, rng.uniform(0, 0.5)]), self.signal_agent, node, disturbance.status)
         for rank in node.ranks:
             worker = world.workers[rank]
             if worker.spawned and rng.random() < world.scenario.mortality:
                 world.at(rng.choice([0.0, rng.uniform(0, 1.0)]), worker.die, -disturbance.status)
 
-    def tell_agent(self, node: SimNode, number: int) -> None:
+    def signal_agent(self, node: SimNode, number: int) -> None:
         self.world.up(node, api.AgentSignalled(node=node.name, signal=number))
 
     def answer_why(self) -> None:
         scenario, rng = self.world.scenario, self.world.rng
-        expect(scenario.slurm, "asks Slurm, which is not there")
+        expect(scenario.slurm, "asks Slurm for the reason of a stop, without Slurm")
         if scenario.meaning is not None:
-            told = api.StopMeaning(meaning=scenario.meaning)
-            self.world.at(rng.choice([0.01, rng.uniform(0, 1), rng.uniform(0, 6)]), self.world.feed, told)
+            answer = api.StopMeaning(meaning=scenario.meaning)
+            self.world.at(rng.choice([0.01, rng.uniform(0, 1), rng.uniform(0, 6)]), self.world.feed, answer)
 
-    # --- what follows from it ---------------------------------------------------------------------------------------
+    # --- consequences -----------------------------------------------------------------------------------------------
 
     def learn(self, event: api.AnyEvent) -> None:
-        """Before the controller does."""
+        """Note an event before the controller sees it."""
         now, slurm = self.world.now, self.world.scenario.slurm
         match event:
             case api.Signalled():
-                if event.signal in WARNINGS:
+                if event.signal in WARNING_SIGNALS:
                     self.begin(is_warning=True)
                 elif event.signal == SIGTERM and slurm:
                     self.begin(is_warning=False)
@@ -127,12 +133,12 @@ class Stopping:
             case api.StopAsked():
                 self.asked(0)
             case api.AgentSignalled() if event.signal != SIGCONT and event.node in self.nodes:
-                self.told[event.node] = (now, event.signal)
+                self.signals[event.node] = (now, event.signal)
                 for is_warning in (False, True):
                     fresh = [
                         name
-                        for name, (at, number) in self.told.items()
-                        if now - at <= TOGETHER_S and (number in WARNINGS) == is_warning
+                        for name, (at, number) in self.signals.items()
+                        if now - at <= TOGETHER_S and (number in WARNING_SIGNALS) == is_warning
                     ]
                     if len(fresh) > 1 or (fresh and len(self.nodes) == 1):
                         self.begin(is_warning)
@@ -142,7 +148,7 @@ class Stopping:
                 pass
 
     def asked(self, number: int) -> None:
-        """By an operator, once or twice."""
+        """Note an operator's request to stop, the first or the second."""
         if self.operator is None and (self.began_at is None or self.is_warning):
             self.begin(is_warning=False)
             self.operator = number
@@ -156,15 +162,15 @@ class Stopping:
             self.operator, self.asked_at = None, self.world.now
             return
         if self.began_at is None:
-            fresh = [at for at, _ in self.told.values() if self.world.now - at <= TOGETHER_S]
+            fresh = [at for at, _ in self.signals.values() if self.world.now - at <= TOGETHER_S]
             self.began_at = min([self.world.now, *fresh])
         elif not self.is_warning:
             return
         self.asked_at, self.is_warning = self.world.now, is_warning
 
     def took_over(self) -> None:
-        """A new supervisor knows of the stop what is in the journal."""
-        self.told.clear()
+        """Forget everything about the stop that a new supervisor cannot read in the journal."""
+        self.signals.clear()
         self.deadline = None
         self.saving = None
         if not self.meanings:
@@ -176,14 +182,14 @@ class Stopping:
 
     @property
     def ends_at(self) -> float:
-        """When the job has ended, at the latest."""
+        """Latest time at which the job must have ended."""
         if self.began_at is None or (self.is_warning and self.world.rules.halted_at is not None):
-            return NEVER
+            return NEVER_S
         grace_s = self.world.scenario.signal_grace_s
         asked_at = self.asked_at
         if self.world.takeovers:
             asked_at = max(asked_at, self.world.takeovers[-1] + 36.0)
-        limit = NEVER if self.deadline is None else max(self.deadline - 30.0, asked_at + grace_s)
+        limit = NEVER_S if self.deadline is None else max(self.deadline - 30.0, asked_at + grace_s)
         if self.operator is not None and self.operator != SIGTERM:
             return min(asked_at + 300.0, limit)
         if not self.is_warning:
@@ -197,7 +203,7 @@ class Stopping:
     # --- rules ----------------------------------------------------------------------------------------------------
 
     def judge(self, action: api.AnyAction) -> None:
-        """Before the action is carried out."""
+        """Check an action before it is carried out."""
         match action:
             case api.Log():
                 self.check_entry(action.entry)
@@ -211,12 +217,12 @@ class Stopping:
                 pass
 
     def settle(self) -> None:
-        """After the whole answer."""
+        """Check the state after the controller's whole answer."""
         if self.world.leaderless or self.world.end is not None:
             return
-        expect(self.at_once is None, f"told to end at once by {self.at_once}, and goes on")
+        expect(self.at_once is None, f"told to end at once by {self.at_once}, but goes on")
         late_s = self.world.now - self.ends_at
-        expect(late_s <= TICK_S, f"the job was to end {late_s:.2f} s ago")
+        expect(late_s <= TICK_S, f"the job should have ended {late_s:.2f} s ago")
 
     def check_entry(self, entry: AnyEntry) -> None:
         match entry:
@@ -236,30 +242,32 @@ class Stopping:
                 is_new = before is None or (before == "warning" and entry.meaning != "warning")
                 is_new = is_new or (before == "operator" and entry.meaning not in ("warning", "operator"))
                 expect(is_new, f"{entry} after {self.meanings}")
-                expect(set(entry.nodes) <= self.told.keys(), f"{entry}, signalled were {sorted(self.told)}")
+                expect(set(entry.nodes) <= self.signals.keys(), f"{entry}, signalled were {sorted(self.signals)}")
                 self.meanings.append(entry)
-                if self.world.takeovers and self.began_at is None:  # signals that came while it took over
+                if self.world.takeovers and self.began_at is None:  # the signals came during the take-over
                     self.began_at = self.asked_at = self.world.now
                     self.is_warning = entry.meaning == "warning"
                     self.operator = entry.signal if entry.meaning == "operator" else None
 
     def check_blame(self, entry: FailureFound) -> None:
-        """No node is blamed for what died when somebody wanted it to."""
+        """Check that no node is held responsible for processes that died because of the stop."""
         if entry.node is None:
             return
         workers = [self.world.workers[rank] for rank in entry.ranks]
-        died_at = [min(worker.died_at, self.lost_at.get(worker.node.name, NEVER)) for worker in workers]
+        died_at = [min(worker.died_at, self.lost_at.get(worker.node.name, NEVER_S)) for worker in workers]
         if self.began_at is not None:
             early = [at for at in died_at if at < self.began_at - TOGETHER_S]
-            expect(bool(early), f"{entry.cause}: blames {entry.node} for the stop that began {self.began_at:.3f}")
-        if entry.node in self.told:
-            after_s = min(died_at) - self.told[entry.node][0]
-            expect(not 0.0 <= after_s < 45.0, f"{entry.cause}: blames {entry.node}, whose agent was told to stop")
+            expect(bool(early), f"{entry.cause}: attributes to {entry.node} a stop that began at {self.began_at:.3f}")
+        if entry.node in self.signals:
+            after_s = min(died_at) - self.signals[entry.node][0]
+            expect(
+                not 0.0 <= after_s < 45.0, f"{entry.cause}: attributed to {entry.node} after a stop signal to its agent"
+            )
 
     def check_save(self, action: api.Order) -> None:
         order, rules = action.order, self.world.rules
         assert isinstance(order, m.Save)
-        expect(self.is_on, f"{order} though nobody wants the job to stop")
+        expect(self.is_on, f"{order} though the job is not to stop")
         plan = rules.in_effect
         expect(plan is not None and plan.epoch == order.epoch, f"{order}, in effect is {plan and plan.epoch}")
         assert plan is not None
@@ -272,15 +280,15 @@ class Stopping:
         self.saving = order
 
     def write(self, worker: Worker, epoch: int, folder: str, file: str) -> None:
-        """A rank has written what it holds under an epoch's layout."""
-        held, rules = worker.held[epoch], self.world.rules
-        self.written.setdefault(folder, {})[file] = held.slices
-        right = (held.iteration, held.value) == (rules.value.iteration, rules.value.value)
+        """Note that a rank has written its state under an epoch's layout."""
+        holding, rules = worker.held[epoch], self.world.rules
+        self.written.setdefault(folder, {})[file] = holding.slices
+        right = (holding.iteration, holding.value) == (rules.value.iteration, rules.value.value)
         if self.saving is not None and not right:
             self.wrong.add(file)
 
     def check_checkpoint(self, action: api.CommitCheckpoint) -> None:
-        """Whatever is committed is whole; what is saved at the end is of the last committed iteration."""
+        """Check that a committed checkpoint is whole, and one saved at the end of the last committed iteration."""
         files = self.written.get(action.folder, {})
         slices = 0
         for file, _ in action.parts:
@@ -290,10 +298,10 @@ class Stopping:
         if self.saving is not None:
             expect(action.iteration == self.world.rules.committed, f"{action}, {self.world.rules.committed} are done")
             wrong = self.wrong & {file for file, _ in action.parts}
-            expect(not wrong, f"{action}: {sorted(wrong)} hold something else")
+            expect(not wrong, f"{action}: {sorted(wrong)} hold another state")
 
     def check_end(self, end: api.End) -> bool:
-        """Whether a stop explains how the job ended."""
+        """Return whether a stop explains how the job ended."""
         rules, scenario = self.world.rules, self.world.scenario
         if not self.is_on or end.exit_code == 2 or "no agent came back" in end.reason:
             return False
@@ -303,13 +311,13 @@ class Stopping:
         done = rules.committed >= scenario.iterations
         if done and rules.halted_at is not None and end.exit_code in (0, 1):
             return False
-        expect(bool(self.meanings), "ends without a word in the journal of why")
+        expect(bool(self.meanings), "ends without a reason in the journal")
         again = self.meanings[-1].meaning in ("warning", "time-limit", "preempted")
         again = again and scenario.on_warning == "requeue"
         number = SIGINT if self.meanings[-1].signal == SIGINT else SIGTERM
         right = (75, True) if again else (128 + number, False)
         expect((end.exit_code, end.requeue) == right, f"{end} after {self.meanings}")
-        expect(not end.workers_leave, f"{end}: nobody has told the workers")
+        expect(not end.workers_leave, f"{end}: the workers were not told to leave")
         calm = not [d for d in scenario.disturbances if d.kind not in ("signal", "cancel")] and not scenario.faults
         calm = calm and not scenario.mortality and scenario.iteration_s < 2 and scenario.signal_grace_s >= 10
         calm = calm and scenario.latency_s < 0.1 and not self.world.takeovers

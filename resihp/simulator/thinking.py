@@ -1,7 +1,7 @@
-"""Who answers the controller's questions ahead in a simulated job: by the code of a real one, after some virtual time.
+"""Answers the controller's questions ahead in a simulated job, with the code of a real one, after some virtual time.
 
-Mostly; some answers never come, some come late or twice, some say that there is none, and some are none. Draws are of
-its own, so that a job's other draws are the same with and without. Held by `world`.
+A few answers never come, come late or twice, report that there is no plan, or are malformed. Random numbers come from a
+generator of its own, so that a job's other draws are the same with and without it. Held by `world`.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from resihp.simulator.rules import expect
 if TYPE_CHECKING:
     from resihp.simulator.world import World
 
-TRIALS = 2
-"""Looks at whether a search is to go on: few, for there are thousands of jobs."""
+MAX_SEARCH_LOOKS = 2
+"""Number of times that a search may continue; low, because thousands of jobs are played."""
 
 
 class Thinking:
-    """One question at a time, as there is one process for it."""
+    """Answers one question at a time, like the single process of a real job."""
 
     def __init__(self, world: World) -> None:
         self._world, self._rng = world, random.Random(f"{world.scenario.seed} thinks")
         self._next: api.Think | None = None
         self._busy = False
         self._found: list[Layout] = []
-        """Layouts in effect for which a plan was found that may be better."""
+        """Layouts in effect for which a possibly better plan was found."""
 
     def has_found(self, plan: Plan) -> bool:
-        """Whether the controller may know of a better plan than this one, that is in effect."""
+        """Return whether the controller may know of a better plan than this one, which is in effect."""
         return any(layout.replicas == plan.layout.replicas for layout in self._found)
 
-    def asked(self, action: api.Think) -> None:
-        """A question: after the one under way, and in place of one that is not begun yet."""
-        expect(self._world.settings.plans_ahead, f"{action} where nobody thinks")
-        expect(action.question == key_of(action.situation), "a question by another's name")
+    def accept(self, action: api.Think) -> None:
+        """Accept a question: it replaces one that has not begun, and begins after the one in progress."""
+        expect(self._world.settings.plans_ahead, f"{action} in a job that does not plan ahead")
+        expect(action.question == key_of(action.situation), "the question's key does not match its situation")
         self._next = action
         self._begin()
 
@@ -69,12 +69,12 @@ class Thinking:
     def _answer(self, action: api.Think) -> api.Thought:
         world, looks = self._world, itertools.count()
         planner = world.dependencies.planner or named(world.settings.planner)
-        more = (lambda: next(looks) < TRIALS) if action.search_s else None
+        more = (lambda: next(looks) < MAX_SEARCH_LOOKS) if action.search_s else None
         try:
-            found = think(action.situation, planner.decide, world.dependencies.check, more)
+            decision = think(action.situation, planner.decide, world.dependencies.check, more)
         except LayoutError as error:
             return api.Thought(question=action.question, obstacle=str(error))
-        return api.Thought(question=action.question, decision=QUESTION_ENCODER.encode(found))
+        return api.Thought(question=action.question, decision=QUESTION_ENCODER.encode(decision))
 
     def _odd(self, action: api.Think) -> api.Thought:
         if self._rng.random() < 0.5:

@@ -35,16 +35,16 @@ from resihp.simulator.log import log_tail
 from resihp.simulator.machines import Meeting, SimNode, Worker
 from resihp.simulator.random_planner import RandomChecker, RandomPlanner
 from resihp.simulator.rules import Rules, Violation, expect
-from resihp.simulator.scenario import NEVER, SIGKILL, SIGSTOP, SIGTERM, Disturbance, Fate, Scenario, Trigger
+from resihp.simulator.scenario import NEVER_S, SIGKILL, SIGSTOP, SIGTERM, Disturbance, Fate, Scenario, Trigger
 from resihp.simulator.stopping import Stopping
 from resihp.simulator.thinking import Thinking
 
-TICK = api.Tick()
+TICK_EVENT = api.Tick()
 
 
 @dataclass
 class Result:
-    """What a run left behind, for directed tests."""
+    """The outcome of a run, for directed tests."""
 
     exit_code: int
     reason: str
@@ -75,7 +75,7 @@ class Result:
 
 
 class World:
-    """Virtual time, the network, and everything that must hold."""
+    """Virtual time, network, machines, and the rules that must hold."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -121,7 +121,7 @@ class World:
         self.workers = {
             rank: Worker(self, rank, node, d) for node in self.nodes.values() for d, rank in enumerate(node.ranks)
         }
-        self.pauses: set[tuple[int, int]] = set()  # (epoch, iteration) whose last synchronisation told all to stop
+        self.pauses: set[tuple[int, int]] = set()  # (epoch, iteration) after which all ranks stop
         self.meetings: dict[tuple[Any, ...], Meeting] = {}
         self.cursed: set[tuple[str, int]] = set()
         """(kind, epoch) of collectives that never complete."""
@@ -131,7 +131,7 @@ class World:
         self.actions: list[tuple[float, api.AnyAction]] = []
         self.entries: list[tuple[float, AnyEntry]] = []
         self.record = JobRecord()
-        """What the journal adds up to."""
+        """The record that the journal adds up to."""
         self.end: api.End | None = None
         self._places: dict[int, dict[int, tuple[int, int]]] = {}
         self._active: dict[int, tuple[int, ...]] = {}
@@ -140,20 +140,20 @@ class World:
         self.asked: dict[int, Fault] = {}
         """Faults that an operator asked for."""
         self.sent: list[tuple[SimNode, api.AnyEvent]] = []
-        """What may be delivered again."""
+        """Messages that may be delivered again."""
         self.measuring: dict[int, dict[int, int]] = {}
-        """Ranks that have come to measure links, by probe, and their generation then."""
+        """Ranks that have come to measure links, by probe, with their generation at that time."""
         self.broken_epochs: set[int] = set()
         """Epochs in which a transfer was broken on purpose."""
         self.leaderless = 0
-        """Supervisors that have died and were not replaced yet."""
+        """Number of supervisors that have died and were not replaced yet."""
         self.takeovers: list[float] = []
-        """When a supervisor took over."""
+        """Times at which a supervisor took over."""
         self.rules, self.allocation = Rules(self), Allocation(self)
         self.stopping, self.thinking = Stopping(self), Thinking(self)
 
     def own_dependencies(self) -> Dependencies:
-        """A planner and a checker of our own, and in some jobs a detector."""
+        """Return a planner and a checker of our own, and in some jobs a detector."""
         scenario = self.scenario
         ours = Dependencies(
             planner=RandomPlanner(scenario.seed, scenario.planner_trouble, scenario.planner),
@@ -173,7 +173,7 @@ class World:
         heapq.heappush(self.heap, (self.now + delay, next(self.count), function, arguments))
 
     def run(self) -> Result:
-        """Play to the end; raises Violation."""
+        """Play the job to its end. Raises Violation."""
         scenario = self.scenario
         for disturbance in scenario.disturbances:
             if disturbance.trigger == "time":
@@ -184,7 +184,7 @@ class World:
         for node in self.nodes.values():
             node.arrived = node.name not in late
             at = self.rng.uniform(0.0, 1.0) + late.get(node.name, 0.0)
-            if at < NEVER:
+            if at < NEVER_S:
                 self.at(at, self.join, node)
         self.at(0.25, self.tick)
         if scenario.unfit:
@@ -203,25 +203,25 @@ class World:
             text = f"{type(error).__name__}: {error}"
             raise Violation(f"seed {scenario.seed} at {self.now:.3f} s: {text}\n{log_tail(self.log)}") from error
         assert self.end is not None
-        said = [action.text for _, action in self.actions if isinstance(action, api.Say)]
-        odd = [text for text in said if ": answers to " in text]
+        texts = [action.text for _, action in self.actions if isinstance(action, api.Say)]
+        odd = [text for text in texts if ": answers to " in text]
         if odd:
             raise Violation(f"seed {scenario.seed}: {odd[0]}\n{log_tail(self.log)}")
         return Result(
-            self.end.exit_code, self.end.reason, self.entries, self.actions, self.events, said,
+            self.end.exit_code, self.end.reason, self.entries, self.actions, self.events, texts,
             self.end.workers_leave, self.now, self.dependencies,
         )  # fmt: skip
 
     def moves(
         self, base: Base, layout: Layout, specs: Sequence[ParameterSpec], nodes: Mapping[int, str]
     ) -> tuple[Move, ...]:
-        """Worked out once for all who ask."""
+        """Return the moves of a transition, computed once for all callers."""
         if (base, layout) not in self._moves:
             self._moves[base, layout] = moves(base, layout, specs, nodes)
         return self._moves[base, layout]
 
     def tick(self) -> None:
-        self.feed(TICK)
+        self.feed(TICK_EVENT)
         self.at(0.25, self.tick)
 
     # --- network --------------------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ class World:
         return self.scenario.latency_s * self.rng.random() * (10.0 if self.rng.random() < 0.02 else 1.0)
 
     def up(self, node: SimNode, event: api.AnyEvent) -> None:
-        """From the agent to the supervisor."""
+        """Send an event from an agent to the supervisor."""
         if not node.alive or node.dropped or self.leaderless or not (node.joined or isinstance(event, api.AgentJoined)):
             return
         node.up.append(event)
@@ -260,7 +260,7 @@ class World:
         self.feed(event)
 
     def down(self, node: SimNode, rank: int, order: m.WorkerOrder | int) -> None:
-        """From the supervisor to a worker: an order, or a signal's number."""
+        """Send an order, or a signal's number, from the supervisor to a worker."""
         if not node.alive or node.dropped:
             return
         node.down.append((rank, order))
@@ -281,27 +281,27 @@ class World:
             if order == SIGKILL:
                 worker.die(-SIGKILL)
             elif order == SIGSTOP:
-                worker.freeze("stop", NEVER)
+                worker.freeze("stop", NEVER_S)
             else:
                 worker.die(-order)
         else:
             worker.hear(order)
 
     def hush(self, node: SimNode, seconds: float) -> None:
-        """The connection carries nothing until the time has passed."""
+        """Make the connection carry nothing until the time has passed."""
         if not node.alive:
             return
         node.silences += 1
         if not node.silent:
             node.silent, node.silent_since = True, self.now
-        if seconds < NEVER:
+        if seconds < NEVER_S:
             self.at(seconds, self.unhush, node)
 
     def unhush(self, node: SimNode) -> None:
         node.silences -= 1
         if node.silences or not node.silent:
             return
-        node.silent, node.silent_since, node.frozen = False, NEVER, False
+        node.silent, node.silent_since, node.frozen = False, NEVER_S, False
         for i in range(node.owed_up):
             self.at(i * 1e-4, self.deliver_up, node)
         for i in range(node.owed_down):
@@ -316,7 +316,7 @@ class World:
         if self.leaderless:
             self.at(0.5, self.join, node)
             return
-        if node.joined:  # with another supervisor, meanwhile
+        if node.joined:  # with another supervisor in the meantime
             return
         node.arrived = node.joined = True
         self.up(node, api.AgentJoined(node=node.name, host=f"host-{node.name}", devices=node.devices, hardware="A"))
@@ -347,7 +347,7 @@ class World:
         self.up(node, api.AgentBeat(node=node.name, beat=m.Beat(workers=tuple(beats))))
 
     def lose_supervisor(self, seconds: float) -> None:
-        """It dies with all that it had not read or sent; what agents and workers know stays."""
+        """Kill the supervisor, with all its unread and unsent messages; agents and workers keep their knowledge."""
         if self.leaderless:
             return
         self.leaderless += 1
@@ -364,11 +364,11 @@ class World:
             self.workers[rank].node.ranks.remove(rank)
             del self.workers[rank]
             self.rules.known_dead.discard(rank)
-        self.rules.requests = dict.fromkeys(self.rules.requests, True)  # whoever asked has lost the connection
+        self.rules.requests = dict.fromkeys(self.rules.requests, True)  # the operators have lost their connections
         self.at(seconds, self.take_over)
 
     def take_over(self) -> None:
-        """Another one reads the journal, and the agents come to it."""
+        """Start another supervisor, which reads the journal, and reconnect the agents to it."""
         self.leaderless = 0
         self.takeovers.append(self.now)
         self.log.append((self.now, "!!! another supervisor takes over"))
@@ -379,15 +379,15 @@ class World:
             self.controller = Controller.recover(self.settings, entries, self.dependencies, commits)
         except ProtocolError:  # nothing was in the journal yet
             self.controller = self.new_controller()
-        expect(self.controller.job.record == self.record, "a take-over makes another record of the journal")
+        expect(self.controller.job.record == self.record, "a take-over derives another record from the journal")
         for node in self.nodes.values():
             if node.alive and not node.dropped and node.arrived:
                 self.at(self.rng.choice([0.0, 0.1, self.rng.uniform(0.0, 4.0)]), self.join_again, node)
 
     def commits(self) -> list[Commit]:
-        """As who takes over now has them."""
-        told = [(at - self.now, each) for at, each in self.entries if isinstance(each, IterationCommitted)]
-        return [Commit(each.outcome.iteration, age, each.seconds) for age, each in told[-KEPT:]]
+        """Return the recent commits, with their ages, as a supervisor that takes over now has them."""
+        ages = [(at - self.now, entry) for at, entry in self.entries if isinstance(entry, IterationCommitted)]
+        return [Commit(entry.outcome.iteration, age, entry.seconds) for age, entry in ages[-KEPT:]]
 
     def join_again(self, node: SimNode) -> None:
         if node.silent or node.frozen:
@@ -413,17 +413,17 @@ class World:
         self.up(node, joined)
 
     def remember(self) -> None:
-        """The ledger tells of former jobs."""
+        """Feed speeds of former jobs from the ledger to the controller."""
         usual = {
             (name, f"host-{name}", ""): m.Speed(flops=self.rng.choice([1.0, 1.0, 2.0]), memory_bytes=1.0)
             for name in sorted(self.nodes)
         }
         self.feed(api.NodesRemembered(usual=usual))
 
-    def kill_node(self, node: SimNode, announced: bool, told: bool = True) -> None:
-        """Everything on it dies; `announced`: the agent still gets to tell of some of its workers.
+    def kill_node(self, node: SimNode, announced: bool, closes_connections: bool = True) -> None:
+        """Kill a node with everything on it. If `announced`, the agent still reports the end of some of its workers.
 
-        `told` False: its end closes no connection (the machine lost power, or the network between).
+        Without `closes_connections` its end is not noticed (the machine or the network lost power).
         """
         if not node.alive:
             return
@@ -444,15 +444,15 @@ class World:
         for rank in node.ranks:
             worker = self.workers[rank]
             if worker.spawned:
-                worker.die(-SIGKILL, told=told)
+                worker.die(-SIGKILL, closes_connections=closes_connections)
             worker.alive = False
-        if told:
+        if closes_connections:
             delay = max(node.up_at - self.now, 0.0) + self.rng.choice([0.001, 0.05, self.rng.uniform(0.0, 1.0)])
             self.at(delay, self.agent_lost, node)
 
     def agent_lost(self, node: SimNode) -> None:
-        if not node.lost_told and self.end is None:
-            node.lost_told = True
+        if not node.loss_reported and self.end is None:
+            node.loss_reported = True
             node.up.clear()
             self.feed(api.AgentLost(node=node.name, reason="agent process ended"))
 
@@ -485,7 +485,7 @@ class World:
         return self.active_ranks(plan)
 
     def enter(self, worker: Worker, key: tuple[Any, ...], done: Callable[[], None]) -> None:
-        """`worker` waits in the collective `key`; `done` runs when it is over for this worker."""
+        """Let `worker` wait in the collective `key`; `done` is called when it is over for this worker."""
         assert worker.plan is not None
         meeting = self.meetings.setdefault(key, Meeting())
         meeting.come[worker.rank] = done
@@ -495,12 +495,12 @@ class World:
             return
         members = self.members(key, worker.plan)
         if meeting.broken:
-            self.tell_broken(worker, "connection reset by peer")
+            self.report_broken(worker, "connection reset by peer")
         elif all(rank in meeting.come for rank in members):
             meeting.over, meeting.over_at = True, self.now
             if key[0] == "sync":
-                other = self.scenario.batch_sizes.at(worker.stepped + 2) != worker.plan.micro_batches
-                if other or any(self.workers[rank].pause_asked > worker.epoch for rank in members):
+                batch_changes = self.scenario.batch_sizes.at(worker.stepped + 2) != worker.plan.micro_batches
+                if batch_changes or any(self.workers[rank].pause_asked > worker.epoch for rank in members):
                     self.pauses.add(key[1:])
                 if any(self.workers[rank].save_asked for rank in members):
                     self.stopping.saves.add(key[1:])
@@ -510,7 +510,7 @@ class World:
                 peer = self.workers[rank]
                 peer.later(self.rng.choice([0.0, 0.001, slowest * self.rng.random()]), self.leave, peer, key)
         elif any(self.workers[rank].gone and rank not in meeting.come for rank in members):
-            self.tell_broken(worker, "connection closed by peer")
+            self.report_broken(worker, "connection closed by peer")
 
     def leave(self, worker: Worker, key: tuple[Any, ...]) -> None:
         if worker.waits == key:
@@ -519,14 +519,14 @@ class World:
             meeting.pending.discard(worker.rank)
             meeting.come[worker.rank]()
 
-    def tell_broken(self, worker: Worker, error: str) -> None:
+    def report_broken(self, worker: Worker, error: str) -> None:
         if self.rng.random() < self.scenario.breaks_loudly:
             worker.later(
                 self.rng.choice([0.0, 0.05, self.rng.uniform(0, 1.0), self.rng.uniform(0, 5.0)]), worker.stuck, error
             )
 
     def peers_notice(self, dead: Worker) -> None:
-        """Collectives that wait for a dead rank break, for some who are told and others who are not."""
+        """Break the collectives that wait for a dead rank; only some of its peers are told."""
         if dead.plan is None:
             return
         for rank in dead.plan.layout.ranks:
@@ -537,14 +537,14 @@ class World:
             if dead.rank not in self.members(peer.waits, dead.plan):
                 continue
             if meeting.over:
-                if self.rng.random() < 0.4:  # this rank's part of it was not through yet
+                if self.rng.random() < 0.4:  # this rank's part of it was not finished
                     peer.generation += 1
-                    self.tell_broken(peer, "connection closed by peer")
+                    self.report_broken(peer, "connection closed by peer")
             elif dead.rank not in meeting.come:
-                self.tell_broken(peer, "connection closed by peer")
+                self.report_broken(peer, "connection closed by peer")
 
     def validation_loss(self, iteration: int) -> float:
-        """Of the weights after an iteration, whatever the plan."""
+        """Return the loss of the weights after an iteration, independent of the plan."""
         return 11.0 / (1 + iteration)
 
     def outcome_of(self, plan: Plan | None, iteration: int) -> m.StepOutcome:
@@ -569,7 +569,7 @@ class World:
         return self._outcomes[key]
 
     def fate_of(self, worker: Worker) -> Fate:
-        """How a process that was started again begins."""
+        """Return how a process that was started again begins."""
         if not worker.joins:
             return "fine"
         fates = self.scenario.fates
@@ -577,7 +577,7 @@ class World:
         return fates[max(0, min(number, len(fates) - 1))]
 
     def assemble(self, worker: Worker) -> tuple[Holding, int]:
-        """What a rank holds under its new plan, from what it has and what the survivors sent; bytes received."""
+        """Return a rank's holding under its new plan, from its own and the survivors' state, and the bytes received."""
         plan, base, model = worker.plan, worker.base, self.scenario.model
         assert plan is not None
         need = needed(model, plan.layout)[worker.rank]
@@ -591,22 +591,25 @@ class World:
             if move.target != worker.rank:
                 continue
             source = self.workers[move.source]
-            there = source.held.get(base.epoch)
+            source_holding = source.held.get(base.epoch)
             if self.rules.given_up(worker) or self.rules.given_up(source):
-                there = there or max(source.held.values(), key=lambda h: h.iteration, default=drawn(0, 0))
+                source_holding = source_holding or max(
+                    source.held.values(), key=lambda h: h.iteration, default=drawn(0, 0)
+                )
             else:
                 expect(
-                    there is not None, f"rank {source.rank} freed epoch {base.epoch}, which rank {worker.rank} needs"
+                    source_holding is not None,
+                    f"rank {source.rank} freed epoch {base.epoch}, which rank {worker.rank} needs",
                 )
-            assert there is not None
+            assert source_holding is not None
             wanted = bits(model, move.slices)
-            lacks = wanted & ~there.slices
-            expect(not lacks or self.rules.given_up(source), f"rank {source.rank} has not what {worker.rank} needs")
-            parts.append(Holding(wanted, there.iteration, there.value))
+            lacks = wanted & ~source_holding.slices
+            expect(not lacks or self.rules.given_up(source), f"rank {source.rank} lacks state for rank {worker.rank}")
+            parts.append(Holding(wanted, source_holding.iteration, source_holding.value))
             received += bytes_of(move, specs)
         whole = 0
         for part in parts:
-            expect(not whole & part.slices, f"rank {worker.rank} receives what it has")
+            expect(not whole & part.slices, f"rank {worker.rank} receives state that it already has")
             whole |= part.slices
         values = {(part.iteration, part.value) for part in parts if part.slices}
         if not self.rules.given_up(worker):
@@ -615,7 +618,7 @@ class World:
         return Holding(whole, *max(values)), received
 
     def come(self, worker: Worker, order: m.Probe) -> None:
-        """A rank is where links are measured; with its last peer, all that wait for each other go on."""
+        """Let a rank wait where links are measured; with its last peer, all that wait for each other go on."""
         here = self.measuring.setdefault(order.probe, {})
         here[worker.rank] = worker.generation
         peers = {a + b - worker.rank for round_ in order.pairs for a, b in round_ if worker.rank in (a, b)}
@@ -639,7 +642,7 @@ class World:
 
     def disturb(self, disturbance: Disturbance, concerned: int) -> None:
         rank = concerned if disturbance.rank is None else disturbance.rank
-        if rank not in self.workers:  # there are fewer of them, see `number`
+        if rank not in self.workers:  # nodes were left out, see `number`
             rank = min(self.workers)
         worker = self.workers[rank]
         node, seconds = worker.node, disturbance.seconds
@@ -653,7 +656,7 @@ class World:
             case "agent":
                 self.kill_node(node, announced=True)
             case "vanish":
-                self.kill_node(node, announced=False, told=False)
+                self.kill_node(node, announced=False, closes_connections=False)
             case "drained":
                 self.feed(api.SlurmSees(node=node.name, state="allocated+drain", reason="maintenance"))
                 self.at(seconds, self.feed, api.SlurmSees(node=node.name, state="allocated", reason=""))
@@ -686,9 +689,9 @@ class World:
             case "raise_node":
                 self.lack_library(node)
             case "raise_all":
-                for other in self.workers.values():
-                    if other.spawned:
-                        self.at(self.rng.uniform(0, 0.2), other._go_on, None, other.throw, ("ValueError: bad sample",))
+                for peer in self.workers.values():
+                    if peer.spawned:
+                        self.at(self.rng.uniform(0, 0.2), peer._go_on, None, peer.throw, ("ValueError: bad sample",))
             case "signal" | "cancel" | "told" | "checkpoint":
                 self.stopping.disturb(disturbance, node)
             case "inject" if not self.leaderless:
@@ -705,7 +708,7 @@ class World:
     # --- the controller -------------------------------------------------------------------------------------------
 
     def feed(self, event: api.AnyEvent, again: bool = False) -> None:
-        """Give one event to the controller and carry out its answer."""
+        """Give one event to the controller and carry out its actions."""
         if self.end is not None or self.leaderless:
             return
         rules = self.rules
@@ -726,12 +729,12 @@ class World:
             self.allocation.judge(action)
             self.stopping.judge(action)
             self.carry_out(action)
-        expect(self.controller.job.record == self.record, "the record is not what the journal adds up to")
+        expect(self.controller.job.record == self.record, "the record differs from the fold of the journal")
         rules.settle()
         self.stopping.settle()
 
     def write(self, entry: AnyEntry) -> None:
-        """Into the journal."""
+        """Append an entry to the journal."""
         self.entries.append((self.now, entry))
         apply(self.record, entry)
 
@@ -750,7 +753,7 @@ class World:
                 if action.signal == SIGKILL:
                     self.at(self._latency(), self.kill_node, node, self.rng.random() < 0.5)
                 else:
-                    self.at(self._latency(), self.freeze_node, node, NEVER, "stop")
+                    self.at(self._latency(), self.freeze_node, node, NEVER_S, "stop")
             case api.CutConnection():
                 node = self.nodes[action.node]
                 if self.rng.random() < 0.8:
@@ -780,7 +783,7 @@ class World:
                 self.events.append((self.now, entry))
                 self.controller.journaled(entry)
             case api.Think():
-                self.thinking.asked(action)
+                self.thinking.accept(action)
             case api.Reply() | api.Say() | api.TellScores():
                 pass
 
@@ -814,22 +817,22 @@ class World:
             worker = self.workers[rank]
             again = isinstance(action.order, m.Park) and (action.order.after_iteration or rank in self.rules.hurried)
             if isinstance(action.order, m.Park | m.Propose | m.Go | m.Begin) and not again:
-                worker.told_at = self.now
+                worker.ordered_at = self.now
             self.down(worker.node, rank, action.order)
-        name = TRIGGERS.get(type(action.order))
+        name = ORDER_TRIGGERS.get(type(action.order))
         if isinstance(action.order, m.Park) and action.order.after_iteration:
             name = "pause"
         if name is not None and self.sent and self.rng.random() < 3 * self.scenario.duplicates:
-            for node, event in self.rng.choices(self.sent, k=5):  # when an answer is awaited, old ones confuse
+            for node, event in self.rng.choices(self.sent, k=5):  # old answers confuse when a new one is awaited
                 self.at(self.rng.uniform(0.0, 0.1), self.repeat_up, node, event)
         if name is not None:
             self.happens(name, action.ranks[self.rng.randrange(len(action.ranks))])
 
     def number(self, names: tuple[str, ...]) -> None:
-        """Where nodes were left out before the ranks were given out, the others have their numbers."""
+        """Renumber the ranks if nodes were left out before ranks were assigned."""
         if names == tuple(self.workers[rank].node.name for rank in sorted(self.workers)):
             return
-        expect(not any(worker.spawned for worker in self.workers.values()), "ranks are given out again")
+        expect(not any(worker.spawned for worker in self.workers.values()), "ranks are assigned again")
         for node in self.nodes.values():
             node.ranks.clear()
         self.workers.clear()
@@ -841,7 +844,7 @@ class World:
         self.rules.taking_part = set(self.workers)
 
     def drop(self, node: SimNode) -> None:
-        """The shell closes the connection; whatever still lives there is cleaned up some time, or never."""
+        """Close a node's connection; its processes are cleaned up later, or never."""
         node.dropped = True
         if self.scenario.leaks and node.alive and self.rng.random() < 0.7:
             delay = self.rng.choice([0.0, 0.1, 0.5])
@@ -855,9 +858,9 @@ class World:
                 self.at(self.rng.uniform(0, 10.0), self.workers[rank].die, -SIGKILL)
 
     def after_the_end(self) -> None:
-        """Nothing more is said, whatever comes."""
+        """Check that the controller does nothing after the end, whatever event comes."""
         later: list[api.AnyEvent] = [
-            TICK,
+            TICK_EVENT,
             api.WorkerExited(rank=0, status=-SIGKILL),
             api.AgentLost(node="n1", reason="agent process ended"),
             api.Signalled(signal=SIGTERM),
@@ -867,10 +870,10 @@ class World:
             expect(more == [], f"{more} after the end")
 
     def replay(self) -> None:
-        """The same events give the same actions: nothing depends on a clock, on chance or on the order of a set."""
+        """Check that the same events give the same actions: nothing depends on a clock, chance or a set's order."""
         controller = self.new_controller()
         if self.takeovers:
-            return  # it was not one controller that did all this
+            return  # several controllers took part
         again: list[tuple[float, api.AnyAction]] = []
         for at, event in self.events:
             if isinstance(event, CheckpointCommitted):
@@ -880,7 +883,7 @@ class World:
         expect(again == self.actions, "a replay of the events gives other actions")
 
 
-TRIGGERS: dict[type, Trigger] = {
+ORDER_TRIGGERS: dict[type, Trigger] = {
     m.Park: "park",
     m.Propose: "propose",
     m.Go: "go",

@@ -1,8 +1,8 @@
-"""Checkpoint folders as files: what is complete, what is committed, what may go. Never imports torch.
+"""Checkpoint folders as files: which are complete, which are committed, which may be deleted. Never imports torch.
 
-A checkpoint is a folder `iteration-000040` of parts, each written by one rank (`resihp.executor.state.checkpoint`), and
-a manifest. Writing the manifest is the commit: before it, the folder does not count. Called by the supervisor, which
-learns of the parts from the ranks' reports, and by whoever resumes.
+A checkpoint is a folder `iteration-000040` with parts, each written by one rank (`resihp.executor.state.checkpoint`),
+and a manifest. Writing the manifest is the commit: without it the folder does not count. Called by the supervisor,
+which learns of the parts from the ranks' reports, and by code that resumes from a checkpoint.
 """
 
 from __future__ import annotations
@@ -21,26 +21,29 @@ from resihp.durable_files import write_durably
 from resihp.errors import CheckpointError
 from resihp.plain_files import open_plain
 
-MANIFEST = "manifest.json"
+MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_BYTES = 64 << 20
-"""Of one that is read; a part has some hundred bytes in it."""
-FORMAT = 1
+"""Largest manifest that is read; each part takes a few hundred bytes in it."""
+FORMAT_VERSION = 1
 _FOLDER = re.compile(r"iteration-(\d{6,})")
 
 
 def folder_of(root: Path, iteration: int) -> Path:
-    """`root/iteration-000040` for 40."""
+    """Return `root/iteration-000040` for iteration 40."""
     return root / f"iteration-{iteration:06d}"
 
 
-def is_due(every: int, iteration: int, last: int) -> bool:
-    """Whether one is written after this iteration: each `every` ones, if that is not 0, and then after the last one,
-    too, which has what was trained for."""
-    return every > 0 and (iteration % every == 0 or iteration == last)
+def is_due(interval: int, iteration: int, last: int) -> bool:
+    """Return whether a checkpoint is written after this iteration.
+
+    With an `interval` above 0, one is written after every multiple of it and after the last iteration, which holds the
+    trained model. With 0, none is written.
+    """
+    return interval > 0 and (iteration % interval == 0 or iteration == last)
 
 
 def iteration_of(folder: Path) -> int:
-    """40 for `.../iteration-000040`. Raises CheckpointError for a folder that is not a checkpoint's."""
+    """Return 40 for `.../iteration-000040`. Raises CheckpointError for a folder with any other kind of name."""
     match = _FOLDER.fullmatch(folder.name)
     if match is None:
         raise CheckpointError(f"checkpoint {folder}: not named like iteration-000040")
@@ -57,9 +60,9 @@ def write_manifest(
     layout: str = "",
     seconds: float | None = None,
 ) -> None:
-    """Commit a checkpoint whose parts, (file, bytes) each, are all on disk, then prune older ones down to `keep`.
+    """Commit a checkpoint whose parts, (file, bytes) each, are all on disk; then prune older ones down to `keep`.
 
-    `layout` it was written under, and the `seconds` that it took, are for whoever lists checkpoints.
+    `layout`, under which it was written, and `seconds`, the time that took, are shown in lists of checkpoints.
 
     Raises CheckpointError, leaving the folder uncommitted, if a part is missing or has another size.
     """
@@ -68,21 +71,21 @@ def write_manifest(
         if not path.is_file() or path.stat().st_size != size:
             raise CheckpointError(f"checkpoint {folder}: part {file} of {size} bytes is not there; not committed")
     content = {
-        "format": FORMAT,
+        "format": FORMAT_VERSION,
         "iteration": iteration,
         "fingerprint": fingerprint,
         "parts": [{"file": file, "bytes": size} for file, size in parts],
         "layout": layout,
         "seconds": seconds,
     }
-    write_durably(folder / MANIFEST, json.dumps(content, indent=1).encode())
+    write_durably(folder / MANIFEST_NAME, json.dumps(content, indent=1).encode())
     prune(folder.parent, keep)
 
 
 def read_manifest(folder: Path) -> tuple[int, str, tuple[str, ...]]:
-    """(iteration, fingerprint, part files) of a committed checkpoint.
+    """Return (iteration, fingerprint, part files) of a committed checkpoint.
 
-    Raises CheckpointError when it is incomplete: no readable manifest, or a part that is missing or cut short.
+    Raises CheckpointError when it is incomplete: no readable manifest, or a part that is missing or truncated.
     """
     manifest = _manifest(folder)
     return manifest.iteration, manifest.fingerprint, manifest.parts
@@ -90,7 +93,7 @@ def read_manifest(folder: Path) -> tuple[int, str, tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class _Manifest:
-    """A manifest whose parts are all there. `seconds`: how long it took to write them; None where nobody says."""
+    """A manifest whose parts all exist. `seconds`: time it took to write them; None if not recorded."""
 
     iteration: int
     fingerprint: str
@@ -100,11 +103,13 @@ class _Manifest:
 
 
 def _manifest(folder: Path) -> _Manifest:
-    """Raises CheckpointError as `read_manifest`."""
+    """Read and check a manifest. Raises CheckpointError as `read_manifest` does."""
     try:
         content = _content(folder)
-        if content["format"] != FORMAT:
-            raise CheckpointError(f"checkpoint {folder}: format {content['format']}; this version reads {FORMAT}")
+        if content["format"] != FORMAT_VERSION:
+            raise CheckpointError(
+                f"checkpoint {folder}: format {content['format']}; this version reads {FORMAT_VERSION}"
+            )
         parts = tuple(str(part["file"]) for part in content["parts"])
         for name in parts:
             if Path(name).name != name:
@@ -125,23 +130,26 @@ def _manifest(folder: Path) -> _Manifest:
 
 
 def _content(folder: Path) -> dict[str, Any]:
-    """What a manifest says, whoever wrote it. Raises OSError for what is no plain file or too large, ValueError,
-    TypeError, RecursionError for what is none."""
-    with os.fdopen(open_plain(folder / MANIFEST, follow=True), "rb") as file:
+    """Return the JSON object in a manifest file, which may be malformed.
+
+    Raises OSError if it is not a regular file, ValueError if it is too large, and ValueError, TypeError or
+    RecursionError if it is not a JSON object.
+    """
+    with os.fdopen(open_plain(folder / MANIFEST_NAME, follow=True), "rb") as file:
         content = file.read(MAX_MANIFEST_BYTES + 1)
     if len(content) > MAX_MANIFEST_BYTES:
-        raise ValueError(f"{MANIFEST} has more than {MAX_MANIFEST_BYTES} bytes")
-    told = json.loads(content)
-    if not isinstance(told, dict):
-        raise TypeError(f"{MANIFEST} is no JSON object")
-    return told
+        raise ValueError(f"{MANIFEST_NAME} has more than {MAX_MANIFEST_BYTES} bytes")
+    manifest = json.loads(content)
+    if not isinstance(manifest, dict):
+        raise TypeError(f"{MANIFEST_NAME} is not a JSON object")
+    return manifest
 
 
 def newest_complete(root: Path, *, verify: bool = True) -> Path | None:
-    """Folder of the newest checkpoint that can be resumed from, or None. Incomplete and damaged ones are skipped.
+    """Return the newest checkpoint folder that can be resumed from, or None. Incomplete and damaged ones are skipped.
 
-    `verify` reads every part and compares checksums (torch's files are zip archives with one for each tensor), at
-    the speed of the disk; without it only the parts' sizes are compared.
+    With `verify`, every part is read at disk speed and its checksums are compared (torch's files are zip archives with
+    one checksum per tensor). Without it, only the sizes of parts are compared.
     """
     for folder in _folders(root):
         try:
@@ -155,9 +163,10 @@ def newest_complete(root: Path, *, verify: bool = True) -> Path | None:
 
 @dataclass(frozen=True)
 class Stored:
-    """A checkpoint folder as it is. `at`: when it was committed, or last written to, in seconds since 1970.
+    """A checkpoint folder as found on disk. `at`: time of its commit or, if it has none, of its last write, since 1970.
 
-    `fault`: why it is not complete, empty if it is. `seconds` and `layout` are not known of old or incomplete ones.
+    `fault`: why it is incomplete, or empty if it is complete. `seconds` and `layout` are unknown for incomplete
+    checkpoints and for those of older versions.
     """
 
     folder: Path
@@ -170,27 +179,27 @@ class Stored:
 
 
 def stored(root: Path, *, verify: bool = False) -> list[Stored]:
-    """All checkpoint folders, newest first. `verify` reads every part, as whoever resumes does."""
-    found = []
+    """Return all checkpoint folders, newest first. With `verify`, every part is read, as before a resume."""
+    checkpoints = []
     for folder in _folders(root):
         try:
-            found.append(_stored(folder, verify))
+            checkpoints.append(_stored(folder, verify))
         except FileNotFoundError:
             continue  # pruned just now
-    return found
+    return checkpoints
 
 
 def _stored(folder: Path, verify: bool) -> Stored:
     fault, layout, seconds, written = "", "", None, folder
     try:
         manifest = _manifest(folder)
-        layout, seconds, written = manifest.layout, manifest.seconds, folder / MANIFEST
+        layout, seconds, written = manifest.layout, manifest.seconds, folder / MANIFEST_NAME
         damaged = [part for part in manifest.parts if not _sound(folder / part)] if verify else []
         fault = f"{', '.join(damaged)} damaged" if damaged else ""
     except CheckpointError as error:
         fault = str(error).removeprefix(f"checkpoint {folder}: ").removeprefix("incomplete: ")
-        fault = "no manifest: not all parts were written" if not (folder / MANIFEST).exists() else fault
-    size = sum(file.stat().st_size for file in folder.iterdir() if file.name != MANIFEST)
+        fault = "no manifest: not all parts were written" if not (folder / MANIFEST_NAME).exists() else fault
+    size = sum(file.stat().st_size for file in folder.iterdir() if file.name != MANIFEST_NAME)
     return Stored(folder, iteration_of(folder), written.stat().st_mtime, size, fault, layout, seconds)
 
 
@@ -209,16 +218,16 @@ def prune(root: Path, keep: int) -> None:
             continue
         complete.append(folder)
         if len(complete) > max(keep, 1):
-            (folder / MANIFEST).unlink(missing_ok=True)
+            (folder / MANIFEST_NAME).unlink(missing_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _folders(root: Path) -> list[Path]:
-    """Checkpoint folders, newest first."""
+    """Return the checkpoint folders, newest first."""
     if not root.is_dir():
         return []
-    found = [(int(match[1]), path) for path in root.iterdir() if (match := _FOLDER.fullmatch(path.name))]
-    return [path for _, path in sorted(found, reverse=True)]
+    folders = [(int(match[1]), path) for path in root.iterdir() if (match := _FOLDER.fullmatch(path.name))]
+    return [path for _, path in sorted(folders, reverse=True)]
 
 
 def _sound(path: Path) -> bool:

@@ -1,11 +1,12 @@
-"""How a forked process becomes the user's program: as `python script.py` would have started and ended it.
+"""Turns a forked process into the user's program, which starts and ends exactly as under `python script.py`.
 
-Called in the child by `resihp.worker.forkserver`. What python itself does before a script (its folder first on
-sys.path, then PYTHONPATH, `sys.argv`, `__main__`) is done here by hand; nothing of the program is wrapped or patched.
+Called in the child by `resihp.worker.forkserver`. The preparations that python makes for a script (its folder first on
+sys.path, then PYTHONPATH, `sys.argv`, `__main__`) are repeated here by hand; the program is neither wrapped nor
+patched.
 
-The same holds for the end. What a script leaves in `__main__` lives until the interpreter goes down, when its other
-threads no longer run python: a process group that was freed earlier would wait for its thread with the GIL held, and
-that thread for the GIL. So the program runs in a `__main__` of its own that stays in `sys.modules`.
+The same holds for the end. Objects in a script's `__main__` live until the interpreter shuts down, when its other
+threads no longer run python. If a process group were freed before that, it would wait for its thread while holding the
+GIL, and that thread would wait for the GIL. So the program runs in a `__main__` of its own that stays in `sys.modules`.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from typing import Any, Literal
 from resihp.process import AGENT_FD
 
 INTERRUPTED_STATUS = 130
-"""Of a script that ends with KeyboardInterrupt: what a shell shows where python ends itself by SIGINT."""
+"""Status of a script that ends with KeyboardInterrupt, as a shell reports it when python ends itself by SIGINT."""
 OVERFLOW_STATUS = 255
-"""Of `sys.exit` with a number that no C long holds, which python takes for -1."""
+"""Status after `sys.exit` with a number that does not fit a C long; python treats it as -1."""
 
 
 def become(
@@ -39,7 +40,8 @@ def become(
     environment: Mapping[str, str],
     agent_fd: int,
 ) -> int:
-    """Run the program to its end; returns its exit status. Does not return for `command`, which is exec'd."""
+    """Run the program to its end and return its exit status. Does not return for a `command`, which replaces the
+    process."""
     threads = os.environ.get("OMP_NUM_THREADS")
     os.environ.clear()
     os.environ.update(environment)
@@ -64,12 +66,13 @@ def become(
         uncaught: BaseException | None = error
     else:
         uncaught = None
-    return 0 if uncaught is None else _fail(uncaught)  # no longer handled, or what its hook raises would be chained
+    # The exception is no longer being handled here; otherwise an exception of its hook would be chained to it.
+    return 0 if uncaught is None else _fail(uncaught)
 
 
 def _run_module(name: str) -> None:
-    """Run a module as `python -m` does. Raises ImportError where there is none."""
-    _, spec, code = runpy._get_module_details(name)  # type: ignore[attr-defined]  # what `python -m` calls itself
+    """Run a module as `python -m` does. Raises ImportError if there is none of that name."""
+    _, spec, code = runpy._get_module_details(name)  # type: ignore[attr-defined]  # as `python -m` itself does
     sys.argv[0] = spec.origin
     exec(code, _make_main(spec).__dict__)
 
@@ -90,12 +93,12 @@ def _run_script(path: str) -> None:
 
 
 def _is_searched(path: str) -> bool:
-    """Whether a path is a folder or an archive, in which python looks for `__main__.py`."""
+    """Return whether a path is a folder or an archive, in which python looks for `__main__.py`."""
     return pkgutil.get_importer(path) is not None
 
 
 def _code_of(file: str) -> tuple[CodeType, bool]:
-    """The code in a file, and whether it was compiled before."""
+    """Return a file's code object, and whether the file was already compiled."""
     with io.open_code(file) as opened:
         compiled: Any = pkgutil.read_code(opened)  # reads .pyc, as runpy does
     if compiled is not None:
@@ -105,7 +108,7 @@ def _code_of(file: str) -> tuple[CodeType, bool]:
 
 
 def _make_main(spec: ModuleSpec | None) -> ModuleType:
-    """Put a fresh `__main__` into `sys.modules`, to stay there; its attributes are those that python gives it."""
+    """Put a fresh `__main__` with python's usual attributes into `sys.modules`, where it stays."""
     main = ModuleType("__main__")
     main.__dict__.update(__builtins__=builtins, __annotations__={})
     if spec is not None:
@@ -121,7 +124,7 @@ def _make_main(spec: ModuleSpec | None) -> ModuleType:
 
 
 def _execute(argv: Sequence[str], agent_fd: int) -> None:
-    """Replace the process. A script deeper down may still find its agent, so the socket stays open."""
+    """Replace the process by a command. The socket stays open for a script further down that may use its agent."""
     os.set_inheritable(agent_fd, True)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
@@ -132,7 +135,8 @@ def _execute(argv: Sequence[str], agent_fd: int) -> None:
 
 
 def _first_entry(kind: str, program: str, cwd: str) -> str:
-    """sys.path[0]: the script's folder with links resolved; the script itself if it is a folder or an archive."""
+    """Return sys.path[0]: the script's folder with links resolved, or the script itself if it is a folder or
+    archive."""
     if kind == "module":
         return cwd
     if _is_searched(program):
@@ -145,7 +149,7 @@ def _python_path(value: str, cwd: str) -> list[str]:
 
 
 def _settle(inherited: str | None, wanted: str | None) -> None:
-    """Give the worker what a fork shares and should not: numpy's random state, and the user's number of threads."""
+    """Undo two effects of the fork: the shared random state of numpy and the server's number of threads."""
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed()
@@ -155,18 +159,18 @@ def _settle(inherited: str | None, wanted: str | None) -> None:
 
 
 def _status(error: SystemExit) -> int:
-    """The exit status that python makes of `sys.exit`; a text is printed, and is 1."""
+    """Return the exit status that python derives from `sys.exit`; a text is printed, and its status is 1."""
     if error.code is None:
         return 0
     if isinstance(error.code, int):
         return error.code & 0xFF if -(1 << 63) <= error.code < 1 << 63 else OVERFLOW_STATUS
-    with suppress(Exception):  # standard error may be closed, or be an object of the script's: python says nothing
+    with suppress(Exception):  # standard error may be closed, or an object of the script's: python ignores errors here
         print(error.code, file=sys.stderr or sys.__stderr__, flush=True)
     return 1
 
 
 def _own_frames(frames: TracebackType | None) -> TracebackType | None:
-    """The traceback from the program's first frame on, without the machinery that ran it."""
+    """Return the traceback from the program's first frame on, without the frames of this module and runpy."""
     machinery = (__file__, runpy.__file__, "<frozen runpy>")
     while frames is not None and frames.tb_frame.f_code.co_filename in machinery:
         frames = frames.tb_next
@@ -174,15 +178,15 @@ def _own_frames(frames: TracebackType | None) -> TracebackType | None:
 
 
 def _fail(error: BaseException) -> int:
-    """End as python does with an exception that nobody has caught; returns the exit status.
+    """End as python does after an uncaught exception; return the exit status.
 
-    The supervisor hears of it first: a hook of the script's may end the process.
+    The exception is reported to the supervisor first, since a hook of the script's may end the process.
     """
     trace = error.__traceback__ = _own_frames(error.__traceback__)
     _report(error)
     with suppress(Exception):  # standard output may be full, closed, or an object of the script's
         sys.stdout.flush()
-    # They keep what the exception's frames hold until the interpreter goes down, as `__main__` does for its objects.
+    # These keep the objects in the exception's frames alive until the interpreter shuts down, like those of `__main__`.
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
     try:
         sys.excepthook(type(error), error, trace)
@@ -199,11 +203,11 @@ def _fail(error: BaseException) -> int:
 
 
 def _report(error: BaseException) -> None:
-    """Tell the supervisor, also when the program ended before it had anything to do with us."""
+    """Report an exception to the supervisor, even if the program never used resihp."""
     from resihp.protocol import client
 
     try:
         client.report_exception(error)
-    except Exception as failure:  # noqa: BLE001 - the connection's, or that of an exception that has no text
+    except Exception as failure:  # noqa: BLE001 - from the connection, or from an exception that has no text
         with suppress(Exception):
             print(f"resihp: the exception could not be reported: {failure!r}", file=sys.stderr)

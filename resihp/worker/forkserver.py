@@ -1,14 +1,14 @@
 """The fork server: imports what training needs once, then forks a worker for each request.
 
-Run by the interpreter that the user named, one per node: `python -P -m resihp.worker.forkserver --fd N --parent PID`.
-Asked by the agent (`wrapper.agent.process`) through an inherited socket; a request carries the worker's own socket. It
-decides nothing. In a container it does not know its parent, and ends when the agent's end of the socket is closed. It
-imports neither wrapper, slurm nor db, so that a user's modules of these names are found in the worker, and has no
-threads when it forks. It dies with the agent, and its children with it.
+Started by the interpreter that the user named, once per node: `python -P -m resihp.worker.forkserver --fd N --parent
+PID`. The agent (`wrapper.agent.process`) sends it requests through an inherited socket; each request carries the
+socket of the new worker. It decides nothing. It dies with the agent, and its children with it; in a container it does
+not know its parent, and ends when the agent closes its end of the socket. It imports neither wrapper, slurm nor db, so
+that a user's modules of these names are found in the worker, and it has no second thread when it forks.
 
-Virtual nodes of one machine import once for all (`--shared`, started by `wrapper.supervisor.guardian`): the first
-process forks a server for each node that it is told of (`Serve`). Such a one is in its agent's process group, and so
-are its workers; it ends when the agent's end of the socket is closed, and outlives who forked it.
+Virtual nodes of one machine share the imports (`--shared`, started by `wrapper.supervisor.guardian`): the first process
+forks a server for each node that it is given (`Serve`). Such a server and its workers belong to the process group of
+their agent. It ends when the agent closes its end of the socket, and may outlive the process that forked it.
 """
 
 from __future__ import annotations
@@ -43,24 +43,25 @@ from resihp.protocol.framing import LocalChannel
 from resihp.worker.entry import become
 from resihp.worker.leaving import will_leave_with
 
-PRELOAD = "torch,resihp.executor.trainer,resihp.datasets"
+PRELOADED_MODULES = "torch,resihp.executor.trainer,resihp.datasets"
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""Environment of the fork server: with more threads, libraries start theirs on import, and a fork loses them."""
+"""Environment of the fork server. With more threads, libraries would start theirs on import, and a fork loses them."""
 
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""What Slurm sends to every process of a job that is to stop: the fork server and its workers end when told to."""
+"""Signals that Slurm sends to every process of a job that is to stop: fork server and workers end on the agent's
+order."""
 
 
 REAP_S = 2.0
-"""How long the ends of killed children are waited for."""
+"""Time to wait for the ends of killed children."""
 
 
 class Serve(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Fork the server of one virtual node; the socket to its agent comes with the frame.
+    """Fork the server of one virtual node; the frame carries the socket to the node's agent.
 
-    `group`: the process group to join, its agent's; 0 makes a new one.
-    `job` and `node`: their names, for whoever looks at processes.
+    `group`: the agent's process group, which the server joins; 0 creates a new group.
+    `job` and `node` are names to show in lists of processes.
     """
 
     group: int
@@ -70,10 +71,11 @@ class Serve(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Fork(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Start one worker; the socket to its agent comes with the frame.
+    """Start one worker; the frame carries the socket to its agent.
 
-    `kind`: a Python script (`argv[0]` its path), a module (`argv[0]` its name), or any other command. `environment` is
-    complete. Standard output and error are appended to `log`. `job`: its name, for whoever looks at processes.
+    `kind`: a Python script (`argv[0]` is its path), a module (`argv[0]` is its name), or any other command.
+    `environment` is complete. Standard output and error are appended to `log`. `job` is a name to show in lists of
+    processes.
     """
 
     rank: int
@@ -86,7 +88,8 @@ class Fork(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Deliver(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Send a signal to a child that has not ended: a process id that was given to another process is never hit."""
+    """Send a signal to a child that has not ended. A process id that was reused by another process is never
+    signalled."""
 
     pid: int
     signal: int
@@ -97,7 +100,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Unable(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The fork server cannot work, and ends."""
+    """The fork server cannot work, and exits."""
 
     reason: str
 
@@ -113,7 +116,7 @@ class NotForked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """`status` as in subprocess: negative for a signal."""
+    """A worker ended; `status` as in subprocess: negative for a signal."""
 
     rank: int
     pid: int
@@ -125,10 +128,10 @@ Report = Ready | Unable | Forked | NotForked | Ended
 
 
 class ForkServer:
-    """The loop: requests in, children's ends out. One thread."""
+    """Receives requests and reports the ends of children, in one loop and one thread."""
 
     def __init__(self, channel: LocalChannel, own: Mapping[str, str] | None = None) -> None:
-        """`own`: environment that workers have from here, where a request does not say otherwise."""
+        """`own`: environment variables that workers get from here unless a request sets them."""
         self._channel = channel
         self._own = own or {}
         self._ranks: dict[int, int] = {}
@@ -138,7 +141,7 @@ class ForkServer:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def run(self) -> None:
-        """Serve until the agent is gone. The child of a fork leaves through here as well, as `SystemExit`."""
+        """Serve until the agent is gone. The child of a fork also leaves through here, by `SystemExit`."""
         poll = select.poll()
         poll.register(self._channel.fileno(), select.POLLIN)
         poll.register(self._wake, select.POLLIN)
@@ -158,7 +161,7 @@ class ForkServer:
                     os.kill(request.pid, request.signal)
 
     def _reap(self) -> None:
-        """Tell of workers that have ended. What they have left behind ends as our child, and nobody asks."""
+        """Report workers that have ended. Their orphans become children of this process and are reaped silently."""
         with suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 pid, status = ended
@@ -190,13 +193,13 @@ class ForkServer:
             os.close(agent_fd)
 
     def _become_worker(self, request: Fork, agent_fd: int, log: int) -> NoReturn:
-        """In the child. Nothing that this does may return into the server's loop."""
+        """Run the worker, in the child. Nothing in here may return into the server's loop."""
         try:
             die_with_parent(self._pid)
             name_process(request.job, f"rank {request.rank}")
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to act on
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles Ctrl-C
             for number in STOP_SIGNALS:
                 signal.signal(number, signal.SIG_DFL)
             socket_fd = os.dup(agent_fd)
@@ -213,12 +216,12 @@ class ForkServer:
             os.write(2, f"resihp: rank {request.rank}: {type(error).__name__}: {error}\n".encode())
             os._exit(1)
         will_leave_with(status)
-        # `SystemExit` runs the interpreter's own way out: threads joined, atexit called, files flushed.
+        # `SystemExit` takes the interpreter's normal exit: threads joined, atexit handlers called, files flushed.
         raise SystemExit(status)
 
 
 def preload(modules: str) -> None:
-    """Import the comma-separated modules, and put their memory out of the garbage collector's way."""
+    """Import the comma-separated modules, and exempt their objects from garbage collection."""
     for name in filter(None, modules.split(",")):
         importlib.import_module(name)
     gc.collect()
@@ -226,7 +229,7 @@ def preload(modules: str) -> None:
 
 
 def serve(channel: LocalChannel, greeting: Ready | Unable, own: Mapping[str, str] | None = None) -> NoReturn:
-    """Be a node's fork server to its end. A worker leaves through here, as `SystemExit`."""
+    """Run a node's fork server until it ends. A worker leaves through here, by `SystemExit`."""
     adopt_orphans()
     channel.send(greeting)
     if isinstance(greeting, Unable):
@@ -240,7 +243,7 @@ def serve(channel: LocalChannel, greeting: Ready | Unable, own: Mapping[str, str
 
 
 def serve_nodes(launcher: LocalChannel, greeting: Ready | Unable) -> NoReturn:
-    """Fork a server for each node that the launcher tells of; end when it is gone, and all of them.
+    """Fork a server for each node that the launcher sends; end when the launcher and all these servers have ended.
 
     Servers and workers leave through here, too.
     """
@@ -260,12 +263,12 @@ def serve_nodes(launcher: LocalChannel, greeting: Ready | Unable) -> NoReturn:
         servers.add(pid)
     while servers:
         servers.discard(os.wait()[0])
-    kill_children(REAP_S)  # of a server that was killed
+    kill_children(REAP_S)  # workers of a server that was killed
     os._exit(0)
 
 
 def serve_node(order: Serve, descriptor: int, greeting: Ready | Unable) -> NoReturn:
-    """Become one of the agent's processes, unless it has gone by now, and its fork server."""
+    """Join the agent's process group, unless the agent has ended, and become its fork server."""
     name_server(order.job, order.node)
     try:
         os.setpgid(0, order.group)
@@ -280,7 +283,7 @@ def serve_node(order: Serve, descriptor: int, greeting: Ready | Unable) -> NoRet
 
 
 def name_server(job: str, node: str) -> None:
-    """Have `ps` call it `resihp job 6 fork server n1`; the one that forks these has no node."""
+    """Show this process in `ps` as `resihp job 6 fork server n1`; the process that forks the servers has no node."""
     if job:
         name_process(job, f"fork server {node}".rstrip())
 
@@ -288,12 +291,12 @@ def name_server(job: str, node: str) -> None:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="resihp.worker.forkserver")
     parser.add_argument("--fd", type=int, required=True, help="socket to the agent; with --shared, to the launcher")
-    parser.add_argument("--parent", type=int, required=True, help="process id of who started us; 0 in a container")
-    parser.add_argument("--own", default="", help="environment variables that workers have from here, with commas")
-    parser.add_argument("--preload", default=PRELOAD, help="modules to import before the first fork")
+    parser.add_argument("--parent", type=int, required=True, help="process id of our parent; 0 in a container")
+    parser.add_argument("--own", default="", help="environment variables that workers get from here, comma-separated")
+    parser.add_argument("--preload", default=PRELOADED_MODULES, help="modules to import before the first fork")
     parser.add_argument("--shared", action="store_true", help="serve several virtual nodes")
-    parser.add_argument("--job", default="", help="the job's name, to be called after")
-    parser.add_argument("--at", default="", help="the node's name, to be called after")
+    parser.add_argument("--job", default="", help="name of the job, for the process title")
+    parser.add_argument("--at", default="", help="name of the node, for the process title")
     options = parser.parse_args(arguments)
     name_server(options.job, options.at)
     die_with_parent(options.parent)
@@ -306,7 +309,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         preload(options.preload)
         greeting = Ready(seconds=time.monotonic() - begun)
-    except Exception as error:  # noqa: BLE001 - told to who waits for it
+    except Exception as error:  # noqa: BLE001 - reported to the agent or launcher, which is waiting
         traceback.print_exc()
         greeting = Unable(reason=f"{sys.executable}: cannot import {options.preload}: {type(error).__name__}: {error}")
     if options.shared:

@@ -1,11 +1,12 @@
-"""The way out of a process whose threads may still be inside a library.
+"""Process exit while threads may still be inside a library.
 
-Python ends a thread that comes back from C++ while the interpreter goes down, and torch's calls do not let themselves
-be ended so: the whole process aborts (SIGABRT, "terminate called without an active exception"), whatever it has done.
-A communicator that goes takes its time, the more so on a busy machine, and would make failures of ranks that are done.
+While the interpreter shuts down, Python ends any thread that returns from C++, and torch's calls cannot be ended that
+way: the whole process aborts (SIGABRT, "terminate called without an active exception"), although its work was done. A
+communicator takes time to close, more so on a busy machine, so ranks that had finished would be reported as failed.
 
-So threads of ours that call torch are started here, and the process waits for them before it goes. A worker of the fork
-server, which knows its status, does not go down with one that is stuck: it leaves without the interpreter's last steps.
+Threads of ours that call torch are therefore started here, and the process waits for them before it exits. A worker of
+the fork server, whose status is known, does not shut the interpreter down while such a thread is stuck: it exits
+without the interpreter's last steps.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-WAITS_S = 5.0
-"""How long the end of a process waits for them, all together."""
+EXIT_WAIT_S = 5.0
+"""Time that the end of a process waits for these threads, all together."""
 
 _started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _guard = threading.Lock()
@@ -30,7 +31,7 @@ _status: int | None = None
 
 
 def begin_thread(target: Callable[..., None], *args: Any, name: str) -> threading.Thread:
-    """A thread that may be inside of torch for long. It keeps no process from ending for more than `WAITS_S`."""
+    """Start a thread that may spend a long time inside torch. It delays a process's end by at most `EXIT_WAIT_S`."""
     thread = threading.Thread(target=target, args=args, name=name, daemon=True)
     with _guard:
         _started.add(thread)
@@ -39,17 +40,17 @@ def begin_thread(target: Callable[..., None], *args: Any, name: str) -> threadin
 
 
 def will_leave_with(status: int) -> None:
-    """What this process is to end with, known to whoever forked it; it raises SystemExit next."""
+    """Record the status that this process reports to its parent; the caller raises SystemExit next."""
     global _status
     _status = status
 
 
 def _leave() -> None:
-    until = time.monotonic() + WAITS_S
+    until = time.monotonic() + EXIT_WAIT_S
     with _guard:
         started = list(_started)
     for thread in started:
-        with suppress(RuntimeError):  # not begun yet
+        with suppress(RuntimeError):  # not started yet
             thread.join(max(0.0, until - time.monotonic()))
     if _status is not None and any(thread.is_alive() for thread in started):
         _flush_files()
@@ -57,12 +58,12 @@ def _leave() -> None:
 
 
 def _flush_files() -> None:
-    """Also those that the script has left open."""
-    for each in gc.get_objects():
-        if issubclass(type(each), io.TextIOWrapper | io.BufferedWriter):
+    """Flush all open files, including those that the script has left open."""
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), io.TextIOWrapper | io.BufferedWriter):
             with suppress(OSError, ValueError):
-                each.flush()
+                candidate.flush()
 
 
 atexit.register(_leave)
-"""Of a fork server's workers the last of all: nothing that registers anything has been imported before."""
+"""In a fork server's workers this runs last of all handlers: no module that registers one was imported earlier."""

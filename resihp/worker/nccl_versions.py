@@ -1,12 +1,12 @@
-"""Which NCCL this process has loaded, and whether its version is known to hang in what resihp asks of it.
+"""Which NCCL this process has loaded, and whether that version is known to hang under resihp's use of it.
 
-`torch.cuda.nccl.version()` is the version that torch was compiled with: LD_PRELOAD, or another package that loads a
-libnccl.so.2 first, brings another one, which is then called. So the loaded library is asked itself.
+`torch.cuda.nccl.version()` is the version that torch was compiled with. LD_PRELOAD, or another package that loads a
+libnccl.so.2 first, can bring in another library, which then receives the calls. So the loaded library itself is asked.
 
-What is known of versions is torch's users' experience, by its issues: aborts from several threads (NCCL's issue 992,
-mended in 2.19.1) and any abort in 2.25.1 (torch's issue 149153) did not end; communicators that do not block hang at
-random in 2.26 (torch's issue 153960), for which torch stopped making them by default. Nothing like it is reported from
-2.27 on. No version has run with resihp yet. Used by `resihp.executor` and `resihp doctor`, once torch is imported.
+The knowledge about versions comes from issues of torch's users: aborts from several threads (NCCL's issue 992, fixed in
+2.19.1) and any abort in 2.25.1 (torch's issue 149153) never returned; non-blocking communicators hang at random in 2.26
+(torch's issue 153960), so torch no longer creates them by default. No such report exists for 2.27 and later. No version
+has been run with resihp yet. Used by `resihp.executor` and `resihp doctor`, after torch is imported.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-KNOWN_GOOD = (2, 27)
+OLDEST_KNOWN_GOOD = (2, 27)
 MAPPED_FILES = Path("/proc/self/maps")
-"""Files that are mapped into this process, the sixth column."""
+"""List of the files mapped into this process; the path is the sixth column."""
 _LIBRARY = re.compile(r"/\S*/libnccl\.so[.0-9]*$", re.MULTILINE)
 _SONAME = "libnccl.so.2"
 
@@ -28,7 +28,7 @@ Version = tuple[int, ...]
 
 
 def loaded() -> Version | None:
-    """Version of the NCCL that calls reach, such as (2, 28, 9); None if this process has none."""
+    """Return the version of the NCCL that calls reach, such as (2, 28, 9); None if this process has none."""
     for name, mode in ((None, ctypes.DEFAULT_MODE), (_SONAME, os.RTLD_NOLOAD | os.RTLD_LAZY)):
         with suppress(OSError, AttributeError):  # not loaded, or its symbols are hidden
             code = ctypes.c_int()
@@ -38,39 +38,39 @@ def loaded() -> Version | None:
 
 
 def _decoded(code: int) -> Version:
-    """NCCL_VERSION of nccl.h: 2.8.4 and before are 2804, 2.9 and later 20900."""
+    """Decode NCCL_VERSION of nccl.h: up to 2.8.4 the code has four digits (2804), from 2.9 on five (20900)."""
     scale = 10_000 if code >= 10_000 else 1_000
     return code // scale, code % scale // 100, code % 100
 
 
 def _built_with() -> Version | None:
-    """A torch that has NCCL inside shows no symbols of it: then it is the one that torch was compiled with."""
+    """Return the version that torch was compiled with: a torch that contains NCCL shows no symbols of it."""
     import torch
 
     try:
         version: Sequence[int] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-    except (AttributeError, RuntimeError):  # built without
+    except (AttributeError, RuntimeError):  # built without NCCL
         return None
     return tuple(version)
 
 
 def files() -> tuple[str, ...]:
-    """Paths of the NCCL libraries that are mapped into this process. More than one: calls may meet the wrong one."""
+    """Return the NCCL libraries mapped into this process. If there are several, calls may reach the wrong one."""
     with suppress(OSError):
         return tuple(sorted(set(_LIBRARY.findall(MAPPED_FILES.read_text(errors="replace")))))
     return ()
 
 
 def doubt(version: Sequence[int], paths: Sequence[str] = ()) -> str:
-    """A line that says what may go wrong with this version (2, 26, 2), loaded from these files; empty for nothing."""
+    """Return a line about possible trouble with this version, such as (2, 26, 2), from these files; empty if none."""
     if len(paths) > 1:
-        both = ", ".join(paths)
-        return f"{len(paths)} NCCL libraries are loaded in one process: {both}; calls reach {shown(version)}"
-    if tuple(version) >= KNOWN_GOOD:
+        names = ", ".join(paths)
+        return f"{len(paths)} NCCL libraries are loaded in one process: {names}; calls reach {shown(version)}"
+    if tuple(version) >= OLDEST_KNOWN_GOOD:
         return ""
     return (
         f"NCCL {shown(version)}: communicators that can be aborted have hung with versions before "
-        f"{shown(KNOWN_GOOD)}, in use or in their aborts"
+        f"{shown(OLDEST_KNOWN_GOOD)}, in use or while they were aborted"
     )
 
 
@@ -78,4 +78,4 @@ def shown(version: Sequence[int]) -> str:
     return ".".join(map(str, version))
 
 
-WAY_OUT = "install a newer torch, which brings its own NCCL; LD_PRELOAD may name another one"
+UPGRADE_ADVICE = "install a newer torch, which brings its own NCCL; LD_PRELOAD may name another one"

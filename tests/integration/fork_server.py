@@ -24,7 +24,16 @@ from typing import NoReturn
 
 from resihp.process import die_with_parent, inherited_socket
 from resihp.protocol.framing import LocalChannel
-from resihp.worker.forkserver import ONE_THREAD, PRELOAD, STOP_SIGNALS, Ready, Serve, preload, serve_node, serve_nodes
+from resihp.worker.forkserver import (
+    ONE_THREAD,
+    PRELOADED_MODULES,
+    STOP_SIGNALS,
+    Ready,
+    Serve,
+    preload,
+    serve_node,
+    serve_nodes,
+)
 
 READY = Ready(seconds=0.0)
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWPID, CLONE_NEWNET = 0x20000, 0x4000000, 0x20000000, 0x40000000
@@ -74,7 +83,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     die_with_parent(int(sys.argv[2]))
     listener = inherited_socket(int(sys.argv[1]))
-    preload(PRELOAD)
+    preload(PRELOADED_MODULES)
     while True:
         connection, _ = listener.accept()
         pid, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from resihp.worker.forkserver import PRELOAD
+from resihp.worker.forkserver import PRELOADED_MODULES
 from tests.integration import nccl_contract
 
 FOLDER = Path(os.environ.get("RESIHP_TEST_RELEASES", "/opt/resihp-tests"))
@@ -70,7 +70,7 @@ def environment() -> list[str]:
     pytest.importorskip("torch")
     from resihp.executor import backends
 
-    return [*backends.NO_WATCHDOG, *(name for name in backends.PATIENCE if name.startswith("TORCH_"))]
+    return [*backends.NO_WATCHDOG, *(name for name in backends.CONNECT_LIMITS if name.startswith("TORCH_"))]
 
 
 def reason(error: Exception) -> str:
@@ -124,6 +124,6 @@ def test_installing_beside_torch_leaves_it_alone_and_forks_may_use_cuda(
     requirements = [*project["dependencies"], *project["optional-dependencies"]["train"]]
     python = installed(told["torch"].partition("+")[0])
     run(python, "-m", "pip", "install", "--quiet", "--no-cache-dir", *requirements, seconds=INSTALL_S)
-    command = (python, "-W", "ignore", "-m", "tests.integration.fork_after_preload", PRELOAD)
+    command = (python, "-W", "ignore", "-m", "tests.integration.fork_after_preload", PRELOADED_MODULES)
     forked = json.loads(run(*command, seconds=LOOK_S, CUDA_HOME="/usr/local/cuda"))
     assert forked == {"torch": told["torch"], "fork": "sound"}

@@ -24,7 +24,7 @@ from db.writer import catch_up
 from resihp.errors import ConfigurationError, LedgerError, ResihpError
 from resihp.record import journal
 from resihp.record.journal_file import read_packed
-from resihp.worker.checkpoints import MANIFEST, newest_complete, stored
+from resihp.worker.checkpoints import MANIFEST_NAME, newest_complete, stored
 from tests.db.conftest import started, story, write_journal
 from tests.db.foreign.half_way import half_way
 from tests.wrapper.run_requests import run_request
@@ -536,11 +536,11 @@ def test_bad_jobs_keep_no_other_from_being_listed(fresh_home: Path) -> None:
 def test_a_checkpoint_whose_manifest_is_none_is_incomplete(tmp_path: Path, content: str) -> None:
     folder = tmp_path / "iteration-000040"
     folder.mkdir()
-    (folder / MANIFEST).write_text(content)
+    (folder / MANIFEST_NAME).write_text(content)
     assert newest_complete(tmp_path) is None
     assert stored(tmp_path)[0].fault
-    (folder / MANIFEST).unlink()
-    os.mkfifo(folder / MANIFEST)
+    (folder / MANIFEST_NAME).unlink()
+    os.mkfifo(folder / MANIFEST_NAME)
     assert newest_complete(tmp_path) is None
 
 
@@ -549,6 +549,6 @@ def test_a_checkpoints_part_is_in_its_folder(tmp_path: Path) -> None:
     folder.mkdir()
     (tmp_path / "elsewhere.pt").write_bytes(b"x")
     content = {"format": 1, "iteration": 40, "fingerprint": "", "parts": [{"file": "../elsewhere.pt", "bytes": 1}]}
-    (folder / MANIFEST).write_text(json.dumps(content))
+    (folder / MANIFEST_NAME).write_text(json.dumps(content))
     assert newest_complete(tmp_path) is None
     assert "is not in its folder" in stored(tmp_path)[0].fault

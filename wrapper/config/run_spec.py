@@ -13,7 +13,7 @@ import msgspec
 from resihp.errors import UsageError
 from resihp.record.journal import SlurmIdentity
 from resihp.settings import Settings
-from resihp.worker.forkserver import PRELOAD
+from resihp.worker.forkserver import PRELOADED_MODULES
 from wrapper.job_folder import Job, OurJob, write_private
 from wrapper.launch.ports import Ports
 
@@ -24,7 +24,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal["script", "module", "command"]
     argv: tuple[str, ...]
     interpreter: str
-    preload: str = PRELOAD
+    preload: str = PRELOADED_MODULES
 
 
 class SlurmRequest(msgspec.Struct, frozen=True, kw_only=True):

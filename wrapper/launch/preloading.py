@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from resihp.protocol.framing import LocalChannel
-from resihp.worker.forkserver import ONE_THREAD, PRELOAD, Serve
+from resihp.worker.forkserver import ONE_THREAD, PRELOADED_MODULES, Serve
 from wrapper.config.run_spec import RunRequest
 from wrapper.launch.launcher import own_environment
 from wrapper.strict_modes import private
@@ -91,7 +91,7 @@ def for_agent(request: RunRequest, node: str) -> socket.socket | None:
 
 def _running(request: RunRequest) -> socket.socket | None:
     path, program = os.environ.get(FOR_TESTS), request.program
-    usual = (program.interpreter, program.preload) == (sys.executable, PRELOAD) and program.kind != "command"
+    usual = (program.interpreter, program.preload) == (sys.executable, PRELOADED_MODULES) and program.kind != "command"
     if not path or not usual or request.container is not None:
         return None
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

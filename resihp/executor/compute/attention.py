@@ -1,6 +1,6 @@
-"""Attention over packed documents: each token sees its own document's past and nothing else.
+"""Attention over packed documents: each token attends only to the past of its own document.
 
-Takes the place of `core_attention` in megatron-core's layers, whose local implementation refuses packed input.
+Replaces `core_attention` in megatron-core's layers, whose local implementation refuses packed input.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from torch import Tensor
 from resihp.errors import ModelError
 from resihp.executor.compute.staging import staged
 
-CPU = torch.device("cpu")
+CPU_DEVICE = torch.device("cpu")
 
 
 @dataclass(kw_only=True)
 class Packing(PackedSeqParams):
-    """How documents lie in a packed micro-batch. Passed through the layers as megatron's `packed_seq_params`.
+    """The documents of a packed micro-batch. Passed through the layers as megatron's `packed_seq_params`.
 
-    `qkv_format` stays "sbhd": activations keep the shape [N, 1, H], and positions come already restarted.
+    `qkv_format` stays "sbhd": activations keep the shape [N, 1, H], and positions already restart with each document.
     """
 
     lengths: tuple[int, ...]
     positions: Tensor
-    """Of each token within its document, int64 [N]."""
+    """Position of each token within its document, int64 [N]."""
     bounds: Tensor
-    """Where documents begin, and where the last one ends, int32 [documents + 1]."""
+    """Starts of the documents, and the end of the last one, int32 [documents + 1]."""
     rotation: Tensor | None
     """Angles of each token, [N, 1, 1, head width]; None for learned positions."""
 
     @classmethod
-    def of(cls, lengths: tuple[int, ...], device: torch.device = CPU, angles: Tensor | None = None) -> Packing:
-        """`angles` are those of each position, on the device. Waits for nothing there."""
+    def of(cls, lengths: tuple[int, ...], device: torch.device = CPU_DEVICE, angles: Tensor | None = None) -> Packing:
+        """Describe documents of these `lengths`; `angles`, by position, are on the device, which is not waited for."""
         positions = staged(torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])), device)
         bounds = staged(torch.from_numpy(np.cumsum((0, *lengths), dtype=np.int32)), device)
         return cls(
@@ -55,9 +55,10 @@ class Packing(PackedSeqParams):
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal attention inside each document; cost follows the sum of squared lengths.
+    """Causal attention inside each document; its cost grows with the sum of squared lengths.
 
-    In a layer with a window, of a configuration's `window_size` (w, 0), a token sees itself and w before it.
+    In a layer with a window, set by `window_size` (w, 0) in the configuration, a token sees itself and the w tokens
+    before it.
     """
 
     def __init__(self, config: Any, layer_number: int, softmax_scale: float | None = None, **_: Any) -> None:
@@ -65,7 +66,7 @@ class PackedAttention(torch.nn.Module):
         self.softmax_scale = softmax_scale
         narrow = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = int(config.window_size[0]) if narrow else -1
-        """How many tokens before its own a token sees; -1 for all."""
+        """Number of tokens before its own that a token sees; -1 for all."""
 
     def forward(
         self,
@@ -77,7 +78,7 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: Packing,
         **_: Any,
     ) -> Tensor:
-        """[N, 1, heads, width] and twice [N, 1, groups, width] -> [N, 1, heads * width]."""
+        """Attend: [N, 1, heads, width] and twice [N, 1, groups, width] -> [N, 1, heads * width]."""
         if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
             return self._varlen(query, key, value, packed_seq_params)
         lengths = list(packed_seq_params.lengths)
@@ -92,7 +93,7 @@ class PackedAttention(torch.nn.Module):
         return torch.cat(attended, dim=2).permute(2, 0, 1, 3).flatten(2)
 
     def _seen(self, query: Tensor) -> dict[str, Any]:
-        """Which tokens of a document of [..., length, width] each of them sees, in the words of torch's attention."""
+        """Return arguments of torch's attention that select the visible tokens of a document [..., length, width]."""
         length = query.shape[-2]
         if self.window < 0 or length <= self.window + 1:
             return {"is_causal": True}
@@ -100,8 +101,8 @@ class PackedAttention(torch.nn.Module):
         return {"attn_mask": past.triu(-self.window)}
 
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
-        """One kernel for all documents, [N, heads, width] in half precision. Written from torch's documentation; it
-        has not run: no GPU was at hand."""
+        """Use one kernel for all documents, [N, heads, width] in half precision. Written from torch's documentation;
+        not run, for lack of a GPU."""
         from torch.nn.attention.varlen import varlen_attn
 
         query, key, value, options = causal_options(
@@ -116,28 +117,28 @@ class PackedAttention(torch.nn.Module):
 def causal_options(
     varlen_attn: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int = -1
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
-    """What this torch's `varlen_attn` is to be called with for causal attention with that scale, of a token and at most
-    `window` before it; -1: all before it.
+    """Return the tensors and options with which this torch's `varlen_attn` computes causal attention with that scale,
+    where a token sees itself and at most `window` tokens before it; -1: all before it.
 
-    torch 2.10 has `is_causal`, its own scale and as many groups as heads; 2.11 `window_size` and `scale`; 2.12
-    `enable_gqa`, too. What it cannot be asked for is done to the tensors [N, heads, width].
+    torch 2.10 has `is_causal`, a fixed scale, and as many groups as heads; 2.11 has `window_size` and `scale`; 2.12
+    has `enable_gqa`, too. Missing options are made up for by changing the tensors [N, heads, width].
 
-    Fewer groups than heads go into 2.11 as they are: its wrapper looks at no number of heads, and hands the tensors to
-    `_flash_attention_forward` and `_backward`, whose `num_heads_k` may differ from `num_heads` (flash_api.h). That is
-    what 2.12 does, too, where `enable_gqa` only permits it. Read in torch's sources; not run on a GPU.
+    2.11 is given fewer groups than heads unchanged: its wrapper does not check the number of heads, and passes the
+    tensors to `_flash_attention_forward` and `_backward`, whose `num_heads_k` may differ from `num_heads`
+    (flash_api.h). 2.12 does the same; there `enable_gqa` merely permits it. Read in torch's sources; not run on a GPU.
     """
-    known = inspect.signature(varlen_attn).parameters
-    if window >= 0 and "window_size" not in known:
+    parameters = inspect.signature(varlen_attn).parameters
+    if window >= 0 and "window_size" not in parameters:
         raise ModelError(f"transformer config: window_size on GPUs needs torch 2.11; this is {torch.__version__}")
-    # so much before, nothing after
-    options: dict[str, Any] = {"window_size": (window, 0)} if "window_size" in known else {"is_causal": True}
-    if "scale" in known:
+    # `window` tokens before, none after
+    options: dict[str, Any] = {"window_size": (window, 0)} if "window_size" in parameters else {"is_causal": True}
+    if "scale" in parameters:
         options["scale"] = scale
     elif scale is not None:
         query = query * (scale * query.shape[-1] ** 0.5)
     if query.shape[1] != key.shape[1]:
-        if "enable_gqa" in known:
+        if "enable_gqa" in parameters:
             options["enable_gqa"] = True
-        elif "window_size" not in known:
+        elif "window_size" not in parameters:
             key, value = (t.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for t in (key, value))
     return query, key, value, options

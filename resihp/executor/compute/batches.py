@@ -1,4 +1,4 @@
-"""The data set as the executor sees it: the checked global batch of an iteration. And what identifies a training."""
+"""The checked global batches of a data set, and the fingerprint that identifies a training run."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ from resihp.parallelism.workload import Dataset, MicroBatch, ramp_of, samples_di
 class Batches:
     """Global batches of a data set whose longest document has `sequence` tokens. Raises DatasetError if it is empty.
 
-    `validates`: the one to train on, for one to evaluate on; it must have as many micro-batches.
+    For an evaluation data set, `validates` is the training data set; both must have the same number of micro-batches.
     """
 
     def __init__(self, dataset: Dataset, sequence: int, validates: Batches | None = None) -> None:
         self._dataset, self._sequence = dataset, sequence
-        self._told = "iteration" if validates is None else "evaluation's global batch"
+        self._subject = "iteration" if validates is None else "evaluation's global batch"
         ramp, first = ramp_of(dataset), dataset.micro_batches(1)
         usual = ramp[-1][1] if ramp else max(1, len(first))
         self.sizes: BatchSizes = BatchSizes(usual, ramp) if validates is None else BatchSizes(validates.sizes.usual)
-        """Micro-batches of each iteration, as the data set says."""
-        whose = "iteration 1" if validates is None else "one that is trained on"
-        more = ", or say otherwise by a ramp-up" if validates is None else "; what is evaluated has no ramp-up"
-        self._others = f"({whose} has {self.sizes.usual}){more}"
+        """Number of micro-batches of each iteration, according to the data set."""
+        reference = "iteration 1" if validates is None else "one that is trained on"
+        remedy = ", or declare a ramp-up" if validates is None else "; an evaluation data set has no ramp-up"
+        self._others = f"({reference} has {self.sizes.usual}){remedy}"
         self.first = self._checked(1, first)
         self._last: tuple[int, Sequence[MicroBatch]] = 1, self.first
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest micro-batch of the first iteration: what memory is estimated for."""
+        """Tokens of the longest micro-batch of the first iteration, by which memory is estimated."""
         return max(micro_batch.tokens for micro_batch in self.first)
 
     def of(self, iteration: int) -> Sequence[MicroBatch]:
-        """The data set is asked once for an iteration. Raises DatasetError naming the micro-batch at fault."""
+        """Return an iteration's batch, read once per iteration. Raises DatasetError for an invalid micro-batch."""
         if self._last[0] != iteration:
             self._last = iteration, self._checked(iteration, self._dataset.micro_batches(iteration))
         return self._last[1]
@@ -57,17 +57,19 @@ class Batches:
         if len(batch) != due:
             same = f"the same number, at least one, every time {self._others}"
             must = f"{due}, as its ramp-up says" if self.sizes.ramp else same
-            raise DatasetError(f"{self._told} {iteration}: {len(batch)} micro-batches; the data set must give {must}")
+            raise DatasetError(
+                f"{self._subject} {iteration}: {len(batch)} micro-batches; the data set must give {must}"
+            )
         for m, micro_batch in enumerate(batch):
             lengths = micro_batch.lengths
             if not lengths or min(lengths) < 1 or max(lengths) > self._sequence:
                 raise DatasetError(
-                    f"{self._told} {iteration} micro-batch {m}: document lengths {list(lengths)}; each must lie "
+                    f"{self._subject} {iteration} micro-batch {m}: document lengths {list(lengths)}; each must lie "
                     f"between 1 and the sequence length {self._sequence}"
                 )
             if len(lengths) != len(micro_batch.samples):
                 raise DatasetError(
-                    f"{self._told} {iteration} micro-batch {m}: {len(lengths)} lengths, "
+                    f"{self._subject} {iteration} micro-batch {m}: {len(lengths)} lengths, "
                     f"{len(micro_batch.samples)} samples"
                 )
         return batch
@@ -83,9 +85,12 @@ def fingerprint(
     works: tuple[str, str],
     evaluation: tuple[int, int, Sequence[MicroBatch]] | None = None,
 ) -> str:
-    """Digest of all that must be equal on all ranks of a job: library versions included, and which back end works on
-    which kind of device. A node whose GPUs are gone would wait with gloo for peers that come with NCCL. `evaluation`:
-    every so many iterations, over so many global batches, and the first of them."""
+    """Return a digest of all settings that must be equal on all ranks of a job.
+
+    It includes the versions of libraries, the back end and the kind of device: a node that has lost its GPUs would wait
+    with gloo for peers that use NCCL. `evaluation`: its interval in iterations, its number of global batches, and the
+    first of them.
+    """
     content = {
         "model": msgspec.to_builtins(model),
         "config": {field.name: describe(getattr(config, field.name)) for field in dataclasses.fields(config)},

@@ -1,7 +1,7 @@
-"""One communicator, and what is under way on it. Waits never outlive the moment at which a rank is woken.
+"""One communicator, and the work in progress on it. No wait continues after its rank is woken.
 
-`SingleFile` is the strict mode of tests: NCCL's rules at their strictest, on gloo. Used by `communicators`, which makes
-channels, and by all that communicates.
+`SingleFile` is the strict mode of tests: the strictest form of NCCL's rules, on gloo. Used by `communicators`, which
+creates channels, and by all code that communicates.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from resihp.executor.backends import BackEnd, Gloo
 from resihp.executor.tensor_group import Backend, dist
 
 Wire = Callable[[], float]
-"""Seconds that a transfer takes now over an emulated link, once both of its ends are there."""
+"""Returns the present seconds of a transfer over an emulated link, once both of its ends have begun it."""
 
-_GLANCE = timedelta(seconds=0.1)
+_POLL_INTERVAL = timedelta(seconds=0.1)
 _TIMED_OUT = "Operation timed out"
 
 
 class PendingWork:
     """A collective or a pipeline transfer under way.
 
-    `work` is the back end's, None where it has ordered what follows behind it already (NCCL's synchronous calls).
-    `timed`: whether its wait may be given a timeout (`BackEnd.timed_waits`).
+    `work` is the back end's. It is None if later work is already ordered behind it (NCCL's synchronous calls). `timed`:
+    whether its wait may be given a timeout (`BackEnd.timed_waits`).
     """
 
     def __init__(self, work: Any, woken: Callable[[], bool], *, timed: bool = True) -> None:
@@ -40,16 +40,16 @@ class PendingWork:
         self._finish: Callable[[], object] | None = None
 
     def then(self, finish: Callable[[], object]) -> None:
-        """What is left to do when it is done, by whoever waits for it."""
+        """Set a function that the waiting thread calls when the work is done."""
         self._finish = finish
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for it. Raises CommunicatorError once the rank has been woken, RuntimeError for what the back end says.
+        """Wait for the work. Raises CommunicatorError once the rank has been woken, RuntimeError for back end errors.
 
-        Shutting down gloo's sockets wakes its waiters at once, with one exception: gloo (transport/tcp/pair.cc,
-        signalException) forgets whoever is in the middle of a message. So a wait looks up now and then. NCCL's orders
-        streams and does not wait, `timeout` or not, and an aborted one returns as if all were well: that a rank was
-        woken is asked here in any case.
+        Shutting down gloo's sockets wakes its waiting threads at once, with one exception: gloo
+        (transport/tcp/pair.cc, signalException) forgets a thread that is in the middle of a message. So a wait checks
+        periodically whether the rank was woken. NCCL's wait orders streams and does not block, with or without
+        `timeout`, and after an abort it returns as usual; so this method checks at its end as well.
         """
         if self._work is None:
             done = True
@@ -58,7 +58,7 @@ class PendingWork:
         else:
             done = bool(self._work.wait())
         if self._woken():
-            raise CommunicatorError("woken; what came is not to be used")
+            raise CommunicatorError("woken; received data are invalid")
         if self._finish is not None:
             self._finish()
             self._finish = None
@@ -68,7 +68,7 @@ class PendingWork:
         limit = None if timeout is None else time.monotonic() + timeout.total_seconds()
         while True:
             try:
-                return bool(self._work.wait(_GLANCE))
+                return bool(self._work.wait(_POLL_INTERVAL))
             except RuntimeError as error:
                 if _TIMED_OUT not in str(error) or (limit is not None and time.monotonic() > limit):
                     raise
@@ -80,10 +80,10 @@ class PendingWork:
 
 
 class SingleFile:
-    """The strictest reading of NCCL's rules, for tests: one thread carries out one communication after the other.
+    """The strictest form of NCCL's rules, for tests: one thread carries out one communication after the other.
 
-    gloo runs communicators beside each other and so forgives orders that deadlock elsewhere. Here all that a rank
-    begins waits until all that it began before is done, on both ends. Switched on by RESIHP_STRICT_ORDER=1.
+    gloo runs communicators concurrently and so tolerates orders that deadlock elsewhere. Here everything that a rank
+    begins waits until all that it began before is done, on both ends. Enabled by RESIHP_STRICT_ORDER=1.
     """
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class SingleFile:
 
 
 class _Deferred:
-    """Stands in for a back end's work that has not begun yet."""
+    """Stand-in for a back end's work that has not begun yet."""
 
     def __init__(
         self, operation: Callable[[], Any], woken: Callable[[], bool], wire: Wire | None, *, timed: bool
@@ -136,10 +136,10 @@ class _Deferred:
 
 
 class Channel:
-    """One communicator. Everything on it is a collective of the back end's own thread, which a wait can outlive.
+    """One communicator. All its operations are collectives in the back end's own thread, and may outlive their waits.
 
-    In strict order (`strict`), the rank begins nothing before what it began earlier is done, on whatever communicator.
-    Over an emulated `wire`, nothing on it begins before what was begun earlier on it is done.
+    With `strict`, the rank begins nothing before all that it began earlier is done, on any communicator. Over an
+    emulated `wire`, nothing begins on this communicator before earlier work on it is done.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Channel:
         store: Any = None,
         kind: type[BackEnd] = Gloo,
     ) -> None:
-        """`store`: the back end's, held as long as it may ask it. `kind`: what the back end is."""
+        """`store`: the back end's store, kept alive while the back end may use it. `kind`: class of the back end."""
         self._kind = kind
         self.store = store
         self._backend: Backend | None = backend
@@ -162,20 +162,20 @@ class Channel:
 
     @property
     def backend(self) -> Backend:
-        """Raises CommunicatorError once the channel is closed."""
+        """The open back end. Raises CommunicatorError once the channel is closed."""
         if self._backend is None:
             raise CommunicatorError("this communicator is closed")
         return self._backend
 
     @property
-    def held(self) -> Backend | None:
+    def backend_if_open(self) -> Backend | None:
         """The back end; None once the channel is closed."""
         return self._backend
 
     def detach(self) -> Backend | None:
-        """Close the channel and hand over its back end, to be destroyed where a blocked destructor does no harm.
+        """Close the channel and return its back end, to be destroyed where a blocking destructor does no harm.
 
-        Whoever still knows the channel, an interpreter in some exception's traceback for one, keeps nothing alive.
+        Remaining references to the channel, such as an interpreter in an exception's traceback, keep nothing alive.
         """
         if self._own is not None:
             self._own.close()
@@ -192,13 +192,14 @@ class Channel:
         return self._begin(lambda: self.backend.allreduce(tensors, *options))
 
     def all_gather(self, output: Tensor, part: Tensor) -> PendingWork:
-        """Every rank's `part`, one after the other, into `output`; both contiguous."""
+        """Gather every rank's `part` into `output`, in the order of ranks; both contiguous."""
         return self._begin(lambda: self.backend._allgather_base(output, part))
 
     def reduce_scatter(self, output: Tensor, whole: Tensor) -> PendingWork:
-        """Sum all ranks' `whole`, of which rank r gets the r-th equal part into `output`; both contiguous.
+        """Sum all ranks' `whole`; rank r gets the r-th equal part in `output`. Both contiguous.
 
-        gloo's own (torch 2.13) is a sum over everything, too, but one whose wait cannot be told to look up.
+        gloo's own implementation (torch 2.13) also sums everything, but its wait cannot check whether the rank was
+        woken, so it is not used.
         """
         if self._kind.scatters:
             return self._begin(lambda: self.backend._reduce_scatter_base(output, whole))
@@ -209,7 +210,8 @@ class Channel:
         return transfer
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> PendingWork:
-        """From the rank with this index to the others. On two, how anything is sent: gloo forgets interrupted sends."""
+        """Send from the rank with index `root` to the others. Used between two ranks, too: gloo forgets interrupted
+        sends."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
         return self._begin(lambda: self.backend.broadcast([tensor], options))

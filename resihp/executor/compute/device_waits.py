@@ -1,17 +1,19 @@
-"""Whether a rank waits for its peers, asked of its device: what the rank's beats tell.
+"""Tells from a rank's device whether the rank waits for its peers; the answer is part of the rank's beats.
 
-Around each wait for peers two marks go into the device's order of work. A device that has come to the first and not to
-the second waits for others. One that has not come to the first is at work of its own; one that has come to all has
-nothing to do, since its host is stuck: those two keep the others waiting (`controller.fail_stop.liveness`).
+Around each wait for peers two marks are placed in the device's queue of work. A device that has reached the first mark
+and not the second is waiting for peers. One that has not reached the first is busy with its own work; one that has
+reached all has nothing to do, since its host is stuck. The latter two keep other ranks waiting
+(`controller.fail_stop.liveness`).
 
-On a GPU the host cannot tell: `wait` returns at once, and the host stands wherever a number is needed next (`float()`,
-`tolist()`, a copy from ordinary memory), for its own kernel that does not end as for a peer that does not come. Marks
-are events there, two for each wait; written from CUDA's and torch's documentation, not yet run on one, nor is their
-cost measured. On a processor whatever is marked has happened. Fed by the trainer, asked by the thread that beats.
+On a GPU the host itself cannot tell: `wait` returns at once, and the host blocks wherever it next needs a number
+(`float()`, `tolist()`, a copy from ordinary memory), on its own endless kernel in the same way as on a missing peer.
+There, marks are events, two for each wait; written from CUDA's and torch's documentation, not yet run on a GPU, and
+their cost is not measured. On a CPU all marked work has already happened. Fed by the trainer, queried by the thread
+that beats.
 
-A driver that is stuck answers nobody. That must silence neither the beats nor anything else of the process: it is asked
-without the interpreter's lock, in a thread that is left behind (`Asking`), and beats tell for how long it has not
-answered.
+A stuck driver answers no query. That must block neither the beats nor any other thread of the process: the query runs
+without the interpreter lock, in a thread that can be abandoned (`DeviceWatch`), and beats report for how long the
+device has not answered.
 """
 
 from __future__ import annotations
@@ -30,18 +32,18 @@ import torch
 
 from resihp.worker.leaving import begin_thread
 
-ANSWER_S = 0.5
-"""How long a beat waits for a device that answered when it was asked last."""
+ANSWER_TIMEOUT_S = 0.5
+"""Time that a beat waits for the answer of a device that answered the previous query."""
 _DRIVER = "libcuda.so.1"
 _NOT_READY = 600
 """CUDA_ERROR_NOT_READY of cuda.h."""
 
 
 class Mark(Protocol):
-    """A place in a device's order of work."""
+    """A position in a device's queue of work."""
 
     def query(self) -> bool:
-        """Whether the device has come there."""
+        """Return whether the device has reached this position."""
 
 
 class _Passed:
@@ -55,11 +57,11 @@ def _driver() -> ctypes.CDLL:
 
 
 class _Event:
-    """An event of CUDA's. torch's own `query` holds the interpreter's lock as long as the driver takes (2.13,
-    torch/csrc/cuda/Event.cpp), ctypes lets go of it; and the driver's, unlike the runtime's, leaves no "not ready"
-    behind that torch would take for an error of the next kernel.
+    """A CUDA event. torch's own `query` holds the interpreter lock for as long as the driver takes (2.13,
+    torch/csrc/cuda/Event.cpp); ctypes releases it. Unlike the runtime's query, the driver's leaves no "not ready" error
+    behind that torch would attribute to the next kernel.
 
-    The thread that asks has never used the device: it is given the context of the thread that has recorded the event.
+    The querying thread has never used the device, so it is given the context of the thread that recorded the event.
     """
 
     def __init__(self) -> None:
@@ -84,7 +86,7 @@ def _check(code: int) -> None:
 
 
 def mark_on(device: torch.device) -> Mark:
-    """A mark behind all that the device was given so far."""
+    """Return a mark behind all work that the device has been given so far."""
     return _Event() if device.type == "cuda" else _Passed()
 
 
@@ -92,13 +94,14 @@ def mark_on(device: torch.device) -> Mark:
 class _Wait:
     before: Mark
     after: Mark | None = None
-    """None: the host is in it."""
+    """None while the host is inside the wait."""
 
 
 class DeviceWaits:
-    """All waits that the device may still have before it.
+    """All waits that the device may not have passed yet.
 
-    `begin` and `end` by the rank's own thread, in turns; `under_way` by any, which a stuck driver can hold up.
+    `begin` and `end` are called by the rank's own thread, alternately; `under_way` by any thread, which a stuck driver
+    can block.
     """
 
     def __init__(self, mark: Callable[[], Mark]) -> None:
@@ -107,7 +110,7 @@ class DeviceWaits:
         self._open: _Wait | None = None
 
     def begin(self) -> None:
-        with suppress(RuntimeError):  # a device that fails says so in its own words at whatever it is given next
+        with suppress(RuntimeError):  # a failing device reports its own error on its next work
             while self._waits and (after := self._waits[0].after) is not None and after.query():
                 self._waits.popleft()
         self._open = _Wait(self._mark())
@@ -119,32 +122,32 @@ class DeviceWaits:
             wait.after = self._mark()
 
     def under_way(self) -> bool:
-        """Whether the device is in one."""
+        """Return whether the device is inside a wait."""
         try:
             for wait in tuple(self._waits):
                 if wait.after is None or not wait.after.query():
                     return wait.before.query()
         except RuntimeError:
-            return False  # a device that fails keeps others waiting
+            return False  # a failing device keeps others waiting
         return False
 
 
-class Asking:
-    """Asks a device what it is in, and never waits for it longer than `ANSWER_S`. To be used by one thread."""
+class DeviceWatch:
+    """Queries whether a device waits for peers, blocking for at most `ANSWER_TIMEOUT_S`. For use by one thread."""
 
     def __init__(self, under_way: Callable[[], bool], clock: Callable[[], float] = time.monotonic) -> None:
         self._under_way, self._clock = under_way, clock
-        self._asking: threading.Thread | None = None
+        self._thread: threading.Thread | None = None
         self._asked_at = 0.0
         self._waits = False
 
     def ask(self) -> tuple[bool, float]:
-        """Whether the device is in a wait for peers; and, if it does not answer, for how many seconds it has not."""
-        if self._asking is None or not self._asking.is_alive():
+        """Return whether the device waits for peers and, if it does not answer, for how many seconds it has not."""
+        if self._thread is None or not self._thread.is_alive():
             self._asked_at = self._clock()
-            self._asking = begin_thread(self._look, name="resihp-device")
-            self._asking.join(ANSWER_S)
-        if self._asking.is_alive():
+            self._thread = begin_thread(self._look, name="resihp-device")
+            self._thread.join(ANSWER_TIMEOUT_S)
+        if self._thread.is_alive():
             return False, self._clock() - self._asked_at
         return self._waits, 0.0
 

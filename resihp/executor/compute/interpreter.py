@@ -1,8 +1,8 @@
-"""Carries out one rank's program for one iteration: chunks of work, transfers between stages, gradient sums.
+"""Executes one rank's program for one iteration: chunks of work, transfers between stages, gradient sums.
 
-The order of everything is the program's (`resihp.pipeline.program`); nothing here waits for anything but what a chunk
-needs, and what is left at the end. All state of an iteration lives in an `Interpreter`, which is dropped with it: an
-iteration that breaks leaves nothing.
+The program determines the order of everything (`resihp.pipeline.program`). The interpreter waits only for the inputs of
+a chunk, and at the end for all outstanding work. All state of an iteration lives in an `Interpreter`, which is dropped
+with it: a failed iteration leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from resihp.detector.observation import Floats
 from resihp.errors import DatasetError
 from resihp.executor.compute.channels import PendingWork
 from resihp.executor.compute.iteration import Iteration, waiting
-from resihp.executor.compute.stage import IGNORED
+from resihp.executor.compute.stage import IGNORED_LABEL
 from resihp.executor.compute.staging import staged
 from resihp.executor.compute.stopwatch import Stopwatch
 from resihp.executor.emulation import Pace
@@ -31,25 +31,25 @@ from resihp.parallelism.plan import Primitive
 from resihp.pipeline.program import Compute, Parcel, Program, Reduce, Transmit, edge_of, sums_of
 
 _Key = tuple[Literal["forward", "backward"], int, int]
-"""(direction, micro-batch, boundary), as of a Parcel."""
+"""(direction, micro-batch, boundary), as in a Parcel."""
 
 
 @dataclass
 class _Arrival:
-    """A parcel on its way to this rank: `part` is filled by its transfers, and is [low, low + numel) of the whole."""
+    """A parcel on its way to this rank: its transfers fill `part`, which is [low, low + numel) of the whole tensor."""
 
     parcel: Parcel
     transfers: list[PendingWork]
     part: Tensor
     elements: int
-    """Of the whole tensor."""
+    """Number of elements of the whole tensor."""
 
 
 class Interpreter:
-    """Runs one iteration's program on one rank's state; gradients accumulate in its parameters, then are summed.
+    """Runs one iteration's program on one rank's state; gradients accumulate in its parameters and are then summed.
 
-    An evaluation's programs have forwards alone: nothing of the state is changed.
-    What is differentiated is the mean loss over the global batch. `pace` emulates a device's speed.
+    An evaluation's programs have forward passes only, and change no state. The differentiated function is the mean loss
+    over the global batch. `pace` emulates a device's speed.
     """
 
     def __init__(self, iteration: Iteration, state: State, stopwatch: Stopwatch, pace: Pace | None = None) -> None:
@@ -74,27 +74,27 @@ class Interpreter:
             if isinstance(i, Compute) and i.primitive.kind == "W"
         }
         self._cut: dict[tuple[int, int], list[int]] = {}
-        """First layers of the parts of a backward pass that comes in parts, in the program's order."""
+        """First layers of the parts of a backward pass that is split into parts, in the program's order."""
         for i in iteration.program:
             if isinstance(i, Compute) and i.layers is not None:
                 self._cut.setdefault((i.primitive.micro_batch, i.primitive.chunk), []).append(i.layers[0])
         self._saved: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
-        """Inputs and output of the pieces of a chunk's graph that are still to be differentiated; one where uncut."""
+        """Inputs and output of the pieces of a chunk's graph that are not yet differentiated; one piece if uncut."""
         self._between: Tensor | None = None
-        """Gradient of the inputs of the piece before, within a backward pass that comes in parts."""
+        """Gradient of the inputs of the previous piece, within a backward pass that is split into parts."""
         self._produced: dict[_Key, Tensor] = {}
-        """Results for other stages: taken by their transfer, or by the next chunk on this very stage."""
+        """Results for other stages, until their transfer or the next chunk on this same stage takes them."""
         self._arriving: dict[_Key, _Arrival] = {}
         self._departing: list[tuple[PendingWork, Tensor]] = []
         self._summing: list[tuple[PendingWork, Tensor, list[Tensor]]] = []
         self._entered: set[Phase] = set()
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
-        """Sum over tokens of the loss, of the micro-batches that passed here; stays 0 before the last stage."""
+        """Sum of the loss over the tokens of this rank's micro-batches; stays 0 except on the last stage."""
         self._work: list[tuple[float, float]] = []
         """Tokens and sum of squared lengths of each primitive's micro-batch."""
 
     def run(self) -> None:
-        """Raises CommunicatorError when a peer is lost, DatasetError, or whatever the data set raises."""
+        """Run the program. Raises CommunicatorError when a peer is lost, DatasetError, and errors of the data set."""
         with torch.set_grad_enabled(self._it.learns):
             self._run()
 
@@ -115,7 +115,7 @@ class Interpreter:
     # --- chunks of work ---------------------------------------------------------------------------------------
 
     def _compute(self, primitive: Primitive, layers: LayerSpan | None) -> None:
-        """A primitive, or its part of `layers`: measured, and told of, as one when its first layer is through."""
+        """Execute a primitive or its part of `layers`. The parts are measured and reported as one, after the last."""
         m, chunk = primitive.micro_batch, primitive.chunk
         first, last = self._state.holding.chunks[chunk]
         low, high = layers or (first, last)
@@ -142,7 +142,7 @@ class Interpreter:
         self._observer.progressed()
 
     def workload(self) -> Floats:
-        """(2, primitives): tokens and sum of squared lengths of each one's micro-batch, in the order of the program."""
+        """Return (2, primitives): tokens and sum of squared lengths of each one's micro-batch, in program order."""
         return np.array(self._work, dtype=np.float64).reshape(-1, 2).T
 
     def _forward(self, m: int, chunk: int) -> None:
@@ -162,7 +162,7 @@ class Interpreter:
             self._produced["forward", m, v] = output.detach()
 
     def _backward(self, m: int, chunk: int, *, begins: bool, ends: bool) -> None:
-        """One piece of a chunk's graph, unless this both `begins` and `ends` it: then all that it is cut into for W."""
+        """Differentiate one piece of a chunk's graph, or all pieces if this part both `begins` and `ends` the pass."""
         v = self._position[m, chunk]
         if begins:
             self._between = None if self._ends(chunk) else self._take(("backward", m, v))
@@ -182,18 +182,18 @@ class Interpreter:
             self._between = None
 
     def _weights(self, m: int, chunk: int, layers: LayerSpan | None, *, begins: bool) -> None:
-        """Weight gradients of a micro-batch, or of its piece of `layers`; pieces count from the first layer."""
+        """Compute weight gradients of a micro-batch, or of its piece of `layers`; pieces count from the first layer."""
         if begins:
             self._stopwatch.begin()
         piece = 0 if layers is None else sorted(self._cut[m, chunk]).index(layers[0])
         self._stage.weights.finish((m, chunk, piece))
 
     def _ends(self, chunk: int) -> bool:
-        """Whether a chunk is the model's last: it ends in the loss."""
+        """Return whether a chunk is the model's last, which ends in the loss."""
         return self._stage.last and chunk == len(self._state.holding.chunks) - 1
 
     def _load(self, m: int, chunk: int) -> tuple[Tensor | None, Tensor | None, tuple[int, ...]]:
-        """(tokens, labels, lengths) of a micro-batch, padded: tokens for the first chunk, labels for the last."""
+        """Return padded (tokens, labels, lengths) of a micro-batch: tokens for the first chunk, labels for the last."""
         micro_batch = self._batch[m]
         lengths, size = micro_batch.lengths, micro_batch.tokens
         padding = -size % self._multiple
@@ -210,14 +210,14 @@ class Interpreter:
                 raise DatasetError(f"micro-batch {m}: {name} outside the vocabulary of {self._it.vocab}")
         tokens, labels = (
             staged(torch.from_numpy(np.pad(array, (0, padding), constant_values=fill)), self._device)
-            for array, fill in zip(arrays, (0, IGNORED), strict=True)
+            for array, fill in zip(arrays, (0, IGNORED_LABEL), strict=True)
         )
         return tokens if begins else None, labels if self._ends(chunk) else None, lengths
 
     # --- between stages ---------------------------------------------------------------------------------------
 
     def _shape(self, m: int) -> tuple[int, ...]:
-        """Of one rank's activations of a micro-batch: split along the sequence under sequence parallelism."""
+        """Return the shape of one rank's activations of a micro-batch, split along the sequence if that is parallel."""
         tokens = -(-self._batch[m].tokens // self._multiple) * self._multiple
         return (tokens // self._parts, 1, self._stage.config.hidden_size)
 
@@ -252,8 +252,8 @@ class Interpreter:
             self._arriving[key] = _Arrival(parcel, transfers, part, elements)
 
     def _take(self, key: _Key) -> Tensor:
-        """What a chunk needs from the stage before (or after) it, complete."""
-        if key in self._produced:  # the neighbour is this very stage
+        """Return the complete input of a chunk from the previous stage, or its gradient from the next one."""
+        if key in self._produced:  # this same stage is the neighbour
             return self._produced.pop(key)
         arrival = self._arriving.pop(key)
         whole = arrival.part
@@ -269,7 +269,7 @@ class Interpreter:
     # --- gradients --------------------------------------------------------------------------------------------
 
     def _reduce(self, index: int) -> None:
-        """Begin to sum a bucket where it lies, or copied out: a slice in several is offered unreduced to each."""
+        """Begin to sum a bucket, in place or in a copy: a slice in several buckets must be unreduced in each."""
         bucket, views = self._it.prepared.buckets[index], list[Tensor]()
         flat = self._state.gradients.stretch(index)
         if flat is None:
@@ -279,10 +279,10 @@ class Interpreter:
         with guarded("gradient reduction"):
             self._summing.append((channel.allreduce([flat]), flat, views))
         if len(self._summing) == 1:
-            self._enter("reduce")  # with more to come, half-way: one bucket is under way
+            self._enter("reduce")  # at the first bucket, while others are still to come
 
     def _finish(self) -> None:
-        """Wait for all that is under way, and put what was copied back where the gradients are."""
+        """Wait for all outstanding work, and copy sums back to the gradients where they were copied out."""
         if self._it.learns:
             self._enter("reduce")
         for transfer, flat, views in self._summing:
@@ -303,13 +303,13 @@ class Interpreter:
             self._observer.enter(phase)
 
 
-def speaks(state: State) -> bool:
-    """Whether a rank contributes its replica's loss to sums over the model: one of the last stage."""
+def reports_loss(state: State) -> bool:
+    """Return whether a rank contributes its replica's loss to sums over the model: one rank of the last stage does."""
     return state.holding.last and state.holding.t == 0
 
 
-def computed(program: Program, state: State) -> list[int]:
-    """Micro-batches whose loss a rank computes, migrated ones included."""
+def computed_micro_batches(program: Program, state: State) -> list[int]:
+    """Return the micro-batches whose loss a rank computes, migrated ones included."""
     final = len(state.holding.chunks) - 1
     return [
         i.primitive.micro_batch

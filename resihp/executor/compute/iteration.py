@@ -1,6 +1,6 @@
-"""One iteration on one rank, as facts: what its computation (`interpreter`) and its end (`step_agreement`) both need.
+"""One iteration on one rank, as data: the inputs of its computation (`interpreter`) and its end (`step_agreement`).
 
-Made by `resihp.executor.engine`. Decides nothing and holds no tensor.
+Created by `resihp.executor.engine`. Decides nothing and holds no tensor.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from resihp.pipeline.program import Bucket, GroupSpec, Program, tensor_of
 
 
 class Observer(Protocol):
-    """Told where an iteration stands, from the rank's own thread."""
+    """Receives the progress of an iteration, in the rank's own thread."""
 
     def enter(self, phase: Phase) -> None: ...
 
     def progressed(self) -> None:
-        """One more primitive, synchronisation or chunk of state is done."""
+        """Called when one more primitive, synchronisation or chunk of state is done."""
 
     def communicating(self, waits: bool) -> None:
-        """True before and False after each wait for peers."""
+        """Called with True before and False after each wait for peers."""
 
 
 @contextmanager
-def waiting(observer: Observer, what: str) -> Iterator[None]:
-    """Around a wait for peers. Raises CommunicatorError for what the back end raises."""
+def waiting(observer: Observer, activity: str) -> Iterator[None]:
+    """Report a wait for peers. Errors of the back end are raised as CommunicatorError."""
     observer.communicating(True)
     try:
-        with guarded(what):
+        with guarded(activity):
             yield
     finally:
         observer.communicating(False)
 
 
 class Prepared(msgspec.Struct, frozen=True):
-    """What follows from a plan: equal on all ranks, but for `counted`."""
+    """Data derived from a plan; equal on all ranks, except `counted`."""
 
     plan: Plan
     paths: dict[int, tuple[Stop, ...]]
@@ -54,21 +54,21 @@ class Prepared(msgspec.Struct, frozen=True):
     programs: dict[int, Program]
     memberships: tuple[GroupSpec, ...]
     counted: tuple[Slice, ...]
-    """What this rank counts in sums over the whole model."""
+    """Slices that this rank counts in sums over the whole model."""
     multiple: int
-    """Micro-batches are padded to a multiple of so many tokens: sequence parallelism splits them evenly."""
+    """Micro-batches are padded to a multiple of this many tokens, so that sequence parallelism splits them evenly."""
 
     def tensor_group(self, replica: int, stage: int) -> str:
-        """Name of the communicator of a stage's ranks; a single rank has none."""
+        """Return the name of the communicator of a stage's ranks; a single rank has none."""
         layout = self.plan.layout
         return tensor_of(layout.replicas[replica].stages[stage].ranks, layout.active)
 
 
 @dataclass(frozen=True)
 class Iteration:
-    """Number `number`, by `prepared.plan`, on `rank`, whose place is (replica, stage).
+    """Iteration `number` under `prepared.plan` on `rank`, whose place is (replica, stage).
 
-    `batch` is the global one; `vocab` bounds its tokens. What goes over `communicators` is told to `observer`.
+    `batch` is the global batch; `vocab` bounds its tokens. `observer` is notified of the use of `communicators`.
     """
 
     number: int
@@ -81,11 +81,11 @@ class Iteration:
     observer: Observer
     device: torch.device
     learns: bool = True
-    """Whether gradients are computed: not in an evaluation, whose global batches are numbered from 1 each time."""
+    """Whether gradients are computed. They are not in an evaluation, whose global batches are numbered from 1."""
 
     @property
     def program(self) -> Program:
-        """This rank's."""
+        """This rank's program."""
         return self.prepared.programs[self.rank]
 
     @property

@@ -1,8 +1,8 @@
-"""Which activations are dropped in the forward pass and computed again in the backward pass, as the config says.
+"""Recomputes activations in the backward pass instead of keeping them, as the configuration says.
 
-Means what it means in megatron-core (`TransformerConfig.recompute_*`), layer by layer of each chunk, but is done with
-torch's own checkpoint: megatron's keeps CUDA's random state. Nothing here draws random numbers (dropout is refused).
-Collectives inside are repeated, on all ranks of a group in the same order, since all build the same graph.
+The options mean the same as in megatron-core (`TransformerConfig.recompute_*`), applied to the layers of each chunk,
+but use torch's own checkpoint: megatron's saves CUDA's random state, and nothing here draws random numbers (dropout is
+refused). Collectives inside are repeated on all ranks of a group in the same order, since all build the same graph.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch.utils.checkpoint import checkpoint
 
 Activation = Callable[[Tensor], Tensor]
 
-MODULES = frozenset({"core_attn", "mlp", "layernorm"})
-"""What selective recomputation can name; the rest of megatron's list belongs to experts and MLA."""
+RECOMPUTABLE_MODULES = frozenset({"core_attn", "mlp", "layernorm"})
+"""Modules that selective recomputation can name; the rest of megatron's list belongs to experts and MLA."""
 
 
 def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, of whose activations only the inputs are kept."""
+    """Return `function` wrapped so that only its inputs are kept of its activations."""
 
     @functools.wraps(function)
     def call(*arguments: Any, **keywords: Any) -> Any:
@@ -34,9 +34,9 @@ def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def spans(config: TransformerConfig, layers: int) -> tuple[tuple[int, int, bool], ...]:
-    """(start, stop, whether recomputed as one) of the runs of layers that a chunk of `layers` falls into.
+    """Return (start, stop, whether recomputed as a unit) for the runs of layers in a chunk of `layers` layers.
 
-    "uniform" recomputes runs of `recompute_num_layers`, the last one perhaps shorter; "block" the first
+    "uniform" recomputes runs of `recompute_num_layers`, the last one possibly shorter; "block" recomputes the first
     `recompute_num_layers` layers of the chunk, one by one.
     """
     if config.recompute_granularity != "full":
@@ -69,7 +69,7 @@ def recompute_selected(config: TransformerConfig, layer: nn.Module) -> None:
 
 
 def _recompute_together(norm: Any, mlp: Any) -> None:
-    """The norm is computed where the MLP is, from the norm's input, which is all that is kept."""
+    """Move the norm into the MLP's recomputation, so that only the norm's input is kept."""
     normalise, transform = norm.forward, mlp.forward
     norm.forward = _unchanged
     mlp.forward = recomputed(lambda inputs, **keywords: transform(normalise(inputs), **keywords))
@@ -80,10 +80,10 @@ def _unchanged(inputs: Tensor) -> Tensor:
 
 
 class _OutputDropped:
-    """A norm that keeps its input alone, and whose output its only reader does not keep either.
+    """A norm that keeps only its input, and whose consumer does not keep the norm's output either.
 
-    The input is the residual stream, kept anyway; the reader saves for its backward pass a note to compute the norm
-    again. So it is computed three times, and cheap each time, where megatron-core computes it twice.
+    The input is the residual stream, which is kept anyway. For its backward pass the consumer saves a function that
+    computes the norm again. The norm is thus computed three times, cheaply; in megatron-core it is computed twice.
     """
 
     def __init__(self, norm: Any, reader: Any) -> None:
@@ -113,20 +113,20 @@ def _restored(saved: Any) -> Tensor:
     if isinstance(saved, Tensor):
         return saved
     with torch.no_grad():
-        found: Tensor = saved()
-    return found
+        tensor: Tensor = saved()
+    return tensor
 
 
 class GatedActivation(torch.nn.Module):
-    """activation(gate) * linear of an input [..., 2 * width] that holds gate and linear side by side.
+    """Computes activation(gate) * linear for an input [..., 2 * width] that holds gate and linear side by side.
 
-    Built by megatron-core's MLP (`MLPSubmodules.activation_func`), which adds the bias before it calls. Of all that
-    lies between, the input alone is kept, whatever the configuration recomputes: megatron-core's layer, left alone,
-    keeps the activated gate, and a copy of the other half made by adding `glu_linear_offset`.
+    Created by megatron-core's MLP (`MLPSubmodules.activation_func`), which adds the bias before it calls this module.
+    Only the input is kept for the backward pass, whatever the configuration recomputes. megatron-core's own layer keeps
+    the activated gate, and a copy of the other half made by adding `glu_linear_offset`.
 
-    megatron-core has a fused function, too (`bias_activation_fusion`), which keeps as little. It stays the user's
-    choice: it is compiled when it is first called, which takes a C compiler on every node and seconds of a recovery;
-    this one needs neither, and its gradients are those of the plain layer to the bit.
+    megatron-core also has a fused function that keeps as little (`bias_activation_fusion`). It remains the user's
+    choice: it is compiled at its first call, which needs a C compiler on every node and takes seconds of a recovery.
+    This module needs neither, and its gradients equal those of the plain layer bit for bit.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -141,7 +141,7 @@ class GatedActivation(torch.nn.Module):
 
 
 class _Gated(torch.autograd.Function):
-    """The activation as megatron-core's MLP computes it, with `limit` and `offset` where the configuration has them."""
+    """The activation as megatron-core's MLP computes it, with `limit` and `offset` if the configuration has them."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, activation: Activation, limit: float | None, offset: float) -> Tensor:

@@ -1,6 +1,6 @@
-"""Rotary positions: their settings, which mean what they mean in megatron-core's GPTModel, and the angles that follow.
+"""Rotary positions: the settings of megatron-core's GPTModel, with the same meaning, and the resulting angles.
 
-Decides which values make sense; how angles turn queries and keys is megatron's. Called by `trainer`, `engine`, `stage`.
+Decides which values are valid; megatron applies the angles to queries and keys. Called by `trainer`, `engine`, `stage`.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ class Rotary:
 
     rotary_base: int = 10000
     rotary_percent: float = 1.0
-    """Share of each head's width that is turned, rounded down; the rest knows no position."""
+    """Share of each head's width that is rotated, rounded down; the rest carries no position."""
     seq_len_interpolation_factor: float | None = None
     """Positions are divided by it (linear interpolation)."""
     rope_scaling: bool = False
-    """Low frequencies are slowed down for contexts beyond 8192 tokens, as Llama 3.1 does it."""
+    """Whether low frequencies are slowed down for contexts beyond 8192 tokens, as in Llama 3.1."""
     rope_scaling_factor: float = 8.0
 
-    def refuse_senseless(self, config: TransformerConfig) -> None:
-        """Raise ModelError naming the setting that makes no sense with heads of `config.kv_channels`."""
+    def refuse_invalid(self, config: TransformerConfig) -> None:
+        """Raise ModelError, naming the setting, if one is invalid for heads of width `config.kv_channels`."""
         width = int(config.kv_channels * self.rotary_percent)
         factor = self.seq_len_interpolation_factor
-        for name, sensible, rule in (
+        for name, valid, rule in (
             ("rotary_base", self.rotary_base > 1, "must be above 1"),
             ("rotary_percent", 0 < self.rotary_percent <= 1, "must be above 0 and at most 1"),
             ("rotary_percent", width >= 2 and width % 2 == 0,
@@ -41,11 +41,11 @@ class Rotary:
             ("seq_len_interpolation_factor", factor is None or factor >= 1, "must be at least 1, or None"),
             ("rope_scaling_factor", self.rope_scaling_factor >= 1, "must be at least 1"),
         ):  # fmt: skip
-            if not sensible:
+            if not valid:
                 raise ModelError(f"rotary positions: {name}={getattr(self, name)!r} {rule}")
 
     def angles(self, config: TransformerConfig, sequence: int) -> Tensor:
-        """For each position, [sequence, 1, 1, width that is turned], as `RotaryEmbedding.get_emb` lays them out."""
+        """Return each position's angles, [sequence, 1, 1, rotated width], laid out as by `RotaryEmbedding.get_emb`."""
         rotary = RotaryEmbedding(
             config.kv_channels,
             self.rotary_percent,

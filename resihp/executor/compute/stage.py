@@ -1,6 +1,6 @@
 """The part of the model that one rank holds, on megatron-core's layers with explicit groups.
 
-With a pipeline size of 1 in its configuration, megatron numbers a layer as it is told: a rank may hold any set of
+With a pipeline size of 1 in its configuration, megatron uses the layer numbers it is given: a rank may hold any set of
 layers at any tensor-parallel degree. Which ones is not decided here.
 """
 
@@ -34,20 +34,20 @@ from resihp.parallelism.layout import LayerSpan
 from resihp.parallelism.model import Computation, ModelSpec
 from resihp.scheduler.cost.memory import LOSS_ELEMENTS
 
-__all__ = ["IGNORED", "PositionEmbedding", "StageModule", "model_spec", "refuse_unhonoured"]
+__all__ = ["IGNORED_LABEL", "PositionEmbedding", "StageModule", "model_spec", "refuse_unhonoured"]
 
 PositionEmbedding = Literal["rope", "learned_absolute"]
 
-IGNORED = -1
+IGNORED_LABEL = -1
 """Label of a token that takes part neither in the loss nor in any gradient: padding."""
-PACKINGS = 8
-"""Layouts of micro-batches that a stage remembers: those between their first and their last chunk on it."""
+MAX_PACKINGS = 8
+"""Number of micro-batch packings that a stage remembers: those between their first and last chunk on it."""
 
 
 class StageModule(nn.Module):
     """Layers `chunks` of the model, with the embedding if `first`, and with final norm, head and loss if `last`.
 
-    The embedding belongs to chunk 0, the head to the last chunk. With tied embeddings a last stage that is not the
+    The embedding belongs to chunk 0, the head to the last chunk. With tied embeddings, a last stage that is not the
     first has a copy of the word embedding, under the same name. Parameters are left unset:
     `resihp.executor.state.parameters` draws or loads them. `tp_group` need not be connected.
     """
@@ -67,7 +67,7 @@ class StageModule(nn.Module):
     ) -> None:
         super().__init__()
         self.sequence_parallel = sequence_parallel and tp_group.size() > 1
-        """Whether activations are cut along the tokens: a group of one has nothing to cut."""
+        """Whether activations are cut along the tokens; never in a group of one."""
         self.config = local = _for_stage(config, self.sequence_parallel)
         self.tp_group = tp_group
         self.first, self.last = first, last
@@ -80,14 +80,14 @@ class StageModule(nn.Module):
             )
         elif last and model.tied_embeddings:
             table = VocabParallelEmbedding(
-                model.vocab_rows, local.hidden_size, init_method=_nothing, config=local, tp_group=tp_group
+                model.vocab_rows, local.hidden_size, init_method=_no_init, config=local, tp_group=tp_group
             )
             self.embedding = nn.ModuleDict({"word_embeddings": table})
         spec = _layer_spec(local)
         self.layers = nn.ModuleDict()
         self._chunks = chunks
         self._runs: list[list[tuple[int, int, bool]]] = []
-        """For each chunk its runs of layers: first, one after the last, whether a run is recomputed."""
+        """For each chunk its runs of layers: first layer, end (exclusive), whether the run is recomputed."""
         for start, stop in chunks:
             for number in range(start, stop + 1):
                 layer = build_module(spec, config=local, layer_number=number + 1, pg_collection=groups)
@@ -99,25 +99,26 @@ class StageModule(nn.Module):
             self.final_layernorm = Norm(local, local.hidden_size, eps=local.layernorm_epsilon)
             self.output_layer = _head(local, model, tp_group)
         self.weights = DeferredWeights()
-        """Splits the backward pass of this stage into B and W, for those who ask."""
+        """Splits the backward pass of this stage into B and W on request."""
         self.weights.take(self)
         self._tied = model.tied_embeddings
         self._packings: dict[tuple[int, ...], Packing] = {}
-        """Of the micro-batches last seen, by lengths: equal for all chunks, and for all iterations of equal lengths."""
-        self.to(config.params_dtype)  # all of it, as megatron's Float16Module does: norms are built in float32
+        """Packings of the latest micro-batches, by lengths; shared by all chunks and by iterations of equal lengths."""
+        self.to(config.params_dtype)  # the whole stage, as megatron's Float16Module does: norms are built in float32
         self._rotation: Tensor | None = None
-        """Angles of all positions; on the device from the first micro-batch on, in float32 whatever the parameters."""
+        """Angles of all positions, always float32; moved to the device with the first micro-batch."""
         if position_embedding == "rope":
-            with torch.device("cpu"):  # real also in a stage that is built on the meta device
+            with torch.device("cpu"):  # has values even in a stage that is built on the meta device
                 self._rotation = rotary.angles(local, model.sequence)
 
     def forward(self, chunk: int, lengths: tuple[int, ...], inputs: Tensor, labels: Tensor | None = None) -> Tensor:
-        """One chunk of one packed micro-batch of N = sum(lengths) tokens.
+        """Run one chunk on one packed micro-batch of N = sum(lengths) tokens.
 
-        `inputs` are tokens, int64 [N], for the first chunk of a first stage, else activations [N, 1, hidden], which
-        are also what is returned; under sequence parallelism rank t of tp has the t-th part of them, [N/tp, 1, hidden],
-        and N must be divisible by tp. The last chunk of a last stage takes `labels`, int64 [N], and returns the sum
-        over tokens of the cross entropy, equal on all ranks of the group; labels that are IGNORED do not count.
+        `inputs` are tokens, int64 [N], for the first chunk of a first stage, else activations [N, 1, hidden]. The
+        result is activations of that shape; under sequence parallelism rank t of tp has the t-th part of them,
+        [N/tp, 1, hidden], and N must be divisible by tp. The last chunk of a last stage takes `labels`, int64 [N], and
+        returns the sum of the cross entropy over tokens, equal on all ranks of the group; tokens with the label
+        IGNORED_LABEL do not count.
         """
         return self.in_pieces(chunk, lengths, inputs, labels)[-1][1]
 
@@ -129,11 +130,12 @@ class StageModule(nn.Module):
         labels: Tensor | None = None,
         borders: Collection[int] = (),
     ) -> list[tuple[Tensor, Tensor]]:
-        """As `forward`, with autograd's graph cut before each layer of `borders`: inputs and output of each piece.
+        """Run as `forward`, with autograd's graph cut before each layer of `borders`; return each piece's (inputs,
+        output).
 
-        Backward passes go piece by piece from the last, each from the gradient of the next one's inputs, and give what
-        one over an uncut graph gives, to the bit; but a tied table's two shares come one after the other. A run of
-        layers that is recomputed as one is two where it is cut.
+        Backward passes go piece by piece from the last, each from the gradient of the next piece's inputs. They give
+        the same gradients as an uncut graph, bit for bit, except that the two shares of a tied table are added one
+        after the other. A run of layers that is recomputed as a unit becomes two runs where it is cut.
         """
         packing = self._packing(lengths, inputs.device)
         begins, ends = self.first and chunk == 0, self.last and chunk == len(self._runs) - 1
@@ -159,20 +161,20 @@ class StageModule(nn.Module):
         return loss
 
     def _packing(self, lengths: tuple[int, ...], device: torch.device) -> Packing:
-        """How documents of these lengths lie, worked out once for all layers and chunks of a micro-batch."""
+        """Return the packing of documents of these lengths, shared by all layers and chunks of a micro-batch."""
         packing = self._packings.pop(lengths, None)
         if packing is None:
             if self._rotation is not None and self._rotation.device != device:
                 self._rotation = staged(self._rotation, device)
             packing = Packing.of(lengths, device, self._rotation)
-            if len(self._packings) >= PACKINGS:
+            if len(self._packings) >= MAX_PACKINGS:
                 self._packings.pop(next(iter(self._packings)))
         self._packings[lengths] = packing
         return packing
 
 
 def pass_through(stage: StageModule, device: torch.device, counts: Sequence[int]) -> None:
-    """Go forth and back through a stage without ends, once for each number of tokens, whatever its parameters hold."""
+    """Run a stage without embedding and head forward and back, once per number of tokens; values do not matter."""
     for count in counts:
         shape = count, 1, stage.config.hidden_size
         inputs = torch.zeros(shape, dtype=stage.config.params_dtype, device=device, requires_grad=True)
@@ -180,7 +182,7 @@ def pass_through(stage: StageModule, device: torch.device, counts: Sequence[int]
 
 
 class Norm:
-    """Builds torch's own norm, whether megatron found apex or not; it knows no sequence parallelism, nor need it."""
+    """Builds torch's own norm, whether or not megatron found apex; it needs no knowledge of sequence parallelism."""
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> nn.Module:  # type: ignore[misc]
         unaware = copy.copy(config)
@@ -194,10 +196,9 @@ class Norm:
 class CrossEntropy(torch.autograd.Function):
     """Sum over tokens of the cross entropy of logits [N, rows / tp] that are split over the padded vocabulary.
 
-    Works in float32 on `LOSS_ELEMENTS` logits at a time, so that there is never a whole copy in float32. The backward
-    pass computes the softmax again, and its gradient, rounded once, takes the place of the logits. torch refuses a
-    second backward pass, as the logits have changed. Logits of rows from `vocab` on are taken for -inf, and overwritten
-    with it.
+    Works in float32 on `LOSS_ELEMENTS` logits at a time, so that a whole float32 copy never exists. The backward pass
+    computes the softmax again; its gradient, rounded once, overwrites the logits. torch refuses a second backward pass,
+    since the logits have changed. Logits of rows from `vocab` on count as -inf, and are overwritten with it.
     """
 
     @staticmethod
@@ -207,7 +208,7 @@ class CrossEntropy(torch.autograd.Function):
         logits[:, max(vocab - begin, 0) :] = -torch.inf
         highest = logits.amax(dim=-1).float()
         group.all_reduce(highest, torch.distributed.ReduceOp.MAX)
-        foreign = (labels < begin) | (labels >= begin + width)  # those of other ranks, and IGNORED
+        foreign = (labels < begin) | (labels >= begin + width)  # labels of other ranks, and IGNORED_LABEL
         target = (labels - begin).masked_fill(foreign, 0)
         sums = torch.empty(2, count, dtype=torch.float32, device=logits.device)
         predicted, total = sums
@@ -215,10 +216,10 @@ class CrossEntropy(torch.autograd.Function):
             shifted = logits[span] - highest[span, None]
             predicted[span] = shifted.gather(1, target[span, None])[:, 0]
             total[span] = shifted.exp_().sum(dim=-1)
-            del shifted  # before the next one is made
+            del shifted  # before the next iteration allocates another
         predicted.masked_fill_(foreign, 0.0)
         group.all_reduce(sums)
-        ignored = labels == IGNORED
+        ignored = labels == IGNORED_LABEL
         loss = (total.log() - predicted).masked_fill(ignored, 0.0).sum()
         ctx.save_for_backward(logits, highest, total.masked_fill(ignored, torch.inf), target, foreign)
         return loss
@@ -232,12 +233,12 @@ class CrossEntropy(torch.autograd.Function):
             rows = torch.arange(softmax.shape[0], device=logits.device)
             softmax[rows, target[span]] -= (~foreign[span]).to(softmax.dtype)
             logits[span] = softmax.mul_(gradients[0])
-            del softmax  # before the next one is made
+            del softmax  # before the next iteration allocates another
         return logits, None, None, None
 
 
 def _loss_spans(count: int, width: int) -> list[slice]:
-    """Cut `count` tokens into those whose logits, `width` of each, the loss has in float32 at a time."""
+    """Cut `count` tokens into slices whose logits, `width` for each token, are processed in float32 at a time."""
     rows = max(1, LOSS_ELEMENTS // width)
     return [slice(start, start + rows) for start in range(0, count, rows)]
 
@@ -252,8 +253,8 @@ def model_spec(
     position_embedding: PositionEmbedding = "rope",
     device: str = "cpu",
 ) -> ModelSpec:
-    """What the planner must know of a configuration. `tied`: megatron's share_embeddings_and_output_weights. `device`:
-    the kind of device that it is computed on."""
+    """Return the planner's description of a configuration. `tied`: megatron's share_embeddings_and_output_weights.
+    `device`: the kind of device that computes it."""
     return ModelSpec(
         layers=config.num_layers,
         hidden=config.hidden_size,
@@ -289,7 +290,7 @@ def _head(config: TransformerConfig, model: ModelSpec, tp_group: TensorGroup) ->
         config.hidden_size,
         model.vocab_rows,
         config=config,
-        init_method=_nothing,
+        init_method=_no_init,
         bias=False,
         gather_output=False,
         skip_weight_param_allocation=model.tied_embeddings,
@@ -298,16 +299,16 @@ def _head(config: TransformerConfig, model: ModelSpec, tp_group: TensorGroup) ->
 
 
 def _for_stage(config: TransformerConfig, sequence_parallel: bool) -> TransformerConfig:
-    """A copy that makes megatron build layers by the groups they are given, without drawing parameters.
+    """Return a copy that makes megatron build layers with the groups they are given, without drawing parameters.
 
-    What is recomputed is up to `resihp.executor.compute.recomputation`, so megatron must not do it as well.
+    Recomputation is up to `resihp.executor.compute.recomputation`, so it is switched off in megatron.
     """
     local = without_ignored(config)
     local.perform_initialization = False
     local.use_cpu_initialization = True
     local.sequence_parallel = sequence_parallel
     local.recompute_granularity = local.recompute_method = local.recompute_num_layers = None
-    # The switch by which megatron-core's MLP calls an activation that it was given, Transformer Engine's or another.
+    # This switch makes megatron-core's MLP call the activation that it is given, Transformer Engine's or another.
     local.use_te_activation_func = local.gated_linear_unit and not local.bias_activation_fusion
     return local
 
@@ -333,13 +334,13 @@ def _layer_spec(config: TransformerConfig) -> ModuleSpec:
 
 
 def _with_activation(mlp: Any) -> Any:
-    """Return the specification of an MLP that calls `GatedActivation`: a ModuleSpec up to megatron-core 0.16, later a
-    partial call of what builds it."""
+    """Return the specification of an MLP that calls `GatedActivation`: a ModuleSpec up to megatron-core 0.16, in later
+    versions a partial call of the MLP's builder."""
     if isinstance(mlp, functools.partial):
         parts = replace(mlp.keywords["submodules"], activation_func=GatedActivation)
         return functools.partial(mlp.func, *mlp.args, **{**mlp.keywords, "submodules": parts})
     return replace(mlp, submodules=replace(mlp.submodules, activation_func=GatedActivation))
 
 
-def _nothing(_: Tensor) -> None:
-    """Initialises nothing: parameters are drawn by name, see `resihp.executor.state.parameters`."""
+def _no_init(_: Tensor) -> None:
+    """Initialise nothing: parameters are drawn by name, see `resihp.executor.state.parameters`."""

@@ -1,8 +1,8 @@
-"""Copies from the host to the device for which neither of them waits. Used by all that brings data to a chunk.
+"""Copies from host to device that block neither of them. Used by all code that brings data to a chunk.
 
-A copy from ordinary memory holds the host until it is done, and with it whatever would be handed to the GPU meanwhile;
-one from pinned memory is just one more thing in the stream. torch keeps the pinned memory until the copy has read it.
-The branch for GPUs has not run: none was at hand.
+A copy from ordinary memory blocks the host until it is done, so that no further work reaches the GPU meanwhile; a copy
+from pinned memory is just another item in the stream. torch keeps the pinned memory until the copy has read it. The GPU
+branch has not been run, for lack of a GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def staged(host: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host's, on the device as far as the work that follows is concerned."""
+    """Return a copy of a host tensor on the device, valid for all work that is enqueued afterwards."""
     if device.type == "cuda":
         host = host.pin_memory()
     return host.to(device, non_blocking=True)

@@ -1,7 +1,7 @@
-"""The synchronisation that ends an iteration: all ranks agree on the step. The one that ends an evaluation, too.
+"""The synchronisation that ends an iteration, by which all ranks agree on the step; also the one of an evaluation.
 
-After the first every rank knows that all gradients are reduced everywhere, and holds the same `StepOutcome`; after the
-other it knows the loss.
+After the first, every rank knows that all gradients are reduced everywhere, and has the same `StepOutcome`. After the
+second, every rank knows the loss.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from resihp.errors import DatasetError
-from resihp.executor.compute.interpreter import computed, speaks
+from resihp.executor.compute.interpreter import computed_micro_batches, reports_loss
 from resihp.executor.compute.iteration import Iteration, waiting
 from resihp.executor.compute.staging import staged
 from resihp.executor.state.optimizer import AdamW
@@ -22,35 +22,35 @@ from resihp.parallelism.workload import SAMPLE_MODULUS, MicroBatch, samples_dige
 from resihp.protocol.messages import StepOutcome
 
 Totals = tuple[int, int, int, int]
-"""Tokens, sum of squared lengths, samples and the digest of samples."""
-NOTHING: Totals = (0, 0, 0, 0)
+"""Number of tokens, sum of squared lengths, number of samples, and digest of samples."""
+NO_WORK: Totals = (0, 0, 0, 0)
 
 
 def last_synchronisation(
     it: Iteration, state: State, own_loss: Tensor, settings: AdamW, *, pause: bool, saving: bool, save: bool
 ) -> StepOutcome:
-    """One float64 all-reduce over all active ranks, from which each computes the same outcome.
+    """Compute the step's outcome, equal on all active ranks, by one float64 all-reduce.
 
-    `own_loss` is the loss over the tokens of the micro-batches that this rank computed to their end; it does not count
-    where another rank speaks for them. `pause`: this rank was asked to park after the iteration: if any was, all do;
-    `saving`: it still writes a checkpoint: if any does, none begins another; `save`: it was told to write one of this
-    iteration. Raises DatasetError when ranks were given different data for the iteration, or seem to have been: what a
-    peer was aborted in can be anything.
+    `own_loss` is the loss over the tokens of the micro-batches that this rank computed to their end; it is not used if
+    another rank reports them. `pause`: this rank was asked to park after the iteration; if any was, all do. `saving`:
+    this rank is still writing a checkpoint; if any is, none begins another. `save`: this rank was told to write a
+    checkpoint of this iteration. Raises DatasetError if ranks had different data for the iteration, or appear to have
+    had: a sum that a peer aborted can contain anything.
 
-    The device is waited for twice, for its own share and for the sums. Who was woken before contributes nothing: what
-    an abort made of gradients must not come to count because this sum, begun earlier, still went through.
+    The host waits for the device twice: for this rank's own share and for the sums. A rank that was woken before
+    contributes nothing: gradients that an abort has made invalid must not count because this sum still went through.
     """
-    speaking = speaks(state)
+    reports = reports_loss(state)
     mine, expected = workloads(it, state)
-    told = [0.0, 0.0, float(pause), float(saving), float(save), 0.0, *mine[:3], *_limbs(mine[3])]
-    sums = staged(torch.tensor(told, dtype=torch.float64), it.device)
+    contribution = [0.0, 0.0, float(pause), float(saving), float(save), 0.0, *mine[:3], *_limbs(mine[3])]
+    sums = staged(torch.tensor(contribution, dtype=torch.float64), it.device)
     own_squares = _sum_of_squares([state.gradient(piece) for piece in it.prepared.counted], it.device)
     finite = own_squares.isfinite()
     sums[0], sums[1] = own_squares.where(finite, 0.0), ~finite
-    if speaking:
+    if reports:
         sums[5] = own_loss
-    squares, broken, pauses, savers, saves, loss_sum, *told_totals = _summed(it, sums, "last synchronisation")
-    totals = _agreed(f"iteration {it.number}", told_totals, expected, (squares, broken, pauses, savers, saves))
+    squares, broken, pauses, savers, saves, loss_sum, *summed_totals = _summed(it, sums, "last synchronisation")
+    totals = _agreed(f"iteration {it.number}", summed_totals, expected, (squares, broken, pauses, savers, saves))
     skip = broken > 0 or not math.isfinite(loss_sum)
     norm = math.inf if broken else math.sqrt(squares)
     return StepOutcome(
@@ -72,60 +72,61 @@ def last_synchronisation(
 
 
 def validation_loss(it: Iteration, state: State, own_loss: Tensor, own: Totals, expected: Totals) -> tuple[float, int]:
-    """Mean loss over tokens of an evaluation whose last global batch is `it`, and the tokens; by one all-reduce.
+    """Return the mean loss over the tokens of an evaluation that ends with global batch `it`, and the number of tokens.
 
-    `own_loss` and `own` are of the micro-batches that this rank computed to their end, `expected` of all; neither
-    counts where another rank speaks for them. Raises DatasetError when ranks were given different data.
+    Uses one all-reduce. `own_loss` and `own` belong to the micro-batches that this rank computed to their end,
+    `expected` to all; the former are not used if another rank reports them. Raises DatasetError if ranks had different
+    data.
     """
     sums = staged(torch.tensor([0.0, *own[:3], *_limbs(own[3])], dtype=torch.float64), it.device)
-    if speaks(state):
+    if reports_loss(state):
         sums[0] = own_loss
-    loss_sum, *told_totals = _summed(it, sums, "sum of an evaluation")
-    tokens = _agreed("evaluation", told_totals, expected)[0]
+    loss_sum, *summed_totals = _summed(it, sums, "sum of an evaluation")
+    tokens = _agreed("evaluation", summed_totals, expected)[0]
     return loss_sum / tokens, tokens
 
 
 def workloads(it: Iteration, state: State) -> tuple[Totals, Totals]:
-    """Of the micro-batches that this rank speaks for, and of the whole global batch."""
-    mine = [it.batch[m] for m in computed(it.program, state)] if speaks(state) else []
+    """Return the totals of the micro-batches that this rank reports, and of the whole global batch."""
+    mine = [it.batch[m] for m in computed_micro_batches(it.program, state)] if reports_loss(state) else []
     return _totals(mine), _totals(it.batch)
 
 
-def together(one: Totals, other: Totals) -> Totals:
-    """Of the micro-batches of both."""
-    tokens, squares, samples, digest = (a + b for a, b in zip(one, other, strict=True))
+def together(first: Totals, second: Totals) -> Totals:
+    """Add the totals of two sets of micro-batches."""
+    tokens, squares, samples, digest = (a + b for a, b in zip(first, second, strict=True))
     return tokens, squares, samples, digest % SAMPLE_MODULUS
 
 
-def _summed(it: Iteration, sums: Tensor, what: str) -> list[float]:
-    """Over all active ranks."""
+def _summed(it: Iteration, sums: Tensor, activity: str) -> list[float]:
+    """Sum over all active ranks, and return the sums."""
     it.communicators.settle()
     if it.communicators.world is not None:
-        with waiting(it.observer, what):
+        with waiting(it.observer, activity):
             it.communicators.world.allreduce([sums]).wait()
     it.observer.progressed()
-    told: list[float] = sums.tolist()
-    it.communicators.check_awake()  # an abort lets the device go on with what is no sum
-    return told
+    totals: list[float] = sums.tolist()
+    it.communicators.check_awake()  # after an abort the device continues with an invalid sum
+    return totals
 
 
-def _agreed(what: str, told: Sequence[float], expected: Totals, beside: Sequence[float] = ()) -> Totals:
-    """What ranks computed in all. Raises DatasetError where it is not what this rank's data set has, or where that, or
-    what came `beside` it, is no number."""
-    if not all(map(math.isfinite, (*told, *beside))):
-        raise DatasetError(f"{what}: sums over what ranks have told of their data are no numbers")
-    tokens, squares, samples, *limbs = told
+def _agreed(subject: str, sums: Sequence[float], expected: Totals, other_sums: Sequence[float] = ()) -> Totals:
+    """Return the totals of all ranks. Raises DatasetError if they differ from this rank's data set, or if they or
+    `other_sums` are not finite."""
+    if not all(map(math.isfinite, (*sums, *other_sums))):
+        raise DatasetError(f"{subject}: per-rank data statistics are not finite")
+    tokens, squares, samples, *limbs = sums
     totals = (int(tokens), int(squares), int(samples), _joined(limbs))
     if totals != expected:
         raise DatasetError(
-            f"{what}: ranks computed {totals[0]} tokens of {totals[2]} samples, this rank's data set "
+            f"{subject}: ranks computed {totals[0]} tokens of {totals[2]} samples, this rank's data set "
             f"has {expected[0]} of {expected[2]}; micro_batches(iteration) must give every process the same"
         )
     return totals
 
 
 def _sum_of_squares(gradients: list[Tensor], device: torch.device) -> Tensor:
-    """Over all elements, in float64, on the device: nobody waits for it here."""
+    """Return the sum of squares over all elements, in float64, on the device, without waiting for it."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
     return torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).square().sum()
@@ -141,7 +142,7 @@ def _totals(batch: Sequence[MicroBatch]) -> Totals:
 
 
 def _limbs(digest: int) -> list[float]:
-    """Four limbs of 16 bits: sums over up to 2**37 ranks stay exact in float64."""
+    """Split a digest into four limbs of 16 bits: sums over up to 2**37 ranks stay exact in float64."""
     return [float(digest >> shift & 0xFFFF) for shift in (0, 16, 32, 48)]
 
 

@@ -1,12 +1,12 @@
-"""What each primitive of an iteration took on this rank: when it began, until when, and how much of that was own work.
+"""Timing of each primitive of an iteration on this rank: its start, its span, and the rank's own work within it.
 
-Inside a tensor-parallel group everybody waits for the slowest in each all-reduce, so the time from a chunk's beginning
-to its end looks alike on all of them. Own work is what tells them apart: the processor time of the computing thread, or
-on a GPU the time outside its waits for collectives, by its own events: what it computes beside a collective under way
-is its own work. Events are read when the iteration is over and the step after it under way: nobody waits for that.
+In a tensor-parallel group all ranks wait for the slowest in each all-reduce, so the span of a chunk is about the same
+on all of them. Their own work distinguishes them: the processor time of the computing thread, or on a GPU the time
+outside its waits for collectives, measured by events; computation beside a running collective counts as own work.
+Events are read after the iteration, when the following step is under way, so that nothing waits for them.
 
-A device can be made slow on purpose (`resihp run --fault slow:...`): before each collective, and at the end of a chunk,
-it then sleeps as long as a device of that speed would still have been at work. Measures; judges nothing.
+A device can be slowed on purpose (`resihp run --fault slow:...`): before each collective, and at the end of a chunk, it
+sleeps for the time that a device of that speed would still be at work. Measures; judges nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from resihp.detector.observation import Floats
 
 Speed = Callable[[], float]
-"""How fast the device is made to be: 1 is its own speed."""
+"""Returns the relative speed imposed on the device: 1 is its own speed."""
 
 
 def full_speed() -> float:
@@ -32,34 +32,34 @@ def stopwatch_of(device: torch.device, speed: Speed = full_speed) -> Stopwatch:
 
 
 class Stopwatch:
-    """One iteration on a processor. Offsets count from when it is made; all times are seconds."""
+    """Times one iteration on a CPU. Offsets count from its creation; all times are in seconds."""
 
     def __init__(self, speed: Speed = full_speed) -> None:
         self._speed = speed
         self._zero = time.perf_counter()
         self._rows: list[tuple[float, float, float]] = []
         self._began = self._work = self._marked = self._slept = self._reduced = 0.0
-        self._apart = self._paused = 0.0
+        self._between_parts = self._paused = 0.0
 
     def begin(self) -> None:
-        """A primitive has all that it needs."""
-        self._began, self._slept, self._apart = time.perf_counter(), 0.0, 0.0
+        """Start a primitive, which has all its inputs."""
+        self._began, self._slept, self._between_parts = time.perf_counter(), 0.0, 0.0
         self._work = self._marked = time.thread_time()
 
     def pause(self) -> None:
-        """A part of a primitive is done; what comes before the next one is not its work."""
+        """End a part of a primitive; the time until the next part does not count as its work."""
         self.collective()
         self._paused = time.perf_counter()
 
     def go_on(self) -> None:
-        """The next part."""
-        self._apart += time.perf_counter() - self._paused
+        """Start the next part of the primitive."""
+        self._between_parts += time.perf_counter() - self._paused
         now = time.thread_time()
         self._work += now - self._marked
         self._marked = now
 
     def collective(self) -> None:
-        """A collective is about to start: a device that is made slow has not come as far."""
+        """Note that a collective is about to start; a slowed device sleeps first, since it would not be as far."""
         worked = time.thread_time() - self._marked
         speed = self._speed()
         if speed < 1.0 and worked > 0.0:
@@ -69,54 +69,54 @@ class Stopwatch:
         self._marked = time.thread_time()
 
     def waits(self) -> None:
-        """The work that follows needs a collective's result."""
+        """Note that the following work needs a collective's result."""
 
     def resumed(self) -> None:
-        """It is there: own work goes on."""
+        """Note that the result has arrived and own work continues."""
 
     def emulate(self, seconds: float) -> None:
-        """Take at least `seconds` for the primitive under way, or more if the device is made slow: as one would that
-        needs them. They are its own work then, whether it had to wait for peers meanwhile or not."""
+        """Make the current primitive take at least `seconds`, or more on a slowed device, by sleeping. That time counts
+        as own work, whether or not the rank waited for peers meanwhile."""
         needed = seconds / self._speed()
-        rest = self._began + self._apart + needed - time.perf_counter()
+        rest = self._began + self._between_parts + needed - time.perf_counter()
         if rest > 0.0:
             time.sleep(rest)
         self._marked = time.thread_time()
         self._slept = max(self._slept, needed - (self._marked - self._work))
 
     def end(self) -> None:
-        """The primitive is done."""
+        """End the primitive."""
         self.collective()
         own = time.thread_time() - self._work + self._slept
-        span = time.perf_counter() - self._began - self._apart
+        span = time.perf_counter() - self._began - self._between_parts
         self._rows.append((self._began - self._zero, span, own))
 
     def reduced(self) -> None:
-        """All gradients are summed."""
+        """Note that all gradients are summed."""
         self._reduced = time.perf_counter() - self._zero
 
     def reduced_s(self) -> float:
-        """Offset at which they were."""
+        """Return the offset at which all gradients were summed."""
         return self._reduced
 
     def read(self) -> Floats:
-        """(3, primitives): starts, spans, own work, in the order in which they were carried out."""
+        """Return (3, primitives): starts, spans and own work, in order of execution."""
         return np.array(self._rows, dtype=np.float64).reshape(-1, 3).T
 
 
 class CudaStopwatch(Stopwatch):
-    """The same on a GPU: host time says when work was handed over, events say when it ran. Not yet run on one.
+    """The same on a GPU: host time shows when work was submitted, events show when it ran. Not yet run on a GPU.
 
-    `reduced_s` and `read` are for when the device has done it all: after the last synchronisation.
+    Call `reduced_s` and `read` only when the device has finished: after the last synchronisation.
     """
 
     def __init__(self, speed: Speed = full_speed) -> None:
         super().__init__(speed)
         self._segments: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        """Own work of the primitive under way: from when to when."""
+        """Begin and end of each stretch of own work of the current primitive."""
         self._done: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = []
         self._open: torch.cuda.Event | None = None
-        """Since when it is at its own work; None while it waits."""
+        """Begin of the current stretch of own work; None during a wait."""
         self._first = self._last = self._mark()
 
     @staticmethod
@@ -133,7 +133,7 @@ class CudaStopwatch(Stopwatch):
     def collective(self) -> None:
         speed = self._speed()
         if speed < 1.0 and self._open is not None:
-            done = self._mark()  # can be read only once it has happened: this serialises, as a slow device would
+            done = self._mark()  # readable only once it has happened: this serialises, as a slow device would
             done.synchronize()
             time.sleep(self._open.elapsed_time(done) / 1e3 * (1.0 / speed - 1.0))
             self.waits()

@@ -1,4 +1,5 @@
-"""What a rank holds of the model: parameters and optimizer state by name, their moves between layouts, checkpoints.
+"""A rank's part of the model: parameters and optimizer state by name, transfers between layouts, checkpoints.
 
-All by the names of the whole model's parameters, so that any layout can go on from any other's state. Imports torch.
+Everything uses the names of the whole model's parameters, so that any layout can take over any other's state. Imports
+torch.
 """

@@ -1,7 +1,7 @@
-"""A rank's part of a checkpoint: slices by name, so that any layout can read what any other has written.
+"""A rank's part of a checkpoint: slices by name, so that any layout can read the checkpoints of any other.
 
 Each slice of parameters and moments is written once, by ranks of one replica (`resihp.parallelism.ownership.counted`):
-the first one's, unless they cannot. The folder counts only once its manifest is written (`resihp.worker.checkpoints`).
+the first replica, unless it cannot. The folder counts only after its manifest is written (`resihp.worker.checkpoints`).
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ Piece = tuple[int, int, dict[str, Tensor]]
 
 
 class Part(NamedTuple):
-    """What one rank writes, in host memory: training may go on."""
+    """Content of one rank's part, copied to host memory so that training can continue."""
 
     file: str
     content: dict[str, Any]
 
 
 def part_of(engine: Engine, plan: Plan, replica: int = 0) -> Part:
-    """This rank's part of the checkpoint of the last step.
+    """Return this rank's part of the checkpoint of the last step.
 
-    What is held follows `plan`; the ranks of one replica of it, and those that hold what it lacks
-    (`Layout.model_copy`), write all of the state, each slice once. The file's name holds epoch and rank, so that no
-    attempt overwrites another's.
+    The rank's state follows `plan`. The ranks of one of its replicas, and ranks that hold state that this replica lacks
+    (`Layout.model_copy`), write the whole state, each slice once. The file name contains epoch and rank, so that no
+    attempt overwrites another's file.
     """
     state = engine.state
     assert state is not None
@@ -66,12 +66,12 @@ def part_of(engine: Engine, plan: Plan, replica: int = 0) -> Part:
 
 
 def write_part(part: Part, folder: Path) -> int:
-    """Write a part; returns its bytes. The file is complete and flushed when it appears."""
+    """Write a part and return its size in bytes. The file is complete and flushed when it appears."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / part.file
     temporary = path.with_suffix(".writing")
     with suppress(FileNotFoundError):
-        temporary.unlink()  # of one that was killed here, or a link that somebody put there
+        temporary.unlink()  # left by a killed process, or a link that somebody created
     with temporary.open("xb") as file:
         torch.save(part.content, file)
         file.flush()
@@ -81,13 +81,13 @@ def write_part(part: Part, folder: Path) -> int:
 
 
 def save_part(engine: Engine, plan: Plan, folder: Path, replica: int = 0) -> tuple[str, int]:
-    """`part_of`, written at once; returns (file, bytes)."""
+    """Write this rank's part at once; return (file, bytes)."""
     part = part_of(engine, plan, replica)
     return part.file, write_part(part, folder)
 
 
 class Writer:
-    """Writes parts behind training's back, one at a time: a folder that hangs holds up checkpoints and nothing else."""
+    """Writes parts in the background, one at a time: a hanging folder holds up checkpoints only, not training."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -97,16 +97,16 @@ class Writer:
         return self._thread is not None and self._thread.is_alive()
 
     def begin(self, part: Part, folder: Path, done: Callable[[int], None], failed: Callable[[Exception], None]) -> None:
-        """Write `part`, then call `done` with its bytes, or `failed` with what went wrong, in the writer's thread.
+        """Write `part`, then call `done` with its bytes, or `failed` with the exception, in the writer's thread.
 
-        The process does not wait long for it when it ends.
+        At its end, the process waits only briefly for it.
         """
         self.wait()
 
         def write() -> None:
             try:
                 size = write_part(part, folder)
-            except Exception as error:  # noqa: BLE001 -- a checkpoint less; what is training is not ended for it
+            except Exception as error:  # noqa: BLE001 -- costs a checkpoint; training must continue
                 failed(error)
             else:
                 done(size)
@@ -114,16 +114,16 @@ class Writer:
         self._thread = begin_thread(write, name="resihp-checkpoint")
 
     def wait(self) -> None:
-        """Until nothing is being written."""
+        """Wait until nothing is being written."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
 
 def load(engine: Engine, folder: Path) -> None:
-    """Fill the adopted place's state from a committed checkpoint, whatever layout wrote it.
+    """Fill the adopted place's state from a committed checkpoint, which any layout may have written.
 
-    Raises CheckpointError, before anything is changed, if the checkpoint is incomplete or of another model.
+    Raises CheckpointError, before anything is changed, if the checkpoint is incomplete or belongs to another model.
     """
     iteration, _, files = checkpoints.read_manifest(folder)
     stored: dict[str, list[Piece]] = defaultdict(list)
@@ -151,19 +151,19 @@ def load(engine: Engine, folder: Path) -> None:
 
 
 def _same_model(stored: str, model: ModelSpec) -> bool:
-    """Whether a checkpoint's model is this one, in whatever precision and however computed: what is stored is float32
-    in any case."""
+    """Return whether a checkpoint's model is this one. Precision and computation may differ, since the stored values
+    are always float32."""
     try:
-        found = msgspec.json.decode(stored, type=ModelSpec)
+        model_found = msgspec.json.decode(stored, type=ModelSpec)
     except msgspec.DecodeError:
         return False
-    return msgspec.structs.replace(found, precision=model.precision, computation=model.computation) == model
+    return msgspec.structs.replace(model_found, precision=model.precision, computation=model.computation) == model
 
 
 def _copies(state: State, spec: ParameterSpec, pieces: list[Piece], folder: Path) -> list[tuple[Tensor, Tensor]]:
-    """(view of the rank's state, view of a stored tensor) pairs that together cover its share of a parameter."""
+    """Return (view of the rank's state, view of a stored tensor) pairs that together cover its share of a parameter."""
     wanted = state.share(spec)
-    found: list[tuple[Tensor, Tensor]] = []
+    pairs: list[tuple[Tensor, Tensor]] = []
     reached = wanted.start
     for start, stop, tensors in sorted(pieces, key=lambda piece: piece[:2]):
         begin, end = max(start, reached), min(stop, wanted.stop)
@@ -178,19 +178,19 @@ def _copies(state: State, spec: ParameterSpec, pieces: list[Piece], folder: Path
                 source = source.narrow(spec.axis + 1, begin - start, end - begin)
             if source.shape != target.shape:
                 raise CheckpointError(f"checkpoint {folder}: {spec.name} has another shape in this model")
-            found.append((target, source))
+            pairs.append((target, source))
         reached = end
     if reached < wanted.stop:
         raise CheckpointError(f"checkpoint {folder}: rows {reached} to {wanted.stop} of {spec.name} are missing")
-    return found
+    return pairs
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A part, mapped and not read: a rank touches only the slices that it needs. Only tensors are unpickled."""
+    """Map a part without reading it: a rank touches only the slices that it needs. Only tensors are unpickled."""
     try:
         content: dict[str, Any] = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
         for key in ("iteration", "updates", "model", "slices"):
             content[key]
-    except Exception as error:  # torch raises anything from KeyError to PickleError for a damaged file
+    except Exception as error:  # for a damaged file torch raises anything from KeyError to PickleError
         raise CheckpointError(f"checkpoint {path.parent}: {path.name} cannot be read: {error}") from error
     return content

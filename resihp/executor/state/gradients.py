@@ -1,12 +1,13 @@
-"""Where one rank's gradients add up: one flat float32 buffer, allocated once, zeroed once an iteration.
+"""The buffer of one rank's gradient sums: flat, float32, allocated once, zeroed before each iteration.
 
-Parameters lie in the order in which buckets sum them (`resihp.pipeline.program.buckets`), so that a bucket is a stretch
-of the buffer and is summed in place, without a copy. Autograd adds to views of it; so do weight gradients that are
-computed apart (`weights`), which find theirs as `parameter.main_grad`, megatron's name for it. Parameters of fewer bits
-(bfloat16) get a hook that adds each micro-batch's gradient here and drops it: sums are float32 throughout.
+Parameters are laid out in the order in which buckets sum them (`resihp.pipeline.program.buckets`), so that a bucket is
+a stretch of the buffer and is summed in place, without a copy. Autograd adds to views of the buffer. So do weight
+gradients that are computed separately (`weights`), which find their view as `parameter.main_grad`, megatron's name for
+it. Parameters of lower precision (bfloat16) get a hook that adds each micro-batch's gradient here and then drops it:
+all sums are float32.
 
-Decides nothing about what is summed with whom. Owned by a `State`; filled by backward passes, read by the interpreter
-and the optimizer. What an abandoned communication may still write to is never used again (`release`).
+Does not decide which ranks sum together. Owned by a `State`; filled by backward passes, read by the interpreter and the
+optimizer. Memory that an abandoned communication may still write to is never used again (`release`).
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from resihp.pipeline.program import Bucket
 
 
 class Gradients:
-    """Of `parameters`, which backward passes know, for `masters`, which the optimizer updates; by name, of one shape.
+    """Gradients of `parameters`, used in backward passes, for `masters`, which the optimizer updates; by name.
 
-    Both are the same tensors in float32.
+    Corresponding tensors have the same shape, and are the same object if the parameter is float32.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], masters: Mapping[str, Tensor]) -> None:
@@ -37,7 +38,7 @@ class Gradients:
         self._hooks: list[RemovableHandle] = []
 
     def begin(self, buckets: Sequence[Bucket], rank: int, shares: Mapping[str, Slice]) -> None:
-        """All zero, for an iteration that sums `buckets` with others; `shares`: what is held of each parameter."""
+        """Zero all gradients for an iteration that sums `buckets`; `shares`: the slice held of each parameter."""
         fresh = self._flat is None
         if self._flat is None:
             elements = sum(master.numel() for master in self._masters.values())
@@ -68,15 +69,15 @@ class Gradients:
         }
 
     def of(self, name: str) -> Tensor:
-        """A parameter's, to be read or written. There is none before the first `begin`."""
+        """Return a parameter's gradient, for reading or writing. There is none before the first `begin`."""
         return self._views[name]
 
     def stretch(self, bucket: int) -> Tensor | None:
-        """All of a bucket's gradients, by its index, where they lie; None where they must be copied together."""
+        """Return all gradients of a bucket, by its index, as one view; None if they must be copied together instead."""
         return self._stretches.get(bucket)
 
     def release(self) -> None:
-        """Let go of the buffer: nobody needs it any more, or something may still write to it. `begin` makes another."""
+        """Release the buffer: it is no longer needed, or something may still write to it. `begin` makes another."""
         self._unhook()
         for name in self._views:
             parameter = self._parameters[name]
@@ -91,10 +92,10 @@ class Gradients:
 
 
 def summed_in_place(buckets: Sequence[Bucket], rank: int, shares: Mapping[str, Slice]) -> dict[int, tuple[str, ...]]:
-    """Parameters of those buckets of a rank that can be summed where gradients add up, in order, by bucket's index.
+    """Return, by bucket index, the parameters of those buckets of a rank that can be summed in place, in their order.
 
-    In such a bucket each slice is all that the rank holds of its parameter, and is in no other bucket: one that is, is
-    offered unreduced to each (`resihp.parallelism.ownership.owner_sets`).
+    In such a bucket each slice is the rank's whole share of its parameter, and is in no other bucket: a slice in
+    several buckets must be unreduced in each (`resihp.parallelism.ownership.owner_sets`).
     """
     mine = {index: bucket.slices for index, bucket in enumerate(buckets) if rank in bucket.owners}
     times = Counter(piece for slices in mine.values() for piece in slices)
@@ -106,8 +107,8 @@ def summed_in_place(buckets: Sequence[Bucket], rank: int, shares: Mapping[str, S
 
 
 def _add_to_main(parameter: Tensor) -> None:
-    """Hook of a parameter of fewer bits, called when a backward pass is through with it."""
-    if parameter.grad is None:  # `weights` has added it already, or will
+    """Add a low-precision gradient to its sum; a hook, called when a backward pass has finished with the parameter."""
+    if parameter.grad is None:  # `weights` has added it or will add it
         return
     parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
     parameter.grad = None

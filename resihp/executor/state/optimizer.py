@@ -28,18 +28,18 @@ class AdamW:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
-    """Not applied to parameters of one dimension (norms and biases), as in Megatron-LM."""
+    """Not applied to parameters with one dimension (norms and biases), as in Megatron-LM."""
     start_weight_decay: float | None = None
-    """From which weight decay rises to `weight_decay`; None: it is that from the beginning."""
+    """Value from which weight decay rises to `weight_decay`; None: it is constant."""
     weight_decay_iterations: int = 0
-    """Iteration at which weight decay has risen to its end."""
+    """Iteration at which weight decay reaches `weight_decay`."""
     weight_decay_increase: Increase = "linear"
     clip: float = 1.0
     """Largest norm of the whole gradient; 0 for no clipping."""
     warmup: int = 0
     """Iterations of linear warm-up from 0."""
     decay_iterations: int = 0
-    """Iteration after which the learning rate is `min_lr`; 0: never. Without it only inverse-square-root falls."""
+    """Iteration after which the learning rate is `min_lr`; 0: never. If 0, only inverse-square-root decays at all."""
     min_lr: float = 0.0
     decay: Decay = "cosine"
     """`WSD` (warm-up, stable, decay) stays at `lr`, then falls within the last `wsd_decay_iterations`."""
@@ -74,7 +74,7 @@ class AdamW:
                 raise ConfigurationError(f"optimizer: {name}={getattr(self, name)!r} {rule}")
 
     def learning_rate(self, iteration: int) -> float:
-        """Of iteration 1, 2, ...: a function of the iteration alone, equal on all ranks and after any restart."""
+        """Return the rate of iteration 1, 2, ...: a function of the iteration alone, so equal after any restart."""
         if iteration < self.warmup:
             return self.lr * iteration / self.warmup
         if self.decay == "constant":
@@ -87,25 +87,25 @@ class AdamW:
             return self.lr
         if self.decay == "WSD":
             done = 1.0 - (self.decay_iterations - iteration) / self.wsd_decay_iterations
-            left = _left(self.wsd_decay, max(done, 0.0))
+            remaining = _remaining(self.wsd_decay, max(done, 0.0))
         else:
-            left = _left(self.decay, (iteration - self.warmup) / (self.decay_iterations - self.warmup))
-        return self.min_lr + (self.lr - self.min_lr) * left
+            remaining = _remaining(self.decay, (iteration - self.warmup) / (self.decay_iterations - self.warmup))
+        return self.min_lr + (self.lr - self.min_lr) * remaining
 
     def weight_decay_of(self, iteration: int) -> float:
-        """Of iteration 1, 2, ...: a function of the iteration alone, too."""
+        """Return the weight decay of iteration 1, 2, ...: also a function of the iteration alone."""
         if self.start_weight_decay is None or iteration >= self.weight_decay_iterations:
             return self.weight_decay
-        left = _left(self.weight_decay_increase, iteration / self.weight_decay_iterations)
-        return self.weight_decay - (self.weight_decay - self.start_weight_decay) * left
+        remaining = _remaining(self.weight_decay_increase, iteration / self.weight_decay_iterations)
+        return self.weight_decay - (self.weight_decay - self.start_weight_decay) * remaining
 
     def clip_coefficient(self, norm: float) -> float:
-        """Factor for gradients of that norm, at most 1; as in Megatron-LM, 1e-6 guards the division."""
+        """Return the factor for gradients of that norm, at most 1; as in Megatron-LM, 1e-6 guards the division."""
         return 1.0 if self.clip == 0 else min(1.0, self.clip / (norm + 1e-6))
 
 
-def _left(style: str, done: float) -> float:
-    """What is left of a fall, from 1 to 0, when a share `done` of its time is over."""
+def _remaining(style: str, done: float) -> float:
+    """Return the remaining fraction of a fall from 1 to 0 after a fraction `done` of its time."""
     match style:
         case "linear":
             return 1.0 - done
@@ -118,10 +118,11 @@ def _left(style: str, done: float) -> float:
 
 
 class AdamWState:
-    """torch's AdamW over one rank's parameters, with moments that exist from the beginning and can be reached.
+    """torch's AdamW over one rank's parameters, with moments that exist from the beginning and are accessible.
 
-    What it updates is float32, whatever passes compute with (`resihp.executor.state.rank_state.masters_of`).
-    Moments of `parameters` that `shared` has too, the same object under the same name, are shared with it.
+    The updated parameters are float32, even if passes compute with another type
+    (`resihp.executor.state.rank_state.masters_of`). For parameters that `shared` also has, the same object under the
+    same name, the moments are shared with it.
     """
 
     def __init__(self, settings: AdamW, parameters: dict[str, nn.Parameter], shared: AdamWState | None = None) -> None:
@@ -146,7 +147,7 @@ class AdamWState:
                 moments = {kind: torch.zeros_like(parameter, requires_grad=False) for kind in kinds}
             self._torch.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
         self.updates = 0
-        """Updates made so far; iterations that were skipped do not count."""
+        """Number of updates so far; skipped iterations do not count."""
 
     def apply(self, clip: float, learning_rate: float, weight_decay: float) -> None:
         """Update the parameters from their gradients, which are scaled by `clip` in place. No communication."""
@@ -159,13 +160,13 @@ class AdamWState:
         self.updates += 1
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """A parameter's state by kind: "value", "exp_avg", "exp_avg_sq", each of the parameter's own shape."""
+        """Return a parameter's state by kind: "value", "exp_avg", "exp_avg_sq", each of the parameter's own shape."""
         parameter = self.parameters[name]
         state = self._torch.state[parameter]
         return {"value": parameter.data, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
 
     def resume(self, updates: int) -> None:
-        """Go on as after that many updates, once the tensors have been filled."""
+        """Continue as after that many updates, once the tensors have been filled."""
         self.updates = updates
         for parameter in self.parameters.values():
             self._torch.state[parameter]["step"].fill_(updates)

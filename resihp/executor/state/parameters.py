@@ -1,4 +1,4 @@
-"""Parameters of the whole model by layout-free name: how each is cut, how it begins, and views of its slices.
+"""Parameters of the whole model by layout-independent name: their cuts, first values, and views of their slices.
 
 Names are those of `StageModule` with layers counted over the whole model: `embedding.word_embeddings.weight`,
 `layers.7.mlp.linear_fc1.weight`, `final_layernorm.weight`, `output_layer.weight`.
@@ -21,23 +21,23 @@ from torch import Tensor, nn
 from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.ownership import ParameterSpec, Slice, share
 
-DRAWERS = 8
-"""Threads that draw first values, each with a whole parameter in its hands."""
+DRAWING_THREADS = 8
+"""Number of threads that draw first values, each holding a whole parameter in memory."""
 _global_generator = threading.Lock()
 
-_HEADS = re.compile(r"\.[qk]_layernorm\.")
-"""In the name of a parameter that belongs to each head alike."""
+_PER_HEAD_NORM = re.compile(r"\.[qk]_layernorm\.")
+"""Matches names of parameters that all attention heads share."""
 
 
 def specs_of(
     whole: nn.Module, layers: int, *, tied: bool = False, sequence_parallel: bool = False
 ) -> tuple[ParameterSpec, ...]:
-    """Specifications of a model of `layers` equal layers, read off one that has only layer 0, uncut (tp 1).
+    """Return the specifications of a model of `layers` equal layers, read off a module with only layer 0, uncut (tp 1).
 
-    Which axis is cut follows from the kind of megatron's module: column-parallel ones cut their outputs (weight and
-    bias), row-parallel ones their inputs (weight only), the vocabulary embedding its rows. Under sequence parallelism
-    norms and row-parallel biases, which are added after the reduce-scatter, see a part of the tokens on each rank. The
-    norms of queries and keys see a part of the heads, with and without it.
+    The cut axis follows from the kind of megatron's module: column-parallel ones cut their outputs (weight and bias),
+    row-parallel ones their inputs (weight only), the vocabulary embedding its rows. Under sequence parallelism, norms
+    and row-parallel biases, which are added after the reduce-scatter, see only part of the tokens on each rank. The
+    norms of queries and keys see only part of the heads, with or without it.
     """
     first: list[ParameterSpec] = []
     for path, module in whole.named_modules():
@@ -57,7 +57,7 @@ def specs_of(
                     axis,
                     2 if gated else 1,
                     tied="head" if tied and isinstance(module, VocabParallelEmbedding) else None,
-                    partial=_HEADS.search(name) is not None
+                    partial=_PER_HEAD_NORM.search(name) is not None
                     or (
                         sequence_parallel
                         and isinstance(module, RowParallelLinear | nn.LayerNorm | nn.RMSNorm)
@@ -68,16 +68,16 @@ def specs_of(
     inside = [spec for spec in first if spec.unit == "layer.0"]
     before = [spec for spec in first if spec.unit == "embedding"]
     after = [spec for spec in first if spec.unit in ("final", "head")]
-    every = [
+    layer_specs = [
         msgspec.structs.replace(spec, name=spec.name.replace("layers.0.", f"layers.{i}.", 1), unit=f"layer.{i}")
         for i in range(layers)
         for spec in inside
     ]
-    return (*before, *every, *after)
+    return (*before, *layer_specs, *after)
 
 
 def unit_of(name: str) -> str:
-    """Unit of `resihp.parallelism.ownership` that a parameter belongs to, by its name."""
+    """Return the unit of `resihp.parallelism.ownership` that a parameter belongs to, by its name."""
     top, _, rest = name.partition(".")
     if top == "layers":
         return f"layer.{rest.partition('.')[0]}"
@@ -85,12 +85,12 @@ def unit_of(name: str) -> str:
 
 
 def draw(spec: ParameterSpec, config: TransformerConfig, seed: int, model: ModelSpec) -> Tensor:
-    """The whole parameter's first value: a function of (seed, name) alone, so that any layout starts from the same.
+    """Return the whole parameter's first value: a function of (seed, name) alone, so that it is equal in all layouts.
 
     Follows megatron-core: the config's init methods (normal(0, init_method_std), divided by sqrt(2 layers) for the
     projections that end in the residual stream), ones for norms' weights, zeros for biases. Rows that pad the
-    vocabulary are zero, and the others do not depend on how many these are. Drawn on the host: what a GPU draws depends
-    on how many multiprocessors it has. May be called from several threads.
+    vocabulary are zero, and their number does not affect the others. Drawn on the host, since a GPU's numbers depend
+    on its number of multiprocessors. May be called from several threads.
     """
     whole = torch.zeros(spec.shape, dtype=torch.float32)
     path, _, kind = spec.name.rpartition(".")
@@ -110,7 +110,7 @@ def draw(spec: ParameterSpec, config: TransformerConfig, seed: int, model: Model
         if "generator" in inspect.signature(method).parameters:
             method(drawn, generator=torch.Generator().manual_seed(own_seed))  # type: ignore[call-arg]
             return whole
-        # A method of the user's that takes no generator is lent the global one for a moment: the same numbers.
+        # An init method of the user's that takes no generator uses the global one, seeded for it, for the same numbers.
         with _global_generator, torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(own_seed)
             method(drawn)
@@ -118,32 +118,32 @@ def draw(spec: ParameterSpec, config: TransformerConfig, seed: int, model: Model
 
 
 def place(module: nn.Module, kept: Mapping[str, nn.Parameter], device: torch.device) -> None:
-    """Give a module that was built on the meta device its parameters: those `kept`, by name, and the others without
-    values, on `device`."""
+    """Give a module that was built on the meta device its parameters on `device`: those in `kept`, by name, and new
+    ones without values for the rest."""
     for name, parameter in list(module.named_parameters()):
         path, _, local = name.rpartition(".")
         if name in kept:
             chosen = kept[name]
         else:
             chosen = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
-            vars(chosen).update(vars(parameter))  # megatron's marks
+            vars(chosen).update(vars(parameter))  # attributes set by megatron
         module.get_submodule(path).register_parameter(local, chosen)
 
 
 def view(tensor: Tensor, spec: ParameterSpec, t: int, tp: int, piece: Slice) -> Tensor:
-    """`piece` of a parameter inside the tensor that index `t` of `tp` ranks holds (also of its gradient or moments).
+    """Return a view of `piece` of a parameter in the tensor of rank `t` of `tp` (or in its gradient or moments).
 
-    A view of shape [..., parts, stop - start, ...]; of the whole tensor when the parameter is not cut.
+    The view has the shape [..., parts, stop - start, ...]; it is the whole tensor if the parameter is not cut.
     """
     if spec.axis is None:
         return tensor
-    held = share(spec, t, tp)
-    parts = tensor.unflatten(spec.axis, (spec.parts, held.stop - held.start))
-    return parts.narrow(spec.axis + 1, piece.start - held.start, piece.stop - piece.start)
+    own = share(spec, t, tp)
+    parts = tensor.unflatten(spec.axis, (spec.parts, own.stop - own.start))
+    return parts.narrow(spec.axis + 1, piece.start - own.start, piece.stop - piece.start)
 
 
 def fill(tensor: Tensor, spec: ParameterSpec, t: int, tp: int, whole: Tensor) -> None:
-    """Copy what index `t` of `tp` ranks holds of a whole parameter into its own tensor."""
-    held = share(spec, t, tp)
+    """Copy the share of rank `t` of `tp` from a whole parameter into the rank's own tensor."""
+    own = share(spec, t, tp)
     with torch.no_grad():
-        view(tensor, spec, t, tp, held).copy_(view(whole, spec, 0, 1, held))
+        view(tensor, spec, t, tp, own).copy_(view(whole, spec, 0, 1, own))

@@ -1,8 +1,8 @@
-"""What one rank holds of the model: its place's parameters, their optimizer state, and which iteration they are of.
+"""One rank's state: its place's parameters, their optimizer state, and the iteration that they belong to.
 
-While a transition is under way a rank has two of these: the one in effect and the next one beside it. Tensors that stay
-are shared between the two, so that the second costs only what is new; neither is ever changed through the other before
-the next one is in effect. Owned by `resihp.executor.engine`.
+During a transition a rank has two of these: the one in effect and the next one beside it. Tensors that stay are shared
+between the two, so that the second costs only its new tensors; neither is changed through the other before the next one
+is in effect. Owned by `resihp.executor.engine`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from resihp.pipeline.program import Bucket
 
 
 class HeldPart(msgspec.Struct, frozen=True):
-    """A place as far as it decides what is held: which layers, which tables, which share of them."""
+    """The part of the model that a place holds: its layers, tables, and share of them."""
 
     chunks: tuple[LayerSpan, ...]
     first: bool
@@ -35,7 +35,7 @@ class HeldPart(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, plan: Plan, rank: int) -> HeldPart | None:
-        """What `rank` holds under `plan`; None for a rank without work."""
+        """Return the part that `rank` holds under `plan`; None for a rank without work."""
         place = plan.layout.place(rank)
         if place is None:
             return None
@@ -46,14 +46,14 @@ class HeldPart(msgspec.Struct, frozen=True):
 
 @dataclass
 class State:
-    """One holding, filled. `epoch` is that of the plan for which it was made."""
+    """The state of one held part. `epoch` is that of the plan for which it was built."""
 
     epoch: int
     holding: HeldPart
     stage: StageModule
     optimizer: AdamWState
     specs: Mapping[str, ParameterSpec]
-    """Of the parameters held, by name."""
+    """Specifications of the held parameters, by name."""
     sequence_parallel: bool = False
     stepped: int = 0
     """Last iteration whose step these parameters have taken."""
@@ -65,9 +65,9 @@ class State:
         self.gradients = Gradients(dict(self.stage.named_parameters()), self.optimizer.parameters)
 
     def derive(self) -> None:
-        """Round what the optimizer updates (masters, float32) into what passes compute with, where these differ.
+        """Round the optimizer's float32 parameters (masters) to the parameters used in passes, where these differ.
 
-        To be called after every change of the masters: where these are the same bits, the parameters are, too.
+        Call this after every change of the masters: equal masters then give equal parameters, bit for bit.
         """
         named = dict(self.stage.named_parameters())
         pairs = [(named[name], master) for name, master in self.optimizer.parameters.items()]
@@ -77,14 +77,14 @@ class State:
                 torch._foreach_copy_([parameter for parameter, _ in derived], [master for _, master in derived])
 
     def begin(self, buckets: Sequence[Bucket], rank: int) -> None:
-        """Gradients are zero and nothing is ready, for an iteration whose gradients are summed in `buckets`."""
+        """Reset the gradients for an iteration that sums them in `buckets`; none are ready."""
         if self.ready is not None and self.ready > self.stepped:
-            self.gradients.release()  # nobody stepped: what was given up then may still be written to them
+            self.gradients.release()  # the step was never taken, and abandoned sums may still write to them
         self.ready = None
         self.gradients.begin(buckets, rank, {name: self.share(spec) for name, spec in self.specs.items()})
 
-    def let_spent_gradients_go(self) -> None:
-        """Their memory is needed; those whose step may still be taken stay."""
+    def release_used_gradients(self) -> None:
+        """Release gradients whose memory is needed, unless their step may still be taken."""
         if self.ready != self.stepped + 1:
             self.gradients.release()
 
@@ -92,18 +92,18 @@ class State:
         return share(spec, self.holding.t, self.holding.tp)
 
     def tensors(self, spec: ParameterSpec, piece: Slice) -> dict[str, Tensor]:
-        """Views of a slice's state by kind ("value", "exp_avg", "exp_avg_sq"), which may be written to."""
+        """Return writable views of a slice's state by kind ("value", "exp_avg", "exp_avg_sq")."""
         return {kind: self._view(tensor, spec, piece) for kind, tensor in self.optimizer.tensors(spec.name).items()}
 
     def gradient(self, piece: Slice) -> Tensor:
-        """View of a slice's gradient; zeros where nothing was computed (a replica without micro-batches)."""
+        """Return a view of a slice's gradient; zeros if nothing was computed (a replica without micro-batches)."""
         return self._view(self.gradients.of(piece.name), self.specs[piece.name], piece)
 
     def _view(self, tensor: Tensor, spec: ParameterSpec, piece: Slice) -> Tensor:
         return parameters.view(tensor, spec, self.holding.t, self.holding.tp, piece)
 
     def storages(self) -> Iterator[Tensor]:
-        """Every tensor of the state but gradients, once: these come with the first iteration."""
+        """Yield every tensor of the state once, except gradients, which come with the first iteration."""
         for name, parameter in self.stage.named_parameters():
             tensors = self.optimizer.tensors(name)
             yield from tensors.values()
@@ -111,21 +111,21 @@ class State:
                 yield parameter
 
 
-def masters_of(stage: StageModule, held: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """What the optimizer is to update: parameters in float32, themselves where they are, else those already `held`."""
-    found: dict[str, nn.Parameter] = {}
+def masters_of(stage: StageModule, existing: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Return the optimizer's float32 parameters: the stage's own if float32, else `existing` ones, else new ones."""
+    masters: dict[str, nn.Parameter] = {}
     for name, parameter in stage.named_parameters():
         if parameter.dtype == torch.float32:
-            found[name] = parameter
-        elif name in held:
-            found[name] = held[name]
+            masters[name] = parameter
+        elif name in existing:
+            masters[name] = existing[name]
         else:
-            found[name] = nn.Parameter(torch.empty_like(parameter, dtype=torch.float32), requires_grad=False)
-    return found
+            masters[name] = nn.Parameter(torch.empty_like(parameter, dtype=torch.float32), requires_grad=False)
+    return masters
 
 
 def extra_bytes(old: State | None, new: State | None) -> int:
-    """What holding both costs beyond the larger of the two: each tensor counted once."""
+    """Return the bytes that holding both costs beyond the larger of the two, each tensor counted once."""
     sizes = {tensor.data_ptr(): tensor.nbytes for state in (old, new) if state for tensor in state.storages()}
     alone = [sum(tensor.nbytes for tensor in state.storages()) for state in (old, new) if state]
     return sum(sizes.values()) - max(alone, default=0)

@@ -1,9 +1,9 @@
 """Carries out the moves of a transition: slices of parameters and moments from rank to rank, in bounded chunks.
 
-Who sends what to whom is decided in `resihp.parallelism.transfers`, and known to both ends; nothing but the values
-travels. Moves go in one order that is equal on all ranks, a chunk of each at a time, over one communicator for each two
-ranks, which may be the plan's (`groups_for`); a chunk is begun before the one before it is waited for, never more.
-Called by the engine; frees nothing.
+`resihp.parallelism.transfers` decides the senders and receivers, and both ends know them; only values travel. Moves go
+in one order that is equal on all ranks, a chunk at a time, over one communicator for each two ranks, which may be the
+plan's (`groups_for`). A chunk begins before the previous one is waited for; more are never in flight. Called by the
+engine; frees nothing.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from resihp.parallelism.transfers import Move
 from resihp.pipeline.program import GroupSpec
 
 CHUNK_BYTES = 16 << 20
-"""Of state in one message; what a transition needs beside old and new state is a few of these."""
-UNDER_WAY = 2
-"""Chunks of one rank that are under way at once."""
+"""Bytes of state in one message. Beyond old and new state, a transition needs memory for a few of these."""
+MAX_CHUNKS_IN_FLIGHT = 2
+"""Number of chunks of one rank that are in flight at once."""
 
 
 STATE_GROUP_PREFIX = "state/"
-"""Of the names of communicators that only move state."""
+"""Prefix of the names of communicators that only move state."""
 
 
 def groups_for(moves: Sequence[Move], plan_groups: Sequence[GroupSpec]) -> dict[frozenset[int], GroupSpec]:
-    """Return the communicator by which each two ranks move state, in whatever direction.
+    """Return, for each two ranks, the communicator by which they move state, in either direction.
 
-    One of the plan's that has just these two ranks does it: nobody uses it before the plan is in effect, and another
-    one would take time to build and memory of a device that holds two states. Those between stages are left out, as
-    NCCL gives them few channels (`backends.EDGE_CTAS`).
+    If the plan has a communicator of just these two ranks, it is used: it is idle before the plan is in effect, and
+    another one would take time to build and memory of a device that holds two states. Those between stages are left
+    out, since NCCL gives them few channels (`backends.EDGE_CTAS`).
     """
     of_two = {frozenset(group.ranks): group for group in plan_groups if len(group.ranks) == 2 and group.use != "edge"}
     groups: dict[frozenset[int], GroupSpec] = {}
@@ -59,7 +59,7 @@ def move_state(
     observer: Observer,
     device: torch.device,
 ) -> int:
-    """Send from `old` and receive into `new` all that concerns this rank; returns the bytes received.
+    """Send this rank's slices from `old` and receive into `new`; return the number of bytes received.
 
     `groups` are those of `groups_for`.
     Raises CommunicatorError when a peer is lost or the rank was woken; `old` is never changed.
@@ -83,16 +83,16 @@ def move_state(
                 targets = views
                 received += flat.nbytes
             under_way.append((channel.broadcast(flat, root), flat, targets))
-            if len(under_way) >= UNDER_WAY:
+            if len(under_way) >= MAX_CHUNKS_IN_FLIGHT:
                 _finish(*under_way.popleft(), observer)
     while under_way:
         _finish(*under_way.popleft(), observer)
-    communicators.settle()  # what is acknowledged is there, and what was sent has left
+    communicators.settle()  # all state to be acknowledged has arrived, and all sent state has left
     return received
 
 
 def copy_kept(old: State, new: State) -> None:
-    """Copy what a rank keeps of parameters whose share has changed. Shared tensors need nothing."""
+    """Copy the retained slices of parameters whose share has changed. Shared tensors need no copy."""
     for name, spec in new.specs.items():
         if name not in old.specs or old.optimizer.parameters[name] is new.optimizer.parameters[name]:
             continue
@@ -106,7 +106,7 @@ def copy_kept(old: State, new: State) -> None:
 
 
 def _chunks(move: Move, state: State, specs: Mapping[str, ParameterSpec]) -> Iterator[list[Tensor]]:
-    """Views of a move's tensors in the order in which they travel, cut into chunks equal at both ends."""
+    """Yield views of a move's tensors in the order in which they travel, in chunks that are equal at both ends."""
     chunk: list[Tensor] = []
     filled = 0
     for piece in move.slices:
@@ -122,7 +122,7 @@ def _chunks(move: Move, state: State, specs: Mapping[str, ParameterSpec]) -> Ite
 
 
 def _cut(tensor: Tensor) -> Iterator[Tensor]:
-    """Pieces of at most a chunk's size, along the longest axis. Equal at both ends: they depend on the shape only."""
+    """Yield pieces of at most a chunk's size, along the longest axis; equal at both ends, as the shape is."""
     if tensor.nbytes <= CHUNK_BYTES:
         yield tensor
         return

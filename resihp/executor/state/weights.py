@@ -1,10 +1,10 @@
 """Splits the backward pass of a stage: B computes input gradients at once, W the weight gradients later (zero bubble).
 
-Weight gradients need no peer and nobody waits for them, so a schedule may put them where a rank would idle (Qi et al.,
-2024). When, is decided by the plan's order of primitives; here is only what makes it possible. Gradients of biases,
+No peer is needed for weight gradients and none waits for them, so a schedule may put them where a rank would idle (Qi
+et al., 2024). The plan's order of primitives decides when; this module only makes it possible. Gradients of biases,
 norms and embeddings are small and stay in B.
 
-A stage gives its megatron linear layers to `DeferredWeights.take` when it is built; the interpreter calls the rest.
+A stage passes its megatron linear layers to `DeferredWeights.take` when it is built; the interpreter calls the rest.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from resihp.executor.tensor_group import TensorGroup
 
 Queued = tuple[Tensor, Tensor, Tensor]
-"""A weight [out, in], the inputs it was multiplied with [N, in], and its output's gradient [N, out]."""
+"""A weight [out, in], its layer's inputs [N, in], and the gradient of the layer's output [N, out]."""
 
 
 class DeferredWeights:
     """Weight gradients of one stage that are still to be computed, by the key they were collected under.
 
-    A key stands for one backward chunk. What is queued under it keeps the chunk's activations alive until `finish`.
+    A key stands for one backward chunk. Its queue keeps the chunk's activations alive until `finish`.
     """
 
     def __init__(self) -> None:
@@ -36,14 +36,14 @@ class DeferredWeights:
         self._open: list[Queued] | None = None
 
     def take(self, module: nn.Module) -> None:
-        """From now on split the backward pass of all of megatron's linear layers in `module` while collecting."""
+        """Split the backward pass of all megatron linear layers in `module`, from now on, while collecting."""
         for linear in module.modules():
             if isinstance(linear, ColumnParallelLinear | RowParallelLinear):
                 linear._forward_impl = partial(_multiply, self)
 
     @contextmanager
     def collecting(self, key: Hashable) -> Iterator[None]:
-        """Around `output.backward(gradient)`: weight gradients are queued under `key`, which must be new."""
+        """Queue the weight gradients of `output.backward(gradient)`, run in the block, under the new `key`."""
         assert self._open is None, "one backward chunk at a time"
         assert key not in self._queues, f"{key} is still to be finished"
         self._open = self._queues[key] = []
@@ -53,9 +53,9 @@ class DeferredWeights:
             self._open = None
 
     def finish(self, key: Hashable) -> None:
-        """Add the weight gradients queued under `key` to each weight's `main_grad`, freeing what each needs.
+        """Add the weight gradients queued under `key` to each weight's `main_grad`, freeing inputs along the way.
 
-        Waits for nobody. Raises KeyError for a key that nothing was collected under.
+        Waits for no peer. Raises KeyError for a key that nothing was collected under.
         """
         queue = self._queues.pop(key)
         with torch.no_grad():
@@ -64,11 +64,11 @@ class DeferredWeights:
                 _add_gradient(weight.main_grad, inputs, gradient)  # type: ignore[attr-defined]
 
     def discard(self) -> None:
-        """Forget all that is queued: the iteration broke."""
+        """Drop all queued gradients, because the iteration failed."""
         self._queues.clear()
 
     def put(self, weight: Tensor, inputs: Tensor, gradient: Tensor) -> bool:
-        """Queue a weight's gradient if collecting; else False, and the caller computes it itself."""
+        """Queue a weight's gradient if collecting; otherwise return False, and the caller computes it itself."""
         if self._open is None:
             return False
         self._open.append((weight, inputs, gradient))
@@ -85,17 +85,17 @@ def _multiply(
     tp_group: TensorGroup | None = None,
     **_: Any,
 ) -> Tensor:
-    """Takes the place of `_forward_impl` of one linear layer, and is called as megatron calls that."""
+    """Replacement for `_forward_impl` of one linear layer, with megatron's arguments."""
     output: Tensor = _Linear.apply(input, weight, bias, allreduce_dgrad, sequence_parallel, tp_group, deferred)
     return output
 
 
 class _Linear(torch.autograd.Function):
-    """input [N, 1, in] -> [N, 1, out], split in its backward pass if weights are collected at that time.
+    """input [N, 1, in] -> [N, 1, out], with a split backward pass if weights are being collected at that time.
 
-    Does what megatron's own function does, which cannot be split, and under sequence parallelism (input [N/tp, 1, in])
-    wants CUDA and a global buffer: exchanges input gradients while the weights' are computed. A split one keeps the
-    gathered input from B until W: then W waits for nobody.
+    Equivalent to megatron's own function, which cannot be split and under sequence parallelism (input [N/tp, 1, in])
+    requires CUDA and a global buffer: input gradients are exchanged while those of weights are computed. A split pass
+    keeps the gathered input from B until W, so that W waits for no peer.
     """
 
     @staticmethod
@@ -142,7 +142,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _weight_gradient(weight: Tensor, inputs: Tensor, gradient: Tensor) -> Tensor | None:
-    """Gradient of a weight; None where it was added to the weight's `main_grad`, as megatron's fused kernel does."""
+    """Return a weight's gradient; None if it was added to the weight's `main_grad`, as by megatron's fused kernel."""
     main: Tensor | None = getattr(weight, "main_grad", None)
     if main is None:
         return gradient.flatten(0, -2).t().matmul(inputs.flatten(0, -2))
@@ -151,30 +151,30 @@ def _weight_gradient(weight: Tensor, inputs: Tensor, gradient: Tensor) -> Tensor
 
 
 def _add_gradient(main: Tensor, inputs: Tensor, gradient: Tensor) -> None:
-    left, right = gradient.flatten(0, -2).t(), inputs.flatten(0, -2)
-    if main.dtype == left.dtype:
-        main.addmm_(left, right)
-    elif not (main.is_cuda and _add_unrounded(main, left, right)):
-        main.add_(left.matmul(right))
+    first, second = gradient.flatten(0, -2).t(), inputs.flatten(0, -2)
+    if main.dtype == first.dtype:
+        main.addmm_(first, second)
+    elif not (main.is_cuda and _add_unrounded(main, first, second)):
+        main.add_(first.matmul(second))
 
 
-_refused: set[torch.dtype] = set()
-"""Precisions whose products this torch does not add to a sum in float32."""
+_refused_dtypes: set[torch.dtype] = set()
+"""Precisions for which this torch cannot add a product to a float32 sum."""
 
 
-def _add_unrounded(main: Tensor, left: Tensor, right: Tensor) -> bool:
-    """Add left @ right to `main`, of float32, without rounding the product before; False where torch cannot.
+def _add_unrounded(main: Tensor, first: Tensor, second: Tensor) -> bool:
+    """Add first @ second to `main`, in float32, without rounding the product before; return False if torch cannot.
 
-    One kernel instead of two, and no product in memory. Builds differ: some have no `out_dtype`, and some want the sum
-    in the factors' precision; all say so before they start. Only on GPUs, and not run on one.
+    This takes one kernel instead of two, and no memory for the product. Builds differ: some have no `out_dtype`, and
+    some require the sum in the factors' precision; all raise before they start. Only on GPUs, and not run on one.
     """
-    if left.dtype in _refused:
+    if first.dtype in _refused_dtypes:
         return False
     try:
-        torch.addmm(main, left, right, out_dtype=torch.float32, out=main)
+        torch.addmm(main, first, second, out_dtype=torch.float32, out=main)
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except (TypeError, RuntimeError):
-        _refused.add(left.dtype)
+        _refused_dtypes.add(first.dtype)
         return False
     return True

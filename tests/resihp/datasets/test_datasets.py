@@ -104,7 +104,7 @@ def test_a_link_to_nothing_is_named(tmp_path: Path) -> None:
     """Where all files are taken, an editor's lock is one."""
     (tmp_path / "a.py").write_bytes(b"hello")
     (tmp_path / ".#a.py").symlink_to("somebody@somewhere.1234")
-    with pytest.raises(DatasetError, match=r"\.#a\.py: No such file or directory; it is a link to nothing: remove it"):
+    with pytest.raises(DatasetError, match=r"\.#a\.py: No such file or directory; it is a broken link: remove it"):
         ByteFiles(tmp_path, "")
 
 

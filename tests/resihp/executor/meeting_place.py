@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from resihp.executor.group_store import AgentRendezvous, Attended
+from resihp.executor.group_store import AgentRendezvous, JoinedMeeting
 from resihp.protocol import messages as m
 from resihp.protocol.framing import LocalChannel
 from resihp.protocol.rendezvous import Attendance, Meetings, batches
@@ -59,7 +59,7 @@ class Line:
     def keys(self) -> Any:
         return torch.distributed.TCPStore("127.0.0.1", self._port, None, False, timeout=timedelta(seconds=LIMIT_S))
 
-    def attend(self, meeting: m.MeetingId, groups: Sequence[str], patience_s: float) -> Attended:
+    def attend(self, meeting: m.MeetingId, groups: Sequence[str], patience_s: float) -> JoinedMeeting:
         return AgentRendezvous(self._attend).attend(meeting, groups, patience_s)
 
     def _attend(self, meeting: m.MeetingId, groups: Sequence[str], patience_s: float) -> Attendance:

@@ -344,9 +344,9 @@ def counted_calls(rank: int, store: Line) -> dict[str, Any]:
 
     Replica 1 loses rank 7, goes on with one rank in its last stage, and gets rank 7 back: two changes of layout.
     """
-    os.environ[backends.BACKEND] = "nccl-like"
+    os.environ[backends.BACKEND_VARIABLE] = "nccl-like"
     engine = engine_of("llama")
-    calls = BackEndCalls(engine._back_end, backends._MannersOfWork)
+    calls = BackEndCalls(engine._back_end, backends._NcclLikeWork)
     whole = grid(2, 2, 2)
     first, second = whole.replicas
     reduced = Layout((first, Replica((second.stages[0], Stage((6,), second.stages[1].chunks)))), standby=(7,))
@@ -419,7 +419,7 @@ def probe_devices(rank: int, store: Line, *, pairs: list[list[list[int]]], slow:
 def peer_dies_while_it_connects(rank: int, store: Line, *, dies: int, back_end: str) -> dict[str, Any]:
     """Seconds from being woken to being free, when the peer has told its address and then died, and whether a thread
     still connects then."""
-    os.environ[backends.BACKEND] = back_end
+    os.environ[backends.BACKEND_VARIABLE] = back_end
     world = GroupSpec("world", (0, 1))
     communicators = Communicators(m.MeetingId(epoch=1), rank, [world], TIMEOUT_S, backends.chosen())
     keys = store.keys()
@@ -448,8 +448,8 @@ def peer_dies_while_it_connects(rank: int, store: Line, *, dies: int, back_end: 
 
 def probe_alone(rank: int, store: Line, *, back_end: str) -> dict[str, Any]:
     """Ask for a peer that is not there."""
-    os.environ[backends.BACKEND] = back_end
-    engine_module.MEETING_S = 0.3
+    os.environ[backends.BACKEND_VARIABLE] = back_end
+    engine_module.MEETING_TIMEOUT_S = 0.3
     answer = probe.measure(m.Probe(probe=1, pairs=(((0, 1),),)), rank, engine_of("gpt"), store)
     return {"error": answer.error, "missed": answer.missed, "speed": answer.speed.flops}
 
@@ -469,7 +469,7 @@ def probe_links_in_training(rank: int, store: Line, *, grid_of: tuple[int, int, 
         losses.append(outcome.loss)
         asked = m.Probe(probe=iteration, pairs=pairs, after_iteration=iteration)
         if (iteration == 2 and rank in (0, 1, 2, 3)) or (iteration == 3 and rank == 0):
-            probe.ANNOUNCED_S = 2.0 if iteration == 2 else 0.3
+            probe.ANNOUNCED_TIMEOUT_S = 2.0 if iteration == 2 else 0.3
             answers.append(msgspec.to_builtins(probe.measure_links(asked, rank, engine, store, lambda: False)))
     engine.disconnect()
     return {"losses": losses, "answers": answers, "digest": state_digest(engine)}
@@ -667,7 +667,7 @@ def survive(rank: int, store: Line, *, phase: str, bucket_bytes: int) -> dict[st
 
     def die(entered: str) -> None:
         if entered == phase:
-            if os.environ.get(backends.BACKEND) == "nccl-like":
+            if os.environ.get(backends.BACKEND_VARIABLE) == "nccl-like":
                 keys.set("alarm", "1")  # no survivor is told by its communicators
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from resihp.executor.compute.channels import Channel
-from resihp.executor.compute.stage import IGNORED, StageModule, model_spec
+from resihp.executor.compute.stage import IGNORED_LABEL, StageModule, model_spec
 from resihp.executor.state import parameters
 from resihp.executor.tensor_group import TensorGroup
 from resihp.parallelism.model import ModelSpec
@@ -104,7 +104,7 @@ def batch(m: int, vocab: int, multiple: int = 1) -> tuple[tuple[int, ...], Tenso
     short = -len(tokens) % multiple
     if short:
         lengths = (*lengths, short)
-        tokens, labels = F.pad(tokens, (0, short)), F.pad(labels, (0, short), value=IGNORED)
+        tokens, labels = F.pad(tokens, (0, short)), F.pad(labels, (0, short), value=IGNORED_LABEL)
     return lengths, tokens, labels
 
 

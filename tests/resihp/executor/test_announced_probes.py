@@ -65,7 +65,8 @@ def test_it_is_measured_at_its_moment_and_peers_that_wait_are_victims(worker: An
 def test_whoever_hears_of_it_too_late_does_not_come(worker: Any, told: list[Any]) -> None:
     worker._measure_links(PLAN, outcome(6))
     assert told == []
-    assert [(answer.probe, answer.missed) for answer in worker._client.said] == [(1, "told of it after iteration 6")]
+    answers = [(answer.probe, answer.missed) for answer in worker._client.said]
+    assert answers == [(1, "order received after iteration 6")]
 
 
 def test_nobody_measures_when_all_are_about_to_park(worker: Any, told: list[Any]) -> None:

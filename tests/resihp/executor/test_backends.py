@@ -25,16 +25,22 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from resihp.errors import CommunicatorError, ModelError  # noqa: E402
 from resihp.executor import backends, devices  # noqa: E402
-from resihp.executor.backends import BACKEND, NO_WATCHDOG, PATIENCE, NcclLike, Role, chosen  # noqa: E402
+from resihp.executor.backends import BACKEND_VARIABLE, CONNECT_LIMITS, NO_WATCHDOG, NcclLike, Role, chosen  # noqa: E402
 from resihp.executor.communicators import Communicators  # noqa: E402
 from resihp.executor.compute.channels import Channel, PendingWork  # noqa: E402
-from resihp.executor.devices import ALLOCATOR_SETTINGS, LOCAL_RANK, SHARED, VISIBLE, refuse_precision  # noqa: E402
+from resihp.executor.devices import (  # noqa: E402
+    ALLOCATOR_SETTINGS,
+    LOCAL_RANK_VARIABLE,
+    SHARED_GPUS_VARIABLE,
+    VISIBLE_GPUS_VARIABLE,
+    refuse_precision,
+)
 from resihp.executor.group_store import TorchRendezvous  # noqa: E402
 from resihp.executor.tensor_group import TensorGroup, guarded  # noqa: E402
 from resihp.pipeline.program import GroupSpec  # noqa: E402
 from resihp.protocol import messages as m  # noqa: E402
 from resihp.worker import nccl_versions  # noqa: E402
-from resihp.worker.forkserver import PRELOAD  # noqa: E402
+from resihp.worker.forkserver import PRELOADED_MODULES  # noqa: E402
 from tests.waiting import until  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -62,14 +68,14 @@ def test_what_the_fork_server_imports_asks_for_no_gpu(tmp_path: Path) -> None:
     """That would start CUDA, and no child of a process that has may use it. Beside CUDA's compiler, as in containers,
     torch's `cpp_extension` asks, which megatron-core imports."""
     environment = {**os.environ, "CUDA_HOME": str(tmp_path)}
-    command = [sys.executable, "-c", SPY, PRELOAD]
+    command = [sys.executable, "-c", SPY, PRELOADED_MODULES]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert done.stdout.split() == []
     assert "CUDA" not in done.stderr
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="torch is a build for CPUs, in which no fork is a bad one")
-@pytest.mark.parametrize(("arguments", "fork"), [((PRELOAD,), "sound"), (("torch", "ask"), "bad")])
+@pytest.mark.parametrize(("arguments", "fork"), [((PRELOADED_MODULES,), "sound"), (("torch", "ask"), "bad")])
 def test_a_fork_after_the_preload_may_use_cuda(tmp_path: Path, arguments: tuple[str, ...], fork: str) -> None:
     """The second case shows that a fork which may not is noticed."""
     command = [sys.executable, "-m", "tests.integration.fork_after_preload", *arguments]
@@ -88,7 +94,15 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (seen["free"], 80e9))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: seen["name"])
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    for name in (BACKEND, LOCAL_RANK, SHARED, VISIBLE, ALLOCATOR_SETTINGS[0], *NO_WATCHDOG, *PATIENCE):
+    for name in (
+        BACKEND_VARIABLE,
+        LOCAL_RANK_VARIABLE,
+        SHARED_GPUS_VARIABLE,
+        VISIBLE_GPUS_VARIABLE,
+        ALLOCATOR_SETTINGS[0],
+        *NO_WATCHDOG,
+        *CONNECT_LIMITS,
+    ):
         monkeypatch.setenv(name, "")
     monkeypatch.setattr(devices, "RELEASE_S", 0.0)
     monkeypatch.setattr(devices, "bind_near", seen.setdefault("bound", []).append)
@@ -99,7 +113,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_a_worker_takes_the_device_that_it_was_given(
     gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch, local: int
 ) -> None:
-    monkeypatch.setenv(LOCAL_RANK, str(local))
+    monkeypatch.setenv(LOCAL_RANK_VARIABLE, str(local))
     back_end = chosen()
     assert (back_end.name, back_end.device) == ("nccl", torch.device("cuda", local))
     assert set(gpus["taken"]) == set(gpus["bound"]) == {torch.device("cuda", local)}
@@ -130,9 +144,9 @@ def test_a_version_of_nccl_that_has_hung_is_told_by_name(
 @pytest.mark.parametrize(
     ("count", "environment", "told"),
     [
-        (8, {BACKEND: "ncl"}, "RESIHP_BACKEND=ncl: is none of gloo, nccl, nccl-like"),
-        (4, {LOCAL_RANK: "6"}, "device 6: 4 GPUs visible here"),
-        (0, {BACKEND: "nccl"}, "no GPU is visible here"),
+        (8, {BACKEND_VARIABLE: "ncl"}, "RESIHP_BACKEND=ncl: must be one of gloo, nccl, nccl-like"),
+        (4, {LOCAL_RANK_VARIABLE: "6"}, "device 6: 4 GPUs visible here"),
+        (0, {BACKEND_VARIABLE: "nccl"}, "no GPU is visible here"),
     ],
 )
 def test_what_cannot_be_is_said_in_a_line(
@@ -149,7 +163,7 @@ def test_a_torch_without_nccl_is_told_before_training(gpus: dict[str, Any], monk
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
     with pytest.raises(ModelError, match="is built without NCCL, by which GPUs communicate; install a build that"):
         chosen()
-    monkeypatch.setenv(BACKEND, "gloo")
+    monkeypatch.setenv(BACKEND_VARIABLE, "gloo")
     assert chosen().name == "gloo"
 
 
@@ -179,7 +193,7 @@ def test_gpus_that_a_job_was_given_and_torch_does_not_see_are_told(
 ) -> None:
     gpus["count"] = 0
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setenv(VISIBLE, given)
+    monkeypatch.setenv(VISIBLE_GPUS_VARIABLE, given)
     if fine:
         assert chosen().device == CPU
     else:
@@ -189,15 +203,15 @@ def test_gpus_that_a_job_was_given_and_torch_does_not_see_are_told(
 
 def test_slices_of_a_gpu_are_told_by_name(gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     gpus.update(count=1, name="NVIDIA A100-SXM4-80GB MIG 1g.10gb")
-    monkeypatch.setenv(VISIBLE, "MIG-5a71,MIG-5a72")
+    monkeypatch.setenv(VISIBLE_GPUS_VARIABLE, "MIG-5a71,MIG-5a72")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ModelError, match=r"MIG 1g\.10gb is a slice of a GPU"):
         chosen()
-    monkeypatch.setenv(LOCAL_RANK, "1")
+    monkeypatch.setenv(LOCAL_RANK_VARIABLE, "1")
     with pytest.raises(ModelError, match="1 GPU visible here; CUDA shows a process one MIG slice"):
         chosen()
     monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setenv(LOCAL_RANK, "0")
+    monkeypatch.setenv(LOCAL_RANK_VARIABLE, "0")
     assert chosen().name == "nccl"
 
 
@@ -269,15 +283,15 @@ def test_what_others_have_of_a_gpus_memory_is_told_in_a_line(
     chosen()
     told = "device cuda:0: 30.0 of 80.0 GB are in use by other processes; nvidia-smi shows which\n"
     assert capsys.readouterr().out == told
-    monkeypatch.setenv(SHARED, "1")
+    monkeypatch.setenv(SHARED_GPUS_VARIABLE, "1")
     chosen()
     assert capsys.readouterr().out == ""
 
 
 def test_tests_may_share_few_gpus(gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     gpus["count"] = 2
-    monkeypatch.setenv(SHARED, "1")
-    monkeypatch.setenv(LOCAL_RANK, "5")
+    monkeypatch.setenv(SHARED_GPUS_VARIABLE, "1")
+    monkeypatch.setenv(LOCAL_RANK_VARIABLE, "5")
     assert chosen().device == torch.device("cuda", 1)
 
 
@@ -293,9 +307,9 @@ def test_bf16_is_refused_where_a_gpu_would_only_imitate_it(
 
 
 def test_gloo_works_beside_gpus_and_where_there_are_none(gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(BACKEND, "gloo")
+    monkeypatch.setenv(BACKEND_VARIABLE, "gloo")
     assert (chosen().name, chosen().device.type) == ("gloo", "cuda")
-    monkeypatch.setenv(BACKEND, "")
+    monkeypatch.setenv(BACKEND_VARIABLE, "")
     gpus["count"] = 0
     assert (chosen().name, chosen().device) == ("gloo", CPU)
 
@@ -623,7 +637,7 @@ class OfNccl:
 
 def test_what_nccl_is_still_connecting_can_be_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", OfNccl, raising=False)
-    for name in (*NO_WATCHDOG, *PATIENCE):
+    for name in (*NO_WATCHDOG, *CONNECT_LIMITS):
         monkeypatch.setenv(name, "")
     nccl, begun = backends.Nccl(CPU), []
     with ThreadPoolExecutor(1) as pool:

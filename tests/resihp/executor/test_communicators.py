@@ -22,7 +22,7 @@ torch = pytest.importorskip("torch")
 
 from resihp.executor.backends import BackEnd, Gloo  # noqa: E402 - it needs torch
 from resihp.executor.communicators import Communicators  # noqa: E402
-from resihp.executor.group_store import AgentRendezvous, Attended  # noqa: E402
+from resihp.executor.group_store import AgentRendezvous, JoinedMeeting  # noqa: E402
 
 EPOCH = m.MeetingId(epoch=1)
 GROUPS = tuple(GroupSpec(f"data/{other}", (0, other)) for other in range(1, 7))
@@ -36,7 +36,7 @@ class Place:
         """In which groups, in order."""
         self._at_once = at_once
 
-    def attend(self, meeting: m.MeetingId, groups: Sequence[str], patience_s: float) -> Attended:
+    def attend(self, meeting: m.MeetingId, groups: Sequence[str], patience_s: float) -> JoinedMeeting:
         attended = AgentRendezvous(
             lambda meeting, groups, patience_s: Attendance(meeting, self._hear, patience_s)
         ).attend(meeting, groups, patience_s)

@@ -16,7 +16,14 @@ import torch.nn.functional as F
 
 from resihp.errors import ModelError
 from resihp.executor.compute.stage import StageModule, model_spec
-from resihp.executor.config_support import HINTS, HONOURED, IGNORED, ignored, refuse_unhonoured, without_ignored
+from resihp.executor.config_support import (
+    FIELD_HINTS,
+    HONOURED_FIELDS,
+    IGNORED_FIELDS,
+    ignored,
+    refuse_unhonoured,
+    without_ignored,
+)
 from resihp.executor.state.optimizer import AdamW
 from resihp.executor.tensor_group import TensorGroup
 from resihp.executor.trainer import Trainer
@@ -128,10 +135,10 @@ GONE_IN_0_19 = {"async_tensor_model_parallel_allreduce", "moe_extended_tp"}
 
 
 def test_every_field_that_is_named_exists_and_stands_in_one_list() -> None:
-    named = [*HONOURED, *(name for names in IGNORED.values() for name in names), *HINTS]
+    named = [*HONOURED_FIELDS, *(name for names in IGNORED_FIELDS.values() for name in names), *FIELD_HINTS]
     fields = {field.name for field in dataclasses.fields(TransformerConfig)}
     assert set(named) - fields in (set(), GONE_IN_0_19)
-    sorted_out = [name for name in named if name not in HINTS]
+    sorted_out = [name for name in named if name not in FIELD_HINTS]
     assert len(sorted_out) == len(set(sorted_out))
 
 
@@ -140,8 +147,8 @@ def test_the_documentation_lists_what_is_honoured_and_ignored() -> None:
     table = table.partition("### Fields of TransformerConfig")[2].partition("\n## ")[0]
     rows = [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("| ")][1:]
     listed = {(cells[0].strip().split(":")[0], name) for cells in rows for name in re.findall(r"`(\w+)`", cells[1])}
-    assert {name for group, name in listed if group == "honoured"} == HONOURED
-    for reason, names in IGNORED.items():
+    assert {name for group, name in listed if group == "honoured"} == HONOURED_FIELDS
+    for reason, names in IGNORED_FIELDS.items():
         cells = next(cells for cells in rows if reason in cells[0])
         assert set(re.findall(r"`(\w+)`", cells[1])) == set(names)
 

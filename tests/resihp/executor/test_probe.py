@@ -95,7 +95,7 @@ def test_a_gpu_is_measured_once_its_clocks_have_risen(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: Event(True).synchronize())
     monkeypatch.setattr(probe.time, "perf_counter", lambda: clock[0])
     assert probe._fastest(torch.device("cuda"), full_speed, work) == pytest.approx((0.003,))
-    assert clock[0] >= probe.WARM_S + probe.REPEATS * 0.003
+    assert clock[0] >= probe.WARM_UP_S + probe.REPEAT_COUNT * 0.003
 
 
 def test_a_neighbour_that_is_at_work_for_a_while_does_not_meet_all_repetitions_of_one_work(

@@ -154,7 +154,7 @@ def test_a_sum_that_is_no_number_is_an_aborts_doing_and_no_error_of_the_script(
 
     engine, plan = connected("nccl-like", monkeypatch)
     monkeypatch.setattr(type(engine._communicators), "world", property(lambda _: SimpleNamespace(allreduce=summed)))
-    with pytest.raises(CommunicatorError, match=r"iteration 1: sums over .* are no numbers"):
+    with pytest.raises(CommunicatorError, match=r"iteration 1: per-rank data statistics are not finite"):
         engine.run(plan, 1, Unwatched())
 
 
@@ -271,7 +271,7 @@ def test_a_layer_is_tried_there_and_back_with_what_gpus_compile(monkeypatch: pyt
         return swiglu(tokens, *rest)
 
     monkeypatch.setattr(mlp, "bias_swiglu_impl", watched)
-    monkeypatch.setattr(engine_module, "WARM", (2, 3))
+    monkeypatch.setattr(engine_module, "WARM_UP_TOKENS", (2, 3))
     engine.warm()
     assert seen == [], "a processor compiles nothing"
     engine._pass_through_a_layer()

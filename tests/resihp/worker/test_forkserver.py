@@ -194,7 +194,7 @@ def test_a_worker_that_is_done_has_not_failed_because_a_thread_of_ours_is_inside
     node = shared.agent()
     assert isinstance(node.server.recv(Report), Ready)
     told = shared.folder / "told"
-    waits_less = f"import resihp.worker.leaving as leaving\nleaving.WAITS_S = {patience}\n"
+    waits_less = f"import resihp.worker.leaving as leaving\nleaving.EXIT_WAIT_S = {patience}\n"
     pid = node.fork(waits_less + ENDS_INSIDE_TORCH.format(told=str(told), waits_s=waits_s))
     assert node.server.recv(Report) == Ended(rank=0, pid=pid, status=0), node.said()
     assert told.read_text() == "done", "though it was left open"

@@ -109,7 +109,7 @@ Fault = tuple[Outcome, str, str]
 def of_versions(answer: TorchAnswer, core: str | None) -> Iterator[Fault]:
     """Yield faults in the versions of torch and megatron-core."""
     if refusal := torch_versions.refusal(answer.version):
-        yield "failed", refusal, torch_versions.WAY_OUT
+        yield "failed", refusal, torch_versions.UPGRADE_COMMAND
     if core is None:
         yield "warning", "resihp.Trainer needs megatron-core", INSTALL_COMMAND
     elif (wanted := requirement("megatron-core")) and not allows(wanted, core):
@@ -122,7 +122,7 @@ def of_back_ends(answer: TorchAnswer) -> Iterator[Fault]:
         yield "failed", "processes cannot communicate", "install a build of torch with distributed"
     version = answer.nccl_version if answer.nccl else None
     if version and (doubt := nccl_versions.doubt(version, answer.nccl_files)):
-        yield "warning", doubt, nccl_versions.WAY_OUT
+        yield "warning", doubt, nccl_versions.UPGRADE_ADVICE
 
 
 def of_gpus(answer: TorchAnswer) -> Iterator[Fault]:
@@ -143,7 +143,7 @@ def of_gpus(answer: TorchAnswer) -> Iterator[Fault]:
         yield "failed", "it is built without NCCL, by which GPUs communicate", advice
     refusal = torch_versions.refusal_of_bf16(answer.version)
     if doubt := refusal or torch_versions.doubt(answer.version):
-        yield "warning", doubt, torch_versions.WAY_OUT
+        yield "warning", doubt, torch_versions.UPGRADE_COMMAND
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         fault = "no C compiler is here, which fused kernels need (bias_activation_fusion, torch.compile)"
         yield "warning", fault, "apt-get install gcc, or name one in CC; CUDA's nvcc is not needed"

@@ -767,7 +767,7 @@ def test_ends_that_do_not_answer_or_come_too_late_are_nobodys_fault() -> None:
     job = linked(finding(link=(1, 2)))
     ranks, probe = announced(job)
     for rank in ranks:
-        job.say(rank, m.Probed(probe=probe.probe, missed="told of it after iteration 8"))
+        job.say(rank, m.Probed(probe=probe.probe, missed="order received after iteration 8"))
     assert suspected(job) == [(None, False), (None, True)]
     job.find(finding(link=(1, 2)))
     job.train(40)

@@ -14,7 +14,7 @@ from torch.nn.attention import varlen
 
 from resihp.errors import ModelError
 from resihp.executor.compute.attention import PackedAttention, Packing, causal_options
-from resihp.executor.compute.stage import PACKINGS
+from resihp.executor.compute.stage import MAX_PACKINGS
 from resihp.executor.tensor_group import TensorGroup
 from tests.resihp.executor.stage_scenarios import Case, batch, stages_of
 
@@ -157,4 +157,4 @@ def test_a_stage_works_out_a_micro_batchs_packing_once(monkeypatch: pytest.Monke
     assert made == [lengths]
     for length in range(1, len(tokens)):
         stage(0, (length,), tokens[:length])
-    assert len(stage._packings) == PACKINGS
+    assert len(stage._packings) == MAX_PACKINGS

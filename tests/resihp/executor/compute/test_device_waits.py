@@ -16,7 +16,7 @@ from resihp.controller.fail_stop.liveness import culprits
 from resihp.executor import trainer
 from resihp.executor.compute import device_waits
 from resihp.executor.compute.channels import PendingWork
-from resihp.executor.compute.device_waits import Asking, DeviceWaits
+from resihp.executor.compute.device_waits import DeviceWaits, DeviceWatch
 from resihp.executor.compute.iteration import waiting
 from resihp.executor.tensor_group import TensorGroup
 from resihp.faults import Phase
@@ -187,7 +187,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> StuckDriver:
     stuck = StuckDriver()
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, cuda_event=73))
     monkeypatch.setattr(device_waits, "_driver", lambda: stuck)
-    monkeypatch.setattr(device_waits, "ANSWER_S", 0.05)
+    monkeypatch.setattr(device_waits, "ANSWER_TIMEOUT_S", 0.05)
     return stuck
 
 
@@ -196,7 +196,7 @@ def test_a_driver_that_is_stuck_silences_no_beat_and_its_silence_is_told(driver:
     waits = DeviceWaits(lambda: device_waits.mark_on(torch.device("cuda", 0)))
     waits.begin()
     waits.end()
-    asking = Asking(waits.under_way, lambda: now[0])
+    asking = DeviceWatch(waits.under_way, lambda: now[0])
     asking.ask()
     until(lambda: driver.asked == [73])
     now[0] = 17.0
@@ -209,7 +209,7 @@ def test_a_driver_that_is_stuck_silences_no_beat_and_its_silence_is_told(driver:
 
 def test_a_device_that_answers_is_asked_anew_at_each_beat() -> None:
     device = an_iteration().does(1)
-    asking = Asking(device.device_waits.under_way)
+    asking = DeviceWatch(device.device_waits.under_way)
     told = [asking.ask(), (device.does(1), asking.ask())[1], (device.does(1), asking.ask())[1]]
     assert told == [(True, 0.0), (False, 0.0), (True, 0.0)]
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from resihp.executor.compute import stage
-from resihp.executor.compute.stage import IGNORED, CrossEntropy
+from resihp.executor.compute.stage import IGNORED_LABEL, CrossEntropy
 from resihp.executor.tensor_group import TensorGroup
 from tests.resihp.executor.counting import LiveBytes
 
@@ -25,7 +25,7 @@ def example(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(5)
     logits = (4 * torch.randn(TOKENS, ROWS, generator=generator)).to(dtype)
     labels = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
-    labels[[3, TOKENS - 1]] = IGNORED
+    labels[[3, TOKENS - 1]] = IGNORED_LABEL
     return logits, labels
 
 
@@ -42,7 +42,7 @@ def test_loss_and_gradient_are_those_of_torch_in_float32(dtype: torch.dtype, tol
     logits, labels = example(dtype)
     loss, gradient = passed(logits, labels)
     whole = logits.float().requires_grad_()
-    expected = F.cross_entropy(whole[:, :VOCAB], labels, ignore_index=IGNORED, reduction="sum")
+    expected = F.cross_entropy(whole[:, :VOCAB], labels, ignore_index=IGNORED_LABEL, reduction="sum")
     (right,) = torch.autograd.grad(expected / 100, whole)
     assert gradient.dtype == dtype
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)

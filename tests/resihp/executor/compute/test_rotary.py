@@ -61,4 +61,4 @@ def test_scaling_slows_low_frequencies_alone() -> None:
 )
 def test_what_makes_no_sense_is_refused_by_name(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        Rotary(**settings).refuse_senseless(config())
+        Rotary(**settings).refuse_invalid(config())

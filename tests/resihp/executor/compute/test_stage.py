@@ -16,7 +16,7 @@ from torch import Tensor
 from resihp.errors import CommunicatorError
 from resihp.executor.compute.attention import PackedAttention
 from resihp.executor.compute.recomputation import spans
-from resihp.executor.compute.stage import IGNORED, StageModule, model_spec
+from resihp.executor.compute.stage import IGNORED_LABEL, StageModule, model_spec
 from resihp.executor.state.parameters import draw
 from resihp.executor.tensor_group import TensorGroup
 from tests.resihp.executor.stage_scenarios import (
@@ -195,11 +195,11 @@ def test_ignored_labels_and_padding_columns_take_no_part_in_the_loss() -> None:
     stage.output_layer.weight.data[case.vocab :] = 1e3  # rows that would win every softmax
     whole = stage(0, lengths, tokens, labels).item()
     some = torch.arange(len(labels)) % 3 == 0
-    kept = stage(0, lengths, tokens, labels.masked_fill(some, IGNORED)).item()
-    dropped = stage(0, lengths, tokens, labels.masked_fill(~some, IGNORED)).item()
+    kept = stage(0, lengths, tokens, labels.masked_fill(some, IGNORED_LABEL)).item()
+    dropped = stage(0, lengths, tokens, labels.masked_fill(~some, IGNORED_LABEL)).item()
     assert kept + dropped == pytest.approx(whole, rel=1e-6)
     assert min(kept, dropped) > 0.1 * whole
-    stage(0, lengths, tokens, torch.full_like(labels, IGNORED)).backward()
+    stage(0, lengths, tokens, torch.full_like(labels, IGNORED_LABEL)).backward()
     assert all(not parameter.grad.any() for parameter in stage.parameters())
 
 

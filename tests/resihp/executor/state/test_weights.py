@@ -14,9 +14,9 @@ from resihp.executor.state import weights
 
 @pytest.fixture(autouse=True)
 def nothing_refused() -> Iterator[None]:
-    weights._refused.clear()
+    weights._refused_dtypes.clear()
     yield
-    weights._refused.clear()
+    weights._refused_dtypes.clear()
 
 
 def factors() -> tuple[Tensor, Tensor, Tensor]:
@@ -61,7 +61,7 @@ def test_a_full_device_is_not_taken_for_a_refusal(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch, "addmm", fill)
     with pytest.raises(torch.OutOfMemoryError):
         weights._add_unrounded(*factors())
-    assert not weights._refused
+    assert not weights._refused_dtypes
 
 
 def test_this_processor_adds_rounded_products() -> None:

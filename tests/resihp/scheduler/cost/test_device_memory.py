@@ -42,7 +42,7 @@ def test_what_fits_into_the_room_fits_into_the_device(memory_bytes: int) -> None
 
 def test_the_constants_are_those_of_what_they_count() -> None:
     assert device_memory.EDGE_CHANNELS == backends.EDGE_CTAS
-    assert device_memory.TRANSFER_BYTES == state_transfer.UNDER_WAY * state_transfer.CHUNK_BYTES
+    assert device_memory.TRANSFER_BYTES == state_transfer.MAX_CHUNKS_IN_FLIGHT * state_transfer.CHUNK_BYTES
 
 
 def grid(tokens: int = 100) -> tuple[Plan, int]:

@@ -361,7 +361,7 @@ def test_a_torch_with_nothing_amiss_needs_no_compiler_of_cudas(torch_says: Calla
             "torch 2.7.1 is too old: resihp needs 2.8 or later",
         ),
         ({"version": "2.9.1+cu128"}, "warning", "torch 2.9.1+cu128 is too old: bf16 on a GPU needs 2.10 or later"),
-        ({"version": "2.10.0"}, "warning", "was compared with torch 2.11 and later only"),
+        ({"version": "2.10.0"}, "warning", "were compared with torch 2.11 and later only"),
         ({"megatron_core": "0.20.0"}, "failed", "resihp needs megatron-core>=0.16.1,<0.20"),
         ({"gloo": False, "nccl": False, "gpus": 0}, "failed", "processes cannot communicate"),
     ],

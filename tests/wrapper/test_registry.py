@@ -191,7 +191,7 @@ def test_all_is_of_this_home_and_says_that_there_are_others(elsewhere: Job) -> N
     record_job(here)
     result = ask("history", "jobs", "--all", "--json")
     assert len(json.loads(result.stdout)["rows"]) == 1
-    assert f"jobs of this home alone; others of yours are in {other}" in result.stderr
+    assert f"only jobs of this home; other jobs of yours are in {other}" in result.stderr
 
 
 # --- what cannot be believed, read or written -----------------------------------------------------------------------

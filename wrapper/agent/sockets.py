@@ -155,7 +155,7 @@ class ForkServerLink:
             "--parent",
             str(parent),
         ]
-        command += ["--preload", preload, *(["--own", ",".join(container.ITS_OWN)] if inside else [])]
+        command += ["--preload", preload, *(["--own", ",".join(container.PLACE_VARIABLES)] if inside else [])]
         command += self._called
         with theirs, open(self._log, "ab", opener=private) as log:
             self._process = await asyncio.create_subprocess_exec(

@@ -113,7 +113,10 @@ def test_what_is_asked_for(fresh_home: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[metrics]\ntextfile = 'x.txt'\n", r"\[metrics\] textfile: node_exporter reads files that end with \.prom"),
+        (
+            "[metrics]\ntextfile = 'x.txt'\n",
+            r"\[metrics\] textfile: node_exporter reads only files that end with \.prom",
+        ),
         ("[metrics]\nport = 70000\n", r"\[metrics\] port"),
         ("[metrics]\ntensorbord = 'x'\n", r"did you mean tensorboard\?"),
         ("[hooks]\nevents = ['failures']\n", r"\[hooks\] events: unknown event failures; did you mean failure\?"),
@@ -200,7 +203,7 @@ def test_what_cannot_be_opened_is_said(fresh_home: Path, monkeypatch: pytest.Mon
     said: list[str] = []
     request = msgspec.structs.replace(request_of(create_local_job()), listening=ListenerSettings(textfile="x.prom"))
     assert listeners(request, None, said.append) == []
-    assert said == ["metrics: no such thing; the job goes on without"]
+    assert said == ["metrics: no such thing; the job continues without"]
 
 
 # --- a supervisor's life --------------------------------------------------------------------------------------------

@@ -439,7 +439,7 @@ def test_a_collector_that_is_not_well_costs_one_line(
         nonsense.close()
     (line,) = said
     assert line.startswith("traces: http://127.0.0.1:")
-    assert line.endswith("; not told again until it works, the job goes on")
+    assert line.endswith("; not reported again until it works, the job continues")
     assert "SECRET" not in line + caplog.text + "".join(capfd.readouterr())
     assert not (tmp_path / "told").exists(), "who takes over tells them"
     assert len([path for path, _ in collector.asked if "SECRET" in path]) == 0
@@ -525,7 +525,7 @@ def test_a_key_asks_for_them_and_opentelemetrys_switches_come_first(
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, "OTEL_EXPORTER_OTLP_PROTOCOL is grpc, and only http/protobuf"),
+        ({"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, "OTEL_EXPORTER_OTLP_PROTOCOL is grpc, but only http/protobuf"),
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": "collector:4318"}, "must be a URL such as http://localhost:4318"),
         ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://me:SECRET@host"}, "must not hold a user and a password"),
     ],

@@ -29,7 +29,7 @@ from resihp.protocol.forwarding import label_of, order_in, records_in
 from resihp.protocol.framing import encode
 from resihp.record import journal_file
 from wrapper.agent.supervisor_link import LeaderLink
-from wrapper.agent.worker_history import LAST_STEPS, WorkerRecord
+from wrapper.agent.worker_history import REPORTED_STEPS, WorkerRecord
 
 MODEL = ModelSpec(layers=64, hidden=8192, heads=64, kv_groups=8, ffn_hidden=28672, vocab=128_000, sequence=8192)
 MICRO_BATCHES = 16
@@ -205,7 +205,7 @@ class LightAgent:
         return m.Inventory(
             workers=tuple(
                 m.RunningWorker(
-                    rank=rank, device=device, pid=rank + 2, steps=record.steps(LAST_STEPS), said=record.still_true()
+                    rank=rank, device=device, pid=rank + 2, steps=record.steps(REPORTED_STEPS), said=record.still_true()
                 )
                 for rank, device in self._ranks.items()
                 for record in (self._records[rank],)

@@ -1,8 +1,8 @@
-"""What workers of a node say to the ranks with which they build communicators, and what they hear of them.
+"""Messages between a node's workers and the ranks with which they build communicators.
 
-The agent's own table of `resihp.protocol.rendezvous`: what goes to several workers comes to the node once, what they
-say at the same time goes to the supervisor in one message. A meeting begins with the order that asks for it, and ends
-with the leader that gave it. Nothing here waits. Owned by `wrapper.agent.workers`.
+The agent's instance of `resihp.protocol.rendezvous`: a message for several workers of the node is received once, and
+messages that they publish at the same time go to the supervisor together. A meeting begins with the order to build, and
+ends when the leader changes. Nothing here waits. Owned by `wrapper.agent.workers`.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from resihp.protocol import messages as m
 from resihp.protocol.rendezvous import Meetings, Pending
 
 _UP = -1
-"""Whom what is for the supervisor waits for, beside the ranks."""
+"""Recipient number of messages for the supervisor, beside those of ranks."""
 
 
 class Relay:
-    """`tell` hands a message to the leader, `hand_to` one to a worker."""
+    """The meetings of this node. `send` hands a message to the leader, `hand_to` one to a worker."""
 
-    def __init__(self, tell: Callable[[m.AgentMessage], None], hand_to: Callable[[int, m.Published], None]) -> None:
-        self._tell = tell
+    def __init__(self, send: Callable[[m.AgentMessage], None], hand_to: Callable[[int, m.Published], None]) -> None:
+        self._send = send
         self._hand_to = hand_to
         self._due = False
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Another leader: it has heard nothing of any meeting, and will have others."""
+        """Forget all meetings, because the leader has changed: the new one knows none of them, and will open others."""
         self._meetings: Meetings[int] = Meetings()
         self._pending: Pending[int] = Pending()
         self._attended: dict[m.MeetingId, list[str]] = {}
@@ -40,7 +40,7 @@ class Relay:
         self._meetings.leave(rank)
 
     def said(self, rank: int, message: m.MeetingMessage) -> None:
-        """A worker attends, or says something."""
+        """Handle a message of a worker: it attends a meeting, or publishes something in it."""
         meeting = message.meeting
         try:
             if isinstance(message, m.Attend):
@@ -54,7 +54,7 @@ class Relay:
             print(f"rank {rank}: {error}", flush=True)
 
     def published(self, order: m.Published) -> None:
-        """The supervisor tells what ranks of other nodes have said."""
+        """Deliver messages of ranks on other nodes, which the supervisor has forwarded."""
         try:
             self._tell_all(order.meeting, order.said, None)
         except ProtocolError as error:
@@ -75,9 +75,9 @@ class Relay:
         attended, self._attended = self._attended, {}
         for meeting, groups in attended.items():
             if groups:
-                self._tell(m.Attend(meeting=meeting, groups=tuple(groups)))
+                self._send(m.Attend(meeting=meeting, groups=tuple(groups)))
         for rank, meeting, said in self._pending.take():
             if rank == _UP:
-                self._tell(m.Publish(meeting=meeting, said=said))
+                self._send(m.Publish(meeting=meeting, said=said))
             else:
                 self._hand_to(rank, m.Published(meeting=meeting, said=said))

@@ -80,10 +80,10 @@ def play(scene: Callable[[Scene], Awaitable[None]]) -> None:
 
 @pytest.fixture(autouse=True)
 def _short_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RETRY_S": 0.2, "ORPHAN_S": 1.0, "REFUSED_S": 0.5}.items():
+    for name, value in {"RETRY_S": 0.2, "MAX_LEADERLESS_S": 1.0, "MAX_REFUSED_S": 0.5}.items():
         monkeypatch.setattr(supervisor_link, name, value)
     monkeypatch.setattr(supervisor_link, "FIRST_PAUSE_S", 0.02)
-    monkeypatch.setattr(supervisor_link, "LONGEST_PAUSE_S", 0.1)
+    monkeypatch.setattr(supervisor_link, "MAX_PAUSE_S", 0.1)
 
 
 async def lives_for(link: LeaderLink) -> float:

@@ -11,7 +11,7 @@ from resihp.protocol import messages as m
 from resihp.protocol.forwarding import label_of
 from resihp.protocol.framing import encode
 from tests.wrapper.agent.test_agent import outcome
-from wrapper.agent.worker_history import LAST_STEPS, PARTS_KEPT, WorkerRecord
+from wrapper.agent.worker_history import MAX_PARTS, REPORTED_STEPS, WorkerRecord
 
 DECLARE = m.Declare(
     model=ModelSpec(layers=2, hidden=8, heads=2, kv_groups=2, ffn_hidden=16, vocab=16, sequence=8),
@@ -83,11 +83,11 @@ def test_the_last_parts_of_checkpoints_are_kept_whatever_is_ordered_since() -> N
         record.said(label_of(encode(part)), encode(part))
     record.said(label_of(encode(FINISHED)), encode(FINISHED))
     record.told(label_of(encode(PARK)))
-    assert record.still_true() == (FINISHED, *parts[-PARTS_KEPT:])
+    assert record.still_true() == (FINISHED, *parts[-MAX_PARTS:])
 
 
 def test_steps_are_kept_until_they_are_committed_and_the_last_few_always() -> None:
-    record = WorkerRecord(most_steps=60)
+    record = WorkerRecord(max_steps=60)
     for iteration in range(1, 101):
         body = encode(stepped(iteration))
         record.said(label_of(body), body)
@@ -95,7 +95,7 @@ def test_steps_are_kept_until_they_are_committed_and_the_last_few_always() -> No
     record.committed(50)
     assert [step.outcome.iteration for step in record.steps()] == list(range(51, 101))
     record.committed(100)
-    assert [step.outcome.iteration for step in record.steps()] == list(range(101 - LAST_STEPS, 101))
+    assert [step.outcome.iteration for step in record.steps()] == list(range(101 - REPORTED_STEPS, 101))
     assert [step.outcome.iteration for step in record.steps(2)] == [99, 100]
 
 

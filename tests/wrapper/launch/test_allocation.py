@@ -149,7 +149,7 @@ def test_started_by_srun_on_every_node_it_refuses() -> None:
 def test_a_folder_that_only_the_login_node_has_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(allocation, "SLURM_FALLBACK", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match=r"job 1234: the folder .* from, /mine, is not there on .*--chdir=FOLDER"):
+    with pytest.raises(UsageError, match=r"job 1234: the folder .* from, /mine, does not exist on .*--chdir=FOLDER"):
         find(BATCH | {"SLURM_SUBMIT_DIR": "/mine"}, FakeSlurm())
     assert find(BATCH | {"SLURM_SUBMIT_DIR": str(tmp_path)}, FakeSlurm())
 
@@ -269,7 +269,9 @@ def test_an_address_that_is_not_this_machines_is_not_taken(names: dict[str, list
     names.update(n1=["192.168.7.1"], n2=["10.0.0.2"])
     assert own_address("n1", ["n2"]) == "10.0.0.1"
     names.update(n2=["172.16.0.2"])
-    with pytest.raises(UsageError, match=r"n1: no address of this machine .* n2 could connect to; check that getent"):
+    with pytest.raises(
+        UsageError, match=r"n1: this machine has no address that n2 could connect to; check that getent"
+    ):
         own_address("n1", ["n2"])
     names.pop("n2")
     with pytest.raises(UsageError, match=r"n2 could connect to"):

@@ -222,7 +222,7 @@ class LightAgent:
                 for start in order.workers:
                     self._ranks[start.rank] = start.device
                     self._records[start.rank] = WorkerRecord()
-                    self.link.tell(m.Spawned(rank=start.rank, device=start.device, pid=start.rank + 2))
+                    self.link.send(m.Spawned(rank=start.rank, device=start.device, pid=start.rank + 2))
                 for start in order.workers:
                     self._say(start.rank, self._told.declare)
             case m.ToWorkers():
@@ -240,7 +240,7 @@ class LightAgent:
         label = label_of(body)
         self._newest = max(self._newest, label.announced_epoch)
         for rank in to.ranks:
-            self._records[rank].told(label)
+            self._records[rank].note_order(label)
         answer: Callable[[int], bytes | None] = lambda rank: None  # noqa: E731
         match label.type:
             case m.Propose.__name__:
@@ -285,8 +285,8 @@ class LightAgent:
         self.log, self._stepped = log, iteration
 
     def _say(self, rank: int, body: bytes) -> None:
-        self._records[rank].said(label_of(body), body)
-        self.link.tell(m.FromWorker(rank=rank, body=body))
+        self._records[rank].add_report(label_of(body), body)
+        self.link.send(m.FromWorker(rank=rank, body=body))
 
     async def _beat(self, late_s: float) -> None:
         await asyncio.sleep(late_s * BEAT_S)
@@ -298,7 +298,7 @@ class LightAgent:
                 activity="compute" if self.epoch else "starting",
             )
             beats = [m.WorkerBeat(rank=rank, age_s=0.3, state="S", progress=progress) for rank in self._ranks]
-            self.link.tell(m.Beat(workers=tuple(beats)))
+            self.link.send(m.Beat(workers=tuple(beats)))
             await asyncio.sleep(BEAT_S)
 
 

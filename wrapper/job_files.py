@@ -41,9 +41,9 @@ from wrapper.strict_modes import (
     check_folder,
     check_links,
     is_own,
+    other_owner,
     read_own,
     read_plain,
-    somebody_elses,
     write_private,
 )
 
@@ -264,10 +264,10 @@ class Job:
         return file if file.began_at == began_at else None
 
     def records(self) -> list[journal.Record]:
-        """Return the records of the journal (`journal_told`); old iterations are packed."""
-        return self.journal_told()[1]
+        """Return the records of the journal (`best_journal`); old iterations are packed."""
+        return self.best_journal()[1]
 
-    def journal_told(self) -> tuple[Path | None, list[journal.Record]]:
+    def best_journal(self) -> tuple[Path | None, list[journal.Record]]:
         """Return the journal file with the most of the job, and its records; the copy if the original is not on this
         machine.
 
@@ -445,7 +445,7 @@ def home() -> Path:
     if named := os.environ.get("RESIHP_HOME"):
         return Path(named).absolute()
     here = Path(".resihp").absolute()
-    if owner := somebody_elses(here):
+    if owner := other_owner(here):
         raise OwnershipError(
             f"{here}: belongs to {owner}; a .resihp of another user is not used by default. To use it: "
             f"RESIHP_HOME={shlex.quote(str(here))}"

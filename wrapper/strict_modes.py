@@ -103,7 +103,7 @@ def check_above(folder: Path, setting: str = "RESIHP_HOME") -> None:
             )
 
 
-def somebody_elses(folder: Path) -> str:
+def other_owner(folder: Path) -> str:
     """Return the name of another user who owns the folder, or the link, at a path; empty for ours, root's, and no
     folder."""
     with suppress(OSError):

@@ -66,7 +66,9 @@ class LogMirror:
                 try:
                     self._copy(path)
                 except OSError as error:
-                    if (trouble := f"{path.name}: cannot be copied to {self._there}: {error.strerror}") != reported:
+                    if (
+                        trouble := f"{path.name}: cannot be copied to {self._target_folder}: {error.strerror}"
+                    ) != reported:
                         print(trouble, flush=True)
                         reported = trouble
 

@@ -146,15 +146,15 @@ class Peers:
             address = self._host, listener.getsockname()[1]
             self._election.wait_for(self._node, time.monotonic())
             self.successor = Successor(self._run_file, self._node, self._replica.path, listener, term)
-            telling = asyncio.create_task(self._tell(self._others(), term, *address))
+            announcing = asyncio.create_task(self._announce(self._others(), term, *address))
             self._link.point_to(term, address)
             try:
                 self._may_lead = await self.successor.run()
             finally:
-                telling.cancel()
+                announcing.cancel()
                 self.successor = None
 
-    async def _tell(self, peers: list[m.Peer], term: int, host: str, port: int) -> None:
+    async def _announce(self, peers: list[m.Peer], term: int, host: str, port: int) -> None:
         """Repeat the announcement to peers that do not answer: they may return later, and could not find the leader."""
         announcement = m.Successor(node=self._node, term=term, host=host, port=port)
         while peers:

@@ -85,7 +85,7 @@ class Agent:
             self._peers = Peers(
                 node, job.run_file, job.key, self._replica, self._link, request.ports, self._incarnation
             )
-        self._workers = Workers(request, node, logs, self._link.tell, lambda: self.dismiss(0.0), forks)
+        self._workers = Workers(request, node, logs, self._link.send, lambda: self.dismiss(0.0), forks)
         self._needed = asyncio.Event()
         """Set once there are workers to start."""
         self._release: asyncio.Future[float] = asyncio.get_running_loop().create_future()
@@ -117,7 +117,7 @@ class Agent:
             spare=None if successor is None else successor.pid,
         )
         if not conversing.done():
-            await self._link.say_last_words(conversing, LAST_MESSAGES_TIMEOUT_S)
+            await self._link.flush_and_close(conversing, LAST_MESSAGES_TIMEOUT_S)
         if successor is not None:
             await asyncio.wait(tasks[-1:], timeout=SUCCESSOR_EXIT_TIMEOUT_S)
         if self._peers is not None:
@@ -207,13 +207,13 @@ class Agent:
         if number == signal.SIGTERM and not self._link.welcome:
             self.dismiss(-TERM_GRACE_S)  # there is no supervisor to decide
         else:
-            self._link.tell(m.Signalled(signal=int(number)))
+            self._link.send(m.Signalled(signal=int(number)))
 
     async def _beat(self) -> None:
         loop = asyncio.get_running_loop()
         due = loop.time()
         while True:
-            self._link.tell(self._workers.beat())
+            self._link.send(self._workers.beat())
             due = max(due + BEAT_S, loop.time())
             await asyncio.sleep(due - loop.time())
 

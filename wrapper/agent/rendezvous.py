@@ -14,7 +14,7 @@ from resihp.errors import ProtocolError
 from resihp.protocol import messages as m
 from resihp.protocol.rendezvous import Meetings, Pending
 
-_UP = -1
+_SUPERVISOR = -1
 """Recipient number of messages for the supervisor, beside those of ranks."""
 
 
@@ -39,32 +39,32 @@ class Relay:
     def leave(self, rank: int) -> None:
         self._meetings.leave(rank)
 
-    def said(self, rank: int, message: m.MeetingMessage) -> None:
+    def receive(self, rank: int, message: m.MeetingMessage) -> None:
         """Handle a message of a worker: it attends a meeting, or publishes something in it."""
         meeting = message.meeting
         try:
             if isinstance(message, m.Attend):
                 before, first = self._meetings.attend(meeting, rank, message.groups)
                 self._attended.setdefault(meeting, []).extend(first)
-                self._tell_later(rank, meeting, before)
+                self._send_later(rank, meeting, before)
             else:
-                self._tell_all(meeting, message.said, rank)
-                self._tell_later(_UP, meeting, message.said)
+                self._publish(meeting, message.said, rank)
+                self._send_later(_SUPERVISOR, meeting, message.said)
         except ProtocolError as error:
             print(f"rank {rank}: {error}", flush=True)
 
     def published(self, order: m.Published) -> None:
         """Deliver messages of ranks on other nodes, which the supervisor has forwarded."""
         try:
-            self._tell_all(order.meeting, order.said, None)
+            self._publish(order.meeting, order.said, None)
         except ProtocolError as error:
             print(error, flush=True)
 
-    def _tell_all(self, meeting: m.MeetingId, said: Sequence[m.Said], by: int | None) -> None:
+    def _publish(self, meeting: m.MeetingId, said: Sequence[m.Said], by: int | None) -> None:
         for rank, new in self._meetings.publish(meeting, said, by).items():
-            self._tell_later(rank, meeting, new)
+            self._send_later(rank, meeting, new)
 
-    def _tell_later(self, rank: int, meeting: m.MeetingId, said: Sequence[m.Said]) -> None:
+    def _send_later(self, rank: int, meeting: m.MeetingId, said: Sequence[m.Said]) -> None:
         self._pending.add(rank, meeting, said)
         if not self._due:
             self._due = True
@@ -77,7 +77,7 @@ class Relay:
             if groups:
                 self._send(m.Attend(meeting=meeting, groups=tuple(groups)))
         for rank, meeting, said in self._pending.take():
-            if rank == _UP:
+            if rank == _SUPERVISOR:
                 self._send(m.Publish(meeting=meeting, said=said))
             else:
                 self._hand_to(rank, m.Published(meeting=meeting, said=said))

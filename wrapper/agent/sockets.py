@@ -131,7 +131,7 @@ class ForkServerLink:
         self._process: asyncio.subprocess.Process | None = None
         self._name_options = ("--job", job, "--at", node)
         self._leaving = False
-        self._gone = asyncio.Event()
+        self._has_ended = asyncio.Event()
 
     async def start(self) -> None:
         """Start the process, unless it is shared. Raises OSError if the interpreter does not exist."""
@@ -171,12 +171,12 @@ class ForkServerLink:
         """Request a worker; takes ownership of `worker_end`."""
         if self._ready:
             with worker_end:
-                self._tell(request, [worker_end.fileno()])
+                self._send(request, [worker_end.fileno()])
         else:
             self._waiting.append((request, worker_end))
 
     def deliver(self, pid: int, number: int) -> None:
-        self._tell(Deliver(pid=pid, signal=number))
+        self._send(Deliver(pid=pid, signal=number))
 
     def close(self) -> None:
         """Close our end: the fork server kills its children and exits."""
@@ -191,13 +191,13 @@ class ForkServerLink:
             return
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self._gone.wait()
+                await self._has_ended.wait()
                 if self._process is not None:
                     await self._process.wait()
         asyncio.get_running_loop().remove_reader(self._sock)
         self._channel.close()
 
-    def _tell(self, request: msgspec.Struct, descriptors: Sequence[int] = ()) -> None:
+    def _send(self, request: msgspec.Struct, descriptors: Sequence[int] = ()) -> None:
         assert self._channel is not None, "it was never started"
         try:
             self._channel.send(request, descriptors)
@@ -214,7 +214,7 @@ class ForkServerLink:
             chunk = b""
         if not chunk:
             asyncio.get_running_loop().remove_reader(self._sock)
-            self._gone.set()
+            self._has_ended.set()
             if not self._leaving:
                 self._unable(self._reason or f"the fork server ended; see {self._log}")
             return

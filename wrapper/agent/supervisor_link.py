@@ -146,7 +146,7 @@ class LeaderLink:
                 if answered or self._hinted.is_set():
                     break
             else:
-                leaderless_s = self._gone_for()
+                leaderless_s = self._give_up_after()
                 if leaderless_s is not None:
                     print(f"supervisor not reached for {leaderless_s:g} s: {news}", flush=True)
                     self.trouble = f"no supervisor at {self._home[0]}:{self._home[1]} for {leaderless_s:g} s: {news}"
@@ -184,7 +184,7 @@ class LeaderLink:
         self._hinted.clear()
         return list(dict.fromkeys(address for address in (self._hint, self._leader, self._home) if address is not None))
 
-    def _gone_for(self) -> float | None:
+    def _give_up_after(self) -> float | None:
         """Return the time without a leader after which we give up, if it has passed; else None."""
         now = time.monotonic()
         if self._refused_at is not None and now - self._refused_at > MAX_REFUSED_S:
@@ -310,7 +310,7 @@ class LeaderLink:
 
     # --- messages to the leader -------------------------------------------------------------------------------
 
-    def tell(self, message: m.AgentMessage) -> None:
+    def send(self, message: m.AgentMessage) -> None:
         """Send a message now or when the leader is back; a new leader gets it as part of the inventory instead."""
         conversation = self._conversation
         if isinstance(message, m.Beat):
@@ -333,7 +333,7 @@ class LeaderLink:
         else:
             self._follower.dismiss(-1.0)
 
-    async def say_last_words(self, running: asyncio.Task[None], timeout_s: float) -> None:
+    async def flush_and_close(self, running: asyncio.Task[None], timeout_s: float) -> None:
         """Wait until the leader has acknowledged everything, even over a new connection; then close. Ends `running`."""
         try:
             async with asyncio.timeout(timeout_s):

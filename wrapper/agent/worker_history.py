@@ -41,7 +41,7 @@ class WorkerRecord:
         self._reports: list[tuple[Label, bytes]] = []
         self._parts: deque[bytes] = deque(maxlen=MAX_PARTS)
 
-    def said(self, label: Label, body: bytes) -> None:
+    def add_report(self, label: Label, body: bytes) -> None:
         """Add a report of the worker."""
         if label.type == m.Stepped.__name__:
             if label.outcome is not None:
@@ -52,7 +52,7 @@ class WorkerRecord:
             self._drop(kind)
             self._reports.append((label, body))
 
-    def told(self, order: Label) -> None:
+    def note_order(self, order: Label) -> None:
         """Note an order to the worker, and drop the reports that it makes obsolete."""
         match order.type:
             case m.Park.__name__:

@@ -138,7 +138,7 @@ class Workers:
         for rank in to.ranks:
             worker = self._workers.get(rank)
             if worker is not None:
-                worker.record.told(label)
+                worker.record.note_order(label)
                 worker.pipe.send(body)
 
     def published(self, order: m.Published) -> None:
@@ -233,7 +233,7 @@ class Workers:
         ours, theirs = socket.socketpair()
         rank = start.rank
         self._is_first = self._is_first or rank == 0
-        pipe = WorkerPipe(ours, lambda body: self._said(rank, body))
+        pipe = WorkerPipe(ours, lambda body: self._receive(rank, body))
         self._workers[rank] = Worker(start, pipe, beat_at=time.monotonic())
         self._idle.clear()
         pipe.send(encode(start))
@@ -253,7 +253,7 @@ class Workers:
     def _inherited(self) -> Mapping[str, str]:
         return container.of_workers(self._request.container, os.environ)
 
-    def _said(self, rank: int, body: bytes) -> None:
+    def _receive(self, rank: int, body: bytes) -> None:
         """Handle a message of a worker. Raises ProtocolError if it is invalid."""
         worker = self._workers[rank]
         label = label_of(body)
@@ -261,12 +261,12 @@ class Workers:
             worker.progress = decode(_progress, body)
             worker.beat_at = time.monotonic()
         elif label.type in MEETING_MESSAGES:
-            self._rendezvous.said(rank, decode(_meetings, body))
+            self._rendezvous.receive(rank, decode(_meetings, body))
         else:
             if label.type == m.Declare.__name__ and not self._declared:
                 self._declared = True
                 self._place.close()
-            worker.record.said(label, body)
+            worker.record.add_report(label, body)
             self._send(m.FromWorker(rank=rank, body=body))
 
     def _forked(self, report: Forked | NotForked | Ended) -> None:

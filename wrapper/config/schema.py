@@ -38,7 +38,7 @@ from pydantic_settings import (
 from resihp.errors import ConfigurationError
 from resihp.settings import PlannerName
 from wrapper.config import values
-from wrapper.strict_modes import somebody_elses
+from wrapper.strict_modes import other_owner
 
 ENV_PREFIX = "RESIHP_"
 ENV_SEPARATOR = "__"
@@ -442,7 +442,7 @@ def _is_read(path: Path, job_file: Path | None) -> bool:
     """Decide whether to read a file that the user did not name. Raises ConfigurationError for another user's file in
     the current folder, because it could choose the commands to run and the servers to contact. Skips the file if it is
     the job file, which is read already."""
-    if path != WORKING_FOLDER_FILE or not (owner := somebody_elses(path)):
+    if path != WORKING_FOLDER_FILE or not (owner := other_owner(path)):
         return True
     if job_file is not None and job_file.samefile(path):
         return False

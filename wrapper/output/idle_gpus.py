@@ -61,9 +61,9 @@ class IdleGpus:
 
     nodes: int = 0
     gpus_per_node: int = 0
-    asked: int = 0
+    requested: int = 0
     """Number of GPUs of the requested layout."""
-    there: dict[str, bool] = field(default_factory=dict)
+    present_nodes: dict[str, bool] = field(default_factory=dict)
     """Nodes that have joined, or were given up, in that order, and whether they are part of the job."""
     places: dict[int, Device] = field(default_factory=dict)
     """(node, device) of every rank that was started."""
@@ -86,11 +86,11 @@ class IdleGpus:
         match entry:
             case journal.JobStarted():
                 self.nodes, self.gpus_per_node = entry.nodes, entry.gpus_per_node
-                self.asked = devices_of(entry.nodes, entry.gpus_per_node, entry.configuration)
+                self.requested = devices_of(entry.nodes, entry.gpus_per_node, entry.configuration)
             case journal.NodeJoined():
-                self.there[entry.node] = True
+                self.present_nodes[entry.node] = True
             case journal.NodeLost():
-                self.there[entry.node] = False
+                self.present_nodes[entry.node] = False
             case journal.WorkerStarted():
                 self.places[entry.rank] = entry.node, entry.device
             case journal.WorkerEnded():
@@ -167,13 +167,13 @@ class IdleGpus:
 
     def _counted(self) -> list[str]:
         """Return the nodes that are part of the job, and those lost last that were not replaced."""
-        here = [node for node, present in self.there.items() if present]
-        lost = [node for node, present in self.there.items() if not present]
+        here = [node for node, present in self.present_nodes.items() if present]
+        lost = [node for node, present in self.present_nodes.items() if not present]
         missing = max(self.nodes - len(here), 0)
         return [*here, *(lost[-missing:] if missing else [])]
 
     def _why(self, node: str, device: int, rank: int | None, active: int) -> str:
-        if not self.there[node]:
+        if not self.present_nodes[node]:
             return "its node was lost" if rank is not None else "never came"
         if rank is None:
             return "no process was started on it"
@@ -186,7 +186,7 @@ class IdleGpus:
             return slowness
         if rank not in self.plans[-1].standby:
             return "its process ended" if rank in self.ended else "not in the plan yet"
-        return SPARE if self.asked and active >= self.asked else NO_STAGE
+        return SPARE if self.requested and active >= self.requested else NO_STAGE
 
     def _slowness(self, place: Device) -> str:
         """Describe how a device failed its probe, or how slow it is; empty if neither."""
@@ -217,13 +217,13 @@ def of_ledger(reader: Reader, job: Row) -> IdleGpus:
     except ValueError:
         configuration = {}
     state = IdleGpus(job["nodes"], job["gpus_per_node"])
-    state.asked = devices_of(job["nodes"], job["gpus_per_node"], configuration)
+    state.requested = devices_of(job["nodes"], job["gpus_per_node"], configuration)
     plans = _last_plans(reader, number)
     state.whole = len(plans) <= MAX_PLANS
     if not plans:
         return state
     nodes = sorted(reader.rows("nodes", number), key=lambda row: (row["lost_at"] is not None, row["lost_at"] or 0))
-    state.there = {row["node"]: row["lost_at"] is None and row["joined_at"] is not None for row in nodes}
+    state.present_nodes = {row["node"]: row["lost_at"] is None and row["joined_at"] is not None for row in nodes}
     workers = reader.narrow("workers", number, ("rank", "node", "device", "ended_at"))
     state.places = {row["rank"]: (row["node"], row["device"]) for row in workers}
     state.ended = {row["rank"] for row in workers if row["ended_at"] is not None}

@@ -159,7 +159,7 @@ def _bring_up_to_date(job: OurJob, url: str) -> None:
 
     if not job.is_over:
         return
-    path, records = job.journal_told()
+    path, records = job.best_journal()
     if path is None or not records:
         return
     if exists(url):

@@ -31,10 +31,10 @@ class RankHealth:
         """Update the state with one entry of the journal. A verdict ends the suspicion that led to it."""
         match entry:
             case journal.WorkerStarted(rank=rank):
-                self._gone(rank)
+                self._discard(rank)
                 self.running.add(rank)
             case journal.WorkerEnded(rank=rank):
-                self._gone(rank)
+                self._discard(rank)
                 (self.left if entry.exit == 0 else self.dead).add(rank)
             case journal.Suspected(rank=int() as rank):
                 if entry.cleared:
@@ -67,7 +67,7 @@ class RankHealth:
         states = {rank: health(rank) for rank in sorted(self.running | self.left | self.dead)}
         return {rank: state for rank, state in states.items() if state != "starting" or rank in self.running}
 
-    def _gone(self, rank: int) -> None:
+    def _discard(self, rank: int) -> None:
         for ranks in (self.running, self.left, self.dead, self.suspected):
             ranks.discard(rank)
 

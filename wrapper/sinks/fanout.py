@@ -151,7 +151,7 @@ def listeners(
     return opened_listeners
 
 
-def tell_of_the_end(request: RunRequest, records: Sequence[Record], say: Callable[[str], None]) -> None:
+def notify_of_end(request: RunRequest, records: Sequence[Record], say: Callable[[str], None]) -> None:
     """Notify listeners of a job whose supervisors are all dead, above all of its end. Takes at most
     `CLOSE_TIMEOUT_S`."""
     again = msgspec.structs.replace(request, listening=msgspec.structs.replace(request.listening, metrics_port=0))

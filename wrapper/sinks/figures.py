@@ -76,7 +76,7 @@ class Figures:
     """Sum of the times as they count for goodput, in microseconds."""
     unused_us: int = 0
     """The part of `known_us` that devices without work would have saved."""
-    asked: int = 0
+    requested: int = 0
     """Number of devices of the requested layout."""
     at_work: dict[int, int] = field(default_factory=dict)
     """Number of devices with work, by epoch of each plan that may still get iterations."""
@@ -143,7 +143,7 @@ class Figures:
 
     def unused(self, epoch: int) -> float:
         """Return the share of the requested devices that have no work under a plan."""
-        return max(1.0 - self.at_work.get(epoch, self.asked) / self.asked, 0.0) if self.asked else 0.0
+        return max(1.0 - self.at_work.get(epoch, self.requested) / self.requested, 0.0) if self.requested else 0.0
 
     def ranks(self) -> dict[str, int]:
         """Count ranks by state, each in one: running ranks without a part in the plan in effect are `starting`."""
@@ -181,7 +181,7 @@ def follow(figures: Figures, record: journal.Record) -> None:
         case journal.JobStarted():
             figures.job, figures.user, figures.version = entry.job, entry.user, entry.version
             figures.started_at = at
-            figures.asked = devices_of(entry.nodes, entry.gpus_per_node, entry.configuration)
+            figures.requested = devices_of(entry.nodes, entry.gpus_per_node, entry.configuration)
         case journal.ModelDeclared():
             figures.iteration = max(figures.iteration, entry.declare.resume_from)
         case journal.IterationCommitted():

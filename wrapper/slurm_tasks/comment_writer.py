@@ -25,7 +25,7 @@ _log = logging.getLogger("slurm")
 
 
 class CommentWriter:
-    """The writer. `last_said`: the last comment was written, or Slurm refused."""
+    """The writer. `is_finished`: the last comment was written, or Slurm refused."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class CommentWriter:
         clock: Callable[[], float],
         now: Callable[[], float],
     ) -> None:
-        self.last_said = False
+        self.is_finished = False
         self._comment = comment
         self._job_id = job_id
         self._slurm = slurm
@@ -51,24 +51,24 @@ class CommentWriter:
         """Return the seconds until the next comment may be written, after a lost node or the end of the job."""
         return 0.0 if self._comment.ended else max(0.0, self._commented_at + MIN_COMMENT_PAUSE_S - self._clock())
 
-    def say(self) -> Done:
+    def write(self) -> Done:
         """Write the comment, unless the last one was written."""
-        if self.last_said:
+        if self.is_finished:
             return Done()
         events: list[api.AnyEvent] = []
-        self.last_said = self._comment.ended
+        self.is_finished = self._comment.ended
         self._commented_at = self._clock()
         try:
-            if self._theirs is None or not self.last_said:  # at the end, the comment as last seen will do
+            if self._theirs is None or not self.is_finished:  # at the end, the comment as last seen will do
                 view = self._slurm.job(self._job_id)
                 self._theirs = None if view is None else view.comment
-                events += [] if view is None else self._own_job.tell_time_left(view.seconds_left)
+                events += [] if view is None else self._own_job.time_left_events(view.seconds_left)
             if self._theirs is not None:
                 self._slurm.comment(self._job_id, commented(self._theirs, self._comment.text(self._now())))
         except SlurmRefusedError as error:
             _log.warning("comment: %s", error)
-            self.last_said = True
+            self.is_finished = True
             return Done(events)
         except SlurmError as error:
             _log.warning("comment: %s", error)
-        return Done(events, [("comment", COMMENT_EVERY_S, self.say)])
+        return Done(events, [("comment", COMMENT_EVERY_S, self.write)])

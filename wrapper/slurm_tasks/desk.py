@@ -70,13 +70,13 @@ class SlurmDesk:
         job = self._own_job
         plan = self._agenda.plan
         plan("earlier", 0.0, self._replacements.find_earlier)
-        plan("time", 0.0, job.time_left if end_time is None else lambda: job.time_said(end_time))
+        plan("time", 0.0, job.time_left if end_time is None else lambda: job.set_end_time(end_time))
         plan("nodes", FIRST_LOOK_S, self._nodes.look)
         self._writer: CommentWriter | None = None
         if comment is not None and request.slurm.comment:
             self._writer = writer = CommentWriter(comment, request.slurm.job_id, slurm, job, clock, now)
-            comment.changed = lambda: plan("comment", writer.pause_s(), writer.say)
-            plan("comment", 0.0, writer.say)
+            comment.changed = lambda: plan("comment", writer.pause_s(), writer.write)
+            plan("comment", 0.0, writer.write)
 
     # --- for the shell ----------------------------------------------------------------------------------------
 
@@ -151,8 +151,8 @@ class SlurmDesk:
                 await self.turn()
         except TimeoutError:
             _log.warning("Slurm gave no answer in time%s", self._replacements.left_over())
-        if self._writer is not None and not self._writer.last_said:
-            self._agenda.plan("comment", 0.0, self._writer.say)
+        if self._writer is not None and not self._writer.is_finished:
+            self._agenda.plan("comment", 0.0, self._writer.write)
             with suppress(TimeoutError):
                 async with asyncio.timeout(LAST_COMMENT_TIMEOUT_S):
                     await self.turn()

@@ -100,7 +100,7 @@ class JobComment:
         pass
 
 
-def say_at_last(request: RunRequest, records: Sequence[journal.Record], slurm: Slurm) -> None:
+def write_last_comment(request: RunRequest, records: Sequence[journal.Record], slurm: Slurm) -> None:
     """Write the comment of a job whose supervisors are all dead. Raises SlurmError."""
     assert request.slurm is not None
     view = slurm.job(request.slurm.job_id)

@@ -51,9 +51,9 @@ class OwnJob:
         """When the job's time is up, on our clock, as last reported; infinite without a limit."""
         self._limit_seen_at = float("-inf")
 
-    def time_said(self, end_time: float) -> Done:
+    def set_end_time(self, end_time: float) -> Done:
         """Report the time limit that Slurm set in the environment when the job began, without asking Slurm yet."""
-        return Done(self.tell_time_left(end_time - self._now()), [("time", LIMIT_EVERY_S, self.time_left)])
+        return Done(self.time_left_events(end_time - self._now()), [("time", LIMIT_EVERY_S, self.time_left)])
 
     def time_left(self, tries: int = 0, fresh_s: float | None = None) -> Done:
         """Ask for the time left: at intervals, since an administrator may change it, and again while Slurm does not
@@ -67,10 +67,10 @@ class OwnJob:
             _log.info("time left: %s", error)
             view = None
         if view is not None:
-            return Done(self.tell_time_left(view.seconds_left), [("time", LIMIT_EVERY_S, self.time_left)])
+            return Done(self.time_left_events(view.seconds_left), [("time", LIMIT_EVERY_S, self.time_left)])
         return Done(then=[("time", pause_of(RETRY_PAUSES_S, tries), lambda: self.time_left(tries + 1))])
 
-    def tell_time_left(self, seconds: float | None) -> list[api.AnyEvent]:
+    def time_left_events(self, seconds: float | None) -> list[api.AnyEvent]:
         """Return an event when the time left is first known, and when the limit has changed."""
         self._limit_seen_at = self._clock()
         ends_at = math.inf if seconds is None else self._clock() + seconds

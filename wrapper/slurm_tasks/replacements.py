@@ -279,7 +279,7 @@ class Replacements:
             _log.info("replacements: %s", error)
         else:
             if main in views:
-                events += self._own_job.tell_time_left(views[main].seconds_left)
+                events += self._own_job.time_left_events(views[main].seconds_left)
             for request in open_ones:
                 events += self._compare(request, views.get(request.slurm_job or ""))
         pauses = []

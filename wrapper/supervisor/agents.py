@@ -166,7 +166,7 @@ class AgentLinks:
         if isinstance(order, m.Go):
             self.epoch = order.epoch
             if self._rosters is not None:
-                self._rosters.tell()  # once a plan is in effect, agents may have to elect a leader
+                self._rosters.send_changes()  # once a plan is in effect, agents may have to elect a leader
             self._rendezvous.open(m.MeetingId(epoch=order.epoch))
         elif isinstance(order, m.Probe):
             self._rendezvous.open(m.MeetingId(probe=order.probe))
@@ -223,7 +223,7 @@ class AgentLinks:
                 for link in self._links.values():
                     await link.closed.wait()
 
-    async def all_gone(self) -> None:
+    async def all_ended(self) -> None:
         """Wait until every agent that ever connected has ended or was dropped; agents of lost nodes cannot return."""
         while any(link.pid and not link.dropped and not link.ended for link in self._links.values()):
             await asyncio.sleep(LOOK_EVERY_S)
@@ -241,7 +241,7 @@ class AgentLinks:
     def beat(self) -> None:
         """Send agents a heartbeat and news of each other; to be called once a second."""
         if self._rosters is not None:
-            self._rosters.tell()
+            self._rosters.send_changes()
         for link in self._links.values():
             link.conversation.mention(m.Alive())
 
@@ -286,7 +286,7 @@ class AgentLinks:
                 message = link.conversation.take(envelope)
                 self._acknowledged(link.node, link.conversation.acknowledged)
                 if message is not None:
-                    self._said(link, message)
+                    self._receive(link, message)
         finally:
             if link.channel is channel:
                 link.channel = None
@@ -325,20 +325,20 @@ class AgentLinks:
         channel.post(Envelope(message=m.Release(grace_s=0.0)))
         raise ProtocolError(f"agent of node {join.node}: {reason}")
 
-    def _said(self, link: AgentLink, message: object) -> None:
+    def _receive(self, link: AgentLink, message: object) -> None:
         if not link.joined and not isinstance(message, m.Inventory | m.Beat):
             raise ProtocolError(f"agent of node {link.node}: {type(message).__name__} before its inventory")
         match message:
             case m.Inventory() if not link.joined:
-                self._accepted(link, message)
+                self._accept(link, message)
             case m.Beat():
                 if link.joined:
                     self._event(api.AgentBeat(node=link.node, beat=message))
             case m.FromWorker():
                 self._check(link, message.rank)
-                self._worker_said(link, message)
+                self._receive_report(link, message)
             case m.Attend() | m.Publish():
-                self._rendezvous.said(link.node, message)
+                self._rendezvous.receive(link.node, message)
             case m.Spawned():
                 self._check(link, message.rank)
                 link.live[message.rank] = message.pid
@@ -359,7 +359,7 @@ class AgentLinks:
             case _:
                 raise ProtocolError(f"agent of node {link.node}: unexpected {type(message).__name__}")
 
-    def _worker_said(self, link: AgentLink, envelope: m.FromWorker) -> None:
+    def _receive_report(self, link: AgentLink, envelope: m.FromWorker) -> None:
         """Hand a worker's report to the controller; disconnect a worker whose report is undecodable, and nobody
         else."""
         if envelope.rank in self._unreadable:
@@ -373,7 +373,7 @@ class AgentLinks:
         else:
             self._event(api.WorkerSaid(rank=envelope.rank, message=message))
 
-    def _accepted(self, link: AgentLink, inventory: m.Inventory) -> None:
+    def _accept(self, link: AgentLink, inventory: m.Inventory) -> None:
         """Make an agent that follows us part of the job."""
         assert link.join is not None
         link.joined = True

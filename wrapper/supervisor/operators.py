@@ -28,7 +28,7 @@ class Operators:
         """`handle` hands the controller an event; `ending` returns a reason to refuse all requests if the job is
         ending, else None."""
         self._fault_ids = fault_ids
-        self._tell = handle
+        self._handle = handle
         self._ending = ending
         self._asking: dict[int, SecureChannel[Any]] = {}
         self._numbers = itertools.count(1)
@@ -43,11 +43,11 @@ class Operators:
             if obstacle is not None:
                 self.reply(number, False, obstacle)
             elif isinstance(request, m.AskStanding):
-                self._tell(api.StandingAsked(request=number, rank=request.rank))
+                self._handle(api.StandingAsked(request=number, rank=request.rank))
             elif isinstance(request, m.AskStop):
-                self._tell(api.StopAsked(request=number, at_once=request.at_once))
+                self._handle(api.StopAsked(request=number, at_once=request.at_once))
             elif isinstance(request, m.AskCheckpoint):
-                self._tell(api.CheckpointAsked(request=number))
+                self._handle(api.CheckpointAsked(request=number))
             else:
                 fault = Fault(
                     id=next(self._fault_ids),
@@ -57,7 +57,7 @@ class Operators:
                     link=request.link,
                     speed=request.speed,
                 )
-                self._tell(api.InjectAsked(request=number, fault=fault))
+                self._handle(api.InjectAsked(request=number, fault=fault))
             request = await channel.recv()
 
     def reply(self, number: int, ok: bool, text: str) -> None:

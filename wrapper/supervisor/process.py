@@ -4,7 +4,7 @@ codes.
 `python -P -m wrapper.supervisor.process --run FILE --listen FD`, started by the guardian. With `--take-over` it
 replaces a supervisor that died, and with `--successor` an agent has started it because the guardian's node is lost:
 both rebuild the controller from the journal, and agents that accept their term report the rest. With `--bury` no
-restart is left: it only writes the job's end.
+restart is remaining: it only writes the job's end.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from wrapper.launch.launcher import Followers, Launcher, LocalLauncher
 from wrapper.output.first_rank import FirstRank
 from wrapper.output.render import literal
 from wrapper.sinks.deferred_ledger import DeferredLedger
-from wrapper.sinks.fanout import LedgerLike, Listeners, listeners, tell_of_the_end
+from wrapper.sinks.fanout import LedgerLike, Listeners, listeners, notify_of_end
 from wrapper.sinks.progress_file import ProgressFileWriter
-from wrapper.slurm_tasks.job_comment import JobComment, say_at_last
+from wrapper.slurm_tasks.job_comment import JobComment, write_last_comment
 from wrapper.supervisor.collaborators import ControllerLike, SlurmDeskLike, ViewLike
 from wrapper.supervisor.node_history import NodeMemory
 from wrapper.supervisor.patient_output import log_without_waiting, never_wait_for
@@ -70,7 +70,7 @@ END_JOB_TIMEOUT_S = 45.0
 
 @dataclass(frozen=True)
 class TakeoverSource:
-    """Source of a take-over: the journal that the previous supervisor left, or an agent's copy of it."""
+    """Source of a take-over: the journal that the previous supervisor remaining, or an agent's copy of it."""
 
     node: str
     term: int
@@ -236,7 +236,7 @@ def _thinker(request: RunRequest, event: Callable[[AnyEvent], None]) -> Thinker:
 
 
 def _end_slurm_job(request: RunRequest, status: int) -> None:
-    """End the Slurm job after a successor has ended ours: nobody may be left on the batch host to do so."""
+    """End the Slurm job after a successor has ended ours: nobody may be remaining on the batch host to do so."""
     assert request.slurm is not None
     from slurm.commands import CommandLine
     from slurm.errors import SlurmError, SlurmRefusedError
@@ -264,7 +264,7 @@ def _end_slurm_job(request: RunRequest, status: int) -> None:
                 return
 
 
-def _tell_the_chain(request: RunRequest, journal: Path) -> None:
+def _leave_chain_note(request: RunRequest, journal: Path) -> None:
     from wrapper.slurm_tasks import chain
 
     chain.leave_note(request, read_packed(journal), lambda text: _say(f"job {request.job}: {text}"))
@@ -366,13 +366,13 @@ def mark_dead(request: RunRequest, how: str, listener: socket.socket) -> int:
 
                 catch_up(url, job.folder, job.journal_file)
     _say(f"job {job.name}: the supervisor {how}; {text}, logs in {job.logs}")
-    tell_of_the_end(request, job.records(), lambda text: _say(f"job {job.name}: {text}"))
+    notify_of_end(request, job.records(), lambda text: _say(f"job {job.name}: {text}"))
     if request.slurm is not None:
-        _say_at_last(request)
+        _write_last_comment(request)
     deadline = time.monotonic() + AGENTS_GONE_S
-    while (left := _agents(job)) and time.monotonic() < deadline:
+    while (remaining := _agents(job)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    for process in left:
+    for process in remaining:
         _say(f"job {job.name}: process {process.pid} is still there, killing it")
         for victim in (*process.children(recursive=True), process):
             with suppress(psutil.NoSuchProcess):
@@ -394,12 +394,12 @@ def _say(text: str) -> None:
     print(f"resihp: {literal(text)}", file=sys.stderr)
 
 
-def _say_at_last(request: RunRequest) -> None:
+def _write_last_comment(request: RunRequest) -> None:
     from slurm.commands import CommandLine
     from slurm.errors import SlurmError
 
     try:
-        say_at_last(request, request.of_job.records(), CommandLine())
+        write_last_comment(request, request.of_job.records(), CommandLine())
     except SlurmError as error:
         _say(f"job {request.job}: {error}")
 
@@ -465,7 +465,7 @@ def main(arguments: list[str] | None = None) -> None:
         status = asyncio.run(supervise(request, listener, takeover, journal, forks))
         early_signals.ignore()  # the job is done: dying of a signal now would cause a take-over
         if request.chained and status == BROKEN:
-            _tell_the_chain(request, journal)
+            _leave_chain_note(request, journal)
         if options.successor and request.slurm is not None and status != DEPOSED:
             _end_slurm_job(request, status)
         sys.exit(status)

@@ -35,20 +35,20 @@ class Exchange:
         """Remove a node from all meetings."""
         self._meetings.leave(node)
 
-    def said(self, node: str, message: m.MeetingMessage) -> None:
+    def receive(self, node: str, message: m.MeetingMessage) -> None:
         """Handle a message of a node: its workers attend a meeting, or publish something in it."""
         meeting = message.meeting
         try:
             if isinstance(message, m.Attend):
                 before, _ = self._meetings.attend(meeting, node, message.groups)
-                self._tell_later(node, meeting, before)
+                self._send_later(node, meeting, before)
             else:
                 for recipient, new in self._meetings.publish(meeting, message.said, node).items():
-                    self._tell_later(recipient, meeting, new)
+                    self._send_later(recipient, meeting, new)
         except ProtocolError as error:
             _log.warning("node %s: %s; ranks that wait for it give up after the transition's time budget", node, error)
 
-    def _tell_later(self, node: str, meeting: m.MeetingId, said: Sequence[m.Said]) -> None:
+    def _send_later(self, node: str, meeting: m.MeetingId, said: Sequence[m.Said]) -> None:
         self._pending.add(node, meeting, said)
         if not self._due:
             self._due = True

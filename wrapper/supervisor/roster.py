@@ -33,7 +33,7 @@ class Rosters:
         self._present[peer.node], self._stale = peer, True
 
     def enlist(self, node: str) -> None:
-        """Send the list to this node's agent from the next `tell` on, because it may have to elect a leader."""
+        """Send the list to this node's agent from the next `send_changes` on, because it may have to elect a leader."""
         self._enlisted.add(node)
         self._stale = True
 
@@ -44,20 +44,20 @@ class Rosters:
             self._informed.discard(node)
             self._stale = True
 
-    def tell(self) -> None:
+    def send_changes(self) -> None:
         """Send all changes since the last call."""
         if not self._stale:
             return
         new = tuple(peer for node, peer in self._present.items() if self._announced.get(node) != peer)
         left_nodes = tuple(node for node in self._announced if node not in self._present)
         if self._informed:
-            self._say(self._informed, m.Roster(peers=new, left=left_nodes))
+            self._send(self._informed, m.Roster(peers=new, left=left_nodes))
         if newcomers := (self._present.keys() & self._enlisted) - self._informed:
-            self._say(newcomers, m.Roster(peers=tuple(self._present.values()), whole=True))
+            self._send(newcomers, m.Roster(peers=tuple(self._present.values()), whole=True))
         self._announced, self._stale = dict(self._present), False
         self._informed |= newcomers
 
-    def _say(self, nodes: set[str], roster: m.Roster) -> None:
+    def _send(self, nodes: set[str], roster: m.Roster) -> None:
         body = msgspec.Raw(encode(roster))
         for node in nodes:
             self._post(node, body)

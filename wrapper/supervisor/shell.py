@@ -487,7 +487,7 @@ class Supervisor:
 
     async def _agents_gone(self, timeout_s: float) -> None:
         """Wait until launcher or links report that all agents are gone: srun waits for agents on dead nodes, too."""
-        ways = [asyncio.ensure_future(self._launcher.wait(timeout_s)), asyncio.ensure_future(self._links.all_gone())]
+        ways = [asyncio.ensure_future(self._launcher.wait(timeout_s)), asyncio.ensure_future(self._links.all_ended())]
         try:
             await asyncio.wait(ways, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         finally:

@@ -31,7 +31,7 @@ from wrapper.commands import run
 from wrapper.config.run_spec import ListenerSettings, load
 from wrapper.config.schema import read
 from wrapper.job_folder import create_local_job
-from wrapper.sinks.fanout import Listeners, asked, listeners, standing, tell_of_the_end
+from wrapper.sinks.fanout import Listeners, asked, listeners, notify_of_end, standing
 from wrapper.sinks.figures import Figures, follow, followed
 from wrapper.sinks.tensorboard import TensorBoard, scalars
 
@@ -243,7 +243,7 @@ def test_the_end_of_a_job_whose_supervisors_are_all_dead_is_told(fresh_home: Pat
     job = create_local_job()
     (job.folder / "command.told").write_text(str(len(records) - 1))
     listening = ListenerSettings(command=("/bin/sh", "-c", f"cat >> {got}"), events=("failure", "end"), metrics_port=1)
-    tell_of_the_end(msgspec.structs.replace(request_of(job), listening=listening), records, pytest.fail)
+    notify_of_end(msgspec.structs.replace(request_of(job), listening=listening), records, pytest.fail)
     assert kinds(got) == ["JobEnded"]
 
 

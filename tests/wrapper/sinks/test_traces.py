@@ -38,7 +38,7 @@ from wrapper.config.run_spec import ListenerSettings
 from wrapper.config.schema import read
 from wrapper.job_folder import create_local_job
 from wrapper.sinks import fanout
-from wrapper.sinks.fanout import tell_of_the_end
+from wrapper.sinks.fanout import notify_of_end
 from wrapper.sinks.tracing import otlp
 from wrapper.sinks.tracing.spans import Episode, Span, Story
 from wrapper.sinks.tracing.traces import Traces, asked_of
@@ -589,7 +589,7 @@ def test_a_job_whose_supervisors_are_all_dead(
     told += [(died(2, 21), BEGAN + 20), (journal.JobEnded(exit_code=1, state="abnormal", reason="killed"), BEGAN + 21)]
     job = create_local_job()
     request = msgspec.structs.replace(request_of(job), listening=ListenerSettings(traces=True))
-    tell_of_the_end(request, numbered(told), pytest.fail)
+    notify_of_end(request, numbered(told), pytest.fail)
     roots = [span for span in collector.spans if not span.parent_span_id]
     assert [span.name for span in roots] == ["recovery", "failure"]
     assert (job.folder / "traces.told").stat().st_mode & 0o077 == 0

@@ -594,12 +594,12 @@ def test_waiting_for_all_to_close_ends_with_the_last_one_or_with_the_time() -> N
 
 def test_waiting_for_all_to_be_gone_does_not_wait_for_those_who_never_came_or_were_left_out() -> None:
     async def scene(it: Scene) -> None:
-        await asyncio.wait_for(it.links.all_gone(), 0.5)
+        await asyncio.wait_for(it.links.all_ended(), 0.5)
         agents = [PretendedAgent(), PretendedAgent("n2", 20)]
         for agent in agents:
             await it.connect(agent)
         it.links.drop("n2")
-        waiting = it.start(it.links.all_gone())
+        waiting = it.start(it.links.all_ended())
         await asyncio.sleep(0.2)
         assert not waiting.done()
         agents[0].channel.inbox.put_nowait(None)

@@ -154,8 +154,8 @@ class Story:
         attributes = {
             **_about(failures),
             "resihp.epoch": entry.epoch,
-            "resihp.layout.before": _words(self._before),
-            "resihp.layout.after": _words(self._layout),
+            "resihp.layout.before": _description(self._before),
+            "resihp.layout.after": _description(self._layout),
             "resihp.action": entry.action,
             "resihp.attempts": entry.attempts,
             "resihp.iterations_lost": int(entry.action == "redo"),
@@ -190,7 +190,7 @@ class Story:
         attributes = {
             **_about([failure]),
             "resihp.epoch": failure.entry.epoch,
-            "resihp.layout.before": _words(self._layout),
+            "resihp.layout.before": _description(self._layout),
             "resihp.outcome": outcome,
             "resihp.iterations_lost": max(self._committed - self._saved, 0) if failed else 0,
         }
@@ -286,5 +286,5 @@ def _about(failures: Sequence[_Failure]) -> dict[str, Value]:
     }
 
 
-def _words(layout: Layout | None) -> str:
+def _description(layout: Layout | None) -> str:
     return "" if layout is None else layout.describe()

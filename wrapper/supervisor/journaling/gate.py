@@ -64,7 +64,7 @@ class DecisionGate:
     def overdue(self) -> bool:
         """Whether a decision has waited too long for a quorum. A claim does not count before the first agent has
         joined: until then no quorum is possible."""
-        waits = self._claim is not None and self._replication is not None and self._replication.asks_nobody
+        waits = self._claim is not None and self._replication is not None and self._replication.needs_no_votes
         return self._held_since is not None and not waits and self._clock() - self._held_since > QUORUM_TIMEOUT_S
 
     def on_disk(self) -> None:

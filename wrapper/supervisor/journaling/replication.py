@@ -168,7 +168,7 @@ class Replication:
         return self.membership.electors.union(*owed)
 
     @property
-    def asks_nobody(self) -> bool:
+    def needs_no_votes(self) -> bool:
         """Whether no agent has ever joined, or all of them were lost: then the first agent to join is a quorum."""
         return self.membership.quorum(frozenset())
 

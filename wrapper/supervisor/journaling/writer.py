@@ -151,7 +151,7 @@ class JournalWriter:
                 try:
                     self._journal.write(batch)
                 except OSError as error:
-                    self._tell(self._refused, error)
+                    self._call_in_loop(self._write_failed, error)
                     if closing:
                         return
                     with self._wake:
@@ -159,7 +159,7 @@ class JournalWriter:
                     continue
                 self._writing_since = None
                 self._reached = batch[-1][0].seq
-                self._tell(self._took, self._reached)
+                self._call_in_loop(self._written, self._reached)
                 batch = []
             if closing:
                 return
@@ -196,18 +196,18 @@ class JournalWriter:
         self._is_packing = False
         _log.warning("journal %s: not packed: %s", self._journal.path, error)
 
-    def _tell(self, callback: Callable[..., None], *arguments: object) -> None:
+    def _call_in_loop(self, callback: Callable[..., None], *arguments: object) -> None:
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(callback, *arguments)
 
     # --- in the loop again ------------------------------------------------------------------------------------
 
-    def _took(self, seq: int) -> None:
+    def _written(self, seq: int) -> None:
         self.written, self.trouble = seq, ""
         self._forget()
         self._on_disk()
 
-    def _refused(self, error: OSError) -> None:
+    def _write_failed(self, error: OSError) -> None:
         if not self.trouble:
             _log.warning("journal %s: %s", self._journal.path, error)
         self.trouble = error.strerror or str(error)

@@ -35,7 +35,7 @@ class Thinker:
     """`handle` gets the answers, in the event loop in which questions are asked."""
 
     def __init__(self, handle: Callable[[api.AnyEvent], None], command: Sequence[str]) -> None:
-        self._tell, self._command = handle, command
+        self._handle, self._command = handle, command
         self._next: api.Think | None = None
         self._starts = 0
         self._child: Child | None = None
@@ -67,7 +67,7 @@ class Thinker:
                 self._end()
                 continue
             if answer is not None:
-                self._tell(answer)
+                self._handle(answer)
 
     async def _answer(self, question: api.Think) -> api.Thought | None:
         """Return the answer; None if the process was started too often. Raises OSError, EOFError, ValueError if it

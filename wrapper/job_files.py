@@ -83,7 +83,7 @@ class JobFile(msgspec.Struct, frozen=True, kw_only=True):
         if "\0" in self.journal or not self.journal.startswith("/"):
             raise ValueError("names no journal")
         if not abs(self.created_at) < registry.LATEST_S:
-            raise ValueError("was made at a time that no calendar has")
+            raise ValueError("has an invalid creation time")
 
 
 class SupervisorFile(msgspec.Struct, frozen=True, kw_only=True):

@@ -171,7 +171,7 @@ def _decoded(content: bytes) -> KnownJob:
     entry = msgspec.json.decode(content, type=KnownJob)
     times = (entry.began_at, entry.ended_at or 0.0, entry.last_iteration_at or 0.0)
     if not entry.folder.startswith("/") or not all(abs(time_s) < LATEST_S for time_s in times):
-        raise ValueError("names no folder, or a time that no calendar has")
+        raise ValueError("has no absolute folder, or an invalid time")
     return entry
 
 

@@ -236,7 +236,7 @@ class SlurmSection(Section):
     """`expedite`: a requeued job begins at once instead of after two minutes; needs Slurm 25.11 or later, where
     allowed."""
     warning: Annotated[Duration, Field(ge=60, le=65535)] = 300.0
-    """How long before the time limit Slurm warns the job, which then writes that checkpoint."""
+    """How long before the time limit Slurm warns the job, which then writes a checkpoint."""
     restarts: int = Field(default=3, ge=1)
     """Consecutive runs of one Slurm job that may add no checkpoint; after so many it is not run again (exit code 4)."""
 

@@ -51,9 +51,7 @@ def devices_of(option: str | None, nodes: int, *, local: bool) -> int | None:
     if option == "auto":
         gpus = _gpus_here(os.environ)
         if gpus % nodes:
-            raise UsageError(
-                f"--gpus-per-node auto: {gpus} GPUs cannot be shared out evenly over {nodes} virtual nodes"
-            )
+            raise UsageError(f"--gpus-per-node auto: {gpus} GPUs cannot be divided evenly among {nodes} virtual nodes")
         return gpus // nodes
     if not option.isascii() or not option.isdigit():
         raise UsageError(f"--gpus-per-node {option}: a number, or auto")
@@ -97,8 +95,8 @@ def of_allocation(configuration: Configuration, allocation: Allocation, notice: 
     if configuration.origin("job", "nodes") is None:
         if given <= spares:
             raise UsageError(
-                f"{job_name}: Slurm gave {_count(given, 'node')}, and {spares} are to be spares, so that none is left; "
-                f"lower [slurm] spares, or sbatch --nodes={spares + 1}"
+                f"{job_name}: Slurm gave {_count(given, 'node')}, and {spares} are spares: none is left for the "
+                f"layout; lower [slurm] spares, or sbatch --nodes={spares + 1}"
             )
         laid_out = given - spares
     else:
@@ -111,7 +109,7 @@ def of_allocation(configuration: Configuration, allocation: Allocation, notice: 
         )
     if given > laid_out + spares:
         more = given - laid_out - spares
-        notice(f"{job_name}: the layout uses {laid_out} of {given} nodes; {more} more than asked for stand by")
+        notice(f"{job_name}: the layout uses {laid_out} of {given} nodes; {more} more than requested stand by")
     return Shape(allocation.nodes, _gpus(configuration, allocation, notice), given - laid_out)
 
 
@@ -171,7 +169,7 @@ def check_target(fault: Fault, shape: Shape, come_backs: int) -> None:
     devices = shape.devices
     most = devices * (1 + come_backs)
     if fault.rank is not None and fault.rank >= most:
-        later = f", {devices} to {most - 1} for processes that come back" if come_backs else ""
+        later = f", {devices} to {most - 1} for respawned processes" if come_backs else ""
         raise ConfigurationError(
             f"fault {fault}: there is no rank {fault.rank}; ranks are 0 to {devices - 1} at the start{later}"
         )

@@ -210,7 +210,7 @@ def _gpus(job: str, environment: Mapping[str, str], nodes: Sequence[str], slurm:
     ]
     most, least = max(by_count), min(by_count)
     raise UsageError(
-        f"job {job}: nodes have different numbers of GPUs: {', '.join(counts)}; resihp needs as many on each: "
+        f"job {job}: nodes have different numbers of GPUs: {', '.join(counts)}; resihp needs the same number on each: "
         f"sbatch --nodes={len(nodes)} --gpus-per-node={most}"
         + (f", or --gpus-per-node={least}," if least else "")
         + " in place of --gpus, --gpus-per-task or --gres"

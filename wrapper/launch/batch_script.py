@@ -103,6 +103,6 @@ def _shell_waits(name: str) -> str:
 
 def _not_handled(name: str) -> str:
     return (
-        f"--signal=B:{name} has Slurm send a warning that resihp run does not know and dies of, unsaved; "
-        "write #SBATCH --signal=B:USR2@300"
+        f"--signal=B:{name} makes Slurm send a signal that resihp run does not handle, which would end the job "
+        "unsaved; write #SBATCH --signal=B:USR2@300"
     )

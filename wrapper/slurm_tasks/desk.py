@@ -134,7 +134,7 @@ class SlurmDesk:
         try:
             done = await asyncio.get_running_loop().run_in_executor(self._thread, work)
         except Exception:  # noqa: BLE001 - logged with its traceback; the job goes on without it
-            _log.exception("while dealing with Slurm")
+            _log.exception("a request to Slurm failed")
             return
         for key, pause_s, then in done.then:
             self._agenda.plan(key, pause_s, then)

@@ -313,7 +313,7 @@ class AgentLinks:
         elif link.pid not in (0, join.pid):
             reason = f"process {join.pid} where {link.pid} is expected"
         elif link.incarnation not in ("", join.incarnation):
-            reason = "was started again and has lost its promises of before"
+            reason = "was started again and has lost its earlier promises"
         elif link.joined and not ours:
             reason = "has lost its state"
         elif ours and not link.conversation.can_resume(received):

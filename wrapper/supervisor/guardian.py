@@ -34,7 +34,7 @@ from wrapper.launch.preloading import preloading
 
 MAX_RESTARTS = 5
 """How often a supervisor that died by a signal is started again before the job is given up."""
-MAX_LEADERLESS_S = 90.0
+SUCCESSOR_TIMEOUT_S = 90.0
 """How long the job may have no leader before it is given back to Slurm: longer than agents survive without a leader."""
 LOOK_EVERY_S = 1.0
 
@@ -107,7 +107,7 @@ def _await_successor(request: RunRequest) -> int:
     job = request.of_job
     print(f"resihp: job {request.job}: no quorum follows this supervisor; waiting for its successor", file=sys.stderr)
     heard_at = time.monotonic()
-    while time.monotonic() - heard_at < MAX_LEADERLESS_S:
+    while time.monotonic() - heard_at < SUCCESSOR_TIMEOUT_S:
         if (code := job.exit_code()) is not None:
             return code
         if _is_led(job):

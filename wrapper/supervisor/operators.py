@@ -71,7 +71,7 @@ def _obstacle(request: m.Inject) -> str | None:
     if request.kind not in get_args(Kind):
         return f"unknown kind {request.kind!r}, one of {', '.join(get_args(Kind))}"
     if [request.rank, request.node, request.link].count(None) != 2:
-        return "the target is one of --rank R and --node N, or of slow --link N-M"
+        return "give one target: --rank R or --node N, or for slow also --link N-M"
     if request.kind == "disconnect" and request.node is None:
         return "disconnect happens to a node, not to a rank"
     if request.link is not None and request.kind != "slow":

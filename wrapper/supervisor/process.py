@@ -318,7 +318,7 @@ def takeover_source(
     records: list[Record] = []
     opened = Journal(journal, found=records)
     if not records or not isinstance(records[0].entry, JobStarted):
-        raise ProtocolError("the journal has no beginning")
+        raise ProtocolError("the journal has no first record")
     ended = next((record.entry for record in records if isinstance(record.entry, JobEnded)), None)
     if ended is not None:
         raise ProtocolError(f"the job has ended: {ended.reason}")

@@ -90,8 +90,8 @@ def test_nodes_with_different_numbers_of_gpus_are_refused() -> None:
     with pytest.raises(UsageError) as refusal:
         find(BATCH, with_gpus("1234", n1=2, n2=2, n3=2, n7=1))
     assert str(refusal.value) == (
-        "job 1234: nodes have different numbers of GPUs: 2 on n1 and 2 more, 1 on n7; resihp needs as many on each: "
-        "sbatch --nodes=4 --gpus-per-node=2, or --gpus-per-node=1, in place of --gpus, --gpus-per-task or --gres"
+        "job 1234: nodes have different numbers of GPUs: 2 on n1 and 2 more, 1 on n7; resihp needs the same number on "
+        "each: sbatch --nodes=4 --gpus-per-node=2, or --gpus-per-node=1, in place of --gpus, --gpus-per-task or --gres"
     )
     with pytest.raises(UsageError, match=r"2 on n1, 0 on n2 and 2 more; .* --gpus-per-node=2 in place of"):
         find(BATCH, with_gpus("1234", n1=2))
@@ -206,7 +206,7 @@ def test_nodes_and_gpus_are_what_slurm_gave(fresh_home: object) -> None:
 def test_nodes_beyond_the_layout_stand_by_with_a_notice(fresh_home: object) -> None:
     found, told = shape(configured({"nodes": 3}), given())
     assert (found.laid_out, found.spares) == (3, 1)
-    assert told == ["job 1234: the layout uses 3 of 4 nodes; 1 more than asked for stand by"]
+    assert told == ["job 1234: the layout uses 3 of 4 nodes; 1 more than requested stand by"]
     found, told = shape(configured({"nodes": 2}, spares="2"), given())
     assert (found.laid_out, found.spares, told) == (2, 2, [])
 
@@ -222,7 +222,7 @@ def test_without_gpus_workers_run_without(fresh_home: object) -> None:
     [
         ({"nodes": 5}, "0", r"Slurm gave 4 nodes, the layout needs 5; sbatch --nodes=5, or lower --nodes"),
         ({"nodes": 4}, "1", r"the layout needs 4 and 1 spare; sbatch --nodes=5, or lower \[job\] nodes or spares"),
-        ({}, "4", r"Slurm gave 4 nodes, and 4 are to be spares, so that none is left"),
+        ({}, "4", r"Slurm gave 4 nodes, and 4 are spares: none is left for the layout"),
         ({"gpus_per_node": 8}, "0", r"Slurm gave 2 GPUs a node, 8 are asked for; sbatch --gpus-per-node=8"),
     ],
 )

@@ -490,7 +490,9 @@ def test_variables_that_the_sdk_does_not_take(
     said: list[str] = []
     tell(write_journal(tmp_path / "journal", any_layout_story()), tmp_path, said, within_s=10)
     (line,) = said
-    assert line.startswith("traces: OpenTelemetry's variables: max_queue_size must be a positive integer.; not told")
+    assert line.startswith(
+        "traces: OpenTelemetry's variables: max_queue_size must be a positive integer.; not reported"
+    )
 
 
 def test_headers_that_are_none_are_not_repeated(

@@ -135,8 +135,8 @@ class DecisionGate:
 
     @property
     def _may_act(self) -> bool:
-        """Whether a quorum of agents is connected and knows all decisions. Before there is a plan, no other leader can
-        be elected, and none is needed."""
+        """Whether a quorum of agents is connected and knows all decisions. Before there is a plan, no quorum is
+        needed, because no other leader can be elected."""
         if self._replication is None:
             return True
         if self._claim is not None or not self._replication.settled:  # cheaper to check than the quorum

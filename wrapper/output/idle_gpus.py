@@ -124,10 +124,10 @@ class IdleGpus:
             return []
         active = self.plans[-1].active
         newest: dict[str, dict[int, int]] = {}
-        for rank, (node, device) in sorted(self.places.items()):
+        for started_rank, (node, device) in sorted(self.places.items()):
             of_node = newest.setdefault(node, {})
             if of_node.get(device, -1) not in active:
-                of_node[device] = rank
+                of_node[device] = started_rank
         gpus = []
         for node in self._counted():
             by_device = newest.get(node, {})

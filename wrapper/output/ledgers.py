@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from db.reading.queries import Reader
     from wrapper.job_folder import Job, OurJob
 
-Answer = TypeVar("Found")
+Answer = TypeVar("Answer")
 Row = dict[str, Any]
 
 

@@ -601,7 +601,7 @@ def test_lists_that_do_not_answer_hold_up_no_replacement(
     desk.ask()
     hangs.set()
     assert desk.submitted[0].exclude == (*NODES, "n5")
-    assert f"no answer for 0 s; only the list of {desk.home} are heeded" in caplog.text
+    assert f"no answer for 0 s; only the list of {desk.home} is used" in caplog.text
 
 
 def test_a_request_is_followed_until_its_job_has_ended(desk: Desk) -> None:

@@ -894,7 +894,7 @@ def test_epochs_of_an_earlier_supervisor_are_known_from_the_first_join() -> None
         it.links.order((0,), go(7))
         for epoch in (1, 4, 6, 7):
             join = msgspec.structs.replace(agent.join(), epoch=epoch)
-            with pytest.raises(ProtocolError, match=f"is of epoch {epoch}, where 5 is due"):
+            with pytest.raises(ProtocolError, match=f"is of epoch {epoch}, but 5 is due"):
                 await it.arrive(join)
         agent.channel.abort()
         await it.connect(agent)

@@ -164,7 +164,7 @@ def _local_place(job: Job) -> Path:
         check_folder(root, "RESIHP_LOCAL")
         check_above(root, "RESIHP_LOCAL")
         place = root / _place_name(job)
-        if place.exists():  # of a job whose folder was removed since
+        if place.exists():  # of an earlier job that was removed since
             shutil.rmtree(place)
         place.mkdir(mode=0o700)
     except OSError as error:

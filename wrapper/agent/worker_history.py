@@ -61,7 +61,7 @@ class WorkerRecord:
                 if not order.after_iteration:
                     self._drop(m.FaultDue)  # the worker will ask again
             case m.Go.__name__:
-                self._drop(m.Finished)  # training goes on, with what was built
+                self._drop(m.Finished)  # training goes on under the new plan
             case m.Begin.__name__:
                 for kind in (m.Ready, m.Parked):
                     self._drop(kind, lambda report: report.epoch <= order.epoch)

@@ -71,7 +71,7 @@ class DecisionGate:
         """Continue after more of the journal has reached the disk."""
         self._work_off()
 
-    # --- what happens to the copies ---------------------------------------------------------------------------
+    # --- copies of the journal ---------------------------------------------------------------------------------
 
     def flush(self) -> None:
         """Send new records to the agents; to be called a few times a second."""

@@ -96,7 +96,7 @@ class JournalWriter:
             self._wake.notify()
         return record
 
-    # --- for those who keep copies ----------------------------------------------------------------------------
+    # --- for the copies ----------------------------------------------------------------------------------------
 
     def common(self, log: int) -> int:
         """Return the number of the last record that a copy which ends with record `log` shares with us."""

@@ -54,8 +54,7 @@ MAX_PROGRESS_BYTES = 64 << 10
 """Limit for progress.json; ours have a few thousand bytes."""
 MAX_EXIT_CODE_BYTES = 64
 READ_ERRORS = (OSError, ValueError, RecursionError)
-"""Errors of reading and decoding a file with arbitrary content: errors of msgspec and of text encodings are
-ValueErrors."""
+"""Errors of reading and decoding any file: those of msgspec and of text encodings are ValueErrors."""
 STARTS_S = 60.0
 """How long a starting job may have no visible supervisor."""
 NEVER_BEGAN = "never began"

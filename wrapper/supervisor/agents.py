@@ -32,8 +32,7 @@ from wrapper.supervisor.roster import Rosters
 
 LOOK_EVERY_S = 0.1
 RETURN_WINDOW_S = 20.0
-"""How long agents whose connections broke together may take to return, one after the other; also agents that heard
-nothing of us while we were stopped."""
+"""Time for agents to return after their connections broke together, or after we were stopped."""
 MIN_PAUSE_S = 0.02
 """Shortest sleep between two looks at the clock, in case it stands still."""
 EXIT_DRAIN_S = 0.15

@@ -37,7 +37,7 @@ from resihp.errors import LedgerError
 from resihp.record import journal, journal_file
 from tests.db.killed_writer import long_story
 from tests.db.postgres import Server
-from wrapper.sinks.deferred_ledger import LateLedger
+from wrapper.sinks.deferred_ledger import DeferredLedger
 
 DEFAULTS = "-c max_connections=100 -c shared_buffers=128MB"
 """As PostgreSQL comes; `Server` asks for less."""
@@ -80,7 +80,7 @@ def one_job(name: str, url: str, folder: Path, load: Load, begin: Any, said: lis
         opened.append(Ledger.open(url, folder, say=said.append, journal_path=path))
         return opened[-1]
 
-    ledger = LateLedger(opener, path, said.append, pause_s=0.0)
+    ledger = DeferredLedger(opener, path, said.append, pause_s=0.0)
     began = time.monotonic()
     for number, (entry, at) in enumerate(told):
         time.sleep(max(began + load.seconds * number / len(told) - time.monotonic(), 0.0))

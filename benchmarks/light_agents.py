@@ -29,7 +29,7 @@ from resihp.protocol.forwarding import label_of, order_in, records_in
 from resihp.protocol.framing import encode
 from resihp.record import journal_file
 from wrapper.agent.supervisor_link import LeaderLink
-from wrapper.agent.worker_history import LAST_STEPS, WorkerRecord
+from wrapper.agent.worker_history import REPORTED_STEPS, WorkerRecord
 
 MODEL = ModelSpec(layers=64, hidden=8192, heads=64, kv_groups=8, ffn_hidden=28672, vocab=128_000, sequence=8192)
 MICRO_BATCHES = 16
@@ -205,7 +205,7 @@ class LightAgent:
         return m.Inventory(
             workers=tuple(
                 m.RunningWorker(
-                    rank=rank, device=device, pid=rank + 2, steps=record.steps(LAST_STEPS), said=record.still_true()
+                    rank=rank, device=device, pid=rank + 2, steps=record.steps(REPORTED_STEPS), said=record.still_true()
                 )
                 for rank, device in self._ranks.items()
                 for record in (self._records[rank],)
@@ -222,7 +222,7 @@ class LightAgent:
                 for start in order.workers:
                     self._ranks[start.rank] = start.device
                     self._records[start.rank] = WorkerRecord()
-                    self.link.tell(m.Spawned(rank=start.rank, device=start.device, pid=start.rank + 2))
+                    self.link.send(m.Spawned(rank=start.rank, device=start.device, pid=start.rank + 2))
                 for start in order.workers:
                     self._say(start.rank, self._told.declare)
             case m.ToWorkers():
@@ -240,7 +240,7 @@ class LightAgent:
         label = label_of(body)
         self._newest = max(self._newest, label.announced_epoch)
         for rank in to.ranks:
-            self._records[rank].told(label)
+            self._records[rank].note_order(label)
         answer: Callable[[int], bytes | None] = lambda rank: None  # noqa: E731
         match label.type:
             case m.Propose.__name__:
@@ -285,8 +285,8 @@ class LightAgent:
         self.log, self._stepped = log, iteration
 
     def _say(self, rank: int, body: bytes) -> None:
-        self._records[rank].said(label_of(body), body)
-        self.link.tell(m.FromWorker(rank=rank, body=body))
+        self._records[rank].add_report(label_of(body), body)
+        self.link.send(m.FromWorker(rank=rank, body=body))
 
     async def _beat(self, late_s: float) -> None:
         await asyncio.sleep(late_s * BEAT_S)
@@ -298,7 +298,7 @@ class LightAgent:
                 activity="compute" if self.epoch else "starting",
             )
             beats = [m.WorkerBeat(rank=rank, age_s=0.3, state="S", progress=progress) for rank in self._ranks]
-            self.link.tell(m.Beat(workers=tuple(beats)))
+            self.link.send(m.Beat(workers=tuple(beats)))
             await asyncio.sleep(BEAT_S)
 
 

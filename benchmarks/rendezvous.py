@@ -104,7 +104,7 @@ async def measure(nodes: int, on_a_node: int) -> dict[str, float]:
     began = time.process_time()
     for i, (node, frame) in enumerate(frames):
         for message in links[node].heard(frame):
-            exchange.said(str(node), message)
+            exchange.receive(str(node), message)
         if i % AT_ONCE == 0:
             await asyncio.sleep(0)
     await asyncio.sleep(0)

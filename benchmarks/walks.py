@@ -151,7 +151,7 @@ class Job:
         link.conversation.take(Envelope())
         link.join = m.Join(node=node, host=node, pid=1, devices=ON_A_NODE, epoch=1)
         running = tuple(m.RunningWorker(rank=at + i, device=i, pid=9) for i in range(ON_A_NODE))
-        self.links._said(link, m.Inventory(workers=running))
+        self.links._receive(link, m.Inventory(workers=running))
         channel.opened()
         return channel
 
@@ -182,7 +182,7 @@ def report_block(job: Job, reports: list[bytes]) -> tuple[float, float]:
 
     def supervisor() -> None:
         for envelope in job.up.opened():
-            job.links._said(link, link.conversation.take(envelope))
+            job.links._receive(link, link.conversation.take(envelope))
 
     supervisor_s = timed(supervisor)
     assert [type(event.message) for event in job.events] == [m.Stepped] * len(reports)

@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from wrapper.config import values
-from wrapper.config.schema import PREFIX, SEPARATOR, SITE_FILE, Configuration, Section
+from wrapper.config.schema import ENV_PREFIX, ENV_SEPARATOR, SITE_FILE, Configuration, Section
 
 TARGET = Path(__file__).resolve().with_name("configuration.md")
 
@@ -109,7 +109,7 @@ def _section(name: str, model: type[Section]) -> str:
         assert field.description, f"[{name}] {key} has no docstring in the schema"
         shown = f"`{key}`"
         if name != "site":
-            shown += f"<br>`{PREFIX}{name.upper()}{SEPARATOR}{key.upper()}`"
+            shown += f"<br>`{ENV_PREFIX}{name.upper()}{ENV_SEPARATOR}{key.upper()}`"
         lines.append(f"| {shown} | {takes(key, field)} | {default(field)} | {_one_line(field.description)} |")
     return "\n".join([*lines, ""])
 
@@ -124,7 +124,7 @@ def takes(key: str, field: FieldInfo) -> str:
     if any(isinstance(item, BeforeValidator) and item.func is values.duration for item in metadata):
         return "a time" + _limits(metadata, values_are_times=True)
     if any(isinstance(item, BeforeValidator) and item.func is values.duration_or_never for item in metadata):
-        return f'a time, or `"{values.NEVER}"`'
+        return f'a time, or `"{values.NO_LIMIT}"`'
     if any(isinstance(item, BeforeValidator) and item.func is values.size for item in metadata):
         return "a size"
     kind = _plain(field.annotation)

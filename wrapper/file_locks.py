@@ -1,4 +1,4 @@
-"""Locks on files, while a descriptor is open: who leads a job, and whether anybody does.
+"""Locks on files, held while a descriptor is open: they show who leads a job, and whether anybody does.
 
 Decides nothing. Called by `wrapper.job_folder`, and by an agent that watches over a successor.
 """
@@ -14,21 +14,20 @@ from pathlib import Path
 from resihp.errors import OwnershipError, UsageError
 
 LOCK_NAME = "supervisor.lock"
-"""In a job's folder."""
+"""Name of the lock file in a job's folder."""
 NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
-"""What flock answers on Lustre without -o flock, and on file systems that have no locks at all."""
+"""Errors of flock on Lustre without -o flock, and on file systems without locks."""
 
 NO_LOCK_FILE = frozenset({errno.ELOOP, errno.EISDIR, errno.ENXIO})
-"""What opening a link, a folder or a socket answers."""
+"""Errors of opening a link, a folder or a socket."""
 _NOT_REGULAR = "{path}: must be a regular file (the job's lock), but is a link or another kind of file; remove it"
 
 
 def lock_file(path: Path, *, look: bool = False) -> int | None:
-    """Lock a file, made if it is not there, while the descriptor is open; None if somebody else has it.
+    """Lock a file, created if needed, while the descriptor is open; return None if another process holds the lock.
 
-    `look`: only to see whether somebody has it; nothing is made or written, and others may look as well. Raises
-    UsageError where the file system has no locks, OwnershipError where a link, or something else that is no lock, is in
-    its place.
+    `look`: only check whether the lock is held; nothing is created or written, and others may check as well. Raises
+    UsageError if the file system has no locks, OwnershipError if the path is a link or not a regular file.
     """
     flags = os.O_RDONLY if look else os.O_RDWR | os.O_CREAT
     try:
@@ -51,7 +50,7 @@ def lock_file(path: Path, *, look: bool = False) -> int | None:
             raise
         setting = "RESIHP_HOME" if path.name == LOCK_NAME else "RESIHP_LOCAL"
         raise UsageError(
-            f"{path}: its file system takes no locks ({error.strerror}), so two supervisors could lead the job; "
-            f"have it mounted with -o flock (Lustre), or set {setting} to a folder on another"
+            f"{path}: its file system does not support locks ({error.strerror}), so two supervisors could lead the "
+            f"job; have it mounted with -o flock (Lustre), or set {setting} to a folder on another"
         ) from error
     return descriptor

@@ -1,18 +1,19 @@
-"""A job's folder: the files in it, who holds it, and what a user's registry is told of it.
+"""A job's folder: its files, its lock, and its entry in the user's registry.
 
 It is `<RESIHP_HOME, default ./.resihp>/jobs/<job>/`, readable by its owner alone:
 
     job.json          name, host, journal, ledger                key              32 random bytes
-    run.json          what was asked for (`wrapper.config.run_spec`)     supervisor.json  address and pid, while it runs
+    run.json          the request (`wrapper.config.run_spec`)    supervisor.json  address and pid, while it runs
     supervisor.lock   held by the guardian                       logs/            one file for each process
     journal           a copy, made when the job has ended        checkpoints/     unless configured elsewhere
-    progress.json     how far it is, while it runs
+    progress.json     the job's progress, while it runs
 
-The journal itself is on local disk, `<RESIHP_LOCAL, default /var/tmp/resihp-<uid>>/<job>-<digest of the folder>/`.
-Two types keep looking safe. A `Job` may be anybody's: its files are read as what somebody says, nothing outside of its
-folder is opened because a file in it names it, and nothing is written. An `OurJob` is ours, or root's, up to the home
-(`wrapper.strict_modes`): its journal and its ledger are where job.json says. Whatever writes takes an `OurJob`, and
-`ours` is the only way from the one to the other. Never talks to a running job. Used through `wrapper.job_folder`.
+The journal itself is on local disk, `<RESIHP_LOCAL, default /var/tmp/resihp-<uid>>/<job>-<digest of the folder>/`. Two
+types make it safe to look at any job. A `Job` may belong to anybody: its files are not trusted, so no file outside of
+its folder is opened because a file in it names it, and nothing is written. An `OurJob` is ours, or root's, up to the
+home (`wrapper.strict_modes`): its journal and its ledger are where job.json says. Every function that writes takes an
+`OurJob`, and `ours` is the only way to turn a `Job` into one. Never talks to a running job. Used through
+`wrapper.job_folder`.
 """
 
 from __future__ import annotations
@@ -40,32 +41,32 @@ from wrapper.strict_modes import (
     check_folder,
     check_links,
     is_own,
+    other_owner,
     read_own,
     read_plain,
-    somebody_elses,
     write_private,
 )
 
 if TYPE_CHECKING:
     from resihp.record import journal
 
-MOST_PROGRESS_BYTES = 64 << 10
-"""Of progress.json; ours have some thousand."""
-MOST_EXIT_CODE_BYTES = 64
-UNREADABLE = (OSError, ValueError, RecursionError)
-"""What reading and decoding a file may raise that may hold anything: errors of msgspec and of text are ValueErrors."""
+MAX_PROGRESS_BYTES = 64 << 10
+"""Limit for progress.json; ours have a few thousand bytes."""
+MAX_EXIT_CODE_BYTES = 64
+READ_ERRORS = (OSError, ValueError, RecursionError)
+"""Errors of reading and decoding any file: those of msgspec and of text encodings are ValueErrors."""
 STARTS_S = 60.0
-"""So long a job may have no supervisor that can be seen, at its start."""
+"""How long a starting job may have no visible supervisor."""
 NEVER_BEGAN = "never began"
-"""State of a job that ended before its supervisor was there."""
+"""State of a job that ended before it had a supervisor."""
 SLURM_NAME = re.compile(r"(\d+(?:_\d+)?)(-r\d+)?(-\d+)?")
-"""What a job in Slurm is called, and which one that is."""
+"""Name of a run in Slurm: the Slurm job, its restart, and its number within the allocation."""
 
 
 class JobFile(msgspec.Struct, frozen=True, kw_only=True):
-    """job.json. `created_at`: UTC, seconds since 1970. `starter`: identity of the process that made it, on `host`.
+    """job.json. `created_at`: UTC, seconds since 1970. `starter`: identity of the process that made the job, on `host`.
 
-    `uuid`: what the job's ledger knows it by; empty until its journal has begun, and in files of before.
+    `uuid`: the job's id in its ledger; empty until its journal has begun, and in files of earlier versions.
     """
 
     name: str
@@ -77,15 +78,15 @@ class JobFile(msgspec.Struct, frozen=True, kw_only=True):
     uuid: str = ""
 
     def __post_init__(self) -> None:
-        """Raises ValueError, which is a msgspec.ValidationError for who decodes it."""
+        """Raise ValueError for invalid fields; to a caller that decodes the file, it is a msgspec.ValidationError."""
         if "\0" in self.journal or not self.journal.startswith("/"):
             raise ValueError("names no journal")
         if not abs(self.created_at) < registry.LATEST_S:
-            raise ValueError("was made at a time that no calendar has")
+            raise ValueError("has an invalid creation time")
 
 
 class SupervisorFile(msgspec.Struct, frozen=True, kw_only=True):
-    """supervisor.json: where operators reach the supervisor."""
+    """supervisor.json: the supervisor's address for operators."""
 
     host: str
     port: Annotated[int, msgspec.Meta(gt=0, lt=1 << 16)]
@@ -93,7 +94,7 @@ class SupervisorFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LastIteration(msgspec.Struct, frozen=True, kw_only=True):
-    """One that was committed; `seconds` and `loss` are null where they are not known. UTC, seconds since 1970."""
+    """A committed iteration; `seconds` and `loss` are null if unknown. Times are UTC, in seconds since 1970."""
 
     iteration: int
     loss: float | None
@@ -103,10 +104,10 @@ class LastIteration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProgressFile(msgspec.Struct, frozen=True, kw_only=True):
-    """progress.json: how far a job is, by its supervisor, which writes it every few seconds while that changes.
+    """progress.json: a job's progress, written by its supervisor every few seconds while it changes.
 
-    `began_at`: the job's `created_at`, so that nobody takes it for a later job's in the same folder. `recent`: its last
-    iterations, oldest first.
+    `began_at`: the job's `created_at`, so that the file is not taken for a later job's in the same folder. `recent`:
+    the last iterations, oldest first.
     """
 
     began_at: float
@@ -119,21 +120,21 @@ class ProgressFile(msgspec.Struct, frozen=True, kw_only=True):
     recent: tuple[LastIteration, ...] = ()
 
 
-class _MadeIn(msgspec.Struct):
-    """Of run.json, the folder that the job was made in."""
+class _OriginalFolder(msgspec.Struct):
+    """The part of run.json with the folder that the job was created in."""
 
     folder: str = ""
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """A job's folder, whoever made it, and the names in it. What is read there is what somebody says."""
+    """A job's folder, whoever made it, and the paths in it. Its files are not trusted."""
 
     name: str
     folder: Path
 
     def __eq__(self, other: object) -> bool:
-        """The same folder is the same job, whatever may be done there."""
+        """Two jobs are equal if they have the same name and folder, whether or not they may be written."""
         return isinstance(other, Job) and (self.name, self.folder) == (other.name, other.folder)
 
     def __hash__(self) -> int:
@@ -141,7 +142,7 @@ class Job:
 
     @property
     def home(self) -> Path:
-        """The RESIHP_HOME that it is in."""
+        """The RESIHP_HOME of the job."""
         return self.folder.parent.parent
 
     @property
@@ -178,39 +179,40 @@ class Job:
 
     @property
     def journals(self) -> tuple[Path, ...]:
-        """Where its journal may be read: of somebody's job the copy alone, which is in its folder."""
+        """Paths where its journal may be read: of another user's job only the copy in its folder."""
         own = ours(self)
         return (self.journal_copy,) if own is None else own.journals
 
     @property
     def key(self) -> bytes:
-        return read_own(self.key_file, root_may=True)  # an administrator may speak to any job
+        return read_own(self.key_file, root_may=True)  # an administrator may contact any job
 
     def read(self) -> JobFile:
-        """job.json. Raises JobNotFoundError if the folder holds no job of this version."""
+        """Read job.json. Raises JobNotFoundError if the folder holds no job of this version."""
         try:
             check_links(self.folder.parent, self.folder)
             return msgspec.json.decode(read_plain(self.folder / "job.json"), type=JobFile)
         except OwnershipError as error:
             raise JobNotFoundError(f"job {self.name}: {error}") from error
-        except UNREADABLE as error:
-            gone = isinstance(error, FileNotFoundError)
-            why = "is there no more, or holds no job" if gone else f"holds no job of this version: {error}"
+        except READ_ERRORS as error:
+            is_missing = isinstance(error, FileNotFoundError)
+            why = "does not exist, or holds no job" if is_missing else f"holds no job of this version: {error}"
             raise JobNotFoundError(f"job {self.name}: {self.folder} {why}") from error
 
     def read_own(self, name: str) -> bytes:
-        """A file of it that decides what runs as us. Raises OwnershipError if others could have written that, or what
-        leads to it: job.json and the folders, up to RESIHP_HOME, and the one with the journal where it is here."""
+        """Read a file that decides which programs run as us. Raises OwnershipError if others could have written it, or
+        a file or folder that leads to it: job.json and the folders up to RESIHP_HOME, and the journal's folder, if that
+        is on this machine."""
         with suppress(FileNotFoundError):
             file = check_ours(self)
             check_folder(Path(file.journal).parent, "RESIHP_LOCAL")
         return read_own(self.folder / name)
 
     def now(self, path: Path) -> Path:
-        """Where that is now which was written down of the job: its folder, or its home, may have been moved since,
-        and something else may be in their place."""
-        with suppress(*UNREADABLE):
-            made = Path(msgspec.json.decode(read_plain(self.run_file), type=_MadeIn).folder)
+        """Translate a recorded path of the job to its present place: its folder, or its home, may have been moved
+        since, and other files may be in their place."""
+        with suppress(*READ_ERRORS):
+            made = Path(msgspec.json.decode(read_plain(self.run_file), type=_OriginalFolder).folder)
             for old, new in ((made, self.folder), (made.parent.parent, self.home)):
                 if made.is_absolute() and path.is_relative_to(old):
                     return new / path.relative_to(old)
@@ -218,24 +220,24 @@ class Job:
 
     @property
     def is_led(self) -> bool:
-        """Whether somebody has the job's lock: it runs, or begins."""
+        """Whether a process holds the job's lock: then the job runs, or begins."""
         return _is_locked(self)
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended and nobody leads it any more."""
+        """Whether the job has ended and has no supervisor any more."""
         return self.exit_code_file.exists() and self.supervisor() is None
 
     def exit_code(self) -> int | None:
-        """What its supervisor exited with; None where it has not said."""
+        """Return the exit code of its supervisor; None if none is recorded."""
         with suppress(OSError, ValueError):
-            code = int(read_plain(self.exit_code_file, MOST_EXIT_CODE_BYTES))
+            code = int(read_plain(self.exit_code_file, MAX_EXIT_CODE_BYTES))
             return code if abs(code) < 1 << 31 else None
         return None
 
     def never_began(self, now_s: float) -> bool:
-        """Whether it was made on this machine, a while ago or by a process that is gone, and nobody leads it or left a
-        journal. Of somebody's job nobody can tell."""
+        """Return whether the job was made on this machine, some time ago or by a process that has ended, and has
+        neither a supervisor nor a journal. False for another user's job, for which it is unknown."""
         if (own := ours(self)) is None:
             return False
         file = own.read()
@@ -244,37 +246,38 @@ class Job:
         return file.created_at < now_s - STARTS_S or _is_gone(file.starter)
 
     def supervisor(self) -> SupervisorFile | None:
-        """Where the supervisor listens; None when none has the job's lock."""
+        """Return the supervisor's address; None if no process holds the job's lock."""
         if not self.is_led:
             return None
         try:
             return msgspec.json.decode(read_plain(self.supervisor_file), type=SupervisorFile)
-        except UNREADABLE:
-            return None  # it has just started, or is about to be gone
+        except READ_ERRORS:
+            return None  # the supervisor has just started, or is about to end
 
     def progress(self, began_at: float) -> ProgressFile | None:
-        """How far the job of this folder that began then is; None where no supervisor has told."""
+        """Return the progress of the job in this folder that began then; None if no supervisor has written it."""
         try:
-            file = msgspec.json.decode(read_plain(self.progress_file, MOST_PROGRESS_BYTES), type=ProgressFile)
-        except UNREADABLE:
+            file = msgspec.json.decode(read_plain(self.progress_file, MAX_PROGRESS_BYTES), type=ProgressFile)
+        except READ_ERRORS:
             return None
         return file if file.began_at == began_at else None
 
     def records(self) -> list[journal.Record]:
-        """What the journal tells (`journal_told`); old iterations are packed."""
-        return self.journal_told()[1]
+        """Return the records of the journal (`best_journal`); old iterations are packed."""
+        return self.best_journal()[1]
 
-    def journal_told(self) -> tuple[Path | None, list[journal.Record]]:
-        """The file that tells most of the job, and what it tells; the copy when the original is not on this machine.
+    def best_journal(self) -> tuple[Path | None, list[journal.Record]]:
+        """Return the journal file with the most of the job, and its records; the copy if the original is not on this
+        machine.
 
-        The copy is made when the job has ended, and knows better than an original that is damaged, that does not tell
-        the end, or that is an earlier job's of the same name. Raises ProtocolError, OSError for one that cannot be read
-        where there is no other.
+        The copy is made when the job has ended, and is preferred to an original that is damaged, that lacks the job's
+        end, or that belongs to an earlier job of the same name. Raises ProtocolError, OSError for a file that cannot be
+        read if there is no other.
         """
-        from resihp.record import journal_file  # takes as long to import as a list of jobs to make
+        from resihp.record import journal_file  # importing it takes as long as listing all jobs
 
         trouble: ProtocolError | None = None
-        found: tuple[Path | None, list[journal.Record]] = (None, [])
+        best: tuple[Path | None, list[journal.Record]] = (None, [])
         uuid = self.read().uuid
         for path in self.journals:
             try:
@@ -288,17 +291,17 @@ class Job:
                 continue
             if has_ended(records):
                 return path, records
-            if not found[1]:
-                found = (path, records)
-        if trouble is not None and not found[1]:
+            if not best[1]:
+                best = (path, records)
+        if trouble is not None and not best[1]:
             raise trouble
-        return found
+        return best
 
 
 class OurJob(Job):
-    """A job's folder that only we, or root, can have written, up to the home: what its files name is believed.
+    """A job's folder that only we, or root, can have written, up to the home: the paths in its files are trusted.
 
-    Made by `ours`, and by whoever has just made the folder or checked it (`Job.read_own`).
+    Made by `ours`, and by functions that have just created the folder or checked it (`Job.read_own`).
     """
 
     @property
@@ -307,13 +310,14 @@ class OurJob(Job):
 
     @property
     def journals(self) -> tuple[Path, ...]:
-        """Where its journal may be: itself, where that is on this machine, and the copy."""
+        """Paths where its journal may be: the original, if that is on this machine, and the copy."""
         return self.journal_file, self.journal_copy
 
     def may_name(self, path: Path) -> bool:
-        """Tell whether job.json may name that place: one in its home, or any if the user's registry knows the job.
+        """Return whether job.json may name that path: one in its home, or any path if the user's registry knows the
+        job.
 
-        Whoever has unpacked an archive or cloned a repository owns what is in it, and wrote none of it.
+        A user who has unpacked an archive or cloned a repository owns its files, but has not written them.
         """
         file = self.read()
         if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(self.home)):
@@ -322,33 +326,33 @@ class OurJob(Job):
 
     @property
     def known(self) -> registry.KnownJob | None:
-        """The entry of this job in the user's registry, also where the job's folder was moved since."""
+        """The entry of this job in the user's registry, even if the job's folder was moved since."""
         file = self.read()
         return registry.known(file.name, self._folders(), file.created_at)
 
     def _folders(self) -> tuple[str, ...]:
-        """Where the job's folder is, and where it was made."""
+        """Return the job's present folder, and the one that it was created in."""
         return tuple(dict.fromkeys((str(self.folder), str(self._made_in()))))
 
     def _made_in(self) -> Path:
-        """The folder that the job was made in, as run.json has it; that of today where it does not say."""
-        with suppress(*UNREADABLE):
-            return Path(msgspec.json.decode(read_plain(self.run_file), type=_MadeIn).folder)
+        """Return the folder that the job was created in, from run.json; the present one if it is not recorded."""
+        with suppress(*READ_ERRORS):
+            return Path(msgspec.json.decode(read_plain(self.run_file), type=_OriginalFolder).folder)
         return self.folder
 
     @property
     def ledger_url(self) -> str | None:
-        """Where its ledger is, None where nobody has said. Raises JobNotFoundError, LedgerError.
+        """The URL of its ledger, None if none is recorded. Raises JobNotFoundError, LedgerError.
 
-        Connection parameters that `check_stored` refuses are believed if the registry has the same URL: then this user
+        Connection parameters that `check_stored` refuses are accepted if the registry has the same URL: then this user
         gave them when the job began.
         """
         from db.engine import check_stored, file_of, masked, resolve
 
         if (url := self.read().ledger) is None:
             return None
-        known = self.known
-        if known is None or known.ledger != masked(url):
+        entry = self.known
+        if entry is None or entry.ledger != masked(url):
             check_stored(url, self.folder / "job.json")
         parsed = resolve(url, self.folder)
         if (file := file_of(parsed)) is not None:
@@ -362,19 +366,19 @@ class OurJob(Job):
         return parsed.render_as_string(hide_password=False)
 
     def set_ledger(self, url: str) -> None:
-        """Remember where the job's ledger is, for the commands that read it."""
+        """Record the URL of the job's ledger, for the commands that read it."""
         from db.engine import masked
 
         self._change(ledger=url)
         _note(self, is_started=True, ledger=masked(url))
 
     def set_uuid(self, uuid: str) -> None:
-        """Remember which job this is, so that no other one's journal is taken for it."""
+        """Record the job's id, so that another job's journal is not taken for its own."""
         if self.read().uuid != uuid:
             self._change(uuid=uuid)
 
     def move_journal(self, path: Path) -> None:
-        """Remember that the journal is on this machine now."""
+        """Record that the journal is now on this machine."""
         self._change(journal=str(path), host=socket.gethostname())
 
     def _change(self, **fields: str) -> None:
@@ -382,13 +386,13 @@ class OurJob(Job):
 
     @property
     def is_writable(self) -> bool:
-        """Whether its folder is ours alone, and may be worked on: not where its file system is read-only."""
+        """Whether its folder is ours alone and writable: not on a read-only file system."""
         return is_own(self.folder) and os.access(self.folder, os.W_OK)
 
 
 def check_ours(job: Job) -> JobFile:
     """Return job.json of a job that is ours, or root's. Raises OwnershipError if anybody else could have written it, or
-    put it there: it, and the folders up to RESIHP_HOME; FileNotFoundError and others if it is not there, or none."""
+    replaced it or the folders up to RESIHP_HOME; FileNotFoundError and others if it is missing or invalid."""
     for folder in (job.home, job.folder.parent, job.folder):
         check_folder(folder)
     check_above(job.home)
@@ -396,28 +400,28 @@ def check_ours(job: Job) -> JobFile:
 
 
 def ours(job: Job) -> OurJob | None:
-    """Return the job as one that is ours, or root's; None where somebody else could have written in its folder."""
+    """Return the job as one that is ours, or root's; None if somebody else could have written in its folder."""
     if isinstance(job, OurJob):
         return job
     try:
         check_ours(job)
-    except (OwnershipError, *UNREADABLE):
+    except (OwnershipError, *READ_ERRORS):
         return None
     return OurJob(job.name, job.folder)
 
 
-def not_ours(job: Job, what: str) -> OwnershipError:
-    """Say why something is not done to a job that is not ours."""
+def not_ours(job: Job, action: str) -> OwnershipError:
+    """Return an error that explains why an action is refused for a job that is not ours."""
     try:
         check_ours(job)
-    except (OwnershipError, *UNREADABLE) as error:
-        return OwnershipError(f"job {job.name}: {what}: {error}")
-    return OwnershipError(f"job {job.name}: {what}")
+    except (OwnershipError, *READ_ERRORS) as error:
+        return OwnershipError(f"job {job.name}: {action}: {error}")
+    return OwnershipError(f"job {job.name}: {action}")
 
 
 def is_journal_of(uuid: str, records: Sequence[journal.Record]) -> bool:
-    """Whether a journal is that of the job of this uuid, and not of an earlier one in a folder of the same name; also
-    where nothing is known of one of them."""
+    """Return whether a journal belongs to the job with this uuid, and not to an earlier one in a folder of the same
+    name. True if one of the two is unknown."""
     from resihp.record.job_uuid import job_uuid
 
     if not uuid or not records:
@@ -435,12 +439,12 @@ def has_ended(records: Sequence[journal.Record]) -> bool:
 
 
 def home() -> Path:
-    """RESIHP_HOME, or else `.resihp` in the current folder. Raises OwnershipError for the latter where it is somebody
-    else's: whoever works in a folder that others write to has not asked for what they put there."""
+    """Return RESIHP_HOME, or else `.resihp` in the current folder. Raises OwnershipError if the latter is another
+    user's: working in a folder that others write to must not mean using the files that they put there."""
     if named := os.environ.get("RESIHP_HOME"):
         return Path(named).absolute()
     here = Path(".resihp").absolute()
-    if owner := somebody_elses(here):
+    if owner := other_owner(here):
         raise OwnershipError(
             f"{here}: belongs to {owner}; a .resihp of another user is not used by default. To use it: "
             f"RESIHP_HOME={shlex.quote(str(here))}"
@@ -449,13 +453,13 @@ def home() -> Path:
 
 
 def slurm_job_of(name: str) -> str | None:
-    """The Slurm job that a run of this name was in; None for one without Slurm."""
+    """Return the Slurm job of a run of this name; None for a run without Slurm."""
     match = SLURM_NAME.fullmatch(name)
     return match[1] if match else None
 
 
 def entry_of(job: Job, file: JobFile) -> registry.KnownJob:
-    """What the registry is told of a job that begins."""
+    """Return the registry's entry for a job that begins."""
     slurm_job = slurm_job_of(job.name) or ""
     return registry.KnownJob(
         name=job.name,
@@ -471,25 +475,25 @@ def entry_of(job: Job, file: JobFile) -> registry.KnownJob:
 def user_name() -> str:
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # a container has no name for us
+    except (KeyError, OSError):  # in a container, we may have no name
         return str(os.geteuid())
 
 
 def _note(job: OurJob, *, is_started: bool = False, **figures: Any) -> registry.KnownJob | None:
-    """Add something to what the registry has of a job, and return it; nothing of a job of root's. What cannot be
-    written was told when it began.
+    """Add figures to the job's entry in the registry, and return it; nothing for a job of root's. A registry that
+    cannot be written was already reported when the job began.
 
-    `is_started`: the job's own supervisor asks, so the entry is proof that this user started the job. Other commands
-    may look at a job that came out of an archive: an entry that they make says so (`KnownJob.only_seen`).
+    `is_started`: called by the job's own supervisor, so the entry is proof that this user started the job. Other
+    commands may look at a job that came out of an archive: their entries say so (`KnownJob.only_seen`).
     """
     if not job.is_writable:
         return None
 
     def change(entry: registry.KnownJob | None) -> registry.KnownJob:
-        known = job.known
-        if known is None:
-            known = msgspec.structs.replace(entry or begins, only_seen=not is_started)
-        return msgspec.structs.replace(known, folder=begins.folder, **figures)
+        entry_now = job.known
+        if entry_now is None:
+            entry_now = msgspec.structs.replace(entry or begins, only_seen=not is_started)
+        return msgspec.structs.replace(entry_now, folder=begins.folder, **figures)
 
     with suppress(JobNotFoundError):
         begins = entry_of(job, job.read())
@@ -499,8 +503,8 @@ def _note(job: OurJob, *, is_started: bool = False, **figures: Any) -> registry.
 
 
 def note_end(job: OurJob, exit_code: int | None = None) -> registry.KnownJob | None:
-    """Tell the registry how a job ended and how far it came, as its journal has it; of one without a journal, with what
-    it exited, or that it never began. Nothing depends on it, and nothing is raised."""
+    """Record in the registry how a job ended and how far it came, from its journal; for a job without a journal, its
+    exit code, or that it never began. Nothing depends on it, and nothing is raised."""
     from resihp.record import fold, journal
     from resihp.record.state import JobRecord
 
@@ -527,18 +531,19 @@ def note_end(job: OurJob, exit_code: int | None = None) -> registry.KnownJob | N
 
 
 def take_lock(job: OurJob) -> int | None:
-    """Become the one who may write the job's journal: a descriptor to keep open, or None if somebody else is."""
+    """Take the lock that permits writing the job's journal; return a descriptor to keep open, None if another process
+    has it."""
     return lock_file(job.folder / LOCK_NAME)
 
 
 def _is_gone(starter: str) -> bool:
-    """Whether the process of this machine has ended; not of one that nothing is known of."""
+    """Return whether this process of this machine has ended; False if nothing is known of it."""
     pid = starter.partition("/")[0]
     return re.fullmatch(r"[0-9]{1,10}", pid) is not None and identity(int(pid)) != starter
 
 
 def _is_locked(job: Job) -> bool:
-    """Whether somebody supervises the job: from where it was started, or from another node, if that is this one."""
+    """Return whether the job has a supervisor: started from its own node, or as a successor on this machine."""
     own = ours(job)
     try:
         if own is not None and own.is_writable:
@@ -548,9 +553,9 @@ def _is_locked(job: Job) -> bool:
     except OwnershipError:
         if own is not None:
             raise
-        return False  # somebody else's, who has put a link or a pipe there
+        return False  # another user's folder, with a link or a pipe in place of the lock
     except (FileNotFoundError, NotADirectoryError, PermissionError):
-        return False  # another user's job: nobody has led it yet, or we may not even look
+        return False  # another user's job: it never had a supervisor, or we may not look
     if descriptor is None:
         return True
     os.close(descriptor)
@@ -558,7 +563,7 @@ def _is_locked(job: Job) -> bool:
 
 
 def is_succeeded(path: Path) -> bool:
-    """Whether an agent of this machine watches over a successor, which writes this journal."""
+    """Return whether an agent on this machine runs a successor, which then writes this journal."""
     lock = path.with_suffix(".lock")
     try:
         descriptor = lock_file(lock, look=True)

@@ -1,9 +1,9 @@
-"""Jobs on disk: where new ones are made, how one is found by its name, what becomes of one whose supervisor is dead.
+"""Jobs on disk: creating a job's folder, finding a job by its name, and ending a job whose supervisor is dead.
 
-A job is called after the Slurm job that it runs in, `1234`, or `1234_5` in an array, and once Slurm has run that again
-`1234-r1`, `1234-r2`; a further one in the same allocation is `1234-2`; without Slurm it is `local-<n>`. Its folder is
-`wrapper.job_files`'. A user's jobs of all homes are known to a registry (`wrapper.registry`), so that a name is
-understood from any folder. Used by every command that names a job. Never talks to a running job.
+A job is named after its Slurm job, `1234`, or `1234_5` in an array, and after Slurm has requeued that, `1234-r1`,
+`1234-r2`; a further one in the same allocation is `1234-2`; without Slurm it is `local-<n>`. `wrapper.job_files`
+describes its folder. A registry (`wrapper.registry`) knows a user's jobs of all homes, so that a name is understood in
+any folder. Used by every command that names a job. Never talks to a running job.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ if TYPE_CHECKING:
     from resihp.record.journal import Record
 
 LOCK_PATIENCE_S = 2.0
-"""Commands that look whether a job is alive hold its lock for a moment."""
-MOST_HOMES = 3
-"""Named of others."""
+"""How long to wait for the lock: commands that check whether a job is alive hold it for a moment."""
+MAX_HOMES = 3
+"""Most other homes that are named in a message."""
 
 _ID = re.compile(r"(?!\d+$)[0-9a-f]{8}[0-9a-f-]{0,28}")
-"""Of a job, in its ledger, or how that begins; digits alone are a number of Slurm's, which may be mistyped."""
+"""A job's id in its ledger, or its beginning; digits alone are a Slurm job's number, perhaps a mistyped one."""
 _LOCAL_NAME = re.compile(r"local-(\d+)")
 
 
 def close_home() -> None:
-    """See to it that nobody else can put a job into this home, if there is one.
+    """Make sure that nobody else can put a job into this home, if it exists.
 
-    `jobs` is made by us alone: where an older version left it to the umask, others may no longer write it. Raises
-    OwnershipError if the home, or what is above it, is open to others.
+    `jobs` is created by us alone: if an older version left its mode to the umask, write permission of others is
+    removed. Raises OwnershipError if the home, or a folder above it, is writable by others.
     """
     jobs = home() / "jobs"
     if not jobs.parent.is_dir():
@@ -69,14 +69,14 @@ def close_home() -> None:
     check_folder(jobs.parent)
     check_above(jobs.parent)
     with suppress(FileNotFoundError):
-        found = jobs.stat()
-        if found.st_uid == os.geteuid() and found.st_mode & 0o022:
-            jobs.chmod(found.st_mode & 0o7755)
+        status = jobs.stat()
+        if status.st_uid == os.geteuid() and status.st_mode & 0o022:
+            jobs.chmod(status.st_mode & 0o7755)
         check_folder(jobs)
 
 
 def _make_jobs() -> Path:
-    """The folder of all jobs, for its owner alone whatever the umask. Raises OSError, OwnershipError."""
+    """Create the folder of all jobs, for its owner alone whatever the umask. Raises OSError, OwnershipError."""
     jobs = home() / "jobs"
     for folder in (jobs.parent, jobs):
         with suppress(FileExistsError):
@@ -86,7 +86,7 @@ def _make_jobs() -> Path:
 
 
 def create_local_job() -> OurJob:
-    """Make the folder, key and journal place of the next `local-<n>`; safe against others doing the same."""
+    """Create folder, key and journal folder of the next `local-<n>`; safe against other processes that do the same."""
     jobs = home() / "jobs"
     try:
         _make_jobs()
@@ -104,7 +104,7 @@ def create_local_job() -> OurJob:
 
 
 def create_slurm_job(job_id: str, restart_count: int) -> OurJob:
-    """Make the folder, key and journal place of a run of this Slurm job."""
+    """Create folder, key and journal folder of a run of this Slurm job."""
     jobs = home() / "jobs"
     name = f"{job_id}-r{restart_count}" if restart_count else job_id
     try:
@@ -122,9 +122,9 @@ def create_slurm_job(job_id: str, restart_count: int) -> OurJob:
         ) from error
 
 
-def runs_of(job_id: str, of: Path | None = None) -> list[Job]:
-    """What has run in this Slurm job, newest first; `of`: in that home."""
-    return [job for job in all_jobs(of) if slurm_job_of(job.name) == job_id]
+def runs_of(job_id: str, in_home: Path | None = None) -> list[Job]:
+    """Return the runs of this Slurm job, newest first; `in_home`: of that home."""
+    return [job for job in all_jobs(in_home) if slurm_job_of(job.name) == job_id]
 
 
 def _furnish(job: OurJob) -> OurJob:
@@ -143,7 +143,7 @@ def _furnish(job: OurJob) -> OurJob:
     write_private(job.folder / "job.json", msgspec.json.encode(file))
     if trouble := registry.save(entry_of(job, file)):
         print(
-            f"resihp: warning: {trouble}; this job is found from {home().parent} alone, and a ledger outside of "
+            f"resihp: warning: {trouble}; this job is found only from {home().parent}, and a ledger outside of "
             f"{home()} is shown only with --ledger URL",
             file=sys.stderr,
         )
@@ -151,9 +151,10 @@ def _furnish(job: OurJob) -> OurJob:
 
 
 def _local_place(job: Job) -> Path:
-    """A folder on local disk that no other job shares: names repeat between homes, so their folder's digest is in it.
+    """Create a folder on local disk for this job alone: names repeat between homes, so its name has a digest of the
+    job's folder.
 
-    Raises UsageError if the folder for all jobs is open to somebody else, who could forge what we find there.
+    Raises UsageError if the folder for all jobs is writable by others, who could forge our files there.
     """
     root = Path(os.environ.get("RESIHP_LOCAL") or f"/var/tmp/resihp-{os.getuid()}").absolute()
     try:
@@ -163,7 +164,7 @@ def _local_place(job: Job) -> Path:
         check_folder(root, "RESIHP_LOCAL")
         check_above(root, "RESIHP_LOCAL")
         place = root / _place_name(job)
-        if place.exists():  # of a job in a folder that was removed since
+        if place.exists():  # of an earlier job that was removed since
             shutil.rmtree(place)
         place.mkdir(mode=0o700)
     except OSError as error:
@@ -172,37 +173,38 @@ def _local_place(job: Job) -> Path:
 
 
 def _place_name(job: Job) -> str:
-    """What the folder of its journal is called, if the job's folder has not been moved since."""
+    """Return the name of the journal's folder, assuming that the job's folder has not been moved."""
     digest = hashlib.sha256(str(job.folder.resolve()).encode()).hexdigest()[:10]
     return f"{job.name}-{digest}"
 
 
-def all_jobs(of: Path | None = None) -> list[Job]:
-    """The jobs of this home, or the one named, newest first."""
-    jobs = (of or home()) / "jobs"
+def all_jobs(in_home: Path | None = None) -> list[Job]:
+    """Return the jobs of this home, or of the one named, newest first."""
+    jobs = (in_home or home()) / "jobs"
     try:
         folders = list(jobs.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return []
     except (OSError, ValueError) as error:
-        raise UsageError(f"{jobs}: cannot be looked at: {getattr(error, 'strerror', None) or error}") from error
-    found: list[tuple[float, str, Job]] = []
+        raise UsageError(f"{jobs}: cannot be listed: {getattr(error, 'strerror', None) or error}") from error
+    jobs_by_age: list[tuple[float, str, Job]] = []
     for folder in folders:
         job = Job(folder.name, folder)
         try:
-            found.append((job.read().created_at, job.name, job))
+            jobs_by_age.append((job.read().created_at, job.name, job))
         except JobNotFoundError:
-            continue  # half made, or not ours
-    return [job for _, _, job in sorted(found, key=lambda item: item[:2], reverse=True)]
+            continue  # incomplete, or not ours
+    return [job for _, _, job in sorted(jobs_by_age, key=lambda item: item[:2], reverse=True)]
 
 
 def find_job(name: str | None = None, *, acts: bool = False) -> Job:
-    """The job of that name, the newest one without a name; of a Slurm job that was run again, its newest run.
+    """Return the job of that name, the newest one without a name; of a Slurm job that was requeued, its newest run.
 
-    In this home first, then among the user's jobs of all others; what is no name may be how an id begins. A path names
-    the job in that folder. `acts`: something is to be done to it, so one of another home has to be named.
+    This home is searched first, then the user's jobs of all other homes; a string that is no name may be the beginning
+    of an id. A path names the job in that folder. `acts`: the command changes the job, so a job of another home has to
+    be named.
 
-    Raises JobNotFoundError naming near matches, UsageError with the choices where several other homes have that name.
+    Raises JobNotFoundError with similar names, UsageError with the choices if several other homes have that name.
     """
     if name is not None and os.sep in name:
         return _in_folder(Path(name).absolute())
@@ -214,29 +216,29 @@ def find_job(name: str | None = None, *, acts: bool = False) -> Job:
     for job in jobs:
         if _is_named(job.name, name):
             return job
-    known, wrong = registry.entries(lambda other: _is_named(other, name))
-    there = {entry.home: entry for entry in reversed(known) if is_there(entry)}  # the newest of each home
-    if len(there) == 1:
-        return job_of(*there.values())
-    if there:
-        choices = "".join(f"\n{_choice(entry)}" for entry in reversed(there.values()))
-        raise UsageError(f"job {name}: not in {home()}, and in {len(there)} others; name one by its folder:{choices}")
-    if known:
-        raise JobNotFoundError(f"job {name}: {gone(known[0])}")
+    matches, wrong = registry.entries(lambda other: _is_named(other, name))
+    by_home = {entry.home: entry for entry in reversed(matches) if is_there(entry)}  # the newest of each home
+    if len(by_home) == 1:
+        return job_of(*by_home.values())
+    if by_home:
+        choices = "".join(f"\n{_choice(entry)}" for entry in reversed(by_home.values()))
+        raise UsageError(f"job {name}: not in {home()}, and in {len(by_home)} others; name one by its folder:{choices}")
+    if matches:
+        raise JobNotFoundError(f"job {name}: {gone(matches[0])}")
     if _ID.fullmatch(name) and (of_that_id := _with_id(name, jobs)):
         if len(of_that_id) == 1:
             return of_that_id[0]
-        raise UsageError(f"job {name}: the ids of {len(of_that_id)} jobs begin so; give more of it")
+        raise UsageError(f"job {name}: {len(of_that_id)} jobs have ids that begin with it; give more of it")
     if wrong:
         raise JobNotFoundError(f"job {name}: not in {home()}; whether it is in another folder of yours: {wrong[0]}")
     near = difflib.get_close_matches(name, dict.fromkeys([*(job.name for job in jobs), *registry.names()]), n=3)
-    hint = f"did you mean {' or '.join(near)}?" if near else "resihp jobs --all lists those that are"
+    hint = f"did you mean {' or '.join(near)}?" if near else "resihp jobs --all lists all jobs"
     raise JobNotFoundError(f"job {name}: not in {home()}, nor in another folder of yours; {hint}")
 
 
 def id_of(job: Job) -> str | None:
-    """What its ledger knows it by (`resihp history jobs`), as job.json says, or what its journal begins with; None
-    where neither tells."""
+    """Return the job's id in its ledger (`resihp history jobs`), from job.json, or from the first record of its
+    journal; None if neither has it."""
     from resihp.record import journal_file
     from resihp.record.job_uuid import job_uuid
 
@@ -251,14 +253,14 @@ def id_of(job: Job) -> str | None:
 
 
 def _with_id(begins: str, here: Sequence[Job]) -> list[Job]:
-    """Of this home and of all others, those whose ids begin so."""
+    """Return the jobs, of this home and of all others, whose ids begin so."""
     others = [job_of(entry) for entry in registry.entries()[0] if is_there(entry)]
-    every = {job.folder: job for job in (*here, *others)}.values()
-    return [job for job in every if (found := id_of(job)) is not None and found.startswith(begins)]
+    candidates = {job.folder: job for job in (*here, *others)}.values()
+    return [job for job in candidates if (uuid := id_of(job)) is not None and uuid.startswith(begins)]
 
 
 def no_job_here() -> JobNotFoundError:
-    """What to say where this home has no job."""
+    """Return the error for a home without jobs."""
     homes, (_, wrong) = other_homes(), registry.entries()
     where = f"; you have jobs in {named(homes)}: set RESIHP_HOME to one of them, or name a job" if homes else ""
     unread = f"; {wrong[0]}" if wrong else ""
@@ -266,20 +268,20 @@ def no_job_here() -> JobNotFoundError:
 
 
 def other_homes() -> list[str]:
-    """Where else the user has jobs that can be seen from here, the one with the newest first."""
+    """Return other homes of the user with jobs that are visible from here, the one with the newest job first."""
     here = str(home())
     homes = dict.fromkeys(entry.home for entry in registry.entries()[0] if entry.home != here)
-    return [each for each in homes if Path(each, "jobs").is_dir()]
+    return [folder for folder in homes if Path(folder, "jobs").is_dir()]
 
 
 def named(homes: Sequence[str]) -> str:
-    """The first ones, and how many there are beside."""
-    more = len(homes) - MOST_HOMES
-    return ", ".join(homes[:MOST_HOMES]) + (f" and {more} more" if more > 0 else "")
+    """Return the first homes, and the number of further ones."""
+    more = len(homes) - MAX_HOMES
+    return ", ".join(homes[:MAX_HOMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def is_there(entry: registry.KnownJob) -> bool:
-    """Whether the folder of a known job still holds that job."""
+    """Return whether the folder of a registered job still holds that job."""
     try:
         return job_of(entry).read().created_at == entry.began_at
     except JobNotFoundError:
@@ -287,11 +289,11 @@ def is_there(entry: registry.KnownJob) -> bool:
 
 
 def gone(entry: registry.KnownJob) -> str:
-    """Of a job whose folder is not there, in words."""
+    """Explain why a registered job's folder is missing."""
     if entry.state == registry.QUEUED:
         at = f"{datetime.fromtimestamp(entry.began_at, UTC):%m-%d %H:%M:%S} UTC"
         number = entry.slurm_job
-        how = f"squeue --start --jobs={number} tells when it may, scancel {number} ends it"
+        how = f"squeue --start --jobs={number} shows when it may begin, scancel {number} ends it"
         return f"submitted {at} and has not begun; {how}"
     if entry.host != socket.gethostname():
         return f"its folder {entry.folder} is not seen from here; it was made on {entry.host}: look there"
@@ -313,7 +315,7 @@ def _in_folder(folder: Path) -> Job:
 
 
 def is_our_home(home: Path) -> bool:
-    """Whether a home is there and is ours, or root's: what lies in it is believed, and may be changed."""
+    """Return whether a home exists and is ours, or root's: then its files are trusted, and may be changed."""
     try:
         check_our_home(home)
     except OwnershipError:
@@ -322,32 +324,32 @@ def is_our_home(home: Path) -> bool:
 
 
 def check_our_home(home: Path) -> Path:
-    """Return a home that is ours, or root's, or not there yet. Raises OwnershipError if others could have put
-    something into it, which is neither believed nor written over."""
+    """Return a home that is ours, or root's, or does not exist yet. Raises OwnershipError if others could have put
+    files into it, which are neither trusted nor overwritten."""
     try:
         check_folder(home)
         check_above(home)
     except FileNotFoundError:
         return home
     except (OSError, ValueError) as error:
-        raise OwnershipError(f"{home}: cannot be looked at: {error}; set RESIHP_HOME to another") from error
+        raise OwnershipError(f"{home}: cannot be checked: {error}; set RESIHP_HOME to another") from error
     return home
 
 
-def our_jobs(of: Path | None = None) -> list[OurJob]:
-    """Those of `all_jobs` that are ours."""
-    return [own for job in all_jobs(of) if (own := ours(job)) is not None]
+def our_jobs(in_home: Path | None = None) -> list[OurJob]:
+    """Return those of `all_jobs` that are ours."""
+    return [own for job in all_jobs(in_home) if (own := ours(job)) is not None]
 
 
 def _newest_elsewhere() -> Job:
-    found = next(filter(is_there, registry.entries()[0]), None)
-    if found is None:
+    entry = next(filter(is_there, registry.entries()[0]), None)
+    if entry is None:
         raise no_job_here()
     print(
-        f"resihp: no job in {home()}; this is your newest, {found.name} in {found.folder} (host {found.host})",
+        f"resihp: no job in {home()}; using your newest, {entry.name} in {entry.folder} (host {entry.host})",
         file=sys.stderr,
     )
-    return job_of(found)
+    return job_of(entry)
 
 
 def _choice(entry: registry.KnownJob) -> str:
@@ -359,7 +361,7 @@ def _choice(entry: registry.KnownJob) -> str:
 
 
 def hold_lock(job: OurJob) -> int:
-    """Take the job's lock, for good. Raises UsageError when somebody else has it."""
+    """Take the job's lock until this process ends. Raises UsageError if another process has it."""
     deadline = time.monotonic() + LOCK_PATIENCE_S
     while (lock := take_lock(job)) is None:
         if time.monotonic() > deadline:
@@ -369,12 +371,12 @@ def hold_lock(job: OurJob) -> int:
 
 
 def finish_dead_job(job: OurJob, reason: str = "the supervisor was found dead", *, locked: bool = False) -> bool:
-    """Write the end of a job that nobody supervises any more; True if that was to be done.
+    """Write the end of a job that has no supervisor any more; return whether that was needed.
 
-    A no-op while a supervisor holds the lock, for a job that has ended or has not begun, where the journal is on
-    another machine, for another user's, and where the folder is read-only. What a job has said of its end stands: where
-    its exit code or the copy of its journal is there, nothing is written over, and an original that does not tell the
-    end is restored from the copy. The ledger catches up with the journal. `locked`: our guardian has the lock for us.
+    Does nothing while a supervisor holds the lock, for a job that has ended or has not begun, if the journal is on
+    another machine, for another user's job, and if the folder is read-only. A job's own record of its end is kept: if
+    its exit code or the copy of its journal exists, nothing is overwritten, and an original that lacks the end is
+    restored from the copy. The ledger catches up with the journal. `locked`: our guardian has the lock for us.
     """
     from resihp.record import journal, journal_file
 
@@ -382,11 +384,10 @@ def finish_dead_job(job: OurJob, reason: str = "the supervisor was found dead", 
     if not job.is_writable or not is_own(path.parent) or not path.exists():
         return False
     if path.parent.name != _place_name(job) and not job.may_name(path):
-        return (
-            False  # its folder may have been unpacked from somebody's archive, and that file be another job's, or none
-        )
+        # its folder may come from another user's archive, and that file may be another job's, or not a journal
+        return False
     if job.read().host != socket.gethostname() and not locked:
-        return False  # of an earlier job of that name, whose journal is on this machine
+        return False  # the journal is an earlier job's of that name on this machine
     if is_succeeded(path):
         return False
     lock = None if locked else take_lock(job)
@@ -436,8 +437,8 @@ def _warn(text: str) -> None:
 
 
 def _is_restored(job: OurJob, records: Sequence[Record]) -> bool:
-    """Put the copy of the journal in the place of the original, `records`, if it tells the job's end and begins as the
-    original does; whether that was done."""
+    """Restore the original journal, whose content is `records`, from its copy, if the copy has the job's end and begins
+    as the original does; return whether that was done."""
     from resihp.record import journal_file
 
     try:
@@ -446,7 +447,7 @@ def _is_restored(job: OurJob, records: Sequence[Record]) -> bool:
         return False
     if not has_ended(copied) or not is_journal_of(job.read().uuid, copied) or (records and copied[0] != records[0]):
         return False
-    with suppress(OSError):  # as where a folder has its name
+    with suppress(OSError):  # for example if a folder has the journal's name
         write_private(job.journal_file, read_plain(job.journal_copy, journal_file.MAX_FILE_BYTES), sync=True)
         return True
     return False

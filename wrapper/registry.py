@@ -1,12 +1,13 @@
-"""A user's jobs, wherever their folders are: one small file for each job, so that commands find them from any folder.
+"""Registry of a user's jobs, wherever their folders are: one small file for each job, so that commands find it from
+anywhere.
 
-`<RESIHP_STATE, default $XDG_STATE_HOME/resihp or ~/.local/state/resihp>/jobs/<job>.<digest>.json`, ours alone. It is
-written when a job is submitted, when its folder is made, when its ledger is known, and when it ends. It may be on NFS
-and written from many hosts: each job has a file of its own, which is replaced whole. It only says where to look: what
-is true of a job stands in its folder, and nothing that is run comes from here; but what a folder says of other places
-is believed only of a job that is known here. No training depends on it:
-what cannot be written is told once, and a file system that hangs is left alone. Written by `wrapper.job_files` and
-`resihp submit`; read by `wrapper.job_folder`, and by `resihp jobs`.
+`<RESIHP_STATE, default $XDG_STATE_HOME/resihp or ~/.local/state/resihp>/jobs/<job>.<digest>.json`, ours alone. A file
+is written when a job is submitted, when its folder is created, when its ledger is known, and when it ends. It may be on
+NFS and written from many hosts: each job has its own file, which is replaced as a whole. It only says where to look: a
+job's state is in its folder, and no program is started from here. But paths outside of a job's folder are trusted only
+if the job is registered here. No training depends on the registry: a failed write is reported once, and a file system
+that hangs is left alone. Written by `wrapper.job_files` and `resihp submit`; read by `wrapper.job_folder`, and by
+`resihp jobs`.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ import msgspec
 from resihp.errors import OwnershipError
 from wrapper.strict_modes import is_own, read_own, write_private
 
-MOST_BYTES = 64 << 10
-"""Of a file; ours have some hundred."""
-PATIENCE_S = 2.0
-"""How long a job waits for the file system that the registry, or a list beside it, is on."""
+MAX_ENTRY_BYTES = 64 << 10
+"""Limit for one file; ours have a few hundred bytes."""
+ANSWER_TIMEOUT_S = 2.0
+"""How long a job waits for the file system of the registry, or of a list beside it."""
 
 LATEST_S = 2.5e11
-"""In the year 9892; no job was then, and what reckons with such times fails."""
+"""Latest valid time, in the year 9892; later ones make calendar functions fail."""
 
 _FILE_NAME = re.compile(r"(?P<job>[^./]+)\.[0-9a-f]{16}\.json")
 
@@ -40,12 +41,12 @@ QUEUED = "queued"
 
 
 class KnownJob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One job. Times: UTC, seconds since 1970. `host`: where its folder was made; `ledger`: without passwords.
+    """One job. Times: UTC, seconds since 1970. `host`: where its folder was created; `ledger`: without passwords.
 
-    `nodes` and what follows are noted at its end; until then `state` is "running". `iterations`: the last committed.
-    One that was submitted is `QUEUED` and began then; where it begins there is another entry of its Slurm job.
-    `only_seen`: a command that looked at a home made the entry, and no process of the job; the folder may have come out
-    of an archive, so the entry is no proof that this user started the job.
+    `nodes` and the fields after it are recorded at the job's end; until then `state` is "running". `iterations`: the
+    last committed one. A submitted job is `QUEUED`, and `began_at` is the time of submission; when it begins, there is
+    another entry of its Slurm job. `only_seen`: the entry was made by a command that looked at a home, not by a process
+    of the job; the folder may have come out of an archive, so the entry is no proof that this user started the job.
     """
 
     name: str
@@ -70,12 +71,12 @@ class KnownJob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def home(self) -> str:
-        """The RESIHP_HOME that it is in."""
+        """The RESIHP_HOME of the job."""
         return str(Path(self.folder).parent.parent)
 
 
 def place() -> Path | None:
-    """The folder of all entries; None for a user without a home."""
+    """Return the folder of all entries; None for a user without a home."""
     if state := os.environ.get("RESIHP_STATE"):
         return Path(state).absolute() / "jobs"
     if state := os.environ.get("XDG_STATE_HOME"):
@@ -86,19 +87,20 @@ def place() -> Path | None:
 
 
 def file_of(name: str, folder: str, began_at: float) -> Path | None:
-    """Whose file that is: another host's folder of that path, or a later job in it, began at another moment."""
+    """Return the path of an entry. It depends on `began_at`, since another host's folder of that path, or a later job
+    in it, began at another moment."""
     root = place()
     digest = hashlib.sha256(f"{folder}\0{began_at!r}".encode()).hexdigest()[:16]
     return None if root is None else root / f"{name}.{digest}.json"
 
 
 def knows(name: str, folders: Iterable[str], began_at: float) -> bool:
-    """Tell whether the user began the job of that name at that moment in one of these folders."""
+    """Return whether the user began the job of that name at that moment in one of these folders."""
     return known(name, folders, began_at) is not None
 
 
 def known(name: str, folders: Iterable[str], began_at: float) -> KnownJob | None:
-    """Return the entry of the job of that name that the user began at that moment in one of these folders; not one
+    """Return the entry of the job of that name that the user began at that moment in one of these folders; not an entry
     that is `only_seen`."""
     files = [file_of(name, folder, began_at) for folder in folders]
     entries_there = (_read(file) for file in files if file is not None and is_own(file.parent))
@@ -106,7 +108,7 @@ def known(name: str, folders: Iterable[str], began_at: float) -> KnownJob | None
 
 
 def save(entry: KnownJob) -> str:
-    """Write an entry; what was in the way, or empty."""
+    """Write an entry; return the reason if that failed, else an empty string."""
     path = file_of(entry.name, entry.folder, entry.began_at)
     if path is None:
         return "you have no home folder here; set RESIHP_STATE"
@@ -114,7 +116,8 @@ def save(entry: KnownJob) -> str:
 
 
 def note(job: KnownJob, change: Callable[[KnownJob | None], KnownJob]) -> str:
-    """Write what `change` makes of a job's entry, None if there is none to be read; what was in the way, or empty."""
+    """Replace a job's entry by `change(entry)`, with None if it cannot be read; return the reason if that failed, else
+    empty."""
     path = file_of(job.name, job.folder, job.began_at)
     if path is None:
         return "no place"
@@ -122,34 +125,34 @@ def note(job: KnownJob, change: Callable[[KnownJob | None], KnownJob]) -> str:
 
 
 def entries(wanted: Callable[[str], bool] = lambda name: True) -> tuple[list[KnownJob], list[str]]:
-    """Entries of jobs whose names are wanted, newest first; and what could not be read, in words."""
+    """Return the entries of jobs whose names are wanted, newest first; and messages about unreadable files."""
     root = place()
     if root is None or not root.is_dir():
         return [], []
     if not is_own(root):
         return [], [f"{root}: is not yours alone, and not read; set RESIHP_STATE to a folder of yours"]
-    found: list[KnownJob] = []
+    readable: list[KnownJob] = []
     wrong: list[str] = []
     for path, name in _files(root):
         if not wanted(name):
             continue
         try:
-            found.append(_decoded(read_own(path, MOST_BYTES)))
+            readable.append(_decoded(read_own(path, MAX_ENTRY_BYTES)))
         except FileNotFoundError:
-            continue  # another command has just dropped it
+            continue  # another command has just removed it
         except (OSError, OwnershipError, ValueError, RecursionError) as error:
             wrong.append(f"{path}: left out: {error}; it may be removed")
-    return sorted(found, key=lambda entry: (entry.began_at, entry.name), reverse=True), wrong
+    return sorted(readable, key=lambda entry: (entry.began_at, entry.name), reverse=True), wrong
 
 
 def names() -> list[str]:
-    """Of all jobs, without a look into their files."""
+    """Return the names of all jobs, without reading their files."""
     root = place()
     return [] if root is None or not root.is_dir() or not is_own(root) else [name for _, name in _files(root)]
 
 
 def drop(entry: KnownJob) -> None:
-    """Forget a job whose folder is gone."""
+    """Remove the entry of a job whose folder is gone."""
     path = file_of(entry.name, entry.folder, entry.began_at)
     with suppress(OSError):
         if path is not None:
@@ -157,24 +160,24 @@ def drop(entry: KnownJob) -> None:
 
 
 def _files(root: Path) -> Iterator[tuple[Path, str]]:
-    with suppress(OSError), os.scandir(root) as there:
-        for each in there:
-            if match := _FILE_NAME.fullmatch(each.name):
-                yield root / each.name, match["job"]
+    with suppress(OSError), os.scandir(root) as directory:
+        for item in directory:
+            if match := _FILE_NAME.fullmatch(item.name):
+                yield root / item.name, match["job"]
 
 
 def _decoded(content: bytes) -> KnownJob:
-    """Raises ValueError for what is no entry (msgspec's errors and those of text are such)."""
+    """Decode an entry. Raises ValueError if it is invalid (errors of msgspec and of text encodings are ValueErrors)."""
     entry = msgspec.json.decode(content, type=KnownJob)
     times = (entry.began_at, entry.ended_at or 0.0, entry.last_iteration_at or 0.0)
     if not entry.folder.startswith("/") or not all(abs(time_s) < LATEST_S for time_s in times):
-        raise ValueError("names no folder, or a time that no calendar has")
+        raise ValueError("has no absolute folder, or an invalid time")
     return entry
 
 
 def _read(path: Path) -> KnownJob | None:
     with suppress(OSError, OwnershipError, ValueError, RecursionError):
-        return _decoded(read_own(path, MOST_BYTES))
+        return _decoded(read_own(path, MAX_ENTRY_BYTES))
     return None
 
 
@@ -188,8 +191,9 @@ def _write(path: Path, entry: KnownJob) -> None:
 
 
 def promptly(work: Callable[[], None], where: str) -> str:
-    """Do it, unless that takes longer than anybody should wait: then it goes on behind, or never ends."""
-    trouble = [f"{where}: no answer for {PATIENCE_S:.0f} s"]
+    """Run `work` in a thread, for at most `ANSWER_TIMEOUT_S`; return the reason if it failed or is not done, else
+    empty. Unfinished work goes on in the background."""
+    trouble = [f"{where}: no answer for {ANSWER_TIMEOUT_S:.0f} s"]
 
     def attempt() -> None:
         try:
@@ -200,5 +204,5 @@ def promptly(work: Callable[[], None], where: str) -> str:
 
     thread = threading.Thread(target=attempt, name="registry of jobs", daemon=True)
     thread.start()
-    thread.join(PATIENCE_S)
+    thread.join(ANSWER_TIMEOUT_S)
     return trouble[0]

@@ -27,7 +27,7 @@ from tests.db.exports import files_of, sealed
 from tests.db.later_schema import add_later_schema, moved_to
 from tests.db.test_migrate import contents, execute, steps
 from wrapper.commands import db as commands
-from wrapper.sinks.deferred_ledger import LateLedger
+from wrapper.sinks.deferred_ledger import DeferredLedger
 
 NEWER = "0099"
 Urls = Callable[[], str]
@@ -162,7 +162,7 @@ def test_a_job_that_begins_on_one_that_it_may_not_write(
         tried.append(1)
         return Ledger.open(url, tmp_path, say=heard, journal_path=tmp_path / "journal")
 
-    ledger = LateLedger(opened, tmp_path / "journal", heard, pause_s=0.0)
+    ledger = DeferredLedger(opened, tmp_path / "journal", heard, pause_s=0.0)
     for record in records:
         ledger.submit(record)
         ledger.telemetry([(1, 1, 0, 0.5, 0.4)])

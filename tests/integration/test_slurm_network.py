@@ -11,7 +11,7 @@ import pytest
 from resihp.record.journal import LeaderChosen
 from tests.integration.slurm_jobs import ITERATIONS, Desk, MakeCluster, Reference, on_node, training
 from tests.wrapper.launch.test_ports import free_range
-from wrapper.config.values import LEAST_PORTS
+from wrapper.config.values import MIN_PORTS
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -32,7 +32,7 @@ def ports_of(desk: Desk, module: str) -> dict[str, set[int]]:
 def test_all_that_listens_between_nodes_is_inside_the_range_that_is_open(
     cluster: MakeCluster, reference: Reference
 ) -> None:
-    first, last = free_range(LEAST_PORTS)
+    first, last = free_range(MIN_PORTS)
     inside = set(range(first, last + 1))
     desk = Desk(cluster(nodes=4, gpus=1), RESIHP_SLURM__PORTS=f"{first}-{last}")
     desk.pace(0.2)
@@ -59,7 +59,7 @@ def test_all_that_listens_between_nodes_is_inside_the_range_that_is_open(
 
 def test_a_range_without_a_free_port_is_told(cluster: MakeCluster) -> None:
     made = cluster(nodes=1, gpus=1)
-    first, last = free_range(LEAST_PORTS)
+    first, last = free_range(MIN_PORTS)
     desk = Desk(made, RESIHP_SLURM__PORTS=f"{first}-{last}")
     taker = (
         "import socket, subprocess, sys; "

@@ -114,7 +114,7 @@ def test_a_chain_ends_with_its_training_program(cluster: MakeCluster) -> None:
         assert desk.wait(other) == ("FAILED", "93:0"), desk.output(other)
         said = desk.output(other)
         assert f"resihp: job {other}: not started: job {first} of this chain found the training program broken" in said
-        assert "jobs that are submitted from now on go ahead" in said
+        assert "jobs submitted from now on start" in said
         assert not desk.job(other).folder.exists()
     again = desk.submit(description, "--chain", "2").stdout.split()[0]
     assert desk.wait(again) == ("FAILED", "93:0")

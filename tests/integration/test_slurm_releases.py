@@ -101,5 +101,5 @@ def test_a_sites_plugin_may_refuse_a_job_or_change_it(plugged: Cluster) -> None:
         assert desk.wait(name) == ("FAILED", "75:0"), desk.output(name)
         said = desk.output(name)
         assert f"job {name}: not requeued: scontrol: " in said
-        assert "it can be submitted again, to go on from its last checkpoint" in said
+        assert "submit it again to continue from its last checkpoint" in said
         assert desk.of(name, CheckpointCommitted)

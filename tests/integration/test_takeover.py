@@ -321,7 +321,7 @@ def test_a_leader_whose_disk_hangs_leaves_the_job_to_a_successor(job: Job, refer
     before = workers(job)
     with stopped_thread(supervisor_of(job), "journal"):
         left_alone(job, reference, before)
-    assert "its disk does not answer" in log(job, "supervisor.log")
+    assert "the disk does not answer" in log(job, "supervisor.log")
 
 
 def left_alone(job: Job, reference: dict[int, float], before: dict[int, int]) -> None:

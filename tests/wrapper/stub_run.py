@@ -26,7 +26,7 @@ from resihp.process import die_with_parent, inherited_socket
 from wrapper import early_signals
 from wrapper.config.run_spec import load
 from wrapper.supervisor.guardian import guard
-from wrapper.supervisor.process import agents_are_started, bury, heir_of, supervise_with
+from wrapper.supervisor.process import agents_are_started, mark_dead, supervise_with, takeover_source
 
 
 class Nothing:
@@ -90,24 +90,24 @@ def supervise(run_file: str, *arguments: str) -> int:
     request = load(Path(run_file))
     listener = socket.socket(fileno=int(options["--listen"]))
     if "--bury" in options:
-        return bury(request, options["--bury"], listener)
+        return mark_dead(request, options["--bury"], listener)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     die_with_parent(int(options["--parent"]), signal.SIGHUP)
     logging.basicConfig(filename=request.of_job.logs / "supervisor.log")
     nothing: Any = Nothing()
     kind = CONTROLLERS[os.environ.get("STUB_CONTROLLER", "")]
     settings = msgspec.structs.replace(request.settings, start_budget_s=float(os.environ.get("STUB_BUDGET", "600")))
-    controller, heir = kind(settings), None
+    controller, takeover = kind(settings), None
     if "--take-over" in options:
         try:
             are_started = partial(agents_are_started, request)
-            heir = heir_of(request.of_job.journal_file, "", "restarted", are_started=are_started)
+            takeover = takeover_source(request.of_job.journal_file, "", "restarted", are_started=are_started)
         except (ProtocolError, OSError) as error:
             print(f"cannot be taken over: {error}", file=sys.stderr)
-            return bury(request, options["--take-over"], listener)
-        controller = kind.recover(settings, (record.entry for record in heir.records))
+            return mark_dead(request, options["--take-over"], listener)
+        controller = kind.recover(settings, (record.entry for record in takeover.records))
     forks = inherited_socket(int(options["--forks"])) if "--forks" in options else None
-    running = supervise_with(request, controller, nothing, nothing, listener=listener, heir=heir, forks=forks)
+    running = supervise_with(request, controller, nothing, nothing, listener=listener, takeover=takeover, forks=forks)
     return asyncio.run(running)
 
 

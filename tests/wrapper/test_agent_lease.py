@@ -68,4 +68,4 @@ def test_it_connects_to_whom_the_jobs_folder_names_and_tells_its_lease(stub_job:
 def test_without_a_supervisor_to_be_found_it_says_so(stub_job: StubJob) -> None:
     done = subprocess.run(command(request_of(stub_job).save()), capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 1
-    assert "supervisor.json does not tell where its supervisor is" in done.stderr
+    assert "supervisor.json does not have the supervisor's address" in done.stderr

@@ -25,7 +25,7 @@ from wrapper.exit_codes import CANNOT_LEAD, INTERNAL
 from wrapper.job_folder import all_jobs, finish_dead_job, hold_lock
 from wrapper.launch.ports import listen
 from wrapper.supervisor.guardian import supervisor_command
-from wrapper.supervisor.shell import TWICE_S
+from wrapper.supervisor.shell import SAME_SIGNAL_S
 
 FOREVER = "import time\nprint('here', flush=True)\ntime.sleep(3600)\n"
 STUBBORN = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + FOREVER
@@ -229,7 +229,7 @@ def test_second_interrupt_ends_at_once(stub_job: StubJob) -> None:
     assert stub_job.process is not None
     stub_job.process.send_signal(signal.SIGINT)
     stub_job.until(lambda: any(isinstance(entry, JobEnded) for entry in stub_job.entries()))
-    time.sleep(TWICE_S)  # what comes sooner is the same signal, sent to a whole process group
+    time.sleep(SAME_SIGNAL_S)  # what comes sooner is the same signal, sent to a whole process group
     begun = time.monotonic()
     stub_job.process.send_signal(signal.SIGINT)
     assert stub_job.wait(10) == 130

@@ -102,7 +102,7 @@ def test_a_job_is_found_from_another_folder_by_name_by_path_and_as_the_newest(el
     for arguments in (("local-1",), (str(elsewhere.folder),), ()):
         result = ask("status", *arguments, "--json")
         assert json.loads(result.stdout)["job"] == "local-1"
-        told = f"this is your newest, local-1 in {elsewhere.folder} (host {socket.gethostname()})"
+        told = f"using your newest, local-1 in {elsewhere.folder} (host {socket.gethostname()})"
         assert (told in result.stderr) == (not arguments)
     assert json.loads(ask("history", "iterations", "local-1", "--json").stdout)["rows"]
 
@@ -179,7 +179,7 @@ def test_a_folder_that_holds_another_job_by_now_is_not_taken_for_it(
 def test_near_names_are_of_all_homes(elsewhere: Job) -> None:
     with pytest.raises(JobNotFoundError, match="did you mean local-1"):
         find_job("locl-1")
-    with pytest.raises(JobNotFoundError, match="resihp jobs --all lists those that are"):
+    with pytest.raises(JobNotFoundError, match="resihp jobs --all lists all jobs"):
         find_job("99999")
 
 
@@ -191,7 +191,7 @@ def test_all_is_of_this_home_and_says_that_there_are_others(elsewhere: Job) -> N
     record_job(here)
     result = ask("history", "jobs", "--all", "--json")
     assert len(json.loads(result.stdout)["rows"]) == 1
-    assert f"jobs of this home alone; others of yours are in {other}" in result.stderr
+    assert f"only jobs of this home; other jobs of yours are in {other}" in result.stderr
 
 
 # --- what cannot be believed, read or written -----------------------------------------------------------------------
@@ -264,7 +264,7 @@ def test_one_that_hangs_is_left_alone(
     fresh_home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     over = threading.Event()
-    monkeypatch.setattr(registry, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(registry, "ANSWER_TIMEOUT_S", 0.01)
     monkeypatch.setattr(registry, "_write", lambda path, entry: over.wait())
     create_local_job()
     over.set()

@@ -1,6 +1,6 @@
-"""The agent: one process a node, that starts workers, passes messages on, and tells at once who ended.
+"""The agent: one process a node, which starts workers, passes messages on, and reports exits at once.
 
-It follows whoever leads (`supervisor_link`), holds a copy of the journal (`journal_copy`), and where nobody leads any
-more has a successor elected and started (`election`, `peers`, `successor`). Decides nothing about training. Started by
-`wrapper.launch`; only `process` is anybody else's business.
+It follows the present leader (`supervisor_link`) and holds a copy of the journal (`journal_copy`); if no supervisor
+leads any more, it helps to elect and start a successor (`election`, `peers`, `successor`). Decides nothing about
+training. Started by `wrapper.launch`; other packages use only `process`.
 """

@@ -1,7 +1,7 @@
-"""What a process that has ended left behind: the tail of its log, and what the kernel said on its node.
+"""Clues to why a process ended: the tail of its log, and recent messages of its node's kernel.
 
-Read where they lie, by the agent, and boiled down to clues (`resihp.detector.diagnosis.clues`), which travel with the
-news of the exit. Nothing here decides what they mean.
+The agent reads both on the node and reduces them to clues (`resihp.detector.diagnosis.clues`), which are sent with the
+report of the exit. Nothing here interprets them.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from resihp.protocol.messages import MOST_LINES_AFTER, Clue
 LOG_BYTES = 64 << 10
 KERNEL_BYTES = 64 << 10
 KERNEL_S = 900.0
-"""How far back kernel messages count."""
-SILENT_S = 60.0
-"""A process that has written nothing for so long before its end has lived with what it wrote last."""
+"""Oldest kernel messages that count."""
+SILENT_BEFORE_END_S = 60.0
+"""If a process wrote nothing for this long before its end, its last lines did not announce the end."""
 
 
 class KernelClues:
-    """What this node's kernel said lately. Processes that end together share a reading; one that ends while it is read
-    gets the next, as the kernel may have spoken of it meanwhile. Used by several threads.
-    """
+    """Recent messages of this node's kernel. Processes that end together share one reading; a process that ends during
+    a reading gets the next one, as the kernel may have reported its end meanwhile. Used by several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -38,7 +37,7 @@ class KernelClues:
         self._clues: tuple[Clue, ...] = ()
 
     def since(self, ended_at: float) -> tuple[Clue, ...]:
-        """Clues read after this time (`time.monotonic`)."""
+        """Return clues that were read after this time (`time.monotonic`)."""
         with self._lock:
             if self._begun_at < ended_at:
                 self._begun_at = time.monotonic()
@@ -48,19 +47,20 @@ class KernelClues:
 
 
 def last_words(log: Path, kernel: KernelClues | None = None, ended_at: float | None = None) -> tuple[Clue, ...]:
-    """Clues in a log's tail and in recent kernel messages. May wait for a file system, so not for an event loop.
+    """Return clues from a log's tail and from recent kernel messages. May block on a file system, so not for an event
+    loop.
 
-    `ended_at`: when its process was seen to have ended (`time.monotonic`); None for now.
+    `ended_at`: when the process was seen to have ended (`time.monotonic`); None for now.
     """
-    said = (kernel or KernelClues()).since(time.monotonic() if ended_at is None else ended_at)
-    return (*_of_log(log), *said)
+    kernel_clues = (kernel or KernelClues()).since(time.monotonic() if ended_at is None else ended_at)
+    return (*_of_log(log), *kernel_clues)
 
 
 def _of_log(log: Path) -> tuple[Clue, ...]:
-    """Clues in a log's tail. Of a process that was silent before its end, a line that it had logged is long past."""
+    """Return clues from a log's tail. For a process that was silent before its end, logged lines count as long past."""
     clues = read_log(_tail(log), _clock(), kernel_lines=False)
     with suppress(OSError):
-        if time.time() - log.stat().st_mtime > SILENT_S:
+        if time.time() - log.stat().st_mtime > SILENT_BEFORE_END_S:
             return tuple(
                 clue if clue.raised else msgspec.structs.replace(clue, lines_after=MOST_LINES_AFTER) for clue in clues
             )
@@ -68,29 +68,28 @@ def _of_log(log: Path) -> tuple[Clue, ...]:
 
 
 async def last_words_within(limit_s: float, log: Path, kernel: KernelClues) -> tuple[Clue, ...]:
-    """The same for an event loop, and nothing if it takes longer: then its thread is left behind, as a daemon, for a
-    file system that hangs must not keep this process from ending.
-    """
+    """Do the same for an event loop; return nothing if it takes longer than `limit_s`. Then the thread is abandoned, as
+    a daemon: a file system that hangs must not keep this process from ending."""
     loop = asyncio.get_running_loop()
-    found: asyncio.Future[tuple[Clue, ...]] = loop.create_future()
+    result: asyncio.Future[tuple[Clue, ...]] = loop.create_future()
     ended_at = time.monotonic()
 
-    def tell(clues: tuple[Clue, ...]) -> None:
-        if not found.done():
-            found.set_result(clues)
+    def deliver(clues: tuple[Clue, ...]) -> None:
+        if not result.done():
+            result.set_result(clues)
 
     def read() -> None:
         clues: tuple[Clue, ...] = ()
         try:
             clues = last_words(log, kernel, ended_at)
         finally:
-            with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(tell, clues)
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(deliver, clues)
 
     threading.Thread(target=read, name=f"last words of {log.name}", daemon=True).start()
     with suppress(TimeoutError):
         async with asyncio.timeout(limit_s):
-            return await found
+            return await result
     return ()
 
 
@@ -111,7 +110,7 @@ def _tail(log: Path) -> str:
 
 
 def _kernel(uptime_s: float) -> str:
-    """The newest kernel messages as dmesg prints them; nothing where that is not permitted."""
+    """Return the newest kernel messages as dmesg prints them; nothing without the permission."""
     try:
         handle = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -131,8 +130,8 @@ def _kernel(uptime_s: float) -> str:
             seconds = int(fields[2]) / 1e6 if len(fields) > 2 and fields[2].isdigit() else 0.0
             if uptime_s - seconds > KERNEL_S:
                 continue
-            said = text.partition(b"\n")[0].decode(errors="replace")
-            lines.append(f"[{seconds:12.6f}] {said}")
+            line = text.partition(b"\n")[0].decode(errors="replace")
+            lines.append(f"[{seconds:12.6f}] {line}")
             size += len(lines[-1]) + 1
             while size > KERNEL_BYTES and len(lines) > 1:
                 size -= len(lines.popleft()) + 1

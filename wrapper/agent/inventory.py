@@ -1,6 +1,7 @@
-"""What this node is made of, read from plain files: no program is run, and no driver is asked by more than its files.
+"""A node's hardware and system software, read from plain files: no program is run, and the driver only through its
+files.
 
-Whatever cannot be read is empty; nothing here raises. Asked once, by `wrapper.agent.process` as it joins.
+Unreadable values are empty; nothing here raises. Read once, by `wrapper.agent.process` when it joins.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from pathlib import Path
 
 from resihp.protocol.inventory import LONGEST, MOST_ADAPTERS, MOST_DEVICES, DeviceInventory, NodeInventory
 
-MOST_BYTES = 1 << 16
-"""Read of a file."""
+MAX_FILE_BYTES = 1 << 16
+"""Most bytes that are read of a file."""
 NO_SERIAL = frozenset(
     {"", "0", "0123456789", "none", "n/a", "not specified", "not applicable", "default string", "system serial number"}
     | {"to be filled by o.e.m.", "unknown", "invalid"}
 )
-"""What makers leave in a machine's serial number."""
+"""Placeholders of manufacturers in a machine's serial number."""
 _DRIVER = re.compile(r"Kernel Module.*?\s(\d+\.\d[\d.]*)(?:\s|$)")
 _ASSIGNED = re.compile(r"""\s*(\w+)=(["']?)(.*)\2\s*$""")
 
 
 @dataclass(frozen=True)
 class _Gpu:
-    """One of the machine's, as its driver tells. `minor`: N of /dev/nvidiaN."""
+    """One GPU of the machine, according to its driver. `minor`: N of /dev/nvidiaN."""
 
     name: str
     uuid: str
@@ -37,23 +38,23 @@ class _Gpu:
 
 
 def read(devices: int, environment: Mapping[str, str], root: Path = Path("/")) -> NodeInventory:
-    """The inventory of a node that gives so many devices to ranks; `environment`: of its workers."""
+    """Return the inventory of a node with so many devices for ranks; `environment`: of its workers."""
     gpus = [*_gpus(root)]
     serial = _line(root / "sys/class/dmi/id/product_serial")
-    found = _DRIVER.search(_text(root / "proc/driver/nvidia/version"))
+    driver = _DRIVER.search(_text(root / "proc/driver/nvidia/version"))
     return NodeInventory(
         serial="" if serial.lower() in NO_SERIAL else serial,
         kernel=_word(os.uname().release),
         image=_image(_text(root / "etc/os-release")),
-        driver="" if found is None else _word(found[1]),
+        driver="" if driver is None else _word(driver[1]),
         nic_firmware=tuple(_firmware(root / "sys/class/infiniband")),
         devices=tuple(_of_ranks(gpus, min(devices, MOST_DEVICES), environment)) if gpus else (),
     )
 
 
 def _image(os_release: str) -> str:
-    found = [match for line in os_release.splitlines() if (match := _ASSIGNED.match(line))]
-    values = {match[1]: match[3] for match in found}
+    assignments = [match for line in os_release.splitlines() if (match := _ASSIGNED.match(line))]
+    values = {match[1]: match[3] for match in assignments}
     return _word(values.get("PRETTY_NAME") or f"{values.get('NAME', '')} {values.get('VERSION', '')}")
 
 
@@ -67,30 +68,30 @@ def _firmware(adapters: Path) -> Iterable[tuple[str, str]]:
 
 
 def _gpus(root: Path) -> Iterable[_Gpu]:
-    """Those that a process can open, in order of their addresses."""
+    """Yield the GPUs that a process can open, in order of their addresses."""
     for folder in _folder(root / "proc/driver/nvidia/gpus"):
         lines = [line.partition(":") for line in _text(folder / "information").splitlines()]
-        told = {name.strip(): _known(value) for name, _, value in lines}
-        minor = _index(told.get("Device Minor", ""))
-        excluded = "Yes" in (told.get("GPU Excluded"), told.get("Blacklisted"))
+        values = {name.strip(): _unless_unknown(value) for name, _, value in lines}
+        minor = _index(values.get("Device Minor", ""))
+        excluded = "Yes" in (values.get("GPU Excluded"), values.get("Blacklisted"))
         if excluded or (minor is not None and not (root / f"dev/nvidia{minor}").exists()):
             continue
         yield _Gpu(
-            name=told.get("Model", ""),
-            uuid=told.get("GPU UUID", ""),
-            vbios=told.get("Video BIOS", ""),
-            bus=told.get("Bus Location", "") or _word(folder.name),
+            name=values.get("Model", ""),
+            uuid=values.get("GPU UUID", ""),
+            vbios=values.get("Video BIOS", ""),
+            bus=values.get("Bus Location", "") or _word(folder.name),
             minor=minor,
         )
 
 
-def _known(value: str) -> str:
-    """A GPU that nobody has used yet tells question marks."""
+def _unless_unknown(value: str) -> str:
+    """Return a value, empty if unknown: the driver shows question marks for a GPU that was never used."""
     return "" if "??" in value else _word(value)
 
 
 def _of_ranks(gpus: Sequence[_Gpu], devices: int, environment: Mapping[str, str]) -> Iterable[DeviceInventory]:
-    """What is behind each device number, as CUDA will count in a worker; where nobody can tell, the model at most."""
+    """Yield the device behind each device number, as CUDA will count in a worker; if unknown, at most its model."""
     visible = _visible(gpus, environment)
     if environment.get("RESIHP_SHARE_GPUS") == "1" and visible:
         visible = [visible[device % len(visible)] for device in range(devices)]
@@ -104,45 +105,46 @@ def _of_ranks(gpus: Sequence[_Gpu], devices: int, environment: Mapping[str, str]
 
 
 def _visible(gpus: Sequence[_Gpu], environment: Mapping[str, str]) -> list[_Gpu]:
-    """GPUs in CUDA's order; empty where that cannot be told.
+    """Return GPUs in CUDA's order; empty if that is unknown.
 
-    Of one model they are in order of their addresses, of several with the fastest first, unless the environment says
-    otherwise. What a Slurm step was given, Slurm tells by numbers of the machine's (SLURM_STEP_GPUS), and
-    CUDA_VISIBLE_DEVICES counts within that where other devices are kept from the step, else in the machine: where both
-    could be, nobody can tell. Slurm's numbers are those of device files or of addresses, as the site has it.
+    GPUs of one model are in order of their addresses, of several with the fastest first, unless the environment says
+    otherwise. Slurm reports the GPUs of a step by their numbers in the machine (SLURM_STEP_GPUS). CUDA_VISIBLE_DEVICES
+    counts within these if the step cannot access other devices, else in the machine; if both are possible, the order is
+    unknown. Slurm's numbers are those of device files or of addresses, depending on the site.
     """
     if len({gpu.name for gpu in gpus}) > 1 and environment.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
         return []
-    asked = environment.get("CUDA_VISIBLE_DEVICES")
+    requested = environment.get("CUDA_VISIBLE_DEVICES")
     step = environment.get("SLURM_STEP_GPUS")
     if step is None:
-        return [*gpus] if asked is None else _chosen(gpus, asked)
-    numbers = [_index(each) for each in step.split(",")]
+        return [*gpus] if requested is None else _chosen(gpus, requested)
+    numbers = [_index(text) for text in step.split(",")]
     given = sorted(number for number in numbers if number is not None and number < len(gpus))
     if len(given) < len(numbers) or any(gpus[number].minor != number for number in given):
         return []
     within = [gpus[number] for number in given]
-    if asked is None:
+    if requested is None:
         return within
-    chosen = [_chosen(within, asked), [gpu for gpu in _chosen(gpus, asked) if gpu in within]]
+    chosen = [_chosen(within, requested), [gpu for gpu in _chosen(gpus, requested) if gpu in within]]
     longest = max(map(len, chosen))
-    possible = [each for each in chosen if len(each) == longest]
-    return possible[0] if all(each == possible[0] for each in possible) else []
+    possible = [devices_seen for devices_seen in chosen if len(devices_seen) == longest]
+    return possible[0] if all(devices_seen == possible[0] for devices_seen in possible) else []
 
 
-def _chosen(gpus: Sequence[_Gpu], asked: str) -> list[_Gpu]:
-    """CUDA_VISIBLE_DEVICES: numbers, or beginnings of UUIDs; what it does not know ends the list."""
-    found: list[_Gpu] = []
-    for each in asked.split(","):
-        number, word = _index(each), each.strip()
+def _chosen(gpus: Sequence[_Gpu], requested: str) -> list[_Gpu]:
+    """Return the GPUs of CUDA_VISIBLE_DEVICES (numbers, or beginnings of UUIDs); the first unknown item ends the
+    list."""
+    chosen: list[_Gpu] = []
+    for item in requested.split(","):
+        number, word = _index(item), item.strip()
         if number is not None:
             named = [*gpus[number : number + 1]]
         else:
             named = [gpu for gpu in gpus if word.startswith("GPU-") and gpu.uuid.startswith(word)]
-        if len(named) != 1 or named[0] in found:
+        if len(named) != 1 or named[0] in chosen:
             break
-        found += named
-    return found
+        chosen += named
+    return chosen
 
 
 # --- files ----------------------------------------------------------------------------------------------------------
@@ -164,7 +166,7 @@ def _folder(path: Path) -> list[Path]:
 def _text(path: Path) -> str:
     try:
         with path.open("rb") as file:
-            return file.read(MOST_BYTES).decode(errors="replace")
+            return file.read(MAX_FILE_BYTES).decode(errors="replace")
     except OSError:
         return ""
 
@@ -174,6 +176,6 @@ def _line(path: Path) -> str:
 
 
 def _word(text: str) -> str:
-    """In one line, without what no terminal shows, and not too long."""
-    shown = "".join(letter if letter.isprintable() else " " for letter in text[: 8 * LONGEST])
-    return " ".join(shown.split())[:LONGEST]
+    """Return a text on one line, without unprintable characters, and cut to the allowed length."""
+    printable = "".join(letter if letter.isprintable() else " " for letter in text[: 8 * LONGEST])
+    return " ".join(printable.split())[:LONGEST]

@@ -1,10 +1,9 @@
-"""An agent among its peers: it answers candidates, stands as one when it is time, and starts a successor.
+"""An agent among its peers: it answers candidates, stands as a candidate when it is time, and starts a successor.
 
-The rules are `wrapper.agent.succession.election`'s. Agents ask each other over authenticated connections of one
+The rules are in `wrapper.agent.succession.election`. Agents ask each other over authenticated connections of one
 question and one answer each. A supervisor that a quorum would follow is started here as a child
-(`wrapper.agent.succession.successor`), on a socket
-bound to this node's own address; all peers are told where it listens until they have noted it. Owned by
-`wrapper.agent.process`.
+(`wrapper.agent.succession.successor`), on a socket bound to this node's own address; its address is sent to all peers
+until they have noted it. Owned by `wrapper.agent.process`.
 """
 
 from __future__ import annotations
@@ -19,22 +18,22 @@ from resihp.process import most_open_files
 from resihp.protocol import messages as m
 from resihp.protocol.framing import SecureChannel
 from resihp.protocol.serving import Refusals, serve
-from wrapper.agent.succession.election import AGAIN_S, ASK_S, Election, Standing, turn
+from wrapper.agent.succession.election import ANSWER_TIMEOUT_S, RETRY_S, Election, Standing, turn
 from wrapper.agent.succession.journal_copy import Replica
 from wrapper.agent.succession.successor import Successor
 from wrapper.agent.supervisor_link import LeaderLink
 from wrapper.launch.ports import Ports, listen
 
 LOOK_EVERY_S = 0.1
-ASKED_AT_ONCE = 256
-"""Peers; fewer where a quarter of the descriptors is less."""
+MAX_CONCURRENT_QUESTIONS = 256
+"""Most peers that are asked at once; fewer if a quarter of the file descriptors is less."""
 
 
-MOST_TOLD = 16
+MAX_LISTED = 16
 
 
 class Peers:
-    """One agent's view of the others. `run` looks for a successor whenever that is due."""
+    """One agent's view of the others. `run` elects and starts a successor when that is due."""
 
     def __init__(
         self,
@@ -60,13 +59,13 @@ class Peers:
         self._port = 0
         self._retired = False
         self._may_lead = True
-        """False once a supervisor could not begin here: the agents are to choose another node."""
-        self._asking = asyncio.Semaphore(min(ASKED_AT_ONCE, most_open_files() // 4))
+        """False once a supervisor could not start here: the agents are to elect another node."""
+        self._asking = asyncio.Semaphore(min(MAX_CONCURRENT_QUESTIONS, most_open_files() // 4))
         self.successor: Successor | None = None
         """The supervisor that runs on this node as our child."""
 
     async def listen(self, host: str) -> int:
-        """Listen to peers on this address of the node's, from the first call on; returns the port."""
+        """Listen for peers on this address of the node, if not done yet; return the port."""
         if self._server is None:
             listener = listen(host, self._ports)
             self._host, self._port = host, listener.getsockname()[1]
@@ -74,13 +73,13 @@ class Peers:
         return self._port
 
     def roster(self, news: m.Roster) -> None:
-        """Who else there is, or what has changed; kept in an order that is equal on all nodes."""
-        known = {} if news.whole else {peer.node: peer for peer in self._roster if peer.node not in news.left}
-        known |= {peer.node: peer for peer in news.peers}
-        self._roster = tuple(sorted(known.values(), key=lambda peer: (len(peer.node), peer.node)))
+        """Update the list of agents, which is kept in the same order on all nodes."""
+        peers = {} if news.whole else {peer.node: peer for peer in self._roster if peer.node not in news.left}
+        peers |= {peer.node: peer for peer in news.peers}
+        self._roster = tuple(sorted(peers.values(), key=lambda peer: (len(peer.node), peer.node)))
 
     async def run(self) -> None:
-        """Stand as a candidate whenever it is time; once retired, return when no successor runs here."""
+        """Stand as a candidate whenever it is time; after `retire`, return once no successor runs here."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             if self._retired:
@@ -96,19 +95,19 @@ class Peers:
         self._retired = True
 
     def close(self) -> None:
-        """Answer no more."""
+        """Stop answering."""
         if self._server is not None:
             self._server.close()
 
     # --- as a candidate ---------------------------------------------------------------------------------------
 
     async def _stand(self, term: int) -> bool:
-        """Ask one after the other, many at once, until a quorum would follow; whether it would."""
-        asked = m.AskVote(node=self._node, term=term, log=self._replica.log)
+        """Ask the others, many at once, until a quorum would follow; return whether it would."""
+        question = m.AskVote(node=self._node, term=term, log=self._replica.log)
         answers: asyncio.Queue[m.PeerMessage | None] = asyncio.Queue()
 
         async def ask(peer: m.Peer) -> None:
-            answers.put_nowait(await self._ask(peer, asked))
+            answers.put_nowait(await self._ask(peer, question))
 
         electors = self._replica.membership.electors
         others = sorted(
@@ -129,15 +128,15 @@ class Peers:
                 task.cancel()
         granted = _some(sorted([self._node, *(vote.node for vote in votes if vote.granted)]), ", ")
         if chosen:
-            _say(f"succession: term {term}: chosen by the agents of {granted}")
+            _say(f"succession: term {term}: elected by the agents of {granted}")
         else:
             self._election.give_up(time.monotonic())
             against = _some([f"{vote.node} {vote.reason}" for vote in votes if not vote.granted], "; ")
-            _say(f"succession: term {term}: no quorum: {granted} agree; {against or 'nobody else answered'}")
+            _say(f"succession: term {term}: no quorum: {granted} agree; {against or 'no other agent answered'}")
         return chosen
 
     async def _succeed(self, term: int) -> None:
-        """Start a supervisor, tell everybody where, and watch over it to its end."""
+        """Start a supervisor, send its address to all peers, and watch it until it ends."""
         try:
             listener = listen(self._host, self._ports)
         except UsageError as error:
@@ -147,33 +146,33 @@ class Peers:
             address = self._host, listener.getsockname()[1]
             self._election.wait_for(self._node, time.monotonic())
             self.successor = Successor(self._run_file, self._node, self._replica.path, listener, term)
-            telling = asyncio.create_task(self._tell(self._others(), term, *address))
+            announcing = asyncio.create_task(self._announce(self._others(), term, *address))
             self._link.point_to(term, address)
             try:
                 self._may_lead = await self.successor.run()
             finally:
-                telling.cancel()
+                announcing.cancel()
                 self.successor = None
 
-    async def _tell(self, peers: list[m.Peer], term: int, host: str, port: int) -> None:
-        """Say it again to those who do not answer: they may be back later, and would never find it."""
-        told = m.Successor(node=self._node, term=term, host=host, port=port)
+    async def _announce(self, peers: list[m.Peer], term: int, host: str, port: int) -> None:
+        """Repeat the announcement to peers that do not answer: they may return later, and could not find the leader."""
+        announcement = m.Successor(node=self._node, term=term, host=host, port=port)
         while peers:
-            answers = await asyncio.gather(*(self._ask(peer, told) for peer in peers))
+            answers = await asyncio.gather(*(self._ask(peer, announcement) for peer in peers))
             peers = [peer for peer, answer in zip(peers, answers, strict=True) if not isinstance(answer, m.Noted)]
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(RETRY_S)
 
     def _others(self) -> list[m.Peer]:
         return [peer for peer in self._roster if peer.node != self._node]
 
     async def _ask(self, peer: m.Peer, question: m.AskVote | m.Successor) -> m.PeerMessage | None:
-        """The answer; None if there is none in time."""
+        """Return the answer; None if there is none in time."""
         async with self._asking:
             channel: SecureChannel[m.PeerMessage] | None = None
             try:
-                async with asyncio.timeout(ASK_S):
+                async with asyncio.timeout(ANSWER_TIMEOUT_S):
                     channel = await SecureChannel.connect(
-                        peer.host, peer.port, self._key, m.PeerMessage, timeout_s=ASK_S
+                        peer.host, peer.port, self._key, m.PeerMessage, timeout_s=ANSWER_TIMEOUT_S
                     )
                     channel.post(question)
                     return await channel.recv()
@@ -198,7 +197,7 @@ class Peers:
             case None:
                 return
             case _:
-                raise ProtocolError(f"{type(question).__name__} is no question")
+                raise ProtocolError(f"{type(question).__name__} is not a question")
         with suppress(ConnectionError):
             channel.post(answer)
 
@@ -212,9 +211,9 @@ class Peers:
 
 
 def _some(texts: list[str], between: str) -> str:
-    """All of a small job, some of a large one's."""
-    more = [f"{len(texts) - MOST_TOLD} more"] if len(texts) > MOST_TOLD else []
-    return between.join([*texts[:MOST_TOLD], *more])
+    """Join all texts of a small job, the first ones of a large job."""
+    more = [f"{len(texts) - MAX_LISTED} more"] if len(texts) > MAX_LISTED else []
+    return between.join([*texts[:MAX_LISTED], *more])
 
 
 def _say(text: str) -> None:

@@ -1,11 +1,11 @@
-"""The agent: one per node. Starts workers, passes messages on, tells at once who ended.
+"""The agent: one process a node. Starts workers, passes messages on, reports exits at once.
 
 `python -P -m wrapper.agent.process --run FILE [--node N] --supervisor HOST:PORT`, started by a launcher; without a
-node, or with `-`, it is the one that Slurm names. With `--lease N` it comes later, in answer to a request for another
-node, and looks itself where the supervisor is. It decides nothing but this: when nobody leads for too long
-(`wrapper.agent.supervisor_link`), it ends its workers and itself, so that nothing of a job outlives both. Where the job
-asks for it, agents keep copies of the journal, and one of them starts a successor when the supervisor is gone
-(`wrapper.agent.succession.election`). A signal from outside is told to the supervisor, and ends nothing by itself.
+node, or with `-`, Slurm's name of the node is used. With `--lease N` it starts later, in answer to a request for
+another node, and finds the supervisor's address itself. It decides only one thing: if no supervisor leads for too long
+(`wrapper.agent.supervisor_link`), it ends its workers and itself, so that no process outlives the job. If configured,
+agents keep copies of the journal, and one of them starts a successor when the supervisor is gone
+(`wrapper.agent.succession.election`). A signal from outside is reported to the supervisor, and ends nothing by itself.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from wrapper.launch.launcher import NO_JOB_STATUS, NO_SUPERVISOR_STATUS
 BEAT_S = 1.0
 REAP_EVERY_S = 10.0
 TERM_GRACE_S = 1.0
-LAST_WORDS_S = 1.0
-"""How long the supervisor may take to acknowledge what an agent that ends has told it."""
-SUCCESSOR_LEAVES_S = 60.0
-"""How long a supervisor that runs as our child may take to end once it has released us."""
-REPORTED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGCONT)
-"""Signals that mean something to the job, if somebody sends them to an agent."""
+LAST_MESSAGES_TIMEOUT_S = 1.0
+"""How long the supervisor may take to acknowledge the last messages of an agent that ends."""
+SUCCESSOR_EXIT_TIMEOUT_S = 60.0
+"""How long a supervisor that runs as our child may take to end after it has released us."""
+REPORTED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGCONT)
+"""Signals that are reported to the supervisor if somebody sends them to an agent."""
 
 
 class NoSupervisorError(ResihpError):
@@ -56,7 +56,8 @@ class NoSupervisorError(ResihpError):
 
 
 class Agent:
-    """One node's agent. `run` returns when there is nothing left to do. `logs`: where its processes write theirs."""
+    """One node's agent. `run` returns when there is nothing left to do. `logs`: folder for the logs of its
+    processes."""
 
     def __init__(
         self,
@@ -84,19 +85,19 @@ class Agent:
             self._peers = Peers(
                 node, job.run_file, job.key, self._replica, self._link, request.ports, self._incarnation
             )
-        self._workers = Workers(request, node, logs, self._link.tell, lambda: self.dismiss(0.0), forks)
+        self._workers = Workers(request, node, logs, self._link.send, lambda: self.dismiss(0.0), forks)
         self._needed = asyncio.Event()
-        """Set once there are workers to be started."""
+        """Set once there are workers to start."""
         self._release: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-        """Resolved with the seconds of grace once it is time to go; negative: end workers with TERM first."""
+        """Resolved with the seconds of grace once it is time to end; negative: end workers with TERM first."""
 
     async def run(self) -> None:
-        """Raises NoSupervisorError where no supervisor ever answered."""
+        """Run the agent to its end. Raises NoSupervisorError if no supervisor ever answered."""
         adopt_orphans()
         loop = asyncio.get_running_loop()
-        for number in REPORTED:
+        for number in REPORTED_SIGNALS:
             loop.add_signal_handler(number, self._signalled, number)
-        loop.add_signal_handler(signal.SIGINT, lambda: None)  # Ctrl-C is the supervisor's to act on
+        loop.add_signal_handler(signal.SIGINT, lambda: None)  # Ctrl-C is handled by the supervisor
         starting = asyncio.create_task(self._start_workers())
         conversing = asyncio.create_task(self._link.run())
         tasks = [conversing, asyncio.create_task(self._beat()), asyncio.create_task(self._reap())]
@@ -106,7 +107,7 @@ class Agent:
         await asyncio.wait(reasons_to_go, return_when=asyncio.FIRST_COMPLETED)
         for task in (*tasks, starting):
             if task.done():
-                task.result()  # a bug in one of them ends the agent with its traceback
+                task.result()  # a bug in one of them ends the agent, with a traceback
         starting.cancel()
         successor = None if self._peers is None else self._peers.successor
         if self._peers is not None:
@@ -116,9 +117,9 @@ class Agent:
             spare=None if successor is None else successor.pid,
         )
         if not conversing.done():
-            await self._link.say_last_words(conversing, LAST_WORDS_S)
+            await self._link.flush_and_close(conversing, LAST_MESSAGES_TIMEOUT_S)
         if successor is not None:
-            await asyncio.wait(tasks[-1:], timeout=SUCCESSOR_LEAVES_S)
+            await asyncio.wait(tasks[-1:], timeout=SUCCESSOR_EXIT_TIMEOUT_S)
         if self._peers is not None:
             self._peers.close()
         for task in tasks:
@@ -126,7 +127,7 @@ class Agent:
         if self._link.trouble and not self._link.welcome:
             raise NoSupervisorError(self._link.trouble)
 
-    # --- what the link to the leader asks ---------------------------------------------------------------------
+    # --- requests of the link to the leader -------------------------------------------------------------------
 
     @property
     def log(self) -> int:
@@ -150,18 +151,20 @@ class Agent:
         )
 
     def _choose_interface(self, own_host: str) -> None:
-        """The workers'. What the user's environment says counts first, then the configuration, then where we are."""
-        said = os.environ.keys() & {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
-        if self._request.interface and len(said) < 2:
+        """Choose the workers' interface: by the user's environment, else the configuration, else the agent's own
+        address."""
+        set_by_user = os.environ.keys() & {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
+        if self._request.interface and len(set_by_user) < 2:
             try:
                 self._workers.network = of_workers(self._request.interface)
             except ConfigurationError as error:
                 self._workers.obstacle = str(error)
-        elif "GLOO_SOCKET_IFNAME" not in said:
+        elif "GLOO_SOCKET_IFNAME" not in set_by_user:
             self._workers.network = network_of(own_host)
 
     async def _start_workers(self) -> None:
-        """Not before all agents are there: what a fork server imports takes longer than all of an agent's start."""
+        """Start the fork server, but not before all agents have joined: its imports take longer than all of an agent's
+        start."""
         await self._needed.wait()
         await self._workers.start()
 
@@ -200,22 +203,22 @@ class Agent:
     # --- by itself --------------------------------------------------------------------------------------------
 
     def _signalled(self, number: signal.Signals) -> None:
-        print(f"got {number.name} from outside", flush=True)
+        print(f"received {number.name} from outside", flush=True)
         if number == signal.SIGTERM and not self._link.welcome:
-            self.dismiss(-TERM_GRACE_S)  # nobody is there who could decide
+            self.dismiss(-TERM_GRACE_S)  # there is no supervisor to decide
         else:
-            self._link.tell(m.Signalled(signal=int(number)))
+            self._link.send(m.Signalled(signal=int(number)))
 
     async def _beat(self) -> None:
         loop = asyncio.get_running_loop()
         due = loop.time()
         while True:
-            self._link.tell(self._workers.beat())
+            self._link.send(self._workers.beat())
             due = max(due + BEAT_S, loop.time())
             await asyncio.sleep(due - loop.time())
 
     async def _reap(self) -> None:
-        """In a thread: on a node with many processes it takes a while to look through them."""
+        """Reap orphans, in a thread: on a node with many processes, looking through them takes a while."""
         orphans = Orphans()
         while True:
             await asyncio.sleep(REAP_EVERY_S)
@@ -223,15 +226,15 @@ class Agent:
 
 
 def network_of(own_host: str) -> dict[str, str]:
-    """What tells workers to use the interface with this address; nothing if there is none."""
+    """Return the variables that make workers use the interface with this address; nothing if there is none."""
     for name, addresses in psutil.net_if_addrs().items():
-        if any(each.address == own_host for each in addresses):
+        if any(entry.address == own_host for entry in addresses):
             return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
     return {}
 
 
 def hardware(driver: Path = Path("/proc/driver/nvidia/gpus")) -> str:
-    """What the node's GPUs are, as their driver calls them: it needs no process, and hides none from a job."""
+    """Return the models of the node's GPUs, from the driver's files: this needs no process, and sees all GPUs."""
     try:
         texts = [(gpu / "information").read_text(errors="replace") for gpu in driver.iterdir()]
     except OSError:
@@ -240,16 +243,17 @@ def hardware(driver: Path = Path("/proc/driver/nvidia/gpus")) -> str:
     return " and ".join(sorted({value.strip() for name, _, value in lines if name.strip() == "Model"}))
 
 
-def node_name(asked: str) -> str:
-    """Raises UsageError when it is left to Slurm, which does not say."""
-    name = os.environ.get("SLURMD_NODENAME", "") if asked == "-" else asked
+def node_name(requested: str) -> str:
+    """Return the node's name. Raises UsageError if it is left to Slurm, which does not set it."""
+    name = os.environ.get("SLURMD_NODENAME", "") if requested == "-" else requested
     if not name:
         raise UsageError("SLURMD_NODENAME is not set: start the agent by srun, or name its node with --node")
     return name
 
 
 def run(request: RunRequest, node: str, address: str, lease: int, forks: socket.socket | None = None) -> None:
-    """Be the agent. With succession, logs are on the node's own disk: a hung folder must not stop what writes them."""
+    """Run the agent. With succession, logs are on the node's own disk: a hung folder must not stop the processes that
+    write."""
     host, _, port = (address or _address_of(request)).rpartition(":")
 
     async def live(logs: Path) -> None:
@@ -267,7 +271,7 @@ def run(request: RunRequest, node: str, address: str, lease: int, forks: socket.
     except ResihpError as error:
         print(f"agent {node}: {error}", flush=True)
         sys.exit(_status_of(error))
-    except Exception:  # noqa: BLE001 - where it is copied from, while it still is
+    except Exception:  # noqa: BLE001 - printed to the log that is still being copied
         traceback.print_exc()
         sys.exit(1)
     finally:
@@ -275,29 +279,29 @@ def run(request: RunRequest, node: str, address: str, lease: int, forks: socket.
 
 
 def _address_of(request: RunRequest) -> str:
-    """Where the supervisor listens now, as it has noted in the job's folder."""
+    """Return the supervisor's present address, from the job's folder."""
     file = request.of_job.supervisor_file
     try:
         address = msgspec.json.decode(file.read_bytes(), type=SupervisorFile)
     except (OSError, msgspec.DecodeError) as error:
-        raise UsageError(f"job {request.job}: {file} does not tell where its supervisor is: {error}") from error
+        raise UsageError(f"job {request.job}: {file} does not have the supervisor's address: {error}") from error
     return f"{address.host}:{address.port}"
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="wrapper.agent.process")
     parser.add_argument("--run", required=True, type=Path, help="the job's run.json")
-    parser.add_argument("--node", default="-", help="this node's name; -: as Slurm says (SLURMD_NODENAME)")
-    parser.add_argument("--supervisor", default="", help="host:port; as the job's folder says if left out")
-    parser.add_argument("--lease", type=int, default=0, help="number of the request for a node that this one answers")
-    parser.add_argument("--forks", type=int, help="inherited socket to a fork server; without it, one is started")
+    parser.add_argument("--node", default="-", help="this node's name; -: from Slurm (SLURMD_NODENAME)")
+    parser.add_argument("--supervisor", default="", help="host:port; if left out, from the job's folder")
+    parser.add_argument("--lease", type=int, default=0, help="number of the request for a node that this node answers")
+    parser.add_argument("--forks", type=int, help="inherited socket to a fork server; if left out, one is started")
     options = parser.parse_args(arguments)
     node = options.node
     raise_open_files()
     try:
         node = node_name(options.node)
         request = _load(options.run)
-        name_process(request.job, f"agent {node}", keep=6)  # its file and node: by these it is looked for
+        name_process(request.job, f"agent {node}", keep=6)  # keeps run file and node, by which agents are found
         forks = preloading.for_agent(request, node) if options.forks is None else inherited_socket(options.forks)
         run(request, node, options.supervisor, options.lease, forks)
     except _NoJobError as error:
@@ -319,7 +323,7 @@ class _NoJobError(Exception):
 def _load(path: Path) -> RunRequest:
     try:
         request = load(path)
-        request.of_job.key  # noqa: B018 - is it there, too?
+        request.of_job.key  # noqa: B018 - raises if it is missing
     except OwnershipError as error:
         raise _NoJobError(str(error)) from error
     except (UsageError, OSError) as error:

@@ -1,8 +1,8 @@
-"""What workers of a node say to the ranks with which they build communicators, and what they hear of them.
+"""Messages between a node's workers and the ranks with which they build communicators.
 
-The agent's own table of `resihp.protocol.rendezvous`: what goes to several workers comes to the node once, what they
-say at the same time goes to the supervisor in one message. A meeting begins with the order that asks for it, and ends
-with the leader that gave it. Nothing here waits. Owned by `wrapper.agent.workers`.
+The agent's instance of `resihp.protocol.rendezvous`: a message for several workers of the node is received once, and
+messages that they publish at the same time go to the supervisor together. A meeting begins with the order to build, and
+ends when the leader changes. Nothing here waits. Owned by `wrapper.agent.workers`.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from resihp.errors import ProtocolError
 from resihp.protocol import messages as m
 from resihp.protocol.rendezvous import Meetings, Pending
 
-_UP = -1
-"""Whom what is for the supervisor waits for, beside the ranks."""
+_SUPERVISOR = -1
+"""Recipient number of messages for the supervisor, beside those of ranks."""
 
 
 class Relay:
-    """`tell` hands a message to the leader, `hand_to` one to a worker."""
+    """The meetings of this node. `send` hands a message to the leader, `hand_to` one to a worker."""
 
-    def __init__(self, tell: Callable[[m.AgentMessage], None], hand_to: Callable[[int, m.Published], None]) -> None:
-        self._tell = tell
+    def __init__(self, send: Callable[[m.AgentMessage], None], hand_to: Callable[[int, m.Published], None]) -> None:
+        self._send = send
         self._hand_to = hand_to
         self._due = False
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Another leader: it has heard nothing of any meeting, and will have others."""
+        """Forget all meetings, because the leader has changed: the new one knows none of them, and will open others."""
         self._meetings: Meetings[int] = Meetings()
         self._pending: Pending[int] = Pending()
         self._attended: dict[m.MeetingId, list[str]] = {}
@@ -39,32 +39,32 @@ class Relay:
     def leave(self, rank: int) -> None:
         self._meetings.leave(rank)
 
-    def said(self, rank: int, message: m.MeetingMessage) -> None:
-        """A worker attends, or says something."""
+    def receive(self, rank: int, message: m.MeetingMessage) -> None:
+        """Handle a message of a worker: it attends a meeting, or publishes something in it."""
         meeting = message.meeting
         try:
             if isinstance(message, m.Attend):
                 before, first = self._meetings.attend(meeting, rank, message.groups)
                 self._attended.setdefault(meeting, []).extend(first)
-                self._tell_later(rank, meeting, before)
+                self._send_later(rank, meeting, before)
             else:
-                self._tell_all(meeting, message.said, rank)
-                self._tell_later(_UP, meeting, message.said)
+                self._publish(meeting, message.said, rank)
+                self._send_later(_SUPERVISOR, meeting, message.said)
         except ProtocolError as error:
             print(f"rank {rank}: {error}", flush=True)
 
     def published(self, order: m.Published) -> None:
-        """The supervisor tells what ranks of other nodes have said."""
+        """Deliver messages of ranks on other nodes, which the supervisor has forwarded."""
         try:
-            self._tell_all(order.meeting, order.said, None)
+            self._publish(order.meeting, order.said, None)
         except ProtocolError as error:
             print(error, flush=True)
 
-    def _tell_all(self, meeting: m.MeetingId, said: Sequence[m.Said], by: int | None) -> None:
+    def _publish(self, meeting: m.MeetingId, said: Sequence[m.Said], by: int | None) -> None:
         for rank, new in self._meetings.publish(meeting, said, by).items():
-            self._tell_later(rank, meeting, new)
+            self._send_later(rank, meeting, new)
 
-    def _tell_later(self, rank: int, meeting: m.MeetingId, said: Sequence[m.Said]) -> None:
+    def _send_later(self, rank: int, meeting: m.MeetingId, said: Sequence[m.Said]) -> None:
         self._pending.add(rank, meeting, said)
         if not self._due:
             self._due = True
@@ -75,9 +75,9 @@ class Relay:
         attended, self._attended = self._attended, {}
         for meeting, groups in attended.items():
             if groups:
-                self._tell(m.Attend(meeting=meeting, groups=tuple(groups)))
+                self._send(m.Attend(meeting=meeting, groups=tuple(groups)))
         for rank, meeting, said in self._pending.take():
-            if rank == _UP:
-                self._tell(m.Publish(meeting=meeting, said=said))
+            if rank == _SUPERVISOR:
+                self._send(m.Publish(meeting=meeting, said=said))
             else:
                 self._hand_to(rank, m.Published(meeting=meeting, said=said))

@@ -30,13 +30,13 @@ CHUNK_BYTES = 1 << 16
 class WorkerPipe:
     """The agent's end of one worker's socket: encoded messages, both ways.
 
-    Orders are queued, so that a stopped worker blocks nobody. `said` raises ProtocolError for what is no report: it is
-    the last that is heard of the worker.
+    Orders are queued, so that a stopped worker blocks nobody. `received` raises ProtocolError for an invalid report,
+    after which the worker is disconnected.
     """
 
-    def __init__(self, sock: socket.socket, said: Callable[[bytes], None]) -> None:
+    def __init__(self, sock: socket.socket, received: Callable[[bytes], None]) -> None:
         self._sock = sock
-        self._said = said
+        self._received = received
         self._frames = LocalFrames()
         self._unsent = bytearray()
         self._loop = asyncio.get_running_loop()
@@ -45,14 +45,14 @@ class WorkerPipe:
         self._loop.add_reader(sock, self._readable)
 
     def send(self, order: bytes) -> None:
-        """Queue an order, which fits a frame; dropped when the worker is gone or has not read for very long."""
+        """Queue an order, which must fit a frame; it is dropped if the worker is gone or has not read for very long."""
         if not self._open or len(self._unsent) > MAX_UNSENT_BYTES:
             return
         self._unsent += local_frame(order)
         self._flush()
 
     def drain(self) -> None:
-        """Hand over everything that the worker had sent. Called when it has ended, before its exit is told."""
+        """Pass on all remaining messages of a worker that has ended, before its exit is reported."""
         while self._open and self._read():
             pass
 
@@ -78,13 +78,13 @@ class WorkerPipe:
             return False
         try:
             for body in self._frames.feed(chunk):
-                self._said(body)
+                self._received(body)
         except ProtocolError as error:
             self.hang_up(str(error))
         return True
 
     def hang_up(self, reason: str) -> None:
-        """Close it, because of what came; without its agent a worker ends."""
+        """Close the socket because of an invalid message; a worker without its agent exits."""
         print(f"worker socket closed: {reason}", flush=True)
         self.close()
 
@@ -96,12 +96,12 @@ class WorkerPipe:
             self._loop.add_writer(self._sock, self._flush)
             return
         except OSError:
-            self._unsent.clear()  # its exit is on the way
+            self._unsent.clear()  # the worker has ended, and its exit will be reported
         self._loop.remove_writer(self._sock)
 
 
 class ForkServerLink:
-    """The agent's handle on its fork server. Requests wait until it has imported what it preloads."""
+    """The agent's handle on its fork server. Requests wait until the server has finished its imports."""
 
     def __init__(
         self,
@@ -115,8 +115,8 @@ class ForkServerLink:
         job: str = "",
         node: str = "",
     ) -> None:
-        """`shared`: to one that virtual nodes have in common, and that is there already. `job`, `node`: what it is
-        called after."""
+        """`shared`: socket to a fork server that virtual nodes share, and that already runs. `job`, `node`: for its
+        process name."""
         self._program = program
         self._container = inside
         self._log = log
@@ -129,12 +129,12 @@ class ForkServerLink:
         self._sock = shared
         self._channel: LocalChannel | None = None
         self._process: asyncio.subprocess.Process | None = None
-        self._called = ("--job", job, "--at", node)
+        self._name_options = ("--job", job, "--at", node)
         self._leaving = False
-        self._gone = asyncio.Event()
+        self._has_ended = asyncio.Event()
 
     async def start(self) -> None:
-        """Start the process, if it is one of our own. Raises OSError when the interpreter is not there."""
+        """Start the process, unless it is shared. Raises OSError if the interpreter does not exist."""
         if self._sock is None:
             self._sock = await self._start_process()
         self._channel = LocalChannel(self._sock)
@@ -155,8 +155,8 @@ class ForkServerLink:
             "--parent",
             str(parent),
         ]
-        command += ["--preload", preload, *(["--own", ",".join(container.ITS_OWN)] if inside else [])]
-        command += self._called
+        command += ["--preload", preload, *(["--own", ",".join(container.PLACE_VARIABLES)] if inside else [])]
+        command += self._name_options
         with theirs, open(self._log, "ab", opener=private) as log:
             self._process = await asyncio.create_subprocess_exec(
                 *container.wrap(inside, command, (*ONE_THREAD, OPEN_FILES)),
@@ -168,41 +168,41 @@ class ForkServerLink:
         return ours
 
     def fork(self, request: Fork, worker_end: socket.socket) -> None:
-        """Ask for a worker; takes over `worker_end`."""
+        """Request a worker; takes ownership of `worker_end`."""
         if self._ready:
             with worker_end:
-                self._tell(request, [worker_end.fileno()])
+                self._send(request, [worker_end.fileno()])
         else:
             self._waiting.append((request, worker_end))
 
     def deliver(self, pid: int, number: int) -> None:
-        self._tell(Deliver(pid=pid, signal=number))
+        self._send(Deliver(pid=pid, signal=number))
 
     def close(self) -> None:
-        """Let it go: it kills its children and ends."""
+        """Close our end: the fork server kills its children and exits."""
         self._leaving = True
         if self._sock is not None:
             with suppress(OSError):
                 self._sock.shutdown(socket.SHUT_WR)
 
     async def gone(self, timeout_s: float) -> None:
-        """Wait for its end, not longer than that."""
+        """Wait for its exit, at most this long."""
         if self._sock is None or self._channel is None:
             return
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self._gone.wait()
+                await self._has_ended.wait()
                 if self._process is not None:
                     await self._process.wait()
         asyncio.get_running_loop().remove_reader(self._sock)
         self._channel.close()
 
-    def _tell(self, request: msgspec.Struct, descriptors: Sequence[int] = ()) -> None:
+    def _send(self, request: msgspec.Struct, descriptors: Sequence[int] = ()) -> None:
         assert self._channel is not None, "it was never started"
         try:
             self._channel.send(request, descriptors)
         except OSError as error:
-            print(f"fork server: {error}", flush=True)  # its end is noticed by the reader
+            print(f"fork server: {error}", flush=True)  # the reader will notice its exit
 
     def _readable(self) -> None:
         assert self._sock is not None
@@ -214,7 +214,7 @@ class ForkServerLink:
             chunk = b""
         if not chunk:
             asyncio.get_running_loop().remove_reader(self._sock)
-            self._gone.set()
+            self._has_ended.set()
             if not self._leaving:
                 self._unable(self._reason or f"the fork server ended; see {self._log}")
             return

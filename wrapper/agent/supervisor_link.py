@@ -1,12 +1,13 @@
-"""The agent's conversation with whoever leads: whom it follows, and since when it has heard nothing.
+"""The agent's connection to the leader: which supervisor it follows, and since when it has heard nothing.
 
-A connection that breaks is made again, and nothing is lost with it (`resihp.protocol.resumable`). A supervisor says
-first which term it leads. The agent promises itself to one leader of a term, and never to a lower one again: it accepts
-a later term of somebody who knows at least as much as its own copy of the journal, or whom a quorum has accepted. Then
-what it had said to the leader before counts no more, and the new one is told what there is (`messages.Inventory`).
+A connection that breaks is made again, without loss of messages (`resihp.protocol.resumable`). A supervisor first
+states the term that it leads. The agent promises itself to one leader of a term, and never to a lower term again: it
+accepts a later term if the supervisor has at least the records of the agent's own copy of the journal, or if a quorum
+has accepted it. Then its messages to the leader before no longer count, and the new leader gets an inventory of the
+node (`messages.Inventory`).
 
-It decides nothing else; who could lead when nobody does is `wrapper.agent.succession.election`'s. Owned by
-`wrapper.agent.process`.
+It decides nothing else; `wrapper.agent.succession.election` decides which agent may start a leader when there is none.
+Owned by `wrapper.agent.process`.
 """
 
 from __future__ import annotations
@@ -26,49 +27,50 @@ from resihp.protocol.resumable import Conversation
 from wrapper.agent.succession.election import accepts
 
 RETRY_S = 3.0
-"""How long one attempt to connect may take; without succession, how long to look for one where nobody listens."""
-GUARDED_S = 30.0
-"""Without succession: how long to wait where somebody holds the socket, and is about to start another supervisor."""
-FIRST_PAUSE_S, GROWTH, LONGEST_PAUSE_S = 0.2, 1.5, 3.0
-"""So long at most after the second attempt in vain, so many times longer after each other, never longer than that."""
-SILENCE_S = 3.0
-"""With succession: a leader that says nothing at all for so long is gone, whatever its connection looks like."""
-ORPHAN_S = 60.0
-"""With succession: how long an agent lives on without a leader. Without it, the same while the supervisor's guardian
-keeps the address open for another supervisor, which has not answered yet."""
-REFUSED_S = 15.0
-"""With succession: how long an agent that was turned away waits for somebody else, who may have a quorum."""
+"""Time limit of one attempt to connect; without succession, also how long to try if nobody listens at the address."""
+GUARDIAN_WAIT_S = 30.0
+"""Without succession: how long to wait while the guardian holds the socket and is about to start another supervisor."""
+FIRST_PAUSE_S, PAUSE_GROWTH, MAX_PAUSE_S = 0.2, 1.5, 3.0
+"""Longest pause after the second failed attempt, its growth with each further attempt, and its limit."""
+MAX_SILENCE_S = 3.0
+"""With succession: a leader that sends nothing for this long counts as gone, whatever the state of its connection."""
+MAX_LEADERLESS_S = 60.0
+"""With succession: how long an agent lives without a leader. Without it, the same while the supervisor's guardian keeps
+the address open for another supervisor that has not answered yet."""
+MAX_REFUSED_S = 15.0
+"""With succession: how long an agent that was refused waits for another leader, which may have a quorum."""
 WATCH_EVERY_S = 0.25
 STALL_S = 1.0
-"""An event loop that comes that late was stopped, or starved: the silence was its own."""
+"""An event loop that is this late was stopped, or starved: the silence was its own."""
 
 Address = tuple[str, int]
 
 
 class Follower(Protocol):
-    """The agent, as seen from here."""
+    """The agent, as used here."""
 
     @property
     def log(self) -> int:
         """Number of the last record in its copy of the journal."""
 
     async def introduce(self, own_host: str) -> m.Join:
-        """Who it is; `own_host` is its address on the connection. `term` and `log` are filled in here."""
+        """Return the agent's description; `own_host` is its address on the connection. `term` and `log` are filled in
+        here."""
 
     def inventory(self) -> m.Inventory: ...
 
     def obey(self, order: m.AgentOrder) -> None:
-        """Raises ProtocolError for records that do not fit its copy of the journal."""
+        """Carry out an order. Raises ProtocolError for records that do not fit its copy of the journal."""
 
     def dismiss(self, grace_s: float) -> None:
-        """The supervisor wants nothing more of it, or cannot be told anything more. `grace_s` as in `Release`."""
+        """End: the supervisor needs the agent no more, or cannot be reached. `grace_s` as in `Release`."""
 
 
 class BackOff:
-    """How long to wait before the next attempt: not at all at first, then longer and longer.
+    """Pauses between attempts to connect: none at first, then longer and longer.
 
-    All agents of a job lose their leader at the same moment. Each waits for times of its own, so that they do not all
-    come back at the same moment again and again, to a supervisor that has just begun to answer the last ones.
+    All agents of a job lose their leader at the same moment. Each waits for random times, so that they do not all
+    return at once, again and again, to a supervisor that has just begun to answer.
     """
 
     def __init__(self, dice: Random | None = None) -> None:
@@ -76,20 +78,20 @@ class BackOff:
         self._attempts = 0
 
     def pause_s(self) -> float:
-        """How long to wait now that another attempt was in vain."""
+        """Return the pause after another failed attempt."""
         self._attempts += 1
         if self._attempts == 1:
             return 0.0
-        most_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * GROWTH ** (self._attempts - 2))
+        most_s = min(MAX_PAUSE_S, FIRST_PAUSE_S * PAUSE_GROWTH ** (self._attempts - 2))
         return self._dice.uniform(most_s / 2, most_s)
 
     def begin_anew(self) -> None:
-        """It was not in vain."""
+        """Reset after an attempt that succeeded."""
         self._attempts = 0
 
 
 class LeaderLink:
-    """One agent's. `home`: where the first supervisor listens, and one that its guardian has started again."""
+    """One agent's link. `home`: address of the first supervisor, and of one that its guardian has restarted."""
 
     def __init__(self, home: Address, key: bytes, follower: Follower, *, succession: bool) -> None:
         self._home = home
@@ -99,36 +101,36 @@ class LeaderLink:
         self.promised = 0
         """The newest term that this agent has promised itself to."""
         self.heard_at = time.monotonic()
-        """When the leader last said anything."""
+        """When the leader last sent anything."""
         self.settled = asyncio.Event()
-        """Set while the leader has acknowledged all that it was told."""
+        """Set while the leader has acknowledged all messages."""
         self.trouble = ""
-        """Why no supervisor was reached in the end; empty unless `run` gave up for that."""
+        """Why no supervisor was reached in the end; empty unless `run` gave up for that reason."""
         self._leader: Address = home
         self._hint: Address | None = None
         self._hinted = asyncio.Event()
         self._refused_at: float | None = None
         self._deserted = False
-        """Whether nobody listens where the leader was."""
+        """Whether nobody listens at the leader's address."""
         self._channel: SecureChannel[Envelope[m.AgentOrder]] | None = None
         self._conversation: Conversation[m.AgentOrder] | None = None
         self._lasting: list[tuple[int, m.Signalled | m.SpawnFailed]] = []
-        """What no inventory tells, with its number in the present conversation, 0 for none."""
+        """Messages that are not part of an inventory, with their numbers in the present conversation, 0 for none."""
 
     @property
     def connected(self) -> bool:
-        """Whether there is a leader, as far as can be told now."""
+        """Whether there is a leader, as far as is known."""
         return self._channel is not None
 
     @property
     def welcome(self) -> bool:
-        """Whether any supervisor has ever taken us for this node's agent."""
+        """Whether any supervisor has ever accepted us as this node's agent."""
         return self.promised > 0
 
-    # --- whom to follow ---------------------------------------------------------------------------------------
+    # --- the leader -------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Stay in touch with whoever leads; return when nobody has been there for too long, or we are dismissed."""
+        """Stay connected to the present leader; return when there was none for too long, or the agent is dismissed."""
         troubles: dict[Address, str] = {}
         back_off = BackOff()
         while True:
@@ -144,10 +146,10 @@ class LeaderLink:
                 if answered or self._hinted.is_set():
                     break
             else:
-                gone = self._gone_for()
-                if gone is not None:
-                    print(f"supervisor not reached for {gone:g} s: {news}", flush=True)
-                    self.trouble = f"no supervisor at {self._home[0]}:{self._home[1]} for {gone:g} s: {news}"
+                leaderless_s = self._give_up_after()
+                if leaderless_s is not None:
+                    print(f"supervisor not reached for {leaderless_s:g} s: {news}", flush=True)
+                    self.trouble = f"no supervisor at {self._home[0]}:{self._home[1]} for {leaderless_s:g} s: {news}"
                     return
             if answered and self._conversation is not None:
                 back_off.begin_anew()
@@ -160,7 +162,7 @@ class LeaderLink:
                 await self._hinted.wait()
 
     async def watch(self) -> None:
-        """Notice a leader that says nothing; with succession only, else it is waited for as long as it lives."""
+        """Detect a silent leader; with succession only, else a leader is waited for as long as it lives."""
         last = time.monotonic()
         while True:
             await asyncio.sleep(WATCH_EVERY_S)
@@ -168,30 +170,30 @@ class LeaderLink:
             if now - last > WATCH_EVERY_S + STALL_S:
                 self.heard_at += now - last
             last = now
-            if self._channel is not None and now - self.heard_at > SILENCE_S:
-                print(f"supervisor: silent for {SILENCE_S:g} s", flush=True)
+            if self._channel is not None and now - self.heard_at > MAX_SILENCE_S:
+                print(f"supervisor: silent for {MAX_SILENCE_S:g} s", flush=True)
                 self._channel.abort()
 
     def point_to(self, term: int, address: Address) -> None:
-        """Somebody is about to lead that term from there."""
+        """Note the address of a supervisor that is about to lead that term."""
         if term > self.promised:
             self._hint = address
             self._hinted.set()
 
     def _addresses(self) -> list[Address]:
         self._hinted.clear()
-        return list(dict.fromkeys(each for each in (self._hint, self._leader, self._home) if each is not None))
+        return list(dict.fromkeys(address for address in (self._hint, self._leader, self._home) if address is not None))
 
-    def _gone_for(self) -> float | None:
-        """After how many seconds we give up, if that is now."""
+    def _give_up_after(self) -> float | None:
+        """Return the time without a leader after which we give up, if it has passed; else None."""
         now = time.monotonic()
-        if self._refused_at is not None and now - self._refused_at > REFUSED_S:
-            return REFUSED_S
-        patience_s = ORPHAN_S if self._succession else RETRY_S if self._deserted else GUARDED_S
+        if self._refused_at is not None and now - self._refused_at > MAX_REFUSED_S:
+            return MAX_REFUSED_S
+        patience_s = MAX_LEADERLESS_S if self._succession else RETRY_S if self._deserted else GUARDIAN_WAIT_S
         return patience_s if now - self.heard_at > patience_s else None
 
     async def _once(self, address: Address) -> tuple[bool, str]:
-        """One connection, to its end: whether we followed the supervisor at its end, and why we do no longer."""
+        """Serve one connection to its end; return whether we followed the supervisor, and why the connection ended."""
         self._kept_open = False
         try:
             channel = await self._connect(address)
@@ -201,13 +203,13 @@ class LeaderLink:
         except (OSError, TimeoutError, ProtocolError) as error:
             self._deserted = isinstance(error, ConnectionRefusedError)
             return False, str(error) or "no answer"
-        news = "it broke the connection off"
+        news = "it closed the connection"
         try:
             await self._listen(channel, address)
         except ProtocolError as error:
             news = str(error)
         except TimeoutError:
-            news = "does not say whom it leads"
+            news = "does not state the term that it leads"
         answered = self._channel is channel
         if answered and not self._succession:
             self.heard_at = time.monotonic()
@@ -226,14 +228,14 @@ class LeaderLink:
         try:
             await asyncio.wait((connecting, hinted), return_when=asyncio.FIRST_COMPLETED)
             if not connecting.done():
-                raise TimeoutError("a successor is somewhere else")
+                raise TimeoutError("a successor has another address")
             return connecting.result()
         finally:
             connecting.cancel()
             hinted.cancel()
 
     async def _listen(self, channel: SecureChannel[Envelope[m.AgentOrder]], address: Address) -> None:
-        """Say who we are, follow if we may, hear. Raises ProtocolError, TimeoutError."""
+        """Introduce ourselves, follow the supervisor if allowed, and receive. Raises ProtocolError, TimeoutError."""
         join = await self._follower.introduce(channel.own_host)
         lost_thread = self._conversation is None and self.promised > 0
         join = msgspec.structs.replace(join, term=self.promised - lost_thread, log=self._follower.log)
@@ -242,14 +244,14 @@ class LeaderLink:
         else:
             with suppress(ConnectionError):
                 channel.post(Envelope(message=join))
-        async with asyncio.timeout(SILENCE_S if self._succession else None):
+        async with asyncio.timeout(MAX_SILENCE_S if self._succession else None):
             envelope = await channel.recv()
         if envelope is None:
             return
         if isinstance(envelope.message, m.Lead):
             self._follow(envelope.message, channel, address)
         elif not isinstance(envelope.message, m.Release):
-            raise ProtocolError("speaks before it has said which term it leads")
+            raise ProtocolError("sends messages before it has stated the term that it leads")
         while envelope is not None:
             if envelope.number == 0 and isinstance(envelope.message, m.Release):
                 self._refuse(envelope.message)
@@ -264,12 +266,12 @@ class LeaderLink:
             envelope = await channel.recv()
 
     def _follow(self, lead: m.Lead, channel: SecureChannel[Envelope[m.AgentOrder]], address: Address) -> None:
-        """Go on with the leader we have, or accept a later one. Raises ProtocolError for anybody else."""
+        """Stay with the present leader, or accept one of a later term. Raises ProtocolError for any other."""
         ours = lead.term == self.promised and address == self._leader
         if not ours and not accepts(lead, self.promised, self._follower.log):
             raise ProtocolError(
                 f"leads term {lead.term} from record {lead.log}; "
-                f"term {self.promised} was promised, and record {self._follower.log} is here"
+                f"this agent has promised term {self.promised}, and has record {self._follower.log}"
             )
         self._channel = channel
         self._refused_at = None
@@ -288,7 +290,7 @@ class LeaderLink:
         print("supervisor: refuses this agent", flush=True)
         self._refused_at = self._refused_at or time.monotonic()
         if not self._succession:
-            self.settled.set()  # nothing that is still to be told will be heard
+            self.settled.set()  # later messages would not be read
             self._follower.dismiss(release.grace_s)
 
     def _hand_over(self, order: m.AgentOrder) -> None:
@@ -299,17 +301,17 @@ class LeaderLink:
                 try:
                     self._follower.obey(order)
                 except ProtocolError:
-                    self._forget()  # as if it had never come: the leader has to begin anew, with what we really have
+                    self._forget()  # as if it had never come: the leader has to start from our actual copy
                     raise
                 if self._conversation is not None:
                     self._conversation.acknowledge()
             case _:
                 self._follower.obey(order)
 
-    # --- what to say ------------------------------------------------------------------------------------------
+    # --- messages to the leader -------------------------------------------------------------------------------
 
-    def tell(self, message: m.AgentMessage) -> None:
-        """Say it now or when the leader is back; a new leader learns it from the inventory instead."""
+    def send(self, message: m.AgentMessage) -> None:
+        """Send a message now or when the leader is back; a new leader gets it as part of the inventory instead."""
         conversation = self._conversation
         if isinstance(message, m.Beat):
             if conversation is not None:
@@ -331,12 +333,12 @@ class LeaderLink:
         else:
             self._follower.dismiss(-1.0)
 
-    async def say_last_words(self, running: asyncio.Task[None], timeout_s: float) -> None:
-        """Wait until the leader has all that it was told, also over a new connection; then close. Ends `running`."""
+    async def flush_and_close(self, running: asyncio.Task[None], timeout_s: float) -> None:
+        """Wait until the leader has acknowledged everything, even over a new connection; then close. Ends `running`."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self.settled.wait()
-                running.cancel()  # it would connect again
+                running.cancel()  # else it would connect again
                 if self._channel is not None:
                     self._channel.close()
                     await self._channel.flushed()
@@ -345,8 +347,9 @@ class LeaderLink:
         self._channel = None
 
     def _forget(self) -> None:
-        """The conversation is over; only what no inventory tells, and the leader may not have heard, is kept."""
+        """End the conversation; keep only messages that are not in an inventory and that the leader may not have
+        received."""
         old, self._conversation = self._conversation, None
         if old is not None:
             old.disconnect()
-            self._lasting = [(0, each) for number, each in self._lasting if not 0 < number <= old.acknowledged]
+            self._lasting = [(0, message) for number, message in self._lasting if not 0 < number <= old.acknowledged]

@@ -1,9 +1,9 @@
-"""The environment of a worker: what its agent inherited, what the job adds, and all that torchrun would set.
+"""The environment of a worker: the agent's, the job's additions, and all variables that torchrun would set.
 
-A script that knows nothing of resihp finds its ranks and its peers there, as `init_process_group("nccl")` does. Where
-they meet is the first rank's own to listen on, which then holds the store: its agent keeps the port free for it
-(`wrapper.launch.ports.KeptPort`). There is no store of the agent's, and no restart of workers on the same node, so
-that TORCHELASTIC_USE_AGENT_STORE is False and TORCHELASTIC_MAX_RESTARTS 0. Pure; called by `wrapper.agent.workers`.
+A script that does not use resihp finds its ranks and its peers in it, as `init_process_group("nccl")` does. The first
+rank listens at the meeting place and holds the store: its agent keeps the port free for it
+(`wrapper.launch.ports.KeptPort`). The agent has no store, and workers are not restarted on the same node, so
+TORCHELASTIC_USE_AGENT_STORE is False and TORCHELASTIC_MAX_RESTARTS is 0. Pure; called by `wrapper.agent.workers`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from resihp.protocol.messages import Start
 from resihp.worker.forkserver import ONE_THREAD
 from wrapper.config.run_spec import RunRequest
 
-MEETING_PLACE = ("MASTER_ADDR", "MASTER_PORT")
-ROLE = "default"
-"""What torchrun calls workers that nobody has given another name."""
+MEETING_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
+DEFAULT_ROLE = "default"
+"""torchrun's default name for the role of workers."""
 
 
 def environment_of(
@@ -27,9 +27,9 @@ def environment_of(
     added: Mapping[str, str],
     network: Mapping[str, str],
 ) -> dict[str, str]:
-    """`added` counts more than what is inherited, and that more than `network`, which is left out where `added` says
-    how to reach others. A place to meet that was inherited is another job's."""
-    environment = {name: value for name, value in inherited.items() if name not in (*MEETING_PLACE, OPEN_FILES)}
+    """Return a worker's environment. `added` overrides inherited variables, and these override `network`, which is left
+    out if `added` sets the interface. An inherited meeting place is another job's, and is dropped."""
+    environment = {name: value for name, value in inherited.items() if name not in (*MEETING_VARIABLES, OPEN_FILES)}
     environment.setdefault("OMP_NUM_THREADS", ONE_THREAD["OMP_NUM_THREADS"])
     environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if request.python_path:
@@ -40,8 +40,8 @@ def environment_of(
 
 
 def as_torchrun(start: Start, job: str, devices: int) -> dict[str, str]:
-    """What torch's elastic agent sets (`torch/distributed/elastic/agent/server/local_elastic_agent.py`), but for the
-    place to meet. A group is a node; all workers have one role."""
+    """Return the variables of torch's elastic agent (`torch/distributed/elastic/agent/server/local_elastic_agent.py`),
+    without the meeting place. A group is a node; all workers have one role."""
     nodes = list(dict.fromkeys(start.nodes))
     return {
         "RANK": str(start.rank),
@@ -52,7 +52,7 @@ def as_torchrun(start: Start, job: str, devices: int) -> dict[str, str]:
         "GROUP_WORLD_SIZE": str(max(1, len(nodes))),
         "ROLE_RANK": str(start.rank),
         "ROLE_WORLD_SIZE": str(start.world_size),
-        "ROLE_NAME": ROLE,
+        "ROLE_NAME": DEFAULT_ROLE,
         "TORCHELASTIC_RUN_ID": job,
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",

@@ -1,7 +1,7 @@
-"""What is still true of a worker: kept by its agent for a supervisor that did not hear it.
+"""A worker's reports that are still valid: kept by its agent for a supervisor that has not received them.
 
-A supervisor that takes over learns from every agent what runs there (`messages.Inventory`). Of what a worker has said,
-this keeps the last of each kind that no later order or report has overtaken, and the steps that may not have been
+A supervisor that takes over gets an inventory from every agent (`messages.Inventory`). Of a worker's reports, this
+keeps the last of each kind that no later order or report has made obsolete, and the steps that may not have been
 committed. Pure; owned by `wrapper.agent.workers`.
 """
 
@@ -14,14 +14,15 @@ from itertools import islice
 from resihp.protocol import messages as m
 from resihp.protocol.forwarding import Label, report_of
 
-MOST_STEPS = 4096
-"""Steps of one worker that are kept where nobody tells that they are committed: a minute of very short iterations."""
-LAST_STEPS = 32
-"""Steps that are told of every worker, whatever its agent believes to be committed: a record in its copy of the journal
-may be one that the new leader does not have. Of one worker of a node, all that are kept are told."""
+MAX_STEPS = 4096
+"""Most steps that are kept of one worker while no commit is reported: a minute of very short iterations."""
+REPORTED_STEPS = 32
+"""Steps that are reported of every worker, even if the agent takes them to be committed: a record in its copy of the
+journal may be missing at the new leader. Of one worker of a node, all kept steps are reported."""
 
-PARTS_KEPT = 8
-"""Parts of checkpoints of one worker that are kept: the last ones, complete or not for a supervisor that took over."""
+MAX_PARTS = 8
+"""Most parts of checkpoints that are kept of one worker: the last ones, as a supervisor that took over may lack
+them."""
 
 _LASTING = {
     kind.__name__: kind
@@ -30,18 +31,18 @@ _LASTING = {
 
 
 class WorkerRecord:
-    """One worker's, by the labels of what it said; the reports themselves are decoded when somebody asks for them.
+    """Reports of one worker, by their labels; the reports themselves are decoded only on request.
 
-    `most_steps`: how many reports of steps are kept.
+    `max_steps`: how many reports of steps are kept.
     """
 
-    def __init__(self, most_steps: int = MOST_STEPS) -> None:
-        self._steps: deque[tuple[int, bytes]] = deque(maxlen=most_steps)
-        self._said: list[tuple[Label, bytes]] = []
-        self._parts: deque[bytes] = deque(maxlen=PARTS_KEPT)
+    def __init__(self, max_steps: int = MAX_STEPS) -> None:
+        self._steps: deque[tuple[int, bytes]] = deque(maxlen=max_steps)
+        self._reports: list[tuple[Label, bytes]] = []
+        self._parts: deque[bytes] = deque(maxlen=MAX_PARTS)
 
-    def said(self, label: Label, body: bytes) -> None:
-        """The worker has reported."""
+    def add_report(self, label: Label, body: bytes) -> None:
+        """Add a report of the worker."""
         if label.type == m.Stepped.__name__:
             if label.outcome is not None:
                 self._steps.append((label.outcome.iteration, body))
@@ -49,18 +50,18 @@ class WorkerRecord:
             self._parts.append(body)
         elif (kind := _LASTING.get(label.type)) is not None:
             self._drop(kind)
-            self._said.append((label, body))
+            self._reports.append((label, body))
 
-    def told(self, order: Label) -> None:
-        """An order goes to the worker: what it ends is true no more."""
+    def note_order(self, order: Label) -> None:
+        """Note an order to the worker, and drop the reports that it makes obsolete."""
         match order.type:
             case m.Park.__name__:
                 for kind in (m.Stuck, m.Ready, m.Parked):
                     self._drop(kind, lambda report: report.epoch < order.epoch)
                 if not order.after_iteration:
-                    self._drop(m.FaultDue)  # it will ask again
+                    self._drop(m.FaultDue)  # the worker will ask again
             case m.Go.__name__:
-                self._drop(m.Finished)  # what is built is there to train on
+                self._drop(m.Finished)  # training goes on under the new plan
             case m.Begin.__name__:
                 for kind in (m.Ready, m.Parked):
                     self._drop(kind, lambda report: report.epoch <= order.epoch)
@@ -70,23 +71,24 @@ class WorkerRecord:
                 pass
 
     def still_true(self) -> tuple[m.WorkerMessage, ...]:
-        """In order of arrival, parts of checkpoints last. Raises ProtocolError for what is no report."""
-        return tuple(report_of(body) for body in (*(body for _, body in self._said), *self._parts))
+        """Return the valid reports in order of arrival, parts of checkpoints last. Raises ProtocolError for an invalid
+        report."""
+        return tuple(report_of(body) for body in (*(body for _, body in self._reports), *self._parts))
 
     @property
     def steps_kept(self) -> int:
         return len(self._steps)
 
-    def steps(self, most: int = MOST_STEPS) -> tuple[m.Stepped, ...]:
-        """The last ones. Raises ProtocolError for what is no report."""
+    def steps(self, most: int = MAX_STEPS) -> tuple[m.Stepped, ...]:
+        """Return the last steps. Raises ProtocolError for an invalid report."""
         last = islice(self._steps, max(0, len(self._steps) - most), None)
         reports = (report_of(body) for _, body in last)
         return tuple(report for report in reports if isinstance(report, m.Stepped))
 
     def committed(self, iteration: int) -> None:
-        """Steps up to this one need not be kept, but for the last few."""
-        while len(self._steps) > LAST_STEPS and self._steps[0][0] <= iteration:
+        """Drop steps up to this iteration, except for the last few."""
+        while len(self._steps) > REPORTED_STEPS and self._steps[0][0] <= iteration:
             self._steps.popleft()
 
     def _drop(self, kind: type[m.Message], overtaken: Callable[[Label], bool] = lambda report: True) -> None:
-        self._said = [each for each in self._said if each[0].type != kind.__name__ or not overtaken(each[0])]
+        self._reports = [entry for entry in self._reports if entry[0].type != kind.__name__ or not overtaken(entry[0])]

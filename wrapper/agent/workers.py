@@ -1,7 +1,7 @@
-"""An agent's workers: how they are started, what they have said, and how they end.
+"""An agent's workers: their start, their reports, and their end.
 
-It starts and ends workers as it is told, tells at once what becomes of them, and can tell a new leader all that it has
-to know of them. Nothing here waits but `start` and `end`. Owned by `wrapper.agent.process`.
+It starts and ends workers on orders, reports their exits at once, and gives a new leader an inventory of them. Only
+`start` and `end` wait. Owned by `wrapper.agent.process`.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from wrapper.agent.idleness import Idleness
 from wrapper.agent.rendezvous import Relay
 from wrapper.agent.sockets import ForkServerLink, WorkerPipe
 from wrapper.agent.worker_environment import environment_of
-from wrapper.agent.worker_history import LAST_STEPS, MOST_STEPS, WorkerRecord
+from wrapper.agent.worker_history import MAX_STEPS, REPORTED_STEPS, WorkerRecord
 from wrapper.config import container
 from wrapper.config.run_spec import RunRequest
 from wrapper.launch.ports import KeptPort
 
 REAP_S = 2.0
-LAST_WORDS_S = 0.2
-"""How long what a worker said before it ended is looked for."""
+CLUES_TIMEOUT_S = 0.2
+"""How long to look for clues to the exit of a worker."""
 
-MEETING = (m.Attend.__name__, m.Publish.__name__)
+MEETING_MESSAGES = (m.Attend.__name__, m.Publish.__name__)
 
 _progress = msgspec.msgpack.Decoder(m.Progress)
 _meetings: msgspec.msgpack.Decoder[m.MeetingMessage] = msgspec.msgpack.Decoder(m.MeetingMessage)
@@ -58,9 +58,10 @@ class Worker:
 
 
 class Workers:
-    """All workers of this node. `tell` hands a message to the leader; `of_no_use`: nothing can be started here.
+    """All workers of this node. `send` hands a message to the leader; `on_unusable` is called if no worker can be
+    started here any more.
 
-    `shared`: to the fork server, where virtual nodes have one in common (`wrapper.launch.preloading`).
+    `shared`: socket to the fork server, if virtual nodes share one (`wrapper.launch.preloading`).
     """
 
     def __init__(
@@ -68,35 +69,35 @@ class Workers:
         request: RunRequest,
         node: str,
         logs: Path,
-        tell: Callable[[m.AgentMessage], None],
-        of_no_use: Callable[[], None],
+        send: Callable[[m.AgentMessage], None],
+        on_unusable: Callable[[], None],
         shared: socket.socket | None = None,
     ) -> None:
         self._request = request
         self._node = node
         self._logs = logs
-        self._tell = tell
-        self._of_no_use = of_no_use
+        self._send = send
+        self._on_unusable = on_unusable
         self._workers: dict[int, Worker] = {}
         self._exits: list[tuple[int, int]] = []
-        self._telling: set[asyncio.Task[None]] = set()
-        """News of exits on their way."""
-        self._rendezvous = Relay(tell, self._hand_to)
+        self._exit_reports: set[asyncio.Task[None]] = set()
+        """Tasks that report exits."""
+        self._rendezvous = Relay(send, self._hand_to)
         self._kernel = KernelClues()
         self._idleness = Idleness()
         self._newest_epoch = 0
         self._place = KeptPort()
         self._is_first = self._declared = self._met = False
-        """Whether rank 0 is here, so that they meet here; whether any worker has said what it trains; whether, without
-        that, they have met by themselves or tried."""
+        """Whether rank 0 is on this node, which is then the meeting place; whether any worker has declared a model; and
+        whether, without a model, ranks have met by themselves or tried to."""
         self._idle = asyncio.Event()
         self._idle.set()
         self.network: Mapping[str, str] = {}
-        """What workers need to know of the network, where neither the user nor the supervisor tells them."""
+        """Network variables for workers, used unless the user or the supervisor sets them."""
         self.obstacle = ""
-        """Why none can be started here; empty where they can."""
+        """Why no worker can be started here; empty if workers can."""
         self.epoch = 0
-        """Of the last `Go`."""
+        """Epoch of the last `Go`."""
         self._forks = ForkServerLink(
             request.program,
             (logs if shared is None else request.of_job.logs) / f"{node}.forkserver.log",
@@ -112,20 +113,20 @@ class Workers:
         try:
             await self._forks.start()
         except OSError as error:
-            self._tell(m.SpawnFailed(reason=f"{self._request.program.interpreter}: {error.strerror}"))
+            self._send(m.SpawnFailed(reason=f"{self._request.program.interpreter}: {error.strerror}"))
 
     # --- orders -----------------------------------------------------------------------------------------------
 
     def spawn(self, order: m.Spawn) -> None:
         if self.obstacle:
-            self._tell(m.SpawnFailed(reason=self.obstacle))
+            self._send(m.SpawnFailed(reason=self.obstacle))
             return
         nodes = tuple(node for node, ranks in order.nodes for _ in range(ranks))
         for start in order.workers:
             self._spawn(msgspec.structs.replace(start, nodes=nodes), order.environment)
 
     def order(self, to: m.ToWorkers) -> None:
-        """Raises ProtocolError for what is no order."""
+        """Pass an order on to its workers. Raises ProtocolError for an invalid order."""
         body = order_in(to)
         label = label_of(body)
         if label.type == m.Go.__name__:
@@ -137,11 +138,11 @@ class Workers:
         for rank in to.ranks:
             worker = self._workers.get(rank)
             if worker is not None:
-                worker.record.told(label)
+                worker.record.note_order(label)
                 worker.pipe.send(body)
 
     def published(self, order: m.Published) -> None:
-        """What was said in a meeting that workers of this node attend."""
+        """Deliver messages of a meeting that workers of this node attend."""
         self._rendezvous.published(order)
 
     def _hand_to(self, rank: int, order: m.Published) -> None:
@@ -150,7 +151,7 @@ class Workers:
             worker.pipe.send(encode(order))
 
     def hang_up(self, rank: int, reason: str) -> None:
-        """What the worker says cannot be read."""
+        """Disconnect a worker whose messages cannot be decoded."""
         worker = self._workers.get(rank)
         if worker is not None:
             worker.pipe.hang_up(reason)
@@ -161,20 +162,22 @@ class Workers:
             self._signal(worker, number)
 
     def _signal(self, worker: Worker, number: int) -> None:
-        """Workers in training disregard TERM, which anybody may send (`client.deaf`): they are told that we mean it."""
+        """Send a signal. Workers in training ignore TERM, which anybody may send (`client.deaf`): so they get an order
+        first."""
         if number == signal.SIGTERM:
             worker.pipe.send(encode(m.Halt(reason="the job ends", at_once=True)))
         self._forks.deliver(worker.pid, number)
 
-    # --- what there is to tell --------------------------------------------------------------------------------
+    # --- reports ----------------------------------------------------------------------------------------------
 
     @property
     def meeting_port(self) -> int:
-        """Where a script's ranks may meet by themselves, if this is the first one's node."""
+        """Port where a script's ranks may meet by themselves, if the first rank is on this node."""
         return self._place.port
 
     def _have_met(self) -> bool:
-        """Asked with each beat, and on a node with many sockets that takes long: elsewhere nobody looks."""
+        """Whether ranks have met. Checked with each heartbeat, but only on rank 0's node: with many sockets it takes
+        long."""
         if self._is_first and not (self._declared or self._met):
             self._met = self._place.is_used()
         return self._met
@@ -197,40 +200,40 @@ class Workers:
         )
 
     def committed(self, iteration: int) -> None:
-        """Iterations up to this one are committed, as the leader has told."""
+        """Note that the leader has committed iterations up to this one."""
         for worker in self._workers.values():
             worker.record.committed(iteration)
 
     def inventory(self) -> m.Inventory:
-        """All that a leader has to know who has heard nothing from here; meetings end with the leader before."""
+        """Return the state of all workers for a new leader; meetings of the leader before are ended."""
         self._rendezvous.begin_anew()
         full = max(self._workers, key=lambda rank: self._workers[rank].record.steps_kept, default=None)
         return m.Inventory(
             workers=tuple(
-                self._running(rank, worker, MOST_STEPS if rank == full else LAST_STEPS)
+                self._running(rank, worker, MAX_STEPS if rank == full else REPORTED_STEPS)
                 for rank, worker in self._workers.items()
             ),
             ended=tuple(self._exits),
             epoch=self._newest_epoch,
         )
 
-    def _running(self, rank: int, worker: Worker, most_steps: int) -> m.RunningWorker:
+    def _running(self, rank: int, worker: Worker, max_steps: int) -> m.RunningWorker:
         running = m.RunningWorker(rank=rank, device=worker.start.device, pid=worker.pid)
         try:
             return msgspec.structs.replace(
-                running, steps=worker.record.steps(most_steps), said=worker.record.still_true()
+                running, steps=worker.record.steps(max_steps), said=worker.record.still_true()
             )
         except ProtocolError as error:
             self.hang_up(rank, str(error))
             return running
 
-    # --- lives ------------------------------------------------------------------------------------------------
+    # --- start and exit ---------------------------------------------------------------------------------------
 
     def _spawn(self, start: m.Start, environment: dict[str, str]) -> None:
         ours, theirs = socket.socketpair()
         rank = start.rank
         self._is_first = self._is_first or rank == 0
-        pipe = WorkerPipe(ours, lambda body: self._said(rank, body))
+        pipe = WorkerPipe(ours, lambda body: self._receive(rank, body))
         self._workers[rank] = Worker(start, pipe, beat_at=time.monotonic())
         self._idle.clear()
         pipe.send(encode(start))
@@ -250,21 +253,21 @@ class Workers:
     def _inherited(self) -> Mapping[str, str]:
         return container.of_workers(self._request.container, os.environ)
 
-    def _said(self, rank: int, body: bytes) -> None:
-        """Raises ProtocolError for what is no report."""
+    def _receive(self, rank: int, body: bytes) -> None:
+        """Handle a message of a worker. Raises ProtocolError if it is invalid."""
         worker = self._workers[rank]
         label = label_of(body)
         if label.type == m.Progress.__name__:
             worker.progress = decode(_progress, body)
             worker.beat_at = time.monotonic()
-        elif label.type in MEETING:
-            self._rendezvous.said(rank, decode(_meetings, body))
+        elif label.type in MEETING_MESSAGES:
+            self._rendezvous.receive(rank, decode(_meetings, body))
         else:
             if label.type == m.Declare.__name__ and not self._declared:
                 self._declared = True
                 self._place.close()
-            worker.record.said(label, body)
-            self._tell(m.FromWorker(rank=rank, body=body))
+            worker.record.add_report(label, body)
+            self._send(m.FromWorker(rank=rank, body=body))
 
     def _forked(self, report: Forked | NotForked | Ended) -> None:
         match report:
@@ -272,10 +275,10 @@ class Workers:
                 worker = self._workers[report.rank]
                 worker.pid = report.pid
                 worker.beat_at = time.monotonic()
-                self._tell(m.Spawned(rank=report.rank, device=worker.start.device, pid=report.pid))
+                self._send(m.Spawned(rank=report.rank, device=worker.start.device, pid=report.pid))
             case NotForked() if report.rank in self._workers:
                 self._forget(report.rank)
-                self._tell(m.SpawnFailed(reason=report.reason, rank=report.rank))
+                self._send(m.SpawnFailed(reason=report.reason, rank=report.rank))
             case Ended() if report.rank in self._workers:
                 self._ended(report.rank, report.pid, report.status)
 
@@ -286,19 +289,19 @@ class Workers:
         self._forget(rank)
         self._exits.append((rank, status))
         if rank == 0 and status and not self._have_met() and not self._declared:
-            self._place.watch()  # the others may wait for it there
+            self._place.watch()  # other ranks may wait for it there
         if status == 0:
-            self._tell(m.Exited(rank=rank, pid=pid, status=status))
+            self._send(m.Exited(rank=rank, pid=pid, status=status))
             return
-        telling = asyncio.get_running_loop().create_task(self._tell_why(rank, pid, status))
-        self._telling.add(telling)
-        telling.add_done_callback(self._telling.discard)
+        report = asyncio.get_running_loop().create_task(self._report_exit(rank, pid, status))
+        self._exit_reports.add(report)
+        report.add_done_callback(self._exit_reports.discard)
 
-    async def _tell_why(self, rank: int, pid: int, status: int) -> None:
-        """The news of an exit, with what was said of it; a file system that hangs does not hold it up."""
+    async def _report_exit(self, rank: int, pid: int, status: int) -> None:
+        """Report an exit, with clues to its cause; a file system that hangs does not delay the report."""
         log = self._logs / f"{self._node}.rank{rank}.log"
-        clues = await last_words_within(LAST_WORDS_S, log, self._kernel)
-        self._tell(m.Exited(rank=rank, pid=pid, status=status, clues=clues))
+        clues = await last_words_within(CLUES_TIMEOUT_S, log, self._kernel)
+        self._send(m.Exited(rank=rank, pid=pid, status=status, clues=clues))
 
     def _forget(self, rank: int) -> None:
         self._workers.pop(rank).pipe.close()
@@ -307,23 +310,24 @@ class Workers:
             self._idle.set()
 
     def _fork_server_ended(self, reason: str) -> None:
-        """Its children die with it, and nobody can tell how: the node is of no more use."""
+        """Report that the fork server has ended: its children die with it, in an unknown way, and the node is
+        unusable."""
         print(reason, flush=True)
         if not any(worker.pid for worker in self._workers.values()):
-            self._tell(m.SpawnFailed(reason=reason))
+            self._send(m.SpawnFailed(reason=reason))
         for rank, worker in list(self._workers.items()):
             if worker.pid:
                 self._ended(rank, worker.pid, -signal.SIGKILL)
             else:
                 self._forget(rank)
-        self._of_no_use()
+        self._on_unusable()
 
     # --- the end ----------------------------------------------------------------------------------------------
 
     async def end(self, grace_s: float, spare: int | None = None) -> None:
-        """Wait for the workers up to the grace, end what is left, and everything that they started.
+        """Wait for the workers up to the grace, then end remaining ones, and all processes that they started.
 
-        A negative grace: ask them to end (TERM) first. `spare`: a process that is to live on, and what it started.
+        A negative grace: send TERM first. `spare`: a process that is to live on, with its children.
         """
         for rank in [rank for rank, worker in self._workers.items() if not worker.pid]:
             self._forget(rank)  # not forked yet; if it is by now, it ends with the fork server
@@ -333,17 +337,17 @@ class Workers:
         if not self._idle.is_set():
             self._signal_all(signal.SIGKILL)
             await self._until_idle(REAP_S)
-        if self._telling:
-            await asyncio.wait(self._telling, timeout=REAP_S)
+        if self._exit_reports:
+            await asyncio.wait(self._exit_reports, timeout=REAP_S)
         self._forks.close()
         await self._forks.gone(REAP_S)
         self._place.close()
         spared = {spare, *(process.pid for process in _descendants(spare))} if spare is not None else set()
-        left = [process for process in _descendants(os.getpid()) if process.pid not in spared]
-        for process in left:
+        remaining = [process for process in _descendants(os.getpid()) if process.pid not in spared]
+        for process in remaining:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-        await asyncio.to_thread(psutil.wait_procs, left, REAP_S)
+        await asyncio.to_thread(psutil.wait_procs, remaining, REAP_S)
 
     def _signal_all(self, number: int) -> None:
         for worker in self._workers.values():

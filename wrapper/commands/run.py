@@ -281,7 +281,7 @@ def _told(configuration: Configuration) -> dict[str, Any]:
 def _slurm() -> Slurm:
     """Raises UsageError outside of an allocation, before anything is looked for."""
     if not allocation.job_id(os.environ):
-        raise UsageError(allocation.NOT_THERE)
+        raise UsageError(allocation.NO_ALLOCATION)
     from slurm.commands import CommandLine
 
     return CommandLine()

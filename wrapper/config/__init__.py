@@ -1,11 +1,11 @@
-"""What a run was asked to be: options, environment and files as one typed tree, and the run's own file.
+"""Configuration of a run: options, environment and files as one typed tree, and the file that describes one run.
 
 =========================  ====================================================================================
-`schema`, `values`         every key, and what may stand in it
-`run_spec`                 what `resihp run` writes down for supervisor and agents
-`program`, `container`     what the user's command is, and how a program of ours starts inside a container
-`shape`                    which nodes a run has, and whether its layout can be
+`schema`, `values`         every key, and its valid values
+`run_spec`                 the request that `resihp run` writes for supervisor and agents
+`program`, `container`     the user's command, and how a program of ours starts inside a container
+`shape`                    the nodes of a run, and whether its layout is possible
 =========================  ====================================================================================
 
-Refuses in words what cannot be; starts nothing.
+Rejects an impossible request with an error that explains it; starts nothing.
 """

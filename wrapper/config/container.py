@@ -1,17 +1,17 @@
 """Containers: the command line that starts a program of ours inside one. Pure functions; nothing is run here.
 
-Only what needs the user's libraries goes inside: the fork server, and with it all workers. Supervisor and agents stay
-on the host, where Slurm's commands are. Runtimes pass on standard input, output and error, and differ in all else:
+Only the fork server, and with it all workers, runs inside: it needs the user's libraries. Supervisor and agents stay on
+the host, where Slurm's commands are. Runtimes pass on standard input, output and error, and differ in everything else:
 enroot closes every other descriptor (enroot-switchroot calls closefrom(3)), apptainer puts a process of its own between
-the program and us. So a program inside is given its socket as standard input, and does not ask who its
-parent is. Both leave process ids as they are on the host, unless a site forces namespaces of their own for them
-(apptainer --pid, ENROOT_UNSHARE_PID): that is not supported.
+the program and us. So a program inside gets its socket as standard input, and does not check its parent process. Both
+runtimes keep the host's process ids, unless a site forces PID namespaces (apptainer --pid, ENROOT_UNSHARE_PID), which
+is not supported.
 
-Pyxis is a plugin of srun, and its options reach only what srun itself starts. Workers are not; but pyxis runs enroot,
-with the same images, and so do we.
+Pyxis is a plugin of srun, and its options reach only programs that srun itself starts. Workers are not started by srun;
+but pyxis runs enroot with the same images, and so do we.
 
 Sources: enroot 3.5 and later (`src/runtime.sh`, `bin/enroot-switchroot.c`, `doc/cmd/start.md`), apptainer 1.x
-(`cmd/starter/c/starter.c`: descriptors that were open before it are left alone).
+(`cmd/starter/c/starter.c`: it leaves inherited descriptors alone).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from resihp.errors import ConfigurationError
 from wrapper.config.run_spec import Container
 from wrapper.config.values import expanded
 
-if TYPE_CHECKING:  # agents need none of it, and start sooner
+if TYPE_CHECKING:  # agents never check a configuration, and start faster without it
     from wrapper.config.schema import ContainerSection
 
-SUFFIXES = {"apptainer": (".sif", ".img", ".sqsh", ".squashfs"), "enroot": (".sqsh", ".squashfs")}
+IMAGE_SUFFIXES = {"apptainer": (".sif", ".img", ".sqsh", ".squashfs"), "enroot": (".sqsh", ".squashfs")}
 
-ITS_OWN = (
+PLACE_VARIABLES = (
     "PATH",
     "LD_LIBRARY_PATH",
     "LD_PRELOAD",
@@ -49,28 +49,28 @@ ITS_OWN = (
     "HOME",
     "TMPDIR",
 )
-"""Environment variables that name places: workers have the container's, and the host's of all others."""
+"""Environment variables that hold paths: workers keep the container's values of these, and the host's of all others."""
 
 
 def check(section: ContainerSection) -> Container | None:
-    """The container that is configured, None without one. Raises ConfigurationError for one that cannot be started."""
+    """Return the configured container; None without one. Raises ConfigurationError for one that cannot be started."""
     if not section.runtime:
         if section.image or section.mounts:
-            raise ConfigurationError("[container]: has no runtime; set it to apptainer, enroot or pyxis")
+            raise ConfigurationError("[container]: no runtime is set; set it to apptainer, enroot or pyxis")
         return None
     runtime: Literal["apptainer", "enroot"] = "apptainer" if section.runtime == "apptainer" else "enroot"
     image = expanded(section.image)
     if not section.image:
-        raise ConfigurationError("[container]: has no image; name a file that all nodes can read")
+        raise ConfigurationError("[container]: no image is set; name a file that all nodes can read")
     if "://" in section.image or (not image.exists() and "#" in section.image):
         imported = "apptainer pull image.sif" if runtime == "apptainer" else "enroot import -o image.sqsh"
         raise ConfigurationError(
             f"[container] image: {section.image} is in a registry, and each node would fetch it at every start; "
             f"run {imported} {section.image}, and name that file"
         )
-    if not image.exists() or (image.is_file() and image.suffix not in SUFFIXES[runtime]):
-        what = "is not there" if not image.exists() else f"is none of {', '.join(SUFFIXES[runtime])}"
-        raise ConfigurationError(f"[container] image: {image} {what}; name a file that all nodes can read")
+    if not image.exists() or (image.is_file() and image.suffix not in IMAGE_SUFFIXES[runtime]):
+        problem = "does not exist" if not image.exists() else f"does not end in {' or '.join(IMAGE_SUFFIXES[runtime])}"
+        raise ConfigurationError(f"[container] image: {image} {problem}; name a file that all nodes can read")
     if image.is_dir() and runtime == "enroot":
         raise ConfigurationError(f"[container] image: {image} is a folder; enroot starts .sqsh files")
     mounts = tuple(_parsed(text) for text in section.mounts)
@@ -78,7 +78,7 @@ def check(section: ContainerSection) -> Container | None:
 
 
 def with_folders(container: Container | None, folders: Iterable[Path]) -> Container | None:
-    """With these folders inside where they are outside, unless something else is mounted there.
+    """Add these folders to the mounts, at the same paths inside as outside, unless something else is mounted there.
 
     Raises ConfigurationError for a name that no runtime can mount.
     """
@@ -89,7 +89,7 @@ def with_folders(container: Container | None, folders: Iterable[Path]) -> Contai
         path = str(folder)
         odd = next((character for character in path if character in ":," or character.isspace()), None)
         if odd is not None:
-            raise ConfigurationError(f"{path}: cannot be mounted in a container, since its name has {odd!r} in it")
+            raise ConfigurationError(f"{path}: cannot be mounted in a container, because its name contains {odd!r}")
         mounts.setdefault(path, (path, path, False))
     return msgspec.structs.replace(container, mounts=tuple(mounts.values()))
 
@@ -101,9 +101,9 @@ def _parsed(mount: str) -> tuple[str, str, bool]:
 
 
 def wrap(container: Container | None, argv: Sequence[str], exported: Iterable[str] = ()) -> list[str]:
-    """The command line that runs `argv` inside; `argv` itself without a container.
+    """Return the command line that runs `argv` inside; `argv` itself without a container.
 
-    `exported`: names of variables of our environment that must be set inside: enroot starts with none of them.
+    `exported`: names of variables of our environment that must be set inside, because enroot passes none on.
     """
     if container is None:
         return list(argv)
@@ -122,20 +122,21 @@ def wrap(container: Container | None, argv: Sequence[str], exported: Iterable[st
 
 
 def environment(container: Container | None, given: Mapping[str, str]) -> dict[str, str]:
-    """The environment to start `wrap`'s command with: enroot's hook shows a container no GPU unless it is told to."""
+    """Return the environment for `wrap`'s command: enroot's hook shows a container no GPU unless these variables ask
+    for it."""
     if container is None or container.runtime == "apptainer":
         return dict(given)
     return {"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "compute,utility", **given}
 
 
 def of_workers(container: Container | None, environment: Mapping[str, str]) -> dict[str, str]:
-    """What of our environment workers get: in a container, without the names of places that are not there."""
+    """Return the workers' environment: ours, in a container without the variables that hold paths of the host."""
     if container is None:
         return dict(environment)
-    return {name: value for name, value in environment.items() if name not in ITS_OWN}
+    return {name: value for name, value in environment.items() if name not in PLACE_VARIABLES}
 
 
 def job_folders(cwd: str, folder: Path, checkpoints: Path, python_path: str) -> list[Path]:
-    """What workers open: their working folder, the job's own, checkpoints, PYTHONPATH."""
+    """Return the folders that workers open: their working folder, the job's own, checkpoints, PYTHONPATH."""
     entries = [Path(entry) for entry in python_path.split(os.pathsep) if entry and Path(entry).is_dir()]
     return list(dict.fromkeys([Path(cwd), folder, checkpoints, *entries]))

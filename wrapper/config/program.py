@@ -1,6 +1,6 @@
-"""What the user's command is: a Python script, a Python module, or anything else; and which interpreter runs it.
+"""Classify the user's command (a Python script, a Python module, or anything else) and choose its interpreter.
 
-Scripts and modules are forked from a server that has imported resihp, so their interpreter must have it. Used by
+Scripts and modules are forked from a server that has imported resihp, so their interpreter must have it. Called by
 `resihp run` before anything is started.
 """
 
@@ -21,20 +21,21 @@ from wrapper.launch.launcher import own_environment
 
 _PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
 _HARMLESS = frozenset("uB")
-"""Options of python that change nothing for us: output is line-buffered anyway, bytecode is written or not."""
+"""Options of python that make no difference here: output is line-buffered anyway, and bytecode may be written or
+not."""
 
 
 def resolve(command: Sequence[str], notice: Callable[[str], None], inside: str | None = None) -> Program:
-    """Raises UsageError for a command that is not there, or an interpreter without resihp.
+    """Return how to start a command. Raises UsageError if it does not exist or if its interpreter lacks resihp.
 
-    `inside`: the interpreter of the container that the command runs in; what is there cannot be looked at from here.
+    `inside`: interpreter of the container that the command runs in; its files cannot be checked from here.
     """
     if not command:
         raise UsageError("no command to run; resihp run ... -- python train.py, or command = [...] in [job]")
     first = command[0]
     if not _PYTHON.fullmatch(os.path.basename(first)):
         if not inside and shutil.which(first) is None:
-            raise UsageError(f"{first}: no such command; after -- comes what workers run, as in -- python train.py")
+            raise UsageError(f"{first}: no such command; after -- write the workers' command, as in -- python train.py")
         return Program(kind="command", argv=tuple(command), interpreter=inside or sys.executable)
     rest = list(command[1:])
     while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c", "-"):
@@ -60,7 +61,7 @@ def resolve(command: Sequence[str], notice: Callable[[str], None], inside: str |
 
 
 def missing_script(command: Sequence[str]) -> str:
-    """Which Python script a command would run that is not there; empty for any other command."""
+    """Describe the Python script that a command names but that does not exist; empty if nothing is missing."""
     if not command or not _PYTHON.fullmatch(os.path.basename(command[0])):
         return ""
     rest = [*dropwhile(lambda word: word.startswith("-") and word not in ("-m", "-c", "-"), command[1:])]
@@ -70,16 +71,16 @@ def missing_script(command: Sequence[str]) -> str:
 
 
 def _interpreter(named: str, notice: Callable[[str], None]) -> str:
-    found = shutil.which(named)
-    if found is not None and os.path.abspath(found) == sys.executable:
+    path = shutil.which(named)
+    if path is not None and os.path.abspath(path) == sys.executable:
         return sys.executable
-    if found is not None and _has_resihp(os.path.abspath(found)):
-        return os.path.abspath(found)
+    if path is not None and _has_resihp(os.path.abspath(path)):
+        return os.path.abspath(path)
     if named in ("python", "python3"):
-        where = found or "not on PATH"
-        notice(f"{named} ({where}) does not have resihp; workers run under {sys.executable}")
+        place = path or "not on PATH"
+        notice(f"{named} ({place}) does not have resihp; workers run under {sys.executable}")
         return sys.executable
-    if found is None:
+    if path is None:
         raise UsageError(f"{named}: no such interpreter")
     raise UsageError(
         f"{named}: cannot import resihp; install it there ({named} -m pip install 'resihp[train]') "
@@ -88,7 +89,8 @@ def _interpreter(named: str, notice: Callable[[str], None]) -> str:
 
 
 def _has_resihp(interpreter: str) -> bool:
-    """Asked as the fork server will be started: without the user's own modules."""
+    """Return whether an interpreter can import resihp, started as the fork server will be: without the user's own
+    modules."""
     probe = [interpreter, "-P", "-c", "import resihp.worker.forkserver"]
     try:
         done = subprocess.run(probe, capture_output=True, env=own_environment(), timeout=60, check=False)

@@ -1,6 +1,6 @@
-"""What a run was asked to be: written by `resihp run` into the job's folder, read by supervisor and agents.
+"""The request that describes one run: written by `resihp run` into the job's folder, read by supervisor and agents.
 
-A file and not arguments, so that nothing of a job stands in the list of processes.
+It is a file, not arguments, so that the list of processes reveals nothing about a job.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from wrapper.launch.ports import Ports
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
-    """How the user's command is started. `argv` begins with the script, the module's name, or the command."""
+    """How to start the user's command. `argv` begins with the script, the module's name, or the command."""
 
     kind: Literal["script", "module", "command"]
     argv: tuple[str, ...]
@@ -28,10 +28,10 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SlurmRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The Slurm job that the run is in, and what may be asked of Slurm for it. Empty strings: nothing is said.
+    """The Slurm job of the run, and limits on requests to Slurm for it. Empty strings: not set.
 
-    Counts are of each node, None where they are not known. `host_names`: by node, what Slurm reaches it by. `job_id`,
-    `number`: see `wrapper.launch.allocation.Allocation`; an empty number is the same as the id.
+    Counts are per node, None where they are unknown. `host_names`: by node, the name by which Slurm reaches it.
+    `job_id`, `number`: see `wrapper.launch.allocation.Allocation`; an empty number means that it equals the id.
     """
 
     job_id: str
@@ -42,7 +42,7 @@ class SlurmRequest(msgspec.Struct, frozen=True, kw_only=True):
     host_names: dict[str, str]
     cpus: int | None
     gpus: int | None
-    """Slurm's GPUs, that steps ask for; None: the allocation has none."""
+    """Slurm's GPUs, which steps request; None: the allocation has none."""
     partition: str = ""
     account: str = ""
     qos: str = ""
@@ -51,13 +51,13 @@ class SlurmRequest(msgspec.Struct, frozen=True, kw_only=True):
     extra: tuple[str, ...] = ()
     """Further options of sbatch."""
     most_drained: int | None = None
-    """How many nodes of the cluster may be drained by us at a time, whoever of us drained them; None: any number."""
+    """How many nodes of the cluster may be drained with our reason at a time, by all jobs; None: any number."""
     spool: str = ""
     comment: bool = True
 
 
 class Container(msgspec.Struct, frozen=True, kw_only=True):
-    """What workers run in. `mounts`: (source, destination, read-only), the job's own folders among them."""
+    """Container of the workers. `mounts`: (source, destination, read-only), the job's own folders included."""
 
     runtime: Literal["apptainer", "enroot"]
     image: str
@@ -65,9 +65,9 @@ class Container(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ListenerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Who is told of the job (`wrapper.sinks.fanout`). Paths are absolute; 0 and empty strings: nobody.
+    """Listeners of the job (`wrapper.sinks.fanout`). Paths are absolute; 0 and empty strings: no listener.
 
-    `webhook` may be secret: this file is its owner's alone, and nothing else of us holds it.
+    `webhook` may be secret: only the owner may read this file, and we store it nowhere else.
     """
 
     metrics_port: int = 0
@@ -96,23 +96,23 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     ledger_url: str
     restart_count: int
     ledger_keep_s: float | None = None
-    """As `[ledger] keep` has it."""
+    """Value of `[ledger] keep`."""
     host: str = "127.0.0.1"
-    """Address that the supervisor listens on: never all of a machine's."""
+    """Address that the supervisor listens on: never all addresses of a machine."""
     ports: Ports | None = None
-    """Where our processes listen for other nodes; None: as ports come."""
+    """Range of ports on which our processes listen for other nodes; None: any port."""
     interface: str = ""
-    """The workers', as `[network] interface` has it; empty: the one on which the supervisor is reached."""
+    """Interface of the workers, from `[network] interface`; empty: the one on which the supervisor is reached."""
     succession: bool = False
-    """Whether agents keep copies of the journal, and choose another supervisor when this one's node is gone."""
+    """Whether agents keep copies of the journal, and elect another supervisor when this one's node is lost."""
     chained: bool = False
-    """Whether the job is one of a chain, whose jobs go on from each other's checkpoints."""
+    """Whether the job belongs to a chain, in which each job continues from the checkpoints of the one before."""
     begins_at: int = 0
-    """Iteration of the newest checkpoint that there was; 0 for none."""
+    """Iteration of the newest checkpoint at the start; 0 for none."""
     run: str = ""
-    """What attempts have in common that go on from each other's checkpoints."""
+    """Identifier shared by all attempts that continue from each other's checkpoints."""
     go_on: str = ""
-    """The command that goes on from this run's checkpoints, to be typed as it is."""
+    """Shell command that continues from this run's checkpoints."""
     slurm: SlurmRequest | None = None
     container: Container | None = None
     listening: ListenerSettings = ListenerSettings()
@@ -128,34 +128,37 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def of_job(self) -> OurJob:
-        """Ours: `load` has looked who could have written the folder, and nobody else makes a request."""
+        """The job's folder, as ours: `load` has checked who could have written it, and only it and `resihp run` make
+        requests."""
         return OurJob(self.job, Path(self.folder))
 
 
 def virtual_nodes(count: int) -> tuple[str, ...]:
-    """Names of nodes that are only processes on this machine."""
+    """Return names for nodes that are only processes on this machine."""
     return tuple(f"n{i + 1}" for i in range(count))
 
 
 def load(path: Path) -> RunRequest:
-    """Raises OwnershipError when others could have written it, UsageError when it is not there or not of this version.
+    """Read a request. Raises OwnershipError if others could have written it, UsageError if it is missing or of another
+    version.
 
-    `path` is run.json in a job's folder; where that was moved since, its own folders are those of today."""
+    `path` is run.json in a job's folder. If that folder was moved, paths inside it follow it.
+    """
     job = Job(path.parent.name, path.parent)
     try:
-        found = msgspec.json.decode(job.read_own(path.name), type=dict[str, Any])
-        request = msgspec.convert(found if "settings" in found else _of_0_1(found), RunRequest)
+        document = msgspec.json.decode(job.read_own(path.name), type=dict[str, Any])
+        request = msgspec.convert(document if "settings" in document else _of_0_1(document), RunRequest)
         checkpoints = str(job.now(Path(request.checkpoint_folder))) if request.checkpoint_folder else ""
         return msgspec.structs.replace(request, folder=str(job.folder), checkpoint_folder=checkpoints)
     except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"{path}: not a run of this version: {error}") from error
 
 
-def _of_0_1(found: dict[str, Any]) -> dict[str, Any]:
-    """A run that was written by resihp 0.1, which may have to go on after an update: what is settings now stood beside
-    the rest, and with what is asked of Slurm."""
-    slurm = found.get("slurm") or {}
-    old = {"examine": True} | slurm | found | {"slurm": bool(slurm), "chunks": found.get("virtual_stages", 1)}
+def _of_0_1(document: dict[str, Any]) -> dict[str, Any]:
+    """Convert a run that resihp 0.1 wrote, which may have to go on after an update: there, the settings of today stood
+    at the top level and in the Slurm request."""
+    slurm = document.get("slurm") or {}
+    old = {"examine": True} | slurm | document | {"slurm": bool(slurm), "chunks": document.get("virtual_stages", 1)}
     if "replacement_min_left_s" in slurm:
         old["replacement_least_left_s"] = slurm["replacement_min_left_s"]
-    return found | {"settings": {key: old[key] for key in Settings.__struct_fields__ if key in old}}
+    return document | {"settings": {key: old[key] for key in Settings.__struct_fields__ if key in old}}

@@ -2,9 +2,9 @@
 
     command line > RESIHP_SECTION__KEY > --config FILE > ./resihp.toml > ~/.config/resihp/config.toml > /etc/resihp.toml
 
-and defaults last. No key is ever ignored: an unknown one is an error that names the nearest valid key and where it
-stands, and one that this version does not act upon is refused. What `/etc/resihp.toml` says in `[site]` bounds all
-others, and stands nowhere else.
+and defaults last. No key is ever ignored: an unknown key is an error that names the nearest valid key and its source,
+and a key that this version does not act upon is refused. The [site] section of `/etc/resihp.toml` limits all other
+sources; [site] is refused anywhere else.
 """
 
 from __future__ import annotations
@@ -38,21 +38,22 @@ from pydantic_settings import (
 from resihp.errors import ConfigurationError
 from resihp.settings import PlannerName
 from wrapper.config import values
-from wrapper.strict_modes import somebody_elses
+from wrapper.strict_modes import other_owner
 
-PREFIX = "RESIHP_"
-SEPARATOR = "__"
+ENV_PREFIX = "RESIHP_"
+ENV_SEPARATOR = "__"
 
 SITE_FILE = Path("/etc/resihp.toml")
-"""The administrator's: the only place for [site]."""
-HERE = Path("resihp.toml")
-"""In the current folder."""
+"""The administrator's file, and the only source of [site]."""
+WORKING_FOLDER_FILE = Path("resihp.toml")
+"""The file in the current folder."""
 
-SECRETS = (("hooks", "webhook"), ("ledger", "url"))
-"""(section, key) of what no message repeats."""
+SECRET_KEYS = (("hooks", "webhook"), ("ledger", "url"))
+"""(section, key) of each value that no message may repeat."""
 
-_reading = threading.Lock()
-"""The files of one configuration are its class's while it is made: doctor reads in several threads."""
+_files_lock = threading.Lock()
+"""Held while `Configuration._files` is set: the class carries the files of the one being made, and doctor reads in
+threads."""
 
 Duration = Annotated[float, BeforeValidator(values.duration)]
 Plain = Annotated[str, AfterValidator(values.plain)]
@@ -65,26 +66,28 @@ class Section(BaseModel):
 
 
 class JobSection(Section):
-    """[job]: how many devices, and what runs on them."""
+    """[job]: how many devices, and the command that runs on them."""
 
     nodes: int = Field(default=1, ge=1, le=100_000)
-    """Nodes that the layout uses, or virtual nodes with --local; in an allocation, all but the spares if left out."""
+    """Nodes that the layout uses, or virtual nodes with --local; if left out in an allocation, all nodes but the
+    spares."""
     gpus_per_node: int = Field(default=1, ge=1, le=1024)
-    """Devices of a node, one worker each; in an allocation, those that Slurm gave if left out."""
+    """Devices of a node, one worker each; if left out in an allocation, the GPUs that Slurm gave."""
     memory_per_device: Annotated[int | None, BeforeValidator(values.size)] = None
-    """What each device has for the job, with its unit, as `80GB`: no plan needs more. If left out, plans are made for
-    what the smallest GPU has in all, and nothing is refused; of GPUs that workers share nothing is known."""
+    """Memory of each device that the job may use, with its unit, as `80GB`; a plan that needs more is refused. If left
+    out, plans assume the smallest GPU's total memory and none is refused for it; where workers share a GPU, no memory
+    is assumed."""
     command: tuple[str, ...] = ()
-    """What each worker runs, unless the command line tells after `--`."""
+    """Command that each worker runs, unless the command line gives one after `--`."""
     time: Annotated[float | None, BeforeValidator(values.duration)] = None
-    """How long Slurm gives the job, with its unit, as `24h`; the partition's default if left out."""
+    """Time limit of the Slurm job, with its unit, as `24h`; the partition's default if left out."""
     idle_limit: Annotated[float | None, BeforeValidator(values.duration_or_never)] = 1800.0
-    """How long the last processes of a script that does not use resihp may be idle, once others have ended well. Then
-    they are ended, with exit code 1. A process is idle while neither it nor any process that it started uses a
-    processor, waits for a disk or writes; so one is idle that only waits for something remote, as `sbatch --wait` or
-    the end of an upload. Where a script does that for long, set a longer time, or `never`."""
+    """How long the last processes of a script that does not use resihp may stay idle after other processes have ended
+    successfully. Then they are ended, with exit code 1. A process is idle while neither it nor any process that it
+    started uses a processor, waits for a disk or writes. A process that only waits for something remote, such as
+    `sbatch --wait` or the end of an upload, counts as idle: for such scripts set a longer time, or `never`."""
     name: Annotated[str, AfterValidator(values.plain)] = "resihp"
-    """What Slurm calls the job. Jobs of a chain share it."""
+    """Name of the job in Slurm. Jobs of a chain share it."""
 
 
 class LayoutSection(Section):
@@ -101,197 +104,202 @@ class LayoutSection(Section):
     sequence_parallel: bool = False
     """Split activations between layers along the sequence, over each tensor-parallel group."""
     tune: bool = False
-    """Begin with layers spread by what they cost and orders of work of their own, not with Megatron's grid."""
+    """Begin with layers spread by their measured cost and with a searched order of work, instead of Megatron's grid."""
 
 
 class AdaptSection(Section):
-    """[adapt]: what is done about failures."""
+    """[adapt]: how the job reacts to failures."""
 
     mode: Literal["in-job", "observe"] = "in-job"
-    """`in-job`: re-plan inside the job. `observe`: what is slow or broken is found and told, and what would be done
-    about it; but no plan is made for it, no device stands by for being slow, and no node is drained, given back or
-    asked for, whatever `[slurm]` allows. A job that a failure would end is recovered all the same. `restart` is not
-    supported yet."""
+    """`in-job`: re-plan inside the job. `observe`: detect and report slow or broken devices and the action that would
+    follow, but make no plan for them, put no slow device on standby, and drain, give back or request no node, whatever
+    `[slurm]` allows. A failure that would end the job is still recovered. `restart` is not supported yet."""
     come_backs: int = Field(default=3, ge=0)
     """How often a process may be started again on the same device."""
     least: float = Field(default=0.5, gt=0, le=1)
-    """The share of its devices, spares not counted, with which a job begins when others are missing or fail before
-    its first iteration; with 1 it begins whole or not at all."""
+    """Smallest share of its devices, spares not counted, with which a job begins when others are missing or fail before
+    its first iteration; 1: it begins with all devices or not at all."""
     examine: bool = True
-    """Measure devices and links before the first iteration, and a device that joins; what is not fit stands by."""
+    """Probe devices and links before the first iteration, and each device that joins; devices that fail stand by."""
     detect: bool = True
     """Look for slow devices and links while training."""
     recheck_s: float = Field(default=60.0, gt=0)
-    """How often a slow device that stands by is measured again. One that only failed its probe is after 5 s (or this,
-    if that is less), and then ever more rarely, up to ten times this."""
+    """How often a slow device on standby is probed again. A device that only failed its probe is first probed again
+    after 5 s (or after this time, if shorter), then at growing intervals, up to ten times this."""
     planner: PlannerName = "resihp"
-    """By whose rules the job is planned anew. For comparison: `resihp-paper`, the paper's; `paper-tp` and
-    `paper-tp-pp`, its first steps alone; `drop-replica`, which gives up replicas that lose a device."""
+    """Planner that computes new layouts. For comparison: `resihp-paper` follows the paper; `paper-tp` and `paper-tp-pp`
+    take only its first steps; `drop-replica` gives up any replica that loses a device."""
     plans_ahead: bool = True
-    """While training goes on, make plans for the loss of each device and each node, in a process of its own beside
-    the supervisor, so that a recovery does not wait for a plan."""
+    """During training, make plans for the loss of each device and each node, in a separate process beside the
+    supervisor, so that a recovery does not wait for a plan."""
     search_s: float = Field(default=1.0, ge=0, le=3600)
-    """For how long that process looks for a better plan than the one that is found at once, where `planner` is
-    `resihp` and memory is known; also for one that was made in haste, which gives way to a better one
-    if that is worth it. 0: not at all. Without `plans_ahead` nothing is looked for."""
+    """How long the process of `plans_ahead` searches for a plan better than the first one found, where `planner` is
+    `resihp` and device memory is known. A plan that was made in haste is searched again as well, and replaced if a
+    better one is worth the change. 0: no search. Without `plans_ahead` there is no search."""
     succession: bool | None = None
-    """Agents keep copies of the journal and choose another supervisor when the first one's node is gone; by default
-    in allocations of several nodes."""
+    """Agents keep copies of the journal and elect another supervisor when the first supervisor's node is lost; on by
+    default in allocations of several nodes."""
 
 
 class DetectSection(Section):
-    """[detect]: how slow devices and links are looked for, where `adapt.detect` is on."""
+    """[detect]: how slow devices and links are detected, where `adapt.detect` is on."""
 
     mode: Literal["sequential", "paper", "greyhound"] = "sequential"
-    """`sequential` tests every rank, link and iteration. For comparison, two that look at whole iterations and have all
-    devices measured to find who is slow: `paper` suspects what takes 25 % longer than predicted at a change point,
-    `greyhound` what takes 10 % longer after one than before."""
+    """`sequential` tests every rank, link and iteration. The other two, for comparison, look at whole iterations and
+    probe all devices to locate the slow one: `paper` suspects an iteration that takes 25 % longer than predicted at a
+    change point, `greyhound` one that takes 10 % longer after a change point than before it."""
     false_alarms_per: int = Field(default=10_000, ge=100, le=10_000_000)
-    """Iterations between false suspicions, on average at least. This key and the next two are `sequential`'s."""
+    """Minimum mean number of iterations between false suspicions. This key and the next two apply to `sequential`
+    only."""
     patience: int = Field(default=24, ge=2, le=1_000_000)
-    """Iterations after which a device is suspected again on the same evidence, though its probe was fine."""
+    """Iterations after which a device is suspected again on the same evidence, although its probe was normal."""
     least: float = Field(default=0.03, ge=0.01, le=0.5)
-    """Smallest slow-down of a device that is told: 0.03 is about 3 % longer. Links and whole iterations are told from
-    5 and 4 % on."""
+    """Smallest slow-down of a device that is reported; 0.03 is about 3 % longer. Links are reported from 5 % on, whole
+    iterations from 4 % on."""
     fit: float = Field(default=0.8, gt=0, le=0.9)
-    """A device whose probe reaches less than this of its peers is not fit: it stands by when the job begins or when it
-    joins."""
+    """Lowest probe speed, relative to its peers, of a healthy device. A slower device stands by when the job begins or
+    when it joins."""
     sure: float = Field(default=0.9975, ge=0.5, le=0.999999)
-    """How sure it must be that a suspect is slow, by its probe and by what training showed, for a verdict."""
+    """Probability, from its probe and its training times, at which a suspected device is declared slow."""
     link_fit: float = Field(default=0.6, gt=0, le=1)
-    """A link that reaches less than this of its peers is told at the start; links' times scatter more."""
+    """A link below this share of its peers' speed is reported at the start; link times scatter more than device
+    times."""
     link_confirmed: float = Field(default=0.8, gt=0, le=1)
-    """A link under suspicion that reaches less than this of two others or more is slow; not below `link_fit`."""
+    """A suspected link below this share of the speed of two or more other links is declared slow; at least
+    `link_fit`."""
 
 
 class CheckpointSection(Section):
-    """[checkpoint]: when, how many, where."""
+    """[checkpoint]: how often, how many, where."""
 
     every: int = Field(default=0, ge=0)
-    """Iterations between checkpoints, of which there is one after the last iteration, too; 0: none."""
+    """Iterations between checkpoints; the last iteration is followed by one, too. 0: no checkpoints."""
     keep: int = Field(default=2, ge=1)
-    """Complete checkpoints that are kept."""
+    """Number of complete checkpoints to keep."""
     folder: str = ""
-    """Where they are; the job's own folder by default."""
+    """Folder for checkpoints; the job's own folder by default."""
 
 
 class LedgerSection(Section):
-    """[ledger]: where the history is written."""
+    """[ledger]: where the history of a job is written."""
 
     url: str = "sqlite"
     """`sqlite` for a file in the job's folder, or a SQLAlchemy URL."""
     keep: Annotated[Duration, Field(ge=3600)] | None = None
-    """How long rank reports, their quantiles and scores are kept, as `90d`: a job's writer removes older ones of your
-    own jobs in that ledger, once a day. For ever if left out."""
+    """How long rank reports, their quantiles and scores are kept, as `90d`: once a day, a job's writer removes older
+    ones of your own jobs from that ledger. For ever if left out."""
 
 
 class SlurmSection(Section):
-    """[slurm]: what is asked of Slurm, at submission and while the job runs. With --local, only `spares` counts."""
+    """[slurm]: requests to Slurm, at submission and while the job runs. With --local, only `spares` counts."""
 
     partition: Plain = ""
-    """Where the job runs, and nodes that replace lost ones; Slurm's default if left out."""
+    """Partition of the job, and of nodes that replace lost ones; Slurm's default if left out."""
     account: Plain = ""
-    """Whom Slurm charges."""
+    """Account that Slurm charges."""
     qos: Plain = ""
     """Quality of service."""
     constraint: Annotated[str, AfterValidator(values.features)] = ""
     """Features that nodes must have, as `a100&nvlink`."""
     gpu_type: Annotated[str, AfterValidator(values.gpu_type)] = ""
-    """Slurm's name for the GPUs that are asked for, where a cluster has several, as `h100`; sinfo -o %G lists them."""
+    """Slurm's name for the requested type of GPU, where a cluster has several, as `h100`; sinfo -o %G lists them."""
     reservation: Plain = ""
     """A reservation to run in."""
     exclusive: bool = True
-    """Take nodes whole, with all their CPUs and memory; else say in `extra` what the job needs of them."""
+    """Request whole nodes, with all their CPUs and memory; if off, state in `extra` how much of a node the job
+    needs."""
     extra: tuple[Annotated[str, AfterValidator(values.option)], ...] = ()
     """Further options for sbatch, as `--mail-type=END`."""
     spares: int = Field(default=0, ge=0, le=10_000)
-    """Nodes beyond those of the layout, whose workers stand by."""
+    """Nodes beyond those of the layout; their workers stand by."""
     replacements: int = Field(default=0, ge=0, le=10_000)
-    """How many nodes the job may ask for in place of lost ones, each as a Slurm job of its own."""
+    """How many nodes the job may request in place of lost ones, each as a separate Slurm job."""
     replacement_min_left: Duration = 1800.0
-    """No replacement is asked for when less time than this is left until the job's limit."""
+    """No replacement is requested when less time than this remains until the job's time limit."""
     replacement_wait: Duration = 60.0
-    """How long a replacement is expected to take to come, until one has: it is asked for where it still pays then."""
+    """Expected wait for the first replacement: one is requested only if it still pays off after this wait."""
     drains: int = Field(default=2, ge=0, le=10_000)
     """How many nodes the job may have drained."""
     comment: bool = True
-    """Say in the comment of the job in Slurm how far it is and what became of it, behind what stands there."""
+    """Append progress and outcome to the Slurm job's comment."""
     ports: Annotated[str, AfterValidator(values.ports)] = ""
-    """Where the job's own processes listen for other nodes, as `60001-63000`; any port if left out."""
+    """Range of ports on which the job's own processes listen for other nodes, as `60001-63000`; any port if left
+    out."""
     spool: str = ""
-    """Folder of the site's hook, for requests to drain a node by users who may not do it themselves."""
+    """Folder of the site's drain hook: drain requests of users who may not drain nodes themselves are written there."""
     on_drain: Literal["stay", "vacate"] = "stay"
-    """What the job does about a node of its own that an administrator drains: `stay` and train on, or `vacate` it
-    between two iterations and give it back, where the layout can do without."""
+    """Reaction to an administrator's drain of one of the job's nodes: `stay` and train on, or `vacate` it between two
+    iterations and give it back, where the layout can do without it."""
     on_warning: Literal["requeue", "end"] = "requeue"
-    """What follows the checkpoint when the time limit is near."""
+    """What the job does after the checkpoint that it writes shortly before the time limit."""
     requeue: Literal["usual", "expedite"] = "usual"
-    """`expedite`: a requeued job begins at once and not after two minutes; Slurm 25.11 or later, where allowed."""
+    """`expedite`: a requeued job begins at once instead of after two minutes; needs Slurm 25.11 or later, where
+    allowed."""
     warning: Annotated[Duration, Field(ge=60, le=65535)] = 300.0
-    """How long before the time limit that is."""
+    """How long before the time limit Slurm warns the job, which then writes a checkpoint."""
     restarts: int = Field(default=3, ge=1)
-    """Runs of one Slurm job in a row that add no checkpoint; after so many it is not run again (exit code 4)."""
+    """Consecutive runs of one Slurm job that may add no checkpoint; after so many it is not run again (exit code 4)."""
 
 
 class NetworkSection(Section):
-    """[network]: which interfaces are used in an allocation, by name or beginning of a name, as `ib0` or `ib,eth1`."""
+    """[network]: interfaces to use in an allocation, by name or beginning of a name, as `ib0` or `ib,eth1`."""
 
     interface: Annotated[str, AfterValidator(values.interfaces)] = ""
-    """The workers': for NCCL and gloo, unless NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME is set; if left out, the one
-    on which the supervisor is reached."""
+    """Interfaces of the workers, for NCCL and gloo, unless NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME is set; if left
+    out, the interface on which the supervisor is reached."""
     control: Annotated[str, AfterValidator(values.interfaces)] = ""
-    """That of resihp's own connections; if left out, where Slurm's address of the node leads."""
+    """Interfaces of resihp's own connections; if left out, the interface behind the node's address in Slurm."""
 
 
 class ContainerSection(Section):
-    """[container]: what workers run in. Supervisor and agents stay outside; only they talk to Slurm."""
+    """[container]: the container of the workers. Supervisor and agents stay outside; only they talk to Slurm."""
 
     runtime: Literal["", "apptainer", "enroot", "pyxis"] = ""
-    """`apptainer`, or `enroot`, which is what pyxis uses: `pyxis` means the same here."""
+    """`apptainer`, or `enroot`; `pyxis`, which runs enroot, means the same as `enroot` here."""
     image: str = ""
-    """A file that every node can read: .sif for apptainer, .sqsh for enroot."""
+    """Image file, readable on every node: .sif for apptainer, .sqsh for enroot."""
     mounts: tuple[Annotated[str, AfterValidator(values.mount)], ...] = ()
-    """Folders beside the job's own, as `/data` or `/scratch:/data:ro`."""
+    """Folders to mount in addition to the job's own, as `/data` or `/scratch:/data:ro`."""
     python: str = "python3"
     """The interpreter in the image; resihp must be installed there."""
 
 
 class MetricsSection(Section):
-    """[metrics]: the job's figures, for others to draw; nothing by default. The first two need resihp[metrics]; traces,
-    resihp[otel]."""
+    """[metrics]: export of the job's figures to other tools; off by default. The first two keys need resihp[metrics];
+    traces, resihp[otel]."""
 
     port: int = Field(default=0, ge=0, le=65535)
-    """Prometheus finds them there on the supervisor's machine, on loopback only; 0: nowhere."""
+    """Port for Prometheus on the supervisor's machine, on loopback only; 0: none."""
     textfile: Annotated[str, AfterValidator(values.textfile)] = ""
-    """A file for node_exporter's textfile collector; `{job}` in it stands for the job's name."""
+    """File for node_exporter's textfile collector; `{job}` in it stands for the job's name."""
     tensorboard: str = ""
-    """A folder for TensorBoard's scalars, in which each job gets one of its own."""
+    """Folder for TensorBoard's scalars; each job gets a folder of its own in it."""
     traces: bool = False
-    """A trace of each failure and change of plan, for the OpenTelemetry collector that `OTEL_EXPORTER_OTLP_ENDPOINT`
-    names; the other `OTEL_*` variables hold, too."""
+    """Export a trace of each failure and change of plan to the OpenTelemetry collector that
+    `OTEL_EXPORTER_OTLP_ENDPOINT` names; the other `OTEL_*` variables apply, too."""
 
 
 class HooksSection(Section):
-    """[hooks]: who is told when something happens, by a JSON document for each event; nobody by default."""
+    """[hooks]: notifications, one JSON document for each event; none by default."""
 
     webhook: Annotated[SecretStr, AfterValidator(values.webhook)] = SecretStr("")
-    """A URL that documents are POSTed to. It is kept secret; in a file that others can read, use webhook_file."""
+    """URL to which documents are POSTed. It is kept secret; in a file that others can read, use webhook_file."""
     webhook_file: str = ""
-    """A file that only its owner can read, and that holds the URL."""
+    """File that holds the URL, readable by its owner only."""
     command: tuple[str, ...] = ()
-    """A command that gets each document on its stdin, on the supervisor's machine, without a shell: with events
-    `["end"]`, `["mail", "-s", "a job has ended", "me@example.org"]` mails what truly became of the job."""
+    """Command that gets each document on its stdin, on the supervisor's machine, without a shell: with events
+    `["end"]`, `["mail", "-s", "a job has ended", "me@example.org"]` mails the outcome of the job."""
     events: Annotated[tuple[str, ...], AfterValidator(values.known_events)] = (
         *("failure", "recovery", "drain", "replacement", "leader", "signal", "end"),
     )
-    """What is told: start, failure, recovery, suspicion, plan, node, drain, replacement, checkpoint, leader, signal,
+    """Events to send: start, failure, recovery, suspicion, plan, node, drain, replacement, checkpoint, leader, signal,
     fault, end."""
     timeout: Annotated[Duration, Field(le=300)] = 10.0
-    """How long telling one event may take; then it is given up, a command killed."""
+    """Time limit for delivering one event; then it is given up, and a command is killed."""
 
 
 class SiteSection(Section):
-    """[site], in /etc/resihp.toml only: what no user's job may exceed."""
+    """[site], in /etc/resihp.toml only: limits for the jobs of all users."""
 
     drains: int | None = Field(default=None, ge=0)
     """Highest `slurm.drains`."""
@@ -306,13 +314,13 @@ class SiteSection(Section):
 
 
 class Configuration(BaseSettings):
-    """The effective configuration of one run. `read` makes one."""
+    """Effective configuration of one run, made by `read`."""
 
     model_config = SettingsConfigDict(
         extra="forbid",
         frozen=True,
-        env_prefix=PREFIX,
-        env_nested_delimiter=SEPARATOR,
+        env_prefix=ENV_PREFIX,
+        env_nested_delimiter=ENV_SEPARATOR,
         nested_model_default_partial_update=True,
     )
 
@@ -333,7 +341,7 @@ class Configuration(BaseSettings):
     _origins: dict[tuple[str, str], str] = PrivateAttr(default_factory=dict)
 
     def origin(self, section: str, key: str) -> str | None:
-        """Which source says it, the strongest one; None for a default."""
+        """Return the strongest source that sets a key; None if the default applies."""
         return self._origins.get((section, key))
 
     @classmethod
@@ -356,11 +364,11 @@ def read(
     site: tuple[Path, ...] | None = None,
     authority: Path = SITE_FILE,
 ) -> Configuration:
-    """Put the sources together. `command_line`: section -> key -> value, of options that were given.
+    """Merge all sources into one configuration. `command_line`: section -> key -> value, of options that were given.
 
-    `site`: files that are read if they exist, the strongest first; `authority`: the one whose [site] counts.
+    `site`: files that are read if they exist, the strongest first; `authority`: the file that may set [site].
 
-    Raises ConfigurationError that names the source, the key, and the nearest valid one.
+    Raises ConfigurationError that names the source, the key, and the nearest valid key.
     """
     paths = [] if job_file is None else [job_file]
     if job_file is not None and not job_file.is_file():
@@ -378,61 +386,63 @@ def read(
         for section in content
         for key in content[section]
     }
-    with _reading:
+    with _files_lock:
         Configuration._files = files
         try:
-            found = Configuration(**given)  # type: ignore[arg-type]  # sections as mappings, which pydantic validates
+            configuration = Configuration(**given)  # type: ignore[arg-type]  # sections as mappings, which pydantic validates
         except ValidationError as error:
             raise ConfigurationError(_explain(error, sources)) from None
         finally:
             Configuration._files = []
-    found._origins = origins
-    _check_thresholds(found)
-    return _bounded(found, str(authority))
+    configuration._origins = origins
+    _check_thresholds(configuration)
+    return _bounded(configuration, str(authority))
 
 
-def _check_thresholds(found: Configuration) -> None:
-    """Raises ConfigurationError for thresholds that contradict each other, or that nobody would heed."""
-    detect = found.detect
+def _check_thresholds(configuration: Configuration) -> None:
+    """Raise ConfigurationError for thresholds that contradict each other or that the chosen mode ignores."""
+    detect = configuration.detect
     if detect.link_confirmed < detect.link_fit:
-        source = found.origin("detect", "link_confirmed") or found.origin("detect", "link_fit")
+        source = configuration.origin("detect", "link_confirmed") or configuration.origin("detect", "link_fit")
         raise ConfigurationError(
             f"{source}: [detect] link_confirmed {detect.link_confirmed:g} is below link_fit {detect.link_fit:g}: "
-            "what is slow at the start would not be slow under suspicion; raise link_confirmed or lower link_fit"
+            "a link that is slow at the start would not be slow when suspected; raise link_confirmed or lower link_fit"
         )
     for key in ("false_alarms_per", "patience", "least"):
-        if detect.mode != "sequential" and (source := found.origin("detect", key)):
+        if detect.mode != "sequential" and (source := configuration.origin("detect", key)):
             raise ConfigurationError(
-                f"{source}: [detect] {key} is of mode sequential, and mode {detect.mode} has none; leave it out"
+                f"{source}: [detect] {key} applies to mode sequential only, and the mode is {detect.mode}; leave it out"
             )
 
 
-def _bounded(found: Configuration, authority: str) -> Configuration:
-    """Raises ConfigurationError for what the site does not allow. Defaults give way in silence."""
-    slurm, lower = found.slurm, {}
+def _bounded(configuration: Configuration, authority: str) -> Configuration:
+    """Lower defaults to the site's limits; raise ConfigurationError if a configured value exceeds one."""
+    slurm, lower = configuration.slurm, {}
     for key in ("drains", "replacements", "spares"):
-        asked, most = getattr(slurm, key), getattr(found.site, key)
-        if most is None or asked <= most:
+        requested, most = getattr(slurm, key), getattr(configuration.site, key)
+        if most is None or requested <= most:
             continue
-        if source := found.origin("slurm", key):
-            raise ConfigurationError(f"{source}: [slurm] {key}: {asked}, but {authority} allows {most}; lower it")
+        if source := configuration.origin("slurm", key):
+            raise ConfigurationError(f"{source}: [slurm] {key}: {requested}, but {authority} allows {most}; lower it")
         lower[key] = most
-    check_partition(slurm.partition, found, "[slurm] partition", authority)
-    return found.model_copy(update={"slurm": slurm.model_copy(update=lower)}) if lower else found
+    check_partition(slurm.partition, configuration, "[slurm] partition", authority)
+    return configuration.model_copy(update={"slurm": slurm.model_copy(update=lower)}) if lower else configuration
 
 
-def check_partition(named: str, found: Configuration, whose: str, authority: str = str(SITE_FILE)) -> None:
-    """Raises ConfigurationError for a partition that the site does not allow. Slurm takes several, with commas."""
-    allowed = found.site.partitions
+def check_partition(named: str, configuration: Configuration, subject: str, authority: str = str(SITE_FILE)) -> None:
+    """Raise ConfigurationError for a partition that the site does not allow. `named` may list several, separated by
+    commas."""
+    allowed = configuration.site.partitions
     for name in filter(None, named.split(",")):
         if allowed and name not in allowed:
-            raise ConfigurationError(f"{whose}: {name} is not allowed by {authority}; choose {' or '.join(allowed)}")
+            raise ConfigurationError(f"{subject}: {name} is not allowed by {authority}; choose {' or '.join(allowed)}")
 
 
 def _is_read(path: Path, job_file: Path | None) -> bool:
-    """Whether a file is read without having been named. Raises ConfigurationError for somebody else's in the current
-    folder: it says which commands are run and which servers are spoken to. The one that was named is read already."""
-    if path != HERE or not (owner := somebody_elses(path)):
+    """Decide whether to read a file that the user did not name. Raises ConfigurationError for another user's file in
+    the current folder, because it could choose the commands to run and the servers to contact. Skips the file if it is
+    the job file, which is read already."""
+    if path != WORKING_FOLDER_FILE or not (owner := other_owner(path)):
         return True
     if job_file is not None and job_file.samefile(path):
         return False
@@ -443,12 +453,12 @@ def _is_read(path: Path, job_file: Path | None) -> bool:
 
 
 def site_files() -> tuple[Path, ...]:
-    """Files that are read when they exist, the strongest first."""
+    """Return the files that are read if they exist, the strongest first."""
     own: tuple[Path, ...] = ()
-    with suppress(RuntimeError):  # a container may know no home of ours
+    with suppress(RuntimeError):  # in a container, the user may have no home directory
         configuration = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
         own = (configuration / "resihp" / "config.toml",)
-    return (HERE, *own, SITE_FILE)
+    return (WORKING_FOLDER_FILE, *own, SITE_FILE)
 
 
 def _parse(path: Path) -> dict[str, Any]:
@@ -459,20 +469,20 @@ def _parse(path: Path) -> dict[str, Any]:
 
 
 def _environment() -> dict[str, dict[str, str]]:
-    """`RESIHP_SECTION__KEY` variables; those without the separator (RESIHP_HOME) are not configuration."""
-    found: dict[str, dict[str, str]] = {}
+    """Return `RESIHP_SECTION__KEY` variables; those without the separator (RESIHP_HOME) are not configuration."""
+    variables: dict[str, dict[str, str]] = {}
     for name, value in os.environ.items():
-        section, separator, key = name.removeprefix(PREFIX).partition(SEPARATOR)
-        if name.startswith(PREFIX) and separator:
-            found.setdefault(section.lower(), {})[key.lower()] = value
-    return found
+        section, separator, key = name.removeprefix(ENV_PREFIX).partition(ENV_SEPARATOR)
+        if name.startswith(ENV_PREFIX) and separator:
+            variables.setdefault(section.lower(), {})[key.lower()] = value
+    return variables
 
 
 def _check_keys(source: str, content: Mapping[str, Any], authority: str) -> None:
     sections = {name: field.annotation for name, field in Configuration.model_fields.items()}
     for section, keys in content.items():
         if section == "site" and source != authority:
-            raise ConfigurationError(f"{source}: [site] stands in {authority} only, where administrators write it")
+            raise ConfigurationError(f"{source}: [site] is allowed in {authority} only, which administrators write")
         model = sections.get(section)
         if model is None:
             raise ConfigurationError(f"{source}: unknown section [{section}]; {_nearest(section, sections)}")
@@ -497,11 +507,11 @@ def _nearest(word: str, valid: Mapping[str, Any]) -> str:
 
 
 def _explain(error: ValidationError, sources: list[tuple[str, Any]]) -> str:
-    """The first problem, with the source that it came from."""
+    """Describe the first problem, with the source of the value."""
     problem = error.errors()[0]
     section, key = (str(part) for part in (*problem["loc"], "", "")[:2])
     source = next((name for name, content in sources if key in content.get(section, {})), "configuration")
     words = problem["msg"].removeprefix("Value error, ")
     words = words if problem["type"] == "value_error" else words.lower()
-    got = "" if (section, key) in SECRETS else f", got {problem['input']!r}"
+    got = "" if (section, key) in SECRET_KEYS else f", got {problem['input']!r}"
     return f"{source}: [{section}] {key}: {words}{got}"

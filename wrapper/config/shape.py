@@ -1,7 +1,7 @@
-"""Which nodes a run has, how many of them its layout uses, and whether that layout can be at all.
+"""Decide which nodes a run has, how many of them its layout uses, and whether that layout is possible.
 
-From the configuration with `--local`, from the allocation under Slurm. Raises before anything is made or started. Used
-by `resihp run` and `resihp submit`.
+Nodes come from the configuration with `--local`, from the allocation under Slurm. Errors are raised before anything is
+created or started. Called by `resihp run` and `resihp submit`.
 """
 
 from __future__ import annotations
@@ -28,45 +28,43 @@ class Shape:
 
     @property
     def laid_out(self) -> int:
-        """Nodes of the first layout."""
+        """Number of nodes of the first layout."""
         return len(self.nodes) - self.spares
 
     @property
     def devices(self) -> int:
-        """Devices of all nodes, spares included."""
+        """Number of devices of all nodes, spares included."""
         return len(self.nodes) * self.gpus_per_node
 
 
 def on_this_machine(configuration: Configuration) -> Shape:
-    """As configured: virtual nodes for the layout, and as many more as there are spares."""
+    """Return the configured shape: virtual nodes for the layout, and one more for each spare."""
     job, spares = configuration.job, configuration.slurm.spares
     return Shape(virtual_nodes(job.nodes + spares), job.gpus_per_node, spares)
 
 
-def devices_of(said: str | None, nodes: int, *, local: bool) -> int | None:
-    """What `--gpus-per-node` says; `auto` with --local: the machine's GPUs, shared out over the virtual nodes, and in
-    Slurm what it gave, as without the option. Raises UsageError."""
-    if said is None or (said == "auto" and not local):
+def devices_of(option: str | None, nodes: int, *, local: bool) -> int | None:
+    """Return the number of `--gpus-per-node`. With --local, `auto` divides the machine's GPUs among the virtual nodes;
+    under Slurm, `auto` means None, as without the option: the GPUs that Slurm gave. Raises UsageError."""
+    if option is None or (option == "auto" and not local):
         return None
-    if said == "auto":
-        there = _gpus_here(os.environ)
-        if there % nodes:
-            raise UsageError(
-                f"--gpus-per-node auto: {there} GPUs cannot be shared out evenly over {nodes} virtual nodes"
-            )
-        return there // nodes
-    if not said.isascii() or not said.isdigit():
-        raise UsageError(f"--gpus-per-node {said}: a number, or auto")
-    return int(said)
+    if option == "auto":
+        gpus = _gpus_here(os.environ)
+        if gpus % nodes:
+            raise UsageError(f"--gpus-per-node auto: {gpus} GPUs cannot be divided evenly among {nodes} virtual nodes")
+        return gpus // nodes
+    if not option.isascii() or not option.isdigit():
+        raise UsageError(f"--gpus-per-node {option}: a number, or auto")
+    return int(option)
 
 
 def _gpus_here(environment: Mapping[str, str]) -> int:
-    """GPUs of this machine that its user may see. Raises UsageError where there are none."""
+    """Count the GPUs of this machine that its user may see. Raises UsageError if there are none."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        count = len([one for one in visible.split(",") if one.strip() not in ("", "-1", "NoDevFiles")])
+        count = len([device for device in visible.split(",") if device.strip() not in ("", "-1", "NoDevFiles")])
         if not count:
-            raise UsageError(f"--gpus-per-node auto: CUDA_VISIBLE_DEVICES={visible} shows no GPU; unset it, or say N")
+            raise UsageError(f"--gpus-per-node auto: CUDA_VISIBLE_DEVICES={visible} shows no GPU; unset it, or give N")
         return count
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=False)
@@ -77,27 +75,28 @@ def _gpus_here(environment: Mapping[str, str]) -> int:
         ) from None
     except subprocess.TimeoutExpired:
         raise UsageError(
-            "--gpus-per-node auto: nvidia-smi -L did not answer within 20 s; say --gpus-per-node N"
+            "--gpus-per-node auto: nvidia-smi -L did not answer within 20 s; give --gpus-per-node N"
         ) from None
     count = sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
     if listed.returncode or not count:
-        said = (listed.stdout.strip() or listed.stderr.strip() or "nothing").splitlines()[0]
-        raise UsageError(f"--gpus-per-node auto: nvidia-smi -L lists no GPU ({said[:200]}); say --gpus-per-node N")
+        answer = (listed.stdout.strip() or listed.stderr.strip() or "nothing").splitlines()[0]
+        raise UsageError(f"--gpus-per-node auto: nvidia-smi -L lists no GPU ({answer[:200]}); give --gpus-per-node N")
     return count
 
 
-def of_allocation(configuration: Configuration, found: Allocation, notice: Callable[[str], None]) -> Shape:
-    """What Slurm gave, in so far as the configuration does not ask for less. Raises UsageError when it asks for more.
+def of_allocation(configuration: Configuration, allocation: Allocation, notice: Callable[[str], None]) -> Shape:
+    """Return the shape of the allocation, or of a smaller request. Raises UsageError if the configuration asks for
+    more.
 
     Nodes that the layout does not need are spares.
     """
-    job, spares, given = configuration.job, configuration.slurm.spares, len(found.nodes)
-    who = f"job {found.job_id}"
+    job, spares, given = configuration.job, configuration.slurm.spares, len(allocation.nodes)
+    job_name = f"job {allocation.job_id}"
     if configuration.origin("job", "nodes") is None:
         if given <= spares:
             raise UsageError(
-                f"{who}: Slurm gave {_count(given, 'node')}, and {spares} are to be spares, so that none is left; "
-                f"lower [slurm] spares, or sbatch --nodes={spares + 1}"
+                f"{job_name}: Slurm gave {_count(given, 'node')}, and {spares} are spares: none is left for the "
+                f"layout; lower [slurm] spares, or sbatch --nodes={spares + 1}"
             )
         laid_out = given - spares
     else:
@@ -105,33 +104,33 @@ def of_allocation(configuration: Configuration, found: Allocation, notice: Calla
     if given < laid_out + spares:
         extra = f" and {_count(spares, 'spare')}" if spares else ""
         raise UsageError(
-            f"{who}: Slurm gave {_count(given, 'node')}, the layout needs {laid_out}{extra}; "
+            f"{job_name}: Slurm gave {_count(given, 'node')}, the layout needs {laid_out}{extra}; "
             f"sbatch --nodes={laid_out + spares}, or lower {'--nodes' if not spares else '[job] nodes or spares'}"
         )
     if given > laid_out + spares:
         more = given - laid_out - spares
-        notice(f"{who}: the layout uses {laid_out} of {given} nodes; {more} more than asked for stand by")
-    return Shape(found.nodes, _gpus(configuration, found, notice), given - laid_out)
+        notice(f"{job_name}: the layout uses {laid_out} of {given} nodes; {more} more than requested stand by")
+    return Shape(allocation.nodes, _gpus(configuration, allocation, notice), given - laid_out)
 
 
-def _gpus(configuration: Configuration, found: Allocation, notice: Callable[[str], None]) -> int:
-    asked = configuration.job.gpus_per_node if configuration.origin("job", "gpus_per_node") else None
-    given = found.gpus_per_node
+def _gpus(configuration: Configuration, allocation: Allocation, notice: Callable[[str], None]) -> int:
+    requested = configuration.job.gpus_per_node if configuration.origin("job", "gpus_per_node") else None
+    given = allocation.gpus_per_node
     if given is None:
-        notice(f"job {found.job_id}: Slurm gave no GPUs; {_count(asked or 1, 'worker')} a node without")
-        return asked or 1
-    if asked is not None and asked > given:
+        notice(f"job {allocation.job_id}: Slurm gave no GPUs; {_count(requested or 1, 'worker')} a node without")
+        return requested or 1
+    if requested is not None and requested > given:
         raise UsageError(
-            f"job {found.job_id}: Slurm gave {_count(given, 'GPU')} a node, {asked} are asked for; "
-            f"sbatch --gpus-per-node={asked}, or lower --gpus-per-node"
+            f"job {allocation.job_id}: Slurm gave {_count(given, 'GPU')} a node, {requested} are asked for; "
+            f"sbatch --gpus-per-node={requested}, or lower --gpus-per-node"
         )
     if given < 1:
-        raise UsageError(f"job {found.job_id}: Slurm gave no GPUs; sbatch --gpus-per-node={asked or 8}")
-    return asked or given
+        raise UsageError(f"job {allocation.job_id}: Slurm gave no GPUs; sbatch --gpus-per-node={requested or 8}")
+    return requested or given
 
 
 def check_layout(layout: LayoutSection, nodes: int, gpus_per_node: int) -> None:
-    """What is wrong with a layout over these nodes, whatever the model is. Raises LayoutError."""
+    """Raise LayoutError for a layout that is impossible on these nodes, whatever the model is."""
     devices = nodes * gpus_per_node
     if layout.tp > gpus_per_node:
         raise LayoutError(
@@ -166,11 +165,11 @@ def check_layout(layout: LayoutSection, nodes: int, gpus_per_node: int) -> None:
 
 
 def check_target(fault: Fault, shape: Shape, come_backs: int) -> None:
-    """Raises ConfigurationError for a fault that hits nobody. Processes that come back have ranks of their own."""
+    """Raise ConfigurationError for a fault without a target. Respawned processes get ranks of their own."""
     devices = shape.devices
     most = devices * (1 + come_backs)
     if fault.rank is not None and fault.rank >= most:
-        later = f", {devices} to {most - 1} for processes that come back" if come_backs else ""
+        later = f", {devices} to {most - 1} for respawned processes" if come_backs else ""
         raise ConfigurationError(
             f"fault {fault}: there is no rank {fault.rank}; ranks are 0 to {devices - 1} at the start{later}"
         )
@@ -183,5 +182,5 @@ def check_target(fault: Fault, shape: Shape, come_backs: int) -> None:
         raise ConfigurationError(f"fault {fault}: {LINKS_NEED_TIMES}")
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,8 +1,7 @@
-"""What the environment says of the Slurm allocation that we are in: nodes, what they have, how they are reached.
+"""The Slurm allocation of this environment: nodes, their resources, and their addresses.
 
-`find` reads what Slurm set when the job began; what has changed since (a node gone) is not in it. It never starts or
-changes anything. Used by `resihp run` (`wrapper.commands.run`), and by whoever has to listen where other nodes can
-connect.
+`find` reads the variables that Slurm set when the job began; later changes (a lost node) are not in them. It never
+starts or changes anything. Used by `resihp run` (`wrapper.commands.run`), and by processes that listen for other nodes.
 """
 
 from __future__ import annotations
@@ -20,32 +19,33 @@ from slurm.client import Slurm
 from slurm.errors import SlurmError
 from wrapper.launch.batch_script import options
 
-NOT_THERE = (
+NO_ALLOCATION = (
     "not in a Slurm allocation: resihp submit job.toml submits a job, resihp submit job.toml --dry-run > job.sbatch "
     "writes a batch script for sbatch, and --local runs on this machine"
 )
 
 SLURM_FALLBACK = "/tmp"
-"""Where Slurm starts a batch script whose folder is not there."""
+"""Folder in which Slurm starts a batch script whose own folder does not exist."""
 
 
 class Allocation(msgspec.Struct, frozen=True, kw_only=True):
-    """One Slurm job's nodes. Counts are those of the node that has least; None where Slurm does not tell."""
+    """Nodes of one Slurm job. Counts are those of the node with the fewest; None where Slurm does not report them."""
 
     job_id: str
-    """As Slurm is told of it, and our job is called: an element of an array is `12_3`."""
+    """Name of the job for Slurm and for us: `12_3` for an element of an array."""
     task: str
-    """Which element of an array it is; empty for other jobs."""
+    """Index of an element in its array; empty for other jobs."""
     array_job: int | None
     array_task: int | None
-    """Numbers of the array that it is an element of, and of the element; None of other jobs."""
+    """Numbers of the array and of the element in it; None for other jobs."""
     number: str
-    """As srun is: 22.05 takes nothing but numbers. That of an array's last element is the array's own."""
+    """Number of the job for srun, which accepts only numbers in 22.05. The last element of an array has the array's
+    number."""
     restart_count: int
     nodes: tuple[str, ...]
-    """In Slurm's order, which is that of a step's tasks."""
+    """In Slurm's order, which is the order of a step's tasks."""
     batch_node: str
-    """Where the batch script runs; empty when that is none of the nodes, as with salloc on a login node."""
+    """Node on which the batch script runs; empty if that is not one of the nodes, as with salloc on a login node."""
     cpus_per_node: int | None
     gpus_per_node: int | None
     partition: str
@@ -57,11 +57,11 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def job_id(environment: Mapping[str, str]) -> str:
-    """The Slurm job that this environment is in, as Slurm is to be told of it; empty outside of one.
+    """Return the Slurm job of this environment, by its name for Slurm; empty outside of a job.
 
-    The number of an array's last element is the array's own, and whatever is done to that, is done to all of them: it
-    is called `12_3`. Those of others are theirs alone; their SLURM_ARRAY_JOB_ID may be left from a job that has
-    submitted this one.
+    The last element of an array has the array's number, and a request with that number would apply to all elements: so
+    this element is called `12_3`. Other elements have numbers of their own; their SLURM_ARRAY_JOB_ID may come from a
+    job that has submitted this one.
     """
     number = _number(environment)
     return _element(environment) if number and number == environment.get("SLURM_ARRAY_JOB_ID") else number
@@ -73,10 +73,10 @@ def _element(environment: Mapping[str, str]) -> str:
 
 
 def _identity(environment: Mapping[str, str], slurm: Slurm) -> tuple[str, str]:
-    """The job's name, as with `job_id`, but of all elements of an array that of the element, and which one it is.
+    """Return the job's name, `12_3` for any element of an array, and its index in the array.
 
-    Slurm is asked whether it is one. Without an answer its number serves, which nobody else has (scancel of 22.05
-    passes over it, without a word), and its part of a folder is its own.
+    Slurm is asked whether the job is an element. Without an answer its number is used, which no other job has (scancel
+    of 22.05 silently ignores it), and its part of a folder is still its own.
     """
     job, element, task = job_id(environment), _element(environment), environment.get("SLURM_ARRAY_TASK_ID", "")
     if not element:
@@ -97,14 +97,14 @@ def _number(environment: Mapping[str, str]) -> str:
 
 
 def _numbered(name: str, environment: Mapping[str, str]) -> int | None:
-    said = environment.get(name, "")
-    return int(said) if said.isdigit() else None
+    text = environment.get(name, "")
+    return int(text) if text.isdigit() else None
 
 
 def find(environment: Mapping[str, str], slurm: Slurm) -> Allocation:
-    """The allocation that this environment is in. Raises UsageError where there is none, SlurmError."""
+    """Return the allocation of this environment. Raises UsageError if there is none, SlurmError."""
     if not job_id(environment):
-        raise UsageError(NOT_THERE)
+        raise UsageError(NO_ALLOCATION)
     job, task = _identity(environment, slurm)
     tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
     if "SLURM_STEP_ID" in environment and tasks.isdigit() and int(tasks) > 1:
@@ -115,7 +115,7 @@ def find(environment: Mapping[str, str], slurm: Slurm) -> Allocation:
     submitted_in = environment.get("SLURM_SUBMIT_DIR", "")
     if os.getcwd() == SLURM_FALLBACK and submitted_in and not os.path.isdir(submitted_in):
         raise UsageError(
-            f"job {job}: the folder it was submitted from, {submitted_in}, is not there on {socket.gethostname()}; "
+            f"job {job}: the folder it was submitted from, {submitted_in}, does not exist on {socket.gethostname()}; "
             "submit from a folder that all nodes share, or name one: sbatch --chdir=FOLDER"
         )
     nodelist = environment.get("SLURM_JOB_NODELIST") or environment.get("SLURM_NODELIST")
@@ -147,26 +147,27 @@ def find(environment: Mapping[str, str], slurm: Slurm) -> Allocation:
 
 
 NO_LIMIT_S = 300 * 86400.0
-"""Slurm has jobs without a time limit end in a year."""
+"""Longest time limit that counts as one: Slurm gives jobs without a limit an end in a year."""
 
 
 def end_time(environment: Mapping[str, str], now: float) -> float | None:
-    """Until when the job may run, in seconds since 1970, as newer Slurms say at its start; None if that is not said."""
-    said = environment.get("SLURM_JOB_END_TIME", "")
-    return float(said) if said.isdigit() and now < float(said) < now + NO_LIMIT_S else None
+    """Return the end of the job's time limit, in seconds since 1970, if this Slurm sets it at the job's start; else
+    None."""
+    end = environment.get("SLURM_JOB_END_TIME", "")
+    return float(end) if end.isdigit() and now < float(end) < now + NO_LIMIT_S else None
 
 
 _COUNT = re.compile(r"(\d+)(?:\(x\d+\))?")
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """The different counts in Slurm's `16(x3),8`; none if it is not of that form."""
-    found = [_COUNT.fullmatch(part) for part in text.split(",")] if text else []
-    return tuple(int(match[1]) for match in found if match is not None) if all(found) else ()
+    """Return the different counts in Slurm's `16(x3),8`; none if the text has another form."""
+    matches = [_COUNT.fullmatch(part) for part in text.split(",")] if text else []
+    return tuple(int(match[1]) for match in matches if match is not None) if all(matches) else ()
 
 
 def _refuse_parts(job: str, environment: Mapping[str, str]) -> None:
-    """Raises UsageError in a heterogeneous job: a step has the nodes of one of its parts, and so have its steps."""
+    """Raise UsageError in a heterogeneous job: our step would get the nodes of only one of its parts."""
     parts = environment.get("SLURM_HET_SIZE") or environment.get("SLURM_PACK_SIZE") or ""
     if not parts.isdigit() or int(parts) < 2:
         return
@@ -180,16 +181,16 @@ def _refuse_parts(job: str, environment: Mapping[str, str]) -> None:
 
 
 def _gpus(job: str, environment: Mapping[str, str], nodes: Sequence[str], slurm: Slurm) -> int | None:
-    """What each node has. Raises UsageError where they differ, and nothing says how many were asked of each.
+    """Return the number of GPUs of each node. Raises UsageError if they differ and the requested number is unknown.
 
-    The environment tells of this node, or of what was asked. Of the others Slurm does, and is asked, unless this node
-    has exactly what each was asked for.
+    The environment has the number of this node, or the requested number. Slurm is asked about the other nodes, unless
+    this node has exactly the requested number.
     """
     here = _gpus_here(environment)
     match = re.fullmatch(r"(?:[^,]*:)?(\d+)(?:\([^)]*\))?", environment.get("SLURM_GPUS_PER_NODE", ""))
-    asked = None if match is None else int(match[1])
-    if len(nodes) == 1 or (asked is not None and asked == here):
-        return asked if here is None else here
+    requested = None if match is None else int(match[1])
+    if len(nodes) == 1 or (requested is not None and requested == here):
+        return requested if here is None else here
     try:
         given = slurm.gpus(job)
     except SlurmError:
@@ -198,18 +199,18 @@ def _gpus(job: str, environment: Mapping[str, str], nodes: Sequence[str], slurm:
     for node in nodes:
         by_count.setdefault(given.get(node, 0), []).append(node)
     if not given:
-        return asked if here is None else here
+        return requested if here is None else here
     if len(by_count) == 1:
         return min(by_count)
-    if asked is not None and asked <= min(by_count):
-        return asked  # --exclusive gives all that a node has
-    told = [
+    if requested is not None and requested <= min(by_count):
+        return requested  # with --exclusive, nodes may have more
+    counts = [
         f"{count} on {some[0]}" + (f" and {len(some) - 1} more" if len(some) > 1 else "")
         for count, some in sorted(by_count.items(), reverse=True)
     ]
     most, least = max(by_count), min(by_count)
     raise UsageError(
-        f"job {job}: nodes have different numbers of GPUs: {', '.join(told)}; resihp needs as many on each: "
+        f"job {job}: nodes have different numbers of GPUs: {', '.join(counts)}; resihp needs the same number on each: "
         f"sbatch --nodes={len(nodes)} --gpus-per-node={most}"
         + (f", or --gpus-per-node={least}," if least else "")
         + " in place of --gpus, --gpus-per-task or --gres"
@@ -217,7 +218,7 @@ def _gpus(job: str, environment: Mapping[str, str], nodes: Sequence[str], slurm:
 
 
 def _gpus_here(environment: Mapping[str, str]) -> int | None:
-    """`SLURM_GPUS_ON_NODE=8`, else the indices in `SLURM_JOB_GPUS=0,1`."""
+    """Return the number in `SLURM_GPUS_ON_NODE=8`, else the count of indices in `SLURM_JOB_GPUS=0,1`."""
     on_node = environment.get("SLURM_GPUS_ON_NODE", "")
     if on_node.isdigit():
         return int(on_node)
@@ -228,7 +229,7 @@ def _gpus_here(environment: Mapping[str, str]) -> int | None:
 
 
 def batch_script(slurm: Slurm, job_id: str) -> str | None:
-    """The text of the job's batch script; None if Slurm does not give it, as for an interactive allocation."""
+    """Return the text of the job's batch script; None if Slurm does not give it, as for an interactive allocation."""
     try:
         return slurm.batch_script(job_id)
     except SlurmError:
@@ -236,10 +237,10 @@ def batch_script(slurm: Slurm, job_id: str) -> str | None:
 
 
 def no_kill_seen(environment: Mapping[str, str], script: str | None) -> bool:
-    """Whether sbatch was told --no-kill, as far as anybody can see: Slurm itself never tells (22.05 to 24.11).
+    """Return whether sbatch got --no-kill, as far as can be seen: Slurm itself never reports it (22.05 to 24.11).
 
-    `script`: the batch script's text, None if it cannot be had. On sbatch's own command line the option leaves no
-    trace.
+    `script`: the batch script's text, None if it is not available. The option leaves no trace if given on sbatch's own
+    command line.
     """
     if environment.get("SBATCH_NO_KILL", "off") != "off":
         return True
@@ -247,20 +248,21 @@ def no_kill_seen(environment: Mapping[str, str], script: str | None) -> bool:
 
 
 def requeue_asked(environment: Mapping[str, str], script: str | None) -> bool | None:
-    """Whether sbatch was told --requeue or --no-requeue, as far as anybody can see; None where nothing is seen."""
+    """Return whether sbatch got --requeue or --no-requeue, as far as can be seen; None if neither is seen."""
     if "SBATCH_REQUEUE" in environment:
         return True
     if "SBATCH_NO_REQUEUE" in environment:
         return False
-    said = [option == "--requeue" for option in options(script) if option in ("--requeue", "--no-requeue")]
-    return said[-1] if said else None
+    choices = [option == "--requeue" for option in options(script) if option in ("--requeue", "--no-requeue")]
+    return choices[-1] if choices else None
 
 
 # --- addresses ------------------------------------------------------------------------------------------------------
 
 
 def addresses(slurm: Slurm, nodes: Sequence[str]) -> dict[str, str]:
-    """Name or address that Slurm itself reaches each node by; the node's name where it does not tell."""
+    """Return the name or address by which Slurm itself reaches each node; the node's name if Slurm does not report
+    it."""
     try:
         views = slurm.nodes(nodes)
     except SlurmError:
@@ -269,34 +271,34 @@ def addresses(slurm: Slurm, nodes: Sequence[str]) -> dict[str, str]:
 
 
 def own_address(own: str, others: Sequence[str]) -> str:
-    """The address of this machine that other nodes can connect to. Raises UsageError.
+    """Return the address of this machine that other nodes can connect to. Raises UsageError.
 
-    `own`, `others`: names or addresses of this node and the others. Where this node's name leads to itself only, as
-    /etc/hosts often has it, the address is taken that packets to the others start from.
+    `own`, `others`: names or addresses of this node and the others. If this node's name resolves to loopback only, as
+    is common in /etc/hosts, the source address of packets to the other nodes is used.
     """
-    theirs = [_resolve(other) for other in others]
-    alone = all(found and all(map(_is_loopback, found)) for found in theirs)
+    theirs = [_resolve(name) for name in others]
+    alone = all(resolved and all(map(_is_loopback, resolved)) for resolved in theirs)
     for address in _resolve(own):
         if (alone or not _is_loopback(address)) and _is_ours(address):
             return address
-    for address in (address for found in theirs for address in found):
+    for address in (address for resolved in theirs for address in resolved):
         source = _source_of_packets_to(address)
         if source is not None and (alone or not _is_loopback(source)):
             return source
     if alone:
         return "127.0.0.1"
     raise UsageError(
-        f"{own}: no address of this machine is found that {others[0]} could connect to; "
+        f"{own}: this machine has no address that {others[0]} could connect to; "
         f"check that getent hosts {own} and getent hosts {others[0]} answer here"
     )
 
 
 def _resolve(name: str) -> list[str]:
     try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError:
         return []
-    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    return list(dict.fromkeys(str(entry[4][0]) for entry in answers))
 
 
 def _is_loopback(address: str) -> bool:
@@ -317,7 +319,7 @@ def _is_ours(address: str) -> bool:
 
 
 def _source_of_packets_to(address: str) -> str | None:
-    """No packet is sent."""
+    """Return the source address of packets to an address. No packet is sent."""
     try:
         with socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
             probe.connect((address, 9))

@@ -1,8 +1,8 @@
-"""What a batch script asks sbatch for, and whether Slurm's warning before the end reaches `resihp run` in it.
+"""Options of a batch script, and whether Slurm's warning before the time limit reaches `resihp run` in it.
 
-`--signal=B:USR2@300` has Slurm signal the batch script's shell, and nobody else. In place of the shell (`exec`) `resihp
-run` gets it; a shell that waits for `resihp run` dies of it, and with it the job, unsaved. Only what can be seen is
-told: an option on sbatch's own command line leaves no trace. Decides nothing. Used by `resihp run` and doctor.
+With `--signal=B:USR2@300`, Slurm signals only the batch script's shell. If `resihp run` replaces the shell (`exec`), it
+gets the signal; a shell that waits for `resihp run` dies of it, and the job ends unsaved. Only visible options are
+known: one on sbatch's own command line leaves no trace. Decides nothing. Used by `resihp run` and doctor.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from collections.abc import Iterator, Mapping
 
 import psutil
 
-HEARD = frozenset({"USR1", "USR2", "TERM", "INT", "HUP"})
-"""What `resihp run` acts upon; of others its process dies, as the shell would."""
+HANDLED_SIGNALS = frozenset({"USR1", "USR2", "TERM", "INT", "HUP"})
+"""Signals that `resihp run` handles; of others its process dies, as the shell would."""
 
 _SIGNAL = re.compile(r"(?:([BR]{1,2}):)?([A-Za-z0-9]+)(?:@[0-9]+)?")
 _RUN = re.compile(r"(?:\bresihp|-m\s+wrapper)\s+run\b")
 
 
 def options(script: str | None) -> Iterator[str]:
-    """Words of its #SBATCH lines, as far as sbatch reads them."""
+    """Yield the words of the #SBATCH lines that sbatch reads."""
     for line in (script or "").splitlines():
         if line.startswith("#SBATCH"):
             try:
@@ -32,17 +32,17 @@ def options(script: str | None) -> Iterator[str]:
             except ValueError:
                 continue
         elif line.strip() and not line.startswith("#"):
-            return  # sbatch reads no further
+            return  # sbatch stops reading here
 
 
 def warning(environment: Mapping[str, str], script: str | None) -> str | None:
-    """The signal that Slurm was asked to send to the batch script alone, as `USR2`; None for none that can be seen."""
-    asked = environment.get("SBATCH_SIGNAL", "")
+    """Return the signal that Slurm was asked to send to the batch script alone, as `USR2`; None if none is visible."""
+    requested = environment.get("SBATCH_SIGNAL", "")
     for word, following in itertools.pairwise([*options(script), ""]):
         name, separator, value = word.partition("=")
         if name == "--signal":
-            asked = value if separator else following
-    match = _SIGNAL.fullmatch(asked)
+            requested = value if separator else following
+    match = _SIGNAL.fullmatch(requested)
     if match is None or "B" not in (match[1] or ""):
         return None
     name = match[2].upper().removeprefix("SIG")
@@ -53,7 +53,7 @@ def warning(environment: Mapping[str, str], script: str | None) -> str | None:
 
 
 def is_trapped(name: str, script: str | None) -> bool:
-    """Whether the script itself does something when this signal comes."""
+    """Return whether the script itself traps this signal."""
     try:
         number = str(int(signal.Signals[f"SIG{name}"]))
     except KeyError:
@@ -63,45 +63,46 @@ def is_trapped(name: str, script: str | None) -> bool:
 
 
 def lost_warning(environment: Mapping[str, str], script: str | None) -> str | None:
-    """For `resihp run`: why Slurm's warning would end the job instead of saving it, and the mend; None if it does not.
+    """Return why Slurm's warning would end the job instead of saving it, and the remedy, for `resihp run`; None if it
+    would not.
 
-    A shell that waits for us is there still: the process that Slurm started is not ours, but an ancestor.
+    A shell that waits for us still exists: then the process that Slurm started is one of our ancestors.
     """
     name = warning(environment, script)
     if name is None or is_trapped(name, script):
         return None
-    if name not in HEARD:
-        return _not_heard(name)
+    if name not in HANDLED_SIGNALS:
+        return _not_handled(name)
     first = environment.get("SLURM_TASK_PID", "")
     waiting = [process for process in psutil.Process().parents() if str(process.pid) == first != str(os.getpid())]
     try:
         shell = bool(waiting) and os.path.basename((waiting[0].cmdline() or [""])[0]).endswith("sh")
     except psutil.Error:
         return None
-    return _waits(name) if shell else None
+    return _shell_waits(name) if shell else None
 
 
 def warning_would_be_lost(environment: Mapping[str, str], script: str | None) -> str | None:
-    """For doctor, which is not `resihp run`: the same by the script's text."""
+    """Return the same for doctor, judged by the script's text, because doctor is not started by the script."""
     name = warning(environment, script)
     if name is None or is_trapped(name, script):
         return None
-    if name not in HEARD:
-        return _not_heard(name)
+    if name not in HANDLED_SIGNALS:
+        return _not_handled(name)
     lines = [line.strip() for line in (script or "").splitlines()]
     runs = [line for line in lines if not line.startswith("#") and _RUN.search(line)]
-    return _waits(name) if any(not line.startswith("exec ") for line in runs) else None
+    return _shell_waits(name) if any(not line.startswith("exec ") for line in runs) else None
 
 
-def _waits(name: str) -> str:
+def _shell_waits(name: str) -> str:
     return (
         f"Slurm's warning, --signal=B:{name}, goes to the batch script's shell, which dies of it, and the job with it, "
         "unsaved and not requeued; write exec before resihp run in the script"
     )
 
 
-def _not_heard(name: str) -> str:
+def _not_handled(name: str) -> str:
     return (
-        f"--signal=B:{name} has Slurm send a warning that resihp run does not know and dies of, unsaved; "
-        "write #SBATCH --signal=B:USR2@300"
+        f"--signal=B:{name} makes Slurm send a signal that resihp run does not handle, which would end the job "
+        "unsaved; write #SBATCH --signal=B:USR2@300"
     )

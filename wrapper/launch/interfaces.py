@@ -1,8 +1,8 @@
-"""Network interfaces of this node: which ones `[network]` means, and what there is where it means none.
+"""Network interfaces of this node: which ones `[network]` selects, and which exist if it selects none.
 
-`interface` names those of the workers (NCCL, gloo), `control` that of our own connections. Each is a list of names or
-of beginnings of names, as `ib0` or `ib,eth1`: nodes may number theirs differently. Used by `wrapper.commands.run`,
-`wrapper.agent.process`, and the doctor.
+`interface` selects those of the workers (NCCL, gloo), `control` that of our own connections. Each is a list of names or
+of beginnings of names, as `ib0` or `ib,eth1`, because nodes may number their interfaces differently. Used by
+`wrapper.commands.run`, `wrapper.agent.process`, and the doctor.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from resihp.errors import ConfigurationError
 
 
 def present() -> dict[str, str]:
-    """Interfaces that are up and have an address, with the address that others can connect to; IPv4 before IPv6."""
+    """Return the interfaces that are up, with an address that others can connect to; IPv4 before IPv6."""
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
-    found: dict[str, str] = {}
+    by_name: dict[str, str] = {}
     for name, addresses in psutil.net_if_addrs().items():
         usable = sorted(
-            filter(None, (_parsed(each.address) for each in addresses)), key=lambda address: address.version
+            filter(None, (_parsed(entry.address) for entry in addresses)), key=lambda address: address.version
         )
         if usable and name in up:
-            found[name] = str(usable[0])
-    return found
+            by_name[name] = str(usable[0])
+    return by_name
 
 
 def _parsed(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """None for what is no address of IP, or leads nowhere without saying by which interface."""
+    """Return an IP address; None for other text, and for a link-local IPv6 address, which is useless without its
+    interface."""
     try:
         address = ipaddress.ip_address(text)
     except ValueError:
@@ -37,34 +38,40 @@ def _parsed(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     return None if address.is_link_local and address.version == 6 else address
 
 
-def meant(wanted: str, there: Mapping[str, str]) -> tuple[str, ...]:
-    """Of those that are there, the ones that `wanted` names, in its order: exactly, else by their beginnings."""
-    found: dict[str, None] = {}
+def meant(wanted: str, available: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the available interfaces that `wanted` selects, in its order: by exact name, else by their beginnings."""
+    names: dict[str, None] = {}
     for name in wanted.split(","):
-        exact = [name] if name in there else sorted(each for each in there if each.startswith(name))
-        found |= dict.fromkeys(exact)
-    return tuple(found)
+        exact = (
+            [name]
+            if name in available
+            else sorted(name_there for name_there in available if name_there.startswith(name))
+        )
+        names |= dict.fromkeys(exact)
+    return tuple(names)
 
 
-def missing(wanted: str, there: Mapping[str, str]) -> str:
-    """What to say of a node that has none of them."""
-    told = ", ".join(f"{name} ({address})" for name, address in sorted(there.items()))
-    return f"no interface {wanted} is up with an address; there is {told or 'none'}"
+def missing(wanted: str, available: Mapping[str, str]) -> str:
+    """Return the message for a node that has none of the wanted interfaces."""
+    listed = ", ".join(f"{name} ({address})" for name, address in sorted(available.items()))
+    return f"no interface {wanted} is up with an address; available: {listed or 'none'}"
 
 
 def of_workers(wanted: str) -> dict[str, str]:
-    """What tells NCCL and gloo of them; gloo takes the first. Raises ConfigurationError where there are none."""
-    there = present()
-    names = meant(wanted, there)
+    """Return the variables that set the interfaces for NCCL and gloo; gloo gets the first. Raises ConfigurationError if
+    there are none."""
+    available = present()
+    names = meant(wanted, available)
     if not names:
-        raise ConfigurationError(f"[network] interface: {missing(wanted, there)}")
+        raise ConfigurationError(f"[network] interface: {missing(wanted, available)}")
     return {"GLOO_SOCKET_IFNAME": names[0], "NCCL_SOCKET_IFNAME": f"={','.join(names)}"}
 
 
 def address_of(wanted: str, node: str) -> str:
-    """Where our own processes on this node listen. Raises ConfigurationError where there is no such interface."""
-    there = present()
-    names = meant(wanted, there)
+    """Return the address on which our own processes on this node listen. Raises ConfigurationError without such an
+    interface."""
+    available = present()
+    names = meant(wanted, available)
     if not names:
-        raise ConfigurationError(f"[network] control: node {node}: {missing(wanted, there)}")
-    return there[names[0]]
+        raise ConfigurationError(f"[network] control: node {node}: {missing(wanted, available)}")
+    return available[names[0]]

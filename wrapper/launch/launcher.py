@@ -1,6 +1,6 @@
-"""Who starts agents, and how one is known to have ended. `LocalLauncher`: processes on this machine, as virtual nodes.
+"""Launchers start agents and report their exits. `LocalLauncher`: processes on this machine, as virtual nodes.
 
-Used by the supervisor alone. A Slurm launcher does the same with one `srun` step. An agent's exit is told at once.
+Used by the supervisor only. The Slurm launcher does the same with one `srun` step. An agent's exit is reported at once.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from wrapper.job_folder import Job
 from wrapper.strict_modes import private
 
 NO_JOB_STATUS = 3
-"""Exit status of an agent that cannot read the run's file: the job's folder is not there on its node."""
+"""Exit status of an agent that cannot read the run's file: the job's folder does not exist on its node."""
 NO_SUPERVISOR_STATUS = 4
-"""Of an agent that no supervisor ever answered."""
+"""Exit status of an agent that no supervisor ever answered."""
 EXECVE_FAILED = 2
-"""What a task's exit status is when its program cannot be started there (slurmstepd)."""
+"""Exit status of a task whose program cannot be started on its node (slurmstepd)."""
 NOT_LAUNCHED = 127
-"""Of an agent that slurmd did not start, and said why."""
+"""Status of an agent that slurmd did not start, with a reason."""
 CANNOT_START = frozenset({NO_JOB_STATUS, EXECVE_FAILED, NOT_LAUNCHED})
-"""What another run would meet again on the same node."""
+"""Statuses that another run would get again on the same node."""
 
 AgentEnded = Callable[[str, int | None], None]
-"""Called in the event loop with the node and its agent's exit status: negative for a signal, None if nobody saw it."""
+"""Called in the event loop with the node and its agent's exit status: negative for a signal, None if it is unknown."""
 
 
 class Launcher(Protocol):
@@ -46,7 +46,7 @@ class Launcher(Protocol):
     nodes: tuple[str, ...]
 
     worker_environment: Mapping[str, str]
-    """What workers need to know of the network."""
+    """Network settings for the workers' libraries."""
 
     async def start(self, port: int, ended: AgentEnded) -> None:
         """Start all agents; they will connect to `host`:`port`."""
@@ -58,22 +58,22 @@ class Launcher(Protocol):
         """SIGKILL every process of the node. No error if none is left."""
 
     async def wait(self, timeout_s: float) -> bool:
-        """Wait for all agents to end; False when some are left after `timeout_s`."""
+        """Wait for all agents to end; return False if some are left after `timeout_s`."""
 
 
 def own_environment() -> dict[str, str]:
-    """The environment of our own processes: the user's, without modules of theirs that could shadow ours."""
+    """Return the environment of our own processes: the user's, without modules of theirs that could shadow ours."""
     return command_call.own_environment(os.environ)
 
 
 class LocalLauncher:
-    """Virtual nodes n1..nN, each an agent in a process group of its own."""
+    """Launcher for virtual nodes n1..nN, each an agent in a process group of its own."""
 
     host = "127.0.0.1"
     worker_environment: Mapping[str, str] = {"GLOO_SOCKET_IFNAME": "lo"}
 
     def __init__(self, job: Job, run_file: Path, nodes: int, preloading: socket.socket | None = None) -> None:
-        """`preloading`: to what forks a fork server for each node (`wrapper.launch.preloading`)."""
+        """`preloading`: socket of the process that forks a fork server for each node (`wrapper.launch.preloading`)."""
         self._preloading = None if preloading is None else LocalChannel(preloading)
         self._job = job
         self._run_file = run_file
@@ -108,12 +108,12 @@ class LocalLauncher:
             if self._preloading is not None:
                 log_of_server = str(self._job.logs / f"{node}.forkserver.log")
                 order = Serve(group=process.pid, log=log_of_server, job=self._job.name, node=node)
-                with suppress(OSError):  # it has ended: the agent will notice
+                with suppress(OSError):  # that process has ended: the agent will notice
                     self._preloading.send(order, [servers.fileno()])
         return process
 
     def adopt(self, node: str, pid: int, ended: AgentEnded) -> None:
-        """Its process is not our child: how it ends cannot be seen, only when."""
+        """Take over an agent whose process is not our child: its exit can be observed, but not its status."""
         if node not in self.nodes or node in self._groups:
             return
         try:
@@ -132,33 +132,33 @@ class LocalLauncher:
     async def wait(self, timeout_s: float) -> bool:
         if not self._watches:
             return True
-        _, left = await asyncio.wait(self._watches, timeout=timeout_s)
-        return not left
+        _, pending = await asyncio.wait(self._watches, timeout=timeout_s)
+        return not pending
 
     async def _watch(self, node: str, process: asyncio.subprocess.Process, ended: AgentEnded) -> None:
         self._ended(node, await process.wait(), ended)
 
     async def _watch_adopted(self, node: str, handle: int, ended: AgentEnded) -> None:
         loop = asyncio.get_running_loop()
-        gone = asyncio.Event()
-        loop.add_reader(handle, gone.set)
+        has_exited = asyncio.Event()
+        loop.add_reader(handle, has_exited.set)
         try:
-            await gone.wait()
+            await has_exited.wait()
         finally:
             loop.remove_reader(handle)
             os.close(handle)
         self._ended(node, None, ended)
 
     def _ended(self, node: str, status: int | None, ended: AgentEnded) -> None:
-        self.kill(node)  # what an agent leaves behind has nobody to answer to
-        del self._groups[node]  # its number may be given to another process from here on
+        self.kill(node)  # processes that an agent leaves behind are useless without it
+        del self._groups[node]  # the number may be another process's from here on
         ended(node, status)
 
 
 class Followers:
-    """The launcher of a successor: it has started no agent and can end none but by telling it; connections are all.
+    """The launcher of a successor: it has started no agents and cannot kill any; it only has their connections.
 
-    `nodes`: those that the journal knows of.
+    `nodes`: the nodes that are in the journal.
     """
 
     worker_environment: Mapping[str, str] = {}

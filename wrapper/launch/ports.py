@@ -1,9 +1,9 @@
-"""Where our own processes listen for other nodes: on one address, and on a port that the site's firewall lets through.
+"""Listening sockets for other nodes: on one address, and on a port that the site's firewall allows.
 
 Every listener between nodes is made by `listen`: the guardian's, a successor's, those of agents for their peers, the
-doctor's. `[slurm] ports` is the range; without one the kernel chooses. What training's own libraries listen on (gloo,
-NCCL) is chosen by them, but for the place where ranks of a script without resihp meet (`KeptPort`). Decides only
-which port is tried first.
+doctor's. `[slurm] ports` is the range; without one the kernel chooses a port. The libraries of the training (gloo,
+NCCL) choose their own, except for the port where ranks of a script without resihp meet (`KeptPort`). Decides only which
+port is tried first.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from resihp.errors import UsageError
 from resihp.protocol.serving import BACKLOG
 
 Ports = tuple[int, int]
-"""The first and the last of a range."""
+"""The first and the last port of a range."""
 
 
 def listen(host: str, ports: Ports | None = None) -> socket.socket:
-    """Listen on this address. Raises UsageError when that is not ours, or no port of the range is free.
+    """Listen on this address. Raises UsageError if the address is not this machine's, or no port of the range is free.
 
-    Begins anywhere in the range: jobs that share a node seldom try the same.
+    Starts at a random port of the range: jobs that share a node seldom try the same.
     """
     if ports is None:
         return _bound(host, 0)
@@ -37,12 +37,13 @@ def listen(host: str, ports: Ports | None = None) -> socket.socket:
         except _TakenError:
             continue
     raise UsageError(
-        f"{host}: no port of {told(ports)} is free here; widen [slurm] ports, or look who has them: ss -tlnp"
+        f"{host}: no port of {format_range(ports)} is free here; widen [slurm] ports, or see which processes use them: "
+        "ss -tlnp"
     )
 
 
 class _TakenError(Exception):
-    """Somebody listens there."""
+    """Another process listens on the port."""
 
 
 def _bound(host: str, port: int) -> socket.socket:
@@ -65,16 +66,17 @@ def _advice(error: OSError) -> str:
         case errno.EACCES | errno.EPERM:
             return "set [slurm] ports to a range above sysctl net.ipv4.ip_unprivileged_port_start"
         case errno.EADDRINUSE:
-            return "see who has all ports that the kernel chooses from: ss -tan"
+            return "see which processes use the kernel's ephemeral ports: ss -tan"
         case _:
             return "see what this machine allows: ulimit -a"
 
 
 class KeptPort:
-    """A port of this machine that is kept free for whoever is told its number: bound, and nobody listens.
+    """A port of this machine that is reserved for a process that gets its number later: bound, and not listening.
 
-    The kernel gives it to nobody who takes what comes, as other jobs' stores and all that connects do. Who listens
-    there has to set SO_REUSEADDR, as torch's store does, and may do so again and again. `port` is 0 where none is free.
+    The kernel does not give it to a process that asks for any port, such as other jobs' stores and all outgoing
+    connections. The process that listens there must set SO_REUSEADDR, as torch's store does, and may listen repeatedly.
+    `port` is 0 if none is free.
     """
 
     def __init__(self) -> None:
@@ -86,19 +88,19 @@ class KeptPort:
             if family == socket.AF_INET6:
                 self._kept.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             self._kept.bind(("", 0))
-            # Not before: with it, the kernel could give us one that somebody else keeps in the same way.
+            # Set only now: with it, the kernel could give us a port that another process reserves in the same way.
             self._kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self.port = int(self._kept.getsockname()[1])
 
     def watch(self) -> None:
-        """Nobody will listen there any more: from now on see whether anybody comes. Who does is turned away."""
-        with suppress(OSError):  # somebody listens, after all
+        """Observe connections to the port, now that no process will listen on it any more. Clients are disconnected."""
+        with suppress(OSError):  # a process listens after all
             self._kept.listen()
             self._kept.setblocking(False)
             self._watches = True
 
     def is_used(self) -> bool:
-        """Whether somebody listens there, on whatever address, or has come in vain."""
+        """Return whether a process listens on the port, on any address, or a client has tried to connect."""
         if self._watches:
             with suppress(OSError):
                 self._kept.accept()[0].close()
@@ -118,9 +120,9 @@ class KeptPort:
 
 
 _LISTENS = "0A"
-"""A socket's state, as proc(5) has it."""
+"""State of a listening socket in proc(5)."""
 
 
-def told(ports: Ports) -> str:
-    """As the configuration has it."""
+def format_range(ports: Ports) -> str:
+    """Return a range as in the configuration."""
     return f"{ports[0]}-{ports[1]}"

@@ -1,7 +1,8 @@
-"""What virtual nodes of one machine have in common: the process that imports what training needs, once for all.
+"""A shared process for the virtual nodes of one machine that imports the training libraries once.
 
-Started first, by the guardian, which it ends with; the launcher tells it of each agent, and it forks that agent's fork
-server (`resihp.worker.forkserver --shared`). Decides nothing. Nodes of Slurm and containers start a fork server each.
+It is the first process that the guardian starts, and ends with the guardian; the launcher announces each agent to it,
+and it forks that agent's fork server (`resihp.worker.forkserver --shared`). Decides nothing. Nodes of Slurm, and
+containers, start a fork server each.
 
 The environment variable FOR_TESTS names the socket of such a process that already runs, so that a run of tests imports
 once: local jobs use it, and so do agents that Slurm started. It must belong to the same user and have our interpreter
@@ -25,27 +26,27 @@ from wrapper.launch.launcher import own_environment
 from wrapper.strict_modes import private
 
 FOR_TESTS = "RESIHP_FORK_SERVER"
-LEAVES_S = 2.0
-"""How long it may take to end once all nodes have."""
+EXIT_TIMEOUT_S = 2.0
+"""How long the process may take to exit after all nodes have."""
 
 
 @contextmanager
 def preloading(request: RunRequest) -> Iterator[socket.socket | None]:
-    """Have it run; its socket is for the launcher. None where each node starts a fork server of its own."""
+    """Run the process; yield its socket, for the launcher. Yields None if each node starts a fork server of its own."""
     if request.slurm is not None or request.container is not None:
         yield None
         return
-    there = _running(request)
-    if there is not None:
-        with there:
-            yield there
+    existing = _running(request)
+    if existing is not None:
+        with existing:
+            yield existing
         return
     ours, theirs = socket.socketpair()
     with ours:
         try:
             process = _start(request, theirs)
         except OSError:
-            process = None  # of the interpreter; agents will say what is wrong with it
+            process = None  # the interpreter does not start; agents will report why
         theirs.close()
         if process is None:
             yield None
@@ -55,7 +56,7 @@ def preloading(request: RunRequest) -> Iterator[socket.socket | None]:
         finally:
             ours.close()
             with suppress(subprocess.TimeoutExpired):
-                process.wait(LEAVES_S)
+                process.wait(EXIT_TIMEOUT_S)
             process.kill()
             process.wait()
 

@@ -1,9 +1,9 @@
-"""Agents on the nodes of a Slurm allocation: one `srun` step that starts one on each, and what it says of their ends.
+"""Starts agents on the nodes of a Slurm allocation by one `srun` step, and reads their exits from srun's messages.
 
-srun runs in a session of its own and writes to files on local disk, so it outlives the supervisor; one that is started
-again finds it by its pid (`adopt`). Agents write their logs themselves, nothing of theirs goes through srun. How an
-agent ended is read off srun's messages where it says so; that a *node* failed is Slurm's opinion, and not taken from
-here: connections tell sooner. One node's part of a step cannot be killed by its user, except by the agent itself.
+srun runs in a session of its own and writes to files on local disk, so it outlives the supervisor; a supervisor that is
+started again finds it by its pid (`adopt`). Agents write their logs themselves; their output does not go through srun.
+An agent's exit status is taken from srun's messages if they report it. Slurm's messages that a *node* failed are
+ignored: connections show that sooner. The user cannot kill one node's part of a step, except through the agent itself.
 
 Used by the supervisor under Slurm, in place of `wrapper.launch.launcher.LocalLauncher`. Decides nothing.
 """
@@ -29,21 +29,22 @@ from wrapper.strict_modes import private, write_private
 Say = Callable[[Literal["warning", "error"], str], None]
 
 LOOK_EVERY_S = 0.25
-GATHER_S = 1.0
-"""Nodes with the same trouble are told of together, once no more come for so long."""
-MOST_LINES = 20
-"""Messages of srun that are passed on."""
+GATHER_WINDOW_S = 1.0
+"""Nodes with the same problem are reported together, after no further one was found for this long."""
+MAX_MESSAGES = 20
+"""Most messages of srun that are passed on to the user."""
 
 _KEPT = re.compile(
     r"SLURM_(CONF|JOB_ID|JOBID|CLUSTERS|CLUSTER_NAME|WORKING_CLUSTER|RESTART_COUNT|SUBMIT_DIR|SUBMIT_HOST)"
     r"|SLURM_JOB_(USER|UID|GID|NAME|PARTITION|ACCOUNT|QOS|RESERVATION|START_TIME|END_TIME)"
     r"|SLURM_ARRAY_(JOB_ID|TASK_ID|TASK_COUNT|TASK_MIN|TASK_MAX|TASK_STEP)"
 )
-"""Of Slurm's variables: those that name the job. Others are options of srun, some of them stale after a node died."""
+"""Variables of Slurm that are kept: those that name the job. Others are options of srun, some of them stale after a
+node died."""
 
 
 def step_environment() -> dict[str, str]:
-    """Our environment for srun: nothing in it changes what the options say."""
+    """Return our environment for srun, without variables that would override its options."""
     return {
         name: value
         for name, value in own_environment().items()
@@ -52,7 +53,8 @@ def step_environment() -> dict[str, str]:
 
 
 def step_command(request: RunRequest, address: str, *, srun: str = "srun") -> list[str]:
-    """One agent on each node, with all that the job has there. Each option overrules what Slurm would inherit."""
+    """Return the command that starts one agent on each node, with all the job's resources there. Each option overrides
+    an inherited setting."""
     assert request.slurm is not None
     slurm, count = request.slurm, len(request.settings.node_names)
     logs = str(request.of_job.logs).replace("%", "%%")
@@ -96,10 +98,10 @@ def step_command(request: RunRequest, address: str, *, srun: str = "srun") -> li
 
 
 class SlurmLauncher:
-    """See the module. `say` gets what the user should know, a line at a time."""
+    """The launcher; see the module. `say` gets messages for the user, a line at a time."""
 
     worker_environment: Mapping[str, str] = {}
-    """Nothing: the workers' libraries find the interface by themselves, or by what the user has set."""
+    """Empty: the workers' libraries find the interface by themselves, or from the user's variables."""
 
     def __init__(
         self, request: RunRequest, host: str, say: Say = lambda level, text: None, *, srun: str = "srun"
@@ -116,13 +118,13 @@ class SlurmLauncher:
         self._watches: set[asyncio.Task[None]] = set()
         self._messages = Messages(self.nodes)
         self._troubles: dict[str, list[str]] = {}
-        self._told = 0
+        self._reported_count = 0
         self._given_up: set[str] = set()
-        self._said_before = 0
-        """How much of srun's messages an earlier supervisor has passed on."""
+        self._bytes_before = 0
+        """Bytes of srun's messages that an earlier supervisor has passed on."""
 
     async def start(self, port: int, ended: AgentEnded) -> None:
-        """Start the step. Raises ResihpError when there is no srun."""
+        """Start the step. Raises ResihpError if there is no srun."""
         command = step_command(self._request, f"{_bracketed(self.host)}:{port}", srun=self._srun)
         with open(self._messages_file, "wb", opener=private) as messages:
             try:
@@ -140,23 +142,24 @@ class SlurmLauncher:
         self._watch(self._until_exit(process, ended), ended)
 
     def adopt(self, node: str, pid: int, ended: AgentEnded) -> None:
-        """Watch the step that an earlier supervisor on this machine started; agents of it tell the rest."""
+        """Watch the step that an earlier supervisor on this machine started; its agents connect by themselves."""
         if self._watches:
             return
         handle = self._handle()
         if handle is not None:
-            self._said_before = self._messages_file.stat().st_size
+            self._bytes_before = self._messages_file.stat().st_size
             self._watch(self._until_gone(handle), ended)
 
     def kill(self, node: str) -> None:
-        """Wait for it no more; it cannot be killed, see the module. What runs on a lost node is fenced by its epoch."""
+        """Stop waiting for the node's agent, which cannot be killed (see the module). Processes on a lost node are
+        fenced by their epoch."""
         self._given_up.add(node)
         if self._given_up.issuperset(self.nodes):
-            self._tell_troubles()  # whoever gathers them may not come to it any more
+            self._report_troubles()  # `_listen` may not run again
             self._over.set()
 
     async def wait(self, timeout_s: float) -> bool:
-        """Wait for the step to end: for all agents. At once where there is no step that we could see."""
+        """Wait for the step, and so for all agents, to end. Returns at once if there is no step that we can observe."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._over.wait()
@@ -186,17 +189,17 @@ class SlurmLauncher:
                 ended(node, status)
 
     async def _until_gone(self, handle: int) -> None:
-        """It is not our child: how it ends cannot be seen, only when."""
-        loop, gone = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(handle, gone.set)
+        """Wait for a process that is not our child: its exit can be observed, but not its status."""
+        loop, has_exited = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(handle, has_exited.set)
         try:
-            await gone.wait()
+            await has_exited.wait()
         finally:
             loop.remove_reader(handle)
             os.close(handle)
 
     def _handle(self) -> int | None:
-        """A descriptor of the srun that an earlier supervisor started, if it still runs."""
+        """Return a descriptor of the srun that an earlier supervisor started, if it still runs."""
         try:
             pid = int(self._pid_file.read_text())
             handle = os.pidfd_open(pid)
@@ -208,37 +211,37 @@ class SlurmLauncher:
             command = []
         if os.fsencode(self._request.of_job.run_file) in command:
             return handle
-        os.close(handle)  # the number is another process's by now
+        os.close(handle)  # the number is now another process's
         return None
 
-    # --- what it says -----------------------------------------------------------------------------------------
+    # --- srun's messages --------------------------------------------------------------------------------------
 
     async def _listen(self, ended: AgentEnded) -> None:
         quiet_s = 0.0
         while not self._over.is_set():
             await asyncio.sleep(LOOK_EVERY_S)
             quiet_s = 0.0 if self._read(ended) else quiet_s + LOOK_EVERY_S
-            if quiet_s >= GATHER_S:
-                self._tell_troubles()
+            if quiet_s >= GATHER_WINDOW_S:
+                self._report_troubles()
         self._read(ended)
-        self._tell_troubles()
+        self._report_troubles()
 
     def _read(self, ended: AgentEnded) -> bool:
-        """Take what srun has written since; True if there was something."""
+        """Read srun's new messages; return True if there were any."""
         try:
             with self._messages_file.open("rb") as file:
                 file.seek(self._messages.bytes_read)
                 new = file.read(1 << 16)
         except OSError:
             return False
-        old = self._messages.bytes_read < self._said_before
+        old = self._messages.bytes_read < self._bytes_before
         for message in self._messages.feed(new):
             for node, status in message.ends:
                 if not old:
                     self._take_end(node, status)
                 ended(node, status)
-            if not message.ends and not old and self._told < MOST_LINES:
-                self._told += 1
+            if not message.ends and not old and self._reported_count < MAX_MESSAGES:
+                self._reported_count += 1
                 self._say("warning", message.text)
         return bool(new)
 
@@ -246,13 +249,13 @@ class SlurmLauncher:
         request = self._request
         shared = "put RESIHP_HOME into a folder that all nodes share"
         if status in (NOT_LAUNCHED, NO_JOB_STATUS):
-            what = request.of_job.logs if status == NOT_LAUNCHED else request.of_job.run_file
-            self._troubles.setdefault(f"cannot open {what} there; {shared}", []).append(node)
+            path = request.of_job.logs if status == NOT_LAUNCHED else request.of_job.run_file
+            self._troubles.setdefault(f"cannot open {path} there; {shared}", []).append(node)
         elif status == EXECVE_FAILED:
             trouble = f"cannot run {sys.executable} there; install resihp in a folder that all nodes share"
             self._troubles.setdefault(trouble, []).append(node)
 
-    def _tell_troubles(self) -> None:
+    def _report_troubles(self) -> None:
         for trouble, nodes in self._troubles.items():
             some = ", ".join(nodes[:8]) + (f" and {len(nodes) - 8} more" if len(nodes) > 8 else "")
             self._say("error", f"{'node' if len(nodes) == 1 else 'nodes'} {some}: {trouble}")
@@ -260,7 +263,7 @@ class SlurmLauncher:
 
 
 class SrunLine:
-    """One line of srun: the agents whose end it tells, with their exit status; or else just its text."""
+    """One line of srun: the agents whose exit it reports, with their status; or else just its text."""
 
     def __init__(self, text: str, ends: Sequence[tuple[str, int]] = ()) -> None:
         self.text = text
@@ -272,20 +275,20 @@ _EXITED = re.compile(rf"srun: error: (?P<hosts>\S+): {_TASKS}: Exited with exit 
 _SIGNALLED = re.compile(rf"srun: error: (?P<hosts>\S+): {_TASKS}: (?P<signal>[A-Z][A-Za-z0-9 /]*?)( \(core dumped\))?")
 _FAILED = re.compile(rf"srun: error: {_TASKS} launch failed: (?P<reason>.*)")
 _HARMLESS = ("lacks support for cpu binding", "srun: Force Terminated", "Node failure on", "STEP ", "JOB ")
-"""Slurm's opinion of nodes and its farewells come by other ways."""
+"""Slurm's messages about nodes and the end of the step: both are known from elsewhere."""
 _SIGNALS = {signal.strsignal(number): int(number) for number in signal.Signals} | {"Out Of Memory": int(signal.SIGKILL)}
-"""The last is srun's word for a task that the kernel killed for its memory limit."""
+"""Signal numbers by srun's names; the last is its name for a task that the kernel killed for its memory limit."""
 
 
 class Messages:
-    """srun's messages, as they are written. Task i runs on the i-th node."""
+    """Parses srun's messages as they are written. Task i runs on the i-th node."""
 
     def __init__(self, nodes: Sequence[str]) -> None:
         self._nodes = tuple(nodes)
         self._rest = b""
         self.bytes_read = 0
         self.launched = False
-        """Whether anything was heard of a task, so that the step was more than a wish."""
+        """Whether a message about a task was read, so that the step did start."""
 
     def feed(self, new: bytes) -> list[SrunLine]:
         self.bytes_read += len(new)
@@ -309,13 +312,13 @@ class Messages:
 
 
 def indices(text: str) -> list[int]:
-    """Numbers in `0-2,5`; parts that are none are left out."""
-    found: list[int] = []
+    """Return the numbers in `0-2,5`; invalid parts are ignored."""
+    numbers: list[int] = []
     for part in map(str.strip, text.split(",")):
         first, _, last = part.partition("-")
         if first.isdigit() and (last or first).isdigit():
-            found += range(int(first), min(int(last or first), int(first) + 100_000) + 1)
-    return found
+            numbers += range(int(first), min(int(last or first), int(first) + 100_000) + 1)
+    return numbers
 
 
 def _bracketed(host: str) -> str:

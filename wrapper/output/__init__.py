@@ -1,4 +1,4 @@
-"""What commands print, and from which ledger: grids, colours, JSON, CSV, Parquet; times as users write them.
+"""Output of commands, and the choice of the ledger that they read: grids, colours, JSON, CSV, Parquet; times of users.
 
 Text from a ledger or a job is escaped before it reaches a terminal. Called by `wrapper.commands`; the live view
 (`wrapper.sinks.terminal`) shares `render`.

@@ -1,4 +1,4 @@
-"""What commands answer with: JSON, CSV, Parquet, messages; and the times that they are asked about.
+"""Output of commands: JSON, CSV, Parquet, messages; and the points in time that their options name.
 
 Data goes to stdout, messages to stderr. Used by the commands that read ledgers.
 """
@@ -28,7 +28,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout.")]
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON has it: NaN and infinities null, times ISO 8601 in UTC."""
+    """Return `value` as JSON data: NaN and infinities become null, times become ISO 8601 in UTC."""
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -46,31 +46,32 @@ def to_json(value: Any) -> str:
     return json.dumps(plain(value), allow_nan=False)
 
 
-YEARS = range(1900, 2900)
-"""In which something may have happened that is asked for."""
+VALID_YEARS = range(1900, 2900)
+"""Years of a valid point in time."""
 
 
 def moment(text: str | None, now: datetime | None = None) -> datetime | None:
-    """`2026-01-31`, `2026-01-31T12:00`, or an age: `90s`, `30m`, `2h`, `1d`. Raises UsageError."""
+    """Return the time that a text such as `2026-01-31`, `2026-01-31T12:00`, or an age (`90s`, `30m`, `2h`, `1d`) names.
+    Raises UsageError."""
     if text is None:
         return None
     seconds = {"s": 1, "m": 60, "h": 3600, "d": 86400}.get(text[-1:])
     try:
         if seconds is not None:
-            found = (now or datetime.now(UTC)) - timedelta(seconds=float(text[:-1]) * seconds)
+            time = (now or datetime.now(UTC)) - timedelta(seconds=float(text[:-1]) * seconds)
         else:
-            time = datetime.fromisoformat(text)
-            found = (time.replace(tzinfo=UTC) if time.tzinfo is None else time).astimezone(UTC)
-        if found.year not in YEARS:  # others reckon with it, days and weeks before and after
+            local = datetime.fromisoformat(text)
+            time = (local.replace(tzinfo=UTC) if local.tzinfo is None else local).astimezone(UTC)
+        if time.year not in VALID_YEARS:  # so that callers can add and subtract days and weeks
             raise ValueError
-        return found
+        return time
     except (ValueError, OverflowError):
         raise UsageError(f"time {text!r}: not a time; examples: 2026-01-31T12:00, 30m, 2h, 1d") from None
 
 
 def for_stdout(text: str) -> str:
-    """Return `text` as it is printed to stdout: a terminal is not steered by what a log, a ledger or a file's name
-    holds; a pipe or a file gets it as it is, since what reads it there wants the data."""
+    """Return `text` as it is printed to stdout. On a terminal, control characters of a log, a ledger or a file's name
+    are escaped; a pipe or a file gets them unchanged, since its reader wants the data."""
     from wrapper.output.render import literal
 
     return literal(text) if sys.stdout.isatty() else text
@@ -89,19 +90,19 @@ def write_csv(columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
         writer.writerow(for_stdout(text) if isinstance(text, str) else text for text in texts)
 
 
-def write_parquet(found: pd.DataFrame, path: Path, what: str) -> None:
-    """Raises UsageError if the file cannot be written."""
+def write_parquet(table: pd.DataFrame, path: Path, subject: str) -> None:
+    """Write a table to a Parquet file. Raises UsageError if the file cannot be written."""
     try:
         with replacing(path, named_by_user=True) as file:
-            found.to_parquet(file, index=False)
+            table.to_parquet(file, index=False)
     except OSError as error:
         raise UsageError(f"{path}: cannot be written: {error.strerror or error}; name another file") from error
-    message(f"{what} written to {path}")
+    message(f"{subject} written to {path}")
 
 
 def message(text: str) -> None:
-    """A line on stderr. What it quotes may come from anywhere: no name of a job steers the terminal, or begins a line
-    as if it were ours."""
+    """Print a line on stderr. Control characters are escaped and later lines indented, since the text may quote
+    anything: no job's name may steer the terminal, or look like a line of ours."""
     from wrapper.output.render import literal
 
     print("resihp: " + literal(text).replace("\n", "\n  "), file=sys.stderr)
@@ -118,8 +119,8 @@ PIPE_COLUMNS = 10_000
 
 
 def console() -> Console:
-    """Stdout, as wide as the terminal. A pipe or a file has room for everything, unless COLUMNS is set for it (as
-    `watch` does)."""
+    """Return a console on stdout, as wide as the terminal. A pipe or a file gets unlimited width, unless COLUMNS is set
+    for it (as `watch` does)."""
     import os
 
     from rich.console import Console

@@ -1,9 +1,10 @@
-"""What rank 0 prints, line by line, until the job says what it trains: on the console as torchrun has it.
+"""Passes on the output of rank 0, line by line, until the job declares a model: so it appears on the console as with
+torchrun.
 
-A script that trains with resihp has its iterations there instead; its prints stay in its log, where those of all ranks
-are. Follows the log in the job's folder, in a thread of its own: a folder that hangs holds up nothing else. Hears of
-the job as the other listeners do (`wrapper.sinks.fanout`); who is handed the lines decides whether they are shown
-(`wrapper.sinks.terminal`).
+A script that trains with resihp has its iterations shown instead; its output stays in the logs, as for all ranks. This
+module follows the log in the job's folder in a thread of its own, so that a folder that hangs blocks nothing else. It
+listens to the job like the other listeners (`wrapper.sinks.fanout`); `wrapper.sinks.terminal` gets the lines and
+decides whether to show them.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from resihp.record.journal import ModelDeclared, Record, WorkerStarted
 from wrapper.output.tail import GrowingFiles
 
 LOOK_EVERY_S = 0.2
-MOST_LINES = 10_000
-"""That are handed on of one look, the last ones: a console takes no more, and a log of any length was printed."""
+MAX_LINES = 10_000
+"""Most lines that are passed on at one look, the last ones: a console is not the place for more."""
 
 
 class FirstRank:
-    """`show` is handed lines, and how many before them are left out, from our thread. `past`: records of those who led
-    before us, who have shown what was printed until now."""
+    """Follows the log. `show` gets lines, and the number of dropped lines before them, from our thread. `past`: records
+    of the leaders before us, which have already shown the earlier output."""
 
     def __init__(self, logs: Path, show: Callable[[Sequence[str], int], None], past: Sequence[Record] = ()) -> None:
         self._logs = logs
@@ -34,7 +35,7 @@ class FirstRank:
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self.follows = False
-        """Whether the log has been looked at: what comes from then on is handed on."""
+        """Whether the log is being followed: later output is passed on."""
         self._trains = any(isinstance(record.entry, ModelDeclared) for record in past)
         for record in past:
             if isinstance(record.entry, WorkerStarted):
@@ -51,7 +52,7 @@ class FirstRank:
                 pass
 
     def close(self, deadline: float) -> None:
-        """The last lines, also one that never ended."""
+        """Pass on the last lines, including an unfinished one."""
         self._over.set()
         if self._thread is not None:
             self._thread.join(max(0.0, deadline - time.monotonic()))
@@ -74,7 +75,7 @@ class FirstRank:
         over = False
         while not over:
             over = self._over.wait(LOOK_EVERY_S)
-            lines: deque[str] = deque(maxlen=MOST_LINES)
+            lines: deque[str] = deque(maxlen=MAX_LINES)
             count = 0
             for count, (_, line) in enumerate(  # noqa: B007
                 itertools.chain(growing.new(), growing.rest() if over else ()), 1

@@ -1,9 +1,9 @@
-"""Which GPUs of a job have no work, whose they are and why, in one line. The one place that says so. Pure.
+"""Names the GPUs of a job that have no work, with their nodes and reasons, in one line. The only place that does. Pure.
 
-`follow` reads it off the journal (the live view); `of_ledger` fills it from a ledger's rows (`resihp status`,
-`history cost`, `report`). What it costs is not reckoned here: `db.reading.costs.cost_accounts` does, as `idle` and
-`capacity`. Counted are the GPUs that the job was given, spares included, and those of lost nodes for which no other
-node came.
+`follow` takes entries of the journal (the live view); `of_ledger` reads a ledger's rows (`resihp status`, `history
+cost`, `report`). The cost of idle GPUs is computed elsewhere: by `db.reading.costs.cost_accounts`, as `idle` and
+`capacity`. Counted are the GPUs that the job was given, spares included, and those of lost nodes that were not
+replaced.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 Device = tuple[str, int]
-MOST_TOLD = 6
-"""Groups of GPUs that are named one by one."""
-PLANS_KEPT = 64
-"""Since when a GPU has no work is looked for in them."""
+MAX_GROUPS = 6
+"""Most groups of GPUs that are named one by one."""
+MAX_PLANS = 64
+"""Number of last plans in which to find since when a GPU has no work."""
 NO_STAGE, SPARE, MIRROR = "no stage for it", "spare", "holds a copy of the state"
-START = 0
-"""Since the start, as the first iteration without work."""
+FROM_START = 0
+"""First iteration without work, of a GPU that has been idle since the start."""
 
 
 class IdleGpu(NamedTuple):
-    """`rank`: None of a GPU that never had one. `since`: the first iteration without work, `START`, or None where that
-    is too long ago to know."""
+    """A GPU without work. `rank`: None if it never had one. `since`: the first iteration without work, `FROM_START`, or
+    None if that is too long ago to know."""
 
     node: str
     why: str
@@ -43,7 +43,7 @@ class IdleGpu(NamedTuple):
 
 
 class PlanOfWork(NamedTuple):
-    """`begins`: the first iteration under the plan. `active`: ranks that compute."""
+    """Ranks by their role in a plan. `begins`: the first iteration under it. `active`: ranks that compute."""
 
     begins: int
     active: frozenset[int]
@@ -57,40 +57,40 @@ class PlanOfWork(NamedTuple):
 
 @dataclass
 class IdleGpus:
-    """What has to be known for it."""
+    """State from which idle GPUs are derived."""
 
     nodes: int = 0
     gpus_per_node: int = 0
-    asked: int = 0
-    """GPUs of the layout that was asked for."""
-    there: dict[str, bool] = field(default_factory=dict)
-    """Nodes that came, or were given up, in that order, and whether they are part of the job."""
+    requested: int = 0
+    """Number of GPUs of the requested layout."""
+    present_nodes: dict[str, bool] = field(default_factory=dict)
+    """Nodes that have joined, or were given up, in that order, and whether they are part of the job."""
     places: dict[int, Device] = field(default_factory=dict)
-    """Of every rank that was started."""
+    """(node, device) of every rank that was started."""
     failed: set[int] = field(default_factory=set)
-    """Ranks that died, or were lost with something else."""
+    """Ranks that died, or were lost with their node."""
     ended: set[int] = field(default_factory=set)
-    """Ranks whose processes are gone, for whatever reason."""
+    """Ranks whose processes have ended, for any reason."""
     unfit: dict[Device, tuple[str, float | None]] = field(default_factory=dict)
-    """That failed their probe: on which occasion, and at which speed of their peers'."""
+    """Devices that failed their probe: the occasion, and the speed relative to their peers."""
     slow: dict[int, tuple[Device, float]] = field(default_factory=dict)
-    """With a verdict that is not over, by its failure: the speed that is left."""
+    """Slow devices, by failure, while the verdict holds: (device, remaining speed)."""
     plans: list[PlanOfWork] = field(default_factory=list)
-    """The last ones that took effect, `PLANS_KEPT` at most, in order."""
+    """The last plans that took effect, at most `MAX_PLANS`, in order."""
     whole: bool = True
-    """Whether the first of them is the job's first."""
+    """Whether the first of these plans is the job's first."""
     decided: PlanOfWork | None = None
 
     def follow(self, entry: journal.AnyEntry) -> None:
-        """What one entry of the journal changes."""
+        """Update the state with one entry of the journal."""
         match entry:
             case journal.JobStarted():
                 self.nodes, self.gpus_per_node = entry.nodes, entry.gpus_per_node
-                self.asked = devices_of(entry.nodes, entry.gpus_per_node, entry.configuration)
+                self.requested = devices_of(entry.nodes, entry.gpus_per_node, entry.configuration)
             case journal.NodeJoined():
-                self.there[entry.node] = True
+                self.present_nodes[entry.node] = True
             case journal.NodeLost():
-                self.there[entry.node] = False
+                self.present_nodes[entry.node] = False
             case journal.WorkerStarted():
                 self.places[entry.rank] = entry.node, entry.device
             case journal.WorkerEnded():
@@ -107,73 +107,73 @@ class IdleGpus:
             case journal.PlanDecided():
                 self.decided = PlanOfWork.of(entry.next_iteration, entry.plan)
             case journal.PlanInEffect() if self.decided is not None:
-                self.whole = self.whole and len(self.plans) < PLANS_KEPT
-                self.plans = [*self.plans[-PLANS_KEPT + 1 :], self.decided]
+                self.whole = self.whole and len(self.plans) < MAX_PLANS
+                self.plans = [*self.plans[-MAX_PLANS + 1 :], self.decided]
                 self.decided = None
 
     def probed(self, device: Device, occasion: str, speed: float | None, *, fit: bool) -> None:
-        """As `resihp.record.fold` has it: what failed is not fit until it passes."""
+        """Note a probe, as `resihp.record.fold` does: a device that failed one is unfit until it passes one."""
         if fit and occasion != "suspicion":
             self.unfit.pop(device, None)
         elif occasion in ("start", "join"):
             self.unfit[device] = occasion, speed
 
     def idle(self) -> list[IdleGpu]:
-        """Every GPU without work under the plan in effect, by node and rank; none before there is a plan."""
+        """Return every GPU without work under the plan in effect, by node and rank; none before there is a plan."""
         if not self.plans:
             return []
         active = self.plans[-1].active
         newest: dict[str, dict[int, int]] = {}
-        for each, (node, device) in sorted(self.places.items()):
+        for started_rank, (node, device) in sorted(self.places.items()):
             of_node = newest.setdefault(node, {})
             if of_node.get(device, -1) not in active:
-                of_node[device] = each
-        found = []
+                of_node[device] = started_rank
+        gpus = []
         for node in self._counted():
-            known = newest.get(node, {})
-            for device in range(max(self.gpus_per_node, *(device + 1 for device in known), 0)):
-                rank = known.get(device)
+            by_device = newest.get(node, {})
+            for device in range(max(self.gpus_per_node, *(device + 1 for device in by_device), 0)):
+                rank = by_device.get(device)
                 if rank is None or rank not in active:
-                    found.append(IdleGpu(node, self._why(node, device, rank, len(active)), self._since(rank), rank))
-        return found
+                    gpus.append(IdleGpu(node, self._why(node, device, rank, len(active)), self._since(rank), rank))
+        return gpus
 
     def line(self) -> str:
-        """`2 of 8 GPUs idle since the start: rank 3 on n1 (79 % of its peers in the start probe), ...`; empty where all
-        have work."""
-        found = self.idle()
-        if not found:
+        """Return a line such as `2 of 8 GPUs idle since the start: rank 3 on n1 (79 % of its peers in the start probe),
+        ...`; empty if all have work."""
+        gpus = self.idle()
+        if not gpus:
             return ""
         total = len(self._counted()) * self.gpus_per_node
-        shared = {one.since for one in found}
-        head = f"{len(found)} of {max(total, len(found))} GPUs idle"
+        shared = {gpu.since for gpu in gpus}
+        head = f"{len(gpus)} of {max(total, len(gpus))} GPUs idle"
         if len(shared) == 1:
             head += _since(*shared)
         order = {node: place for place, node in enumerate(self._counted())}
 
-        def key(one: IdleGpu) -> tuple[bool, int, str, int, bool]:
-            """What stands by because of others is told after these."""
-            since = -1 if one.since is None else one.since
-            return one.why in (NO_STAGE, SPARE), order[one.node], one.why, since, one.rank is None
+        def key(gpu: IdleGpu) -> tuple[bool, int, str, int, bool]:
+            """Order groups: GPUs that are idle because of other failures come last."""
+            since = -1 if gpu.since is None else gpu.since
+            return gpu.why in (NO_STAGE, SPARE), order[gpu.node], gpu.why, since, gpu.rank is None
 
-        told = []
-        for (_, _, why, since, unknown), group in groupby(sorted(found, key=key), key):
+        groups = []
+        for (_, _, why, since, unknown), group in groupby(sorted(gpus, key=key), key):
             alike = list(group)
-            node, ranks = alike[0].node, [one.rank for one in alike]
+            node, ranks = alike[0].node, [gpu.rank for gpu in alike]
             when = "" if len(shared) == 1 else _since(None if since == -1 else since).replace(" since", ", since", 1)
-            who = _gpus(len(ranks)) if unknown else rank_list(rank for rank in ranks if rank is not None)
-            told.append(f"{who} {'of' if unknown else 'on'} {node} ({why}{when})")
-        more = f", and {len(told) - MOST_TOLD} more groups" if len(told) > MOST_TOLD else ""
-        return f"{head}: {', '.join(told[:MOST_TOLD])}{more}"
+            subject = _gpus(len(ranks)) if unknown else rank_list(rank for rank in ranks if rank is not None)
+            groups.append(f"{subject} {'of' if unknown else 'on'} {node} ({why}{when})")
+        more = f", and {len(groups) - MAX_GROUPS} more groups" if len(groups) > MAX_GROUPS else ""
+        return f"{head}: {', '.join(groups[:MAX_GROUPS])}{more}"
 
     def _counted(self) -> list[str]:
-        """Nodes that are part of the job, and of those that are not the last ones for which none came."""
-        here = [node for node, there in self.there.items() if there]
-        gone = [node for node, there in self.there.items() if not there]
+        """Return the nodes that are part of the job, and those lost last that were not replaced."""
+        here = [node for node, present in self.present_nodes.items() if present]
+        lost = [node for node, present in self.present_nodes.items() if not present]
         missing = max(self.nodes - len(here), 0)
-        return [*here, *(gone[-missing:] if missing else [])]
+        return [*here, *(lost[-missing:] if missing else [])]
 
     def _why(self, node: str, device: int, rank: int | None, active: int) -> str:
-        if not self.there[node]:
+        if not self.present_nodes[node]:
             return "its node was lost" if rank is not None else "never came"
         if rank is None:
             return "no process was started on it"
@@ -186,10 +186,10 @@ class IdleGpus:
             return slowness
         if rank not in self.plans[-1].standby:
             return "its process ended" if rank in self.ended else "not in the plan yet"
-        return SPARE if self.asked and active >= self.asked else NO_STAGE
+        return SPARE if self.requested and active >= self.requested else NO_STAGE
 
     def _slowness(self, place: Device) -> str:
-        """Say how a device failed its probe, or how slow it is; empty for one that is neither."""
+        """Describe how a device failed its probe, or how slow it is; empty if neither."""
         if place in self.unfit:
             occasion, speed = self.unfit[place]
             probe = "the start probe" if occasion == "start" else "the probe as it joined"
@@ -200,15 +200,15 @@ class IdleGpus:
         return ""
 
     def _since(self, rank: int | None) -> int | None:
-        """First iteration of the first of the last plans that give the rank no work."""
+        """Return the first iteration of the earliest plan since which the rank has had no work."""
         at = len(self.plans)
         while at and (rank is None or rank not in self.plans[at - 1].active):
             at -= 1
-        return self.plans[at].begins if at else START if self.whole else None
+        return self.plans[at].begins if at else FROM_START if self.whole else None
 
 
 def of_ledger(reader: Reader, job: Row) -> IdleGpus:
-    """The same of a job's rows. `job`: its row, with its `configuration`."""
+    """Return the state of a job from its rows. `job`: its row, with its `configuration`."""
     from db.layouts import ranks_of
 
     number = job["id"]
@@ -216,42 +216,42 @@ def of_ledger(reader: Reader, job: Row) -> IdleGpus:
         configuration = json.loads(job.get("configuration") or "{}")
     except ValueError:
         configuration = {}
-    found = IdleGpus(job["nodes"], job["gpus_per_node"])
-    found.asked = devices_of(job["nodes"], job["gpus_per_node"], configuration)
+    state = IdleGpus(job["nodes"], job["gpus_per_node"])
+    state.requested = devices_of(job["nodes"], job["gpus_per_node"], configuration)
     plans = _last_plans(reader, number)
-    found.whole = len(plans) <= PLANS_KEPT
+    state.whole = len(plans) <= MAX_PLANS
     if not plans:
-        return found
+        return state
     nodes = sorted(reader.rows("nodes", number), key=lambda row: (row["lost_at"] is not None, row["lost_at"] or 0))
-    found.there = {row["node"]: row["lost_at"] is None and row["joined_at"] is not None for row in nodes}
+    state.present_nodes = {row["node"]: row["lost_at"] is None and row["joined_at"] is not None for row in nodes}
     workers = reader.narrow("workers", number, ("rank", "node", "device", "ended_at"))
-    found.places = {row["rank"]: (row["node"], row["device"]) for row in workers}
-    found.ended = {row["rank"] for row in workers if row["ended_at"] is not None}
+    state.places = {row["rank"]: (row["node"], row["device"]) for row in workers}
+    state.ended = {row["rank"] for row in workers if row["ended_at"] is not None}
     waiting: set[int] | None = None
-    for row in plans[:PLANS_KEPT]:  # layouts take time to read: no more of them than it takes
-        found.plans.insert(0, PlanOfWork(row["next_iteration"], *ranks_of(row["layout"])))
+    for row in plans[:MAX_PLANS]:  # layouts are slow to read: stop once all idle GPUs are found
+        state.plans.insert(0, PlanOfWork(row["next_iteration"], *ranks_of(row["layout"])))
         if waiting is None:
-            waiting = {gpu.rank for gpu in found.idle() if gpu.rank is not None}
-        waiting -= found.plans[0].active
+            waiting = {gpu.rank for gpu in state.idle() if gpu.rank is not None}
+        waiting -= state.plans[0].active
         if not waiting:
             break
-    if not found.idle():
-        return found
+    if not state.idle():
+        return state
     for row in reader.narrow("probes", number, ("id", "kind", "occasion", "node", "device", "speed", "passed")):
         if row["kind"] == "device" and row["device"] is not None:
-            found.probed((row["node"], row["device"]), row["occasion"], row["speed"], fit=row["passed"])
+            state.probed((row["node"], row["device"]), row["occasion"], row["speed"], fit=row["passed"])
     for row in reader.rows("failures", number):
         if row["kind"] == "fail-stop":
-            found.failed.update(row["ranks"])
+            state.failed.update(row["ranks"])
         elif (
             row["kind"] == "fail-slow" and row["ended_iteration"] is None and None not in (row["device"], row["speed"])
         ):
-            found.slow[row["failure"]] = (row["node"], row["device"]), row["speed"]
-    return found
+            state.slow[row["failure"]] = (row["node"], row["device"]), row["speed"]
+    return state
 
 
 def _last_plans(reader: Reader, job: int) -> list[Row]:
-    """That took effect, the last one first; one more than are looked at, where there are as many."""
+    """Return plans that took effect, the last one first; one more than `MAX_PLANS` if there are more."""
     from sqlalchemy import select
 
     from db.models import PlanRow
@@ -259,7 +259,7 @@ def _last_plans(reader: Reader, job: int) -> list[Row]:
     columns = PlanRow.__table__.columns
     query = select(columns["next_iteration"], columns["layout"])
     query = query.where(columns["job_id"] == job, columns["in_effect_at"].is_not(None))
-    return reader.fetch(query.order_by(columns["epoch"].desc()).limit(PLANS_KEPT + 1))
+    return reader.fetch(query.order_by(columns["epoch"].desc()).limit(MAX_PLANS + 1))
 
 
 def _gpus(number: int) -> str:
@@ -269,4 +269,4 @@ def _gpus(number: int) -> str:
 def _since(iteration: int | None) -> str:
     if iteration is None:
         return ""
-    return " since the start" if iteration == START else f" since iteration {iteration}"
+    return " since the start" if iteration == FROM_START else f" since iteration {iteration}"

@@ -1,8 +1,8 @@
-"""Where the ledgers are that a command reads: one job's, the one named with `--ledger`, or those of every job here.
+"""Finds the ledgers that a command reads: one job's, the one of `--ledger`, or those of all jobs of this home.
 
-A job of ours whose supervisor is gone is marked so first (`wrapper.job_folder.finish_dead_job`), and a ledger that lags
-behind the journal of a job of ours that is over is brought up to it. Of somebody's job only the ledger file in its
-folder is read, as it is, whatever its job.json says. Used by the commands that read ledgers.
+If a job of ours lost its supervisor, its end is recorded first (`wrapper.job_folder.finish_dead_job`), and if a job of
+ours is over and its ledger lags behind the journal, the ledger is brought up to date. Of another user's job only the
+ledger file in its folder is read, unchanged, whatever its job.json says. Used by the commands that read ledgers.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from db.reading.queries import Reader
     from wrapper.job_folder import Job, OurJob
 
-Found = TypeVar("Found")
+Answer = TypeVar("Answer")
 Row = dict[str, Any]
 
 
 @contextmanager
 def opened(job: str | None, ledger: str | None) -> Iterator[tuple[Reader, dict[str, Any]]]:
-    """The ledger to read, and the job's row in it.
+    """Open the ledger to read, and find the job's row in it.
 
     Without `ledger`, or with `sqlite`, the job is looked up in this home, then in the user's others, and its own ledger
     is read.
@@ -43,48 +43,49 @@ def opened(job: str | None, ledger: str | None) -> Iterator[tuple[Reader, dict[s
         return
     from wrapper.job_folder import find_job, finish_dead_job, ours
 
-    found = find_job(job)
-    url = url_of(found) if ledger is None else _own_url(found)
+    job_here = find_job(job)
+    url = url_of(job_here) if ledger is None else _own_url(job_here)
     try:
-        if (own := ours(found)) is not None:
+        if (own := ours(job_here)) is not None:
             finish_dead_job(own)
             _bring_up_to_date(own, url)
         if not exists(url):
-            raise LedgerError(f"job {found.name}: {_no_ledger(found)}")
+            raise LedgerError(f"job {job_here.name}: {_no_ledger(job_here)}")
         reader = Reader.open(url)
     except LedgerError as error:
-        raise LedgerError(f"{error}\nwithout a ledger: resihp jobs, and resihp logs {found.name}") from error
+        raise LedgerError(f"{error}\nwithout a ledger: resihp jobs, and resihp logs {job_here.name}") from error
     with reader:
         try:
-            row = row_of(reader, found)
+            row = row_of(reader, job_here)
         except JobNotFoundError:
-            if found.supervisor() is None:
+            if job_here.supervisor() is None:
                 raise
             raise LedgerError(
-                f"job {found.name}: runs, and ledger {reader.name} does not have it yet; try again in a few seconds, "
-                f"logs are in {found.logs}"
+                f"job {job_here.name}: runs, and ledger {reader.name} does not have it yet; try again in a few "
+                f"seconds, logs are in {job_here.logs}"
             ) from None
         yield reader, row
 
 
 def pinned(job: str | None, ledger: str | None) -> str | None:
-    """What names the same job in all further questions, whatever begins meanwhile, and has its name: its folder.
-    In a ledger that was named, its name."""
+    """Return a name that means the same job in all later queries, whatever other jobs begin meanwhile: its folder; or
+    its name, if a ledger was named."""
     from wrapper.job_folder import find_job
 
     return job if ledger is not None and ledger != "sqlite" else str(find_job(job).folder)
 
 
 def folder_of(pinned: str | None, ledger: str | None) -> str | None:
-    """The folder of a job that is `pinned`; None where a ledger was named, which may be of other machines."""
+    """Return the folder of a job that is `pinned`; None where a ledger was named, which may be of other machines."""
     return pinned if ledger is None or ledger == "sqlite" else None
 
 
 def row_of(reader: Reader, job: Job) -> Row:
-    """The row of the job in that folder, and of no other: names repeat between folders and hosts that share a ledger.
+    """Return the row of the job in that folder, and of no other: names repeat between folders and hosts that share a
+    ledger.
 
-    Known by what its journal begins with. Where that is on another machine, by its host and when it began. Raises
-    JobNotFoundError.
+    The row is found by the id in the first record of the journal; if the journal is on another machine, by host and
+    start time. Raises JobNotFoundError.
     """
     from wrapper.job_folder import id_of, ours
 
@@ -98,9 +99,9 @@ def row_of(reader: Reader, job: Job) -> Row:
 
 @contextmanager
 def both(first: str, second: str, ledger: str | None) -> Iterator[tuple[tuple[Reader, Row], tuple[Reader, Row]]]:
-    """Two jobs, each with its ledger."""
-    with opened(first, ledger) as one, opened(second, ledger) as other:
-        yield one, other
+    """Open two jobs, each with its ledger."""
+    with opened(first, ledger) as first_job, opened(second, ledger) as second_job:
+        yield first_job, second_job
 
 
 def _own_url(job: Job) -> str:
@@ -110,7 +111,8 @@ def _own_url(job: Job) -> str:
 
 
 def url_of(job: Job) -> str:
-    """Where a job's ledger may be read: of ours where its job.json says, of somebody's in its folder alone."""
+    """Return the URL of a job's ledger: of ours, the one in its job.json; of another user's, always the file in its
+    folder."""
     from wrapper.job_folder import ours
 
     own = ours(job)
@@ -118,12 +120,12 @@ def url_of(job: Job) -> str:
 
 
 def our_url(job: OurJob) -> str:
-    """Where the ledger of a job of ours is, to be read and written."""
+    """Return the URL of the ledger of a job of ours, which may be read and written."""
     return job.ledger_url or _own_url(job)
 
 
 def urls_of(jobs: Iterable[Job], *, quiet: bool = False) -> tuple[list[str], int]:
-    """Where the ledgers of these jobs may be read, each once, and of how many jobs that cannot be told.
+    """Return the URLs of these jobs' ledgers, each once, and the number of jobs whose URL is unknown.
 
     These are left out, each with a warning on stderr unless `quiet`.
     """
@@ -149,15 +151,15 @@ def exists(url: str) -> bool:
 
 
 def _bring_up_to_date(job: OurJob, url: str) -> None:
-    """Bring in what the journal of a job that is over has and its ledger lacks.
+    """Add the records that the journal of a finished job has and its ledger lacks.
 
-    A ledger that a newer resihp made may be one to read alone: then it is read as it is, with a warning.
+    The ledger of a newer resihp may be read-only for this version: then it is read unchanged, with a warning.
     """
     from db.reading.queries import Reader
 
     if not job.is_over:
         return
-    path, records = job.journal_told()
+    path, records = job.best_journal()
     if path is None or not records:
         return
     if exists(url):
@@ -173,22 +175,22 @@ def _bring_up_to_date(job: OurJob, url: str) -> None:
     from wrapper.output.answers import message
 
     if exists(url) and (why := only_readable(url)):
-        message(f"warning: {why}; job {job.name} is shown as far as it was written")
+        message(f"warning: {why}; job {job.name} is shown without its last records")
         return
     try:
         catch_up(url, job.folder, path)
     except LedgerError as error:
         if not exists(url):
             raise
-        message(f"warning: {error}; job {job.name} is shown as far as it was written")
+        message(f"warning: {error}; job {job.name} is shown without its last records")
 
 
-def from_all(ledger: str | None, ask: Callable[[Reader], Found], *, quiet: bool = False) -> list[Found]:
-    """What `ask` finds in the ledger named, or in every ledger that a job of this home writes to.
+def from_all(ledger: str | None, ask: Callable[[Reader], Answer], *, quiet: bool = False) -> list[Answer]:
+    """Return the answers of `ask` from the named ledger, or from every ledger of a job of this home.
 
-    Of a home, a ledger that cannot be read is left out, with a warning on stderr unless `quiet`. Raises
-    JobNotFoundError where the home has no job, LedgerError where the ledger named cannot be read, or none of the home's
-    can: that nothing is known must not look as if nothing had happened.
+    A ledger of the home that cannot be read is left out, with a warning on stderr unless `quiet`. Raises
+    JobNotFoundError if the home has no job, LedgerError if the named ledger, or every ledger of the home, cannot be
+    read: missing data must not look like a quiet past.
     """
     from db.reading.queries import Reader
     from wrapper.output.answers import message
@@ -202,38 +204,38 @@ def from_all(ledger: str | None, ask: Callable[[Reader], Found], *, quiet: bool 
     if not jobs:
         raise no_job_here()
     if not quiet and (homes := other_homes()):
-        message(f"jobs of this home alone; others of yours are in {named(homes)}")
-    found: list[Found] = []
-    seen: set[str] = set()
+        message(f"only jobs of this home; other jobs of yours are in {named(homes)}")
+    answers: list[Answer] = []
+    read_urls: set[str] = set()
     servers = _Servers()
     left_out: dict[str, list[str]] = {}
     for job in jobs:
         try:
             url = _caught_up(job, servers, own=ledger == "sqlite")
-            if url in seen:
+            if url in read_urls:
                 continue
-            seen.add(url)
+            read_urls.add(url)
             with Reader.open(url) as reader:
-                found.append(ask(reader))
+                answers.append(ask(reader))
         except (ResihpError, OSError) as error:
             left_out.setdefault(str(error), []).append(job.name)
-    if not found:
-        whose = f"job {jobs[0].name}" if len(jobs) == 1 else f"none of {len(jobs)} jobs in {home()} can be read"
-        raise LedgerError(f"{whose}: {next(iter(left_out))}")
+    if not answers:
+        subject = f"job {jobs[0].name}" if len(jobs) == 1 else f"none of {len(jobs)} jobs in {home()} can be read"
+        raise LedgerError(f"{subject}: {next(iter(left_out))}")
     for why, names in () if quiet else left_out.items():
-        which = f"job {names[0]}" if len(names) == 1 else f"{len(names)} jobs ({named(names)})"
-        message(f"warning: {which}: left out: {why}")
-    return found
+        subject = f"job {names[0]}" if len(names) == 1 else f"{len(names)} jobs ({named(names)})"
+        message(f"warning: {subject}: left out: {why}")
+    return answers
 
 
 class _Servers:
-    """Ledgers on servers, each tried once: one that is down is not waited for again for each job that writes to it."""
+    """Ledgers on servers, each tried once: a server that is down must not be waited for again for each of its jobs."""
 
     def __init__(self) -> None:
         self._tried: dict[str, LedgerError | None] = {}
 
     def check(self, url: str) -> None:
-        """Raises LedgerError if that is a server's, and cannot be opened."""
+        """Raise LedgerError for a ledger on a server that cannot be opened."""
         from db.engine import file_of, resolve
         from db.reading.queries import Reader
 
@@ -249,14 +251,15 @@ class _Servers:
 
 
 class _RunName(msgspec.Struct):
-    """Of a job's run file, what its attempts have in common."""
+    """The part of a job's run file that all its attempts share."""
 
     run: str = ""
 
 
 def attempts_here(ledger: str | None, run: str | None = None) -> list[dict[str, Any]]:
-    """Attempts of runs that several jobs of this home share, or of this `run`, as `Reader.attempts`, from the ledgers
-    that they write to. None where one `ledger` was named, which has its own. One that cannot be read is left out."""
+    """Return the attempts of runs that several jobs of this home share, or of this `run`, as `Reader.attempts` does,
+    from their ledgers. Empty if a `ledger` was named, which has all its attempts. A ledger that cannot be read is left
+    out."""
     from db.reading.queries import Reader
     from wrapper.job_folder import all_jobs
 
@@ -266,7 +269,7 @@ def attempts_here(ledger: str | None, run: str | None = None) -> list[dict[str, 
     for job in all_jobs():
         with suppress(OSError, ValueError, RecursionError):
             runs.setdefault(msgspec.json.decode(read_plain(job.run_file), type=_RunName).run, []).append(job)
-    found: list[dict[str, Any]] = []
+    attempts: list[dict[str, Any]] = []
     servers = _Servers()
     for name, jobs in runs.items():
         if not name or len(jobs) < 2 or run not in (None, name):
@@ -276,12 +279,12 @@ def attempts_here(ledger: str | None, run: str | None = None) -> list[dict[str, 
                 suppress(ResihpError, OSError),
                 Reader.open(_caught_up(job, servers, own=ledger == "sqlite")) as reader,
             ):
-                found += reader.attempts(name)
-    return found
+                attempts += reader.attempts(name)
+    return attempts
 
 
 def _caught_up(job: Job, servers: _Servers, *, own: bool) -> str:
-    """The URL of a job's ledger, brought up to its journal unless it tells the job's end already."""
+    """Return the URL of a job's ledger, brought up to the journal unless it already has the job's end."""
     from db.reading.queries import Reader
     from wrapper.job_folder import finish_dead_job, ours
 

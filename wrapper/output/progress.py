@@ -1,7 +1,8 @@
-"""How far a job is, whether it gets on, and when it will be done: from its last iterations and what it trains. Pure.
+"""A job's progress, from its last iterations and its goal: how far it is, whether it advances, and when it will be
+done. Pure.
 
-`told` is what `status` and `jobs` show of a running job. Decides nothing about it: a job that looks stuck is asked
-about in words, with a question mark; the supervisor alone knows, and acts.
+`progress` is shown by `status` and `jobs` for a running job. Decides nothing about it: a job that looks stuck is shown
+with a question mark; only the supervisor knows, and acts.
 """
 
 from __future__ import annotations
@@ -18,46 +19,48 @@ from wrapper.output.render import duration
 
 Row = dict[str, Any]
 
-RECENT = 20
-"""Iterations that its pace is read from."""
-TOGETHER = 6
-"""Pauses of which the mean counts as one: several iterations may be committed at once, and then there is none."""
-STUCK = 5
-"""Times the longest pause between the last iterations, in which were evaluations, checkpoints and recoveries."""
-STUCK_LEAST_S = 60.0
+RECENT_ITERATIONS = 20
+"""Number of last iterations that the pace is computed from."""
+AVERAGED_PAUSES = 6
+"""Number of neighbouring pauses that are averaged: several iterations may be committed at once, without a pause."""
+STUCK_FACTOR = 5
+"""A job looks stuck after this many times the longest of its last pauses, which include evaluations, checkpoints and
+recoveries."""
+MIN_STUCK_S = 60.0
 
 
 class Goal(msgspec.Struct, frozen=True):
-    """Of what a job declared, the last iteration, None before it has said so, and the one that it goes on from."""
+    """A job's declared goal: the last iteration, None before it is declared, and the iteration that it continues
+    from."""
 
     iterations: int | None = None
     resume_from: int = 0
 
 
 def goal(model: str | None) -> Goal:
-    """Return what a job trains, by the ledger's `model`."""
+    """Return a job's goal from the ledger's `model`."""
     try:
         return msgspec.json.decode(model or "{}", type=Goal)
     except (msgspec.DecodeError, UnicodeError):
         return Goal()
 
 
-def progress(of: Goal, iterations: Sequence[Row], now: datetime, *, running: bool) -> Row:
-    """`iteration`, `loss`, `target`, `last_iteration_at` and `tokens_per_second` of a job that trains `of`, by its last
-    committed iterations, in order; while it runs, `seconds_since_iteration`, `eta_seconds` and whether it may be
-    `stuck`. Before the first one, `iteration` is the one that it goes on from.
+def progress(goal: Goal, iterations: Sequence[Row], now: datetime, *, running: bool) -> Row:
+    """Return `iteration`, `loss`, `target`, `last_iteration_at` and `tokens_per_second` of a job with this goal, from
+    its last committed iterations, in order; while it runs, also `seconds_since_iteration`, `eta_seconds` and whether it
+    may be `stuck`. Before the first one, `iteration` is the one that the job continues from.
 
-    The pace is that of the last iterations, with all that comes in between, but for a pause that is out of the usual;
-    tokens per second and the time that is left are both by it.
+    The pace is that of the last iterations with the pauses between them, except for an unusual pause; both tokens per
+    second and remaining time follow from it.
     """
     last = iterations[-1] if iterations else None
-    recent = iterations[-RECENT:]
+    recent = iterations[-RECENT_ITERATIONS:]
     pauses = _pauses(recent)
     pace_s = _pace_s(pauses) if pauses else last["seconds"] if last else None
-    found: Row = {
-        "iteration": last["iteration"] if last else of.resume_from,
+    values: Row = {
+        "iteration": last["iteration"] if last else goal.resume_from,
         "loss": last["loss"] if last else None,
-        "target": of.iterations,
+        "target": goal.iterations,
         "last_iteration_at": last["finished_at"] if last else None,
         "seconds_since_iteration": None,
         "tokens_per_second": statistics.fmean(row["tokens"] for row in recent) / pace_s if pace_s else None,
@@ -65,25 +68,25 @@ def progress(of: Goal, iterations: Sequence[Row], now: datetime, *, running: boo
         "stuck": False,
     }
     if not running or last is None:
-        return found
+        return values
     age_s = max((now - last["finished_at"]).total_seconds(), 0.0)
-    found["seconds_since_iteration"] = age_s
-    left = (found["target"] or 0) - found["iteration"]
-    if left > 0:
-        found["stuck"] = age_s > longest_s(recent)
-        found["eta_seconds"] = None if pace_s is None or found["stuck"] else max(left * pace_s - age_s, 0.0)
-    return found
+    values["seconds_since_iteration"] = age_s
+    remaining = (values["target"] or 0) - values["iteration"]
+    if remaining > 0:
+        values["stuck"] = age_s > longest_s(recent)
+        values["eta_seconds"] = None if pace_s is None or values["stuck"] else max(remaining * pace_s - age_s, 0.0)
+    return values
 
 
 def longest_s(recent: Sequence[Row]) -> float:
-    """For how long nothing may be committed after these, its last iterations, before a job looks stuck."""
+    """Return the time without a commit, after these last iterations, from which a job looks stuck."""
     usual_s = max(_pauses(recent), default=(recent[-1]["seconds"] if recent else None) or 0.0)
-    return max(STUCK_LEAST_S, STUCK * usual_s)
+    return max(MIN_STUCK_S, STUCK_FACTOR * usual_s)
 
 
 def _pace_s(pauses: Sequence[float]) -> float:
-    """The median of means of neighbours."""
-    width = min(TOGETHER, (len(pauses) + 1) // 2)
+    """Return the median of the means of neighbouring pauses."""
+    width = min(AVERAGED_PAUSES, (len(pauses) + 1) // 2)
     return statistics.median(statistics.fmean(pauses[n : n + width]) for n in range(len(pauses) - width + 1))
 
 
@@ -92,11 +95,11 @@ def _pauses(recent: Sequence[Row]) -> list[float]:
 
 
 def ago(seconds: float) -> str:
-    """`3 s ago`, `4 min 05 s ago`."""
+    """Return `3 s ago`, `4 min 05 s ago`."""
     return f"{seconds:.0f} s ago" if seconds < 59.5 else f"{duration(seconds)} ago"
 
 
-def of_target(found: Mapping[str, Any]) -> str:
-    """`36 of 60`, or `36`."""
-    last = found.get("target")
-    return f"{found['iteration']} of {last}" if last else str(found["iteration"])
+def of_target(values: Mapping[str, Any]) -> str:
+    """Return `36 of 60`, or `36` without a target."""
+    last = values.get("target")
+    return f"{values['iteration']} of {last}" if last else str(values["iteration"])

@@ -1,6 +1,7 @@
-"""What each rank of a job is: at work, waiting, slow, suspected or dead. The one place that says so. Pure.
+"""The health of each rank of a job: active, standby, starting, slow, suspected or dead. The only place that decides it.
+Pure.
 
-`follow` reads it off the journal (the live view, metrics); `wrapper.commands.status` fills it from a ledger's rows.
+`follow` takes entries of the journal (the live view, metrics); `wrapper.commands.status` fills it from a ledger's rows.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ if TYPE_CHECKING:
 
 @dataclass
 class RankHealth:
-    """Ranks by what is known of their workers; of those that ended, `left` did so by themselves."""
+    """Ranks by the state of their workers; workers in `left` ended by themselves."""
 
     running: set[int] = field(default_factory=set)
     left: set[int] = field(default_factory=set)
     dead: set[int] = field(default_factory=set)
     suspected: set[int] = field(default_factory=set)
     slow: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """By the failure that says so."""
+    """Slow ranks, by their failure."""
 
     def follow(self, entry: journal.AnyEntry) -> None:
-        """What one entry of the journal changes. A verdict ends the suspicion that led to it."""
+        """Update the state with one entry of the journal. A verdict ends the suspicion that led to it."""
         match entry:
             case journal.WorkerStarted(rank=rank):
-                self._gone(rank)
+                self._discard(rank)
                 self.running.add(rank)
             case journal.WorkerEnded(rank=rank):
-                self._gone(rank)
+                self._discard(rank)
                 (self.left if entry.exit == 0 else self.dead).add(rank)
             case journal.Suspected(rank=int() as rank):
                 if entry.cleared:
@@ -48,7 +49,8 @@ class RankHealth:
                 self.slow.pop(entry.failure, None)
 
     def by_rank(self, layout: Layout | None) -> dict[int, Health]:
-        """Each rank once, by its place in the layout where it is well; who left before it had one is left out."""
+        """Return the health of each rank, that of a healthy one by its place in the layout; a rank that left before it
+        had a place is omitted."""
         standby = set(layout.standby) if layout else set()
         active = set(layout.active) if layout else set()
         slow = {rank for ranks in self.slow.values() for rank in ranks}
@@ -62,10 +64,10 @@ class RankHealth:
                 return "slow"
             return "standby" if rank in standby else "active" if rank in active else "starting"
 
-        found = {rank: health(rank) for rank in sorted(self.running | self.left | self.dead)}
-        return {rank: state for rank, state in found.items() if state != "starting" or rank in self.running}
+        states = {rank: health(rank) for rank in sorted(self.running | self.left | self.dead)}
+        return {rank: state for rank, state in states.items() if state != "starting" or rank in self.running}
 
-    def _gone(self, rank: int) -> None:
+    def _discard(self, rank: int) -> None:
         for ranks in (self.running, self.left, self.dead, self.suspected):
             ranks.discard(rank)
 

@@ -1,7 +1,7 @@
-"""How long it took from a failure until training was back, by a journal's records: for live views, hooks, metrics.
+"""Recovery times, from failure to resumed training, from a journal's records: for live views, hooks, metrics.
 
-Keeps the moments that the journal tells of each failure; what follows from them is computed in
-`resihp.record.recovery`, for the ledger's rows as well.
+Keeps the moments of each failure that are in the journal; `resihp.record.recovery` computes the times, for the ledger's
+rows as well.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from resihp.record.recovery import Moments, RecoveryTimes, first_of, recovery
 
 @dataclass
 class Recoveries:
-    """`follow` every record in order."""
+    """Recovery times of a job. `follow` takes every record, in order."""
 
     _moments: dict[int, Moments] = field(default_factory=dict)
-    """Of each failure. UTC, in seconds since 1970."""
+    """Moments of each failure, in UTC seconds since 1970."""
 
     def follow(self, record: journal.Record) -> None:
         if isinstance(entry := record.entry, journal.FailureFound):
             self._moments[entry.failure] = Moments(entry.failed_at(record.at), entry.noticed_at(record.at))
 
     def of(self, entry: journal.Reconfigured, at: float) -> RecoveryTimes | None:
-        """Return how long the failures that a change of plan mended took, together; `at`: of its record.
+        """Return the recovery times of the failures that a change of plan mended, taken together; `at`: time of its
+        record.
 
-        None where nothing had failed.
+        None if nothing had failed.
         """
         mended = [self._moments[failure] for failure in entry.failures if failure in self._moments]
         return recovery(first_of(mended), at) if mended else None

@@ -1,7 +1,7 @@
-"""Pieces of what a user sees on a terminal: the layout grid with health, durations, counts, text printed as it is.
+"""Building blocks of terminal output: the layout grid with health, durations, counts, escaped text.
 
-Used by `wrapper.sinks.terminal` and `wrapper.commands`. Decides nothing. Nothing here reads Rich markup: names
-and reasons come from outside and are printed literally.
+Used by `wrapper.sinks.terminal` and `wrapper.commands`. Decides nothing. Rich markup is never interpreted: names and
+reasons come from outside and are printed literally.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 Health = Literal["active", "standby", "starting", "slow", "suspected", "dead"]
-LETTERS: Mapping[Health, str] = {
+HEALTH_LETTERS: Mapping[Health, str] = {
     "active": "",
     "standby": "s",
     "starting": "+",
@@ -25,8 +25,8 @@ LETTERS: Mapping[Health, str] = {
     "suspected": "?",
     "dead": "x",
 }
-"""Put behind a rank, so that health shows without colour."""
-STYLES: Mapping[Health, str] = {
+"""Letter that is put behind a rank, so that health is visible without colour."""
+HEALTH_STYLES: Mapping[Health, str] = {
     "active": "green",
     "standby": "yellow",
     "starting": "cyan",
@@ -34,34 +34,34 @@ STYLES: Mapping[Health, str] = {
     "suspected": "magenta",
     "dead": "bold red",
 }
-FEW = 4
-"""Ranks that are named of a suspicion."""
-NOTHING_S = 5e-8
-"""What is left of times that were added and taken away is no time."""
-SHORT_S = 0.00995
-"""Below this hundredths of a second do not tell a time."""
-MOST_REPLICAS = 16
-"""Rows of a grid; more replicas than that and healthy ones are left out."""
+MAX_SUSPECT_RANKS = 4
+"""Most ranks that are named in a suspicion."""
+ZERO_S = 5e-8
+"""Largest rounding error of added and subtracted times, which is shown as zero."""
+SHORT_DURATION_S = 0.00995
+"""Below this, a time is not shown in hundredths of a second."""
+MAX_GRID_ROWS = 16
+"""Most rows of a grid; with more replicas, healthy ones are left out."""
 
 
 def literal(text: str) -> str:
-    """`text` without control characters: a reason quoted from a log must not steer the terminal."""
+    """Return `text` with control characters escaped: a reason that quotes a log must not steer the terminal."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def one_line(text: str) -> str:
-    """`literal`, for names: without line breaks, too, after which could stand what looks like ours."""
+    """Return a name as `literal` does, on one line, so that no part of it can look like a line of ours."""
     return " ".join(literal(text).split())
 
 
 def duration(seconds: float | None) -> str:
-    """`0.62 s`, `12.3 s`, `4 min 05 s`, `2 h 03 min`, `3 d 04 h`; of little `3.1 ms`, `250 µs`; `-` for None or what is
-    no duration."""
+    """Return `0.62 s`, `12.3 s`, `4 min 05 s`, `2 h 03 min`, `3 d 04 h`; for short times `3.1 ms`, `250 µs`; `-` for
+    None, NaN and infinities."""
     if seconds is None or seconds != seconds or seconds in (float("inf"), float("-inf")):
         return "-"
     if seconds < 0:
         return f"-{duration(-seconds)}"
-    if NOTHING_S < seconds < SHORT_S:
+    if ZERO_S < seconds < SHORT_DURATION_S:
         return f"{seconds * 1e3:.2g} ms" if seconds >= 0.000995 else f"{seconds * 1e6:.3g} µs"
     if seconds < 9.995:
         return f"{seconds:.2f} s"
@@ -78,12 +78,12 @@ def duration(seconds: float | None) -> str:
 
 
 def as_change(ratio: float | None) -> str:
-    """A ratio of times as a change, everywhere: `+50.0 %`."""
+    """Return a ratio of times as a change: `+50.0 %`."""
     return "-" if ratio is None else f"{100 * (ratio - 1):+.1f} %"
 
 
 def count(number: float) -> str:
-    """`812`, `18.2k`, `3.4M`, `1.2G`."""
+    """Return `812`, `18.2k`, `3.4M`, `1.2G`."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= 0.9995 * size:
             return f"{number / size:.1f}{letter}"
@@ -95,10 +95,13 @@ def percent(share: float | None) -> str:
 
 
 def suspects(row: dict[str, Any]) -> str:
-    """Of a suspicion's row: `rank 5`, `link 3-4`, `data 0, 1`, `node n1`; `everybody` where nobody stands out."""
+    """Return the subject of a suspicion's row: `rank 5`, `link 3-4`, `data 0, 1`, `node n1`; `everybody` if no rank
+    stands out."""
     if row["component"] == "node":
         return f"node {row['node']}"
-    numbers = ", ".join(map(str, row["ranks"][:FEW])) + ("..." if len(row["ranks"]) > FEW else "")
+    numbers = ", ".join(map(str, row["ranks"][:MAX_SUSPECT_RANKS])) + (
+        "..." if len(row["ranks"]) > MAX_SUSPECT_RANKS else ""
+    )
     if not numbers:
         return "everybody"
     if row["component"] == "link":
@@ -107,13 +110,13 @@ def suspects(row: dict[str, Any]) -> str:
 
 
 def _runs(ranks: Iterable[int], health: Mapping[int, Health], default: Health) -> list[tuple[str, Health]]:
-    """Words for ranks in order, neighbours of equal health as one range: `0-3`, `4x`."""
+    """Return words for ranks in order, neighbours of equal health as one range: `0-3`, `4x`."""
     words: list[tuple[str, Health]] = []
     key = lambda pair: (pair[1] - pair[0], health.get(pair[1], default))  # noqa: E731 - consecutive, equal health
     for (_, state), group in groupby(enumerate(ranks), key):
         run = [rank for _, rank in group]
         span = str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}"
-        words.append((span + LETTERS[state], state))
+        words.append((span + HEALTH_LETTERS[state], state))
     return words
 
 
@@ -122,13 +125,13 @@ def _layers(stage: Stage) -> str:
 
 
 def legend(health: Iterable[Health]) -> str:
-    """`s standby, x dead`: what the letters mean that are there."""
-    there = set(health)
-    return ", ".join(f"{letter} {name}" for name, letter in LETTERS.items() if letter and name in there)
+    """Return `s standby, x dead`: the meaning of the letters in use."""
+    present = set(health)
+    return ", ".join(f"{letter} {name}" for name, letter in HEALTH_LETTERS.items() if letter and name in present)
 
 
 def _usual(layout: Layout, depth: int) -> list[str | None]:
-    """The layers of each stage in most replicas; where no shape has a majority, what all of them agree on."""
+    """Return the layers of each stage in most replicas; without a majority, the layers that all of them agree on."""
     shapes = [tuple(_layers(stage) for stage in replica.stages) for replica in layout.replicas]
     if not shapes:
         return []
@@ -140,7 +143,7 @@ def _usual(layout: Layout, depth: int) -> list[str | None]:
 
 
 def _odd(layout: Layout, health: Mapping[int, Health], usual: Sequence[str | None]) -> list[int]:
-    """Replicas with something to see: another shape or other layers than most have, or a rank that is not active."""
+    """Return replicas that are unusual: by shape, by layers, or with a rank that is not active."""
     shapes = [tuple(stage.tp for stage in replica.stages) for replica in layout.replicas]
     common = Counter(shapes).most_common(1)[0][0] if shapes else ()
     return [
@@ -153,11 +156,12 @@ def _odd(layout: Layout, health: Mapping[int, Health], usual: Sequence[str | Non
 
 
 def _rows(count: int, odd: Sequence[int]) -> list[int | str]:
-    """Replicas that get a row, all, or of many the first ones and odd ones, and lines that tell of those left out."""
-    if count <= MOST_REPLICAS:
+    """Return the replicas that get a row (all, or of many the first and the unusual ones), and lines for those left
+    out."""
+    if count <= MAX_GRID_ROWS:
         return list(range(count))
-    shown = odd[: MOST_REPLICAS - 2]
-    picked = sorted({*range(MOST_REPLICAS - len(shown)), *shown})
+    odd_shown = odd[: MAX_GRID_ROWS - 2]
+    picked = sorted({*range(MAX_GRID_ROWS - len(odd_shown)), *odd_shown})
     rows: list[int | str] = []
     for d, following in zip([-1, *picked], [*picked, count], strict=True):
         rows += [d] if d >= 0 else []
@@ -169,11 +173,11 @@ def _rows(count: int, odd: Sequence[int]) -> list[int | str]:
 
 
 def layout_grid(layout: Layout, health: Mapping[int, Health] | None = None, width: int = 80) -> Text:
-    """A row for each replica, a column for each stage, in each cell the ranks of its tensor-parallel group.
+    """Return a row for each replica, a column for each stage, and in each cell the ranks of its tensor-parallel group.
 
-    Layers stand above the columns, and in the cells of stages that hold others (`L0-3`). Below the grid are standby
-    ranks, and those known to `health` but in no place of the layout: started and not taken in yet, or dead. Stages
-    that do not fit into `width` columns continue below. Colours are a second hint: letters tell the health as well.
+    Layers are above the columns, and in cells of stages with other layers (`L0-3`). Below the grid are standby ranks,
+    and ranks that are known to `health` but not in the layout: started and not taken in yet, or dead. Stages that do
+    not fit into `width` columns continue below. Colours are only a second hint: letters show the health as well.
     """
     from rich.text import Text
 
@@ -208,7 +212,7 @@ def layout_grid(layout: Layout, health: Mapping[int, Health] | None = None, widt
             for s in block:
                 if s < len(cells[d]):
                     for n, (word, state) in enumerate(cells[d][s]):
-                        line.append(" " if n else "").append(word, STYLES[state])
+                        line.append(" " if n else "").append(word, HEALTH_STYLES[state])
                     line.append(" " * (widths[s] - _width(cells[d][s])))
             lines.append(line)
     if not layout.replicas:
@@ -233,7 +237,7 @@ def _width(cell: Sequence[tuple[str, Health]]) -> int:
 
 
 def _blocks(widths: Sequence[int], room: int) -> list[list[int]]:
-    """Columns that go side by side."""
+    """Return groups of columns that fit side by side."""
     blocks: list[list[int]] = []
     used = 0
     for s, width in enumerate(widths):
@@ -252,12 +256,12 @@ def _wrapped(label: str, words: Sequence[tuple[str, Health]], width: int) -> lis
     for word, state in words:
         if lines[-1].cell_len + len(word) > width and lines[-1].plain.strip():
             lines.append(Text(" " * len(label)))
-        lines[-1].append(word, STYLES[state]).append(" ")
+        lines[-1].append(word, HEALTH_STYLES[state]).append(" ")
     return lines
 
 
 def hours(gpu_hours: float) -> str:
-    """`1,234 GPU-h`, `8.21 GPU-h`; of little, `12.3 GPU-min` or `4.56 GPU-s`."""
+    """Return `1,234 GPU-h`, `8.21 GPU-h`; for small amounts `12.3 GPU-min` or `4.56 GPU-s`."""
     if gpu_hours >= 99.95:
         return f"{gpu_hours:,.0f} GPU-h"
     for unit, size in (("h", 1.0), ("min", 1 / 60)):

@@ -1,6 +1,6 @@
-"""How to get a shell on a node of a running job: the command to type, by node. Pure.
+"""The command that opens a shell on a node of a running job, by node. Pure.
 
-A node that came as a replacement belongs to a Slurm job of its own, and only that one's number leads there. Used by
+A node that joined as a replacement belongs to a separate Slurm job, and only that job's number leads there. Used by
 `resihp status`.
 """
 
@@ -14,7 +14,7 @@ Row = Mapping[str, Any]
 
 
 def shells(slurm_job: str, nodes: Sequence[Row], replacements: Sequence[Row]) -> dict[str, str]:
-    """Commands by node, of those that the job has. `nodes`, `replacements`: rows of the ledger's tables."""
+    """Return commands by node, for the present nodes of a job. `nodes`, `replacements`: rows of the ledger's tables."""
     guests = {row["node"]: row["slurm_job"] for row in replacements if row["outcome"] == "joined" and row["slurm_job"]}
     return {
         row["node"]: _command(guests.get(row["node"], slurm_job), row["node"])
@@ -24,17 +24,18 @@ def shells(slurm_job: str, nodes: Sequence[Row], replacements: Sequence[Row]) ->
 
 
 def _command(slurm_job: str, node: str) -> str:
-    """Quoted: whoever wrote the ledger chose the names, and whoever reads this types it."""
+    """Quote the names: the ledger's writer chose them, and the user types the command."""
     return f"srun --jobid={shlex.quote(slurm_job)} --overlap -w {shlex.quote(node)} --pty bash"
 
 
 def line(commands: Mapping[str, str]) -> str:
-    """One line for a terminal: the command for a node, and the other Slurm jobs that it has to name for guests."""
+    """Return one line for a terminal: the command for one node, and the numbers of other Slurm jobs for
+    replacements."""
     first = next(iter(commands.values()), "")
     job = _job(first)
     others = {node: _job(command) for node, command in commands.items() if _job(command) != job}
-    told = ", ".join(f"{number} for {node}" for node, number in others.items())
-    return first + (f"  ({told})" if told else "")
+    numbers = ", ".join(f"{number} for {node}" for node, number in others.items())
+    return first + (f"  ({numbers})" if numbers else "")
 
 
 def _job(command: str) -> str:

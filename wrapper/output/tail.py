@@ -1,7 +1,7 @@
-"""The ends of log files, and what is added to them. Knows no jobs; files may grow, shrink or go while they are read.
+"""The ends of log files, and the lines that are added to them. Knows no jobs; files may grow, shrink or vanish
+meanwhile.
 
-Of a line that is drawn again and again after a carriage return, as progress bars are, there is what a terminal shows:
-the last state.
+A line that is redrawn after carriage returns, such as a progress bar, is shown as on a terminal: in its last state.
 """
 
 from __future__ import annotations
@@ -15,41 +15,41 @@ from pathlib import Path
 from resihp.plain_files import is_plain, open_plain
 
 CHUNK_BYTES = 1 << 16
-LONGEST_LINE_BYTES = 1 << 20
-"""Of a line that does not end so much is waited for, and then it is shown as it is."""
+MAX_LINE_BYTES = 1 << 20
+"""Longest unfinished line that is waited for; a longer one is shown in parts."""
 REDRAWN_EVERY_S = 5.0
-"""How often one that is drawn again and again, and may not end for hours, is shown as it is then."""
+"""How often a line that is redrawn for hours is shown in its present state."""
 
 
 def last_lines(path: Path, lines: int) -> tuple[list[str], int]:
-    """The last `lines` of a file, and where it ended then, in bytes. Reads no more of it than it has to.
+    """Return the last `lines` of a file, and its size at that time, in bytes. Reads only the end of the file.
 
-    A line that is still being written is one of them. Raises OSError, also for a link, a pipe or a device.
+    An unfinished line counts as one of them. Raises OSError, also for a link, a pipe or a device.
     """
     with os.fdopen(open_plain(path), "rb") as file:
         end = start = file.seek(0, os.SEEK_END)
         chunks: list[bytes] = []
         ends = 0
-        while start and ends < lines and end - start < lines * LONGEST_LINE_BYTES:
+        while start and ends < lines and end - start < lines * MAX_LINE_BYTES:
             size = min(CHUNK_BYTES, start)
             start = file.seek(start - size)
             chunk = file.read(size)
             ends += chunk.count(b"\n") - (not chunks and chunk.endswith(b"\n"))
             chunks.append(chunk)
     content = b"".join(reversed(chunks))
-    found = content.removesuffix(b"\n").split(b"\n") if content else []
-    return [_text(line) for line in found[max(len(found) - lines, 0) :]], end
+    lines_read = content.removesuffix(b"\n").split(b"\n") if content else []
+    return [_text(line) for line in lines_read[max(len(lines_read) - lines, 0) :]], end
 
 
 class GrowingFiles:
-    """What is added to files, line by line: a line that is not whole yet waits for its end, but a progress bar's."""
+    """Lines that are added to files: an unfinished line is held until it ends, except for a progress bar's."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._read: dict[Path, int] = {}
         self._begun: dict[Path, bytes] = {}
         self._drawn: dict[Path, tuple[float, str]] = {}
-        """When a line that is drawn again was shown last, and how; empty once it has ended."""
+        """When a redrawn line was last shown, and its text; empty once the line has ended."""
 
     def __contains__(self, path: Path) -> bool:
         return path in self._read
@@ -58,11 +58,12 @@ class GrowingFiles:
         return len(self._read)
 
     def begin(self, path: Path, at: int) -> None:
-        """From byte `at` on."""
+        """Follow a file from byte `at` on."""
         self._read[path] = at
 
     def new(self) -> Iterator[tuple[Path, str]]:
-        """The lines that have come since the last call. A file that became shorter is read from its beginning."""
+        """Yield the lines that were added since the last call. A file that became shorter is read from its
+        beginning."""
         for path, at in list(self._read.items()):
             with suppress(OSError):
                 if is_plain(path) and (end := path.lstat().st_size) != at:
@@ -70,7 +71,7 @@ class GrowingFiles:
             yield from self._redrawn(path)
 
     def rest(self) -> Iterator[tuple[Path, str]]:
-        """Lines that never ended."""
+        """Yield unfinished lines."""
         for path, begun in self._begun.items():
             if begun and _text(begun) != self._shown(path):
                 yield path, _text(begun)
@@ -84,7 +85,7 @@ class GrowingFiles:
                 self._read[path] = at = at + len(content)
                 *whole, rest = (self._begun.get(path, b"") + content).split(b"\n")
                 rest = rest[max(rest.rstrip(b"\r").rfind(b"\r"), 0) :]
-                if len(rest) > LONGEST_LINE_BYTES:
+                if len(rest) > MAX_LINE_BYTES:
                     whole, rest = [*whole, rest], b""
                 self._begun[path] = rest
                 for line in whole:

@@ -1,6 +1,6 @@
-"""Who hears of a job while it runs, beside its ledger: terminal, Prometheus, hooks, TensorBoard, OpenTelemetry.
+"""Listeners of a running job besides its ledger: terminal, Prometheus, hooks, TensorBoard, OpenTelemetry.
 
-`fanout` gives each record of the journal to all of them, `figures` is what most of them show, `queue` a thread for what
-may take long, `deferred_ledger` a ledger that a job does not wait for, `progress_file` how far the job is, for whoever
-looks into its folder. None of them can delay or end a job.
+`fanout` passes each journal record to all of them; `figures` computes the numbers that most of them show; `queue` runs
+slow work in a thread; `deferred_ledger` is a ledger that a job does not wait for; `progress_file` keeps a job's
+progress in a file of its folder. None of them can delay or end a job.
 """

@@ -1,7 +1,7 @@
-"""A ledger that is opened behind the job's back: a job does not wait for a database.
+"""A ledger that is opened in the background, so that a job does not wait for a database.
 
-For a server's ledger, and for a supervisor that takes over. Until the database can be opened, which is tried as long
-as the job runs, the journal alone holds what happens; then the ledger catches up with it. Decides nothing.
+Used for a ledger on a server, and by a supervisor that takes over. Opening is tried as long as the job runs; until it
+succeeds, only the journal holds the job's history, and then the ledger catches up with it. Decides nothing.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from db.writer import Ledger
     from resihp.record.journal import Record
 
-FIRST_S = 3.0
-"""How long a new leader is left alone before the ledger is opened: until then it gathers its agents."""
-AGAIN_S = 1.0
-LONGEST_AGAIN_S = 15.0
-"""Between tries at last: a server that is down for hours is not to be asked by hundreds of jobs each second."""
-CLOSE_S = 10.0
+FIRST_TRY_S = 3.0
+"""How long a new leader waits before it opens the ledger: until then it gathers its agents."""
+RETRY_S = 1.0
+MAX_RETRY_S = 15.0
+"""Longest pause between tries: hundreds of jobs must not ask a server every second that is down for hours."""
+CLOSE_TIMEOUT_S = 10.0
 
 
-class LateLedger:
+class DeferredLedger:
     """`db.writer.Ledger`, as soon as there is one. `opened` opens it; `warn` may be called from another thread.
 
-    It is opened after `pause_s`, `FIRST_S` unless it is given.
+    The ledger is opened after `pause_s`, by default `FIRST_TRY_S`.
     """
 
     def __init__(
@@ -45,14 +45,14 @@ class LateLedger:
         self._opened = opened
         self._journal = journal
         self._warn = warn
-        self._pause_s = FIRST_S if pause_s is None else pause_s
+        self._pause_s = FIRST_TRY_S if pause_s is None else pause_s
         self._ledger: Ledger | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._open, name="late ledger", daemon=True)
         self._thread.start()
 
     def submit(self, record: Record) -> None:
-        """The record is in the journal: it is not lost if there is no ledger yet."""
+        """Write the record, if the ledger is open; else it will be read from the journal."""
         if self._ledger is not None:
             self._ledger.submit(record)
 
@@ -70,15 +70,16 @@ class LateLedger:
 
     @property
     def behind(self) -> int | None:
-        """Records that the ledger has not written yet; None while there is none."""
+        """Records that the ledger has not written yet; None while it is not open."""
         return None if self._ledger is None else self._ledger.behind
 
     def close(self) -> bool:
-        """Try once more if need be; False if the ledger lacks something, which the journal has."""
+        """Try once more to open the ledger if it is not open; return False if it lacks records, which the journal
+        has."""
         self._closing.set()
-        self._thread.join(CLOSE_S)
+        self._thread.join(CLOSE_TIMEOUT_S)
         if self._ledger is None or self._thread.is_alive():
-            self._say("ledger: could not be opened; the next resihp status brings in what it lacks")
+            self._say("ledger: could not be opened; the next resihp status adds the missing records")
             return False
         return self._ledger.close()
 
@@ -88,33 +89,34 @@ class LateLedger:
             return
         self._ledger = ledger
         try:
-            ledger.catch_up(self._journal)  # after it is there for others: nothing falls between
+            ledger.catch_up(self._journal)  # only now, when new records go to the ledger: none is missed in between
         except FileNotFoundError:
-            pass  # at a first start the journal is made at the same time: nothing was written on it, nor missed
+            pass  # at a first start, the journal is created at the same time, so no record was missed
         except (ResihpError, OSError) as error:
             self._say(f"ledger: incomplete: {error}")
 
     def _first_that_opens(self) -> Ledger | None:
-        """None if none did before the end. Each trouble is told once: another one may come after it."""
-        told: set[str] = set()
-        again_s = AGAIN_S
+        """Open the ledger; return None if that failed until the end. Each reason is reported once, and another may
+        follow it."""
+        reported: set[str] = set()
+        retry_s = RETRY_S
         self._closing.wait(self._pause_s)
         while True:
             last = self._closing.is_set()
             try:
                 return self._opened()
             except (ResihpError, OSError) as error:
-                if str(error) not in told:
-                    self._say(f"{error}; tried again while the job goes on")
-                told.add(str(error))
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is not to be silent, and the job goes on
+                if str(error) not in reported:
+                    self._say(f"{error}; tried again while the job runs")
+                reported.add(str(error))
+            except Exception as error:  # noqa: BLE001 - any error is reported, and the job goes on
                 self._say(f"ledger: cannot be opened: {type(error).__name__}: {error}")
                 return None
             if last:
                 return None
-            self._closing.wait(random.uniform(0.5, 1.0) * again_s)
-            again_s = min(2 * again_s, LONGEST_AGAIN_S)
+            self._closing.wait(random.uniform(0.5, 1.0) * retry_s)
+            retry_s = min(2 * retry_s, MAX_RETRY_S)
 
     def _say(self, text: str) -> None:
-        with suppress(RuntimeError):  # whoever would tell it is gone
+        with suppress(RuntimeError):  # the event loop has ended
             self._warn(text)

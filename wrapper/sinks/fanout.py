@@ -1,8 +1,8 @@
-"""Who hears of a job beside its ledger: metrics, hooks, TensorBoard, traces. All get each record of the journal.
+"""Passes each record of the journal to all listeners of a job: ledger, metrics, hooks, TensorBoard, traces.
 
-`asked` checks what the configuration asks for, before anything is started; `listeners` opens it in the supervisor, one
-that takes over included; `Listeners` stands where the ledger stood (`LedgerLike`). Whatever
-happens to a listener, neither the job nor the ledger notices.
+`asked` checks the configuration's listeners before anything is started; `listeners` opens them in the supervisor, also
+in one that takes over; `Listeners` has the interface of a ledger (`LedgerLike`). No failure of a listener affects the
+job or the ledger.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from wrapper.sinks.figures import Figures
     from wrapper.sinks.metrics import Outside
 
-CLOSE_S = 5.0
-"""How long the end of a job waits for those who are still to be told of it, all together."""
+CLOSE_TIMEOUT_S = 5.0
+"""How long the end of a job waits for its listeners, all together."""
 
 _log = logging.getLogger("resihp.listeners")
 
 
 class LedgerLike(Protocol):
-    """`db.writer.Ledger`, as a supervisor uses it."""
+    """The part of `db.writer.Ledger` that a supervisor uses."""
 
     def submit(self, record: Record) -> None: ...
     def telemetry(self, rows: list[report_rows.Report]) -> None: ...
@@ -46,14 +46,14 @@ class LedgerLike(Protocol):
 
 class Listener(Protocol):
     def submit(self, record: Record) -> None:
-        """One record, in order. Returns at once."""
+        """Take one record, in order. Returns at once."""
 
     def close(self, deadline: float) -> object:
-        """Tell what is left to be told until that moment, in monotonic seconds."""
+        """Deliver the remaining records until that moment, in monotonic seconds."""
 
 
 class Listeners:
-    """The ledger and all others, as one ledger."""
+    """The ledger and all other listeners, with a ledger's interface."""
 
     def __init__(self, ledger: LedgerLike, others: Sequence[Listener]) -> None:
         self._ledger = ledger
@@ -61,12 +61,12 @@ class Listeners:
 
     def submit(self, record: Record) -> None:
         self._ledger.submit(record)
-        for other in list(self._others):
+        for listener in list(self._others):
             try:
-                other.submit(record)
-            except Exception:  # noqa: BLE001 - logged; it hears no more, and the job goes on
-                _log.exception("%s is left out from record %d on", type(other).__name__, record.seq)
-                self._others.remove(other)
+                listener.submit(record)
+            except Exception:  # noqa: BLE001 - logged; the listener is removed, and the job goes on
+                _log.exception("%s: failed, and gets no record from %d on", type(listener).__name__, record.seq)
+                self._others.remove(listener)
 
     def telemetry(self, rows: list[report_rows.Report]) -> None:
         self._ledger.telemetry(rows)
@@ -75,17 +75,17 @@ class Listeners:
         self._ledger.scores(iteration, scores)
 
     def close(self) -> object:
-        deadline = time.monotonic() + CLOSE_S
-        for other in self._others:
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        for listener in self._others:
             try:
-                other.close(deadline)
-            except Exception:  # noqa: BLE001 - logged; the ledger is to be closed all the same
-                _log.exception("%s", type(other).__name__)
+                listener.close(deadline)
+            except Exception:  # noqa: BLE001 - logged; the ledger must be closed all the same
+                _log.exception("%s", type(listener).__name__)
         return self._ledger.close()
 
 
 def asked(configuration: Configuration) -> ListenerSettings:
-    """What `[metrics]` and `[hooks]` ask for. Raises ConfigurationError for what cannot be had."""
+    """Return the settings of `[metrics]` and `[hooks]`. Raises ConfigurationError for a listener that cannot work."""
     metrics, hooks = configuration.metrics, configuration.hooks
     for key in ("port", "textfile"):
         if getattr(metrics, key) and find_spec("prometheus_client") is None:
@@ -129,29 +129,31 @@ def _absolute(path: str) -> str:
 def listeners(
     request: RunRequest, ledger: object, say: Callable[[str], None], past: Sequence[Record] = ()
 ) -> list[Listener]:
-    """Open what the run asks for; what cannot be opened is said, and left out. `say` is called from threads, too.
+    """Open the requested listeners; one that cannot be opened is reported and left out. `say` is called from threads,
+    too.
 
-    `past`: the records of those who led before us. Waits for no file.
+    `past`: the records of the leaders before us. Waits for no file.
     """
-    found: list[Listener] = []
-    figures = cache(partial(_figures, past))  # of a million iterations: worked out once, and only if asked for
-    ways: dict[str, Callable[[], list[Listener]]] = {
+    opened_listeners: list[Listener] = []
+    figures = cache(partial(_figures, past))  # over perhaps a million iterations: computed once, and only on demand
+    openers: dict[str, Callable[[], list[Listener]]] = {
         "hooks": lambda: _hooks(request, say, past),
         "tensorboard": lambda: _tensorboard(request, say, figures),
         "traces": lambda: _traces(request, say, past),
-        "metrics": lambda: _metrics(request, say, figures, past, lambda: standing(ledger, found)),
+        "metrics": lambda: _metrics(request, say, figures, past, lambda: standing(ledger, opened_listeners)),
     }
-    for name, opened in ways.items():
+    for name, opener in openers.items():
         try:
-            found += opened()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the job goes on without
+            opened_listeners += opener()
+        except Exception as error:  # noqa: BLE001 - any error is reported, and the job goes on
             _log.exception("%s", name)
-            say(f"{name}: {error}; the job goes on without")
-    return found
+            say(f"{name}: {error}; the job continues without")
+    return opened_listeners
 
 
-def tell_of_the_end(request: RunRequest, records: Sequence[Record], say: Callable[[str], None]) -> None:
-    """What nobody was told of a job whose supervisors are all dead, its end above all. Takes `CLOSE_S` at most."""
+def notify_of_end(request: RunRequest, records: Sequence[Record], say: Callable[[str], None]) -> None:
+    """Notify listeners of a job whose supervisors are all dead, above all of its end. Takes at most
+    `CLOSE_TIMEOUT_S`."""
     again = msgspec.structs.replace(request, listening=msgspec.structs.replace(request.listening, metrics_port=0))
     Listeners(_NoLedger(), listeners(again, None, say, records)).close()
 
@@ -231,16 +233,15 @@ def _metrics(
 
 
 def standing(ledger: object, others: Sequence[object]) -> Mapping[str, float]:
-    """What metrics tell of those who listen (`wrapper.sinks.metrics.Outside`): the ledger, and hooks among the
-    others."""
+    """Return metrics of the listeners themselves (`wrapper.sinks.metrics.Outside`): of the ledger, and of hooks."""
     from wrapper.sinks.hooks import Hook
 
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for name, attribute in (("telemetry_dropped", "dropped"), ("ledger_behind", "behind")):
         value = getattr(ledger, attribute, None)  # a ledger that is not open yet has neither
         if isinstance(value, int):
-            found[name] = value
+            values[name] = value
     for hook in others:
         if isinstance(hook, Hook):
-            found |= {f"{hook.name}.{outcome}": count for outcome, count in hook.counts.items()}
-    return found
+            values |= {f"{hook.name}.{outcome}": count for outcome, count in hook.counts.items()}
+    return values

@@ -1,9 +1,10 @@
-"""What a job has come to, record by record of its journal: iterations, goodput, ranks by state, failures. Pure.
+"""A job's figures, computed record by record from its journal: iterations, goodput, ranks by state, failures. Pure.
 
-`follow` is the one place that reads records for `wrapper.sinks.metrics` and `wrapper.sinks.tensorboard`; a supervisor
-that takes over lets it follow what was before: a million iterations in the loop that beats, so packed ones are reckoned
-with by column. Goodput is the ledger's (`db.reading.queries`): what committed iterations would have taken on all
-devices that were asked for, over wall time since the first one began. Reads no clock.
+`follow` is the only reader of records for `wrapper.sinks.metrics` and `wrapper.sinks.tensorboard`. A supervisor that
+takes over lets it follow all earlier records: perhaps a million iterations, in the event loop that also sends
+heartbeats, so packed records are processed by column. Goodput is defined as in the ledger (`db.reading.queries`): the
+time that committed iterations would have taken on all requested devices, over wall time since the first one began.
+Reads no clock.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ BUCKETS_S = (
     ),
     1000.0,
 )
-"""Upper bounds that iterations' times are counted by, the same for all jobs, so that they can be added up. From 0.1 s
-on each is about a quarter more than the one before (ISO 3, R10): a quantile is at most that far off."""
+"""Upper bounds of the histogram of iteration times, the same for all jobs, so that they can be added up. From 0.1 s on,
+each is about a quarter above the one before (ISO 3, R10): a quantile is at most that far off."""
 RANK_STATES = ("active", "standby", "starting", "slow", "suspected", "ended")
 
 
 @dataclass
 class Figures:
-    """What a job has come to, by its journal. `follow` changes it. Times are UTC, in seconds since 1970."""
+    """A job's figures, from its journal. `follow` changes them. Times are UTC, in seconds since 1970."""
 
     job: str = ""
     user: str = ""
@@ -52,11 +53,11 @@ class Figures:
     exit_code: int | None = None
     started_at: float | None = None
     began_at: float | None = None
-    """When the first committed iteration began, by the clock as it is now: where that was set back between two commits,
+    """When the first committed iteration began, by the present clock: if the clock was set back between two commits,
     the later iteration counts as if it had followed at once."""
     committed_at: float | None = None
     committed_epoch: int = 0
-    """Of the last committed iteration; `epoch`, of the plan in effect, may be the next one's."""
+    """Epoch of the last committed iteration; `epoch`, of the plan in effect, may already be the next one's."""
     last_at: float | None = None
     ended_at: float | None = None
     epoch: int = 0
@@ -66,47 +67,47 @@ class Figures:
     loss: float | None = None
     validation_loss: float | None = None
     seconds: array[float] = field(default_factory=lambda: array("d"))
-    """Of each committed iteration whose time is known."""
+    """Time of each committed iteration, where it is known."""
     buckets: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
-    """How many of them took as long: by `BUCKETS_S`, the last one for all that took longer."""
+    """Number of these times in each bucket of `BUCKETS_S`; the last bucket is for all longer times."""
     seconds_us: int = 0
-    """Microseconds that they took, in all."""
+    """Sum of these times, in microseconds."""
     known_us: int = 0
-    """Microseconds that they count, in all."""
+    """Sum of the times as they count for goodput, in microseconds."""
     unused_us: int = 0
-    """Of these, what they would not have taken on all devices that were asked for."""
-    asked: int = 0
-    """Devices of the layout that was asked for."""
+    """The part of `known_us` that devices without work would have saved."""
+    requested: int = 0
+    """Number of devices of the requested layout."""
     at_work: dict[int, int] = field(default_factory=dict)
-    """Devices that have work, under each plan of which iterations may come."""
+    """Number of devices with work, by epoch of each plan that may still get iterations."""
     counting: Counting = field(default_factory=Counting)
     untimed: int = 0
-    """Committed iterations that nobody lived to report."""
+    """Committed iterations whose time is unknown, because no reporter survived."""
     last_seconds: float | None = None
     predicted_seconds: float | None = None
     layout: Layout | None = None
     decided: Layout | None = None
     decided_epoch: int = 0
-    """Of the plan that was decided last, in effect or not."""
+    """Epoch of the last plan that was decided, in effect or not."""
     health: RankHealth = field(default_factory=RankHealth)
     ended: int = 0
-    """Workers, also of ranks that run again."""
+    """Number of workers that ended, also of ranks that run again."""
     nodes: set[str] = field(default_factory=set)
     nodes_lost: int = 0
     failures: Counter[tuple[str, str, str]] = field(default_factory=Counter)
-    """By kind, component and node."""
+    """Number of failures by kind, component and node."""
     recovered: int = 0
     suspicions: Counter[str] = field(default_factory=Counter)
-    """To be slow, by component."""
+    """Suspicions of being slow, by component."""
     detector: str = "warming up"
-    """What it judges by, as in `journal.CoverageChanged`."""
+    """The detector's basis, as in `journal.CoverageChanged`."""
     unwatched: int = 0
-    """Ranks with work that the detector has not heard of for long."""
+    """Ranks with work that the detector has not heard from for long."""
     reconfigurations: Counter[str] = field(default_factory=Counter)
     reconfiguration_seconds: dict[str, float] = field(default_factory=dict)
     recoveries: Recoveries = field(default_factory=Recoveries)
     recovery_seconds: dict[str, float] = field(default_factory=dict)
-    """From failures to the first commits after them."""
+    """Seconds from failures to the first commits after them, by action."""
     bytes_moved: int = 0
     drains: int = 0
     drain_answers: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -116,13 +117,14 @@ class Figures:
     takeovers: int = 0
 
     def useful_s(self) -> float:
-        """Seconds that committed iterations would have taken on all devices asked for; an unknown one counts as the
-        median."""
+        """Return the seconds that committed iterations would have taken on all requested devices; an iteration of
+        unknown time counts as the median."""
         unknown = self.untimed * float(np.median(self.seconds)) if self.untimed and self.seconds else 0.0
         return (self.known_us - self.unused_us) / 1e6 + unknown
 
     def wall_s(self, now: float) -> float:
-        """Seconds since the first committed iteration began; to the last commit once the job is completed."""
+        """Return the seconds since the first committed iteration began; up to the last commit if the job is
+        completed."""
         if self.began_at is None:
             return 0.0
         until = now
@@ -135,31 +137,31 @@ class Figures:
         return max(until - self.began_at, 0.0)
 
     def goodput(self, now: float) -> float | None:
-        """Useful over wall seconds, at most 1; None before the first commit."""
+        """Return useful over wall seconds, at most 1; None before the first commit."""
         wall_s = self.wall_s(now)
         return min(self.useful_s() / wall_s, 1.0) if wall_s > 0 and self.iterations else None
 
     def unused(self, epoch: int) -> float:
-        """The share of the devices asked for that have no work under a plan."""
-        return max(1.0 - self.at_work.get(epoch, self.asked) / self.asked, 0.0) if self.asked else 0.0
+        """Return the share of the requested devices that have no work under a plan."""
+        return max(1.0 - self.at_work.get(epoch, self.requested) / self.requested, 0.0) if self.requested else 0.0
 
     def ranks(self) -> dict[str, int]:
-        """Ranks by state, each in one: those that run and have no part in the plan in effect are `starting`."""
+        """Count ranks by state, each in one: running ranks without a part in the plan in effect are `starting`."""
         running = self.health.running
-        found: Counter[str] = Counter(
+        counts: Counter[str] = Counter(
             state for rank, state in self.health.by_rank(self.layout).items() if rank in running
         )
-        found["ended"] = self.ended
-        return {state: found[state] for state in RANK_STATES}
+        counts["ended"] = self.ended
+        return {state: counts[state] for state in RANK_STATES}
 
 
 def snapshot(figures: Figures) -> Figures:
-    """As it is now: `follow` on the one does not change the other."""
+    """Return a copy: `follow` on one does not change the other."""
     return replace(figures, **{each.name: copy(getattr(figures, each.name)) for each in fields(figures)})
 
 
 def followed(records: Iterable[journal.Record]) -> Figures:
-    """What a job has come to by these records, its first ones."""
+    """Return the figures of a job from its first records."""
     figures = Figures()
     for record in records:
         follow(figures, record)
@@ -167,7 +169,7 @@ def followed(records: Iterable[journal.Record]) -> Figures:
 
 
 def follow(figures: Figures, record: journal.Record) -> None:
-    """What one record changes."""
+    """Update the figures with one record."""
     entry, at = record.entry, record.at
     if not (isinstance(entry, journal.JobEnded) and entry.state == "abnormal"):
         figures.last_at = at
@@ -179,7 +181,7 @@ def follow(figures: Figures, record: journal.Record) -> None:
         case journal.JobStarted():
             figures.job, figures.user, figures.version = entry.job, entry.user, entry.version
             figures.started_at = at
-            figures.asked = devices_of(entry.nodes, entry.gpus_per_node, entry.configuration)
+            figures.requested = devices_of(entry.nodes, entry.gpus_per_node, entry.configuration)
         case journal.ModelDeclared():
             figures.iteration = max(figures.iteration, entry.declare.resume_from)
         case journal.IterationCommitted():
@@ -229,12 +231,12 @@ def _decided(figures: Figures, entry: journal.PlanDecided) -> None:
     since = figures.committed_epoch
     figures.at_work = {epoch: count for epoch, count in figures.at_work.items() if epoch >= since}
     figures.at_work[entry.plan.epoch] = len(entry.plan.computing)
-    if not figures.epoch:  # the first plan is shown while it is on its way
+    if not figures.epoch:  # the first plan is shown before it takes effect
         figures.layout = figures.decided
 
 
 def _in_effect(figures: Figures, epoch: int) -> None:
-    """Take over the plan of this epoch; one that was decided and never took effect is not shown."""
+    """Show the plan of this epoch as the one in effect; a plan that never took effect is not shown."""
     figures.epoch = max(figures.epoch, epoch)
     if epoch == figures.decided_epoch:
         figures.layout = figures.decided
@@ -252,7 +254,8 @@ def _reconfigured(figures: Figures, entry: journal.Reconfigured, at: float) -> N
 
 
 def _committed(figures: Figures, entry: journal.IterationCommitted, at: float) -> None:
-    """Times to the microsecond, as packed records have them: counters must not go back when these are read instead."""
+    """Count one iteration, with times rounded to microseconds as in packed records: counters must not go back when
+    those are read instead."""
     at = round(at * 1e6) / 1e6
     if entry.seconds is None:
         figures.untimed += 1
@@ -283,7 +286,7 @@ def _committed(figures: Figures, entry: journal.IterationCommitted, at: float) -
 
 
 def _all_committed(figures: Figures, record: journal.Record, entry: journal.IterationsPacked) -> None:
-    """As `_committed` of one after the other. They are of one epoch, and without a gap."""
+    """Count packed iterations as `_committed` would one after the other. They are of one epoch, and consecutive."""
     ats = np.cumsum(column(record, "passed"), dtype=np.int64) / 1e6
     micros = np.asarray(column(record, "seconds"))
     seconds, timed = micros / 1e6, micros >= 0

@@ -1,11 +1,13 @@
-"""What others are told of a job as it happens: a JSON document for each event, POSTed, or given to a command on stdin.
+"""Notifies others of a job's events as they happen: a JSON document for each event, POSTed, or given to a command on
+stdin.
 
-Listens to the journal (`wrapper.sinks.fanout`); decides nothing about the job and never holds it up: each way has a
-thread and a bounded queue of its own (`wrapper.sinks.queue`). Told at least once: how far each way has come is noted in
-the job's folder, and a supervisor that takes over goes on from there; `id` tells what was told twice.
+Listens to the journal (`wrapper.sinks.fanout`); decides nothing about the job and never delays it: each hook has a
+thread and a bounded queue of its own (`wrapper.sinks.queue`). Events are delivered at least once: the progress of each
+hook is noted in the job's folder, and a supervisor that takes over continues from there; receivers recognise a
+duplicate by its `id`.
 
-A webhook's URL may be a secret (its path, its query): messages show its host only, and redirects, which would carry
-the document elsewhere, are not followed.
+A webhook's URL may be a secret (its path, its query): messages show its host only, and redirects, which would carry the
+document elsewhere, are not followed.
 
     {"schema": 1, "id": "local-3:17", "job": "local-3", "host": "node-1", "time": "2026-03-01T12:00:00.250Z",
      "kind": "failure", "entry": "FailureFound", "text": "failure 1: ...", "ids": {"failure": 1, "node": "n2", ...}}
@@ -35,18 +37,18 @@ from resihp.record import journal
 from resihp.record.recovery import RecoveryTimes
 from wrapper.job_folder import write_private
 from wrapper.output.recoveries import Recoveries
-from wrapper.sinks.queue import MOST_WAITING, Aside, UndeliveredError
+from wrapper.sinks.queue import MAX_WAITING, BackgroundQueue, UndeliveredError
 
-SCHEMA = 1
-PAUSES_S = (1.0, 4.0)
-"""Between the tries to deliver one event."""
+DOCUMENT_SCHEMA = 1
+RETRY_PAUSES_S = (1.0, 4.0)
+"""Pauses between the tries to deliver one event."""
 REAP_S = 1.0
-"""How long a killed command may take to go; one that hangs in a file system is left behind."""
-LONGEST_URL_FILE = 8192
+"""How long a killed command may take to exit; one that hangs in a file system is abandoned."""
+MAX_URL_FILE_BYTES = 8192
 SECRET_VARIABLE = "RESIHP_HOOKS__WEBHOOK"
-"""May hold the webhook's URL, which is no affair of the command's."""
+"""Environment variable that may hold the webhook's URL, which the command must not see."""
 
-EVENTS: Mapping[str, tuple[type[journal.Entry], ...]] = {
+EVENT_ENTRIES: Mapping[str, tuple[type[journal.Entry], ...]] = {
     "start": (journal.JobStarted,),
     "failure": (journal.FailureFound,),
     "recovery": (journal.Reconfigured, journal.FailureEnded),
@@ -61,9 +63,9 @@ EVENTS: Mapping[str, tuple[type[journal.Entry], ...]] = {
     "fault": (journal.FaultInjected,),
     "end": (journal.JobEnded,),
 }
-"""What `[hooks] events` may name, and the journal's entries that each stands for."""
+"""Valid names of `[hooks] events`, and the journal entries that each stands for."""
 
-_EVENT_OF: Mapping[type[journal.Entry], str] = {kind: event for event, kinds in EVENTS.items() for kind in kinds}
+_EVENT_OF: Mapping[type[journal.Entry], str] = {kind: event for event, kinds in EVENT_ENTRIES.items() for kind in kinds}
 _IDS = (
     *(
         "failure",
@@ -81,16 +83,16 @@ _IDS = (
     *("component", "drain", "replacement", "slurm_job", "step", "outcome", "state", "term", "signal"),
     *("meaning", "measure", "grounds", "action", "seconds", "exit_code", "fault"),
 )
-"""Fields of entries that a program would look at; the others are in the text."""
+"""Fields of entries that programs may want; all other fields are only in the text."""
 
 
 def event_of(entry: journal.AnyEntry) -> str | None:
-    """The event that an entry is; None for what nobody is told, such as iterations."""
+    """Return the event of an entry; None for entries that are not reported, such as iterations."""
     return _EVENT_OF.get(type(entry))
 
 
 def document(job: str, record: journal.Record, mended: RecoveryTimes | None = None) -> dict[str, Any]:
-    """What is told of a record. Job, names and reasons stand in it as they are. `mended`: as for `explain`."""
+    """Return the document of a record. Job, names and reasons are not escaped. `mended`: as for `explain`."""
     from resihp.record.describe import explain
 
     entry = record.entry
@@ -103,7 +105,7 @@ def document(job: str, record: journal.Record, mended: RecoveryTimes | None = No
             ids["failure_kind"] = entry.kind
     ids |= {name: value for name in _IDS if (value := getattr(entry, name, None)) is not None}
     return {
-        "schema": SCHEMA,
+        "schema": DOCUMENT_SCHEMA,
         "id": f"{job}:{record.seq}",
         "job": job,
         "host": socket.gethostname(),
@@ -116,49 +118,49 @@ def document(job: str, record: journal.Record, mended: RecoveryTimes | None = No
 
 
 class _HookEvent(NamedTuple):
-    """What is to be told: a record, and how long the failures took that it says are mended."""
+    """An event to deliver: a record, and the recovery times of the failures that it reports as mended."""
 
     record: journal.Record
     mended: RecoveryTimes | None
 
 
 class Hook:
-    """One way to tell. `tell` delivers a document, or raises UndeliveredError or OSError.
+    """One hook. `deliver` delivers a document, or raises UndeliveredError or OSError.
 
-    `noted`: the file that tells up to which record it was told. `past`: records of those who led before us, of which
-    what is not noted is told now.
+    `noted`: the file with the number of the last delivered record. `past`: records of the leaders before us, of which
+    all later ones are delivered now.
     """
 
     def __init__(
         self,
         name: str,
-        tell: Callable[[bytes], None],
+        deliver: Callable[[bytes], None],
         job: str,
         events: Sequence[str],
         *,
         noted: Path,
         say: Callable[[str], None],
         past: Sequence[journal.Record] = (),
-        pauses_s: tuple[float, ...] = PAUSES_S,
+        pauses_s: tuple[float, ...] = RETRY_PAUSES_S,
     ) -> None:
         self.name = name
-        self._tell = tell
+        self._send = deliver
         self._job = job
         self._events = frozenset(events)
         self._noted = noted
-        self._told: int | None = None if past else 0
-        self._aside = Aside(f"hook {name}", self._deliver, say, pauses_s=pauses_s)
+        self._delivered: int | None = None if past else 0
+        self._queue = BackgroundQueue(f"hook {name}", self._deliver, say, pauses_s=pauses_s)
         self._recoveries = Recoveries()
-        waiting = deque((event for record in past if (event := self._event(record)) is not None), maxlen=MOST_WAITING)
+        waiting = deque((event for record in past if (event := self._event(record)) is not None), maxlen=MAX_WAITING)
         for event in waiting:
-            self._aside.put(event)
+            self._queue.put(event)
 
     def submit(self, record: journal.Record) -> None:
         if (event := self._event(record)) is not None:
-            self._aside.put(event)
+            self._queue.put(event)
 
     def _event(self, record: journal.Record) -> _HookEvent | None:
-        """Return what is to be told of a record, None for nothing; every record has to come by, in order."""
+        """Return the event of a record, None if there is none; every record has to be passed in, in order."""
         self._recoveries.follow(record)
         entry = record.entry
         if event_of(entry) not in self._events:
@@ -167,22 +169,22 @@ class Hook:
         return _HookEvent(record, mended)
 
     def close(self, deadline: float) -> bool:
-        return self._aside.close(deadline)
+        return self._queue.close(deadline)
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Events by what became of them."""
-        aside = self._aside
-        return {"told": aside.done, "failed": aside.failed, "dropped": aside.dropped}
+        """Number of events by outcome."""
+        queue = self._queue
+        return {"told": queue.done, "failed": queue.failed, "dropped": queue.dropped}
 
     def _deliver(self, event: _HookEvent) -> None:
         record = event.record
-        if self._told is None:  # read here, since files may hang
-            self._told = _number(self._noted)
-        if record.seq <= self._told:
+        if self._delivered is None:  # read here, in the thread, since files may hang
+            self._delivered = _number(self._noted)
+        if record.seq <= self._delivered:
             return
-        self._tell(json.dumps(document(self._job, record, event.mended), default=str).encode())
-        with suppress(OSError):  # then it may be told again
+        self._send(json.dumps(document(self._job, record, event.mended), default=str).encode())
+        with suppress(OSError):  # then it may be delivered twice
             write_private(self._noted, str(record.seq).encode())
 
 
@@ -204,15 +206,16 @@ class _NoRedirects(HTTPRedirectHandler):
 
 
 def webhook(url_of: Callable[[], str], timeout_s: float) -> Callable[[bytes], None]:
-    """POSTs documents there. The proxies of the environment are used. `url_of` is asked each time: tokens change."""
+    """Return a function that POSTs documents, through the environment's proxies. `url_of` is called each time, since
+    tokens change."""
     opener = build_opener(_NoRedirects)
 
-    def tell(content: bytes) -> None:
+    def deliver(content: bytes) -> None:
         try:
             url = url_of()
         except ConfigurationError as error:
             raise UndeliveredError(str(error), again=False) from None
-        shown = masked(url)
+        host = masked(url)
         headers = {"Content-Type": "application/json", "User-Agent": "resihp"}
         request = Request(url, data=content, headers=headers, method="POST")
         try:
@@ -221,17 +224,17 @@ def webhook(url_of: Callable[[], str], timeout_s: float) -> Callable[[bytes], No
         except HTTPError as error:
             error.close()
             later = error.code >= 500 or error.code in (408, 429)
-            raise UndeliveredError(f"{shown} answered {error.code}", again=later) from None
+            raise UndeliveredError(f"{host} answered {error.code}", again=later) from None
         except URLError as error:
             reason = error.reason
             words = "no answer in time" if isinstance(reason, TimeoutError) else _os_words(reason)
-            raise UndeliveredError(f"{shown}: {words}") from None
+            raise UndeliveredError(f"{host}: {words}") from None
         except TimeoutError:
-            raise UndeliveredError(f"{shown}: no answer within {timeout_s:g} s") from None
-        except (OSError, HTTPException, ValueError) as error:  # whose words may hold the URL
-            raise UndeliveredError(f"{shown}: {type(error).__name__}") from None
+            raise UndeliveredError(f"{host}: no answer within {timeout_s:g} s") from None
+        except (OSError, HTTPException, ValueError) as error:  # its message may hold the URL
+            raise UndeliveredError(f"{host}: {type(error).__name__}") from None
 
-    return tell
+    return deliver
 
 
 def _os_words(reason: object) -> str:
@@ -240,20 +243,20 @@ def _os_words(reason: object) -> str:
 
 
 def masked(url: str) -> str:
-    """A webhook for messages: scheme and host."""
+    """Return a webhook's scheme and host, for messages."""
     parts = urlsplit(url)
     return f"webhook {parts.scheme}://{parts.hostname or '?'}/***"
 
 
 def checked(url: str) -> str:
-    """Raises ValueError, which never holds the URL, for one that nothing can be POSTed to."""
+    """Return a URL that can be POSTed to. Raises ValueError, without the URL in it."""
     try:
         parts = urlsplit(url)
-        known = parts.scheme in ("http", "https") and bool(parts.hostname)
+        is_valid = parts.scheme in ("http", "https") and bool(parts.hostname)
         port = parts.port
     except ValueError:
-        known, port = False, None
-    if not known or port == 0 or not url.isascii() or any(c.isspace() or not c.isprintable() for c in url):
+        is_valid, port = False, None
+    if not is_valid or port == 0 or not url.isascii() or any(c.isspace() or not c.isprintable() for c in url):
         raise ValueError("must be a URL such as https://example.org/hook, without spaces")
     if parts.username is not None or parts.password is not None:
         raise ValueError("must not hold a user and a password; put a token into its path or query")
@@ -261,12 +264,12 @@ def checked(url: str) -> str:
 
 
 def url_in(path: Path) -> str:
-    """The URL that a file of ours holds. Raises ConfigurationError unless nobody else may read it."""
+    """Return the URL in a file of ours. Raises ConfigurationError if others may read the file."""
     subject = f"[hooks] webhook_file {path}"
     try:
         with os.fdopen(open_plain(path, follow=True), "rb") as file:
             status = os.fstat(file.fileno())
-            content = file.read(LONGEST_URL_FILE)
+            content = file.read(MAX_URL_FILE_BYTES)
     except OSError as error:
         raise ConfigurationError(f"{subject}: {error.strerror}") from None
     if status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o077:
@@ -283,13 +286,14 @@ def url_in(path: Path) -> str:
 
 
 def command(argv: Sequence[str], timeout_s: float) -> Callable[[bytes], None]:
-    """Gives documents to a command on stdin, one process for each; killed, with what it started, when it takes long.
+    """Return a function that gives documents to a command on stdin, one process for each. A process that takes too long
+    is killed, with all processes that it started.
 
-    Its output goes nowhere.
+    The command's output is discarded.
     """
     name = f"command {argv[0]}"
 
-    def tell(content: bytes) -> None:
+    def deliver(content: bytes) -> None:
         try:
             process = subprocess.Popen(
                 list(argv),
@@ -304,17 +308,17 @@ def command(argv: Sequence[str], timeout_s: float) -> Callable[[bytes], None]:
         try:
             process.communicate(content + b"\n", timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            raise UndeliveredError(f"{name}: not done within {timeout_s:g} s, killed", again=False) from None
+            raise UndeliveredError(f"{name}: not finished within {timeout_s:g} s, killed", again=False) from None
         finally:
             _end(process)
         if process.returncode:
             raise UndeliveredError(f"{name}: ended with {process.returncode}", again=False)
 
-    return tell
+    return deliver
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """A command that is not done, with whatever it has started: that is in its session."""
+    """Kill a command that is not finished, with all processes in its session."""
     if process.returncode is None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -1,13 +1,14 @@
 """Seconds that a running job lost, by cause, as counters that never go back: for `wrapper.sinks.metrics`.
 
-One model of time: what `db.reading.costs.cost_accounts` makes of a ledger's rows, over a window of them. Every `STEP`
-commits the time up to `LAG` commits ago is settled: added once, and never changed again. By then it is known what
-interrupted it. So counters are a few iterations behind, and at a job's end they are up to it.
+There is one model of lost time, in `db.reading.costs.cost_accounts`; here it is applied to a window of the journal
+instead of the ledger's rows. After every `SETTLE_EVERY_COMMITS` commits, the time up to `SETTLE_LAG_COMMITS` commits
+ago is settled: added once, and never changed again. By then it is known which failures interrupted it. So the counters
+are a few iterations late, and complete at the end of a job.
 
-When that is done depends on records alone, and times are reckoned with to the microsecond, which packed records have,
-too: who takes over and reads the journal comes to the very same figures. What differs from the ledger's account, which
-knows the whole job: medians are those of the window, and where something turns out to have been slow for more than
-`CONTEXT` iterations, only these count. Reads no clock; knows nothing of devices, so tells no GPU-hours.
+Settling depends on records alone, and times are rounded to microseconds, as in packed records: so a supervisor that
+takes over and reads the journal computes exactly the same figures. They differ from the ledger's account, which knows
+the whole job, in two ways: medians are those of the window, and a slow-down that is discovered after more than
+`CONTEXT_COMMITS` iterations counts only for these. Reads no clock; knows no devices, and so computes no GPU-hours.
 """
 
 from __future__ import annotations
@@ -27,84 +28,86 @@ from resihp.record import journal
 from resihp.record.packing import unpack
 
 Row = dict[str, Any]
-STEP = 64
-LAG = 16
-CONTEXT = 128
-"""Settled commits that are still looked at: how long iterations, and the pauses between them, usually take."""
+SETTLE_EVERY_COMMITS = 64
+SETTLE_LAG_COMMITS = 16
+CONTEXT_COMMITS = 128
+"""Settled commits that stay in the window, for the usual times of iterations and of pauses between them."""
 _SLOW = SHARES.index("slow")
 
 
 class LostTime:
-    """`submit` takes a record, at no cost; `step` does the work. `past`: records of before, packed or not.
+    """Counters of lost seconds. `submit` takes a record, at no cost; `step` does the work. `past`: earlier records,
+    packed or not.
 
-    Not safe to use from several threads, but for `submit` beside the others.
+    Not safe to use from several threads, except for `submit` beside the others.
     """
 
     def __init__(self, past: Iterable[journal.Record] = ()) -> None:
-        self._told = deque(past)
+        self._waiting = deque(past)
         self._unpacked: Iterator[journal.Record] = iter(())
         self._settled: Floats = np.zeros(len(SHARES))
         self._rest: Floats | None = None
-        """Of a job that is over: what came after what was settled."""
+        """Seconds after the settled time of a job that has ended."""
         self._over = False
-        """It has ended, and nothing that is told later is of its time; one that was only found dead may go on."""
+        """Whether the job has ended, so that later records do not count; a job that was only found dead may go on."""
         self._done = 0
-        """Commits that were settled."""
+        """Number of settled commits."""
         self._first = 0
-        """The number of the window's first commit, from 0."""
+        """Number of the window's first commit, from 0."""
         self._iterations: list[Row] = []
         self._failures: dict[int, Row] = {}
         self._late: set[int] = set()
-        """Failures that are not in what was settled."""
+        """Failures that were found after the settled time."""
         self._reconfigurations: dict[int, tuple[Row, int]] = {}
-        """By epoch; with the number of the commit that each ended with."""
+        """By epoch: the reconfiguration, and the number of the commit that it ended with."""
         self._plans: dict[int, Row] = {}
         self._checkpoints: set[int] = set()
         self._started_at: datetime | None = None
         self._shape: Row = {"nodes": 0, "gpus_per_node": 0}
-        """Devices that were asked for, as the job's row tells."""
+        """Requested devices, as in the job's row."""
         self._last_at: datetime | None = None
 
     def submit(self, record: journal.Record) -> None:
-        self._told.append(record)
+        self._waiting.append(record)
 
     @property
     def waiting(self) -> int:
-        """Records that were told and not looked at yet; a packed one counts as one."""
-        return len(self._told)
+        """Number of records that are not processed yet; a packed one counts as one."""
+        return len(self._waiting)
 
     def step(self) -> bool:
-        """Take in what was told, until something was settled. False where nothing is left."""
+        """Process records until some time was settled. Returns False if none is left."""
         while (record := self._next()) is not None:
             if self._follow(record.entry, datetime.fromtimestamp(round(record.at * 1e6) / 1e6, UTC)):
                 return True
         return False
 
     def by_cause(self) -> dict[str, float]:
-        """Seconds lost so far, by `CAUSES`."""
+        """Return the seconds lost so far, by `CAUSES`."""
         seconds = self._settled if self._rest is None else self._settled + self._rest
         return dict(zip(CAUSES, seconds[1:].tolist(), strict=True))
 
     def _next(self) -> journal.Record | None:
-        while (record := next(self._unpacked, None)) is None and self._told:
-            self._unpacked = unpack([self._told.popleft()])
+        while (record := next(self._unpacked, None)) is None and self._waiting:
+            self._unpacked = unpack([self._waiting.popleft()])
         return record
 
     def _follow(self, entry: journal.AnyEntry, at: datetime) -> bool:
-        """Rows as `db.projection` makes them, of the columns that accounts need. True: some time was settled."""
+        """Update rows like those of `db.projection`, with the columns that accounts need. Returns True if some time was
+        settled."""
         if self._over:
             return False
         self._rest = None
-        if not (isinstance(entry, journal.JobEnded) and entry.state == "abnormal"):  # nobody lived to tell that
+        if not (isinstance(entry, journal.JobEnded) and entry.state == "abnormal"):  # written later, by another process
             self._last_at = at
         match entry:
             case journal.JobStarted():
                 self._started_at = at
-                asked = json.dumps({"slurm": entry.configuration.get("slurm")}, default=str)
+                configuration = json.dumps({"slurm": entry.configuration.get("slurm")}, default=str)
                 self._shape = {
                     "nodes": entry.nodes,
                     "gpus_per_node": entry.gpus_per_node,
-                    "configuration": asked,
+                    "configuration": configuration,
                 }
             case journal.PlanDecided():
                 self._plans[entry.plan.epoch] = {
@@ -171,18 +174,18 @@ class LostTime:
         }
         self._iterations.append(row)
         count = self._first + len(self._iterations)
-        if count % STEP:
+        if count % SETTLE_EVERY_COMMITS:
             return False
-        found, late = self._between(self._job(at, "running"), self._done, count - LAG)
-        self._settled = self._settled + found
+        seconds, late = self._between(self._job(at, "running"), self._done, count - SETTLE_LAG_COMMITS)
+        self._settled = self._settled + seconds
         self._settled[_SLOW] += late
-        self._done = count - LAG
+        self._done = count - SETTLE_LAG_COMMITS
         self._late.clear()
         self._forget()
         return True
 
     def _job(self, now: datetime, state: str) -> Row:
-        """Its row, from where the window begins on."""
+        """Return the job's row, as if the job had begun with the window."""
         started_at = self._started_at or now
         if self._first:
             started_at = self._iterations[0]["finished_at"]
@@ -192,8 +195,8 @@ class LostTime:
                 "account": None, **self._shape}  # fmt: skip
 
     def _between(self, job: Row, begin: int, end: int | None) -> tuple[Floats, float]:
-        """Seconds by `SHARES` from the end of commit `begin` to that of commit `end`, both counted from 1; and what was
-        slow before that, and was not known to be."""
+        """Return the seconds by `SHARES` from the end of commit `begin` to that of commit `end`, both counted from 1;
+        and the slow seconds before that time which were not known to be slow."""
         plans = sorted(self._plans.values(), key=lambda row: row["epoch"])
         clock = course(job, self._iterations, plans, job["last_entry_at"])
 
@@ -203,15 +206,15 @@ class LostTime:
         since_s = at(begin) if begin else -np.inf
         until_s = np.inf if end is None else at(end)
         laid_out = self._timeline(job, plans, self._failures.values())
-        found, _ = laid_out.between(since_s, until_s)
-        known = self._iterations[begin - self._first - 1]["iteration"] if begin else 0
-        if not any(row["kind"] == "fail-slow" and row["iteration"] <= known for row in self._late_ones()):
-            return found, 0.0
+        seconds, _ = laid_out.between(since_s, until_s)
+        last_settled = self._iterations[begin - self._first - 1]["iteration"] if begin else 0
+        if not any(row["kind"] == "fail-slow" and row["iteration"] <= last_settled for row in self._late_ones()):
+            return seconds, 0.0
         former = [row for row in self._failures.values() if row["failure"] not in self._late]
         now, _ = laid_out.between(-np.inf, since_s)
         before, _ = self._timeline(job, plans, former).between(-np.inf, since_s)
         late = max(float(now[_SLOW] - before[_SLOW]), 0.0)
-        return found, late
+        return seconds, late
 
     def _late_ones(self) -> list[Row]:
         return [self._failures[failure] for failure in self._late]
@@ -229,17 +232,17 @@ class LostTime:
         )
 
     def _forget(self) -> None:
-        """What no window will tell of any more."""
-        passed = self._done - CONTEXT - self._first
+        """Drop rows that no later window needs."""
+        passed = self._done - CONTEXT_COMMITS - self._first
         if passed <= 0:
             return
         del self._iterations[:passed]
         self._first += passed
         begin = self._iterations[0]
         self._plans = {e: row for e, row in self._plans.items() if e >= begin["epoch"]}
-        self._reconfigurations = {e: each for e, each in self._reconfigurations.items() if each[1] > self._first}
+        self._reconfigurations = {e: entry for e, entry in self._reconfigurations.items() if entry[1] > self._first}
         self._failures = {n: row for n, row in self._failures.items() if self._matters(row, begin)}
-        self._checkpoints = {each for each in self._checkpoints if each >= begin["iteration"]}
+        self._checkpoints = {iteration for iteration in self._checkpoints if iteration >= begin["iteration"]}
 
     def _matters(self, failure: Row, begin: Row) -> bool:
         if failure["kind"] == "fail-slow" and (failure["ended_iteration"] or np.inf) > begin["iteration"]:

@@ -1,10 +1,10 @@
 """A job's figures for Prometheus: a page on loopback, and a textfile that node_exporter reads.
 
-`families` makes metrics of what the journal tells (`wrapper.sinks.figures`). Labels are the job, its nodes, and words
-of closed sets: there is never one for an iteration.
+`families` turns the journal's figures (`wrapper.sinks.figures`) into metrics. Labels are the job, its nodes, and words
+of closed sets: never an iteration.
 
 The textfile is replaced every few seconds while something changes, never written in place. It keeps the job's last
-state when the job has ended; node_exporter's own `node_textfile_mtime_seconds` tells how old it is.
+state after the job has ended; node_exporter's own `node_textfile_mtime_seconds` shows how old it is.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
     from prometheus_client.registry import CollectorRegistry
 
-LOOPBACK = "127.0.0.1"
-JOB = "job_id"
-"""The label of each metric that names the job. Not `job`: that is Prometheus's own, for where it scrapes."""
-BETWEEN_WRITES_S = 5.0
-MOST_AT_ONCE = 8
-PATIENCE_S = 5.0
-"""How long who connects to the page may say nothing."""
-MAX_LABEL = 128
-MOST_WAITING = 1024
-"""Records whose lost time is reckoned with when somebody asks; more of them are by a thread of its own."""
-BREATH_S = 0.005
+LOOPBACK_ADDRESS = "127.0.0.1"
+JOB_LABEL = "job_id"
+"""The label of each metric that names the job. Not `job`: Prometheus uses that for the scraped target."""
+WRITE_EVERY_S = 5.0
+MAX_CONNECTIONS = 8
+REQUEST_TIMEOUT_S = 5.0
+"""How long a client of the page may be silent."""
+MAX_LABEL_CHARACTERS = 128
+MAX_WAITING_RECORDS = 1024
+"""Limit on waiting records, up to which their lost time is computed on request; above it, by a separate thread."""
+REST_S = 0.005
 """How long that thread rests after each few milliseconds of work."""
-STATES = ("running", "completed", "failed", "cancelled", "abnormal")
+JOB_STATES = ("running", "completed", "failed", "cancelled", "abnormal")
 DETECTOR_STATES = ("warming up", "workload", "iterations", "plain times")
 REPLACEMENT_STATES = ("asked", "pending", "running", "joined", "refused", "cancelled", "ended")
 
@@ -52,12 +52,12 @@ _log = logging.getLogger("resihp.listeners")
 # --- as metrics -----------------------------------------------------------------------------------------------------
 
 Outside = Callable[[], Mapping[str, float]]
-"""What the journal does not tell: `telemetry_dropped`, `ledger_behind` and `HOOK.OUTCOME`; what is not known is left
+"""Figures that are not in the journal: `telemetry_dropped`, `ledger_behind` and `HOOK.OUTCOME`; unknown ones are left
 out."""
 
 
 class _Families:
-    """Makes families of one job's metrics; a value that is not known gives none."""
+    """Creates metric families of one job; an unknown value creates none."""
 
     def __init__(self, job: str) -> None:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -81,19 +81,20 @@ class _Families:
         return self._by(self._counter, name, text, labels, values)
 
     def histogram(
-        self, name: str, text: str, bounds: Sequence[float], taken: Sequence[int], sum_: float
+        self, name: str, text: str, bounds: Sequence[float], counts: Sequence[int], sum_: float
     ) -> Iterator[Metric]:
-        """`taken`: by the upper `bounds`, and one more for all above. Nothing before there is one."""
-        family = self._histogram(f"resihp_{name}", text, labels=[JOB])
-        counted = list(zip([*map(str, bounds), "+Inf"], accumulate(taken), strict=True))
+        """`counts`: by the upper `bounds`, and one more for all larger values. The family exists even before the first
+        value."""
+        family = self._histogram(f"resihp_{name}", text, labels=[JOB_LABEL])
+        counted = list(zip([*map(str, bounds), "+Inf"], accumulate(counts), strict=True))
         family.add_metric([self._job], counted, sum_)
         yield family
 
     def _by(
         self, kind: type[Any], name: str, text: str, labels: Sequence[str], values: Mapping[Any, float]
     ) -> Iterator[Metric]:
-        """One for each key, which are the labels' values: one string, or several."""
-        family = kind(f"resihp_{name}", text, labels=[JOB, *labels])
+        """Create one sample for each key, which is one label value or a tuple of them."""
+        family = kind(f"resihp_{name}", text, labels=[JOB_LABEL, *labels])
         for key, value in values.items():
             parts = key if isinstance(key, tuple) else (key,)
             family.add_metric([self._job, *map(label, parts)], value)
@@ -103,113 +104,128 @@ class _Families:
 def families(
     figures: Figures, now: float, outside: Mapping[str, float], lost_s: Mapping[str, float] | None = None
 ) -> Iterator[Metric]:
-    """All metrics of a job; those that are not known yet are left out. `lost_s`: by cause."""
-    of = _Families(figures.job)
-    yield from _progress(of, figures, now)
+    """Yield all metrics of a job; unknown ones are left out. `lost_s`: seconds by cause."""
+    make = _Families(figures.job)
+    yield from _progress(make, figures, now)
     if lost_s is not None:
-        yield from of.counters(
+        yield from make.counters(
             "lost_seconds",
-            "Seconds lost, by the causes of `resihp history cost`; some iterations behind.",
+            "Seconds lost, by the causes of `resihp history cost`; some iterations late.",
             ("cause",),
             lost_s,
         )
-    yield from _disturbances(of, figures)
+    yield from _disturbances(make, figures)
     dropped = outside.get("telemetry_dropped")
-    yield from of.counter("telemetry_dropped", "Rank reports that the ledger did not take.", dropped)
+    yield from make.counter("telemetry_dropped", "Rank reports that were not written to the ledger.", dropped)
     behind = outside.get("ledger_behind")
-    yield from of.gauge("ledger_behind_records", "Journal records that the ledger lacks so far.", behind)
+    yield from make.gauge("ledger_behind_records", "Journal records that are not in the ledger yet.", behind)
     hooks = {tuple(key.split(".", 1)): value for key, value in outside.items() if "." in key}
     if hooks:
-        yield from of.counters("hook_events", "Events told.", ("hook", "outcome"), hooks)
+        yield from make.counters("hook_events", "Events by outcome of their delivery.", ("hook", "outcome"), hooks)
 
 
-def _progress(of: _Families, figures: Figures, now: float) -> Iterator[Metric]:
+def _progress(make: _Families, figures: Figures, now: float) -> Iterator[Metric]:
     about = {"user": figures.user, "version": figures.version}
-    yield from of.gauges("job_info", "The job; always 1.", tuple(about), {tuple(about.values()): 1})
-    states = {state: float(state == figures.state) for state in STATES}
-    yield from of.gauges("job_state", "1 for the state that the job is in.", ("state",), states)
-    yield from of.gauge("job_start_timestamp_seconds", "When the job started.", figures.started_at)
-    yield from of.gauge("job_exit_code", "How the job ended.", figures.exit_code)
-    yield from of.gauge("epoch", "Epoch of the plan in effect.", figures.epoch)
-    yield from of.gauge("iteration", "Last committed iteration.", figures.iteration)
-    yield from of.gauge("last_commit_timestamp_seconds", "When it was committed.", figures.committed_at)
-    yield from of.gauge("last_iteration_seconds", "How long it took, by the slowest rank.", figures.last_seconds)
-    yield from of.gauge("iteration_predicted_seconds", "How long it was to take.", figures.predicted_seconds)
-    yield from of.histogram(
+    yield from make.gauges("job_info", "The job; always 1.", tuple(about), {tuple(about.values()): 1})
+    states = {state: float(state == figures.state) for state in JOB_STATES}
+    yield from make.gauges("job_state", "1 for the present state of the job.", ("state",), states)
+    yield from make.gauge("job_start_timestamp_seconds", "When the job started.", figures.started_at)
+    yield from make.gauge("job_exit_code", "Exit code of the job.", figures.exit_code)
+    yield from make.gauge("epoch", "Epoch of the plan in effect.", figures.epoch)
+    yield from make.gauge("iteration", "Last committed iteration.", figures.iteration)
+    yield from make.gauge("last_commit_timestamp_seconds", "Time of the last commit.", figures.committed_at)
+    yield from make.gauge(
+        "last_iteration_seconds", "Time of the last committed iteration, by the slowest rank.", figures.last_seconds
+    )
+    yield from make.gauge(
+        "iteration_predicted_seconds", "Predicted time of the last committed iteration.", figures.predicted_seconds
+    )
+    yield from make.histogram(
         "iteration_seconds",
-        "How long committed iterations took, by the slowest rank.",
+        "Times of committed iterations, by the slowest rank.",
         *(BUCKETS_S, figures.buckets, figures.seconds_us / 1e6),
     )
-    yield from of.gauge("loss", "Its loss.", figures.loss)
-    yield from of.gauge("validation_loss", "Of the last evaluation.", figures.validation_loss)
-    yield from of.counter("iterations", "Committed iterations.", figures.iterations)
-    yield from of.counter("tokens", "Tokens of committed iterations.", figures.tokens)
-    # Not those that nobody timed: they count as the median, which falls as well.
+    yield from make.gauge("loss", "Loss of the last committed iteration.", figures.loss)
+    yield from make.gauge("validation_loss", "Loss of the last evaluation.", figures.validation_loss)
+    yield from make.counter("iterations", "Committed iterations.", figures.iterations)
+    yield from make.counter("tokens", "Tokens of committed iterations.", figures.tokens)
+    # Without iterations of unknown time: they count as the median, which can fall, and a counter must not.
     useful_s = (figures.known_us - figures.unused_us) / 1e6
-    yield from of.counter(
-        "useful_seconds", "Seconds that committed iterations would have taken on all devices asked for.", useful_s
+    yield from make.counter(
+        "useful_seconds", "Seconds that committed iterations would have taken on all requested devices.", useful_s
     )
     lost_s = max(figures.wall_s(now) - figures.useful_s(), 0.0)
-    yield from of.gauge("wall_lost_seconds", "Wall time since the first iteration began, less what was useful.", lost_s)
-    yield from of.gauge("goodput_ratio", "Useful share of the wall time since then.", figures.goodput(now))
-
-
-def _disturbances(of: _Families, figures: Figures) -> Iterator[Metric]:
-    yield from of.gauges("ranks", "Ranks by state.", ("state",), figures.ranks())
-    yield from of.gauge("nodes", "Nodes that have joined and were not lost.", len(figures.nodes))
-    yield from of.counter("nodes_lost", "Nodes that were lost.", figures.nodes_lost)
-    yield from of.counters("failures", "Failures found.", ("kind", "component", "node"), figures.failures)
-    yield from of.counter(
-        "failures_over", "Slow devices and links that are as fast as before again.", figures.recovered
+    yield from make.gauge(
+        "wall_lost_seconds", "Wall time since the first iteration began, minus useful seconds.", lost_s
     )
-    yield from of.counters(
-        "suspicions", "Suspicions of being slow, whatever became of them.", ("component",), figures.suspicions
+    yield from make.gauge(
+        "goodput_ratio", "Useful share of the wall time since the first iteration began.", figures.goodput(now)
+    )
+
+
+def _disturbances(make: _Families, figures: Figures) -> Iterator[Metric]:
+    yield from make.gauges("ranks", "Ranks by state.", ("state",), figures.ranks())
+    yield from make.gauge("nodes", "Nodes that have joined and were not lost.", len(figures.nodes))
+    yield from make.counter("nodes_lost", "Nodes that were lost.", figures.nodes_lost)
+    yield from make.counters("failures", "Failures found.", ("kind", "component", "node"), figures.failures)
+    yield from make.counter(
+        "failures_over", "Slow devices and links that have recovered their speed.", figures.recovered
+    )
+    yield from make.counters(
+        "suspicions", "Suspicions of being slow, confirmed or not.", ("component",), figures.suspicions
     )
     judging = {state: float(state == figures.detector) for state in DETECTOR_STATES}
-    yield from of.gauges("detector_state", "1 for what the detector judges by.", ("state",), judging)
-    yield from of.gauge("unwatched_ranks", "Ranks with work that it has not heard of for long.", figures.unwatched)
-    yield from of.counters(
+    yield from make.gauges("detector_state", "1 for the present basis of the detector.", ("state",), judging)
+    yield from make.gauge(
+        "unwatched_ranks", "Ranks with work that the detector has not heard from for long.", figures.unwatched
+    )
+    yield from make.counters(
         "reconfigurations",
-        "Transitions to another plan, by what became of the iteration under way.",
+        "Changes of plan, by the fate of the iteration in progress.",
         ("action",),
         figures.reconfigurations,
     )
-    yield from of.counters(
+    yield from make.counters(
         "reconfiguration_seconds",
         "From the interruption of training to the next commit.",
         ("action",),
         figures.reconfiguration_seconds,
     )
-    yield from of.counters(
+    yield from make.counters(
         "recovery_seconds",
-        "From failures to the next commits, noticing included.",
+        "Seconds from failures to the next commits, including the time to notice them.",
         ("action",),
         figures.recovery_seconds,
     )
-    yield from of.counter("reconfiguration_moved_bytes", "State that ranks received in them.", figures.bytes_moved)
-    yield from of.counter("drains", "Nodes that were to be drained.", figures.drains)
-    yield from of.counters("drain_answers", "How rungs went.", ("step", "outcome"), figures.drain_answers)
+    yield from make.counter(
+        "reconfiguration_moved_bytes", "Bytes of state that ranks received in changes of plan.", figures.bytes_moved
+    )
+    yield from make.counter("drains", "Decisions to drain a node.", figures.drains)
+    yield from make.counters(
+        "drain_answers", "Steps of the drain ladder, by outcome.", ("step", "outcome"), figures.drain_answers
+    )
     wanted = Counter(figures.replacements.values())
     replacements = {state: wanted[state] for state in REPLACEMENT_STATES}
-    yield from of.gauges("replacements", "Requests for nodes, by state.", ("state",), replacements)
-    yield from of.counter("checkpoints", "Complete checkpoints written.", figures.checkpoints)
-    yield from of.gauge("checkpoint_iteration", "Iteration of the newest.", figures.checkpoint_iteration)
-    yield from of.counter("takeovers", "Supervisors that took over.", figures.takeovers)
+    yield from make.gauges("replacements", "Requests for nodes, by state.", ("state",), replacements)
+    yield from make.counter("checkpoints", "Complete checkpoints written.", figures.checkpoints)
+    yield from make.gauge("checkpoint_iteration", "Iteration of the newest checkpoint.", figures.checkpoint_iteration)
+    yield from make.counter("takeovers", "Supervisors that took over from another.", figures.takeovers)
 
 
 def label(text: str) -> str:
-    """A label's value that can be encoded and is not too long; quotes and line breaks are escaped where it is written.
+    """Return a label value that can be encoded and is not too long; quotes and line breaks are escaped when it is
+    written.
 
     Lone surrogates, which file names may hold, become question marks.
     """
-    return text.replace("\0", "").encode("utf-8", "replace").decode()[:MAX_LABEL]
+    return text.replace("\0", "").encode("utf-8", "replace").decode()[:MAX_LABEL_CHARACTERS]
 
 
 class Metrics:
     """A listener of the journal (`wrapper.sinks.fanout`) that Prometheus can ask. Safe to use from several threads.
 
-    `past`: what the job had come to under those who led before us, `records` what tells so. Nothing is served or
-    written before `serve` and `write_to`.
+    `past`: figures under the leaders before us, and `records` their journal. Nothing is served or written before
+    `serve` and `write_to`.
     """
 
     def __init__(
@@ -230,7 +246,7 @@ class Metrics:
         self._clock = clock
         self._server: _Page | None = None
         self._textfile: _Textfile | None = None
-        self._lost = _LostBehind(records)
+        self._lost = _LostTimeInBackground(records)
 
     def submit(self, record: journal.Record) -> None:
         with self._lock:
@@ -240,7 +256,7 @@ class Metrics:
             self._textfile.changed.set()
 
     def close(self, deadline: float) -> bool:
-        """Write the last state, and serve no more."""
+        """Write the last state, and stop serving."""
         written = self._textfile.close(deadline) if self._textfile is not None else True
         if self._server is not None:
             self._server.shutdown()
@@ -248,24 +264,27 @@ class Metrics:
         return written
 
     def collect(self) -> list[Metric]:
-        """For a registry of prometheus_client."""
+        """Return all metrics, for a registry of prometheus_client."""
         outside = self._outside()
-        with self._lock:  # not for long: `submit` waits for it
+        with self._lock:  # kept short, because `submit` waits for it
             figures = snapshot(self._figures)
         return list(families(figures, self._clock(), outside, self._lost.by_cause()))
 
     def text(self) -> bytes:
-        """All of it in Prometheus's text format."""
+        """Return all metrics in Prometheus's text format."""
         from prometheus_client import generate_latest
 
         return generate_latest(self._registry())
 
     def serve(self, port: int) -> int | None:
-        """Answer on loopback; the port, None when that one cannot be had, which is said."""
+        """Serve the page on loopback; return its port, or None, with a report, if the port is taken."""
         try:
-            self._server = _Page((LOOPBACK, port), self._registry())
+            self._server = _Page((LOOPBACK_ADDRESS, port), self._registry())
         except OSError as error:
-            self._say(f"metrics: {LOOPBACK}:{port} cannot be had ({error.strerror}); set port in [metrics] to another")
+            self._say(
+                f"metrics: {LOOPBACK_ADDRESS}:{port} is not available ({error.strerror}); "
+                "set port in [metrics] to another"
+            )
             return None
         threading.Thread(target=self._server.serve_forever, name="metrics page", daemon=True).start()
         return int(self._server.server_port)
@@ -282,39 +301,39 @@ class Metrics:
         return registry
 
 
-class _LostBehind:
-    """`LostTime`, which takes a while for many records: whoever submits them does not wait for it.
+class _LostTimeInBackground:
+    """`LostTime` in the background: processing many records takes a while, and `submit` must not wait for it.
 
-    Until it has come to the end of a long past, nothing is told of it: counters that went up by all of that at once
-    would look like a loss of just now.
+    No value is returned until a long past is processed: counters that suddenly rise by all of it would look like a
+    present loss.
     """
 
     def __init__(self, past: Iterable[journal.Record]) -> None:
         self._lost = LostTime(past)
         self._at_work = threading.Lock()
         self._busy = False
-        self._told: dict[str, float] | None = None
+        self._by_cause: dict[str, float] | None = None
         if self._lost.waiting:
             self._catch_up()
 
     def submit(self, record: journal.Record) -> None:
         self._lost.submit(record)
-        if self._lost.waiting > MOST_WAITING and not self._busy:
+        if self._lost.waiting > MAX_WAITING_RECORDS and not self._busy:
             self._catch_up()
 
     def by_cause(self) -> dict[str, float] | None:
-        """Seconds by cause; None while they are not known yet."""
+        """Return the lost seconds by cause; None while they are unknown."""
         if not self._busy and self._at_work.acquire(blocking=False):
             try:
                 self._work(rest_s=0.0)
             finally:
                 self._at_work.release()
-        return self._told
+        return self._by_cause
 
     def _catch_up(self) -> None:
         def run() -> None:
             with self._at_work:
-                self._work(rest_s=BREATH_S)
+                self._work(rest_s=REST_S)
             self._busy = False
 
         self._busy = True
@@ -325,22 +344,22 @@ class _LostBehind:
             while self._lost.step():
                 if rest_s:
                     time.sleep(rest_s)
-            self._told = self._lost.by_cause()
-        except Exception:  # noqa: BLE001 - logged; the other figures are told all the same
-            _log.exception("lost seconds are told no more")
-            self._lost, self._told = LostTime(), None
+            self._by_cause = self._lost.by_cause()
+        except Exception:  # noqa: BLE001 - logged; the other figures are served all the same
+            _log.exception("lost seconds are no longer computed")
+            self._lost, self._by_cause = LostTime(), None
 
 
 class _Page(ThreadingHTTPServer):
-    """Answers a few at a time: anybody on this machine can connect, and each connection costs a thread."""
+    """The page. Serves a few connections at a time: anybody on this machine can connect, and each costs a thread."""
 
     def __init__(self, address: tuple[str, int], registry: CollectorRegistry) -> None:
         from prometheus_client import MetricsHandler
 
         class Handler(MetricsHandler):
-            timeout = PATIENCE_S
+            timeout = REQUEST_TIMEOUT_S
 
-        self._free = threading.BoundedSemaphore(MOST_AT_ONCE)
+        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
         super().__init__(address, Handler.factory(registry))
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -356,11 +375,11 @@ class _Page(ThreadingHTTPServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Who asked has gone, or asks what is no HTTP: not ours to report."""
+        """Ignore clients that disconnect or do not send HTTP."""
 
 
 class _Textfile:
-    """Replaces a file when something has changed, every `BETWEEN_WRITES_S` at most."""
+    """Replaces a file when something has changed, every `WRITE_EVERY_S` at most."""
 
     def __init__(self, path: Path, text: Callable[[], bytes], say: Callable[[str], None]) -> None:
         self.changed = threading.Event()
@@ -369,7 +388,7 @@ class _Textfile:
         self._say = say
         self._closing = threading.Event()
         self._failing = False
-        # A hung file system must not keep the process from ending, hence a daemon.
+        # A daemon, because a file system that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name="metrics textfile", daemon=True)
         self.changed.set()
         self._thread.start()
@@ -388,34 +407,34 @@ class _Textfile:
             self._write()
             if last:
                 return
-            self._closing.wait(BETWEEN_WRITES_S)
+            self._closing.wait(WRITE_EVERY_S)
 
     def _write(self) -> None:
         try:
             replace_readable(self._path, self._text())
         except OSError as error:
             if not self._failing:
-                text = f"metrics: {self._path}: {error.strerror}; not told again until it works, the job goes on"
-                self._tell(text)
+                text = f"metrics: {self._path}: {error.strerror}; not reported again until it works, the job continues"
+                self._report(text)
             self._failing = True
             return
         if self._failing:
             self._failing = False
-            self._tell(f"metrics: {self._path}: written again")
+            self._report(f"metrics: {self._path}: writable again")
 
-    def _tell(self, text: str) -> None:
-        with suppress(RuntimeError):  # whoever would tell it is gone
+    def _report(self, text: str) -> None:
+        with suppress(RuntimeError):  # the event loop has ended
             self._say(text)
 
 
 def replace_readable(path: Path, content: bytes) -> None:
     """Write a file that others may read (node_exporter is another user), whole or not at all. Raises OSError.
 
-    Its name while it is written does not end with .prom: node_exporter leaves it alone.
+    Its temporary name does not end with .prom, so that node_exporter ignores it.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with suppress(FileNotFoundError):
-        temporary.unlink()  # of one that was killed here
+        temporary.unlink()  # left by a process that was killed here
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
         with os.fdopen(descriptor, "wb") as file:

@@ -1,8 +1,8 @@
-"""A thread that does beside the job what may take long or fail: one thing after the other, from a bounded queue.
+"""A thread that does slow or unreliable work beside the job: one item after the other, from a bounded queue.
 
-Used by what tells others of the job (`wrapper.sinks.hooks`, `wrapper.sinks.tensorboard`). The supervisor only puts
-things in; when too many wait, the oldest is dropped and counted. What fails is said once, and once more when it works
-again. Decides nothing about the job.
+Used by listeners that notify others of the job (`wrapper.sinks.hooks`, `wrapper.sinks.tensorboard`). The supervisor
+only adds items; when too many wait, the oldest is dropped and counted. A failure is reported once, and the first
+success after it as well. Decides nothing about the job.
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ from typing import Generic, TypeVar
 
 from resihp.errors import ResihpError
 
-MOST_WAITING = 1000
+MAX_WAITING = 1000
 
 _log = logging.getLogger("resihp.aside")
 _Item = TypeVar("_Item")
 
 
 class UndeliveredError(ResihpError):
-    """What was to be done beside the job could not be; the message names no secret. `again`: trying again may help."""
+    """An item of work that failed; the message holds no secret. `again`: trying again may help."""
 
     def __init__(self, text: str, *, again: bool = True) -> None:
         super().__init__(text)
         self.again = again
 
 
-class Aside(Generic[_Item]):
-    """`put` from any thread, never waits. `work` does one item, in our thread; raises UndeliveredError or OSError.
+class BackgroundQueue(Generic[_Item]):
+    """The queue and its thread. `put` may be called from any thread and never waits. `work` does one item, in our
+    thread; it raises UndeliveredError or OSError if it fails.
 
-    `pauses_s` are those between tries of one item: it is tried once more than there are pauses. `say` is told of what
-    fails, from our thread. `closing` is set once no time is left but until the deadline.
+    `pauses_s`: pauses between tries of one item, so there is one more try than pauses. `say` gets reports of failures,
+    from our thread. `closing` is set once only the time until the deadline is left.
     """
 
     def __init__(
@@ -45,11 +46,11 @@ class Aside(Generic[_Item]):
         say: Callable[[str], None],
         *,
         pauses_s: tuple[float, ...] = (),
-        most_waiting: int = MOST_WAITING,
+        most_waiting: int = MAX_WAITING,
     ) -> None:
         self.name = name
         self.done = self.failed = self.dropped = 0
-        """Items, each counted once, after its last try."""
+        """Number of items by outcome, each counted once, after its last try."""
         self.closing = threading.Event()
         self._work = work
         self._say = say
@@ -60,7 +61,7 @@ class Aside(Generic[_Item]):
         self._wake = threading.Event()
         self._deadline = float("inf")
         self._failing = False
-        # What hangs must not keep the supervisor's process from ending, hence a daemon.
+        # A daemon, because a thread that hangs must not keep the supervisor's process from ending.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -73,15 +74,15 @@ class Aside(Generic[_Item]):
         self._wake.set()
 
     def close(self, deadline: float) -> bool:
-        """Do what waits until that moment (monotonic seconds); False if something is left then."""
+        """Work until that moment (monotonic seconds); return False if items are left then."""
         self._deadline = deadline
         self.closing.set()
         self._wake.set()
         self._thread.join(max(0.0, deadline - time.monotonic()))
         with self._lock:
-            left = len(self._items)
-        if self._thread.is_alive() or left:
-            self._tell(f"{self.name}: the job has ended before all was done; {max(left, 1)} left")
+            remaining = len(self._items)
+        if self._thread.is_alive() or remaining:
+            self._report(f"{self.name}: the job has ended before all was done; {max(remaining, 1)} left")
             return False
         return True
 
@@ -107,14 +108,14 @@ class Aside(Generic[_Item]):
             except (UndeliveredError, OSError) as error:
                 worth_it = not isinstance(error, UndeliveredError) or error.again
                 text = str(error)
-            except Exception as error:  # noqa: BLE001 - ours to mend, not a reason to stop telling
+            except Exception as error:  # noqa: BLE001 - a bug of ours must not stop later items
                 _log.exception("%s", self.name)
                 worth_it, text = False, f"internal error ({type(error).__name__})"
             else:
                 self.done += 1
                 if self._failing:
                     self._failing = False
-                    self._tell(f"{self.name}: works again")
+                    self._report(f"{self.name}: works again")
                 return
             if pause_s is None or not worth_it or time.monotonic() + pause_s > self._deadline:
                 break
@@ -122,8 +123,8 @@ class Aside(Generic[_Item]):
         self.failed += 1
         if not self._failing:
             self._failing = True
-            self._tell(f"{self.name}: {text}; not told again until it works, the job goes on")
+            self._report(f"{self.name}: {text}; not reported again until it works, the job continues")
 
-    def _tell(self, text: str) -> None:
-        with suppress(RuntimeError):  # whoever would tell it is gone
+    def _report(self, text: str) -> None:
+        with suppress(RuntimeError):  # the event loop has ended
             self._say(text)

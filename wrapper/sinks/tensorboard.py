@@ -1,4 +1,4 @@
-"""Scalars of committed iterations for TensorBoard, where its package is installed; one run for each job.
+"""Writes scalars of committed iterations for TensorBoard, where its package is installed; one run for each job.
 
 Listens to the journal (`wrapper.sinks.fanout`), writes in a thread of its own. Decides nothing about the job.
 """
@@ -13,14 +13,14 @@ from typing import Any
 from resihp.errors import ConfigurationError
 from resihp.record import journal
 from wrapper.sinks.figures import Figures, follow, snapshot
-from wrapper.sinks.queue import Aside
+from wrapper.sinks.queue import BackgroundQueue
 
 Scalar = tuple[str, float, int, float]
 """Tag, value, iteration, UTC in seconds since 1970."""
 
 
 def check() -> None:
-    """Raises ConfigurationError where nothing can write them."""
+    """Raise ConfigurationError if the package is not installed."""
     if find_spec("tensorboard") is None:
         raise ConfigurationError(
             "[metrics] tensorboard: the package tensorboard is not installed; pip install tensorboard, or leave it out"
@@ -28,14 +28,14 @@ def check() -> None:
 
 
 def scalars(figures: Figures, record: journal.Record) -> Iterator[Scalar]:
-    """What an iteration adds, once `figures` have followed its record."""
+    """Yield the scalars of a record, after `figures` have followed it."""
     entry = record.entry
     if isinstance(entry, journal.EvaluationDone):
         yield "validation_loss", entry.loss, entry.iteration, record.at
     if not isinstance(entry, journal.IterationCommitted):
         return
     step, values = entry.outcome.iteration, entry.outcome
-    found = {
+    named_values = {
         "loss": values.loss,
         "gradient_norm": values.gradient_norm,
         "learning_rate": values.learning_rate,
@@ -44,13 +44,14 @@ def scalars(figures: Figures, record: journal.Record) -> Iterator[Scalar]:
         "iteration/tokens_per_second": values.tokens / entry.seconds if entry.seconds else None,
         "goodput": figures.goodput(record.at),
     }
-    for tag, value in found.items():
+    for tag, value in named_values.items():
         if value is not None:
             yield tag, value, step, record.at
 
 
 class TensorBoard:
-    """A listener. `past`: what the job had come to under those who led before us; what they wrote is there."""
+    """A listener that writes scalars. `past`: figures under the leaders before us, whose scalars are already
+    written."""
 
     def __init__(
         self,
@@ -64,23 +65,23 @@ class TensorBoard:
         self._open = open_writer or _writer
         self._writer: Any = None
         self._figures = snapshot(past or Figures())
-        self._aside: Aside[list[Scalar]] = Aside("tensorboard", self._write, say)
+        self._queue: BackgroundQueue[list[Scalar]] = BackgroundQueue("tensorboard", self._write, say)
 
     def submit(self, record: journal.Record) -> None:
         follow(self._figures, record)
-        if found := list(scalars(self._figures, record)):
-            self._aside.put(found)
+        if values := list(scalars(self._figures, record)):
+            self._queue.put(values)
 
     def close(self, deadline: float) -> bool:
-        done = self._aside.close(deadline)
+        done = self._queue.close(deadline)
         if done and self._writer is not None:
             self._writer.close()
         return done
 
-    def _write(self, found: list[Scalar]) -> None:
+    def _write(self, values: list[Scalar]) -> None:
         if self._writer is None:
             self._writer = self._open(str(self._folder))
-        for tag, value, step, at in found:
+        for tag, value, step, at in values:
             self._writer.add_scalar(tag, value, step, wall_time=at)
 
 

@@ -1,10 +1,10 @@
-"""What `resihp run` shows while training runs: a panel on a terminal, plain lines elsewhere, on stderr.
+"""The display of `resihp run` while training runs: a panel on a terminal, plain lines elsewhere, on stderr.
 
 Each line begins with its time (UTC, as in the ledger); a message comes after the iterations that were committed before
-it. What rank 0 of a script prints that does not train with resihp goes to stdout as it is, or above the panel: a script
-is known for one once its ranks have met by themselves, or have long said nothing of what they train. Fed by the
-supervisor with everything that it journals and hears. Only shows; whatever goes wrong here (odd input, a terminal that
-is gone) is counted and never reaches the supervisor.
+it. If a script does not train with resihp, the output of its rank 0 goes to stdout unchanged, or above the panel: such
+a script is recognised once its ranks have met by themselves, or have not declared a model for long. The supervisor
+passes in all that it journals and receives. Only displays; an error here (odd input, a terminal that is gone) is
+counted and never reaches the supervisor.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ if TYPE_CHECKING:
     from resihp.settings import Settings
 
 Level = Literal["progress", "notice", "warning", "error"]
-NARROW = 20
-"""Columns that words of a message have at least, whatever the terminal."""
-BETWEEN_LINES_S = 1.0
-BETWEEN_FRAMES_S = 0.2
-ROOM_FOR_ECHO = 6
-"""Columns left free beside the panel: a terminal that echoes ^C there does not begin a new line, and Rich, which
-counts lines, takes all of the panel off the screen."""
-BETWEEN_WORDS_S = 15.0
-"""Of those that tell how far the start has come."""
-HELD_BACK_S = 30.0
-"""So long what rank 0 prints is held back while nobody knows whether its script trains with resihp."""
-MOST_HELD_BACK = 10_000
-"""Lines; the first ones go, and it is said how many."""
-SHOWN_AFTER_FAILURE = 3
-"""Iterations that are told one by one after a failure, however fast they are."""
+MIN_TEXT_COLUMNS = 20
+"""Fewest columns for the words of a message, on any terminal."""
+LINE_EVERY_S = 1.0
+FRAME_EVERY_S = 0.2
+ECHO_MARGIN_COLUMNS = 6
+"""Columns left free beside the panel: a terminal that echoes ^C there begins no new line, and Rich, which counts lines,
+erases all of the panel."""
+START_REPORT_EVERY_S = 15.0
+"""Time between two reports of how far the start has come."""
+HOLD_OUTPUT_S = 30.0
+"""How long output of rank 0 is held back while it is unknown whether its script trains with resihp."""
+MAX_HELD_LINES = 10_000
+"""Number of lines that are held back; the first ones are dropped, and their number is reported."""
+ITERATIONS_AFTER_FAILURE = 3
+"""Iterations that are shown one by one after a failure, however fast they are."""
 _STYLES: Mapping[Level, str] = {"progress": "", "notice": "cyan", "warning": "yellow", "error": "bold red"}
 
 P = ParamSpec("P")
@@ -60,7 +60,7 @@ P = ParamSpec("P")
 def _quiet(
     method: Callable[Concatenate[LiveView, P], None],
 ) -> Callable[Concatenate[LiveView, P], None]:
-    """Whatever the view cannot show must not stop the job. SystemExit is what Rich makes of a closed pipe."""
+    """Wrap a method so that an error of the display never stops the job. Rich raises SystemExit for a closed pipe."""
 
     @functools.wraps(method)
     def guarded(self: LiveView, /, *arguments: P.args, **named: P.kwargs) -> None:
@@ -84,10 +84,10 @@ class LiveView:
         wall_clock: Callable[[], float] = time.time,
         past: Iterable[journal.Record] = (),
     ) -> None:
-        """`console` writes to stderr; `clock` gives monotonic seconds, `wall_clock` those since 1970; `past`: records
-        of those who led before us."""
+        """`console` writes to stderr; `clock` gives monotonic seconds, `wall_clock` seconds since 1970; `past`: records
+        of the leaders before us."""
         self.errors = 0
-        """Calls whose showing failed."""
+        """Number of calls that failed."""
         self._console = console
         self._settings = settings
         self._clock = clock
@@ -109,8 +109,8 @@ class LiveView:
             self._follow(record)
         self._printed = 0 if self._last is None else self._last.outcome.iteration
         self._plain = not settings.declares
-        """The script is known not to train with resihp."""
-        self._held: deque[str] = deque(maxlen=MOST_HELD_BACK)
+        """Whether the script is known not to train with resihp."""
+        self._held: deque[str] = deque(maxlen=MAX_HELD_LINES)
         self._left_out = 0
         self._held_since: float | None = None
         self._always = 1
@@ -129,12 +129,12 @@ class LiveView:
 
     @_quiet
     def say(self, level: Level, text: str) -> None:
-        """A line from the controller or the supervisor."""
+        """Show a message of the controller or the supervisor."""
         self._line(text, _STYLES.get(level, ""))
 
     @_quiet
     def entry(self, record: journal.Record) -> None:
-        """A journal record, just written."""
+        """Show a journal record that was just written."""
         entry = record.entry
         self._dirty = True
         self._follow(record)
@@ -145,11 +145,11 @@ class LiveView:
                 self._plain = True
                 self._show_output()
             case journal.PlanInEffect() if len(self._idle.plans) == 1:
-                self._tell_of_idle_gpus()
+                self._show_idle_gpus()
             case journal.IterationCommitted():
                 self._committed()
             case journal.FailureFound():
-                self._always = SHOWN_AFTER_FAILURE
+                self._always = ITERATIONS_AFTER_FAILURE
                 self._line(explain(entry), _STYLES["warning"])
             case journal.Reconfigured():
                 self._line(self._recovered(entry, record.at), _STYLES["notice"])
@@ -158,11 +158,11 @@ class LiveView:
             case journal.JobEnded():
                 self._show_last()
                 self._show_output()
-                self._tell_of_idle_gpus(f"; resihp history cost {self._settings.job} tells what that cost")
+                self._show_idle_gpus(f"; for the cost: resihp history cost {self._settings.job}")
         self._draw()
 
     def _follow(self, record: journal.Record) -> None:
-        """What one record changes of what is known; tells nothing."""
+        """Update the state with one record, without showing anything."""
         entry = record.entry
         self._ranks.follow(entry)
         self._idle.follow(entry)
@@ -187,7 +187,7 @@ class LiveView:
 
     @_quiet
     def report(self, rank: int, stepped: Stepped) -> None:
-        """One rank took its step; between commits the panel shows how many have."""
+        """Count one rank's step; between commits the panel shows how many ranks have stepped."""
         iteration = stepped.outcome.iteration
         self._reports[iteration] = self._reports.get(iteration, 0) + 1
         while len(self._reports) > 4:
@@ -196,7 +196,7 @@ class LiveView:
 
     @_quiet
     def beats(self, node: str, beat: Beat) -> None:
-        """A node's beat; a stopped process shows as suspected."""
+        """Take a node's heartbeat; a stopped process is shown as suspected."""
         if beat.met and not self._plain:
             self._plain = True
             self._show_output()
@@ -207,27 +207,27 @@ class LiveView:
 
     @_quiet
     def output(self, lines: Sequence[str], left_out: int = 0) -> None:
-        """What rank 0 has printed, after so many lines more that cannot be shown."""
+        """Show output of rank 0; `left_out`: the number of lines before it that cannot be shown."""
         if self._trains:
             return
         if self._held_since is None:
             self._held_since = self._clock()
-        self._left_out += left_out + max(0, len(self._held) + len(lines) - MOST_HELD_BACK)
+        self._left_out += left_out + max(0, len(self._held) + len(lines) - MAX_HELD_LINES)
         self._held.extend(lines)
-        if self._plain or self._clock() - self._held_since > HELD_BACK_S:
+        if self._plain or self._clock() - self._held_since > HOLD_OUTPUT_S:
             self._show_output()
 
     @_quiet
     def tick(self) -> None:
-        """Time has passed."""
-        if self._held_since is not None and self._clock() - self._held_since > HELD_BACK_S:
+        """Refresh the display; called regularly."""
+        if self._held_since is not None and self._clock() - self._held_since > HOLD_OUTPUT_S:
             self._show_output()
-        self._tell_of_the_start()
+        self._show_start()
         self._draw()
 
     @_quiet
     def close(self) -> None:
-        """The job is over: the last iteration is told, the terminal left as it was."""
+        """Show the last iteration, and leave the terminal as it was."""
         self._show_last()
         self._show_output()
         live, self._live = self._live, None
@@ -235,7 +235,7 @@ class LiveView:
             live.stop()
 
     def _show_output(self) -> None:
-        """Of a line that was written over and over, as a progress bar's, what came last."""
+        """Write held output; of a line that was overwritten, such as a progress bar, only its last state."""
         lines = [line.rpartition("\r")[2] for line in self._held]
         self._held.clear()
         if not lines:
@@ -253,64 +253,65 @@ class LiveView:
             sys.stdout.write("".join(f"{line}\n" for line in lines))
             sys.stdout.flush()
 
-    # --- what is shown -----------------------------------------------------------------------------------------
+    # --- display -----------------------------------------------------------------------------------------------
 
     def _line(self, text: str, style: str) -> None:
-        """One message: above the panel, or a line."""
+        """Show one message, above the panel or as a line."""
         self._show_last()
-        shown = literal(text)
-        self._event = shown.splitlines()[0] if shown else ""
-        self._print(shown, style)
+        line = literal(text)
+        self._event = line.splitlines()[0] if line else ""
+        self._print(line, style)
 
     def _print(self, text: str, style: str = "", at: float | None = None) -> None:
         when = datetime.fromtimestamp(self._wall_clock() if at is None else at, UTC)
         stamp = f"{when:%m-%d %H:%M:%S} "
         lines = text.splitlines()
-        if self._console.is_terminal:  # words stay whole, also those that are longer than a line, as paths are
-            width = max(self._console.width - len(stamp), NARROW)
+        if self._console.is_terminal:  # words stay whole, even paths that are longer than a line
+            width = max(self._console.width - len(stamp), MIN_TEXT_COLUMNS)
             whole = functools.partial(textwrap.wrap, width=width, break_long_words=False, break_on_hyphens=False)
             lines = [part for line in lines for part in whole(line)]
-        shown = Text(("\n" + " " * len(stamp)).join(lines), style=style)
-        self._console.print(Text(stamp).append_text(shown), soft_wrap=True)
+        message = Text(("\n" + " " * len(stamp)).join(lines), style=style)
+        self._console.print(Text(stamp).append_text(message), soft_wrap=True)
 
-    def _tell_of_the_start(self) -> None:
-        """Now and then, until there is an iteration, who is there: nodes and models may take minutes."""
+    def _show_start(self) -> None:
+        """Report at intervals, until the first iteration, which nodes and workers are present: the start may take
+        minutes."""
         now = self._clock()
-        if self._live is not None or self._last is not None or now - self._waited_since < BETWEEN_WORDS_S:
+        if self._live is not None or self._last is not None or now - self._waited_since < START_REPORT_EVERY_S:
             return
-        if self._plain:  # there will be none
+        if self._plain:  # no iteration will come
             return
         self._waited_since = now
         nodes = f"{len(self._nodes)} of {self._settings.nodes} nodes have joined"
         self._line(f"waiting for the first iteration: {nodes}, {self._started()}", "")
 
-    def _tell_of_idle_gpus(self, further: str = "") -> None:
-        """As the first plan takes effect, and at the end."""
+    def _show_idle_gpus(self, further: str = "") -> None:
+        """Report idle GPUs when the first plan takes effect, and at the end."""
         if line := self._idle.line():
             self._line(f"{line}{further}", _STYLES["warning"])
 
     def _started(self) -> str:
-        of = self._settings.nodes * self._settings.gpus_per_node
-        return f"{len(self._ranks.running)} of {of} workers have started"
+        total = self._settings.nodes * self._settings.gpus_per_node
+        return f"{len(self._ranks.running)} of {total} workers have started"
 
     def _recovered(self, entry: journal.Reconfigured, at: float) -> str:
-        """From the failure on, as `Recoveries` has its moment; what came when stands beside it."""
+        """Describe a recovery: total time since the failure as in `Recoveries`, and its phases."""
         layout = self._layout.describe() if self._layout is not None else f"epoch {entry.epoch}"
-        after_the_last = 0 < self._goal < self._next
-        what = {
-            "redo": "the last evaluation redone" if after_the_last else f"iteration {self._next} redone",
+        after_last_iteration = 0 < self._goal < self._next
+        iteration = {
+            "redo": "the last evaluation redone" if after_last_iteration else f"iteration {self._next} redone",
             "commit": f"iteration {self._next - 1} counts",
             "between": f"iteration {self._next} next",
         }[entry.action]
         moved = f", {size(entry.bytes_moved)} moved" if entry.bytes_moved else ""
         if entry.action == "between" and not entry.failures:
-            return f"layout changed: {layout}, {what}, in {duration(entry.seconds)}{moved}"
+            return f"layout changed: {layout}, {iteration}, in {duration(entry.seconds)}{moved}"
         since = "the failure" if len(entry.failures) == 1 else "the first sign of trouble"
         mended = self._recoveries.of(entry, at)
         decided_s, without_s = entry.park_s + entry.plan_s, entry.seconds
         if mended is not None:
             without_s = mended.seconds_without_noticing
-            decided_s += max(without_s - entry.seconds, 0.0)  # it was weighed before training was interrupted
+            decided_s += max(without_s - entry.seconds, 0.0)  # time to decide before training was interrupted
         phases = [
             ("decided in", decided_s),
             ("moved in", entry.groups_s + entry.state_s),
@@ -322,18 +323,18 @@ class LiveView:
             whole = f"{duration(mended.seconds_to_recover)} after {since}"
             phases.insert(0, ("noticed after", mended.noticed_after))
             alone = f"; {duration(without_s)} without noticing"
-        told = ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in phases)
-        return f"recovered: {layout}, {what}, {whole} ({told}{alone}){moved}"
+        phase_times = ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in phases)
+        return f"recovered: {layout}, {iteration}, {whole} ({phase_times}{alone}){moved}"
 
     def _committed(self) -> None:
         if self._live is not None:
             return
-        if self._always > 0 or self._clock() - self._printed_at >= BETWEEN_LINES_S:
+        if self._always > 0 or self._clock() - self._printed_at >= LINE_EVERY_S:
             self._always = max(self._always - 1, 0)
             self._show_last()
 
     def _show_last(self) -> None:
-        """The last iteration, if it has not been told, with the time when it was through: that may be long ago."""
+        """Show the last iteration if it was not shown yet, with the time of its commit, which may be long ago."""
         if self._last is not None and self._printed != self._last.outcome.iteration:
             self._printed = self._last.outcome.iteration
             self._printed_at = self._clock()
@@ -341,17 +342,17 @@ class LiveView:
 
     def _draw(self) -> None:
         now = self._clock()
-        if self._live is None or not self._dirty or now - self._drawn_at < BETWEEN_FRAMES_S:
+        if self._live is None or not self._dirty or now - self._drawn_at < FRAME_EVERY_S:
             return
         self._dirty = False
         self._drawn_at = now
         self._live.update(self._panel(), refresh=True)
 
     def _panel(self) -> Panel:
-        width = max(self._console.width - ROOM_FOR_ECHO, 24)
+        width = max(self._console.width - ECHO_MARGIN_COLUMNS, 24)
         parts: list[Text] = []
         if self._last is None and self._plain:
-            parts.append(Text(f"{self._started()}; what rank 0 prints is above", style="dim"))
+            parts.append(Text(f"{self._started()}; the output of rank 0 is above", style="dim"))
         elif self._last is None:
             started = f", {self._started()}" if self._layout is None else ""
             parts.append(Text(f"waiting for the first iteration{started}", style="dim"))
@@ -359,8 +360,8 @@ class LiveView:
             parts.append(Text(iteration_line(self._last), style="bold"))
             under_way = self._last.outcome.iteration + 1
             if self._layout is not None and under_way in self._reports:
-                done, of = self._reports[under_way], len(self._layout.active)
-                parts.append(Text(f"iteration {under_way}  {done} of {of} ranks have stepped", style="dim"))
+                done, total = self._reports[under_way], len(self._layout.active)
+                parts.append(Text(f"iteration {under_way}  {done} of {total} ranks have stepped", style="dim"))
         if self._layout is not None:
             health = self._ranks.by_rank(self._layout)
             parts.append(layout_grid(self._layout, health, max(width - 4, 20)))
@@ -374,7 +375,7 @@ class LiveView:
 
 
 def iteration_line(entry: journal.IterationCommitted) -> str:
-    """`iteration 12  loss 4.0312  18.2k tokens/s  0.45 s`."""
+    """Return `iteration 12  loss 4.0312  18.2k tokens/s  0.45 s`."""
     outcome = entry.outcome
     parts = [f"iteration {outcome.iteration}", f"loss {outcome.loss:.4f}"]
     if entry.seconds:

@@ -1,6 +1,6 @@
-"""How far a job is, written into its comment in Slurm now and then, behind what somebody else has put there.
+"""Writes a job's progress into its comment in Slurm at intervals, behind the text that somebody else has put there.
 
-Once a refusal is known, no more is written. What is written is `wrapper.slurm_tasks.job_comment`'s. Called by
+After Slurm has refused once, no more is written. The text is `wrapper.slurm_tasks.job_comment`'s. Called by
 `wrapper.slurm_tasks.desk`.
 """
 
@@ -18,14 +18,14 @@ from wrapper.slurm_tasks.job_comment import JobComment
 from wrapper.slurm_tasks.own_job import OwnJob
 
 COMMENT_EVERY_S = 600.0
-COMMENT_AGAIN_S = 60.0
-"""After a node was lost, since the last one; of the end Slurm is told at once."""
+MIN_COMMENT_PAUSE_S = 60.0
+"""Shortest pause before the comment after a lost node; the one at the end is written at once."""
 
 _log = logging.getLogger("slurm")
 
 
 class CommentWriter:
-    """`last_said`: nothing is left to be written."""
+    """The writer. `is_finished`: the last comment was written, or Slurm refused."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class CommentWriter:
         clock: Callable[[], float],
         now: Callable[[], float],
     ) -> None:
-        self.last_said = False
+        self.is_finished = False
         self._comment = comment
         self._job_id = job_id
         self._slurm = slurm
@@ -44,31 +44,31 @@ class CommentWriter:
         self._clock = clock
         self._now = now
         self._theirs: str | None = None
-        """What the job's comment says, as it was last seen; None if it never was."""
+        """The present comment in Slurm, as last seen; None if it was never seen."""
         self._commented_at = float("-inf")
 
     def pause_s(self) -> float:
-        """Until the next one, when a node was lost or the job has ended."""
-        return 0.0 if self._comment.ended else max(0.0, self._commented_at + COMMENT_AGAIN_S - self._clock())
+        """Return the seconds until the next comment may be written, after a lost node or the end of the job."""
+        return 0.0 if self._comment.ended else max(0.0, self._commented_at + MIN_COMMENT_PAUSE_S - self._clock())
 
-    def say(self) -> Done:
-        """Write it, unless all has been said."""
-        if self.last_said:
+    def write(self) -> Done:
+        """Write the comment, unless the last one was written."""
+        if self.is_finished:
             return Done()
-        told: list[api.AnyEvent] = []
-        self.last_said = self._comment.ended
+        events: list[api.AnyEvent] = []
+        self.is_finished = self._comment.ended
         self._commented_at = self._clock()
         try:
-            if self._theirs is None or not self.last_said:  # the end waits for no question
+            if self._theirs is None or not self.is_finished:  # at the end, the comment as last seen will do
                 view = self._slurm.job(self._job_id)
                 self._theirs = None if view is None else view.comment
-                told += [] if view is None else self._own_job.tell_time_left(view.seconds_left)
+                events += [] if view is None else self._own_job.time_left_events(view.seconds_left)
             if self._theirs is not None:
                 self._slurm.comment(self._job_id, commented(self._theirs, self._comment.text(self._now())))
         except SlurmRefusedError as error:
             _log.warning("comment: %s", error)
-            self.last_said = True
-            return Done(told)
+            self.is_finished = True
+            return Done(events)
         except SlurmError as error:
             _log.warning("comment: %s", error)
-        return Done(told, [("comment", COMMENT_EVERY_S, self.say)])
+        return Done(events, [("comment", COMMENT_EVERY_S, self.write)])

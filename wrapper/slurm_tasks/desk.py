@@ -1,11 +1,11 @@
-"""What the supervisor has Slurm do and asks it: carried out in the background, one thing at a time, answers as events.
+"""Carries out the supervisor's requests to Slurm in the background, one at a time; answers become events.
 
-Decides when Slurm is asked again, and what its views mean in the controller's words; what is wanted, and what follows
-from an answer, is decided there. A healthy job asks for its time limit, which may be changed, and for its nodes every
-few minutes. No answer is told as "unknown" or asked for again later, with growing pauses; it is never taken for an
-answer. Nothing in here ever ends the job: trouble is logged. Owned by `wrapper.supervisor.shell`.
+Decides when to ask Slurm again, and translates its views for the controller, which decides everything else. For a
+healthy job it asks every few minutes for the job's time limit, which may be changed, and for its nodes. A missing
+answer is reported as "unknown", or the question is repeated with growing pauses; it is never taken for an answer.
+Nothing in here ever ends the job: problems are logged. Owned by `wrapper.supervisor.shell`.
 
-Each kind of work is a module: `own_job`, `nodes`, `replacements`, `comment_writer`; `agenda` says what is next.
+Each kind of work is a module: `own_job`, `nodes`, `replacements`, `comment_writer`; `agenda` orders the work.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from wrapper.slurm_tasks.nodes import LOOK_EVERY_S, WATCH_PAUSES_S, Nodes
 from wrapper.slurm_tasks.own_job import OwnJob
 from wrapper.slurm_tasks.replacements import Replacements, Submit
 
-LOOK_FIRST_S = 60.0
-CLOSE_S = 20.0
-"""For cancelling what is open when the job has ended."""
-LAST_COMMENT_S = 6.0
-"""How long the end of the job waits for its comment."""
+FIRST_LOOK_S = 60.0
+CLOSE_TIMEOUT_S = 20.0
+"""Time to cancel open requests after the job has ended."""
+LAST_COMMENT_TIMEOUT_S = 6.0
+"""How long the end of the job waits for its comment to be written."""
 
 _log = logging.getLogger("slurm")
 
 
 class SlurmDesk:
-    """See the module. `event` hands an event to the controller; it is called in the event loop."""
+    """The desk; see the module. `event` hands an event to the controller, in the event loop."""
 
     def __init__(
         self,
@@ -54,8 +54,8 @@ class SlurmDesk:
         now: Callable[[], float] = time.time,
         comment: JobComment | None = None,
     ) -> None:
-        """`clock` is monotonic; `now` tells UTC in seconds since 1970, as does `end_time`: when the job's time is up,
-        where that was said at its start; else Slurm is asked. `comment`: what to tell Slurm of the job."""
+        """`clock` is monotonic; `now` is UTC in seconds since 1970. So is `end_time`, the job's time limit, if it was
+        known at the job's start; else Slurm is asked. `comment`: the text of the job's comment."""
         assert request.slurm is not None
         self._event = event
         slurm = slurm or Polite(CommandLine())
@@ -70,13 +70,13 @@ class SlurmDesk:
         job = self._own_job
         plan = self._agenda.plan
         plan("earlier", 0.0, self._replacements.find_earlier)
-        plan("time", 0.0, job.time_left if end_time is None else lambda: job.time_said(end_time))
-        plan("nodes", LOOK_FIRST_S, self._nodes.look)
+        plan("time", 0.0, job.time_left if end_time is None else lambda: job.set_end_time(end_time))
+        plan("nodes", FIRST_LOOK_S, self._nodes.look)
         self._writer: CommentWriter | None = None
         if comment is not None and request.slurm.comment:
             self._writer = writer = CommentWriter(comment, request.slurm.job_id, slurm, job, clock, now)
-            comment.changed = lambda: plan("comment", writer.pause_s(), writer.say)
-            plan("comment", 0.0, writer.say)
+            comment.changed = lambda: plan("comment", writer.pause_s(), writer.write)
+            plan("comment", 0.0, writer.write)
 
     # --- for the shell ----------------------------------------------------------------------------------------
 
@@ -90,7 +90,7 @@ class SlurmDesk:
         | api.AskWhy
         | api.AskTimeLeft,
     ) -> None:
-        """Do it in the background; the answer comes as an event."""
+        """Carry out an action in the background; the answer comes as an event."""
         plan = self._agenda.plan
         match action:
             case api.DrainNode():
@@ -112,7 +112,7 @@ class SlurmDesk:
                 plan("time", float("-inf"), lambda: self._own_job.time_left(fresh_s=0.0))
 
     async def run(self) -> None:
-        """Whatever is due, when it is due, until cancelled."""
+        """Do all work when it is due, until cancelled."""
         while True:
             self._agenda.wake.clear()
             pause_s = await self.turn()
@@ -123,18 +123,18 @@ class SlurmDesk:
                 pass
 
     async def turn(self) -> float:
-        """Do all that is due; returns in how many seconds something will be."""
+        """Do all work that is due; return the seconds until more is."""
         async with self._turn:
             while (work := self._agenda.due()) is not None:
                 self._doing = asyncio.ensure_future(self._do(work))
-                await asyncio.shield(self._doing)  # whoever cancels us does not lose what follows from it
+                await asyncio.shield(self._doing)  # if we are cancelled, its follow-up work is still planned
         return self._agenda.pause_s(LOOK_EVERY_S)
 
     async def _do(self, work: Work) -> None:
         try:
             done = await asyncio.get_running_loop().run_in_executor(self._thread, work)
         except Exception:  # noqa: BLE001 - logged with its traceback; the job goes on without it
-            _log.exception("while dealing with Slurm")
+            _log.exception("a request to Slurm failed")
             return
         for key, pause_s, then in done.then:
             self._agenda.plan(key, pause_s, then)
@@ -142,18 +142,19 @@ class SlurmDesk:
             self._event(event)
 
     async def close(self) -> None:
-        """The job has ended: drain what is still to be drained, and cancel all requests, joined or not."""
+        """Do the drains that are still to be done, and cancel all replacement requests, joined or not: the job has
+        ended."""
         self._agenda.keep("drain")
         self._agenda.plan("close", 0.0, self._replacements.cancel_all)
         try:
-            async with asyncio.timeout(CLOSE_S):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self.turn()
         except TimeoutError:
             _log.warning("Slurm gave no answer in time%s", self._replacements.left_over())
-        if self._writer is not None and not self._writer.last_said:
-            self._agenda.plan("comment", 0.0, self._writer.say)
+        if self._writer is not None and not self._writer.is_finished:
+            self._agenda.plan("comment", 0.0, self._writer.write)
             with suppress(TimeoutError):
-                async with asyncio.timeout(LAST_COMMENT_S):
+                async with asyncio.timeout(LAST_COMMENT_TIMEOUT_S):
                     await self.turn()
         self._agenda.keep("")
         self._thread.shutdown(wait=False, cancel_futures=True)

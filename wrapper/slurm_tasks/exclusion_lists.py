@@ -1,9 +1,9 @@
 """The lists that keep nodes out of a user's jobs, whichever folder these are submitted from.
 
-Each of his homes has one, where its jobs write down what they found; his own has what `resihp node exclude` was told,
-beside his registry of jobs, since nobody thinks of a folder then. What is submitted heeds all of them. Used by
-`resihp node`, `resihp submit`, a job's requests for replacements, and `resihp run`, which tells of nodes that it has
-been given all the same.
+Each home of the user has a list, to which its jobs add nodes; the user's own list, beside the registry of jobs, has the
+nodes of `resihp node exclude`, which does not depend on a folder. Every submission respects all lists. Used by `resihp
+node`, `resihp submit`, a job's requests for replacements, and `resihp run`, which reports excluded nodes that it was
+given all the same.
 """
 
 from __future__ import annotations
@@ -23,81 +23,84 @@ _log = logging.getLogger("slurm")
 
 
 def own(cluster: str) -> Exclusions | None:
-    """The user's own list; None for one without a home folder."""
+    """Return the user's own list; None for a user without a home folder."""
     place = registry.place()
     return None if place is None else Exclusions(place.parent, cluster)
 
 
 def lists(cluster: str, here: Path | None = None) -> list[Exclusions]:
-    """This home's, or that of the home named, the user's own, and those of his other homes, as far as these are
-    there."""
-    return [found for root in _roots(here) if (found := Exclusions(root, cluster)).path.exists()]
+    """Return the existing lists: of this home (or of `here`), the user's own, and of the user's other homes."""
+    return [exclusion_list for root in _roots(here) if (exclusion_list := Exclusions(root, cluster)).path.exists()]
 
 
 def to_avoid(slurm: Slurm, cluster: str, now: float, here: Path | None = None) -> tuple[str, ...]:
-    """Names of nodes to leave out of a submission from this home, or from the one named. Where others do not answer
-    soon, their lists are not heeded, with a warning. Raises SlurmError."""
-    found: list[Exclusion] = []
+    """Return names of nodes to leave out of a submission from this home, or from `here`. If other homes do not answer
+    soon, their lists are ignored, with a warning. Raises SlurmError."""
+    exclusions: list[Exclusion] = []
 
     def look() -> None:
-        found.extend(item for each in lists(cluster, here) for item in each.current(now))
+        exclusions.extend(item for exclusion_list in lists(cluster, here) for item in exclusion_list.current(now))
 
-    items: Iterable[Exclusion] = found
+    items: Iterable[Exclusion] = exclusions
     if trouble := registry.promptly(look, "lists of excluded nodes"):
-        _log.warning("%s; only those of %s are heeded", trouble, here or home())
+        _log.warning("%s; only the list of %s is used", trouble, here or home())
         items = Exclusions(here or home(), cluster).current(now)
     return avoided(list(items), slurm)
 
 
 def known_clusters() -> list[str]:
-    """Those that any of the lists is of, for when Slurm does not tell which one this is."""
+    """Return the clusters of all lists, for when Slurm does not report its own name."""
     return sorted({name for root in _roots() for name in clusters(root)})
 
 
-def known(of: Iterable[Exclusions]) -> list[Exclusion]:
-    """What these lists have, by name; of a node that several have, what keeps it out for longest."""
-    found: dict[str, Exclusion] = {}
-    for each in of:
-        for item in each.known():
-            if item.node not in found or item.expires_at > found[item.node].expires_at:
-                found[item.node] = item
-    return [found[node] for node in sorted(found)]
+def known(exclusion_lists: Iterable[Exclusions]) -> list[Exclusion]:
+    """Return the exclusions of these lists, by name; of several for one node, the one that expires last."""
+    by_node: dict[str, Exclusion] = {}
+    for exclusion_list in exclusion_lists:
+        for item in exclusion_list.known():
+            if item.node not in by_node or item.expires_at > by_node[item.node].expires_at:
+                by_node[item.node] = item
+    return [by_node[node] for node in sorted(by_node)]
 
 
 def exclude(cluster: str, node: str, reason: str, until: float, now: float) -> Exclusion:
-    """Keep a node out of all of the user's jobs; this home's list has it as well, for jobs of an older version that run
-    already. Raises ExclusionError."""
+    """Exclude a node from all of the user's jobs; it is added to this home's list as well, for running jobs of an older
+    version. Raises ExclusionError."""
     here, mine = home(), own(cluster)
     if mine is None or is_our_home(here):
         places = [*([] if mine is None else [mine]), Exclusions(check_our_home(here), cluster)]
     else:
         places = [mine]
-    return max((each.add(node, reason, until, now=now) for each in places), key=lambda added: added.expires_at)
+    return max(
+        (exclusion_list.add(node, reason, until, now=now) for exclusion_list in places),
+        key=lambda added: added.expires_at,
+    )
 
 
 def remove(cluster: str, node: str) -> bool:
-    """Use it again, whichever lists have it; False where none has. Raises ExclusionError."""
-    return any([each.remove(node) for each in lists(cluster)])
+    """Remove a node from all lists; return False if none had it. Raises ExclusionError."""
+    return any([exclusion_list.remove(node) for exclusion_list in lists(cluster)])
 
 
 def given_all_the_same(cluster: str, nodes: Collection[str], now: float) -> list[Exclusion]:
-    """Nodes of an allocation that are kept out: a batch script that was given to sbatch itself heeds no list. Nothing
-    where the lists cannot be read soon: a job waits for no file system but its own."""
-    found: list[Exclusion] = []
+    """Return the nodes of an allocation that are excluded: a batch script that was given to sbatch directly respects no
+    list. Empty if the lists cannot be read soon: a job waits for no file system but its own."""
+    exclusions: list[Exclusion] = []
 
     def look() -> None:
-        found.extend(item for item in known(lists(cluster)) if item.node in nodes and item.expires_at > now)
+        exclusions.extend(item for item in known(lists(cluster)) if item.node in nodes and item.expires_at > now)
 
     registry.promptly(look, "lists")
-    return list(found)
+    return list(exclusions)
 
 
 def _roots(here: Path | None = None) -> list[Path]:
-    """The folders that may have lists, the home first. A `.resihp` of another user in the current folder is none."""
+    """Return the folders that may have lists, the home first. A `.resihp` of another user in the current folder is
+    ignored."""
     if here is None:
         with suppress(OwnershipError):
             here = home()
     place = registry.place()
     homes = [Path(entry.home) for entry in registry.entries()[0] if entry.slurm_job]
-    every = dict.fromkeys([*([here] if here else []), *([place.parent] if place else []), *homes])
-    return [each for each in every if is_our_home(each)]
+    roots = dict.fromkeys([*([here] if here else []), *([place.parent] if place else []), *homes])
+    return [root for root in roots if is_our_home(root)]

@@ -1,8 +1,9 @@
-"""What a job's comment in Slurm says of it: how far it is, what it has lost, and in the end what became of it.
+"""The text of a job's comment in Slurm: its progress, its lost nodes, and in the end its outcome.
 
-`after` and `told` decide what it says, from the journal alone; `JobComment` listens to that (`wrapper.sinks.fanout`)
-and says when there is something new; `wrapper.slurm_tasks.comment_writer` decides how often Slurm is told. Slurm itself
-only knows how its job ended: of one whose training is completed under a successor, that it was cancelled.
+`after` and `comment_text` compute the text from the journal alone; `JobComment` listens to the journal
+(`wrapper.sinks.fanout`) and signals important news; `wrapper.slurm_tasks.comment_writer` decides how often to write.
+Slurm itself only knows how its own job ended: one whose training is completed under a successor counts there as
+cancelled.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from wrapper.exit_codes import REQUEUE
 
 @dataclass(frozen=True)
 class JobProgress:
-    """What a run has come to. `iteration`: the last committed one, also of the runs before; 0 for none."""
+    """Progress of a run. `iteration`: the last committed one, earlier runs included; 0 for none."""
 
     iteration: int = 0
     loss: float | None = None
@@ -40,10 +41,10 @@ def after(course: JobProgress, entry: journal.AnyEntry) -> JobProgress:
             return course
 
 
-def told(course: JobProgress, run: int, at: float) -> str:
-    """`iteration 1200, loss 2.3100, 1 node lost, run 2 (2026-11-22 09:12 UTC)`. `run` from 1; `at`: now.
+def comment_text(course: JobProgress, run: int, at: float) -> str:
+    """Return `iteration 1200, loss 2.3100, 1 node lost, run 2 (2026-11-22 09:12 UTC)`. `run` counts from 1; `at`: now.
 
-    It ends with why, where that is not "completed".
+    The reason follows if the outcome is not "completed".
     """
     parts = [f"iteration {course.iteration}"] if course.iteration else ["no iteration"]
     if course.loss is not None:
@@ -60,7 +61,7 @@ def told(course: JobProgress, run: int, at: float) -> str:
 
 
 def outcome(ended: journal.JobEnded) -> str:
-    """What became of a run, in words: `completed`, `to be run again`, `failed with 5`, ..."""
+    """Return the outcome of a run in words: `completed`, `to be run again`, `failed with 5`, ..."""
     if ended.exit_code == REQUEUE:
         return "to be run again"
     match ended.state:
@@ -73,7 +74,7 @@ def outcome(ended: journal.JobEnded) -> str:
 
 
 class JobComment:
-    """Listens to the journal. `changed` is called for what should be told soon: a lost node, the end."""
+    """Listens to the journal. `changed` is called for news that should be written soon: a lost node, the end."""
 
     def __init__(self, request: RunRequest, past: Sequence[journal.Record] = ()) -> None:
         self.changed: Callable[[], None] = lambda: None
@@ -87,8 +88,8 @@ class JobComment:
         return self._course.ended is not None
 
     def text(self, at: float) -> str:
-        """What there is to say now. Safe to call from another thread."""
-        return told(self._course, self._run, at)
+        """Return the present text. Safe to call from another thread."""
+        return comment_text(self._course, self._run, at)
 
     def submit(self, record: journal.Record) -> None:
         self._course = after(self._course, record.entry)
@@ -99,8 +100,8 @@ class JobComment:
         pass
 
 
-def say_at_last(request: RunRequest, records: Sequence[journal.Record], slurm: Slurm) -> None:
-    """The same for a job whose supervisors are all dead. Raises SlurmError."""
+def write_last_comment(request: RunRequest, records: Sequence[journal.Record], slurm: Slurm) -> None:
+    """Write the comment of a job whose supervisors are all dead. Raises SlurmError."""
     assert request.slurm is not None
     view = slurm.job(request.slurm.job_id)
     if view is not None and request.slurm.comment:

@@ -1,6 +1,6 @@
-"""The job's nodes: what Slurm sees of them, told when it changes; and the drain ladder for one with a verdict.
+"""The job's nodes: Slurm's view of them, reported when it changes; and the drain ladder for a node with a verdict.
 
-Which node deserves a rung is the controller's to decide, which rung there is `slurm.drains.drain`'s. Called by
+The controller decides which node gets the next rung; `slurm.drains.drain` defines the rungs. Called by
 `wrapper.slurm_tasks.desk`.
 """
 
@@ -21,13 +21,13 @@ from wrapper.slurm_tasks.agenda import Done
 from wrapper.slurm_tasks.replacements import Replacements
 
 LOOK_EVERY_S = 180.0
-"""At the nodes, all in one call, while nothing is known to have changed."""
+"""Time between looks at the nodes, all in one call, while no change is known."""
 WATCH_PAUSES_S = (5.0, 10.0, 20.0, 40.0, *(60.0,) * 10)
-"""Between looks at nodes that are lost, until Slurm does not count them to any job: up to SlurmdTimeout, 300 s usually,
+"""Pauses between looks at lost nodes, until Slurm no longer counts them to any job: up to SlurmdTimeout, usually 300 s,
 after they died."""
 
-_TELLING = frozenset({"drain", "fail", "not_responding"})
-"""Flags of a node that mean something to a job; others come and go."""
+_RELEVANT_FLAGS = frozenset({"drain", "fail", "not_responding"})
+"""Flags of a node that matter to a job; others come and go."""
 
 _log = logging.getLogger("slurm")
 
@@ -50,37 +50,38 @@ class Nodes:
         self._exclusions = exclusions
         self._now = now
         self._watched: dict[str, int] = {}
-        """Nodes of which we know more than Slurm, and how often it was asked since."""
+        """Nodes whose loss Slurm may not have noticed yet, and the number of looks since."""
         self._seen: dict[str, tuple[str, str]] = {}
 
     def watch(self, node: str) -> None:
         self._watched[node] = 0
 
     def look(self) -> Done:
-        """All nodes in one call; changes are told."""
+        """Ask for all nodes in one call; changes become events."""
         guests = self._replacements.guests(running=True)
         names = tuple(dict.fromkeys([*self._request.settings.node_names, *guests, *self._watched]))
-        told: list[api.AnyEvent] = []
+        events: list[api.AnyEvent] = []
         try:
             views = self._slurm.nodes(names, fresh_s=WATCH_PAUSES_S[0] / 2)
         except SlurmError as error:
             _log.info("nodes: %s", error)
         else:
             for name, view in views.items():
-                seen = (state_of(view), view.reason)
-                if self._seen.get(name) != seen:
-                    self._seen[name] = seen
-                    told.append(api.SlurmSees(node=name, state=seen[0], reason=seen[1]))
+                view_now = (state_of(view), view.reason)
+                if self._seen.get(name) != view_now:
+                    self._seen[name] = view_now
+                    events.append(api.SlurmSees(node=name, state=view_now[0], reason=view_now[1]))
         for name in list(self._watched):
             self._watched[name] += 1
-            known = name in self._seen and self._seen[name][0].partition("+")[0] not in ("allocated", "mixed")
-            if known or self._watched[name] >= len(WATCH_PAUSES_S):
+            is_updated = name in self._seen and self._seen[name][0].partition("+")[0] not in ("allocated", "mixed")
+            if is_updated or self._watched[name] >= len(WATCH_PAUSES_S):
                 del self._watched[name]
         pause_s = min((WATCH_PAUSES_S[looks] for looks in self._watched.values()), default=LOOK_EVERY_S)
-        return Done(told, [("nodes", pause_s, self.look)])
+        return Done(events, [("nodes", pause_s, self.look)])
 
     def ladder(self, action: api.DrainNode) -> Callable[[], Done]:
-        """All rungs for one node, each a piece of work of its own; nothing happens before the first is asked for."""
+        """Return work that climbs all rungs for one node, each as work of its own; the first rung is asked for only
+        when it runs."""
         rungs = self._climb(action)
         return lambda: self._next_rung(action, rungs)
 
@@ -105,10 +106,12 @@ class Nodes:
         step = next(rungs, None)
         if step is None:
             return Done()
-        told = api.DrainStep(drain=action.drain, node=action.node, step=step.step, outcome=step.outcome, text=step.text)
-        return Done([told], [(("drain", action.drain), 0.0, lambda: self._next_rung(action, rungs))])
+        event = api.DrainStep(
+            drain=action.drain, node=action.node, step=step.step, outcome=step.outcome, text=step.text
+        )
+        return Done([event], [(("drain", action.drain), 0.0, lambda: self._next_rung(action, rungs))])
 
 
 def state_of(view: NodeView) -> str:
-    """A node's state with the flags that count, as `down+not_responding`."""
-    return "+".join([view.state, *sorted(view.flags & _TELLING)])
+    """Return a node's state with its relevant flags, as `down+not_responding`."""
+    return "+".join([view.state, *sorted(view.flags & _RELEVANT_FLAGS)])

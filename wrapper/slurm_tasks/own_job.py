@@ -1,11 +1,11 @@
-"""The job that we are in, as Slurm sees it: how long it may run, why it is signalled, which nodes it gives back.
+"""Our own job as Slurm sees it: how long it may run, why it is signalled, which nodes it gives back.
 
-No answer is never taken for one. Called by `wrapper.slurm_tasks.desk`.
+A missing answer is never taken for one. Called by `wrapper.slurm_tasks.desk`.
 
 Why a job is being signalled (22.05.8, measured by squeue while TERM arrived):
 
 ===========================  ============  ===========  ==================================================
-cause                        state         reason       what else
+cause                        state         reason       other signs
 ===========================  ============  ===========  ==================================================
 scancel                      completing    None         time left; then cancelled
 time limit                   completing    TimeLimit    TimeLeft INVALID; running until a moment before
@@ -29,51 +29,54 @@ from slurm.rate_limited import Polite
 from wrapper.slurm_tasks.agenda import Done, pause_of
 
 LIMIT_EVERY_S = 360.0
-"""At what is left of the job's time."""
-LIMIT_MOVED_S = 30.0
-"""Limits are counted in minutes: what is less is no change."""
+"""Time between looks at the job's time limit."""
+MIN_LIMIT_CHANGE_S = 30.0
+"""Smallest change of a time limit: limits are counted in minutes."""
 RETRY_PAUSES_S = (5.0, 15.0, 30.0, 60.0, 120.0, 300.0)
-"""After no answer, where one is needed."""
-WHY_AGAIN_S = 1.0
-"""Slurm's view may be older than its signal."""
+"""Pauses after a missing answer, where one is needed."""
+WHY_RETRY_S = 1.0
+"""Pause before asking once more why the job is signalled: Slurm's view may be older than its signal."""
 
 _log = logging.getLogger("slurm")
 
 
 class OwnJob:
     def __init__(self, job_id: str, slurm: Polite, clock: Callable[[], float], now: Callable[[], float]) -> None:
-        """`clock` is monotonic, `now` UTC in seconds since 1970."""
+        """`clock` is monotonic, `now` is UTC in seconds since 1970."""
         self._job_id = job_id
         self._slurm = slurm
         self._clock = clock
         self._now = now
         self._ends_at: float | None = None
-        """On our clock, as last told; infinite without a limit."""
+        """When the job's time is up, on our clock, as last reported; infinite without a limit."""
         self._limit_seen_at = float("-inf")
 
-    def time_said(self, end_time: float) -> Done:
-        """What Slurm told us when the job began: nobody need be asked yet."""
-        return Done(self.tell_time_left(end_time - self._now()), [("time", LIMIT_EVERY_S, self.time_left)])
+    def set_end_time(self, end_time: float) -> Done:
+        """Report the time limit that Slurm set in the environment when the job began, without asking Slurm yet."""
+        return Done(self.time_left_events(end_time - self._now()), [("time", LIMIT_EVERY_S, self.time_left)])
 
     def time_left(self, tries: int = 0, fresh_s: float | None = None) -> Done:
-        """Now and then, for an administrator may change it; and again while Slurm does not answer."""
+        """Ask for the time left: at intervals, since an administrator may change it, and again while Slurm does not
+        answer."""
         known_s = self._clock() - self._limit_seen_at
         if fresh_s is None and known_s < LIMIT_EVERY_S:
-            return Done(then=[("time", LIMIT_EVERY_S - known_s, self.time_left)])  # another question told it
+            return Done(then=[("time", LIMIT_EVERY_S - known_s, self.time_left)])  # another question had the answer
         try:
             view = self._slurm.job(self._job_id, fresh_s=fresh_s, urgent=fresh_s == 0.0)
         except SlurmError as error:
             _log.info("time left: %s", error)
             view = None
         if view is not None:
-            return Done(self.tell_time_left(view.seconds_left), [("time", LIMIT_EVERY_S, self.time_left)])
+            return Done(self.time_left_events(view.seconds_left), [("time", LIMIT_EVERY_S, self.time_left)])
         return Done(then=[("time", pause_of(RETRY_PAUSES_S, tries), lambda: self.time_left(tries + 1))])
 
-    def tell_time_left(self, seconds: float | None) -> list[api.AnyEvent]:
-        """When it is first known, and when it has changed."""
+    def time_left_events(self, seconds: float | None) -> list[api.AnyEvent]:
+        """Return an event when the time left is first known, and when the limit has changed."""
         self._limit_seen_at = self._clock()
         ends_at = math.inf if seconds is None else self._clock() + seconds
-        if self._ends_at is not None and (ends_at == self._ends_at or abs(ends_at - self._ends_at) < LIMIT_MOVED_S):
+        if self._ends_at is not None and (
+            ends_at == self._ends_at or abs(ends_at - self._ends_at) < MIN_LIMIT_CHANGE_S
+        ):
             return []
         self._ends_at = ends_at
         return [api.TimeLeft(seconds=seconds)]
@@ -86,13 +89,14 @@ class OwnJob:
             view = None
         meaning = meaning_of(view)
         if meaning == "unknown" and again:
-            return Done(then=[("why", WHY_AGAIN_S, lambda: self.why(again=False))])
+            return Done(then=[("why", WHY_RETRY_S, lambda: self.why(again=False))])
         return Done([api.StopMeaning(meaning=meaning)])
 
     def release(self, action: api.ReleaseNode) -> Done:
-        """Keep what the controller wants kept and Slurm still counts; a node that it has taken back needs no release.
+        """Give back a node: keep those nodes that the controller wants and that Slurm still counts to the job. A node
+        that Slurm has taken back already needs no release.
 
-        One more node than is known to be there would have Slurm refuse the whole.
+        If we named a node that is no longer in the job, Slurm would refuse the whole request.
         """
         outcome: Literal["done", "refused", "unknown"] = "done"
         text = ""
@@ -112,7 +116,7 @@ class OwnJob:
 
 
 def meaning_of(view: JobView | None) -> Literal["time-limit", "cancelled", "preempted", "unknown"]:
-    """Why a job is being signalled, from Slurm's view of it while it is."""
+    """Return why a job is being signalled, from Slurm's view of it at that time."""
     if view is None:
         return "unknown"
     if view.preempted or view.state == "preempted":

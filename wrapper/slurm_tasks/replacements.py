@@ -1,7 +1,7 @@
-"""Nodes in place of lost ones, as Slurm jobs of one node each: asked for, looked at while they wait and run, cancelled.
+"""Nodes in place of lost ones, as Slurm jobs of one node each: submitted, observed while they wait and run, cancelled.
 
-That one is wanted, and what follows when it comes, is the controller's to decide. Called by
-`wrapper.slurm_tasks.desk`; see `slurm.replacement` for how such a job is submitted.
+The controller decides whether a replacement is wanted, and what happens when it joins. Called by
+`wrapper.slurm_tasks.desk`; `slurm.replacement` submits such a job.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from wrapper.slurm_tasks.exclusion_lists import to_avoid
 from wrapper.slurm_tasks.own_job import RETRY_PAUSES_S, OwnJob
 
 REQUEST_PAUSES_S = (*(5.0,) * 12, 15.0)
-"""Between looks at requests that wait for a node, the last one again and again."""
+"""Pauses between looks at requests that wait for a node; the last one repeats."""
 RUNNING_PAUSES_S = (5.0, 15.0, 60.0, 180.0)
-"""The same for those that run: what their agents tell comes sooner."""
-MOST_SUBMISSIONS = 4
+"""The same for running ones, whose agents report sooner than Slurm."""
+MAX_SUBMISSIONS = 4
 ENDLESS_S, ENDLESS_WAIT_S = 30 * 86400.0, 7 * 86400.0
-"""Of a request for a job without a time limit: since 24.11 Slurm takes no deadline for what may never end."""
+"""Time limit and longest wait of a request for a job without a time limit: since 24.11, Slurm accepts no deadline for a
+job that may run for ever."""
 
-WAITING = ("pending", "configuring", "requeued", "requeue_fed", "requeue_hold", "special_exit", "resv_del_hold")
-"""States in which no agent can be there; of `configuring` the nodes are known, and only begin to boot."""
+WAITING_STATES = ("pending", "configuring", "requeued", "requeue_fed", "requeue_hold", "special_exit", "resv_del_hold")
+"""States in which no agent can be running; in `configuring`, the nodes are known but still booting."""
 
 _log = logging.getLogger("slurm")
 
@@ -46,7 +47,7 @@ Submit = Callable[[ReplacementJob, Mapping[str, str]], str]
 
 @dataclass
 class PendingReplacement:
-    """One replacement, as far as Slurm knows of it."""
+    """Slurm's view of one replacement."""
 
     number: int
     exclude: tuple[str, ...]
@@ -54,14 +55,14 @@ class PendingReplacement:
     node: str | None = None
     state: Literal["asked", "pending", "running", "over"] = "asked"
     looks: int = 0
-    """Since its state changed."""
+    """Number of looks since its state changed."""
     reasons: set[str] = field(default_factory=set)
-    """Why it waits, as far as that was told."""
+    """Reasons for waiting that were already reported."""
     cancelled: bool = False
 
 
 class Replacements:
-    """All requests of the job, those of supervisors before this one included."""
+    """All requests of the job, those of earlier supervisors included."""
 
     def __init__(
         self,
@@ -91,7 +92,7 @@ class Replacements:
         self._requests.setdefault(number, PendingReplacement(number, ())).cancelled = True
 
     def guests(self, *, running: bool = False) -> dict[str, str | None]:
-        """Nodes that came in place of others, with their Slurm jobs; only those that run."""
+        """Return the nodes that came as replacements, with their Slurm jobs; `running`: only those that run."""
         return {
             request.node: request.slurm_job
             for request in self._all()
@@ -99,24 +100,29 @@ class Replacements:
         }
 
     def find_earlier(self) -> Done:
-        """Requests of a supervisor before this one: their nodes may be here, and are looked at like any other."""
+        """Find requests of an earlier supervisor: their nodes may be in the job, and are observed like all others."""
         for number, job in replacement.all_submitted(self._folder).items():
             self._requests.setdefault(number, PendingReplacement(number, (), slurm_job=job, state="pending"))
         return Done(then=[("requests", 0.0, self.look)] if self._requests else [])
 
     def left_over(self) -> str:
-        """How the user finds and ends the requests that may still be open."""
-        left = [request for request in self._all() if request.state != "over"]
-        known = " ".join(request.slurm_job for request in left if request.slurm_job)
-        unknown = ",".join(self._name_of(request.number) for request in left if not request.slurm_job)
-        ended = f"; to end what it may have left: scancel {known}" if known else ""
-        return ended + (f"; squeue --me --name={unknown} lists what may have been submitted" if unknown else "")
+        """Return commands with which the user finds and ends requests that may still be open."""
+        open_requests = [request for request in self._all() if request.state != "over"]
+        known_jobs = " ".join(request.slurm_job for request in open_requests if request.slurm_job)
+        unknown_names = ",".join(self._name_of(request.number) for request in open_requests if not request.slurm_job)
+        ended = f"; to end what it may have left: scancel {known_jobs}" if known_jobs else ""
+        return ended + (
+            f"; squeue --me --name={unknown_names} lists what may have been submitted" if unknown_names else ""
+        )
 
     def cancel_all(self) -> Done:
-        """Those that are known to have been submitted by any supervisor of this job, and not cancelled by this one."""
+        """Cancel all requests that any supervisor of this job has submitted, except those that this one has
+        cancelled."""
         over = {request.slurm_job for request in self._all() if request.state == "over"}
-        known = {request.slurm_job for request in self._all()} | {*replacement.all_submitted(self._folder).values()}
-        for job in sorted(job for job in known - over if job is not None):
+        known_jobs = {request.slurm_job for request in self._all()} | {
+            *replacement.all_submitted(self._folder).values()
+        }
+        for job in sorted(job for job in known_jobs - over if job is not None):
             try:
                 self._slurm.cancel(job)
             except SlurmError as error:
@@ -132,9 +138,12 @@ class Replacements:
         try:
             wanted = self._wanted(request)
         except SlurmError as error:
-            # Another node than the job's could be of no use, or harm: nothing is asked for until this is known.
+            # A node unlike the job's could be useless, or harmful: nothing is requested until the job's own request is
+            # known.
             if tries == 1:
-                _log.warning("replacement %d: not asked for before Slurm tells what the job has: %s", number, error)
+                _log.warning(
+                    "replacement %d: not requested until Slurm reports the job's own request: %s", number, error
+                )
             pause_s = pause_of(RETRY_PAUSES_S, tries)
             return Done(then=[(("ask", number), pause_s, lambda: self.ask(number, tries + 1))])
         return self._submitted(request, wanted, 1)
@@ -149,7 +158,7 @@ class Replacements:
             return self._refused(request, str(error))
         except SlurmError as error:
             _log.warning("replacement %d: %s", number, error)
-            if tries >= MOST_SUBMISSIONS:
+            if tries >= MAX_SUBMISSIONS:
                 return self._refused(request, str(error))
             again = (
                 ("ask", number),
@@ -166,7 +175,7 @@ class Replacements:
         request.state = "over"
         job = request.slurm_job or replacement.submitted(replacement.folder_of(self._folder, number))
         if job is None:
-            return Done()  # never submitted, as far as anybody knows; an agent of it would be refused
+            return Done()  # never submitted, as far as we know; an agent of it would be refused
         try:
             self._slurm.cancel(job)
         except SlurmUnavailableError as error:
@@ -178,7 +187,7 @@ class Replacements:
         return Done()
 
     def _wanted(self, request: PendingReplacement) -> ReplacementJob:
-        """One node like those of the main job, for what is left of its time. Raises SlurmError."""
+        """Return a request for one node like those of the main job, for the rest of its time. Raises SlurmError."""
         main, run = self._main, self._request
         seconds, wait_s = self._seconds_left()
         command = (
@@ -206,29 +215,30 @@ class Replacements:
         )
 
     def _asked(self) -> JobRequest:
-        """What the main job asked for, and what its user has said otherwise since. Raises SlurmError."""
+        """Return the main job's request, with the settings that its user has changed since. Raises SlurmError."""
         main = self._main
-        said = {
+        settings = {
             "partition": main.partition,
             "account": main.account,
             "qos": main.qos,
             "constraint": main.constraint,
             "reservation": main.reservation,
         }
-        asked = self._slurm.request(main.job_id)
-        return msgspec.structs.replace(asked, **{name: value for name, value in said.items() if value})
+        request = self._slurm.request(main.job_id)
+        return msgspec.structs.replace(request, **{name: value for name, value in settings.items() if value})
 
-    def _excluded(self, known: tuple[str, ...]) -> tuple[str, ...]:
-        """What else our jobs stay away from on this cluster."""
+    def _excluded(self, excluded: tuple[str, ...]) -> tuple[str, ...]:
+        """Return further nodes that our jobs avoid on this cluster."""
         try:
-            found = to_avoid(self._slurm, self._main.cluster, self._now(), self._request.of_job.home)
-            return tuple(name for name in found if name not in known)
+            names = to_avoid(self._slurm, self._main.cluster, self._now(), self._request.of_job.home)
+            return tuple(name for name in names if name not in excluded)
         except SlurmError as error:
             _log.info("excluded nodes: %s", error)
             return ()
 
     def _seconds_left(self) -> tuple[float, float]:
-        """Of the main job, and how long a node in place of a lost one is of use to it. Raises SlurmError."""
+        """Return the main job's time left, and how long a replacement may wait and still be of use. Raises
+        SlurmError."""
         view = self._slurm.job(self._main.job_id)
         if view is None:
             raise SlurmUnavailableError(f"job {self._main.job_id}: Slurm does not know it")
@@ -251,34 +261,34 @@ class Replacements:
         return f"resihp-{self._request.job}-r{number}"
 
     def _all(self) -> tuple[PendingReplacement, ...]:
-        """The event loop may add one meanwhile."""
+        """All requests, as a copy: the event loop may add one meanwhile."""
         return tuple(self._requests.values())
 
     # --- looking ----------------------------------------------------------------------------------------------
 
     def look(self) -> Done:
-        """All open requests in one call; changes are told."""
+        """Ask for all open requests in one call; changes become events."""
         open_ones = [r for r in self._all() if r.state in ("pending", "running") and not r.cancelled]
         if not open_ones:
             return Done()
-        told: list[api.AnyEvent] = []
-        main = self._main.job_id  # in the same call
+        events: list[api.AnyEvent] = []
+        main = self._main.job_id  # asked for in the same call
         try:
             views = self._slurm.jobs([*(request.slurm_job or "" for request in open_ones), main], fresh_s=1.0)
         except SlurmError as error:
             _log.info("replacements: %s", error)
         else:
             if main in views:
-                told += self._own_job.tell_time_left(views[main].seconds_left)
+                events += self._own_job.time_left_events(views[main].seconds_left)
             for request in open_ones:
-                told += self._compare(request, views.get(request.slurm_job or ""))
+                events += self._compare(request, views.get(request.slurm_job or ""))
         pauses = []
         for request in open_ones:
             if request.state != "over":
                 request.looks += 1
-                known = RUNNING_PAUSES_S if request.state == "running" else REQUEST_PAUSES_S
-                pauses.append(pause_of(known, request.looks - 1))
-        return Done(told, [("requests", min(pauses), self.look)] if pauses else [])
+                pauses_s = RUNNING_PAUSES_S if request.state == "running" else REQUEST_PAUSES_S
+                pauses.append(pause_of(pauses_s, request.looks - 1))
+        return Done(events, [("requests", min(pauses), self.look)] if pauses else [])
 
     def _compare(self, request: PendingReplacement, view: JobView | None) -> list[api.AnyEvent]:
         if view is None or not view.active:
@@ -286,7 +296,7 @@ class Replacements:
             text = "Slurm does not know the job any more" if view is None else f"the job is {view.state}"
             return [self._news(request, "ended", text)]
         state: Literal["pending", "running"] = "pending"
-        if view.state not in WAITING and view.nodes:
+        if view.state not in WAITING_STATES and view.nodes:
             state, request.node = "running", view.nodes[0]
         reason = reason_of(view)
         if state == request.state and (state != "pending" or not reason or reason in request.reasons):
@@ -299,5 +309,6 @@ class Replacements:
 
 
 def reason_of(view: JobView) -> str:
-    """The word for why a job waits, such as `ReqNodeNotAvail`: names of nodes behind it come and go."""
+    """Return the keyword of the reason why a job waits, such as `ReqNodeNotAvail`, without the names of nodes behind
+    it."""
     return re.split(r"[^A-Za-z]", view.why.lstrip("("), maxsplit=1)[0]

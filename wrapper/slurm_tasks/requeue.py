@@ -1,14 +1,15 @@
-"""The last thing that is done for a Slurm job: it is to come back, or not to.
+"""The last request for a Slurm job: to run it again, or not to.
 
-`requeue` asks Slurm to run it again, unless Slurm preempts it and will do so by itself: then asking would have it
-queued once more when it has completed, on some releases (`slurm.releases`). `end_for_good` sees that a job whose exit
-code is an error is not run again, or held, for that.
+`requeue` asks Slurm to run the job again, unless Slurm is preempting it and will requeue it by itself: then, on some
+releases, our request would run it once more after it has completed (`slurm.releases`). `end_for_good` makes sure that a
+job that ends with an error is neither run again nor held for that.
 
-Slurm ends the batch script as soon as it has accepted, so the answer may never be heard: `requeue` is deaf to TERM
-meanwhile, and so is the command that it starts. No answer means that it may have happened; asking twice does no harm,
-for a job that already waits is what was asked for. The job begins about two minutes later: Slurm sets its begin time
-when the last of its processes is gone, so that nobody is left who could ask for less; one with an expedited requeue
-begins at once. `until_noticed` waits before, where a release would start it without its GPUs. Decides nothing else.
+Slurm ends the batch script as soon as it has accepted, so we may never get the answer: `requeue` ignores TERM
+meanwhile, and so does the command that it starts. Without an answer, the request may have been accepted; asking twice
+does no harm, since a job that already waits is the desired state. The job begins about two minutes later: Slurm sets
+its begin time when the last of its processes has ended, so that no process is left to ask for an earlier time; a job
+with an expedited requeue begins at once. `until_noticed` first waits, on releases that would otherwise start the job
+without its GPUs. Decides nothing else.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from slurm.client import Slurm
 from slurm.errors import SlurmError, SlurmRefusedError
 from wrapper.job_folder import Job
 
-PATIENCE_S = 20.0
-"""How long to ask a controller that does not answer: Slurm kills the batch script 30 s after TERM, if not told else."""
-PAUSE_S = 1.0
-NOTICED_S = 330.0
-"""How long Slurm may take to notice a dead node: SlurmdTimeout is 300 s usually."""
+REQUEUE_TIMEOUT_S = 20.0
+"""How long to ask a controller that does not answer: by default, Slurm kills the batch script 30 s after TERM."""
+RETRY_PAUSE_S = 1.0
+NOTICE_TIMEOUT_S = 330.0
+"""How long Slurm may take to notice a dead node: SlurmdTimeout is usually 300 s."""
 LOOK_EVERY_S = 5.0
 
 
 def dead_nodes(job: Job) -> set[str]:
-    """Nodes that a job has lost and that do not answer; none where its journal cannot be read."""
+    """Return nodes that a job has lost and that do not answer; none if its journal cannot be read."""
     from resihp.record.fold import how_lost
 
     try:
@@ -50,13 +51,14 @@ def until_noticed(
     slurm: Slurm,
     dead: Collection[str],
     *,
-    patience_s: float = NOTICED_S,
+    patience_s: float = NOTICE_TIMEOUT_S,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Wait until Slurm has taken dead nodes from a job with GPUs, on releases where that matters. TERM ends us here."""
+    """Wait until Slurm has removed dead nodes from a job with GPUs, on releases where that matters. TERM ends us
+    here."""
     deadline = clock() + patience_s
-    told = False
+    is_reported = False
     while clock() < deadline:
         try:
             if not dead or not releases.of(slurm.version()).forgets_gpus:
@@ -66,10 +68,10 @@ def until_noticed(
                 return
         except SlurmError as error:
             _say(f"{error}; asking again")
-        if not told:
+        if not is_reported:
             names = ", ".join(sorted(dead))
-            _say(f"job {job_id}: to be requeued once Slurm has noticed that {names} is dead, within {patience_s:g} s")
-            told = True
+            _say(f"job {job_id}: will be requeued once Slurm has noticed that {names} is dead, within {patience_s:g} s")
+            is_reported = True
         sleep(LOOK_EVERY_S)
 
 
@@ -78,37 +80,38 @@ def requeue(
     slurm: Slurm,
     *,
     leaves: bool = False,
-    patience_s: float = PATIENCE_S,
+    patience_s: float = REQUEUE_TIMEOUT_S,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
-    """Ask until Slurm has answered; whether it has been asked, as far as is known. Main thread only.
+    """Ask until Slurm has answered; return whether it accepted, as far as we know. Main thread only.
 
-    `leaves`: the batch script ends after this, so that a job that Slurm itself runs again then is left to it.
+    `leaves`: the batch script ends after this, so a job that Slurm then requeues by itself is left to Slurm.
     """
     deadline = clock() + patience_s
-    with _deaf():
-        if leaves and _left_to(slurm, job_id):
-            _say(f"job {job_id}: preempted; Slurm runs it again by itself, it goes on from its last checkpoint")
+    with _ignoring_term():
+        if leaves and _slurm_requeues_itself(slurm, job_id):
+            _say(f"job {job_id}: preempted; Slurm requeues it by itself, it continues from its last checkpoint")
             return False
         while True:
             try:
                 slurm.requeue(job_id)
             except SlurmRefusedError as error:
-                _say(f"{error}; it can be submitted again, to go on from its last checkpoint")
+                _say(f"{error}; submit it again to continue from its last checkpoint")
                 return False
             except SlurmError as error:
-                if clock() + PAUSE_S > deadline:
-                    _say(f"{error}; if it does not come back, try: scontrol requeue {job_id}")
+                if clock() + RETRY_PAUSE_S > deadline:
+                    _say(f"{error}; if it is not requeued, try: scontrol requeue {job_id}")
                     return False
             else:
-                _say(f"job {job_id}: requeued; it goes on from its last checkpoint, usually in two minutes or later")
+                _say(f"job {job_id}: requeued; it continues from its last checkpoint, usually in two minutes or later")
                 return True
-            sleep(PAUSE_S)
+            sleep(RETRY_PAUSE_S)
 
 
-def _left_to(slurm: Slurm, job_id: str) -> bool:
-    """Asking in vain does less harm than not asking: a run that finds the job done ends at once."""
+def _slurm_requeues_itself(slurm: Slurm, job_id: str) -> bool:
+    """Return whether Slurm requeues the job by itself. If unknown, False: a needless request does less harm than a
+    missing one, because a run that finds the job done ends at once."""
     try:
         return slurm.runs_again(job_id)
     except SlurmError:
@@ -116,8 +119,8 @@ def _left_to(slurm: Slurm, job_id: str) -> bool:
 
 
 def end_for_good(job_id: str, slurm: Slurm) -> None:
-    """The job ends with an error that another run would not mend. Main thread only."""
-    with _deaf():
+    """Tell Slurm not to run the job again after an error that another run would not fix. Main thread only."""
+    with _ignoring_term():
         try:
             slurm.end_for_good(job_id)
         except SlurmError as error:
@@ -129,7 +132,7 @@ def _say(text: str) -> None:
 
 
 @contextmanager
-def _deaf() -> Iterator[None]:
+def _ignoring_term() -> Iterator[None]:
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         yield

@@ -1,10 +1,11 @@
-"""The supervisor's view of its agents: who is connected, who may come back, who is refused.
+"""The supervisor's view of its agents: which are connected, which may return, and which are refused.
 
-`AgentLinks` turns connections and exits into the controller's events. A connection that breaks is no event: what was
-under way both ways is said again on the next one (`resihp.protocol.resumable`). Every connection begins with the
-supervisor's term: an agent that accepts a new one tells what runs there (`Inventory`), and is part of the job from then
-on. Agents of the past are fenced by process, by epoch, and by what they have received. An agent that lets too much pile
-up is lost, as is one that stays away. It decides nothing about training. Owned by `wrapper.supervisor.shell`.
+`AgentLinks` turns connections and exits into the controller's events. A broken connection is not an event: messages
+that were in flight, in either direction, are sent again on the next connection (`resihp.protocol.resumable`). Every
+connection begins with the supervisor's term: an agent that accepts a new term reports its workers (`Inventory`), and is
+part of the job from then on. Stale agents are fenced by process id, by epoch, and by the number of messages that they
+have received. An agent that reads too slowly counts as lost, as does one that stays away. Decides nothing about
+training. Owned by `wrapper.supervisor.shell`.
 """
 
 from __future__ import annotations
@@ -30,29 +31,28 @@ from wrapper.supervisor.rendezvous import Exchange
 from wrapper.supervisor.roster import Rosters
 
 LOOK_EVERY_S = 0.1
-HERD_S = 20.0
-"""How long agents whose connections broke together may take to be back, one after the other; also those that heard
-nothing of us while we were stopped."""
-LEAST_PAUSE_S = 0.02
-"""A clock that stands still is not asked without end."""
+RETURN_WINDOW_S = 20.0
+"""Time for agents to return after their connections broke together, or after we were stopped."""
+MIN_PAUSE_S = 0.02
+"""Shortest sleep between two looks at the clock, in case it stands still."""
 EXIT_DRAIN_S = 0.15
-"""After an agent's exit: how long the rest of what it sent may take to be read."""
+"""After an agent's exit: how long reading its last messages may take."""
 
 _log = logging.getLogger("supervisor")
 
 
 @dataclass
 class AgentLink:
-    """One node's agent. `dropped`: it is refused from now on."""
+    """The link to one node's agent. `dropped`: it is refused from now on."""
 
     node: str
     conversation: Conversation[m.AgentMessage] = field(default_factory=Conversation)
     channel: SecureChannel[Any] | None = None
     pid: int = 0
     incarnation: str = ""
-    """Of the only agent that is this node's; empty until it is known."""
+    """Incarnation of the only agent that is accepted for this node; empty until it is known."""
     join: m.Join | None = None
-    """Of the present connection, or the last one."""
+    """The `Join` of the present connection, or of the last one."""
     peer: m.Peer | None = None
     joined: bool = False
     dropped: bool = False
@@ -62,23 +62,23 @@ class AgentLink:
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while there is no connection."""
     breaks: int = 0
-    """Connections that have come to their end."""
+    """Number of connections that have ended."""
     inherited_epoch: int = 1
-    """Of the last `Go` that came before us."""
+    """Epoch of the last `Go` from a supervisor before us."""
     epochs: list[tuple[int, int]] = field(default_factory=list)
-    """(number of the message, epoch) of each `Go` that went there."""
+    """(number of the message, epoch) of each `Go` sent to this agent."""
 
     def epochs_after(self, received: int) -> set[int]:
-        """What an agent of our term may say it is of, when it has received that many messages.
+        """Return the epochs that an agent of our term may report after it has received that many messages.
 
-        0 is one that was not answered yet; 1 also one that was answered and had no `Go`.
+        0 is valid for an agent that has no answer yet; 1 is also valid for one that was answered and got no `Go`.
         """
         epoch = max((epoch for number, epoch in self.epochs if number <= received), default=self.inherited_epoch)
         return {epoch, 0} if received == 0 else {epoch}
 
 
 class AgentLinks:
-    """All agents of the job. `event` hands an event to the controller, at once and in order."""
+    """Links to all agents of the job. `event` hands an event to the controller, at once and in order."""
 
     def __init__(
         self,
@@ -95,11 +95,11 @@ class AgentLinks:
         roster: bool = False,
         incarnations: Mapping[str, str] | None = None,
     ) -> None:
-        """`joined(join)` comes before the event; `acknowledged(node, number)` with every message. `clock` counts the
-        time in which agents could be heard.
+        """`joined(join)` is called before the event; `acknowledged(node, number)` with every message. `clock` counts
+        only the time in which agents could be heard.
 
-        `roster`: tell agents of each other (`enlist`). `incarnations`: by node, of agents that have joined a leader
-        before us.
+        `roster`: inform agents about each other (`enlist`). `incarnations`: by node, of agents that have joined a
+        leader before us.
         """
         self._launcher = launcher
         self._event = event
@@ -107,7 +107,7 @@ class AgentLinks:
         self._reconnect_s = reconnect_s
         self._clock = clock or asyncio.get_running_loop().time
         self.lead = lead or m.Lead(term=1, node="", log=0)
-        """What agents are told of us on every new connection."""
+        """Our term and node, sent to agents first on every new connection."""
         self._joined = joined
         self._acknowledged = acknowledged
         self._deposed = deposed
@@ -117,13 +117,13 @@ class AgentLinks:
         self._node_of: dict[int, str] = {}
         self._rendezvous = Exchange(self.post)
         self._herd_until = float("-inf")
-        """Until then agents may break off, and come back, that are well: we were stopped."""
+        """Until then, even healthy agents may disconnect and return, because we were stopped."""
         self._returned_at = 0.0
-        """When an agent last came back whose connection had broken."""
+        """When an agent last returned after its connection had broken."""
         self._unreadable: set[int] = set()
-        """Ranks that have sent what is no report."""
+        """Ranks that have sent an undecodable report."""
         self.epoch = 0
-        """Of the last `Go`."""
+        """Epoch of the last `Go`."""
 
     def _new_link(self, node: str) -> AgentLink:
         link = AgentLink(node, incarnation=self._incarnations.get(node, ""))
@@ -135,18 +135,19 @@ class AgentLinks:
         return tuple(rank for link in self._links.values() for rank in link.live)
 
     def connected(self, nodes: Iterable[str]) -> frozenset[str]:
-        """Those of these whose agents follow us, as far as we can tell now."""
+        """Return those of these nodes whose agents are connected and follow us."""
         links = ((node, self._links.get(node)) for node in nodes)
         return frozenset(node for node, link in links if link is not None and link.channel is not None and link.joined)
 
     def enlist(self, node: str) -> None:
-        """Its agent keeps a copy of the journal, and may have to choose a leader: it is told of all the others."""
+        """Have the node's agent keep a copy of the journal and inform it about all others: it may have to elect a
+        leader."""
         if self._rosters is not None:
             self._rosters.enlist(node)
 
     def meeting_place(self, node: str) -> dict[str, str]:
-        """Where ranks of a script that makes process groups of its own can meet, if the first of them is on this node:
-        as torchrun tells them. Empty where its agent was not heard, or has no port for that."""
+        """Return the address, as torchrun sets it, where ranks of a script with process groups of its own can meet, if
+        the first of them is on this node. Empty if its agent has not joined or has no port for that."""
         link = self._links.get(node)
         if link is None or link.join is None or link.peer is None or not link.join.meeting_port:
             return {}
@@ -160,11 +161,11 @@ class AgentLinks:
         self.post(node, spawn)
 
     def order(self, ranks: Iterable[int], order: m.WorkerOrder) -> None:
-        """Send to these workers; those whose agent is gone are skipped."""
+        """Send an order to these workers; workers without an agent are skipped."""
         if isinstance(order, m.Go):
             self.epoch = order.epoch
             if self._rosters is not None:
-                self._rosters.tell()  # once a plan is in effect, agents may have to choose a leader
+                self._rosters.send_changes()  # once a plan is in effect, agents may have to elect a leader
             self._rendezvous.open(m.MeetingId(epoch=order.epoch))
         elif isinstance(order, m.Probe):
             self._rendezvous.open(m.MeetingId(probe=order.probe))
@@ -187,13 +188,13 @@ class AgentLinks:
         self.post(node, m.KillNode(signal=number))
 
     def cut(self, node: str) -> None:
-        """Fault injection: break the connection, and lose what is on its way."""
+        """Break the connection, as an injected fault, and lose all messages in flight."""
         link = self._links[node]
         if link.channel is not None:
             link.channel.abort()
 
     def drop(self, node: str) -> None:
-        """Refuse the node from now on, and end what may still run there."""
+        """Refuse the node from now on, and end all processes that may still run there."""
         link = self._links.setdefault(node, AgentLink(node))
         link.dropped = True
         link.live.clear()
@@ -208,44 +209,45 @@ class AgentLinks:
             self.post(node, m.Release(grace_s=grace_s))
 
     def abandon(self) -> None:
-        """Close every connection and say nothing: the agents look for whoever leads now."""
+        """Close every connection without a message: the agents then look for the present leader."""
         for link in self._links.values():
             link.dropped = True
             if link.channel is not None:
                 link.channel.abort()
 
     async def all_closed(self, timeout_s: float) -> None:
-        """Wait until every agent has closed its connection: those that we have not started end unseen."""
+        """Wait until every agent has closed its connection: we cannot see the exit of agents that we did not start."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 for link in self._links.values():
                     await link.closed.wait()
 
-    async def all_gone(self) -> None:
-        """Wait until no agent that ever was here can come back: those of lost nodes cannot."""
+    async def all_ended(self) -> None:
+        """Wait until every agent that ever connected has ended or was dropped; agents of lost nodes cannot return."""
         while any(link.pid and not link.dropped and not link.ended for link in self._links.values()):
             await asyncio.sleep(LOOK_EVERY_S)
 
     def acknowledge(self) -> None:
-        """Tell agents what has come from them, where nothing else is said; to be called a few times a second."""
+        """Acknowledge agents' messages where no other message does; to be called a few times a second."""
         for link in self._links.values():
             link.conversation.acknowledge()
 
     def were_stopped(self) -> None:
-        """For so long that agents may have taken us for dead: all of them come back, and we are slow to answer."""
-        self._herd_until = self._clock() + HERD_S
+        """Note that we were stopped so long that agents may have taken us for dead: all will reconnect, and we answer
+        slowly."""
+        self._herd_until = self._clock() + RETURN_WINDOW_S
 
     def beat(self) -> None:
-        """Tell agents that we are there, and of each other; once a second."""
+        """Send agents a heartbeat and news of each other; to be called once a second."""
         if self._rosters is not None:
-            self._rosters.tell()
+            self._rosters.send_changes()
         for link in self._links.values():
             link.conversation.mention(m.Alive())
 
     def post(self, node: str, order: msgspec.Struct | msgspec.Raw) -> int:
-        """Say it to the node's agent, now or when it is back; `Raw`: encoded already.
+        """Send a message to the node's agent, now or when it is back; `Raw`: encoded already.
 
-        Returns the message's number, 0 if nobody is there.
+        Returns the message's number, 0 if the node has no agent.
         """
         link = self._links.get(node)
         if link is None or link.dropped or link.ended:
@@ -259,13 +261,16 @@ class AgentLinks:
     # --- in ---------------------------------------------------------------------------------------------------
 
     async def converse(self, channel: SecureChannel[Any], first: Envelope[Any], join: m.Join) -> None:
-        """Serve one agent's connection to its end; `join` came in `first`. Raises ProtocolError when it is refused."""
+        """Serve one agent's connection to its end; `join` came in `first`. Raises ProtocolError if the agent is
+        refused."""
         link = self._admit(channel, first, join)
         if link.channel is not None:
             link.channel.abort()  # the agent has noticed its end before us
-        if join.term < self.lead.term:  # it does not follow us yet: nothing was said before, whatever it has received
+        if (
+            join.term < self.lead.term
+        ):  # it does not follow us yet: its acknowledgements are of another leader's messages
             if link.conversation.received or link.conversation.acknowledged:
-                link.conversation = Conversation()  # else what waits for it is still to be said
+                link.conversation = Conversation()  # else messages that wait for it are still to be sent
             first = Envelope(message=join)
         link.pid, link.incarnation, link.channel, link.join = join.pid, join.incarnation, channel, join
         link.peer = m.Peer(node=join.node, host=channel.peer.rpartition(":")[0], port=join.peer_port)
@@ -280,7 +285,7 @@ class AgentLinks:
                 message = link.conversation.take(envelope)
                 self._acknowledged(link.node, link.conversation.acknowledged)
                 if message is not None:
-                    self._said(link, message)
+                    self._receive(link, message)
         finally:
             if link.channel is channel:
                 link.channel = None
@@ -307,32 +312,32 @@ class AgentLinks:
         elif link.pid not in (0, join.pid):
             reason = f"process {join.pid} where {link.pid} is expected"
         elif link.incarnation not in ("", join.incarnation):
-            reason = "was started again, and does not know what it had promised"
+            reason = "was started again and has lost its earlier promises"
         elif link.joined and not ours:
-            reason = "has lost what it was told"
+            reason = "has lost its state"
         elif ours and not link.conversation.can_resume(received):
-            reason = f"has received {received} messages of {link.conversation.sent}, not all others are still there"
+            reason = f"has received {received} of {link.conversation.sent} messages, and the others are not all kept"
         elif ours and link.joined and join.epoch not in (due := link.epochs_after(received)):
-            reason = f"is of epoch {join.epoch}, where {max(due)} is due after what it has received"
+            reason = f"is of epoch {join.epoch}, but {max(due)} is due after the messages that it has received"
         else:
             return link
         channel.post(Envelope(message=m.Release(grace_s=0.0)))
         raise ProtocolError(f"agent of node {join.node}: {reason}")
 
-    def _said(self, link: AgentLink, message: object) -> None:
+    def _receive(self, link: AgentLink, message: object) -> None:
         if not link.joined and not isinstance(message, m.Inventory | m.Beat):
             raise ProtocolError(f"agent of node {link.node}: {type(message).__name__} before its inventory")
         match message:
             case m.Inventory() if not link.joined:
-                self._accepted(link, message)
+                self._accept(link, message)
             case m.Beat():
                 if link.joined:
                     self._event(api.AgentBeat(node=link.node, beat=message))
             case m.FromWorker():
                 self._check(link, message.rank)
-                self._worker_said(link, message)
+                self._receive_report(link, message)
             case m.Attend() | m.Publish():
-                self._rendezvous.said(link.node, message)
+                self._rendezvous.receive(link.node, message)
             case m.Spawned():
                 self._check(link, message.rank)
                 link.live[message.rank] = message.pid
@@ -343,7 +348,7 @@ class AgentLinks:
                 self._check(link, message.rank)
                 link.live.pop(message.rank, None)
                 self._event(api.WorkerExited(rank=message.rank, status=message.status, clues=message.clues))
-                link.conversation.acknowledge()  # an agent that ends waits for it
+                link.conversation.acknowledge()  # an agent that is about to exit waits for it
             case m.SpawnFailed():
                 if message.rank is not None:
                     self._check(link, message.rank)
@@ -351,23 +356,24 @@ class AgentLinks:
             case m.Signalled():
                 self._event(api.AgentSignalled(node=link.node, signal=message.signal))
             case _:
-                raise ProtocolError(f"agent of node {link.node}: {type(message).__name__} is not for now")
+                raise ProtocolError(f"agent of node {link.node}: unexpected {type(message).__name__}")
 
-    def _worker_said(self, link: AgentLink, said: m.FromWorker) -> None:
-        """What is no report is the last that is heard of the worker: its agent and all others are not to blame."""
-        if said.rank in self._unreadable:
+    def _receive_report(self, link: AgentLink, envelope: m.FromWorker) -> None:
+        """Hand a worker's report to the controller; disconnect a worker whose report is undecodable, and nobody
+        else."""
+        if envelope.rank in self._unreadable:
             return
         try:
-            message = report_of(said.body)
+            message = report_of(envelope.body)
         except ProtocolError as error:
-            _log.warning("rank %d on node %s: %s", said.rank, link.node, error)
-            self._unreadable.add(said.rank)
-            self.post(link.node, m.HangUp(rank=said.rank, reason=str(error)))
+            _log.warning("rank %d on node %s: %s", envelope.rank, link.node, error)
+            self._unreadable.add(envelope.rank)
+            self.post(link.node, m.HangUp(rank=envelope.rank, reason=str(error)))
         else:
-            self._event(api.WorkerSaid(rank=said.rank, message=message))
+            self._event(api.WorkerSaid(rank=envelope.rank, message=message))
 
-    def _accepted(self, link: AgentLink, inventory: m.Inventory) -> None:
-        """The agent follows us: from here on it is part of the job."""
+    def _accept(self, link: AgentLink, inventory: m.Inventory) -> None:
+        """Make an agent that follows us part of the job."""
         assert link.join is not None
         link.joined = True
         for worker in inventory.workers:
@@ -394,29 +400,31 @@ class AgentLinks:
 
     def _check(self, link: AgentLink, rank: int) -> None:
         if self._node_of.get(rank) != link.node:
-            raise ProtocolError(f"agent of node {link.node}: speaks for rank {rank}, which is not its own")
+            raise ProtocolError(f"agent of node {link.node}: sent a message of rank {rank}, which is not its own")
 
     async def _await_return(self, link: AgentLink, breaks: int) -> None:
-        """The connection broke: unless the agent comes back or its exit is noticed in time, it is lost."""
+        """Report the agent as lost unless it reconnects, or its exit is noticed, in time."""
         began = self._clock()
-        due, last = began + self._reconnect_s, began + HERD_S
+        due, last = began + self._reconnect_s, began + RETURN_WINDOW_S
         while (now := self._clock()) < due:
-            await asyncio.sleep(max(due - now, LEAST_PAUSE_S))
-            wait_their_turn = self._returned_at + self._reconnect_s  # while others come back
-            due = min(last, max(due, wait_their_turn, self._herd_until))
+            await asyncio.sleep(max(due - now, MIN_PAUSE_S))
+            others_return = self._returned_at + self._reconnect_s
+            due = min(last, max(due, others_return, self._herd_until))
         if link.channel is None and link.breaks == breaks and not link.dropped and not link.ended:
             link.ended = True
             self._event(api.AgentLost(node=link.node, reason=f"connection closed for {self._reconnect_s:g} s"))
 
     async def _give_up(self, link: AgentLink) -> None:
-        """It does not read what it is told. Not told from within `post`, whose caller is the controller."""
+        """Report an agent as lost that does not read its messages. Not called within `post`, whose caller is the
+        controller."""
         if link.channel is not None:
             link.channel.abort()
         link.live.clear()
-        self._event(api.AgentLost(node=link.node, reason="its agent does not read what it is told", how="agent"))
+        self._event(api.AgentLost(node=link.node, reason="its agent does not read its messages", how="agent"))
 
     def agent_ended(self, node: str, status: int | None) -> None:
-        """Its process is gone: a fact. What it had sent is read first. `status` None: nobody could see it."""
+        """Report the exit of an agent's process, after reading its last messages. `status` None: nobody could observe
+        it."""
         link = self._links[node]
         if link.dropped or link.ended:
             return

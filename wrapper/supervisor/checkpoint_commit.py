@@ -1,6 +1,6 @@
-"""Checkpoints that all ranks have written become valid: manifests, beside the job, one task each.
+"""Commits checkpoints that all ranks have written: writes their manifests in background tasks, one at a time.
 
-When one is complete is the controller's to say; one that cannot be committed is told and left. Owned by
+The controller decides when a checkpoint is complete; a failed commit is reported and not repeated. Owned by
 `wrapper.supervisor.shell`.
 """
 
@@ -19,24 +19,24 @@ from wrapper.config.run_spec import RunRequest
 
 
 class CheckpointCommits:
-    """`under_way`: those that are being committed. `fingerprint`: of what the job trains, as its workers say."""
+    """`under_way`: commits in progress. `fingerprint`: of the job's model and data, as its workers declare it."""
 
     def __init__(
         self,
         request: RunRequest,
         start: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         log: Callable[[AnyEntry], None],
-        lost: Callable[[str], None],
+        report_failure: Callable[[str], None],
     ) -> None:
-        """`lost` is told of one that cannot be committed."""
+        """`report_failure` gets the reason when a checkpoint cannot be committed."""
         self.under_way: set[asyncio.Task[None]] = set()
         self.fingerprint = ""
         self._request = request
         self._start = start
         self._log = log
-        self._lost = lost
+        self._lost = report_failure
         self._in_turn = asyncio.Lock()
-        """One at a time, in the order in which they became complete: the newest ones are kept, older ones removed."""
+        """One commit at a time, in the order of completion: the newest checkpoints are kept, older ones removed."""
 
     def begin(self, action: api.CommitCheckpoint) -> None:
         task = self._start(self._commit(action))

@@ -1,4 +1,4 @@
-"""What the shell is given by `wrapper.supervisor.process`, as far as it is used there; tests give others."""
+"""Interfaces of the parts that `wrapper.supervisor.process` gives to the shell; tests give other implementations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ControllerLike(Protocol):
 
 
 class ViewLike(Protocol):
-    """`wrapper.sinks.terminal.LiveView`, as used here."""
+    """The part of `wrapper.sinks.terminal.LiveView` that the shell uses."""
 
     def entry(self, record: Record) -> None: ...
     def say(self, level: Literal["progress", "notice", "warning", "error"], text: str) -> None: ...
@@ -30,7 +30,7 @@ class ViewLike(Protocol):
 
 
 class SlurmDeskLike(Protocol):
-    """`wrapper.slurm_tasks.desk.SlurmDesk`, as used here."""
+    """The part of `wrapper.slurm_tasks.desk.SlurmDesk` that the shell uses."""
 
     def carry_out(
         self,
@@ -42,17 +42,17 @@ class SlurmDeskLike(Protocol):
         | api.AskWhy
         | api.AskTimeLeft,
     ) -> None:
-        """Do it in the background; the answer comes as an event."""
+        """Carry an action out in the background; the answer comes as an event."""
 
     async def run(self) -> None:
-        """Whatever has to be looked at from time to time, until cancelled."""
+        """Poll Slurm regularly, until cancelled."""
 
     async def close(self) -> None:
-        """The job has ended: cancel open requests for replacements."""
+        """Cancel open requests for replacements, because the job has ended."""
 
 
 class NoSlurm:
-    """The desk of a job without Slurm: nothing is ever asked of it."""
+    """The desk of a job without Slurm: it gets no requests."""
 
     def carry_out(self, action: api.AnyAction) -> None:
         raise AssertionError(f"{type(action).__name__} without Slurm")
@@ -65,14 +65,14 @@ class NoSlurm:
 
 
 class ThinkerLike(Protocol):
-    """`wrapper.supervisor.thinking.thinker.Thinker`, as used here."""
+    """The part of `wrapper.supervisor.thinking.thinker.Thinker` that the shell uses."""
 
     def ask(self, question: api.Think) -> None: ...
     async def close(self) -> None: ...
 
 
-class NobodyThinks:
-    """Of a job whose plans are made when they are needed: questions have no answer."""
+class NoPlanAhead:
+    """Stands in where plans are made only when they are needed: questions get no answer."""
 
     def ask(self, question: api.Think) -> None:
         pass
@@ -82,6 +82,6 @@ class NobodyThinks:
 
 
 class NodeHistory(Protocol):
-    """`wrapper.supervisor.node_history.NodeMemory`, as used here."""
+    """The part of `wrapper.supervisor.node_history.NodeMemory` that the shell uses."""
 
-    def recall(self, nodes: Sequence[str], tell: Callable[[Mapping[Place, m.Speed]], None]) -> None: ...
+    def recall(self, nodes: Sequence[str], report: Callable[[Mapping[Place, m.Speed]], None]) -> None: ...

@@ -1,10 +1,11 @@
-"""The guardian: what `resihp run` is while the job runs.
+"""The guardian: the process of `resihp run` while the job runs.
 
-Holds the job's lock and the socket that agents connect to, starts the supervisor as its child, and first of all, on one
-machine, what imports for all virtual nodes (`wrapper.launch.preloading`). Passes signals on, and returns the
-supervisor's exit code. A supervisor that dies by a signal is started again: it takes over the running agents, which
-find it where the first one was. One that gave up the lead, since no quorum followed it, is not: then a successor ends
-the job, and leaving before it would end the Slurm job under its feet. Decides nothing else, and imports little.
+Holds the job's lock and the socket that agents connect to, starts the supervisor as its child and, on one machine,
+before that the process that imports once for all virtual nodes (`wrapper.launch.preloading`). Passes signals on, and
+returns the supervisor's exit code. A supervisor that dies by a signal is started again: it takes over the running
+agents, which find it at the same address. A supervisor that stepped back because no quorum followed it is not started
+again: a successor ends the job then, and the guardian waits for it, since its exit would end the Slurm job. Decides
+nothing else, and imports little.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from wrapper.launch.launcher import own_environment
 from wrapper.launch.ports import listen
 from wrapper.launch.preloading import preloading
 
-MOST_RESTARTS = 5
-"""Supervisors that die by a signal and are started again; then the job is given up."""
-SUCCESSOR_PATIENCE_S = 90.0
-"""How long nobody may lead before the job is given back to Slurm: longer than agents without a leader live."""
+MAX_RESTARTS = 5
+"""How often a supervisor that died by a signal is started again before the job is given up."""
+SUCCESSOR_TIMEOUT_S = 90.0
+"""How long the job may have no leader before it is given back to Slurm: longer than agents survive without a leader."""
 LOOK_EVERY_S = 1.0
 
 Command = Callable[[Path, Sequence[str]], Sequence[str]]
@@ -46,11 +47,11 @@ def supervisor_command(run_file: Path, options: Sequence[str]) -> list[str]:
 
 
 def guard(run_file: Path, command: Command = supervisor_command) -> int:
-    """Run the job to its end; returns the exit code. Raises UsageError when another supervisor has the job."""
+    """Run the job to its end; return the exit code. Raises UsageError if another supervisor has the job."""
     request = load(run_file)
     lock = hold_lock(request.of_job)
     name_process(request.job, "guardian", keep=1, since=b"run")
-    adopt_orphans()  # what a dead supervisor leaves behind is still of this job
+    adopt_orphans()  # processes of a dead supervisor still belong to this job
     with preloading(request) as forks, listen(request.host, request.ports) as listener:
         inherited = [lock, listener.fileno()]
         options = ["--parent", str(os.getpid()), "--listen", str(listener.fileno())]
@@ -58,7 +59,7 @@ def guard(run_file: Path, command: Command = supervisor_command) -> int:
             inherited.append(forks.fileno())
             options += ["--forks", str(forks.fileno())]
         status = _watch(command(run_file, options), inherited)
-        for _ in range(MOST_RESTARTS):
+        for _ in range(MAX_RESTARTS):
             if status >= 0:
                 break
             print(f"resihp: job {request.job}: the supervisor {ending(status)}; starting another", file=sys.stderr)
@@ -77,7 +78,7 @@ def guard(run_file: Path, command: Command = supervisor_command) -> int:
 
 
 def _watch(command: Sequence[str], inherited: Sequence[int]) -> int:
-    """Run one supervisor, in a process group of its own: Ctrl-C reaches it through us, once."""
+    """Run one supervisor, in a process group of its own: Ctrl-C reaches it once, through us."""
     child: subprocess.Popen[bytes] | None = None
     early: list[int] = [*early_signals.noted()]
 
@@ -95,18 +96,18 @@ def _watch(command: Sequence[str], inherited: Sequence[int]) -> int:
             )
         for number in early:
             forward(number, None)
-        return wait_for(child)  # and for what we have adopted
+        return wait_for(child)  # and for adopted processes
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
 
 
 def _await_successor(request: RunRequest) -> int:
-    """Wait until a successor has ended the job, and end with its exit code; without one, REQUEUE."""
+    """Wait until a successor has ended the job, and return its exit code; without a successor, REQUEUE."""
     job = request.of_job
     print(f"resihp: job {request.job}: no quorum follows this supervisor; waiting for its successor", file=sys.stderr)
     heard_at = time.monotonic()
-    while time.monotonic() - heard_at < SUCCESSOR_PATIENCE_S:
+    while time.monotonic() - heard_at < SUCCESSOR_TIMEOUT_S:
         if (code := job.exit_code()) is not None:
             return code
         if _is_led(job):
@@ -116,7 +117,7 @@ def _await_successor(request: RunRequest) -> int:
 
 
 def _is_led(job: Job) -> bool:
-    """Whether somebody listens where the job's supervisor is said to."""
+    """Return whether a process listens at the recorded address of the job's supervisor."""
     with suppress(OSError, msgspec.DecodeError):
         address = msgspec.json.decode(job.supervisor_file.read_bytes(), type=SupervisorFile)
         with socket.create_connection((address.host, address.port), timeout=LOOK_EVERY_S):
@@ -125,7 +126,7 @@ def _is_led(job: Job) -> bool:
 
 
 def _requeue(request: RunRequest) -> int:
-    """Have Slurm run the job again; REQUEUE where it is not asked, refuses, or there is no Slurm."""
+    """Have Slurm run the job again; return REQUEUE if Slurm refuses or the job is not in Slurm."""
     if request.slurm is None:
         return REQUEUE
     from slurm.commands import CommandLine

@@ -1,7 +1,7 @@
-"""What nodes gave in former jobs: read from the ledger behind the job's back, and told when it is there.
+"""Speeds of nodes in earlier jobs: read from the ledger in the background, and reported once they are known.
 
-Nobody waits for it. A ledger that is absent, slow, hung or of another schema knows nothing: the thread that asks it is
-left to itself, and devices are compared with their peers alone. Decides nothing. Called by `wrapper.supervisor.shell`.
+Nothing waits for them. If the ledger is absent, slow, hung or of another schema, the thread that reads it is abandoned,
+and devices are compared with their peers alone. Decides nothing. Called by `wrapper.supervisor.shell`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _log = logging.getLogger("ledger")
 
 
 class NodeMemory:
-    """Of the ledger at `url`, of nodes of this cluster. `read`: how it is read, given the URL and nodes; that may take
-    as long as it likes."""
+    """Reads the ledger at `url`, for nodes of this cluster. `read` does so, given the URL and nodes, and may take any
+    time."""
 
     def __init__(
         self, url: str, read: Callable[[str, Sequence[str]], Usual] | None = None, *, cluster: str = ""
@@ -32,19 +32,19 @@ class NodeMemory:
         self._url = url
         self._read = read or partial(_from_ledger, cluster=cluster)
 
-    def recall(self, nodes: Sequence[str], tell: Callable[[Usual], None]) -> None:
-        """Ask in a thread; `tell` is called in this event loop, if there is anything to tell, or never."""
+    def recall(self, nodes: Sequence[str], report: Callable[[Usual], None]) -> None:
+        """Read in a thread; `report` is called in this event loop if any speeds are known, else never."""
         loop = asyncio.get_running_loop()
 
         def ask() -> None:
             try:
                 usual = self._read(self._url, nodes)
             except (ResihpError, OSError) as error:
-                _log.warning("what nodes gave in former jobs is not known: %s", error)
+                _log.warning("speeds of nodes in earlier jobs are unknown: %s", error)
                 return
             if usual:
                 with suppress(RuntimeError):  # the job has ended meanwhile
-                    loop.call_soon_threadsafe(tell, usual)
+                    loop.call_soon_threadsafe(report, usual)
 
         threading.Thread(target=ask, name="node memory", daemon=True).start()
 

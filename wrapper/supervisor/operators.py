@@ -1,8 +1,8 @@
-"""Operators who ask something of a running job over the supervisor's socket: `resihp stop`, `resihp checkpoint now`,
-`resihp inject`, `resihp why-not`.
+"""Requests of operators to a running job over the supervisor's socket: `resihp stop`, `resihp checkpoint now`, `resihp
+inject`, `resihp why-not`.
 
-Refuses what cannot be asked at all; what becomes of the rest is the controller's to decide, and its answer goes back
-to whoever asked. Owned by `wrapper.supervisor.shell`.
+Rejects invalid requests; the controller decides about all others, and its answer goes back to the operator. Owned by
+`wrapper.supervisor.shell`.
 """
 
 from __future__ import annotations
@@ -20,63 +20,64 @@ from resihp.protocol.framing import SecureChannel
 
 
 class Operators:
-    """All that are connected, by the number of what they asked last."""
+    """Connected operators, by the number of their last request."""
 
     def __init__(
-        self, fault_ids: Iterator[int], tell: Callable[[api.AnyEvent], None], ending: Callable[[], str | None]
+        self, fault_ids: Iterator[int], handle: Callable[[api.AnyEvent], None], ending: Callable[[], str | None]
     ) -> None:
-        """`tell` hands the controller an event; `ending` says that the job is, where nothing can be asked any more."""
+        """`handle` hands the controller an event; `ending` returns a reason to refuse all requests if the job is
+        ending, else None."""
         self._fault_ids = fault_ids
-        self._tell = tell
+        self._handle = handle
         self._ending = ending
         self._asking: dict[int, SecureChannel[Any]] = {}
         self._numbers = itertools.count(1)
 
     async def serve(self, channel: SecureChannel[Any], first: m.OperatorRequest) -> None:
-        """Until it has no more to ask. `first` has been received."""
-        asked: object = first
-        while isinstance(asked, m.Inject | m.AskStanding | m.AskStop | m.AskCheckpoint):
+        """Answer a connection's requests until it is closed. `first` has been received."""
+        request: object = first
+        while isinstance(request, m.Inject | m.AskStanding | m.AskStop | m.AskCheckpoint):
             number = next(self._numbers)
             self._asking[number] = channel
-            obstacle = self._ending() or (_obstacle(asked) if isinstance(asked, m.Inject) else None)
+            obstacle = self._ending() or (_obstacle(request) if isinstance(request, m.Inject) else None)
             if obstacle is not None:
                 self.reply(number, False, obstacle)
-            elif isinstance(asked, m.AskStanding):
-                self._tell(api.StandingAsked(request=number, rank=asked.rank))
-            elif isinstance(asked, m.AskStop):
-                self._tell(api.StopAsked(request=number, at_once=asked.at_once))
-            elif isinstance(asked, m.AskCheckpoint):
-                self._tell(api.CheckpointAsked(request=number))
+            elif isinstance(request, m.AskStanding):
+                self._handle(api.StandingAsked(request=number, rank=request.rank))
+            elif isinstance(request, m.AskStop):
+                self._handle(api.StopAsked(request=number, at_once=request.at_once))
+            elif isinstance(request, m.AskCheckpoint):
+                self._handle(api.CheckpointAsked(request=number))
             else:
                 fault = Fault(
                     id=next(self._fault_ids),
-                    kind=asked.kind,  # type: ignore[arg-type]
-                    rank=asked.rank,
-                    node=asked.node,
-                    link=asked.link,
-                    speed=asked.speed,
+                    kind=request.kind,  # type: ignore[arg-type]
+                    rank=request.rank,
+                    node=request.node,
+                    link=request.link,
+                    speed=request.speed,
                 )
-                self._tell(api.InjectAsked(request=number, fault=fault))
-            asked = await channel.recv()
+                self._handle(api.InjectAsked(request=number, fault=fault))
+            request = await channel.recv()
 
     def reply(self, number: int, ok: bool, text: str) -> None:
         channel = self._asking.pop(number, None)
         if channel is not None:
-            with suppress(ConnectionError):  # an operator who has left needs no answer
+            with suppress(ConnectionError):  # an operator who has disconnected needs no answer
                 channel.post(m.OperatorReply(ok=ok, text=text))
 
 
-def _obstacle(asked: m.Inject) -> str | None:
-    if asked.kind not in get_args(Kind):
-        return f"unknown kind {asked.kind!r}, one of {', '.join(get_args(Kind))}"
-    if [asked.rank, asked.node, asked.link].count(None) != 2:
-        return "the target is one of --rank R and --node N, or of slow --link N-M"
-    if asked.kind == "disconnect" and asked.node is None:
+def _obstacle(request: m.Inject) -> str | None:
+    if request.kind not in get_args(Kind):
+        return f"unknown kind {request.kind!r}, one of {', '.join(get_args(Kind))}"
+    if [request.rank, request.node, request.link].count(None) != 2:
+        return "give one target: --rank R or --node N, or for slow also --link N-M"
+    if request.kind == "disconnect" and request.node is None:
         return "disconnect happens to a node, not to a rank"
-    if asked.link is not None and asked.kind != "slow":
-        return f"{asked.kind} happens to a rank or a node, not to a link"
-    if asked.link is not None and LINK_MS not in os.environ:
+    if request.link is not None and request.kind != "slow":
+        return f"{request.kind} happens to a rank or a node, not to a link"
+    if request.link is not None and LINK_MS not in os.environ:
         return LINKS_NEED_TIMES
-    if asked.kind == "slow" and not (asked.speed and 0.01 <= asked.speed <= 1.0):
+    if request.kind == "slow" and not (request.speed and 0.01 <= request.speed <= 1.0):
         return "slow needs a speed: --speed 0.5 is half as fast, --speed 1 healthy"
     return None

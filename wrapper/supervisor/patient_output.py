@@ -1,8 +1,8 @@
-"""Messages to what may take nothing for a while: a supervisor's log and, under Slurm, its stderr lie on the shared file
-system, and a terminal is stopped by Ctrl-S, or by a connection that stalls.
+"""Output that never blocks its writer, for streams that may stall: a supervisor's log and, under Slurm, its stderr are
+on the shared file system, and a terminal may be stopped by Ctrl-S or by a slow connection.
 
-Whoever prints or logs goes on at once; a thread writes. What does not fit the queue any more is left out, and said
-so. Used by the guardian and the supervisor, which must never wait for a folder or for a reader.
+Printing and logging return at once; a thread writes. Messages that do not fit the queue are dropped, and their number
+is reported. Used by the guardian and the supervisor, which must never wait for a folder or for a reader.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from typing import Literal, TextIO
 
 from wrapper.strict_modes import private
 
-MOST_LINES = 10_000
-MOST_CHARACTERS = 1 << 24
-"""What waits to be written; a script may print faster than its output is read."""
-LAST_WRITE_S = 2.0
-"""How long the end of a process waits for what it said last."""
-LAST_ON_A_TERMINAL_S = 60.0
-"""The same where somebody has stopped a terminal, and may go on reading. All else is done by then."""
+MAX_QUEUED_LINES = 10_000
+MAX_QUEUED_CHARACTERS = 1 << 24
+"""Limit on the characters that wait to be written; a script may print faster than its output is read."""
+CLOSE_TIMEOUT_S = 2.0
+"""How long the process waits for its last messages to be written when it exits."""
+TERMINAL_CLOSE_TIMEOUT_S = 60.0
+"""The same for a terminal, which its user may have stopped and may resume. Nothing else is left to do by then."""
 
 
 class PatientOutput(io.TextIOBase):
-    """Stands for a stream; never blocks."""
+    """Replaces a text stream; never blocks."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._said: queue.Queue[str | None] = queue.Queue(MOST_LINES)
+        self._messages: queue.Queue[str | None] = queue.Queue(MAX_QUEUED_LINES)
         self._left_out = 0
-        self._put = self._taken = 0
-        """Characters, each counted by one thread alone."""
+        self._queued_characters = self._written_characters = 0
+        """Numbers of characters, each counted by one thread only."""
         self._is_terminal = stream.isatty()
-        """Asked once: whoever asks a file that hangs waits."""
+        """Asked only once, because the answer may block if the file hangs."""
         self._thread = threading.Thread(target=self._run, name="resihp-output", daemon=True)
         self._thread.start()
 
     def write(self, text: str) -> int:
         try:
-            if self._put - self._taken > MOST_CHARACTERS:
+            if self._queued_characters - self._written_characters > MAX_QUEUED_CHARACTERS:
                 raise queue.Full
             if self._left_out:
                 self._queue(f"resihp: {self._left_out} messages could not be written in time\n")
@@ -54,8 +54,8 @@ class PatientOutput(io.TextIOBase):
         return len(text)
 
     def _queue(self, text: str) -> None:
-        self._said.put_nowait(text)
-        self._put += len(text)
+        self._messages.put_nowait(text)
+        self._queued_characters += len(text)
 
     def flush(self) -> None: ...
 
@@ -73,27 +73,27 @@ class PatientOutput(io.TextIOBase):
         return self._stream.encoding
 
     def close(self) -> None:
-        """Write what is still to be written, or give it up where the file hangs."""
+        """Write the remaining messages, or give up if the file hangs."""
         if self._thread.is_alive():
-            patience_s = LAST_ON_A_TERMINAL_S if self._is_terminal else LAST_WRITE_S
+            patience_s = TERMINAL_CLOSE_TIMEOUT_S if self._is_terminal else CLOSE_TIMEOUT_S
             try:
-                self._said.put(None, timeout=patience_s)
+                self._messages.put(None, timeout=patience_s)
             except queue.Full:
                 return
             self._thread.join(patience_s)
 
     def _run(self) -> None:
-        while (text := self._said.get()) is not None:
+        while (text := self._messages.get()) is not None:
             try:
                 self._stream.write(text)
                 self._stream.flush()
-            except (OSError, ValueError):  # a full disk, or a reader that has gone: training is more important
+            except (OSError, ValueError):  # a full disk, or a closed pipe: training is more important
                 self._left_out += 1
-            self._taken += len(text)
+            self._written_characters += len(text)
 
 
 def never_wait_for(*names: Literal["stdout", "stderr"]) -> None:
-    """From here on, printing there does not block."""
+    """Replace these streams of this process, so that printing to them never blocks."""
     for name in names:
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, PatientOutput):
@@ -101,13 +101,13 @@ def never_wait_for(*names: Literal["stdout", "stderr"]) -> None:
 
 
 def log_without_waiting(path: Path) -> None:
-    """What this process logs is added to the end of `path`; whoever logs does not wait for it."""
+    """Append this process's log to `path`, without blocking the threads that log."""
     stream = _written_behind(open(path, "a", opener=private))  # noqa: SIM115 - it is as long as we are
     logging.basicConfig(stream=stream, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
 def _written_behind(stream: TextIO) -> PatientOutput:
-    """Its last lines are written as the process ends, or given up."""
+    """Replace a stream; its last lines are written, or given up, when the process exits."""
     patient = PatientOutput(stream)
     atexit.register(patient.close)
     return patient

@@ -1,10 +1,10 @@
-"""The supervisor's process: opens what a job needs, runs `wrapper.supervisor.shell.Supervisor`, maps errors to exit
+"""The supervisor's process: opens a job's resources, runs `wrapper.supervisor.shell.Supervisor`, maps errors to exit
 codes.
 
-`python -P -m wrapper.supervisor.process --run FILE --listen FD`, started by the guardian. With `--take-over` it runs
-after one that died, and with `--successor` an agent has started it because the guardian's node is gone: both make their
-controller from the journal, and agents that accept their term tell them the rest. With `--bury` nothing is left to be
-tried: it writes the job's end.
+`python -P -m wrapper.supervisor.process --run FILE --listen FD`, started by the guardian. With `--take-over` it
+replaces a supervisor that died, and with `--successor` an agent has started it because the guardian's node is lost:
+both rebuild the controller from the journal, and agents that accept their term report the rest. With `--bury` no
+restart is remaining: it only writes the job's end.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from wrapper.launch.allocation import end_time
 from wrapper.launch.launcher import Followers, Launcher, LocalLauncher
 from wrapper.output.first_rank import FirstRank
 from wrapper.output.render import literal
-from wrapper.sinks.deferred_ledger import LateLedger
-from wrapper.sinks.fanout import LedgerLike, Listeners, listeners, tell_of_the_end
+from wrapper.sinks.deferred_ledger import DeferredLedger
+from wrapper.sinks.fanout import LedgerLike, Listeners, listeners, notify_of_end
 from wrapper.sinks.progress_file import ProgressFileWriter
-from wrapper.slurm_tasks.job_comment import JobComment, say_at_last
+from wrapper.slurm_tasks.job_comment import JobComment, write_last_comment
 from wrapper.supervisor.collaborators import ControllerLike, SlurmDeskLike, ViewLike
 from wrapper.supervisor.node_history import NodeMemory
 from wrapper.supervisor.patient_output import log_without_waiting, never_wait_for
@@ -64,22 +64,22 @@ if TYPE_CHECKING:
 AGENTS_GONE_S = 10.0
 GUARDIAN_LEAVES_S = 5.0
 """How long a guardian that waits for its job's end takes to notice it, and to leave."""
-END_PATIENCE_S = 45.0
-"""How long a Slurm that does not answer is asked to end its job: our agent waits a little longer for us."""
+END_JOB_TIMEOUT_S = 45.0
+"""How long to keep asking an unresponsive Slurm to end its job: our agent waits a little longer for us."""
 
 
 @dataclass(frozen=True)
-class Heir:
-    """Who takes over, from what: the journal as the one before left it, or as an agent's copy has it."""
+class TakeoverSource:
+    """Source of a take-over: the journal that the previous supervisor remaining, or an agent's copy of it."""
 
     node: str
     term: int
     how: Literal["restarted", "elected"]
     records: tuple[Record, ...]
     membership: Membership
-    """What they say of leaders and voters."""
+    """Leaders and voters according to the records."""
     journal: Journal
-    """The file that they are from, to be written on."""
+    """The file of the records, which the new supervisor continues."""
 
     @property
     def lead(self) -> Lead:
@@ -89,7 +89,7 @@ class Heir:
 async def supervise(
     request: RunRequest,
     listener: socket.socket,
-    heir: Heir | None,
+    takeover: TakeoverSource | None,
     journal: Path,
     forks: socket.socket | None = None,
 ) -> int:
@@ -112,34 +112,42 @@ async def supervise(
         return Ledger.open(request.ledger_url, job.folder, say=warn, journal_path=journal, keep_s=keep_s)
 
     ledger: LedgerLike
-    if heir is not None:
-        ledger = LateLedger(open_ledger, journal, warn)
+    if takeover is not None:
+        ledger = DeferredLedger(open_ledger, journal, warn)
     elif (server := _server(request)) is not None:
         job.set_ledger(server)
-        ledger = LateLedger(open_ledger, journal, warn, pause_s=0.0)
+        ledger = DeferredLedger(open_ledger, journal, warn, pause_s=0.0)
     else:
         ledger = opened = open_ledger()
         job.set_ledger(opened.url)
     console = Console(stderr=True)
     if not sys.stderr.isatty():
-        console = Console(stderr=True, width=120, height=25)  # asking a hung file for its size would wait, too
-    view: ViewLike = LiveView(console, request.settings, past=heir.records if heir else ())
-    loader = SearchLoader(request.settings, heir.records if heir else ())
+        console = Console(stderr=True, width=120, height=25)  # asking a hung file for its size would block, too
+    view: ViewLike = LiveView(console, request.settings, past=takeover.records if takeover else ())
+    loader = SearchLoader(request.settings, takeover.records if takeover else ())
     asks = Dependencies(planner=loader.planner)
-    if heir is None:
+    if takeover is None:
         controller = Controller(request.settings, asks)
     else:
-        entries, now = (record.entry for record in heir.records), time.time()
-        commits = [Commit(i, min(at - now, 0.0), took) for i, at, took in last_commits(heir.records, KEPT)]
+        entries, now = (record.entry for record in takeover.records), time.time()
+        commits = [Commit(i, min(at - now, 0.0), took) for i, at, took in last_commits(takeover.records, KEPT)]
         controller = Controller.recover(request.settings, entries, asks, commits)
     return await supervise_with(
-        request, controller, ledger, view, listener=listener, heir=heir, journal=journal, forks=forks, loader=loader
+        request,
+        controller,
+        ledger,
+        view,
+        listener=listener,
+        takeover=takeover,
+        journal=journal,
+        forks=forks,
+        loader=loader,
     )
 
 
 def _server(request: RunRequest) -> str | None:
-    """The ledger's absolute URL if it is a server's, which is opened behind: it may be down, full, hung, or wait for
-    its administrator. Raises LedgerError for one that can never be opened."""
+    """Return the ledger's absolute URL if it is on a server, else None. A server's ledger is opened in the background:
+    it may be down, full, hung, or wait for its administrator. Raises LedgerError for a URL that can never be opened."""
     from db.engine import check, file_of, resolve
 
     url = resolve(request.ledger_url, request.of_job.folder)
@@ -156,12 +164,12 @@ async def supervise_with(
     view: ViewLike,
     *,
     listener: socket.socket,
-    heir: Heir | None = None,
+    takeover: TakeoverSource | None = None,
     journal: Path | None = None,
     forks: socket.socket | None = None,
     loader: SearchLoader | None = None,
 ) -> int:
-    """`supervise` with its parts given."""
+    """Run one job with the given parts; see `supervise`."""
     job = request.of_job
     host = listener.getsockname()[0]
     loop = asyncio.get_running_loop()
@@ -170,35 +178,35 @@ async def supervise_with(
         loop.call_soon_threadsafe(view.say, "warning", text)
 
     def show(lines: Sequence[str], left_out: int) -> None:
-        with suppress(RuntimeError):  # all is over
+        with suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(view.output, lines, left_out)
 
-    past = heir.records if heir else ()
+    past = takeover.records if takeover else ()
     comment, first = JobComment(request, past), FirstRank(job.logs, show, past)
     others = [*listeners(request, ledger, warn, past), comment, first, ProgressFileWriter(job, past)]
     ledger = Listeners(ledger, [*others, *([loader] if loader else [])])
     supervisor = Supervisor(
         request,
         controller=controller,
-        launcher=_launcher(request, host, heir, view, forks),
-        journal=heir.journal if heir else Journal(journal or job.journal_file),
+        launcher=_launcher(request, host, takeover, view, forks),
+        journal=takeover.journal if takeover else Journal(journal or job.journal_file),
         ledger=ledger,
         view=view,
-        slurm=_desk(request, heir, comment),
+        slurm=_desk(request, takeover, comment),
         memory=_memory(request),
         thinker=partial(_thinker, request) if request.settings.plans_ahead else None,
         listener=listener,
-        lead=heir.lead if heir else None,
-        membership=heir.membership if heir else None,
+        lead=takeover.lead if takeover else None,
+        membership=takeover.membership if takeover else None,
     )
-    return await supervisor.run(_first_entry(request, heir))
+    return await supervisor.run(_first_entry(request, takeover))
 
 
 def _launcher(
-    request: RunRequest, host: str, heir: Heir | None, view: ViewLike, forks: socket.socket | None
+    request: RunRequest, host: str, takeover: TakeoverSource | None, view: ViewLike, forks: socket.socket | None
 ) -> Launcher:
-    if heir is not None and heir.how == "elected":
-        return Followers(host, tuple(sorted(heir.membership.joined)))
+    if takeover is not None and takeover.how == "elected":
+        return Followers(host, tuple(sorted(takeover.membership.joined)))
     if request.slurm is not None:
         from wrapper.launch.slurm_launcher import SlurmLauncher
 
@@ -207,14 +215,14 @@ def _launcher(
 
 
 def _desk(
-    request: RunRequest, heir: Heir | None, comment: JobComment
+    request: RunRequest, takeover: TakeoverSource | None, comment: JobComment
 ) -> Callable[[Callable[[AnyEvent], None]], SlurmDeskLike] | None:
     if request.slurm is None:
         return None
     from wrapper.slurm_tasks.desk import SlurmDesk
 
-    said = end_time(os.environ, time.time()) if heir is None else None  # it may have been changed since
-    return lambda event: SlurmDesk(request, event, comment=comment, end_time=said)
+    known_end_time = end_time(os.environ, time.time()) if takeover is None else None  # it may have changed since
+    return lambda event: SlurmDesk(request, event, comment=comment, end_time=known_end_time)
 
 
 def _memory(request: RunRequest) -> NodeMemory | None:
@@ -228,20 +236,20 @@ def _thinker(request: RunRequest, event: Callable[[AnyEvent], None]) -> Thinker:
 
 
 def _end_slurm_job(request: RunRequest, status: int) -> None:
-    """A successor has ended the job, and nobody may be left on the batch host to end Slurm's: do it then."""
+    """End the Slurm job after a successor has ended ours: nobody may be remaining on the batch host to do so."""
     assert request.slurm is not None
     from slurm.commands import CommandLine
     from slurm.errors import SlurmError, SlurmRefusedError
     from wrapper.slurm_tasks.requeue import dead_nodes, requeue, until_noticed
 
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm sends it to whoever is still in the job, so to us
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm sends it to all processes of the job, so to us
     slurm, number = CommandLine(), request.slurm.job_id
     if status == REQUEUE:
         if request.slurm.gpus:
-            until_noticed(number, slurm, dead_nodes(request.of_job), patience_s=END_PATIENCE_S)
+            until_noticed(number, slurm, dead_nodes(request.of_job), patience_s=END_JOB_TIMEOUT_S)
         requeue(number, slurm)
         return
-    deadline = time.monotonic() + END_PATIENCE_S
+    deadline = time.monotonic() + END_JOB_TIMEOUT_S
     while True:
         time.sleep(GUARDIAN_LEAVES_S)
         try:
@@ -256,16 +264,18 @@ def _end_slurm_job(request: RunRequest, status: int) -> None:
                 return
 
 
-def _tell_the_chain(request: RunRequest, journal: Path) -> None:
+def _leave_chain_note(request: RunRequest, journal: Path) -> None:
     from wrapper.slurm_tasks import chain
 
     chain.leave_note(request, read_packed(journal), lambda text: _say(f"job {request.job}: {text}"))
 
 
-def _first_entry(request: RunRequest, heir: Heir | None) -> AnyEntry:
-    if heir is not None:
+def _first_entry(request: RunRequest, takeover: TakeoverSource | None) -> AnyEntry:
+    if takeover is not None:
         host = socket.gethostname()
-        return LeaderChosen(term=heir.term, node=heir.node, host=host, how=heir.how, after=heir.lead.log)
+        return LeaderChosen(
+            term=takeover.term, node=takeover.node, host=host, how=takeover.how, after=takeover.lead.log
+        )
     settings = request.settings
     return JobStarted(
         job=request.job,
@@ -287,46 +297,46 @@ def _first_entry(request: RunRequest, heir: Heir | None) -> AnyEntry:
 
 
 def _with_spares(configuration: dict[str, Any], spares: int) -> dict[str, Any]:
-    """With the spare nodes that there are: Slurm may have given more than were asked for. So the ledger knows how many
-    devices the layout was to have."""
+    """Return the configuration with the actual number of spare nodes, since Slurm may have given more nodes than
+    requested: the ledger derives from it how many devices the first layout was to have."""
     slurm = configuration.get("slurm")
     return {**configuration, "slurm": {**(slurm if isinstance(slurm, dict) else {}), "spares": spares}}
 
 
-def heir_of(
+def takeover_source(
     journal: Path,
     node: str,
     how: Literal["restarted", "elected"],
     least_term: int = 0,
     are_started: Callable[[], bool] = lambda: False,
-) -> Heir:
-    """Who takes over from this journal. Raises ProtocolError when there is nothing to take over.
+) -> TakeoverSource:
+    """Read a journal and return the source of a take-over. Raises ProtocolError if there is nothing to take over.
 
-    `are_started`: whether agents are there that will join although none of them has. A term is noted beside the journal
-    before anybody hears of it: one that was tried in vain is never tried again.
+    `are_started`: whether agents are running that will join although none has joined yet. The new term is noted beside
+    the journal before anybody learns it: a term that was tried in vain is never used again.
     """
     records: list[Record] = []
     opened = Journal(journal, found=records)
     if not records or not isinstance(records[0].entry, JobStarted):
-        raise ProtocolError("the journal has no beginning")
+        raise ProtocolError("the journal has no first record")
     ended = next((record.entry for record in records if isinstance(record.entry, JobEnded)), None)
     if ended is not None:
         raise ProtocolError(f"the job has ended: {ended.reason}")
     membership = Membership()
     for record in records:
         membership.apply(record)
-    heir = Heir(node, 0, how, tuple(records), membership, opened)
+    takeover = TakeoverSource(node, 0, how, tuple(records), membership, opened)
     if not any(isinstance(record.entry, NodeJoined) for record in records) and not are_started():
         raise ProtocolError("no agent had joined it, and not all were started")
-    noted = journal.with_suffix(".term")
-    tried = int(noted.read_text()) if noted.exists() else 0
-    term = max(least_term, heir.membership.term + 1, tried + 1)
-    write_private(noted, str(term).encode(), sync=True)
-    return replace(heir, term=term)
+    term_file = journal.with_suffix(".term")
+    used = int(term_file.read_text()) if term_file.exists() else 0
+    term = max(least_term, takeover.membership.term + 1, used + 1)
+    write_private(term_file, str(term).encode(), sync=True)
+    return replace(takeover, term=term)
 
 
 def agents_are_started(request: RunRequest) -> bool:
-    """Whether no agent is missing, as far as can be seen from here: srun starts those of all other nodes."""
+    """Return whether all agents run, as far as this node can tell: srun starts those of all other nodes."""
     started: set[str] = set()
     for process in _agents(request.of_job):
         with suppress(psutil.Error):
@@ -335,12 +345,13 @@ def agents_are_started(request: RunRequest) -> bool:
     return bool(started) if request.slurm is not None else len(started) == request.settings.nodes
 
 
-def bury(request: RunRequest, how: str, listener: socket.socket) -> int:
-    """Write the end of a job whose supervisor died, unless it did; wait until its agents are gone. Its exit code."""
-    listener.shutdown(socket.SHUT_RDWR)  # whoever else has it open: nobody is to wait there any more
+def mark_dead(request: RunRequest, how: str, listener: socket.socket) -> int:
+    """Write the end of a job whose supervisor died, unless that did so; wait until its agents are gone. Return its exit
+    code."""
+    listener.shutdown(socket.SHUT_RDWR)  # other processes may have it open, and nobody must wait there any more
     job = request.of_job
     finished = True
-    with _told_of_ledger(job):
+    with _warn_of_ledger(job):
         finished = finish_dead_job(job, f"the supervisor {how}", locked=True)
     ended = next((record.entry for record in job.records() if isinstance(record.entry, JobEnded)), None)
     status = 1 if ended is None or ended.exit_code is None else ended.exit_code
@@ -349,78 +360,81 @@ def bury(request: RunRequest, how: str, listener: socket.socket) -> int:
         text = f"the job had ended: {ended.reason}"
         write_private(job.exit_code_file, f"{status}\n".encode())
         note_end(job, status)
-        with _told_of_ledger(job):
+        with _warn_of_ledger(job):
             if (url := job.ledger_url) is not None and job.journal_file.exists():
                 from db.writer import catch_up
 
                 catch_up(url, job.folder, job.journal_file)
     _say(f"job {job.name}: the supervisor {how}; {text}, logs in {job.logs}")
-    tell_of_the_end(request, job.records(), lambda text: _say(f"job {job.name}: {text}"))
+    notify_of_end(request, job.records(), lambda text: _say(f"job {job.name}: {text}"))
     if request.slurm is not None:
-        _say_at_last(request)
+        _write_last_comment(request)
     deadline = time.monotonic() + AGENTS_GONE_S
-    while (left := _agents(job)) and time.monotonic() < deadline:
+    while (remaining := _agents(job)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    for process in left:
+    for process in remaining:
         _say(f"job {job.name}: process {process.pid} is still there, killing it")
-        for each in (*process.children(recursive=True), process):
+        for victim in (*process.children(recursive=True), process):
             with suppress(psutil.NoSuchProcess):
-                each.kill()
+                victim.kill()
     return status
 
 
 @contextmanager
-def _told_of_ledger(job: Job) -> Iterator[None]:
-    """A ledger that cannot be written changes nothing of the job's end, which the journal has."""
+def _warn_of_ledger(job: Job) -> Iterator[None]:
+    """Report a ledger that cannot be written; the job's end is in the journal all the same."""
     try:
         yield
     except LedgerError as error:
-        _say(f"job {job.name}: {error}; the next resihp status brings in what it lacks")
+        _say(f"job {job.name}: {error}; the next resihp status adds the missing records")
 
 
 def _say(text: str) -> None:
-    """Print a line on stderr. What it quotes may come from a worker's log or from Slurm, and steers no terminal."""
+    """Print a line on stderr, without control characters: it may quote a worker's log or Slurm."""
     print(f"resihp: {literal(text)}", file=sys.stderr)
 
 
-def _say_at_last(request: RunRequest) -> None:
+def _write_last_comment(request: RunRequest) -> None:
     from slurm.commands import CommandLine
     from slurm.errors import SlurmError
 
     try:
-        say_at_last(request, request.of_job.records(), CommandLine())
+        write_last_comment(request, request.of_job.records(), CommandLine())
     except SlurmError as error:
         _say(f"job {request.job}: {error}")
 
 
 def _agents(job: Job) -> list[psutil.Process]:
-    """Agents of the job on this machine: live processes that were started for its run file."""
-    found = []
+    """Return the job's agents on this machine: live processes that were started for its run file."""
+    processes = []
     for process in psutil.process_iter():
         try:
             command = process.cmdline()
         except psutil.Error:
             continue
         if "wrapper.agent.process" in command and str(job.run_file) in command:  # a zombie has no command line
-            found.append(process)
-    return found
+            processes.append(process)
+    return processes
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="wrapper.supervisor.process")
     parser.add_argument("--run", required=True, type=Path, help="the job's run.json")
     parser.add_argument("--listen", required=True, type=int, help="bound socket that agents connect to")
-    parser.add_argument("--parent", type=int, help="process id of who watches over it")
-    parser.add_argument("--forks", type=int, help="inherited socket to what forks the fork servers of virtual nodes")
-    parser.add_argument("--take-over", help="a supervisor died before this one: how")
-    parser.add_argument("--bury", help="all supervisors died: how the last one did")
-    parser.add_argument("--successor", help="the node on which it was started, by its agent")
+    parser.add_argument("--parent", type=int, help="process id of the guardian")
+    parser.add_argument(
+        "--forks", type=int, help="inherited socket of the process that forks fork servers of virtual nodes"
+    )
+    parser.add_argument("--take-over", help="how the previous supervisor died")
+    parser.add_argument("--bury", help="how the last supervisor died; no other is started")
+    parser.add_argument("--successor", help="node whose agent has started this supervisor")
     parser.add_argument("--copy", type=Path, help="that agent's copy of the journal")
-    parser.add_argument("--term", type=int, default=0, help="the term that agents were asked about")
+    parser.add_argument("--term", type=int, default=0, help="term for which the agents have voted")
     options = parser.parse_args(arguments)
     early_signals.note()
     never_wait_for("stdout", "stderr")
-    # vfork stops all of us until a child has closed what it inherited, and files of a folder that hangs take long.
+    # vfork stops this process until the child has closed its inherited files, which is slow on a file system that
+    # hangs.
     subprocess._USE_VFORK = False  # type: ignore[misc]
     raise_open_files()
     if options.parent is not None:
@@ -432,26 +446,26 @@ def main(arguments: list[str] | None = None) -> None:
         listener = socket.socket(fileno=options.listen)
         forks = None if options.forks is None else inherited_socket(options.forks)
         if options.bury:
-            sys.exit(bury(request, options.bury, listener))
+            sys.exit(mark_dead(request, options.bury, listener))
         log_without_waiting(request.of_job.logs / "supervisor.log")
-        heir, journal = None, request.of_job.journal_file
+        takeover, journal = None, request.of_job.journal_file
         try:
             if options.successor:
                 journal = _inherit(options.copy)
-                heir = heir_of(journal, options.successor, "elected", options.term)
-                request.of_job.move_journal(journal)  # from here on, commands look for it here
+                takeover = takeover_source(journal, options.successor, "elected", options.term)
+                request.of_job.move_journal(journal)  # from here on, commands find it here
             elif options.take_over:
                 are_started = partial(agents_are_started, request)
-                heir = heir_of(journal, request.settings.batch_node, "restarted", are_started=are_started)
+                takeover = takeover_source(journal, request.settings.batch_node, "restarted", are_started=are_started)
         except (ProtocolError, OSError, ValueError) as error:
             _say(f"job {request.job}: cannot be taken over: {error}")
             if options.successor:
-                sys.exit(CANNOT_LEAD)  # the agents of this node and all others are not ours to end
-            sys.exit(bury(request, options.take_over, listener))
-        status = asyncio.run(supervise(request, listener, heir, journal, forks))
-        early_signals.ignore()  # all is done: who dies of one now would be taken over
+                sys.exit(CANNOT_LEAD)  # other agents, of this node and all others, must not be ended
+            sys.exit(mark_dead(request, options.take_over, listener))
+        status = asyncio.run(supervise(request, listener, takeover, journal, forks))
+        early_signals.ignore()  # the job is done: dying of a signal now would cause a take-over
         if request.chained and status == BROKEN:
-            _tell_the_chain(request, journal)
+            _leave_chain_note(request, journal)
         if options.successor and request.slurm is not None and status != DEPOSED:
             _end_slurm_job(request, status)
         sys.exit(status)
@@ -461,9 +475,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _inherit(copy: Path) -> Path:
-    """The journal of a supervisor on this node: what its agent has of it."""
+    """Return the journal for a supervisor on this node, at first a copy of its agent's."""
     journal = copy.with_suffix(".journal")
-    if not journal.exists():  # else one of ours was here before, and wrote on
+    if not journal.exists():  # else a supervisor on this node has already continued it
         shutil.copyfile(copy, journal)
     return journal
 

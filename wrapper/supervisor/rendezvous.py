@@ -1,8 +1,8 @@
-"""What ranks on different nodes say to each other while they build communicators: from agents, to agents.
+"""Exchange of messages between ranks on different nodes while they build communicators: from agents, to agents.
 
-The supervisor's table of `resihp.protocol.rendezvous`, the only one that all meet in. A node hears of what its workers
-attend, once, and all of one turn of the loop in one message. A meeting begins with the order to build, and a newer
-epoch's ends it. Owned by `wrapper.supervisor.agents`.
+The supervisor's instance of `resihp.protocol.rendezvous`, the one place where all ranks meet. A node gets each message
+for the groups of its workers once, and all messages of one turn of the event loop together. A meeting begins with the
+order to build, and ends with the meeting of a newer epoch. Owned by `wrapper.supervisor.agents`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _log = logging.getLogger("supervisor")
 
 
 class Exchange:
-    """`post` says something to a node's agent."""
+    """All open meetings. `post` sends a message to a node's agent."""
 
     def __init__(self, post: Callable[[str, m.Published], object]) -> None:
         self._post = post
@@ -28,27 +28,27 @@ class Exchange:
         self._due = False
 
     def open(self, meeting: m.MeetingId) -> None:
-        """It begins, and those of older epochs are over."""
+        """Begin a meeting, and end those of older epochs."""
         self._meetings.open(meeting)
 
     def leave(self, node: str) -> None:
-        """It is left out."""
+        """Remove a node from all meetings."""
         self._meetings.leave(node)
 
-    def said(self, node: str, message: m.MeetingMessage) -> None:
-        """Workers of a node attend, or say something."""
+    def receive(self, node: str, message: m.MeetingMessage) -> None:
+        """Handle a message of a node: its workers attend a meeting, or publish something in it."""
         meeting = message.meeting
         try:
             if isinstance(message, m.Attend):
                 before, _ = self._meetings.attend(meeting, node, message.groups)
-                self._tell_later(node, meeting, before)
+                self._send_later(node, meeting, before)
             else:
-                for other, new in self._meetings.publish(meeting, message.said, node).items():
-                    self._tell_later(other, meeting, new)
+                for recipient, new in self._meetings.publish(meeting, message.said, node).items():
+                    self._send_later(recipient, meeting, new)
         except ProtocolError as error:
-            _log.warning("node %s: %s; who waits for it is given up after the budget of a transition", node, error)
+            _log.warning("node %s: %s; ranks that wait for it give up after the transition's time budget", node, error)
 
-    def _tell_later(self, node: str, meeting: m.MeetingId, said: Sequence[m.Said]) -> None:
+    def _send_later(self, node: str, meeting: m.MeetingId, said: Sequence[m.Said]) -> None:
         self._pending.add(node, meeting, said)
         if not self._due:
             self._due = True

@@ -1,7 +1,8 @@
-"""Whom agents ask, and tell of a successor, when the supervisor is gone: those that may choose one know all others.
+"""Lists of agents for the agents: those that may elect a leader know all others, to ask for votes and to announce a
+leader.
 
-They are told of each once, and after that what has changed. Thousands join within seconds: what is new is told once a
-second, in one message to each, encoded once for all. Owned by `wrapper.supervisor.agents`; decides nothing.
+Each agent gets the whole list once, and after that only changes. Thousands join within seconds: changes are sent once a
+second, in one message to each agent, encoded once for all. Owned by `wrapper.supervisor.agents`; decides nothing.
 """
 
 from __future__ import annotations
@@ -15,48 +16,48 @@ from resihp.protocol.framing import encode
 
 
 class Rosters:
-    """What agents know of each other. `post(node, message)` says it to one of them."""
+    """The list of agents, and who knows it. `post(node, message)` sends a message to a node's agent."""
 
     def __init__(self, post: Callable[[str, msgspec.Raw], int]) -> None:
         self._post = post
-        self._there: dict[str, m.Peer] = {}
-        self._told: dict[str, m.Peer] = {}
-        """What was there when it was last told."""
+        self._present: dict[str, m.Peer] = {}
+        self._announced: dict[str, m.Peer] = {}
+        """The list as it was last sent."""
         self._enlisted: set[str] = set()
-        """Who is to be told."""
+        """Nodes whose agents are to get the list."""
         self._informed: set[str] = set()
-        """Who was told all of that."""
+        """Nodes whose agents got all of it."""
         self._stale = False
 
     def joined(self, peer: m.Peer) -> None:
-        self._there[peer.node], self._stale = peer, True
+        self._present[peer.node], self._stale = peer, True
 
     def enlist(self, node: str) -> None:
-        """It may have to choose a leader: it is to know the others, from the next time on."""
+        """Send the list to this node's agent from the next `send_changes` on, because it may have to elect a leader."""
         self._enlisted.add(node)
         self._stale = True
 
     def left(self, node: str) -> None:
-        """It is told nothing any more."""
+        """Remove a node from the list, and send it nothing any more."""
         self._enlisted.discard(node)
-        if self._there.pop(node, None) is not None:
+        if self._present.pop(node, None) is not None:
             self._informed.discard(node)
             self._stale = True
 
-    def tell(self) -> None:
-        """Tell what has changed since the last time."""
+    def send_changes(self) -> None:
+        """Send all changes since the last call."""
         if not self._stale:
             return
-        new = tuple(peer for node, peer in self._there.items() if self._told.get(node) != peer)
-        gone = tuple(node for node in self._told if node not in self._there)
+        new = tuple(peer for node, peer in self._present.items() if self._announced.get(node) != peer)
+        left_nodes = tuple(node for node in self._announced if node not in self._present)
         if self._informed:
-            self._say(self._informed, m.Roster(peers=new, left=gone))
-        if newcomers := (self._there.keys() & self._enlisted) - self._informed:
-            self._say(newcomers, m.Roster(peers=tuple(self._there.values()), whole=True))
-        self._told, self._stale = dict(self._there), False
+            self._send(self._informed, m.Roster(peers=new, left=left_nodes))
+        if newcomers := (self._present.keys() & self._enlisted) - self._informed:
+            self._send(newcomers, m.Roster(peers=tuple(self._present.values()), whole=True))
+        self._announced, self._stale = dict(self._present), False
         self._informed |= newcomers
 
-    def _say(self, nodes: set[str], roster: m.Roster) -> None:
+    def _send(self, nodes: set[str], roster: m.Roster) -> None:
         body = msgspec.Raw(encode(roster))
         for node in nodes:
             self._post(node, body)

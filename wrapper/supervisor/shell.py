@@ -1,10 +1,10 @@
 """The supervisor's shell: sockets, clock, signals, journal and ledger around `resihp.controller`.
 
-Run by `wrapper.supervisor.process`, one for a job. What happens to the job is decided in
-the controller; here its actions are carried out in order, each `Log` on disk before what follows it, and a decision
-known to a quorum of agents as well (`wrapper.supervisor.journaling.gate`). A leader whose disk fails, or that no quorum
-follows, steps back: it closes its connections and leaves the job to a successor. A crash in here ends the job with a
-message, exit code 70, and the traceback in `<job>/logs/supervisor.log`.
+Run by `wrapper.supervisor.process`, one for a job. The controller makes all decisions about the job; the shell carries
+out its actions in order: each `Log` is on disk before the next action, and a decision is also known to a quorum of
+agents (`wrapper.supervisor.journaling.gate`). A leader whose disk fails, or that no quorum follows, steps back: it
+closes its connections and leaves the job to a successor. A crash in here ends the job with a message, exit code 70, and
+the traceback in `<job>/logs/supervisor.log`.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from wrapper.supervisor.attention import LOOK_EVERY_S, Attention
 from wrapper.supervisor.checkpoint_commit import CheckpointCommits
 from wrapper.supervisor.collaborators import (
     ControllerLike,
-    NobodyThinks,
     NodeHistory,
+    NoPlanAhead,
     NoSlurm,
     SlurmDeskLike,
     ThinkerLike,
     ViewLike,
 )
-from wrapper.supervisor.journaling.gate import QUORUM_PATIENCE_S, DecisionGate
+from wrapper.supervisor.journaling.gate import QUORUM_TIMEOUT_S, DecisionGate
 from wrapper.supervisor.journaling.replication import Replication
 from wrapper.supervisor.journaling.writer import JournalWriter
 from wrapper.supervisor.operators import Operators
@@ -61,26 +61,26 @@ if TYPE_CHECKING:
     from db.telemetry import report_rows
 
 LEAVE_GRACE_S = 60.0
-"""After training is done: how long scripts may take to end by themselves."""
+"""How long scripts may take to end by themselves after training is done."""
 TERM_GRACE_S = 3.0
 AGENT_EXIT_S = 3.0
-TWICE_S = 0.25
-"""A signal that comes again so soon is the same one: `timeout` sends each to its child and to the child's group."""
+SAME_SIGNAL_S = 0.25
+"""Two signals within this time count as one: `timeout` sends each to its child and to the child's group."""
 GUARDIAN_GONE_S = 1.0
-"""The kernel sends SIGHUP when the guardian dies (`wrapper.supervisor.process`); whoever killed it may be about to kill
-us."""
+"""Delay before acting on the guardian's death, which the kernel reports by SIGHUP (`wrapper.supervisor.process`): its
+killer may be about to kill us, too."""
 BEAT_S = 1.0
-DISK_PATIENCE_S = 5.0
-"""How long the disk may take nothing of the journal before somebody else is to lead."""
+MAX_DISK_STALL_S = 5.0
+"""How long the disk may refuse or stall journal writes before another supervisor must lead."""
 DISK_GIVE_UP_S = 600.0
-"""The same where nobody else can, before the job is ended."""
+"""The same where nobody else can lead, before the job is ended."""
 CLOSE_S = 5.0
 
 _log = logging.getLogger("supervisor")
 
 
 class Supervisor:
-    """One job, from the first agent to the exit code. `run` may be called once."""
+    """The supervisor of one job, from the first agent to the exit code. `run` may be called once."""
 
     def __init__(
         self,
@@ -98,13 +98,13 @@ class Supervisor:
         lead: m.Lead | None = None,
         membership: Membership | None = None,
     ) -> None:
-        """`slurm` makes the desk, `thinker` who answers what can wait, given whom to tell. `lead` tells that others led
-        before; `membership` has read their journal. `memory` knows what nodes gave in former jobs. Without a `listener`
-        one is made. Journal copies are kept if the request asks for succession.
-        """
+        """`slurm` makes the Slurm desk, and `thinker` the process that plans ahead; both get the callback for their
+        events. `lead` is set after a take-over; `membership` has then read the previous leaders' journal. `memory`
+        knows the speeds of nodes in earlier jobs. Without a `listener` one is made. Agents keep copies of the journal
+        if the request asks for succession."""
         membership = membership or Membership()
         self._slurm: SlurmDeskLike = slurm(self._event) if slurm else NoSlurm()
-        self._thinker: ThinkerLike = thinker(self._event) if thinker else NobodyThinks()
+        self._thinker: ThinkerLike = thinker(self._event) if thinker else NoPlanAhead()
         self._took_over = lead is not None
         self._listener = listener
         self._request = request
@@ -135,16 +135,16 @@ class Supervisor:
         fault_ids = itertools.count(len(settings.faults) + (lead.term * 1000 if lead else 1))
         self._operators = Operators(fault_ids, self._event, self._ending)
         self._checkpoints = CheckpointCommits(request, self._start, self._note, self._checkpoint_lost)
-        self._is_deposed = self._disk_told = self._job_ended = self._end_decided = False
+        self._is_deposed = self._disk_reported = self._job_ended = self._end_decided = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._telemetry: list[report_rows.Report] = []
-        self._runs_of = _Runs()
+        self._runs_of = _NodeRuns()
         self._end: asyncio.Future[api.End] = asyncio.get_running_loop().create_future()
         self._hurry = asyncio.Event()
         self._interrupts, self._interrupted_at = 0, -math.inf
 
     async def run(self, started: AnyEntry) -> int:
-        """Supervise to the end; `started` is the first entry of ours. Returns the exit code."""
+        """Supervise the job to its end; `started` is our first journal entry. Returns the exit code."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGHUP, loop.call_later, GUARDIAN_GONE_S, self._signalled, signal.SIGTERM)
         if self._request.succession and self._took_over:
@@ -173,8 +173,8 @@ class Supervisor:
         return DEPOSED if self._is_deposed else end.exit_code
 
     def log(self, entry: AnyEntry) -> None:
-        """Write ahead and tell the user; the ledger hears of it once it is on disk. What a deposed leader would say
-        does not count."""
+        """Append an entry to the journal and show it to the user; the ledger gets it once it is on disk. Ignored for a
+        leader that was deposed."""
         if self._is_deposed:
             return
         self._job_ended = self._job_ended or isinstance(entry, JobEnded)
@@ -186,13 +186,13 @@ class Supervisor:
     def _on_disk(self) -> None:
         while self._unwritten and self._unwritten[0].seq <= self._journal.written:
             self._ledger.submit(self._unwritten.popleft())
-        if self._disk_told:
-            self._disk_told = False
-            self._view.say("notice", "journal: written again")
+        if self._disk_reported:
+            self._disk_reported = False
+            self._view.say("notice", f"journal {self._journal.path}: writable again")
         self._acting(self._gate.on_disk)
 
     def _note(self, entry: AnyEntry) -> None:
-        """What came of an action, into the journal; the controller's record follows."""
+        """Log the outcome of an action, and update the controller's record."""
         self.log(entry)
         self._controller.journaled(entry)
 
@@ -203,11 +203,11 @@ class Supervisor:
     # --- events in, actions out -------------------------------------------------------------------------------
 
     def _event(self, event: api.AnyEvent) -> None:
-        """Hand one event to the controller and do what it answers. A crash on the way ends the job."""
+        """Hand one event to the controller and carry out its actions. A crash on the way ends the job."""
         try:
             self._look(event)
             if self._end.done():
-                return  # the controller has said its last word, or is broken
+                return  # the controller has ended the job, or is broken
             began = time.perf_counter()
             actions = self._controller.handle(event, self._attention.seconds())
             took_s = time.perf_counter() - began
@@ -231,22 +231,22 @@ class Supervisor:
     def _acknowledged(self, node: str, number: int) -> None:
         self._acting(partial(self._gate.acknowledged, node, number))
 
-    def _acting(self, what: Callable[[], None]) -> None:
-        """What was held back may be done now."""
+    def _acting(self, step: Callable[[], None]) -> None:
+        """Carry out actions that were held back. A crash on the way ends the job."""
         try:
-            what()
+            step()
         except Exception:  # noqa: BLE001 - logged with its traceback, and the job ends
-            _log.exception("while acting on what was written down")
+            _log.exception("while carrying out actions that were held back")
             self._crash("internal error while acting on a decision")
 
     def _deposed(self, reason: str) -> None:
-        """Somebody else leads, or may: what we still wanted to do no longer counts."""
+        """Step back because another supervisor leads, or may lead: drop all pending actions."""
         if not self._end.done():
-            _log.warning("gives up the lead: %s", reason)
+            _log.warning("steps back as leader: %s", reason)
             self._gate.give_up()
             self._is_deposed = True
             self._event(api.QuorumLost(reason=reason))
-            if not self._end.done():  # the controller had ended the job already, and nobody agreed
+            if not self._end.done():  # the controller had already ended the job, but no quorum confirmed it
                 self._end.set_result(api.End(exit_code=REQUEUE, reason=reason, workers_leave=False))
 
     def _recall(self, nodes: Sequence[str]) -> None:
@@ -254,7 +254,8 @@ class Supervisor:
             self._memory.recall(nodes, lambda usual: self._event(api.NodesRemembered(usual=dict(usual))))
 
     def _look(self, event: api.AnyEvent) -> None:
-        """Telemetry, which the controller does not record, and what it no longer does once it has ended the job."""
+        """Handle telemetry, which the controller does not record, and exits of workers after the controller has ended
+        the job."""
         match event:
             case api.WorkerSaid(rank=rank, message=m.Stepped() as stepped):
                 self._view.report(rank, stepped)
@@ -348,7 +349,9 @@ class Supervisor:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             if stopped_s := self._attention.look():
-                _log.warning("was stopped for %.1f s: listens before it judges", stopped_s)
+                _log.warning(
+                    "event loop was stopped for %.1f s; failure detection is suspended while it catches up", stopped_s
+                )
                 self._links.were_stopped()
             if self._attention.may_judge:
                 self._event(api.Tick())
@@ -357,23 +360,24 @@ class Supervisor:
             self._view.tick()
             self._flush_telemetry()
             if self._gate.overdue:
-                self._deposed(f"no quorum of agents has acknowledged a decision for {QUORUM_PATIENCE_S:g} s")
+                self._deposed(f"no quorum of agents has acknowledged a decision for {QUORUM_TIMEOUT_S:g} s")
             self._judge_disk()
 
     def _judge_disk(self) -> None:
-        """A leader that cannot write decides nothing: somebody else is to lead, if there is anybody."""
+        """Step back, or end the job, if the journal cannot be written: without it no decision can be made."""
         behind_s = self._journal.behind_s
-        if behind_s <= DISK_PATIENCE_S or self._end.done():
+        if behind_s <= MAX_DISK_STALL_S or self._end.done():
             return
-        why = self._journal.trouble or "its disk does not answer"
+        why = self._journal.trouble or "the disk does not answer"
         text = f"journal {self._journal.path}: cannot be written for {behind_s:.0f} s: {why}"
         if self._request.succession:
             self._deposed(text)
         elif behind_s > DISK_GIVE_UP_S:
-            self._crash(f"{text}; nothing could be decided any more")
-        elif not self._disk_told:
-            self._disk_told = True
-            self._view.say("error", f"{text}; training goes on, nothing is decided until it can: make room there")
+            self._crash(f"{text}; no recovery could be decided any more")
+        elif not self._disk_reported:
+            self._disk_reported = True
+            hint = "training continues, but no recovery can be decided until the journal is writable; free disk space"
+            self._view.say("error", f"{text}; {hint}")
 
     async def _beat(self) -> None:
         while True:
@@ -386,19 +390,19 @@ class Supervisor:
             self._ledger.telemetry(rows)
 
     def _signalled(self, number: signal.Signals) -> None:
-        """An operator's first signal is the controller's to answer; the second, or one while the job winds down, ends
-        at once. In Slurm, TERM is not an operator's."""
+        """Hand a signal to the controller, or end at once on an operator's second signal, and on one while the job
+        winds down. In Slurm, TERM is not an operator's."""
         if number == signal.SIGINT or (number == signal.SIGTERM and not self._settings.slurm):
             now, before = time.monotonic(), self._interrupted_at
             self._interrupted_at = now
-            if now - before < TWICE_S:
+            if now - before < SAME_SIGNAL_S:
                 return
             self._interrupts += 1
             if self._interrupts > 1 or self._end.done():
                 self._hurry.set()
                 if not self._end.done():
                     self._event(api.Signalled(signal=int(number)))
-                if not self._end.done():  # the controller's last word waits for a quorum, or for the disk
+                if not self._end.done():  # the controller's end still waits for a quorum, or for the disk
                     reason = f"received {number.name} twice: ended at once"
                     self._end.set_result(api.End(exit_code=128 + number, reason=reason, workers_leave=False))
                 return
@@ -424,9 +428,9 @@ class Supervisor:
     # --- the end ----------------------------------------------------------------------------------------------
 
     async def _wind_down(self, end: api.End) -> None:
-        """Release the agents, wait, kill what is left, and make everything durable.
+        """Release the agents, wait, kill remaining processes, and make everything durable.
 
-        One that was deposed only leaves: agents and workers are its successor's.
+        A supervisor that was deposed only leaves: agents and workers belong to its successor.
         """
         await self._thinker.close()
         if self._is_deposed:
@@ -440,8 +444,9 @@ class Supervisor:
                 self.log(JobEnded(exit_code=end.exit_code, state=state, reason=end.reason))
         self._flush_telemetry()
         if not await asyncio.to_thread(self._journal.close, CLOSE_S):
-            _log.warning("journal %s: %s; its end is missing", self._journal.path, self._journal.trouble or "no answer")
-        if not self._is_deposed:  # else all this is the successor's
+            why = self._journal.trouble or "the disk does not answer"
+            _log.warning("journal %s: %s; its last records are missing", self._journal.path, why)
+        if not self._is_deposed:  # else all this is left to the successor
             for record in self._unwritten:
                 self._ledger.submit(record)
             with self._in_spite_of("requests to Slurm"):
@@ -457,13 +462,13 @@ class Supervisor:
         self._view.close()
 
     @contextmanager
-    def _in_spite_of(self, what: str) -> Iterator[None]:
-        """One thing that fails at the end keeps none of the others from being done."""
+    def _in_spite_of(self, task_name: str) -> Iterator[None]:
+        """Log and report a failure of one step of the end, so that the others are still done."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - logged with its traceback, and told
-            _log.exception("at the end: %s", what)
-            self._view.say("error", f"at the end: {what}: {error}")
+        except Exception as error:  # noqa: BLE001 - logged with its traceback, and reported
+            _log.exception("at the end: %s", task_name)
+            self._view.say("error", f"at the end: {task_name}: {error}")
 
     async def _let_agents_go(self, end: api.End) -> None:
         if not end.workers_leave:
@@ -481,8 +486,8 @@ class Supervisor:
             await self._unless_hurried(asyncio.gather(*self._checkpoints.under_way))
 
     async def _agents_gone(self, timeout_s: float) -> None:
-        """Wait until the launcher says so, or the links do: srun waits for agents on dead nodes, too."""
-        ways = [asyncio.ensure_future(self._launcher.wait(timeout_s)), asyncio.ensure_future(self._links.all_gone())]
+        """Wait until launcher or links report that all agents are gone: srun waits for agents on dead nodes, too."""
+        ways = [asyncio.ensure_future(self._launcher.wait(timeout_s)), asyncio.ensure_future(self._links.all_ended())]
         try:
             await asyncio.wait(ways, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -512,18 +517,19 @@ class Supervisor:
             _log.error("in %s", task, exc_info=error)
             self._crash("internal error")
 
-    def _crash(self, what: str) -> None:
-        """Something in here is broken: end the job, once."""
+    def _crash(self, problem: str) -> None:
+        """End the job, once, because of a fault in the supervisor."""
         if self._end.done():
             return
         log = self._job.logs / "supervisor.log"
-        text = f"{what}; see {log}" if what.startswith("internal error") else what
+        text = f"{problem}; see {log}" if problem.startswith("internal error") else problem
         self._view.say("error", f"supervisor: {text}")
         self._end.set_result(api.End(exit_code=INTERNAL, reason=f"supervisor: {text}", workers_leave=False))
 
 
-class _Runs:
-    """(node, how many ranks in a row) of the nodes of all ranks: worked out once for all that are started together."""
+class _NodeRuns:
+    """(node, number of consecutive ranks) of the nodes of all ranks: computed once for all workers that are started
+    together."""
 
     def __init__(self) -> None:
         self._nodes: tuple[str, ...] = ()

@@ -619,7 +619,7 @@ def test_a_node_without_the_configured_interface_says_what_it_has(job: Job) -> N
         await supervisor.until(lambda: supervisor.of(m.SpawnFailed))
         (failed,) = supervisor.of(m.SpawnFailed)
         assert failed.rank is None
-        assert "[network] interface: no interface ib9 is up with an address; there is" in failed.reason
+        assert "[network] interface: no interface ib9 is up with an address; available:" in failed.reason
         assert "lo (127.0.0.1)" in failed.reason
 
     play(job, scene, environment={"SLURM_JOB_ID": "1"}, interface="ib9")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from random import Random
 
-from wrapper.agent.supervisor_link import LONGEST_PAUSE_S, BackOff
+from wrapper.agent.supervisor_link import MAX_PAUSE_S, BackOff
 
 
 def attempts(dice: Random, within_s: float) -> list[float]:
@@ -24,7 +24,7 @@ def test_a_small_job_is_back_soon() -> None:
         assert 0.1 <= first[2] - first[1] <= 0.2
         assert 0.15 <= first[3] - first[2] <= 0.3
         assert sum(at < 3.0 for at in first) >= 6, "a supervisor that is started again in 3 s is found"
-        assert max(b - a for a, b in pairwise(first)) <= LONGEST_PAUSE_S
+        assert max(b - a for a, b in pairwise(first)) <= MAX_PAUSE_S
 
 
 def test_two_thousand_agents_are_spread_and_grow_fewer() -> None:

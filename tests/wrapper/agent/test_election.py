@@ -34,17 +34,17 @@ from resihp.record.journal import (
 )
 from resihp.record.quorum import Membership
 from wrapper.agent.succession.election import (
-    AGAIN_S,
-    LEADER_PATIENCE_S,
+    LEADER_PRESENT_S,
+    LEADERLESS_WAIT_S,
     PLEDGE_S,
-    QUIET_S,
+    RETRY_S,
     STAGGER_S,
     Election,
     Standing,
     accepts,
     turn,
 )
-from wrapper.agent.supervisor_link import ORPHAN_S
+from wrapper.agent.supervisor_link import MAX_LEADERLESS_S
 
 NODES = ("n1", "n2", "n3", "n4", "n5", "n6", "n7")
 
@@ -113,7 +113,7 @@ def in_turn(term: int, nodes: Iterable[str] = NODES[:4]) -> list[str]:
 def test_the_first_agent_stands_after_five_seconds_and_the_next_ones_later() -> None:
     for position, node in enumerate(in_turn(2)):
         election = Election(node)
-        due = LEADER_PATIENCE_S + position * STAGGER_S
+        due = LEADERLESS_WAIT_S + position * STAGGER_S
         assert election.term_to_stand_for(standing(due - 0.01)) is None
         assert election.term_to_stand_for(standing(due + 0.01)) == 2
 
@@ -127,7 +127,7 @@ def test_all_voters_of_a_large_job_stand_in_time_and_a_dead_rack_delays_nobody()
     nodes = tuple(f"node{i:04d}" for i in range(2048))
     membership = membership_of(beginning(nodes=2048, names=nodes))
     assert len(membership.voters) == MOST_VOTERS
-    assert LEADER_PATIENCE_S + STAGGER_S * MOST_VOTERS < ORPHAN_S / 2
+    assert LEADERLESS_WAIT_S + STAGGER_S * MOST_VOTERS < MAX_LEADERLESS_S / 2
     rack = nodes[:600]
     for term in range(2, 40):
         first = next(i for i, node in enumerate(in_turn(term, membership.voters)) if node not in rack)
@@ -142,8 +142,8 @@ def test_a_candidate_without_a_quorum_asks_again_a_second_later() -> None:
     assert election.term_to_stand_for(standing(10.0)) == 2
     assert not election.chosen(2, [m.Vote(node="n2", granted=False, term=5)], standing(10.1))
     election.give_up(10.1)
-    assert election.term_to_stand_for(standing(10.0 + later_s + AGAIN_S - 0.1)) is None
-    assert election.term_to_stand_for(standing(10.0 + later_s + AGAIN_S + 0.1)) == 6, "n2 has promised term 5"
+    assert election.term_to_stand_for(standing(10.0 + later_s + RETRY_S - 0.1)) is None
+    assert election.term_to_stand_for(standing(10.0 + later_s + RETRY_S + 0.1)) == 6, "n2 has promised term 5"
 
 
 def test_a_candidate_gives_its_word_to_nobody_while_it_asks_and_may_afterwards() -> None:
@@ -208,7 +208,7 @@ def test_who_has_not_joined_and_who_never_had_a_leader_does_not_stand() -> None:
 def test_a_voter_that_hears_a_leader_or_has_promised_or_knows_more_refuses() -> None:
     log = standing(0).membership.log
     voter = Election("n3")
-    assert not voter.judge(ask(), standing(QUIET_S - 0.1)).granted
+    assert not voter.judge(ask(), standing(LEADER_PRESENT_S - 0.1)).granted
     assert not voter.judge(ask(term=2), standing(10.0, promised=2)).granted
     assert not voter.judge(ask(log=log - 1), standing(10.0)).granted
     assert voter.judge(ask(log=log), standing(10.0)).granted

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from resihp.process import work_of
-from wrapper.agent.idleness import EACH_S, Idleness
+from wrapper.agent.idleness import LOOK_EVERY_S, Idleness
 
 SLEEPS = "import time\nprint('ready', flush=True)\ntime.sleep(600)\n"
 COMPUTES = "print('ready', flush=True)\nwhile True: pass\n"
@@ -61,8 +61,10 @@ def test_a_process_that_computes_or_writes_or_has_it_done_is_at_work(tmp_path: P
             ):
                 break
             time.sleep(0.05)
-        assert idleness.idle_s(pid, now=EACH_S) == (0.0 if works else EACH_S)
-        assert idleness.idle_s(pid, now=EACH_S + 1.0) == (1.0 if works else EACH_S + 1.0), "not looked at again so soon"
+        assert idleness.idle_s(pid, now=LOOK_EVERY_S) == (0.0 if works else LOOK_EVERY_S)
+        assert idleness.idle_s(pid, now=LOOK_EVERY_S + 1.0) == (1.0 if works else LOOK_EVERY_S + 1.0), (
+            "not looked at again so soon"
+        )
 
 
 def test_a_process_that_is_gone_has_done_nothing() -> None:

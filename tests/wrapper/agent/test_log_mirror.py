@@ -71,7 +71,7 @@ def test_local_blocks_are_freed_once_they_are_copied(
 def test_folder_that_hangs_stops_the_copying_and_nothing_else(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log_mirror, "LAST_COPY_S", 0.05)
+    monkeypatch.setattr(log_mirror, "CLOSE_TIMEOUT_S", 0.05)
     here, there = folders
     os.mkfifo(there / "n1.rank0.log")  # opening it blocks until somebody reads
     mirror = LogMirror("n1", here, there)
@@ -102,7 +102,7 @@ def test_folder_that_hangs_does_not_fill_the_local_disk(
 ) -> None:
     """The journal is on that disk, and a worker may print for hours. The copy says what is missing, and where."""
     most, chunk = 4 << 20, 64 << 10
-    for name, value in (("MOST_WAITING_BYTES", most), ("CHUNK_BYTES", chunk), ("LOOK_EVERY_S", 0.01)):
+    for name, value in (("MAX_UNCOPIED_BYTES", most), ("CHUNK_BYTES", chunk), ("LOOK_EVERY_S", 0.01)):
         monkeypatch.setattr(log_mirror, name, value)
     here, there = folders
     os.mkfifo(there / "n1.rank0.log")  # opening it blocks until somebody reads
@@ -132,7 +132,7 @@ def test_folder_that_hangs_does_not_fill_the_local_disk(
 
 def test_log_that_is_copied_in_time_is_never_cut(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     most = 1 << 20
-    for name, value in (("MOST_WAITING_BYTES", most), ("CHUNK_BYTES", 64 << 10), ("LOOK_EVERY_S", 0.001)):
+    for name, value in (("MAX_UNCOPIED_BYTES", most), ("CHUNK_BYTES", 64 << 10), ("LOOK_EVERY_S", 0.001)):
         monkeypatch.setattr(log_mirror, name, value)
     here, there = folders
     mirror, _copy = LogMirror("n1", here, there), there / "n1.rank0.log"

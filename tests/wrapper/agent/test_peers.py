@@ -238,7 +238,7 @@ def test_a_large_job_is_asked_a_few_at_a_time_and_no_more_than_a_quorum(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each question costs a descriptor, and an answer may take as long as it takes."""
-    monkeypatch.setattr(peers_module, "ASKED_AT_ONCE", 5)
+    monkeypatch.setattr(peers_module, "MAX_CONCURRENT_QUESTIONS", 5)
     names = [f"n{i + 1}" for i in range(101)]
     replica = Replica(tmp_path / "n1.copy")
     records = [Record(record.seq, 0.0, record.entry) for record in beginning(101, names)]

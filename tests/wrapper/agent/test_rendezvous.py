@@ -20,10 +20,10 @@ class Scene:
         self.relay.open(EPOCH)
 
     def attend(self, rank: int, *groups: str) -> None:
-        self.relay.said(rank, m.Attend(meeting=EPOCH, groups=groups))
+        self.relay.receive(rank, m.Attend(meeting=EPOCH, groups=groups))
 
     def say(self, rank: int, group: str, key: str = "0") -> None:
-        self.relay.said(rank, m.Publish(meeting=EPOCH, said=(m.Said(group, key, b"x"),)))
+        self.relay.receive(rank, m.Publish(meeting=EPOCH, said=(m.Said(group, key, b"x"),)))
 
     async def turn(self) -> tuple[list[m.AgentMessage], list[tuple[int, m.Published]]]:
         """What has gone up and down in this turn of the loop."""
@@ -99,9 +99,9 @@ def test_who_has_ended_hears_nothing_and_too_much_hurts_nobody_else() -> None:
         it.relay.leave(0)
         await it.turn()
         most = tuple(m.Said("world", str(n), bytes(1 << 20)) for n in range(MOST_BYTES >> 20))
-        it.relay.said(1, m.Publish(meeting=EPOCH, said=most))
+        it.relay.receive(1, m.Publish(meeting=EPOCH, said=most))
         assert await it.turn() == ([], [])
-        it.relay.said(1, m.Publish(meeting=m.MeetingId(epoch=1), said=most[:1]))
+        it.relay.receive(1, m.Publish(meeting=m.MeetingId(epoch=1), said=most[:1]))
         assert (await it.turn())[1] == []
 
     play(scene)

@@ -80,10 +80,10 @@ def play(scene: Callable[[Scene], Awaitable[None]]) -> None:
 
 @pytest.fixture(autouse=True)
 def _short_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RETRY_S": 0.2, "ORPHAN_S": 1.0, "REFUSED_S": 0.5}.items():
+    for name, value in {"RETRY_S": 0.2, "MAX_LEADERLESS_S": 1.0, "MAX_REFUSED_S": 0.5}.items():
         monkeypatch.setattr(supervisor_link, name, value)
     monkeypatch.setattr(supervisor_link, "FIRST_PAUSE_S", 0.02)
-    monkeypatch.setattr(supervisor_link, "LONGEST_PAUSE_S", 0.1)
+    monkeypatch.setattr(supervisor_link, "MAX_PAUSE_S", 0.1)
 
 
 async def lives_for(link: LeaderLink) -> float:
@@ -165,9 +165,9 @@ def test_supervisor_of_a_term_before_is_left() -> None:
 def test_what_no_inventory_tells_is_told_again_to_the_next_leader() -> None:
     async def scene(made: Scene) -> None:
         link = made.link(succession=True)
-        link.tell(m.SpawnFailed(reason="no interpreter"))
-        link.tell(m.Signalled(signal=15))
-        link.tell(m.Exited(rank=0, pid=1, status=0))
+        link.send(m.SpawnFailed(reason="no interpreter"))
+        link.send(m.Signalled(signal=15))
+        link.send(m.Exited(rank=0, pid=1, status=0))
         supervisor = await made.supervisor(m.Lead(term=1, node="n1", log=0))
         running = asyncio.create_task(link.run())
         await supervisor.until(lambda: supervisor.of(m.Signalled))
@@ -175,7 +175,7 @@ def test_what_no_inventory_tells_is_told_again_to_the_next_leader() -> None:
         assert supervisor.said == told
         await link.settled.wait()
         supervisor.give_way_to(m.Lead(term=2, node="n1", log=0))
-        link.tell(m.Signalled(signal=10))
+        link.send(m.Signalled(signal=10))
         await supervisor.until(lambda: len(supervisor.of(m.Inventory)) == 2)
         await supervisor.until(lambda: supervisor.of(m.Signalled)[-1] == m.Signalled(signal=10))
         assert supervisor.said == [*told, m.Inventory(epoch=7), m.Signalled(signal=10)], (
@@ -194,7 +194,7 @@ def test_leader_that_is_away_while_too_much_piles_up_is_told_anew(monkeypatch: p
         await supervisor.until(lambda: supervisor.of(m.Inventory))
         supervisor.cut()
         for _ in range(12):
-            link.tell(m.SpawnFailed(reason="x" * (3 << 20), rank=0))
+            link.send(m.SpawnFailed(reason="x" * (3 << 20), rank=0))
         await supervisor.until(lambda: len(supervisor.of(m.Inventory)) == 2)
         assert [join.term for join in supervisor.joins] == [0, 0]
         assert made.follower.dismissed == []

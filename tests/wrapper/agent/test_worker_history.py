@@ -11,7 +11,7 @@ from resihp.protocol import messages as m
 from resihp.protocol.forwarding import label_of
 from resihp.protocol.framing import encode
 from tests.wrapper.agent.test_agent import outcome
-from wrapper.agent.worker_history import LAST_STEPS, PARTS_KEPT, WorkerRecord
+from wrapper.agent.worker_history import MAX_PARTS, REPORTED_STEPS, WorkerRecord
 
 DECLARE = m.Declare(
     model=ModelSpec(layers=2, hidden=8, heads=2, kv_groups=2, ffn_hidden=16, vocab=16, sequence=8),
@@ -68,9 +68,9 @@ def test_what_is_still_true(happened: list[m.Message], true: list[m.Message] | N
     for each in happened:
         label = label_of(encode(each))
         if isinstance(each, m.WorkerOrder):
-            record.told(label)
+            record.note_order(label)
         else:
-            record.said(label, encode(each))
+            record.add_report(label, encode(each))
     assert list(record.still_true()) == (happened[:1] if true is None else true)
 
 
@@ -80,28 +80,28 @@ def test_the_last_parts_of_checkpoints_are_kept_whatever_is_ordered_since() -> N
         m.CheckpointPart(epoch=1, iteration=i, folder="f", file=f"part-{i}", bytes=1, seconds=0.1) for i in range(20)
     ]
     for part in parts:
-        record.said(label_of(encode(part)), encode(part))
-    record.said(label_of(encode(FINISHED)), encode(FINISHED))
-    record.told(label_of(encode(PARK)))
-    assert record.still_true() == (FINISHED, *parts[-PARTS_KEPT:])
+        record.add_report(label_of(encode(part)), encode(part))
+    record.add_report(label_of(encode(FINISHED)), encode(FINISHED))
+    record.note_order(label_of(encode(PARK)))
+    assert record.still_true() == (FINISHED, *parts[-MAX_PARTS:])
 
 
 def test_steps_are_kept_until_they_are_committed_and_the_last_few_always() -> None:
-    record = WorkerRecord(most_steps=60)
+    record = WorkerRecord(max_steps=60)
     for iteration in range(1, 101):
         body = encode(stepped(iteration))
-        record.said(label_of(body), body)
+        record.add_report(label_of(body), body)
     assert [step.outcome.iteration for step in record.steps()] == list(range(41, 101))
     record.committed(50)
     assert [step.outcome.iteration for step in record.steps()] == list(range(51, 101))
     record.committed(100)
-    assert [step.outcome.iteration for step in record.steps()] == list(range(101 - LAST_STEPS, 101))
+    assert [step.outcome.iteration for step in record.steps()] == list(range(101 - REPORTED_STEPS, 101))
     assert [step.outcome.iteration for step in record.steps(2)] == [99, 100]
 
 
 def test_what_is_no_report_is_found_out_when_somebody_asks_for_it() -> None:
     record = WorkerRecord()
     body = msgspec.msgpack.encode({"type": "Stuck", "epoch": 2, "error": 7})
-    record.said(label_of(body), body)
+    record.add_report(label_of(body), body)
     with pytest.raises(ProtocolError, match="malformed"):
         record.still_true()

@@ -198,7 +198,7 @@ def test_the_console_says_so_as_training_begins_and_at_the_end() -> None:
     text = shown(quarter_idle("local-1"))
     assert text.count(IDLE) == 2
     last = text.splitlines()[-1]
-    assert last.endswith(f"{IDLE}; resihp history cost local-1 tells what that cost")
+    assert last.endswith(f"{IDLE}; for the cost: resihp history cost local-1")
     assert "idle" not in shown(batch_host_dies("local-1")).splitlines()[0]
 
 

@@ -119,7 +119,7 @@ def test_all_devices_of_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert devices_of(None, 1, local=True) is None
     assert devices_of("3", 1, local=True) == 3
     for said_, nodes, visible, message in (
-        ("auto", 3, "0,1", "2 GPUs cannot be shared out evenly over 3 virtual nodes"),
+        ("auto", 3, "0,1", "2 GPUs cannot be divided evenly among 3 virtual nodes"),
         ("auto", 1, "", "shows no GPU"),
         ("all", 1, "0", "--gpus-per-node all: a number, or auto"),
     ):

@@ -266,7 +266,7 @@ def test_a_time_that_no_calendar_has_is_one_warning(fresh_home: Path, wrong: dic
     registry.save(msgspec.structs.replace(entry, name="local-7", **wrong))
     result = jobs()
     assert "local-1" in result.stdout
-    assert "left out: names no folder, or a time that no calendar has" in result.stderr
+    assert "left out: has no absolute folder, or an invalid time" in result.stderr
 
 
 def test_a_job_that_cannot_be_looked_at_costs_nobody_else(

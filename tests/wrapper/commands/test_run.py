@@ -127,7 +127,7 @@ def test_request_of_an_older_version_is_still_understood(script: Path) -> None:
         (
             options(faults=("kill:rank=4@iteration=3",)),
             ConfigurationError,
-            "no rank 4; ranks are 0 to 0 at the start, 1 to 3 for processes that come back",
+            "no rank 4; ranks are 0 to 0 at the start, 1 to 3 for respawned processes",
         ),
         (options(faults=("disconnect:rank=0@iteration=3",)), ConfigurationError, "happens to a node, not to a rank"),
         (options(layout={"schedule": "interleaved"}), LayoutError, "choose --virtual-stages 2 or more"),

@@ -176,7 +176,7 @@ def test_a_chain_is_one_script_submitted_several_times(job_file: Path) -> None:
         ("", 3, ConfigurationError, r"--chain: jobs of a chain share their checkpoints; set folder in \[checkpoint\]"),
         ("[slurm]\nwarning = '2h'\n", 1, ConfigurationError, "leaves too little time to train"),
         ("[slurm]\npartition = 'a b'\n", 1, ConfigurationError, r"\[slurm\] partition"),
-        ("[container]\nruntime = 'apptainer'\n", 1, ConfigurationError, "has no image"),
+        ("[container]\nruntime = 'apptainer'\n", 1, ConfigurationError, "no image is set"),
     ],
 )
 def test_what_would_fail_after_hours_in_the_queue_is_refused(

@@ -69,10 +69,10 @@ def test_pyxis_images_are_started_by_enroot_itself(image: Path, runtime: Any) ->
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"image": "x.sif"}, "has no runtime; set it to apptainer, enroot or pyxis"),
-        ({"runtime": "apptainer"}, "has no image"),
-        ({"runtime": "apptainer", "image": "gone.sif"}, "gone.sif is not there; name a file that all nodes can read"),
-        ({"runtime": "enroot", "image": "image.sif"}, r"image.sif is none of \.sqsh, \.squashfs"),
+        ({"image": "x.sif"}, "no runtime is set; set it to apptainer, enroot or pyxis"),
+        ({"runtime": "apptainer"}, "no image is set"),
+        ({"runtime": "apptainer", "image": "gone.sif"}, "gone.sif does not exist; name a file that all nodes can read"),
+        ({"runtime": "enroot", "image": "image.sif"}, r"image.sif does not end in \.sqsh or \.squashfs"),
         ({"runtime": "enroot", "image": "."}, "is a folder; enroot starts .sqsh files"),
         ({"runtime": "pyxis", "image": "nvcr.io#nvidia/pytorch:25.01-py3"}, "run enroot import -o image.sqsh nvcr.io#"),
         ({"runtime": "apptainer", "image": "docker://ubuntu"}, "run apptainer pull image.sif docker://ubuntu"),
@@ -88,7 +88,7 @@ def test_containers_that_cannot_be_started_are_refused(
 
 def test_folder_that_no_runtime_can_mount_is_refused(image: Path) -> None:
     made = container.check(ContainerSection(runtime="apptainer", image=str(image)))
-    with pytest.raises(ConfigurationError, match=r"/my files: cannot be mounted in a container, since .* ' '"):
+    with pytest.raises(ConfigurationError, match=r"/my files: cannot be mounted in a container, because .* ' '"):
         container.with_folders(made, [Path("/my files")])
 
 

@@ -54,7 +54,7 @@ def test_files_are_found_where_they_are_said_to_be(fresh_home: Path) -> None:
         ("[layout]\ntp = 0\n", r"job\.toml: \[layout\] tp: .* got 0"),
         (
             "[layout]\nschedule = 'gpipe'\n",
-            r"job\.toml: \[layout\] schedule: is one of 1f1b, interleaved, zero-bubble, got 'gpipe'",
+            r"job\.toml: \[layout\] schedule: must be one of 1f1b, interleaved, zero-bubble, got 'gpipe'",
         ),
         ("[layout]\nvirtual_stages = 0\n", r"\[layout\] virtual_stages: .* got 0"),
         ("[layout]\nvirtual_stage = 2\n", r"unknown key virtual_stage in \[layout\]; did you mean virtual_stages\?"),
@@ -77,11 +77,11 @@ def test_files_are_found_where_they_are_said_to_be(fresh_home: Path) -> None:
         ("[detect]\nmode = 'ours'\n", r"\[detect\] mode: .*'sequential', 'paper' or 'greyhound', got 'ours'"),
         (
             "[detect]\nmode = 'paper'\nleast = 0.1\n",
-            r"job\.toml: \[detect\] least is of mode sequential, and mode paper has none; leave it out",
+            r"job\.toml: \[detect\] least applies to mode sequential only, and the mode is paper; leave it out",
         ),
         ("[job]\nmemory_per_device = 80\n", r"\[job\] memory_per_device: not a size with a unit; examples: 80GB"),
         ("[job]\nmemory_per_device = '80'\n", r"not a size with a unit.*, got '80'"),
-        ("[job]\nmemory_per_device = '0GB'\n", r"must be more than nothing"),
+        ("[job]\nmemory_per_device = '0GB'\n", r"must be more than 0 bytes"),
         ("[slurm]\nspare = 1\n", r"unknown key spare in \[slurm\]; did you mean spares\?"),
         ("[slurm]\npartition = 'gpu; rm -rf'\n", r"\[slurm\] partition: must consist of letters, digits and"),
         ("[slurm]\npartition = '--wrap=x'\n", r"\[slurm\] partition: must consist"),
@@ -92,11 +92,11 @@ def test_files_are_found_where_they_are_said_to_be(fresh_home: Path) -> None:
         ("[slurm]\nextra = ['--comment=a\\nb']\n", r"\[slurm\] extra: must be a long option of sbatch"),
         ("[slurm]\nextra = ['--comment=$(id)']\n", r"\[slurm\] extra: must be a long option of sbatch"),
         ("[slurm]\nextra = ['--nodes=3']\n", r"\[slurm\] extra: --nodes: use \[job\] nodes and \[slurm\] spares"),
-        ("[slurm]\nextra = ['--no-kill']\n", r"\[slurm\] extra: --no-kill is ours to set"),
+        ("[slurm]\nextra = ['--no-kill']\n", r"\[slurm\] extra: --no-kill is set by resihp"),
         ("[slurm]\nports = '60001'\n", r"\[slurm\] ports: must be a range of ports, as 60001-63000, got '60001'"),
         ("[slurm]\nports = '0-63000'\n", r"\[slurm\] ports: must lie within 1024-65535"),
         ("[slurm]\nports = '63000-60001'\n", r"\[slurm\] ports: must lie within .* the lower port first"),
-        ("[slurm]\nports = '60001-60002'\n", r"\[slurm\] ports: must have 16 ports at least"),
+        ("[slurm]\nports = '60001-60002'\n", r"\[slurm\] ports: must have at least 16 ports"),
         ("[slurm]\nports = 60001\n", r"\[slurm\] ports: .*string"),
         ("[network]\ninterface = '^docker0'\n", r"\[network\] interface: must be names of interfaces"),
         ("[network]\ncontrol = 'eth0 eth1'\n", r"\[network\] control: must be names of interfaces"),
@@ -104,11 +104,11 @@ def test_files_are_found_where_they_are_said_to_be(fresh_home: Path) -> None:
         ("[container]\nmounts = ['data']\n", r"\[container\] mounts: must be /source, /source:/destination"),
         ("[job]\ntime = '24'\n", r"\[job\] time: not a time with its unit; examples: 24h, .*got '24'"),
         ("[job]\ntime = 3600\n", r"\[job\] time: not a time with its unit.*got 3600"),
-        ("[job]\ntime = '0h'\n", r"\[job\] time: must be more than nothing"),
+        ("[job]\ntime = '0h'\n", r"\[job\] time: must be more than 0 s"),
         ("[job]\nidle_limit = inf\n", r"\[job\] idle_limit: not a time with its unit; .*45s, .*; or never, got inf"),
         ("[slurm]\nwarning = inf\n", r"\[slurm\] warning: not a time with its unit.*got inf"),
         ("[job]\ntime = 'never'\n", r"\[job\] time: not a time with its unit"),
-        ("[site]\ndrains = 1\n", r"job\.toml: \[site\] stands in /etc/resihp\.toml only"),
+        ("[site]\ndrains = 1\n", r"job\.toml: \[site\] is allowed in /etc/resihp\.toml only"),
         ("[layout\n", r"job\.toml: .*line 1"),
     ],
 )
@@ -217,7 +217,7 @@ def test_a_site_bounds_what_users_ask_for(fresh_home: Path, monkeypatch: pytest.
     with pytest.raises(ConfigurationError, match=r"environment: \[slurm\] drains: 3, but"):
         asked("")
     monkeypatch.setenv("RESIHP_SITE__DRAINS", "9")
-    with pytest.raises(ConfigurationError, match=r"environment: \[site\] stands in"):
+    with pytest.raises(ConfigurationError, match=r"environment: \[site\] is allowed in"):
         asked("")
 
 

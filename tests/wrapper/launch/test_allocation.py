@@ -90,8 +90,8 @@ def test_nodes_with_different_numbers_of_gpus_are_refused() -> None:
     with pytest.raises(UsageError) as refusal:
         find(BATCH, with_gpus("1234", n1=2, n2=2, n3=2, n7=1))
     assert str(refusal.value) == (
-        "job 1234: nodes have different numbers of GPUs: 2 on n1 and 2 more, 1 on n7; resihp needs as many on each: "
-        "sbatch --nodes=4 --gpus-per-node=2, or --gpus-per-node=1, in place of --gpus, --gpus-per-task or --gres"
+        "job 1234: nodes have different numbers of GPUs: 2 on n1 and 2 more, 1 on n7; resihp needs the same number on "
+        "each: sbatch --nodes=4 --gpus-per-node=2, or --gpus-per-node=1, in place of --gpus, --gpus-per-task or --gres"
     )
     with pytest.raises(UsageError, match=r"2 on n1, 0 on n2 and 2 more; .* --gpus-per-node=2 in place of"):
         find(BATCH, with_gpus("1234", n1=2))
@@ -149,7 +149,7 @@ def test_started_by_srun_on_every_node_it_refuses() -> None:
 def test_a_folder_that_only_the_login_node_has_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(allocation, "SLURM_FALLBACK", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match=r"job 1234: the folder .* from, /mine, is not there on .*--chdir=FOLDER"):
+    with pytest.raises(UsageError, match=r"job 1234: the folder .* from, /mine, does not exist on .*--chdir=FOLDER"):
         find(BATCH | {"SLURM_SUBMIT_DIR": "/mine"}, FakeSlurm())
     assert find(BATCH | {"SLURM_SUBMIT_DIR": str(tmp_path)}, FakeSlurm())
 
@@ -206,7 +206,7 @@ def test_nodes_and_gpus_are_what_slurm_gave(fresh_home: object) -> None:
 def test_nodes_beyond_the_layout_stand_by_with_a_notice(fresh_home: object) -> None:
     found, told = shape(configured({"nodes": 3}), given())
     assert (found.laid_out, found.spares) == (3, 1)
-    assert told == ["job 1234: the layout uses 3 of 4 nodes; 1 more than asked for stand by"]
+    assert told == ["job 1234: the layout uses 3 of 4 nodes; 1 more than requested stand by"]
     found, told = shape(configured({"nodes": 2}, spares="2"), given())
     assert (found.laid_out, found.spares, told) == (2, 2, [])
 
@@ -222,7 +222,7 @@ def test_without_gpus_workers_run_without(fresh_home: object) -> None:
     [
         ({"nodes": 5}, "0", r"Slurm gave 4 nodes, the layout needs 5; sbatch --nodes=5, or lower --nodes"),
         ({"nodes": 4}, "1", r"the layout needs 4 and 1 spare; sbatch --nodes=5, or lower \[job\] nodes or spares"),
-        ({}, "4", r"Slurm gave 4 nodes, and 4 are to be spares, so that none is left"),
+        ({}, "4", r"Slurm gave 4 nodes, and 4 are spares: none is left for the layout"),
         ({"gpus_per_node": 8}, "0", r"Slurm gave 2 GPUs a node, 8 are asked for; sbatch --gpus-per-node=8"),
     ],
 )
@@ -269,7 +269,9 @@ def test_an_address_that_is_not_this_machines_is_not_taken(names: dict[str, list
     names.update(n1=["192.168.7.1"], n2=["10.0.0.2"])
     assert own_address("n1", ["n2"]) == "10.0.0.1"
     names.update(n2=["172.16.0.2"])
-    with pytest.raises(UsageError, match=r"n1: no address of this machine .* n2 could connect to; check that getent"):
+    with pytest.raises(
+        UsageError, match=r"n1: this machine has no address that n2 could connect to; check that getent"
+    ):
         own_address("n1", ["n2"])
     names.pop("n2")
     with pytest.raises(UsageError, match=r"n2 could connect to"):

@@ -11,7 +11,7 @@ from resihp.record.journal import AnyEntry, ModelDeclared, Record, WorkerStarted
 from tests.resihp.controller.direct import DECLARE
 from tests.waiting import until
 from wrapper.output import tail
-from wrapper.output.first_rank import MOST_LINES, FirstRank
+from wrapper.output.first_rank import MAX_LINES, FirstRank
 
 STARTED = WorkerStarted(rank=0, node="n1", device=0, pid=1, epoch=0)
 
@@ -83,9 +83,9 @@ def test_a_successor_goes_on_with_what_comes(tmp_path: Path) -> None:
 
 def test_of_very_many_lines_the_last_are_handed_on_and_the_others_counted(tmp_path: Path) -> None:
     shown: list[tuple[int, str, int]] = []
-    (tmp_path / "n1.rank0.log").write_text("".join(f"{number}\n" for number in range(MOST_LINES + 5)))
+    (tmp_path / "n1.rank0.log").write_text("".join(f"{number}\n" for number in range(MAX_LINES + 5)))
     first = FirstRank(tmp_path, lambda lines, left_out: shown.append((len(lines), lines[0], left_out)))
     for record in records(STARTED):
         first.submit(record)
     first.close(time.monotonic() + 5)
-    assert shown == [(MOST_LINES, "5", 5)]
+    assert shown == [(MAX_LINES, "5", 5)]

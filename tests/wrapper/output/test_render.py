@@ -19,7 +19,7 @@ from resihp.settings import Settings
 from tests.resihp.controller.direct import DECLARE
 from wrapper.output.answers import tell
 from wrapper.output.render import Health, count, duration, layout_grid, legend, literal
-from wrapper.sinks.terminal import MOST_HELD_BACK, LiveView
+from wrapper.sinks.terminal import MAX_HELD_LINES, LiveView
 
 SETTINGS = Settings(job="local-1 [red]", nodes=2, gpus_per_node=4, tp=2, pp=2)
 DP2 = Layout.uniform(tp=2, pp=2, dp=2, layers=8)
@@ -588,7 +588,7 @@ def test_what_rank_0_prints_is_shown_once_its_script_is_known_not_to_train_with_
     assert printed(capsys) == ["loading", "100%"]
     shown.view.output(["step 1"])
     assert printed(capsys) == ["step 1"]
-    shown.view.output([str(number) for number in range(MOST_HELD_BACK + 3)], left_out=4)
+    shown.view.output([str(number) for number in range(MAX_HELD_LINES + 3)], left_out=4)
     told, first, *_ = printed(capsys)
     assert told == f"resihp: 7 lines of rank 0 are left out here; resihp logs {SETTINGS.job} --rank 0 shows them"
     assert first == "3"

@@ -99,7 +99,7 @@ def check(shown: str, errors: str, width: int, seen: Seen) -> None:
     for columns, cells, chosen in seen.tables:
         left = [column.heading for n, column in enumerate(columns) if n not in chosen]
         if left:
-            assert f"left out for want of room: {', '.join(left)}; " in " ".join(errors.split()), errors
+            assert f"no room for columns: {', '.join(left)}; " in " ".join(errors.split()), errors
         assert not [columns[n].heading for n in range(len(columns)) if columns[n].kept and n not in chosen]
         for row in cells:
             for n in chosen:
@@ -478,7 +478,7 @@ def test_what_is_left_out_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setenv("COLUMNS", "54")
     tables.show(console(), COLUMNS, rows)
     printed = capsys.readouterr()
-    assert printed.err == "resihp: left out for want of room: took; a wider terminal, a pipe and --json have all\n"
+    assert printed.err == "resihp: no room for columns: took; a wider terminal, a pipe and --json show all\n"
     assert next(line.split() for line in printed.out.splitlines() if line.strip()) == ["job", "node", "reason"]
     monkeypatch.setenv("COLUMNS", "26")
     tables.show(console(), COLUMNS, rows)

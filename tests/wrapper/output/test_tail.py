@@ -84,7 +84,7 @@ def test_a_file_that_is_gone_is_passed_over(log: Path, tmp_path: Path) -> None:
 
 
 def test_a_line_without_an_end_does_not_fill_the_memory(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tail, "LONGEST_LINE_BYTES", 100)
+    monkeypatch.setattr(tail, "MAX_LINE_BYTES", 100)
     log.write_text("x" * 250)
     follower = GrowingFiles()
     follower.begin(log, 0)

@@ -14,14 +14,14 @@ from db.writer import Ledger
 from resihp.record import journal_file
 from tests.db.conftest import Listener, story, write_journal
 from wrapper.sinks import deferred_ledger
-from wrapper.sinks.deferred_ledger import LateLedger
+from wrapper.sinks.deferred_ledger import DeferredLedger
 
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(db.engine, "BUSY_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(deferred_ledger, "FIRST_S", 0.0)
-    monkeypatch.setattr(deferred_ledger, "AGAIN_S", 0.05)
+    monkeypatch.setattr(deferred_ledger, "FIRST_TRY_S", 0.0)
+    monkeypatch.setattr(deferred_ledger, "RETRY_S", 0.05)
 
 
 class Opening:
@@ -58,7 +58,7 @@ def test_what_happens_before_it_is_open_is_in_it_afterwards(tmp_path: Path) -> N
     (tmp_path / "journal").unlink()
     writer = journal_file.Journal(tmp_path / "journal", sync=False)
     opening, listener = Opening(tmp_path), Listener()
-    ledger = LateLedger(opening, tmp_path / "journal", listener)
+    ledger = DeferredLedger(opening, tmp_path / "journal", listener)
     for record in records[:30]:
         writer.copy(journal_file.encode(record))
         ledger.submit(record)
@@ -73,25 +73,25 @@ def test_what_happens_before_it_is_open_is_in_it_afterwards(tmp_path: Path) -> N
     assert ledger.close()
     assert iterations(tmp_path) == list(range(1, 21))
     assert len(listener.heard) == 1
-    assert "tried again while the job goes on" in listener.heard[0]
+    assert "tried again while the job runs" in listener.heard[0]
 
 
 def test_one_that_never_opens_holds_nothing_up(tmp_path: Path) -> None:
     other = locked(tmp_path)
     records = write_journal(tmp_path / "journal", story())
     opening, listener = Opening(tmp_path), Listener()
-    ledger = LateLedger(opening, tmp_path / "journal", listener)
+    ledger = DeferredLedger(opening, tmp_path / "journal", listener)
     for record in records:
         ledger.submit(record)
     assert not ledger.close()
-    assert "the next resihp status brings in what it lacks" in listener.heard[-1]
+    assert "the next resihp status adds the missing records" in listener.heard[-1]
     other.execute("ROLLBACK")
     other.close()
 
 
 def test_one_that_is_there_at_once_is_like_any_other(tmp_path: Path) -> None:
     records = write_journal(tmp_path / "journal", story())
-    ledger = LateLedger(Opening(tmp_path), tmp_path / "journal", Listener())
+    ledger = DeferredLedger(Opening(tmp_path), tmp_path / "journal", Listener())
     for record in records[-3:]:
         ledger.submit(record)
     assert ledger.close()

@@ -31,7 +31,7 @@ from wrapper.commands import run
 from wrapper.config.run_spec import ListenerSettings, load
 from wrapper.config.schema import read
 from wrapper.job_folder import create_local_job
-from wrapper.sinks.fanout import Listeners, asked, listeners, standing, tell_of_the_end
+from wrapper.sinks.fanout import Listeners, asked, listeners, notify_of_end, standing
 from wrapper.sinks.figures import Figures, follow, followed
 from wrapper.sinks.tensorboard import TensorBoard, scalars
 
@@ -113,7 +113,10 @@ def test_what_is_asked_for(fresh_home: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[metrics]\ntextfile = 'x.txt'\n", r"\[metrics\] textfile: node_exporter reads files that end with \.prom"),
+        (
+            "[metrics]\ntextfile = 'x.txt'\n",
+            r"\[metrics\] textfile: node_exporter reads only files that end with \.prom",
+        ),
         ("[metrics]\nport = 70000\n", r"\[metrics\] port"),
         ("[metrics]\ntensorbord = 'x'\n", r"did you mean tensorboard\?"),
         ("[hooks]\nevents = ['failures']\n", r"\[hooks\] events: unknown event failures; did you mean failure\?"),
@@ -200,7 +203,7 @@ def test_what_cannot_be_opened_is_said(fresh_home: Path, monkeypatch: pytest.Mon
     said: list[str] = []
     request = msgspec.structs.replace(request_of(create_local_job()), listening=ListenerSettings(textfile="x.prom"))
     assert listeners(request, None, said.append) == []
-    assert said == ["metrics: no such thing; the job goes on without"]
+    assert said == ["metrics: no such thing; the job continues without"]
 
 
 # --- a supervisor's life --------------------------------------------------------------------------------------------
@@ -240,7 +243,7 @@ def test_the_end_of_a_job_whose_supervisors_are_all_dead_is_told(fresh_home: Pat
     job = create_local_job()
     (job.folder / "command.told").write_text(str(len(records) - 1))
     listening = ListenerSettings(command=("/bin/sh", "-c", f"cat >> {got}"), events=("failure", "end"), metrics_port=1)
-    tell_of_the_end(msgspec.structs.replace(request_of(job), listening=listening), records, pytest.fail)
+    notify_of_end(msgspec.structs.replace(request_of(job), listening=listening), records, pytest.fail)
     assert kinds(got) == ["JobEnded"]
 
 

@@ -19,10 +19,10 @@ from resihp.record import journal
 from tests.db.conftest import BEGAN, any_layout_story, node_story, started, story, write_journal
 from tests.waiting import gone, until
 from wrapper.config.schema import HooksSection
-from wrapper.sinks.hooks import EVENTS, Hook, checked, command, document, event_of, masked, url_in, webhook
-from wrapper.sinks.queue import Aside, UndeliveredError
+from wrapper.sinks.hooks import EVENT_ENTRIES, Hook, checked, command, document, event_of, masked, url_in, webhook
+from wrapper.sinks.queue import BackgroundQueue, UndeliveredError
 
-ALL = tuple(EVENTS)
+ALL = tuple(EVENT_ENTRIES)
 END = journal.Record(99, BEGAN + 99, journal.JobEnded(exit_code=1, state="failed", reason='a "b"\n<é>\udc80'))
 
 
@@ -132,7 +132,7 @@ def test_odd_words_come_out_as_they_are(site: Site, tmp_path: Path) -> None:
 
 
 def test_defaults_are_events_that_there_are() -> None:
-    assert set(HooksSection().events) < set(EVENTS)
+    assert set(HooksSection().events) < set(EVENT_ENTRIES)
 
 
 # --- what fails -----------------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ def test_what_fails_is_said_once_and_that_it_works_again(site: Site, tmp_path: P
     assert it.close(soon())
     host = site.url.split("/")[2].split(":")[0]
     assert said == [
-        f"hook h: webhook http://{host}/*** answered 503; not told again until it works, the job goes on",
+        f"hook h: webhook http://{host}/*** answered 503; not reported again until it works, the job continues",
         "hook h: works again",
     ]
     assert it.counts == {"told": 1, "failed": 3, "dropped": 0}
@@ -242,7 +242,8 @@ def test_a_hung_command_is_killed_with_what_it_started(tmp_path: Path) -> None:
     it.submit(END)
     assert it.close(soon())
     assert said == [
-        f"hook h: command {script}: not done within 2 s, killed; not told again until it works, the job goes on"
+        f"hook h: command {script}: not finished within 2 s, killed; not reported again until it works, "
+        "the job continues"
     ]
     child = int((tmp_path / "child").read_text())
     until(lambda: gone(child))
@@ -341,7 +342,7 @@ def test_order_is_kept_and_every_item_counts_once() -> None:
         done.append(item)
 
     said: list[str] = []
-    aside = Aside("a", work, said.append, pauses_s=(0.0, 0.0))
+    aside = BackgroundQueue("a", work, said.append, pauses_s=(0.0, 0.0))
     for i in range(4):
         aside.put(i)
     assert aside.close(soon())
@@ -356,7 +357,7 @@ def test_a_mistake_of_ours_is_logged_and_the_next_is_done(caplog: pytest.LogCapt
         done.append(1 // item)
 
     said: list[str] = []
-    aside = Aside("a", work, said.append)
+    aside = BackgroundQueue("a", work, said.append)
     aside.put(0)
     aside.put(1)
     assert aside.close(soon())
@@ -372,7 +373,7 @@ def test_a_pause_between_tries_ends_with_the_job() -> None:
         tried.set()
         raise UndeliveredError("no")
 
-    aside = Aside("a", work, lambda text: None, pauses_s=(3600.0,))
+    aside = BackgroundQueue("a", work, lambda text: None, pauses_s=(3600.0,))
     aside.put(1)
     assert tried.wait(10)
     assert aside.close(soon()), "an hour's pause would be longer than that"
@@ -385,7 +386,7 @@ def test_whoever_listened_may_be_gone() -> None:
     def work(item: int) -> None:
         raise UndeliveredError("no")
 
-    aside = Aside("a", work, say)
+    aside = BackgroundQueue("a", work, say)
     aside.put(1)
     aside.put(2)
     assert aside.close(soon())
@@ -394,7 +395,7 @@ def test_whoever_listened_may_be_gone() -> None:
 
 def test_nothing_is_left_of_a_closed_one() -> None:
     for _ in range(10):
-        assert Aside("closed", lambda item: None, print).close(soon())
+        assert BackgroundQueue("closed", lambda item: None, print).close(soon())
     assert "closed" not in [thread.name for thread in threading.enumerate()]
 
 

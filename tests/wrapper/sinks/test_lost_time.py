@@ -26,7 +26,7 @@ from tests.db.conftest import (
     story,
     write_journal,
 )
-from wrapper.sinks.lost_time import CONTEXT, LAG, STEP, LostTime
+from wrapper.sinks.lost_time import CONTEXT_COMMITS, SETTLE_EVERY_COMMITS, SETTLE_LAG_COMMITS, LostTime
 
 Story = Iterator[tuple[journal.AnyEntry, float]]
 
@@ -131,20 +131,20 @@ def test_slow_that_was_settled_before_anybody_knew_is_told_when_it_is_known(tmp_
         yield started(), BEGAN
         yield decided(1, DP3, 1, BEGAN)
         at = BEGAN
-        for i in range(1, 4 * STEP + 1):
-            seconds = 3.0 if i > STEP - 40 else 2.0
+        for i in range(1, 4 * SETTLE_EVERY_COMMITS + 1):
+            seconds = 3.0 if i > SETTLE_EVERY_COMMITS - 40 else 2.0
             at += seconds
             yield journal.IterationCommitted(epoch=1, outcome=outcome(i), seconds=seconds, predicted_seconds=2.0), at
-            if i == STEP + 10:
-                yield failure(1, "fail-slow", STEP - 39, 1), at
+            if i == SETTLE_EVERY_COMMITS + 10:
+                yield failure(1, "fail-slow", SETTLE_EVERY_COMMITS - 39, 1), at
 
     records = write_journal(tmp_path / "told", late())
     lost = LostTime(records)
     assert lost.step()
     assert lost.by_cause()["slow"] == 0.0
     assert lost.step()
-    assert lost.by_cause()["slow"] == pytest.approx(40 + STEP - LAG)
-    assert 40 + STEP < CONTEXT
+    assert lost.by_cause()["slow"] == pytest.approx(40 + SETTLE_EVERY_COMMITS - SETTLE_LAG_COMMITS)
+    assert 40 + SETTLE_EVERY_COMMITS < CONTEXT_COMMITS
 
 
 def test_what_is_slow_costs_nothing_while_it_stands_by(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_it_keeps_no_more_of_a_job_than_its_window(tmp_path: Path) -> None:
     lost = LostTime(write_journal(tmp_path / "told", long_story(3, iterations=3000, end=None)))
     while lost.step():
         pass
-    assert len(lost._iterations) <= CONTEXT + STEP + LAG
+    assert len(lost._iterations) <= CONTEXT_COMMITS + SETTLE_EVERY_COMMITS + SETTLE_LAG_COMMITS
     assert max(map(len, (lost._failures, lost._reconfigurations, lost._plans, lost._checkpoints))) < 10
 
 
@@ -214,10 +214,10 @@ def test_a_job_that_was_said_to_be_dead_and_is_not_goes_on(tmp_path: Path) -> No
 
 def test_what_is_told_after_the_end_takes_nothing_back(tmp_path: Path) -> None:
     """Of a job that was stopped, its last checkpoint and its processes come after the end."""
-    told = list(long_story(5, iterations=STEP // 2, end="cancelled"))
+    told = list(long_story(5, iterations=SETTLE_EVERY_COMMITS // 2, end="cancelled"))
     at = told[-1][1]
     after = [
-        (journal.CheckpointCommitted(iteration=STEP // 2, folder="c", bytes=1, seconds=1.0), at + 0.5),
+        (journal.CheckpointCommitted(iteration=SETTLE_EVERY_COMMITS // 2, folder="c", bytes=1, seconds=1.0), at + 0.5),
         (journal.WorkerEnded(rank=0, exit=0, epoch=1), at + 1.0),
     ]
     records = write_journal(tmp_path / "told", iter([*told, *after]))
@@ -228,7 +228,7 @@ def test_what_is_told_after_the_end_takes_nothing_back(tmp_path: Path) -> None:
 
 
 def test_of_a_job_that_was_found_dead_the_time_since_is_not_lost(tmp_path: Path) -> None:
-    told = list(long_story(6, iterations=STEP // 2, end=None))
+    told = list(long_story(6, iterations=SETTLE_EVERY_COMMITS // 2, end=None))
     dead = journal.JobEnded(exit_code=1, state="abnormal", reason="its supervisor was killed")
     records = write_journal(tmp_path / "told", iter([*told, (dead, told[-1][1] + 28800.0)]))
     assert settled(records) == pytest.approx(accounted(records, tmp_path), abs=1e-5)

@@ -33,7 +33,7 @@ from tests.resihp.record.test_packing import committed
 from tests.waiting import until
 from wrapper.sinks.figures import follow, followed, snapshot
 from wrapper.sinks.lost_time import LostTime
-from wrapper.sinks.metrics import MOST_AT_ONCE, MOST_WAITING, Metrics
+from wrapper.sinks.metrics import MAX_CONNECTIONS, MAX_WAITING_RECORDS, Metrics
 
 LATER = BEGAN + 3600
 
@@ -151,7 +151,7 @@ def test_nobody_who_submits_works_out_what_was_lost(monkeypatch: pytest.MonkeyPa
     hung = threading.Event()
     monkeypatch.setattr(LostTime, "step", lambda _: hung.wait(30) and False)
     metrics = Metrics("j", say=pytest.fail)
-    for record in told(long_past(MOST_WAITING + 100), tmp_path):
+    for record in told(long_past(MAX_WAITING_RECORDS + 100), tmp_path):
         metrics.submit(record)
     assert ("resihp_iterations_total",) in samples(metrics.text())
     hung.set()
@@ -280,7 +280,7 @@ def test_odd_names_come_out_as_they_are(tmp_path: Path) -> None:
     metrics.submit(journal.Record(2, BEGAN, failure))
     found = samples(metrics.text())
     (node,) = [key[-1] for key in found if key[0] == "resihp_failures_total"]
-    assert node == "node=" + ODD.replace("\udc80", "?")[: wrapper.sinks.metrics.MAX_LABEL]
+    assert node == "node=" + ODD.replace("\udc80", "?")[: wrapper.sinks.metrics.MAX_LABEL_CHARACTERS]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -343,7 +343,7 @@ def test_it_answers_on_loopback_while_the_job_runs(tmp_path: Path) -> None:
 
 
 def test_connections_that_say_nothing_cost_a_few_threads_and_not_one_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wrapper.sinks.metrics, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(wrapper.sinks.metrics, "REQUEST_TIMEOUT_S", 0.5)
     metrics = Metrics("j", say=print)
     port = metrics.serve(free_port())
     assert port is not None
@@ -351,11 +351,11 @@ def test_connections_that_say_nothing_cost_a_few_threads_and_not_one_each(monkey
     idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(60)]
     try:
         hung_up = 0
-        for each in idle[MOST_AT_ONCE:]:
+        for each in idle[MAX_CONNECTIONS:]:
             each.settimeout(10)
             hung_up += not each.recv(1)
-        assert hung_up == 60 - MOST_AT_ONCE
-        assert threading.active_count() - before <= MOST_AT_ONCE
+        assert hung_up == 60 - MAX_CONNECTIONS
+        assert threading.active_count() - before <= MAX_CONNECTIONS
 
         def answers() -> bool:
             with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
@@ -377,7 +377,7 @@ def test_a_port_that_is_taken_is_said_and_no_more() -> None:
         assert metrics.serve(port) is None
         metrics.submit(journal.Record(1, BEGAN, started()))
     assert said == [
-        f"metrics: 127.0.0.1:{port} cannot be had (Address already in use); set port in [metrics] to another"
+        f"metrics: 127.0.0.1:{port} is not available (Address already in use); set port in [metrics] to another"
     ]
     metrics.close(time.monotonic() + 10)
 
@@ -387,7 +387,7 @@ def test_a_port_that_is_taken_is_said_and_no_more() -> None:
 
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wrapper.sinks.metrics, "BETWEEN_WRITES_S", 0.0)
+    monkeypatch.setattr(wrapper.sinks.metrics, "WRITE_EVERY_S", 0.0)
 
 
 @pytest.mark.usefixtures("eager")
@@ -434,7 +434,7 @@ def test_a_folder_that_is_not_there_is_said_once_and_so_is_that_it_is(tmp_path: 
         metrics.submit(record)
         until(lambda: not metrics._textfile or not metrics._textfile.changed.is_set())
     assert metrics.close(time.monotonic() + 10)
-    assert [text.split(": ", 2)[2].split(";")[0] for text in said] == ["No such file or directory", "written again"]
+    assert [text.split(": ", 2)[2].split(";")[0] for text in said] == ["No such file or directory", "writable again"]
 
 
 @pytest.mark.usefixtures("eager")

@@ -41,7 +41,7 @@ def wait_for(job: Job, condition: Callable[[ProgressFile], bool]) -> ProgressFil
 
 @pytest.fixture
 def job(fresh_home: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
-    monkeypatch.setattr(progress_file, "EVERY_S", 0.001)
+    monkeypatch.setattr(progress_file, "WRITE_EVERY_S", 0.001)
     return create_local_job()
 
 

@@ -38,7 +38,7 @@ from wrapper.config.run_spec import ListenerSettings
 from wrapper.config.schema import read
 from wrapper.job_folder import create_local_job
 from wrapper.sinks import fanout
-from wrapper.sinks.fanout import tell_of_the_end
+from wrapper.sinks.fanout import notify_of_end
 from wrapper.sinks.tracing import otlp
 from wrapper.sinks.tracing.spans import Episode, Span, Story
 from wrapper.sinks.tracing.traces import Traces, asked_of
@@ -439,7 +439,7 @@ def test_a_collector_that_is_not_well_costs_one_line(
         nonsense.close()
     (line,) = said
     assert line.startswith("traces: http://127.0.0.1:")
-    assert line.endswith("; not told again until it works, the job goes on")
+    assert line.endswith("; not reported again until it works, the job continues")
     assert "SECRET" not in line + caplog.text + "".join(capfd.readouterr())
     assert not (tmp_path / "told").exists(), "who takes over tells them"
     assert len([path for path, _ in collector.asked if "SECRET" in path]) == 0
@@ -490,7 +490,9 @@ def test_variables_that_the_sdk_does_not_take(
     said: list[str] = []
     tell(write_journal(tmp_path / "journal", any_layout_story()), tmp_path, said, within_s=10)
     (line,) = said
-    assert line.startswith("traces: OpenTelemetry's variables: max_queue_size must be a positive integer.; not told")
+    assert line.startswith(
+        "traces: OpenTelemetry's variables: max_queue_size must be a positive integer.; not reported"
+    )
 
 
 def test_headers_that_are_none_are_not_repeated(
@@ -525,7 +527,7 @@ def test_a_key_asks_for_them_and_opentelemetrys_switches_come_first(
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, "OTEL_EXPORTER_OTLP_PROTOCOL is grpc, and only http/protobuf"),
+        ({"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, "OTEL_EXPORTER_OTLP_PROTOCOL is grpc, but only http/protobuf"),
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": "collector:4318"}, "must be a URL such as http://localhost:4318"),
         ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://me:SECRET@host"}, "must not hold a user and a password"),
     ],
@@ -589,7 +591,7 @@ def test_a_job_whose_supervisors_are_all_dead(
     told += [(died(2, 21), BEGAN + 20), (journal.JobEnded(exit_code=1, state="abnormal", reason="killed"), BEGAN + 21)]
     job = create_local_job()
     request = msgspec.structs.replace(request_of(job), listening=ListenerSettings(traces=True))
-    tell_of_the_end(request, numbered(told), pytest.fail)
+    notify_of_end(request, numbered(told), pytest.fail)
     roots = [span for span in collector.spans if not span.parent_span_id]
     assert [span.name for span in roots] == ["recovery", "failure"]
     assert (job.folder / "traces.told").stat().st_mode & 0o077 == 0

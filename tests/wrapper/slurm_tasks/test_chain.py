@@ -12,7 +12,7 @@ from resihp.record.journal import JobEnded, Record
 from tests.slurm.fake_slurm import FakeSlurm
 from tests.wrapper.run_requests import run_request
 from wrapper.exit_codes import exit_code_of
-from wrapper.slurm_tasks.chain import NOTE, check, leave_note
+from wrapper.slurm_tasks.chain import NOTE_FILE, check, leave_note
 
 
 def broken(folder: Path, says: list[str]) -> None:
@@ -39,7 +39,7 @@ def test_a_job_that_was_submitted_before_ends_at_once(tmp_path: Path, slurm: Fak
     assert exit_code_of(ended.value) == 93
     text = str(ended.value)
     assert text.startswith("job 57: not started: job 55 of this chain found the training program broken at 20")
-    assert "UTC: every rank: ZeroDivisionError; mend it and submit the chain anew" in text
+    assert "UTC: every rank: ZeroDivisionError; fix it and submit the chain again" in text
     assert said == []
 
 
@@ -54,10 +54,10 @@ def test_one_that_is_submitted_anew_goes_ahead(tmp_path: Path, slurm: FakeSlurm)
 @pytest.mark.parametrize("content", [b"", b"{", b'{"job": "55"}', b'{"job": "5", "at": 1e300, "reason": ""}', b"\xff"])
 def test_a_note_that_cannot_be_read_stops_nothing(content: bytes, tmp_path: Path, slurm: FakeSlurm) -> None:
     said: list[str] = []
-    (tmp_path / NOTE).write_bytes(content)
+    (tmp_path / NOTE_FILE).write_bytes(content)
     check(tmp_path, "57", slurm, said.append)
     (text,) = said
-    assert f"{tmp_path / NOTE}: cannot be read" in text
+    assert f"{tmp_path / NOTE_FILE}: cannot be read" in text
 
 
 def test_a_slurm_that_does_not_tell_stops_nothing(tmp_path: Path, slurm: FakeSlurm) -> None:
@@ -75,4 +75,4 @@ def test_a_note_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     said: list[str] = []
     broken(tmp_path, said)
     (text,) = said
-    assert "the next jobs of the chain will start, and fail alike" in text
+    assert "the next jobs of the chain will start, and fail the same way" in text

@@ -257,7 +257,7 @@ def test_without_an_answer_nobodys_comment_is_overwritten_and_the_end_does_not_w
         let_go.wait(20)
 
     monkeypatch.setattr(told.desk.slurm, "comment", hangs)
-    monkeypatch.setattr(slurm_desk, "LAST_COMMENT_S", 0.05)
+    monkeypatch.setattr(slurm_desk, "LAST_COMMENT_TIMEOUT_S", 0.05)
     told.happens(COMPLETED)
 
     async def end() -> None:
@@ -558,7 +558,7 @@ def test_nothing_is_asked_for_while_nobody_knows_what_the_job_has(desk: Desk, ca
     assert not desk.submitted
     assert not desk.of(api.ReplacementNews)
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert "replacement 1: not asked for before Slurm tells what the job has" in line
+    assert "replacement 1: not requested until Slurm reports the job's own request" in line
     del desk.slurm.refuse["request"]
     desk.wait(600)
     assert [wanted.name for wanted in desk.submitted] == ["resihp-77-r1"]
@@ -595,13 +595,13 @@ def test_lists_that_do_not_answer_hold_up_no_replacement(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     Exclusions(desk.home, "fake").add("n5", "bad", 2e9)
-    monkeypatch.setattr(registry, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(registry, "ANSWER_TIMEOUT_S", 0.0)
     hangs = threading.Event()
     monkeypatch.setattr(registry, "entries", lambda: ([], hangs.wait(60)))
     desk.ask()
     hangs.set()
     assert desk.submitted[0].exclude == (*NODES, "n5")
-    assert f"no answer for 0 s; only those of {desk.home} are heeded" in caplog.text
+    assert f"no answer for 0 s; only the list of {desk.home} is used" in caplog.text
 
 
 def test_a_request_is_followed_until_its_job_has_ended(desk: Desk) -> None:
@@ -766,7 +766,7 @@ def test_what_is_left_when_slurm_gives_no_answer_is_named(
         go_on.wait(10)
 
     monkeypatch.setattr(desk.slurm, "cancel", hangs)
-    monkeypatch.setattr(slurm_desk, "CLOSE_S", 0.1)
+    monkeypatch.setattr(slurm_desk, "CLOSE_TIMEOUT_S", 0.1)
 
     async def close() -> None:
         try:

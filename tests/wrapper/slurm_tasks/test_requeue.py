@@ -10,7 +10,7 @@ import pytest
 
 from slurm.errors import SlurmOutputError, SlurmUnavailableError
 from tests.slurm.fake_slurm import FakeSlurm
-from wrapper.slurm_tasks.requeue import NOTICED_S, PATIENCE_S, end_for_good, requeue, until_noticed
+from wrapper.slurm_tasks.requeue import NOTICE_TIMEOUT_S, REQUEUE_TIMEOUT_S, end_for_good, requeue, until_noticed
 
 
 class Clock:
@@ -66,7 +66,7 @@ def test_a_controller_that_is_away_is_not_asked_for_ever(capsys: pytest.CaptureF
     job = slurm.add_job("n1")
     slurm.unavailable = True
     assert not ask(slurm, job, clock)
-    assert PATIENCE_S - 2 <= clock.now <= PATIENCE_S
+    assert REQUEUE_TIMEOUT_S - 2 <= clock.now <= REQUEUE_TIMEOUT_S
     assert f"try: scontrol requeue {job}" in capsys.readouterr().err
 
 
@@ -101,7 +101,7 @@ def test_a_preempted_job_is_left_to_a_slurm_that_would_run_it_twice(
     job = slurm.add_job("n1", preempted=True)
     assert requeue(job, slurm, leaves=True) == bool(asked)
     assert slurm.calls["requeue"] == asked
-    assert ("Slurm runs it again by itself" in capsys.readouterr().err) == (not asked)
+    assert ("Slurm requeues it by itself" in capsys.readouterr().err) == (not asked)
 
 
 def test_where_the_script_does_not_end_slurm_is_asked() -> None:
@@ -150,10 +150,10 @@ def test_22_05_notices_dead_nodes_first(capsys: pytest.CaptureFixture[str]) -> N
     slurm, clock = FakeSlurm(["n1", "n2"], version=(22, 5, 8)), Clock()
     job = slurm.add_job("n1", "n2")
     clock.naps = [lambda: None, lambda: slurm.set_job(job, nodes=("n1",))]
-    assert 0 < notice(slurm, job, {"n2"}, clock) < NOTICED_S
+    assert 0 < notice(slurm, job, {"n2"}, clock) < NOTICE_TIMEOUT_S
     assert "noticed that n2 is dead" in capsys.readouterr().err
     again = slurm.add_job("n1", "n2")
-    assert notice(slurm, again, {"n2"}, Clock()) >= NOTICED_S  # it never does: asked all the same
+    assert notice(slurm, again, {"n2"}, Clock()) >= NOTICE_TIMEOUT_S  # it never does: asked all the same
     assert notice(slurm, again, set(), Clock()) == 0
     slurm.cancel(again)
     assert notice(slurm, again, {"n2"}, Clock()) == 0

@@ -17,7 +17,7 @@ from resihp.protocol.forwarding import label_of, order_in
 from resihp.protocol.framing import Envelope, encode
 from resihp.protocol.inventory import DeviceInventory, NodeInventory
 from resihp.protocol.resumable import Conversation
-from wrapper.supervisor.agents import HERD_S, AgentLinks
+from wrapper.supervisor.agents import RETURN_WINDOW_S, AgentLinks
 
 RECONNECT_S = 0.2
 NOTHING = m.Inventory()
@@ -361,7 +361,7 @@ def test_an_inventory_counts_once() -> None:
         agent.say(m.Inventory())
         await it.settle()
         assert it.told().count(api.AgentJoined) == len(it.joined) == 1
-        assert it.refusals() == ["agent of node n1: Inventory is not for now"]
+        assert it.refusals() == ["agent of node n1: unexpected Inventory"]
 
     play(scene)
 
@@ -382,7 +382,7 @@ def test_ranks_of_the_inventory_are_the_nodes_own() -> None:
         assert agent.heard == [m.ToWorkers(ranks=(2, 3, 4), body=encode(go(6)))], "nobody knows of rank 5"
         agent.say(m.Exited(rank=5, pid=75, status=0))
         await it.settle()
-        assert it.refusals() == ["agent of node n1: speaks for rank 5, which is not its own"]
+        assert it.refusals() == ["agent of node n1: sent a message of rank 5, which is not its own"]
 
     play(scene, lead=m.Lead(term=2, node="n2", log=17))
 
@@ -460,7 +460,7 @@ def test_agent_that_joined_and_says_it_has_not_is_refused() -> None:
         agent = PretendedAgent()
         await it.connect(agent)
         agent.promised -= 1
-        with pytest.raises(ProtocolError, match="has lost what it was told"):
+        with pytest.raises(ProtocolError, match="has lost its state"):
             await it.arrive(agent.join())
         agent.channel.abort()
         await it.settle()
@@ -594,12 +594,12 @@ def test_waiting_for_all_to_close_ends_with_the_last_one_or_with_the_time() -> N
 
 def test_waiting_for_all_to_be_gone_does_not_wait_for_those_who_never_came_or_were_left_out() -> None:
     async def scene(it: Scene) -> None:
-        await asyncio.wait_for(it.links.all_gone(), 0.5)
+        await asyncio.wait_for(it.links.all_ended(), 0.5)
         agents = [PretendedAgent(), PretendedAgent("n2", 20)]
         for agent in agents:
             await it.connect(agent)
         it.links.drop("n2")
-        waiting = it.start(it.links.all_gone())
+        waiting = it.start(it.links.all_ended())
         await asyncio.sleep(0.2)
         assert not waiting.done()
         agents[0].channel.inbox.put_nowait(None)
@@ -676,11 +676,11 @@ def test_agents_that_took_a_stopped_supervisor_for_dead_have_time_to_come_back(n
     async def scene(it: Scene, others: list[PretendedAgent]) -> None:
         await asyncio.sleep(noticed_after_s)
         it.links.were_stopped()
-        await asyncio.sleep(HERD_S / 2)
+        await asyncio.sleep(RETURN_WINDOW_S / 2)
         assert it.lost() == []
         for agent in others:
             await it.connect(agent)
-        await asyncio.sleep(HERD_S / 2 + RECONNECT_S)  # that is how long it takes at most
+        await asyncio.sleep(RETURN_WINDOW_S / 2 + RECONNECT_S)  # that is how long it takes at most
 
     with_a_herd(scene)
 
@@ -825,10 +825,10 @@ def test_agent_that_stays_away_is_lost_and_then_refused() -> None:
 @pytest.mark.parametrize(
     ("node", "epoch", "pid", "received", "reason"),
     [
-        ("n1", 3, 10, 2, "is of epoch 3, where 4 is due after what it has received"),
-        ("n1", 0, 10, 2, "is of epoch 0, where 4 is due"),
-        ("n1", 4, 10, 1, "is of epoch 4, where 1 is due"),
-        ("n1", 4, 10, 3, "has received 3 messages of 2, not all others are still there"),
+        ("n1", 3, 10, 2, "is of epoch 3, but 4 is due after the messages that it has received"),
+        ("n1", 0, 10, 2, "is of epoch 0, but 4 is due"),
+        ("n1", 4, 10, 1, "is of epoch 4, but 1 is due"),
+        ("n1", 4, 10, 3, "has received 3 of 2 messages, and the others are not all kept"),
         ("n1", 4, 11, 2, "process 11 where 10 is expected"),
         ("n3", 0, 12, 0, "not a node of this job"),
     ],
@@ -894,7 +894,7 @@ def test_epochs_of_an_earlier_supervisor_are_known_from_the_first_join() -> None
         it.links.order((0,), go(7))
         for epoch in (1, 4, 6, 7):
             join = msgspec.structs.replace(agent.join(), epoch=epoch)
-            with pytest.raises(ProtocolError, match=f"is of epoch {epoch}, where 5 is due"):
+            with pytest.raises(ProtocolError, match=f"is of epoch {epoch}, but 5 is due"):
                 await it.arrive(join)
         agent.channel.abort()
         await it.connect(agent)

@@ -44,8 +44,8 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def job(fresh_home: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
-    monkeypatch.setattr(deferred_ledger, "LONGEST_AGAIN_S", 0.2)
-    monkeypatch.setattr(deferred_ledger, "AGAIN_S", 0.1)
+    monkeypatch.setattr(deferred_ledger, "MAX_RETRY_S", 0.2)
+    monkeypatch.setattr(deferred_ledger, "RETRY_S", 0.1)
     monkeypatch.setattr(db.engine, "BUSY_TIMEOUT_S", 0.2)
     return create_local_job()
 
@@ -171,7 +171,7 @@ def test_a_schema_that_is_newer_ends_no_job(
     begun = Begun(until(lambda: "schema 9999 is newer" in told()))
     assert begun.run(job, url, monkeypatch) == 0
     assert not begun.complete
-    assert "the next resihp status brings in what it lacks" in told()
+    assert "the next resihp status adds the missing records" in told()
     assert len(journal_file.read(job.journal_file)) > 20
 
 
@@ -198,7 +198,7 @@ def test_a_server_that_is_full(job: Job, told: Callable[[], str], monkeypatch: p
 def test_a_server_that_hangs(job: Job, told: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("psycopg")
     folder = Path(tempfile.mkdtemp(dir="/tmp"))
-    monkeypatch.setattr(deferred_ledger, "CLOSE_S", 0.2)
+    monkeypatch.setattr(deferred_ledger, "CLOSE_TIMEOUT_S", 0.2)
     came = threading.Event()
     with socket.socket(socket.AF_UNIX) as mute:
         mute.bind(str(folder / ".s.PGSQL.5432"))

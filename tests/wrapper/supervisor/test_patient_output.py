@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from wrapper.supervisor.patient_output import MOST_CHARACTERS, MOST_LINES, PatientOutput, never_wait_for
+from wrapper.supervisor.patient_output import MAX_QUEUED_CHARACTERS, MAX_QUEUED_LINES, PatientOutput, never_wait_for
 
 
 class Hung(io.StringIO):
@@ -36,10 +36,10 @@ def test_what_is_said_while_the_file_hangs_is_written_once_it_is_back() -> None:
 def test_too_much_is_left_out_and_said_so() -> None:
     file = Hung()
     output = PatientOutput(file)
-    for number in range(MOST_LINES + 10):
+    for number in range(MAX_QUEUED_LINES + 10):
         output.write(f"{number}\n")
     file.released.set()
-    while not output._said.empty():
+    while not output._messages.empty():
         pass
     output.write("later\n")
     output.close()
@@ -63,10 +63,10 @@ def test_what_waits_takes_no_more_memory_than_it_may() -> None:
     file = Hung()
     output = PatientOutput(file)
     for _ in range(40):
-        output.write("x" * (MOST_CHARACTERS // 10))
-    assert sum(len(text or "") for text in list(output._said.queue)) <= 1.2 * MOST_CHARACTERS
+        output.write("x" * (MAX_QUEUED_CHARACTERS // 10))
+    assert sum(len(text or "") for text in list(output._messages.queue)) <= 1.2 * MAX_QUEUED_CHARACTERS
     file.released.set()
-    while not output._said.empty():
+    while not output._messages.empty():
         pass
     output.write("later\n")
     output.close()

@@ -21,10 +21,10 @@ class Scene:
         self.exchange.open(EPOCH)
 
     def attend(self, node: str, *groups: str) -> None:
-        self.exchange.said(node, m.Attend(meeting=EPOCH, groups=groups))
+        self.exchange.receive(node, m.Attend(meeting=EPOCH, groups=groups))
 
     def say(self, node: str, group: str, key: str, value: bytes = b"x", meeting: m.MeetingId = EPOCH) -> None:
-        self.exchange.said(node, m.Publish(meeting=meeting, said=(m.Said(group, key, value),)))
+        self.exchange.receive(node, m.Publish(meeting=meeting, said=(m.Said(group, key, value),)))
 
     async def turn(self) -> list[tuple[str, tuple[str, ...]]]:
         """Whom it told of which keys in this turn of the loop."""
@@ -61,7 +61,7 @@ def test_what_is_said_in_an_older_epoch_or_by_who_was_never_asked_is_heard_by_no
         it.say("n2", "world", "1")
         it.say("n2", "world", "1", meeting=m.MeetingId(epoch=9))
         assert await it.turn() == []
-        it.exchange.said("n1", m.Attend(meeting=m.MeetingId(epoch=3), groups=("world",)))
+        it.exchange.receive("n1", m.Attend(meeting=m.MeetingId(epoch=3), groups=("world",)))
         assert await it.turn() == []
 
     play(scene)

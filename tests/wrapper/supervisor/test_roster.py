@@ -44,13 +44,13 @@ def test_agents_that_join_together_are_told_once() -> None:
     for number in range(400):
         town.rosters.joined(peer(number))
         town.rosters.enlist(f"n{number}")
-    town.rosters.tell()
+    town.rosters.send_changes()
     assert town.messages == 400
-    town.rosters.tell()
+    town.rosters.send_changes()
     assert town.messages == 400, "nothing has changed"
     town.rosters.joined(peer(400))
     town.rosters.enlist("n400")
-    town.rosters.tell()
+    town.rosters.send_changes()
     assert town.messages == 801
     assert town.peers_told == 400 * 400 + 400 + 401, "the others are told of the newcomer alone"
     assert {len(known) for known in town.known.values()} == {401}
@@ -62,14 +62,14 @@ def test_those_who_choose_no_leader_are_told_of_nobody() -> None:
         town.rosters.joined(peer(number))
     for number in range(63):
         town.rosters.enlist(f"n{number}")
-    town.rosters.tell()
+    town.rosters.send_changes()
     assert town.messages == 63
     assert {len(known) for known in town.known.values()} == {400}, "all of them are told of a successor"
     town.rosters.enlist("n70")
-    town.rosters.tell()
+    town.rosters.send_changes()
     assert (len(town.known), len(town.known["n70"])) == (64, 400)
     town.rosters.joined(peer(400))
-    town.rosters.tell()
+    town.rosters.send_changes()
     assert {len(known) for known in town.known.values()} == {401}
 
 
@@ -90,7 +90,7 @@ def test_everybody_knows_who_is_there(seed: int) -> None:
                 town.known.pop(gone, None)
                 town.rosters.left(gone)
             case _:
-                town.rosters.tell()
+                town.rosters.send_changes()
                 assert {node: town.known[node] for node in there} == dict.fromkeys(there, there)
 
 

@@ -250,7 +250,7 @@ def job(fresh_home: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shell, "QUORUM_PATIENCE_S", 0.5)
+    monkeypatch.setattr(shell, "QUORUM_TIMEOUT_S", 0.5)
 
 
 def play(job: Job, scene: Callable[[Scene], Awaitable[None]], *, succession: bool = True) -> Scene:
@@ -366,7 +366,7 @@ def test_while_the_disk_stalls_agents_hear_of_the_leader_and_nothing_is_done(job
 def test_a_leader_that_cannot_write_steps_back_and_leaves_the_job_alone(
     job: Job, disk: Disk, monkeypatch: pytest.MonkeyPatch, error: int | None
 ) -> None:
-    monkeypatch.setattr(shell, "DISK_PATIENCE_S", 0.3)
+    monkeypatch.setattr(shell, "MAX_DISK_STALL_S", 0.3)
     monkeypatch.setattr(shell, "CLOSE_S", 0.2)
 
     async def scene(it: Scene) -> None:
@@ -389,7 +389,7 @@ def test_a_leader_that_cannot_write_steps_back_and_leaves_the_job_alone(
 def test_without_succession_a_full_disk_only_holds_back_decisions(
     job: Job, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shell, "DISK_PATIENCE_S", 0.3)
+    monkeypatch.setattr(shell, "MAX_DISK_STALL_S", 0.3)
 
     async def scene(it: Scene) -> None:
         await it.follow()
@@ -397,11 +397,11 @@ def test_without_succession_a_full_disk_only_holds_back_decisions(
         disk.error = errno.ENOSPC
         it.answer(api.Log(entry=OTHER), api.Say(level="notice", text="done"))
         await it.until(lambda: it.told.said)
-        assert "No space left on device; training goes on, nothing is decided until it can" in it.told.said[0]
+        assert "No space left on device; training continues, but no recovery can be decided until" in it.told.said[0]
         await it.turns()
         assert len(it.told.said) == 1, "told once, and nothing done"
         disk.error = None
-        await it.until(lambda: it.told.said[1:] == ["journal: written again", "done"])
+        await it.until(lambda: [text.rpartition(": ")[2] for text in it.told.said[1:]] == ["writable again", "done"])
 
     it = play(job, scene, succession=False)
     assert it.entries[1] == OTHER

@@ -1,1 +1,1 @@
-"""Another supervisor where the old one's node is gone: who is chosen, copies of the journal, and how it starts."""
+"""Succession when the supervisor's node is lost: the election, copies of the journal, and the start of a successor."""

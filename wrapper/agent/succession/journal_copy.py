@@ -1,8 +1,8 @@
-"""An agent's copy of the job's journal: what the leader sends it, in the journal's own file format, on local disk.
+"""An agent's copy of the job's journal: the leader's records, in the journal's own file format, on local disk.
 
-It decides nothing: `resihp.record.quorum` reads off it who may vote, and a successor starts from it. A copy lives as
-long as its agent does, so that it needs no flushing: what a node forgets when it crashes, it could not tell anyway.
-Used by `wrapper.agent.process`.
+It decides nothing: `resihp.record.quorum` derives from it who may vote, and a successor starts from it. A copy lives
+only as long as its agent, so it needs no flushing: after a crash of the node it would not be used anyway. Used by
+`wrapper.agent.process`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from wrapper.strict_modes import check_folder
 
 
 class Replica:
-    """One copy. `membership` is what it tells of leaders and voters."""
+    """One copy. `membership`: leaders and voters according to it."""
 
     def __init__(self, path: Path) -> None:
-        """Begin an empty one. Raises OSError."""
+        """Begin an empty copy. Raises OSError."""
         self.path = path
         self.membership = Membership()
         self.whole = True
-        """False once the disk has refused a record: the copy still votes, and no successor can start from it."""
+        """False once a record could not be written: the copy still counts in votes, but no successor can start from
+        it."""
         path.unlink(missing_ok=True)
         self._journal = Journal(path, sync=False)
 
@@ -39,18 +40,18 @@ class Replica:
         return self.membership.log
 
     def apply(self, message: m.Replicate) -> None:
-        """Drop what comes after `message.after`, append its records.
+        """Drop the records after `message.after`, and append those of the message.
 
-        Raises ProtocolError when the copy does not end with `after` then, or for what is no record that follows.
+        Raises ProtocolError if the copy then does not end with `after`, or if a record is invalid or out of order.
         """
         if message.after < self.log:
             self._rewind(message.after)
         if message.after != self.log:
-            raise ProtocolError(f"journal copy: ends with record {self.log}, where {message.after} is to be followed")
+            raise ProtocolError(f"journal copy: ends with record {self.log}, but the message continues {message.after}")
         for body in records_in(message):
             self.membership.apply(self._take(body))
         if self.whole and self._journal.is_to_be_packed:
-            with suppress(OSError):  # it is as it was, only larger
+            with suppress(OSError):  # the copy is unchanged, only larger
                 self._journal.pack()
 
     def _take(self, body: bytes) -> Record:
@@ -66,9 +67,9 @@ class Replica:
         self._journal.close()
 
     def _rewind(self, after: int) -> None:
-        """Keep the records up to number `after`."""
+        """Keep only the records up to number `after`."""
         if not self.whole:
-            raise ProtocolError(f"journal copy: {self.path} is not whole and cannot be rewound to record {after}")
+            raise ProtocolError(f"journal copy: {self.path} is incomplete and cannot be cut after record {after}")
         self._journal.cut(after)
         self.membership = Membership()
         for record in read_packed(self.path):
@@ -76,15 +77,15 @@ class Replica:
 
 
 def local_place(job: OurJob) -> Path:
-    """The job's folder on this machine's own disk, made if it is not there.
+    """Return the job's folder on this machine's own disk, and create it if needed.
 
-    Raises UsageError if it cannot be made, or is not ours alone: somebody else could forge what we find there.
+    Raises UsageError if it cannot be created, or if others may write to it: they could forge our files there.
     """
     place = job.journal_file.parent
     try:
         for folder in (place.parent, place):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if folder.lstat().st_uid != os.getuid():  # of a link, too: whoever made it could make it another
+            if folder.lstat().st_uid != os.getuid():  # of a link, too: its owner could change its target
                 raise UsageError(f"{folder}: belongs to another user; set RESIHP_LOCAL to a folder of yours")
             check_folder(folder, "RESIHP_LOCAL")
     except OSError as error:

@@ -1,7 +1,7 @@
-"""A supervisor that an agent has started because nobody leads: what the guardian is to the first one.
+"""A supervisor that an agent has started because nobody leads; this module is its guardian.
 
-It decides nothing but this: one that dies by a signal is started again, a few times, on the same socket and with the
-next term. Owned by `wrapper.agent.peers`.
+It decides only one thing: a supervisor that dies by a signal is started again, a few times, on the same socket and with
+the next term. Owned by `wrapper.agent.peers`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from wrapper.exit_codes import CANNOT_LEAD
 from wrapper.job_folder import lock_file
 from wrapper.launch.launcher import own_environment
 
-MOST_RESTARTS = 3
-REST_S = 0.2
-"""Between an end and the next start."""
+MAX_RESTARTS = 3
+RESTART_PAUSE_S = 0.2
+"""Pause between an exit and the next start."""
 
 
 class Successor:
-    """One agent's child, over all its lives. `copy`: the agent's copy of the journal, from which it begins."""
+    """An agent's child supervisor, over all its starts. `copy`: the agent's copy of the journal, from which it
+    begins."""
 
     def __init__(self, run_file: Path, node: str, copy: Path, listener: socket.socket, term: int) -> None:
         self._run_file = run_file
@@ -39,16 +40,16 @@ class Successor:
         return None if self._process is None else self._process.pid
 
     async def run(self) -> bool:
-        """Start it, and watch over it to its end; False if it could not begin, here and now or ever."""
-        lock = lock_file(self._copy.with_suffix(".lock"))  # tells commands on this machine that the job is led
-        self._copy.with_suffix(".journal").unlink(missing_ok=True)  # of a term that has ended: the copy knows more
+        """Start the supervisor, and watch it until it ends; return False if it cannot start on this node."""
+        lock = lock_file(self._copy.with_suffix(".lock"))  # shows commands on this machine that the job has a leader
+        self._copy.with_suffix(".journal").unlink(missing_ok=True)  # of an earlier term: the copy has more records
         try:
-            for life in range(MOST_RESTARTS + 1):
+            for life in range(MAX_RESTARTS + 1):
                 status = await self._live(self._term + life)
                 print(f"successor: {ending(status)}", flush=True)
                 if status >= 0:
                     return status != CANNOT_LEAD
-                await asyncio.sleep(REST_S)
+                await asyncio.sleep(RESTART_PAUSE_S)
         except OSError as error:
             print(f"successor: cannot be started: {error.strerror}", flush=True)
         finally:

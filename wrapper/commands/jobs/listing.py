@@ -289,7 +289,7 @@ class _Ledgers:
 
     def figures(self, job: Job, now_s: float) -> Row:
         from wrapper.output.ledgers import row_of
-        from wrapper.output.progress import RECENT, goal, progress
+        from wrapper.output.progress import RECENT_ITERATIONS, goal, progress
 
         try:
             if (reader := self._reader(job)) is None:
@@ -300,7 +300,7 @@ class _Ledgers:
             return {
                 **progress(
                     goal(row["model"]),
-                    reader.rows("iterations", row["id"], last=RECENT),
+                    reader.rows("iterations", row["id"], last=RECENT_ITERATIONS),
                     now,
                     running=row["state"] == "running",
                 ),

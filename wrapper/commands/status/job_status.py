@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from db.layouts import from_json
 from wrapper.output.answers import SCHEMA
 from wrapper.output.idle_gpus import of_ledger
-from wrapper.output.progress import RECENT, goal, progress
+from wrapper.output.progress import RECENT_ITERATIONS, goal, progress
 from wrapper.output.rank_health import RankHealth
 from wrapper.output.shells import shells
 
@@ -48,7 +48,7 @@ def job_status(
     """
     now = now or datetime.now(UTC)
     figures = reader.summary(row["id"], now)
-    iterations = reader.rows("iterations", row["id"], last=RECENT)
+    iterations = reader.rows("iterations", row["id"], last=RECENT_ITERATIONS)
     checkpoints = reader.rows("checkpoints", row["id"], last=1)
     plans = reader.shown_plan(row["id"])
     layout = plans[0]["layout"] if plans else None

@@ -21,7 +21,16 @@ from resihp.parallelism.layout import Layout
 from resihp.record.describe import rank_list
 from wrapper.commands.status.tables import goodput_line, progress_line
 from wrapper.output.progress import of_target
-from wrapper.output.render import LETTERS, STYLES, Health, duration, layout_grid, legend, literal, one_line
+from wrapper.output.render import (
+    HEALTH_LETTERS,
+    HEALTH_STYLES,
+    Health,
+    duration,
+    layout_grid,
+    legend,
+    literal,
+    one_line,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -183,7 +192,7 @@ def signs(
     from rich.text import Text
 
     well = "■" if unicode else "o"
-    sign = {state: letter or well for state, letter in LETTERS.items()}
+    sign = {state: letter or well for state, letter in HEALTH_LETTERS.items()}
     troubled = [
         d
         for d, replica in enumerate(layout.replicas)
@@ -223,7 +232,7 @@ def _calm(layout: Layout, first: int, last: int) -> Text:
 
     ranks = sum(len(layout.replicas[d].ranks) for d in range(first, last + 1))
     name = f"replica {first}" if first == last else f"replicas {first} to {last}"
-    return Text.assemble(f"{name}: ", (f"all {ranks:,} ranks active", STYLES["active"]))
+    return Text.assemble(f"{name}: ", (f"all {ranks:,} ranks active", HEALTH_STYLES["active"]))
 
 
 def _row(layout: Layout, d: int, health: Mapping[int, Health], sign: Mapping[Health, str], width: int) -> list[Text]:
@@ -236,10 +245,10 @@ def _row(layout: Layout, d: int, health: Mapping[int, Health], sign: Mapping[Hea
         if lines[-1].cell_len + len(stage.ranks) > width and lines[-1].plain.strip():
             lines.append(Text(" " * len(label)))
         if not stage.ranks:
-            lines[-1].append("none", STYLES["dead"])
+            lines[-1].append("none", HEALTH_STYLES["dead"])
         for rank in stage.ranks:
             state = health.get(rank, "active")
-            lines[-1].append(sign[state], STYLES[state])
+            lines[-1].append(sign[state], HEALTH_STYLES[state])
         lines[-1].append(" ")
     return lines
 
@@ -255,7 +264,7 @@ def _by_number(layout: Layout, health: Mapping[int, Health]) -> list[Text]:
     lines = []
     for state in ("dead", "suspected", "slow", "standby", "starting"):
         if ranks := sorted(found.get(state, [])):
-            lines.append(Text(f"{len(ranks):,} {state}: {rank_list(ranks)}", style=STYLES[state]))
+            lines.append(Text(f"{len(ranks):,} {state}: {rank_list(ranks)}", style=HEALTH_STYLES[state]))
     return lines
 
 

@@ -1,1 +1,1 @@
-"""OpenTelemetry: `traces` listens to the journal, `spans` makes of it what a trace has, `otlp` sends it."""
+"""OpenTelemetry: `traces` listens to the journal, `spans` turns records into spans, `otlp` sends them."""

@@ -1,8 +1,9 @@
-"""Traces to an OpenTelemetry collector, by its own SDK and exporter: OTLP over HTTP, as `OTEL_*` variables say.
+"""Sends traces to an OpenTelemetry collector with its own SDK and exporter: OTLP over HTTP, configured by `OTEL_*`
+variables.
 
-Loaded by `wrapper.sinks.tracing.traces` in its thread. The SDK's batch processor has the queue and the thread that
-sends. What a collector does costs us nothing: no redirect is followed, no answer's body is read, an attempt has its
-time, and what is wrong is said once, in our words. The SDK's own messages go nowhere: they may quote
+Loaded by `wrapper.sinks.tracing.traces` in its thread. The SDK's batch processor provides the queue and the sending
+thread. No collector can do us harm: redirects are not followed, bodies of answers are not read, an attempt has a time
+limit, and a failure is reported once, in our words. The SDK's own messages are discarded, because they may quote
 `OTEL_EXPORTER_OTLP_HEADERS`.
 """
 
@@ -30,27 +31,29 @@ import resihp
 from wrapper.sinks.queue import UndeliveredError
 from wrapper.sinks.tracing.spans import Episode, Span, Value
 
-LONGEST_ATTEMPT_S = 30.0
-"""Whatever `OTEL_EXPORTER_OTLP_TIMEOUT` says: its specification has milliseconds, the SDK takes it for seconds."""
-SHORTEST_ATTEMPT_S = 0.001
-RECORD = "resihp.record"
+MAX_ATTEMPT_S = 30.0
+"""Limit on `OTEL_EXPORTER_OTLP_TIMEOUT`, which is in milliseconds by its specification; the SDK takes it for
+seconds."""
+MIN_ATTEMPT_S = 0.001
+RECORD_ATTRIBUTE = "resihp.record"
 
 
 def opened(note: Callable[[int], None], say: Callable[[str], None]) -> Outlet:
-    """To the collector that the environment names. Raises UndeliveredError for variables that the SDK refuses."""
+    """Connect to the collector that the environment names. Raises UndeliveredError for variables that the SDK
+    rejects."""
     for name in ("opentelemetry", "urllib3"):
         logging.getLogger(name).setLevel(logging.CRITICAL + 1)
     session, adapter = requests.Session(), _Adapter()
     for scheme in ("http://", "https://"):
         session.mount(scheme, adapter)
     try:
-        return Outlet(_Heard(OTLPSpanExporter(session=session), adapter, note, say), say)
+        return Outlet(_ReportingExporter(OTLPSpanExporter(session=session), adapter, note, say), say)
     except (ValueError, OSError, RuntimeError) as error:
         raise UndeliveredError(f"OpenTelemetry's variables: {error}", again=False) from None
 
 
 class _Adapter(HTTPAdapter):
-    """One attempt each: remembers how the last one went, and where to."""
+    """Makes one attempt per call; remembers the outcome of the last one, and its destination."""
 
     outcome = "no answer"
     where = "the collector"
@@ -66,27 +69,27 @@ class _Adapter(HTTPAdapter):
     ) -> requests.Response:
         parts = urlsplit(request.url or "")
         self.where = f"{parts.scheme}://{parts.hostname}" + (f":{parts.port}" if parts.port else "")
-        limit_s = min(timeout, LONGEST_ATTEMPT_S) if isinstance(timeout, int | float) else LONGEST_ATTEMPT_S
+        limit_s = min(timeout, MAX_ATTEMPT_S) if isinstance(timeout, int | float) else MAX_ATTEMPT_S
         try:
-            found = super().send(request, True, max(limit_s, SHORTEST_ATTEMPT_S), verify, cert, proxies)
+            response = super().send(request, True, max(limit_s, MIN_ATTEMPT_S), verify, cert, proxies)
         except requests.Timeout:
             self.outcome = "no answer in time"
             raise
-        except Exception as error:  # whose words may hold a secret
+        except Exception as error:  # its message may hold a secret
             self.outcome = type(error).__name__
             raise
         answer = requests.Response()  # without a body, which may be of any length and take any time
-        with found:
-            answer.status_code, answer.reason, answer.url = found.status_code, found.reason, found.url
+        with response:
+            answer.status_code, answer.reason, answer.url = response.status_code, response.reason, response.url
             answer.request = request
-            if (after := found.headers.get("retry-after")) is not None:
+            if (after := response.headers.get("retry-after")) is not None:
                 answer.headers["retry-after"] = after
         self.outcome = "" if 200 <= answer.status_code < 300 else f"answered {answer.status_code}"
         return answer
 
 
-class _Heard(SpanExporter):
-    """The exporter, with what becomes of its batches noted and said."""
+class _ReportingExporter(SpanExporter):
+    """The exporter, with the outcome of its batches noted and reported."""
 
     def __init__(
         self, exporter: SpanExporter, attempts: _Adapter, note: Callable[[int], None], say: Callable[[str], None]
@@ -101,33 +104,37 @@ class _Heard(SpanExporter):
         self._attempts.outcome = "no answer"
         try:
             result = self._exporter.export(spans)
-        except Exception:  # noqa: BLE001 - said below; its words may hold a secret
+        except Exception:  # noqa: BLE001 - reported below; its message may hold a secret
             result = SpanExportResult.FAILURE
         outcome = self._attempts.outcome
         if result is SpanExportResult.SUCCESS and not outcome:
-            told = [seq for span in spans if isinstance(seq := (span.attributes or {}).get(RECORD), int)]
-            if told:  # a root span is the last of its trace
-                self._note(max(told))
+            sequence_numbers = [
+                seq for span in spans if isinstance(seq := (span.attributes or {}).get(RECORD_ATTRIBUTE), int)
+            ]
+            if sequence_numbers:  # a root span is the last of its trace
+                self._note(max(sequence_numbers))
             if self.failing:
                 self.failing = False
-                self._tell("traces: work again")
+                self._report("traces: work again")
             return SpanExportResult.SUCCESS
         if not self.failing:
             self.failing = True
             where = self._attempts.where
-            self._tell(f"traces: {where}: {outcome or 'not taken'}; not told again until it works, the job goes on")
+            self._report(
+                f"traces: {where}: {outcome or 'refused'}; not reported again until it works, the job continues"
+            )
         return SpanExportResult.FAILURE
 
     def shutdown(self) -> None:
         self._exporter.shutdown()
 
-    def _tell(self, text: str) -> None:
-        with suppress(RuntimeError):  # whoever would tell it is gone
+    def _report(self, text: str) -> None:
+        with suppress(RuntimeError):  # the event loop has ended
             self._say(text)
 
 
 class _Ids(IdGenerator):
-    """Ids that follow from a trace's key: one that is sent again is the same one."""
+    """Ids that follow from a trace's key, so that a trace that is sent again keeps its ids."""
 
     def __init__(self) -> None:
         self._key, self._spans = "", 0
@@ -142,14 +149,16 @@ class _Ids(IdGenerator):
         self._spans += 1
         return self._number(f"span {self._spans}", 8)
 
-    def _number(self, what: str, size: int) -> int:
-        return int.from_bytes(hashlib.sha256(f"{self._key} {what}".encode()).digest()[:size])
+    def _number(self, purpose: str, size: int) -> int:
+        return int.from_bytes(hashlib.sha256(f"{self._key} {purpose}".encode()).digest()[:size])
 
 
 class Outlet:
-    """`send` from one thread, never waits for a collector."""
+    """The tracer. Call `send` from one thread; it never waits for a collector."""
 
-    def __init__(self, exporter: _Heard | SpanExporter, say: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(
+        self, exporter: _ReportingExporter | SpanExporter, say: Callable[[str], None] = lambda text: None
+    ) -> None:
         ours = {"service.name": "resihp", "service.version": resihp.__version__}
         resource = Resource.create(ours).merge(OTELResourceDetector().detect())
         self._ids = _Ids()
@@ -163,23 +172,23 @@ class Outlet:
         self._ids.begin(trace.key)
         self._make(trace.root, api.INVALID_SPAN)
 
-    def _make(self, told: Span, parent: api.Span) -> None:
+    def _make(self, content: Span, parent: api.Span) -> None:
         span = self._tracer.start_span(
-            told.name,
+            content.name,
             context=api.set_span_in_context(parent),
-            attributes={name: _clean(value) for name, value in told.attributes.items()},
-            start_time=_nanoseconds(told.start),
+            attributes={name: _clean(value) for name, value in content.attributes.items()},
+            start_time=_nanoseconds(content.start),
         )
-        for at, name, words in told.events:
+        for at, name, words in content.events:
             span.add_event(name, {"text": _clean(words)}, timestamp=_nanoseconds(at))
-        for child in told.children:
+        for child in content.children:
             self._make(child, span)
-        if told.failed:
-            span.set_status(api.Status(api.StatusCode.ERROR, _text(told.failed)))
-        span.end(_nanoseconds(told.end))  # after its children: a root that is sent has sent all of its trace
+        if content.failed:
+            span.set_status(api.Status(api.StatusCode.ERROR, _text(content.failed)))
+        span.end(_nanoseconds(content.end))  # after its children: a root that is sent has sent all of its trace
 
     def close(self, deadline: float) -> bool:
-        """Send what waits until then (monotonic seconds), if a collector takes anything at all."""
+        """Send waiting spans until then (monotonic seconds), unless the collector has been failing."""
         if getattr(self._exporter, "failing", False):
             self._exporter.shutdown()
         ending = threading.Thread(target=self._provider.shutdown, name="traces end", daemon=True)
@@ -198,11 +207,11 @@ def _clean(value: Value) -> Value:
         return _text(value)
     if isinstance(value, int | float):
         return value
-    return [_text(each) for each in value if isinstance(each, str)] or [each for each in value if isinstance(each, int)]
+    return [_text(item) for item in value if isinstance(item, str)] or [item for item in value if isinstance(item, int)]
 
 
 def _text(words: str) -> str:
-    """A name that is no text would have the SDK drop the whole batch."""
+    """Return a name as valid text: the SDK would drop the whole batch for an invalid one."""
     return words.encode(errors="replace").decode()
 
 

@@ -1,7 +1,7 @@
-"""What failures and changes of plan were, as spans: one trace each, from onset or notice to the first iteration after.
+"""Failures and changes of plan as spans: one trace each, from onset or notice to the first iteration after it.
 
-`Story` makes them of the journal's records, pure: all times are the journal's, so that a supervisor that takes over
-makes the very same. Told by `wrapper.sinks.tracing.traces`. Knows no SDK.
+`Story` makes them from the journal's records, pure: all times are the journal's, so that a supervisor that takes over
+makes the same spans. Called by `wrapper.sinks.tracing.traces`. Knows no SDK.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 
 Value = str | int | float | Sequence[str] | Sequence[int]
 
-EVENTS_KEPT = 64
-LEAST_NOTICED_S = 1e-3
-"""What was noticed within this time has no onset of its own."""
-FAILED_BEFORE_COMMITS = 1
-"""Iterations that may still be committed after a failure that stops the job: their step was taken before."""
+MAX_EVENTS = 64
+MIN_NOTICE_S = 1e-3
+"""A failure that is noticed within this time after its onset gets no `notice` span."""
+COMMITS_AFTER_FAILURE = 1
+"""Iterations that may still be committed after a failure that stops the job, because their step was taken before it."""
 
-_TOLD = (
+_EVENT_ENTRIES = (
     *(journal.FaultInjected, journal.WorkerEnded, journal.NodeLost, journal.Suspected, journal.FailureFound),
     *(journal.ProbesTaken, journal.ChangeDecided, journal.ChangeDeclined, journal.PlanDecided, journal.PlanRefused),
     *(journal.PlanWithdrawn, journal.PlanInEffect, journal.LeaderChosen, journal.FailureEnded, journal.JobEnded),
 )
-"""Entries that are events of a root span."""
+"""Entries that become events of a root span."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Times are UTC in seconds since 1970. `failed`: why; empty unless the job ended by it."""
+    """A span. Times are UTC in seconds since 1970. `failed`: the reason; empty unless the job ended by it."""
 
     name: str
     start: float
@@ -44,7 +44,7 @@ class Span:
     attributes: Mapping[str, Value] = field(default_factory=dict)
     children: tuple[Span, ...] = ()
     events: tuple[tuple[float, str, str], ...] = ()
-    """Moment, the journal's name of the entry, its words."""
+    """(time, name of the journal entry, text) of each event."""
     failed: str = ""
 
 
@@ -52,7 +52,7 @@ class Span:
 class Episode:
     """A failure or a change of plan, from beginning to end.
 
-    `seq`: number of the record that ended it. `key`: the same for the same one, whoever tells it, and no other.
+    `seq`: number of the record that ended it. `key`: unique, and the same for every supervisor that makes this trace.
     """
 
     seq: int
@@ -66,11 +66,12 @@ class _Failure:
     noticed_at: float
     onset_at: float | None
     commits: int
-    """Of the job, when it was found."""
+    """Number of the job's commits when the failure was found."""
 
 
 class Story:
-    """`follow` every record of a job, packed ones too, in order: it gives what is over with that record."""
+    """Makes traces. `follow` takes every record of a job, packed ones too, in order, and returns traces that end with
+    it."""
 
     def __init__(self) -> None:
         self._of_job: dict[str, Value] = {}
@@ -79,17 +80,17 @@ class Story:
         self._recoveries = Recoveries()
         self._layout: Layout | None = None
         self._before: Layout | None = None
-        """In effect, and when training last went on undisturbed."""
+        """The layouts in effect now, and when training last ran undisturbed."""
         self._decided: journal.PlanDecided | None = None
         self._in_effect: tuple[int, journal.Record] | None = None
-        """Epoch, and the record that says so."""
+        """(epoch, record) of the last plan that took effect."""
         self._committed = self._count = self._saved = 0
-        self._events: deque[tuple[float, str, str]] = deque(maxlen=EVENTS_KEPT)
+        self._events: deque[tuple[float, str, str]] = deque(maxlen=MAX_EVENTS)
 
     def follow(self, record: journal.Record) -> list[Episode]:
         entry, at = record.entry, record.at
         self._recoveries.follow(record)
-        if isinstance(entry, _TOLD):
+        if isinstance(entry, _EVENT_ENTRIES):
             self._events.append((at, type(entry).__name__, explain(entry)))
         match entry:
             case journal.JobStarted():
@@ -106,7 +107,7 @@ class Story:
                 self._open[entry.failure] = self._found(entry, at)
             case journal.PlanDecided():
                 self._decided = entry
-                if entry.action == "start":  # from a checkpoint, if not from the beginning
+                if entry.action == "start":  # from a checkpoint, or from the beginning
                     self._saved = max(self._saved, entry.next_iteration - 1)
             case journal.PlanInEffect():
                 self._in_effect = entry.epoch, record
@@ -137,12 +138,12 @@ class Story:
     def _found(self, entry: journal.FailureFound, at: float) -> _Failure:
         noticed_at, onset_at = entry.noticed_at(at), entry.failed_at(at)
         if onset_at is not None and entry.kind != "fail-slow" and entry.detect_s is None:
-            onset_at = onset_at if noticed_at - onset_at >= LEAST_NOTICED_S else None
+            onset_at = onset_at if noticed_at - onset_at >= MIN_NOTICE_S else None
         if onset_at is not None:
             onset_at = max(min(onset_at, noticed_at), self._began)
         return _Failure(entry=entry, noticed_at=noticed_at, onset_at=onset_at, commits=self._count)
 
-    # --- what is over -------------------------------------------------------------------------------------------
+    # --- completed traces ---------------------------------------------------------------------------------------
 
     def _reconfigured(self, record: journal.Record, entry: journal.Reconfigured) -> Episode:
         self._take_effect(entry.epoch)
@@ -153,8 +154,8 @@ class Story:
         attributes = {
             **_about(failures),
             "resihp.epoch": entry.epoch,
-            "resihp.layout.before": _words(self._before),
-            "resihp.layout.after": _words(self._layout),
+            "resihp.layout.before": _description(self._before),
+            "resihp.layout.after": _description(self._layout),
             "resihp.action": entry.action,
             "resihp.attempts": entry.attempts,
             "resihp.iterations_lost": int(entry.action == "redo"),
@@ -174,8 +175,9 @@ class Story:
         return self._trace(record, name, children, attributes, start, began + entry.seconds)
 
     def _interrupted_at(self, record: journal.Record, entry: journal.Reconfigured) -> float:
-        """Records bear the time at which they were written, never before what they tell: the earlier one tells better.
-        One of another leader, who counted from another moment, does not."""
+        """Return when training was interrupted. A record's time is when it was written, never earlier than its event:
+        so the earlier of two records is more accurate. A record of another leader does not count, as that one measured
+        from another moment."""
         began = record.at - entry.seconds
         if self._in_effect is not None and self._in_effect[0] == entry.epoch:
             _, written = self._in_effect
@@ -184,11 +186,11 @@ class Story:
         return began
 
     def _kept(self, record: journal.Record, failure: _Failure, end: float, outcome: str, failed: str = "") -> Episode:
-        """A failure that no change of plan answered."""
+        """Make the trace of a failure that was not answered by a change of plan."""
         attributes = {
             **_about([failure]),
             "resihp.epoch": failure.entry.epoch,
-            "resihp.layout.before": _words(self._layout),
+            "resihp.layout.before": _description(self._layout),
             "resihp.outcome": outcome,
             "resihp.iterations_lost": max(self._committed - self._saved, 0) if failed else 0,
         }
@@ -198,11 +200,12 @@ class Story:
         return self._trace(record, "failure", children, attributes, start, end, part=part, failed=failed)
 
     def _at_the_end(self, record: journal.Record, entry: journal.JobEnded) -> Iterator[Episode]:
-        """What is slow was so until now; what died ended the job, unless training went on without it."""
+        """Make traces of open failures at the job's end: a slow part stayed slow until now; a dead one ended the job,
+        unless training went on without it."""
         for failure in self._open.values():
             if failure.entry.kind == "fail-slow":
                 yield self._kept(record, failure, record.at, "kept")
-            elif entry.state == "completed" or self._count - failure.commits > FAILED_BEFORE_COMMITS:
+            elif entry.state == "completed" or self._count - failure.commits > COMMITS_AFTER_FAILURE:
                 yield self._kept(record, failure, failure.noticed_at, "spared")
             elif entry.state == "cancelled":
                 yield self._kept(record, failure, record.at, "cut short")
@@ -238,21 +241,21 @@ class Story:
 
 
 def _before(failures: Sequence[_Failure], began: float) -> list[Span]:
-    """From the onsets that are known to the moment when training was interrupted."""
-    found = []
+    """Make spans from the known onsets to the interruption of training."""
+    spans = []
     for failure in failures:
         number = {"resihp.failure": failure.entry.failure}
         if failure.onset_at is not None:
             noticed_at = min(failure.noticed_at, began) if failure.onset_at <= began else failure.noticed_at
-            found.append(Span(name="notice", start=failure.onset_at, end=noticed_at, attributes=number))
-        if began - failure.noticed_at >= LEAST_NOTICED_S:
-            found.append(Span(name="weigh", start=failure.noticed_at, end=began, attributes=number))
-    return found
+            spans.append(Span(name="notice", start=failure.onset_at, end=noticed_at, attributes=number))
+        if began - failure.noticed_at >= MIN_NOTICE_S:
+            spans.append(Span(name="weigh", start=failure.noticed_at, end=began, attributes=number))
+    return spans
 
 
 def _phases(entry: journal.Reconfigured, began: float) -> list[Span]:
-    """As the journal has them. Ranks build and move at their own pace: of these two it is the slowest rank's own time,
-    which is in `resihp.seconds`; no span lasts longer than until training went on."""
+    """Make spans of the phases in the journal. Ranks build and move at their own pace: the time of the slowest rank is
+    in `resihp.seconds`, but no span extends beyond the moment when training resumed."""
     done = began + entry.seconds
     parked = began + entry.park_s
     confirmed = parked + entry.plan_s
@@ -283,5 +286,5 @@ def _about(failures: Sequence[_Failure]) -> dict[str, Value]:
     }
 
 
-def _words(layout: Layout | None) -> str:
+def _description(layout: Layout | None) -> str:
     return "" if layout is None else layout.describe()

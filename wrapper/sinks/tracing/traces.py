@@ -1,9 +1,9 @@
-"""A trace of each failure and change of plan for an OpenTelemetry collector, told when it is over.
+"""Sends a trace of each failure and change of plan to an OpenTelemetry collector, once it is over.
 
-Listens to the journal (`wrapper.sinks.fanout`); what traces are made of is in `wrapper.sinks.tracing.spans`. A thread
-(`wrapper.sinks.queue`) loads the SDK with the first one, and hands them to `wrapper.sinks.tracing.otlp`. How far a
-collector has taken them is noted in the job's folder: who takes over goes on from there, and ids are the same for the
-same trace. Decides nothing about the job.
+Listens to the journal (`wrapper.sinks.fanout`); `wrapper.sinks.tracing.spans` makes the traces. A thread
+(`wrapper.sinks.queue`) loads the SDK with the first trace, and hands traces to `wrapper.sinks.tracing.otlp`. The last
+trace that the collector has taken is noted in the job's folder: a supervisor that takes over continues from there, and
+a trace always has the same ids. Decides nothing about the job.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from typing import Protocol
 from resihp.errors import ConfigurationError
 from resihp.record import journal
 from wrapper.job_folder import write_private
-from wrapper.sinks.queue import MOST_WAITING, Aside
+from wrapper.sinks.queue import MAX_WAITING, BackgroundQueue
 from wrapper.sinks.tracing.spans import Episode, Story
 
 
-class Way(Protocol):
-    """To a collector: `wrapper.sinks.tracing.otlp.Outlet`."""
+class TraceOutlet(Protocol):
+    """An open connection to a collector: `wrapper.sinks.tracing.otlp.Outlet`."""
 
     def send(self, trace: Episode) -> None: ...
     def close(self, deadline: float) -> bool: ...
 
 
 class Traces:
-    """A listener. `noted`: the file that tells up to which record a collector has taken traces. `past`: records of
-    those who led before us, of which what is not noted is told now."""
+    """A listener. `noted`: the file with the number of the last record whose trace a collector has taken. `past`:
+    records of the leaders before us, of which all later traces are sent now."""
 
     def __init__(
         self,
@@ -41,35 +41,35 @@ class Traces:
     ) -> None:
         self._story = Story()
         self._noted = noted
-        self._told = 0 if not past else None
+        self._taken = 0 if not past else None
         self._say = say
-        self._outlet: Way | None = None
-        self._aside = Aside("traces", self._send, say)
+        self._outlet: TraceOutlet | None = None
+        self._queue = BackgroundQueue("traces", self._send, say)
         former = [trace for record in past for trace in self._story.follow(record)]
-        for trace in former[-MOST_WAITING:]:
-            self._aside.put(trace)
+        for trace in former[-MAX_WAITING:]:
+            self._queue.put(trace)
 
     def submit(self, record: journal.Record) -> None:
         for trace in self._story.follow(record):
-            self._aside.put(trace)
+            self._queue.put(trace)
 
     def close(self, deadline: float) -> bool:
-        """The last ones are sent until then; a collector that does not take them is left."""
-        if not self._aside.close(deadline):
+        """Send the remaining traces until the deadline; give up if the collector does not take them."""
+        if not self._queue.close(deadline):
             return False
         return self._outlet is None or self._outlet.close(deadline)
 
     def _send(self, trace: Episode) -> None:
-        if self._told is None:  # read here, since files may hang
-            self._told = _number(self._noted)
-        if trace.seq <= self._told:
+        if self._taken is None:  # read here, in the thread, since files may hang
+            self._taken = _number(self._noted)
+        if trace.seq <= self._taken:
             return
         if self._outlet is None:
             self._outlet = _opened(self._note, self._say)
         self._outlet.send(trace)
 
     def _note(self, seq: int) -> None:
-        with suppress(OSError):  # then it may be told again, by the same ids
+        with suppress(OSError):  # then it may be sent twice, with the same ids
             write_private(self._noted, str(seq).encode())
 
 
@@ -80,16 +80,16 @@ def _number(path: Path) -> int:
         return 0
 
 
-def _opened(note: Callable[[int], None], say: Callable[[str], None]) -> Way:
+def _opened(note: Callable[[int], None], say: Callable[[str], None]) -> TraceOutlet:
     from wrapper.sinks.tracing import otlp
 
     return otlp.opened(note, say)
 
 
 def asked_of(environment: Mapping[str, str]) -> bool:
-    """Whether traces that the configuration asks for are to be sent: OpenTelemetry's own switches come first.
+    """Decide whether to send the configured traces: OpenTelemetry's own switches come first.
 
-    Raises ConfigurationError for what cannot be had.
+    Raises ConfigurationError if that is impossible.
     """
     subject = "[metrics] traces"
     if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
@@ -105,7 +105,7 @@ def asked_of(environment: Mapping[str, str]) -> bool:
         if protocol := environment.get(name, "").strip():
             if protocol != "http/protobuf":
                 raise ConfigurationError(
-                    f"{subject}: {name} is {protocol}, and only http/protobuf is spoken here; "
+                    f"{subject}: {name} is {protocol}, but only http/protobuf is supported; "
                     "export OTEL_EXPORTER_OTLP_TRACES_PROTOCOL=http/protobuf, and the endpoint for it"
                 )
             break
@@ -119,7 +119,7 @@ def asked_of(environment: Mapping[str, str]) -> bool:
 def _is_there(name: str) -> bool:
     try:
         return find_spec(name) is not None
-    except ModuleNotFoundError:  # not even the package above it
+    except ModuleNotFoundError:  # not even its parent package exists
         return False
 
 

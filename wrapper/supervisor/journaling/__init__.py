@@ -1,4 +1,4 @@
-"""How what is decided becomes durable: `writer` puts it on the leader's disk, `replication` into the agents' copies.
+"""Durability of decisions: `writer` puts them on the leader's disk, `replication` into the agents' copies.
 
-`gate` holds back what follows until both have it. Decides nothing of the job.
+`gate` holds back the actions behind a decision until both have it. Decides nothing about the job.
 """

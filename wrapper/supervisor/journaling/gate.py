@@ -1,7 +1,7 @@
-"""What the controller asked for is done in order, and only while a quorum of agents follows and knows every decision.
+"""Carries out the controller's actions in order, and only while a quorum of agents follows and knows every decision.
 
-An action also waits until what was logged before it is on the leader's own disk. Owned by `wrapper.supervisor.shell`.
-Decides nothing: `resihp.record.quorum` says what a quorum is, `replication` who has what, and `writer` what is on disk.
+An action also waits until all earlier log entries are on the leader's own disk. Owned by `wrapper.supervisor.shell`.
+Decides nothing: `resihp.record.quorum` defines a quorum, `replication` knows the agents' copies, and `writer` the disk.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from wrapper.supervisor.agents import AgentLinks
 from wrapper.supervisor.journaling.replication import Replication
 from wrapper.supervisor.journaling.writer import JournalWriter
 
-QUORUM_PATIENCE_S = 10.0
-"""How long a decision may wait for a quorum before we take it that we lead no longer."""
+QUORUM_TIMEOUT_S = 10.0
+"""How long a decision may wait for a quorum before we assume that we no longer lead."""
 
 
 class DecisionGate:
@@ -31,7 +31,7 @@ class DecisionGate:
         carry_out: Callable[[api.AnyAction], None],
         clock: Callable[[], float],
     ) -> None:
-        """`carry_out` does one action; it may have others added. `replication`: None without succession. `clock` counts
+        """`carry_out` does one action; it may add others. `replication`: None without succession. `clock` counts only
         the time in which agents could be heard."""
         self._links = links
         self._journal = journal
@@ -46,34 +46,35 @@ class DecisionGate:
         """Since when the claim or a decision has been waiting for a quorum."""
 
     def claim(self, entry: AnyEntry) -> None:
-        """That we lead: told and acted on only once a quorum of agents follows us (`joined`)."""
+        """Claim to lead; the claim is logged and acted on only once a quorum of agents follows us (`joined`)."""
         self._claim, self._held_since = entry, self._clock()
 
     def add(self, actions: Sequence[api.AnyAction]) -> None:
-        """Do what the controller asks for after what it asked for before, now or when a quorum has what it must."""
+        """Queue actions behind earlier ones, and carry them out now or once a quorum has the decisions before them."""
         self._actions += actions
         self._work_off()
 
     def give_up(self) -> None:
-        """Somebody else leads, or may: what we still wanted to do no longer counts, and nothing is held back."""
+        """Drop all pending actions, because another supervisor leads or may lead; nothing is held back any more."""
         self._actions.clear()
         self._held_since = self._claim = None
         self._replication, self._leads = None, False
 
     @property
     def overdue(self) -> bool:
-        """Not while a claim waits for the first agent of all: before one has joined, there is no quorum to be had."""
-        waits = self._claim is not None and self._replication is not None and self._replication.asks_nobody
-        return self._held_since is not None and not waits and self._clock() - self._held_since > QUORUM_PATIENCE_S
+        """Whether a decision has waited too long for a quorum. A claim does not count before the first agent has
+        joined: until then no quorum is possible."""
+        waits = self._claim is not None and self._replication is not None and self._replication.needs_no_votes
+        return self._held_since is not None and not waits and self._clock() - self._held_since > QUORUM_TIMEOUT_S
 
     def on_disk(self) -> None:
-        """More of the journal is."""
+        """Continue after more of the journal has reached the disk."""
         self._work_off()
 
-    # --- what happens to the copies ---------------------------------------------------------------------------
+    # --- copies of the journal ---------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Send agents what was written down; to be called a few times a second."""
+        """Send new records to the agents; to be called a few times a second."""
         if self._replication is not None:
             self._replication.flush()
 
@@ -82,7 +83,7 @@ class DecisionGate:
             self._replication.appended(record, isinstance(record.entry, DECISIONS))
 
     def joined(self, node: str, log: int) -> AnyEntry | None:
-        """An agent follows us. Returns the claim once a quorum does: it counts now, and is to be written down."""
+        """Note that an agent follows us. Returns the claim once a quorum does: it is valid now, and is to be logged."""
         if self._replication is None:
             return None
         self._replication.joined(node, log)
@@ -115,13 +116,13 @@ class DecisionGate:
                 if not self._is_written:
                     return
                 if not isinstance(self._actions[0], api.Log | api.Say | api.Reply):
-                    self.flush()  # nobody is told to act on what his copy lacks
+                    self.flush()  # an order must not reach an agent before the record behind it
                 if not self._may_act:
                     self.flush()
                     self._held_since = self._held_since or self._clock()
                     return
                 self._held_since = None
-                if not self._links.lead.settled:  # from now on also those follow whose copies are ahead of ours
+                if not self._links.lead.settled:  # from now on, agents whose copies are ahead of ours follow, too
                     self._links.lead = msgspec.structs.replace(self._links.lead, settled=True)
                 self._carry_out(self._actions.popleft())
         finally:
@@ -129,16 +130,16 @@ class DecisionGate:
 
     @property
     def _is_written(self) -> bool:
-        """Whether the next action may follow what was logged before it. One that was deposed logs no more."""
+        """Whether all entries that were logged before the next action are on disk. A deposed leader no longer logs."""
         return isinstance(self._actions[0], api.Log) or self._journal.written >= self._journal.seq or not self._leads
 
     @property
     def _may_act(self) -> bool:
-        """Whether a quorum of agents is connected and knows all that was decided; before there is a plan, nobody else
-        can be chosen."""
+        """Whether a quorum of agents is connected and knows all decisions. Before there is a plan, no quorum is
+        needed, because no other leader can be elected."""
         if self._replication is None:
             return True
-        if self._claim is not None or not self._replication.settled:  # cheaper to ask than what follows
+        if self._claim is not None or not self._replication.settled:  # cheaper to check than the quorum
             return False
         membership = self._replication.membership
         return not membership.electable or membership.quorum(self._links.connected(membership.electors))

@@ -1,11 +1,11 @@
-"""The journal's copies: records go to every agent that votes, and a decision counts once a quorum of them has it.
+"""The journal's copies: records go to every voting agent, and a decision counts once a quorum of them has it.
 
-Owned by `wrapper.supervisor.shell`, which holds back what follows a decision until `settled`. What an agent has is
-known from what it has acknowledged, and from the number with which its copy ended when it joined. An agent that comes
-late, or votes from some plan on, gets all that it lacks, in pieces that its connection can take, and goes on keeping
-its copy when it votes no more. Records go out together (`flush`), encoded once for all who lack the same, once they are
-on the leader's own disk: no copy has what a supervisor that is started again there would lack. Decides nothing;
-`resihp.record.quorum` says what a quorum is.
+Owned by `wrapper.supervisor.shell`, which holds back the actions behind a decision until `settled`. The content of an
+agent's copy is known from its acknowledgements, and from the number of its last record when it joined. An agent that
+joins late, or that votes from some plan on, gets all missing records, in pieces that fit its connection, and keeps its
+copy up to date even after it no longer votes. Records go out together (`flush`), encoded once for all agents that lack
+the same ones, and only after they are on the leader's own disk: so no copy is ever ahead of the journal of a supervisor
+that is restarted there. Decides nothing; `resihp.record.quorum` defines a quorum.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from resihp.record.journal import Record
 from resihp.record.quorum import Membership, is_quorum
 
 PIECE_BYTES = 1 << 20
-MOST_UNDER_WAY_BYTES = 4 << 20
-PIECES_KEPT = 8
+MAX_IN_FLIGHT_BYTES = 4 << 20
+MAX_CACHED_PIECES = 8
 
 Encoded = tuple[int, bytes]
-"""A record's number, and the record as encoded."""
+"""A record's number, and the encoded record."""
 
 
 class JournalSource(Protocol):
-    """`wrapper.supervisor.journaling.writer.JournalWriter`, as used here."""
+    """The part of `wrapper.supervisor.journaling.writer.JournalWriter` that is used here."""
 
     @property
     def written(self) -> int: ...
@@ -42,22 +42,22 @@ class JournalSource(Protocol):
 
 @dataclass
 class _Copy:
-    """One agent's copy. `has`: number of the last record that it is known to hold; `sent`: of the last that is on its
-    way, or there."""
+    """State of one agent's copy. `has`: number of the last record that it is known to hold; `sent`: number of the last
+    record that was sent to it."""
 
     has: int
     sent: int
     under_way: deque[tuple[int, int, int]] = field(default_factory=deque)
-    """(number of the message, number of its last record, bytes) sent and not acknowledged."""
+    """(number of the message, number of its last record, bytes) of messages that are not acknowledged yet."""
     bytes_under_way: int = 0
     fetching: bool = False
 
 
 class _Piece:
-    """Some records in a row, as one message: encoded once for all who lack them, deflated where they are several."""
+    """Consecutive records as one message: encoded once for all agents that lack them, and compressed if used again."""
 
     def __init__(self, after: int, records: list[Encoded], flushed: int) -> None:
-        """`flushed`: what was to go out when it was made; it may end before that."""
+        """`flushed`: the last record that was due when the piece was made; the piece may end before it."""
         self.after, self.flushed = after, flushed
         self.last = records[-1][0]
         self.size = sum(len(body) for _, body in records)
@@ -77,8 +77,8 @@ def _encoded(after: int, bodies: list[bytes], *, smaller: bool = False) -> msgsp
 
 
 class Replication:
-    """All copies of one journal. `post(node, message)` returns the message's number, 0 if nobody is there; `message` is
-    an encoded `Replicate`."""
+    """All copies of one journal. `post(node, message)` returns the message's number, 0 if the node has no agent;
+    `message` is an encoded `Replicate`."""
 
     def __init__(
         self,
@@ -87,30 +87,30 @@ class Replication:
         post: Callable[[str, msgspec.Raw], int],
         enlist: Callable[[str], None],
     ) -> None:
-        """`membership` has read the journal so far; from here on it follows what is `appended`.
+        """`membership` has read the journal so far; from here on it follows the records that are `appended`.
 
-        `enlist(node)` tells that its agent is to keep a copy from now on.
+        `enlist(node)` asks the node's agent to keep a copy from now on.
         """
         self.membership = membership
         self._enlist = enlist
         self._following: dict[str, int] = {}
-        """Agents that follow us, and the number with which their copies ended when they joined."""
+        """Agents that follow us, and the number of the last record in their copies when they joined."""
         self._journal = journal
         self._post = post
         self._copies: dict[str, _Copy] = {}
         self._owed: deque[tuple[int, tuple[tuple[frozenset[str], str], ...]]] = deque()
-        """(number, electorates) of decisions that no quorum is known to have; the first one is waited for."""
+        """(number, electorates) of decisions that no quorum is known to have, the oldest first."""
         self._lacking = 0
-        """So many agents at least have yet to acknowledge something before the first of them is settled: with thousands
-        of them, not every acknowledgement is worth counting all."""
+        """Lower bound on the acknowledgements still missing for the oldest decision: with thousands of agents, it would
+        be too expensive to count them all at every acknowledgement."""
         self._flushed = journal.written
         self._pieces: dict[int, _Piece] = {}
-        """What went out last, by the number before it: many lack the same."""
+        """Pieces that were sent last, by the number of the record before them: many agents lack the same records."""
 
     def appended(self, record: Record, decision: bool) -> None:
-        """A record was added to the journal: it goes out with the next `flush`.
+        """Note a record that was added to the journal: it goes out with the next `flush`.
 
-        A decision needs a quorum of those who vote before it and after it.
+        A decision needs a quorum of the agents that vote before it and of those that vote after it.
         """
         electorates = self.membership.electorates if decision else ()
         self.membership.apply(record)
@@ -121,7 +121,8 @@ class Replication:
             self._begin(node)
 
     def flush(self) -> None:
-        """Send what came to disk since the last time, to all who have all before it."""
+        """Send records that have reached the disk since the last call, to all agents that have the records before
+        them."""
         if self._flushed == self._journal.written:
             return
         self._flushed = self._journal.written
@@ -129,7 +130,7 @@ class Replication:
             self._send(node, copy)
 
     def joined(self, node: str, log: int) -> None:
-        """An agent accepts us; its copy ends with number `log`, and is right as far as ours goes."""
+        """Note that an agent accepts us; its copy ends with record `log`, and agrees with ours as far as ours goes."""
         self._following[node] = log
         if node in self._copies or node in self._keepers:
             self._begin(node)
@@ -140,7 +141,7 @@ class Replication:
         has = self._journal.common(log)
         copy = self._copies[node] = _Copy(has=has, sent=has)
         self._lacking = 0
-        if log > has and has == self._flushed:  # what it has beyond ours was never decided
+        if log > has and has == self._flushed:  # its further records were never decided
             self._post(node, _encoded(has, []))
         self._send(node, copy)
 
@@ -149,7 +150,7 @@ class Replication:
         self._copies.pop(node, None)
 
     def acknowledged(self, node: str, number: int) -> None:
-        """The agent has all messages up to this number."""
+        """Note that the agent has all messages up to this number."""
         copy = self._copies.get(node)
         if copy is None:
             return
@@ -162,13 +163,13 @@ class Replication:
 
     @property
     def _keepers(self) -> frozenset[str]:
-        """Whose agents have a say now, or in what no quorum is known to have."""
+        """Nodes whose agents vote now, or voted on decisions that no quorum is known to have."""
         owed = (voters for _, electorates in self._owed for voters, _ in electorates)
         return self.membership.electors.union(*owed)
 
     @property
-    def asks_nobody(self) -> bool:
-        """Whether no agent has ever joined, or those that had were lost: whoever comes first is enough."""
+    def needs_no_votes(self) -> bool:
+        """Whether no agent has ever joined, or all of them were lost: then the first agent to join is a quorum."""
         return self.membership.quorum(frozenset())
 
     @property
@@ -178,19 +179,21 @@ class Replication:
 
     @property
     def settled(self) -> bool:
-        """Whether every decision so far is known to a quorum."""
+        """Whether a quorum knows every decision so far."""
         while self._owed and self._lacking <= 0:
             seq, electorates = self._owed[0]
-            having = {node for node, copy in self._copies.items() if copy.has >= seq}
-            without = [v for v, incumbent in electorates if v and not is_quorum(v, having, incumbent)]
-            if without:
-                self._lacking = max(max(1, (len(voters) + 1) // 2 - len(voters & having)) for voters in without)
+            holders = {node for node, copy in self._copies.items() if copy.has >= seq}
+            missing_electorates = [v for v, incumbent in electorates if v and not is_quorum(v, holders, incumbent)]
+            if missing_electorates:
+                self._lacking = max(
+                    max(1, (len(voters) + 1) // 2 - len(voters & holders)) for voters in missing_electorates
+                )
                 return False
             self._owed.popleft()
         return not self._owed
 
     def _send(self, node: str, copy: _Copy) -> None:
-        while copy.sent < self._flushed and copy.bytes_under_way < MOST_UNDER_WAY_BYTES and not copy.fetching:
+        while copy.sent < self._flushed and copy.bytes_under_way < MAX_IN_FLIGHT_BYTES and not copy.fetching:
             piece = self._pieces.get(copy.sent)
             if piece is None or piece.flushed < self._flushed:
                 records = self._journal.recent(copy.sent, PIECE_BYTES)
@@ -210,7 +213,7 @@ class Replication:
             self._send(node, copy)
 
     def _sent(self, node: str, copy: _Copy, piece: _Piece) -> bool:
-        """Whether somebody is there to send it to."""
+        """Send a piece to the node's agent; return False if the node has none."""
         number = self._post(node, piece.message())
         copy.sent = piece.last
         if number:
@@ -221,6 +224,6 @@ class Replication:
     def _keep(self, piece: _Piece) -> _Piece:
         self._pieces.pop(piece.after, None)
         self._pieces[piece.after] = piece
-        if len(self._pieces) > PIECES_KEPT:
+        if len(self._pieces) > MAX_CACHED_PIECES:
             del self._pieces[next(iter(self._pieces))]
         return piece

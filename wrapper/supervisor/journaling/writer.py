@@ -1,9 +1,10 @@
-"""The leader's journal, written by a thread of its own: a disk that stalls or fails does not stop the loop that beats.
+"""The leader's journal, written by a thread of its own: a slow or failing disk does not stop the loop that sends
+heartbeats.
 
-`append` numbers a record and returns; the thread writes what has come, many at a time, and `on_disk` tells when. What
-the disk refuses is tried again until it takes it: the shell decides how long it leads meanwhile. The last records stay
-in memory, for those who keep copies (`replication`); older ones are read from the file, also behind the loop. Decides
-nothing. Owned by `wrapper.supervisor.shell`.
+`append` numbers a record and returns; the thread writes all waiting records at once, and then `on_disk` is called. A
+failed write is repeated until it succeeds: the shell decides how long it leads meanwhile. The last records stay in
+memory, for the agents' copies (`replication`); older ones are read from the file, outside the loop. Decides nothing.
+Owned by `wrapper.supervisor.shell`.
 """
 
 from __future__ import annotations
@@ -22,36 +23,37 @@ from resihp.process import name_thread
 from resihp.record.journal import AnyEntry, Record
 from resihp.record.journal_file import Journal, Packed
 
-AGAIN_S = 0.5
-PACK_AGAIN_S = 300.0
-RECENT_BYTES = 4 << 20
-"""What is kept in memory of what is on disk."""
+RETRY_S = 0.5
+PACK_RETRY_S = 300.0
+MAX_RECENT_BYTES = 4 << 20
+"""Size of the written records that are kept in memory."""
 
 _log = logging.getLogger("supervisor")
 
 Encoded = tuple[int, bytes]
-"""A record's number, and the record as encoded."""
+"""A record's number, and the encoded record."""
 
 
 class JournalWriter:
-    """Made and used in the loop. `on_disk()` is called there whenever more of the journal is on disk."""
+    """Created and used in the event loop. `on_disk()` is called there whenever more of the journal is on disk."""
 
     def __init__(self, journal: Journal, on_disk: Callable[[], None]) -> None:
         self._journal = journal
-        self._told = on_disk
+        self._on_disk = on_disk
         self._loop = asyncio.get_running_loop()
         self.trouble = ""
-        """Why the disk does not take what is waiting; empty while it does, or has not answered."""
+        """Why the last write failed; empty if it succeeded, or is still going on."""
         self.written = journal.seq
         """Number of the last record that is on disk."""
         self._reached = journal.seq
         """The same, as the thread knows it."""
         self._waiting: list[tuple[Record, bytes]] = []
-        """Appended, and not handed to the thread yet."""
+        """Records that are appended, and not handed to the thread yet."""
         self._waiting_since: float | None = None
         """Since when the oldest of them has waited."""
         self._writing_since: float | None = None
-        """The same of what the thread is at; told by it, so that a loop that is busy is no slow disk."""
+        """The same for records that the thread is writing; the thread sets it, so that a busy loop does not look like a
+        slow disk."""
         self._before = journal.seq
         self._seqs: list[int] = []
         self._bodies: list[bytes] = []
@@ -60,7 +62,7 @@ class JournalWriter:
         self._closing = False
         self._fetches: set[asyncio.Task[None]] = set()
         self._packed: Packed | None = None
-        """What is to take the journal's place; told by the thread that packs."""
+        """The packed file that is to replace the journal; set by the thread that packs."""
         self._is_packing = False
         self._pack_at = 0.0
         self._thread = threading.Thread(target=self._write_until_closed, name="journal", daemon=True)
@@ -77,12 +79,13 @@ class JournalWriter:
 
     @property
     def behind_s(self) -> float:
-        """For how long the disk has not taken what it was given."""
+        """For how many seconds the oldest unwritten record has waited."""
         since = [at for at in (self._writing_since, self._waiting_since) if at is not None]
         return time.monotonic() - min(since) if since else 0.0
 
     def append(self, entry: AnyEntry, at: float) -> Record:
-        """Number one entry, to be written soon. Raises ProtocolError if it is too large: it is as if it never came."""
+        """Number one entry, to be written soon. Raises ProtocolError if it is too large; the journal is unchanged
+        then."""
         record, body = self._journal.stamp(entry, at)
         self._seqs.append(record.seq)
         self._bodies.append(body)
@@ -93,37 +96,39 @@ class JournalWriter:
             self._wake.notify()
         return record
 
-    # --- for those who keep copies ----------------------------------------------------------------------------
+    # --- for the copies ----------------------------------------------------------------------------------------
 
     def common(self, log: int) -> int:
-        """Number of the last record that a copy which ends with `log` shares with us."""
+        """Return the number of the last record that a copy which ends with record `log` shares with us."""
         if log < self._before or not self._seqs:
             return self._journal.common(log)
         at = bisect_right(self._seqs, log)
         return self._seqs[at - 1] if at else self._before
 
     def recent(self, seq: int, most_bytes: int) -> list[Encoded] | None:
-        """What follows record `seq` and is on disk, about so much of it; None if it is in the file alone (`fetch`)."""
+        """Return the records after `seq` that are on disk, about `most_bytes` of them; None if only the file has them
+        (`fetch`)."""
         if seq < self._before:
             return None
-        found, size = [], 0
+        records, size = [], 0
         for at in range(bisect_right(self._seqs, seq), bisect_right(self._seqs, self.written)):
-            found.append((self._seqs[at], self._bodies[at]))
+            records.append((self._seqs[at], self._bodies[at]))
             size += len(self._bodies[at])
             if size >= most_bytes:
                 break
-        return found
+        return records
 
     def fetch(self, seq: int, most_bytes: int, give: Callable[[list[Encoded]], None]) -> None:
-        """Give the same from the file, in a while; an empty list if it cannot be read."""
+        """Read the same records from the file and pass them to `give` later; an empty list if the file cannot be
+        read."""
 
         async def read() -> None:
             try:
-                found = await asyncio.to_thread(self._journal.after, seq, most_bytes)
+                records = await asyncio.to_thread(self._journal.after, seq, most_bytes)
             except OSError as error:
                 _log.warning("journal %s: cannot be read: %s", self._journal.path, error)
-                found = []
-            give(found)
+                records = []
+            give(records)
 
         task = self._loop.create_task(read())
         self._fetches.add(task)
@@ -146,22 +151,23 @@ class JournalWriter:
                 try:
                     self._journal.write(batch)
                 except OSError as error:
-                    self._tell(self._refused, error)
+                    self._call_in_loop(self._write_failed, error)
                     if closing:
                         return
                     with self._wake:
-                        self._wake.wait_for(lambda: self._closing, AGAIN_S)
+                        self._wake.wait_for(lambda: self._closing, RETRY_S)
                     continue
                 self._writing_since = None
                 self._reached = batch[-1][0].seq
-                self._tell(self._took, self._reached)
+                self._call_in_loop(self._written, self._reached)
                 batch = []
             if closing:
                 return
             self._pack()
 
     def _pack(self) -> None:
-        """Beside the journal, by a thread of its own, while more is written; then it takes its place."""
+        """Have another thread pack the journal into a new file while writing goes on; replace the journal once that is
+        done."""
         try:
             if self._packed is not None:
                 self._journal.adopt(self._packed)
@@ -185,47 +191,47 @@ class JournalWriter:
                 self._wake.notify()
 
     def _not_packed(self, error: Exception) -> None:
-        """It is as it was, only larger."""
-        self._pack_at = time.monotonic() + PACK_AGAIN_S
+        """Note that packing failed; the journal is unchanged, only larger than it could be."""
+        self._pack_at = time.monotonic() + PACK_RETRY_S
         self._is_packing = False
         _log.warning("journal %s: not packed: %s", self._journal.path, error)
 
-    def _tell(self, what: Callable[..., None], *told: object) -> None:
+    def _call_in_loop(self, callback: Callable[..., None], *arguments: object) -> None:
         with suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(what, *told)
+            self._loop.call_soon_threadsafe(callback, *arguments)
 
     # --- in the loop again ------------------------------------------------------------------------------------
 
-    def _took(self, seq: int) -> None:
+    def _written(self, seq: int) -> None:
         self.written, self.trouble = seq, ""
         self._forget()
-        self._told()
+        self._on_disk()
 
-    def _refused(self, error: OSError) -> None:
+    def _write_failed(self, error: OSError) -> None:
         if not self.trouble:
             _log.warning("journal %s: %s", self._journal.path, error)
         self.trouble = error.strerror or str(error)
 
     def _forget(self) -> None:
-        """Half of what is in memory and on disk, once it is too much."""
-        if self._recent_bytes <= 2 * RECENT_BYTES:
+        """Forget the older written records, once twice the limit is in memory."""
+        if self._recent_bytes <= 2 * MAX_RECENT_BYTES:
             return
-        gone = 0
-        while self._recent_bytes > RECENT_BYTES and self._seqs[gone] <= self.written:
-            self._recent_bytes -= len(self._bodies[gone])
-            gone += 1
-        if gone:
-            self._before = self._seqs[gone - 1]
-            del self._seqs[:gone], self._bodies[:gone]
+        count = 0
+        while self._recent_bytes > MAX_RECENT_BYTES and self._seqs[count] <= self.written:
+            self._recent_bytes -= len(self._bodies[count])
+            count += 1
+        if count:
+            self._before = self._seqs[count - 1]
+            del self._seqs[:count], self._bodies[:count]
 
     def close(self, timeout_s: float) -> bool:
-        """Write what waits, for at most so long; False if something was left. Waits: not for the loop."""
+        """Write waiting records within `timeout_s`; return False if some are left. Blocks: not for the event loop."""
         with self._wake:
             self._closing = True
             self._wake.notify()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            return False  # it hangs in the disk, and ends with us
+            return False  # the thread hangs in the disk, and ends with the process
         complete = self._reached == self._journal.seq
         self._journal.close()
         return complete

@@ -1,1 +1,1 @@
-"""Questions that can wait, answered by a process of its own beside the supervisor's."""
+"""Planning ahead: a separate process beside the supervisor answers planning questions that are not urgent."""

@@ -1,8 +1,8 @@
-"""A process that is started by a thread of its own, so that nobody else waits where that takes long.
+"""A child process that is started by a thread of its own, so that a slow start blocks nobody else.
 
-Between fork and exec a child closes what it has inherited: descriptors of a file on a file system that hangs keep it
-there, and whoever started it waits for the exec. The thread stays as long as the process, for the kernel ends who asked
-for it with the thread that forked him (`resihp.process.die_with_parent`).
+Between fork and exec a child closes its inherited files, which takes long if a file system hangs, and the starting
+thread waits for the exec. That thread lives as long as the process, because the kernel ends the child when the thread
+that forked it exits (`resihp.process.die_with_parent`).
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Child:
-    """`reader` has what it writes to its output, `writer` what it reads from its input: both ends of one socket."""
+    """A running child. `reader` has its output, `writer` is its input: both ends of one socket."""
 
     process: subprocess.Popen[bytes]
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
     def end(self) -> None:
-        """Does not wait for it; its thread does."""
+        """Kill the child, without waiting for it; its thread does."""
         self.writer.close()
         self.process.kill()
 
 
 async def start(command: Sequence[str], environment: Mapping[str, str]) -> Child:
-    """In a session of its own, with our stderr. Raises OSError where it cannot be started."""
+    """Start a command in a session of its own, with our stderr. Raises OSError if that fails."""
     loop = asyncio.get_running_loop()
     started: asyncio.Future[subprocess.Popen[bytes]] = loop.create_future()
     ours, theirs = socket.socketpair()
@@ -40,7 +40,7 @@ async def start(command: Sequence[str], environment: Mapping[str, str]) -> Child
         if isinstance(process, OSError):
             if not started.done():
                 started.set_exception(process)
-        elif started.done():  # nobody waits any more
+        elif started.done():  # the caller was cancelled
             process.kill()
         else:
             started.set_result(process)
@@ -50,7 +50,7 @@ async def start(command: Sequence[str], environment: Mapping[str, str]) -> Child
             end = theirs.fileno()
             process = subprocess.Popen(command, stdin=end, stdout=end, env=environment, start_new_session=True)
         except OSError as error:
-            with suppress(RuntimeError):  # the loop is over
+            with suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(settle, error)
             return
         finally:

@@ -1,6 +1,6 @@
-"""What passes between the supervisor and who thinks for it: a length, then a question or an answer as msgpack.
+"""Frames between the supervisor and its planning process: a length, then a question or an answer as msgpack.
 
-On the pipes of a process that we started ourselves; still typed, and capped in size.
+Sent over the pipes of a process that we started ourselves; still typed, and limited in size.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ import msgspec
 
 from resihp.controller import interface as api
 
-MOST_BYTES = 64 << 20
-"""Of one frame: a question of 16,384 ranks has 0.3 MB."""
-LENGTH = struct.Struct(">I")
+MAX_FRAME_BYTES = 64 << 20
+"""Largest frame: a question of 16,384 ranks has 0.3 MB."""
+FRAME_LENGTH = struct.Struct(">I")
 
-QUESTIONS = msgspec.msgpack.Decoder(api.Think)
-ANSWERS = msgspec.msgpack.Decoder(api.Thought)
+QUESTION_DECODER = msgspec.msgpack.Decoder(api.Think)
+ANSWER_DECODER = msgspec.msgpack.Decoder(api.Thought)
 _encoder = msgspec.msgpack.Encoder()
 
 
 def frame(message: api.Think | api.Thought) -> bytes:
     body = _encoder.encode(message)
-    return LENGTH.pack(len(body)) + body
+    return FRAME_LENGTH.pack(len(body)) + body
 
 
 def length_of(header: bytes) -> int:
-    """Of the body that follows. Raises ValueError for one that is none."""
-    length: int = LENGTH.unpack(header)[0]
-    if not 0 < length <= MOST_BYTES:
-        raise ValueError(f"a frame of {length} bytes; {MOST_BYTES} are the most")
+    """Return the length of the body that follows a header. Raises ValueError if it is out of range."""
+    length: int = FRAME_LENGTH.unpack(header)[0]
+    if not 0 < length <= MAX_FRAME_BYTES:
+        raise ValueError(f"a frame of {length} bytes; at most {MAX_FRAME_BYTES} are allowed")
     return length

@@ -1,9 +1,9 @@
-"""What a search needs is loaded before there is anything to search for: a loss that nobody thought of is decided in the
-supervisor, which must not be silent for the seconds in which that is compiled, or its agents choose another.
+"""Loads the compiled plan search before it is needed: a loss for which no plan was made ahead is planned in the
+supervisor, and compiling takes seconds in which the agents would take it for dead and elect another.
 
-Compiled once on a machine, read from the disk afterwards (`resihp.scheduler.search.kernels`). In a thread: the disk may
-hang. Until it is there plans are made without. A `Listener`, since the journal tells first what a job trains, and on
-devices of which size.
+The search is compiled once on a machine, and read from the disk afterwards (`resihp.scheduler.search.kernels`). Loading
+runs in a thread, because the disk may hang; until it is done, plans are made without the search. This is a `Listener`
+of the journal, which reports early the job's model and the memory of its devices.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _log = logging.getLogger("resihp.planner")
 
 
 class SearchLoader:
-    """`past`: the records of those who led before us."""
+    """Loads the search once the model is known. `past`: the records of the leaders before us."""
 
     def __init__(
         self, settings: Settings, past: Iterable[Record] = (), load: Callable[[], None] = anytime.load
@@ -31,26 +31,28 @@ class SearchLoader:
         self._begun = False
         self.ready = threading.Event()
         self.planner = NamedPlanner(decide=self._decide) if settings.planner == "resihp" else None
-        """Whom a controller asks: ours, which searches once it can. None: whom the settings name."""
+        """The controller's planner: ours, which searches once the search is loaded. None: the planner of the
+        settings."""
         for record in past:
             self.submit(record)
 
     def submit(self, record: Record) -> None:
-        """Nothing is searched for where memory is not known, or by another planner."""
+        """Load the search when the model is declared, unless the device memory is unknown or another planner is
+        configured."""
         if self._begun or not isinstance(record.entry, ModelDeclared) or self.planner is None:
             return
         if self._settings.memory_bytes is not None or record.entry.declare.memory_bytes is not None:
             self._begun = True
-            threading.Thread(target=self._run, daemon=True, name="loads what searches").start()
+            threading.Thread(target=self._run, daemon=True, name="loads the search").start()
 
     def close(self, deadline: float) -> None:
-        """Nobody waits for it."""
+        """Do nothing: nobody waits for the search at the end."""
 
     def _run(self) -> None:
         try:
             self._load()
-        except Exception:  # noqa: BLE001 - logged; whatever it is, plans are made as without
-            _log.exception("what searches could not be loaded")
+        except Exception:  # noqa: BLE001 - logged; plans are then made without the search
+            _log.exception("plan search: cannot be loaded; plans are made without it")
         else:
             self.ready.set()
 

@@ -1,8 +1,8 @@
-"""Who thinks: reads questions on its standard input, one after the other, and writes the answers on its output.
+"""The planning process: reads questions from its standard input, one after the other, and writes answers to its output.
 
-`python -P -m wrapper.supervisor.thinking.process --planner NAME --parent PID`, started by `thinker`. At low priority,
-on one core; ends with its input, or with its parent. What is done about a question is
-`resihp.scheduler.thinking`'s to say; here is the clock.
+`python -P -m wrapper.supervisor.thinking.process --planner NAME --parent PID`, started by `thinker`. Runs at low
+priority, on one core; ends with its input, or with its parent. `resihp.scheduler.thinking` answers the questions; this
+module only keeps the time.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from resihp.scheduler.questions import QUESTION_ENCODER
 from resihp.scheduler.situation import Decision
 from resihp.scheduler.thinking import think
 from resihp.settings import PlannerName
-from wrapper.supervisor.thinking.frames import LENGTH, QUESTIONS, frame, length_of
+from wrapper.supervisor.thinking.frames import FRAME_LENGTH, QUESTION_DECODER, frame, length_of
 
-NICENESS = 10
+NICE_LEVEL = 10
 
 
 def serve(questions: BinaryIO, answers: BinaryIO, decide: Callable[[api.Think], Decision]) -> None:
-    """Until there are no more questions. Raises ValueError for what is none."""
-    while len(header := questions.read(LENGTH.size)) == LENGTH.size:
+    """Answer questions until the input ends. Raises ValueError for an invalid frame."""
+    while len(header := questions.read(FRAME_LENGTH.size)) == FRAME_LENGTH.size:
         length = length_of(header)
         body = questions.read(length)
         if len(body) < length:
             return
-        question = QUESTIONS.decode(body)
+        question = QUESTION_DECODER.decode(body)
         try:
             answer = api.Thought(question=question.question, decision=QUESTION_ENCODER.encode(decide(question)))
         except ResihpError as error:
@@ -68,9 +68,9 @@ def main() -> None:
     parser.add_argument("--parent", required=True, type=int)
     options = parser.parse_args()
     die_with_parent(options.parent)
-    os.nice(NICENESS)
+    os.nice(NICE_LEVEL)
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever is printed is no answer
+    os.dup2(2, 1)  # so that printed text is never taken for an answer
     serve(sys.stdin.buffer, answers, decider(options.planner))
 
 

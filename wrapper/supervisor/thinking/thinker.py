@@ -1,7 +1,7 @@
-"""The supervisor's end of who thinks: has questions answered by a process of its own, one at a time.
+"""The supervisor's end of planning ahead: has questions answered by a separate process, one at a time.
 
-The process is started with the first question, and again if it fails, a few times. Nothing waits for it: without it, or
-where it is slow, answers are not there when they are needed, and then the planner is asked as if nobody had thought.
+The process is started with the first question, and again a few times if it fails. Nothing waits for it: if an answer is
+missing when it is needed, the planner is asked then, as if nothing had been planned ahead.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import msgspec
 
 from resihp.controller import interface as api
 from wrapper.supervisor.thinking.child import Child, start
-from wrapper.supervisor.thinking.frames import ANSWERS, LENGTH, frame, length_of
+from wrapper.supervisor.thinking.frames import ANSWER_DECODER, FRAME_LENGTH, frame, length_of
 
-MOST_STARTS = 4
-LIMIT_S = 120.0
-"""How long an answer may take beyond the time that is given to its search."""
-ONE_CORE = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+MAX_STARTS = 4
+ANSWER_TIMEOUT_S = 120.0
+"""How long an answer may take beyond the time that is granted for its search."""
+SINGLE_CORE_ENVIRONMENT = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 _log = logging.getLogger("thinker")
 
@@ -32,23 +32,23 @@ def command(planner: str) -> list[str]:
 
 
 class Thinker:
-    """`tell` hears the answers, in the loop in which questions are asked."""
+    """`handle` gets the answers, in the event loop in which questions are asked."""
 
-    def __init__(self, tell: Callable[[api.AnyEvent], None], command: Sequence[str]) -> None:
-        self._tell, self._command = tell, command
+    def __init__(self, handle: Callable[[api.AnyEvent], None], command: Sequence[str]) -> None:
+        self._handle, self._command = handle, command
         self._next: api.Think | None = None
         self._starts = 0
         self._child: Child | None = None
         self._task: asyncio.Task[None] | None = None
 
     def ask(self, question: api.Think) -> None:
-        """Have it answered after the one under way; one that was not begun yet is given up for it."""
+        """Have a question answered after the one in progress; it replaces a question that was not begun yet."""
         self._next = question
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._work())
 
     async def close(self) -> None:
-        """No more answers."""
+        """Stop answering."""
         self._next = None
         if self._task is not None:
             self._task.cancel()
@@ -56,33 +56,34 @@ class Thinker:
         self._end()
 
     async def _work(self) -> None:
-        """Never fails: whatever goes wrong with a question, it has no answer."""
+        """Answer questions; never fails: a question whose process fails gets no answer."""
         while (question := self._next) is not None:
             self._next = None
             try:
-                async with asyncio.timeout(LIMIT_S + question.search_s):
+                async with asyncio.timeout(ANSWER_TIMEOUT_S + question.search_s):
                     answer = await self._answer(question)
             except (OSError, EOFError, ValueError, msgspec.MsgspecError, TimeoutError) as error:
                 _log.warning("no answer to %s: %s", question.why, str(error) or type(error).__name__)
                 self._end()
                 continue
             if answer is not None:
-                self._tell(answer)
+                self._handle(answer)
 
     async def _answer(self, question: api.Think) -> api.Thought | None:
-        """None where it was started too often. Raises OSError, EOFError, ValueError where the process fails."""
+        """Return the answer; None if the process was started too often. Raises OSError, EOFError, ValueError if it
+        fails."""
         if self._child is None:
-            if self._starts == MOST_STARTS:
+            if self._starts == MAX_STARTS:
                 return None
             self._starts += 1
-            # its stderr is ours: a file in the job's folder may hang, and all would wait
-            self._child = await start(self._command, os.environ | ONE_CORE)
+            # its stderr is ours: a file in the job's folder may hang, and block everything
+            self._child = await start(self._command, os.environ | SINGLE_CORE_ENVIRONMENT)
         self._child.writer.write(frame(question))
         await self._child.writer.drain()
-        header = await self._child.reader.readexactly(LENGTH.size)
-        answer = ANSWERS.decode(await self._child.reader.readexactly(length_of(header)))
+        header = await self._child.reader.readexactly(FRAME_LENGTH.size)
+        answer = ANSWER_DECODER.decode(await self._child.reader.readexactly(length_of(header)))
         if answer.question != question.question:
-            raise ValueError("it answers to something else")
+            raise ValueError("the answer belongs to another question")
         return answer
 
     def _end(self) -> None:

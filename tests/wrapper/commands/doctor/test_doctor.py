@@ -635,7 +635,7 @@ def test_a_node_that_lacks_the_interface_is_named_with_what_it_has() -> None:
     }
     failed = only(doctor_nodes.interfaces_of("ib", reports))
     assert (failed.outcome, failed.nodes) == ("failed", ("n3",))
-    assert "n3: no interface ib is up with an address; there is eth0 (10.0.0.1), lo (127.0.0.1)" in failed.text
+    assert "n3: no interface ib is up with an address; available: eth0 (10.0.0.1), lo (127.0.0.1)" in failed.text
     del reports["n3"]
     assert only(doctor_nodes.interfaces_of("ib", reports)).outcome == "ok", "nodes may number theirs differently"
     assert only(doctor_nodes.interfaces_of("ib0", reports)).nodes == ("n2",)

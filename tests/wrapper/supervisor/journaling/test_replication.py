@@ -266,7 +266,7 @@ def test_much_goes_in_pieces_and_never_more_than_a_connection_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replication, "PIECE_BYTES", 2000)
-    monkeypatch.setattr(replication, "MOST_UNDER_WAY_BYTES", 5000)
+    monkeypatch.setattr(replication, "MAX_IN_FLIGHT_BYTES", 5000)
     scene = Scene(tmp_path, beginning(3))
     for _ in range(200):
         scene.append(Suspected(rank=0, node="n1", evidence="x" * 100))

@@ -75,7 +75,7 @@ def test_what_the_disk_refuses_is_tried_again_and_told_to_nobody_before(
         return write(descriptor, content, at)
 
     monkeypatch.setattr(journal_file.os, "pwrite", pwrite)
-    monkeypatch.setattr(journal_writer, "AGAIN_S", 0.05)
+    monkeypatch.setattr(journal_writer, "RETRY_S", 0.05)
 
     async def scene(writer: JournalWriter) -> None:
         writer.append(OTHER, 1.0)
@@ -106,7 +106,7 @@ def test_what_is_too_large_is_as_if_it_never_came(tmp_path: Path) -> None:
 def test_old_records_leave_the_memory_and_are_fetched_from_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal_writer, "RECENT_BYTES", 2000)
+    monkeypatch.setattr(journal_writer, "MAX_RECENT_BYTES", 2000)
 
     async def scene(writer: JournalWriter) -> None:
         for _ in range(200):

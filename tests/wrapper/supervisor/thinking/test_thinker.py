@@ -20,11 +20,13 @@ from resihp.scheduler.questions import answer_for
 from resihp.scheduler.situation import Situation
 from tests.resihp.scheduler.cases import on_nodes, situation
 from wrapper.supervisor.thinking import child, thinker
-from wrapper.supervisor.thinking.frames import LENGTH
-from wrapper.supervisor.thinking.thinker import MOST_STARTS, Thinker, command
+from wrapper.supervisor.thinking.frames import FRAME_LENGTH
+from wrapper.supervisor.thinking.thinker import MAX_STARTS, Thinker, command
 
-GARBAGE = f"import sys; sys.stdout.buffer.write({LENGTH.pack(3)!r} + b'abc'); sys.stdout.flush(); sys.stdin.read()"
-HUGE = f"import sys; sys.stdout.buffer.write({LENGTH.pack(2**31)!r}); sys.stdout.flush(); sys.stdin.read()"
+GARBAGE = (
+    f"import sys; sys.stdout.buffer.write({FRAME_LENGTH.pack(3)!r} + b'abc'); sys.stdout.flush(); sys.stdin.read()"
+)
+HUGE = f"import sys; sys.stdout.buffer.write({FRAME_LENGTH.pack(2**31)!r}); sys.stdout.flush(); sys.stdin.read()"
 ENDS = "raise SystemExit(1)"
 SILENT = "import sys, time; time.sleep(600)"
 
@@ -118,18 +120,18 @@ def test_one_that_is_killed_is_started_again_with_the_next_question() -> None:
 def test_one_that_answers_nonsense_or_ends_is_started_a_few_times_and_nobody_is_told(text: str) -> None:
     async def run() -> None:
         heard = Heard(script(text))
-        for number in range(MOST_STARTS + 2):
+        for number in range(MAX_STARTS + 2):
             heard.thinker.ask(question(number))
             await heard.idle()
         assert heard.answers == []
-        assert heard.thinker._starts == MOST_STARTS
+        assert heard.thinker._starts == MAX_STARTS
         await heard.thinker.close()
 
     asyncio.run(run())
 
 
 def test_one_that_is_silent_is_given_up_and_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thinker, "LIMIT_S", 0.2)
+    monkeypatch.setattr(thinker, "ANSWER_TIMEOUT_S", 0.2)
 
     async def run() -> None:
         heard = Heard(script(SILENT))

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from resihp.controller import Controller
 from resihp.controller import interface as api
-from resihp.controller.fail_stop.onsets import KEPT, Commit
+from resihp.controller.fail_stop.onsets import MAX_KEPT_COMMITS, Commit
 from resihp.controller.interface import Dependencies
 from resihp.errors import ProtocolError, ResihpError
 from resihp.faults import Fault
@@ -204,7 +204,7 @@ class World:
             raise Violation(f"seed {scenario.seed} at {self.now:.3f} s: {text}\n{log_tail(self.log)}") from error
         assert self.end is not None
         said = [action.text for _, action in self.actions if isinstance(action, api.Say)]
-        odd = [text for text in said if ": answers to " in text]
+        odd = [text for text in said if ": answered stage " in text]
         if odd:
             raise Violation(f"seed {scenario.seed}: {odd[0]}\n{log_tail(self.log)}")
         return Result(
@@ -387,7 +387,7 @@ class World:
     def commits(self) -> list[Commit]:
         """As who takes over now has them."""
         told = [(at - self.now, each) for at, each in self.entries if isinstance(each, IterationCommitted)]
-        return [Commit(each.outcome.iteration, age, each.seconds) for age, each in told[-KEPT:]]
+        return [Commit(each.outcome.iteration, age, each.seconds) for age, each in told[-MAX_KEPT_COMMITS:]]
 
     def join_again(self, node: SimNode) -> None:
         if node.silent or node.frozen:

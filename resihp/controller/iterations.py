@@ -218,11 +218,11 @@ def checkpoint_part(job: Job, member: Member, part: m.CheckpointPart) -> None:
 
 def _warn_of_missed_checkpoints(job: Job, complete: int) -> None:
     """Warn about checkpoints before a complete one that were left incomplete when the supervisor changed."""
-    every, before = job.settings.checkpoint_every, max(job.checkpointed, job.declaration.resume_from)
+    interval, before = job.settings.checkpoint_every, max(job.checkpointed, job.declaration.resume_from)
     inherited = job.onsets.inherited
-    if not every or not inherited or before > inherited:
+    if not interval or not inherited or before > inherited:
         return  # all of it was under this supervisor
-    missed = range(before - before % every + every, complete, every)
+    missed = range(before - before % interval + interval, complete, interval)
     if missed:
         due = f"the checkpoint of iteration {missed[0]} was"
         if len(missed) > 1:

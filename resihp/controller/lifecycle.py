@@ -5,9 +5,9 @@
                   |  v            v             |             v  |
                  parking <--------+-------------+---------- pausing
 
-`recovering` is the first stage of a new supervisor; any stage may follow it. A failure parks at any time; any stage may
-end. A move that is not in the table raises InvalidMoveError with the last events: it is a bug of ours, and no job
-continues from there. Used by every module of the controller; knows none of them.
+`recovering` is the first stage of a new supervisor, until it knows the stage to continue from. A failure parks at any
+time; any stage may end. A move that is not in the table raises InvalidMoveError with the last events: it is a bug of
+ours, and no job continues from there. Used by every module of the controller; knows none of them.
 """
 
 from __future__ import annotations

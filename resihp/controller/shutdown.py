@@ -54,7 +54,7 @@ LATE_S = 30.0
 """Seconds before the end from which the job no longer waits for ranks to park, if others have; at most a quarter."""
 
 
-# --- what was received ----------------------------------------------------------------------------------------------
+# --- requests -------------------------------------------------------------------------------------------------------
 
 
 def signalled(job: Job, event: api.Signalled) -> None:
@@ -188,7 +188,7 @@ def _follows(job: Job) -> str:
     return "stopping after the iteration under way, with a checkpoint"
 
 
-# --- what follows -----------------------------------------------------------------------------------------------------
+# --- consequences ---------------------------------------------------------------------------------------------------
 
 
 def proceed(job: Job) -> None:

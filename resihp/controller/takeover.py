@@ -151,7 +151,7 @@ def _conclude(job: Job, recovery: Recovery) -> None:
             iterations.end_when_gone(job)
         return
     _explain(job)
-    lost = _mark_dead(job, recovery)
+    lost_ranks = _mark_dead(job, recovery)
     if job.record.plan is None:  # the start was under way: it begins again
         job.move("parking")
         job.transition = Transition(
@@ -161,13 +161,13 @@ def _conclude(job: Job, recovery: Recovery) -> None:
         transition.park(job, "the supervisor died while training was starting")
     else:
         job.move("running")
-        if lost:
-            failures.transition_after(job, lost, f"ranks {sorted(lost)} were lost with the supervisor")
+        if lost_ranks:
+            failures.transition_after(job, lost_ranks, f"ranks {sorted(lost_ranks)} were lost with the supervisor")
         if job.stage == "running":
             _go_on(job, undisturbed and all(job.members[rank].alive for rank in job.record.active))
     if job.has_ended:
         return
-    for rank in sorted(lost):
+    for rank in sorted(lost_ranks):
         joins.respawn(job, job.members[rank])
     _order_again(job, inventories)
     joins.start_latecomers(job)
@@ -240,9 +240,9 @@ def _gather_on(job: Job, recovery: Recovery, events: list[api.WorkerSaid]) -> No
     for rank in sorted({*ended, *recovery.exits} - job.members.keys()):  # started and ended without a record
         place = job.record.placements[rank]
         job.log(WorkerStarted(rank=rank, node=place.node, device=place.device, pid=0, epoch=job.epoch))
-    for lost in tuple(job.record.lost.values()):
+    for lost_node in tuple(job.record.lost.values()):
         if job.stage == "gathering" and job.stop_request is None:
-            failures.node_lost_early(job, lost.name, lost.reason)
+            failures.node_lost_early(job, lost_node.name, lost_node.reason)
     _mark_dead(job, recovery)
     startup.start_workers(job)
     recovery.waiting = [*events, *recovery.waiting]

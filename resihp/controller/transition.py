@@ -75,7 +75,7 @@ def ask_to_pause(job: Job, ranks: tuple[int, ...]) -> None:
     job.order(ranks, m.Park(epoch=job.pause.epoch, reason=job.pause.reason, after_iteration=True))
 
 
-def _open(job: Job, reason: str, asked: tuple[int, ...], *, cautious: bool = False, graceful: bool = False) -> None:
+def _open(job: Job, reason: str, ranks: tuple[int, ...], *, cautious: bool = False, graceful: bool = False) -> None:
     old = job.transition
     job.epoch += 1
     was = job.stage
@@ -91,12 +91,12 @@ def _open(job: Job, reason: str, asked: tuple[int, ...], *, cautious: bool = Fal
         graceful=graceful or bool(old and old.graceful and was != "first-iteration"),
         urged=not graceful,
         cautious=cautious,
-        waiting=set(asked),
-        asked=set(asked),
+        waiting=set(ranks),
+        asked=set(ranks),
         failures=old.failures if old else [],
         reason=reason,
     )
-    for rank in asked:
+    for rank in ranks:
         job.members[rank].finished = False
 
 
@@ -167,14 +167,14 @@ def is_settling(job: Job) -> bool:
     return transition is not None and job.stage == "parking" and (transition.urged or not transition.waiting)
 
 
-def go_on_without(job: Job, lost: set[int]) -> None:
+def go_on_without(job: Job, lost_ranks: set[int]) -> None:
     """Continue without ranks that will not park any more, or no longer count. A plan that was refused with them may
     work without them."""
     assert job.transition is not None
     job.transition.cautious = False
-    job.transition.asked -= lost
-    job.transition.waiting -= lost
-    for rank in lost:
+    job.transition.asked -= lost_ranks
+    job.transition.waiting -= lost_ranks
+    for rank in lost_ranks:
         job.transition.parked.pop(rank, None)
     decide_when_parked(job)
 
@@ -185,7 +185,7 @@ def decide_when_parked(job: Job) -> None:
     if transition is None or job.stage != "parking" or transition.waiting:
         return
     if job.stop_request is not None:
-        return  # no plan comes after this one: `shutdown` saves what is there, and ends the job
+        return  # no plan comes after this one: `shutdown` saves the state, and ends the job
     transition.park_s = job.now - transition.began_at
     iterations.commit_up_to(job, max(job.reports, default=job.record.committed))
     if job.incidents:
@@ -195,9 +195,9 @@ def decide_when_parked(job: Job) -> None:
     cause = incidents.cause_from_outside(job)
     transition.failures += incidents.log_incidents(job)
     transition.base = planning.base(job)
-    lost = planning.state_lost(job, transition.base)
-    if lost is not None:
-        incidents.too_few(job, f"{cause}; {lost}" if cause else lost)
+    lost_state = planning.state_lost(job, transition.base)
+    if lost_state is not None:
+        incidents.too_few(job, f"{cause}; {lost_state}" if cause else lost_state)
         return
     transition.action = _action(job, transition)
     transition.finish = job.record.last_outcome

@@ -55,7 +55,7 @@ def declare_slow(job: Job, verdicts: Sequence[DeviceVerdict], *, all_lost: bool 
     longer = None
     if all(verdict.finding.intermittent is None for verdict in verdicts):
         longer = excess(job, since, (verdict.speed for verdict in verdicts))
-    left = longer is not None and longer.mostly_unexplained
+    mostly_unexplained = longer is not None and longer.mostly_unexplained
     for verdict in verdicts:
         job.inquiry.cleared.pop(verdict.rank, None)
         if verdict.finding.intermittent is None:
@@ -65,10 +65,10 @@ def declare_slow(job: Job, verdicts: Sequence[DeviceVerdict], *, all_lost: bool 
         failures[job.device_of(verdict.rank)] = entry.failure
     ranks = {verdict.rank for verdict in verdicts}
     _log_verdicts(job, verdicts, longer)
-    if not left:
+    if not mostly_unexplained:
         slow_parts.explained(job, ranks, since, min(failures.values()), all_lost=all_lost)
     replan_policy.consider_all(job, f"{_subject(job, verdicts)} slow", since, failures)
-    return left
+    return mostly_unexplained
 
 
 def _failure(job: Job, verdict: DeviceVerdict, longer: IterationExcess | None) -> FailureFound:
@@ -81,20 +81,20 @@ def _failure(job: Job, verdict: DeviceVerdict, longer: IterationExcess | None) -
     else:
         cause = f"works at {verdict.speed:.0%} of a healthy device's speed{f', {verdict.only}' if verdict.only else ''}"
     accounts_for = "" if longer is None else longer.explanation(verdict.speed)
-    left = longer is not None and longer.mostly_unexplained
+    mostly_unexplained = longer is not None and longer.mostly_unexplained
     injected = job.slow_since.get(verdict.rank)
     since_s = None if injected is None else job.now - injected
     return FailureFound(
         failure=job.record.failures + 1,
         kind="fail-slow",
         component="device",
-        cause=f"rank {verdict.rank} {cause}{f', which {accounts_for}' if left else ''}",
+        cause=f"rank {verdict.rank} {cause}{f', which {accounts_for}' if mostly_unexplained else ''}",
         ranks=(verdict.rank,),
         node=member.node,
         device=member.device,
         iteration=verdict.finding.iteration,
         epoch=job.epoch,
-        evidence=f"{verdict.evidence}; {accounts_for}" if accounts_for and not left else verdict.evidence,
+        evidence=f"{verdict.evidence}; {accounts_for}" if accounts_for and not mostly_unexplained else verdict.evidence,
         detect_s=since_s,
         noticed_s=0.0,
         failed_s=job.onsets.slow_for_s(verdict.finding.iteration, job.now, since_s),

@@ -39,7 +39,7 @@ def moved(before: Profile, after: Profile, by: float) -> bool:
     """Return whether a kind of work takes a different time than before, by more than `by` of a layer's time."""
     layer = before.layers[0].total
     kinds = ((before.layers[0], after.layers[0]), (before.embedding, after.embedding), (before.head, after.head))
-    return any(abs(two.total - one.total) > by * layer for one, two in kinds)
+    return any(abs(latter.total - former.total) > by * layer for former, latter in kinds)
 
 
 def contradiction(measured: Profile, model: ModelSpec) -> str:

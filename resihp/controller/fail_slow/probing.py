@@ -24,7 +24,7 @@ from resihp.controller.state.job import Job
 from resihp.detector import probes, suspects
 from resihp.detector.findings import Finding
 from resihp.protocol import messages as m
-from resihp.record.fold import RECOVERED
+from resihp.record.fold import RECOVERED_SPEED
 from resihp.record.journal import DeviceProbe, LinkProbe, ProbesTaken
 from resihp.record.state import Device, Link
 
@@ -48,12 +48,17 @@ def begin(
 ) -> Examination:
     """Order ranks to measure their devices and, with `pairs` (in rounds), the links between them."""
     job.probes += 1
-    asked = tuple(sorted(ranks))
+    probed_ranks = tuple(sorted(ranks))
     examination = job.examinations[job.probes] = Examination(
-        probe=job.probes, occasion=occasion, asked=asked, asked_at=job.now, findings=[*findings], after=job.furthest
+        probe=job.probes,
+        occasion=occasion,
+        asked=probed_ranks,
+        asked_at=job.now,
+        findings=[*findings],
+        after=job.furthest,
     )
     rounds = tuple(tuple(pair for pair in round_) for round_ in pairs)
-    job.order(asked, m.Probe(probe=job.probes, pairs=rounds))
+    job.order(probed_ranks, m.Probe(probe=job.probes, pairs=rounds))
     return examination
 
 
@@ -66,18 +71,18 @@ def begin_link(
     slow = {rank for link in job.record.slow_links for rank in link}
     usable = [rank for rank in job.record.active if rank not in slow and job.device_of(rank) not in job.record.slow]
     round_ = probes.beside(_ends(finding.link), usable, job.node_of)
-    asked = tuple(sorted(rank for pair in round_ for rank in pair))
+    probed_ranks = tuple(sorted(rank for pair in round_ for rank in pair))
     job.probes += 1
     job.examinations[job.probes] = Examination(
         probe=job.probes,
         occasion="suspicion",
-        asked=asked,
+        asked=probed_ranks,
         asked_at=job.now,
         findings=[finding],
         ahead_s=(after_iteration - job.furthest) * job.predicted_s,
         slow_looks=slow_looks,
     )
-    job.order(asked, m.Probe(probe=job.probes, pairs=(round_,), after_iteration=after_iteration))
+    job.order(probed_ranks, m.Probe(probe=job.probes, pairs=(round_,), after_iteration=after_iteration))
 
 
 def _ends(link: tuple[int, int]) -> probes.Pair:
@@ -140,8 +145,8 @@ def conclude(job: Job, examination: Examination) -> dict[int, probes.Judged]:
     others = {} if examination.occasion == "start" else _fleet(job, examination)
     wanted = job.settings.detection.thresholds
     judged = probes.judge_devices(speeds_measured | others, failed, past, wanted)
-    asked = set(examination.asked)
-    judged = {rank: verdict for rank, verdict in judged.items() if rank in asked}
+    probed_ranks = set(examination.asked)
+    judged = {rank: verdict for rank, verdict in judged.items() if rank in probed_ranks}
     judged |= {rank: verdict for rank, verdict in examination.settled.items() if rank in speeds_measured}
     judged |= _unconfirmed(job, examination, judged)
     comparable = speeds_measured
@@ -218,7 +223,7 @@ def _standby_in_doubt(job: Job, examination: Examination, judged: probes.Judged)
     shared, device = examination.answers[judged.rank].shared, job.device_of(judged.rank)
     if device in job.record.unfit:
         return judged.speed < probes.DOUBT_SHARE and (shared or judged.speed >= job.settings.detection.thresholds.fit)
-    return shared and judged.speed < RECOVERED
+    return shared and judged.speed < RECOVERED_SPEED
 
 
 def _usual(job: Job, device: Device) -> m.Speed:
@@ -381,11 +386,11 @@ def _place(job: Job, rank: int, speed: m.Speed) -> probes.Place:
 
 def _fleet(job: Job, examination: Examination) -> dict[int, m.Speed]:
     """Return the earlier speeds of devices that are not measured now, for comparison."""
-    asked = set(examination.asked)
+    probed_ranks = set(examination.asked)
     return {
         rank: _usual(job, device)
         for rank in job.live
-        if rank not in asked and (device := job.device_of(rank)) in job.record.reference
+        if rank not in probed_ranks and (device := job.device_of(rank)) in job.record.reference
     }
 
 

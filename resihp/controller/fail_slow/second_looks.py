@@ -50,12 +50,12 @@ def suspects_again(job: Job, done: Examination) -> bool:
     if not shared or done.looks >= probes.SUSPECT_LOOKS or not job.training or not done.findings:
         return False
     verdicts = probing.weigh_suspicion(job, done).devices.values()
-    asked = [rank for rank in done.asked if job.members[rank].alive]
+    probed_ranks = [rank for rank in done.asked if job.members[rank].alive]
     over_limit = any(verdict.speed is not None and verdict.odds >= MIN_PROBE_LOG_ODDS for verdict in verdicts)
-    if not over_limit or not asked:
+    if not over_limit or not probed_ranks:
         return False
     del job.examinations[done.probe]
-    again = probing.begin(job, "suspicion", asked, findings=done.findings)
+    again = probing.begin(job, "suspicion", probed_ranks, findings=done.findings)
     again.best, again.looks = probing.best_of_looks(done), done.looks + 1
     again.failed = probing.failed_looks(done)
     return True
@@ -122,8 +122,8 @@ def _measure_next_turn(job: Job, looks: SecondLooks) -> bool:
     turn = [rank for rank in looks.turns.pop(0) if job.members[rank].alive]
     if not turn:
         return _measure_next_turn(job, looks)
-    asked = probing.begin(job, looks.first.occasion, turn)
-    job.rechecks.second_looks[asked.probe] = looks
+    examination = probing.begin(job, looks.first.occasion, turn)
+    job.rechecks.second_looks[examination.probe] = looks
     return True
 
 
@@ -159,12 +159,12 @@ def _is_healthy(first: Examination, rank: int) -> bool:
 
 
 def _turns(job: Job, looks: SecondLooks) -> list[tuple[int, ...]]:
-    asked = [*looks.doubted, *looks.references]
+    ranks = [*looks.doubted, *looks.references]
     if looks.first.occasion != "start":
-        return [tuple(sorted(asked))]
-    machines = {rank: job.nodes[job.members[rank].node].host for rank in asked}
-    shared = {rank for rank in asked if looks.first.answers[rank].shared}
-    return probes.in_turns(asked, machines, shared)
+        return [tuple(sorted(ranks))]
+    machines = {rank: job.nodes[job.members[rank].node].host for rank in ranks}
+    shared = {rank for rank in ranks if looks.first.answers[rank].shared}
+    return probes.in_turns(ranks, machines, shared)
 
 
 def _judge(looks: SecondLooks, wanted: Thresholds) -> None:

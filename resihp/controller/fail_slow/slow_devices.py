@@ -222,8 +222,8 @@ def measured(job: Job, done: Examination) -> None:
     elif whole is not None:
         slow_parts.nobody_stands_out(job, whole, verdicts, done)
     elif not named:
-        left = not any(_present(job, rank) for finding in findings for rank in finding.ranks)
-        _clear(job, (), "dropped", "it has left" if left else "it is known to be slow", done.probe)
+        is_gone = not any(_present(job, rank) for finding in findings for rank in finding.ranks)
+        _clear(job, (), "dropped", "it has left" if is_gone else "it is known to be slow", done.probe)
     else:
         outcome, why = _reason_to_clear(done, verdicts, healthy)
         if outcome == "fine" and all(_may_be_victim(job, finding, speed_of(finding), longer) for finding in findings):

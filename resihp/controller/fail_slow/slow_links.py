@@ -109,7 +109,7 @@ def _declare_slow(job: Job, finding: Finding, link: Link, speed: float, evidence
     speed = possible(speed)
     nodes = f"{job.members[a].node}-{job.members[b].node}"
     longer = excess(job, finding.iteration, (speed,))
-    left = longer is not None and longer.mostly_unexplained
+    mostly_unexplained = longer is not None and longer.mostly_unexplained
     accounts_for = "" if longer is None else longer.explanation(speed)
     injected = job.slow_since.get(_nodes(job, link))
     since_s = None if injected is None else job.now - injected
@@ -119,13 +119,13 @@ def _declare_slow(job: Job, finding: Finding, link: Link, speed: float, evidence
         kind="fail-slow",
         component="link",
         cause=f"the link from rank {a} to rank {b} ({nodes}) works at {speed:.0%} of its speed"
-        f"{f', which {accounts_for}' if left else ''}",
+        f"{f', which {accounts_for}' if mostly_unexplained else ''}",
         ranks=(a, b),
         node=job.members[a].node,
         device=None,
         iteration=finding.iteration,
         epoch=job.epoch,
-        evidence=f"{evidence}; {accounts_for}" if accounts_for and not left else evidence,
+        evidence=f"{evidence}; {accounts_for}" if accounts_for and not mostly_unexplained else evidence,
         detect_s=since_s,
         noticed_s=0.0,
         failed_s=job.onsets.slow_for_s(finding.iteration, job.now, since_s),
@@ -134,10 +134,10 @@ def _declare_slow(job: Job, finding: Finding, link: Link, speed: float, evidence
         link=link,
     )
     job.log(entry)
-    if longer is not None and left:
+    if longer is not None and mostly_unexplained:
         job.say("warning", longer.unexplained())
     job.say("warning", f"{job.where_link(link)}: slow since iteration {finding.iteration}, at {speed:.0%}")
-    if not left:
+    if not mostly_unexplained:
         slow_parts.explained(job, link, finding.iteration, entry.failure)
     reason = f"{job.where_link(link)} is slow"
     replan_policy.consider(job, reason, finding.iteration, failure=entry.failure, device=link)

@@ -43,18 +43,18 @@ def suspected(job: Job, finding: Finding) -> None:
     without ranks is about all of them."""
     finding = _as_share_of_iteration(job, finding)
     ranks = tuple(rank for rank in finding.ranks or job.record.active if rank in job.record.working)
-    speed, known = speed_of(finding), job.record.slow_parts.get((finding.component, ranks))
+    speed, verdict = speed_of(finding), job.record.slow_parts.get((finding.component, ranks))
     if not ranks:
         dropped(job, finding, "the suspects have no work any more")
-    elif known is not None and abs(speed / known.speed - 1.0) < MIN_SPEED_CHANGE:
-        dropped(job, finding, f"known, see failure {known.failure}")
+    elif verdict is not None and abs(speed / verdict.speed - 1.0) < MIN_SPEED_CHANGE:
+        dropped(job, finding, f"known, see failure {verdict.failure}")
     elif (cause := _cause(job, ranks, finding.iteration)) is not None:
         dropped(job, finding, f"failure {cause.failure} explains it")
     else:
         opened(job, finding, ranks)
         ended(job, "slow", "it lasts")
-        if known is not None:
-            _end(job, known, max(finding.iteration, known.since), f"at {speed:.0%} of the speed from then on")
+        if verdict is not None:
+            _end(job, verdict, max(finding.iteration, verdict.since), f"at {speed:.0%} of the speed from then on")
         _part_failed(job, finding, ranks)
 
 
@@ -140,10 +140,10 @@ def nobody_stands_out(job: Job, finding: Finding, verdicts: Verdicts, done: Exam
     if not done.answers:
         ended(job, "unconfirmed", "nobody answered", done.probe)
         job.say("notice", "all devices: no longer suspected to be slow, nobody answered")
-    elif (known := _known(job, finding)) is not None:
-        ended(job, "dropped", f"known, see failure {known.failure}", done.probe)
+    elif (verdict := _known(job, finding)) is not None:
+        ended(job, "dropped", f"known, see failure {verdict.failure}", done.probe)
         job.say(
-            "notice", f"all devices: as slow as is known since iteration {known.since}, see failure {known.failure}"
+            "notice", f"all devices: as slow as is known since iteration {verdict.since}, see failure {verdict.failure}"
         )
     elif verdicts.lost:
         evidence = _lost(verdicts)
@@ -175,8 +175,8 @@ def _lost(verdicts: Verdicts) -> str:
 
 def _known(job: Job, finding: Finding) -> Slow | None:
     """Return the known verdict on the job if it has about the same speed, else None."""
-    known = job.record.slow_job
-    return known if known is not None and abs(speed_of(finding) / known.speed - 1.0) < MIN_SPEED_CHANGE else None
+    verdict = job.record.slow_job
+    return verdict if verdict is not None and abs(speed_of(finding) / verdict.speed - 1.0) < MIN_SPEED_CHANGE else None
 
 
 def review(job: Job) -> None:
@@ -204,7 +204,7 @@ def review(job: Job) -> None:
 
 
 def _job_failed(job: Job, finding: Finding, reason: str) -> None:
-    speed, known = speed_of(finding), job.record.slow_job
+    speed, former = speed_of(finding), job.record.slow_job
     cost = _cost(job, finding)
     job.log(
         FailureFound(
@@ -226,9 +226,9 @@ def _job_failed(job: Job, finding: Finding, reason: str) -> None:
         )
     )
     if (
-        known is not None
+        former is not None
     ):  # only after the new verdict: the end of the last one also ends the loss common to all devices
-        _end(job, known, max(finding.iteration, known.since), f"at {speed:.0%} of the speed from then on")
+        _end(job, former, max(finding.iteration, former.since), f"at {speed:.0%} of the speed from then on")
     job.say("warning", f"job: slow since iteration {finding.iteration}, {cost}; {reason}{_transfers(finding)}")
 
 

@@ -25,7 +25,7 @@ from resihp.controller.state.members import Member
 from resihp.detector import probes
 from resihp.detector.findings import Finding
 from resihp.protocol import messages as m
-from resihp.record.fold import RECOVERED
+from resihp.record.fold import RECOVERED_SPEED
 from resihp.record.state import Device
 
 MAX_UNANSWERED_PROBES = 1000
@@ -179,7 +179,7 @@ def _measured_standby(job: Job, judged: Mapping[int, probes.Judged], unfit: Set[
         if device in unfit and verdict.speed is not None:
             job.say("notice", f"{job.where(rank)}: passes its probe again, available for work")
             replan_policy.consider_newcomer(job, rank, f"rank {rank} passes its probe")
-        if device in job.record.slow and verdict.speed is not None and verdict.speed >= RECOVERED:
+        if device in job.record.slow and verdict.speed is not None and verdict.speed >= RECOVERED_SPEED:
             evidence = f"standing by, its probe is fine: {verdict.evidence}"
             slow_devices.devices_recovered(job, (device,), job.record.committed + 1, evidence)
 

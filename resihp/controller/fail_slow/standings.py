@@ -80,12 +80,12 @@ def asked(job: Job, event: api.StandingAsked) -> None:
     job.do(api.Reply(request=event.request, ok=True, text=msgspec.json.encode(answer).decode()))
 
 
-def note(job: Job, iteration: int, known: str) -> None:
+def note(job: Job, iteration: int, basis: str) -> None:
     """Check coverage and write scores after a committed iteration; `known` is the detector's name for its basis of
     judgement."""
     if iteration % COVERAGE_CHECK_ITERATIONS == 0:
-        by_ranks = known != "workload" or job.settings.detection.mode == "sequential"
-        _check_coverage(job, iteration, known if by_ranks else "iterations")
+        by_ranks = basis != "workload" or job.settings.detection.mode == "sequential"
+        _check_coverage(job, iteration, basis if by_ranks else "iterations")
     if iteration % SCORE_ITERATIONS == 0:
         _score(job, iteration)
 
@@ -93,11 +93,11 @@ def note(job: Job, iteration: int, known: str) -> None:
 # --- which ranks are watched ----------------------------------------------------------------------------------------
 
 
-def _check_coverage(job: Job, iteration: int, known: str) -> None:
+def _check_coverage(job: Job, iteration: int, basis: str) -> None:
     before = job.record
-    twice = known == job.judged_by  # a new plan makes the detector warm up for an iteration or two
-    job.judged_by = known
-    detector = known if twice else before.detector
+    twice = basis == job.judged_by  # a new plan makes the detector warm up for an iteration or two
+    job.judged_by = basis
+    detector = basis if twice else before.detector
     unwatched = _unwatched(job, iteration)
     if (detector, unwatched) == (before.detector, before.unwatched):
         return

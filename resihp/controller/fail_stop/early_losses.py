@@ -359,8 +359,8 @@ def _in_order(job: Job, ranks: set[int]) -> list[int]:
 
 
 def _too_few(job: Job, outcome: str) -> None:
-    lost = sorted((name for name, node in job.nodes.items() if not node.alive), key=natural) or ["processes were"]
+    lost_nodes = sorted((name for name, node in job.nodes.items() if not node.alive), key=natural) or ["processes were"]
     failures.explain_early(job)
     if job.needs_all and not incidents.runs_again(job):
         job.say("notice", incidents.NOT_RESTARTED)
-    incidents.too_few(job, f"{', '.join(lost)} {outcome}")
+    incidents.too_few(job, f"{', '.join(lost_nodes)} {outcome}")

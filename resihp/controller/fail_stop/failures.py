@@ -76,8 +76,8 @@ def raised(job: Job, member: Member, raised: m.Raised) -> None:
         if member.alive:  # until it ends
             job.start.awaited.add(member.rank)
             member.declared = None
-        lost = "lost a peer, and " if member.follows == "surely" else ""
-        _report_early(job, member, f"{lost}raised {_GLOO_DETAILS.sub('', raised.error)}")
+        prefix = "lost a peer, and " if member.follows == "surely" else ""
+        _report_early(job, member, f"{prefix}raised {_GLOO_DETAILS.sub('', raised.error)}")
 
 
 def _report_early(job: Job, member: Member, event: str, *, always: bool = False) -> None:
@@ -117,7 +117,7 @@ def incident(job: Job, member: Member, status: int, *, alone: bool = False) -> N
     member.exit_status = status
     condemned = root_causes.condemns_its_device(job, member)
     # A dead GPU reaches the script as an exception. If one rank alone cannot do something at the start that others can,
-    # its node is the cause. Of a program that never declares what it trains, this is not known.
+    # its node is the cause. For a program that never declares a model, this is not known.
     device_failed = condemned or root_causes.failed_on_its_device(job, member)
     by_device = (member.raised is None and status != m.ABORT_STATUS) or device_failed or alone
     # An abort is not the program's fault either, nor is lost storage or a lost service.
@@ -150,7 +150,7 @@ def under_way(job: Job, victims: set[int]) -> int:
     return max([job.record.committed, *(member.stepped for member in members)]) + 1
 
 
-def transition_after(job: Job, lost: set[int], reason: str) -> None:
+def transition_after(job: Job, lost_ranks: set[int], reason: str) -> None:
     """Park after the loss of these ranks, unless they had no work or training is done.
 
     If all other ranks have been told to park already, they are not told again: a rack dies within a second.
@@ -161,19 +161,19 @@ def transition_after(job: Job, lost: set[int], reason: str) -> None:
         return
     if job.training and job.record.plan is not None:
         done = iterations.is_over(job)
-        if done or lost.isdisjoint(job.record.working):
+        if done or lost_ranks.isdisjoint(job.record.working):
             incidents.log_incidents(job)
             if done:
                 iterations.commit_up_to(job, job.record.goal)
                 iterations.transition_done(job)
             iterations.halt_when_finished(job)
             return
-    if job.transition is not None and job.changing and lost.isdisjoint(job.transition.asked):
+    if job.transition is not None and job.changing and lost_ranks.isdisjoint(job.transition.asked):
         if job.stage != "parking":
             incidents.log_incidents(job)
         return
     if transitions.is_settling(job):
-        transitions.go_on_without(job, lost)
+        transitions.go_on_without(job, lost_ranks)
     else:
         transitions.park(job, reason)
 
@@ -233,7 +233,7 @@ def leave_node(job: Job, entry: NodeLost) -> list[int]:
 
 def node_incident(job: Job, name: str, reason: str, ranks: list[int]) -> set[int]:
     """Add the loss of a node as the root cause for all its workers that were still at work; return these."""
-    # Workers of the node whose exits came in first are part of the same root cause.
+    # Exits of the node's workers that were reported before its loss are part of the same root cause.
     earlier = [i for i in job.incidents if i.node == name and i.kind == "fail-stop"]
     job.incidents = [i for i in job.incidents if i not in earlier]
     victims = {*ranks, *(rank for i in earlier for rank in i.ranks)}

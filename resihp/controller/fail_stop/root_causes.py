@@ -190,16 +190,16 @@ def explain(job: Job) -> None:
             incident.diagnosis = diagnose([_report(job, m, own=True) for m in (first, *others)], earlier)
         else:
             incident.diagnosis = _own_diagnosis(job, first)
-    gone: dict[str, dict[int, Incident]] = {}
+    ended_by_node: dict[str, dict[int, Incident]] = {}
     for incident in ended:
         for member in _members(job, incident):
-            gone.setdefault(member.node, {})[member.rank] = incident
+            ended_by_node.setdefault(member.node, {})[member.rank] = incident
     living: dict[str, list[Report]] = {}
     for member in job.members.values():
-        if member.alive and member.node in gone:
+        if member.alive and member.node in ended_by_node:
             living.setdefault(member.node, []).append(_alive(member))
-    for node in sorted(gone):
-        _weigh_node(job, gone[node], living.get(node, []), earlier)
+    for node in sorted(ended_by_node):
+        _weigh_node(job, ended_by_node[node], living.get(node, []), earlier)
     same_errors.merge_same(job)
     roots = {id(incident): _members(job, incident) for incident in job.incidents}
     _merge(job)
@@ -211,18 +211,18 @@ def explain(job: Job) -> None:
 # --- one node -----------------------------------------------------------------------------------------------------
 
 
-def _weigh_node(job: Job, gone: dict[int, Incident], living: list[Report], earlier: tuple[Diagnosed, ...]) -> None:
+def _weigh_node(job: Job, ended: dict[int, Incident], living: list[Report], earlier: tuple[Diagnosed, ...]) -> None:
     """Make the lines about a node as such the cause of one incident, if they are closer to a root cause than its own
     lines.
 
-    `gone`: incidents of its ended ranks; `living`: reports of its live ranks.
+    `ended`: incidents of its ended ranks; `living`: reports of its live ranks.
     """
-    diagnosis = diagnose([*(_report(job, job.members[rank]) for rank in sorted(gone)), *living], earlier)
+    diagnosis = diagnose([*(_report(job, job.members[rank]) for rank in sorted(ended)), *living], earlier)
     signature = signature_of(diagnosis.code)
     if diagnosis.secondary or signature is None or not signature.node_wide:
         return
-    named_ones = [gone[rank] for rank in diagnosis.ranks if rank in gone]
-    in_order = sorted(gone.values(), key=lambda incident: (incident.found_at, min(incident.ranks)))
+    named_ones = [ended[rank] for rank in diagnosis.ranks if rank in ended]
+    in_order = sorted(ended.values(), key=lambda incident: (incident.found_at, min(incident.ranks)))
     related = [i for i in in_order if i.diagnosis is not None and _is_related(i.diagnosis, diagnosis)]
     unexplained = [i for i in in_order if not _has_own_cause(job, i)]
     target = next((i for i in named_ones if i in related or i in unexplained), None)
@@ -231,7 +231,7 @@ def _weigh_node(job: Job, gone: dict[int, Incident], living: list[Report], earli
     if target is not None:
         target.diagnosis = diagnosis
     if target is not None or related:
-        lines = {clue.line for rank in gone for clue in job.members[rank].clues if _is_of_node(clue)}
+        lines = {clue.line for rank in ended for clue in job.members[rank].clues if _is_of_node(clue)}
         (target or related[0]).explains |= lines
 
 

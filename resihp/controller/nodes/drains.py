@@ -40,8 +40,8 @@ def review(job: Job) -> None:
     """Act on nodes at the end of each event."""
     if not job.settings.slurm or job.stage == "ended":
         return
-    lost, job.maintenance.unwatched = job.maintenance.unwatched, []
-    for name in lost:
+    lost_nodes, job.maintenance.unwatched = job.maintenance.unwatched, []
+    for name in lost_nodes:
         job.do(api.WatchNode(node=name))
         if job.settings.replacements:  # the worth of a replacement depends on it
             job.do(api.AskTimeLeft())
@@ -110,11 +110,11 @@ def _climb(drain: Drain) -> api.DrainNode:
 def _reason(job: Job, verdict: Verdict) -> str:
     """Return the reason that the node's owner will read: the job, the ranks lost, and the cause."""
     ranks = ", ".join(map(str, verdict.ranks))
-    lost = f"lost rank {ranks}" if ranks else "started without it"
+    loss = f"lost rank {ranks}" if ranks else "started without it"
     cause = verdict.cause
     for subject in (f"node {verdict.node}: ", f"rank {ranks}: ", f"rank {ranks} "):
         cause = cause.removeprefix(subject)
-    return f"job {job.settings.job} {lost}: {cause}"[:MAX_REASON_CHARS]
+    return f"job {job.settings.job} {loss}: {cause}"[:MAX_REASON_CHARS]
 
 
 def _decision(job: Job, verdict: Verdict) -> Decision | None:
@@ -123,17 +123,17 @@ def _decision(job: Job, verdict: Verdict) -> Decision | None:
         return None
     if any(drain.node == verdict.node for drain in record.drains.values()):
         return None
-    lost = record.lost.get(verdict.node)
+    lost_node = record.lost.get(verdict.node)
     return measures.decide(
         hardware=verdict.hardware,
-        answers=lost is not None and lost.answers,
-        together=lost is not None and _together(job, lost),
+        answers=lost_node is not None and lost_node.answers,
+        together=lost_node is not None and _together(job, lost_node),
         died_before=verdict.node in job.settings.died_before,
         may_drain=sum(drain.measure == "drain" for drain in record.drains.values()) < job.settings.drains,
     )
 
 
-def _together(job: Job, lost: LostNode) -> bool:
+def _together(job: Job, lost_node: LostNode) -> bool:
     """Return whether other nodes were lost at the same time: by Slurm, an administrator or a switch, so that no node is
     the cause.
 
@@ -141,8 +141,8 @@ def _together(job: Job, lost: LostNode) -> bool:
     """
     decided = {drain.node for drain in job.record.drains.values()}
     releases = job.maintenance.releases
-    others = [releases[name].lost_at for name in job.record.lost if name != lost.name and name not in decided]
-    return any(abs(at - releases[lost.name].lost_at) <= COINCIDENCE_S for at in others)
+    others = [releases[name].lost_at for name in job.record.lost if name != lost_node.name and name not in decided]
+    return any(abs(at - releases[lost_node.name].lost_at) <= COINCIDENCE_S for at in others)
 
 
 def drain_step(job: Job, event: api.DrainStep) -> None:
@@ -191,10 +191,10 @@ def _vacate(job: Job) -> None:
 
 
 def _is_administrators(job: Job, name: str) -> bool:
-    seen = job.record.slurm_sees.get(name)
-    if seen is None or name == job.settings.batch_node or job.maintenance.kept.get(name) == seen:
+    view = job.record.slurm_sees.get(name)
+    if view is None or name == job.settings.batch_node or job.maintenance.kept.get(name) == view:
         return False
-    state, reason = seen
+    state, reason = view
     return "drain" in state.split("+")[1:] and not reason.startswith(REASON_PREFIX)
 
 
@@ -234,37 +234,39 @@ def _leave(job: Job, name: str) -> None:
 
 def _release(job: Job) -> None:
     """Give lost nodes back, after their drain if there is to be one."""
-    for lost in job.record.lost.values():
-        release = job.maintenance.releases[lost.name]
-        if not release.asked and _is_due(job, lost, release):
+    for lost_node in job.record.lost.values():
+        release = job.maintenance.releases[lost_node.name]
+        if not release.asked and _is_due(job, lost_node, release):
             release.asked = True
             release.tries += 1
-            job.do(api.ReleaseNode(node=lost.name, keep=_kept(job)))
+            job.do(api.ReleaseNode(node=lost_node.name, keep=_kept(job)))
 
 
-def _is_due(job: Job, lost: LostNode, release: GivingBack) -> bool:
-    if lost.released or release.tries > len(RELEASE_PAUSES_S):
+def _is_due(job: Job, lost_node: LostNode, release: GivingBack) -> bool:
+    if lost_node.released or release.tries > len(RELEASE_PAUSES_S):
         return False
     if job.now < max(release.next_try_at, release.lost_at + COINCIDENCE_S):
         return False
-    if lost.name == job.settings.batch_node or _is_leased(job, lost.name):
+    if lost_node.name == job.settings.batch_node or _is_leased(job, lost_node.name):
         return False
-    if lost.name in job.record.verdicts or any(incident.node == lost.name for incident in job.incidents):
+    if lost_node.name in job.record.verdicts or any(incident.node == lost_node.name for incident in job.incidents):
         return False
-    return _may_be_reused(job, lost, release)
+    return _may_be_reused(job, lost_node, release)
 
 
-def _may_be_reused(job: Job, lost: LostNode, release: GivingBack) -> bool:
+def _may_be_reused(job: Job, lost_node: LostNode, release: GivingBack) -> bool:
     """Return whether Slurm may have a node back: unless it knows that the node is dead, it gives the node to the next
     job."""
-    drains = [drain for drain in job.record.drains.values() if drain.node == lost.name and drain.measure == "drain"]
+    drains = [
+        drain for drain in job.record.drains.values() if drain.node == lost_node.name and drain.measure == "drain"
+    ]
     decided_at = job.maintenance.decided_at
     if not all(drain.settled or job.now - decided_at[drain.number] > DRAIN_PATIENCE_S for drain in drains):
         return False
-    if lost.answers or any(drain.answers.get("slurm") == "done" for drain in drains):
+    if lost_node.answers or any(drain.answers.get("slurm") == "done" for drain in drains):
         return True
-    seen = job.record.slurm_sees.get(lost.name)
-    return (seen is not None and not _is_usable(seen[0])) or job.now - release.lost_at > SLURM_NOTICES_S
+    view = job.record.slurm_sees.get(lost_node.name)
+    return (view is not None and not _is_usable(view[0])) or job.now - release.lost_at > SLURM_NOTICES_S
 
 
 def _is_leased(job: Job, name: str) -> bool:
@@ -282,11 +284,11 @@ def _kept(job: Job) -> tuple[str, ...]:
 
 def release_answered(job: Job, event: api.ReleaseAnswered) -> None:
     """Take Slurm's answer to giving a node back. A refusal means "not now"; only the first one is journaled."""
-    lost, release = job.record.lost.get(event.node), job.maintenance.releases.get(event.node)
-    if lost is None or release is None or not release.asked or lost.released:
+    lost_node, release = job.record.lost.get(event.node), job.maintenance.releases.get(event.node)
+    if lost_node is None or release is None or not release.asked or lost_node.released:
         return
     release.asked = False
-    if event.outcome == "done" or not lost.told:
+    if event.outcome == "done" or not lost_node.release_answered:
         job.log(NodeReleased(node=event.node, outcome=event.outcome, text=event.text))
     if event.outcome != "done" and release.tries <= len(RELEASE_PAUSES_S):
         release.next_try_at = job.now + RELEASE_PAUSES_S[release.tries - 1]

@@ -27,25 +27,25 @@ from resihp.protocol import messages as m
 from resihp.record.journal import JoinRefused, NodeJoined, WorkersOrdered
 
 
-def respawn(job: Job, lost: Member) -> None:
+def respawn(job: Job, dead: Member) -> None:
     """Start another process where one died, unless the script raised, or the device is dead or has used up its
     respawns.
 
     An error of storage, or of a service, is not the script's, and may have passed.
     """
-    device = (lost.node, lost.device)
+    device = (dead.node, dead.device)
     if not job.under_way or job.furthest >= job.record.goal:
         return
-    if job.stop_request is not None or job.excused(lost.node, job.now):
+    if job.stop_request is not None or job.excused(dead.node, job.now):
         return
-    outside = root_causes.failed_on_its_device(job, lost) or root_causes.is_from_outside(job, lost.rank)
-    by_script = lost.raised is not None and not outside
-    if by_script or lost.unwilling or device in job.dead_devices or not job.nodes[lost.node].alive:
+    outside = root_causes.failed_on_its_device(job, dead) or root_causes.is_from_outside(job, dead.rank)
+    by_script = dead.raised is not None and not outside
+    if by_script or dead.unwilling or device in job.dead_devices or not job.nodes[dead.node].alive:
         return
     if sum((p.node, p.device) == device for p in job.record.placements) > job.settings.come_backs:
         return
-    job.say("notice", f"node {lost.node} device {lost.device}: started again, as rank {len(job.record.placements)}")
-    _order(job, lost.node, (lost.device,))
+    job.say("notice", f"node {dead.node} device {dead.device}: started again, as rank {len(job.record.placements)}")
+    _order(job, dead.node, (dead.device,))
 
 
 def _order(job: Job, node: str, devices: Iterable[int]) -> None:
@@ -116,10 +116,10 @@ def come_late(job: Job, event: api.AgentJoined) -> None:
 
     Not once it was given back to Slurm or is drained, and not when training is done.
     """
-    lost, release = job.record.lost[event.node], job.maintenance.releases[event.node]
+    lost_node, release = job.record.lost[event.node], job.maintenance.releases[event.node]
     drained = any(drain.node == event.node and drain.measure == "drain" for drain in job.record.drains.values())
     late = job.stage != "gathering" and not job.under_way
-    if lost.released or release.asked or drained or late:
+    if lost_node.released or release.asked or drained or late:
         why = "training is done" if late else "it is being drained" if drained else "it was given back"
         job.say("notice", f"node {event.node}: joins too late: {why}")
         job.do(api.DropNode(node=event.node))

@@ -71,7 +71,7 @@ class Member:
     raised_clues: tuple[Clue, ...] = ()
     """Clues in the exception it raised."""
     weighed: tuple[Report, int, Diagnosis] | None = None
-    """The report, the number of earlier reports, and the diagnosis that were last computed from them for it alone."""
+    """Its report, the number of diagnoses on record then, and the diagnosis of it alone that follows from both."""
 
     @property
     def rank(self) -> int:

@@ -29,7 +29,7 @@ LEADER_PATIENCE_S = 5.0
 """How long an agent without a leader waits before it looks for a successor; after it has heard of one, too."""
 STAGGER_S = 0.3
 """How much longer each voter waits than the one whose turn is before it, so that one stands alone. The last of
-`fold.MOST_VOTERS` stands long before anybody gives the job up (`supervisor_link.ORPHAN_S`)."""
+`fold.MAX_VOTERS` stands long before anybody gives the job up (`supervisor_link.ORPHAN_S`)."""
 QUIET_S = 2.0
 """A leader that was heard of so recently is there, as far as a voter is concerned."""
 ASK_S = 1.0

@@ -307,8 +307,8 @@ def test_a_device_that_cannot_explain_the_size_is_not_called_the_cause() -> None
     )
     told = job.texts("warning")
     unexplained = (
-        "job: iterations take 1.1 s longer, 1.09 s of it unexplained: the slow devices and links found account for up to "
-        "0.0087 s"
+        "job: iterations take 1.1 s longer, 1.09 s of it unexplained: the slow devices and links found account for up "
+        "to 0.0087 s"
     )
     assert told.index(unexplained) < told.index("rank 3 (n2 device 1): slow since iteration 6, at 92% of its speed")
 

@@ -257,8 +257,8 @@ def weigh_suspicion(job: Job, examination: Examination) -> suspects.Verdicts:
     speeds = best_of_looks(examination)
     failed = failed_looks(examination)
     named = {rank for finding in examination.findings for rank in finding.ranks}
-    everybody = any(not finding.ranks for finding in examination.findings)
-    suspected, wanted = None if everybody else named, job.settings.detection.thresholds
+    all_devices = any(not finding.ranks for finding in examination.findings)
+    suspected, wanted = None if all_devices else named, job.settings.detection.thresholds
     usual, shared = job.record.common_share, any(answer.shared for _, answer in answers)
     speeds = {rank: speed for rank, speed in speeds.items() if rank not in failed}
     return suspects.judge(speeds, failed, _past(job, speeds), suspected, usual, wanted, shared=shared)
@@ -273,7 +273,7 @@ def conclude_suspicion(job: Job, examination: Examination) -> suspects.Verdicts:
     answers = examination.answers.items()
     speeds = best_of_looks(examination)
     verdicts = weigh_suspicion(job, examination)
-    everybody = any(not finding.ranks for finding in examination.findings)
+    all_devices = any(not finding.ranks for finding in examination.findings)
     judged = verdicts.devices
     if examination.looks > 1:
         for rank, verdict in judged.items():
@@ -291,7 +291,7 @@ def conclude_suspicion(job: Job, examination: Examination) -> suspects.Verdicts:
             judged[rank] = probes.Judged(rank=rank, speed=None, fit=False, evidence=evidence)
     devices = tuple(_entry(job, verdict, speeds.get(rank)) for rank, verdict in sorted(judged.items()))
     share = None
-    if everybody and verdicts.share is not None:  # suspects and references alone do not show a loss common to all
+    if all_devices and verdicts.share is not None:  # suspects and references alone do not show a loss common to all
         share = verdicts.share if verdicts.lost else NOTHING_LOST
     _log(job, examination, devices, {}, {}, (), share)
     return verdicts

@@ -220,7 +220,7 @@ def measured(job: Job, done: Examination) -> None:
         elif whole is not None and unexplained:
             slow_parts.may_last(job, whole)
     elif whole is not None:
-        slow_parts.nobody_stands_out(job, whole, verdicts, done)
+        slow_parts.no_device_stands_out(job, whole, verdicts, done)
     elif not named:
         is_gone = not any(_present(job, rank) for finding in findings for rank in finding.ranks)
         _clear(job, (), "dropped", "it has left" if is_gone else "it is known to be slow", done.probe)

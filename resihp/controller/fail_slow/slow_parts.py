@@ -134,12 +134,12 @@ def explained(job: Job, ranks: Collection[int], since: int, failure: int, *, all
 # --- the job as a whole ---------------------------------------------------------------------------------------------
 
 
-def nobody_stands_out(job: Job, finding: Finding, verdicts: Verdicts, done: Examination) -> None:
+def no_device_stands_out(job: Job, finding: Finding, verdicts: Verdicts, done: Examination) -> None:
     """Conclude a suspicion of the whole job: all devices were measured because iterations take longer, and none stands
     out."""
     if not done.answers:
-        ended(job, "unconfirmed", "nobody answered", done.probe)
-        job.say("notice", "all devices: no longer suspected to be slow, nobody answered")
+        ended(job, "unconfirmed", "no device answered", done.probe)
+        job.say("notice", "all devices: no longer suspected to be slow, no device answered")
     elif (verdict := _known(job, finding)) is not None:
         ended(job, "dropped", f"known, see failure {verdict.failure}", done.probe)
         job.say(

@@ -151,7 +151,7 @@ def _fence(job: Job, member: Member, reason: str) -> None:
         member.fenced, member.declared = reason, None
         job.start.early_at = job.now
         log = f"{member.node}.rank{member.rank}.log"
-        job.say("warning", f"{job.where(member.rank)}: given up: {reason}; see its log, {log}")
+        job.say("warning", f"{job.where(member.rank)}: given up, {reason}; see its log, {log}")
         job.do(api.SignalWorker(rank=member.rank, signal=int(signals.SIGKILL)))
 
 

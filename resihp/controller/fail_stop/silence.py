@@ -27,7 +27,7 @@ def of_node(job: Job, node: Node, limit_s: float) -> None:
     silent_s = job.now - node.last_beat
     text = f"{job.settings.silent_beats} missed heartbeats, last {silent_s:.1f} s ago"
     _opened(job, "node", "silent", "s without a beat", silent_s, limit_s, node=node.name, evidence=text)
-    job.say("notice", f"node {node.name}: suspected: {text}")
+    job.say("notice", f"node {node.name}: suspected, {text}")
 
 
 def of_rank(job: Job, member: Member, idle_s: float, limit_s: float) -> None:
@@ -39,7 +39,7 @@ def of_rank(job: Job, member: Member, idle_s: float, limit_s: float) -> None:
     _opened(
         job, "process", sign, "s without progress", idle_s, limit_s, rank=member.rank, node=member.node, evidence=text
     )
-    job.say("notice", f"{job.where(member.rank)}: suspected: {text}")
+    job.say("notice", f"{job.where(member.rank)}: suspected, {text}")
 
 
 def ended(job: Job, subject: int | str, outcome: Outcome, why: str) -> None:

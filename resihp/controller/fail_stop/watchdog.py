@@ -236,5 +236,5 @@ def fence(job: Job, members: list[Member]) -> None:
     for member in members:
         if member.fenced is None:
             member.fenced = "hung: " + silence.evidence(job, member)
-            job.say("warning", f"{job.where(member.rank)}: given up: {member.fenced}")
+            job.say("warning", f"{job.where(member.rank)}: given up, {member.fenced}")
             job.do(api.SignalWorker(rank=member.rank, signal=int(signals.SIGKILL)))

@@ -221,12 +221,12 @@ def _weigh_node(job: Job, ended: dict[int, Incident], living: list[Report], earl
     signature = signature_of(diagnosis.code)
     if diagnosis.secondary or signature is None or not signature.node_wide:
         return
-    named_ones = [ended[rank] for rank in diagnosis.ranks if rank in ended]
+    named_incidents = [ended[rank] for rank in diagnosis.ranks if rank in ended]
     in_order = sorted(ended.values(), key=lambda incident: (incident.found_at, min(incident.ranks)))
     related = [i for i in in_order if i.diagnosis is not None and _is_related(i.diagnosis, diagnosis)]
     unexplained = [i for i in in_order if not _has_own_cause(job, i)]
-    target = next((i for i in named_ones if i in related or i in unexplained), None)
-    if target is None and not named_ones and not related:
+    target = next((i for i in named_incidents if i in related or i in unexplained), None)
+    if target is None and not named_incidents and not related:
         target = next(iter(unexplained), None)
     if target is not None:
         target.diagnosis = diagnosis

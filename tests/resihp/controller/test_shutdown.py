@@ -419,7 +419,7 @@ def test_agents_of_two_nodes_are_signalled_for_the_whole_job() -> None:
     assert parks(job, after_iteration=True) == [(0, 1, 2, 3)]
     job.feed(api.StopMeaning(meaning="cancelled"))
     assert job.all(JobSignalled) == [JobSignalled(signal=TERM, nodes=("n1", "n2"), meaning="cancelled")]
-    assert "alone" not in said(job)
+    assert "only its agent" not in said(job)
 
 
 def test_the_only_nodes_agent_speaks_for_the_job() -> None:
@@ -762,7 +762,7 @@ def test_the_seeds_reach_what_they_are_for() -> None:
         kinds |= {"not whole" for _ in (1,) if "no replica is complete" in result.reason}
         kinds |= {"saved" for _ in (1,) if "its checkpoint is written" in result.reason}
         kinds |= {"hurried" for line in result.said if "takes too long" in line}
-        kinds |= {"lone" for line in result.said if "its agent alone" in line}
+        kinds |= {"lone" for line in result.said if "only its agent received" in line}
     assert kinds >= {
         *("exit 0", "exit 75", "exit 143"),
         *("warning", "time-limit", "cancelled", "preempted", "unknown"),

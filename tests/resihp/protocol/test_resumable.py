@@ -215,7 +215,7 @@ def test_acknowledging_what_was_never_sent_is_refused_at_any_time() -> None:
     side: Conversation[Any] = Conversation()
     side.connect(lambda envelope: None)
     side.take(Envelope())
-    with pytest.raises(ProtocolError, match="acknowledges message 1, and 0 were sent"):
+    with pytest.raises(ProtocolError, match="acknowledges message 1, but only 0 were sent"):
         side.take(Envelope(acknowledged=1))
 
 

@@ -137,8 +137,8 @@ def test_a_promise_is_looked_up(factor: float, level: str) -> None:
     job.paused()
     job.iteration_s *= factor
     job.run(VERIFY_ITERATIONS)
-    (told,) = [text for text in job.texts(level) if "promised" in text]
-    assert f"takes {factor:.1%}" in told
+    (told,) = [text for text in job.texts(level) if "predicted" in text]
+    assert f"actual {factor:.1%}" in told
 
 
 def test_times_that_contradict_the_model_are_told_once_and_used() -> None:

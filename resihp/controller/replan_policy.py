@@ -98,7 +98,7 @@ def review(job: Job) -> Replan | None:
         return None
     if not job.settings.observes:
         return _answer(job, changes) if changes else None
-    slow, newcomers = ([change for change in changes if (change.rank is None) is slow] for slow in (True, False))
+    slow, newcomers = ([change for change in changes if (change.rank is None) is is_slow] for is_slow in (True, False))
     if slow:
         _answer(job, slow, only_report=True)
     return _answer(job, newcomers) if newcomers else None

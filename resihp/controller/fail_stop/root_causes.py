@@ -130,8 +130,9 @@ def note_failed(job: Job, member: Member) -> None:
 def _follows_another(job: Job, member: Member) -> Follows:
     """Return whether a rank failed because of another rank's end, judged by its log.
 
-    No process kills itself with SIGKILL because of a lost peer, so a log line about peers is older then. A process that
-    has raised may take a while to end. A refused connection may have been one to a peer, or to a service.
+    No process kills itself with SIGKILL because of a lost peer, so a line about peers in the log of a killed process is
+    outdated. A process that has raised may take a while to end. A refused connection may have been one to a peer, or to
+    a service.
     """
     if _was_killed(member):
         return "never"

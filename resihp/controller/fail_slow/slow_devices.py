@@ -352,9 +352,8 @@ def _first_onset(job: Job, rank: int, finding: Finding) -> int:
 
 
 def _was_cleared(job: Job, rank: int) -> bool:
-    lasts = max(
-        CLEARED_ITERATIONS, 2 * MAX_PATIENCE_FACTOR * job.settings.detection.patience
-    )  # longer than any cooldown
+    # longer than any cooldown
+    lasts = max(CLEARED_ITERATIONS, 2 * MAX_PATIENCE_FACTOR * job.settings.detection.patience)
     return rank in job.inquiry.cleared and job.furthest - job.inquiry.cleared[rank][0] <= lasts
 
 

@@ -483,7 +483,7 @@ class _Attempt:
         elif at > ENDED - 2 * ITERATION_S:
             ended = journal.JobEnded(exit_code=None, state="cancelled", reason="the end of time")
         else:
-            ended = journal.JobEnded(exit_code=75, state="failed", reason="no whole replica is left")
+            ended = journal.JobEnded(exit_code=75, state="failed", reason="no complete replica is left")
         self._write(at, ended)
 
     def _account(self, began: float, ended: float, devices: int, start_s: float) -> None:

@@ -1,8 +1,8 @@
-"""What ranks say to a proposed plan. Nothing was touched yet: a refused plan costs the time that it took, no more.
+"""The ranks' answers to a proposed plan. Nothing has been touched yet: a refused plan costs only the time it took.
 
-A plan that any rank refuses is never acted on. At the start that ends the job, which was asked for something that
-cannot be. Later, a cautious plan follows: the one in effect once more, or that one without its lost replicas. Only if
-that is refused as well, there is nothing left to try.
+A plan that any rank refuses is never acted on. At the start a refusal ends the job, since the user asked for something
+impossible. Later a cautious plan follows: the one in effect once more, or that one without its lost replicas. If that
+one is refused as well, there is nothing left to try.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ def objected(job: Job, member: Member, objection: m.Object) -> None:
     if transition is None:
         return
     assert transition.plan is not None
-    told = f"{job.where(member.rank)}: refuses the plan of epoch {job.epoch}: {objection.reason}"
+    text = f"{job.where(member.rank)}: refuses the plan of epoch {job.epoch}: {objection.reason}"
     if transition.plan is job.record.first_plan:
         if len(transition.plan.computing) < job.settings.ranks_asked:
-            incidents.too_few(job, f"{told}; the job is begun with fewer devices than it was asked to have")
+            incidents.too_few(job, f"{text}; the job started with fewer devices than requested")
         else:
-            incidents.end(job, 2, told)
+            incidents.end(job, 2, text)
         return
     transitions.refused(job, member.rank, objection.reason)
     if member.joins and (job.record.plan is None or member.rank not in job.record.plan.layout.ranks):
         joins.turn_away(job, member, objection.reason)
         transitions.park(job, "a newcomer cannot take part", cautious=transition.cautious)
     elif transition.cautious:
-        incidents.end(job, 1, told)
+        incidents.end(job, 1, text)
     else:
         transitions.park(job, f"rank {member.rank} refuses the plan", cautious=True)

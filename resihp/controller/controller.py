@@ -1,20 +1,20 @@
-"""The way into the decisions of a running job: one event in, the actions out.
+"""Entry point to the decisions about a running job: one event in, actions out.
 
 Never looks at a clock, a socket or a tensor. Called by the supervisor shell, by the simulator and by the fuzz harness
-with the same code. What is durable is `Job.record`, changed by `Job.log` alone; a job's life is `lifecycle`'s table.
-The modules here decide each part of it.
+with the same code. Durable state is `Job.record`, changed only by `Job.log`; the stages of a job's life are the table
+in `lifecycle`. Each module of this package decides one part of it.
 
-A transition is a transaction: parked, everybody reports; proposed, everybody checks and confirms; building, state is
-moved beside what is there; only when all have acknowledged, the plan is in effect (journal), and the old state is let
-go. Until then a failure parks again, one epoch up, from the plan that still is in effect.
+A transition is a transaction. While parking, every rank reports; while proposing, every rank checks the plan and
+confirms it; while building, state is copied beside the existing state. Only when all ranks have acknowledged does the
+plan take effect (in the journal), and the old state is freed. Until then a failure parks again, one epoch up, from the
+plan that is still in effect.
 
-`startup` the start · `early_losses` what is lost on the way to the first plan · `transition` from one plan to the next
-· `planning` which plan, from which state · `consent` what ranks say to it · `iterations` commits · `failures` losses ·
-`joins` processes that join · `watchdog` silence and time · `expectation` healthy times · `slowness` what is slow ·
-`probing` probes · `standings` what is asked of the detector · `fault_injection` faults on purpose · `shutdown` being
-asked to stop · `drains` bad nodes out ·
-`replacements` new ones in · `ahead` plans before they are needed · `takeover` a new supervisor · `incidents` root
-causes and the end.
+`startup` the start · `early_losses` losses before the first plan · `transition` from one plan to the next · `planning`
+the choice of a plan and of the state it starts from · `consent` the ranks' answers to it · `iterations` commits ·
+`failures` losses · `joins` processes that join · `watchdog` silence and time · `expectation` healthy times · `slowness`
+slow devices and links · `probing` probes · `standings` questions to the detector · `fault_injection` injected faults ·
+`shutdown` requests to stop · `drains` bad nodes out · `replacements` new nodes in · `ahead` plans before they are
+needed · `takeover` a new supervisor · `incidents` root causes and the end.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from resihp.settings import Settings
 
 
 class Controller:
-    """One job's state machine. `handle` is the only way in; its answer is the only way out."""
+    """One job's state machine. `handle` is its only entry point, and the returned actions are its only output."""
 
     def __init__(self, settings: Settings, dependencies: Dependencies | None = None) -> None:
         self.job = Job(settings, dependencies=dependencies)
@@ -60,17 +60,17 @@ class Controller:
         dependencies: Dependencies | None = None,
         commits: Iterable[Commit] = (),
     ) -> Self:
-        """A controller that takes over from one that died: `entries` of its journal, then `AgentJoined` events.
+        """Return a controller that takes over from one that died: `entries` of its journal, then `AgentJoined` events.
 
-        `commits`: the last of these, at seconds before now, negative: by them it is told when what failed did fail.
-        Raises ProtocolError for a job that has ended.
+        `commits`: the last of these, at seconds before now (negative): they date failures that happened before the
+        take-over. Raises ProtocolError for a job that has ended.
         """
         controller = cls(settings, dependencies)
         controller.job = takeover.begin(settings, entries, controller.job.dependencies, commits)
         return controller
 
     def journaled(self, entry: AnyEntry) -> None:
-        """Take in an entry that somebody else wrote into the journal: whoever carries out what is decided here."""
+        """Take in an entry that the shell, which carries out decisions, wrote into the journal itself."""
         self.job.apply(entry)
 
     def handle(self, event: AnyEvent, now: float) -> list[AnyAction]:
@@ -87,9 +87,9 @@ class Controller:
         waiting = [event]
         if job.stage == "recovering":
             waiting = takeover.handle(job, event)
-        for each in waiting:
+        for pending in waiting:
             if not job.has_ended:
-                _handle(job, each)
+                _handle(job, pending)
         shutdown.proceed(job)
         if job.stage not in ("recovering", "ended"):
             fault_injection.end_slowness(job)
@@ -106,7 +106,7 @@ class Controller:
         return job.actions
 
     def check(self) -> None:
-        """Assert what must hold between events. Tests call it after each one."""
+        """Assert the invariants that hold between events. Tests call it after each event."""
         job = self.job
         if job.record.plan is not None and job.training:
             dead = [rank for rank in job.record.active if not job.members[rank].alive]
@@ -114,11 +114,11 @@ class Controller:
             assert not dead or done, f"running with dead ranks {dead}"
         if job.transition is not None and job.stage != "ended":
             assert job.transition.epoch == job.epoch, "a transition of an older epoch is under way"
-            assert all(job.members[rank].ready for rank in job.transition.waiting), "waiting for somebody who is gone"
-            assert job.transition.waiting <= job.transition.asked, "waiting for somebody who takes no part"
+            assert all(job.members[rank].ready for rank in job.transition.waiting), "waiting for a rank that is gone"
+            assert job.transition.waiting <= job.transition.asked, "waiting for a rank that takes no part"
             assert job.stage != "building" or job.record.plan is not job.transition.plan, "in effect too early"
         if job.pause is not None:
-            assert job.training, "pausing what does not run"
+            assert job.training, "pausing while not training"
             assert job.transition is None, "pausing in a transition"
         assert job.furthest == max((member.stepped for member in job.members.values()), default=0)
         assert all(i > job.record.committed for i in job.reports), "reports of a committed iteration are still held"

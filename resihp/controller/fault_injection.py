@@ -1,4 +1,4 @@
-"""Faults on purpose: carried out when a rank reports that their moment has come, or at once for an operator."""
+"""Fault injection: carries faults out when a rank reports that their moment has come, or at once for an operator."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def fault_due(job: Job, member: Member, fault_id: int) -> None:
 
 
 def inject(job: Job, fault: Fault, waiting: int | None = None) -> str | None:
-    """Carry out a fault, for which rank `waiting` waits; returns why not, if it cannot be."""
+    """Inject a fault, for which rank `waiting` waits; return the reason if that is not possible."""
     if fault.rank is not None:
         member = job.members.get(fault.rank)
         if member is None:
@@ -54,7 +54,7 @@ def inject(job: Job, fault: Fault, waiting: int | None = None) -> str | None:
     )
     job.log(entry)
     if fault.kind == "disconnect" and fault.node is not None:
-        if waiting is not None:  # while it can still be told
+        if waiting is not None:  # while an order still reaches it
             job.order((waiting,), m.FaultGo(fault=fault.id, fire=False))
         job.do(api.CutConnection(node=fault.node))
         return None
@@ -83,8 +83,8 @@ def inject(job: Job, fault: Fault, waiting: int | None = None) -> str | None:
 
 
 def stay_slow(job: Job, rank: int) -> None:
-    """Make a process slow that starts on a device, node or link that an injected fault has made slow: it is the device
-    that is, not the process that died on it."""
+    """Slow down a new process on a device, node or link that an injected fault has made slow: the device is slow, not
+    the process that died on it."""
     place = job.record.placements[rank]
     for fault in _lasting(job):
         of_device = fault.rank is not None and job.record.placements[fault.rank] == place
@@ -106,11 +106,11 @@ def _lasting(job: Job) -> list[Fault]:
 
 
 def end_slowness(job: Job) -> None:
-    """Who stands by does not see iterations pass: it is told when a `slow` fault is over."""
-    over = [each for each in job.slowed if job.record.committed >= (each[1].until or 0)]
+    """Tell ranks that a `slow` fault is over: a standby rank does not see iterations pass."""
+    over = [slowed for slowed in job.slowed if job.record.committed >= (slowed[1].until or 0)]
     for ranks, slow in over:
         job.order(tuple(rank for rank in ranks if job.members[rank].alive), m.Slow(speed=1.0, link=slow.link))
-    job.slowed = [each for each in job.slowed if each not in over]
+    job.slowed = [slowed for slowed in job.slowed if slowed not in over]
 
 
 def inject_asked(job: Job, event: api.InjectAsked) -> None:

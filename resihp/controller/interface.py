@@ -1,8 +1,8 @@
-"""What the controller is told, what it answers, and whom it asks. Events and actions are pure data, which the shell
-(`wrapper.supervisor.process`) translates.
+"""The controller's interface: the events it takes, the actions it answers with, and the components it calls. Events and
+actions are pure data, which the shell (`wrapper.supervisor.process`) translates.
 
-Events come from sockets, the clock and signals; actions go to agents, the journal and the user. The order of actions
-in one answer is the order in which the shell carries them out: `Log` is on disk before what follows it happens.
+Events come from sockets, the clock and signals; actions go to agents, the journal and the user. The order of actions in
+one answer is the order in which the shell carries them out: `Log` is on disk before anything after it happens.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from resihp.record.journal import AnyEntry
 from resihp.scheduler.situation import Decision, Situation
 from resihp.settings import Detection
 
-# --- whom it asks ------------------------------------------------------------------------------------------------
+# --- components it calls ------------------------------------------------------------------------------------------
 
 
 class Planner(Protocol):
-    """What the controller asks the scheduler (`resihp.scheduler.planners`)."""
+    """The controller's view of the scheduler (`resihp.scheduler.planners`)."""
 
     @property
     def first_plan(self) -> Callable[..., Plan]: ...
@@ -45,10 +45,10 @@ class Planner(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Dependencies:
-    """Whom the controller asks what it does not decide itself. A simulated job brings others."""
+    """Components that answer questions the controller does not decide itself. A simulated job brings its own."""
 
     planner: Planner | None = None
-    """None: the one that the job's settings name."""
+    """None: the planner that the job's settings name."""
     check: Callable[[Plan], None] = checker.check
     moves: Callable[..., Sequence[Move]] = moves
     outline: Callable[[ModelSpec], Sequence[ParameterSpec]] = outline
@@ -63,8 +63,11 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class AgentJoined(Event, frozen=True, kw_only=True):
-    """`inventory` is what runs there already, under a supervisor that took over. `lease`, `hardware`,
-    `incarnation`, `machine`: see `messages.Join`."""
+    """A node's agent has joined.
+
+    `inventory` lists the processes that run there already, under a supervisor that took over. `lease`, `hardware`,
+    `incarnation`, `machine`: see `messages.Join`.
+    """
 
     node: str
     host: str
@@ -77,10 +80,11 @@ class AgentJoined(Event, frozen=True, kw_only=True):
 
 
 class AgentLost(Event, frozen=True, kw_only=True):
-    """The agent's process ended, or its connection closed and it did not come back within `reconnect_s`: a fact.
+    """The agent's process ended, or its connection closed and it did not return within `reconnect_s`: a fact, not a
+    suspicion.
 
-    `how`: nothing is heard from the node (`silent`), or its `agent` alone ended, as somebody there could tell.
-    `cannot_start`: it found nothing of the job there, or could not even be started: no other run would fare better.
+    `how`: the node is `silent`, or its `agent` alone ended, as something on the node could report. `cannot_start`: the
+    agent found nothing of the job there, or could not even be started, so no further run would fare better.
     """
 
     node: str
@@ -102,7 +106,7 @@ class WorkerSpawned(Event, frozen=True, kw_only=True):
 
 
 class SpawnRefused(Event, frozen=True, kw_only=True):
-    """`rank` None: the node cannot start any worker."""
+    """A node could not start a worker; `rank` None: it cannot start any."""
 
     node: str
     reason: str
@@ -121,14 +125,14 @@ class WorkerSaid(Event, frozen=True, kw_only=True):
 
 
 class InjectAsked(Event, frozen=True, kw_only=True):
-    """An operator wants a fault now; `request` is echoed in `Reply`."""
+    """An operator requests a fault now; `request` is echoed in `Reply`."""
 
     request: int
     fault: Fault
 
 
 class StandingAsked(Event, frozen=True, kw_only=True):
-    """An operator asks why a rank is, or is not, taken to be slow; `request` is echoed in `Reply`, whose text is a
+    """An operator asks why a rank is, or is not, considered slow; `request` is echoed in `Reply`, whose text is a
     `RankAnswer` as JSON."""
 
     request: int
@@ -136,14 +140,15 @@ class StandingAsked(Event, frozen=True, kw_only=True):
 
 
 class StopAsked(Event, frozen=True, kw_only=True):
-    """An operator wants the job to end, `at_once` without a checkpoint; `request` is echoed in `Reply`."""
+    """An operator requests the end of the job, `at_once` without a checkpoint; `request` is echoed in `Reply`."""
 
     request: int
     at_once: bool
 
 
 class CheckpointAsked(Event, frozen=True, kw_only=True):
-    """An operator wants a checkpoint now; `request` is echoed in `Reply` once there is one, or will be none."""
+    """An operator requests a checkpoint now; `request` is echoed in `Reply` once there is one, or there will be
+    none."""
 
     request: int
 
@@ -161,7 +166,7 @@ class Signalled(Event, frozen=True, kw_only=True):
 
 
 class AgentSignalled(Event, frozen=True, kw_only=True):
-    """Somebody else than us sent a signal to the node's agent; it lives on."""
+    """Somebody other than us sent a signal to the node's agent, which survived it."""
 
     node: str
     signal: int
@@ -174,13 +179,13 @@ class TimeLeft(Event, frozen=True, kw_only=True):
 
 
 class QuorumLost(Event, frozen=True, kw_only=True):
-    """Fewer agents than a quorum answer: what is decided now may not count (architecture.md, "Who may lead")."""
+    """Fewer agents than a quorum answer: decisions made now may not count (architecture.md, "Who may lead")."""
 
     reason: str
 
 
 class DrainStep(Event, frozen=True, kw_only=True):
-    """How one rung of the ladder went (`journal.DrainAnswered`)."""
+    """The result of one rung of the drain ladder (`journal.DrainAnswered`)."""
 
     drain: int
     node: str
@@ -196,7 +201,7 @@ class ReleaseAnswered(Event, frozen=True, kw_only=True):
 
 
 class ReplacementNews(Event, frozen=True, kw_only=True):
-    """A request's state as Slurm has it. That its node has joined is told by `AgentJoined` with its `lease`."""
+    """A request's state as Slurm reports it. The node's arrival is reported by `AgentJoined` with its `lease`."""
 
     replacement: int
     state: Literal["pending", "running", "refused", "ended"]
@@ -206,7 +211,7 @@ class ReplacementNews(Event, frozen=True, kw_only=True):
 
 
 class SlurmSees(Event, frozen=True, kw_only=True):
-    """Slurm's view of one of the job's nodes, told when it is first known and when it changes."""
+    """Slurm's view of one of the job's nodes, sent when it is first known and when it changes."""
 
     node: str
     state: str
@@ -220,16 +225,17 @@ class StopMeaning(Event, frozen=True, kw_only=True):
 
 
 class NodesRemembered(Event, frozen=True, kw_only=True):
-    """What devices of nodes usually gave in former jobs, as far as the ledger knows; may never come, or late."""
+    """Usual probe speeds of the nodes' devices in former jobs, as far as the ledger has them; may come late or
+    never."""
 
     usual: dict[Place, Speed]
 
 
 class Thought(Event, frozen=True, kw_only=True):
-    """The answer to `Think`; may come late, never, or after it was of any use.
+    """The answer to `Think`; may come late, or too late to be of use, or never.
 
-    `decision`: a `scheduler.situation.Decision` as msgpack, which the checker has passed; empty where there is none,
-    and then `obstacle` says why.
+    `decision`: a `scheduler.situation.Decision` as msgpack, which the checker has passed; empty if there is none, and
+    then `obstacle` gives the reason.
     """
 
     question: str
@@ -238,7 +244,7 @@ class Thought(Event, frozen=True, kw_only=True):
 
 
 class PlanningTook(Event, frozen=True, kw_only=True):
-    """So long nothing else was done, while the event was handled in which the plan of `epoch` was decided."""
+    """Seconds spent on nothing but planning while the event was handled in which the plan of `epoch` was decided."""
 
     epoch: int
     seconds: float
@@ -291,7 +297,8 @@ class Log(Action, frozen=True, kw_only=True):
 
 
 class StartWorkers(Action, frozen=True, kw_only=True):
-    """`workers`: (rank, device) on `node`. `joins`: the job is under way, they wait to be given work.
+    """Start workers on a node. `workers`: (rank, device) on `node`. `joins`: the job is under way, so they wait to be
+    given work.
 
     `nodes` names the node of each rank of the job so far, these included, by rank.
     """
@@ -320,7 +327,7 @@ class SignalNode(Action, frozen=True, kw_only=True):
 
 
 class CutConnection(Action, frozen=True, kw_only=True):
-    """Fault injection: close the connection to the node's agent once; it may come back."""
+    """Inject a fault: close the connection to the node's agent once; it may reconnect."""
 
     node: str
 
@@ -334,7 +341,7 @@ class DropNode(Action, frozen=True, kw_only=True):
 class DrainNode(Action, frozen=True, kw_only=True):
     """Climb the drain ladder for a node with a verdict; each rung answers with `DrainStep`.
 
-    `measure` "exclude": only the rung that keeps it out of the user's own jobs. `grounds`: as in `DrainDecided`.
+    `measure` "exclude": only the rung that keeps the node out of the user's own jobs. `grounds`: as in `DrainDecided`.
     """
 
     drain: int
@@ -352,7 +359,7 @@ class ReleaseNode(Action, frozen=True, kw_only=True):
 
 
 class AskReplacement(Action, frozen=True, kw_only=True):
-    """Submit a job of one node that joins this one, not on `exclude`. Answered with `ReplacementNews`."""
+    """Submit a job of one node that joins this one, on a node outside `exclude`. Answered with `ReplacementNews`."""
 
     replacement: int
     exclude: tuple[str, ...]
@@ -364,7 +371,7 @@ class CancelReplacement(Action, frozen=True, kw_only=True):
 
 
 class WatchNode(Action, frozen=True, kw_only=True):
-    """Look at Slurm's view of a node until it knows what we know; told with `SlurmSees`."""
+    """Poll Slurm's view of a node until Slurm, too, knows that the node was lost; answered with `SlurmSees`."""
 
     node: str
 
@@ -374,7 +381,7 @@ class AskWhy(Action, frozen=True, kw_only=True):
 
 
 class AskTimeLeft(Action, frozen=True, kw_only=True):
-    """Ask Slurm how much time is left now: something hangs on it, and its limit may have been changed. Answered with
+    """Ask Slurm for the time left now: a decision depends on it, and the limit may have been changed. Answered with
     `TimeLeft`."""
 
 
@@ -387,10 +394,10 @@ class Reply(Action, frozen=True, kw_only=True):
 
 
 class Think(Action, frozen=True, kw_only=True):
-    """Have a plan made for a situation that may come, beside the job and at its leisure: for nothing waits for it.
+    """Make a plan for a situation that may arise, beside the job; nothing waits for it.
 
-    Answered with `Thought`, or not at all. `search_s`: for how long a better one is looked for after the first. A
-    further question counts more than one that was not begun yet.
+    Answered with `Thought`, or not at all. `search_s`: seconds spent on the search for a better plan after the first
+    one. A new question takes precedence over one not yet begun.
     """
 
     question: str
@@ -400,7 +407,7 @@ class Think(Action, frozen=True, kw_only=True):
 
 
 class TellScores(Action, frozen=True, kw_only=True):
-    """Hand the detector's scores of some ranks to the ledger, as telemetry: (rank, level, evidence); the level None
+    """Hand the detector's scores of some ranks to the ledger, as telemetry: (rank, level, evidence); the level is None
     where it is not known."""
 
     iteration: int
@@ -415,7 +422,7 @@ class CommitCheckpoint(Action, frozen=True, kw_only=True):
     parts: tuple[tuple[str, int], ...]
     seconds: float
     layout: str = ""
-    """Under which it was written, for whoever lists checkpoints."""
+    """The layout under which it was written, for lists of checkpoints."""
 
 
 class Say(Action, frozen=True, kw_only=True):
@@ -426,16 +433,17 @@ class Say(Action, frozen=True, kw_only=True):
 
 
 class End(Action, frozen=True, kw_only=True):
-    """Release agents and workers, close the ledger, exit. The last action there is.
+    """Release agents and workers, close the ledger, exit. Always the last action.
 
-    `workers_leave` True: they were told to halt and end by themselves; else they are ended with TERM, then KILL.
+    `workers_leave` True: workers were told to halt and end by themselves; otherwise they are ended with TERM, then
+    KILL.
     """
 
     exit_code: int
     reason: str
     workers_leave: bool
     requeue: bool = False
-    """Ask Slurm to run the job again; it goes on from the last checkpoint."""
+    """Ask Slurm to run the job again, which then continues from the last checkpoint."""
 
 
 AnyAction = (

@@ -14,11 +14,12 @@ from resihp.protocol import messages as m
 from resihp.record.journal import EvaluationDone, IterationCommitted, Reconfigured
 from resihp.words import count_of
 
-MOST_OPEN = 3
+MAX_UNCOMMITTED_ITERATIONS = 3
+"""Iterations that wait for the missing reports of a silent control connection, at most, before they are committed."""
 
 
 def transition_done(job: Job) -> None:
-    """The first iteration under the new plan is committed: the interruption is over."""
+    """Finish the transition: the first iteration under the new plan is committed."""
     transition = job.transition
     if transition is None:
         return
@@ -52,9 +53,9 @@ def stepped(job: Job, member: Member, report: m.Stepped) -> None:
 
 
 def note_outcome(job: Job, member: Member, epoch: int, outcome: m.StepOutcome, report: m.Stepped | None = None) -> None:
-    """Remember that a rank took a step; without its `report` where it tells so as it parks.
+    """Note that a rank took a step; `report` is None if the rank said so as it parked.
 
-    What is from before a decision that has been made without it is void.
+    A report from before a decision that was made without it is ignored.
     """
     if epoch < job.epoch and job.stage != "parking":
         return
@@ -63,13 +64,16 @@ def note_outcome(job: Job, member: Member, epoch: int, outcome: m.StepOutcome, r
 
 
 def commit_reported(job: Job) -> None:
-    """Commit iterations in order, each when every active rank has reported it.
+    """Commit iterations in order, each once every active rank has reported it.
 
-    Reports that a silent control connection holds back are not waited for longer than `MOST_OPEN` iterations.
+    If a silent control connection holds back reports, at most `MAX_UNCOMMITTED_ITERATIONS` iterations wait for them.
     """
     assert job.record.plan is not None
     while (reports := job.reports.get(job.record.committed + 1)) is not None:
-        if not reports.is_complete(job.record.working) and job.furthest <= job.record.committed + MOST_OPEN:
+        if (
+            not reports.is_complete(job.record.working)
+            and job.furthest <= job.record.committed + MAX_UNCOMMITTED_ITERATIONS
+        ):
             return
         commit_up_to(job, job.record.committed + 1)
         if job.transition is not None:
@@ -77,7 +81,7 @@ def commit_reported(job: Job) -> None:
 
 
 def commit_up_to(job: Job, iteration: int) -> None:
-    """Log every iteration up to this one as committed: somebody has taken its step."""
+    """Log every iteration up to this one as committed: at least one rank has taken its step."""
     for i in range(job.record.committed + 1, iteration + 1):
         reports = job.reports.pop(i)
         predicted_s = expectation.iteration_done(job, i, reports)
@@ -97,7 +101,7 @@ def commit_up_to(job: Job, iteration: int) -> None:
 
 
 def evaluated(job: Job, report: m.Evaluated) -> None:
-    """Log an evaluation, once, and after the iteration whose weights they were."""
+    """Log an evaluation, once, and after the iteration whose weights were evaluated."""
     if (reports := job.reports.get(report.iteration)) is not None:
         reports.evaluation = report
     elif job.record.evaluated < report.iteration <= job.record.committed:
@@ -105,7 +109,8 @@ def evaluated(job: Job, report: m.Evaluated) -> None:
 
 
 def is_over(job: Job) -> bool:
-    """Whether nobody with work needs the others any more: the last step is taken, and evaluated where that is due."""
+    """Return whether no rank with work needs the others any more: the last step is taken, and evaluated where that is
+    due."""
     active = [member for rank in job.record.active if (member := job.members[rank]).alive]
     goal, evaluates = job.record.goal, job.declaration.evaluates
     return bool(active) and all(m.stepped >= goal and (m.finished or not evaluates) for m in active)
@@ -129,7 +134,7 @@ def halt_when_finished(job: Job) -> None:
 
 
 def newcomers_leave(job: Job) -> None:
-    """Training is done: whoever is still starting is not waited for."""
+    """Kill the processes that are still starting, now that training is done."""
     for rank in job.live:
         member = job.members[rank]
         if not member.ready and member.fenced is None:
@@ -138,7 +143,7 @@ def newcomers_leave(job: Job) -> None:
 
 
 def end_when_gone(job: Job) -> None:
-    """Once the last worker has left: the job is done. Before the start is complete, some may not have begun."""
+    """End the job once its last worker has left. Before the start is complete, some workers may not have begun."""
     if job.stage == "halting":
         if not job.ready:
             conclude(job)
@@ -147,11 +152,11 @@ def end_when_gone(job: Job) -> None:
 
 
 def conclude(job: Job) -> None:
-    """End a job whose training (or plain program) is done; a fault that never fired makes it a failure."""
+    """End a job whose training (or plain program) is done; a fault that did not fire makes it a failure."""
     unfired = [armed for armed in job.faults.values() if armed.fault.id not in job.record.fired]
     if unfired:
-        told = "; ".join(f"fault {armed.fault} did not fire: {armed.excuse}" for armed in unfired)
-        incidents.end(job, 1, told)
+        unfired_faults = "; ".join(f"fault {armed.fault} did not fire: {armed.excuse}" for armed in unfired)
+        incidents.end(job, 1, unfired_faults)
     elif job.stage == "halting":
         if job.declaration.resume_from != job.record.committed != job.checkpointed:
             job.say("notice", _unsaved(job))
@@ -161,44 +166,44 @@ def conclude(job: Job) -> None:
 
 
 def _unsaved(job: Job) -> str:
-    """What was trained is gone with its processes: that is not to be found out later."""
+    """Return the warning that the trained model ends with its processes."""
     if not job.settings.checkpoint_every:
         return "the trained model was not saved: --checkpoint-every N saves it each N iterations, and at the end"
     newest = f"the newest one is of iteration {job.checkpointed}" if job.checkpointed else "there is none"
-    return f"no complete checkpoint of iteration {job.record.committed}, not all who were to write it lived; {newest}"
+    return f"no complete checkpoint of iteration {job.record.committed}: not all of its writers survived; {newest}"
 
 
 def checkpoint_part(job: Job, member: Member, part: m.CheckpointPart) -> None:
-    """A part is written. All of them, of those who hold one replica of a plan, are a checkpoint.
+    """Take a written part; the parts of all ranks that hold one replica of a plan make up a checkpoint.
 
-    They are written while training goes on, and another plan may be in effect when the last one comes: what they are of
-    is committed all the same.
+    They are written while training goes on, and another plan may be in effect when the last one is reported: the
+    checkpoint is valid all the same.
     """
     if part.error:
-        told = f"{job.where(member.rank)}: no checkpoint of iteration {part.iteration}: {part.error}"
-        job.say("warning", told)
-        answer_askers(job, False, told)
+        text = f"{job.where(member.rank)}: no checkpoint of iteration {part.iteration}: {part.error}"
+        job.say("warning", text)
+        answer_askers(job, False, text)
         return
     if job.record.plan is None or part.iteration <= job.checkpointed:
         return
     present = part.epoch == job.record.plan.epoch
     writers = job.record.writers.get(part.epoch, ())
-    if present and job.departure is not None and job.departure.writers:
-        writers = job.departure.writers
+    if present and job.stop_request is not None and job.stop_request.writers:
+        writers = job.stop_request.writers
     if not writers or not (present or part.iteration <= job.record.committed):
         return
     parts = job.parts.setdefault((part.epoch, part.iteration, part.folder), {})
     parts[member.rank] = part
     if set(writers) <= parts.keys():
         if part.iteration > job.record.committed:
-            # All its writers have taken that step, whoever has not reported it yet.
+            # All its writers have taken that step, even if some have not reported it yet.
             if not job.reports.keys() >= set(range(job.record.committed + 1, part.iteration + 1)):
-                return  # after a take-over: nobody remembers the steps before it
+                return  # after a take-over: the reports of earlier steps are lost
             commit_up_to(job, part.iteration)
             if job.stage == "first-iteration":
                 transition_done(job)
         job.parts = {key: value for key, value in job.parts.items() if key[1] > part.iteration}
-        _tell_of_missed_checkpoints(job, part.iteration)
+        _warn_of_missed_checkpoints(job, part.iteration)
         job.checkpointed = max(job.checkpointed, part.iteration)
         job.do(
             api.CommitCheckpoint(
@@ -211,13 +216,13 @@ def checkpoint_part(job: Job, member: Member, part: m.CheckpointPart) -> None:
         )
 
 
-def _tell_of_missed_checkpoints(job: Job, complete: int) -> None:
-    """Say which checkpoints before a complete one were left incomplete when the supervisor changed."""
-    every, before = job.settings.checkpoint_every, max(job.checkpointed, job.declaration.resume_from)
+def _warn_of_missed_checkpoints(job: Job, complete: int) -> None:
+    """Warn about checkpoints before a complete one that were left incomplete when the supervisor changed."""
+    interval, before = job.settings.checkpoint_every, max(job.checkpointed, job.declaration.resume_from)
     inherited = job.onsets.inherited
-    if not every or not inherited or before > inherited:
+    if not interval or not inherited or before > inherited:
         return  # all of it was under this supervisor
-    missed = range(before - before % every + every, complete, every)
+    missed = range(before - before % interval + interval, complete, interval)
     if missed:
         due = f"the checkpoint of iteration {missed[0]} was"
         if len(missed) > 1:
@@ -230,7 +235,7 @@ def _tell_of_missed_checkpoints(job: Job, complete: int) -> None:
 
 
 def checkpoint_asked(job: Job, event: api.CheckpointAsked) -> None:
-    """`resihp checkpoint now`: of the iteration under way, while training goes on."""
+    """Take a request of `resihp checkpoint now`: for the iteration under way, while training goes on."""
     if job.record.trains is None:
         why = "training has not begun" if job.settings.declares else "its command does not train with resihp"
         job.do(api.Reply(request=event.request, ok=False, text=f"no checkpoint: {why}"))
@@ -239,10 +244,10 @@ def checkpoint_asked(job: Job, event: api.CheckpointAsked) -> None:
 
 
 def review_askers(job: Job) -> None:
-    """Answer those whose checkpoint is there, or will never be; have it written where that is still to be said.
+    """Answer requests whose checkpoint is complete or will never be, and order it where that is still to be done.
 
-    One rank is told, and passes it on to all in the iteration's last synchronisation. Where it is lost, or all parked,
-    before it has, another one is told under the plan that follows.
+    One rank gets the order and passes it on to all in the iteration's last synchronisation. If that rank is lost, or
+    all ranks park before that, another one gets the order under the next plan.
     """
     saves = job.saves
     newest = job.record.checkpointed
@@ -251,7 +256,7 @@ def review_askers(job: Job) -> None:
         job.do(api.Reply(request=request, ok=True, text=f"checkpoint of iteration {newest} is complete"))
     if not saves.askers:
         saves.epoch = 0
-    elif job.departure is not None:
+    elif job.stop_request is not None:
         answer_askers(job, False, "the job is stopping, and writes a last checkpoint if it can")
     elif job.stage == "halting":
         answer_askers(job, False, "no checkpoint: training is done")
@@ -263,7 +268,7 @@ def review_askers(job: Job) -> None:
 
 
 def answer_askers(job: Job, ok: bool, text: str) -> None:
-    """All of them at once."""
+    """Give all pending requests the same answer."""
     for request in job.saves.askers:
         job.do(api.Reply(request=request, ok=ok, text=text))
     job.saves.askers.clear()

@@ -1,13 +1,13 @@
-"""Where a job stands in its life: one stage, one table of what may follow what, one function that moves on.
+"""The life of a job: one stage at a time, one table of allowed moves, and one function that changes the stage.
 
     gathering -> proposing -> building -> first-iteration -> running -> halting -> ended
                   ^  |            |             |             |  ^
                   |  v            v             |             v  |
                  parking <--------+-------------+---------- pausing
 
-`recovering` comes before whatever a new supervisor finds. A failure parks at any time; any stage may end. What is not
-in the table raises, with what was heard before: a move that nobody thought of is a fault of ours, and no job goes on by
-it. Asked and told by every module of the controller; knows none of them.
+`recovering` is the first stage of a new supervisor, until it knows the stage to continue from. A failure parks at any
+time; any stage may end. A move that is not in the table raises InvalidMoveError with the last events: it is a bug of
+ours, and no job continues from there. Used by every module of the controller; knows none of them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Stage = Literal[
     "ended",
 ]
 
-MOVES: dict[Stage, frozenset[Stage]] = {
+ALLOWED_MOVES: dict[Stage, frozenset[Stage]] = {
     "recovering": frozenset(("gathering", "parking", "running", "halting", "ended")),
     "gathering": frozenset(("proposing", "ended")),
     "parking": frozenset(("parking", "proposing", "ended")),
@@ -45,36 +45,36 @@ MOVES: dict[Stage, frozenset[Stage]] = {
     "halting": frozenset(("ended",)),
     "ended": frozenset(),
 }
-CHANGES: tuple[Stage, ...] = ("parking", "proposing", "building")
-"""Training stands still, from one plan to the next: one after the other."""
-TRAINING: frozenset[Stage] = frozenset(("first-iteration", "running", "pausing"))
+CHANGING_STAGES: tuple[Stage, ...] = ("parking", "proposing", "building")
+"""Training stands still, from one plan to the next; in this order."""
+TRAINING_STAGES: frozenset[Stage] = frozenset(("first-iteration", "running", "pausing"))
 """A plan is in effect, and iterations are under way."""
-STORY = 50
-"""How many of the last events an invalid move tells."""
+MAX_STORY_EVENTS = 50
+"""Number of last events in the message of an invalid move."""
 
 
 class InvalidMoveError(ResihpError):
-    """A stage that cannot follow the one before."""
+    """A stage that cannot follow the present one."""
 
 
 class Lifecycle:
-    """The stage of one job, and the last events that it went by."""
+    """The stage of one job, and the last events, for the message of an invalid move."""
 
     def __init__(self) -> None:
         self.stage: Stage = "gathering"
-        self._story: deque[tuple[float, AnyEvent | Stage]] = deque(maxlen=STORY)
+        self._story: deque[tuple[float, AnyEvent | Stage]] = deque(maxlen=MAX_STORY_EVENTS)
 
     def hear(self, now: float, event: AnyEvent) -> None:
         self._story.append((now, event))
 
     def move(self, stage: Stage, now: float) -> None:
-        """Go on to another stage. Raises InvalidMoveError where the table does not have it."""
-        if stage not in MOVES[self.stage]:
-            story = "\n".join(f"{at:10.3f} {str(what)[:300]}" for at, what in self._story)
-            raise InvalidMoveError(f"controller: {self.stage} cannot be followed by {stage}; what was heard:\n{story}")
+        """Go on to another stage. Raises InvalidMoveError where the table does not allow it."""
+        if stage not in ALLOWED_MOVES[self.stage]:
+            story = "\n".join(f"{at:10.3f} {str(event)[:300]}" for at, event in self._story)
+            raise InvalidMoveError(f"controller: {self.stage} cannot be followed by {stage}; last events:\n{story}")
         self.stage = stage
         self._story.append((now, stage))
 
     def take_over(self) -> None:
-        """A new supervisor begins by waiting for the agents of the one before."""
+        """Begin as a new supervisor, by waiting for the agents of the previous one."""
         self.stage = "recovering"

@@ -1,7 +1,7 @@
-"""Which plan is proposed, and from which state: the controller's questions to the scheduler and to the checker.
+"""The choice of a plan and of the state it starts from: the controller's questions to the scheduler and to the checker.
 
-Decides where the state is (the base of a transition) and what is tried after a plan was refused. Which layout is good
-is the scheduler's to say, whether a plan can be carried out the checker's. Called by `startup`, `transition` and
+Decides where the state is (the base of a transition), and the alternative after a plan was refused. The scheduler
+decides which layout is best, the checker whether a plan can be carried out. Called by `startup`, `transition` and
 `joins`.
 """
 
@@ -35,7 +35,8 @@ from resihp.scheduler.transition_cost import Movement
 
 
 class Posed(msgspec.Struct, frozen=True, kw_only=True):
-    """What the scheduler is asked: the `situation`, and the one without those who are kept out, which is `fit`."""
+    """A question to the scheduler: the `situation`, and `fit`, the same situation without the ranks that are kept
+    out."""
 
     situation: Situation
     fit: Situation
@@ -43,10 +44,10 @@ class Posed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan for a situation, why this one, and what it promises.
+    """A plan for a situation, the reason for it, and its predicted effect.
 
-    `predicted`: time of an iteration under it, in the situation's unit; `present`: the same under the plan in effect.
-    None where there is no such plan, or where it cannot run.
+    `predicted`: time of an iteration under it, in the situation's unit; `present`: the same under the plan in effect,
+    or None if there is none or it cannot run.
     """
 
     plan: Plan
@@ -55,21 +56,21 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     predicted: float | None = None
     present: float | None = None
     kept_out: tuple[int, ...] = ()
-    """Ranks of the plan that were not to get work."""
+    """Ranks of the plan that were to get no work."""
     considered: tuple[OtherPlan, ...] = ()
-    """What else was possible."""
+    """Other plans that were possible."""
 
     @property
     def movement(self) -> Movement:
-        """What the change to it has to do. Raises LayoutError naming what nobody holds any more."""
+        """State movement that the change to this plan requires. Raises LayoutError naming state that nobody holds."""
         return movement(self.situation, self.plan.layout)
 
 
 def first(job: Job) -> Choice:
-    """Plan of a job that starts: as it was asked to be where all devices or enough spares are there, else the best for
-    the rest.
+    """Return the plan of a job that starts: the requested one if all devices or enough spares are there, else the best
+    for the devices that are.
 
-    Raises LayoutError when it cannot be as the job was asked to be, NotEnoughDevicesError when nothing fits the rest.
+    Raises LayoutError if the requested plan is impossible, NotEnoughDevicesError if nothing fits the remaining devices.
     """
     grid, absent = as_asked(job)
     if absent:
@@ -80,8 +81,8 @@ def first(job: Job) -> Choice:
         plan = _with_spares(job, plan, unfit)
     reason = ""
     if job.settings.tune and job.settings.chunks == 1 and not unfit.intersection(plan.layout.active):
-        found = first_layout.tuned(plan, _situation(job, plan.epoch, set(job.ready), None, plan))
-        plan, reason = found.plan, found.reason
+        tuned_plan = first_layout.tuned(plan, _situation(job, plan.epoch, set(job.ready), None, plan))
+        plan, reason = tuned_plan.plan, tuned_plan.reason
     if unfit.intersection(plan.layout.active):
         fit = set(job.ready) - unfit
         try:
@@ -94,8 +95,9 @@ def first(job: Job) -> Choice:
 
 
 def as_asked(job: Job) -> tuple[Plan, dict[int, str]]:
-    """Megatron's grid over as many devices as the job was asked to have, those of spare nodes where others are missing;
-    and the nodes of its stand-ins: ranks that nobody has, in the places of devices for which there is none.
+    """Return Megatron's grid over the requested number of devices, with devices of spare nodes in place of missing
+    ones; and the nodes of its stand-ins, which are rank numbers without a process in the places of devices that are
+    missing.
 
     Raises LayoutError as `Planner.first_plan`.
     """
@@ -117,7 +119,7 @@ def as_asked(job: Job) -> tuple[Plan, dict[int, str]]:
         nodes=dict.fromkeys(range(len(ranks)), ""),
         tp=settings.tp,
         pp=settings.pp,
-        micro_batches=declared.micro_batches,  # the most that devices have to have room for
+        micro_batches=declared.micro_batches,  # the largest number that devices need memory for
         chunks=settings.chunks,
         schedule=settings.schedule,
         sequence_parallel=settings.sequence_parallel,
@@ -132,23 +134,25 @@ def as_asked(job: Job) -> tuple[Plan, dict[int, str]]:
             f"feed {replicas} replicas; begin the ramp-up with {replicas} or more (RampUp(start={replicas}, ...)), or "
             "raise --tp or --pp, which makes fewer replicas"
         )
-    plan = _for_so_many(plan, job.micro_batches)
+    plan = _with_micro_batches(plan, job.micro_batches)
     layout = _renamed(plan.layout, dict(enumerate(ranks)))
     if absent.keys().isdisjoint(layout.active):
         absent, layout = {}, Layout(layout.replicas, tuple(rank for rank in layout.standby if rank not in absent))
     return msgspec.structs.replace(plan, layout=layout), absent
 
 
-def _for_so_many(plan: Plan, micro_batches: int) -> Plan:
-    """The same layout, with even shares of another batch. Raises LayoutError if a replica would get none."""
+def _with_micro_batches(plan: Plan, micro_batches: int) -> Plan:
+    """Return the same layout, with even shares of another batch. Raises LayoutError if a replica would get none."""
     if plan.micro_batches == micro_batches:
         return plan
     return plan.dealing(micro_batches)
 
 
 def _redealt(plan: Plan, replicas: tuple[Replica, ...], situation: Situation) -> Plan:
-    """These replicas of a plan in which stages have no ranks, for the situation. Raises LayoutError if they cannot do
-    with each other alone, or lack the memory."""
+    """Return a plan for the situation from these replicas of a plan in which some stages have no ranks.
+
+    Raises LayoutError if the replicas do not hold all layers together, or lack the memory.
+    """
     used = {rank for replica in replicas for rank in replica.ranks}
     layout = Layout(replicas, tuple(sorted(set(situation.available).difference(used))))
     validate(layout, situation.model)
@@ -160,7 +164,7 @@ def _redealt(plan: Plan, replicas: tuple[Replica, ...], situation: Situation) ->
 
 
 def _renamed(layout: Layout, names: Mapping[int, int]) -> Layout:
-    """The same layout of other ranks: those that `names` does not have keep theirs."""
+    """Return the same layout with other ranks: `names` maps old to new; ranks that are not in it stay."""
     replicas = tuple(
         Replica(tuple(Stage(tuple(names.get(rank, rank) for rank in s.ranks), s.chunks) for s in replica.stages))
         for replica in layout.replicas
@@ -169,7 +173,8 @@ def _renamed(layout: Layout, names: Mapping[int, int]) -> Layout:
 
 
 def _first_with_less(job: Job, grid: Plan, absent: Collection[int]) -> Choice:
-    """A first plan without the devices that stand-ins are in the places of. Raises NotEnoughDevicesError."""
+    """Return a first plan without the missing devices, in whose places the stand-ins are. Raises
+    NotEnoughDevicesError."""
     ready = set(job.ready)
     unfit = _kept_out(job, ready)
     shares = f"{len(absent)} of {job.settings.devices_asked}"
@@ -192,18 +197,18 @@ def _first_with_less(job: Job, grid: Plan, absent: Collection[int]) -> Choice:
 
 
 def best(job: Job, epoch: int, available: set[int], base: Base | None, *, minds_slowness: bool | None = None) -> Choice:
-    """What the scheduler makes of these ranks, checked. `minds_slowness`: whether what is slow counts as such; by
-    default where something may be done about it.
+    """Return the scheduler's plan for these ranks, checked. `minds_slowness`: whether slow devices count as slow; by
+    default only where something may be done about them (not in observe mode).
 
-    Raises LayoutError when no plan is found, or the one that is found is no good.
+    Raises LayoutError if no plan is found, or the plan fails the check.
     """
     question = asked(job, epoch, available, base, minds_slowness=minds_slowness)
     situation, unfit = question.situation, set(question.kept_out)
-    ready = job.foresight.ready(question.fit)
+    ready = job.plan_cache.ready(question.fit)
     if ready is not None:
-        # without ranks that were kept out, the plan was checked with its answer
+        # the plan was checked as it was answered, unless kept-out ranks are added now
         plan = _mirrored(job, with_standby(ready.plan, unfit), situation, checked=not unfit)
-        job.foresight.searched = ready.plan.layout.replicas if job.settings.search_s else None
+        job.plan_cache.searched = ready.plan.layout.replicas if job.settings.search_s else None
         return _choice(job, plan, situation, f"{ready.reason}; planned ahead", ready.seconds, ready)
     try:
         decision = job.planner.decide(question.fit)
@@ -217,19 +222,19 @@ def best(job: Job, epoch: int, available: set[int], base: Base | None, *, minds_
 
 
 def asked(job: Job, epoch: int, available: set[int], base: Base | None, *, minds_slowness: bool | None = None) -> Posed:
-    """The question to which `best` answers."""
-    minds = not job.settings.observes if minds_slowness is None else minds_slowness
+    """Return the question that `best` answers."""
+    counts_slowness = not job.settings.observes if minds_slowness is None else minds_slowness
     unfit = _kept_out(job, available)
-    situation = _situation(job, epoch, available, base, minds_slowness=minds)
-    fit = _situation(job, epoch, available - unfit, base, minds_slowness=minds) if unfit else situation
+    situation = _situation(job, epoch, available, base, minds_slowness=counts_slowness)
+    fit = _situation(job, epoch, available - unfit, base, minds_slowness=counts_slowness) if unfit else situation
     return Posed(situation=situation, fit=fit, kept_out=frozenset(unfit))
 
 
 def resized(job: Job, epoch: int, available: set[int], base: Base | None) -> Choice:
-    """The layout in effect, with shares for another number of micro-batches.
+    """Return the layout in effect, with shares for another number of micro-batches.
 
-    Raises LayoutError where it cannot stay as it is: somebody is gone, a replica would get nothing, memory forbids it,
-    or the plan in effect was made for its number by more than shares.
+    Raises LayoutError if the layout cannot stay: a rank is gone, a replica would get nothing, memory does not suffice,
+    or more than the shares of the plan in effect depends on the number.
     """
     assert job.record.plan is not None
     old = job.record.plan.without_mirrors()
@@ -238,7 +243,7 @@ def resized(job: Job, epoch: int, available: set[int], base: Base | None) -> Cho
         raise LayoutError("the plan in effect does not suit another number of micro-batches")
     situation = _situation(job, epoch, available, base)
     if set(situation.stale).intersection(old.layout.active) or _kept_out(job, available) - set(old.layout.standby):
-        raise LayoutError("the plan in effect does not suit those who are there")
+        raise LayoutError("the plan in effect does not suit the present ranks")
     reason = f"the layout in effect for {situation.micro_batches} micro-batches"
     if old.layout.vacant:
         plan = _mirrored(job, _redealt(old, old.layout.replicas, situation), situation)
@@ -249,14 +254,15 @@ def resized(job: Job, epoch: int, available: set[int], base: Base | None) -> Cho
 
 
 def tuned(job: Job, epoch: int, available: set[int], base: Base | None, plan: Plan) -> Choice:
-    """A plan that was made while training went on, now that all have parked; whoever has no work in it stands by.
+    """Complete a plan that was made while training went on, now that all ranks have parked; ranks without work stand
+    by.
 
-    Raises LayoutError where it does not suit any more: somebody is gone, or is not to work, or the batch has grown.
+    Raises LayoutError if it no longer fits: a rank is gone or is not to work, or the batch has grown.
     """
     unfit = _kept_out(job, available)
-    able = (available if base is None else available.intersection(base.survivors)) - unfit
-    if not able.issuperset(plan.layout.active) or plan.micro_batches != job.micro_batches:
-        raise LayoutError("the tuned plan does not suit those who are there")
+    usable = (available if base is None else available.intersection(base.survivors)) - unfit
+    if not usable.issuperset(plan.layout.active) or plan.micro_batches != job.micro_batches:
+        raise LayoutError("the tuned plan does not suit the present ranks")
     standby = tuple(sorted(available.difference(plan.layout.active)))
     plan = msgspec.structs.replace(plan, epoch=epoch, layout=Layout(plan.layout.replicas, standby))
     situation = _situation(job, epoch, available, base)
@@ -268,24 +274,24 @@ def tuned(job: Job, epoch: int, available: set[int], base: Base | None, plan: Pl
 
 
 def situation_now(job: Job) -> Situation:
-    """That of all who are ready, while training goes on."""
+    """Return the situation of all ready ranks, while training goes on."""
     return _situation(job, job.epoch + 1, set(job.ready), None)
 
 
 def best_while_running(job: Job, *, minds_slowness: bool | None = None) -> Choice:
-    """What the scheduler would make of all who are ready, were training interrupted now. As `best`, raises as it."""
+    """Return the plan for all ready ranks as if training were interrupted now. Raises as `best`."""
     return best(job, job.epoch + 1, set(job.ready), None, minds_slowness=minds_slowness)
 
 
 def first_again(job: Job) -> Choice:
-    """The first plan, as if new devices stood in the places of those that are gone; where the job began with less than
-    it was asked to have, the plan that it would have begun with.
+    """Return the first plan, as if new devices took the places of those that are gone. If the job started with fewer
+    devices than requested, return the plan it would have started with.
 
-    Raises LayoutError when state is lost that it needs.
+    Raises LayoutError if state that it needs is lost.
     """
     plan = job.record.first_plan
     assert plan is not None
-    plan = _for_so_many(plan.without_mirrors(), job.micro_batches)
+    plan = _with_micro_batches(plan.without_mirrors(), job.micro_batches)
     situation = _situation(job, job.epoch + 1, set(job.ready), None)
     if len(plan.layout.active) < job.settings.ranks_asked:
         plan, absent = as_asked(job)
@@ -301,7 +307,8 @@ def _choice(
     predicted: float | None = None,
     decision: Decision | None = None,
 ) -> Choice:
-    """`predicted` where it is known already; `decision` where others were compared with it."""
+    """Return the plan with its predicted times. `predicted`: if known already; `decision`: if it was compared with
+    others."""
     others = () if decision is None else decision.alternatives
     return Choice(
         plan=plan,
@@ -315,15 +322,16 @@ def _choice(
 
 
 def present(job: Job, situation: Situation) -> float | None:
-    """Of the plan in effect, dealing as many micro-batches as there are now."""
+    """Return the predicted time of the plan in effect, with the present number of micro-batches; None if it cannot
+    run."""
     plan = job.record.plan
     if plan is None or situation.micro_batches < len(plan.layout.replicas) - len(plan.mirrors):
         return None
-    return _price(_for_so_many(plan, situation.micro_batches), situation)
+    return _price(_with_micro_batches(plan, situation.micro_batches), situation)
 
 
 def _price(plan: Plan, situation: Situation) -> float | None:
-    """Predicted time of an iteration; None where the plan has work for a rank that is gone or stands still."""
+    """Return the predicted time of an iteration; None if the plan has work for a rank that is gone or stopped."""
     if not set(situation.available).difference(situation.stale).issuperset(plan.layout.active):
         return None
     seconds = iteration_seconds(plan, situation)
@@ -331,7 +339,7 @@ def _price(plan: Plan, situation: Situation) -> float | None:
 
 
 def with_standby(plan: Plan, ranks: set[int]) -> Plan:
-    """The same plan, with more ranks that stand by."""
+    """Return the same plan, with more standby ranks."""
     if not ranks:
         return plan
     layout = plan.layout
@@ -340,16 +348,16 @@ def with_standby(plan: Plan, ranks: set[int]) -> Plan:
 
 
 def _with_spares(job: Job, plan: Plan, unfit: set[int]) -> Plan:
-    """Spares in the places of unfit ranks, as far as that keeps groups within their node."""
+    """Put spares in the places of unfit ranks, as far as tensor-parallel groups stay within their node."""
     spares = [rank for rank in plan.layout.standby if rank not in unfit]
     places: dict[int, int] = {}
     for replica in plan.layout.replicas:
         for stage in replica.stages:
             for rank in unfit.intersection(stage.ranks):
                 node = job.members[rank].node
-                able = [spare for spare in spares if stage.tp == 1 or job.members[spare].node == node]
-                if able:
-                    places[rank] = min(able, key=lambda spare: (job.members[spare].node != node, spare))
+                candidates = [spare for spare in spares if stage.tp == 1 or job.members[spare].node == node]
+                if candidates:
+                    places[rank] = min(candidates, key=lambda spare: (job.members[spare].node != node, spare))
                     spares.remove(places[rank])
     replicas = _renamed(plan.layout, places).replicas
     active = {rank for replica in replicas for rank in replica.ranks}
@@ -358,28 +366,31 @@ def _with_spares(job: Job, plan: Plan, unfit: set[int]) -> Plan:
 
 
 def _mirrored(job: Job, plan: Plan, situation: Situation, *, checked: bool = False) -> Plan:
-    """Return the plan, with mirrors for the layers that one stage holds, as far as ranks on standby can hold copies.
+    """Return the plan, with mirrors for layers that only one stage holds, as far as standby ranks can hold copies.
 
-    A device that is slow, or failed its probe by its speed, is good enough for a copy. Other rules than ours get none:
-    they are there to be compared with. `checked`: whether the plan without mirrors was checked before. Raises PlanError
-    if that one cannot be carried out.
+    A device that is slow, or failed its probe by its speed, is good enough for a copy. Plans of other planners than
+    ours get no mirrors: they serve as comparison. `checked`: whether the plan without mirrors was checked before.
+    Raises PlanError if that plan cannot be carried out.
     """
-    able = [rank for rank in plan.layout.standby if can_hold_copies(job, rank, situation.speeds)]
-    protected = mirrors.with_mirrors(plan, situation, able)
+    candidates = [rank for rank in plan.layout.standby if can_hold_copies(job, rank, situation.speeds)]
+    protected = mirrors.with_mirrors(plan, situation, candidates)
     if protected is not plan:
         try:
             job.dependencies.check(protected)
             return protected
         except LayoutError as error:
-            job.say("warning", f"no copies of state that one rank holds: {error}")
+            job.say("warning", f"state with a single holder gets no copy: {error}")
     if not checked:
         job.dependencies.check(plan)
     return plan
 
 
 def can_hold_copies(job: Job, rank: int, speeds: Mapping[int, float]) -> bool:
-    """Return whether a rank may be part of a mirror: under our own planner, measured, and neither stopped, nor without
-    an answer to its last probe, nor about to leave with its node."""
+    """Return whether a rank may be part of a mirror.
+
+    It may under our own planner, once measured, and unless it is stopped, has not answered its last probe, or is about
+    to leave with its node.
+    """
     member = job.members[rank]
     return (
         job.settings.planner == "resihp"
@@ -392,54 +403,54 @@ def can_hold_copies(job: Job, rank: int, speeds: Mapping[int, float]) -> bool:
 
 
 def layers_at_risk(job: Job) -> frozenset[int]:
-    """Return the layers whose state one stage of the plan in effect holds alone."""
+    """Return the layers whose state only one stage of the plan in effect holds."""
     plan = job.record.plan
     return frozenset() if plan is None else mirrors.layers_held_once(plan.layout)
 
 
 def _kept_out(job: Job, ranks: set[int]) -> set[int]:
-    """Of these, those that are to stand by: unfit, not measured yet, or about to leave with their node."""
+    """Return those of the ranks that are to stand by: unfit, not measured yet, or about to leave with their node."""
     leaving = {rank for rank in ranks if job.members[rank].node in job.vacating}
     unfit = set() if job.settings.observes else job.record.unfit
     return leaving | {rank for rank in ranks if job.device_of(rank) in unfit or rank in job.unmeasured}
 
 
 def cautious(job: Job, epoch: int, available: set[int], base: Base | None) -> Choice:
-    """The plan in effect once more if it can be, else without the replicas that lost a rank.
+    """Return the plan in effect once more if possible, else that plan without the replicas that lost a rank.
 
-    Raises NotEnoughDevicesError when no replica is whole, LayoutError when not even that can be carried out.
+    Raises NotEnoughDevicesError if no replica is complete, LayoutError if not even that plan can be carried out.
     """
     old = job.record.plan or job.record.first_plan
     assert old is not None
     situation = _situation(job, epoch, available, base)
-    able = available if base is None else available.intersection(base.survivors)
-    if able.issuperset(old.layout.active):
+    usable = available if base is None else available.intersection(base.survivors)
+    if usable.issuperset(old.layout.active):
         standby = tuple(sorted(available - set(old.layout.active)))
-        plan = _for_so_many(old, job.micro_batches)
+        plan = _with_micro_batches(old, job.micro_batches)
         plan = msgspec.structs.replace(plan, epoch=epoch, layout=Layout(old.layout.replicas, standby))
         reason = "the plan in effect once more"
-    elif old.mirrors and able.issuperset(old.computing):
-        plan = _for_so_many(old.without_mirrors(), job.micro_batches)
+    elif old.mirrors and usable.issuperset(old.computing):
+        plan = _with_micro_batches(old.without_mirrors(), job.micro_batches)
         standby = tuple(sorted(available - set(old.computing)))
         plan = msgspec.structs.replace(plan, epoch=epoch, layout=Layout(plan.layout.replicas, standby))
         reason = "the plan in effect without its mirrors"
     else:
-        plan, reason = _without_lost(job, old.without_mirrors(), situation, able)
+        plan, reason = _without_lost(job, old.without_mirrors(), situation, usable)
     job.dependencies.check(plan)
     return _choice(job, plan, situation, reason)
 
 
-def _without_lost(job: Job, old: Plan, situation: Situation, able: Collection[int]) -> tuple[Plan, str]:
-    """`old` without replicas that lost a rank, and why this one; stages without ranks stay so where others hold their
-    layers. Raises NotEnoughDevicesError."""
+def _without_lost(job: Job, old: Plan, situation: Situation, usable: Collection[int]) -> tuple[Plan, str]:
+    """Return `old` without the replicas that lost a rank, and the reason. Stages without ranks stay empty if other
+    replicas hold their layers. Raises NotEnoughDevicesError."""
     if old.layout.vacant:
-        left = tuple(replica for replica in old.layout.replicas if set(replica.ranks).issubset(able))
+        intact = tuple(replica for replica in old.layout.replicas if set(replica.ranks).issubset(usable))
         with suppress(LayoutError):
-            return _redealt(old, left, situation), "without the replicas that lost a rank"
+            return _redealt(old, intact, situation), "without the replicas that lost a rank"
     try:
         decision = job.planner.without_lost_replicas(situation)
     except LayoutError as error:
-        raise NotEnoughDevicesError(f"no whole replica is left: {error}") from None
+        raise NotEnoughDevicesError(f"no complete replica is left: {error}") from None
     return decision.plan, decision.reason
 
 
@@ -452,13 +463,15 @@ def _situation(
     *,
     minds_slowness: bool | None = None,
 ) -> Situation:
-    """The planner's view. `old`: the plan to start from; by default the one in effect, or the first until one is.
+    """Return the planner's view. `old`: the plan to start from; by default the one in effect, or the first one before
+    that.
 
-    `minds_slowness` as for `best`."""
+    `minds_slowness` as for `best`.
+    """
     declared, settings, old = job.declaration, job.settings, old or job.record.plan or job.record.first_plan
     assert old is not None
-    minds = not job.settings.observes if minds_slowness is None else minds_slowness
-    slows = job.record.slow if minds else {}
+    counts_slowness = not job.settings.observes if minds_slowness is None else minds_slowness
+    slow = job.record.slow if counts_slowness else {}
     stale = set() if base is None else available & set(old.layout.active) - set(base.survivors)
     overhead = device_memory.overhead(declared.device, declared.back_end)
     return Situation(
@@ -477,26 +490,27 @@ def _situation(
         sequence_parallel=settings.sequence_parallel,
         memory_bytes=_memory_bytes(job, old, overhead),
         overhead=overhead,
-        speeds={rank: slows[device].speed for rank in available if (device := job.device_of(rank)) in slows},
+        speeds={rank: slow[device].speed for rank in available if (device := job.device_of(rank)) in slow},
         profile=job.profile,
-        links=learned_times.links(job) if minds else {},
+        links=learned_times.links(job) if counts_slowness else {},
         stale=tuple(sorted(stale)),
         fresh=_is_fresh(job),
     )
 
 
 def _memory_bytes(job: Job, plan: Plan, overhead: Overhead) -> int | None:
-    """Of each device: what the user says, else what the smallest device has, and no less than `plan` needs by estimate:
-    it runs, or was asked for."""
-    told, has = job.settings.memory_bytes, job.declaration.memory_bytes
-    if told is not None or has is None:
-        return told
+    """Return the memory of each device: as configured, else that of the smallest device, but at least what `plan` needs
+    by estimate, since that plan runs or was requested."""
+    configured, smallest = job.settings.memory_bytes, job.declaration.memory_bytes
+    if configured is not None or smallest is None:
+        return configured
     needed, _ = memory.most_needed(plan, job.declaration.model, job.declaration.model.sequence)
-    return max(has, overhead.with_gaps(needed))
+    return max(smallest, overhead.with_gaps(needed))
 
 
 def base(job: Job) -> Base | None:
-    """Where the state is once all have parked; None while every rank draws it or loads it from the checkpoint."""
+    """Return where the state is once all have parked; None while every rank initialises it or loads it from the
+    checkpoint."""
     if _is_fresh(job):
         return None
     assert job.record.plan is not None
@@ -509,9 +523,10 @@ def _is_fresh(job: Job) -> bool:
 
 
 def can_go_on(job: Job, rank: int) -> bool:
-    """Whether a parked rank holds the last committed iteration's state of the plan in effect, or can finish its step.
+    """Return whether a parked rank holds the last committed iteration's state of the plan in effect, or can finish its
+    step.
 
-    Which plan is in effect is known here alone: a rank that acknowledged the next one holds both.
+    Only the controller knows which plan is in effect: a rank that acknowledged the next one holds the state of both.
     """
     parked = job.transition.parked.get(rank) if job.transition else None
     if parked is None or job.record.plan is None or job.record.plan.epoch not in parked.holds:
@@ -520,7 +535,7 @@ def can_go_on(job: Job, rank: int) -> bool:
 
 
 def state_lost(job: Job, base: Base | None) -> str | None:
-    """Why training cannot go on from what survived, or None when it can."""
+    """Return the reason why training cannot continue from the surviving state, or None if it can."""
     return None if base is None else missing(base, specs(job))
 
 

@@ -1,10 +1,11 @@
-"""Is another plan, or another node, worth it? One policy for what became slower or faster, for what came, and for what
-could be asked for.
+"""The policy for changing the plan, or asking for another node: whether something slower, faster or newly arrived makes
+it worth it.
 
-Decides when to interrupt training although everybody is alive. Which plan is best the scheduler says, whether it is
-worth its price `resihp.scheduler.transition_cost`: a slow-down that may pass is borne until it has cost what a change
-would, a newcomer is taken in if that pays off before the job ends, and each recent change on account of the same device
-makes the next one dearer. Told by `slowness` and `joins`, asked by `replacements` and, after each event, `controller`.
+Decides when to interrupt training although all ranks are alive. The scheduler decides which plan is best;
+`resihp.scheduler.transition_cost` decides whether it is worth its price. A slowdown that may pass is tolerated until it
+has cost as much as a change would; a newcomer is taken in if that pays off before the job ends; each recent change
+because of the same device makes the next one more expensive. Notified by `slowness` and `joins`; called by
+`replacements` and, after each event, by `controller`.
 """
 
 from __future__ import annotations
@@ -25,49 +26,53 @@ from resihp.record.state import Device, Link
 from resihp.scheduler import transition_cost
 from resihp.scheduler.layouts import mirrors
 
-AGAIN_S = 600.0
-"""When a newcomer that was not worth a change is looked at again: recent changes have passed, costs are known better.
-It takes the planner, which in the largest jobs takes a while."""
+NEWCOMER_RECHECK_S = 600.0
+"""Seconds until a newcomer that was not worth a change is considered again: by then recent changes have aged, and costs
+are known better. It takes a planner run, which is slow in the largest jobs."""
 
-MOST_PROTECTIVE_CHANGES = 4
-"""Changes of layout within an hour on account of one device, after which a second copy of state alone is no reason for
-another one: a device that comes and goes must not keep training from going on."""
+MAX_PROTECTIVE_CHANGES = 4
+"""Changes of layout within an hour because of one device, after which a second copy of state alone does not justify
+another one: a device that comes and goes must not keep training from making progress."""
 
 
 def consider(job: Job, reason: str, since: int, *, device: Device | Link, failure: int | None = None) -> None:
     """Look for another plan, now or as soon as nothing else is under way.
 
-    `since`: first iteration in which things were as they are; `device`: what changed, a device or a link.
+    `since`: first iteration for which the change holds; `device`: the device or link that changed.
     """
     _consider(job, [Change(reason=reason, since=since, failure=failure, device=device)])
 
 
 def consider_all(job: Job, reason: str, since: int, failures: Mapping[Device | Link, int | None]) -> None:
-    """The same of many that became slow together, or well: one question, and they are the cause of its answer."""
-    _consider(job, [Change(reason=reason, since=since, failure=one, device=device) for device, one in failures.items()])
+    """Look for another plan because many devices became slow, or recovered, together: one question for all of them."""
+    changes = [
+        Change(reason=reason, since=since, failure=failure, device=device) for device, failure in failures.items()
+    ]
+    _consider(job, changes)
 
 
 def consider_newcomer(job: Job, rank: int, reason: str = "") -> None:
-    """Look for a plan that gives a rank work which has none. `reason`: why it could, if it has not just come."""
-    told = reason or f"rank {rank} joined"
-    _consider(job, [Change(reason=told, since=job.furthest + 1, device=job.device_of(rank), rank=rank)])
+    """Look for a plan that gives work to a rank without any. `reason`: why it could have work, if it has not just
+    joined."""
+    reason = reason or f"rank {rank} joined"
+    _consider(job, [Change(reason=reason, since=job.furthest + 1, device=job.device_of(rank), rank=rank)])
 
 
 def consider_found(job: Job, question: str) -> None:
-    """Look at a plan that was found for how things are, by somebody who had the time."""
+    """Look at a better plan that the planning process found for the present situation."""
     assert job.record.plan is not None
-    since = job.foresight.since + 1
+    since = job.plan_cache.since + 1
     _consider(job, [Change(reason="a better plan was found", since=since, device="found", question=question)])
 
 
 def _consider(job: Job, changes: Sequence[Change]) -> None:
-    anew = {change.device for change in changes}
-    job.reconsider = [*(one for one in job.reconsider if one.device not in anew), *changes]
+    devices = {change.device for change in changes}
+    job.reconsider = [*(change for change in job.reconsider if change.device not in devices), *changes]
     job.reconsider_at = 0.0
 
 
 def consider_links(job: Job) -> None:
-    """Look for a plan that suits slow links, where none has been made for them: what transfers take is known by now."""
+    """Look for a plan that suits slow links for which none was made yet: transfer times are known by now."""
     for link, slow in sorted(job.record.slow_links.items()):
         if not job.record.changes.get(link):
             reason = f"{job.where_link(link)} is slow"
@@ -75,84 +80,84 @@ def consider_links(job: Job) -> None:
 
 
 class Replan(msgspec.Struct, frozen=True, kw_only=True):
-    """Training is worth interrupting for another plan."""
+    """A decision to interrupt training for another plan."""
 
     reason: str
     failures: tuple[int, ...]
-    """Verdicts that it answers to."""
+    """Verdicts it responds to."""
     plan: Plan | None = None
-    """The plan, where it is known already; its epoch and who stands by are not."""
+    """The plan, where it is known already; its epoch and its standby ranks are not."""
 
 
 def review(job: Job) -> Replan | None:
-    """Whether to interrupt training for another plan, by now."""
+    """Decide whether to interrupt training for another plan now."""
     if not job.reconsider or job.now < job.reconsider_at or not job.may_interrupt:
         return None
-    asked, job.reconsider = [one for one in job.reconsider if _stands(job, one)], []
+    changes, job.reconsider = [change for change in job.reconsider if _stands(job, change)], []
     if not job.can_still_gain:
         return None
     if not job.settings.observes:
-        return _answer(job, asked) if asked else None
-    slow, came = ([one for one in asked if (one.rank is None) is which] for which in (True, False))
+        return _answer(job, changes) if changes else None
+    slow, newcomers = ([change for change in changes if (change.rank is None) is is_slow] for is_slow in (True, False))
     if slow:
-        _answer(job, slow, only_tell=True)
-    return _answer(job, came) if came else None
+        _answer(job, slow, only_report=True)
+    return _answer(job, newcomers) if newcomers else None
 
 
-def _answer(job: Job, asked: list[Change], *, only_tell: bool = False) -> Replan | None:
-    """What these changes call for. `only_tell`: what would be done about them, where nothing is."""
-    reason = ", ".join(dict.fromkeys(one.reason for one in asked))
+def _answer(job: Job, changes: list[Change], *, only_report: bool = False) -> Replan | None:
+    """Decide about these changes. `only_report`: log the decision instead of acting on it (observe mode)."""
+    reason = ", ".join(dict.fromkeys(change.reason for change in changes))
     try:
-        choice = planning.best_while_running(job, minds_slowness=only_tell or None)
+        choice = planning.best_while_running(job, minds_slowness=only_report or None)
         if _is_in_effect(job, choice.plan):
             job.say("notice", f"{reason}: the plan stays, no other is faster")
-            declined(job, reason, "no other is faster", choice, asked)
+            declined(job, reason, "no other is faster", choice, changes)
             return None
-        found = weigh(job, choice, asked)
+        verdict = weigh(job, choice, changes)
     except (LayoutError, NotEnoughDevicesError) as error:
         job.say("notice", f"{reason}: no other plan: {error}")
-        declined(job, reason, f"no other plan: {error}", None, asked)
+        declined(job, reason, f"no other plan: {error}", None, changes)
         return None
-    if found.go and only_tell:
-        job.say("notice", f"{reason}: another plan {found.reason}; observe mode, the plan stays")
-        declined(job, reason, f"observe mode: another {found.reason}", choice, asked)
+    if verdict.go and only_report:
+        job.say("notice", f"{reason}: another plan {verdict.reason}; observe mode, the plan stays")
+        declined(job, reason, f"observe mode: another {verdict.reason}", choice, changes)
         return None
-    if found.go:
-        causes = {one.device for one in asked if not isinstance(one.device, str)}
+    if verdict.go:
+        causes = {change.device for change in changes if not isinstance(change.device, str)}
         links = sorted((a, b) for a, b in causes if isinstance(a, int))
         devices = sorted((node, index) for node, index in causes if isinstance(node, str))
         job.log(
             ChangeDecided(
-                reason=found.reason,
+                reason=verdict.reason,
                 devices=tuple(devices),
                 links=tuple(links),
-                found=any(one.device == "found" for one in asked),
+                found=any(change.device == "found" for change in changes),
             )
         )
-        failures = tuple(one.failure for one in asked if one.failure is not None)
-        return Replan(reason=f"{reason}: {found.reason}", failures=failures)
-    job.say("notice", f"{reason}: the plan stays: {found.reason}")
-    declined(job, reason, found.reason, choice, asked)
-    again_in_s = found.again_in_s
-    if again_in_s is None and any(one.rank in choice.plan.computing for one in asked):
-        again_in_s = AGAIN_S
+        failures = tuple(change.failure for change in changes if change.failure is not None)
+        return Replan(reason=f"{reason}: {verdict.reason}", failures=failures)
+    job.say("notice", f"{reason}: the plan stays: {verdict.reason}")
+    declined(job, reason, verdict.reason, choice, changes)
+    again_in_s = verdict.again_in_s
+    if again_in_s is None and any(change.rank in choice.plan.computing for change in changes):
+        again_in_s = NEWCOMER_RECHECK_S
     if again_in_s is not None and math.isfinite(again_in_s):
         again_at = job.now + max(again_in_s, job.usual_s)
         job.reconsider_at = min(job.reconsider_at, again_at) if job.reconsider else again_at
-        job.reconsider += asked
+        job.reconsider += changes
     return None
 
 
 def declined(
-    job: Job, reason: str, why: str, choice: planning.Choice | None = None, asked: Sequence[Change] = ()
+    job: Job, reason: str, why: str, choice: planning.Choice | None = None, changes: Sequence[Change] = ()
 ) -> None:
-    """Put on record that the plan in effect stays, and what was thought of instead, if anything could be."""
+    """Record that the plan in effect stays, and the alternative that was considered, if there was one."""
     entry = ChangeDeclined(
         about="plan",
         reason=reason,
         why=why,
         iteration=job.furthest + 1,
-        failures=tuple(dict.fromkeys(one.failure for one in asked if one.failure is not None)),
+        failures=tuple(dict.fromkeys(change.failure for change in changes if change.failure is not None)),
     )
     if choice is not None:
         entry = msgspec.structs.replace(
@@ -167,15 +172,15 @@ def declined(
 
 
 def _stands(job: Job, change: Change) -> bool:
-    """Whether it still calls for anything: a newcomer may have gone, or have been given work meanwhile, a plan that was
-    found may not be for how things are now."""
+    """Return whether a change is still relevant: a newcomer may have left or have been given work, and a plan that was
+    found may not fit the present situation."""
     if change.question:
-        return change.question in job.foresight.answers
+        return change.question in job.plan_cache.answers
     return change.rank is None or (job.members[change.rank].ready and change.rank not in job.record.computing)
 
 
 def _is_in_effect(job: Job, plan: Plan) -> bool:
-    """Whether a plan has the work done as it is done now; more ranks may stand by."""
+    """Return whether a plan distributes work as the plan in effect does; more ranks may stand by."""
     now = job.record.plan
     assert now is not None
     same_stages = plan.layout.replicas == now.layout.replicas
@@ -186,17 +191,17 @@ def _is_in_effect(job: Job, plan: Plan) -> bool:
     )
 
 
-def weigh(job: Job, choice: planning.Choice, asked: list[Change]) -> transition_cost.Verdict:
-    """Whether a better plan is worth its transition now. Raises LayoutError when state is lost that it needs.
+def weigh(job: Job, choice: planning.Choice, changes: list[Change]) -> transition_cost.Verdict:
+    """Decide whether a better plan is worth its transition now. Raises LayoutError if state that it needs is lost.
 
-    Where it gives a newcomer work, or where it was found and nothing is slow, what it gains lasts until the job ends;
-    else nobody knows how long.
+    If it gives work to a newcomer, or if it was found while nothing is slow, its gain lasts until the job ends;
+    otherwise the duration is unknown.
     """
     slow = choice.situation.speeds or choice.situation.links
-    found = any(one.question for one in asked) and not slow
-    lasts = found or any(one.rank in choice.plan.computing for one in asked)
+    was_found = any(change.question for change in changes) and not slow
+    lasts = was_found or any(change.rank in choice.plan.computing for change in changes)
     cost, left_s = _cost(job, choice), remaining_s(job)
-    protection = _protection(job, choice, asked, cost, left_s)
+    protection = _protection(job, choice, changes, cost, left_s)
     if protection is not None:
         return protection
     return transition_cost.verdict(
@@ -205,24 +210,24 @@ def weigh(job: Job, choice: planning.Choice, asked: list[Change]) -> transition_
         _time(choice.predicted),
         remaining_s=left_s,
         duration_s=math.inf if lasts else None,
-        elapsed_s=max(max(0, job.furthest + 1 - one.since) * job.usual_s for one in asked),
-        changes=max(transition_cost.recent(job.changed_at.get(one.device, ()), job.now) for one in asked),
+        elapsed_s=max(max(0, job.furthest + 1 - change.since) * job.usual_s for change in changes),
+        changes=max(transition_cost.recent(job.changed_at.get(change.device, ()), job.now) for change in changes),
     )
 
 
 def _protection(
-    job: Job, choice: planning.Choice, asked: Sequence[Change], cost: transition_cost.Cost, left_s: float
+    job: Job, choice: planning.Choice, changes: Sequence[Change], cost: transition_cost.Cost, left_s: float
 ) -> transition_cost.Verdict | None:
-    """Return that a plan is worth its transition because it has a second copy made of state that one rank holds.
+    """Return a positive verdict on a plan that makes a second copy of state held by a single rank, else None.
 
-    None where it makes none, where less is left to train than the transition takes, or where the same devices have been
-    the cause of `MOST_PROTECTIVE_CHANGES` within an hour: then time alone decides. The loss of a last holder costs all
-    since the last checkpoint, or all of the training; a transition costs seconds.
+    None as well if less time is left to train than the transition takes, or if the same devices have caused
+    `MAX_PROTECTIVE_CHANGES` within an hour: then time alone decides. The loss of the last holder costs everything since
+    the last checkpoint, or all of the training; a transition costs seconds.
     """
     assert job.record.plan is not None
     gained = mirrors.newly_held_twice(job.record.plan.layout, choice.plan.layout)
-    changes = max(transition_cost.recent(job.changed_at.get(one.device, ()), job.now) for one in asked)
-    if not gained or left_s <= cost.seconds or changes >= MOST_PROTECTIVE_CHANGES:
+    recent = max(transition_cost.recent(job.changed_at.get(change.device, ()), job.now) for change in changes)
+    if not gained or left_s <= cost.seconds or recent >= MAX_PROTECTIVE_CHANGES:
         return None
     return transition_cost.Verdict(
         go=True,
@@ -240,30 +245,30 @@ def _layers(layers: Collection[int]) -> str:
 
 
 def review_copies(job: Job) -> None:
-    """Look for a plan that gives state with one holder a second one, where a rank on standby could be it.
+    """Look for a plan that gives a second copy to state with one holder, where a standby rank could hold it.
 
-    Asked once of each layout in effect and set of ranks that could.
+    Done once for each layout in effect and set of suitable ranks.
     """
     plan = job.record.plan
     if plan is None or not job.may_interrupt or not (layers := planning.layers_at_risk(job)):
         return
-    able = [rank for rank in job.ready if rank not in job.record.working and could_hold_copies(job, rank)]
-    question = (plan.layout.replicas, frozenset(able))
-    if not able or question == job.foresight.copies_looked_for:
+    candidates = [rank for rank in job.ready if rank not in job.record.working and could_hold_copies(job, rank)]
+    question = (plan.layout.replicas, frozenset(candidates))
+    if not candidates or question == job.plan_cache.copies_looked_for:
         return
-    job.foresight.copies_looked_for = question
-    for rank in able:
+    job.plan_cache.copies_looked_for = question
+    for rank in candidates:
         consider_newcomer(job, rank, f"only one stage holds {_layers(layers)}")
 
 
 def could_hold_copies(job: Job, rank: int) -> bool:
-    """Return whether a rank without work may hold a copy of state, as far as training tells of its speed."""
+    """Return whether a rank without work may hold a copy of state, as far as its speed in training is known."""
     slow = job.record.slow.get(job.device_of(rank))
     return planning.can_hold_copies(job, rank, {} if slow is None else {rank: slow.speed})
 
 
 def weigh_asking(job: Job, choice: planning.Choice, *, wait_s: float, joining_s: float) -> transition_cost.Verdict:
-    """Whether a plan is worth asking for the node that it needs. Raises LayoutError when state is lost."""
+    """Decide whether a plan is worth asking for the node it needs. Raises LayoutError if state is lost."""
     return transition_cost.worth_asking(
         _cost(job, choice),
         _time(choice.present),
@@ -275,7 +280,7 @@ def weigh_asking(job: Job, choice: planning.Choice, *, wait_s: float, joining_s:
 
 
 def remaining_s(job: Job) -> float:
-    """Of training at the present pace, or until the job's time is up."""
+    """Return the seconds of training left at the present pace, or until the job's time limit."""
     left_s = (job.record.goal - job.furthest) * job.usual_s
     return left_s if job.deadline is None else max(0.0, min(left_s, job.deadline - job.now))
 
@@ -285,11 +290,11 @@ def _cost(job: Job, choice: planning.Choice) -> transition_cost.Cost:
 
 
 def _time(predicted: float | None) -> float:
-    """Of an iteration under a plan that may not be able to run."""
+    """Return the predicted time of an iteration; infinite under a plan that cannot run."""
     return math.inf if predicted is None else predicted
 
 
 def resume(job: Job) -> None:
-    """A new supervisor: when plans were changed is not known to it, only how often; it takes all of them for recent."""
-    for what, times in job.record.changes.items():
-        job.changed_at[what] = [job.now] * times
+    """Set up a new supervisor: the journal has the number of changes but not their times, so all count as recent."""
+    for occasion, times in job.record.changes.items():
+        job.changed_at[occasion] = [job.now] * times

@@ -1,21 +1,22 @@
-"""Being asked to stop: signals from Slurm or an operator, time that runs out, a quorum that is gone. Blames no node.
+"""Requests to stop: signals from Slurm or an operator, the time limit, a lost quorum. Never attributes a fault to a
+node.
 
-Decides what a signal means, and leads a job to an end that loses nothing: training pauses after the iteration under
-way, one whole replica writes what it holds, the job ends. What takes too long is given up: an iteration for the one
-before it, ranks that do not park for those that have, a checkpoint for the one that there is. Nothing new is begun
-meanwhile, and whatever dies is Slurm's doing.
+Decides what a signal means, and leads the job to an end that loses nothing: training pauses after the iteration under
+way, one whole replica writes the state it holds, and the job ends. Steps that take too long are skipped: the iteration
+under way, ranks that do not park while others have, and finally the checkpoint, so that the previous one counts.
+Nothing new is started meanwhile, and any death counts as Slurm's doing.
 
 ==========================  ==========================  =======================================================
-received                    is taken for                then
+received                    is interpreted as           consequence
 ==========================  ==========================  =======================================================
-TERM under Slurm            a stop: Slurm tells why     checkpoint, exit 143; 75 for the time limit, preemption
+TERM under Slurm            a stop: Slurm knows why     checkpoint, exit 143; 75 for the time limit, preemption
 TERM by agents of several   the same                    the same
 nodes, or of the only one
 USR1 or USR2, also by       a warning: time runs out    checkpoint, exit 75 (requeue) or 143, as configured
 agents of several nodes
-a signal by one agent       its node's own business     a notice; its end is no failure of the node's
-INT, TERM without Slurm,    an operator                 checkpoint, exit 130 for INT, else 143; asked once more, the
-`resihp stop`                                           end, at once
+a signal by one agent       that node's own business    a notice; the node's end is not a failure of the node
+INT, TERM without Slurm,    an operator                 checkpoint, exit 130 for INT, else 143; at a second
+`resihp stop`                                           request the end, at once
 no quorum follows           another one may lead        the end, at once, exit 75: the guardian decides
 ==========================  ==========================  =======================================================
 
@@ -34,29 +35,30 @@ from resihp.controller import transition as transitions
 from resihp.controller.fail_stop import incidents
 from resihp.controller.state.job import Job
 from resihp.controller.state.members import natural
-from resihp.controller.state.requests import COINCIDENCE_S, AgentSignal, Departure, Meaning
+from resihp.controller.state.requests import COINCIDENCE_S, AgentSignal, Meaning, StopRequest
 from resihp.protocol import messages as m
 from resihp.record.journal import JobSignalled, PlanWithdrawn
 
 MEANING_PATIENCE_S = 2.0
-"""How long Slurm may take to say why; training pauses meanwhile."""
+"""Seconds within which Slurm must say why the job is to stop; training pauses meanwhile."""
 WARNING_BUDGET_S = 120.0
-"""How long a checkpoint may take after a warning when the time limit is not known."""
+"""Seconds that a checkpoint may take after a warning if the time limit is not known."""
 OPERATOR_BUDGET_S = 300.0
-"""How long it may take for an operator, who can ask once more; not after TERM, whose sender may have less patience."""
+"""Seconds that a checkpoint may take for an operator, who can ask again to end at once. Not after TERM, as its sender
+may kill the job sooner."""
 LIMIT_MARGIN_S = 30.0
-"""How long before the time limit the job has ended."""
+"""Seconds before the time limit at which the job has ended."""
 HURRY_S = 60.0
-"""How long before the end the iteration under way is given up; at most half of the time there was."""
+"""Seconds before the end at which the iteration under way is given up; at most half of the time there was."""
 LATE_S = 30.0
-"""How long before the end nobody is waited for to park, if others have; at most a quarter."""
+"""Seconds before the end from which the job no longer waits for ranks to park, if others have; at most a quarter."""
 
 
-# --- what was received ----------------------------------------------------------------------------------------------
+# --- requests -------------------------------------------------------------------------------------------------------
 
 
 def signalled(job: Job, event: api.Signalled) -> None:
-    """The supervisor's own signals."""
+    """Interpret a signal to the supervisor itself."""
     if event.signal in _WARNINGS:
         _begin(job, event.signal, "warning", f"received {_name(event.signal)}")
     elif event.signal == signals.SIGTERM and job.settings.slurm:
@@ -66,54 +68,54 @@ def signalled(job: Job, event: api.Signalled) -> None:
 
 
 def stop_asked(job: Job, event: api.StopAsked) -> None:
-    """`resihp stop`."""
-    departure = job.departure
+    """Take a request of `resihp stop`."""
+    stop_request = job.stop_request
     if event.at_once:
-        job.do(api.Reply(request=event.request, ok=True, text="ends at once"))
+        job.do(api.Reply(request=event.request, ok=True, text="the job ends at once"))
         incidents.end(job, 128 + signals.SIGTERM, f"stopped by an operator, at once; {_unsaved(job)}")
-    elif departure is not None and departure.meaning != "warning":
-        job.do(api.Reply(request=event.request, ok=True, text="is stopping already"))
+    elif stop_request is not None and stop_request.meaning != "warning":
+        job.do(api.Reply(request=event.request, ok=True, text="the job is already stopping"))
     else:
         job.do(api.Reply(request=event.request, ok=True, text=_follows(job)))
-        _operator(job, 0, "an operator asked for it")
+        _operator(job, 0, "requested by an operator")
 
 
-def _operator(job: Job, signal: int, told: str) -> None:
-    """The first time, what is done is saved; the second time, nothing is waited for."""
-    if job.departure is None or job.departure.meaning != "operator":
-        _begin(job, signal, "operator", told)
+def _operator(job: Job, signal: int, cause: str) -> None:
+    """Save the progress on the first request; at the second, end without waiting."""
+    if job.stop_request is None or job.stop_request.meaning != "operator":
+        _begin(job, signal, "operator", cause)
     else:
-        incidents.end(job, 128 + signal, f"{told} once more: ended at once; {_unsaved(job)}")
+        incidents.end(job, 128 + signal, f"{cause} again: ended at once; {_unsaved(job)}")
 
 
 def agent_signalled(job: Job, event: api.AgentSignalled) -> None:
-    """An agent's: of several nodes at once, they are meant for the job."""
+    """Interpret a signal to an agent: if agents of several nodes get one at once, it is meant for the job."""
     node = job.nodes.get(event.node)
     if node is None or not node.alive or event.signal == signals.SIGCONT:
         return
     job.agent_signals[event.node] = AgentSignal(event.signal, job.now)
-    if job.departure is not None:
-        job.departure.nodes.add(event.node)
+    if job.stop_request is not None:
+        job.stop_request.nodes.add(event.node)
     recent = _recent(job)
     alone = sum(other.alive for other in job.nodes.values()) == 1
     for meaning in _MEANINGS:
-        nodes = [name for name, each in recent.items() if _MEANINGS[each.signal in _WARNINGS] == meaning]
+        nodes = [name for name, received in recent.items() if _MEANINGS[received.signal in _WARNINGS] == meaning]
         if len(nodes) > 1 or (nodes and alone):
             number = recent[nodes[0]].signal
-            whom = f"agents of {', '.join(_sorted(nodes))}"
-            _begin(job, number, meaning, f"{whom} received {_name(number)}")
+            agents = f"agents of {', '.join(_sorted(nodes))}"
+            _begin(job, number, meaning, f"{agents} received {_name(number)}")
             return
 
 
 _WARNINGS = frozenset((signals.SIGUSR1, signals.SIGUSR2))
-"""What Slurm sends ahead, and only if it was asked to (`--signal`)."""
+"""Signals that Slurm sends ahead of the end, and only if told to (`--signal`)."""
 _MEANINGS: tuple[Meaning | None, ...] = (None, "warning")
-"""Of other signals, of those."""
+"""Meaning of any other signal, and of those in `_WARNINGS`."""
 
 
 def _recent(job: Job) -> dict[str, AgentSignal]:
-    """Agents that were signalled just now, by node."""
-    return {name: each for name, each in job.agent_signals.items() if job.now - each.at <= COINCIDENCE_S}
+    """Return the agents that were signalled just now, by node."""
+    return {name: received for name, received in job.agent_signals.items() if job.now - received.at <= COINCIDENCE_S}
 
 
 def time_left(job: Job, event: api.TimeLeft) -> None:
@@ -121,49 +123,50 @@ def time_left(job: Job, event: api.TimeLeft) -> None:
 
 
 def meaning_told(job: Job, event: api.StopMeaning) -> None:
-    departure = job.departure
-    if departure is not None and not departure.told:
-        departure.meaning = event.meaning
+    stop_request = job.stop_request
+    if stop_request is not None and not stop_request.journaled:
+        stop_request.meaning = event.meaning
 
 
 def quorum_lost(job: Job, event: api.QuorumLost) -> None:
-    """What is decided here may not count: our workers end, and Slurm is asked for nothing."""
+    """End at once: decisions made here may not count, so workers are ended and Slurm gets no requests."""
     incidents.end(job, 75, f"lost the quorum: {event.reason}")
 
 
 def resume(job: Job) -> None:
-    """A supervisor that died was stopping the job: so does the next one."""
+    """Continue to stop the job if the previous supervisor was stopping it."""
     signalled = job.record.signalled
     if signalled is not None:
-        job.departure = Departure(
+        job.stop_request = StopRequest(
             signal=signalled.signal,
             first_at=-math.inf,
             asked_at=-math.inf,
             nodes=set(signalled.nodes),
             meaning=signalled.meaning,
-            told=True,
+            journaled=True,
         )
 
 
-def _begin(job: Job, signal: int, meaning: Meaning | None, told: str) -> None:
-    """Stop, unless that is under way; a stop follows a warning, and Slurm's an operator's, with less time."""
-    before = job.departure
+def _begin(job: Job, signal: int, meaning: Meaning | None, cause: str) -> None:
+    """Begin to stop, unless that is under way already. A stop may follow a warning, and Slurm's stop an operator's,
+    with less time."""
+    before = job.stop_request
     if before is not None and not _is_more(job, before.meaning, meaning):
         return
     if meaning is None and not job.settings.slurm:
         meaning = "unknown"
     recent = _recent(job)
-    job.departure = Departure(
+    job.stop_request = StopRequest(
         signal=signal,
-        first_at=before.first_at if before else min([job.now, *(each.at for each in recent.values())]),
+        first_at=before.first_at if before else min([job.now, *(received.at for received in recent.values())]),
         asked_at=job.now,
         nodes=set(recent),
         meaning=meaning,
         writers=before.writers if before else (),
     )
-    what = "time is running out" if meaning == "warning" else "the job is to stop"
+    purpose = "time is running out" if meaning == "warning" else "the job is to stop"
     hint = " (once more to end at once)" if signal == signals.SIGINT else ""
-    job.say("notice", f"{told}: {what}; {'goes on with that' if before else _follows(job)}{hint}")
+    job.say("notice", f"{cause}: {purpose}; {'already stopping' if before else _follows(job)}{hint}")
     if meaning is None:
         job.do(api.AskWhy())
     elif job.settings.slurm:
@@ -171,7 +174,7 @@ def _begin(job: Job, signal: int, meaning: Meaning | None, told: str) -> None:
 
 
 def _is_more(job: Job, before: Meaning | None, meaning: Meaning | None) -> bool:
-    """Whether a stop that is under way becomes another one, with less time."""
+    """Return whether a stop under way is replaced by a more urgent one."""
     if before == "operator":
         return meaning is None and job.settings.slurm
     return before == "warning" and meaning != "warning"
@@ -185,72 +188,72 @@ def _follows(job: Job) -> str:
     return "stopping after the iteration under way, with a checkpoint"
 
 
-# --- what follows -----------------------------------------------------------------------------------------------------
+# --- consequences ---------------------------------------------------------------------------------------------------
 
 
 def proceed(job: Job) -> None:
-    """The next step towards the end, if the job is to end."""
+    """Take the next step towards the end, if the job is to end."""
     if job.stage in ("recovering", "ended"):
         return
-    _tell_of_lone_signals(job)
-    departure = job.departure
-    if departure is None:
+    _report_lone_signals(job)
+    stop_request = job.stop_request
+    if stop_request is None:
         return
-    if departure.asked_at == -math.inf:
-        departure.asked_at = job.now
-    left_s = _ends_at(job, departure) - job.now
-    _tell_meaning(job, departure, at_once=left_s <= 0)
+    if stop_request.asked_at == -math.inf:
+        stop_request.asked_at = job.now
+    left_s = _ends_at(job, stop_request) - job.now
+    _journal_meaning(job, stop_request, at_once=left_s <= 0)
     if job.stage == "halting":
-        if departure.interrupted or (left_s <= 0 and departure.meaning != "warning"):
-            _leave(job, departure.interrupted or "workers had not left")
+        if stop_request.interrupted or (left_s <= 0 and stop_request.meaning != "warning"):
+            _leave(job, stop_request.interrupted or "workers had not left")
     elif job.record.plan is None:
         _leave(job, "training had not begun")
     elif left_s <= 0:
-        why = "not all was written in time" if departure.writers else "nobody parked in time"
+        why = "not all parts were written in time" if stop_request.writers else "no rank parked in time"
         _leave(job, _no_checkpoint(job, why))
     else:
-        budget_s = left_s + job.now - departure.asked_at
+        budget_s = left_s + job.now - stop_request.asked_at
         _withdraw(job)
         if _is_still(job, late=left_s < min(LATE_S, budget_s / 4)):
-            _save(job, departure)
+            _save(job, stop_request)
         elif left_s < min(HURRY_S, budget_s / 2):
-            _hurry(job, departure)
+            _hurry(job, stop_request)
         elif job.stage == "running" and job.furthest < job.record.goal:
             transitions.pause(job, "the job is to stop")
 
 
-def _tell_of_lone_signals(job: Job) -> None:
-    for name, each in job.agent_signals.items():
-        if each.told or job.now - each.at <= COINCIDENCE_S:
+def _report_lone_signals(job: Job) -> None:
+    for name, received in job.agent_signals.items():
+        if received.reported or job.now - received.at <= COINCIDENCE_S:
             continue
-        each.told = True
-        if job.departure is None and job.nodes[name].alive:
-            job.say("notice", f"node {name}: its agent alone received {_name(each.signal)}; the job goes on")
+        received.reported = True
+        if job.stop_request is None and job.nodes[name].alive:
+            job.say("notice", f"node {name}: only its agent received {_name(received.signal)}; the job goes on")
 
 
-def _tell_meaning(job: Job, departure: Departure, at_once: bool) -> None:
-    if departure.told:
+def _journal_meaning(job: Job, stop_request: StopRequest, at_once: bool) -> None:
+    if stop_request.journaled:
         return
-    if departure.meaning is None and (at_once or job.now - departure.asked_at > MEANING_PATIENCE_S):
-        departure.meaning = "unknown"
-    if departure.meaning is not None:
-        departure.told = True
-        nodes = _sorted(departure.nodes)
-        job.log(JobSignalled(signal=departure.signal, nodes=nodes, meaning=departure.meaning))
+    if stop_request.meaning is None and (at_once or job.now - stop_request.asked_at > MEANING_PATIENCE_S):
+        stop_request.meaning = "unknown"
+    if stop_request.meaning is not None:
+        stop_request.journaled = True
+        nodes = _sorted(stop_request.nodes)
+        job.log(JobSignalled(signal=stop_request.signal, nodes=nodes, meaning=stop_request.meaning))
 
 
-def _ends_at(job: Job, departure: Departure) -> float:
-    graced = departure.asked_at + job.settings.signal_grace_s
+def _ends_at(job: Job, stop_request: StopRequest) -> float:
+    graced = stop_request.asked_at + job.settings.signal_grace_s
     limit = math.inf if job.deadline is None else max(job.deadline - LIMIT_MARGIN_S, graced)
-    if departure.meaning == "operator" and departure.signal != signals.SIGTERM:
-        return min(departure.asked_at + OPERATOR_BUDGET_S, limit)
-    if departure.meaning != "warning":
+    if stop_request.meaning == "operator" and stop_request.signal != signals.SIGTERM:
+        return min(stop_request.asked_at + OPERATOR_BUDGET_S, limit)
+    if stop_request.meaning != "warning":
         return graced
-    return departure.asked_at + WARNING_BUDGET_S if job.deadline is None else limit
+    return stop_request.asked_at + WARNING_BUDGET_S if job.deadline is None else limit
 
 
 def _withdraw(job: Job) -> None:
-    """A plan that was proposed: nobody has acted on it, and nobody will. All have parked for it."""
+    """Withdraw a proposed plan: no rank has acted on it, and none will. All have parked for it."""
     transition = job.transition
     if transition is not None and job.stage == "proposing":
         assert transition.plan is not None
@@ -261,28 +264,29 @@ def _withdraw(job: Job) -> None:
 
 
 def _is_still(job: Job, late: bool) -> bool:
-    """Whether all have parked, or, when it is late, have had the time to."""
+    """Return whether all ranks have parked or, when it is late, have had the time to."""
     return job.transition is not None and job.stage == "parking" and (late or not job.transition.waiting)
 
 
-def _hurry(job: Job, departure: Departure) -> None:
-    """The iteration under way takes too long: what it has done is lost, not what was done before."""
+def _hurry(job: Job, stop_request: StopRequest) -> None:
+    """Give up the iteration under way, which takes too long: its progress is lost, earlier progress is not."""
     if job.record.committed == job.declaration.resume_from and not job.reports:
         _leave(job, "there is nothing to save")
         return
     if job.transition is not None and job.stage == "parking":
         transitions.urge(job, "the job is to stop now")
     else:
-        what = f"iteration {job.furthest + 1}" if job.furthest < job.record.goal else "the last evaluation"
-        job.say("notice", f"{what} takes too long to be waited for")
+        awaited = f"iteration {job.furthest + 1}" if job.furthest < job.record.goal else "the last evaluation"
+        job.say("notice", f"{awaited} takes too long and is given up")
         transitions.park(job, "the job is to stop now")
 
 
-def _save(job: Job, departure: Departure) -> None:
-    """Let those who hold a whole copy of the model write the last committed iteration, and end once they have."""
+def _save(job: Job, stop_request: StopRequest) -> None:
+    """Order the ranks that hold a complete copy of the model to write the last committed iteration; end once they
+    have."""
     assert job.record.plan is not None
     assert job.transition is not None
-    if not departure.writers:
+    if not stop_request.writers:
         iterations.commit_up_to(job, max(job.reports, default=job.record.committed))
     if job.record.committed == job.declaration.resume_from:
         _leave(job, "there is nothing to save")
@@ -290,25 +294,25 @@ def _save(job: Job, departure: Departure) -> None:
     if job.checkpointed == job.record.committed:
         _leave(job, "its checkpoint is written")
         return
-    if departure.writers and all(job.members[rank].ready for rank in departure.writers):
+    if stop_request.writers and all(job.members[rank].ready for rank in stop_request.writers):
         return
     assert job.record.last_outcome is not None
     layout = job.record.plan.layout
     for index in range(len(layout.replicas)):
         writers = layout.model_copy(index).ranks
         if all(job.members[rank].ready and planning.can_go_on(job, rank) for rank in writers):
-            departure.writers = writers
+            stop_request.writers = writers
             job.say("progress", f"writing a checkpoint of iteration {job.record.committed}")
             order = m.Save(epoch=job.record.plan.epoch, replica=index, finish=job.record.last_outcome)
             job.order(writers, order)
             return
-    departure.writers = ()
+    stop_request.writers = ()
     if not job.transition.waiting:
-        _leave(job, _no_checkpoint(job, "no replica is whole"))
+        _leave(job, _no_checkpoint(job, "no replica is complete"))
 
 
 def _no_checkpoint(job: Job, why: str) -> str:
-    return f"no checkpoint of it, {why}; {_newest(job)}"
+    return f"no checkpoint of it: {why}; {_newest(job)}"
 
 
 def _newest(job: Job) -> str:
@@ -316,25 +320,27 @@ def _newest(job: Job) -> str:
 
 
 def _unsaved(job: Job) -> str:
-    return f"no checkpoint of iteration {job.record.committed} was waited for; {_newest(job)}"
+    return f"did not wait for a checkpoint of iteration {job.record.committed}; {_newest(job)}"
 
 
 def _leave(job: Job, outcome: str) -> None:
-    """End, once it is known what for; asked again at each event until then."""
-    departure = job.departure
-    assert departure is not None
-    if not departure.told:
+    """End once the reason to stop is known; called again at each event until then."""
+    stop_request = job.stop_request
+    assert stop_request is not None
+    if not stop_request.journaled:
         return
-    comes_back = departure.meaning in ("warning", "time-limit", "preempted")
-    requeue = comes_back and job.settings.on_warning == "requeue"
+    runs_again = stop_request.meaning in ("warning", "time-limit", "preempted")
+    requeue = runs_again and job.settings.on_warning == "requeue"
     cause = {
         "warning": "time is running out",
         "time-limit": "the time limit is reached",
         "cancelled": "the job is cancelled",
         "preempted": "the job is preempted",
-    }.get(departure.meaning or "", f"received {_name(departure.signal)}" if departure.signal else "asked to stop")
+    }.get(
+        stop_request.meaning or "", f"received {_name(stop_request.signal)}" if stop_request.signal else "asked to stop"
+    )
     reason = f"{cause}: stopped after iteration {job.record.committed}; {outcome}"
-    number = signals.SIGINT if departure.signal == signals.SIGINT else signals.SIGTERM
+    number = signals.SIGINT if stop_request.signal == signals.SIGINT else signals.SIGTERM
     incidents.end(job, 75 if requeue else 128 + number, reason, requeue=requeue)
 
 

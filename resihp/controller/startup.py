@@ -1,8 +1,8 @@
-"""The start: agents join, workers are spawned and declare what they train, the first plan is made.
+"""The start: agents join, workers are spawned and declare what they train, and the first plan is made.
 
-A node that is lost meanwhile, or does not come in time, is left out, and so is a process: the job begins with what is
-healthy, if that is enough (`enough_nodes`, and `early_losses`, which decides whose fault a loss is). Ranks are given
-out once, when every node is there or given up, and keep their numbers whatever is lost after that. Called by
+A node that is lost meanwhile, or does not join in time, is left out, and so is a process: the job starts with the
+healthy devices if these are enough (`enough_nodes`, and `early_losses`, which decides about the cause of a loss). Ranks
+are numbered once, when every node is there or given up, and keep their numbers whatever is lost after that. Called by
 `controller`, `failures`, `watchdog`, `early_losses` and `takeover`.
 """
 
@@ -45,23 +45,24 @@ def agent_joined(job: Job, event: api.AgentJoined) -> None:
 
 
 def is_lost(job: Job, rank: int) -> bool:
-    """Whether a rank was given out, and is gone or never will come."""
+    """Return whether a rank was assigned and is gone, or will never start."""
     member = job.members.get(rank)
-    gone = rank in job.record.refused or (member is not None and not member.alive)
-    return gone or not job.nodes[job.record.placements[rank].node].alive
+    is_gone = rank in job.record.refused or (member is not None and not member.alive)
+    return is_gone or not job.nodes[job.record.placements[rank].node].alive
 
 
 def devices_left(job: Job) -> int:
-    """With how many devices the job could begin: of nodes that are here or may come, without lost processes."""
+    """Return the number of devices the job could start with: on nodes that are here or may join, without lost
+    processes."""
     nodes = job.settings.nodes - sum(not node.alive for node in job.nodes.values())
     here = (rank for rank, place in enumerate(job.record.placements) if job.nodes[place.node].alive)
     return nodes * job.settings.gpus_per_node - sum(is_lost(job, rank) for rank in here)
 
 
 def start_workers(job: Job) -> None:
-    """Once every node is there or given up: a worker on each device, unless there is one, or one about to be forked.
+    """Start a worker on each device that has none and for which none is starting, once every node is there or given up.
 
-    The ranks are given out then, for good.
+    The rank numbers are assigned then, for good.
     """
     if job.stage != "gathering" or len(job.nodes) < job.settings.nodes:
         return
@@ -85,16 +86,16 @@ def start_workers(job: Job) -> None:
 
 
 def go_on_without(job: Job) -> None:
-    """A node was left out: the others may be all that the job waited for."""
+    """Continue after a node was left out: the others may be all that the job waited for."""
     if len(job.nodes) < job.settings.nodes:
         return
     missing = sorted((name for name, node in job.nodes.items() if not node.alive), key=natural)
-    job.say("notice", f"begins without {', '.join(missing)}: the other nodes are enough")
+    job.say("notice", f"starting without {', '.join(missing)}: the other nodes are enough")
     start_workers(job)
 
 
 def spawned(job: Job, event: api.WorkerSpawned) -> None:
-    if event.rank in job.record.refused and event.rank not in job.members:  # it was given up before it came
+    if event.rank in job.record.refused and event.rank not in job.members:  # it was given up before it started
         job.do(api.SignalWorker(rank=event.rank, signal=int(signals.SIGKILL)))
     if event.rank not in job.starting:
         return
@@ -106,7 +107,7 @@ def spawned(job: Job, event: api.WorkerSpawned) -> None:
 
 
 def spawn_refused(job: Job, event: api.SpawnRefused) -> None:
-    """The node could not start a worker, or none at all."""
+    """Handle a node that could not start a worker, or none at all."""
     ranks = [rank for rank in sorted(job.starting) if job.record.placements[rank].node == event.node]
     for rank in ranks if event.rank is None else [rank for rank in ranks if rank == event.rank]:
         if job.stage == "gathering":
@@ -116,7 +117,7 @@ def spawn_refused(job: Job, event: api.SpawnRefused) -> None:
 
 
 def never_started(job: Job, rank: int, reason: str) -> None:
-    """Before the first plan: this rank will not come."""
+    """Record, before the first plan, that this rank will not start."""
     place = job.record.placements[rank]
     job.starting.discard(rank)
     job.start.awaited.discard(rank)
@@ -136,12 +137,12 @@ def declared(job: Job, member: Member, declare: m.Declare) -> None:
 
 
 def trains_the_same(job: Job, declare: m.Declare) -> bool:
-    """Whether a rank declares what the job trains, wherever it would resume from."""
+    """Return whether a rank declares what the job trains, regardless of where it would resume."""
     return msgspec.structs.replace(declare, resume_from=job.declaration.resume_from).trains_as(job.declaration)
 
 
 def refused(job: Job, member: Member, refuse: m.Refuse) -> None:
-    """The script cannot start: for all ranks for the user to mend, for one a device that is no good."""
+    """Note that a rank's script cannot start: the user's mistake if it is all ranks, a bad device if it is one."""
     if job.stage == "gathering":
         member.unwilling = refuse.reason
         job.start.early_at = job.now
@@ -150,7 +151,7 @@ def refused(job: Job, member: Member, refuse: m.Refuse) -> None:
 
 
 def propose(job: Job) -> None:
-    """Every rank that is left has declared a model: the first plan, if it is the same."""
+    """Prepare the first plan once every remaining rank has declared its model, if all declare the same."""
     declares = {rank: job.members[rank].declared for rank in job.ready}
     first = declares[min(declares)]
     assert first is not None
@@ -162,8 +163,8 @@ def propose(job: Job) -> None:
         return
     sizes = [declare.memory_bytes for declare in declares.values() if declare is not None]
     smallest = min((size for size in sizes if size is not None), default=None)
-    told = (declare.software for _, declare in sorted(declares.items()) if declare is not None)
-    software = next((each for each in told if each is not None), None)
+    declared = (declare.software for _, declare in sorted(declares.items()) if declare is not None)
+    software = next((versions for versions in declared if versions is not None), None)
     first = msgspec.structs.replace(first, memory_bytes=None if None in sizes else smallest, software=None)
     if job.record.trains != first:
         job.log(ModelDeclared(declare=first, software=software))
@@ -175,10 +176,10 @@ def propose(job: Job) -> None:
 
 
 def measured(job: Job, judged: Mapping[int, probes.Judged]) -> None:
-    """Every device has been measured: those that are not fit stand by, the others may begin."""
-    if job.stage != "gathering" or job.departure is not None:
+    """Continue the start once every device has been measured: those that are not fit stand by."""
+    if job.stage != "gathering" or job.stop_request is not None:
         return
-    kept = "; observe mode, it has work all the same" if job.settings.observes else ""
+    kept = "; observe mode: it gets work all the same" if job.settings.observes else ""
     for rank, verdict in sorted(judged.items()):
         if not verdict.fit and job.members[rank].alive:
             job.say("warning", f"{job.where(rank)}: fails its probe: {verdict.evidence}{kept}")
@@ -186,7 +187,7 @@ def measured(job: Job, judged: Mapping[int, probes.Judged]) -> None:
 
 
 def _propose(job: Job) -> None:
-    """The first plan; whoever was lost on the way to it has another try beside it."""
+    """Propose the first plan; ranks that were lost on the way are started again beside it."""
     try:
         choice = planning.first(job)
     except NotEnoughDevicesError as error:
@@ -212,5 +213,5 @@ def _propose(job: Job) -> None:
     transition.propose(job, choice)
     for _, member in sorted(job.members.items()):
         if not member.alive:
-            joins.come_back(job, member)
+            joins.respawn(job, member)
     joins.start_latecomers(job)

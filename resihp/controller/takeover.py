@@ -1,13 +1,13 @@
-"""Taking over: a controller made from a dead one's journal and from what agents say runs there.
+"""Taking over: builds a controller from the journal of a dead one and from the agents' inventories.
 
-The journal tells what was decided; `begin` reads its record (`record.fold`). What has happened since, agents tell in
-their inventories, and until they have, nothing is decided: `handle` keeps whatever comes. Once all agents are back, or
-those that are not have had their time, `_conclude` compares the two: processes that are gone have ended, steps that
-were taken count, and if every rank of the plan in effect trains as if nothing had happened, it is left to train on.
-Anything else is parked, one epoch above all that anybody was ever told of, and decided anew from the plan in effect. A
-plan that no quorum knew of was never acted on, so that it is no loss if it is not here.
+The journal has all decisions; `begin` reads its record (`record.fold`). Everything since then is in the inventories
+that agents send, and until these have arrived nothing is decided: `handle` keeps other events. Once all agents are
+back, or the others have had their time, `_conclude` compares the two: processes that are gone have ended, steps that
+were taken count, and if every rank of the plan in effect trains undisturbed, training goes on. In any other case all
+ranks park, one epoch above any that a rank was ever told of, and a new plan is made from the plan in effect. A plan
+that is missing here was known to no quorum, so it was never acted on.
 
-Called by `controller` alone. Nothing here leads: whether a quorum follows is the shell's to find out.
+Called only by `controller`. Leadership is not decided here: the shell finds out whether a quorum follows.
 """
 
 from __future__ import annotations
@@ -32,24 +32,26 @@ from resihp.record.journal import AnyEntry, IterationsUnreported, WorkersOrdered
 from resihp.record.state import JobRecord
 from resihp.settings import Settings
 
-PATIENCE_S = 3.0
-"""How long agents have to come back to a new supervisor after the first of them."""
-NOBODY_PATIENCE_S = 30.0
+AGENT_RETURN_S = 3.0
+"""Seconds that agents have to reconnect to a new supervisor after the first of them."""
+FIRST_AGENT_S = 30.0
+"""Seconds after which a new supervisor to which no agent has reconnected ends the job."""
 
 
 def begin(
     settings: Settings, entries: Iterable[AnyEntry], dependencies: Dependencies, commits: Iterable[Commit] = ()
 ) -> Job:
-    """What is on record, and nothing else yet. `commits`: the last ones, as for `Controller.recover`.
+    """Return the job as it is on record, with nothing else yet. `commits`: the last ones, as for `Controller.recover`.
 
-    Raises ProtocolError for a job that has ended, or not begun."""
-    record, begun = JobRecord(), False
+    Raises ProtocolError for a job that has ended, or that has an empty journal.
+    """
+    record, has_entries = JobRecord(), False
     for entry in entries:
         apply(record, entry)
-        begun = True
+        has_entries = True
     if record.ended is not None:
         raise ProtocolError(f"job {settings.job}: has ended: {record.ended.reason}")
-    if not begun:
+    if not has_entries:
         raise ProtocolError(f"job {settings.job}: its journal is empty")
     job = Job(settings, record, dependencies)
     job.stand_at(record.active, record.committed)
@@ -61,7 +63,7 @@ def begin(
 
 
 def handle(job: Job, event: AnyEvent) -> list[AnyEvent]:
-    """One event while agents come back; returns what waited for them, to be handled now, once it is over."""
+    """Handle one event while agents reconnect; once that is over, return the events that waited, to be handled now."""
     recovery = job.recovery
     assert recovery is not None
     match event:
@@ -77,7 +79,7 @@ def handle(job: Job, event: AnyEvent) -> list[AnyEvent]:
             job.nodes[event.node].last_beat = job.now
         case api.Tick():
             pass
-        case api.Signalled():  # what stops the job excuses those who did not come back
+        case api.Signalled():  # a request to stop explains why agents do not return
             shutdown.signalled(job, event)
         case api.StopAsked():
             shutdown.stop_asked(job, event)
@@ -98,7 +100,7 @@ def handle(job: Job, event: AnyEvent) -> list[AnyEvent]:
 
 
 def _complete(job: Job, recovery: Recovery) -> bool:
-    """Whether everybody is back, or has had the time to be."""
+    """Return whether all agents are back, or have had the time to be."""
     expected = {name for name, node in job.nodes.items() if node.alive and name not in recovery.lost}
     if recovery.began_at is None:
         recovery.began_at = job.now
@@ -107,118 +109,120 @@ def _complete(job: Job, recovery: Recovery) -> bool:
     waited_s = job.now - recovery.began_at
     if recovery.inventories:
         recovery.first_at = recovery.first_at or job.now
-        return job.now - recovery.first_at > PATIENCE_S
-    if waited_s > NOBODY_PATIENCE_S:
-        incidents.too_few(job, f"no agent came back to the new supervisor within {NOBODY_PATIENCE_S:.0f} s")
+        return job.now - recovery.first_at > AGENT_RETURN_S
+    if waited_s > FIRST_AGENT_S:
+        incidents.too_few(job, f"no agent reconnected to the new supervisor within {FIRST_AGENT_S:.0f} s")
     return False
 
 
 def _conclude(job: Job, recovery: Recovery) -> None:
-    """Bring the journal's view up to date with the agents', and go on."""
+    """Reconcile the journal's view with the agents' inventories, and go on."""
     job.recovery = None
     job.progress_at = job.now
     drains.take_over(job)
-    told = recovery.inventories
-    job.epoch = max([job.epoch, *(inventory.epoch for inventory in told.values())])
-    said: list[api.WorkerSaid] = []
-    for name in sorted(told):
-        for worker in told[name].workers:
-            said += _meet(job, name, worker)
-        for rank, _ in told[name].ended:
-            if rank not in job.members:  # started and gone, unheard of: its number is taken
+    inventories = recovery.inventories
+    job.epoch = max([job.epoch, *(inventory.epoch for inventory in inventories.values())])
+    events: list[api.WorkerSaid] = []
+    for name in sorted(inventories):
+        for worker in inventories[name].workers:
+            events += _meet(job, name, worker)
+        for rank, _ in inventories[name].ended:
+            if rank not in job.members:  # started and ended without a record: its number is taken
                 _know(job, rank, name, -1)
     _complete_losses(job)
     if job.record.first_plan is None:
-        _gather_on(job, recovery, said)
+        _gather_on(job, recovery, events)
         return
     _skip_forgotten(job)
     undisturbed = recovery.undisturbed and job.record.plan is not None and job.epoch == job.record.plan.epoch
-    undisturbed = undisturbed and not any(isinstance(s.message, m.Stuck | m.Parked | m.Ready) for s in said)  # it waits
-    _hear(job, said)
-    faults = [s for s in said if isinstance(s.message, m.FaultDue)]
-    recovery.waiting = [*faults, *_parts_in_order(job, said), *recovery.waiting]
-    if _is_over(job, told):
+    undisturbed = undisturbed and not any(
+        isinstance(s.message, m.Stuck | m.Parked | m.Ready) for s in events
+    )  # it waits for an order
+    _hear(job, events)
+    faults = [s for s in events if isinstance(s.message, m.FaultDue)]
+    recovery.waiting = [*faults, *_parts_in_order(job, events), *recovery.waiting]
+    if _is_over(job, inventories):
         job.move("halting")
         job.halted_at = job.now
-        _bury(job, recovery)
+        _mark_dead(job, recovery)
         if job.stage == "halting":
             job.order(job.ready, m.Halt(reason=f"iteration {job.record.goal} of {job.record.goal} is committed"))
             iterations.newcomers_leave(job)
             iterations.end_when_gone(job)
         return
     _explain(job)
-    lost = _bury(job, recovery)
-    if job.record.plan is None:  # the start was under way: all of it once more
+    lost_ranks = _mark_dead(job, recovery)
+    if job.record.plan is None:  # the start was under way: it begins again
         job.move("parking")
         job.transition = Transition(
             epoch=job.epoch, began_at=job.now, stage_at=job.now, committed_before=job.record.committed,
             initial=True,
         )  # fmt: skip
-        transition.park(job, "the supervisor died while training began")
+        transition.park(job, "the supervisor died while training was starting")
     else:
         job.move("running")
-        if lost:
-            failures.transition_after(job, lost, f"ranks {sorted(lost)} were lost with the supervisor")
+        if lost_ranks:
+            failures.transition_after(job, lost_ranks, f"ranks {sorted(lost_ranks)} were lost with the supervisor")
         if job.stage == "running":
             _go_on(job, undisturbed and all(job.members[rank].alive for rank in job.record.active))
     if job.has_ended:
         return
-    for rank in sorted(lost):
-        joins.come_back(job, job.members[rank])
-    _order_again(job, told)
+    for rank in sorted(lost_ranks):
+        joins.respawn(job, job.members[rank])
+    _order_again(job, inventories)
     joins.start_latecomers(job)
     replan_policy.resume(job)
     slowness.resume(job)
     drains.resume(job)
 
 
-def _is_over(job: Job, told: Mapping[str, m.Inventory]) -> bool:
-    """Whether training is done, and who is still there has nothing to do but to leave."""
+def _is_over(job: Job, inventories: Mapping[str, m.Inventory]) -> bool:
+    """Return whether training is done, so that the remaining workers only have to exit."""
     record = job.record
-    running = {worker.rank for inventory in told.values() for worker in inventory.workers}
+    running = {worker.rank for inventory in inventories.values() for worker in inventory.workers}
     evaluated = record.evaluated >= record.goal and all(job.members[r].finished for r in running & record.working)
     return record.committed >= record.goal and (evaluated or not job.declaration.evaluates)
 
 
-def _hear(job: Job, said: Iterable[api.WorkerSaid]) -> None:
-    """What is still true of workers, and counts whatever comes next."""
-    for message in said:
-        if isinstance(message.message, m.Raised):
-            failures.raised(job, job.members[message.rank], message.message)
-        elif isinstance(message.message, m.Finished):
-            job.members[message.rank].finished = True
-        elif isinstance(message.message, m.Evaluated):
-            iterations.evaluated(job, message.message)
+def _hear(job: Job, events: Iterable[api.WorkerSaid]) -> None:
+    """Take in messages of workers that are still valid, whatever happens next."""
+    for event in events:
+        if isinstance(event.message, m.Raised):
+            failures.raised(job, job.members[event.rank], event.message)
+        elif isinstance(event.message, m.Finished):
+            job.members[event.rank].finished = True
+        elif isinstance(event.message, m.Evaluated):
+            iterations.evaluated(job, event.message)
 
 
-def _parts_in_order(job: Job, said: Iterable[api.WorkerSaid]) -> list[api.WorkerSaid]:
-    """Return the parts of checkpoints that the last supervisor may not have completed, the oldest checkpoint first."""
+def _parts_in_order(job: Job, events: Iterable[api.WorkerSaid]) -> list[api.WorkerSaid]:
+    """Return the checkpoint parts that the previous supervisor may not have completed, the oldest checkpoint first."""
     parts = [
-        (s.message.iteration, s)
-        for s in said
-        if isinstance(s.message, m.CheckpointPart) and s.message.iteration > job.checkpointed
+        (event.message.iteration, event)
+        for event in events
+        if isinstance(event.message, m.CheckpointPart) and event.message.iteration > job.checkpointed
     ]
-    return [s for _, s in sorted(parts, key=lambda part: part[0])]
+    return [event for _, event in sorted(parts, key=lambda part: part[0])]
 
 
 def _complete_losses(job: Job) -> None:
-    """The last supervisor may have died between noting the loss of a node and those of the processes there."""
+    """Mark processes dead that were on lost nodes: the previous supervisor may have died before it did so."""
     for rank in job.live:
         if not job.nodes[job.members[rank].node].alive:
-            incidents.bury(job, job.members[rank], None)
+            incidents.mark_dead(job, job.members[rank], None)
 
 
 def _skip_forgotten(job: Job) -> None:
-    """Iterations so long ago that no agent remembers their steps were done all the same."""
+    """Record iterations whose steps no agent remembers any more as done, without figures."""
     first = min(job.reports, default=0)
     if first > job.record.committed + 1:
-        which = f"{job.record.committed + 1} to {first - 1}"
-        job.say("warning", f"iterations {which} were done while nobody led; their figures are lost")
+        span = f"{job.record.committed + 1} to {first - 1}"
+        job.say("warning", f"iterations {span} were done while no supervisor led; their figures are lost")
         job.log(IterationsUnreported(first=job.record.committed + 1, last=first - 1))
 
 
 def _go_on(job: Job, undisturbed: bool) -> None:
-    """Everybody who has work is there."""
+    """Go on now that every rank with work is present: train on, or park if anything was under way."""
     if undisturbed:
         job.say("notice", f"took over: {len(job.live)} workers train on, iteration {job.record.committed + 1}")
         iterations.commit_reported(job)
@@ -227,30 +231,30 @@ def _go_on(job: Job, undisturbed: bool) -> None:
         transition.park(job, "the supervisor died in the middle of a change")
 
 
-def _gather_on(job: Job, recovery: Recovery, said: list[api.WorkerSaid]) -> None:
-    """The start was not complete: no plan had been decided yet."""
+def _gather_on(job: Job, recovery: Recovery, events: list[api.WorkerSaid]) -> None:
+    """Continue the start: no plan had been decided yet."""
     job.move("gathering")
     if job.record.unexplained or job.record.lost:
         job.start.early_at = job.now
-    told = [rank for inventory in recovery.inventories.values() for rank, _ in inventory.ended]
-    for rank in sorted({*told, *recovery.exits} - job.members.keys()):  # began and ended, unheard of
+    ended = [rank for inventory in recovery.inventories.values() for rank, _ in inventory.ended]
+    for rank in sorted({*ended, *recovery.exits} - job.members.keys()):  # started and ended without a record
         place = job.record.placements[rank]
         job.log(WorkerStarted(rank=rank, node=place.node, device=place.device, pid=0, epoch=job.epoch))
-    for lost in tuple(job.record.lost.values()):
-        if job.stage == "gathering" and job.departure is None:
-            failures.node_lost_early(job, lost.name, lost.reason)
-    _bury(job, recovery)
+    for lost_node in tuple(job.record.lost.values()):
+        if job.stage == "gathering" and job.stop_request is None:
+            failures.node_lost_early(job, lost_node.name, lost_node.reason)
+    _mark_dead(job, recovery)
     startup.start_workers(job)
-    recovery.waiting = [*said, *recovery.waiting]
+    recovery.waiting = [*events, *recovery.waiting]
 
 
 def _meet(job: Job, node: str, running: m.RunningWorker) -> list[api.WorkerSaid]:
-    """A live worker: known, or started by an order whose answer never reached the journal."""
+    """Take in a live worker: a known one, or one started by an order whose answer never reached the journal."""
     member = job.members.get(running.rank)
-    if member is None and running.rank in job.record.refused:  # given up before it came
+    if member is None and running.rank in job.record.refused:  # given up before it started
         job.do(api.SignalWorker(rank=running.rank, signal=int(signals.SIGKILL)))
         return []
-    if member is None and not running.pid:  # about to be forked: that will be told
+    if member is None and not running.pid:  # about to be forked: its agent will report it
         _know(job, running.rank, node, running.device)
         job.starting.add(running.rank)
         return []
@@ -259,36 +263,36 @@ def _meet(job: Job, node: str, running: m.RunningWorker) -> list[api.WorkerSaid]
         job.log(started)
         member = job.members[running.rank]
     member.beat_at = member.progress_at = member.spawned_at = job.now
-    said = [api.WorkerSaid(rank=running.rank, message=message) for message in running.said]
+    events = [api.WorkerSaid(rank=running.rank, message=message) for message in running.said]
     for message in running.said:
         if isinstance(message, m.Declare) and (job.record.trains is None or startup.trains_the_same(job, message)):
             member.declared = message if job.record.trains is None else job.record.trains
             if member.joins and (job.record.plan is None or running.rank not in job.record.plan.layout.ranks):
-                joins.came(job, running.rank)
+                joins.became_ready(job, running.rank)
     for step in running.steps:
         job.note_step(member, step.epoch, step.outcome, step)
-    return said
+    return events
 
 
 def _know(job: Job, rank: int, node: str, device: int) -> None:
-    """A rank that an agent knows of and the journal may not, as with one of 0.1: its number is taken."""
-    known = job.record.placements[rank] if rank < len(job.record.placements) else None
-    if known is None or known.node != node:
+    """Record a rank that an agent knows but the journal may lack, as in version 0.1: its number is taken."""
+    placement = job.record.placements[rank] if rank < len(job.record.placements) else None
+    if placement is None or placement.node != node:
         job.log(WorkersOrdered(workers=((rank, node, device),)))
 
 
-def _order_again(job: Job, told: Mapping[str, m.Inventory]) -> None:
-    """Processes that were ordered while the job was under way, and of which their agents have not heard."""
-    if not job.under_way or job.departure is not None or job.furthest >= job.record.goal:
+def _order_again(job: Job, inventories: Mapping[str, m.Inventory]) -> None:
+    """Order again the processes that were ordered while the job was under way and that their agents do not know of."""
+    if not job.under_way or job.stop_request is not None or job.furthest >= job.record.goal:
         return
-    ended = {rank for inventory in told.values() for rank, _ in inventory.ended}
+    ended = {rank for inventory in inventories.values() for rank, _ in inventory.ended}
     names = tuple(placement.node for placement in job.record.placements)
-    known = {*job.record.workers, *job.record.refused, *job.starting, *ended}
+    known_ranks = {*job.record.workers, *job.record.refused, *job.starting, *ended}
     wanted: dict[str, list[tuple[int, int]]] = {}
     for rank, place in enumerate(job.record.placements):
-        if rank in known or place.device < 0 or (place.node, place.device) in job.dead_devices:
+        if rank in known_ranks or place.device < 0 or (place.node, place.device) in job.dead_devices:
             continue
-        if place.node in told and job.nodes[place.node].alive:
+        if place.node in inventories and job.nodes[place.node].alive:
             wanted.setdefault(place.node, []).append((rank, place.device))
     for node, workers in wanted.items():
         job.starting.update(rank for rank, _ in workers)
@@ -296,26 +300,27 @@ def _order_again(job: Job, told: Mapping[str, m.Inventory]) -> None:
 
 
 def _explain(job: Job) -> None:
-    """Losses that the journal tells of and no failure does: the decision that would have named them was not made."""
+    """Find the causes of losses in the journal that no failure explains: the decision that would have named them was
+    not made."""
     for rank, exit in job.record.unexplained.items():
         if exit is not None and job.members[rank].declared is not None:
             failures.incident(job, job.members[rank], exit)
     failures.explain_nodes(job)
 
 
-def _bury(job: Job, recovery: Recovery) -> set[int]:
-    """Who is gone: processes that are not there any more, and nodes that did not come back. Returns the ranks."""
-    told = recovery.inventories
+def _mark_dead(job: Job, recovery: Recovery) -> set[int]:
+    """Mark dead the processes that are gone and the nodes that did not return; return the ranks lost."""
+    inventories = recovery.inventories
     before = set(job.live)
-    exits = {rank: status for inventory in told.values() for rank, status in inventory.ended} | recovery.exits
-    running = {worker.rank for inventory in told.values() for worker in inventory.workers} - exits.keys()
+    exits = {rank: status for inventory in inventories.values() for rank, status in inventory.ended} | recovery.exits
+    running = {worker.rank for inventory in inventories.values() for worker in inventory.workers} - exits.keys()
     for rank, member in sorted(job.members.items()):
-        if member.alive and rank not in running and member.node in told and job.stage != "ended":
+        if member.alive and rank not in running and member.node in inventories and job.stage != "ended":
             status, clues = exits.get(rank, -signals.SIGKILL), recovery.clues.get(rank, ())
             failures.exited(job, api.WorkerExited(rank=rank, status=status, clues=clues))
     facts_first = sorted(job.nodes.items(), key=lambda item: item[0] not in recovery.lost)
     for name, node in facts_first:
-        reason, how = recovery.lost.get(name, ("its agent did not come back to the new supervisor", "silent"))
-        if node.alive and (name not in told or name in recovery.lost) and job.stage != "ended":
+        reason, how = recovery.lost.get(name, ("its agent did not reconnect to the new supervisor", "silent"))
+        if node.alive and (name not in inventories or name in recovery.lost) and job.stage != "ended":
             failures.node_lost(job, name, reason, how)
     return before - set(job.live)

@@ -1,8 +1,9 @@
-"""From one plan to the next, as a transaction: park, decide, propose, build beside the old, take effect.
+"""The transition from one plan to the next, as a transaction: park, decide, propose, build beside the old plan, take
+effect.
 
 Nothing is given up before every rank has acknowledged the new plan: until `PlanInEffect` is in the journal, the plan in
-effect (`Job.plan`) is the old one, and state is where its layout says. Any failure on the way parks again, one epoch
-up, from there. What is proposed is `planning`'s business, what ranks say to it `consent`'s.
+effect (`Job.plan`) is the old one, and state is where its layout says. Any failure on the way parks again from there,
+one epoch up. The choice of the plan is made in `planning`; the ranks' answers are handled in `consent`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from resihp.scheduler.explained.recorded import basis_of
 
 
 def park(job: Job, reason: str, cautious: bool = False) -> None:
-    """Open a new epoch: everybody lets go and reports. Restarts a transition that was under way."""
+    """Open a new epoch: all ranks stop training and report. Restarts a transition that was under way."""
     verdicts = job.pause.failures if job.pause is not None else []
     job.pause = None
     ready = job.ready
@@ -41,9 +42,9 @@ def park(job: Job, reason: str, cautious: bool = False) -> None:
 def pause(
     job: Job, reason: str, failures: Iterable[int] = (), *, resizes: bool = False, tuned: Plan | None = None
 ) -> None:
-    """Ask everybody to stop between two iterations; the transition begins when the first active rank has.
+    """Ask all ranks to stop between two iterations; the transition begins once the first active rank has.
 
-    `failures`: what it answers to. `tuned`: the plan to go on with, if nothing comes in between.
+    `failures`: verdicts it responds to. `tuned`: the plan to continue with, unless something happens in between.
     """
     job.move("pausing")
     job.say("progress", f"{reason}: pausing after an iteration")
@@ -54,10 +55,10 @@ def pause(
 
 
 def resize(job: Job) -> None:
-    """Where the next iteration has another number of micro-batches: a plan for it.
+    """Begin a new plan if the next iteration has another number of micro-batches.
 
-    Ranks know the data set and have stopped by themselves; the order to park finds them waiting. That it is due follows
-    from what is on record, so whoever leads by then gives it.
+    Ranks know the data set and have stopped by themselves, so the order to park finds them waiting. Whether a plan is
+    due follows from the record, so a new leader gives the order as well.
     """
     if not job.record.trains or not job.record.trains.ramp or not job.may_interrupt or job.furthest >= job.record.goal:
         return
@@ -74,7 +75,7 @@ def ask_to_pause(job: Job, ranks: tuple[int, ...]) -> None:
     job.order(ranks, m.Park(epoch=job.pause.epoch, reason=job.pause.reason, after_iteration=True))
 
 
-def _open(job: Job, reason: str, asked: tuple[int, ...], *, cautious: bool = False, graceful: bool = False) -> None:
+def _open(job: Job, reason: str, ranks: tuple[int, ...], *, cautious: bool = False, graceful: bool = False) -> None:
     old = job.transition
     job.epoch += 1
     was = job.stage
@@ -90,12 +91,12 @@ def _open(job: Job, reason: str, asked: tuple[int, ...], *, cautious: bool = Fal
         graceful=graceful or bool(old and old.graceful and was != "first-iteration"),
         urged=not graceful,
         cautious=cautious,
-        waiting=set(asked),
-        asked=set(asked),
+        waiting=set(ranks),
+        asked=set(ranks),
         failures=old.failures if old else [],
         reason=reason,
     )
-    for rank in asked:
+    for rank in ranks:
         job.members[rank].finished = False
 
 
@@ -116,7 +117,8 @@ def parked(job: Job, member: Member, parked: m.Parked) -> None:
 
 
 def _paused(job: Job, member: Member, parked: m.Parked) -> None:
-    """An answer to a request to pause: with an active rank's, the transition begins; unless training is done."""
+    """Take an answer to a request to pause. With an active rank's answer the transition begins, unless training is
+    done."""
     pause = job.pause
     assert pause is not None
     pause.answers[member.rank] = parked
@@ -140,7 +142,8 @@ def _paused(job: Job, member: Member, parked: m.Parked) -> None:
 
 
 def broke(job: Job, evidence: str) -> None:
-    """A transfer broke before everybody had come to the end of the iteration: it is lost, or some have to finish it."""
+    """Hurry a graceful transition because communication failed before all had finished the iteration: it is lost, or
+    some ranks have to finish its step."""
     transition = job.transition
     assert transition is not None
     if job.stage == "parking" and transition.graceful:
@@ -150,7 +153,7 @@ def broke(job: Job, evidence: str) -> None:
 
 
 def urge(job: Job, reason: str) -> None:
-    """Whoever cannot get to the end of the iteration any more: park at once, for the same epoch."""
+    """Order the ranks that can no longer finish the iteration to park at once, for the same epoch."""
     transition = job.transition
     assert transition is not None
     if job.stage == "parking" and not transition.urged:
@@ -159,41 +162,42 @@ def urge(job: Job, reason: str) -> None:
 
 
 def is_settling(job: Job) -> bool:
-    """Whether everybody has parked, or was asked to at once: another loss keeps nobody from it."""
+    """Return whether all ranks have parked or were ordered to at once, so that another loss does not hold them up."""
     transition = job.transition
     return transition is not None and job.stage == "parking" and (transition.urged or not transition.waiting)
 
 
-def go_on_without(job: Job, lost: set[int]) -> None:
-    """These will not park any more, or no longer count. What was refused with them may do without."""
+def go_on_without(job: Job, lost_ranks: set[int]) -> None:
+    """Continue without ranks that will not park any more, or no longer count. A plan that was refused with them may
+    work without them."""
     assert job.transition is not None
     job.transition.cautious = False
-    job.transition.asked -= lost
-    job.transition.waiting -= lost
-    for rank in lost:
+    job.transition.asked -= lost_ranks
+    job.transition.waiting -= lost_ranks
+    for rank in lost_ranks:
         job.transition.parked.pop(rank, None)
     decide_when_parked(job)
 
 
 def decide_when_parked(job: Job) -> None:
-    """All survivors are parked: declare the iteration committed or redone, and propose what comes next."""
+    """Once all survivors have parked: declare the iteration committed or redone, and propose the next plan."""
     transition = job.transition
     if transition is None or job.stage != "parking" or transition.waiting:
         return
-    if job.departure is not None:
-        return  # no plan comes after this one: `shutdown` saves what is there, and ends the job
+    if job.stop_request is not None:
+        return  # no plan comes after this one: `shutdown` saves the state, and ends the job
     transition.park_s = job.now - transition.began_at
     iterations.commit_up_to(job, max(job.reports, default=job.record.committed))
     if job.incidents:
         transition.reason = "; ".join(incident.cause for incident in job.incidents)
     if incidents.same_error_everywhere(job):
         return
-    told = incidents.told_from_outside(job)
+    cause = incidents.cause_from_outside(job)
     transition.failures += incidents.log_incidents(job)
     transition.base = planning.base(job)
-    lost = planning.state_lost(job, transition.base)
-    if lost is not None:
-        incidents.too_few(job, f"{told}; {lost}" if told else lost)
+    lost_state = planning.state_lost(job, transition.base)
+    if lost_state is not None:
+        incidents.too_few(job, f"{cause}; {lost_state}" if cause else lost_state)
         return
     transition.action = _action(job, transition)
     transition.finish = job.record.last_outcome
@@ -206,7 +210,7 @@ def decide_when_parked(job: Job) -> None:
 
 
 def _action(job: Job, transition: Transition) -> Outlook:
-    """What becomes of the iteration that was under way."""
+    """Decide the fate of the iteration that was under way."""
     if transition.initial and job.record.committed == transition.committed_before:
         return "start"
     stepped = {answer.stepped for rank, answer in transition.parked.items() if planning.can_go_on(job, rank)}
@@ -216,7 +220,7 @@ def _action(job: Job, transition: Transition) -> Outlook:
 
 
 def _decide(job: Job, transition: Transition) -> planning.Choice | None:
-    """The best plan, or after a refusal a cautious one. None: there is none, and the job has ended."""
+    """Return the best plan, or after a refusal a cautious one; None if there is none, which has ended the job."""
     available = set(transition.parked)
     if transition.resizes and not transition.cautious:
         with suppress(LayoutError):
@@ -241,10 +245,10 @@ def _decide(job: Job, transition: Transition) -> planning.Choice | None:
 
 
 def refused(job: Job, rank: int | None, reason: str) -> None:
-    """A plan that nobody acted on: told and remembered."""
+    """Record and report a plan that was refused, so that no rank acted on it."""
     job.log(PlanRefused(epoch=job.epoch, rank=rank, reason=reason))
-    who = "the planner" if rank is None else job.where(rank)
-    job.say("warning", f"{who}: refuses a plan for epoch {job.epoch}: {reason}")
+    subject = "the planner" if rank is None else job.where(rank)
+    job.say("warning", f"{subject}: refuses a plan for epoch {job.epoch}: {reason}")
 
 
 def propose(job: Job, choice: planning.Choice) -> None:
@@ -276,13 +280,14 @@ def propose(job: Job, choice: planning.Choice) -> None:
 
 
 def planning_took(job: Job, event: api.PlanningTook) -> None:
-    """How long the planner was in the way of the plan under way."""
+    """Note how long the planner delayed the plan under way."""
     if job.transition is not None and job.transition.epoch == event.epoch:
         job.transition.planning_s = event.seconds
 
 
 def go_when_confirmed(job: Job) -> None:
-    """All ranks can carry it out: they finish the step, build, and move state, beside what they hold."""
+    """Let all ranks build once every rank has confirmed the plan: they finish the step, build communicators, and move
+    state, beside the state they hold."""
     transition = job.transition
     if transition is None or job.stage != "proposing" or transition.waiting:
         return
@@ -303,7 +308,7 @@ def go_when_confirmed(job: Job) -> None:
 
 
 def acknowledged(job: Job, member: Member, ready: m.Ready) -> None:
-    """A rank has what the plan under way needs of it, and still what it had before."""
+    """Note that a rank has all it needs for the new plan, and still has all it needs for the old one."""
     transition = job.awaiting(member, ready.epoch, "building")
     if transition is None:
         return
@@ -318,10 +323,10 @@ def acknowledged(job: Job, member: Member, ready: m.Ready) -> None:
 
 
 def _take_effect(job: Job, transition: Transition) -> None:
-    """The commit of the transaction: from here on, state is where the new plan's layout says."""
+    """Commit the transaction: from here on, state is where the new plan's layout says."""
     assert transition.plan is not None
     before, plan = job.record.plan, transition.plan
-    # What the start tells of changes: groups are built as ever; its state comes from a checkpoint, or from nowhere.
+    # At the start only the communicators take the time they always take: state is loaded or initialised, not moved.
     state_s = 0.0 if transition.initial else transition.state_s
     job.log(
         PlanInEffect(
@@ -339,7 +344,7 @@ def _take_effect(job: Job, transition: Transition) -> None:
     job.progress_at = job.now
     verb = "started" if transition.initial else "resumed"
     job.say("notice", f"{verb}: {plan.describe()}, epoch {job.epoch}, iteration {job.record.committed + 1}")
-    last_copies.tell(job, before, plan)
+    last_copies.report(job, before, plan)
     if job.record.committed >= job.record.goal:
         iterations.transition_done(job)
     iterations.halt_when_finished(job)

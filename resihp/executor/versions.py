@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from resihp.protocol.inventory import LONGEST, Software
+from resihp.protocol.inventory import MAX_TEXT_CHARS, Software
 from resihp.worker import nccl_versions
 
 MAX_GIT_FILE_BYTES = 1 << 24
@@ -25,9 +25,9 @@ def software(script: Path | None = None) -> Software:
     """Return the versions in use, and the commit of `script`, by default the running script."""
     path = Path(sys.argv[0]) if script is None else script
     return Software(
-        torch=torch.__version__[:LONGEST],
+        torch=torch.__version__[:MAX_TEXT_CHARS],
         megatron_core=_installed("megatron-core"),
-        cuda=(torch.version.cuda or "")[:LONGEST],
+        cuda=(torch.version.cuda or "")[:MAX_TEXT_CHARS],
         nccl=_nccl(),
         script_commit=commit_of(path.parent) if path.is_file() else "",
     )
@@ -35,7 +35,7 @@ def software(script: Path | None = None) -> Software:
 
 def _installed(package: str) -> str:
     try:
-        return metadata.version(package)[:LONGEST]
+        return metadata.version(package)[:MAX_TEXT_CHARS]
     except metadata.PackageNotFoundError:
         return ""
 
@@ -43,7 +43,7 @@ def _installed(package: str) -> str:
 def _nccl() -> str:
     """Return the version of the NCCL library that is loaded; empty if none is."""
     version = nccl_versions.loaded()
-    return "" if version is None else nccl_versions.shown(version)[:LONGEST]
+    return "" if version is None else nccl_versions.shown(version)[:MAX_TEXT_CHARS]
 
 
 def commit_of(folder: Path) -> str:

@@ -1,10 +1,10 @@
-"""The worker's end of the socket to its agent: orders in, reports and beats out.
+"""The worker's end of the socket to its agent: receives orders, sends reports and heartbeats.
 
-One thread beats and listens, one sends; the main thread hands over what it has to say and fetches orders when it is
-ready for them: an agent that is slow or stopped never holds up training. Some things act at once, whatever the main
-thread does: a `Park` that does not wait for the iteration wakes it from a blocked collective; a `Halt` at once and the
-end of the socket (the agent is gone: nobody could fence it) end the process. Used by `resihp.executor.trainer`; decides
-nothing else.
+One thread sends heartbeats and listens, one sends reports; the main thread hands over its reports and fetches orders
+when it is ready for them, so that a slow or stopped agent never holds up training. Some events act at once, whatever
+the main thread does: a `Park` that does not wait for the iteration wakes it from a blocked collective; a `Halt` at
+once, and the end of the socket (the agent is gone, so nothing could fence the process), end the process. Used by
+`resihp.executor.trainer`; decides nothing else.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from resihp.protocol.rendezvous import Attendance
 
 BEAT_S = 1.0
 LAST_WORDS_S = 10.0
-"""How long a process that ends by an exception waits for its agent to take the news."""
+"""Seconds that a process that ends by an exception waits for its agent to take the report."""
 AGENT_GONE_STATUS = 70
 """Exit status of a worker whose agent vanished (EX_SOFTWARE of sysexits.h)."""
 
@@ -41,17 +41,18 @@ Activity = Literal["starting", "compute", "communication", "parked", "checkpoint
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def _disregard(number: int, frame: FrameType | None) -> None:
-    """For this process alone: a program that it starts has the default again, and so has a fork."""
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Ignore a signal in this process alone: a program that it starts has the default handler again, and so has a
+    fork."""
 
 
-def _hear_again() -> None:
+def _restore_defaults() -> None:
     for number in STOP_SIGNALS:
-        if signal.getsignal(number) is _disregard:
+        if signal.getsignal(number) is _ignore:
             signal.signal(number, signal.SIG_DFL)
 
 
-os.register_at_fork(after_in_child=_hear_again)
+os.register_at_fork(after_in_child=_restore_defaults)
 
 
 class InjectedFaultError(ResihpError):
@@ -59,7 +60,7 @@ class InjectedFaultError(ResihpError):
 
 
 class AgentClient:
-    """This worker's conversation with its agent. Thread-safe where noted; everything else is the main thread's."""
+    """This worker's conversation with its agent. Methods are for the main thread unless noted as thread-safe."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -69,11 +70,11 @@ class AgentClient:
             raise ProtocolError(f"agent: first frame is {type(start).__name__}, expected Start")
         self.start = start
         self.park_epoch = 0
-        """Newest epoch that somebody asked this rank to park for at once."""
+        """Newest epoch for which this rank was asked to park at once."""
         self.pause_epoch = 0
-        """The same, after the iteration under way."""
+        """Newest epoch for which it was asked to park after the iteration under way."""
         self.save_number = 0
-        """Newest order to write a checkpoint after the iteration under way."""
+        """Number of the newest order to write a checkpoint after the iteration under way."""
         self.epoch = 0
         self.iteration = 0
         self.primitives = 0
@@ -84,13 +85,13 @@ class AgentClient:
         self._announced: queue.SimpleQueue[m.Probe] = queue.SimpleQueue()
         self._later: list[m.Probe] = []
         self._slow: dict[tuple[str, str] | None, m.Slow] = {}
-        """Of links between two nodes, and, under None, of this device."""
+        """Injected slowness of links between two nodes and, under None, of this device."""
         self._fault_answers: queue.SimpleQueue[m.FaultGo] = queue.SimpleQueue()
         self._spent: set[int] = set()
         self._wake: Callable[[], None] = lambda: None
         self._ask_device: Callable[[], tuple[bool, float]] = lambda: (False, 0.0)
         self._beaten = 0
-        """Primitives at the last beat."""
+        """Number of primitives at the last heartbeat."""
         self._deaf = False
         self._absent: Callable[[Fault], bool] = lambda fault: False
         self._attended: dict[m.MeetingId, Attendance] = {}
@@ -101,11 +102,11 @@ class AgentClient:
     # --- to the agent -----------------------------------------------------------------------------------------
 
     def send(self, message: m.WorkerMessage | m.MeetingMessage) -> None:
-        """Hand over one message, in order, without waiting. Any thread. A vanished agent ends the process."""
+        """Queue one message for sending, in order, without waiting. Any thread. A vanished agent ends the process."""
         self._outbox.put(message)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all that was handed over has been sent; False if it took too long."""
+        """Wait until all queued messages have been sent; return False if it took too long."""
         sent = threading.Event()
         self._outbox.put(sent)
         return sent.wait(timeout_s)
@@ -124,7 +125,9 @@ class AgentClient:
     @staticmethod
     def _named(work: Callable[[], None]) -> None:
         with suppress(OSError), open(f"/proc/self/task/{threading.get_native_id()}/comm", "w") as name:
-            name.write("resihp-agent")  # so that `top -H` and our own benchmark can tell it from the user's threads
+            name.write(
+                "resihp-agent"
+            )  # so that `top -H` and our own benchmark can distinguish it from the user's threads
         work()
 
     def declare(self, declaration: m.Declare) -> None:
@@ -132,8 +135,8 @@ class AgentClient:
         self.send(declaration)
 
     def attend(self, meeting: m.MeetingId, groups: Sequence[str], patience_s: float) -> Attendance:
-        """Take part in a meeting: say something there, and hear what others say in these groups. Main thread."""
-        attended = {each: held for each, held in self._attended.items() if not held.left}
+        """Take part in a meeting: publish values there, and receive those of others in these groups. Main thread."""
+        attended = {old: attendance for old, attendance in self._attended.items() if not attendance.left}
         attendance = attended[meeting] = Attendance(meeting, self.send, patience_s)
         self._attended = attended
         self.send(m.Attend(meeting=meeting, groups=tuple(groups)))
@@ -142,16 +145,16 @@ class AgentClient:
     # --- from the agent ---------------------------------------------------------------------------------------
 
     def on_park(self, wake: Callable[[], None]) -> None:
-        """`wake` is called in the listening thread when a `Park` arrives; it must unblock the main thread."""
+        """Set the function that the listening thread calls when a `Park` arrives; it must unblock the main thread."""
         self._wake = wake
 
     def on_beat(self, ask_device: Callable[[], tuple[bool, float]]) -> None:
-        """`ask_device` is asked in the listening thread whether the device waits for peers, whatever its host is in,
-        and for how many seconds it has not answered. It must not wait for a device that is stuck."""
+        """Set the function that the listening thread calls to ask whether the device waits for peers, whatever its host
+        does, and for how many seconds it has not answered. It must not block on a device that is stuck."""
         self._ask_device = ask_device
 
     def _beat(self) -> m.Progress:
-        """Nobody asks what a rank is in that has come further since the last beat."""
+        """Return the next heartbeat. The device is asked only if the rank has made no progress since the last one."""
         stands, self._beaten = self.primitives == self._beaten, self.primitives
         activity, unanswered_s = self.activity, 0.0
         if activity == "compute" and stands:
@@ -166,47 +169,51 @@ class AgentClient:
         )
 
     def next_order(self) -> m.WorkerOrder:
-        """Block until the next order to the main thread. A `hang` or `raise` fault may strike here (standby ranks)."""
+        """Block until the next order to the main thread. A `hang` or `raise` fault may take effect here (standby
+        ranks)."""
         while True:
             order = self._orders.get()
             if isinstance(order, m.FaultGo):
-                self._suffer(order)
+                self._carry_out(order)
             else:
                 return order
 
     def park_asked(self, epoch: int) -> bool:
-        """Whether an epoch newer than `epoch` was announced, to park for at once."""
+        """Return whether the rank was asked to park at once for an epoch newer than `epoch`."""
         return self.park_epoch > epoch
 
     def pause_asked(self, epoch: int) -> bool:
-        """Whether an epoch newer than `epoch` was announced, to park for after the iteration."""
+        """Return whether the rank was asked to park, at once or after the iteration, for an epoch newer than
+        `epoch`."""
         return max(self.pause_epoch, self.park_epoch) > epoch
 
     def due_probe(self) -> m.Probe | None:
-        """A probe that was asked for and is still to be answered. Main thread."""
+        """Return a probe that is still to be answered, if any. Main thread."""
         try:
             return self._probes.get_nowait()
         except queue.Empty:
             return None
 
     def due_link_probes(self, iteration: int | None = None) -> list[m.Probe]:
-        """Probes that were announced for the end of this iteration or of one before; without one, all. Main thread."""
+        """Return the probes announced for the end of this iteration or an earlier one; without an iteration, all. Main
+        thread."""
         while not self._announced.empty():
             self._later.append(self._announced.get_nowait())
-        due = [asked for asked in self._later if iteration is None or (asked.after_iteration or 0) <= iteration]
-        self._later = [asked for asked in self._later if asked not in due]
+        due = [probe for probe in self._later if iteration is None or (probe.after_iteration or 0) <= iteration]
+        self._later = [probe for probe in self._later if probe not in due]
         return due
 
     def speed(self) -> float:
-        """How fast an injected fault has this device be now."""
+        """Return the speed to which an injected fault limits this device now."""
         return self._speed(None)
 
     def link_speed(self, a: str, b: str) -> float:
-        """How fast an injected fault has the link between two nodes be now, one of them this rank's."""
+        """Return the speed to which an injected fault limits the link between two nodes now, one of them this
+        rank's."""
         return self._speed((min(a, b), max(a, b)))
 
-    def _speed(self, of: tuple[str, str] | None) -> float:
-        slow = self._slow.get(of)
+    def _speed(self, link: tuple[str, str] | None) -> float:
+        slow = self._slow.get(link)
         if slow is None or (slow.until is not None and self.iteration >= slow.until) or self.iteration % slow.every:
             return 1.0
         return slow.speed
@@ -217,7 +224,7 @@ class AgentClient:
             patience_s = next_beat - time.monotonic()
             if patience_s <= 0:
                 beat = self._beat()
-                if self._outbox.empty():  # an agent that does not take reports gets no beats on top of them
+                if self._outbox.empty():  # an agent that does not take reports gets no heartbeats on top
                     self.send(beat)
                 next_beat = time.monotonic() + BEAT_S
                 continue
@@ -235,7 +242,7 @@ class AgentClient:
             elif isinstance(order, m.Halt) and order.at_once:
                 if self._deaf:
                     end_by(signal.SIGTERM)
-                continue  # else the agent's own signal does what the script has arranged
+                continue  # else the agent's own signal triggers the script's handler
             elif isinstance(order, m.Published):
                 if (attendance := self._attended.get(order.meeting)) is not None:
                     attendance.hear(order.said)
@@ -258,15 +265,15 @@ class AgentClient:
 
     @contextmanager
     def deaf(self) -> Iterator[None]:
-        """Disregard signals that would end the process, unless the script has its own use for them. Main thread.
+        """Ignore signals that would end the process, unless the script handles them itself. Main thread.
 
-        Slurm sends them to every process of a job that is to stop. What is to be saved before it does, the supervisor
-        decides; when it ends a worker, it says so (`Halt`).
+        Slurm sends them to every process of a job that is to stop. The supervisor decides what is saved before the end;
+        to end a worker, it sends `Halt`.
         """
         before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         unused = [number for number, handler in before.items() if handler is signal.SIG_DFL]
         for number in unused:
-            signal.signal(number, _disregard)
+            signal.signal(number, _ignore)
             signal.siginterrupt(number, False)
         self._deaf = signal.SIGTERM in unused
         try:
@@ -274,19 +281,20 @@ class AgentClient:
         finally:
             self._deaf = False
             for number in unused:
-                if signal.getsignal(number) is _disregard:
+                if signal.getsignal(number) is _ignore:
                     signal.signal(number, signal.SIG_DFL)
 
-    # --- faults on purpose ------------------------------------------------------------------------------------
+    # --- injected faults --------------------------------------------------------------------------------------
 
     _waiting_for: int | None = None
 
     def arm(self, absent: Callable[[Fault], bool]) -> None:
-        """`absent(fault)` tells whether the fault's target has no work in the present plan."""
+        """Set the function that decides whether a fault's target has no work in the present plan."""
         self._absent = absent
 
     def faults_at(self, iteration: int, phase: Phase) -> None:
-        """Called when the main thread enters `phase` of `iteration`: report due faults, wait, suffer them.
+        """Report due faults when the main thread enters `phase` of `iteration`; wait for the answer, and carry them
+        out.
 
         Raises InjectedFaultError for `raise`; CommunicatorError when asked to park while it waits.
         """
@@ -312,16 +320,16 @@ class AgentClient:
                 break
         self._waiting_for = None
         self._spent.add(fault.id)
-        self._suffer(answer)
+        self._carry_out(answer)
 
-    def _suffer(self, go: m.FaultGo) -> None:
+    def _carry_out(self, go: m.FaultGo) -> None:
         if not go.fire:
             return
         fault = next((fault for fault in self.start.faults if fault.id == go.fault), None)
         if fault is not None and fault.kind == "raise":
             raise InjectedFaultError(f"fault injected: {fault}")
         self.activity = "compute"
-        while True:  # hang: stuck in user code, alive and beating
+        while True:  # hang: stuck in user code, alive and sending heartbeats
             time.sleep(3600)
 
 
@@ -329,7 +337,7 @@ _client: AgentClient | None = None
 
 
 def attach() -> AgentClient | None:
-    """The client of this process, or None when it was not started by an agent."""
+    """Return the client of this process, or None if it was not started by an agent."""
     global _client
     if _client is None and AGENT_FD in os.environ:
         _client = AgentClient(socket.socket(fileno=int(os.environ[AGENT_FD])))
@@ -337,7 +345,8 @@ def attach() -> AgentClient | None:
 
 
 def report_exception(error: BaseException) -> None:
-    """Tell the supervisor that the user's script is about to end with `error`. Called by the fork server's child."""
+    """Report to the supervisor that the user's script is about to end with `error`. Called by the fork server's
+    child."""
     client = attach()
     if client is None:
         return
@@ -357,7 +366,7 @@ def report_exception(error: BaseException) -> None:
 
 
 def _text_of(error: BaseException) -> str:
-    """The text of an exception, which may itself fail to make one."""
+    """Return the text of an exception, whose own `__str__` may fail."""
     try:
         return str(error)
     except Exception:  # noqa: BLE001 - the script's own code

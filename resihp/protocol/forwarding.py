@@ -1,7 +1,7 @@
-"""What an agent passes on, and what it reads of it.
+"""Reports and orders that an agent forwards, and the fields it reads of them.
 
 Reports of workers and orders to them stay encoded on their way through the agent (`messages.FromWorker`,
-`messages.ToWorkers`). It reads a label off each; whoever it is for decodes and checks all of it. Used by
+`messages.ToWorkers`). The agent reads a label off each; the recipient decodes and checks all of it. Used by
 `wrapper.agent` and `wrapper.supervisor.agents`; decides nothing.
 """
 
@@ -16,9 +16,10 @@ from resihp.errors import ProtocolError
 from resihp.protocol import messages as m
 from resihp.protocol.framing import decode
 
-WORTH_BYTES = 16 << 10
-"""What goes to every agent and is longer is made smaller, once for all: sealing and sending are paid for each."""
-MOST_INFLATED_BYTES = 64 << 20
+MIN_DEFLATED_BYTES = 16 << 10
+"""Size from which a message to every agent is deflated, once for all: sealing and sending cost for each agent."""
+MAX_INFLATED_BYTES = 64 << 20
+"""Largest message accepted, after inflation."""
 
 
 class _Outcome(msgspec.Struct, frozen=True):
@@ -30,10 +31,10 @@ class _Plan(msgspec.Struct, frozen=True):
 
 
 class Label(msgspec.Struct, frozen=True, kw_only=True):
-    """The few fields of a report or an order that its agent goes by; each is there if the message has it."""
+    """The few fields of a report or an order that its agent uses; each is set if the message has it."""
 
     type: str
-    """Name of its class in `messages`; also one that is not there."""
+    """Name of its class in `messages`, or of an unknown one."""
     epoch: int = 0
     fault: int = 0
     probe: int = 0
@@ -52,27 +53,27 @@ _reports: msgspec.msgpack.Decoder[m.WorkerMessage] = msgspec.msgpack.Decoder(m.W
 
 
 def label_of(body: bytes) -> Label:
-    """Passes over all other fields. Raises ProtocolError for what is no message."""
+    """Return the label of a message, ignoring all other fields. Raises ProtocolError if it is not a message."""
     return decode(_labels, body)
 
 
 def report_of(body: bytes) -> m.WorkerMessage:
-    """Raises ProtocolError for what is no report of a worker."""
+    """Return a decoded report. Raises ProtocolError if it is not a report of a worker."""
     return decode(_reports, body)
 
 
 def to_workers(ranks: tuple[int, ...], order: bytes, smaller: bytes | None) -> m.ToWorkers:
-    """An encoded order to workers of one node; `smaller` as `deflated` has it of the order."""
+    """Return an encoded order to workers of one node; `smaller`: the order as `deflated` returns it."""
     return m.ToWorkers(ranks=ranks, body=smaller or order, deflated=smaller is not None)
 
 
 def order_in(message: m.ToWorkers) -> bytes:
-    """The order, as encoded. Raises ProtocolError."""
+    """Return the order, still encoded. Raises ProtocolError."""
     return _inflated(message.body) if message.deflated else message.body
 
 
 def replicate(after: int, records: Sequence[bytes], *, smaller: bool) -> m.Replicate:
-    """Encoded records that follow number `after`; `smaller`: deflated, where that is worth it."""
+    """Return encoded records that follow number `after`; `smaller`: deflated, where that is worth it."""
     packed = deflated(msgspec.msgpack.encode(records)) if smaller else None
     if packed is None:
         return m.Replicate(after=after, records=tuple(records))
@@ -80,7 +81,7 @@ def replicate(after: int, records: Sequence[bytes], *, smaller: bool) -> m.Repli
 
 
 def records_in(message: m.Replicate) -> tuple[bytes, ...]:
-    """The records, each as encoded. Raises ProtocolError."""
+    """Return the records, each still encoded. Raises ProtocolError."""
     if not message.deflated:
         return message.records
     (packed,) = message.records or (b"",)
@@ -88,8 +89,8 @@ def records_in(message: m.Replicate) -> tuple[bytes, ...]:
 
 
 def deflated(body: bytes) -> bytes | None:
-    """A shorter form of what is long; None where that is not worth it."""
-    if len(body) <= WORTH_BYTES:
+    """Return a shorter form of a long message; None where that is not worth it."""
+    if len(body) <= MIN_DEFLATED_BYTES:
         return None
     smaller = zlib.compress(body, 1)
     return smaller if len(smaller) < len(body) else None
@@ -98,9 +99,9 @@ def deflated(body: bytes) -> bytes | None:
 def _inflated(body: bytes) -> bytes:
     try:
         inflater = zlib.decompressobj()
-        found = inflater.decompress(body, MOST_INFLATED_BYTES)
+        content = inflater.decompress(body, MAX_INFLATED_BYTES)
         if not inflater.eof:
-            raise ProtocolError(f"more than {MOST_INFLATED_BYTES} bytes, or not whole")
+            raise ProtocolError(f"more than {MAX_INFLATED_BYTES} bytes, or incomplete")
     except zlib.error as error:
         raise ProtocolError(f"malformed message: {error}") from error
-    return found
+    return content

@@ -9,13 +9,14 @@ codec            channel                         carries
 `SecureCodec`    `SecureChannel` (asyncio)       TCP: agents and operators to the supervisor
 ===============  ==============================  =========================================================
 
-A local frame is a big-endian u32 length and a msgpack body (`LocalFrames` gives bodies as they came). A secure
+A local frame is a big-endian u32 length and a msgpack body (`LocalFrames` returns undecoded bodies). A secure
 connection opens with a greeting from both sides (8 bytes of magic, 32 random bytes); each direction has its own key,
 HMAC-SHA256(job key, direction, both nonces), so that no frame can be replayed on another connection or reflected. A
 secure frame is u32 length, u64 number, body, and HMAC-SHA256 over the three. Frame 0 of each direction is empty and
-proves the key; until it has come, frames are small.
+proves the key; until it has arrived, frames are small.
 
-Nothing here is encrypted: the network may read what the job reports, but cannot speak to it. Nothing is unpickled.
+Nothing here is encrypted: others on the network can read the job's reports, but cannot talk to it. Nothing is
+unpickled.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ MAX_FRAME_BYTES = 4 << 20
 MAX_UNPROVEN_BYTES = 1 << 10
 """Largest frame accepted before the peer has proven that it knows the key."""
 MAX_UNSENT_BYTES = 64 << 20
-"""A peer that lets this much pile up is given up."""
+"""Number of unsent bytes at which a peer that does not read is given up."""
 KEY_BYTES = 32
 NONCE_BYTES = 32
 MAGIC = b"RESIHP\x00\x02"
-"""The last byte is the version of what follows, messages included."""
+"""The last byte is the version of the protocol, messages included."""
 
 _LENGTH = struct.Struct(">I")
 _HEADER = struct.Struct(">IQ")
@@ -54,11 +55,11 @@ Side = Literal["client", "server"]
 
 
 class Envelope(msgspec.Struct, Generic[T], frozen=True, kw_only=True, tag=True):
-    """What agents and supervisor wrap their messages in, so that none is lost with a connection.
+    """The envelope around each message of agents and supervisor, so that none is lost with a connection.
 
-    `number` counts the sender's messages from 1 over all connections of a conversation; 0 is one that may be lost (a
-    beat, the first of a connection, an answer to a stranger). `acknowledged` is the last number that the sender has
-    received, all before it included; without a message an envelope does nothing but tell that
+    `number` counts the sender's messages from 1 over all connections of a conversation; 0 is a message that may be lost
+    (a heartbeat, the first of a connection, an answer to a stranger). `acknowledged` is the number of the last message
+    that the sender has received, including all before it; an envelope without a message only acknowledges
     (`resihp.protocol.resumable`).
     """
 
@@ -68,11 +69,11 @@ class Envelope(msgspec.Struct, Generic[T], frozen=True, kw_only=True, tag=True):
 
 
 MAX_MESSAGE_BYTES = MAX_FRAME_BYTES - 64
-"""Of a message in an envelope."""
+"""Largest message in an envelope, in bytes."""
 
 
 def decode(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
-    """Raises ProtocolError for bytes that are none of the decoder's messages."""
+    """Decode a message. Raises ProtocolError if it is not one of the decoder's messages."""
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -80,7 +81,7 @@ def decode(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """Raises ProtocolError if it fits no frame."""
+    """Encode a message. Raises ProtocolError if it does not fit a frame."""
     body = msgspec.msgpack.encode(message)
     if len(body) > MAX_FRAME_BYTES:
         raise ProtocolError(f"{type(message).__name__}: {len(body)} bytes; a frame holds {MAX_FRAME_BYTES}")
@@ -92,13 +93,13 @@ def local_frame(body: bytes) -> bytes:
 
 
 class LocalFrames:
-    """Bodies of local frames as they came, for those who pass them on."""
+    """Splits a stream into the bodies of local frames, for forwarding without decoding."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, chunk: bytes) -> Iterator[bytes]:
-        """Take in bytes, yield whole bodies. Raises ProtocolError at a frame that is too long."""
+        """Add received bytes, yield complete bodies. Raises ProtocolError at a frame that is too long."""
         self._buffer += chunk
         while len(self._buffer) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer)
@@ -112,7 +113,7 @@ class LocalFrames:
             yield body
 
     def end(self) -> None:
-        """The stream has ended. Raises ProtocolError if that was inside a frame."""
+        """Note the end of the stream. Raises ProtocolError if that was inside a frame."""
         if self._buffer:
             raise ProtocolError(f"truncated frame: the stream ended after {len(self._buffer)} bytes of it")
 
@@ -128,12 +129,12 @@ class LocalCodec(Generic[T]):
         return local_frame(encode(message))
 
     def feed(self, chunk: bytes) -> Iterator[T]:
-        """Take in bytes, yield whole messages. Raises ProtocolError at the first frame that is none."""
+        """Add received bytes, yield complete messages. Raises ProtocolError at the first invalid frame."""
         for body in self._frames.feed(chunk):
             yield decode(self._decoder, body)
 
     def end(self) -> None:
-        """The stream has ended. Raises ProtocolError if that was inside a frame."""
+        """Note the end of the stream. Raises ProtocolError if that was inside a frame."""
         self._frames.end()
 
 
@@ -164,11 +165,11 @@ class SecureCodec(Generic[T]):
 
     @property
     def proven(self) -> bool:
-        """The peer has proven that it knows the key."""
+        """Whether the peer has proven that it knows the key."""
         return self._received > 0
 
     def take_reply(self) -> bytes:
-        """Bytes of the handshake that are to be sent now."""
+        """Return the bytes of the handshake to send now."""
         reply, self._reply = self._reply, b""
         return reply
 
@@ -177,7 +178,7 @@ class SecureCodec(Generic[T]):
         return self._seal(encode(message))
 
     def feed(self, chunk: bytes) -> Iterator[T]:
-        """Take in bytes, yield authentic messages. Raises ProtocolError at the first byte that cannot be one's."""
+        """Add received bytes, yield authentic messages. Raises ProtocolError at the first invalid byte."""
         self._buffer += chunk
         if self._send_key is None and not self._greeted():
             return
@@ -188,7 +189,7 @@ class SecureCodec(Generic[T]):
                 raise ProtocolError("malformed handshake: the first frame is not empty")
 
     def end(self) -> None:
-        """The stream has ended. Raises ProtocolError if that was inside a frame or before the key was proven."""
+        """Note the end of the stream. Raises ProtocolError if that was inside a frame or before the key was proven."""
         if not self.proven:
             raise ProtocolError("closed before it proved the key")
         if self._buffer:
@@ -237,7 +238,7 @@ class SecureCodec(Generic[T]):
                 raise ProtocolError("wrong key, or a frame of another connection")
             raise ProtocolError(f"frame {self._received}: altered, or of another connection")
         if number != self._received:
-            raise ProtocolError(f"replayed frame: number {number} where {self._received} is due")
+            raise ProtocolError(f"replayed frame: number {number} instead of {self._received}")
         self._received += 1
         return body
 
@@ -255,7 +256,7 @@ class LocalChannel:
         self._descriptors: list[int] = []
 
     def send(self, message: msgspec.Struct, descriptors: Sequence[int] = ()) -> None:
-        """Send one message, file descriptors with it. Raises OSError when the peer is gone."""
+        """Send one message, with file descriptors. Raises OSError when the peer is gone."""
         frame = local_frame(encode(message))
         with self._lock:
             if descriptors:
@@ -264,7 +265,7 @@ class LocalChannel:
             self._sock.sendall(frame)
 
     def recv(self, receives: Any) -> Any:
-        """The next message, of the type or union `receives`.
+        """Return the next message, of the type or union `receives`.
 
         Raises EOFError when the peer has closed (also inside a frame), ProtocolError for a bad frame, OSError.
         """
@@ -277,9 +278,9 @@ class LocalChannel:
         return decode(decoder, self._exactly(length))
 
     def take_descriptor(self) -> int:
-        """The oldest file descriptor that came and was not taken; they are ordered as the messages are."""
+        """Return the oldest file descriptor received and not taken yet; they are in the order of the messages."""
         if not self._descriptors:
-            raise ProtocolError("a file descriptor was announced and did not come")
+            raise ProtocolError("a file descriptor was announced but did not arrive")
         return self._descriptors.pop(0)
 
     def fileno(self) -> int:
@@ -304,11 +305,11 @@ class LocalChannel:
 
 
 class NoAnswerError(TimeoutError):
-    """The connection was taken, and nobody has spoken in time: who is to serve it is busy, stopped or yet to come."""
+    """The connection was accepted, but no greeting came in time: the peer is busy, stopped or not yet started."""
 
 
 class SecureChannel(Generic[T]):
-    """An authenticated asyncio connection: `connect`, or what `resihp.protocol.serving` hands out."""
+    """An authenticated asyncio connection, made by `connect` or handed out by `resihp.protocol.serving`."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, side: Side, receives: Any
@@ -347,7 +348,7 @@ class SecureChannel(Generic[T]):
         return channel
 
     async def prove(self) -> None:
-        """The handshake; `connect` and `serving` do it. Raises ProtocolError."""
+        """Perform the handshake; called by `connect` and `serving`. Raises ProtocolError."""
         self._writer.write(self._codec.greeting)
         while not self._codec.proven:
             if not await self._read():
@@ -369,7 +370,8 @@ class SecureChannel(Generic[T]):
         await self._writer.drain()
 
     async def recv(self) -> T | None:
-        """The next message; None when the connection has ended. Raises ProtocolError, after all good messages."""
+        """Return the next message; None when the connection has ended. Raises ProtocolError, after all good
+        messages."""
         while not self._waiting:
             if self._refused is not None:
                 raise self._refused
@@ -381,11 +383,11 @@ class SecureChannel(Generic[T]):
         return self._waiting.popleft()
 
     def close(self) -> None:
-        """Close; what is queued is still sent, without waiting for it."""
+        """Close; queued messages are still sent, without waiting for it."""
         self._writer.close()
 
     def abort(self) -> None:
-        """Close at once; what is queued is lost."""
+        """Close at once; queued messages are lost."""
         self._writer.transport.abort()
 
     async def flushed(self) -> None:

@@ -1,4 +1,4 @@
-"""Everything that crosses a socket, typed. Encoded by msgspec as tagged msgpack; nothing is ever unpickled.
+"""All messages that cross a socket, typed. Encoded by msgspec as tagged msgpack; nothing is ever unpickled.
 
 Three conversations, each a pair of unions:
 
@@ -14,8 +14,8 @@ command line <->      `OperatorRequest`,     TCP, authenticated frames; same lis
 supervisor            `OperatorReply`
 ====================  =====================  ==========================================================
 
-What workers and supervisor say to each other, an agent passes on as it came (`resihp.protocol.forwarding`); what is
-said in a meeting (`resihp.protocol.rendezvous`), it gathers and hands out.
+Messages between workers and supervisor are forwarded by the agent unchanged (`resihp.protocol.forwarding`); messages in
+a meeting (`resihp.protocol.rendezvous`) are collected and distributed by it.
 
 Iterations count from 1; 0 means none yet. Seconds are intervals. Nothing here decides anything.
 """
@@ -41,12 +41,12 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class StepOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of an iteration's last synchronisation, equal on all ranks: what a step needs, and what it used.
+    """The result of an iteration's last synchronisation, equal on all ranks: all values that a step needs or has used.
 
-    A rank that has it may step; with it, another rank can finish the same step. `clip` multiplies gradients;
-    `skip` means that gradients were not finite and no rank may update. `loss` is the mean over tokens of the global
-    batch; `samples_digest` (16 hexadecimal digits, `resihp.parallelism.workload.samples_digest`) and the other sums
-    come from the ranks that computed the micro-batches.
+    A rank that has it may step; with it, another rank can finish the same step. `clip` multiplies gradients; `skip`
+    means that gradients were not finite and no rank may update. `loss` is the mean over tokens of the global batch;
+    `samples_digest` (16 hexadecimal digits, `resihp.parallelism.workload.samples_digest`) and the other sums come from
+    the ranks that computed the micro-batches.
     """
 
     iteration: int
@@ -60,20 +60,21 @@ class StepOutcome(msgspec.Struct, frozen=True, kw_only=True):
     samples: int
     samples_digest: str
     updates: int = 0
-    """Updates that the optimizer has made once this step is taken; skipped iterations do not count."""
+    """Number of updates that the optimizer has made once this step is taken; skipped iterations do not count."""
     pause: bool = False
-    """Some rank was asked to park after this iteration: all do."""
+    """Whether some rank was asked to park after this iteration: all do."""
     saving: bool = False
-    """Some rank still writes a checkpoint: none begins another."""
+    """Whether some rank still writes a checkpoint: none begins another."""
     save: bool = False
-    """Some rank was told to write a checkpoint of this iteration (`SaveNext`): all do."""
+    """Whether some rank was told to write a checkpoint of this iteration (`SaveNext`): all do."""
 
 
 # --- meetings: worker <-> agent <-> supervisor -------------------------------------------------------------------
 
 
 class MeetingId(msgspec.Struct, frozen=True):
-    """Where ranks that build communicators tell each other their addresses: an epoch's, or a probe's. One is 0."""
+    """The meeting in which ranks that build communicators exchange their addresses: an epoch's, or a probe's. One of
+    the two is 0."""
 
     epoch: int = 0
     probe: int = 0
@@ -83,7 +84,8 @@ class MeetingId(msgspec.Struct, frozen=True):
 
 
 class Said(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank tells all others of a communicator: an address, an NCCL id. Each key is set once."""
+    """A value that one rank publishes to all others for a communicator: an address, an NCCL id. Each key is set
+    once."""
 
     group: str
     key: str
@@ -91,21 +93,21 @@ class Said(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Attend(Message, frozen=True, kw_only=True):
-    """From now on tell whoever sends this what is said in these groups of the meeting, and what was said before."""
+    """Subscribe the sender to these groups of the meeting: earlier values are sent as well."""
 
     meeting: MeetingId
     groups: tuple[str, ...]
 
 
 class Publish(Message, frozen=True, kw_only=True):
-    """Tell all who attend its group. What is said in a meeting that is over is heard by nobody."""
+    """Publish values to all subscribers of their groups. Values for a meeting that is over are dropped."""
 
     meeting: MeetingId
     said: tuple[Said, ...]
 
 
 class Published(Message, frozen=True, kw_only=True):
-    """To an agent what its workers attend, to a worker what it attends itself."""
+    """Published values: for an agent those its workers have subscribed to, for a worker its own subscriptions."""
 
     meeting: MeetingId
     said: tuple[Said, ...]
@@ -118,31 +120,32 @@ MeetingMessage = Attend | Publish
 
 
 class Declare(Message, frozen=True, kw_only=True, dict=True):
-    """The training script is ready: what it trains. All ranks of a job must declare the same but for `memory_bytes` and
-    `software`."""
+    """The training script is ready and declares what it trains. All ranks of a job must declare the same except for
+    `memory_bytes` and `software`."""
 
     model: ModelSpec
     micro_batches: int
-    """Of the global batch, once its ramp-up is over."""
+    """Number of micro-batches of the global batch, once its ramp-up is over."""
     iterations: int
     resume_from: int
-    """Iteration of the checkpoint that will be loaded, 0 when starting afresh."""
+    """Iteration of the checkpoint that will be loaded; 0 when starting afresh."""
     fingerprint: str
     """Digest of model and optimizer settings, data set description and library versions."""
     ramp: Ramp = ()
     """Steps of the batch ramp-up, if it has one."""
     device: str = "cpu"
     back_end: str = "gloo"
-    """With which communicators, on what they work: both decide how much of a device's memory is left for training."""
+    """Communicator back end and device type: both determine how much of a device's memory is left for training."""
     memory_bytes: int | None = None
-    """What this rank's device has in all; None for one that is shared, or a processor. Ranks need not agree on it."""
+    """Total memory of this rank's device; None for a shared device, or a processor. Ranks need not agree on it."""
     evaluates: bool = False
-    """After the last step comes an evaluation: all ranks with work are needed until they say `Finished`."""
+    """Whether an evaluation follows the last step: all ranks with work are needed until they send `Finished`."""
     software: Software | None = None
-    """For the record; which versions must be equal is in `fingerprint`. None: others of its node tell."""
+    """For the record; the versions that must be equal are part of `fingerprint`. None: other ranks of the node report
+    it."""
 
     def trains_as(self, other: Declare) -> bool:
-        """Whether both declare the same, on whatever devices."""
+        """Return whether both declare the same, on whatever devices."""
         return msgspec.structs.replace(self, memory_bytes=other.memory_bytes, software=other.software) == other
 
     @cached_property
@@ -151,31 +154,32 @@ class Declare(Message, frozen=True, kw_only=True, dict=True):
 
 
 class Refuse(Message, frozen=True, kw_only=True):
-    """The script cannot start, for a reason that is the user's to mend (a `resihp.errors.UsageError`)."""
+    """The script cannot start, for a reason that the user has to fix (a `resihp.errors.UsageError`)."""
 
     reason: str
 
 
 class Confirm(Message, frozen=True, kw_only=True):
-    """The worker could carry out the proposed plan; `digest` is the one it computed itself."""
+    """The worker can carry out the proposed plan; `digest` is the one it computed itself."""
 
     epoch: int
     digest: str
 
 
 class Object(Message, frozen=True, kw_only=True):
-    """The worker cannot carry out the proposed plan; it goes on as before."""
+    """The worker cannot carry out the proposed plan and goes on as before."""
 
     epoch: int
     reason: str
 
 
 class Ready(Message, frozen=True, kw_only=True):
-    """Communicators of `epoch` are built and the state that its layout needs here is in place, beside the old one.
+    """Communicators of `epoch` are built, and the state that its layout needs on this rank is in place, beside the old
+    state.
 
-    The rank's acknowledgement in the transition's transaction: it holds on to what it held before until `Begin`.
-    `bytes_received` counts state that came from other ranks, `extra_bytes` what the rank holds beyond the larger of
-    the old state and the new one.
+    The rank's acknowledgement in the transaction of a transition: it keeps the old state until `Begin`.
+    `bytes_received` counts state that came from other ranks, `extra_bytes` the bytes that the rank holds beyond the
+    larger of the old state and the new one.
     """
 
     epoch: int
@@ -188,7 +192,7 @@ class Ready(Message, frozen=True, kw_only=True):
 class Workload(Message, frozen=True, kw_only=True):
     """An iteration begins: N and sum of squared lengths of each micro-batch of its global batch, by index.
 
-    The data set is a pure function of the iteration, so one rank tells for all: the first that has work.
+    The data set is a pure function of the iteration, so one rank reports for all: the first that has work.
     """
 
     epoch: int
@@ -198,21 +202,22 @@ class Workload(Message, frozen=True, kw_only=True):
 
 
 class Stepped(Message, frozen=True, kw_only=True):
-    """The worker's parameters have taken the step of `outcome.iteration` (for it, the iteration is committed)."""
+    """The worker's parameters have taken the step of `outcome.iteration` (as far as it knows, the iteration is
+    committed)."""
 
     epoch: int
     outcome: StepOutcome
     seconds: float
     compute_s: float
-    """Own work, without waits for peers."""
+    """Time of its own work, without waits for peers."""
     reduced_s: float = 0.0
-    """From the iteration's beginning until all gradients of this rank were summed."""
+    """Time from the beginning of the iteration until all gradients of this rank were summed."""
     chunks: bytes = b""
-    """Measurements of each primitive (`resihp.detector.observation.pack`); empty where nobody measures."""
+    """Measurements of each primitive (`resihp.detector.observation.pack`); empty if nothing is measured."""
 
 
 class Evaluated(Message, frozen=True, kw_only=True):
-    """The weights after `iteration` have been evaluated; each rank with work tells, and all tell the same.
+    """The weights after `iteration` have been evaluated; each rank with work reports it, and all report the same.
 
     `loss` is the mean over `tokens`.
     """
@@ -224,12 +229,12 @@ class Evaluated(Message, frozen=True, kw_only=True):
 
 
 class Parked(Message, frozen=True, kw_only=True):
-    """The worker has let go of its communicators and waits for a plan.
+    """The worker has released its communicators and waits for a plan.
 
-    `epoch` is the one that the order to park announced. `stepped` is the last iteration whose step it took, with
-    its outcome; `ready` tells that all gradients of iteration `stepped + 1` are reduced on this rank and still held.
-    `holds` lists the epochs whose layouts its state follows: the one in effect and, after `Ready`, the next one; empty
-    for a rank without state.
+    `epoch` is the one that the order to park announced. `stepped` is the last iteration whose step it took, with its
+    outcome; `ready`: all gradients of iteration `stepped + 1` are reduced on this rank and still held. `holds` lists
+    the epochs whose layouts its state follows: the one in effect and, after `Ready`, the next one; empty for a rank
+    without state.
     """
 
     epoch: int
@@ -240,7 +245,7 @@ class Parked(Message, frozen=True, kw_only=True):
 
 
 class Stuck(Message, frozen=True, kw_only=True):
-    """A collective or transfer of `epoch` failed under the worker before anybody asked it to park."""
+    """A collective or transfer of `epoch` failed on the worker before it was asked to park."""
 
     epoch: int
     error: str
@@ -261,13 +266,14 @@ class Finished(Message, frozen=True, kw_only=True):
 
 
 class FaultDue(Message, frozen=True, kw_only=True):
-    """An armed fault's moment has come on this rank, which waits for `FaultGo`."""
+    """The moment of an armed fault has come on this rank, which waits for `FaultGo`."""
 
     fault: int
 
 
 class CheckpointPart(Message, frozen=True, kw_only=True):
-    """This rank's part of a checkpoint is on disk, flushed; or it could not be written, and `error` tells why."""
+    """This rank's part of a checkpoint is on disk, flushed; or it could not be written, and `error` gives the
+    reason."""
 
     epoch: int
     iteration: int
@@ -279,46 +285,46 @@ class CheckpointPart(Message, frozen=True, kw_only=True):
 
 
 class Speed(msgspec.Struct, frozen=True, kw_only=True):
-    """What a device made of a probe. Per second of its own time; 0 for what was not tried."""
+    """Speed of a device in a probe, per second of its own time; 0 for a part that was not tried."""
 
     flops: float = 0.0
     """Floating-point operations of a matrix product."""
     memory_bytes: float = 0.0
-    """Read and written in copies of a buffer that is larger than the caches."""
+    """Bytes read and written in copies of a buffer that is larger than the caches."""
     hardware: str = ""
-    """What it was measured on, by its maker's name: figures of another kind say nothing about this one's."""
+    """Maker's name of the measured hardware: figures of another kind of device do not compare."""
 
 
 class Transfer(msgspec.Struct, frozen=True, kw_only=True):
-    """What a link to another rank made of a probe."""
+    """Result of a probe of the link to another rank."""
 
     peer: int
     seconds: float
-    """Of one buffer there and back, the lower quartile of several."""
+    """Time of one buffer there and back, the lower quartile of several."""
 
 
 class Probed(Message, frozen=True, kw_only=True):
-    """The answer to `Probe`. `error` tells how the device fails, `missed` why its links could not be measured,
-    `untried` why the device was not, through no fault of its own: it was full."""
+    """The answer to `Probe`. `error`: how the device fails; `missed`: why its links could not be measured; `untried`:
+    why the device could not be measured although it is not broken (its memory was full)."""
 
     probe: int
     speed: Speed = Speed()
     transfers: tuple[Transfer, ...] = ()
     seconds: float = 0.0
-    """What it took in all."""
+    """Duration of the whole probe."""
     error: str = ""
     missed: str = ""
     untried: str = ""
     shared: bool = False
-    """Other workers of its machine compute on the same processors, or on the same GPU on purpose."""
+    """Whether other workers of its machine compute on the same processors, or deliberately on the same GPU."""
 
 
 class Progress(Message, frozen=True, kw_only=True):
-    """A beat from the worker's own thread: where training stands.
+    """A heartbeat from the worker's own thread, with the progress of training.
 
     `primitives` counts chunks and synchronisations done since the process started; it grows while training does.
-    `activity` tells what the main thread is in: peers that wait in communication are victims, not culprits.
-    `unanswered_s`: for how long the device has not answered what it is in; 0 if it did, or was not asked.
+    `activity` is that of the main thread: peers that wait in communication are victims, not causes. `unanswered_s`: for
+    how long the device has not answered in its present operation; 0 if it did, or was not asked.
     """
 
     epoch: int
@@ -354,8 +360,8 @@ WorkerMessage = (
 class Propose(Message, frozen=True, kw_only=True):
     """Check this plan, compute its digest, confirm; change nothing yet.
 
-    `base` tells where the state is that the plan's layout will need, `nodes` which node each rank of the job is on;
-    without a base nobody has stepped yet, and every rank draws its state or loads it from the checkpoint.
+    `base`: where the state is that the plan's layout will need; `nodes`: the node of each rank of the job. Without a
+    base no rank has stepped yet, and every rank initialises its state or loads it from the checkpoint.
     """
 
     plan: Plan
@@ -376,7 +382,8 @@ class Go(Message, frozen=True, kw_only=True):
 
 
 class Begin(Message, frozen=True, kw_only=True):
-    """All ranks are ready: the plan of `epoch` is in effect. Let go of what only the layout before needed, iterate."""
+    """All ranks are ready: the plan of `epoch` is in effect. Free the state that only the previous layout needed, and
+    iterate."""
 
     epoch: int
     evaluated: int = 0
@@ -384,10 +391,10 @@ class Begin(Message, frozen=True, kw_only=True):
 
 
 class Park(Message, frozen=True, kw_only=True):
-    """Stop what you do, let go of all communicators, report; `epoch` is the one being prepared.
+    """Stop training, release all communicators, report; `epoch` is the one being prepared.
 
-    With `after_iteration`, stop between two iterations: go on until an iteration's last synchronisation has told every
-    rank of it (`StepOutcome.pause`), so that no work is lost.
+    With `after_iteration`, stop between two iterations: go on until an iteration's last synchronisation has informed
+    every rank (`StepOutcome.pause`), so that no work is lost.
     """
 
     epoch: int
@@ -399,7 +406,7 @@ class Save(Message, frozen=True, kw_only=True):
     """To a parked rank that has work in `replica` of the plan of `epoch`, which is in effect: write a checkpoint.
 
     It is of iteration `finish.iteration`, whose step the rank takes first if it has not. Together the replica's ranks
-    write all of the state; each answers with a `CheckpointPart`. Anybody else ignores it.
+    write all of the state; each answers with a `CheckpointPart`. Other ranks ignore the order.
     """
 
     epoch: int
@@ -409,7 +416,8 @@ class Save(Message, frozen=True, kw_only=True):
 
 class SaveNext(Message, frozen=True, kw_only=True):
     """To one rank that trains: write a checkpoint after the iteration under way, and train on. The iteration's last
-    synchronisation tells all others (`StepOutcome.save`); while one is still being written, a later iteration's does.
+    synchronisation informs all others (`StepOutcome.save`); while a checkpoint is still being written, that of a later
+    iteration does.
 
     `number` counts these orders.
     """
@@ -427,11 +435,12 @@ class FaultGo(Message, frozen=True, kw_only=True):
 class Probe(Message, frozen=True, kw_only=True):
     """Measure the device, between two iterations or while parked; answered with `Probed`.
 
-    With `pairs`, ranks that all are parked or without work measure the links between them as well: each round is of
-    disjoint pairs, and everybody knows all rounds. They meet under the probe's number (`MeetingId`).
+    With `pairs`, ranks that are all parked or without work measure the links between them as well: each round consists
+    of disjoint pairs, and every rank knows all rounds. They meet under the probe's number (`MeetingId`).
 
-    With `after_iteration`, ranks that train measure the links alone, when all have taken the step of that iteration, on
-    communicators of their own. Everybody else trains on. Whoever is past that moment, or parks, says so instead.
+    With `after_iteration`, ranks that train measure only the links, once all have taken the step of that iteration, on
+    communicators of their own. All other ranks train on. A rank that is past that moment, or parks, reports that
+    instead.
     """
 
     probe: int
@@ -440,10 +449,10 @@ class Probe(Message, frozen=True, kw_only=True):
 
 
 class Slow(Message, frozen=True, kw_only=True):
-    """Fault injection: from now on be as a device of this speed, up to but not including iteration `until`.
+    """Fault injection: from now on behave as a device of this speed, up to but not including iteration `until`.
 
-    With `link`, it is the link between those two nodes that has this speed, of a healthy one's. With `every`, only in
-    one of so many iterations, those that it divides.
+    With `link`, the link between those two nodes has this speed, relative to a healthy one. With `every`, the device is
+    slow only in iterations that are multiples of it.
     """
 
     speed: float
@@ -453,14 +462,14 @@ class Slow(Message, frozen=True, kw_only=True):
 
 
 class Halt(Message, frozen=True, kw_only=True):
-    """Training is over; leave the training loop. With `at_once`, end the process, wherever it is."""
+    """Training is over; leave the training loop. With `at_once`, end the process, whatever it does."""
 
     reason: str
     at_once: bool = False
 
 
 class Start(Message, frozen=True, kw_only=True):
-    """First frame on a worker's socket: who it is. `faults` are armed from the beginning."""
+    """First frame on a worker's socket: its identity. `faults` are armed from the beginning."""
 
     rank: int
     node: str
@@ -473,9 +482,9 @@ class Start(Message, frozen=True, kw_only=True):
     checkpoint_every: int
     resume: bool
     memory_bytes: int | None = None
-    """What the device has for the job; None where it is not known, and then not checked."""
+    """Memory of the device for the job; None if not known, and then not checked."""
     joins: bool = False
-    """Whether the job is under way already: it waits to be given work."""
+    """Whether the job is under way already, so that the worker waits to be given work."""
 
 
 WorkerOrder = Start | Propose | Go | Begin | Park | Save | SaveNext | Probe | Slow | FaultGo | Halt | Published
@@ -485,16 +494,15 @@ WorkerOrder = Start | Propose | Go | Begin | Park | Save | SaveNext | Probe | Sl
 
 
 class Join(Message, frozen=True, kw_only=True):
-    """First message of an agent on every connection, outside of all numbers.
+    """First message of an agent on every connection, not numbered.
 
-    `term` is the newest that it has promised itself to, 0 none yet; a supervisor of a lower one is deposed. `log` is
-    the number of the last record in its copy of the journal. `peer_port`: where it listens to other agents, on `host`'s
-    address as seen by the supervisor. `lease`: the number of the replacement request that it answers, 0 for a node
-    of the job's own allocation. `hardware`: its devices' name by their maker, empty where that is not known.
-    `machine`: what the node is made of.
-    `incarnation`: drawn by the agent's process as it starts. Process ids come again, in a container at each start, and
-    an agent that was started again knows nothing of what it has promised. `meeting_port`: one that it keeps free, for
-    ranks of a script that makes process groups of its own to meet at; 0 for none.
+    `term` is the newest term that it has promised itself to, 0 none yet; a supervisor of a lower one is deposed. `log`
+    is the number of the last record in its copy of the journal. `peer_port`: where it listens to other agents, on
+    `host`'s address as seen by the supervisor. `lease`: the number of the replacement request that it answers, 0 for a
+    node of the job's own allocation. `hardware`: the maker's name of its devices, empty if not known. `machine`: the
+    node's inventory. `incarnation`: drawn by the agent's process as it starts. Process ids are reused (in a container
+    at each start), and an agent that was restarted has forgotten its promises. `meeting_port`: a port that it keeps
+    free as the meeting point of the ranks of a script that makes its own process groups; 0 for none.
     """
 
     node: str
@@ -515,9 +523,9 @@ class Join(Message, frozen=True, kw_only=True):
 class RunningWorker(msgspec.Struct, frozen=True, kw_only=True):
     """One live worker, for a supervisor that did not start it.
 
-    `steps`: reports of steps that the journal's copy does not show as committed. `said`: the last of each that is still
-    true of it, in order of arrival: `Declare`, `Evaluated`, `Parked`, `Stuck`, `Raised`, `Ready`, `Finished`,
-    `FaultDue`; and the last few `CheckpointPart`, of which nobody may have heard.
+    `steps`: reports of steps that the journal's copy does not show as committed. `said`: the last of each message that
+    is still true of it, in order of arrival: `Declare`, `Evaluated`, `Parked`, `Stuck`, `Raised`, `Ready`, `Finished`,
+    `FaultDue`; and the last few `CheckpointPart`, which may not have reached any supervisor.
     """
 
     rank: int
@@ -528,9 +536,9 @@ class RunningWorker(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Inventory(Message, frozen=True, kw_only=True):
-    """An agent's first numbered message to a leader of a new term: it accepts it, and this is what it has.
+    """An agent's first numbered message to the leader of a new term: it accepts the leader, and lists its workers.
 
-    `ended`: (rank, exit status) of every worker that has ended there. `epoch`: the newest in any order that came.
+    `ended`: (rank, exit status) of every worker that has ended there. `epoch`: the newest in any order received.
     """
 
     workers: tuple[RunningWorker, ...] = ()
@@ -539,7 +547,7 @@ class Inventory(Message, frozen=True, kw_only=True):
 
 
 class Signalled(Message, frozen=True, kw_only=True):
-    """Somebody else than us sent this signal to the agent; it goes on, and waits for what the supervisor decides."""
+    """Somebody other than us sent this signal to the agent, which goes on and waits for the supervisor's decision."""
 
     signal: int
 
@@ -551,23 +559,24 @@ class Spawned(Message, frozen=True, kw_only=True):
 
 
 class SpawnFailed(Message, frozen=True, kw_only=True):
-    """The fork server could not start or fork: the interpreter's own words. `rank` None: it cannot fork any."""
+    """The fork server could not start or fork: the interpreter's own error message. `rank` None: it cannot fork any
+    worker."""
 
     reason: str
     rank: int | None = None
 
 
-MOST_LINES_AFTER = 99
+MAX_LINES_AFTER = 99
 
 
 class Clue(msgspec.Struct, frozen=True, kw_only=True):
-    """One telling line of a log. `at` in seconds since 1970, UTC.
+    """One significant line of a log. `at` in seconds since 1970, UTC.
 
-    `kind` names its row in `resihp.detector.diagnosis.signatures` (`xid 79` for Xids).
-    `named`: what the line names, of xid, pid, bus, node, peer, error. `raised`: an exception that ended a traceback;
-    `chained`: raised while the clue before it, of the same log, was handled. `age_s`: how old the line was when it was
-    read, which is as soon as its process has ended; None if its time is not known. `lines_after`: how many lines of
-    ordinary output follow it in the log, at most `MOST_LINES_AFTER`: a program that goes on has lived with it.
+    `kind` names its row in `resihp.detector.diagnosis.signatures` (`xid 79` for Xids). `named`: the items that the line
+    names, of xid, pid, bus, node, peer, error. `raised`: an exception that ended a traceback; `chained`: raised while
+    the clue before it, of the same log, was handled. `age_s`: how old the line was when it was read, which happens as
+    soon as its process has ended; None if its time is not known. `lines_after`: number of lines of ordinary output
+    after it in the log, at most `MAX_LINES_AFTER`: a program that goes on has survived it.
     """
 
     kind: str
@@ -581,13 +590,14 @@ class Clue(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ABORT_STATUS = 117
-"""Exit status of a worker that ended itself because an abort of its communicators did not end: no node's fault."""
+"""Exit status of a worker that ended itself because an abort of its communicators hung: not caused by a node."""
 
 
 class Exited(Message, frozen=True, kw_only=True):
-    """`status` as in subprocess: negative for a signal. All that the worker had sent was forwarded before this.
+    """A worker has ended. `status` as in subprocess: negative for a signal. All messages of the worker were forwarded
+    before this one.
 
-    `clues`: what its log and its node's kernel say of it.
+    `clues`: significant lines of its log and of its node's kernel.
     """
 
     rank: int
@@ -597,9 +607,9 @@ class Exited(Message, frozen=True, kw_only=True):
 
 
 class FromWorker(Message, frozen=True, kw_only=True):
-    """What a worker of the node has said. `body`: a `WorkerMessage` as it came, for the supervisor to decode.
+    """A message of a worker of the node. `body`: a `WorkerMessage` unchanged, for the supervisor to decode.
 
-    A byte string, so that whatever a worker says ends where it ends: it cannot break its agent's connection.
+    It is a byte string, so that an invalid message does not break the agent's connection.
     """
 
     rank: int
@@ -607,11 +617,11 @@ class FromWorker(Message, frozen=True, kw_only=True):
 
 
 class WorkerBeat(msgspec.Struct, frozen=True, kw_only=True):
-    """Last progress of one worker as its agent knows it.
+    """Last progress of one worker as known to its agent.
 
-    `age_s` is the time since the worker's own thread last beat; `state` the kernel's process state letter (R, S, D,
-    T, Z). `idle_s`: for how long neither the process nor anything that it started has done any work; None of a worker
-    that has said what it trains, and of those of an agent that does not look.
+    `age_s` is the time since the worker's own thread last sent a heartbeat; `state` the kernel's process state letter
+    (R, S, D, T, Z). `idle_s`: for how long neither the process nor any of its children has done any work; None for a
+    worker that has declared what it trains, and if the agent does not observe it.
     """
 
     rank: int
@@ -622,10 +632,10 @@ class WorkerBeat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Beat(Message, frozen=True, kw_only=True):
-    """Sent once a second, workers aggregated: cost grows with nodes, not devices.
+    """Heartbeat of an agent, sent once a second, workers aggregated: its cost grows with nodes, not devices.
 
-    `met`: a worker has listened at the `meeting_port`, or came there once rank 0 had ended, and none has declared what
-    it trains: the script makes process groups of its own, as with torch.distributed's `env://`.
+    `met`: a worker has listened at the `meeting_port`, or connected there once rank 0 had ended, and none has declared
+    what it trains: the script makes its own process groups, as with torch.distributed's `env://`.
     """
 
     workers: tuple[WorkerBeat, ...]
@@ -641,8 +651,8 @@ AgentMessage = Join | Inventory | Spawned | SpawnFailed | Exited | FromWorker | 
 class Spawn(Message, frozen=True, kw_only=True):
     """Start one worker for each `Start`, which the agent passes on. `environment` is added to the worker's own.
 
-    `nodes`: the node of each rank of the job so far, as (node, how many ranks in a row); the agent writes them out in
-    each `Start`, where they come empty: there are many agents, and more ranks.
+    `nodes`: the node of each rank of the job so far, as (node, number of consecutive ranks); the agent expands them in
+    each `Start`, where they are empty, because there are many agents and even more ranks.
     """
 
     workers: tuple[Start, ...]
@@ -651,7 +661,8 @@ class Spawn(Message, frozen=True, kw_only=True):
 
 
 class ToWorkers(Message, frozen=True, kw_only=True):
-    """`body`: a `WorkerOrder`, encoded once for all; agents pass it on as it is (`forwarding.order_in`)."""
+    """An order to workers. `body`: a `WorkerOrder`, encoded once for all; agents pass it on unchanged
+    (`forwarding.order_in`)."""
 
     ranks: tuple[int, ...]
     body: bytes
@@ -659,7 +670,7 @@ class ToWorkers(Message, frozen=True, kw_only=True):
 
 
 class HangUp(Message, frozen=True, kw_only=True):
-    """What this worker says cannot be read: close its socket, which ends it."""
+    """The worker sends undecodable messages: close its socket, which ends it."""
 
     rank: int
     reason: str
@@ -679,11 +690,11 @@ class KillNode(Message, frozen=True, kw_only=True):
 
 
 class Lead(Message, frozen=True, kw_only=True):
-    """A supervisor's first message on every connection, outside of all numbers: who leads, and how much it knows.
+    """A supervisor's first message on every connection, not numbered: its leadership, and the extent of its journal.
 
     An agent accepts a term later than all that it has promised, if `log` is not less than its own or a quorum has
-    accepted it already (`settled`): it starts a new conversation and answers with `Inventory`. The same term goes on
-    where it was. Anything else it leaves.
+    accepted that term already (`settled`): it starts a new conversation and answers with `Inventory`. The same term
+    resumes its conversation. For any other term the agent disconnects.
     """
 
     term: int
@@ -693,13 +704,13 @@ class Lead(Message, frozen=True, kw_only=True):
 
 
 class Alive(Message, frozen=True, kw_only=True):
-    """Once a second, outside of all numbers: the supervisor is there."""
+    """Sent once a second, not numbered: the supervisor is alive."""
 
 
 class Replicate(Message, frozen=True, kw_only=True):
-    """Records for the agent's copy of the journal: drop what it has after number `after`, append these.
+    """Records for the agent's copy of the journal: drop the records after number `after`, append these.
 
-    An agent acknowledges it at once: decisions take effect when a quorum of agents has. Many go as one
+    An agent acknowledges it at once: decisions take effect when a quorum of agents has. Many records are sent as one
     (`forwarding.records_in`).
     """
 
@@ -709,7 +720,7 @@ class Replicate(Message, frozen=True, kw_only=True):
 
 
 class Peer(msgspec.Struct, frozen=True, kw_only=True):
-    """An agent, for other agents: where it listens."""
+    """The address of an agent, for other agents."""
 
     node: str
     host: str
@@ -717,9 +728,9 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Roster(Message, frozen=True, kw_only=True):
-    """Whom to ask when the supervisor is gone: who is new or has another address, and nodes that were left out.
+    """Agents to ask once the supervisor is gone: new ones or those with another address, and nodes that left the job.
 
-    `whole`: nothing that was told before counts.
+    `whole`: it replaces all earlier ones.
     """
 
     peers: tuple[Peer, ...]
@@ -728,7 +739,7 @@ class Roster(Message, frozen=True, kw_only=True):
 
 
 class Release(Message, frozen=True, kw_only=True):
-    """Wait up to `grace_s` for the workers to end, then kill what is left, then exit."""
+    """Wait up to `grace_s` for the workers to end, then kill the rest, then exit."""
 
     grace_s: float
 
@@ -740,7 +751,8 @@ AgentOrder = Lead | Alive | Replicate | Roster | Spawn | ToWorkers | HangUp | Si
 
 
 class AskVote(Message, frozen=True, kw_only=True):
-    """The supervisor is gone for me: would you follow a supervisor of `term` on my node? Binds nobody.
+    """The sender has lost the supervisor: would the receiver follow a supervisor of `term` on the sender's node? Binds
+    nobody.
 
     `log` is the number of the last record in the candidate's copy of the journal.
     """
@@ -751,7 +763,8 @@ class AskVote(Message, frozen=True, kw_only=True):
 
 
 class Vote(Message, frozen=True, kw_only=True):
-    """`term` is the newest that the voter has promised itself to; `incarnation` as in `Join`."""
+    """The answer to `AskVote`. `term` is the newest that the voter has promised itself to; `incarnation` as in
+    `Join`."""
 
     node: str
     granted: bool
@@ -761,7 +774,7 @@ class Vote(Message, frozen=True, kw_only=True):
 
 
 class Successor(Message, frozen=True, kw_only=True):
-    """A quorum would follow: a supervisor of `term` is being started, connect there."""
+    """A quorum would follow: a supervisor of `term` is being started; connect to it."""
 
     node: str
     term: int
@@ -786,13 +799,13 @@ class Inject(Message, frozen=True, kw_only=True):
     rank: int | None = None
     node: str | None = None
     link: tuple[str, str] | None = None
-    """Of `slow`: names ascending."""
+    """For `slow`: names in ascending order."""
     speed: float | None = None
-    """Of `slow`."""
+    """For `slow`."""
 
 
 class AskStanding(Message, frozen=True, kw_only=True):
-    """Ask a running job how a rank stands with the detector. The reply's text is a `RankAnswer` as JSON."""
+    """Ask a running job how the detector judges a rank. The reply's text is a `RankAnswer` as JSON."""
 
     rank: int
 

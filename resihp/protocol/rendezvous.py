@@ -1,13 +1,13 @@
-"""How ranks that build communicators learn each other's addresses: over the links that are there, and authenticated.
+"""Exchange of addresses among ranks that build communicators, over the existing, authenticated connections.
 
-Whoever can rewrite an address or an NCCL id stands between two ranks and reads their gradients. So torch's own store,
-which asks nobody for a key, is not used: what a rank tells its peers goes to its agent, to the supervisor, and from
-there to each node on which a rank attends the same group (`messages.Attend`), once. Nobody asks again and again. A key
-is set once: of two values the first stays.
+Anybody who can rewrite an address or an NCCL id can stand between two ranks and read their gradients. So torch's own
+store, which requires no key, is not used: values for other ranks go to the rank's agent, to the supervisor, and from
+there once to each node on which a rank attends the same group (`messages.Attend`). There is no polling. A key is set
+once: of two values the first stays.
 
 `Meetings` is the table, kept by the supervisor for its nodes and by each agent for its ranks; `Attendance` is one
-rank's part in a meeting. Neither knows a socket. Decides only what is over: with an epoch, the meetings of those before
-it. A meeting does not outlive its supervisor: what it was for is tried again under the next epoch.
+rank's part in a meeting. Neither knows a socket. They decide only which meetings are over: those of earlier epochs. A
+meeting does not outlive its supervisor: building is tried again under the next epoch.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Generic, TypeVar
 from resihp.errors import CommunicatorError, ProtocolError
 from resihp.protocol.messages import MeetingId, Publish, Said
 
-MOST_BYTES = 64 << 20
-"""Of one meeting. 16,384 ranks with six NCCL communicators each need 11 MB; gloo, whose ranks tell an address for each
-peer, 8 bytes times the square of its ranks: 2,700 at most."""
-MOST_PROBES = 64
-"""Meetings of the newest probes that are kept: few are under way at a time."""
+MAX_MEETING_BYTES = 64 << 20
+"""Largest size of one meeting. 16,384 ranks with six NCCL communicators each need 11 MB; gloo, whose ranks publish an
+address for each peer, needs 8 bytes times the square of its ranks: at most 2,700 ranks."""
+MAX_PROBE_MEETINGS = 64
+"""Number of newest probes whose meetings are kept: few are under way at a time."""
 BATCH_BYTES = 1 << 20
-"""Of one message; what a rank says at once is less."""
+"""Largest size of one message; a rank publishes less at a time."""
 _ENTRY_BYTES = 200
-"""What an entry costs beside its strings."""
+"""Cost of an entry beside its strings."""
 
 Who = TypeVar("Who", bound=Hashable)
 
@@ -41,79 +41,80 @@ class _Meeting(Generic[Who]):
 
 
 class Meetings(Generic[Who]):
-    """What was said in the meetings that are not over, and who is to hear it."""
+    """The values published in meetings that are not over, and their subscribers."""
 
-    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, most_bytes: int = MAX_MEETING_BYTES) -> None:
         self._most_bytes = most_bytes
         self._meetings: dict[MeetingId, _Meeting[Who]] = {}
         self._newest = MeetingId()
 
     def open(self, meeting: MeetingId) -> None:
-        """It begins, and others are over; unless it is over itself."""
+        """Begin a meeting, which ends earlier ones; nothing happens if it is over itself."""
         if meeting in self._meetings or self._is_over(meeting):
             return
         self._newest = MeetingId(max(self._newest.epoch, meeting.epoch), max(self._newest.probe, meeting.probe))
-        self._meetings = {each: kept for each, kept in self._meetings.items() if not self._is_over(each)}
+        self._meetings = {other: kept for other, kept in self._meetings.items() if not self._is_over(other)}
         self._meetings[meeting] = _Meeting()
 
-    def attend(self, meeting: MeetingId, who: Who, groups: Iterable[str]) -> tuple[list[Said], tuple[str, ...]]:
-        """What was said before in these groups, and those of them that nobody attended yet.
+    def attend(self, meeting: MeetingId, subscriber: Who, groups: Iterable[str]) -> tuple[list[Said], tuple[str, ...]]:
+        """Subscribe `who`; return the values published so far in these groups, and those of the groups that are new
+        here.
 
-        Raises ProtocolError when the meeting would hold too much.
+        Raises ProtocolError when the meeting would become too large.
         """
-        held = self._meetings.get(meeting)
-        if held is None:
+        table = self._meetings.get(meeting)
+        if table is None:
             return [], ()
         before: list[Said] = []
-        first = []
+        new_groups = []
         for group in groups:
-            if (attending := held.attending.get(group)) is None:
-                self._account(meeting, held, len(group) + _ENTRY_BYTES)
-                attending = held.attending[group] = set()
-                first.append(group)
-            attending.add(who)
-            before += held.said.get(group, {}).values()
-        return before, tuple(first)
+            if (attending := table.attending.get(group)) is None:
+                self._account(meeting, table, len(group) + _ENTRY_BYTES)
+                attending = table.attending[group] = set()
+                new_groups.append(group)
+            attending.add(subscriber)
+            before += table.said.get(group, {}).values()
+        return before, tuple(new_groups)
 
     def publish(self, meeting: MeetingId, said: Iterable[Said], by: Who | None = None) -> dict[Who, list[Said]]:
-        """What is new of it, for each who attends, but for `by` itself.
+        """Add values; return the new ones by subscriber, except `by` itself.
 
-        Raises ProtocolError when the meeting would hold too much.
+        Raises ProtocolError when the meeting would become too large.
         """
-        held = self._meetings.get(meeting)
-        told: dict[Who, list[Said]] = {}
-        if held is None:
-            return told
-        for each in said:
-            group = held.said.setdefault(each.group, {})
-            if each.key in group:
+        table = self._meetings.get(meeting)
+        new_values: dict[Who, list[Said]] = {}
+        if table is None:
+            return new_values
+        for entry in said:
+            group = table.said.setdefault(entry.group, {})
+            if entry.key in group:
                 continue
-            self._account(meeting, held, len(each.group) + len(each.key) + len(each.value) + _ENTRY_BYTES)
-            group[each.key] = each
-            for who in held.attending.get(each.group, ()):
-                if who != by:
-                    told.setdefault(who, []).append(each)
-        return told
+            self._account(meeting, table, len(entry.group) + len(entry.key) + len(entry.value) + _ENTRY_BYTES)
+            group[entry.key] = entry
+            for subscriber in table.attending.get(entry.group, ()):
+                if subscriber != by:
+                    new_values.setdefault(subscriber, []).append(entry)
+        return new_values
 
-    def leave(self, who: Who) -> None:
-        """It hears nothing more."""
-        for held in self._meetings.values():
-            for attending in held.attending.values():
-                attending.discard(who)
+    def leave(self, subscriber: Who) -> None:
+        """Unsubscribe from everything."""
+        for table in self._meetings.values():
+            for attending in table.attending.values():
+                attending.discard(subscriber)
 
     def _is_over(self, meeting: MeetingId) -> bool:
         if meeting.epoch:
             return meeting.epoch < self._newest.epoch
-        return meeting.probe <= self._newest.probe - MOST_PROBES
+        return meeting.probe <= self._newest.probe - MAX_PROBE_MEETINGS
 
-    def _account(self, meeting: MeetingId, held: _Meeting[Who], count: int) -> None:
-        if held.bytes + count > self._most_bytes:
+    def _account(self, meeting: MeetingId, table: _Meeting[Who], count: int) -> None:
+        if table.bytes + count > self._most_bytes:
             raise ProtocolError(f"rendezvous of {meeting}: more than {self._most_bytes} bytes were said")
-        held.bytes += count
+        table.bytes += count
 
 
 class Pending(Generic[Who]):
-    """What is to be told to each, until it is taken: all of one turn of a loop goes in one message."""
+    """Values to be sent to each subscriber, until they are taken: all of one turn of a loop go in one message."""
 
     def __init__(self) -> None:
         self._pending: dict[tuple[Who, MeetingId], list[Said]] = {}
@@ -121,37 +122,37 @@ class Pending(Generic[Who]):
     def __bool__(self) -> bool:
         return bool(self._pending)
 
-    def add(self, who: Who, meeting: MeetingId, said: Sequence[Said]) -> None:
+    def add(self, subscriber: Who, meeting: MeetingId, said: Sequence[Said]) -> None:
         if said:
-            self._pending.setdefault((who, meeting), []).extend(said)
+            self._pending.setdefault((subscriber, meeting), []).extend(said)
 
     def take(self) -> Iterator[tuple[Who, MeetingId, tuple[Said, ...]]]:
         pending, self._pending = self._pending, {}
-        for (who, meeting), said in pending.items():
+        for (subscriber, meeting), said in pending.items():
             for batch in batches(said):
-                yield who, meeting, batch
+                yield subscriber, meeting, batch
 
 
 def batches(said: Iterable[Said]) -> Iterator[tuple[Said, ...]]:
-    """In messages that fit a frame."""
+    """Yield the values in batches that fit a frame."""
     batch: list[Said] = []
     size = 0
-    for each in said:
-        count = len(each.group) + len(each.key) + len(each.value) + _ENTRY_BYTES
+    for entry in said:
+        count = len(entry.group) + len(entry.key) + len(entry.value) + _ENTRY_BYTES
         if batch and size + count > BATCH_BYTES:
             yield tuple(batch)
             batch, size = [], 0
-        batch.append(each)
+        batch.append(entry)
         size += count
     if batch:
         yield tuple(batch)
 
 
 class Attendance:
-    """One rank's part in a meeting: what it says, and what it has heard. From any thread.
+    """One rank's part in a meeting: the values it publishes, and those it has received. Thread-safe.
 
-    `say` sends a message to the rank's agent, which has to be told of the groups (`messages.Attend`) once this is there
-    to hear. Nobody is waited for beyond `patience_s` from now.
+    `say` sends a message to the rank's agent, which has to be told the groups (`messages.Attend`) once this object
+    exists to receive values. No wait is longer than `patience_s` from now.
     """
 
     def __init__(self, meeting: MeetingId, say: Callable[[Publish], None], patience_s: float) -> None:
@@ -163,34 +164,36 @@ class Attendance:
         self.left = False
 
     def publish(self, group: str, values: dict[str, bytes]) -> None:
-        """Tell all who attend the group. Raises CommunicatorError for a value that fits no message."""
+        """Publish values to all subscribers of the group. Raises CommunicatorError for a value that does not fit a
+        message."""
         said = [Said(group, key, value) for key, value in values.items()]
-        for each in said:
-            if len(each.value) > BATCH_BYTES:
-                raise CommunicatorError(f"{self._meeting}: {len(each.value)} bytes under {group}/{each.key}")
+        for entry in said:
+            if len(entry.value) > BATCH_BYTES:
+                raise CommunicatorError(f"{self._meeting}: {len(entry.value)} bytes under {group}/{entry.key}")
         self.hear(said)
         for batch in batches(said):
             self._say(Publish(meeting=self._meeting, said=batch))
 
     def hear(self, said: Iterable[Said]) -> None:
         with self._changed:
-            for each in said:
-                self._heard.setdefault((each.group, each.key), each.value)
+            for entry in said:
+                self._heard.setdefault((entry.group, entry.key), entry.value)
             self._changed.notify_all()
 
     def has(self, group: str, keys: Sequence[str]) -> bool:
-        """Whether these have been heard; nobody is asked."""
+        """Return whether these keys have been received, without waiting."""
         with self._changed:
             return all((group, key) in self._heard for key in keys)
 
     def values(self, group: str, keys: Sequence[str], timeout_s: float | None = None) -> list[bytes]:
-        """Wait until all have been heard. Raises CommunicatorError when that takes too long, or `leave` was called."""
+        """Wait until all keys have been received; return their values. Raises CommunicatorError when that takes too
+        long, or `leave` was called."""
         wanted = [(group, key) for key in keys]
         limit = self._limit if timeout_s is None else min(self._limit, time.monotonic() + timeout_s)
         with self._changed:
             while missing := [key for key in wanted if key not in self._heard]:
                 if self.left:
-                    raise CommunicatorError(f"communicators of {self._meeting}: woken while a peer was waited for")
+                    raise CommunicatorError(f"communicators of {self._meeting}: woken while waiting for a peer")
                 if not self._changed.wait(max(0.0, limit - time.monotonic())) and time.monotonic() >= limit:
                     raise CommunicatorError(
                         f"communicators of {self._meeting}: not all ranks of {group} came in time ({missing[0][1]})"
@@ -198,7 +201,7 @@ class Attendance:
             return [self._heard[key] for key in wanted]
 
     def leave(self) -> None:
-        """Whoever waits here raises, now and from now on. From any thread; idempotent."""
+        """Make every present and future wait here raise. Thread-safe; idempotent."""
         with self._changed:
             self.left = True
             self._changed.notify_all()

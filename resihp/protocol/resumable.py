@@ -1,11 +1,11 @@
 """A conversation that survives its connections: every message arrives once and in order, whatever breaks in between.
 
-One side's half; agents (`wrapper.agent.process`) and the supervisor's view of each (`wrapper.supervisor.agents`) use it
-alike. What is posted is numbered and kept until the other side has acknowledged its number. Acknowledgements ride on
-everything that is sent; `acknowledge`, called about once a second, sends them where there is nothing to ride on. The
-first envelope on a new connection tells what its sender has received, and once that of the other side has come, all
-that it lacks is sent again. What comes twice is dropped by its number. Messages of number 0 are outside of all this:
-lost with their connection, never repeated.
+This is one side's half; agents (`wrapper.agent.process`) and the supervisor's view of each
+(`wrapper.supervisor.agents`) use it alike. Posted messages are numbered and kept until the other side has acknowledged
+their numbers. Every envelope carries an acknowledgement; `acknowledge`, called about once a second, sends one where
+there is no other message. The first envelope on a new connection has the number of the last message its sender has
+received; once that of the other side has arrived, all messages that it lacks are sent again. Duplicates are dropped by
+their numbers. Messages of number 0 are not part of this: they are lost with their connection, never repeated.
 
 A side that lets more than `most_bytes` pile up does not read: the conversation is `overdue`, and its owner gives the
 other side up. Knows no socket and no clock, and decides nothing else.
@@ -22,8 +22,9 @@ import msgspec
 from resihp.errors import ProtocolError
 from resihp.protocol.framing import MAX_MESSAGE_BYTES, Envelope
 
-MOST_BYTES = 32 << 20
-"""Half of what a connection takes before it gives the peer up (`framing.MAX_UNSENT_BYTES`): all fits at once."""
+MAX_KEPT_BYTES = 32 << 20
+"""Half the backlog at which a connection gives its peer up (`framing.MAX_UNSENT_BYTES`): everything kept fits at
+once."""
 
 T = TypeVar("T")
 
@@ -32,17 +33,17 @@ Post = Callable[[Envelope[Any]], None]
 
 
 class Conversation(Generic[T]):
-    """One side of it; `T` is what the other side says. Not thread-safe."""
+    """One side of a conversation; `T` is the type of the other side's messages. Not thread-safe."""
 
-    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, most_bytes: int = MAX_KEPT_BYTES) -> None:
         self.sent = 0
-        """Number of the last message that was posted."""
+        """Number of the last message posted."""
         self.received = 0
-        """Number of the last message that came, all before it included."""
+        """Number of the last message received, including all before it."""
         self._most_bytes = most_bytes
         self._kept: deque[tuple[int, msgspec.Raw]] = deque()
         self._kept_bytes = 0
-        self._told = 0
+        self._acknowledged_to_peer = 0
         self._post: Post | None = None
         self._resumed = False
 
@@ -53,24 +54,24 @@ class Conversation(Generic[T]):
 
     @property
     def overdue(self) -> bool:
-        """Whether more is waiting to be acknowledged than may be kept."""
+        """Whether more bytes wait for acknowledgement than may be kept."""
         return self._kept_bytes > self._most_bytes
 
     def connect(self, post: Post, first: msgspec.Struct | None = None) -> None:
-        """Go on over this connection, whatever was before; `first` is said at once and outside of all numbers."""
+        """Continue over this connection, whatever was before; `first` is sent at once and not numbered."""
         self._post = post
         self._resumed = False
         self._send(Envelope(acknowledged=self.received, message=first))
 
     def disconnect(self) -> None:
-        """There is no connection; what is posted waits for the next one."""
+        """Note that there is no connection; posted messages wait for the next one."""
         self._post = None
         self._resumed = False
 
     def post(self, message: msgspec.Struct | msgspec.Raw) -> int:
-        """Say something that must not be lost; returns its number. Raises ProtocolError if it fits no frame.
+        """Post a message that must not be lost; return its number. Raises ProtocolError if it does not fit a frame.
 
-        `Raw`: it is encoded already, for many.
+        `Raw`: it is already encoded, for many recipients.
         """
         body = message if isinstance(message, msgspec.Raw) else msgspec.Raw(msgspec.msgpack.encode(message))
         if len(body) > MAX_MESSAGE_BYTES:
@@ -83,30 +84,30 @@ class Conversation(Generic[T]):
         return self.sent
 
     def mention(self, message: msgspec.Struct) -> None:
-        """Say something that may be lost, and is where there is no connection."""
+        """Send a message that may be lost, and is lost if there is no connection."""
         if self._resumed:
             self._send(Envelope(acknowledged=self.received, message=message))
 
     def acknowledge(self) -> None:
-        """Tell the other side what has come, if it was not told yet."""
-        if self._resumed and self._told < self.received:
+        """Acknowledge received messages, if that has not been done yet."""
+        if self._resumed and self._acknowledged_to_peer < self.received:
             self._send(Envelope(acknowledged=self.received))
 
     def can_resume(self, acknowledged: int) -> bool:
-        """Whether a side that has received so much is the one that this conversation was with."""
+        """Return whether a side that has received so many messages is the one that this conversation was with."""
         return self.acknowledged <= acknowledged <= self.sent
 
     def take(self, envelope: Envelope[T]) -> T | None:
-        """What an envelope of the present connection says that was not said before.
+        """Return the message of an envelope of the present connection, or None if it has no new one.
 
-        Raises ProtocolError when the other side cannot be the one that this conversation was with.
+        Raises ProtocolError if the other side cannot be the one that this conversation was with.
         """
         if not self._resumed and not self.can_resume(envelope.acknowledged):
             raise ProtocolError(
                 f"has received {envelope.acknowledged} messages, where {self.acknowledged} to {self.sent} are possible"
             )
         if envelope.acknowledged > self.sent:
-            raise ProtocolError(f"acknowledges message {envelope.acknowledged}, and {self.sent} were sent")
+            raise ProtocolError(f"acknowledges message {envelope.acknowledged}, but only {self.sent} were sent")
         while self._kept and self._kept[0][0] <= envelope.acknowledged:
             self._kept_bytes -= len(self._kept.popleft()[1])
         if not self._resumed and self._post is not None:
@@ -118,7 +119,7 @@ class Conversation(Generic[T]):
         if envelope.number <= self.received:
             return None
         if envelope.number != self.received + 1:
-            raise ProtocolError(f"message {envelope.number} came where {self.received + 1} is due")
+            raise ProtocolError(f"message {envelope.number} came instead of {self.received + 1}")
         self.received += 1
         return envelope.message
 
@@ -130,4 +131,4 @@ class Conversation(Generic[T]):
         except ConnectionError:
             self.disconnect()
         else:
-            self._told = envelope.acknowledged
+            self._acknowledged_to_peer = envelope.acknowledged

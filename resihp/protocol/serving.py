@@ -1,9 +1,9 @@
-"""Listening for those who know the job's key, among strangers who do not.
+"""Listening for peers that know the job's key, among strangers that do not.
 
 `serve` hands out connections that have proven the key (`resihp.protocol.framing`). Until then a connection is a
-stranger's, and costs a descriptor and a few kilobytes for some seconds at most. Who is let go when there are too many
-of them is decided here (`Unproven`), and how much of it is told (`Refusals`). Used by the supervisor for its agents
-and operators, and by agents for their peers.
+stranger's, and costs a descriptor and a few kilobytes for some seconds at most. The module decides which connection is
+closed if there are too many strangers (`Unproven`), and how many refusals are reported (`Refusals`). Used by the
+supervisor for its agents and operators, and by agents for their peers.
 """
 
 from __future__ import annotations
@@ -18,55 +18,55 @@ from resihp.errors import ProtocolError
 from resihp.process import most_open_files
 from resihp.protocol.framing import SecureChannel
 
-BACKLOG = 4096
-"""Connections that the kernel keeps until they are accepted: all agents of a large job may come at once. The kernel
-allows no more than net.core.somaxconn."""
+LISTEN_BACKLOG = 4096
+"""Number of connections that the kernel keeps until they are accepted: all agents of a large job may connect at once.
+The kernel allows no more than net.core.somaxconn."""
 ACCEPTED_AT_ONCE = 100
-"""Before the event loop does anything else."""
-MOST_UNPROVEN = 4096
-"""Connections that have yet to prove the key; fewer where a quarter of the descriptors is less."""
-TOLD_PER_MINUTE = 10
-"""Refused connections."""
+"""Number of connections accepted before the event loop does anything else."""
+MAX_UNPROVEN = 4096
+"""Largest number of connections that have yet to prove the key; fewer where a quarter of the descriptors is less."""
+REPORTED_PER_MINUTE = 10
+"""Largest number of refused connections that are reported per minute."""
 
 Refused = Callable[[str, str], None]
 """(peer, reason)"""
 
 
 class Unproven:
-    """Connections that have yet to prove the key, in the order in which they came.
+    """Connections that have yet to prove the key, in the order of their arrival.
 
-    Beyond `most`, each newcomer costs one its place: the oldest of the address that has the most. Who knows the key
-    proves it within a few round trips and is one of many addresses; so a stranger who opens many connections, and says
-    nothing on them, makes room with his own. Of addresses that have equally many, one that nobody has proven the key
-    from goes first. (sshd's MaxStartups turns newcomers away instead, which are our agents as likely as not.)
+    Beyond `most`, each newcomer costs another connection its place: the oldest of the address that has the most. A peer
+    that knows the key proves it within a few round trips and is one of many addresses; so a stranger that opens many
+    silent connections displaces its own. Among addresses with equally many, one from which the key was never proven
+    goes first. (sshd's MaxStartups turns newcomers away instead, which may well be our agents.)
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._of: dict[str, dict[SecureChannel[Any], None]] = {}
+        self._by_address: dict[str, dict[SecureChannel[Any], None]] = {}
         self._count = 0
         self._known: set[str] = set()
 
     def add(self, channel: SecureChannel[Any]) -> SecureChannel[Any] | None:
-        """Note a newcomer; returns who has to go for it."""
-        self._of.setdefault(channel.peer_host, {})[channel] = None
+        """Note a newcomer; return the connection that has to go for it, if any."""
+        self._by_address.setdefault(channel.peer_host, {})[channel] = None
         self._count += 1
         if self._count <= self._most:
             return None
-        address = max(self._of, key=lambda each: (len(self._of[each]), each not in self._known))
-        oldest = next(iter(self._of[address]))
+        address = max(self._by_address, key=lambda host: (len(self._by_address[host]), host not in self._known))
+        oldest = next(iter(self._by_address[address]))
         self.remove(oldest)
         return oldest
 
     def remove(self, channel: SecureChannel[Any]) -> bool:
-        """It is gone, or has proven the key; false for one that had to go before."""
-        of_address = self._of.get(channel.peer_host, {})
+        """Remove a connection that is gone, or has proven the key; return False for one that was displaced before."""
+        of_address = self._by_address.get(channel.peer_host, {})
         if channel not in of_address:
             return False
         del of_address[channel]
         self._count -= 1
         if not of_address:
-            del self._of[channel.peer_host]
+            del self._by_address[channel.peer_host]
         return True
 
     def proven(self, channel: SecureChannel[Any]) -> None:
@@ -74,7 +74,7 @@ class Unproven:
 
 
 class Refusals:
-    """Tells of refused connections, but not without end: anybody who reaches a port can cause them."""
+    """Reports refused connections, but a limited number: anybody who reaches a port can cause them."""
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._say = say
@@ -85,12 +85,12 @@ class Refusals:
     def __call__(self, peer: str, reason: str) -> None:
         now = self._clock()
         if now - self._since >= 60.0:
-            if self._count > TOLD_PER_MINUTE:
-                self._say(f"{self._count - TOLD_PER_MINUTE} more connections were refused")
+            if self._count > REPORTED_PER_MINUTE:
+                self._say(f"{self._count - REPORTED_PER_MINUTE} more connections were refused")
             self._since, self._count = now, 0
         self._count += 1
-        if self._count <= TOLD_PER_MINUTE:
-            more = "; more are not told for a minute" if self._count == TOLD_PER_MINUTE else ""
+        if self._count <= REPORTED_PER_MINUTE:
+            more = "; further ones are not reported for a minute" if self._count == REPORTED_PER_MINUTE else ""
             self._say(f"connection from {peer} refused: {reason}{more}")
 
 
@@ -106,13 +106,13 @@ async def serve(
 ) -> asyncio.Server:
     """Listen on a bound socket; `handle` each connection that proves the key, and close it afterwards.
 
-    A connection that sends a bad frame, at any time, is dropped alone and told to `refused(peer, reason)`.
+    A connection that sends a bad frame, at any time, is dropped alone and reported to `refused(peer, reason)`.
     """
-    unproven = Unproven(min(MOST_UNPROVEN, most_open_files() // 4) if most_unproven is None else most_unproven)
+    unproven = Unproven(min(MAX_UNPROVEN, most_open_files() // 4) if most_unproven is None else most_unproven)
 
     async def prove(channel: SecureChannel[Any]) -> None:
-        if (gone := unproven.add(channel)) is not None:
-            gone.abort()
+        if (displaced := unproven.add(channel)) is not None:
+            displaced.abort()
         reason = ""
         try:
             async with asyncio.timeout(proof_timeout_s):
@@ -123,7 +123,7 @@ async def serve(
             reason = str(error)
         finally:
             if not unproven.remove(channel):
-                reason = "had yet to prove the key when others wanted its place"
+                reason = "had not proven the key when another connection needed its place"
         if reason:
             raise ProtocolError(reason)
         unproven.proven(channel)
@@ -139,5 +139,5 @@ async def serve(
             channel.close()
 
     server = await asyncio.start_server(connected, sock=listener, backlog=ACCEPTED_AT_ONCE)
-    listener.listen(BACKLOG)  # asyncio has set it to the number that it accepts at once
+    listener.listen(LISTEN_BACKLOG)  # asyncio has set it to the number it accepts at once
     return server

@@ -1,6 +1,6 @@
 """Journal entries in one line of words each, for the ledger's `events`, `status` and the live view. Pure.
 
-House style: lower case, subject first, ids in.
+Style: lower case, subject first, ids in.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from resihp.words import count_of
 
 
 def rank_list(ranks: Iterable[int]) -> str:
-    """`rank 5`, `ranks 0-3, 8`; `no rank`."""
+    """Return a list of ranks in words: `rank 5`, `ranks 0-3, 8`; `no rank`."""
     runs: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if runs and rank == runs[-1][1] + 1:
@@ -28,7 +28,7 @@ def rank_list(ranks: Iterable[int]) -> str:
 
 
 def size(count: int) -> str:
-    """`812 B`, `18.2 kB`, `340 MB`, `3.4 GB`: powers of 1000."""
+    """Return a size in words: `812 B`, `18.2 kB`, `340 MB`, `3.4 GB`: powers of 1000."""
     for unit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if count >= 0.9995 * unit:
             return f"{count / unit:.{0 if count >= 99.95 * unit else 1}f} {letter}B"
@@ -42,14 +42,14 @@ DETECTORS: Mapping[str, str] = {
     "plain times": "judges plain iteration times, no rank reports its chunks",
     "off": "off",
 }
-"""What it means what the detector judges by."""
+"""Meaning of the detector's basis of judgement."""
 
 
 _RANK = re.compile(r"rank \d+\b")
 
 
-def _numbers(numbers: tuple[int, ...], one: str) -> str:
-    return f"{one} {numbers[0]}" if len(numbers) == 1 else f"{one}s {', '.join(map(str, numbers))}"
+def _numbers(numbers: tuple[int, ...], noun: str) -> str:
+    return f"{noun} {numbers[0]}" if len(numbers) == 1 else f"{noun}s {', '.join(map(str, numbers))}"
 
 
 def _exit(exit: int | None) -> str:
@@ -71,8 +71,10 @@ def _failure(entry: journal.FailureFound) -> str:
     elif entry.ranks and entry.component == "node":
         cause = f"{cause}, {rank_list(entry.ranks)} lost"
     when = "slow since" if entry.kind == "fail-slow" else "noticed in"
-    told = f", {when} iteration {entry.iteration}" if entry.epoch else ""  # else there is no plan yet, or never will be
-    return f"failure {entry.failure}: {cause}{told}"
+    onset = (
+        f", {when} iteration {entry.iteration}" if entry.epoch else ""
+    )  # with epoch 0 there is no plan yet, or never will be
+    return f"failure {entry.failure}: {cause}{onset}"
 
 
 def _suspicion(entry: journal.Suspected) -> str:
@@ -94,26 +96,26 @@ def _probes(entry: journal.ProbesTaken) -> str:
     unfit = [f"rank {probe.rank} ({probe.node} device {probe.device})" for probe in entry.devices if not probe.fit]
     unfit += [f"link {link.nodes[0]}-{link.nodes[1]}" for link in entry.links if not link.fit]
     links = f", {count_of(len(entry.links), 'link')}" if entry.links else ""
-    told = f"; not fit: {', '.join(unfit)}" if unfit else ", all fit"
+    verdict = f"; not fit: {', '.join(unfit)}" if unfit else ", all fit"
     looks = f", {entry.looks} looks at some" if entry.looks > 1 else ""
-    what = f"{count_of(len(entry.devices), 'device')}{links} in {entry.seconds:.2f} s{looks}"
-    return f"probe {entry.probe} ({entry.occasion}): {what}{told}"
+    measured = f"{count_of(len(entry.devices), 'device')}{links} in {entry.seconds:.2f} s{looks}"
+    return f"probe {entry.probe} ({entry.occasion}): {measured}{verdict}"
 
 
 def explain(entry: journal.AnyEntry, mended: RecoveryTimes | None = None) -> str:
-    """One line; whatever names and reasons it quotes stand in it as they are.
+    """Return one line for an entry; names and reasons in it are quoted unchanged.
 
-    `mended`: of a `Reconfigured`, how long its failures took, which the entry alone does not tell.
+    `mended`: for a `Reconfigured`, the recovery times of its failures, which the entry alone does not have.
     """
     if isinstance(entry, journal.Reconfigured):
         return _reconfigured(entry, mended)
-    told = _member(entry) or _plan(entry) or _trouble(entry) or _upkeep(entry)
-    assert told is not None, f"{type(entry).__name__}: no words for it"
-    return told
+    text = _member(entry) or _plan(entry) or _trouble(entry) or _maintenance(entry)
+    assert text is not None, f"{type(entry).__name__}: no words for it"
+    return text
 
 
 def _member(entry: journal.AnyEntry) -> str | None:
-    """The job, its nodes and processes."""
+    """Describe entries about the job, its nodes and processes."""
     match entry:
         case journal.JobStarted():
             restart = f", restart {entry.restart_count}" if entry.restart_count else ""
@@ -133,7 +135,7 @@ def _member(entry: journal.AnyEntry) -> str | None:
         case journal.WorkerEnded():
             return f"rank {entry.rank}: {_exit(entry.exit)}"
         case journal.JoinRefused():
-            return f"rank {entry.rank} ({entry.node} device {entry.device}): not taken in, {entry.reason}"
+            return f"rank {entry.rank} ({entry.node} device {entry.device}): not accepted, {entry.reason}"
         case journal.ModelDeclared():
             declare = entry.declare
             ramp = f" (at first {declare.ramp[0][1]})" if declare.ramp else ""
@@ -162,11 +164,11 @@ def _member(entry: journal.AnyEntry) -> str | None:
 
 
 def _plan(entry: journal.AnyEntry) -> str | None:
-    """Plans and iterations."""
+    """Describe entries about plans and iterations."""
     match entry:
         case journal.PlanDecided():
             plan = entry.plan
-            what = {
+            order = {
                 "start": "starts",
                 "redo": "redone",
                 "commit": "next, the one before counts",
@@ -174,12 +176,12 @@ def _plan(entry: journal.AnyEntry) -> str | None:
             }[entry.action]
             moved = f", {size(entry.bytes_planned)} to move" if entry.bytes_planned else ""
             tail = f": {entry.reason}" if entry.reason else ""
-            return f"epoch {plan.epoch}: {plan.describe()}, iteration {entry.next_iteration} {what}{moved}{tail}"
+            return f"epoch {plan.epoch}: {plan.describe()}, iteration {entry.next_iteration} {order}{moved}{tail}"
         case journal.PlanInEffect():
             return f"epoch {entry.epoch}: in effect"
         case journal.PlanRefused():
-            who = "our own check" if entry.rank is None else f"rank {entry.rank}"
-            return f"epoch {entry.epoch}: plan refused by {who}: {entry.reason}"
+            subject = "our own check" if entry.rank is None else f"rank {entry.rank}"
+            return f"epoch {entry.epoch}: plan refused by {subject}: {entry.reason}"
         case journal.PlanWithdrawn():
             return f"epoch {entry.epoch}: plan withdrawn, {entry.reason}"
         case journal.ChangeDeclined():
@@ -198,16 +200,16 @@ def _plan(entry: journal.AnyEntry) -> str | None:
         case journal.IterationsPacked():
             return f"iterations {entry.first} to {entry.last}: committed"
         case journal.IterationsUnreported():
-            return f"iterations {entry.first} to {entry.last}: done while nobody led, their figures are lost"
+            return f"iterations {entry.first} to {entry.last}: done while no supervisor led, their figures are lost"
         case _:
             return None
 
 
 def _reconfigured(entry: journal.Reconfigured, mended: RecoveryTimes | None) -> str:
-    """A change of plan that is over; with its failures, from the first of them on."""
+    """Describe a completed change of plan; with its failures, the times count from the first of them."""
     planned = entry.action == "between" and not entry.failures
     causes = _numbers(entry.failures, "failure") if entry.failures else "interruption"
-    what = "layout changed" if planned else f"recovered from {causes}"
+    outcome = "layout changed" if planned else f"recovered from {causes}"
     tries = f" after {entry.attempts} attempts" if entry.attempts > 1 else ""
     moved = f", {size(entry.bytes_moved)} moved" if entry.bytes_moved else ""
     when = f" in {entry.seconds:.2f} s"
@@ -217,11 +219,11 @@ def _reconfigured(entry: journal.Reconfigured, mended: RecoveryTimes | None) -> 
         if noticed_s is not None:
             noticing = f"noticed after {noticed_s:.2f} s, {without_s:.2f} s without noticing"
             when = f", {mended.seconds_to_recover:.2f} s after it ({noticing})"
-    return f"epoch {entry.epoch}: {what}{when}{tries}{moved}"
+    return f"epoch {entry.epoch}: {outcome}{when}{tries}{moved}"
 
 
 def _trouble(entry: journal.AnyEntry) -> str | None:
-    """What is broken or slow."""
+    """Describe entries about broken or slow components."""
     match entry:
         case journal.Suspected():
             return _suspicion(entry)
@@ -238,11 +240,11 @@ def _trouble(entry: journal.AnyEntry) -> str | None:
             return None
 
 
-def _upkeep(entry: journal.AnyEntry) -> str | None:
-    """Nodes out, nodes in."""
+def _maintenance(entry: journal.AnyEntry) -> str | None:
+    """Describe entries about nodes that leave or arrive."""
     match entry:
         case journal.DrainDecided():
-            how = "" if entry.measure == "drain" else ", left out of the user's next jobs"
+            how = "" if entry.measure == "drain" else ", excluded from the user's next jobs"
             return f"drain {entry.drain}: node {entry.node}{how}, {entry.reason}"
         case journal.DrainWaived():
             return f"node {entry.node}: nothing is done about failure {entry.failure}"
@@ -258,6 +260,6 @@ def _upkeep(entry: journal.AnyEntry) -> str | None:
             tail = f": {entry.text}" if entry.text else ""
             return f"replacement {entry.replacement}{job}: {entry.state}{node}{tail}"
         case journal.SlurmSaw():
-            return f"node {entry.node}: {entry.state} for Slurm{f', {entry.text}' if entry.text else ''}"
+            return f"node {entry.node}: Slurm reports it {entry.state}{f', {entry.text}' if entry.text else ''}"
         case _:
             return None

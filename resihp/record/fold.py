@@ -1,7 +1,7 @@
-"""What an entry of the journal does to the record of its job: the one place where that is written.
+"""The effect of each journal entry on the record of its job: the only place that defines it.
 
-`apply` is called for each entry in order: by the controller for what it decides, by one that takes over for what was
-decided before, by whoever else holds a journal. It decides nothing, knows no time, and takes any journal of 0.1.
+`apply` is called for each entry in order: by the controller for its decisions, by a take-over for earlier decisions,
+and by any other reader of a journal. It decides nothing, knows no time, and accepts any journal of 0.1.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from resihp.record.journal import (
     WorkerStarted,
 )
 from resihp.record.state import (
-    RECENT,
-    WRITERS_KEPT,
+    MAX_WRITER_PLANS,
+    RECENT_ITERATIONS,
     ChangeCost,
     Drain,
     HowLost,
@@ -67,15 +67,15 @@ from resihp.record.state import (
     Verdict,
 )
 
-MOST_VOTERS = 63
-"""Agents that choose a leader and keep copies of the journal. Where a quarter of 2,048 nodes dies at once, more than
-half of them live on but in 7 cases of a million."""
-RECOVERED = 0.95
-"""A slow device that stands by is as fast as before when a probe gives this share of its peers' speed."""
+MAX_VOTERS = 63
+"""Largest number of agents that choose a leader and keep copies of the journal. If a quarter of 2,048 nodes dies at
+once, more than half of these agents survive except in 7 cases of a million."""
+RECOVERED_SPEED = 0.95
+"""Share of its peers' speed from which the probe of a slow standby device shows that it has recovered."""
 
 
 def fold(entries: Iterable[AnyEntry]) -> JobRecord:
-    """The record that these entries add up to."""
+    """Return the record that these entries add up to."""
     record = JobRecord()
     for entry in entries:
         apply(record, entry)
@@ -83,7 +83,7 @@ def fold(entries: Iterable[AnyEntry]) -> JobRecord:
 
 
 def apply(record: JobRecord, entry: AnyEntry) -> None:
-    """Change the record as the entry has it. What it does not know leaves it as it is."""
+    """Change the record according to the entry. An unknown entry leaves it unchanged."""
     match entry:
         case JobStarted():
             record.leader = record.incumbent = entry.leader
@@ -108,12 +108,12 @@ def apply(record: JobRecord, entry: AnyEntry) -> None:
         case FaultInjected():
             _fault(record, entry)
         case DrainDecided() | DrainWaived() | DrainAnswered() | NodeReleased() | SlurmSaw():
-            _upkeep(record, entry)
+            _maintenance(record, entry)
         case ReplacementAsked() | ReplacementChanged():
             _replacement(record, entry)
         case JobSignalled():
             record.signalled = entry
-            record.verdicts.clear()  # whatever died meanwhile, nothing is done about it any more
+            record.verdicts.clear()  # nothing is done about the nodes that died meanwhile
         case JobEnded():
             record.ended = entry
         case _:
@@ -121,7 +121,7 @@ def apply(record: JobRecord, entry: AnyEntry) -> None:
 
 
 def how_lost(entry: NodeLost) -> HowLost:
-    """How a node was lost; in journals of 0.1 its reason tells."""
+    """Return how a node was lost; in journals of 0.1 this follows from the reason."""
     if entry.how:
         return entry.how
     if entry.reason.startswith("left for an administrator, who drains it"):
@@ -132,16 +132,16 @@ def how_lost(entry: NodeLost) -> HowLost:
 
 
 def changed(entry: ChangeDecided) -> list[Occasion]:
-    """On account of what plans were changed."""
-    found: list[Occasion] = [*entry.devices, *entry.links]
+    """Return the devices, links or other occasions of a change of plan."""
+    occasions: list[Occasion] = [*entry.devices, *entry.links]
     if entry.tuned:
-        found.append("tuned")
+        occasions.append("tuned")
     if entry.found:
-        found.append("found")
-    return found
+        occasions.append("found")
+    return occasions
 
 
-# --- who is there -------------------------------------------------------------------------------------------------
+# --- nodes and processes ------------------------------------------------------------------------------------------
 
 
 def _places(
@@ -152,10 +152,10 @@ def _places(
             record.nodes[entry.node] = KnownNode(
                 entry.node, entry.host, entry.devices, entry.hardware, entry.incarnation
             )
-            record.lost.pop(entry.node, None)  # it was given up, and has come after all
+            record.lost.pop(entry.node, None)  # it was given up and has joined after all
             record.unexplained_nodes.pop(entry.node, None)
             record.verdicts.pop(entry.node, None)
-            if record.plan is None and len(record.voters) < MOST_VOTERS:
+            if record.plan is None and len(record.voters) < MAX_VOTERS:
                 record.voters |= {entry.node}
         case NodeLost():
             record.nodes.setdefault(entry.node, KnownNode(entry.node, host="", devices=0)).alive = False
@@ -181,7 +181,7 @@ def _places(
         case JoinRefused():
             _place(record, entry.rank, entry.node, entry.device)
             record.unexplained.pop(entry.rank, None)
-            if record.first_plan is None:  # a failure will tell of it
+            if record.first_plan is None:  # a failure will name it
                 record.unexplained[entry.rank] = None
             record.refused[entry.rank] = entry.reason
             if entry.rank in record.workers:
@@ -191,7 +191,7 @@ def _places(
 
 
 def _place(record: JobRecord, rank: int, node: str, device: int) -> None:
-    """Where a rank was asked to be started; of those that never were, only the number is known."""
+    """Note where a rank was ordered to start; for skipped numbers no place is known."""
     while len(record.placements) <= rank:
         record.placements.append(Placement("", -1))
     record.placements[rank] = Placement(node, device)
@@ -218,38 +218,40 @@ def _plans(
         case PlanRefused() | PlanWithdrawn() if (
             record.proposed is not None and record.proposed.plan.epoch == entry.epoch
         ):
-            # No rank has acted on it, so its voters are asked no more. Those of the plan in effect have been asked
-            # throughout, so every quorum from here on shares an agent with every one before.
+            # No rank has acted on it, so its voters are not asked any more. Those of the plan in effect have been asked
+            # throughout, so every quorum from here on shares an agent with every earlier one.
             record.proposed = None
         case PlanInEffect() if record.proposed is not None and record.proposed.plan.epoch == entry.epoch:
             plan, record.incumbent, record.voters = record.proposed
             if record.plan is not None and record.plan.micro_batches != plan.micro_batches:
-                # nobody is late because there is more to do
+                # no rank is late because the batch has grown
                 growth = plan.micro_batches / record.plan.micro_batches
-                record.recent = deque((seconds * growth for seconds in record.recent), maxlen=RECENT)
+                record.recent = deque((seconds * growth for seconds in record.recent), maxlen=RECENT_ITERATIONS)
             record.plan, record.proposed = plan, None
             record.active = plan.layout.active
             record.working = frozenset(record.active)
             record.computing = plan.computing
             if plan.layout.replicas:
                 record.writers[plan.epoch] = plan.layout.model_copy(0).ranks
-            record.writers = dict(sorted(record.writers.items())[-WRITERS_KEPT:])
+            record.writers = dict(sorted(record.writers.items())[-MAX_WRITER_PLANS:])
             if entry.took_s is not None:
                 record.costs.append(ChangeCost(entry.busiest_bytes, entry.communicators, entry.took_s))
         case ChangeDecided():
-            for what in changed(entry):
-                record.changes[what] = record.changes.get(what, 0) + 1
+            for occasion in changed(entry):
+                record.changes[occasion] = record.changes.get(occasion, 0) + 1
 
 
 def voters_of(record: JobRecord, plan: Plan) -> frozenset[str]:
-    """Of the nodes of a plan, standby ones included: all of a small one, so many of a large one that no rack has many.
+    """Return the voters among the nodes of a plan, standby ones included: all of a small plan, and of a large one so
+    many that no rack has many.
 
-    A hash of their names says which: a plan that has lost some, or got others, keeps most of its voters.
+    They are chosen by a hash of their names, so that a plan that lost some nodes, or gained others, keeps most of its
+    voters.
     """
     nodes = {record.placements[rank].node for rank in plan.layout.ranks if rank < len(record.placements)}
-    if len(nodes) <= MOST_VOTERS:
+    if len(nodes) <= MAX_VOTERS:
         return frozenset(nodes)
-    return frozenset(sorted(nodes, key=lambda node: hashlib.blake2b(node.encode()).digest())[:MOST_VOTERS])
+    return frozenset(sorted(nodes, key=lambda node: hashlib.blake2b(node.encode()).digest())[:MAX_VOTERS])
 
 
 def _progress(
@@ -262,7 +264,7 @@ def _progress(
             record.last_outcome = entry.outcome
             if entry.seconds is not None:
                 record.recent.append(entry.seconds)
-        case IterationsUnreported() | IterationsPacked():  # after what is packed, `journal_file.LEFT_UNPACKED` follow
+        case IterationsUnreported() | IterationsPacked():  # `journal_file.LEFT_UNPACKED` others follow packed ones
             record.committed = entry.last
         case CheckpointCommitted():
             record.checkpointed = max(record.checkpointed, entry.iteration)
@@ -274,7 +276,7 @@ def _progress(
 
 
 def _failure(record: JobRecord, entry: FailureFound) -> None:
-    """Something stopped, or broke."""
+    """Apply a failure: something stopped, or broke."""
     record.failures = max(record.failures, entry.failure)
     if entry.diagnosed is not None:
         record.diagnosed.append(entry.diagnosed)
@@ -296,8 +298,8 @@ def _failure(record: JobRecord, entry: FailureFound) -> None:
     lost, hardware = record.lost.get(entry.node), entry.hardware
     if hardware is None:  # 0.1
         hardware = lost is None or entry.cause != f"node {lost.name}: {lost.reason}"
-    known = record.verdicts.get(entry.node)
-    if known is None or not known.hardware:
+    verdict = record.verdicts.get(entry.node)
+    if verdict is None or not verdict.hardware:
         record.verdicts[entry.node] = Verdict(entry.failure, entry.node, entry.cause, entry.ranks, hardware)
 
 
@@ -310,21 +312,22 @@ def _fault(record: JobRecord, entry: FaultInjected) -> None:
 
 
 def _suspicion(record: JobRecord, entry: Suspected) -> None:
-    """Of those to be slow one is open at a time, others end as they begin; of silence one of each rank and node."""
+    """Apply a suspicion. Of slowness one is open at a time, and others end as they begin; of silence one per rank and
+    node."""
     record.suspicions = max(record.suspicions, entry.suspicion)
     if entry.kind == "silent":
-        who = entry.node if entry.rank is None else entry.rank
-        if who is None:
+        subject = entry.node if entry.rank is None else entry.rank
+        if subject is None:
             return
         if entry.cleared:
-            record.suspects_silent.pop(who, None)
+            record.suspects_silent.pop(subject, None)
         elif entry.suspicion:
-            record.suspects_silent[who] = entry
+            record.suspects_silent[subject] = entry
         return
-    known = record.suspects_slow
+    open_suspicion = record.suspects_slow
     if not entry.cleared:
         record.suspects_slow = entry
-    elif known is None or entry.suspicion == known.suspicion:
+    elif open_suspicion is None or entry.suspicion == open_suspicion.suspicion:
         record.suspects_slow = None
 
 
@@ -347,22 +350,22 @@ def _speeds(record: JobRecord, entry: FailureFound | FailureEnded | ProbesTaken)
             elif entry.node is not None and entry.device is not None:
                 record.slow[entry.node, entry.device] = slow
         case FailureEnded(node=str(node), device=int(device)) if (
-            known := record.slow.get((node, device))
-        ) is not None and known.failure == entry.failure:
+            device_slowness := record.slow.get((node, device))
+        ) is not None and device_slowness.failure == entry.failure:
             del record.slow[node, device]
         case FailureEnded():
             if record.slow_job is not None and record.slow_job.failure == entry.failure:
                 record.slow_job, record.common_share = None, None
             for slows in (record.slow, record.slow_links, record.slow_parts):
-                for what in [what for what, slow in slows.items() if slow.failure == entry.failure]:
-                    del slows[what]  # type: ignore[arg-type]
+                for subject in [subject for subject, slow in slows.items() if slow.failure == entry.failure]:
+                    del slows[subject]  # type: ignore[arg-type]
         case ProbesTaken():
             _probes(record, entry)
 
 
 def _probes(record: JobRecord, entry: ProbesTaken) -> None:
     if entry.occasion == "start":
-        others = record.link_seconds if entry.probe == record.probes else {}  # of the same probe, in another entry
+        others = record.link_seconds if entry.probe == record.probes else {}  # from other entries of the same probe
         record.link_seconds = others | {link.ranks: link.seconds for link in entry.links if link.seconds}
     record.probes = max(record.probes, entry.probe)
     if entry.share is not None:
@@ -378,7 +381,7 @@ def _probes(record: JobRecord, entry: ProbesTaken) -> None:
         if entry.occasion == "suspicion":
             continue
         if probe.fit and probe.speed is None and place in record.unfit:
-            continue  # it could not be measured: nothing is known, and nothing follows
+            continue  # it could not be measured, so nothing changes
         if probe.fit:
             record.unfit.discard(place)
             record.unfit_probes.pop(place, None)
@@ -390,7 +393,9 @@ def _probes(record: JobRecord, entry: ProbesTaken) -> None:
 # --- nodes out, nodes in ------------------------------------------------------------------------------------------
 
 
-def _upkeep(record: JobRecord, entry: DrainDecided | DrainWaived | DrainAnswered | NodeReleased | SlurmSaw) -> None:
+def _maintenance(
+    record: JobRecord, entry: DrainDecided | DrainWaived | DrainAnswered | NodeReleased | SlurmSaw
+) -> None:
     match entry:
         case DrainDecided():
             record.drains[entry.drain] = Drain(
@@ -402,7 +407,7 @@ def _upkeep(record: JobRecord, entry: DrainDecided | DrainWaived | DrainAnswered
         case DrainAnswered() if entry.drain in record.drains:
             record.drains[entry.drain].answers[entry.step] = entry.outcome
         case NodeReleased() if entry.node in record.lost:
-            record.lost[entry.node].told = True
+            record.lost[entry.node].release_answered = True
             record.lost[entry.node].released = entry.outcome == "done"
         case SlurmSaw():
             record.slurm_sees[entry.node] = (entry.state, entry.text)

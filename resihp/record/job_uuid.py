@@ -1,6 +1,6 @@
-"""The name that a job keeps for ever, and which no other job has: from what its journal begins with.
+"""The permanent, unique id of a job, derived from the first record of its journal.
 
-Ledgers know a job by it, and job.json says which journal is the job's. Reads no file and no clock.
+Ledgers identify a job by it, and job.json uses it to say which journal is the job's. Reads no file and no clock.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _NAMESPACE = uuid.UUID("5b1f6a38-7c0e-4b8e-9d55-6a1d2a9c4f10")
 
 
 def job_uuid(first: Record) -> str:
-    """The job's uuid, from the first record of its journal. Raises ValueError if that is not the start of a job."""
+    """Return the job's uuid, from the first record of its journal. Raises ValueError if that does not start a job."""
     entry = first.entry
     if first.seq != 1 or not isinstance(entry, JobStarted):
         raise ValueError(f"record {first.seq} ({type(entry).__name__}) does not begin a journal")

@@ -1,9 +1,9 @@
-"""What is remembered of a job: the entries of its journal.
+"""The entries of a job's journal.
 
-Entries are facts and decisions in the order in which the controller made them. The supervisor writes each one down
-(`resihp.record.journal_file`) *before* the actions that follow it take effect; the SQL ledger (`db`) is a projection of
-the journal and may lag behind it or be rebuilt from it. Telemetry (`resihp.protocol.Progress`, per-rank reports) is not
-in it.
+Entries are facts and decisions, in the order in which the controller made them. The supervisor writes each one
+(`resihp.record.journal_file`) *before* the actions that follow from it take effect; the SQL ledger (`db`) is a
+projection of the journal and may lag behind it or be rebuilt from it. Telemetry (`resihp.protocol.Progress`, per-rank
+reports) is not part of it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class SlurmIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """What Slurm's own records call a job. `job`: its number, which is used again some day (sacct's JobIDRaw);
-    `array_job`, `array_task`: None of what is no element of an array; `submitted_at`: UTC, seconds since 1970, None
-    where Slurm did not tell."""
+    """The identity of a job in Slurm's own records.
+
+    `job`: its number, which Slurm will use again some day (sacct's JobIDRaw); `array_job`, `array_task`: None unless it
+    is an element of an array; `submitted_at`: UTC, seconds since 1970, None if Slurm did not report it.
+    """
 
     cluster: str
     job: int
@@ -41,9 +43,9 @@ class SlurmIdentity(msgspec.Struct, frozen=True, kw_only=True):
 class JobStarted(Entry, frozen=True, kw_only=True):
     """First entry. `configuration` is the effective configuration as TOML-like plain data.
 
-    `leader` is the node on which the supervisor runs; empty where it runs on none of the job's (`--local`). `run`: what
-    attempts have in common that go on from each other's checkpoints; empty in journals of before. `slurm`: None outside
-    of Slurm, and there.
+    `leader` is the node on which the supervisor runs; empty if that is not one of the job's nodes (`--local`). `run`:
+    common id of attempts that continue from each other's checkpoints; empty in legacy journals. `slurm`: None outside
+    of Slurm, and in legacy journals.
     """
 
     job: str
@@ -64,10 +66,10 @@ class JobStarted(Entry, frozen=True, kw_only=True):
 
 
 class NodeJoined(Entry, frozen=True, kw_only=True):
-    """`hardware`: what its devices are, by their maker's name; empty where that is not known.
+    """A node has joined the job. `hardware`: the maker's name of its devices; empty if not known.
 
-    `incarnation`: of its agent (`messages.Join`), the only one that may make promises for this node; empty in journals
-    of 0.1.
+    `incarnation`: that of its agent (`messages.Join`), the only one that may make promises for this node; empty in
+    journals of 0.1.
     """
 
     node: str
@@ -79,10 +81,10 @@ class NodeJoined(Entry, frozen=True, kw_only=True):
 
 
 class NodeLost(Entry, frozen=True, kw_only=True):
-    """A node is none of the job's any more.
+    """A node is no longer part of the job.
 
     `how`: it fell `silent`, its `agent` ended while the node answers, it is `useless` (all its devices are dead), or it
-    was `vacated` for an administrator, which is no failure. Empty in journals of 0.1, where `reason` has to tell
+    was `vacated` for an administrator, which is not a failure. Empty in journals of 0.1, where it follows from `reason`
     (`fold.how_lost`).
     """
 
@@ -92,9 +94,9 @@ class NodeLost(Entry, frozen=True, kw_only=True):
 
 
 class WorkersOrdered(Entry, frozen=True, kw_only=True):
-    """Processes are wanted: (rank, node, device) of each. A rank's number is given once in a job's life.
+    """Processes are to be started: (rank, node, device) of each. A rank number is assigned once in a job's life.
 
-    Written before agents are told; journals of 0.1 know ranks only once they have started.
+    Written before agents are told; journals of 0.1 mention ranks only once they have started.
     """
 
     workers: tuple[tuple[int, str, int], ...]
@@ -109,7 +111,8 @@ class WorkerStarted(Entry, frozen=True, kw_only=True):
 
 
 class WorkerEnded(Entry, frozen=True, kw_only=True):
-    """`exit` as in subprocess: negative for a signal; None when it died with its node and nobody saw how."""
+    """`exit` as in subprocess: negative for a signal; None if the process died with its node, so that its exit is not
+    known."""
 
     rank: int
     exit: int | None
@@ -121,7 +124,7 @@ Three = tuple[float, float, float]
 
 
 class LearnedTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """The job's own times, as a plan was priced in them. `layers`: one where all are alike."""
+    """The job's own times, with which a plan was priced. `layers`: one element if all layers are alike."""
 
     layers: tuple[Three, ...]
     embedding: Three
@@ -133,27 +136,29 @@ class LearnedTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanBasis(msgspec.Struct, frozen=True, kw_only=True):
-    """What a plan was decided from, as far as nothing else tells it: for whoever explains the plan afterwards."""
+    """The basis of the decision on a plan, as far as it is not recorded elsewhere: for a later explanation of the
+    plan."""
 
     speeds: tuple[tuple[int, float], ...] = ()
-    """Of ranks that were measured slow, 1 a healthy one's."""
+    """Speeds of ranks that were measured slow; 1 is that of a healthy one."""
     links: tuple[tuple[str, str, float], ...] = ()
-    """Slow ones, between two nodes."""
+    """Speeds of slow links, between two nodes."""
     kept_out: tuple[int, ...] = ()
-    """Ranks that were not to get work: unfit, not measured yet, or about to leave."""
+    """Ranks that were to get no work: unfit, not measured yet, or about to leave."""
     times: LearnedTimes | None = None
-    """None where nothing was measured."""
+    """None if nothing was measured."""
 
 
 class OtherPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan that was possible, and was not taken: what it would have been called, and its time of an iteration."""
+    """A possible plan that was not chosen: its name, and its predicted time of an iteration."""
 
     name: str
     predicted: float
 
 
 class PlanDecided(Entry, frozen=True, kw_only=True):
-    """`action` tells what becomes of the iteration that was under way: none was, it is redone, or it counts."""
+    """A plan was decided. `action` is the fate of the iteration under way: there was none, it is redone, or it
+    counts."""
 
     plan: Plan
     next_iteration: int
@@ -161,23 +166,26 @@ class PlanDecided(Entry, frozen=True, kw_only=True):
     finish: StepOutcome | None
     reason: str
     bytes_planned: int = 0
-    """State that has to travel between ranks, from the two layouts alone."""
+    """State that has to move between ranks, from the two layouts alone."""
     predicted: float | None = None
-    """Time of an iteration under the plan, in `unit`; None where nobody could tell."""
+    """Predicted time of an iteration under the plan, in `unit`; None if not known."""
     present: float | None = None
-    """The same for the plan in effect, as things are now; None when there is none, or when it cannot run any more."""
+    """The same for the plan in effect in the present situation; None if there is none, or if it cannot run any more."""
     unit: Literal["s", "layer times"] = "layer times"
-    """Of the two predictions. A layer time is the forward of one layer on a healthy device; only ratios tell then."""
+    """Unit of the two predictions. A layer time is the forward of one layer on a healthy device; then only their ratio
+    is meaningful."""
     basis: PlanBasis | None = None
-    """None in journals that do not tell."""
+    """None in legacy journals."""
     considered: tuple[OtherPlan, ...] = ()
-    """What else was possible, in `unit`; empty where nothing else was priced, and in journals of before."""
+    """Other possible plans, in `unit`; empty if no other was priced, and in legacy journals."""
     unaffected_by: tuple[int, ...] = ()
-    """Failures that last and do not slow it, as what is slow has no work under it (`resihp.record.slowness`)."""
+    """Lasting failures that do not slow the plan, because the slow component has no work under it
+    (`resihp.record.slowness`)."""
 
 
 class IterationCommitted(Entry, frozen=True, kw_only=True):
-    """`seconds` is the slowest rank's, of the attempt that counted; None if no rank lived to report it."""
+    """An iteration was committed. `seconds` is the duration on the slowest rank, of the attempt that counted; None if
+    no rank survived to report it."""
 
     epoch: int
     outcome: StepOutcome
@@ -186,7 +194,7 @@ class IterationCommitted(Entry, frozen=True, kw_only=True):
 
 
 class EvaluationDone(Entry, frozen=True, kw_only=True):
-    """The weights after `iteration`, on the data set to evaluate on; `loss` is the mean over `tokens`."""
+    """The weights after `iteration` were evaluated on the evaluation data set; `loss` is the mean over `tokens`."""
 
     epoch: int
     iteration: int
@@ -195,20 +203,21 @@ class EvaluationDone(Entry, frozen=True, kw_only=True):
 
 
 Component = Literal["process", "device", "node", "link", "script", "job", "collective", "reduction", "data"]
-"""What failed. The last four are only ever slow: whole iterations, tensor-parallel collectives of a stage's group, the
-sums of gradients, the wait for a stage's first micro-batch."""
+"""The component that failed. The last four can only be slow: whole iterations, tensor-parallel collectives of a stage's
+group, gradient sums, the wait for a stage's first micro-batch."""
 Outcome = Literal["", "slow", "lost", "fine", "unconfirmed", "passed", "dropped"]
-"""What a suspicion came to. "slow": a verdict. "lost": what was silent ended, or was given up. "fine": the probe found
-all well, which pardons what was seen for a while. "unconfirmed": nothing could be measured. "passed": it was over
-before. "dropped": others of the same suspicion explain it, or the plan it was seen under is gone."""
+"""The outcome of a suspicion. "slow": a verdict. "lost": the silent component ended, or was given up. "fine": the probe
+found all devices healthy, which starts a cooldown for the same observation. "unconfirmed": nothing could be measured.
+"passed": it was over before it was measured. "dropped": another cause explains it, or the plan it was seen under is
+gone."""
 
 
 class Suspected(Entry, frozen=True, kw_only=True):
-    """Silence or lack of progress, or being slow. Not a failure.
+    """A suspicion: silence, lack of progress, or slowness. Not a failure.
 
-    `cleared` True when it has ended. A suspicion to be slow, of nobody in particular where rank and node are None, also
-    ends with a failure that is found. Of silence, `iteration` and `detected` are the first one not committed, and
-    `change` and `confidence` say nothing.
+    `cleared` True when it has ended. A suspicion of slowness (of no component in particular if rank and node are None)
+    also ends with a failure that is found. For silence, `iteration` and `detected` are the first uncommitted iteration,
+    and `change` and `confidence` are meaningless.
     """
 
     rank: int | None
@@ -217,43 +226,43 @@ class Suspected(Entry, frozen=True, kw_only=True):
     cleared: bool = False
     kind: Literal["silent", "slow"] = "silent"
     suspicion: int = 0
-    """Numbers the job's suspicions from 1, of slowness and of silence together; the entry that ends one bears its
-    number. 0 in journals of before: there those of silence had none."""
+    """Number of the suspicion in the job, from 1, of slowness and of silence together; the entry that ends a suspicion
+    has the same number. 0 in legacy journals, where suspicions of silence had none."""
     component: Component = "device"
     ranks: tuple[int, ...] = ()
-    """All suspects, the most likely first; of a link its ends."""
+    """All suspects, the most likely first; for a link its ends."""
     iteration: int = 0
-    """Of the onset; and of its detection, below."""
+    """First iteration of the onset; `detected` is that of the detection."""
     detected: int = 0
     change: float = 0.0
-    """As `Finding.change`: time over healthy, less 1."""
+    """As `Finding.change`: time over healthy time, minus 1."""
     confidence: float = 0.0
     probe: int = 0
-    """The probe that was taken for it; 0 for none."""
+    """Number of the probe that was taken for it; 0 for none."""
     outcome: Outcome = ""
     sign: str = ""
-    """What silence shows itself by: "silent" (a node's beats do not come), "stopped" (the process is), "mute" (its
-    interpreter does not answer), "unanswered" (its device does not), "stalled" (its peers wait for it)."""
+    """The sign of silence: "silent" (a node's heartbeats are missing), "stopped" (the process is stopped), "mute" (its
+    interpreter does not answer), "unanswered" (its device does not answer), "stalled" (its peers wait for it)."""
     test: str = ""
-    """What was tested when it was raised, and its unit: "s without a beat", "s without progress", or as
-    `resihp.detector.sequential.shifts.Alarm` has it; empty where nothing was, or in journals of before."""
+    """The test that raised it, with its unit: "s without a beat", "s without progress", or as in
+    `resihp.detector.sequential.shifts.Alarm`; empty if there was no test, or in legacy journals."""
     statistic: float | None = None
-    """What the test came to, and what it has to reach to be a suspicion."""
+    """Value of the test, and the threshold that it has to reach for a suspicion."""
     threshold: float | None = None
 
     @property
     def sort(self) -> str:
-        """One word for what is suspected: "slow-compute", "slow-link", "silent", and whatever else is to come."""
+        """One word for the kind of suspicion: "slow-compute", "slow-link", "silent", and others to come."""
         if self.kind == "silent":
             return self.sign or ("silent" if self.rank is None else "stalled")
         return "slow-compute" if self.component == "device" else f"slow-{self.component}"
 
 
 class CoverageChanged(Entry, frozen=True, kw_only=True):
-    """What the detector sees of the job, where that is not what it saw before. None yet: it is warming up.
+    """The detector's coverage of the job has changed. Before the first such entry, the detector is warming up.
 
-    `detector`: what it judges by, as in `findings.Known`, or "iterations" where its mode judges no rank by itself;
-    `unwatched`: ranks with work of which it has not been told anything for long.
+    `detector`: its basis of judgement, as in `findings.Known`, or "iterations" if its mode judges no single rank;
+    `unwatched`: ranks with work that have not reported to it for long.
     """
 
     iteration: int
@@ -262,7 +271,7 @@ class CoverageChanged(Entry, frozen=True, kw_only=True):
 
 
 class Diagnosed(msgspec.Struct, frozen=True, kw_only=True):
-    """Which kind of error, whose, and where (`resihp.detector.diagnosis`)."""
+    """A diagnosis: the kind of error, its ranks, and its place (`resihp.detector.diagnosis`)."""
 
     code: str
     category: str
@@ -275,9 +284,9 @@ class FailureFound(Entry, frozen=True, kw_only=True):
     """One root cause. `failure` numbers the job's failures from 1.
 
     `kind`: `fail-stop` (a process, device or node), `fail-slow` (it works, but slower), `communication` (ranks alive,
-    transfer broken), `program` (the training script). `detect_s` is known only where the moment of the fault is
-    (injected), else None. For what is slow: `iteration` is the first slow one, `speed` what is left of a healthy
-    device's or link's, `confidence` how sure the detector is, `link` the ranks at its ends.
+    transfer broken), `program` (the training script). `detect_s` is known only if the moment of the fault is
+    (injected), else None. For slowness: `iteration` is the first slow one, `speed` the remaining share of the speed of
+    a healthy device or link, `confidence` that of the detector, `link` the ranks at its ends.
     """
 
     failure: int
@@ -292,27 +301,27 @@ class FailureFound(Entry, frozen=True, kw_only=True):
     evidence: str
     detect_s: float | None
     noticed_s: float | None = None
-    """Seconds before this entry at which it was noticed: entries wait until it is known what else had failed. None in
-    journals of before."""
+    """Seconds before this entry at which it was noticed: entries wait until all failures of the same moment are known.
+    None in legacy journals."""
     failed_s: float | None = None
-    """Seconds before this entry at which it failed, as well as that can be known
-    (`resihp.controller.fail_stop.onsets`); None where nothing tells, and in journals of before."""
+    """Seconds before this entry at which it failed, as precisely as that can be known
+    (`resihp.controller.fail_stop.onsets`); None if nothing shows it, and in legacy journals."""
     speed: float | None = None
     confidence: float | None = None
     link: tuple[int, int] | None = None
     intermittent: bool = False
-    """Of what is slow: now and then; `speed` is what is left on average."""
+    """For slowness: only now and then; `speed` is the average."""
     idle: bool = False
-    """Of what is slow: it has no work under the plan in effect."""
+    """For slowness: the component has no work under the plan in effect."""
     hardware: bool | None = None
-    """Whether something of the node is broken, rather than that it died; None in journals of 0.1."""
+    """Whether hardware of the node is broken, rather than that the node died; None in journals of 0.1."""
     diagnosed: Diagnosed | None = None
-    """What the diagnosis came to, where there was one: a device that does it again is at fault itself."""
+    """The diagnosis, if there was one: a device with the same diagnosis again is the cause itself."""
     explains: tuple[str, ...] = ()
-    """Lines about its node as such that it is told by, beside those of the evidence: they explain nothing later."""
+    """Node-level log lines used as evidence, beside those in `evidence`; not to be reused for later failures."""
 
     def noticed_at(self, at: float) -> float:
-        """`at`: the time of its record."""
+        """Return the time of the notice. `at`: the time of the failure's record."""
         return at - (self.noticed_s or 0.0)
 
     def failed_at(self, at: float) -> float | None:
@@ -320,7 +329,7 @@ class FailureFound(Entry, frozen=True, kw_only=True):
 
 
 class FailureEnded(Entry, frozen=True, kw_only=True):
-    """What was slow is as fast as before, from `iteration` on."""
+    """A slow component is as fast as before, from `iteration` on."""
 
     failure: int
     node: str | None
@@ -330,7 +339,8 @@ class FailureEnded(Entry, frozen=True, kw_only=True):
 
 
 class DeviceProbe(msgspec.Struct, frozen=True, kw_only=True):
-    """One device's part of a probe: its own figures, and its speed against its peers' (None: nothing to compare)."""
+    """One device's part of a probe: its own figures, and its speed relative to its peers (None: nothing to compare
+    with)."""
 
     rank: int
     node: str
@@ -341,23 +351,23 @@ class DeviceProbe(msgspec.Struct, frozen=True, kw_only=True):
     fit: bool
     evidence: str
     hardware: str = ""
-    """By its maker's name; empty where that is not known."""
+    """The maker's name; empty if not known."""
 
 
 class LinkProbe(msgspec.Struct, frozen=True, kw_only=True):
-    """A link between two ranks: its speed against its peers' (None: nothing to compare with), and its own figure."""
+    """A link between two ranks: its speed relative to its peers (None: nothing to compare with), and its own figure."""
 
     ranks: tuple[int, int]
     nodes: tuple[str, str]
     speed: float | None
     fit: bool
     seconds: float = 0.0
-    """Of one buffer there and back."""
+    """Time of one buffer there and back."""
 
 
 class ProbesTaken(Entry, frozen=True, kw_only=True):
-    """Devices and links were measured: before the first iteration, when a device joined, on a suspicion, or now and
-    then one that stands by because it was slow."""
+    """Devices and links were measured: before the first iteration, when a device joined, on a suspicion, or regularly
+    while a device stands by because it was slow."""
 
     probe: int
     occasion: Literal["start", "join", "suspicion", "standby"]
@@ -365,19 +375,19 @@ class ProbesTaken(Entry, frozen=True, kw_only=True):
     links: tuple[LinkProbe, ...]
     seconds: float
     looks: int = 1
-    """How often devices in doubt were measured until they were judged."""
+    """Number of times that devices in doubt were measured until they were judged."""
     share: Speed | None = None
-    """What is left for all devices of what they gave before, as far as a suspicion's probe shows it."""
+    """Share of their former speed that all devices have left, as far as the probe of a suspicion shows it."""
 
 
 class Reconfigured(Entry, frozen=True, kw_only=True):
-    """One transition, from the failure's detection to the first committed iteration after it.
+    """One transition, from the detection of the failure to the first committed iteration after it.
 
-    Phases in seconds, in order: `park` (detected to all parked), `plan` (to all confirmed), `groups` and `state`
-    (slowest rank's own figures), `first_iteration` (resumed to committed). `seconds` is their total as observed.
-    `bytes_moved` is what ranks received in all, `extra_bytes` the most that any rank held beside its state while both
-    layouts' were there. `action` "between": parked between two iterations, no work was under way. `planning_s`: of
-    `plan_s`, what it took to decide before any rank could be told; None in journals of before, or where it was not
+    Phases in seconds, in order: `park` (detected to all parked), `plan` (to all confirmed), `groups` and `state` (the
+    slowest rank's own figures), `first_iteration` (resumed to committed). `seconds` is their total as observed.
+    `bytes_moved` is the number of bytes that ranks received in all, `extra_bytes` the most that any rank held beside
+    its state while it had the state of both layouts. `action` "between": parked between two iterations, no work was
+    under way. `planning_s`: the part of `plan_s` before any rank could be told; None in legacy journals, or if not
     measured.
     """
 
@@ -399,8 +409,8 @@ class Reconfigured(Entry, frozen=True, kw_only=True):
 class PlanInEffect(Entry, frozen=True, kw_only=True):
     """Every rank has acknowledged its state: from here on the state is where this epoch's layout says.
 
-    What the change took, for the price of the next one: `took_s` until all had their state, `busiest_bytes` that the
-    busiest rank held beside its own, `communicators` that were built. None in journals of 0.1.
+    The cost of the change, for the price of the next one: `took_s` until all ranks had their state, `busiest_bytes`
+    that the busiest rank held beside its own, `communicators` that were built. None in journals of 0.1.
     """
 
     epoch: int
@@ -410,7 +420,7 @@ class PlanInEffect(Entry, frozen=True, kw_only=True):
 
 
 class PlanWithdrawn(Entry, frozen=True, kw_only=True):
-    """A plan that was decided and proposed, and that nobody will act on: the job is to stop."""
+    """A plan was decided and proposed, but no rank will act on it, because the job is to stop."""
 
     epoch: int
     reason: str
@@ -418,9 +428,9 @@ class PlanWithdrawn(Entry, frozen=True, kw_only=True):
 
 class ChangeDecided(Entry, frozen=True, kw_only=True):
     """Training is interrupted for another plan, because of `devices` (node, device) or `links` (two ranks), because
-    measured times ask for other layers and orders (`tuned`), or because a search `found` a better one.
+    measured times require other layers and orders (`tuned`), or because a search `found` a better plan.
 
-    Each recent change on account of the same one makes the next one dearer.
+    Each recent change because of the same component makes the next one more expensive.
     """
 
     reason: str
@@ -431,10 +441,11 @@ class ChangeDecided(Entry, frozen=True, kw_only=True):
 
 
 class ChangeDeclined(Entry, frozen=True, kw_only=True):
-    """Another plan, or another node, was thought of, and nothing was changed. Of nodes told once for those missing.
+    """Another plan, or another node, was considered, and nothing was changed. For nodes, recorded once for the same
+    missing ones.
 
-    `reason`: what called for it; `why` nothing was changed. What was thought of: its `layout`, with the prediction for
-    it and for the plan in effect, where there are any, as in `PlanDecided`.
+    `reason`: the occasion; `why`: the reason against a change. The alternative: its `layout`, with the predictions for
+    it and for the plan in effect, if there are any, as in `PlanDecided`.
     """
 
     about: Literal["plan", "node"]
@@ -442,7 +453,7 @@ class ChangeDeclined(Entry, frozen=True, kw_only=True):
     why: str
     iteration: int
     failures: tuple[int, ...] = ()
-    """Verdicts that called for it."""
+    """Verdicts that were the occasion."""
     layout: str = ""
     predicted: float | None = None
     present: float | None = None
@@ -451,7 +462,8 @@ class ChangeDeclined(Entry, frozen=True, kw_only=True):
 
 
 class PlanRefused(Entry, frozen=True, kw_only=True):
-    """A plan that no rank acted on: `rank` objected, or the controller's own check failed (`rank` None)."""
+    """A plan was refused before any rank acted on it: `rank` objected, or the controller's own check failed (`rank`
+    None)."""
 
     epoch: int
     rank: int | None
@@ -466,21 +478,22 @@ class JoinRefused(Entry, frozen=True, kw_only=True):
     device: int
     reason: str
     condemns_device: bool = True
-    """Whether its device gets no other process. Journals of 0.1 do not say; a supervisor of 0.1 took it for yes."""
+    """Whether its device gets no other process. Journals of 0.1 do not have it; a supervisor of 0.1 acted as if it were
+    True."""
 
 
 class IterationsUnreported(Entry, frozen=True, kw_only=True):
-    """Iterations up to `last` were done while nobody led, and nobody remembers their figures."""
+    """Iterations up to `last` were done while no supervisor led, and their figures are lost."""
 
     first: int
     last: int
 
 
 class IterationsPacked(Entry, frozen=True, kw_only=True):
-    """Iterations that were committed one after the other, as columns (`resihp.record.packing`).
+    """Consecutive committed iterations, as columns (`resihp.record.packing`).
 
-    It stands for `count` records, of which its own number is the last. `first`: the first one's iteration. Only files
-    hold it: the ledger is told what it stands for.
+    It stands for `count` records, the last of which has its number. `first`: the iteration of the first one. Only files
+    contain it: the ledger gets the records it stands for.
     """
 
     epoch: int
@@ -490,12 +503,12 @@ class IterationsPacked(Entry, frozen=True, kw_only=True):
 
     @property
     def last(self) -> int:
-        """The last one's iteration."""
+        """Iteration of the last record it stands for."""
         return self.first + self.count - 1
 
 
 class ModelDeclared(Entry, frozen=True, kw_only=True):
-    """What the job trains, once all ranks have declared the same: what a later supervisor needs to know of it."""
+    """The common declaration of all ranks: the knowledge of the model that a later supervisor needs."""
 
     declare: Declare
     software: Software | None = None
@@ -504,8 +517,8 @@ class ModelDeclared(Entry, frozen=True, kw_only=True):
 class LeaderChosen(Entry, frozen=True, kw_only=True):
     """A supervisor took over: the first record of its term, whose numbers begin at `first_seq(term)`.
 
-    `node` is where it runs. `how`: the guardian started it again, or a quorum of agents chose a successor. `after`:
-    number of the last record of the journal that it took over.
+    `node` is where it runs. `how`: the guardian restarted it, or a quorum of agents chose a successor. `after`: number
+    of the last record of the journal it took over.
     """
 
     term: int
@@ -516,11 +529,12 @@ class LeaderChosen(Entry, frozen=True, kw_only=True):
 
 
 class JobSignalled(Entry, frozen=True, kw_only=True):
-    """Slurm, or an operator, wants the job to stop; nobody is to blame. `nodes`: whose agents were signalled as well.
+    """Slurm, or an operator, asks the job to stop; this is not a failure. `nodes`: nodes whose agents were signalled as
+    well.
 
     `meaning`: `warning` (time is running out, sent ahead by --signal), `time-limit`, `cancelled`, `preempted` or
-    `unknown`, as far as Slurm tells; `operator` for whoever signalled `resihp run` itself, or asked with `resihp stop`,
-    which sends no signal: then it is 0.
+    `unknown`, as far as Slurm reports it; `operator` for a signal to `resihp run` itself, or a request by `resihp
+    stop`. That request sends no signal, so `signal` is 0.
     """
 
     signal: int
@@ -529,10 +543,10 @@ class JobSignalled(Entry, frozen=True, kw_only=True):
 
 
 class DrainDecided(Entry, frozen=True, kw_only=True):
-    """What is done about a node with a verdict. `drain` numbers these decisions from 1, `failure` is the verdict's.
+    """The measure against a node with a verdict. `drain` numbers these decisions from 1, `failure` is the verdict's.
 
-    `measure`: whether it is drained, or only left out of the user's next jobs; `grounds`: what for, as
-    `resihp.controller.nodes.measures` has it. Older journals know drains alone.
+    `measure`: whether it is drained, or only excluded from the user's next jobs; `grounds`: the reason, as in
+    `resihp.controller.nodes.measures`. Older journals have only drains.
     """
 
     drain: int
@@ -544,15 +558,15 @@ class DrainDecided(Entry, frozen=True, kw_only=True):
 
 
 class DrainWaived(Entry, frozen=True, kw_only=True):
-    """Nothing is done about the node of a failure: it was signalled, not alone, or is the batch script's own, or the
-    job only observes."""
+    """Nothing is done about the node of a failure: it was signalled, other nodes were lost with it, it is the batch
+    script's own, or the job only observes."""
 
     node: str
     failure: int
 
 
 class DrainAnswered(Entry, frozen=True, kw_only=True):
-    """How one rung of the drain ladder went. `unknown`: no answer, it may have happened."""
+    """The result of one rung of the drain ladder. `unknown`: no answer, so it may have been done."""
 
     drain: int
     node: str
@@ -562,7 +576,7 @@ class DrainAnswered(Entry, frozen=True, kw_only=True):
 
 
 class NodeReleased(Entry, frozen=True, kw_only=True):
-    """A node was given back to Slurm, or could not be now."""
+    """A node was given back to Slurm, or could not be given back now."""
 
     node: str
     outcome: Literal["done", "refused", "unknown"]
@@ -570,7 +584,7 @@ class NodeReleased(Entry, frozen=True, kw_only=True):
 
 
 class ReplacementAsked(Entry, frozen=True, kw_only=True):
-    """A node is wanted in place of `node`. `replacement` numbers the job's requests from 1."""
+    """A node is requested in place of `node`. `replacement` numbers the job's requests from 1."""
 
     replacement: int
     node: str
@@ -579,7 +593,7 @@ class ReplacementAsked(Entry, frozen=True, kw_only=True):
 
 
 class ReplacementChanged(Entry, frozen=True, kw_only=True):
-    """What became of a request. `node` is the new node's name, once it is known."""
+    """The state of a request has changed. `node` is the new node's name, once it is known."""
 
     replacement: int
     state: Literal["pending", "running", "joined", "refused", "cancelled", "ended"]
@@ -589,7 +603,7 @@ class ReplacementChanged(Entry, frozen=True, kw_only=True):
 
 
 class SlurmSaw(Entry, frozen=True, kw_only=True):
-    """Slurm's own view of a node that we had an opinion about, when it changed."""
+    """Slurm's own view of one of our nodes, when it is unexpected or has changed."""
 
     node: str
     state: str
@@ -597,7 +611,8 @@ class SlurmSaw(Entry, frozen=True, kw_only=True):
 
 
 class FaultInjected(Entry, frozen=True, kw_only=True):
-    """Written before the fault is carried out. `kind` is empty in journals of 0.1, whose `text` begins with it."""
+    """A fault is injected; written before it is carried out. `kind` is empty in journals of 0.1, where `text` begins
+    with it."""
 
     fault: int
     text: str
@@ -615,7 +630,8 @@ class CheckpointCommitted(Entry, frozen=True, kw_only=True):
 
 
 class JobEnded(Entry, frozen=True, kw_only=True):
-    """`state`: completed, failed, cancelled (signalled), abnormal (found dead by a successor or a reader)."""
+    """The job has ended. `state`: completed, failed, cancelled (signalled), abnormal (found dead by a successor or a
+    reader)."""
 
     exit_code: int | None
     state: Literal["completed", "failed", "cancelled", "abnormal"]
@@ -663,7 +679,8 @@ AnyEntry = (
 
 
 TERM_SEQS = 10**9
-"""Record numbers of a term: a record's number is unique for the life of the job, whoever wrote it."""
+"""Number of record numbers per term: a record's number is unique for the life of the job, whichever supervisor wrote
+it."""
 
 
 def first_seq(term: int) -> int:
@@ -671,14 +688,14 @@ def first_seq(term: int) -> int:
 
 
 def term_of(seq: int) -> int:
-    """The term in which a record was written; 0 for no record."""
+    """Return the term in which a record was written; 0 for no record."""
     return (seq - 1) // TERM_SEQS + 1 if seq else 0
 
 
 class Record(msgspec.Struct, frozen=True):
     """One journal record: number, UTC time in seconds since 1970, entry.
 
-    Numbers are consecutive from 1, but for a gap where a new term begins (`first_seq`).
+    Numbers are consecutive from 1, except for a gap where a new term begins (`first_seq`).
     """
 
     seq: int

@@ -1,9 +1,9 @@
-"""The file that holds a journal (`resihp.record.journal`): the leader's own, and each agent's copy of it.
+"""The file of a journal (`resihp.record.journal`): the leader's own, and each agent's copy of it.
 
 Format: the 8 bytes `RESIHPJ1`, then records of little-endian u32 length, u32 CRC-32 of the body, body. A body is a
-msgpack-encoded `Record`. A torn tail (crash in mid-append) is cut off when the file is opened for appending; damage
-before the tail is refused, and the file left as it is. Iterations that were committed long ago are packed
-(`resihp.record.packing`): the file is written anew beside the old one and takes its place.
+msgpack-encoded `Record`. A torn tail (a crash during an append) is cut off when the file is opened for appending;
+damage before the tail is refused, and the file left as it is. Iterations that were committed long ago are packed
+(`resihp.record.packing`): the file is rewritten beside the old one and replaces it.
 
 Decides nothing. One thread may number records (`Journal.stamp`) while another one writes them.
 """
@@ -33,21 +33,22 @@ from resihp.record.packing import first_of, pack, unpack
 
 MAGIC = b"RESIHPJ1"
 MAX_RECORD_BYTES = 16 << 20
-"""Of a record that is read: journals of 0.1 may hold such."""
+"""Largest record that is read, in bytes: journals of 0.1 may have records of this size."""
 MAX_FILE_BYTES = 4 << 30
-"""Of a file that is read: journals of 0.1, which were never packed, grow by some 300 MB in three months."""
+"""Largest file that is read, in bytes: a journal of 0.1 is never packed and grows by some 300 MB in three months."""
 MAX_APPENDED_BYTES = MAX_MESSAGE_BYTES - (64 << 10)
-"""Of a record that is written: agents get it in one message."""
+"""Largest record that is written, in bytes: agents get it in one message."""
 PACK_AFTER = 4096
-"""So many committed iterations that are not packed yet are worth writing the file anew."""
+"""Number of unpacked committed iterations that make it worth rewriting the file."""
 LEFT_UNPACKED = 256
-"""The last ones, which whoever takes over asks about (`state.RECENT`)."""
+"""Number of the latest iterations that stay unpacked, because a take-over looks them up (`state.RECENT_ITERATIONS`)."""
 
 _ANY_RECORD = b"\x83\xa3seq"
-"""How the body of every record begins: a map of three, the first of which is this."""
+"""First bytes of the body of every record: a map of three, whose first key is this."""
 
-_MOST_TRIED = 64
-"""Times its length that a damaged file is looked through for whole records: one made to be slow is not ours."""
+_MAX_SEARCHED_LENGTHS = 64
+"""Multiple of its length up to which a damaged file is searched for whole records, so that a malicious one cannot take
+for ever."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Record)
@@ -58,7 +59,7 @@ def encode(record: Record) -> bytes:
 
 
 def decode(body: bytes) -> Record:
-    """Raises ProtocolError for what is no record of this version."""
+    """Decode a record. Raises ProtocolError if it is not one of this version."""
     try:
         return _decoder.decode(body)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -66,22 +67,22 @@ def decode(body: bytes) -> Record:
 
 
 def read(path: Path, *, after: int = 0) -> list[Record]:
-    """All whole records with later numbers than `after`; a torn tail is ignored.
+    """Return all whole records with later numbers than `after`; a torn tail is ignored.
 
-    Raises ProtocolError if the file is no journal of this version, or damaged.
+    Raises ProtocolError if the file is not a journal of this version, or is damaged.
     """
     records = (record for _, record in scan(_content(path), str(path)) if record.seq > after)
     return [record for record in unpack(records) if record.seq > after]
 
 
 def read_packed(path: Path) -> list[Record]:
-    """The same, but iterations that are packed stay so: what a job of any age has come to is soon read."""
+    """Return the same without unpacking iterations, which is fast for a job of any age."""
     return [record for _, record in scan(_content(path), str(path))]
 
 
 def first(path: Path) -> Record | None:
-    """The record that a journal begins with, without a look at the rest; None where there is no whole one. Raises
-    ProtocolError, OSError as `read` does."""
+    """Return the first record of a journal without reading the rest; None if it is not whole. Raises ProtocolError,
+    OSError as `read` does."""
     with os.fdopen(_opened(path), "rb") as file:
         content = file.read(len(MAGIC) + 8)
         content += file.read(min(int.from_bytes(content[len(MAGIC) : len(MAGIC) + 4], "little"), MAX_RECORD_BYTES))
@@ -92,7 +93,7 @@ def first(path: Path) -> Record | None:
 
 
 def torn_bytes(path: Path) -> int:
-    """How much of a torn tail `read` passes over."""
+    """Return the length of the torn tail that `read` ignores."""
     content = _content(path)
     end = min(len(content), len(MAGIC))
     for end, _ in scan(content, str(path)):  # noqa: B007 - wanted after the loop
@@ -101,8 +102,8 @@ def torn_bytes(path: Path) -> int:
 
 
 def _content(path: Path) -> bytes:
-    """Of the file, which is never waited for. Raises ProtocolError for a pipe, a device, or one that is far too large,
-    OSError."""
+    """Return the content of the file, without ever blocking. Raises ProtocolError for a pipe, a device, or a file that
+    is far too large, OSError."""
     with os.fdopen(_opened(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > MAX_FILE_BYTES:
@@ -124,7 +125,7 @@ def _frame(body: bytes) -> bytes:
 
 
 def scan(content: bytes, name: str) -> Iterator[tuple[int, Record]]:
-    """(end offset, record) of every whole record. Raises ProtocolError as `read` does."""
+    """Yield (end offset, record) of every whole record. Raises ProtocolError as `read` does."""
     if content[: len(MAGIC)] != MAGIC[: len(content)]:
         raise ProtocolError(f"journal {name}: not a resihp journal")
     at = len(MAGIC)
@@ -135,22 +136,22 @@ def scan(content: bytes, name: str) -> Iterator[tuple[int, Record]]:
             raise ProtocolError(f"journal {name}: at byte {at}: {error}") from error
         at += 8 + len(body)
         yield at, record
-    found = content.find(_ANY_RECORD, at + 8 + 1)  # a torn tail has nothing whole behind it
-    tried = 0
-    while found != -1:
-        tried += min(int.from_bytes(content[found - 8 : found - 4], "little"), MAX_RECORD_BYTES)
-        if tried > _MOST_TRIED * len(content):
-            raise ProtocolError(f"journal {name}: damaged at byte {at}, and what follows is none of ours")
-        if _body(content, found - 8) is not None:
+    offset = content.find(_ANY_RECORD, at + 8 + 1)  # no whole record follows a torn tail
+    searched = 0
+    while offset != -1:
+        searched += min(int.from_bytes(content[offset - 8 : offset - 4], "little"), MAX_RECORD_BYTES)
+        if searched > _MAX_SEARCHED_LENGTHS * len(content):
+            raise ProtocolError(f"journal {name}: damaged at byte {at}, and the rest is not ours")
+        if _body(content, offset - 8) is not None:
             raise ProtocolError(
-                f"journal {name}: damaged at byte {at}, and whole records follow from byte {found - 8}: "
+                f"journal {name}: damaged at byte {at}, and whole records follow from byte {offset - 8}: "
                 "left as it is; restore it, or another node's copy of it"
             )
-        found = content.find(_ANY_RECORD, found + 1)
+        offset = content.find(_ANY_RECORD, offset + 1)
 
 
 def _body(content: bytes, at: int) -> bytes | None:
-    """Of the record that begins there; None if none is whole."""
+    """Return the body of the record that begins at this offset; None if it is not whole."""
     length = int.from_bytes(content[at : at + 4], "little")
     body = content[at + 8 : at + 8 + length]
     if not 0 < length <= MAX_RECORD_BYTES or len(body) < length:
@@ -165,73 +166,74 @@ def _write_all(descriptor: int, content: bytes, at: int) -> None:
 
 
 class _OpenFile:
-    """An open file of whole records, and where each one is."""
+    """An open file of whole records, with their positions."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.firsts = array("q")
-        """Number of the first record that each one stands for."""
+        """For each record, the number of the first record it stands for."""
         self.ends = array("q")
         self.lasts = array("q")
-        """Number of each: added last, so that what another thread finds here is whole."""
+        """For each record, its number: appended last, so that another thread finds only complete data."""
 
     @property
     def end(self) -> int:
         return self.start(len(self.lasts))
 
     def start(self, at: int) -> int:
-        """Where the record at this place begins."""
+        """Return the offset at which the record at this index begins."""
         return self.ends[at - 1] if at else len(MAGIC)
 
     def note(self, record: Record, length: int) -> None:
-        """A record was written at the end."""
+        """Note a record that was written at the end."""
         end = self.end + length
         self.firsts.append(first_of(record))
         self.ends.append(end)
         self.lasts.append(record.seq)
 
     def following(self, seq: int) -> int:
-        """Place of the first record that stands for any after this number."""
+        """Return the index of the first record that stands for any number after this one."""
         return bisect_right(self.lasts, seq)
 
     def bodies(self, at: int, until: int) -> list[bytes]:
-        """Of the records at these places, as encoded. Raises OSError."""
+        """Return the encoded bodies of the records at these indexes. Raises OSError."""
         start = self.start(at)
         content = os.pread(self.fd, self.start(until) - start, start)
         return [content[self.start(i) + 8 - start : self.ends[i] - start] for i in range(at, until)]
 
 
 class Packed(NamedTuple):
-    """A file that is to take the place of a journal's."""
+    """A packed file that is to replace a journal's file."""
 
     file: _OpenFile
     until: int
-    """So many of the journal's records are in it."""
+    """Number of the journal's records that are in it."""
     settled: int
-    """So many of its own are packed as well as they can be."""
+    """Number of its own records that are packed as well as they can be."""
 
 
 class Journal:
-    """The file, open for appending. One writer: the supervisor that holds the job's lock, or the agent whose copy it
-    is."""
+    """A journal's file, open for appending. It has one writer: the supervisor that holds the job's lock, or the agent
+    to which the copy belongs."""
 
     def __init__(self, path: Path, *, sync: bool = True, found: list[Record] | None = None) -> None:
-        """Open or create; cut a torn tail. `sync=False` leaves flushing to the kernel (copies, tests, simulator).
+        """Open or create the file; cut a torn tail. `sync=False` leaves flushing to the kernel (copies, tests,
+        simulator).
 
-        `found` gets the records that are there, as `read_packed` gives them.
+        `found` receives the records that are there, as `read_packed` returns them.
 
-        Raises ProtocolError for what is no journal, or a damaged one.
+        Raises ProtocolError if the file is not a journal, or is damaged.
         """
         self.path = path
         self.seq = 0
         """Number of the last record that was appended or stamped."""
         self._sync = sync
         self._unpacked = 0
-        """Committed iterations that are not packed."""
+        """Number of committed iterations that are not packed."""
         self._settled = 0
-        """Records before this place are packed as well as they can be."""
+        """Number of records at the start that are packed as well as they can be."""
         self._swapping = threading.Lock()
-        """Held while the file is read from, or another one takes its place."""
+        """Held while the file is read, or replaced by another one."""
         content = _content(path) if path.exists() else b""
         path.parent.mkdir(parents=True, exist_ok=True)
         records = [] if len(content) < len(MAGIC) and MAGIC.startswith(content) else list(scan(content, str(path)))
@@ -247,8 +249,8 @@ class Journal:
     # --- appending --------------------------------------------------------------------------------------------
 
     def append(self, entry: AnyEntry, at: float) -> Record:
-        """Number, stamp, write and flush one entry. Raises OSError when the disk does not take it, ProtocolError if it
-        is too large: nothing is written, and its number is the next one's."""
+        """Number, stamp, write and flush one entry. Raises OSError if the disk does not take it, ProtocolError if it is
+        too large; then nothing is written, and its number is used again."""
         before = self.seq
         record, body = self.stamp(entry, at)
         try:
@@ -259,9 +261,10 @@ class Journal:
         return record
 
     def stamp(self, entry: AnyEntry, at: float) -> tuple[Record, bytes]:
-        """The next record and how it is encoded, still to be written. A `LeaderChosen` begins its term's numbers.
+        """Return the next record and its encoding, still to be written. A `LeaderChosen` begins the numbers of its
+        term.
 
-        Raises ProtocolError if it is too large for those who keep copies.
+        Raises ProtocolError if it is too large for the holders of copies.
         """
         seq = self.seq + 1
         if isinstance(entry, LeaderChosen):
@@ -269,13 +272,13 @@ class Journal:
         record = Record(seq, at, entry)
         body = encode(record)
         if len(body) > MAX_APPENDED_BYTES:
-            what = f"{type(entry).__name__} of {len(body)} bytes"
-            raise ProtocolError(f"journal: {what} cannot be copied to agents; {MAX_APPENDED_BYTES} bytes can")
+            size = f"{type(entry).__name__} of {len(body)} bytes"
+            raise ProtocolError(f"journal: {size} cannot be copied to agents; the limit is {MAX_APPENDED_BYTES} bytes")
         self.seq = seq
         return record, body
 
     def copy(self, body: bytes) -> Record:
-        """Append a record that another journal holds, as encoded there (`encode`): its number must be a later one.
+        """Append a record of another journal, as encoded there (`encode`), with a later number than any here.
 
         Raises ProtocolError for anything else, OSError.
         """
@@ -286,7 +289,7 @@ class Journal:
         return record
 
     def write(self, records: Sequence[tuple[Record, bytes]]) -> None:
-        """Write and flush what was stamped, in order, all or nothing. Raises OSError when the disk does not take it."""
+        """Write and flush stamped records, in order, all or nothing. Raises OSError if the disk does not take them."""
         file, frames = self._file, [_frame(body) for _, body in records]
         try:
             _write_all(file.fd, b"".join(frames), file.end)
@@ -294,7 +297,7 @@ class Journal:
                 os.fdatasync(file.fd)
         except OSError:
             with suppress(OSError):
-                os.ftruncate(file.fd, file.end)  # what stays behind it is written over, or cut when it is opened again
+                os.ftruncate(file.fd, file.end)  # the rest is overwritten, or cut when the file is opened again
             raise
         for (record, _), frame in zip(records, frames, strict=True):
             self._note(record, len(frame))
@@ -307,17 +310,17 @@ class Journal:
     # --- reading ----------------------------------------------------------------------------------------------
 
     def common(self, log: int) -> int:
-        """Number of the last record that this journal shares with a copy of it that ends with `log`."""
+        """Return the number of the last record that this journal shares with a copy of it that ends with `log`."""
         file = self._file
         at = file.following(log)
         if at < len(file.lasts) and file.firsts[at] <= log:
-            return log  # in the midst of what is packed here
+            return log  # inside a packed record
         return file.lasts[at - 1] if at else 0
 
     def after(self, seq: int, most_bytes: int) -> list[tuple[int, bytes]]:
-        """(number, record as encoded) of what follows record `seq` in the file: about so much of it, at least one.
+        """Return (number, encoded record) of the records after `seq`: about `most_bytes` of them, at least one.
 
-        Empty at its end. Raises OSError.
+        Empty at the end of the file. Raises OSError.
         """
         with self._swapping:
             file = self._file
@@ -327,10 +330,10 @@ class Journal:
             until = max(at + 1, bisect_right(file.ends, file.start(at) + most_bytes))
             bodies = file.bodies(at, until)
             lasts, partial = file.lasts[at:until], file.firsts[at] <= seq
-        found = list(zip(lasts, bodies, strict=True))
+        numbered = list(zip(lasts, bodies, strict=True))
         if partial:
-            found[:1] = [(row.seq, encode(row)) for row in unpack([decode(bodies[0])]) if row.seq > seq]
-        return found
+            numbered[:1] = [(row.seq, encode(row)) for row in unpack([decode(bodies[0])]) if row.seq > seq]
+        return numbered
 
     # --- keeping it small -------------------------------------------------------------------------------------
 
@@ -339,13 +342,14 @@ class Journal:
         return self._unpacked >= PACK_AFTER + LEFT_UNPACKED
 
     def pack(self) -> None:
-        """Write the file anew, all committed iterations packed but the last ones. Raises OSError: it is as before."""
+        """Rewrite the file with all committed iterations packed except the last ones. Raises OSError and leaves it as
+        before."""
         self.adopt(self.packed())
 
     def packed(self) -> Packed:
-        """The file as it is now, packed, beside it: the long part, in which another thread may go on appending.
+        """Write a packed version of the file beside it: the slow part, during which another thread may go on appending.
 
-        Raises OSError: nothing is left beside it.
+        Raises OSError and leaves nothing beside it.
         """
         file, start, until = self._file, self._settled, len(self._file.lasts)
         records = [decode(body) for body in file.bodies(start, until)]
@@ -355,16 +359,17 @@ class Journal:
         return Packed(self._beside(start, [*packed, *records[old:]]), until, start + len(packed))
 
     def adopt(self, packed: Packed) -> None:
-        """Put it in the place of ours, with what was appended meanwhile. Raises OSError: ours is as before."""
+        """Replace our file by the packed one, including the records appended meanwhile. Raises OSError and leaves
+        ours."""
         since = self._file.bodies(packed.until, len(self._file.lasts))
         self._replace(packed.file, [decode(body) for body in since])
         self._settled = packed.settled
-        left = self._file.bodies(self._settled, len(self._file.lasts))
-        self._unpacked = sum(isinstance(decode(body).entry, IterationCommitted) for body in left)
+        rest = self._file.bodies(self._settled, len(self._file.lasts))
+        self._unpacked = sum(isinstance(decode(body).entry, IterationCommitted) for body in rest)
         self._sync_name()
 
     def cut(self, after: int) -> None:
-        """Forget the records that come after this number. Raises OSError: it is as before."""
+        """Drop the records after this number. Raises OSError and leaves the file as before."""
         file = self._file
         at = file.following(after)
         rows: list[Record] = []
@@ -372,12 +377,12 @@ class Journal:
             (body,) = file.bodies(at, at + 1)
             rows = [row for row in unpack([decode(body)]) if row.seq <= after]
         self._replace(self._beside(at, rows), [])
-        self._settled, self._unpacked = 0, PACK_AFTER  # looked at once more, soon
+        self._settled, self._unpacked = 0, PACK_AFTER  # packed again soon
         self.seq = self._file.lasts[-1] if self._file.lasts else 0
         self._sync_name()
 
     def _beside(self, at: int, records: Sequence[Record]) -> _OpenFile:
-        """A file beside ours, on disk, that has these records from place `at` on."""
+        """Write a file beside ours that has these records from index `at` on."""
         ours = self._file
         new = _OpenFile(os.open(self._name_beside, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600))
         try:
@@ -390,7 +395,7 @@ class Journal:
         return new
 
     def _replace(self, new: _OpenFile, more: Sequence[Record]) -> None:
-        """It takes the place of ours, with these records at its end."""
+        """Replace our file by `new`, with these records appended to it."""
         try:
             self._extend(new, more)
             self._name_beside.replace(self.path)
@@ -402,7 +407,7 @@ class Journal:
             os.close(ours.fd)
 
     def _sync_name(self) -> None:
-        """Else what is written from now on could be lost with the name of its file."""
+        """Flush the folder: otherwise records written from now on could be lost with the name of their file."""
         if self._sync:
             sync_folder(self.path.parent)
 
@@ -420,9 +425,7 @@ class Journal:
 
     @property
     def _name_beside(self) -> Path:
-        return self.path.with_name(
-            f".{self.path.name}.new"
-        )  # one writer at a time: what it left behind is written over
+        return self.path.with_name(f".{self.path.name}.new")  # one writer at a time: its remains are overwritten
 
     def close(self) -> None:
         os.close(self._file.fd)

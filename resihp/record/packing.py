@@ -1,9 +1,9 @@
-"""Committed iterations, packed: hundreds of records of the journal as one, a tenth of their size.
+"""Packing committed iterations: hundreds of journal records become one, of a tenth of their size.
 
-A job of three months commits a million iterations. Those that nobody asks about one by one any more are kept as columns
-(`journal.IterationsPacked`): iteration, epoch, digest and sums as they were, times to the microsecond, other figures to
-the seven digits of a 32-bit float. Whoever holds a journal packs it (`journal_file.Journal`), each by itself: what is
-packed in one copy need not be in another. Knows no file.
+A job of three months commits a million iterations. Iterations that nobody looks up individually any more are kept as
+columns (`journal.IterationsPacked`): iteration, epoch, digest and sums exactly, times to the microsecond, other figures
+to the seven digits of a 32-bit float. Every holder of a journal packs its own copy (`journal_file.Journal`), so copies
+may be packed differently. Knows no file.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from resihp.errors import ProtocolError
 from resihp.protocol.messages import StepOutcome
 from resihp.record.journal import IterationCommitted, IterationsPacked, Record
 
-FEWEST = 16
-"""Shorter runs are left as they are."""
-MOST = 8192
-"""Iterations in one record: far below what a frame may hold."""
+MIN_PACKED_ITERATIONS = 16
+"""Shortest run of iterations that is packed."""
+MAX_PACKED_ITERATIONS = 8192
+"""Largest number of iterations in one record: far below the capacity of a frame."""
 
 _SUMS = ("tokens", "sum_squared_lengths", "samples", "updates")
 _FIGURES = ("clip", "learning_rate", "gradient_norm", "loss")
@@ -35,11 +35,12 @@ _MICRO = 1e6
 
 
 def pack(records: Sequence[Record]) -> list[Record]:
-    """The same records, each run of committed iterations as one. Its number is that of the last."""
+    """Return the same records, with each run of committed iterations as one record, numbered like the last of the
+    run."""
     packed: list[Record] = []
     run: list[Record] = []
     for record in records:
-        if run and not (len(run) < MOST and _continues(run[-1], record)):
+        if run and not (len(run) < MAX_PACKED_ITERATIONS and _continues(run[-1], record)):
             packed += _as_one(run)
             run = []
         if isinstance(record.entry, IterationCommitted):
@@ -50,7 +51,7 @@ def pack(records: Sequence[Record]) -> list[Record]:
 
 
 def unpack(records: Iterable[Record]) -> Iterator[Record]:
-    """Each record, packed ones as those that they stand for. Raises ProtocolError for columns that are none."""
+    """Yield each record, with packed ones unpacked. Raises ProtocolError for invalid columns."""
     for record in records:
         if isinstance(record.entry, IterationsPacked):
             try:
@@ -62,11 +63,12 @@ def unpack(records: Iterable[Record]) -> Iterator[Record]:
 
 
 def column(record: Record, name: str) -> array[Any]:
-    """One column of a packed record: a million iterations are a few large sums for whoever needs no row of them.
+    """Return one column of a packed record, for readers that need sums over a million iterations rather than single
+    rows.
 
-    `passed`: microseconds since the iteration before, since 1970 for the first. `seconds` and `predicted_seconds` are
+    `passed`: microseconds since the previous iteration, since 1970 for the first. `seconds` and `predicted_seconds` are
     in microseconds, negative where not known; the sums and figures as in `StepOutcome`. Raises ProtocolError for
-    columns that are none.
+    invalid columns.
     """
     assert isinstance(record.entry, IterationsPacked)
     try:
@@ -77,41 +79,41 @@ def column(record: Record, name: str) -> array[Any]:
 
 
 def last_commits(records: Sequence[Record], most: int) -> list[tuple[int, float, float | None]]:
-    """The last iterations committed, in order, at most so many: number, when (UTC, seconds since 1970), and how long
-    it took, None where not known."""
-    found: list[tuple[int, float, float | None]] = []
+    """Return the last committed iterations, in order, at most `most` of them: number, time (UTC, seconds since 1970),
+    and duration, None where not known."""
+    commits: list[tuple[int, float, float | None]] = []
     for record in reversed(records):
         entry = record.entry
         if isinstance(entry, IterationCommitted):
-            found.append((entry.outcome.iteration, record.at, entry.seconds))
+            commits.append((entry.outcome.iteration, record.at, entry.seconds))
         elif isinstance(entry, IterationsPacked):
             ends = list(accumulate(column(record, "passed")))
             took = column(record, "seconds")
             for i in reversed(range(entry.count)):
-                found.append((entry.first + i, ends[i] / _MICRO, None if took[i] < 0 else took[i] / _MICRO))
-        if len(found) >= most:
+                commits.append((entry.first + i, ends[i] / _MICRO, None if took[i] < 0 else took[i] / _MICRO))
+        if len(commits) >= most:
             break
-    return found[:most][::-1]
+    return commits[:most][::-1]
 
 
 def first_of(record: Record) -> int:
-    """Number of the first record that this one stands for: its own, unless it is packed."""
+    """Return the number of the first record that this one stands for: its own, unless it is packed."""
     return record.seq - record.entry.count + 1 if isinstance(record.entry, IterationsPacked) else record.seq
 
 
 def _continues(last: Record, record: Record) -> bool:
-    one, other = last.entry, record.entry
-    assert isinstance(one, IterationCommitted)
+    before, after = last.entry, record.entry
+    assert isinstance(before, IterationCommitted)
     return (
-        isinstance(other, IterationCommitted)
+        isinstance(after, IterationCommitted)
         and record.seq == last.seq + 1
-        and other.epoch == one.epoch
-        and other.outcome.iteration == one.outcome.iteration + 1
+        and after.epoch == before.epoch
+        and after.outcome.iteration == before.outcome.iteration + 1
     )
 
 
 def _as_one(run: list[Record]) -> list[Record]:
-    if len(run) < FEWEST:
+    if len(run) < MIN_PACKED_ITERATIONS:
         return run
     entries = [record.entry for record in run if isinstance(record.entry, IterationCommitted)]
     outcomes = [entry.outcome for entry in entries]
@@ -129,7 +131,7 @@ def _as_one(run: list[Record]) -> list[Record]:
             bytes.fromhex("".join(outcome.samples_digest for outcome in outcomes)),
         ]
     except (struct.error, OverflowError, ValueError):
-        return run  # a figure that no column takes: kept as it is
+        return run  # a figure that does not fit its column: not packed
     entry = IterationsPacked(
         epoch=entries[0].epoch,
         first=outcomes[0].iteration,
@@ -143,7 +145,7 @@ def _rows(seq: int, entry: IterationsPacked) -> Iterator[Record]:
     _check(entry)
     count = entry.count
     passed, seconds, predicted = (_numbers(entry, name) for name in _NUMBERS[:3])
-    told = {name: _numbers(entry, name) for name in (*_SUMS, *_FIGURES)}
+    columns = {name: _numbers(entry, name) for name in (*_SUMS, *_FIGURES)}
     flags = _numbers(entry, "flags")
     digests = _inflated(entry.columns[-1], _DIGEST_BYTES * count).hex()
     at = 0
@@ -156,7 +158,7 @@ def _rows(seq: int, entry: IterationsPacked) -> Iterator[Record]:
             pause=bool(flags[i] & 2),
             saving=bool(flags[i] & 4),
             save=bool(flags[i] & 8),
-            **{name: column[i] for name, column in told.items()},
+            **{name: column[i] for name, column in columns.items()},
         )
         yield Record(
             seq - count + 1 + i,
@@ -171,11 +173,11 @@ def _rows(seq: int, entry: IterationsPacked) -> Iterator[Record]:
 
 
 def _check(entry: IterationsPacked) -> None:
-    """Raises ValueError for what cannot be unpacked."""
-    if not 0 < entry.count <= MOST:
-        raise ValueError(f"{entry.count} iterations where {MOST} are the most")
+    """Raise ValueError if a record cannot be unpacked."""
+    if not 0 < entry.count <= MAX_PACKED_ITERATIONS:
+        raise ValueError(f"{entry.count} iterations, {MAX_PACKED_ITERATIONS} are the most")
     if len(entry.columns) != _COLUMNS:
-        raise ValueError(f"{len(entry.columns)} columns where {_COLUMNS} are due")
+        raise ValueError(f"{len(entry.columns)} columns instead of {_COLUMNS}")
 
 
 def _numbers(entry: IterationsPacked, name: str) -> array[Any]:
@@ -188,8 +190,8 @@ def _cannot_unpack(seq: int, error: Exception) -> ProtocolError:
 
 
 def _micros(seconds: Iterable[float | None]) -> list[int]:
-    """Negative: not known."""
-    return [-1 if each is None else round(each * _MICRO) for each in seconds]
+    """Return the times in microseconds; negative where not known."""
+    return [-1 if value is None else round(value * _MICRO) for value in seconds]
 
 
 def _integers(numbers: Sequence[int]) -> bytes:
@@ -201,7 +203,8 @@ def _figures(numbers: Sequence[float]) -> bytes:
 
 
 def _shuffled(column: bytes, width: int) -> bytes:
-    """All first bytes, then all second ones, ...: what is alike comes together, and compresses."""
+    """Return all first bytes of the numbers, then all second bytes, and so on: similar bytes next to each other
+    compress."""
     return b"".join(column[at::width] for at in range(width))
 
 
@@ -216,9 +219,10 @@ def _unshuffled(column: bytes, kind: str, width: int, count: int) -> array[Any]:
 
 
 def _inflated(column: bytes, size: int) -> bytes:
-    """Raises ValueError unless it is of that size: what came from elsewhere fills no memory."""
+    """Return the decompressed column. Raises ValueError unless it has `size` bytes, so that foreign data cannot fill
+    the memory."""
     inflater = zlib.decompressobj()
     content = inflater.decompress(column, size + 1)
     if len(content) != size or not inflater.eof:
-        raise ValueError(f"{len(content)} bytes or more where {size} are due")
+        raise ValueError(f"{len(content)} bytes or more instead of {size}")
     return content

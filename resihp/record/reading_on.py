@@ -1,7 +1,7 @@
-"""A journal's file that another process writes: read again and again, each record of it once.
+"""Reading a journal's file that another process writes: again and again, each record once.
 
-What has come since the last look is read from where that ended. A file that has taken the place of another (it was
-packed) is read whole once more. Decides nothing, writes nothing. Used by `resihp stop`.
+Each look reads the records appended since the last one. A file that has replaced another one (because it was packed) is
+read from its start. Decides nothing, writes nothing. Used by `resihp stop`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from resihp.record.journal_file import MAGIC, MAX_FILE_BYTES, scan
 
 
 class ReadingOn:
-    """Of the file at `path`. `seen`: the last record that is not to be told."""
+    """A reader of the file at `path`. `seen`: number of the last record that is not returned any more."""
 
     def __init__(self, path: Path, seen: int = 0) -> None:
         self.path = path
@@ -25,25 +25,25 @@ class ReadingOn:
         self._end = 0
 
     def new(self) -> list[Record]:
-        """Records that came since the last look, in order; iterations that are packed stay so. A torn tail is left for
-        the next look. Raises OSError, ProtocolError as `journal_file.read_packed` does."""
+        """Return the records since the last look, in order; packed iterations stay packed. A torn tail is left for the
+        next look. Raises OSError, ProtocolError as `journal_file.read_packed` does."""
         descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
         try:
-            there = os.fstat(descriptor)
-            if not stat.S_ISREG(there.st_mode) or there.st_size > MAX_FILE_BYTES:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_FILE_BYTES:
                 raise ProtocolError(f"journal {self.path}: is no plain file of a journal's size")
-            if self._file != (there.st_dev, there.st_ino) or there.st_size < self._end:
-                self._file, self._end = (there.st_dev, there.st_ino), 0
-            if there.st_size == self._end:
+            if self._file != (status.st_dev, status.st_ino) or status.st_size < self._end:
+                self._file, self._end = (status.st_dev, status.st_ino), 0
+            if status.st_size == self._end:
                 return []
-            content = os.pread(descriptor, there.st_size - self._end, self._end)
+            content = os.pread(descriptor, status.st_size - self._end, self._end)
         finally:
             os.close(descriptor)
         before = MAGIC if self._end else b""
-        found = list(scan(before + content, str(self.path)))
-        if found:
-            self._end += found[-1][0] - len(before)
-        records = [record for _, record in found if record.seq > self.seen]
+        scanned = list(scan(before + content, str(self.path)))
+        if scanned:
+            self._end += scanned[-1][0] - len(before)
+        records = [record for _, record in scanned if record.seq > self.seen]
         if records:
             self.seen = records[-1].seq
         return records

@@ -1,8 +1,8 @@
-"""When something failed, when that was noticed, and how long it took until training was back: computed here alone.
+"""The times of a failure, of its notice, and of the recovery from it: computed only here.
 
-Everybody who shows one of these figures takes it from `recovery`: the live view, hooks, traces and metrics with the
-moments of the journal's records, the ledger's rows, events and accounts with those of its columns, which are the same.
-Moments are seconds since 1970, to the microsecond. Pure; decides nothing.
+Every display of these figures takes them from `recovery`: the live view, hooks, traces and metrics with the moments of
+the journal's records; the ledger's rows, events and accounts with those of its columns, which are the same. Moments are
+seconds since 1970, to the microsecond. Pure; decides nothing.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import NamedTuple
 
 
 class Moments(NamedTuple):
-    """When a failure happened, None where nothing tells, and when it was noticed."""
+    """The moments of a failure (None if not known) and of its notice."""
 
     failed_at: float | None
     noticed_at: float
 
     @classmethod
     def of_times(cls, failed_at: datetime | None, noticed_at: datetime) -> Moments:
-        """Return the moments that a failure's row in the ledger has as times."""
+        """Return the moments of a failure's row in the ledger."""
         return cls(None if failed_at is None else failed_at.timestamp(), noticed_at.timestamp())
 
     @property
     def began_at(self) -> float:
-        """Return when it failed, as well as that is known: its notice, where nothing tells of an earlier moment."""
+        """Return the moment of the failure, as far as it is known: that of its notice if no earlier moment is."""
         return self.noticed_at if self.failed_at is None else self.failed_at
 
 
@@ -35,13 +35,14 @@ class RecoveryTimes(NamedTuple):
     seconds_to_recover: float
     """From the failure to the first iteration committed after it."""
     noticed_after: float | None
-    """From the failure to its notice; None where nothing tells when it failed."""
+    """From the failure to its notice; None if the moment of the failure is not known."""
     seconds_without_noticing: float
     """From the notice to the first iteration committed after it."""
 
 
 def first_of(failures: Sequence[Moments]) -> Moments:
-    """Return the moments of what one change of plan mended together: the first failure, and the first notice."""
+    """Return the moments of the failures that one change of plan recovered from: the first failure, and the first
+    notice."""
     failed_at = min(failure.began_at for failure in failures)
     noticed_at = min(failure.noticed_at for failure in failures)
     is_known = any(failure.failed_at is not None for failure in failures)
@@ -49,9 +50,9 @@ def first_of(failures: Sequence[Moments]) -> Moments:
 
 
 def recovery(failure: Moments, back_at: float) -> RecoveryTimes:
-    """Return how long it took from a failure until training was back: `back_at`, when the change of plan was over.
+    """Return how long it took from a failure until training resumed. `back_at`: the moment the change of plan was over.
 
-    Moments may come from the clocks of several hosts: no duration is less than 0.
+    Moments may come from the clocks of several hosts, so no duration is less than 0.
     """
     return RecoveryTimes(
         seconds_to_recover=_passed(failure.began_at, back_at),
@@ -61,7 +62,7 @@ def recovery(failure: Moments, back_at: float) -> RecoveryTimes:
 
 
 def noticed_after(failure: Moments) -> float | None:
-    """Return the seconds from a failure to its notice; None where nothing tells when it failed."""
+    """Return the seconds from a failure to its notice; None if the moment of the failure is not known."""
     return None if failure.failed_at is None else _passed(failure.failed_at, failure.noticed_at)
 
 

@@ -1,4 +1,6 @@
-"""What of all that is slow slows iterations: a device that stands by does not, nor a link that no pipeline crosses."""
+"""Slow devices, links and parts that slow iterations: a standby device does not, nor does a link that no pipeline
+crosses.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,16 @@ from resihp.record.state import Device, JobRecord
 
 
 def unaffecting(record: JobRecord, layout: Layout) -> tuple[int, ...]:
-    """Failures that last and whose device, link or ranks have no work under this layout, ascending."""
+    """Return the lasting failures whose device, link or ranks have no work under this layout, ascending."""
     if not (record.slow or record.slow_links or record.slow_parts):
         return ()
     working = _devices(record, layout.active)
     idle = [slow.failure for device, slow in record.slow.items() if device not in working]
-    idle += [slow.failure for (_, of), slow in record.slow_parts.items() if working.isdisjoint(_devices(record, of))]
+    idle += [
+        slow.failure for (_, ranks), slow in record.slow_parts.items() if working.isdisjoint(_devices(record, ranks))
+    ]
     if record.slow_links:
-        pipelines = [[_devices(record, stage.ranks) for stage in one.stages] for one in layout.replicas]
+        pipelines = [[_devices(record, stage.ranks) for stage in replica.stages] for replica in layout.replicas]
         for link, slow in record.slow_links.items():
             ends = _devices(record, link)
             crossed = ends <= working if layout.vacant else any(_crosses(stages, ends) for stages in pipelines)
@@ -26,12 +30,12 @@ def unaffecting(record: JobRecord, layout: Layout) -> tuple[int, ...]:
 
 
 def _crosses(stages: list[set[Device]], ends: set[Device]) -> bool:
-    """Whether a pipeline has the ends of a link in one stage, or in two that follow one another, as the first does the
-    last: the weights of both may be tied."""
+    """Return whether both ends of a link are in one stage of a pipeline, or in two successive ones. The first stage
+    counts as the successor of the last one, because their weights may be tied."""
     return any(ends <= stage | following for stage, following in zip(stages, [*stages[1:], *stages[:1]], strict=True))
 
 
 def _devices(record: JobRecord, ranks: Iterable[int]) -> set[Device]:
     placements = record.placements
-    known = (placements[rank] for rank in ranks if rank < len(placements))
-    return {(placed.node, placed.device) for placed in known}
+    placed = (placements[rank] for rank in ranks if rank < len(placements))
+    return {(place.node, place.device) for place in placed}

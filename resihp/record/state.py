@@ -1,8 +1,8 @@
-"""What is durable of a job: the record that its journal's entries add up to.
+"""The durable state of a job: the record that its journal's entries add up to.
 
-Everybody who wants to know what a job has decided and what has become of it reads this: the controller that leads it,
-one that takes over, agents that choose a leader. Only `fold.apply` changes it. There are no times in it: entries are
-applied by whoever reads them, whenever that is.
+All readers of a job's decisions and progress use this record: the controller that leads it, one that takes over, and
+agents that choose a leader. Only `fold.apply` changes it. It contains no times, because entries are applied whenever
+somebody reads them.
 """
 
 from __future__ import annotations
@@ -20,27 +20,29 @@ Device = tuple[str, int]
 Link = tuple[int, int]
 """The ranks at its ends."""
 Occasion = Device | Link | Literal["tuned", "found"]
-"""What a plan is changed for: what became slow, fast or came; measured times; a better plan that was found."""
+"""The occasion of a change of plan: a device or link that became slow or fast, or that joined; measured times; a better
+plan that was found."""
 Part = tuple[str, tuple[int, ...]]
-"""Something ranks do together, or wait for: its component, and they, as in the failure's entry."""
+"""A part of the work of several ranks, which they do together or wait for: its component and its ranks, as in the
+failure's entry."""
 HowLost = Literal["silent", "agent", "useless", "vacated"]
-WRITERS_KEPT = 8
-"""Plans whose checkpoints may still be under way."""
-RECENT = 20
-"""Iterations whose times tell what is usual."""
+MAX_WRITER_PLANS = 8
+"""Number of latest plans whose checkpoints may still be under way."""
+RECENT_ITERATIONS = 20
+"""Number of latest iterations whose durations show the usual one."""
 
 
 @dataclass
 class KnownNode:
-    """A node that joined, or never did and was given up (`devices` 0)."""
+    """A node that joined, or one that never joined and was given up (`devices` 0)."""
 
     name: str
     host: str
     devices: int
     hardware: str = ""
-    """Of its devices, by their maker's name; empty where it is not known."""
+    """The maker's name of its devices; empty where it is not known."""
     incarnation: str = ""
-    """Of its agent; empty where it is not known."""
+    """Incarnation of its agent; empty where it is not known."""
     alive: bool = True
 
 
@@ -53,15 +55,15 @@ class KnownWorker:
     device: int
     pid: int
     joins: bool = False
-    """Started while the job was under way: it waits to be given work."""
+    """Whether it started while the job was under way, so that it waits to be given work."""
     alive: bool = True
     refused: str | None = None
-    """Why it was turned away, if it was."""
+    """Reason why it was turned away, if it was."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a rank was asked to be started; device -1 where only its number is known."""
+    """The place where a rank was ordered to start; device -1 where only its number is known."""
 
     node: str
     device: int
@@ -76,24 +78,24 @@ class Slow:
     since: int
     """First slow iteration."""
     intermittent: bool = False
-    """Slow now and then; `speed` is the average."""
+    """Whether it is slow only now and then; `speed` is the average."""
 
 
 @dataclass
 class Verdict:
-    """A node that a failure found was laid to, and about which nothing has been decided yet."""
+    """A node to which a failure is attributed, and about which nothing has been decided yet."""
 
     failure: int
     node: str
     cause: str
     ranks: tuple[int, ...]
     hardware: bool
-    """Something of it is broken: it did not just die."""
+    """Whether its hardware is broken, rather than that it just died."""
 
 
 @dataclass
 class Drain:
-    """What was decided about a node (`journal.DrainDecided`), which need not be a drain."""
+    """A decision about a node (`journal.DrainDecided`), which need not be a drain."""
 
     number: int
     node: str
@@ -102,11 +104,11 @@ class Drain:
     measure: Literal["drain", "exclude"]
     grounds: Literal["hardware", "died again", "died", "agent"]
     answers: dict[str, str] = field(default_factory=dict)
-    """How each rung that answered went."""
+    """Outcome of each rung that answered."""
 
     @property
     def settled(self) -> bool:
-        """Whether Slurm has taken it, or all has been done to let somebody else do it."""
+        """Whether Slurm has accepted it, or everything has been done to let others do it."""
         return self.answers.get("slurm") == "done" or not {"spool", "exclusion"}.isdisjoint(self.answers)
 
 
@@ -117,8 +119,8 @@ class LostNode:
     name: str
     reason: str
     how: HowLost
-    told: bool = False
-    """That Slurm does not take it back now is in the journal."""
+    release_answered: bool = False
+    """Whether the journal has an answer of Slurm to giving it back."""
     released: bool = False
 
     @property
@@ -129,7 +131,7 @@ class LostNode:
 
 @dataclass
 class Replacement:
-    """A node asked for in place of `instead`. `node`: what came, or is on its way."""
+    """A node asked for in place of `instead`. `node`: the node that came, or is on its way."""
 
     number: int
     instead: str
@@ -138,19 +140,19 @@ class Replacement:
     slurm_job: str | None = None
     node: str | None = None
     joined: bool = False
-    """Its node was, or is, one of the job's."""
+    """Whether its node was, or is, one of the job's."""
     texts: set[str] = field(default_factory=set)
-    """What was said of it: why it waits is told once."""
+    """Slurm's texts about it: each reason for waiting is recorded once."""
 
     @property
     def open(self) -> bool:
-        """Asked for, and neither here nor given up."""
+        """Whether it is neither fulfilled nor given up."""
         return self.state in ("asked", "pending", "running")
 
 
 @dataclass(frozen=True)
 class ChangeCost:
-    """What a change of plans took: bytes that its busiest rank held beside its state, communicators, seconds."""
+    """Cost of a change of plans: bytes that its busiest rank held beside its state, communicators, seconds."""
 
     busiest_bytes: int
     communicators: int
@@ -168,87 +170,87 @@ class Proposed(NamedTuple):
 
 @dataclass
 class JobRecord:
-    """All that is durable. `apply` in `fold` is the only writer; what a rank or node is now besides is volatile."""
+    """All durable state. `apply` in `fold` is the only writer; any other state of a rank or node is volatile."""
 
     nodes: dict[str, KnownNode] = field(default_factory=dict)
     workers: dict[int, KnownWorker] = field(default_factory=dict)
     placements: list[Placement] = field(default_factory=list)
-    """Of every rank ever asked for, by rank."""
+    """Place of every rank ever ordered, by rank."""
     refused: dict[int, str] = field(default_factory=dict)
-    """Ranks that were turned away, or could not be started, and why."""
+    """Ranks that were turned away, or could not be started, with the reason."""
     enrolled: set[int] = field(default_factory=set)
     """Ranks that were part of a plan: they train what the job trains."""
     dead_devices: set[Device] = field(default_factory=set)
-    """On which no process is to be started again."""
+    """Devices on which no process is started again."""
     epoch: int = 0
-    """The highest that is in the journal."""
+    """The highest epoch in the journal."""
     decided: Plan | None = None
     """The newest plan."""
     plan: Plan | None = None
-    """The plan in effect: what the state of every rank follows."""
+    """The plan in effect, which determines the state of every rank."""
     active: tuple[int, ...] = ()
     """Ranks with work in the plan in effect, ascending."""
     working: frozenset[int] = frozenset()
-    """The same, to look up."""
+    """The same as a set."""
     computing: tuple[int, ...] = ()
     """Those of them that have micro-batches: all but the ranks of mirrors."""
     first_plan: Plan | None = None
     writers: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """Who writes checkpoints under each of the last few plans, by epoch."""
+    """Ranks that write checkpoints under each of the last few plans, by epoch."""
     trains: Declare | None = None
-    """What the job trains, once all ranks have declared the same."""
+    """The ranks' declaration, once all have declared the same."""
     goal: int = 0
     committed: int = 0
     last_outcome: StepOutcome | None = None
-    recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_ITERATIONS))
     """Seconds of the last iterations."""
     evaluated: int = 0
     """Last iteration whose weights were evaluated."""
     checkpointed: int = 0
     """Iteration of the newest complete checkpoint."""
     failures: int = 0
-    """How many were found."""
+    """Number of failures found."""
     diagnosed: list[Diagnosed] = field(default_factory=list)
     explained: dict[str, set[str]] = field(default_factory=dict)
-    """Lines that failures were told by, by node: they are no cause of what comes later."""
+    """Log lines used as evidence of failures, by node; not to be reused for later failures."""
     slow: dict[Device, Slow] = field(default_factory=dict)
     slow_links: dict[Link, Slow] = field(default_factory=dict)
     slow_job: Slow | None = None
-    """Everybody is slower than before, and nobody stands out."""
+    """Verdict on the job: all ranks are slower than before, and none stands out."""
     slow_parts: dict[Part, Slow] = field(default_factory=dict)
-    """What a group of ranks does together, or waits for."""
+    """Verdicts on work that a group of ranks does together, or waits for."""
     suspicions: int = 0
-    """So far, to be slow or silent."""
+    """Number of suspicions so far, of slowness or silence."""
     detector: str = "warming up"
-    """What the detector judges by, as in `CoverageChanged`."""
+    """The detector's basis of judgement, as in `CoverageChanged`."""
     unwatched: tuple[int, ...] = ()
-    """Ranks with work of which it has not been told anything for long."""
+    """Ranks with work that have not reported to the detector for long."""
     suspects_slow: Suspected | None = None
-    """The suspicion to be slow that is neither cleared nor a failure yet."""
+    """The suspicion of slowness that is neither cleared nor a failure yet."""
     suspects_silent: dict[int | str, Suspected] = field(default_factory=dict)
-    """Those of silence that have not ended, by rank or by the name of a node; of journals that number them."""
+    """Open suspicions of silence, by rank or by the name of a node; only of journals that number them."""
     unfit: set[Device] = field(default_factory=set)
-    """That failed the probe before they were given work: they stand by."""
+    """Devices on standby because they failed the probe before they were given work."""
     unanswered: set[Device] = field(default_factory=set)
-    """Devices whose last probe failed or gave no answer: not even a copy of state is safe there."""
+    """Devices whose last probe failed or had no answer: not even a copy of state is safe there."""
     unfit_probes: dict[Device, int] = field(default_factory=dict)
-    """How many probes in a row each of them failed: the more, the later it is measured again."""
+    """Number of probes in a row that each of them failed: the more, the later it is measured again."""
     reference: dict[Device, Speed] = field(default_factory=dict)
-    """What each device's first good probe gave, or would have, had all not lost a share of it by then."""
+    """Speeds of each device's first good probe, corrected for the loss common to all devices at the time."""
     common_share: Speed | None = None
-    """What is left for all devices of that, by the last probe of everybody; None for all of it."""
+    """Share of these speeds that all devices have left, by the last probe of all devices; None for all of it."""
     link_seconds: dict[Link, float] = field(default_factory=dict)
-    """What links took at the start, by the ranks at their ends in ascending order."""
+    """Transfer times of links at the start, by the ranks at their ends in ascending order."""
     probes: int = 0
     """The highest number of a probe."""
     changes: dict[Occasion, int] = field(default_factory=dict)
-    """How often plans were changed on account of what."""
+    """Number of changes of plan, by occasion."""
     costs: list[ChangeCost] = field(default_factory=list)
-    """What changes of plans have taken."""
+    """Costs of the changes of plan so far."""
     fired: set[int] = field(default_factory=set)
     """Faults that were injected."""
     verdicts: dict[str, Verdict] = field(default_factory=dict)
-    """By node."""
+    """Verdicts by node."""
     drains: dict[int, Drain] = field(default_factory=dict)
     lost: dict[str, LostNode] = field(default_factory=dict)
     replacements: dict[int, Replacement] = field(default_factory=dict)
@@ -256,21 +258,21 @@ class JobRecord:
     slurm_sees: dict[str, tuple[str, str]] = field(default_factory=dict)
     """(state, text) by node."""
     signalled: JobSignalled | None = None
-    """That the job is to stop."""
+    """The signal, or request, to stop the job."""
     unexplained: dict[int, int | None] = field(default_factory=dict)
-    """Ranks that ended, and how, of which no failure tells."""
+    """Ranks that ended, with their exit, and that no failure names yet."""
     unexplained_nodes: dict[str, str] = field(default_factory=dict)
-    """The same of nodes, and why they were lost."""
+    """The same for nodes, with the reason of their loss."""
     ended: JobEnded | None = None
     leader: str = ""
-    """Node of the latest leader; empty where it runs on none of the job's."""
+    """Node of the latest leader; empty if it runs on none of the job's nodes."""
     proposed: Proposed | None = None
-    """The plan that was decided and is not in effect, nor refused or withdrawn."""
+    """The plan that was decided and is neither in effect, refused nor withdrawn."""
     incumbent: str = ""
-    """Where the leader was that decided the plan in effect: its agent decides between equal halves."""
+    """Node of the leader that decided the plan in effect: its agent decides between equal halves."""
     voters: frozenset[str] = frozenset()
-    """Nodes whose agents choose a leader (`fold.voters_of` the plan in effect); before there is one, of the first that
-    have joined."""
+    """Nodes whose agents choose a leader (`fold.voters_of` the plan in effect); before there is a plan, the first nodes
+    that joined."""
 
     @property
     def shown_plan(self) -> Plan | None:

@@ -682,7 +682,7 @@ class Rules:
         better = with_mirrors(plan, planning.situation_now(job), able)
         gained = layers_held_once(plan.layout) - layers_held_once(better.layout)
         often = any(
-            len(job.changed_at.get(job.device_of(rank), ())) >= replan_policy.MOST_PROTECTIVE_CHANGES for rank in able
+            len(job.changed_at.get(job.device_of(rank), ())) >= replan_policy.MAX_PROTECTIVE_CHANGES for rank in able
         )
         expect(not gained or often, f"layers {sorted(gained)} have one holder, and ranks {sorted(able)} hold no copy")
 
@@ -841,7 +841,7 @@ class Rules:
         scenario, healthy = self.world.scenario, self.healthy_devices()
         wide = scenario.odd_declare is not None or scenario.early_exit is not None
         hopeless = scenario.planner == "real" and "no layout fits" in end.reason
-        hopeless = hopeless or scenario.planner_trouble > 0 or "no agent came back" in end.reason
+        hopeless = hopeless or scenario.planner_trouble > 0 or "no agent reconnected" in end.reason
         whole = self.world.scenario.nodes * self.world.scenario.gpus_per_node
         unfit = end.exit_code == 2 and healthy == whole  # no device is missing: the request cannot be met
         if wide or hopeless or unfit or (end.exit_code == 93 and self.is_script_broken()):
@@ -932,7 +932,7 @@ class Rules:
     def is_lost(self) -> bool:
         """Return whether no agent is left, or a slice has no holder any more, or no plan was accepted."""
         able = {w.rank for w in self.world.workers.values() if w.spawned and not self.given_up(w)}
-        if "no agent came back" in (self.world.end.reason if self.world.end else ""):
+        if "no agent reconnected" in (self.world.end.reason if self.world.end else ""):
             nodes, is_stranger = self.world.nodes.values(), self.world.allocation.is_stranger
             return not any(node.joined for node in nodes if not is_stranger(node.name))
         if self.in_effect is None or self.committed == self.world.scenario.resume_from:

@@ -303,7 +303,7 @@ class Stopping:
     def check_end(self, end: api.End) -> bool:
         """Return whether a stop explains how the job ended."""
         rules, scenario = self.world.rules, self.world.scenario
-        if not self.is_on or end.exit_code == 2 or "no agent came back" in end.reason:
+        if not self.is_on or end.exit_code == 2 or "no agent reconnected" in end.reason:
             return False
         if self.at_once is not None:
             expect(end.exit_code == 128 + self.at_once, f"{end}, told to end at once by {self.at_once}")

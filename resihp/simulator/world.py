@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from resihp.controller import Controller
 from resihp.controller import interface as api
-from resihp.controller.fail_stop.onsets import KEPT, Commit
+from resihp.controller.fail_stop.onsets import MAX_KEPT_COMMITS, Commit
 from resihp.controller.interface import Dependencies
 from resihp.errors import ProtocolError, ResihpError
 from resihp.faults import Fault
@@ -204,7 +204,7 @@ class World:
             raise Violation(f"seed {scenario.seed} at {self.now:.3f} s: {text}\n{log_tail(self.log)}") from error
         assert self.end is not None
         texts = [action.text for _, action in self.actions if isinstance(action, api.Say)]
-        odd = [text for text in texts if ": answers to " in text]
+        odd = [text for text in texts if ": answered stage " in text]
         if odd:
             raise Violation(f"seed {scenario.seed}: {odd[0]}\n{log_tail(self.log)}")
         return Result(
@@ -387,7 +387,7 @@ class World:
     def commits(self) -> list[Commit]:
         """Return the recent commits, with their ages, as a supervisor that takes over now has them."""
         ages = [(at - self.now, entry) for at, entry in self.entries if isinstance(entry, IterationCommitted)]
-        return [Commit(entry.outcome.iteration, age, entry.seconds) for age, entry in ages[-KEPT:]]
+        return [Commit(entry.outcome.iteration, age, entry.seconds) for age, entry in ages[-MAX_KEPT_COMMITS:]]
 
     def join_again(self, node: SimNode) -> None:
         if node.silent or node.frozen:

@@ -121,7 +121,7 @@ def silent(number: int, node: str, rank: int | None = None, **changes: Any) -> j
     given: dict[str, Any] = {
         "rank": rank,
         "node": node,
-        "evidence": "3 missed beats, last 3.2 s ago",
+        "evidence": "3 missed heartbeats, last 3.2 s ago",
         "suspicion": number,
         "component": "node" if rank is None else "process",
         "ranks": () if rank is None else (rank,),
@@ -189,7 +189,7 @@ def test_silence_has_rows_as_slowness_has_in_one_sequence(open_ledger: Opener, t
         None,
     )
     assert (mute["evidence"], mute["outcome_evidence"]) == (
-        "3 missed beats, last 3.2 s ago",
+        "3 missed heartbeats, last 3.2 s ago",
         "hung: its interpreter does not answer",
     )
     assert mute["meaning"] == "a process's interpreter does not answer"

@@ -90,7 +90,7 @@ def test_plans_that_take_effect_and_those_that_do_not(open_ledger: Opener, tmp_p
     assert newcomers == [(12, 4, None, None), (13, 4, 4, -9)]
     told = {row["kind"]: row["text"] for row in found["events"]}
     assert told["PlanRefused"] == "epoch 2: plan refused by rank 3: 79.1 GB needed, 79.0 GB there"
-    assert told["JoinRefused"] == "rank 13 (n3 device 3): not taken in, not ready within 600 s"
+    assert told["JoinRefused"] == "rank 13 (n3 device 3): not accepted, not ready within 600 s"
     assert told["PlanInEffect"] == "epoch 5: in effect"
     assert told["Reconfigured"] == "epoch 5: layout changed in 1.00 s, 1.2 MB moved"
     assert told["PlanDecided"].endswith("iteration 3 next, 1.2 MB to move: rank 12 joined")

@@ -103,7 +103,7 @@ def test_stop_now_waits_for_no_checkpoint(job: Job, hangs: bool) -> None:
     job.until(lambda: committed(job) >= 3)
     status, _, err = say(job, "stop", "--now", "local-1")
     assert status == 0, err
-    assert "stopped by an operator, at once; no checkpoint of iteration" in err
+    assert "stopped by an operator, at once; did not wait for a checkpoint of iteration" in err
     assert "to go on" not in err
     assert job.wait(20).status == 143, job.stderr
     assert list((job.folder / "home" / "jobs" / "local-1" / "checkpoints").glob("iteration-*")) == []

@@ -190,7 +190,7 @@ def test_asked_twice_the_job_does_not_wait_for_its_iteration(job: Job) -> None:
     job.wait(20)
     assert job.status == 130, job.stderr
     assert time.monotonic() - begun < 12
-    assert "received SIGINT once more: ended at once; no checkpoint of iteration 3 was waited for" in job.stderr
+    assert "received SIGINT again: ended at once; did not wait for a checkpoint of iteration 3" in job.stderr
     assert job.processes() == []
 
 

@@ -69,11 +69,11 @@ dist.destroy_process_group()
 """
 NOT_RESTARTED = (
     "nothing was restarted: a script that does not train with resihp.Trainer ends with its first rank that fails; "
-    'submit it again, or have it survive: docs/interface.md, "Scripts that do not use resihp"'
+    'submit it again, or make it survive failures: docs/interface.md, "Scripts that do not use resihp"'
 )
 ERROR = "ValueError: no such token: 17"
 REFUSED = "URLError: <urlopen error [Errno 111] Connection refused>"
-LOG = "; its log, n2.rank3.log, tells more"
+LOG = "; see its log, n2.rank3.log"
 THEN = "; ([23] others then lost their|another then lost its) peer"
 """On a busy machine not all have noticed within three seconds."""
 

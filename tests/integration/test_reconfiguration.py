@@ -232,7 +232,7 @@ def test_state_that_nobody_holds_any_more_ends_the_job_with_advice(job: Job) -> 
     run(job, "kill:rank=0@iteration=3", nodes=1, gpus=2, tp=1, pp=2)
     assert job.status == 5, job.stderr
     assert "was lost with rank 0" in job.stderr
-    assert "there is no checkpoint to go on from (--checkpoint-every N writes them)" in job.stderr
+    assert "there is no checkpoint to continue from (--checkpoint-every N writes them)" in job.stderr
     assert [row["iteration"] for row in job.history("iterations")] == [1, 2]
 
 

@@ -111,7 +111,7 @@ def test_a_node_that_dies_before_training_begins_is_what_spares_are_for(
     plan, *_ = desk.of(job, PlanDecided)
     assert {entry.node for entry in desk.of(job, WorkerStarted) if entry.rank in plan.plan.layout.ranks} == {"n1", "n3"}
     reference.check(desk.rows("iterations", job))
-    assert "begins without n2" in desk.output(job)
+    assert "starting without n2" in desk.output(job)
 
 
 @pytest.mark.soak

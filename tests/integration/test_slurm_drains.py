@@ -66,7 +66,7 @@ def test_a_node_whose_agent_was_killed_is_not_drained(cluster: MakeCluster, refe
     desk.until(lambda: desk.of(job, Reconfigured), job)
     left_out(desk, job)
     assert decided(desk, job) == [("n3", "exclude", "agent")]
-    assert "n3: left out of your next jobs, not drained (it answers, only its agent ended)" in desk.output(job)
+    assert "n3: excluded from your next jobs, not drained (the node answers, only its agent ended)" in desk.output(job)
     (released,) = desk.until(lambda: desk.of(job, NodeReleased), job)
     assert released.outcome == "done"
     serves_others(desk, "n3")
@@ -127,13 +127,13 @@ def test_a_node_that_an_administrator_drains_is_left_and_given_back(cluster: Mak
     desk.pace(4.0)
     desk.cluster.run("scontrol", "update", "NodeName=n3", "State=DRAIN", "Reason=disk is failing")
     (lost,) = desk.until(lambda: desk.of(job, NodeLost), job, 260)
-    assert (lost.node, lost.reason) == ("n3", "left for an administrator, who drains it: disk is failing")
+    assert (lost.node, lost.reason) == ("n3", "released because an administrator drains it: disk is failing")
     (released,) = desk.until(lambda: desk.of(job, NodeReleased), job)
     assert released.outcome == "done"
     desk.cluster.wait_state("n3", "drained")
     assert desk.reason("n3") == "disk is failing"
     assert desk.nodes(job) == ["n1", "n2", "n4"]
-    assert "node n3: left and given back, for it is drained" in desk.output(job)
+    assert "node n3: released and given back, because it is drained" in desk.output(job)
     desk.pace(0.0)
     assert desk.wait(job) == ("COMPLETED", "0:0"), desk.output(job)
     assert desk.of(job, FailureFound) == []

@@ -474,7 +474,7 @@ def test_agent_that_died_with_the_supervisor_is_a_lost_node(stub_job: StubJob) -
     assert stub_job.wait() == 5, stub_job.stderr
     lost = [entry for entry in stub_job.entries() if isinstance(entry, NodeLost)]
     assert [(entry.node, entry.reason) for entry in lost] in (
-        [("n2", "its agent did not come back to the new supervisor")],
+        [("n2", "its agent did not reconnect to the new supervisor")],
         [("n2", "its agent was killed by SIGKILL")],  # the first one had time to notice
     )
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from resihp.detector.diagnosis.clues import Clock, read_log
-from resihp.protocol.messages import MOST_LINES_AFTER, Clue
+from resihp.protocol.messages import MAX_LINES_AFTER, Clue
 
 LOG_BYTES = 64 << 10
 KERNEL_BYTES = 64 << 10
@@ -62,7 +62,7 @@ def _of_log(log: Path) -> tuple[Clue, ...]:
     with suppress(OSError):
         if time.time() - log.stat().st_mtime > SILENT_BEFORE_END_S:
             return tuple(
-                clue if clue.raised else msgspec.structs.replace(clue, lines_after=MOST_LINES_AFTER) for clue in clues
+                clue if clue.raised else msgspec.structs.replace(clue, lines_after=MAX_LINES_AFTER) for clue in clues
             )
     return clues
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from resihp.protocol.inventory import LONGEST, MOST_ADAPTERS, MOST_DEVICES, DeviceInventory, NodeInventory
+from resihp.protocol.inventory import MAX_ADAPTERS, MAX_DEVICES, MAX_TEXT_CHARS, DeviceInventory, NodeInventory
 
 MAX_FILE_BYTES = 1 << 16
 """Most bytes that are read of a file."""
@@ -48,7 +48,7 @@ def read(devices: int, environment: Mapping[str, str], root: Path = Path("/")) -
         image=_image(_text(root / "etc/os-release")),
         driver="" if driver is None else _word(driver[1]),
         nic_firmware=tuple(_firmware(root / "sys/class/infiniband")),
-        devices=tuple(_of_ranks(gpus, min(devices, MOST_DEVICES), environment)) if gpus else (),
+        devices=tuple(_of_ranks(gpus, min(devices, MAX_DEVICES), environment)) if gpus else (),
     )
 
 
@@ -59,7 +59,7 @@ def _image(os_release: str) -> str:
 
 
 def _firmware(adapters: Path) -> Iterable[tuple[str, str]]:
-    for adapter in _folder(adapters)[:MOST_ADAPTERS]:
+    for adapter in _folder(adapters)[:MAX_ADAPTERS]:
         if version := _line(adapter / "fw_ver"):
             yield _word(adapter.name), version
 
@@ -158,7 +158,7 @@ def _index(text: str) -> int | None:
 def _folder(path: Path) -> list[Path]:
     try:
         with os.scandir(path) as entries:
-            return sorted(Path(entry.path) for entry in islice(entries, MOST_DEVICES))
+            return sorted(Path(entry.path) for entry in islice(entries, MAX_DEVICES))
     except OSError:
         return []
 
@@ -177,5 +177,5 @@ def _line(path: Path) -> str:
 
 def _word(text: str) -> str:
     """Return a text on one line, without unprintable characters, and cut to the allowed length."""
-    printable = "".join(letter if letter.isprintable() else " " for letter in text[: 8 * LONGEST])
-    return " ".join(printable.split())[:LONGEST]
+    printable = "".join(letter if letter.isprintable() else " " for letter in text[: 8 * MAX_TEXT_CHARS])
+    return " ".join(printable.split())[:MAX_TEXT_CHARS]

@@ -15,7 +15,7 @@ import socket
 from contextlib import suppress
 
 from resihp.errors import UsageError
-from resihp.protocol.serving import BACKLOG
+from resihp.protocol.serving import LISTEN_BACKLOG
 
 Ports = tuple[int, int]
 """The first and the last port of a range."""
@@ -49,7 +49,7 @@ class _TakenError(Exception):
 def _bound(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+        return socket.create_server((host, port), family=family, backlog=LISTEN_BACKLOG)
     except OSError as error:
         if error.errno == errno.EADDRINUSE and port:
             raise _TakenError from None

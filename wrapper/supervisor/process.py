@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import psutil
 
 import resihp
-from resihp.controller.fail_stop.onsets import KEPT, Commit
+from resihp.controller.fail_stop.onsets import MAX_KEPT_COMMITS, Commit
 from resihp.controller.interface import AnyEvent, Dependencies
 from resihp.errors import LedgerError, ProtocolError, ResihpError
 from resihp.process import die_with_parent, inherited_socket, name_process, raise_open_files
@@ -130,7 +130,9 @@ async def supervise(
         controller = Controller(request.settings, asks)
     else:
         entries, now = (record.entry for record in takeover.records), time.time()
-        commits = [Commit(i, min(at - now, 0.0), took) for i, at, took in last_commits(takeover.records, KEPT)]
+        commits = [
+            Commit(i, min(at - now, 0.0), took) for i, at, took in last_commits(takeover.records, MAX_KEPT_COMMITS)
+        ]
         controller = Controller.recover(request.settings, entries, asks, commits)
     return await supervise_with(
         request,

@@ -1,1 +1,1 @@
-"""Plans before they are needed: what is asked while training goes on, and the answers that are ready when it stops."""
+"""Plans made before they are needed: questions asked during training, with answers that are ready when it stops."""

@@ -1,7 +1,7 @@
-"""Answers that are ready: kept by the exact question, forgotten with what they were asked for.
+"""Plans that are ready: kept by the exact question, and dropped once the situation has changed.
 
-All of it may be lost: whoever finds no answer asks the planner, as if nobody had asked before. Answers stay encoded,
-for few are ever used. Held by `Job`, filled by `asking`, looked into by `planning`.
+All of it may be lost: where no answer is ready, the planner is asked as if nobody had asked before. Answers stay
+encoded, because few are ever used. Held by `Job`, filled by `asking`, read by `planning`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from resihp.scheduler.situation import Decision, Situation
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """Something that may happen next: these ranks are gone. None of them: nothing happens, and a better plan is
+    """Something that may happen next: the loss of these ranks. Without ranks nothing is lost, and a better plan is
     looked for."""
 
     ranks: tuple[int, ...]
@@ -25,7 +25,7 @@ class Loss:
 
 @dataclass(frozen=True, kw_only=True)
 class OpenQuestion:
-    """A question that was put to whoever thinks."""
+    """A question that was put to the planning process."""
 
     key: str
     loss: Loss
@@ -33,38 +33,38 @@ class OpenQuestion:
 
 
 @dataclass
-class Foresight:
-    """What was asked under the plan in effect, and what came of it."""
+class PlanCache:
+    """The questions asked under the plan in effect, and their answers."""
 
     asked_of: object = None
-    """All that the questions depend on; another one, and all here is void."""
+    """Everything the questions depend on; once it differs, all answers here are void."""
     since: int = 0
-    """The iteration that was committed when that was so first."""
+    """The committed iteration at which `asked_of` became so."""
     seen: int = -1
-    """The last committed iteration in which this was looked at."""
+    """The last committed iteration at which the cache was reviewed."""
     todo: deque[Loss] | None = None
-    """What is still to be asked; None before the first question."""
+    """Losses still to be asked about; None before the first question."""
     asked: OpenQuestion | None = None
-    """The one under way."""
+    """The question under way."""
     unanswered: int = 0
-    """Questions in a row that nobody answered."""
+    """Number of questions in a row that got no answer."""
     losses: dict[str, Loss] = field(default_factory=dict)
-    """All that was asked, by key."""
+    """All losses asked about, by the key of their question."""
     answers: dict[str, bytes] = field(default_factory=dict)
     searched: tuple[Replica, ...] | None = None
-    """The layout that the last answer used has, where it was searched for."""
+    """Layout of the plan in effect for which a better one was last looked for."""
     copies_looked_for: tuple[tuple[Replica, ...], frozenset[int]] | None = None
-    """For which layout in effect, and which ranks without work, second copies of state were looked for last. Outlives
-    `forget`: what was refused is not asked for again."""
+    """The layout in effect, and the ranks without work, for which second copies of state were last looked for. Outlives
+    `forget`, because a refused copy is not asked for again."""
 
     def forget(self, asked_of: object, since: int) -> None:
-        """Something is not as it was: other questions, from that iteration on."""
+        """Drop all questions and answers: the situation has changed as of that iteration."""
         self.asked_of, self.since = asked_of, since
         self.todo, self.asked, self.unanswered = None, None, 0
         self.losses, self.answers = {}, {}
 
     def ready(self, situation: Situation) -> Decision | None:
-        """The answer to exactly this question, if it was asked and is there."""
+        """Return the answer to exactly this question, or None if it was not asked or is not there."""
         if not self.answers:
             return None
         encoded = self.answers.get(key_of(canonical(situation)))

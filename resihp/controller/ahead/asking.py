@@ -1,11 +1,12 @@
-"""What is asked while training goes on: a better plan than the one in effect, and a plan for each loss that may come.
+"""Questions asked while training goes on: for a better plan than the one in effect, and for a plan after each possible
+loss.
 
-One question at a time, to whoever thinks (`interface.Think`); nobody waits for an answer. Under a plan that was made
-in haste the first question is whether there is a better one (`replan_policy` weighs it then, as any other change). Then
-each device with work and each node is asked for, in the largest jobs one of each kind of place
-(`resihp.scheduler.losses`). A question is exactly what `planning.best` will ask, so that its answer is used if and only
-if that comes; what makes another question of it (a plan, a slow device, a newcomer, learned times) makes all answers
-void.
+One question at a time goes to the planning process (`interface.Think`); nobody waits for the answer. Under a plan that
+was made in haste the first question is whether there is a better one; `replan_policy` then weighs it as any other
+change. After that there is a question for the loss of each device with work and of each node, in the largest jobs for
+one of each kind of place (`resihp.scheduler.losses`). A question is exactly the one that `planning.best` would ask, so
+its answer is used only if just that situation arises. Anything that changes the question (a plan, a slow device, a
+newcomer, learned times) makes all answers void.
 
 Called by `controller`.
 """
@@ -24,17 +25,18 @@ from resihp.scheduler.questions import canonical, key_of
 from resihp.scheduler.situation import Situation
 from resihp.scheduler.transition_cost import PREDICTION_ERROR
 
-QUIET = 3
-"""Iterations for which nothing has changed before anything is asked: where one thing goes, others often follow."""
-PATIENCE_S = 60.0
-"""After what time beyond the search's own a question counts as not answered."""
-MOST_UNANSWERED = 3
-"""In a row: then nobody is asked any more until something changes."""
+QUIET_ITERATIONS = 3
+"""Iterations without any change before a question is asked: one loss is often followed by others."""
+ANSWER_MARGIN_S = 60.0
+"""Seconds beyond the search's own time after which a question counts as unanswered."""
+MAX_UNANSWERED = 3
+"""Unanswered questions in a row after which none is asked until something changes."""
 
 
 def review(job: Job) -> None:
-    """After each event: ask, once nothing has changed for a while; nothing new is looked at within an iteration."""
-    ahead, committed = job.foresight, job.record.committed
+    """Ask the next question once nothing has changed for a while; called after each event, looks once per committed
+    iteration."""
+    ahead, committed = job.plan_cache, job.record.committed
     if not job.settings.plans_ahead or not job.may_interrupt or committed == ahead.seen:
         return
     ahead.seen = committed
@@ -42,15 +44,15 @@ def review(job: Job) -> None:
     if asked_of != ahead.asked_of:
         ahead.forget(asked_of, committed)
         return
-    if ahead.asked is not None and job.now - ahead.asked.at > PATIENCE_S + job.settings.search_s:
+    if ahead.asked is not None and job.now - ahead.asked.at > ANSWER_MARGIN_S + job.settings.search_s:
         ahead.asked, ahead.unanswered = None, ahead.unanswered + 1
-    if committed - ahead.since >= QUIET and job.can_still_gain:
+    if committed - ahead.since >= QUIET_ITERATIONS and job.can_still_gain:
         _ask(job)
 
 
 def thought(job: Job, event: api.Thought) -> None:
-    """An answer, or why there is none; it may be one to a question of former times, and then is of no use."""
-    ahead = job.foresight
+    """Take an answer, or the reason why there is none. An answer to an outdated question is of no use."""
+    ahead = job.plan_cache
     loss = ahead.losses.get(event.question)
     if loss is None:
         return
@@ -67,11 +69,11 @@ def thought(job: Job, event: api.Thought) -> None:
 
 
 def _ask(job: Job) -> None:
-    """Put the next question, unless one is under way."""
-    ahead = job.foresight
+    """Ask the next question, unless one is under way."""
+    ahead = job.plan_cache
     if ahead.todo is None:
         ahead.todo = deque([*_improvements(job), *_losses(job)])
-    while ahead.todo and ahead.asked is None and ahead.unanswered < MOST_UNANSWERED:
+    while ahead.todo and ahead.asked is None and ahead.unanswered < MAX_UNANSWERED:
         loss = ahead.todo.popleft()
         situation = _question(job, loss)
         if situation is None:
@@ -85,18 +87,18 @@ def _ask(job: Job) -> None:
 
 
 def _question(job: Job, loss: Loss) -> Situation | None:
-    """What `planning.best` will ask when that has happened; None where nobody would be left."""
-    left = set(job.ready).difference(loss.ranks)
-    return canonical(planning.asked(job, job.epoch + 1, left, None).fit) if left else None
+    """Return the question `planning.best` will ask after this loss; None if no rank would remain."""
+    remaining = set(job.ready).difference(loss.ranks)
+    return canonical(planning.asked(job, job.epoch + 1, remaining, None).fit) if remaining else None
 
 
 def _search_s(job: Job) -> float:
-    """Other rules than ours are not searched for anything better: they are there to be compared with."""
+    """Return how long to search for a better plan: only our own planner does, the others serve as comparison."""
     return job.settings.search_s if job.settings.planner == "resihp" else 0.0
 
 
 def _asked_of(job: Job) -> object:
-    """All that a question depends on, beside what is lost: equal as long as answers hold."""
+    """Return everything a question depends on apart from the loss: equal as long as answers hold."""
     record = job.record
     assert record.plan is not None
     return (
@@ -116,9 +118,9 @@ def _asked_of(job: Job) -> object:
 
 
 def _improvements(job: Job) -> Iterable[Loss]:
-    """Whether there is a better plan than the one in effect: asked where that is our planner's own, of a moment.
+    """Yield the question for a better plan than the one in effect, if that one was made by our planner in a moment.
 
-    The layout that the user asked for stays, and so does what was searched for already. Without knowledge of memory
+    Not asked about the layout that the user requested, nor about one already searched for. Without knowledge of memory
     there is nothing to search.
     """
     record, settings = job.record, job.settings
@@ -129,17 +131,17 @@ def _improvements(job: Job) -> Iterable[Loss]:
     unknown = settings.memory_bytes is None and job.declaration.memory_bytes is None
     if settings.observes or not _search_s(job) or unknown:
         return
-    if not as_asked and now != job.foresight.searched:
+    if not as_asked and now != job.plan_cache.searched:
         yield Loss(ranks=(), what="a better plan than the one in effect")
 
 
 def _weigh(job: Job, key: str) -> None:
-    """Have a plan that was found weighed, where an iteration would take less than it does."""
+    """Have a found plan weighed if its iterations would take less time than those of the plan in effect."""
     assert job.record.plan is not None
     question = planning.asked(job, job.epoch + 1, set(job.ready), None)
-    found, present = job.foresight.ready(question.fit), planning.present(job, question.situation)
-    job.foresight.searched = job.record.plan.without_mirrors().layout.replicas
-    if found is not None and (present is None or found.seconds < present * (1 - PREDICTION_ERROR)):
+    better, present = job.plan_cache.ready(question.fit), planning.present(job, question.situation)
+    job.plan_cache.searched = job.record.plan.without_mirrors().layout.replicas
+    if better is not None and (present is None or better.seconds < present * (1 - PREDICTION_ERROR)):
         replan_policy.consider_found(job, key)
 
 
@@ -147,8 +149,9 @@ def _weigh(job: Job, key: str) -> None:
 
 
 def _losses(job: Job) -> list[Loss]:
-    """Each device that has work, then each node that has such; of large jobs, one for each kind of place."""
+    """Return the loss of each device that has work, then of each node with such devices; in large jobs, one per kind of
+    place."""
     return [
-        Loss(ranks=one.ranks, what=f"the loss of {f'node {one.node}' if one.node else job.where(one.ranks[0])}")
-        for one in losses.to_ask(planning.situation_now(job))
+        Loss(ranks=loss.ranks, what=f"the loss of {f'node {loss.node}' if loss.node else job.where(loss.ranks[0])}")
+        for loss in losses.to_ask(planning.situation_now(job))
     ]

@@ -1,5 +1,5 @@
-"""Which state the next loss would take with it, and who holds a copy so that it does not: said when a plan takes
-effect under which that is newly so.
+"""State that the next loss would destroy, and the ranks that mirror state to prevent that: reported when a plan that
+makes it newly so takes effect.
 
 Decides nothing. Called by `transition`.
 """
@@ -14,9 +14,11 @@ from resihp.record.describe import rank_list
 from resihp.scheduler.losses import held_alone, sole_holders
 
 
-def tell(job: Job, before: Plan | None, plan: Plan) -> None:
-    """What has one holder under `plan` that had more under the plan `before`. A job that was asked to have one replica
-    is told once, at its start, and not warned."""
+def report(job: Job, before: Plan | None, plan: Plan) -> None:
+    """Report the state that has a single holder under `plan` but had more under `before`, and the new mirrors.
+
+    A job that was asked to have one replica gets a notice at its start instead of warnings.
+    """
     specs = planning.specs(job)
     mirroring = plan.mirroring
     if mirroring and (before is None or before.mirroring != mirroring):
@@ -28,13 +30,13 @@ def tell(job: Job, before: Plan | None, plan: Plan) -> None:
     alone = sole_holders(plan.layout, specs)
     if not alone:
         return
-    known = frozenset() if before is None else _units(sole_holders(before.layout, specs))
-    anew = {rank: held - known for rank, held in alone.items() if held - known}
-    if not anew:
+    alone_before = frozenset() if before is None else _units(sole_holders(before.layout, specs))
+    newly_alone = {rank: units - alone_before for rank, units in alone.items() if units - alone_before}
+    if not newly_alone:
         return
-    asked_so = before is None and job.settings.ranks_asked == job.settings.tp * job.settings.pp
+    as_requested = before is None and job.settings.ranks_asked == job.settings.tp * job.settings.pp
     saved = bool(job.settings.checkpoint_every or job.record.checkpointed or job.declaration.resume_from)
-    job.say("notice" if asked_so else "warning", held_alone(anew, saved=saved))
+    job.say("notice" if as_requested else "warning", held_alone(newly_alone, saved=saved))
 
 
 def _units(holders: dict[int, frozenset[str]]) -> frozenset[str]:

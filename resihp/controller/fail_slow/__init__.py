@@ -1,4 +1,5 @@
-"""Devices and links that are slow and still at work: from a finding to a verdict, probes, and a plan that suits.
+"""Devices and links that are slow but still at work: from a finding to a verdict, probes, and a plan that suits.
 
-Hears the detector's findings and decides what they mean for the job; how they are found is `resihp.detector`'s.
+This package receives the detector's findings and decides what they mean for the job. How slowness is found is up to
+`resihp.detector`.
 """

@@ -1,7 +1,8 @@
-"""Verdicts on devices: how they are told, and what follows from them.
+"""Verdicts on slow devices: the journal entries and log lines they produce, and the plan question that follows.
 
-A verdict each, however many are convicted at once; a line a node, and one question about the plan for all. Called by
-`slow_devices`, which decides who is slow.
+Each device gets a verdict of its own, however many are declared slow at once; the log gets one line per node, and the
+planner is asked once for all of them. This module never decides which devices are slow: its caller, `slow_devices`,
+does.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from resihp.record.describe import rank_list
 from resihp.record.journal import FailureEnded, FailureFound
 from resihp.record.state import Device, Link
 
-MOST_LINES = 8
-"""Nodes whose slow devices are told one by one."""
+MAX_NODE_LINES = 8
+"""Largest number of nodes whose slow devices get a log line each; with more nodes there is one line for all."""
 
 
-class Conviction(msgspec.Struct, frozen=True, kw_only=True):
-    """A device that is slow, and what that rests on."""
+class DeviceVerdict(msgspec.Struct, frozen=True, kw_only=True):
+    """A device that is declared slow, and the evidence for it."""
 
     rank: int
     speed: float
@@ -33,85 +34,86 @@ class Conviction(msgspec.Struct, frozen=True, kw_only=True):
     evidence: str
     finding: Finding
     only: str = ""
-    """In what alone, if not in all it does."""
+    """The only kind of work that is slow, if not all of it."""
 
 
 def in_training(speeds: Mapping[int, float], rank: int, finding: Finding) -> float:
-    """What a rank's own work shows of its speed; `speeds`: of all that were found slow."""
-    told = None if finding.intermittent else speeds.get(rank)
-    return possible(speed_of(finding) if told is None else told)
+    """Return a rank's speed as its own training work shows it; `speeds` holds all ranks that were found slow."""
+    speed = None if finding.intermittent else speeds.get(rank)
+    return possible(speed_of(finding) if speed is None else speed)
 
 
-def convict(job: Job, guilty: Sequence[Conviction], *, all_lost: bool = False) -> bool:
-    """All of them, and one question about the plan. `all_lost`: beside them all are slower than they were.
+def declare_slow(job: Job, verdicts: Sequence[DeviceVerdict], *, all_lost: bool = False) -> bool:
+    """Record the verdicts, then ask the planner once about all of them. `all_lost`: in addition, every device is slower
+    than it was.
 
-    Returns whether they, and what is known to be slow besides, explain less than half of what iterations take longer:
-    then what is told of the whole is not their doing.
+    Returns whether these devices, together with everything already known to be slow, account for less than half of the
+    excess iteration time. If so, a finding about the whole job is not explained by them.
     """
     failures: dict[Device | Link, int] = {}
-    since = min(one.finding.iteration for one in guilty)
+    since = min(verdict.finding.iteration for verdict in verdicts)
     longer = None
-    if all(one.finding.intermittent is None for one in guilty):
-        longer = excess(job, since, (one.speed for one in guilty))
-    left = longer is not None and longer.left
-    for one in guilty:
-        job.inquiry.acquitted.pop(one.rank, None)
-        if one.finding.intermittent is None:
-            job.monitor.confirmed(one.rank, one.speed)
-        entry = _failure(job, one, longer)
+    if all(verdict.finding.intermittent is None for verdict in verdicts):
+        longer = excess(job, since, (verdict.speed for verdict in verdicts))
+    mostly_unexplained = longer is not None and longer.mostly_unexplained
+    for verdict in verdicts:
+        job.inquiry.cleared.pop(verdict.rank, None)
+        if verdict.finding.intermittent is None:
+            job.monitor.confirmed(verdict.rank, verdict.speed)
+        entry = _failure(job, verdict, longer)
         job.log(entry)
-        failures[job.device_of(one.rank)] = entry.failure
-    ranks = {one.rank for one in guilty}
-    _tell(job, guilty, longer)
-    if not left:
+        failures[job.device_of(verdict.rank)] = entry.failure
+    ranks = {verdict.rank for verdict in verdicts}
+    _log_verdicts(job, verdicts, longer)
+    if not mostly_unexplained:
         slow_parts.explained(job, ranks, since, min(failures.values()), all_lost=all_lost)
-    replan_policy.consider_all(job, f"{_subject(job, guilty)} slow", since, failures)
-    return left
+    replan_policy.consider_all(job, f"{_subject(job, verdicts)} slow", since, failures)
+    return mostly_unexplained
 
 
-def _failure(job: Job, one: Conviction, longer: IterationExcess | None) -> FailureFound:
-    member, now_and_then = job.members[one.rank], one.finding.intermittent
-    if now_and_then is not None:
+def _failure(job: Job, verdict: DeviceVerdict, longer: IterationExcess | None) -> FailureFound:
+    member, intermittent = job.members[verdict.rank], verdict.finding.intermittent
+    if intermittent is not None:
         cause = (
-            f"is slow now and then: {now_and_then.share:.0%} of the iterations at {now_and_then.factor:.1f} times, "
-            f"on average {one.speed:.0%} of its speed"
+            f"is slow now and then: {intermittent.share:.0%} of the iterations at {intermittent.factor:.1f} times, "
+            f"on average {verdict.speed:.0%} of its speed"
         )
     else:
-        cause = f"works at {one.speed:.0%} of a healthy device's speed{f', {one.only}' if one.only else ''}"
-    told = "" if longer is None else longer.told(one.speed)
-    left = longer is not None and longer.left
-    injected = job.slow_since.get(one.rank)
+        cause = f"works at {verdict.speed:.0%} of a healthy device's speed{f', {verdict.only}' if verdict.only else ''}"
+    accounts_for = "" if longer is None else longer.explanation(verdict.speed)
+    mostly_unexplained = longer is not None and longer.mostly_unexplained
+    injected = job.slow_since.get(verdict.rank)
     since_s = None if injected is None else job.now - injected
     return FailureFound(
         failure=job.record.failures + 1,
         kind="fail-slow",
         component="device",
-        cause=f"rank {one.rank} {cause}{f', which {told}' if left else ''}",
-        ranks=(one.rank,),
+        cause=f"rank {verdict.rank} {cause}{f', which {accounts_for}' if mostly_unexplained else ''}",
+        ranks=(verdict.rank,),
         node=member.node,
         device=member.device,
-        iteration=one.finding.iteration,
+        iteration=verdict.finding.iteration,
         epoch=job.epoch,
-        evidence=f"{one.evidence}; {told}" if told and not left else one.evidence,
+        evidence=f"{verdict.evidence}; {accounts_for}" if accounts_for and not mostly_unexplained else verdict.evidence,
         detect_s=since_s,
         noticed_s=0.0,
-        failed_s=job.onsets.slow_for_s(one.finding.iteration, job.now, since_s),
-        speed=one.speed,
-        confidence=one.confidence,
-        intermittent=now_and_then is not None,
-        idle=one.rank not in job.record.working,
+        failed_s=job.onsets.slow_for_s(verdict.finding.iteration, job.now, since_s),
+        speed=verdict.speed,
+        confidence=verdict.confidence,
+        intermittent=intermittent is not None,
+        idle=verdict.rank not in job.record.working,
     )
 
 
-def convict_again(job: Job, ranks: Sequence[int], finding: Finding) -> None:
-    """Devices with a verdict whose speed is another one by now."""
+def update_speeds(job: Job, ranks: Sequence[int], finding: Finding) -> None:
+    """Replace the verdicts of devices whose speed has changed since they were declared slow."""
     opened(job, finding, tuple(ranks))
-    ended(job, "slow", f"{rank_list(ranks)}: slow before, at another speed now")
-    guilty, speeds = [], job.monitor.speeds()
+    ended(job, "slow", f"{rank_list(ranks)}: already slow, speed has changed")
+    verdicts, speeds = [], job.monitor.speeds()
     for rank in ranks:
         device, speed = job.device_of(rank), in_training(speeds, rank, finding)
         former = job.record.slow[device]
-        told = f"at {speed:.0%} of its speed now, at {former.speed:.0%} before; {finding.evidence}"
+        evidence = f"at {speed:.0%} of its speed now, at {former.speed:.0%} before; {finding.evidence}"
         job.log(
             FailureEnded(
                 failure=former.failure,
@@ -121,59 +123,63 @@ def convict_again(job: Job, ranks: Sequence[int], finding: Finding) -> None:
                 evidence=f"at {speed:.0%} of its speed from then on",
             )
         )
-        guilty.append(Conviction(rank=rank, speed=speed, confidence=finding.confidence, evidence=told, finding=finding))
-    convict(job, guilty)
+        verdicts.append(
+            DeviceVerdict(rank=rank, speed=speed, confidence=finding.confidence, evidence=evidence, finding=finding)
+        )
+    declare_slow(job, verdicts)
 
 
-# --- words ----------------------------------------------------------------------------------------------------------
+# --- wording --------------------------------------------------------------------------------------------------------
 
 
-def _by_node(job: Job, guilty: Iterable[Conviction]) -> dict[str, list[Conviction]]:
-    found: dict[str, list[Conviction]] = {}
-    for one in guilty:
-        found.setdefault(job.members[one.rank].node, []).append(one)
-    return found
+def _by_node(job: Job, verdicts: Iterable[DeviceVerdict]) -> dict[str, list[DeviceVerdict]]:
+    by_node: dict[str, list[DeviceVerdict]] = {}
+    for verdict in verdicts:
+        by_node.setdefault(job.members[verdict.rank].node, []).append(verdict)
+    return by_node
 
 
-def _tell(job: Job, guilty: Sequence[Conviction], longer: IterationExcess | None) -> None:
-    """One line for each node, or one for all of many."""
-    if longer is not None and longer.left:
+def _log_verdicts(job: Job, verdicts: Sequence[DeviceVerdict], longer: IterationExcess | None) -> None:
+    """Log one line per node, or a single line if there are more than `MAX_NODE_LINES` nodes."""
+    if longer is not None and longer.mostly_unexplained:
         job.say("warning", longer.unexplained())
-    nodes = _by_node(job, guilty)
-    if len(nodes) > MOST_LINES:
-        since = min(one.finding.iteration for one in guilty)
+    nodes = _by_node(job, verdicts)
+    if len(nodes) > MAX_NODE_LINES:
+        since = min(verdict.finding.iteration for verdict in verdicts)
         job.say(
             "warning",
-            f"{len(guilty)} devices of {len(nodes)} nodes: slow since iteration {since}, {_speeds(guilty)} of their "
-            "speed; see resihp history failures",
+            f"{len(verdicts)} devices of {len(nodes)} nodes: slow since iteration {since}, {_speeds(verdicts)} of "
+            "their speed; see resihp history failures",
         )
         return
-    for node, ours in sorted(nodes.items(), key=lambda item: natural(item[0])):
-        since = min(one.finding.iteration for one in ours)
-        if len(ours) == 1:
-            how = "now and then, on average " if ours[0].finding.intermittent else ""
+    for node, node_verdicts in sorted(nodes.items(), key=lambda item: natural(item[0])):
+        since = min(verdict.finding.iteration for verdict in node_verdicts)
+        if len(node_verdicts) == 1:
+            how = "now and then, on average " if node_verdicts[0].finding.intermittent else ""
             job.say(
-                "warning", f"{job.where(ours[0].rank)}: slow since iteration {since}, {how}{_speeds(ours)} of its speed"
+                "warning",
+                f"{job.where(node_verdicts[0].rank)}: slow since iteration {since}, {how}{_speeds(node_verdicts)} of "
+                "its speed",
             )
             continue
-        count, every = len(ours), len(_devices(job, node))
-        which = f"its {count} devices" if count == every else f"{count} of its {every} devices"
-        ranks = "" if count == every else f" ({rank_list(one.rank for one in ours)})"
-        job.say("warning", f"node {node}: {which}{ranks} work {_speeds(ours)}, slow since iteration {since}")
+        count, total = len(node_verdicts), len(_devices(job, node))
+        subset = f"its {count} devices" if count == total else f"{count} of its {total} devices"
+        ranks = "" if count == total else f" ({rank_list(verdict.rank for verdict in node_verdicts)})"
+        job.say("warning", f"node {node}: {subset}{ranks} work {_speeds(node_verdicts)}, slow since iteration {since}")
 
 
 def _devices(job: Job, node: str) -> list[int]:
     return [rank for rank in job.live if job.members[rank].node == node]
 
 
-def _speeds(guilty: Iterable[Conviction]) -> str:
-    """`at 80%`, `at 70% to 80%`."""
-    speeds = sorted(f"{one.speed:.0%}" for one in sorted(guilty, key=lambda one: one.speed))
+def _speeds(verdicts: Iterable[DeviceVerdict]) -> str:
+    """Return the range of speeds in words: `at 80%`, `at 70% to 80%`."""
+    speeds = sorted(f"{verdict.speed:.0%}" for verdict in sorted(verdicts, key=lambda verdict: verdict.speed))
     return f"at {speeds[0]}" if speeds[0] == speeds[-1] else f"at {speeds[0]} to {speeds[-1]}"
 
 
-def _subject(job: Job, guilty: Sequence[Conviction]) -> str:
-    nodes = _by_node(job, guilty)
-    if len(guilty) > 1 and len(nodes) == 1 and len(guilty) == len(_devices(job, next(iter(nodes)))):
+def _subject(job: Job, verdicts: Sequence[DeviceVerdict]) -> str:
+    nodes = _by_node(job, verdicts)
+    if len(verdicts) > 1 and len(nodes) == 1 and len(verdicts) == len(_devices(job, next(iter(nodes)))):
         return f"node {next(iter(nodes))} is"
-    return f"{rank_list(one.rank for one in guilty)} {'is' if len(guilty) == 1 else 'are'}"
+    return f"{rank_list(verdict.rank for verdict in verdicts)} {'is' if len(verdicts) == 1 else 'are'}"

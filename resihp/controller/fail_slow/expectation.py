@@ -1,8 +1,10 @@
-"""What an iteration should take: each goes past the detector here, before it runs and once committed. Decides nothing.
+"""Expected iteration times: shows each iteration to the detector before it runs and after it is committed. Decides
+nothing.
 
-Before, its workload is all that is known: how long it may be without progress follows from it (`watchdog`), so that one
-with an enormous document is not given up at ten times the usual. Afterwards `slowness` acts on what is found, and once
-it is known what transfers take, slow links are planned for. Called by `controller` and `iterations`.
+Before an iteration runs, only its workload is known. From it follows how long the iteration may go without progress
+(`watchdog`), so that one with an enormous document is not given up at ten times the usual time. Afterwards `slowness`
+acts on the detector's findings, and once the cost of transfers is known, plans take slow links into account. Called by
+`controller` and `iterations`.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ def iteration_begins(job: Job, workload: Workload) -> None:
 
 
 def _adopt(job: Job, plan: Plan) -> None:
-    """From now on it is this plan's iterations that are judged."""
+    """Give the detector the plan whose iterations it judges from now on."""
     if job.expected_epoch != plan.epoch:
         job.monitor.adopt(plan, job.declaration.model, orders_of(plan), job.node_of)
         job.expected_epoch = plan.epoch
@@ -40,7 +42,7 @@ def _adopt(job: Job, plan: Plan) -> None:
 
 
 def iteration_done(job: Job, iteration: int, reports: IterationReports) -> float | None:
-    """Show a committed iteration to the detector; returns the time that it should have taken, where that is known."""
+    """Show a committed iteration to the detector; return the time it should have taken, where that is known."""
     plan = job.record.plan
     if not job.settings.detect or plan is None:
         return None

@@ -1,9 +1,9 @@
-"""The job's own times: what its layers and transfers take on healthy devices, as the detector has learnt them.
+"""The job's own times: the cost of its layers and transfers on healthy devices, as learned by the detector.
 
-Plans are priced in them once all kinds of chunks are learnt, and in layer times until then. They are taken once, at the
-workload of the iterations before, and kept: predictions of one job can then be compared; a job that is tuned by them
-takes them again when it is tuned again. Times that contradict what operations say are told, once, and used. Called by
-`expectation`, asked by `planning` and `retuning`.
+Plans are priced with these times once all kinds of chunks have been measured, and in layer units until then. The times
+are taken once, at the mean workload of the iterations so far, and then kept, so that predictions within one job are
+comparable. A job that tunes itself by them takes them again at each tuning. Times that contradict the operation counts
+are reported once, and used all the same. Called by `expectation`; queried by `planning` and `retuning`.
 """
 
 from __future__ import annotations
@@ -16,33 +16,34 @@ from resihp.detector.online.predictor import Key
 from resihp.parallelism.model import ModelSpec
 from resihp.scheduler.cost.profile import Profile, Times, layer_units
 
-CONTRADICTS = 3.0
-NOTHING = 0.1
-"""Of a layer: less makes no difference to a plan, whatever the ratio is."""
+MAX_TIME_RATIO = 3.0
+"""Largest ratio of a measured time to the operation count, or the reverse, that is not reported as a contradiction."""
+NEGLIGIBLE_LAYER_SHARE = 0.1
+"""Share of a layer's time below which a time makes no difference to a plan, whatever the ratio is."""
 
 
 def learn(job: Job) -> None:
-    """Take the times, if they are known by now and were not before."""
+    """Take the times if they are known by now and have not been taken before."""
     if job.profile is None and job.workloads and job.monitor.settled:
         job.profile = _profile(job)
-        if job.profile is not None and (told := contradiction(job.profile, job.declaration.model)):
-            job.say("warning", f"measured times contradict the model: {told}; plans go by what was measured")
+        if job.profile is not None and (text := contradiction(job.profile, job.declaration.model)):
+            job.say("warning", f"measured times contradict the model: {text}; plans use the measured times")
 
 
 def now(job: Job) -> Profile | None:
-    """The times as they are known by now; None before they were learnt for the first time."""
+    """Return the times as known by now; None before they were learned for the first time."""
     return _profile(job) if job.profile is not None and job.workloads and job.monitor.settled else None
 
 
 def moved(before: Profile, after: Profile, by: float) -> bool:
-    """Whether a kind of work takes a different time than before, by more than this share of a layer's."""
+    """Return whether a kind of work takes a different time than before, by more than `by` of a layer's time."""
     layer = before.layers[0].total
     kinds = ((before.layers[0], after.layers[0]), (before.embedding, after.embedding), (before.head, after.head))
-    return any(abs(two.total - one.total) > by * layer for one, two in kinds)
+    return any(abs(latter.total - former.total) > by * layer for former, latter in kinds)
 
 
 def contradiction(measured: Profile, model: ModelSpec) -> str:
-    """What is more than `CONTRADICTS` times off what operations say, in words; empty where nothing is."""
+    """Describe a time that is more than `MAX_TIME_RATIO` off the operation count; empty if there is none."""
     expected = layer_units(model)
     head, head_due = _head(measured), _head(expected)
     if _contradicts(head, head_due):
@@ -53,9 +54,9 @@ def contradiction(measured: Profile, model: ModelSpec) -> str:
     return ""
 
 
-def _contradicts(found: float, due: float) -> bool:
-    found, due = max(found, NOTHING), max(due, NOTHING)
-    return max(found, due) > CONTRADICTS * min(found, due)
+def _contradicts(measured: float, expected: float) -> bool:
+    measured, expected = max(measured, NEGLIGIBLE_LAYER_SHARE), max(expected, NEGLIGIBLE_LAYER_SHARE)
+    return max(measured, expected) > MAX_TIME_RATIO * min(measured, expected)
 
 
 def _head(times: Profile) -> float:
@@ -67,27 +68,27 @@ def _back(times: Profile) -> float:
 
 
 def links(job: Job) -> dict[tuple[str, str], float]:
-    """Speed of the slowest known link between two nodes; the planner knows of none within a node."""
-    found: dict[tuple[str, str], float] = {}
+    """Return the speed of the slowest known link between each two nodes; the planner has no links within a node."""
+    speeds: dict[tuple[str, str], float] = {}
     for (a, b), slow in job.record.slow_links.items():
         pair = tuple(sorted((job.members[a].node, job.members[b].node)))
         if pair[0] != pair[1]:
-            found[pair[0], pair[1]] = min(slow.speed, found.get((pair[0], pair[1]), 1.0))
-    return found
+            speeds[pair[0], pair[1]] = min(slow.speed, speeds.get((pair[0], pair[1]), 1.0))
+    return speeds
 
 
 def _profile(job: Job) -> Profile | None:
-    """Of a mean micro-batch. None where a kind of chunk is not known after all.
+    """Return the times of a mean micro-batch, or None if the time of some kind of chunk is still unknown.
 
-    What a group of k ranks takes is a k-th of what one takes alone: the planner's notion of speed.
+    A group of k ranks is taken to need a k-th of the time of one rank alone: the planner's notion of speed.
     """
-    *of_all, micro_batches = (sum(of) for of in zip(*job.workloads, strict=True))
-    tokens, squares = (total / micro_batches for total in of_all)
+    *totals, micro_batches = (sum(column) for column in zip(*job.workloads, strict=True))
+    tokens, squares = (total / micro_batches for total in totals)
     tp, monitor = job.settings.tp, job.monitor
 
     def seconds(key: Key, kind: str) -> float | None:
-        found = monitor.predictor.predict(key, kind, [tokens], [squares])
-        return None if found is None else float(found[0]) * tp
+        predicted = monitor.predictor.predict(key, kind, [tokens], [squares])
+        return None if predicted is None else float(predicted[0]) * tp
 
     layer = _times(seconds, (1, tp, False, False))
     first, last = (_times(seconds, (1, tp, *ends)) for ends in ((True, False), (False, True)))
@@ -105,7 +106,8 @@ def _profile(job: Job) -> Profile | None:
 
 
 def _times(seconds: Callable[[Key, str], float | None], key: Key) -> Times | None:
-    """A B that computes the gradients of weights as well is taken to spend half of its time on them."""
+    """Return the times of a chunk; a B that also computes weight gradients is taken to spend half of its time on
+    them."""
     f, b, w, both = (seconds(key, kind) for kind in ("F", "B", "W", "BW"))
     if f is None:
         return None
@@ -115,5 +117,5 @@ def _times(seconds: Callable[[Key, str], float | None], key: Key) -> Times | Non
 
 
 def _beyond(whole: Times, layer: Times) -> Times:
-    """What a layer with something more takes longer than one alone."""
+    """Return the extra time of a chunk over the layer it contains."""
     return Times(max(whole.f - layer.f, 0.0), max(whole.b - layer.b, 0.0), max(whole.w - layer.w, 0.0))

@@ -1,13 +1,14 @@
-"""Devices in doubt: measured again, later and beside the same witnesses, before they are judged.
+"""Devices in doubt: measured again, later and together with the same reference devices, before they are judged.
 
-One probe is a tenth of a second, in which others may have been at work on the machine. Whoever it finds slow, or nearly
-so, is measured a few times more, and so are some whom it finds well, or who train: what all give in the same looks is
-compared (`resihp.detector.probes.judge_again`). This holds for the start, for a device that joins and for one that
-stands by. At the start, devices that share their machine's processors are measured one after another: together, they
-would compete. While training goes on all are measured at once: a witness that trains has the machine nearly to itself
-if it is measured alone, since the others wait for it, and the newcomer has not. Where all are well nothing is asked,
-and what the first probe found stands. Nothing is on record before all are judged: a new supervisor begins anew.
-Suspects on shared processors get more looks as well (`suspects_again`). Called by `slowness`.
+One probe takes a tenth of a second, in which other programs may have been at work on the machine. A device that it
+shows to be slow, or nearly so, is measured a few times more, together with some devices that it shows to be healthy or
+that train. The speeds of the same looks are compared (`resihp.detector.probes.judge_again`). This applies at the start,
+to a device that joins and to one that stands by. At the start, devices that share their machine's processors are
+measured one after another, because they would compete. While training goes on all are measured at once: a reference
+device that trains would have the machine nearly to itself if it were measured alone, since the other ranks wait for it,
+and the newcomer would not. Where all devices are healthy nothing more is measured and the first probe stands. Nothing
+is journaled before all are judged, so a new supervisor starts over. Suspects on shared processors get more looks as
+well (`suspects_again`). Called by `slowness`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Collection
 import msgspec
 
 from resihp.controller.fail_slow import probing
-from resihp.controller.fail_slow.slow_devices import LEANING
+from resihp.controller.fail_slow.thresholds import MIN_PROBE_LOG_ODDS
 from resihp.controller.state.examinations import Examination, SecondLooks
 from resihp.controller.state.job import Job
 from resihp.detector import probes
@@ -25,7 +26,7 @@ from resihp.settings import Thresholds
 
 
 def after(job: Job, done: Examination) -> Examination | None:
-    """Return the examination with what was found in all looks; None while some devices are looked at again."""
+    """Return the examination with the results of all looks; None while some devices are looked at again."""
     looks = job.rechecks.second_looks.pop(done.probe, None)
     if looks is None:
         looks = _begin(job, done)
@@ -34,32 +35,35 @@ def after(job: Job, done: Examination) -> Examination | None:
     else:
         _take(job, looks, done)
     del job.examinations[done.probe]
-    if _may_go_on(job, looks.first) and _next(job, looks):
+    if _may_go_on(job, looks.first) and _measure_next_turn(job, looks):
         return None
     return looks.first
 
 
 def suspects_again(job: Job, done: Examination) -> bool:
-    """Measure suspects and their witnesses once more where one look at shared processors would convict somebody; tells
-    whether it does. Noise that makes a device look slow at work makes its probe look slow, too."""
+    """Measure suspects and references once more if a single look at shared processors would make a device slow; return
+    whether it does.
+
+    Noise that makes a device look slow at work makes its probe look slow, too.
+    """
     shared = any(answer.shared for answer in done.answers.values())
     if not shared or done.looks >= probes.SUSPECT_LOOKS or not job.training or not done.findings:
         return False
     verdicts = probing.weigh_suspicion(job, done).devices.values()
-    asked = [rank for rank in done.asked if job.members[rank].alive]
-    leaning = any(verdict.speed is not None and verdict.odds >= LEANING for verdict in verdicts)
-    if not leaning or not asked:
+    probed_ranks = [rank for rank in done.asked if job.members[rank].alive]
+    over_limit = any(verdict.speed is not None and verdict.odds >= MIN_PROBE_LOG_ODDS for verdict in verdicts)
+    if not over_limit or not probed_ranks:
         return False
     del job.examinations[done.probe]
-    again = probing.begin(job, "suspicion", asked, findings=done.findings)
+    again = probing.begin(job, "suspicion", probed_ranks, findings=done.findings)
     again.best, again.looks = probing.best_of_looks(done), done.looks + 1
     again.failed = probing.failed_looks(done)
     return True
 
 
 def _may_go_on(job: Job, first: Examination) -> bool:
-    """Whether there is still somebody to be given work."""
-    if job.departure is not None:
+    """Return whether there is still anything to decide: the job has not begun to stop."""
+    if job.stop_request is not None:
         return False
     return job.stage == "gathering" if first.occasion == "start" else job.under_way
 
@@ -69,37 +73,40 @@ def _begin(job: Job, done: Examination) -> SecondLooks | None:
     if not doubts:
         return None
     if done.occasion == "start":
-        witnesses = _others_that_start(job, done, doubts.keys())
+        references = _references_that_start(job, done, doubts.keys())
     else:
-        witnesses = probing.witnesses(job, sorted(doubts))
-    if not witnesses:
+        references = probing.reference_ranks(job, sorted(doubts))
+    if not references:
         return None
     first = min(doubts)
-    left = len(doubts) - 1
-    more = f", and {left} other{'' if left == 1 else 's'}" if left else ""
-    job.say("notice", f"{job.where(first)}{more}: its probe looks slow, probing again before deciding: {doubts[first]}")
-    return SecondLooks(first=done, doubted=tuple(sorted(doubts)), witnesses=witnesses)
+    others = len(doubts) - 1
+    more = f", and {others} other{'' if others == 1 else 's'}" if others else ""
+    job.say(
+        "notice", f"{job.where(first)}{more}: looks slow in its probe, probing again before deciding: {doubts[first]}"
+    )
+    return SecondLooks(first=done, doubted=tuple(sorted(doubts)), references=references)
 
 
-def _others_that_start(job: Job, done: Examination, doubted: Collection[int]) -> tuple[int, ...]:
-    """Return witnesses of the same nodes, which share whatever is a node's, and of others, which show what that is."""
+def _references_that_start(job: Job, done: Examination, doubted: Collection[int]) -> tuple[int, ...]:
+    """Return reference ranks of the same nodes, which share any problem of a node, and of others, which reveal it."""
     nodes = {job.members[rank].node for rank in doubted}
     others = [rank for rank in probing.measured(done) if rank not in doubted and job.members[rank].alive]
-    near = sorted(rank for rank in others if job.members[rank].node in nodes)
-    far = sorted(rank for rank in others if job.members[rank].node not in nodes)
-    return tuple(sorted(probing.alternating(near, far)[: probing.MOST_WITNESSES]))
+    same_nodes = sorted(rank for rank in others if job.members[rank].node in nodes)
+    other_nodes = sorted(rank for rank in others if job.members[rank].node not in nodes)
+    return tuple(sorted(probing.alternating(same_nodes, other_nodes)[: probing.MAX_REFERENCE_DEVICES]))
 
 
 def _take(job: Job, looks: SecondLooks, done: Examination) -> None:
-    """Those of one turn have answered. What is wrong is wrong; of speeds the best counts, in these looks alone: others
-    were measured while everybody was, and may not be compared with who had the machine to itself."""
+    """Add the answers of one turn. An error in any look stands. Of the speeds the best counts, and only among these
+    looks: the first look was taken while all devices were measured, and does not compare with one in which a device had
+    the machine to itself."""
     answers, best = looks.first.answers, looks.first.best
     for rank, answer in done.answers.items():
         if answer.error and rank in answers:
             answers[rank] = msgspec.structs.replace(answers[rank], error=answer.error)
         elif answer.error:
-            job.say("warning", f"{job.where(rank)}: probed for comparison, and failed: {answer.error}")
-            looks.witnesses = tuple(witness for witness in looks.witnesses if witness != rank)
+            job.say("warning", f"{job.where(rank)}: failed its probe, which was taken for comparison: {answer.error}")
+            looks.references = tuple(reference for reference in looks.references if reference != rank)
         elif not answer.untried:
             best[rank] = probes.best(best.get(rank, answer.speed), answer.speed)
     for rank in done.silent:
@@ -108,35 +115,38 @@ def _take(job: Job, looks: SecondLooks, done: Examination) -> None:
             looks.first.silent.add(rank)
 
 
-def _next(job: Job, looks: SecondLooks) -> bool:
-    """Ask those whose turn it is; False when nobody is in doubt any more."""
+def _measure_next_turn(job: Job, looks: SecondLooks) -> bool:
+    """Order the probes of the next turn; return False once no device is in doubt any more."""
     if not looks.turns and not _look_again(job, looks):
         return False
     turn = [rank for rank in looks.turns.pop(0) if job.members[rank].alive]
     if not turn:
-        return _next(job, looks)
-    asked = probing.begin(job, looks.first.occasion, turn)
-    job.rechecks.second_looks[asked.probe] = looks
+        return _measure_next_turn(job, looks)
+    examination = probing.begin(job, looks.first.occasion, turn)
+    job.rechecks.second_looks[examination.probe] = looks
     return True
 
 
 def _look_again(job: Job, looks: SecondLooks) -> bool:
-    """One more look at whoever is in doubt still; False if nobody is, or could be compared."""
+    """Begin one more look at the devices still in doubt; return False if there are none, or nothing to compare them
+    with."""
     first = looks.first
     if looks.taken:
         _judge(looks, job.settings.detection.thresholds)
     for rank in looks.doubted:
-        if not job.members[rank].alive:  # of a device whose process died meanwhile nothing is known
+        if not job.members[rank].alive:  # its process has died meanwhile: nothing is known
             first.answers.pop(rank, None)
     looks.doubted = tuple(rank for rank in looks.doubted if rank in first.answers and not first.answers[rank].error)
-    looks.witnesses = tuple(
+    looks.references = tuple(
         rank
-        for rank in looks.witnesses
-        if job.members[rank].alive and (rank not in first.asked or _is_well(first, rank))
+        for rank in looks.references
+        if job.members[rank].alive and (rank not in first.asked or _is_healthy(first, rank))
     )
-    if looks.doubted and not looks.witnesses and first.occasion != "start":  # those who were have died meanwhile
-        looks.witnesses = probing.witnesses(job, looks.doubted)
-    if not looks.doubted or not looks.witnesses:
+    if (
+        looks.doubted and not looks.references and first.occasion != "start"
+    ):  # the former references have died meanwhile
+        looks.references = probing.reference_ranks(job, looks.doubted)
+    if not looks.doubted or not looks.references:
         return False
     looks.taken += 1
     first.looks += 1
@@ -144,36 +154,37 @@ def _look_again(job: Job, looks: SecondLooks) -> bool:
     return True
 
 
-def _is_well(first: Examination, rank: int) -> bool:
+def _is_healthy(first: Examination, rank: int) -> bool:
     return rank in first.answers and not first.answers[rank].error
 
 
 def _turns(job: Job, looks: SecondLooks) -> list[tuple[int, ...]]:
-    asked = [*looks.doubted, *looks.witnesses]
+    ranks = [*looks.doubted, *looks.references]
     if looks.first.occasion != "start":
-        return [tuple(sorted(asked))]
-    machines = {rank: job.nodes[job.members[rank].node].host for rank in asked}
-    shared = {rank for rank in asked if looks.first.answers[rank].shared}
-    return probes.in_turns(asked, machines, shared)
+        return [tuple(sorted(ranks))]
+    machines = {rank: job.nodes[job.members[rank].node].host for rank in ranks}
+    shared = {rank for rank in ranks if looks.first.answers[rank].shared}
+    return probes.in_turns(ranks, machines, shared)
 
 
 def _judge(looks: SecondLooks, wanted: Thresholds) -> None:
-    """Whoever is not in doubt any more; of one that could not be measured again the first look is all that is known."""
+    """Settle the devices that are no longer in doubt. If a device could not be measured again, its first look
+    stands."""
     first = looks.first
-    witnesses = [first.best[rank] for rank in looks.witnesses if rank in first.best]
-    if not witnesses and first.occasion != "start" and looks.taken < probes.SHARED_LOOKS[1]:
-        return  # those who were asked have died: others are
-    left = []
-    for rank in looks.doubted if witnesses else ():
+    speeds = [first.best[rank] for rank in looks.references if rank in first.best]
+    if not speeds and first.occasion != "start" and looks.taken < probes.SHARED_LOOKS[1]:
+        return  # the references have died: the next look has others
+    undecided = []
+    for rank in looks.doubted if speeds else ():
         if rank not in first.best or rank not in first.answers:
             continue
         shared = first.answers[rank].shared
         within = probes.SHARED_LOOKS if shared and first.occasion != "start" else probes.RECHECK_LOOKS
         judged = probes.judge_again(
-            rank, first.best[rank], witnesses, looks.taken, shared=shared, wanted=wanted, within=within
+            rank, first.best[rank], speeds, looks.taken, shared=shared, wanted=wanted, within=within
         )
         if judged is None:
-            left.append(rank)
+            undecided.append(rank)
         else:
             first.settled[rank] = judged
-    looks.doubted = tuple(left)
+    looks.doubted = tuple(undecided)

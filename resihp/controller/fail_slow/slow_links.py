@@ -1,7 +1,8 @@
-"""Links under suspicion: measured beside others of their kind, after an iteration that is announced to both ends.
+"""Suspected links: measured together with others of their kind, after an iteration that is announced to both ends.
 
-A link's verdict rests on its measurement; what was seen in training is it only where there is nothing to compare with.
-Where processors are shared it rests on several, each at a moment of its own. Called by `slowness`.
+A verdict on a link rests on its measurement; the times seen in training decide only where no other link can be
+compared. Where processors are shared, the verdict rests on several measurements at different moments. Called by
+`slowness`.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from resihp.detector.findings import Finding
 from resihp.record.journal import FailureEnded, FailureFound, Outcome
 from resihp.record.state import Link
 
-ANNOUNCED_S = 0.5
-"""How long ahead ranks are told when to measure a link: orders take milliseconds."""
-LEAST_AHEAD = 2
-"""Iterations ahead, if these are longer."""
+ANNOUNCEMENT_S = 0.5
+"""How long before the measurement, in seconds, ranks get the order: orders take milliseconds to arrive."""
+MIN_ITERATIONS_AHEAD = 2
+"""Iterations before the measurement at which ranks get the order, at least: this counts where iterations are long."""
 
 
 def suspected(job: Job, finding: Finding, link: Link) -> None:
-    """Have the link measured; nothing else is going on."""
+    """Order a measurement of the link. Called only while no other suspicion is open."""
     a, b = link
     if link in job.record.slow_links:
         dropped(job, finding, f"{job.where_link(link)}: known, see failure {job.record.slow_links[link].failure}")
@@ -33,16 +34,16 @@ def suspected(job: Job, finding: Finding, link: Link) -> None:
     if not _in_use(job, link):
         dropped(job, finding, f"{job.where_link(link)}: not in use any more")
         return
-    after = _moment(job)
+    after = _announced_iteration(job)
     if after is None:
         job.monitor.cleared_link(a, b)
-        told = f"{job.where_link(link)}: may be slow, {change(finding)}; training ends before it could be measured"
-        dropped(job, finding, told, "unconfirmed")
-        job.say("notice", told)
+        text = f"{job.where_link(link)}: may be slow, {change(finding)}; training ends before it could be measured"
+        dropped(job, finding, text, "unconfirmed")
+        job.say("notice", text)
         return
     opened(job, finding, evidence=f"{job.where_link(link)}: slow, {change(finding)}: {finding.evidence}")
-    told = f"{job.where_link(link)}: suspected to be slow, {change(finding)}; measuring after iteration {after}"
-    job.say("notice", told)
+    text = f"{job.where_link(link)}: suspected to be slow, {change(finding)}; measuring after iteration {after}"
+    job.say("notice", text)
     probing.begin_link(job, finding, after)
 
 
@@ -50,63 +51,66 @@ def _in_use(job: Job, link: Link) -> bool:
     return all(rank in job.record.working and job.members[rank].alive for rank in link)
 
 
-def _moment(job: Job) -> int | None:
-    """The next iteration that can be announced; None if training ends before."""
+def _announced_iteration(job: Job) -> int | None:
+    """Return the next iteration that can be announced; None if training ends before it."""
     takes_s = max(job.predicted_s, 1e-3)
-    unheard = int((job.now - job.progress_at) / max(job.usual_s, 1e-3))  # reports are held back, while training goes on
-    after = job.furthest + unheard + max(LEAST_AHEAD, math.ceil(ANNOUNCED_S / takes_s))
+    unreported = int(
+        (job.now - job.progress_at) / max(job.usual_s, 1e-3)
+    )  # reports may be delayed while training goes on
+    ahead = max(MIN_ITERATIONS_AHEAD, math.ceil(ANNOUNCEMENT_S / takes_s))
+    after = job.furthest + unreported + ahead
     return after if after < job.record.goal else None
 
 
 def measured(job: Job, done: Examination, finding: Finding, link: Link) -> None:
-    """Its ends and the witnesses have answered, or had the time to."""
+    """Decide about a link once its ends and the reference links have answered, or have had the time to."""
     judged = probing.conclude_link(job, done, link)
     if not job.training:
-        _acquit(job, link, "unconfirmed", "another plan is on its way", done.probe)
+        _clear(job, link, "unconfirmed", "a new plan is about to take effect", done.probe)
     elif judged is None:
-        missed = [answer.missed for rank, answer in sorted(done.answers.items()) if rank in link and answer.missed]
-        why = f"it was not measured: {next(iter(missed), 'no answer')}"
-        _acquit(job, link, "unconfirmed", why, done.probe)
+        reasons = [answer.missed for rank, answer in sorted(done.answers.items()) if rank in link and answer.missed]
+        why = f"it was not measured: {next(iter(reasons), 'no answer')}"
+        _clear(job, link, "unconfirmed", why, done.probe)
     elif judged.speed is None:
-        told = f"measured, but there is {judged.evidence}; {finding.evidence}"
-        _verdict(job, finding, link, speed_of(finding), told, done.probe)
+        evidence = f"measured, but there is {judged.evidence}; {finding.evidence}"
+        _declare_slow(job, finding, link, speed_of(finding), evidence, done.probe)
     elif judged.slow:
         looks = (*done.slow_looks, judged)
-        sure = probes.judge_link_again(looks, shared=any(answer.shared for answer in done.answers.values()))
-        if sure is None:
+        verdict = probes.judge_link_again(looks, shared=any(answer.shared for answer in done.answers.values()))
+        if verdict is None:
             _look_again(job, done, finding, link, looks)
         else:
-            speed = judged.speed if sure.speed is None else sure.speed
-            _verdict(job, finding, link, speed, f"{sure.evidence}; {finding.evidence}", done.probe)
+            speed = judged.speed if verdict.speed is None else verdict.speed
+            _declare_slow(job, finding, link, speed, f"{verdict.evidence}; {finding.evidence}", done.probe)
     else:
-        _acquit(job, link, "fine", judged.evidence, done.probe)
+        _clear(job, link, "fine", judged.evidence, done.probe)
 
 
 def _look_again(
     job: Job, done: Examination, finding: Finding, link: Link, looks: tuple[probes.JudgedLink, ...]
 ) -> None:
-    after = _moment(job)
+    after = _announced_iteration(job)
     if after is not None and job.may_interrupt and _in_use(job, link):
         probing.begin_link(job, finding, after, looks)
         return
     why = "training ends before it could be measured again" if after is None else "it could not be measured again"
-    many = "1 look" if len(looks) == 1 else f"{len(looks)} looks"
-    _acquit(job, link, "unconfirmed", f"slow in {many}, {why}", done.probe)
+    count = "1 look" if len(looks) == 1 else f"{len(looks)} looks"
+    _clear(job, link, "unconfirmed", f"slow in {count}, {why}", done.probe)
 
 
-def _acquit(job: Job, link: Link, outcome: Outcome, why: str, probe: int) -> None:
+def _clear(job: Job, link: Link, outcome: Outcome, why: str, probe: int) -> None:
     job.monitor.cleared_link(*link)
     ended(job, outcome, why, probe)
     job.say("notice", f"{job.where_link(link)}: no longer suspected to be slow, {why}")
 
 
-def _verdict(job: Job, finding: Finding, link: Link, speed: float, evidence: str, probe: int) -> None:
+def _declare_slow(job: Job, finding: Finding, link: Link, speed: float, evidence: str, probe: int) -> None:
     a, b = link
     speed = possible(speed)
     nodes = f"{job.members[a].node}-{job.members[b].node}"
     longer = excess(job, finding.iteration, (speed,))
-    left = longer is not None and longer.left
-    told = "" if longer is None else longer.told(speed)
+    mostly_unexplained = longer is not None and longer.mostly_unexplained
+    accounts_for = "" if longer is None else longer.explanation(speed)
     injected = job.slow_since.get(_nodes(job, link))
     since_s = None if injected is None else job.now - injected
     ended(job, "slow", f"{job.where_link(link)}: is slow", probe)
@@ -115,13 +119,13 @@ def _verdict(job: Job, finding: Finding, link: Link, speed: float, evidence: str
         kind="fail-slow",
         component="link",
         cause=f"the link from rank {a} to rank {b} ({nodes}) works at {speed:.0%} of its speed"
-        f"{f', which {told}' if left else ''}",
+        f"{f', which {accounts_for}' if mostly_unexplained else ''}",
         ranks=(a, b),
         node=job.members[a].node,
         device=None,
         iteration=finding.iteration,
         epoch=job.epoch,
-        evidence=f"{evidence}; {told}" if told and not left else evidence,
+        evidence=f"{evidence}; {accounts_for}" if accounts_for and not mostly_unexplained else evidence,
         detect_s=since_s,
         noticed_s=0.0,
         failed_s=job.onsets.slow_for_s(finding.iteration, job.now, since_s),
@@ -130,29 +134,29 @@ def _verdict(job: Job, finding: Finding, link: Link, speed: float, evidence: str
         link=link,
     )
     job.log(entry)
-    if longer is not None and left:
+    if longer is not None and mostly_unexplained:
         job.say("warning", longer.unexplained())
     job.say("warning", f"{job.where_link(link)}: slow since iteration {finding.iteration}, at {speed:.0%}")
-    if not left:
+    if not mostly_unexplained:
         slow_parts.explained(job, link, finding.iteration, entry.failure)
     reason = f"{job.where_link(link)} is slow"
     replan_policy.consider(job, reason, finding.iteration, failure=entry.failure, device=link)
 
 
 def _nodes(job: Job, link: Link) -> tuple[str, str]:
-    """That a link between two ranks joins, names ascending."""
+    """Return the nodes that a link joins, names ascending."""
     a, b = (job.members[rank].node for rank in link)
     return min(a, b), max(a, b)
 
 
 def recovered(job: Job, finding: Finding, link: Link) -> None:
-    """As fast as before, at work; a suspicion without a verdict just ends."""
+    """End the verdict on a link that is as fast as before; without a verdict there is nothing to do."""
     if link not in job.record.slow_links:
         return
     failure = job.record.slow_links[link].failure
     job.log(
         FailureEnded(failure=failure, node=None, device=None, iteration=finding.iteration, evidence=finding.evidence),
     )
-    told = f"{job.where_link(link)} is as fast as before"
-    job.say("notice", f"{told}, since iteration {finding.iteration}")
-    replan_policy.consider(job, told, finding.iteration, device=link)
+    text = f"{job.where_link(link)} is as fast as before"
+    job.say("notice", f"{text}, since iteration {finding.iteration}")
+    replan_policy.consider(job, text, finding.iteration, device=link)

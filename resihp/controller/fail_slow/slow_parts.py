@@ -1,9 +1,9 @@
-"""What is slow and no device: collectives of a group, sums of gradients, the wait for data, and the job as a whole.
+"""Slow parts other than devices: a group's collectives, gradient sums, the wait for data, and the job as a whole.
 
-None of them can be measured apart from training, nor planned around: they are told, with what they cost, until they
-end. What lasts is a verdict. A group's collectives wait for a slow device of it, and everybody for everybody: they are
-no failure of their own while what explains them is known since about the same time. Called by `slowness` and
-`slow_devices`.
+None of these can be measured apart from training, and no plan avoids them. They are reported, with their cost, until
+they end. Slowness that lasts becomes a verdict. A group's collectives wait for the slow devices of the group, and every
+rank waits for every other; so these parts are no failure of their own while a cause is known since about the same time.
+Called by `slowness` and `slow_devices`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from collections.abc import Collection, Mapping
 import msgspec
 
 from resihp.controller.fail_slow.suspicions import (
-    OTHER,
-    PARTS,
-    SAME,
+    PARTS_OF_ITERATION,
     component,
     dropped,
     ended,
@@ -25,6 +23,13 @@ from resihp.controller.fail_slow.suspicions import (
     some,
     speed_of,
 )
+from resihp.controller.fail_slow.thresholds import (
+    MIN_LASTING_ITERATIONS,
+    MIN_SEVERE_ITERATIONS,
+    MIN_SPEED_CHANGE,
+    SAME_CAUSE_ITERATIONS,
+    SEVERE_CHANGE,
+)
 from resihp.controller.state.examinations import Examination, Lasting
 from resihp.controller.state.job import Job
 from resihp.detector.findings import Finding
@@ -32,50 +37,45 @@ from resihp.detector.suspects import Verdicts
 from resihp.record.journal import FailureEnded, FailureFound
 from resihp.record.state import Slow
 
-LASTS = 20
-"""Iterations for which all have to be slower than before, though every device is well, to be told as such."""
-GRAVE, SOON = 1.0, 5
-"""Where iterations take twice as long, and more, so many iterations are enough."""
-
 
 def suspected(job: Job, finding: Finding) -> None:
-    """What a group does together, or waits for, takes longer; nothing else is being looked into. Of nobody in
-    particular: all do."""
-    finding = _of_what_iterations_take(job, finding)
+    """Declare a part slow unless a known failure explains it. Called only while no other suspicion is open. A finding
+    without ranks is about all of them."""
+    finding = _as_share_of_iteration(job, finding)
     ranks = tuple(rank for rank in finding.ranks or job.record.active if rank in job.record.working)
-    speed, known = speed_of(finding), job.record.slow_parts.get((finding.component, ranks))
+    speed, verdict = speed_of(finding), job.record.slow_parts.get((finding.component, ranks))
     if not ranks:
-        dropped(job, finding, "whoever was suspected has no work any more")
-    elif known is not None and abs(speed / known.speed - 1.0) < OTHER:
-        dropped(job, finding, f"known, see failure {known.failure}")
+        dropped(job, finding, "the suspects have no work any more")
+    elif verdict is not None and abs(speed / verdict.speed - 1.0) < MIN_SPEED_CHANGE:
+        dropped(job, finding, f"known, see failure {verdict.failure}")
     elif (cause := _cause(job, ranks, finding.iteration)) is not None:
         dropped(job, finding, f"failure {cause.failure} explains it")
     else:
         opened(job, finding, ranks)
         ended(job, "slow", "it lasts")
-        if known is not None:
-            _end(job, known, max(finding.iteration, known.since), f"at {speed:.0%} of the speed from then on")
+        if verdict is not None:
+            _end(job, verdict, max(finding.iteration, verdict.since), f"at {speed:.0%} of the speed from then on")
         _part_failed(job, finding, ranks)
 
 
 def _cause(job: Job, ranks: Collection[int], iteration: int) -> Slow | None:
-    """What is slow since about then, and may be why these wait."""
+    """Return something that is slow since about the same time and may be the reason why these ranks wait, or None."""
     record = job.record
     causes = [slow for rank in ranks if (slow := record.slow.get(job.device_of(rank))) is not None]
     causes += [slow for link, slow in record.slow_links.items() if not set(link).isdisjoint(ranks)]
     causes += [record.slow_job] if record.slow_job is not None else []
-    return next((slow for slow in causes if abs(slow.since - iteration) <= SAME), None)
+    return next((slow for slow in causes if abs(slow.since - iteration) <= SAME_CAUSE_ITERATIONS), None)
 
 
 def _part_failed(job: Job, finding: Finding, ranks: tuple[int, ...]) -> None:
     nodes = {job.members[rank].node for rank in ranks}
-    who = some(ranks) if len(ranks) < len(job.record.active) else "all ranks"
-    what = {
-        "collective": f"the tensor-parallel collectives of {who} take longer than they should",
-        "reduction": f"the sums of gradients of {who} take longer than they should",
-        "data": f"{who}: the first micro-batch comes later than it should",
+    subject = some(ranks) if len(ranks) < len(job.record.active) else "all ranks"
+    symptom = {
+        "collective": f"the tensor-parallel collectives of {subject} take longer than they should",
+        "reduction": f"the sums of gradients of {subject} take longer than they should",
+        "data": f"{subject}: the first micro-batch comes later than it should",
     }[finding.component]
-    cause = f"{what}, {_cost(job, finding)}"
+    cause = f"{symptom}, {_cost(job, finding)}"
     entry = FailureFound(
         failure=job.record.failures + 1,
         kind="fail-slow",
@@ -95,9 +95,9 @@ def _part_failed(job: Job, finding: Finding, ranks: tuple[int, ...]) -> None:
     )
     job.log(entry)
     lasting, longer = job.inquiry.lasting, excess(job, finding.iteration, (speed_of(finding),))
-    explains = longer is None or not longer.left
-    if explains and lasting is not None and abs(lasting.finding.iteration - finding.iteration) <= SAME:
-        job.inquiry.lasting = None  # this is why
+    explains = longer is None or not longer.mostly_unexplained
+    if explains and lasting is not None and abs(lasting.finding.iteration - finding.iteration) <= SAME_CAUSE_ITERATIONS:
+        job.inquiry.lasting = None  # explained by this part
     where = f"node {entry.node}: " if entry.node is not None else ""
     job.say(
         "warning", f"{where}{cause}, since iteration {finding.iteration}; no plan helps, see resihp history failures"
@@ -105,46 +105,50 @@ def _part_failed(job: Job, finding: Finding, ranks: tuple[int, ...]) -> None:
 
 
 def explained(job: Job, ranks: Collection[int], since: int, failure: int, *, all_lost: bool = False) -> None:
-    """These are slow since then: what is told, or waits to be, of the whole that they are part of is their doing, but
-    not what all have lost (`all_lost`)."""
-    told = f"failure {failure} explains it"
+    """Close the verdicts and findings that a failure of these ranks, slow since iteration `since`, explains.
+
+    These are verdicts on parts that contain the ranks and, unless every device is slower than it was (`all_lost`), the
+    one on the job as a whole.
+    """
+    evidence = f"failure {failure} explains it"
     whole = job.record.slow_job
-    if whole is not None and not all_lost and abs(whole.since - since) <= SAME:
-        _end(job, whole, max(whole.since, since), told)
-    for (_, of), slow in list(job.record.slow_parts.items()):
-        if abs(slow.since - since) <= SAME and not set(of).isdisjoint(ranks):
-            _end(job, slow, max(slow.since, since), told)
+    if whole is not None and not all_lost and abs(whole.since - since) <= SAME_CAUSE_ITERATIONS:
+        _end(job, whole, max(whole.since, since), evidence)
+    for (_, part_ranks), slow in list(job.record.slow_parts.items()):
+        if abs(slow.since - since) <= SAME_CAUSE_ITERATIONS and not set(part_ranks).isdisjoint(ranks):
+            _end(job, slow, max(slow.since, since), evidence)
     waiting = []
     for finding in job.findings:
         about = component(finding)
-        part = about in PARTS and not set(finding.ranks or ranks).isdisjoint(ranks)
-        if (about == "job" or part) and abs(finding.iteration - since) <= SAME:
-            dropped(job, finding, told)
+        part = about in PARTS_OF_ITERATION and not set(finding.ranks or ranks).isdisjoint(ranks)
+        if (about == "job" or part) and abs(finding.iteration - since) <= SAME_CAUSE_ITERATIONS:
+            dropped(job, finding, evidence)
         else:
             waiting.append(finding)
     job.findings = tuple(waiting)
     lasting = job.inquiry.lasting
-    if lasting is not None and abs(lasting.finding.iteration - since) <= SAME:
+    if lasting is not None and abs(lasting.finding.iteration - since) <= SAME_CAUSE_ITERATIONS:
         job.inquiry.lasting = None
 
 
 # --- the job as a whole ---------------------------------------------------------------------------------------------
 
 
-def nobody_stands_out(job: Job, finding: Finding, verdicts: Verdicts, done: Examination) -> None:
-    """Everybody was measured, for iterations take longer, and nobody can be blamed."""
+def no_device_stands_out(job: Job, finding: Finding, verdicts: Verdicts, done: Examination) -> None:
+    """Conclude a suspicion of the whole job: all devices were measured because iterations take longer, and none stands
+    out."""
     if not done.answers:
-        ended(job, "unconfirmed", "nobody answered", done.probe)
-        job.say("notice", "all devices: no longer suspected to be slow, nobody answered")
-    elif (known := _known(job, finding)) is not None:
-        ended(job, "dropped", f"known, see failure {known.failure}", done.probe)
+        ended(job, "unconfirmed", "no device answered", done.probe)
+        job.say("notice", "all devices: no longer suspected to be slow, no device answered")
+    elif (verdict := _known(job, finding)) is not None:
+        ended(job, "dropped", f"known, see failure {verdict.failure}", done.probe)
         job.say(
-            "notice", f"all devices: as slow as is known since iteration {known.since}, see failure {known.failure}"
+            "notice", f"all devices: as slow as is known since iteration {verdict.since}, see failure {verdict.failure}"
         )
     elif verdicts.lost:
-        told = _lost(verdicts)
-        ended(job, "slow", told, done.probe)
-        _job_failed(job, finding, told)
+        evidence = _lost(verdicts)
+        ended(job, "slow", evidence, done.probe)
+        _job_failed(job, finding, evidence)
     else:
         ended(job, "fine", "every device's probe is fine", done.probe)
         job.say("notice", "all devices: no longer suspected to be slow, every device's probe is fine")
@@ -152,12 +156,12 @@ def nobody_stands_out(job: Job, finding: Finding, verdicts: Verdicts, done: Exam
 
 
 def may_last(job: Job, finding: Finding) -> None:
-    """Nothing that was measured explains it: it is told if it lasts."""
+    """Keep a finding that no measurement explains; it is reported if it lasts (`review`)."""
     job.inquiry.lasting = Lasting(finding=finding, epoch=job.epoch, since=job.furthest)
 
 
 def all_lost(job: Job, finding: Finding, verdicts: Verdicts) -> None:
-    """Beside those who stand out, and were convicted, all are slower than they were: that is told as well."""
+    """Declare the job slow as well: beside the devices that stand out, all devices are slower than they were."""
     share = msgspec.structs.replace(finding, change=1.0 / (1.0 - verdicts.lost) - 1.0)
     if _known(job, share) is None:
         opened(job, share)
@@ -170,33 +174,37 @@ def _lost(verdicts: Verdicts) -> str:
 
 
 def _known(job: Job, finding: Finding) -> Slow | None:
-    """The job's verdict, if this is no other speed."""
-    known = job.record.slow_job
-    return known if known is not None and abs(speed_of(finding) / known.speed - 1.0) < OTHER else None
+    """Return the known verdict on the job if it has about the same speed, else None."""
+    verdict = job.record.slow_job
+    return verdict if verdict is not None and abs(speed_of(finding) / verdict.speed - 1.0) < MIN_SPEED_CHANGE else None
 
 
 def review(job: Job) -> None:
-    """What nobody could be blamed for, and lasts."""
+    """Declare the job slow once an unexplained finding has lasted; measure again if the plan has changed."""
     lasting = job.inquiry.lasting
     if lasting is None or job.record.suspects_slow is not None:
         return
     if lasting.epoch != job.epoch:
         job.inquiry.lasting = None
-        job.findings = (lasting.finding, *job.findings)  # the detector does not tell it twice
-        job.say("notice", "job: another plan; all are measured again, for iterations took longer than they should")
+        job.findings = (lasting.finding, *job.findings)  # the detector reports it only once
+        job.say(
+            "notice", "job: new plan; all devices are measured again because iterations took longer than they should"
+        )
     elif _known(job, lasting.finding) is not None:
         job.inquiry.lasting = None
-    elif job.furthest - lasting.since >= (LASTS if lasting.finding.change < GRAVE else SOON):
+    elif job.furthest - lasting.since >= (
+        MIN_LASTING_ITERATIONS if lasting.finding.change < SEVERE_CHANGE else MIN_SEVERE_ITERATIONS
+    ):
         job.inquiry.lasting = None
         opened(job, lasting.finding)
         slow = job.record.slow or job.record.slow_links
-        told = "what is known to be slow does not explain it" if slow else "every device's probe is fine"
-        ended(job, "slow", f"it lasts, for {job.furthest - lasting.since} iterations; {told}")
-        _job_failed(job, lasting.finding, f"{told}, and it lasts")
+        reason = "the known slow devices and links do not explain it" if slow else "every device's probe is fine"
+        ended(job, "slow", f"it lasts, for {job.furthest - lasting.since} iterations; {reason}")
+        _job_failed(job, lasting.finding, f"{reason}, and it lasts")
 
 
-def _job_failed(job: Job, finding: Finding, told: str) -> None:
-    speed, known = speed_of(finding), job.record.slow_job
+def _job_failed(job: Job, finding: Finding, reason: str) -> None:
+    speed, former = speed_of(finding), job.record.slow_job
     cost = _cost(job, finding)
     job.log(
         FailureFound(
@@ -209,7 +217,7 @@ def _job_failed(job: Job, finding: Finding, told: str) -> None:
             device=None,
             iteration=finding.iteration,
             epoch=job.epoch,
-            evidence=f"{told}; {finding.evidence}",
+            evidence=f"{reason}; {finding.evidence}",
             detect_s=None,
             noticed_s=0.0,
             failed_s=job.onsets.slow_for_s(finding.iteration, job.now),
@@ -217,26 +225,29 @@ def _job_failed(job: Job, finding: Finding, told: str) -> None:
             confidence=finding.confidence,
         )
     )
-    if known is not None:  # once there is another: with the last verdict ends what all are known to have lost
-        _end(job, known, max(finding.iteration, known.since), f"at {speed:.0%} of the speed from then on")
-    job.say("warning", f"job: slow since iteration {finding.iteration}, {cost}; {told}{_transfers(finding)}")
+    if (
+        former is not None
+    ):  # only after the new verdict: the end of the last one also ends the loss common to all devices
+        _end(job, former, max(finding.iteration, former.since), f"at {speed:.0%} of the speed from then on")
+    job.say("warning", f"job: slow since iteration {finding.iteration}, {cost}; {reason}{_transfers(finding)}")
 
 
 def _transfers(finding: Finding) -> str:
-    """What all links between nodes have in common."""
+    """Describe the slowdown that all links between nodes have in common, if there is one."""
     longer = finding.transfers
-    return "" if longer is None else f"; transfers between nodes take {longer:.1f} times as long, all of them"
+    return "" if longer is None else f"; all transfers between nodes take {longer:.1f} times as long"
 
 
 def _cost(job: Job, finding: Finding) -> str:
-    """Of a change of whole iterations."""
+    """Return the cost of a slowdown in words: relative, and in seconds per iteration."""
     more = max(finding.change, 0.0)
     healthy_s = _healthy_s(job, finding) or job.usual_s / (1.0 + more)
-    return f"{finding.change:+.0%}, {healthy_s * more:.2g} s an iteration"
+    return f"{finding.change:+.0%}, {healthy_s * more:.2g} s per iteration"
 
 
-def _of_what_iterations_take(job: Job, finding: Finding) -> Finding:
-    """A part's change is a share of what was predicted, which may be far from what iterations take."""
+def _as_share_of_iteration(job: Job, finding: Finding) -> Finding:
+    """Restate a part's change as a share of the measured iteration; the detector gives it as a share of the predicted
+    one, which may be far off."""
     predicted_s, healthy_s = job.inquiry.healthy_s, _healthy_s(job, finding)
     if not predicted_s or not healthy_s:
         return finding
@@ -244,7 +255,7 @@ def _of_what_iterations_take(job: Job, finding: Finding) -> Finding:
 
 
 def _healthy_s(job: Job, finding: Finding) -> float | None:
-    """What an iteration took before the onset, else what is predicted for one."""
+    """Return the time of an iteration before the onset, or the predicted time if that is not known."""
     longer = excess(job, finding.iteration, ())
     return job.inquiry.healthy_s if longer is None else longer.healthy_s
 
@@ -253,52 +264,64 @@ def _healthy_s(job: Job, finding: Finding) -> float | None:
 
 
 def recovered(job: Job, finding: Finding) -> None:
-    """Of a part, or of the job as a whole where nobody is named."""
+    """End the verdict on a part, or on the job as a whole where the finding names no part."""
     if component(finding) == "job":
         job.inquiry.lasting = None
         if job.record.slow_job is not None:
             _end(job, job.record.slow_job, finding.iteration, finding.evidence)
             job.say("notice", f"job: as fast as before, since iteration {finding.iteration}")
         return
-    for (part, of), slow in list(job.record.slow_parts.items()):
-        if part == finding.component and not set(of).isdisjoint(finding.ranks or of):
+    for (part, part_ranks), slow in list(job.record.slow_parts.items()):
+        if part == finding.component and not set(part_ranks).isdisjoint(finding.ranks or part_ranks):
             _end(job, slow, finding.iteration, finding.evidence)
-            told = f"the {part} of failure {slow.failure} is as fast as before"
-            job.say("notice", f"{told}, since iteration {finding.iteration}")
+            text = f"the {part} of failure {slow.failure} is as fast as before"
+            job.say("notice", f"{text}, since iteration {finding.iteration}")
 
 
 def adopted(job: Job) -> None:
-    """Another plan is in effect: of parts that it does not have, nobody will see the end."""
-    known = job.record.slow_parts
-    stages = _stages(job) if known else {}
-    for (part, ranks), slow in list(known.items()):
+    """End the verdicts on parts that the new plan does not have: nothing would ever show their end."""
+    slow_parts = job.record.slow_parts
+    stages = _stages(job) if slow_parts else {}
+    for (part, ranks), slow in list(slow_parts.items()):
         if not job.record.working.issuperset(ranks) or not _is_part(part, frozenset(ranks), stages):
-            _end(job, slow, max(job.record.committed + 1, slow.since), "another plan: what is usual is learnt anew")
+            _end(job, slow, max(job.record.committed + 1, slow.since), "new plan: usual times are learned again")
 
 
 def _stages(job: Job) -> dict[int, tuple[int, tuple[int, ...]]]:
-    """By its first rank, which stage of its replica it is, and its ranks."""
+    """Return, by the first rank of each stage, the stage's index in its replica and its ranks."""
     replicas = job.record.plan.layout.replicas if job.record.plan is not None else ()
     stages = [(index, stage.ranks) for replica in replicas for index, stage in enumerate(replica.stages) if stage.ranks]
     return {ranks[0]: (index, ranks) for index, ranks in stages}
 
 
 def _is_part(part: str, ranks: frozenset[int], stages: Mapping[int, tuple[int, tuple[int, ...]]]) -> bool:
-    """Whether a stage lies among these ranks that does this, or waits for it."""
-    whole = [(index, len(of)) for index, of in (stages[rank] for rank in ranks & stages.keys()) if ranks.issuperset(of)]
+    """Return whether a whole stage lies within these ranks that does this kind of work, or waits for it."""
+    whole = [
+        (index, len(stage_ranks))
+        for index, stage_ranks in (stages[rank] for rank in ranks & stages.keys())
+        if ranks.issuperset(stage_ranks)
+    ]
     if part == "collective":
         return any(size > 1 for _, size in whole)
     return any(index == 0 for index, _ in whole) if part == "data" else bool(whole)
 
 
 def resume(job: Job) -> None:
-    """A new supervisor, whose detector learns anew what is usual: it sees the end of the job's, but not of parts', nor
-    of what is slow now and then."""
+    """Reconcile verdicts with the new detector of a new supervisor, which has to learn usual times again.
+
+    It will notice the end of a slow job, but not the end of a slow part or of a device that is slow now and then; those
+    verdicts end here.
+    """
     if job.record.slow_job is not None:
         job.monitor.job_is_slow()
-    now_and_then = [slow for slow in job.record.slow.values() if slow.intermittent]
-    for slow in (*job.record.slow_parts.values(), *now_and_then):
-        _end(job, slow, job.record.committed + 1, "not followed any more: another supervisor leads, and learns anew")
+    intermittent = [slow for slow in job.record.slow.values() if slow.intermittent]
+    for slow in (*job.record.slow_parts.values(), *intermittent):
+        _end(
+            job,
+            slow,
+            job.record.committed + 1,
+            "no longer tracked: a new supervisor has taken over and learns usual times again",
+        )
 
 
 def _end(job: Job, slow: Slow, iteration: int, evidence: str) -> None:

@@ -1,13 +1,13 @@
-"""What is slow and still at work: from the detector's finding to a verdict, and to a plan that suits it.
+"""Devices and links that are slow but at work: from the detector's finding to a verdict, and to a plan that suits it.
 
-A finding is a suspicion. Its suspects are measured between two iterations, beside a few witnesses; one suspicion is
-looked into at a time, what is found meanwhile joins it or waits. What follows is decided where it belongs:
-`slow_devices`, `slow_links`, and `slow_parts` for what nobody can measure. With a verdict the planner is asked what it
-would do; training is interrupted only if that gains enough. Verdicts end when the detector finds all as fast as before.
-Nothing is drained for being slow: the job goes on using it.
+A finding is a suspicion. Its suspects are measured between two iterations, together with a few reference devices. One
+suspicion is open at a time; later findings join it or wait. The decisions are made in `slow_devices`, in `slow_links`,
+and in `slow_parts` for everything that cannot be measured. After a verdict the planner is asked for a better plan, and
+training is interrupted only if that plan gains enough. A verdict ends when the detector finds normal speed again. No
+node is drained for being slow: the job goes on using it.
 
 All suspicions and verdicts are on record. Called by the controller with answers to probes, and at the end of each
-event; what the detector found, `expectation` has put there.
+event; the detector's findings are put into `job.findings` by `expectation`.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from resihp.controller.state.members import Member
 from resihp.detector import probes
 from resihp.detector.findings import Finding
 from resihp.protocol import messages as m
-from resihp.record.fold import RECOVERED
+from resihp.record.fold import RECOVERED_SPEED
 from resihp.record.state import Device
 
-UNANSWERED = 1000
-"""Probes that the last supervisor may have asked for, and whose answers may still come: their numbers are taken."""
-BUSY_S = 1.0
-"""When to try again to measure a device that stands by, where it is being measured, or has no process."""
+MAX_UNANSWERED_PROBES = 1000
+"""Probes that the previous supervisor may have ordered and that may still be answered: their numbers are skipped."""
+BUSY_RETRY_S = 1.0
+"""Seconds until a standby device is tried again if it could not be measured, being busy or without a process."""
 
 
 def review(job: Job) -> None:
-    """At the end of each event: act on what the detector found."""
+    """Act on the detector's findings, at the end of each event."""
     for overdue in probing.overdue(job):
         concluded(job, overdue)
     if not job.training:
-        return  # what was found waits
+        return  # findings wait
     if job.profile is not None and not job.links_planned_for:
         job.links_planned_for = True
         replan_policy.consider_links(job)
@@ -56,7 +56,8 @@ def review(job: Job) -> None:
 
 
 def _look_into(job: Job) -> None:
-    """Devices first, for they explain most; all of them at once. What has to wait keeps."""
+    """Look into all findings about devices at once, since these explain most, then into the others. Findings that have
+    to wait are kept."""
     devices = [finding for finding in job.findings if suspicions.component(finding) == "device"]
     job.findings = tuple(finding for finding in job.findings if suspicions.component(finding) != "device")
     if job.record.suspects_slow is not None:
@@ -79,7 +80,7 @@ def _look_into(job: Job) -> None:
 
 
 def concluded(job: Job, done: Examination) -> None:
-    """Everybody who was measured has answered, or had the time to."""
+    """Act on an examination once all measured ranks have answered, or have had the time to."""
     if done.link is not None:
         slow_links.measured(job, done, done.findings[0], done.link)
         return
@@ -101,33 +102,35 @@ def concluded(job: Job, done: Examination) -> None:
 
 
 def _recovered(job: Job, finding: Finding) -> None:
-    """As fast as before, at work; a suspicion without a verdict is over as well."""
-    what = suspicions.component(finding)
+    """End verdicts and pending findings of something that is as fast as before."""
+    part = suspicions.component(finding)
     waiting = []
-    for one in job.findings:
-        left = _without(one, finding)
-        if left is None:
-            suspicions.dropped(job, one, f"over before it was looked into: {finding.evidence}", "passed")
+    for pending in job.findings:
+        remaining = _without(pending, finding)
+        if remaining is None:
+            suspicions.dropped(job, pending, f"over before it was looked into: {finding.evidence}", "passed")
         else:
-            waiting.append(left)
+            waiting.append(remaining)
     job.findings = tuple(waiting)
     for examination in job.examinations.values():
         if examination.occasion == "suspicion" and examination.link is None:
-            examination.findings = [left for one in examination.findings if (left := _without(one, finding))]
+            examination.findings = [
+                remaining for pending in examination.findings if (remaining := _without(pending, finding)) is not None
+            ]
     if finding.link is not None:
         slow_links.recovered(job, finding, finding.link)
-    elif what == "device":
+    elif part == "device":
         slow_devices.recovered(job, finding)
     else:
         slow_parts.recovered(job, finding)
 
 
-def _without(finding: Finding, well: Finding) -> Finding | None:
-    """What is left of a finding when something is as fast as before: fewer suspects, or none."""
-    if suspicions.component(finding) != suspicions.component(well) or finding.link != well.link:
+def _without(finding: Finding, recovery: Finding) -> Finding | None:
+    """Return a finding without the suspects that are as fast as before, or None if none of them remains."""
+    if suspicions.component(finding) != suspicions.component(recovery) or finding.link != recovery.link:
         return finding
-    ranks = tuple(rank for rank in finding.ranks if rank not in well.ranks)
-    if finding.kind != "fail-slow" or not well.ranks or not ranks:
+    ranks = tuple(rank for rank in finding.ranks if rank not in recovery.ranks)
+    if finding.kind != "fail-slow" or not recovery.ranks or not ranks:
         return None
     return msgspec.structs.replace(finding, ranks=ranks)
 
@@ -136,11 +139,11 @@ def _without(finding: Finding, well: Finding) -> Finding | None:
 
 
 def _measure_standby(job: Job) -> None:
-    """Measure again what stands by and is due: it is not seen in training."""
+    """Measure the standby devices that are due: they do no training that would show their speed."""
     due = _due(job)
     if not due:
         return
-    busy = {rank for known in job.examinations.values() for rank in known.asked}
+    busy = {rank for examination in job.examinations.values() for rank in examination.asked}
     busy |= {rank for looks in job.rechecks.second_looks.values() for rank in looks.doubted}
     busy |= {*job.record.computing, *job.unmeasured}
     standby = [rank for rank in job.ready if job.device_of(rank) in due and rank not in busy]
@@ -149,14 +152,17 @@ def _measure_standby(job: Job) -> None:
 
 
 def _due(job: Job) -> set[Device]:
-    """Devices to measure again now: what is slow every `recheck_s` seconds, what a probe set aside soon at first, then
-    ever more rarely. A new supervisor waits as long as the last one would have."""
+    """Return the devices to measure again now.
+
+    Slow devices are due every `recheck_s` seconds; devices that a probe set aside are due soon at first, then ever more
+    rarely. A new supervisor keeps the interval that the previous one had reached.
+    """
     due: set[Device] = set()
     for device in job.record.unfit:
         times = job.record.unfit_probes.get(device, 1)
         again_in_s = probes.again_in_s(times, job.settings.recheck_s)
         if job.now >= job.rechecks.unfit_at.setdefault(device, job.now + again_in_s):
-            job.rechecks.unfit_at[device] = job.now + BUSY_S  # if it cannot be measured now
+            job.rechecks.unfit_at[device] = job.now + BUSY_RETRY_S  # if it cannot be measured now
             due.add(device)
     if job.now >= job.rechecks.slow_at:
         job.rechecks.slow_at = job.now + job.settings.recheck_s
@@ -165,7 +171,7 @@ def _due(job: Job) -> set[Device]:
 
 
 def _measured_standby(job: Job, judged: Mapping[int, probes.Judged], unfit: Set[Device]) -> None:
-    """Who stood by, some of them because they were `unfit`, was measured once more."""
+    """Act on new probes of standby devices; those in `unfit` stood by because they had failed a probe."""
     for rank, verdict in judged.items():
         device = job.device_of(rank)
         if not verdict.fit or not job.members[rank].ready:
@@ -173,16 +179,17 @@ def _measured_standby(job: Job, judged: Mapping[int, probes.Judged], unfit: Set[
         if device in unfit and verdict.speed is not None:
             job.say("notice", f"{job.where(rank)}: passes its probe again, available for work")
             replan_policy.consider_newcomer(job, rank, f"rank {rank} passes its probe")
-        if device in job.record.slow and verdict.speed is not None and verdict.speed >= RECOVERED:
+        if device in job.record.slow and verdict.speed is not None and verdict.speed >= RECOVERED_SPEED:
             evidence = f"standing by, its probe is fine: {verdict.evidence}"
             slow_devices.devices_recovered(job, (device,), job.record.committed + 1, evidence)
 
 
 def resume(job: Job) -> None:
-    """A new supervisor: nobody answers the probes of the last one, and the detector has all to learn again."""
-    job.probes = job.record.probes + UNANSWERED
+    """Reconcile with the previous supervisor's state: nobody answers its probes, and the detector has to learn
+    everything again."""
+    job.probes = job.record.probes + MAX_UNANSWERED_PROBES
     if job.record.suspects_slow is not None:
-        suspicions.ended(job, "unconfirmed", "not measured: another supervisor leads")
+        suspicions.ended(job, "unconfirmed", "not measured: a new supervisor has taken over")
     slow_parts.resume(job)
     for rank in job.ready:
         slow = job.record.slow.get(job.device_of(rank))

@@ -1,9 +1,9 @@
-"""What operators ask of the detector: how a rank stands, whom it does not see, how ranks have done over time.
+"""The detector's answers to operators: how a rank stands, which ranks it does not watch, how ranks have done over time.
 
-Decides nothing about the job. That a rank has not been heard of for long, or that no rank is judged at all, is
-journaled once, and once it is over: a blind watcher must not look healthy. Scores are telemetry: of all ranks now and
-then, of the most suspicious ones more often. Called by `expectation` after each iteration, and by `controller` with
-questions.
+Decides nothing about the job. If a rank has not reported for long, or if no rank is judged at all, that is journaled
+once, and once more when it is over: a detector that sees nothing must not look healthy. Scores are telemetry: of all
+ranks now and then, of the most suspicious ones more often. Called by `expectation` after each iteration, and by
+`controller` with questions.
 """
 
 from __future__ import annotations
@@ -18,31 +18,32 @@ from resihp.controller.state.job import Job
 from resihp.record.describe import DETECTORS, rank_list
 from resihp.record.journal import CoverageChanged
 
-UNHEARD = 200
-"""Iterations without a word after which a rank is not watched."""
-LOOK_EVERY = 16
-"""Iterations between looks at who is watched; what has changed at two of them in a row is told."""
-SCORE_EVERY = 10
+UNWATCHED_AFTER_ITERATIONS = 200
+"""Iterations without a report after which a rank counts as not watched."""
+COVERAGE_CHECK_ITERATIONS = 16
+"""Iterations between checks of which ranks are watched; a change that two checks in a row see is reported."""
+SCORE_ITERATIONS = 10
 """Iterations between scores."""
-RANKS_AN_ITERATION = 8
-"""All ranks are scored as often as comes to so many an iteration: 16,384 of them every 2050 iterations."""
-WORST = 8
-"""Ranks that are scored each time: those that are slow, and those with the most evidence against them."""
+MEAN_SCORES_PER_ITERATION = 8
+"""Ranks scored per iteration, on average, by the scores of all ranks: 16,384 ranks are scored every 2050 iterations."""
+MAX_SUSPICIOUS_RANKS = 8
+"""Ranks that are scored every time: those that are slow, and those with the most evidence against them."""
 
 
 class RankAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """`findings.RankStanding`, and what it has to be read with. Figures are None where nothing is known of the rank."""
+    """Where a rank stands (`findings.RankStanding`), with the context to read it. Figures are None where nothing is
+    known of the rank."""
 
     rank: int
     node: str
     device: int
     alive: bool
     working: bool
-    """It has work under the present plan."""
+    """Whether it has work under the present plan."""
     iteration: int
-    """The last one that is committed."""
+    """The last committed iteration."""
     detector: str
-    """What it judges by: as in `journal.CoverageChanged`, or "off"."""
+    """The basis of the detector's judgements: as in `journal.CoverageChanged`, or "off"."""
     unwatched: bool
     reported: int | None = None
     level: float | None = None
@@ -55,7 +56,7 @@ class RankAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def asked(job: Job, event: api.StandingAsked) -> None:
-    """Answer why a rank is, or is not, taken to be slow."""
+    """Reply to the question why a rank is, or is not, considered slow."""
     member = job.members.get(event.rank)
     if member is None:
         text = f"there is no rank {event.rank}; the job has ranks {min(job.members, default=0)} to "
@@ -79,45 +80,49 @@ def asked(job: Job, event: api.StandingAsked) -> None:
     job.do(api.Reply(request=event.request, ok=True, text=msgspec.json.encode(answer).decode()))
 
 
-def note(job: Job, iteration: int, known: str) -> None:
-    """After a committed iteration, which the detector judged by what it calls `known`."""
-    if iteration % LOOK_EVERY == 0:
-        by_ranks = known != "workload" or job.settings.detection.mode == "sequential"
-        _look(job, iteration, known if by_ranks else "iterations")
-    if iteration % SCORE_EVERY == 0:
+def note(job: Job, iteration: int, basis: str) -> None:
+    """Check coverage and write scores after a committed iteration; `known` is the detector's name for its basis of
+    judgement."""
+    if iteration % COVERAGE_CHECK_ITERATIONS == 0:
+        by_ranks = basis != "workload" or job.settings.detection.mode == "sequential"
+        _check_coverage(job, iteration, basis if by_ranks else "iterations")
+    if iteration % SCORE_ITERATIONS == 0:
         _score(job, iteration)
 
 
-# --- who is watched -------------------------------------------------------------------------------------------------
+# --- which ranks are watched ----------------------------------------------------------------------------------------
 
 
-def _look(job: Job, iteration: int, known: str) -> None:
+def _check_coverage(job: Job, iteration: int, basis: str) -> None:
     before = job.record
-    twice = known == job.judged_by  # a new plan makes the detector warm up for an iteration or two
-    job.judged_by = known
-    detector = known if twice else before.detector
+    twice = basis == job.judged_by  # a new plan makes the detector warm up for an iteration or two
+    job.judged_by = basis
+    detector = basis if twice else before.detector
     unwatched = _unwatched(job, iteration)
     if (detector, unwatched) == (before.detector, before.unwatched):
         return
     silent = [rank for rank in unwatched if rank not in before.unwatched]
-    heard = [rank for rank in before.unwatched if rank not in unwatched and rank in before.working]
+    reporting_again = [rank for rank in before.unwatched if rank not in unwatched and rank in before.working]
     entry = CoverageChanged(iteration=iteration, detector=detector, unwatched=unwatched)  # type: ignore[arg-type]
     if silent:
-        job.say("notice", f"{_named(job, silent)}: no report for {UNHEARD} iterations; not watched for being slow")
-    if heard:
-        job.say("notice", f"{_named(job, heard)}: reporting again, watched for being slow")
+        job.say(
+            "notice",
+            f"{_named(job, silent)}: no report for {UNWATCHED_AFTER_ITERATIONS} iterations; not watched for being slow",
+        )
+    if reporting_again:
+        job.say("notice", f"{_named(job, reporting_again)}: reporting again, watched for being slow")
     if detector != before.detector and detector != "workload":
         job.say("notice", f"detector: {DETECTORS[detector]}")
     job.log(entry)
 
 
 def _unwatched(job: Job, iteration: int) -> tuple[int, ...]:
-    """Ranks with micro-batches that have been silent for long, under one plan after the other."""
+    """Return the ranks with micro-batches that have not reported for long; the state carries over from plan to plan."""
     computing = set(job.record.computing)
     covered = {rank: last for rank, last in job.monitor.coverage().items() if rank in computing}
-    if not covered:  # of a plan that has just begun nothing is known
+    if not covered:  # the plan has just begun: nothing is known yet
         return tuple(rank for rank in job.record.unwatched if rank in job.record.working)
-    silent = {rank for rank, last in covered.items() if iteration - last >= UNHEARD}
+    silent = {rank for rank, last in covered.items() if iteration - last >= UNWATCHED_AFTER_ITERATIONS}
     for rank in covered.keys() & set(job.record.unwatched):
         standing = job.monitor.standing(rank)
         if standing is None or standing.reported is None:
@@ -133,14 +138,14 @@ def _named(job: Job, ranks: list[int]) -> str:
 
 
 def _score(job: Job, iteration: int) -> None:
-    found = job.monitor.scores()
-    if found is None:
+    scores = job.monitor.scores()
+    if scores is None:
         return
-    ranks, levels, evidence = found
+    ranks, levels, evidence = scores
     chosen = np.arange(ranks.size)
-    if iteration % _between(ranks.size):
+    if iteration % _full_score_iterations(ranks.size):
         suspicion = np.where(np.isin(ranks, list(job.monitor.speeds())), np.inf, evidence)
-        chosen = np.argsort(-suspicion, kind="stable")[:WORST]
+        chosen = np.argsort(-suspicion, kind="stable")[:MAX_SUSPICIOUS_RANKS]
     job.do(
         api.TellScores(
             iteration=iteration,
@@ -152,6 +157,6 @@ def _score(job: Job, iteration: int) -> None:
     )
 
 
-def _between(ranks: int) -> int:
-    """Iterations between two scores of all of so many ranks."""
-    return SCORE_EVERY * max(1, math.ceil(ranks / RANKS_AN_ITERATION / SCORE_EVERY))
+def _full_score_iterations(ranks: int) -> int:
+    """Return the number of iterations between two scores of all ranks, for a job of so many ranks."""
+    return SCORE_ITERATIONS * max(1, math.ceil(ranks / MEAN_SCORES_PER_ITERATION / SCORE_ITERATIONS))

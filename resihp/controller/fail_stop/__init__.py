@@ -1,4 +1,5 @@
-"""Processes, devices and nodes that are gone: when to suspect, when to give up, what follows, and why it was.
+"""Processes, devices and nodes that are gone: when to suspect them, when to give them up, the consequences, and the
+causes.
 
-Why a process ended is weighed by `resihp.detector.diagnosis`; which plan comes next, by the scheduler.
+The cause of a process's end is diagnosed by `resihp.detector.diagnosis`; the next plan is chosen by the scheduler.
 """

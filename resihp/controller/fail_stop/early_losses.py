@@ -1,14 +1,14 @@
-"""What is lost before the first plan: whose fault it is, and whether the job begins with the rest.
+"""Losses before the first plan: what caused them, and whether the job starts with the remaining ranks.
 
-Decides when the start waits for nobody any more, and what it came to. What most ranks say of the script is the
-script's; what one says is its device's, what all of a node say the node's. Failures are written just before the first
-plan, when it is known who shares them, or when the job ends without one: until then the journal has what happened, so
-that another supervisor comes to the same. Nothing is concluded of a program that never declares but that it needs all
-its processes. Until the start budget is spent nobody can tell it from one that is slow to declare, which begins without
-what it has lost: only what is known not to declare ends with its first loss. That is a command (`Settings.declares`),
-and a script whose ranks have met by themselves (`have_met`). Of ranks that end one after the other the first one counts
-whose end is not another's doing: a lost peer ends them all. `review` is called by the controller at the end of each
-event, `judge` by the `watchdog`.
+Decides when the start no longer waits for any rank, and the outcome. An error of most ranks is the script's; an error
+of one rank is its device's, an error of all ranks of one node that node's. Failures are journaled just before the first
+plan, once it is known which ranks share them, or when the job ends without a plan. Until then the journal holds the
+bare events, so that another supervisor reaches the same conclusion. A program that never declares what it trains simply
+needs all its processes. Until the start budget is spent, such a program cannot be distinguished from one that declares
+late, and that one starts without its lost ranks; so only a program known not to declare ends with its first loss. That
+is a command (`Settings.declares`), or a script whose ranks have set up communication on their own (`have_met`). If
+ranks end one after the other, the first one counts whose end was not caused by another rank's: a lost peer ends all of
+them. `review` is called by the controller at the end of each event, `judge` by the `watchdog`.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from resihp.protocol import messages as m
 from resihp.words import count_of
 
 GRACE_S = 3.0
-"""How long what a rank raised waits for the same of other ranks, and for the process to end."""
+"""Seconds that an exception of one rank waits for the same exception on other ranks, and for the process to end."""
 OWN_STATUSES = (m.ABORT_STATUS, client.AGENT_GONE_STATUS)
-"""With which we end a worker, whatever its script does."""
+"""Exit statuses with which we end a worker, whatever its script does."""
 FIRST_SIGNAL_STATUS = 129
-"""A shell's status for a program that a signal ended; so from there on."""
+"""Lowest exit status of a shell for a program that was ended by a signal."""
 
 
 def review(job: Job) -> None:
-    """Nobody is waited for any more: begin, or end."""
-    if job.stage != "gathering" or job.departure is not None or job.start.awaited or not job.record.placements:
+    """Begin training, or end the job, once no rank is waited for any more."""
+    if job.stage != "gathering" or job.stop_request is not None or job.start.awaited or not job.record.placements:
         return
     if len(job.nodes) < job.settings.nodes:
         return
@@ -46,7 +46,8 @@ def review(job: Job) -> None:
 
 
 def have_met(job: Job) -> None:
-    """Ranks have found each other without us, and nobody says what they train: they stand or fall together."""
+    """Note that ranks set up communication without us and do not declare what they train: they succeed or fail
+    together."""
     if not job.start.met and not job.has_declared:
         job.start.met = True
         job.say(
@@ -57,15 +58,16 @@ def have_met(job: Job) -> None:
 
 
 def judge(job: Job) -> None:
-    """Time has passed. Where all that failed lost a peer, and somebody is silent, that one is heard of first."""
+    """Decide about losses as time passes. If every failed rank lost a peer, and another rank is silent, wait for that
+    one."""
     if job.record.suspects_silent and (failed := _all_failed(job)) and failed == _followers(job):
         return
     if job.start.early_at is not None and job.now - job.start.early_at > GRACE_S:
-        if _is_the_scripts(job) or _is_too_little(job):
+        if _ends_for_the_script(job) or _ends_for_lack_of_devices(job):
             return
-        _part_with(job)
+        _kill_failed(job)
     if job.needs_all:
-        _needs_all(job)
+        _end_if_incomplete(job)
     elif job.start.awaited and job.now - job.start.ordered_at > job.settings.start_budget_s:
         _budget_is_spent(job)
 
@@ -74,48 +76,50 @@ def judge(job: Job) -> None:
 
 
 def _begin(job: Job) -> None:
-    if _is_the_scripts(job):
+    if _ends_for_the_script(job):
         return
-    _leave_useless(job)
-    if job.stage == "gathering" and not _is_too_little(job):
+    _leave_unusable_nodes(job)
+    if job.stage == "gathering" and not _ends_for_lack_of_devices(job):
         failures.explain_early(job)
         startup.propose(job)
 
 
 def _nobody_declared(job: Job) -> None:
-    """All have ended: a plain program that is done, or a start that failed everywhere."""
-    if _is_the_scripts(job):
+    """Conclude a start after which no rank declared: a plain program that is done, or a start that failed
+    everywhere."""
+    if _ends_for_the_script(job):
         return
-    if not _ends_for_what_is_lost(job):
+    if not _ends_for_a_loss(job):
         iterations.end_when_gone(job)
 
 
-def _needs_all(job: Job) -> None:
-    """It ends with the first of its processes that fails, once others may have failed alike, and with a node that it
-    lacks."""
+def _end_if_incomplete(job: Job) -> None:
+    """End a program that needs all its processes once one has failed and others have had the time to fail alike, or
+    once it lacks a node."""
     if _failed(job) and job.live and job.start.early_at is not None and job.now - job.start.early_at <= GRACE_S:
         return
-    _ends_for_what_is_lost(job)
+    _ends_for_a_loss(job)
 
 
-def _ends_for_what_is_lost(job: Job) -> bool:
-    """End what cannot do without any process, if it lacks one: for a node rather than for what then lost its peers."""
+def _ends_for_a_loss(job: Job) -> bool:
+    """End a program that needs all its processes if it lacks one; return whether it did. A lost node takes precedence
+    over ranks that then lost their peers."""
     failed = _failed(job)
     if failed and not (_lacks_nodes(job) and set(failed) <= _followers(job)):
         _end_for(job, failed)
     elif _lacks_nodes(job):
-        _too_few(job, "lost, and a program that does not say what it trains cannot do without them")
+        _too_few(job, "lost, and a program that does not declare what it trains needs all its processes")
     else:
         return False
     return True
 
 
 def _budget_is_spent(job: Job) -> None:
-    """Whoever has neither declared nor ended by now never will. A plain program never declares: it has all the time
-    there is, unless something is missing of it."""
+    """Give up the ranks that have neither declared nor ended within the start budget. A plain program never declares:
+    it has unlimited time, unless a part of it is missing."""
     budget = f"{job.settings.start_budget_s:.0f} s"
     for rank in sorted(job.start.awaited & job.starting):
-        startup.never_started(job, rank, f"nothing was heard of it within {budget}")
+        startup.never_started(job, rank, f"no report of it within {budget}")
     if not job.ready:
         failed = _failed(job)
         if failed:
@@ -127,8 +131,9 @@ def _budget_is_spent(job: Job) -> None:
         _fence(job, job.members[rank], f"not ready to train within {budget} of the start")
 
 
-def _part_with(job: Job) -> None:
-    """Processes that said that they cannot go on, and are still there; and those that do not even die."""
+def _kill_failed(job: Job) -> None:
+    """Kill processes that reported that they cannot continue but still run, and mark dead those that cannot even be
+    killed."""
     assert job.start.early_at is not None
     for rank in sorted(job.start.awaited):
         member = job.members.get(rank)
@@ -138,7 +143,7 @@ def _part_with(job: Job) -> None:
             _fence(job, member, "did not end after its script had failed")
         elif member.fenced is not None and job.now - job.start.early_at > job.settings.hang_given_up_s:
             job.start.awaited.discard(rank)
-            incidents.bury(job, member, -signals.SIGKILL)
+            incidents.mark_dead(job, member, -signals.SIGKILL)
 
 
 def _fence(job: Job, member: Member, reason: str) -> None:
@@ -146,15 +151,15 @@ def _fence(job: Job, member: Member, reason: str) -> None:
         member.fenced, member.declared = reason, None
         job.start.early_at = job.now
         log = f"{member.node}.rank{member.rank}.log"
-        job.say("warning", f"{job.where(member.rank)}: given up, {reason}; its log, {log}, tells more")
+        job.say("warning", f"{job.where(member.rank)}: given up, {reason}; see its log, {log}")
         job.do(api.SignalWorker(rank=member.rank, signal=int(signals.SIGKILL)))
 
 
-# --- whose fault ----------------------------------------------------------------------------------------------------
+# --- causes ----------------------------------------------------------------------------------------------------------
 
 
-def _is_the_scripts(job: Job) -> bool:
-    """End the job for what at least half of its ranks say, on more than one of its nodes if there are several."""
+def _ends_for_the_script(job: Job) -> bool:
+    """End the job for an error that at least half of its ranks report, on more than one node if there are several."""
     ranks = range(len(job.record.placements))
     nodes = {place.node for place in job.record.placements if job.nodes[place.node].alive}
     unable = [rank for rank in ranks if rank in job.record.refused and job.nodes[_node(job, rank)].alive]
@@ -176,16 +181,16 @@ def _is_the_scripts(job: Job) -> bool:
         if root_causes.may_pass(job, worst[0]):
             raised = job.members[min(worst)].raised
             assert raised is not None
-            incidents.outside_is_broken(job, worst, f"raised the same: {raised.error}")
+            incidents.outside_failed(job, worst, f"raised the same: {raised.error}")
         else:
             incidents.program_is_broken(job, worst)
         return True
-    return _ends_alike(job, nodes)
+    return _ends_for_same_status(job, nodes)
 
 
-def _ends_alike(job: Job, nodes: set[str]) -> bool:
-    """End the job whose script exits with the same status everywhere, soon after its start, and before it has said what
-    it trains: who has come so far does not run a script that is broken for all."""
+def _ends_for_same_status(job: Job, nodes: set[str]) -> bool:
+    """End the job if its script exits with the same status everywhere, soon after its start and before it has declared:
+    a script that declares is not broken for all ranks."""
     if job.now - job.start.ordered_at > job.settings.start_budget_s:
         return False
     by_status: dict[int, list[int]] = {}
@@ -201,30 +206,30 @@ def _ends_alike(job: Job, nodes: set[str]) -> bool:
     if not _is_common(job, worst, nodes):
         return False
     if all(root_causes.may_pass(job, rank) for rank in worst):
-        words = root_causes.own_words(job, job.members[worst[0]])
-        incidents.outside_is_broken(job, worst, f"failed alike; {words}")
+        cause = root_causes.reported_cause(job, job.members[worst[0]])
+        incidents.outside_failed(job, worst, f"failed alike; {cause}")
     else:
         incidents.program_ends(job, worst, status)
     return True
 
 
 def _followers(job: Job) -> set[int]:
-    """Ranks that failed for the end of another one, where there is one that did not, or may be. A connection that was
-    refused may have been one to a rank that had failed by then."""
+    """Return the ranks that failed because another rank ended, provided that one other rank may have failed by itself.
+    A refused connection may have been one to a rank that had already failed."""
     failed = _all_failed(job)
-    known = [job.members[rank] for rank in failed if rank in job.members]
+    failed_members = [job.members[rank] for rank in failed if rank in job.members]
     elsewhere = bool(job.record.suspects_silent) or _lacks_nodes(job)
-    causes = [root_causes.may_follow_from(member) for member in known if member.follows in ("", "never")]
-    since = -math.inf if elsewhere or len(known) < len(failed) else min(causes, default=math.inf)
-    followers = {member.rank for member in known if member.follows == "surely"}
-    for member in known:
+    causes = [root_causes.may_follow_from(member) for member in failed_members if member.follows in ("", "never")]
+    since = -math.inf if elsewhere or len(failed_members) < len(failed) else min(causes, default=math.inf)
+    followers = {member.rank for member in failed_members if member.follows == "surely"}
+    for member in failed_members:
         if member.follows == "perhaps" and member.failed_at is not None and member.failed_at >= since:
             followers.add(member.rank)
     return followers if followers < failed or elsewhere else set()
 
 
 def _all_failed(job: Job) -> set[int]:
-    """Those that have raised and not ended are among them."""
+    """Return the ranks that failed, including those that have raised but not ended."""
     return {*_failed(job), *(rank for rank, member in job.members.items() if member.raised is not None)}
 
 
@@ -234,22 +239,22 @@ def _is_common(job: Job, ranks: list[int], nodes: set[str]) -> bool:
     return bool(ranks) and several and 2 * len(ranks) >= all_of_them and (len(ranks) > 1 or all_of_them == 1)
 
 
-def _leave_useless(job: Job) -> None:
-    """Nodes none of whose devices can be used, and where none is tried again, are lost like any other."""
-    told: dict[str, dict[str, None]] = {}
-    usable = {place.node for rank, place in enumerate(job.record.placements) if not _hopeless(job, rank)}
+def _leave_unusable_nodes(job: Job) -> None:
+    """Lose the nodes that have no usable device and where none is tried again."""
+    reasons_by_node: dict[str, dict[str, None]] = {}
+    usable = {place.node for rank, place in enumerate(job.record.placements) if not _reason_not_to_retry(job, rank)}
     for rank, place in enumerate(job.record.placements):
         if place.node not in usable and job.nodes[place.node].alive:
-            told.setdefault(place.node, {})[_hopeless(job, rank)] = None
-    for name, reasons in told.items():
+            reasons_by_node.setdefault(place.node, {})[_reason_not_to_retry(job, rank)] = None
+    for name, reasons in reasons_by_node.items():
         if job.stage == "gathering":
             first, *others = reasons
             more = f" and {len(others)} more" if others else ""
-            failures.node_lost(job, name, f"none of its processes could begin: {first}{more}", "useless")
+            failures.node_lost(job, name, f"none of its processes could start: {first}{more}", "useless")
 
 
-def _hopeless(job: Job, rank: int) -> str:
-    """Why a lost rank's device is not tried again; empty where it is."""
+def _reason_not_to_retry(job: Job, rank: int) -> str:
+    """Return the reason why a lost rank's device is not tried again; empty if it is."""
     if rank in job.record.refused:
         return job.record.refused[rank]
     member = job.members.get(rank)
@@ -262,11 +267,11 @@ def _node(job: Job, rank: int) -> str:
     return job.record.placements[rank].node
 
 
-# --- whether it is enough -------------------------------------------------------------------------------------------
+# --- enough devices --------------------------------------------------------------------------------------------------
 
 
-def _is_too_little(job: Job) -> bool:
-    """End the job that has lost too much to begin; nodes alone are asked about when they are lost."""
+def _ends_for_lack_of_devices(job: Job) -> bool:
+    """End the job if it has lost too many devices to start. Lost nodes by themselves are handled when they are lost."""
     if startup.devices_left(job) >= job.settings.devices_least:
         return False
     failed = _failed(job)
@@ -278,13 +283,13 @@ def _is_too_little(job: Job) -> bool:
 
 
 def _lacks_nodes(job: Job) -> bool:
-    """Whether nodes are missing that no spares stand in for, or that had processes."""
+    """Return whether nodes are missing for which there are no spares, or on which processes ran."""
     placements = job.record.placements
     return len(placements) < job.settings.devices_asked or any(not job.nodes[p.node].alive for p in placements)
 
 
 def _failed(job: Job) -> list[int]:
-    """Ranks that were lost, not with their node, and not as a plain program ends."""
+    """Return ranks that were lost other than with their node, and not by ending as a plain program ends."""
     ended, others_train = job.record.unexplained, bool(job.ready)
     return [
         rank
@@ -294,7 +299,7 @@ def _failed(job: Job) -> list[int]:
 
 
 def _end_for(job: Job, failed: list[int]) -> None:
-    """Whatever these ranks failed of is told by the first of all whose end is not another's doing."""
+    """End the job for failed ranks; the reason is the first one whose end was not caused by another rank's."""
     followers = _followers(job)
     causes = _in_order(job, _all_failed(job) - followers)
     rank = causes[0] if causes else failed[0]
@@ -303,35 +308,35 @@ def _end_for(job: Job, failed: list[int]) -> None:
     member = job.members.get(rank)
     same = _raised_the_same(job, rank, causes)
     if member is None:
-        told = f"could not be started: {job.record.refused[rank]}"
+        text = f"could not be started: {job.record.refused[rank]}"
     elif member.raised is not None:
         job.say("error", incidents.traceback_of(job, rank))
         others = (
             f"{count_of(len(same), 'other rank')} raised the same error" if same else "other ranks did not raise it"
         )
-        told = f"{member.raised.error}{failures.early(job)}; {others}"
+        text = f"{member.raised.error}{failures.early(job)}; {others}"
     elif member.unwilling:
-        told = member.unwilling
+        text = member.unwilling
     else:
         how = member.fenced or failures.ending(job.record.unexplained[rank] or 0)
         if member.follows in ("perhaps", "surely"):
-            how = root_causes.own_words(job, member).removeprefix(f"rank {rank}").lstrip(": ")
-        told = f"{how}{failures.early(job)}; its log, {place.node}.rank{rank}.log, tells more"
+            how = root_causes.reported_cause(job, member).removeprefix(f"rank {rank}").lstrip(": ")
+        text = f"{how}{failures.early(job)}; see its log, {place.node}.rank{rank}.log"
     if more := len(causes) - 1 - len(same):
-        told += f"; {more} more failed"
+        text += f"; {more} more failed"
     if followers:
-        told += (
+        text += (
             f"; {len(followers)} others then lost their peer" if len(followers) > 1 else "; another then lost its peer"
         )
     plain = not job.has_declared
     failures.explain_early(job)
     if plain:
         job.say("notice", incidents.NOT_RESTARTED)
-    incidents.end(job, 1, f"{where}: {told}")
+    incidents.end(job, 1, f"{where}: {text}")
 
 
 def _raised_the_same(job: Job, rank: int, among: list[int]) -> list[int]:
-    """The others of these ranks that raised what a rank did, whatever numbers it names."""
+    """Return those of the other ranks that raised the same exception as a rank, apart from numbers in its text."""
     texts = {
         other: failures.alike(member.raised.error)
         for other in {rank, *among}
@@ -341,20 +346,21 @@ def _raised_the_same(job: Job, rank: int, among: list[int]) -> list[int]:
 
 
 def _in_order(job: Job, ranks: set[int]) -> list[int]:
-    """As they failed, as far as that is known, then as they ended."""
-    ended = {rank: at for at, rank in enumerate(job.record.unexplained)}
+    """Return the ranks in the order in which they failed, as far as that is known, then in the order in which they
+    ended."""
+    ended = {rank: position for position, rank in enumerate(job.record.unexplained)}
 
     def order(rank: int) -> tuple[float, int]:
         member = job.members.get(rank)
-        at = member.failed_at if member is not None else None
-        return -math.inf if at is None else at, ended.get(rank, len(ended))
+        failed_at = member.failed_at if member is not None else None
+        return -math.inf if failed_at is None else failed_at, ended.get(rank, len(ended))
 
     return sorted(ranks, key=order)
 
 
-def _too_few(job: Job, what: str) -> None:
-    lost = sorted((name for name, node in job.nodes.items() if not node.alive), key=natural) or ["processes were"]
+def _too_few(job: Job, outcome: str) -> None:
+    lost_nodes = sorted((name for name, node in job.nodes.items() if not node.alive), key=natural) or ["processes were"]
     failures.explain_early(job)
     if job.needs_all and not incidents.runs_again(job):
         job.say("notice", incidents.NOT_RESTARTED)
-    incidents.too_few(job, f"{', '.join(lost)} {what}")
+    incidents.too_few(job, f"{', '.join(lost_nodes)} {outcome}")

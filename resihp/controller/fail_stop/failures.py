@@ -1,4 +1,4 @@
-"""What a lost worker, a lost node, an exception or broken communication leads to."""
+"""Consequences of a lost worker, a lost node, an exception or broken communication."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from resihp.record.journal import NodeLost
 from resihp.record.state import HowLost
 
 _NUMBERS = re.compile(r"\d+")
-_OF_GLOO = re.compile(r"\[\S*gloo/\S+:\d+\] | This is typically caused by a remote worker crashing\.[^\n]*")
-"""Where in its own source gloo raised it, and what it advises."""
+_GLOO_DETAILS = re.compile(r"\[\S*gloo/\S+:\d+\] | This is typically caused by a remote worker crashing\.[^\n]*")
+"""The place in gloo's own source where it raised the error, and its advice."""
 MAX_REBUILDS = 5
 """Communication failures in a row, all ranks alive and no iteration committed, before the job gives up."""
 
@@ -31,18 +31,18 @@ def exited(job: Job, event: api.WorkerExited) -> None:
     member = job.members.get(event.rank)
     if member is None or not member.alive:
         return
-    job.nodes[member.node].last_beat = job.now  # its agent tells of it
+    job.nodes[member.node].last_beat = job.now  # its agent has reported it
     member.exit_status, member.clues = event.status, event.clues
     root_causes.note_failed(job, member)
-    incidents.bury(job, member, event.status)
+    incidents.mark_dead(job, member, event.status)
     if job.stage == "halting":
-        told = f"{job.where(member.rank)}: {ending(event.status)} after training was done"
+        text = f"{job.where(member.rank)}: {ending(event.status)} after training was done"
         if event.status == 0 or member.declared is None or member.fenced is not None:
             iterations.end_when_gone(job)
-        elif job.departure is not None and job.departure.meaning != "warning":
-            job.departure.interrupted = told
+        elif job.stop_request is not None and job.stop_request.meaning != "warning":
+            job.stop_request.interrupted = text
         else:
-            incidents.end(job, 1, told)
+            incidents.end(job, 1, text)
         return
     if job.stage == "gathering":
         exited_early(job, member, event.status)
@@ -52,17 +52,17 @@ def exited(job: Job, event: api.WorkerExited) -> None:
         return
     incident(job, member, event.status)
     transition_after(job, {member.rank}, f"{job.where(member.rank)}: {_ending_of(member, event.status)}")
-    joins.come_back(job, member)
+    joins.respawn(job, member)
 
 
 def exited_early(job: Job, member: Member, status: int) -> None:
-    """An exit before the first plan: of a plain program that is done, or it is weighed by `early_losses`."""
+    """Handle an exit before the first plan: a plain program that is done, or a loss that `early_losses` weighs."""
     job.start.awaited.discard(member.rank)
     if status == 0 and member.declared is None:
         return
     job.start.early_at = job.now
-    if member.fenced is None and member.raised is None and job.departure is None:
-        _tell_early(job, member, ending(status), always=status < 0 and member.follows != "surely")
+    if member.fenced is None and member.raised is None and job.stop_request is None:
+        _report_early(job, member, ending(status), always=status < 0 and member.follows != "surely")
 
 
 def raised(job: Job, member: Member, raised: m.Raised) -> None:
@@ -76,33 +76,34 @@ def raised(job: Job, member: Member, raised: m.Raised) -> None:
         if member.alive:  # until it ends
             job.start.awaited.add(member.rank)
             member.declared = None
-        lost = "lost a peer, and " if member.follows == "surely" else ""
-        _tell_early(job, member, f"{lost}raised {_OF_GLOO.sub('', raised.error)}")
+        prefix = "lost a peer, and " if member.follows == "surely" else ""
+        _report_early(job, member, f"{prefix}raised {_GLOO_DETAILS.sub('', raised.error)}")
 
 
-def _tell_early(job: Job, member: Member, what: str, *, always: bool = False) -> None:
-    if always or alike(what) not in job.start.told:
-        job.say("warning", f"{job.where(member.rank)}: {what}{early(job)}")
-    job.start.told.add(alike(what))
+def _report_early(job: Job, member: Member, event: str, *, always: bool = False) -> None:
+    if always or alike(event) not in job.start.reported:
+        job.say("warning", f"{job.where(member.rank)}: {event}{early(job)}")
+    job.start.reported.add(alike(event))
 
 
 def early(job: Job) -> str:
-    """What is added to a loss before the first plan: a program that never says what it trains has no such time."""
+    """Return the words added to a loss before the first plan; empty for a program that never declares, as it has no
+    such time."""
     return " before training began" if job.has_declared else ""
 
 
 def early_node(job: Job) -> str:
-    """The same of nodes: they are lost before anybody could have said anything."""
+    """Return the same for a node, which may be lost before any rank could have declared."""
     return "" if job.needs_all else " before training began"
 
 
-def alike(what: str) -> str:
-    """The same for what differs in numbers alone: a rank, a port, an address."""
-    return _NUMBERS.sub("#", what)
+def alike(text: str) -> str:
+    """Return a text that is equal for texts that differ only in numbers: a rank, a port, an address."""
+    return _NUMBERS.sub("#", text)
 
 
 def incident(job: Job, member: Member, status: int, *, alone: bool = False) -> None:
-    """`alone`: before the first plan, where others have come further."""
+    """Add the root cause of a process's end. `alone`: it ended before the first plan while other ranks went further."""
     injected = job.signalled.get(member.rank)
     if member.raised is not None:
         cause, evidence = f"rank {member.rank} raised {member.raised.error}", member.raised.traceback[-4000:]
@@ -115,28 +116,28 @@ def incident(job: Job, member: Member, status: int, *, alone: bool = False) -> N
         evidence = f"pid {member.pid} on node {member.node}: {_ending_of(member, status)}"
     member.exit_status = status
     condemned = root_causes.condemns_its_device(job, member)
-    # A dead GPU reaches the script as an exception; and what one rank alone cannot do at the start is its node's, if
-    # others can do it: of a program that never says what it trains, nobody knows.
-    devices = condemned or root_causes.failed_on_its_device(job, member)
-    blamed = (member.raised is None and status != m.ABORT_STATUS) or devices or alone
-    # An abort is no program's fault either, nor is storage or a service that it lost.
-    nobodys = not blamed and (member.raised is None or root_causes.is_from_outside(job, member.rank))
+    # A dead GPU reaches the script as an exception. If one rank alone cannot do something at the start that others can,
+    # its node is the cause. For a program that never declares a model, this is not known.
+    device_failed = condemned or root_causes.failed_on_its_device(job, member)
+    by_device = (member.raised is None and status != m.ABORT_STATUS) or device_failed or alone
+    # An abort is not the program's fault either, nor is lost storage or a lost service.
+    by_neither = not by_device and (member.raised is None or root_causes.is_from_outside(job, member.rank))
     before = job.record.dead_devices if job.stage == "gathering" else job.dead_devices  # early, it is its first process
     dead = condemned or (member.node, member.device) in before
-    if job.stage != "gathering":  # there it was told when it happened
+    if job.stage != "gathering":  # while gathering it was reported when it happened
         job.say("warning", f"{job.where(member.rank)}: {cause.removeprefix(f'rank {member.rank} ')}")
     job.incidents.append(
         Incident(
-            kind="fail-stop" if blamed or nobodys else "program",
-            component="process" if nobodys else "script" if not blamed else "device" if dead else "process",
+            kind="fail-stop" if by_device or by_neither else "program",
+            component="process" if by_neither else "script" if not by_device else "device" if dead else "process",
             cause=cause,
             evidence=evidence,
             found_at=job.now,
             iteration=under_way(job, {member.rank}),
             epoch=job.epoch,
             ranks={member.rank},
-            node=member.node if blamed else None,
-            device=member.device if blamed else None,
+            node=member.node if by_device else None,
+            device=member.device if by_device else None,
             detect_s=None if injected is None else job.now - injected,
             condemned=(member.node, member.device) if condemned else None,
         )
@@ -144,41 +145,41 @@ def incident(job: Job, member: Member, status: int, *, alone: bool = False) -> N
 
 
 def under_way(job: Job, victims: set[int]) -> int:
-    """The iteration that lost ranks were in: after the last step that any of them reported."""
-    members = [job.members[rank] for rank in victims if rank in job.members]  # some never began
+    """Return the iteration in which ranks were lost: the one after the last step that any of them reported."""
+    members = [job.members[rank] for rank in victims if rank in job.members]  # some never started
     return max([job.record.committed, *(member.stepped for member in members)]) + 1
 
 
-def transition_after(job: Job, lost: set[int], reason: str) -> None:
-    """After the loss of these ranks: park, unless nobody waits for them: they had no work, or all is done.
+def transition_after(job: Job, lost_ranks: set[int], reason: str) -> None:
+    """Park after the loss of these ranks, unless they had no work or training is done.
 
-    Where all others have been told to park already, they need not be told again: a rack dies within a second.
+    If all other ranks have been told to park already, they are not told again: a rack dies within a second.
     """
     if job.stage in ("recovering", "gathering", "ended"):
         return
-    if job.departure is not None and transitions.is_settling(job):
+    if job.stop_request is not None and transitions.is_settling(job):
         return
     if job.training and job.record.plan is not None:
         done = iterations.is_over(job)
-        if done or lost.isdisjoint(job.record.working):
+        if done or lost_ranks.isdisjoint(job.record.working):
             incidents.log_incidents(job)
             if done:
                 iterations.commit_up_to(job, job.record.goal)
                 iterations.transition_done(job)
             iterations.halt_when_finished(job)
             return
-    if job.transition is not None and job.changing and lost.isdisjoint(job.transition.asked):
+    if job.transition is not None and job.changing and lost_ranks.isdisjoint(job.transition.asked):
         if job.stage != "parking":
             incidents.log_incidents(job)
         return
     if transitions.is_settling(job):
-        transitions.go_on_without(job, lost)
+        transitions.go_on_without(job, lost_ranks)
     else:
         transitions.park(job, reason)
 
 
 def node_lost(job: Job, name: str, reason: str, how: HowLost = "silent", *, cannot_start: bool = False) -> None:
-    """A node is given up. One that never joined may still come late, unless its agent is known to be gone."""
+    """Give up a node. A node that never joined may still come late, unless its agent is known to be gone."""
     node = job.nodes.get(name)
     if (node is None and job.stage != "gathering") or (node is not None and not node.alive):
         return
@@ -190,7 +191,7 @@ def node_lost(job: Job, name: str, reason: str, how: HowLost = "silent", *, cann
     if job.stage == "gathering":
         job.start.early_at = job.now
         job.say("warning", f"node {name}: {reason}{f'; {_lost(ranks)}' if ranks else ''}")
-        if job.departure is None:
+        if job.stop_request is None:
             node_lost_early(job, name, reason, cannot_start=cannot_start)
         return
     if job.stage == "halting":
@@ -202,7 +203,8 @@ def node_lost(job: Job, name: str, reason: str, how: HowLost = "silent", *, cann
 
 
 def node_lost_early(job: Job, name: str, reason: str, *, cannot_start: bool = False) -> None:
-    """Begin without a node, or end if the rest cannot be enough; for good if no other run would do better."""
+    """Start without a node, or end the job if the remaining devices cannot be enough; for good if another run would not
+    help."""
     if startup.devices_left(job) >= job.settings.devices_least and not job.needs_all:
         startup.go_on_without(job)
         return
@@ -211,13 +213,13 @@ def node_lost_early(job: Job, name: str, reason: str, *, cannot_start: bool = Fa
     if job.needs_all and (cannot_start or not incidents.runs_again(job)):
         job.say("notice", incidents.NOT_RESTARTED)
     if cannot_start:
-        incidents.end(job, 5, f"{text}; to be mended first, so not to be run again")
+        incidents.end(job, 5, f"{text}; not run again, because this must be fixed first")
     else:
         incidents.too_few(job, text)
 
 
 def leave_node(job: Job, entry: NodeLost) -> list[int]:
-    """From here on the node is none of the job's; returns the ranks that lived there."""
+    """Remove a node from the job; return the ranks that were on it."""
     ranks = sorted(rank for rank, member in job.members.items() if member.node == entry.node and member.alive)
     silence.ended(job, entry.node, "unconfirmed" if entry.how == "vacated" else "lost", entry.reason)
     job.log(entry)
@@ -225,23 +227,25 @@ def leave_node(job: Job, entry: NodeLost) -> list[int]:
     job.starting -= {rank for rank in job.starting if job.record.placements[rank].node == entry.node}
     job.start.awaited -= {rank for rank in job.start.awaited if job.record.placements[rank].node == entry.node}
     for rank in ranks:
-        incidents.bury(job, job.members[rank], None)
+        incidents.mark_dead(job, job.members[rank], None)
     return ranks
 
 
 def node_incident(job: Job, name: str, reason: str, ranks: list[int]) -> set[int]:
-    """The loss of a node as a root cause, of all its workers that were still at work. Returns them."""
-    # Workers of the node whose exits came in first are part of the same root cause.
+    """Add the loss of a node as the root cause for all its workers that were still at work; return these."""
+    # Exits of the node's workers that were reported before its loss are part of the same root cause.
     earlier = [i for i in job.incidents if i.node == name and i.kind == "fail-stop"]
     job.incidents = [i for i in job.incidents if i not in earlier]
     victims = {*ranks, *(rank for i in earlier for rank in i.ranks)}
-    broken = [root_causes.own_words(job, job.members[rank]) for i in earlier if i.condemned for rank in sorted(i.ranks)]
+    broken = [
+        root_causes.reported_cause(job, job.members[rank]) for i in earlier if i.condemned for rank in sorted(i.ranks)
+    ]
     before = f"; before, {broken[0]}" if broken else ""  # hardware that fails may take its node along
     injected = [job.signalled[rank] for rank in sorted(victims) if rank in job.signalled]
-    if not victims and job.record.first_plan is not None:  # its workers were gone before, and accounted for
+    if not victims and job.record.first_plan is not None:  # its workers were gone before, and have causes of their own
         job.say("warning", f"node {name}: {reason}")
         return victims
-    if job.stage != "gathering":  # there it was told when it happened
+    if job.stage != "gathering":  # while gathering it was reported when it happened
         job.say("warning", f"node {name}: {reason}; {_lost(victims)}")
     found_at = min([job.now, *(i.found_at for i in earlier)])
     job.incidents.append(
@@ -267,7 +271,7 @@ def _lost(ranks: Collection[int]) -> str:
 
 
 def explain_nodes(job: Job) -> None:
-    """Losses of nodes that the journal tells of and no failure does."""
+    """Add root causes for lost nodes in the journal that no failure explains yet."""
     placements, ended = job.record.placements, job.record.unexplained
     for name, reason in job.record.unexplained_nodes.items():
         ranks = [rank for rank, exit in ended.items() if exit is None and placements[rank].node == name]
@@ -275,11 +279,14 @@ def explain_nodes(job: Job) -> None:
 
 
 def explain_early(job: Job) -> None:
-    """What was lost before the first plan becomes failures: of nodes, with what died there before; of processes and
-    devices. All of it is on record, so that another supervisor comes to the same. Who exits with status 0 is done,
-    unless somebody has said what they train."""
+    """Turn losses before the first plan into failures: of nodes, including the processes that died on them, of
+    processes, and of devices.
+
+    All of it is on record, so another supervisor reaches the same conclusions. A process that exits with status 0 is
+    done, unless any rank has declared what it trains.
+    """
     alone = job.has_declared
-    for rank, exit in list(job.record.unexplained.items()):  # as they ended: the first that tells a cause has it
+    for rank, exit in list(job.record.unexplained.items()):  # as they ended: a shared cause counts for the first
         if rank in job.record.refused:
             never_started(job, rank, job.record.refused[rank])
         elif exit is not None and (exit or alone):
@@ -292,7 +299,7 @@ def explain_early(job: Job) -> None:
 
 
 def never_started(job: Job, rank: int, reason: str) -> None:
-    """A process that could not be started, as a root cause."""
+    """Add the root cause of a process that could not be started."""
     place = job.record.placements[rank]
     job.incidents.append(
         Incident(
@@ -311,7 +318,8 @@ def never_started(job: Job, rank: int, reason: str) -> None:
 
 
 def stuck(job: Job, member: Member, stuck: m.Stuck) -> None:
-    """A transfer broke under a rank. If that is because a peer died, its exit comes next: `judge.tick` waits for it."""
+    """Note that a transfer broke under a rank. If a peer has died, its exit is reported next: `watchdog.tick` waits for
+    it."""
     transition = job.transition
     if stuck.epoch == job.epoch:
         if job.stuck is None:
@@ -321,17 +329,17 @@ def stuck(job: Job, member: Member, stuck: m.Stuck) -> None:
 
 
 def communication_failed(job: Job, evidence: str) -> None:
-    """Everybody is alive, yet a transfer broke: rebuild the communicators with the same layout.
+    """Rebuild the communicators with the same layout after a transfer broke although all ranks are alive.
 
-    Unlike after a loss, nothing shrinks by it: without a bound it could go on for ever.
+    Unlike after a loss, the layout does not shrink, so the number of attempts is limited to `MAX_REBUILDS`.
     """
     job.stuck = None
     job.rebuilds += 1
-    if job.rebuilds > MAX_REBUILDS and job.departure is None:
+    if job.rebuilds > MAX_REBUILDS and job.stop_request is None:
         incidents.end(job, 1, f"communication failed {job.rebuilds} times without an iteration in between: {evidence}")
         return
-    told = _OF_GLOO.sub("", evidence).rstrip(".")
-    job.say("warning", f"communication of epoch {job.epoch} failed: {told}; rebuilding")
+    error = _GLOO_DETAILS.sub("", evidence).rstrip(".")
+    job.say("warning", f"communication of epoch {job.epoch} failed: {error}; rebuilding")
     job.incidents.append(
         Incident(
             kind="communication",
@@ -347,14 +355,14 @@ def communication_failed(job: Job, evidence: str) -> None:
 
 
 def _ending_of(member: Member, status: int) -> str:
-    """How a process ended; of one that we have killed, why, for its end tells nothing else."""
+    """Describe the end of a process; if we killed it, give the reason, since the exit shows nothing else."""
     if member.fenced and status == -signals.SIGKILL:
         return f"{member.fenced}; then killed by resihp (SIGKILL)"
     return ending(status)
 
 
 def ending(status: int) -> str:
-    """How a process ended, in words: `killed by signal 9 (SIGKILL)`, `exited with status 1`."""
+    """Describe an exit status in words: `killed by signal 9 (SIGKILL)`, `exited with status 1`."""
     if status == m.ABORT_STATUS:
         return "exited, since an abort of its communicators did not end"
     if status >= 0:

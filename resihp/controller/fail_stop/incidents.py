@@ -1,4 +1,4 @@
-"""Root causes: collected while a transition is under way, logged when it is decided; and the end of the job."""
+"""Root causes, which are collected during a transition and logged when its plan is decided; and the end of the job."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from resihp.words import count_of
 _RANK = re.compile(r"rank (\d+)\b(?! \()")
 NOT_RESTARTED = (
     "nothing was restarted: a script that does not train with resihp.Trainer ends with its first rank that fails; "
-    'submit it again, or have it survive: docs/interface.md, "Scripts that do not use resihp"'
+    'submit it again, or make it survive failures: docs/interface.md, "Scripts that do not use resihp"'
 )
 
 
@@ -29,31 +29,31 @@ def traceback_of(job: Job, rank: int) -> str:
 
 
 def program_is_broken(job: Job, ranks: list[int]) -> None:
-    """End the job whose script raised the same on these ranks."""
+    """End the job because its script raised the same exception on these ranks."""
     rank, count = min(ranks), len(ranks)
     raised = job.members[rank].raised
     assert raised is not None
     job.say("error", traceback_of(job, rank))
     if count > 1:
-        who = f"{count} ranks raised the same"
-        what = f"the training script fails in the same way on {count} ranks"
+        subject = f"{count} ranks raised the same"
+        outcome = f"the training script fails in the same way on {count} ranks"
     else:
-        who = f"{job.where(rank)} raised"
-        what = f"the training script fails on rank {rank}"
-    _blame_script(job, f"{who}: {raised.error}", raised.traceback[-4000:], ranks)
-    end(job, 93, f"{what}: {raised.error}; no node is to blame")
+        subject = f"{job.where(rank)} raised"
+        outcome = f"the training script fails on rank {rank}"
+    _add_script_failure(job, f"{subject}: {raised.error}", raised.traceback[-4000:], ranks)
+    end(job, 93, f"{outcome}: {raised.error}; no node is the cause")
 
 
 def program_ends(job: Job, ranks: list[int], status: int) -> None:
-    """Before training began, and not by an exception."""
+    """End the job because its script exits on these ranks before training has begun, without an exception."""
     count = f"{len(ranks)} ranks" if len(ranks) > 1 else f"rank {ranks[0]}"
-    _blame_script(job, f"{count} exited with status {status}", "", ranks)
-    what = f"the training script exits with status {status}"
-    end(job, 93, f"{what}, on {count}; no node is to blame")
+    _add_script_failure(job, f"{count} exited with status {status}", "", ranks)
+    outcome = f"the training script exits with status {status}"
+    end(job, 93, f"{outcome}, on {count}; no node is the cause")
 
 
-def _blame_script(job: Job, cause: str, evidence: str, ranks: list[int]) -> None:
-    """Log one failure of the script in place of those of its ranks, beside whatever else has failed."""
+def _add_script_failure(job: Job, cause: str, evidence: str, ranks: list[int]) -> None:
+    """Log one failure of the script in place of the failures of its ranks, beside any other failures."""
     job.incidents = [incident for incident in job.incidents if not (incident.ranks and incident.ranks <= set(ranks))]
     job.incidents.append(
         Incident(
@@ -69,10 +69,10 @@ def _blame_script(job: Job, cause: str, evidence: str, ranks: list[int]) -> None
     log_incidents(job)
 
 
-def outside_is_broken(job: Job, ranks: list[int], what: str) -> None:
-    """End the job that cannot begin since storage, or a service that its script asks, fails on these ranks alike.
+def outside_failed(job: Job, ranks: list[int], symptom: str) -> None:
+    """End a job that cannot start because storage, or a service its script uses, fails on these ranks alike.
 
-    Slurm runs it again where it may, as for a lost node: the same script may do well on the same nodes.
+    Slurm runs the job again if allowed, as after a lost node: the same script may succeed on the same nodes.
     """
     rank = min(ranks)
     count = f"{len(ranks)} ranks" if len(ranks) > 1 else f"rank {rank}"
@@ -86,7 +86,7 @@ def outside_is_broken(job: Job, ranks: list[int], what: str) -> None:
         Incident(
             kind="fail-stop",
             component="process",
-            cause=f"{count} {what}",
+            cause=f"{count} {symptom}",
             evidence=f"{evidence}\nnext: {root_causes.advice(job, rank)}",
             found_at=job.now,
             iteration=job.record.committed + 1,
@@ -94,19 +94,20 @@ def outside_is_broken(job: Job, ranks: list[int], what: str) -> None:
         )
     )
     log_incidents(job)
-    too_few(job, f"{count} {what}; neither the script nor a node is to blame: {root_causes.advice(job, rank)}", 1)
+    too_few(job, f"{count} {symptom}; neither the script nor a node is the cause: {root_causes.advice(job, rank)}", 1)
 
 
 def same_error_everywhere(job: Job) -> bool:
-    """End the job when two ranks raised the same: a script or a sample that no other device would digest better.
+    """End the job if two ranks raised the same exception: a script or a sample that no other device could process;
+    return whether it did.
 
-    Or one, where no other has work, nor was about to get some: another may not have raised it. Nothing is concluded of
-    errors that cannot be the script's: of storage, of a service, of a device, of a lost peer. Their processes are lost,
-    and training goes on with what is left, or from a checkpoint.
+    One rank is enough if no other has work, or was about to get some. Errors that cannot be the script's (of storage,
+    of a service, of a device, of a lost peer) do not count: their processes are lost, and training goes on with the
+    others, or from a checkpoint.
     """
     by_error: dict[tuple[int, str], list[int]] = {}
     for rank, error in job.errors.items():
-        if root_causes.may_be_the_programs(job, rank):
+        if root_causes.may_be_the_program(job, rank):
             by_error.setdefault(error, []).append(rank)
     worst = max(by_error.values(), key=len, default=[])
     proposed = job.record.proposed
@@ -118,8 +119,8 @@ def same_error_everywhere(job: Job) -> bool:
     return False
 
 
-def told_from_outside(job: Job) -> str:
-    """What the ranks that have just failed say of storage or a service that failed them; empty where none says so."""
+def cause_from_outside(job: Job) -> str:
+    """Return the error of the ranks that have just failed because of storage or a service; empty if there is none."""
     ranks = sorted({rank for incident in job.incidents for rank in incident.ranks if rank in job.members})
     failed = [rank for rank in ranks if job.members[rank].raised is not None and root_causes.may_pass(job, rank)]
     if not failed:
@@ -130,7 +131,7 @@ def told_from_outside(job: Job) -> str:
     return f"{job.where(failed[0])} raised {raised.error}{more}"
 
 
-def bury(job: Job, member: Member, status: int | None) -> None:
+def mark_dead(job: Job, member: Member, status: int | None) -> None:
     silence.ended(job, member.rank, "lost", member.fenced or "it ended" if status is not None else "its node is lost")
     job.log(WorkerEnded(rank=member.rank, exit=status, epoch=job.epoch))
     if job.transition is not None:
@@ -138,9 +139,11 @@ def bury(job: Job, member: Member, status: int | None) -> None:
 
 
 def log_incidents(job: Job) -> list[int]:
-    """Number and log the root causes of a transition. Broken communication is a victim of any loss beside it.
+    """Number and log the root causes of a transition. Broken communication counts as a consequence of any loss beside
+    it.
 
-    What broke while agents were told to stop is no node's fault; once the job is to stop, it is not even a failure.
+    Losses while agents were told to stop are not attributed to a node; once the job is to stop, they are not failures
+    at all.
     """
     numbers = []
     root_causes.explain(job)
@@ -150,7 +153,7 @@ def log_incidents(job: Job) -> list[int]:
         _noticed_with(min(losses, key=lambda incident: incident.found_at), min(broke))
     unknown = job.stage == "gathering" and not job.has_declared
     for incident in losses or job.incidents:
-        if job.departure is not None and incident.found_at >= job.departure.first_at - COINCIDENCE_S:
+        if job.stop_request is not None and incident.found_at >= job.stop_request.first_at - COINCIDENCE_S:
             continue
         if incident.kind == "fail-stop" and job.excused(incident.node or "", incident.found_at):
             incident.cause += " when agents were told to stop"
@@ -184,8 +187,8 @@ def log_incidents(job: Job) -> list[int]:
 
 
 def _noticed_with(loss: Incident, broke_at: float) -> None:
-    """Training stopped for broken communication before it was known who was lost: unless the fault came later still,
-    that was the notice."""
+    """Date the notice of a loss from broken communication, for which training stopped before the lost rank was known;
+    not if the injected fault came later than that."""
     earlier_s = loss.found_at - broke_at
     if earlier_s <= 0.0 or (loss.detect_s is not None and loss.detect_s < earlier_s):
         return
@@ -198,30 +201,36 @@ def _before_notice_s(job: Job, incident: Incident) -> float | None:
     silent: list[int | str] = [*incident.ranks]
     if incident.component == "node" and incident.node is not None:
         silent.append(incident.node)
-    since = [job.onsets.silent_since.pop(who) for who in silent if who in job.onsets.silent_since]
+    since = [job.onsets.silent_since.pop(name) for name in silent if name in job.onsets.silent_since]
     silent_s = max(incident.noticed_at - min(since), 0.0) if since else None
     return job.onsets.before_notice_s(incident.noticed_at, fault_s=incident.detect_s, silent_s=silent_s)
 
 
 def _with_its_place(job: Job, cause: str) -> str:
-    """Where the rank is that a cause begins with: of a script of which nobody knows more, no node is to blame, but it
-    is to be found."""
-    found = _RANK.match(cause)
-    return cause if found is None or int(found[1]) not in job.members else _RANK.sub(job.where(int(found[1])), cause)
+    """Return a cause with the node and device of the rank it begins with. No node is the cause where nothing is known
+    of the script, but the rank must be found."""
+    match = _RANK.match(cause)
+    return cause if match is None or int(match[1]) not in job.members else _RANK.sub(job.where(int(match[1])), cause)
 
 
 def _diagnosed(incident: Incident) -> Diagnosed | None:
-    found = incident.diagnosis
-    if found is None:
+    diagnosis = incident.diagnosis
+    if diagnosis is None:
         return None
-    return Diagnosed(code=found.code, category=found.category, ranks=found.ranks, node=found.node, device=found.device)
+    return Diagnosed(
+        code=diagnosis.code,
+        category=diagnosis.category,
+        ranks=diagnosis.ranks,
+        node=diagnosis.node,
+        device=diagnosis.device,
+    )
 
 
 def too_few(job: Job, reason: str, exit_code: int = 5) -> None:
-    """End for want of healthy nodes: Slurm runs the job again where it may and that can help, else `exit_code`.
+    """End the job for lack of healthy nodes: Slurm runs it again if allowed and useful, else it ends with `exit_code`.
 
-    A run that added a checkpoint always may; one that added none only so often in a row, and what it had done is done
-    once more.
+    A run that added a checkpoint may always be requeued. One that added none may be requeued only so many times in a
+    row, and its iterations are trained again.
     """
     settings, began = job.settings, job.record.plan is not None
     newest = job.checkpointed or (job.record.trains.resume_from if job.record.trains is not None else 0)
@@ -229,7 +238,9 @@ def too_few(job: Job, reason: str, exit_code: int = 5) -> None:
     if not settings.slurm:
         end(job, exit_code, f"{reason}{_advice(job, newest) if began else ''}")
     elif not settings.may_requeue:
-        end(job, exit_code, f"{reason}; not to be run again, as its batch script has it: submit it anew to go on")
+        end(
+            job, exit_code, f"{reason}; not run again, because its batch script forbids it; submit it again to continue"
+        )
     elif not job.checkpointed and settings.restarts_left < 1:
         end(
             job,
@@ -240,38 +251,38 @@ def too_few(job: Job, reason: str, exit_code: int = 5) -> None:
         end(job, 75, f"{reason}; to be run again, from the checkpoint of iteration {newest}", requeue=True)
     elif done:
         are = "is" if done == 1 else "are"
-        again = f"there is no checkpoint, so that {count_of(done, 'iteration')} {are} done once more"
+        again = f"there is no checkpoint, so {count_of(done, 'iteration')} {are} trained again"
         end(job, 75, f"{reason}; to be run again, from the beginning: {again}", requeue=True)
     else:
         end(job, 75, f"{reason}; to be run again", requeue=True)
 
 
 def runs_again(job: Job) -> bool:
-    """Whether Slurm runs it again that ends for want of healthy nodes."""
+    """Return whether Slurm runs a job again that ends for lack of healthy nodes."""
     settings = job.settings
     return settings.slurm and settings.may_requeue and (bool(job.checkpointed) or settings.restarts_left > 0)
 
 
 def _advice(job: Job, newest: int) -> str:
     if newest:
-        return f"; to go on from the checkpoint of iteration {newest}: --resume {job.settings.job}"
-    return "; there is no checkpoint to go on from (--checkpoint-every N writes them)"
+        return f"; to continue from the checkpoint of iteration {newest}: --resume {job.settings.job}"
+    return "; there is no checkpoint to continue from (--checkpoint-every N writes them)"
 
 
 def end(job: Job, exit_code: int, reason: str, workers_leave: bool = False, requeue: bool = False) -> None:
     if job.stage == "ended":
         return
     log_incidents(job)
-    if requeue or exit_code != 75:  # else a successor may lead, and go on waiting for them
+    if requeue or exit_code != 75:  # else a successor may lead and still wait for them
         replacements.cancel_open(job, "the job ends")
     for request, since in job.saves.askers.items():
         is_there = job.record.checkpointed > since
-        told = f"checkpoint of iteration {job.record.checkpointed} is complete" if is_there else "no checkpoint"
-        job.do(api.Reply(request=request, ok=is_there, text=f"{told}; the job has ended: {reason}"))
+        text = f"checkpoint of iteration {job.record.checkpointed} is complete" if is_there else "no checkpoint"
+        job.do(api.Reply(request=request, ok=is_there, text=f"{text}; the job has ended: {reason}"))
     job.move("ended")
     job.pause = None
     state: Literal["completed", "failed", "cancelled"] = "completed" if exit_code == 0 else "failed"
-    if exit_code in (130, 143) or (requeue and job.departure is not None):
+    if exit_code in (130, 143) or (requeue and job.stop_request is not None):
         state = "cancelled"
     job.say("progress" if exit_code == 0 else "notice" if requeue else "error", reason)
     job.log(JobEnded(exit_code=exit_code, state=state, reason=reason))

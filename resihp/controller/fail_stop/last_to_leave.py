@@ -1,9 +1,10 @@
-"""The last processes of a script that does not train with us: how long they may do nothing once others have ended well.
+"""The last processes of a script that does not train with us: how long they may be idle once others have exited
+successfully.
 
-A process can hang on its way out, in a library's destructor or in a wait for a peer that is done, and would keep its
-nodes for ever. One that works is never ended: its agent says for how long neither it nor anything that it started used
-a processor, waited for a disk, or wrote (`WorkerBeat.idle_s`). Called by `watchdog` with each tick before the first
-plan; of training that declared itself `watchdog.judge_leaving` decides.
+A process can hang as it exits, in a library's destructor or waiting for a peer that is done, and would keep its nodes
+for ever. A process that works is never ended: its agent reports for how long neither it nor any of its children used a
+processor, waited for a disk, or wrote (`WorkerBeat.idle_s`). Called by `watchdog` with each tick before the first plan;
+for training that declared itself `watchdog.judge_leaving` decides.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from resihp.record.describe import rank_list
 from resihp.words import count_of
 
 NOTICED_AFTER_S = 60.0
-"""From then on it is said that a process does nothing, and for how long it is waited for."""
+"""Seconds of idleness after which it is reported, with the time left until the job is ended."""
 MAX_EVIDENCE = 8
-"""Processes whose state is put on record."""
+"""Largest number of processes whose state is recorded."""
 
 
 def judge(job: Job) -> None:
-    """Say that the last processes do nothing, and end them when they have done nothing for `Settings.idle_limit_s`."""
+    """Report that the last processes are idle, and end them once they have been idle for `Settings.idle_limit_s`."""
     ended = job.record.unexplained
     live = [job.members[rank] for rank in job.live]
     ended_well = bool(ended) and all(status == 0 for status in ended.values())
@@ -46,14 +47,14 @@ def judge(job: Job) -> None:
         first = job.where(live[0].rank)
         more = f" and {count_of(len(live) - 1, 'other rank')}" if len(live) > 1 else ""
         next_step = (
-            'It is waited for, since [job] idle_limit is "never"'
+            'The job waits, because [job] idle_limit is "never"'
             if math.isinf(limit_s)
             else f"If this stays so, the job is ended in {limit_s - idle_s:.0f} s ([job] idle_limit)"
         )
         job.say(
             "warning",
             f"{first}{more}: idle for {idle_s:.0f} s; {others}. {next_step}. To see where it is stuck: "
-            f"{_to_see(job, live[0])}",
+            f"{_stack_command(job, live[0])}",
         )
     if idle_s < limit_s:
         return
@@ -61,7 +62,7 @@ def judge(job: Job) -> None:
 
 
 def _end(job: Job, idle: list[Member], how: str, limit_s: float) -> None:
-    """End the job for the processes that are left. Whether their work was done is not known: it has failed."""
+    """End the job for its remaining processes. Whether their work was done is not known, so the job has failed."""
     ranks = [member.rank for member in idle]
     job.incidents.append(
         Incident(
@@ -83,18 +84,18 @@ def _end(job: Job, idle: list[Member], how: str, limit_s: float) -> None:
 
 
 def _state(member: Member) -> str:
-    """What the kernel says of a process."""
-    return f"state {member.beat.state}" if member.beat is not None else "nothing was heard of it"
+    """Return the kernel's state of a process."""
+    return f"state {member.beat.state}" if member.beat is not None else "no heartbeat yet"
 
 
 def idle_for_s(member: Member) -> float:
-    """For how long a process has done nothing, by its agent's last word; 0 where that is not known."""
+    """Return for how long a process has been idle, by its agent's last heartbeat; 0 if that is not known."""
     if member.beat is None or member.beat.idle_s is None:
         return 0.0
     return member.beat.idle_s
 
 
-def _to_see(job: Job, member: Member) -> str:
-    """The command that shows where a process is."""
+def _stack_command(job: Job, member: Member) -> str:
+    """Return the command that shows the stack of a process."""
     host = job.nodes[member.node].host
     return f"py-spy dump --pid {member.pid} on {host or member.node}"

@@ -1,9 +1,10 @@
-"""Silence and lack of progress: when to suspect, when to give up, and whom. Pure functions of what was heard.
+"""Silence and lack of progress: when to suspect, when to give up, and which ranks. Pure functions of the heartbeats
+received.
 
-Rules (interface.md, "Detection times"): a silent node is suspected after three missed beats and given up six seconds
-after it fell silent, unless its peers' collectives progress; a hang is suspected after max(3 beats, 3 predicted
-iterations) without progress and given up after max(15 s, 10 predicted iterations), at once if the process is stopped.
-A rank that waits in communication is a victim, never the culprit. Called by the controller on every tick.
+Rules (interface.md, "Detection times"): a silent node is suspected after three missed heartbeats and given up six
+seconds after it fell silent, unless its peers' collectives progress. A hang is suspected after max(3 heartbeats, 3
+predicted iterations) without progress and given up after max(15 s, 10 predicted iterations), or at once if the process
+is stopped. A rank that waits in communication is a victim, never the cause. Called by the controller on every tick.
 """
 
 from __future__ import annotations
@@ -13,29 +14,31 @@ from collections.abc import Iterable
 from resihp.controller.state.members import Member, Node
 from resihp.settings import Settings
 
-STOPPED = frozenset("Tt")
+STOPPED_STATES = frozenset("Tt")
 
 
 def silence_limit_s(settings: Settings) -> float:
-    """Silence, of a node's or of a worker's own beat, after which it is suspected."""
+    """Return the seconds of silence, of a node or of a worker's own heartbeat, after which it is suspected."""
     return settings.silent_beats * settings.beat_s
 
 
 def is_stopped(member: Member, now: float, settings: Settings) -> bool:
-    """The kernel says that the process is stopped (SIGSTOP, a debugger)."""
+    """Return whether the kernel reports the process as stopped (SIGSTOP, a debugger)."""
     fresh = now - member.beat_at <= 2 * settings.beat_s
-    return fresh and member.beat is not None and member.beat.state in STOPPED
+    return fresh and member.beat is not None and member.beat.state in STOPPED_STATES
 
 
 def is_mute(member: Member, now: float, settings: Settings) -> bool:
-    """The worker's own thread has not beaten for a while though its agent does: an interpreter that holds the GIL."""
+    """Return whether the worker's own thread has sent no heartbeat for a while although its agent has: its interpreter
+    holds the GIL."""
     if member.beat is None:
         return False
     return member.beat.age_s > silence_limit_s(settings)
 
 
 def node_given_up(node: Node, progress_at: float, predicted_s: float, now: float, settings: Settings) -> bool:
-    """Silent for too long, and its peers have stopped progressing: they go on without it for one iteration at most."""
+    """Return whether a node was silent for too long while its peers made no progress; they can go on without it for one
+    iteration at most."""
     silent_s, idle_s = now - node.last_beat, now - progress_at
     return silent_s > settings.node_given_up_s - settings.beat_s and idle_s > max(
         silence_limit_s(settings), predicted_s
@@ -50,12 +53,13 @@ def hang_given_up_s(settings: Settings, predicted_s: float) -> float:
     return max(settings.hang_given_up_s, 10 * predicted_s)
 
 
-def culprits(members: Iterable[Member], now: float, settings: Settings) -> list[Member]:
-    """Of ranks that make no progress together, those that keep the others waiting.
+def blocking_ranks(members: Iterable[Member], now: float, settings: Settings) -> list[Member]:
+    """Return those of the ranks without progress that keep the others waiting.
 
-    Stopped processes first; else those whose own thread is mute; else those that are not in communication, as far as
-    their devices answer: a driver can be stuck behind its own wait for a peer. So where several do not answer, and
-    nobody else is at work, nobody is named. Empty when all wait for each other: then the communication is broken.
+    Stopped processes come first; then those whose own thread is mute; then those that are not in communication, as far
+    as their devices answer: a driver can be stuck behind its own wait for a peer. So if several devices do not answer,
+    and no other rank is at work, no rank is returned. Empty as well if all wait for each other: then the communication
+    is broken.
     """
     ranks = list(members)
     stopped = [m for m in ranks if is_stopped(m, now, settings)]
@@ -74,6 +78,6 @@ def culprits(members: Iterable[Member], now: float, settings: Settings) -> list[
 
 
 def device_unanswered_s(member: Member) -> float:
-    """For how long the device of a rank that makes no progress has not answered what it is in, as of its last beat."""
+    """Return for how long the device of a rank without progress has not answered, as of its last heartbeat."""
     beat = member.beat
     return 0.0 if beat is None or beat.progress is None else beat.progress.unanswered_s

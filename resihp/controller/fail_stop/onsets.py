@@ -1,17 +1,16 @@
-"""When what failed did fail, as well as it can be known: told with each failure, in the journal, and reckoned nowhere
-else. Pure.
+"""When a failure really began, as precisely as that can be known: recorded with each failure in the journal, and
+computed only here. Pure.
 
-The moment, of what died, hung or broke:
+The onset of a death, a hang or broken communication is:
 
-- of a fault that was injected, that of the fault;
-- where another supervisor took over since the last commit, that commit: the last sign of life that there is of a batch
-  host that died. It may have lived up to an iteration longer;
-- else the end of a usual iteration after the last commit, for in what went by beyond that nothing was computed; and of
-  what was suspected of being silent, the last sign that was heard of it, if that was earlier. Of a process whose end
-  its agent saw, which takes no time, that is the notice itself, unless the notice was late.
+- the moment of the fault, if one was injected; - if another supervisor took over since the last commit, that commit:
+the last sign of life of a batch host that died. It may have lived up to an iteration longer; - else the end of a usual
+iteration after the last commit, because nothing was computed after that; for a suspect of silence the last sign of it,
+if that was earlier. For a process whose end its agent saw, which takes no time, it is the notice itself, unless the
+notice was late.
 
-Of what is slow it is the fault, or the end of the last healthy iteration. Times are the controller's clock, on which a
-supervisor that was stopped heard nothing and knows of nothing.
+The onset of slowness is the fault, or the end of the last healthy iteration. Times are on the controller's clock, which
+does not count the time that a supervisor was stopped.
 """
 
 from __future__ import annotations
@@ -23,51 +22,53 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
-RECENT = 20
-"""Iterations that tell how long one usually takes."""
-KEPT = 4096
-"""Commits among which the last healthy one is looked up."""
+USUAL_SAMPLES = 20
+"""Number of iterations whose median duration is the usual one."""
+MAX_KEPT_COMMITS = 4096
+"""Number of commits kept, to look up the last healthy one."""
 
 
 class Commit(NamedTuple):
     iteration: int
     at: float
     seconds: float | None
-    """The slowest rank's; None where none told."""
+    """The duration on the slowest rank; None where no rank reported one."""
 
 
 @dataclass
 class Onsets:
-    """What the moment of a failure is told by."""
+    """The commits and signs of life from which onsets are computed."""
 
-    last: deque[Commit] = field(default_factory=lambda: deque(maxlen=KEPT))
-    """In order."""
+    last: deque[Commit] = field(default_factory=lambda: deque(maxlen=MAX_KEPT_COMMITS))
+    """The latest commits, in order."""
     inherited: int = 0
     """The last iteration that was committed under another supervisor."""
     silent_since: dict[int | str, float] = field(default_factory=dict)
-    """Since when nothing had been heard of ranks and nodes that are suspected of being silent, or were lost so."""
+    """Time of the last sign of each rank or node that is suspected of being silent, or was lost for it."""
 
     @classmethod
     def before_us(cls, commits: Iterable[Commit]) -> Onsets:
-        """Those of supervisors before this one, whose times are seconds before it began, negative."""
-        made = cls()
-        made.last.extend(commits)
-        made.inherited = made.last[-1].iteration if made.last else 0
-        return made
+        """Return the commits of earlier supervisors, with times in seconds before this one began (negative)."""
+        onsets = cls()
+        onsets.last.extend(commits)
+        onsets.inherited = onsets.last[-1].iteration if onsets.last else 0
+        return onsets
 
     def begin(self, now: float) -> None:
-        """The clock that times are on begins now."""
-        self.last = deque((commit._replace(at=now + commit.at) for commit in self.last), maxlen=KEPT)
+        """Move the inherited commits to this supervisor's clock, which begins now."""
+        self.last = deque((commit._replace(at=now + commit.at) for commit in self.last), maxlen=MAX_KEPT_COMMITS)
 
     def add(self, iteration: int, at: float, seconds: float | None) -> None:
         self.last.append(Commit(iteration, at, seconds))
 
     def before_notice_s(self, noticed_at: float, *, fault_s: float | None, silent_s: float | None) -> float | None:
-        """Seconds from the moment of a failure that is not slowness to its being noticed. `fault_s`, `silent_s`: for
-        how long then a fault had been injected, or nothing had been heard; None where that is not so. None where there
-        is nothing to tell by."""
-        newest = islice(reversed(self.last), 2 * RECENT)
-        before = [commit for commit in newest if commit.at <= noticed_at][:RECENT]
+        """Return the seconds from the onset of a failure other than slowness to its notice; None if nothing shows it.
+
+        `fault_s`, `silent_s`: seconds since a fault was injected, or since the last sign of the rank or node; None if
+        not so.
+        """
+        newest = islice(reversed(self.last), 2 * USUAL_SAMPLES)
+        before = [commit for commit in newest if commit.at <= noticed_at][:USUAL_SAMPLES]
         if not before:
             return fault_s if fault_s is not None else silent_s
         unnoticed_s = noticed_at - before[0].at
@@ -80,8 +81,8 @@ class Onsets:
         return min(max(unnoticed_s - usual_s, silent_s or 0.0), unnoticed_s)
 
     def slow_for_s(self, iteration: int, now: float, fault_s: float | None = None) -> float | None:
-        """How long what is slow has been so, `iteration` being the first slow one; None where that is too long ago, or
-        there was none before."""
+        """Return for how long something has been slow, `iteration` being the first slow one; None if that is too long
+        ago, or there was no iteration before."""
         if fault_s is not None:
             return fault_s
         at = next((commit.at for commit in reversed(self.last) if commit.iteration == iteration - 1), None)
@@ -89,5 +90,5 @@ class Onsets:
 
 
 def micros(seconds: float) -> float:
-    """As precise as the times of a journal are."""
+    """Return `seconds` as precisely as the journal has times."""
     return round(seconds, 6)

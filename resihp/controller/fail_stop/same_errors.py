@@ -1,9 +1,9 @@
-"""One error of the script that several ranks raised in one transition, each with a text of its own: one failure.
+"""Merging one script error that several ranks raised in one transition, each with its own text, into one failure.
 
-"rank 3: bad batch 51" and "rank 4: bad batch 68" are the same error if they are of one type and were raised for the
-same line of the script. Only failures that are the script's anyway become one: whether the job ends, and who has work,
-is decided without (`incidents.same_error_everywhere` takes for the same what is so word for word). Called by
-`root_causes`.
+"rank 3: bad batch 51" and "rank 4: bad batch 68" are the same error if they have the same type and were raised at the
+same line of the script. Only failures that are attributed to the script anyway are merged: whether the job ends, and
+which ranks get work, is decided without this (`incidents.same_error_everywhere` compares texts word for word). Called
+by `root_causes`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from resihp.controller.state.job import Job
 from resihp.detector.diagnosis.signatures import USUALLY_THE_PROGRAM
 from resihp.protocol.messages import Raised
 
-MOST_NAMED = 16
-"""So many others are named in the evidence."""
+MAX_NAMED_RANKS = 16
+"""Largest number of other ranks that the evidence names."""
 _FRAME = re.compile(r'^  File "([^"\n]{1,400})", line (\d{1,9})', re.MULTILINE)
 _LIBRARIES = re.compile(r"/(?:site|dist)-packages/|/lib/python\d|^<|/resihp/")
-_BEGINS = "Traceback (most recent call last)"
+_TRACEBACK_HEADER = "Traceback (most recent call last)"
 
 
-def unite(job: Job) -> None:
-    """Incidents that are the same error become the first of them."""
+def merge_same(job: Job) -> None:
+    """Merge incidents that are the same error into the first of them."""
     firsts: dict[tuple[str, str, str, str], Incident] = {}
     united: dict[int, list[Incident]] = {}
     kept = []
@@ -42,35 +42,36 @@ def unite(job: Job) -> None:
             kept.append(incident)
     for (kind, _, file, line), first in firsts.items():
         if others := united.get(id(first)):
-            _tell(job, first, others, kind, f"{os.path.basename(file)}:{line}")
+            _merge(job, first, others, kind, f"{os.path.basename(file)}:{line}")
     job.incidents = kept
 
 
 def _of_the_script(job: Job, incident: Incident) -> Raised | None:
-    """What its rank raised, if that is nothing but the script's error: no lost peer's, and no device's if it recurs.
+    """Return the exception of an incident's rank if it is the script's own: not due to a lost peer, nor to a device if
+    it recurs.
 
-    Or what storage or a service did to it, of which no node is to blame.
+    An exception due to storage or a service, which is attributed to no node, counts as well.
     """
-    found = incident.diagnosis
+    diagnosis = incident.diagnosis
     of_the_script = incident.kind == "program" and incident.component == "script"
     of_no_node = incident.component == "process" and incident.node is None
-    from_outside = found is not None and found.category in ("storage", "service") and of_no_node
+    from_outside = diagnosis is not None and diagnosis.category in ("storage", "service") and of_no_node
     if not (of_the_script or from_outside) or incident.detect_s is not None:
         return None
-    if found is not None and (found.secondary or found.code in USUALLY_THE_PROGRAM):
+    if diagnosis is not None and (diagnosis.secondary or diagnosis.code in USUALLY_THE_PROGRAM):
         return None
-    told = [job.members[rank].raised for rank in incident.ranks if rank in job.members]
-    return told[0] if len(told) == 1 else None
+    exceptions = [job.members[rank].raised for rank in incident.ranks if rank in job.members]
+    return exceptions[0] if len(exceptions) == 1 else None
 
 
 def _place(raised: Raised) -> tuple[str, str] | None:
-    """File and line of the script's innermost frame, or of a library's where there is none."""
-    frames = _FRAME.findall(raised.traceback.rpartition(_BEGINS)[2])
+    """Return file and line of the script's innermost frame, or of a library's if there is none."""
+    frames = _FRAME.findall(raised.traceback.rpartition(_TRACEBACK_HEADER)[2])
     own: list[tuple[str, str]] = [frame for frame in frames if not _LIBRARIES.search(frame[0])]
     return (own or frames or [None])[-1]
 
 
-def _tell(job: Job, first: Incident, others: list[Incident], kind: str, place: str) -> None:
+def _merge(job: Job, first: Incident, others: list[Incident], kind: str, place: str) -> None:
     (rank,) = first.ranks
     raised = job.members[rank].raised
     text = raised.error.partition(": ")[2] if raised is not None else ""
@@ -78,7 +79,7 @@ def _tell(job: Job, first: Incident, others: list[Incident], kind: str, place: s
         first.ranks |= other.ranks
         first.explains |= other.explains
     first.cause = f"{len(first.ranks)} ranks raised {kind} at {place}{f': {text}' if text else ''}"
-    more = [f"and {len(others) - MOST_NAMED} more"] if len(others) > MOST_NAMED else []
-    first.evidence = "\n".join((first.evidence, *(f"then {other.cause}" for other in others[:MOST_NAMED]), *more))
+    more = [f"and {len(others) - MAX_NAMED_RANKS} more"] if len(others) > MAX_NAMED_RANKS else []
+    first.evidence = "\n".join((first.evidence, *(f"then {other.cause}" for other in others[:MAX_NAMED_RANKS]), *more))
     if first.diagnosis is not None:
         first.diagnosis = first.diagnosis.but(ranks=tuple(sorted(first.ranks)), node=None, device=None)

@@ -1,8 +1,8 @@
-"""Suspicions of silence, as they stand in the journal: told whole, each with an outcome.
+"""Suspicions of silence as the journal has them: complete, each with an outcome.
 
-They are numbered together with those to be slow (`fail_slow.suspicions`). Of each rank and each node one is open at a
-time; those of a supervisor that died stay open under the next. Decides nothing: `watchdog` says when to suspect and
-whom, `incidents` and `failures` who is lost.
+They share their numbers with suspicions of slowness (`fail_slow.suspicions`). Each rank and each node has at most one
+open suspicion; those of a supervisor that died stay open under the next one. Decides nothing: `watchdog` decides when
+and what to suspect, `incidents` and `failures` decide what is lost.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from resihp.controller.state.members import Member, Node
 from resihp.record.journal import Component, Outcome, Suspected
 
 
-def is_suspected(job: Job, who: int | str) -> bool:
-    """Whether a suspicion of this rank, or of the node of this name, is open."""
-    return who in job.record.suspects_silent
+def is_suspected(job: Job, subject: int | str) -> bool:
+    """Return whether a suspicion of this rank, or of the node of this name, is open."""
+    return subject in job.record.suspects_silent
 
 
 def of_node(job: Job, node: Node, limit_s: float) -> None:
-    """A node's beats have not come for longer than `limit_s`."""
+    """Suspect a node whose heartbeats have been missing for longer than `limit_s`."""
     if is_suspected(job, node.name):
         return
     silent_s = job.now - node.last_beat
-    text = f"{job.settings.silent_beats} missed beats, last {silent_s:.1f} s ago"
+    text = f"{job.settings.silent_beats} missed heartbeats, last {silent_s:.1f} s ago"
     _opened(job, "node", "silent", "s without a beat", silent_s, limit_s, node=node.name, evidence=text)
     job.say("notice", f"node {node.name}: suspected, {text}")
 
 
 def of_rank(job: Job, member: Member, idle_s: float, limit_s: float) -> None:
-    """A rank keeps the others waiting: no progress for `idle_s`, of `limit_s` that there may be none."""
+    """Suspect a rank that keeps the others waiting: no progress for `idle_s`, longer than `limit_s`."""
     if is_suspected(job, member.rank):
         return
     text = evidence(job, member)
@@ -42,17 +42,17 @@ def of_rank(job: Job, member: Member, idle_s: float, limit_s: float) -> None:
     job.say("notice", f"{job.where(member.rank)}: suspected, {text}")
 
 
-def ended(job: Job, who: int | str, outcome: Outcome, why: str) -> None:
-    """The open suspicion of a rank or node came to this; nothing where there is none."""
-    known = job.record.suspects_silent.get(who)
-    if known is not None:
-        job.log(msgspec.structs.replace(known, evidence=why, cleared=True, outcome=outcome))
+def ended(job: Job, subject: int | str, outcome: Outcome, why: str) -> None:
+    """Record the outcome of the open suspicion of a rank or node, if there is one."""
+    suspicion = job.record.suspects_silent.get(subject)
+    if suspicion is not None:
+        job.log(msgspec.structs.replace(suspicion, evidence=why, cleared=True, outcome=outcome))
         if outcome != "lost":
-            job.onsets.silent_since.pop(who, None)
+            job.onsets.silent_since.pop(subject, None)
 
 
 def evidence(job: Job, member: Member) -> str:
-    """What a rank that makes no progress shows of itself."""
+    """Describe the signs that a rank without progress shows."""
     idle_s = job.now - member.progress_at
     match _sign(job, member):
         case "stopped":

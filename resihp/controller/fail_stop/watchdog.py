@@ -1,4 +1,4 @@
-"""Beats and time: suspicion, fencing, budgets. The rules themselves are in `liveness`."""
+"""Heartbeats and time: suspicions, fencing, time budgets. The rules themselves are in `liveness`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from resihp.controller.state.members import Member, Node
 from resihp.record.journal import NodeLost
 
 LATECOMERS_S = 60.0
-"""How long nodes that can be spared are waited for, once all others have joined."""
+"""Seconds that the job waits for nodes it can do without, once all others have joined."""
 STUCK_GRACE_S = 0.5
-"""How long a broken transfer waits for the exit that explains it, before it is a failure of its own."""
+"""Seconds that a broken transfer waits for the exit that explains it, before it is a failure of its own."""
 
 
 def beat(job: Job, event: api.AgentBeat) -> None:
@@ -26,7 +26,7 @@ def beat(job: Job, event: api.AgentBeat) -> None:
     node.last_beat = job.now
     if event.beat.met and job.stage == "gathering":
         early_losses.have_met(job)
-    silence.ended(job, node.name, "passed", "beats again")
+    silence.ended(job, node.name, "passed", "heartbeats again")
     for beat in event.beat.workers:
         member = job.members.get(beat.rank)
         if member is None or not member.alive:
@@ -41,8 +41,8 @@ def beat(job: Job, event: api.AgentBeat) -> None:
                 job.progress_at = building.moved_at = job.now
         member.beat = beat
         member.beat_at = job.now
-        still = beat.state in liveness.STOPPED or (beat.progress is not None and beat.progress.activity == "checkpoint")
-        if still:
+        saving = beat.progress is not None and beat.progress.activity == "checkpoint"
+        if beat.state in liveness.STOPPED_STATES or saving:
             job.still.add(member.rank)
         else:
             job.still.discard(member.rank)
@@ -51,7 +51,7 @@ def beat(job: Job, event: api.AgentBeat) -> None:
 def tick(job: Job) -> None:
     judge_nodes(job)
     if job.stage == "gathering":
-        if job.departure is None:
+        if job.stop_request is None:
             judge_start(job)
         return
     if job.stage == "halting":
@@ -67,7 +67,7 @@ def tick(job: Job) -> None:
 
 
 def judge_start(job: Job) -> None:
-    """The start has budgets of its own: nodes have to join, then their processes to say what they train."""
+    """Apply the time budgets of the start: nodes have to join, then their processes have to declare what they train."""
     if len(job.nodes) < job.settings.nodes:
         judge_absent(job)
     elif job.record.placements:
@@ -77,9 +77,10 @@ def judge_start(job: Job) -> None:
 
 
 def judge_absent(job: Job) -> None:
-    """Nodes that have not joined: what can be spared is waited for a while, the others for the start's budget.
+    """Give up nodes that have not joined: nodes the job can do without after a short wait, the others after the start
+    budget.
 
-    Then the job begins without them, if the others are enough; they may still come.
+    Then the job starts without them, if the others are enough; they may still join later.
     """
     settings, budget_s = job.settings, job.settings.start_budget_s
     here = sum(node.alive for node in job.nodes.values())
@@ -103,12 +104,13 @@ def judge_absent(job: Job) -> None:
 
 
 def judge_leaving(job: Job) -> None:
-    """Training is done: stopped workers are ended at once, others have the start's budget for what the script adds."""
+    """End stopped workers at once now that training is done; others have the start budget for the rest of their
+    script."""
     members = [job.members[rank] for rank in job.live]
     fence(job, [member for member in members if stopped_for_long(job, member)])
     if job.now - job.halted_at > job.settings.start_budget_s:
         names = ", ".join(job.where(member.rank) for member in members)
-        job.say("warning", f"{names}: did not leave within {job.settings.start_budget_s:.0f} s of the end")
+        job.say("warning", f"{names}: did not exit within {job.settings.start_budget_s:.0f} s of the end")
         iterations.conclude(job)
 
 
@@ -140,7 +142,7 @@ def given_up(job: Job, node: Node) -> bool:
 
 
 def nodes_awaited(job: Job) -> set[str]:
-    """Whose workers have to do something that the job waits for."""
+    """Return the nodes whose workers have to do something that the job waits for."""
     if job.training:
         return {job.members[rank].node for rank in job.record.active}
     if job.changing:
@@ -159,17 +161,17 @@ def judge_progress(job: Job) -> None:
         fence(job, stopped)
         return
     if any(is_saving(job, member) for member in still):
-        return  # its peers wait for it, and rightly so
+        return  # its peers wait for it, as they should
     idle_s = job.now - job.progress_at
     limit_s = liveness.hang_suspected_s(job.settings, job.predicted_s)
     if idle_s <= limit_s:
-        for who in list(job.record.suspects_silent):  # those as well that another plan has stand by
-            if isinstance(who, int):
-                silence.ended(job, who, "passed", "progress again")
+        for subject in list(job.record.suspects_silent):  # including those that the new plan has on standby
+            if isinstance(subject, int):
+                silence.ended(job, subject, "passed", "progress again")
         return
     active = [job.members[rank] for rank in job.record.active if job.members[rank].alive]
     busy = (m for m in active if not (m.finished or awaits_plan(job, m)))
-    suspects = liveness.culprits(busy, job.now, job.settings)
+    suspects = liveness.blocking_ranks(busy, job.now, job.settings)
     for member in suspects:
         silence.of_rank(job, member, idle_s, limit_s)
     budget_s = liveness.hang_given_up_s(job.settings, job.predicted_s)
@@ -184,14 +186,15 @@ def judge_progress(job: Job) -> None:
 
 
 def awaits_plan(job: Job, member: Member) -> bool:
-    """Whether a rank has taken the last step that the plan in effect has the right number of micro-batches for."""
+    """Return whether a rank has taken the last step for which the plan in effect has the right number of
+    micro-batches."""
     assert job.record.plan is not None
     due = job.declaration.batch_sizes.at(member.stepped + 1)
     return member.stepped < job.record.goal and due != job.record.plan.micro_batches
 
 
 def is_saving(job: Job, member: Member) -> bool:
-    """Whether a rank writes a checkpoint, as its own fresh beats say, within a budget of its own."""
+    """Return whether a rank writes a checkpoint, as its own recent heartbeats report, within a budget of its own."""
     if member.beat is None or member.beat.progress is None or liveness.is_mute(member, job.now, job.settings):
         return False
     saving = member.beat.progress.activity == "checkpoint"
@@ -199,7 +202,7 @@ def is_saving(job: Job, member: Member) -> bool:
 
 
 def judge_transition(job: Job) -> None:
-    """Answers that do not come: a stopped process at once, others after the budget of the stage."""
+    """Fence ranks that do not answer: a stopped process at once, others after the budget of the stage."""
     transition = job.transition
     assert transition is not None
     waited_s = job.now - max(transition.stage_at, transition.moved_at)
@@ -209,27 +212,27 @@ def judge_transition(job: Job) -> None:
         fence(job, stopped)
         return
     if late and waited_s > liveness.hang_suspected_s(job.settings, job.predicted_s):
-        transitions.urge(job, f"not at the end of the iteration after {waited_s:.1f} s")
+        transitions.urge(job, f"did not finish the iteration within {waited_s:.1f} s")
     budget_s = job.settings.hang_given_up_s
     if job.stage == "building" or transition.initial:
         budget_s = job.settings.transition_budget_s
     if job.stage == "proposing" and waited_s <= job.settings.transition_budget_s:
-        # Each rank checks all of the plan, which no beat shows to progress: of 8,192 ranks in many seconds.
+        # Each rank checks the whole plan, without progress in its heartbeats: for 8,192 ranks this takes many seconds.
         late = [member for member in late if liveness.is_mute(member, job.now, job.settings)]
     if waited_s <= budget_s or not late:
         return
-    if job.stage != "building":  # a step that was still taken is a sign of life
+    if job.stage != "building":  # a step taken meanwhile is a sign of life
         fence(job, [member for member in late if job.now - member.progress_at > budget_s])
         return
-    guilty = liveness.culprits(late, job.now, job.settings)
-    if guilty:
-        fence(job, guilty)
+    blocking = liveness.blocking_ranks(late, job.now, job.settings)
+    if blocking:
+        fence(job, blocking)
     else:
         failures.communication_failed(job, f"communicators of epoch {job.epoch} were not built within {budget_s:.0f} s")
 
 
 def fence(job: Job, members: list[Member]) -> None:
-    """Kill what is given up, so that it cannot come back; its exit starts the transition."""
+    """Kill processes that are given up, so that they cannot return; their exits start the transition."""
     for member in members:
         if member.fenced is None:
             member.fenced = "hung: " + silence.evidence(job, member)

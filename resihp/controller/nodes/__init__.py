@@ -1,4 +1,4 @@
-"""Nodes that join, leave and come in place of others; what is done about bad ones, and what Slurm sees of them.
+"""Nodes that join, leave or replace others; measures against bad ones, and Slurm's view of them.
 
-Never talks to Slurm: it asks for what is to be done, and is told what came of it.
+Never talks to Slurm: it orders actions and is notified of their results.
 """

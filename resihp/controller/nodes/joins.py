@@ -1,11 +1,11 @@
-"""Processes that start while the job is under way: a crashed worker's next one on its device, all those of a new node.
+"""Processes that start while the job is under way: the next worker on a device after a crash, and all workers of a new
+node.
 
-Decides when a device gets another process, and whether the newcomer may join; whether it is worth an interruption,
-`replan_policy` says.
-A node is taken in only when it was asked for (`replacements`), or is one of the job's own that the start did not wait
-for any longer; one that was left out for another reason stays out.
-A newcomer counts for nothing until it has declared what the job trains; then it is a standby rank, and part of every
-transition. One that is turned away never stops the job. Called by `startup`, `failures`, `watchdog`, `consent`.
+Decides when a device gets another process, and whether the newcomer may join; whether it is worth an interruption is
+decided by `replan_policy`. A node is taken in only if it was requested (`replacements`), or if it is one of the job's
+own nodes that the start did not wait for any longer; a node left out for another reason stays out. A newcomer has no
+role until it has declared what the job trains; then it is a standby rank and part of every transition. A newcomer that
+is turned away never stops the job. Called by `startup`, `failures`, `watchdog`, `consent`.
 """
 
 from __future__ import annotations
@@ -27,28 +27,29 @@ from resihp.protocol import messages as m
 from resihp.record.journal import JoinRefused, NodeJoined, WorkersOrdered
 
 
-def come_back(job: Job, lost: Member) -> None:
-    """Start another process where one died, unless the script raised, or the device is dead or had its chances.
+def respawn(job: Job, dead: Member) -> None:
+    """Start another process where one died, unless the script raised, or the device is dead or has used up its
+    respawns.
 
     An error of storage, or of a service, is not the script's, and may have passed.
     """
-    device = (lost.node, lost.device)
+    device = (dead.node, dead.device)
     if not job.under_way or job.furthest >= job.record.goal:
         return
-    if job.departure is not None or job.excused(lost.node, job.now):
+    if job.stop_request is not None or job.excused(dead.node, job.now):
         return
-    outside = root_causes.failed_on_its_device(job, lost) or root_causes.is_from_outside(job, lost.rank)
-    by_script = lost.raised is not None and not outside
-    if by_script or lost.unwilling or device in job.dead_devices or not job.nodes[lost.node].alive:
+    outside = root_causes.failed_on_its_device(job, dead) or root_causes.is_from_outside(job, dead.rank)
+    by_script = dead.raised is not None and not outside
+    if by_script or dead.unwilling or device in job.dead_devices or not job.nodes[dead.node].alive:
         return
     if sum((p.node, p.device) == device for p in job.record.placements) > job.settings.come_backs:
         return
-    job.say("notice", f"node {lost.node} device {lost.device}: started again, as rank {len(job.record.placements)}")
-    _order(job, lost.node, (lost.device,))
+    job.say("notice", f"node {dead.node} device {dead.device}: started again, as rank {len(job.record.placements)}")
+    _order(job, dead.node, (dead.device,))
 
 
 def _order(job: Job, node: str, devices: Iterable[int]) -> None:
-    """Have a process started on each of a node's devices: their ranks are in the journal before anybody is told."""
+    """Order a process on each of a node's devices; the new ranks are journaled before any agent is told."""
     first = len(job.record.placements)
     workers = tuple(enumerate(devices, first))
     job.log(WorkersOrdered(workers=tuple((rank, node, device) for rank, device in workers)))
@@ -58,7 +59,7 @@ def _order(job: Job, node: str, devices: Iterable[int]) -> None:
 
 
 def node_joined(job: Job, event: api.AgentJoined) -> None:
-    """An agent of a node that the job did not begin with."""
+    """Handle an agent of a node that the job did not start with."""
     request = replacements.expected(job, event.lease)
     if request is not None and (odd := _other_hardware(job, event)):
         job.say("warning", f"node {event.node}: does not join: {odd}")
@@ -66,8 +67,8 @@ def node_joined(job: Job, event: api.AgentJoined) -> None:
         replacements.unfit(job, request, event.node, f"node {event.node} does not join: {odd}")
         return
     if request is None or event.node in job.nodes or not job.under_way:
-        known = f"request {event.lease} is over" if event.lease else "nobody asked for it"
-        why = "it was left out before" if event.node in job.nodes else known
+        cause = f"request {event.lease} is over" if event.lease else "it was not requested"
+        why = "it was left out before" if event.node in job.nodes else cause
         job.say("notice", f"node {event.node}: does not join: {why}")
         job.do(api.DropNode(node=event.node))
         if request is not None:
@@ -80,7 +81,7 @@ def node_joined(job: Job, event: api.AgentJoined) -> None:
 
 
 def take_in(job: Job, event: api.AgentJoined) -> None:
-    """From here on it is one of the job's nodes."""
+    """Make a node one of the job's nodes."""
     job.log(
         NodeJoined(
             node=event.node,
@@ -94,33 +95,33 @@ def take_in(job: Job, event: api.AgentJoined) -> None:
 
 
 def _other_hardware(job: Job, event: api.AgentJoined) -> str:
-    """What is odd about a newcomer's devices; nothing where theirs, or those of the job's nodes, are not known.
+    """Return how a newcomer's devices differ; empty if their kind, or that of the job's nodes, is not known.
 
-    Devices of another kind compute at another speed, and may round otherwise.
+    Devices of another kind compute at another speed, and may round differently.
     """
-    known = {node.hardware for node in job.nodes.values()} - {""}
-    if not event.hardware or not known or event.hardware in known:
+    kinds = {node.hardware for node in job.nodes.values()} - {""}
+    if not event.hardware or not kinds or event.hardware in kinds:
         return ""
-    return f"its devices are {event.hardware}, the job's are {' and '.join(sorted(known))}"
+    return f"its devices are {event.hardware}, the job's are {' and '.join(sorted(kinds))}"
 
 
 def is_latecomer(job: Job, name: str) -> bool:
-    """Whether a node of the job's own was given up for not having come."""
+    """Return whether one of the job's own nodes was given up because it had not joined."""
     node = job.nodes[name]
     return not node.alive and not node.devices
 
 
 def come_late(job: Job, event: api.AgentJoined) -> None:
-    """A node that was begun without is here after all: its processes join those that train, or are about to.
+    """Take in a node after the job started without it: its processes join those that train, or are about to.
 
     Not once it was given back to Slurm or is drained, and not when training is done.
     """
-    lost, release = job.record.lost[event.node], job.upkeep.releases[event.node]
+    lost_node, release = job.record.lost[event.node], job.maintenance.releases[event.node]
     drained = any(drain.node == event.node and drain.measure == "drain" for drain in job.record.drains.values())
     late = job.stage != "gathering" and not job.under_way
-    if lost.released or release.asked or drained or late:
+    if lost_node.released or release.asked or drained or late:
         why = "training is done" if late else "it is being drained" if drained else "it was given back"
-        job.say("notice", f"node {event.node}: comes too late: {why}")
+        job.say("notice", f"node {event.node}: joins too late: {why}")
         job.do(api.DropNode(node=event.node))
         return
     take_in(job, event)
@@ -130,23 +131,24 @@ def come_late(job: Job, event: api.AgentJoined) -> None:
 
 
 def start_latecomers(job: Job) -> None:
-    """Nodes that came while others were starting already: theirs join."""
+    """Start workers on nodes that joined while others were already starting."""
     placed = {placement.node for placement in job.record.placements}
     for name in sorted(job.nodes.keys() - placed, key=natural):
         start_node(job, name)
 
 
 def start_node(job: Job, name: str) -> None:
-    """A worker on each device of a node that came later, unless there are some already."""
+    """Start a worker on each device of a node that joined later, unless there are some already."""
     node = job.nodes[name]
-    if job.departure is not None or job.furthest >= job.record.goal or not node.alive:
+    if job.stop_request is not None or job.furthest >= job.record.goal or not node.alive:
         return
     if not any(placement.node == name for placement in job.record.placements):
         _order(job, name, range(node.devices))
 
 
 def declared(job: Job, member: Member, declare: m.Declare) -> None:
-    """A newcomer trains what the job trains, or it is turned away. The checkpoint that it found does not matter."""
+    """Accept a newcomer if it trains what the job trains, else turn it away. The checkpoint it found does not
+    matter."""
     if member.declared is not None or member.fenced is not None or not job.under_way:
         return
     first = job.declaration
@@ -161,7 +163,7 @@ def declared(job: Job, member: Member, declare: m.Declare) -> None:
     member.declared = msgspec.structs.replace(declare, resume_from=first.resume_from)
     fault_injection.stay_slow(job, member.rank)
     job.say("notice", f"{job.where(member.rank)}: ready to join")
-    came(job, member.rank)
+    became_ready(job, member.rank)
     if member.rank in job.unmeasured:
         probing.begin(job, "join", (member.rank,))
     if job.pause is not None:
@@ -169,8 +171,8 @@ def declared(job: Job, member: Member, declare: m.Declare) -> None:
         transition.ask_to_pause(job, (member.rank,))
 
 
-def came(job: Job, rank: int) -> None:
-    """A newcomer is ready: it is given work if that is worth it, once its device was measured where that is wanted."""
+def became_ready(job: Job, rank: int) -> None:
+    """Consider work for a newcomer that is ready, after its device is measured if devices are to be."""
     if job.settings.examine:
         job.unmeasured.add(rank)
     else:
@@ -178,7 +180,8 @@ def came(job: Job, rank: int) -> None:
 
 
 def measured(job: Job, judged: Mapping[int, probes.Judged]) -> None:
-    """A newcomer's device was measured: one that is not fit stands by, unless the job has to use such ones already."""
+    """Act on the probe of a newcomer's device: if it is not fit it stands by, unless the job has to use such devices
+    already."""
     uses_unfit = any(job.device_of(rank) in job.record.unfit for rank in job.record.computing)
     for rank, verdict in judged.items():
         member = job.members[rank]
@@ -188,15 +191,15 @@ def measured(job: Job, judged: Mapping[int, probes.Judged]) -> None:
         if verdict.fit or job.settings.observes or (uses_unfit and verdict.speed is not None):
             replan_policy.consider_newcomer(job, rank)
         if not verdict.fit and job.settings.observes:
-            told = f"fails its probe: {verdict.evidence}; observe mode, it is given work all the same"
-            job.say("warning", f"{job.where(rank)}: {told}")
+            text = f"fails its probe: {verdict.evidence}; observe mode: it gets work all the same"
+            job.say("warning", f"{job.where(rank)}: {text}")
         elif not verdict.fit:
             when = probing.measured_again(job, rank)
             job.say("warning", f"{job.where(rank)}: failed its probe, kept on standby: {verdict.evidence}; {when}")
 
 
 def turn_away(job: Job, member: Member, reason: str) -> None:
-    """A newcomer that cannot take part is ended, and its device left alone; the job goes on."""
+    """End a newcomer that cannot take part, and give up its device; the job goes on."""
     member.declared = None
     member.fenced = reason
     refuse(job, member.rank, reason, condemns=True)
@@ -204,30 +207,30 @@ def turn_away(job: Job, member: Member, reason: str) -> None:
 
 
 def refuse(job: Job, rank: int, reason: str, *, condemns: bool) -> None:
-    """A newcomer counts for nothing. `condemns`: nor does its device get another one."""
+    """Record that a newcomer does not join. `condemns`: its device does not get another process either."""
     node, device = job.record.placements[rank].node, job.record.placements[rank].device
     job.say("warning", f"rank {rank} ({node} device {device}): does not join: {reason}")
     job.log(JoinRefused(rank=rank, node=node, device=device, reason=reason, condemns_device=condemns))
 
 
 def exited(job: Job, member: Member, ending: str) -> None:
-    """A newcomer ended before it was ready; unless its script is at fault, its device has another try."""
+    """Handle a newcomer that ended before it was ready; unless its script is the cause, its device has another try."""
     if member.fenced is not None:
         return
     if member.raised is not None:
         ending = f"raised {member.raised.error}"
     refuse(job, member.rank, f"{ending} before it was ready", condemns=member.raised is not None)
-    come_back(job, member)
+    respawn(job, member)
 
 
 def spawn_refused(job: Job, rank: int, reason: str) -> None:
-    """A newcomer could not be started."""
+    """Handle a newcomer that could not be started."""
     job.starting.discard(rank)
     refuse(job, rank, reason, condemns=False)
 
 
 def judge(job: Job) -> None:
-    """Newcomers have the start's budget to get ready."""
+    """Turn away newcomers that are not ready within the start budget."""
     starting = [member for member in job.members.values() if member.declared is None]
     for member in sorted(starting, key=lambda member: member.rank):
         late = job.now - member.spawned_at > job.settings.start_budget_s

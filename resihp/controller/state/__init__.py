@@ -1,6 +1,7 @@
-"""What the controller holds beside the record of its job: all that a take-over may forget.
+"""State that the controller holds beside the record of its job: all of it may be forgotten in a take-over.
 
-Beats and answers, who is waited for, what is suspected or under way, times of the controller's clock. Durable truth is
-`Job.record` (`resihp.record.state`): handlers read it, and change it by `Job.log` alone. `job` has it all together; the
-other modules have its parts, plain data with small, local rules. The decisions are in the modules around this package.
+It consists of heartbeats and answers, of ranks that are waited for, of suspicions and work under way, and of times of
+the controller's clock. Durable truth is `Job.record` (`resihp.record.state`): handlers read it, and change it only by
+`Job.log`. `job` has it all together; the other modules have its parts, plain data with small, local rules. The
+decisions are in the modules around this package.
 """

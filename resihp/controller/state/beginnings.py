@@ -1,4 +1,4 @@
-"""How far a supervisor is with its first plan: of a new job, or of one whose supervisor died."""
+"""Progress of a supervisor towards its first plan: of a new job, or of one whose supervisor died."""
 
 from __future__ import annotations
 
@@ -11,42 +11,43 @@ from resihp.record.state import HowLost
 
 @dataclass
 class Beginning:
-    """How far the start is, until there is a first plan."""
+    """Progress of the start, until there is a first plan."""
 
     enough_at: float | None = None
-    """Since when so many nodes are there that the others can be spared."""
+    """Time since which enough nodes have joined to do without the others."""
     ordered_at: float = 0.0
-    """When this supervisor asked for the first processes."""
+    """Time at which this supervisor ordered the first processes."""
     awaited: set[int] = field(default_factory=set)
     """Ranks that have neither declared what they train nor been lost."""
     early_at: float | None = None
-    """When something was last lost, or went wrong."""
-    told: set[str] = field(default_factory=set)
-    """What scripts ended with, as was told: of many ranks that end alike, the first is."""
+    """Time of the last loss or error."""
+    reported: set[str] = field(default_factory=set)
+    """Ends of scripts that were already reported: of many ranks that end alike, the first is reported."""
     met: bool = False
-    """Ranks have met by themselves, without having said what they train (`messages.Beat`)."""
+    """Whether ranks have set up communication on their own, without declaring what they train (`messages.Beat`)."""
     last_since: tuple[int, float] | None = None
-    """How many processes had ended, all of them well, and since when so many, while others were still there."""
+    """Number of processes that ended, all of them successfully, and since when it is that many while others were still
+    running."""
     idle_noticed: bool = False
-    """It was said that those do nothing."""
+    """Whether it was reported that the remaining processes do nothing."""
     examined: bool = False
-    """Devices and links have been measured."""
+    """Whether devices and links have been measured."""
 
 
 @dataclass
 class Recovery:
-    """A new supervisor waits for the agents of a dead one."""
+    """State of a new supervisor that waits for the agents of a dead one."""
 
     undisturbed: bool
-    """The journal knows of no plan that was decided and is not in effect."""
+    """Whether the journal has no plan that was decided and is not in effect."""
     began_at: float | None = None
     first_at: float | None = None
-    """When the first agent came back."""
+    """Time at which the first agent reconnected."""
     inventories: dict[str, Inventory] = field(default_factory=dict)
     exits: dict[int, int] = field(default_factory=dict)
     lost: dict[str, tuple[str, HowLost]] = field(default_factory=dict)
-    """Ranks that ended and nodes that were lost meanwhile: how, and why."""
+    """Ranks that ended and nodes that were lost while waiting: how, and why."""
     clues: dict[int, tuple[Clue, ...]] = field(default_factory=dict)
-    """What was said of the ends of ranks meanwhile."""
+    """Clues about the ends of ranks that arrived while waiting."""
     waiting: list[AnyEvent] = field(default_factory=list)
-    """What else came meanwhile."""
+    """Other events that arrived while waiting."""

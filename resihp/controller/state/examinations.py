@@ -1,4 +1,4 @@
-"""Probes under way, second looks, and what is remembered of suspicions to be slow."""
+"""Probes under way, second looks, and the memory of past suspicions of slowness."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from resihp.protocol.messages import Probed
 from resihp.protocol.messages import Speed as DeviceSpeed
 from resihp.record.state import Device, Link
 
-JUDGED = 100
-"""Iterations of a plan that are remembered, for what they take longer since an onset."""
+MAX_JUDGED_ITERATIONS = 100
+"""Number of iterations of a plan that are remembered, to measure the excess time since an onset."""
 
 
 @dataclass(kw_only=True)
 class Examination:
-    """A probe under way: who is measured, and for what."""
+    """A probe under way: the ranks that are measured, and the reason."""
 
     probe: int
     occasion: Literal["start", "join", "suspicion", "standby"]
@@ -27,31 +27,32 @@ class Examination:
     asked_at: float
     answers: dict[int, Probed] = field(default_factory=dict)
     silent: set[int] = field(init=False)
-    """Who was asked and has not answered."""
+    """Ranks that were asked and have not answered."""
     findings: list[Finding] = field(default_factory=list)
-    """What it is to confirm; what is found meanwhile of the same devices as well."""
+    """Findings it is to confirm; later findings about the same devices included."""
     ahead_s: float = 0.0
-    """How long after it was asked it can be answered."""
+    """Seconds after the order until it can be answered."""
     after: int = 0
-    """The furthest iteration whose step was reported when it was asked."""
+    """The furthest iteration whose step had been reported when the order was given."""
     looks: int = 1
-    """How often devices in doubt were measured."""
+    """Number of times that devices in doubt were measured."""
     best: dict[int, DeviceSpeed] = field(default_factory=dict)
-    """Of what devices in doubt and their witnesses gave in all looks but the first; of suspects, all but the last."""
+    """Best speeds of devices in doubt and their references in all looks but the first; of suspects, in all looks but
+    the last."""
     failed: dict[int, str] = field(default_factory=dict)
-    """Errors that suspects answered with in former looks: a device that computes wrongly once is not fit."""
+    """Errors of suspects in former looks: a device that computes wrongly once is not fit."""
     settled: dict[int, Judged] = field(default_factory=dict)
-    """Devices that were in doubt: what these looks found."""
+    """Judgements of these looks on devices that were in doubt."""
     slow_looks: tuple[JudgedLink, ...] = ()
-    """Of a link: what former looks found, all of them that it is slow."""
+    """Former looks at a link, all of which found it slow."""
     _settled: int = 0
-    """So many of `asked` have answered or died."""
+    """Number of ranks at the start of `asked` that have answered or died."""
 
     def __post_init__(self) -> None:
         self.silent = set(self.asked)
 
     def waits(self, may_answer: Callable[[int], bool]) -> bool:
-        """Whether anybody is silent who may still answer; who once may not never will."""
+        """Return whether any silent rank may still answer; a rank that may not answer once never will."""
         while self._settled < len(self.asked):
             rank = self.asked[self._settled]
             if rank in self.silent and may_answer(rank):
@@ -61,7 +62,7 @@ class Examination:
 
     @property
     def link(self) -> Link | None:
-        """That is under suspicion."""
+        """The suspected link, if it is about one."""
         return self.findings[0].link if self.findings else None
 
     def answered(self, rank: int, answer: Probed) -> None:
@@ -71,34 +72,34 @@ class Examination:
 
 @dataclass(kw_only=True)
 class SecondLooks:
-    """Devices in doubt after an examination, measured again beside the same witnesses."""
+    """Devices in doubt after an examination, measured again together with the same reference devices."""
 
     first: Examination
-    """What was answered first, kept until they are judged."""
+    """The first examination, kept until all devices are judged."""
     doubted: tuple[int, ...]
-    witnesses: tuple[int, ...]
+    references: tuple[int, ...]
     turns: list[tuple[int, ...]] = field(default_factory=list)
-    """Who is measured next, and after them, in the look under way."""
+    """Groups of ranks to measure, one after the other, in the look under way."""
     taken: int = 0
-    """Looks after the first one, with the one under way."""
+    """Number of looks after the first one, including the one under way."""
 
 
 @dataclass
 class Rechecks:
-    """Devices that are measured again: those in doubt, and those that stand by."""
+    """Devices to measure again: those in doubt, and those that stand by."""
 
     second_looks: dict[int, SecondLooks] = field(default_factory=dict)
-    """Of devices in doubt, by the number of the probe under way for them."""
+    """Looks under way at devices in doubt, by the number of the current probe."""
     slow_at: float = 0.0
-    """When what stands by for being slow is measured next."""
+    """Time of the next measurement of devices that stand by for being slow."""
     unfit_at: dict[Device, float] = field(default_factory=dict)
-    """When each device that a probe set aside is measured next, as far as that is settled."""
+    """Time of the next measurement of each device that a probe set aside, as far as it is scheduled."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lasting:
-    """Iterations take longer although every device's probe is fine, or who is slow does not explain it: told once that
-    has lasted."""
+    """Excess iteration time although every device's probe is fine, or beyond the share of the slow devices; reported
+    once it has lasted."""
 
     finding: Finding
     epoch: int
@@ -108,13 +109,13 @@ class Lasting:
 
 @dataclass
 class Inquiry:
-    """What is remembered of suspicions to be slow, beside what is on record."""
+    """Memory of suspicions of slowness, beside the record."""
 
-    acquitted: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Ranks whose probe did not confirm one: the furthest iteration then, and the onset that was found first."""
+    cleared: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Ranks whose probe did not confirm a suspicion: the furthest iteration then, and the first onset found."""
     lasting: Lasting | None = None
-    """What nobody could be blamed for."""
+    """The finding that no device explains."""
     healthy_s: float | None = None
-    """What the last iteration would have taken where all is well, as far as that is known."""
-    judged: deque[tuple[int, float, float]] = field(default_factory=lambda: deque(maxlen=JUDGED))
-    """Iterations of the plan in effect: number, seconds, and what was predicted where all is well."""
+    """Predicted healthy time of the last iteration, as far as it is known."""
+    judged: deque[tuple[int, float, float]] = field(default_factory=lambda: deque(maxlen=MAX_JUDGED_ITERATIONS))
+    """Iterations of the plan in effect: number, seconds, and the predicted healthy seconds."""

@@ -1,4 +1,4 @@
-"""Root causes that are no verdicts yet, and faults that are to be injected."""
+"""Root causes that are not verdicts yet, and faults to be injected."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class Incident:
     device: int | None = None
     detect_s: float | None = None
     earlier_s: float = 0.0
-    """How long before it was found something was wrong already, and training was stopped for it."""
+    """Time before it was found during which something was already wrong and training stood still because of it."""
     diagnosis: Diagnosis | None = None
-    """Why, as far as anybody said so."""
+    """The cause, as far as anything reported it."""
     died: bool = False
-    """A node that was lost, and of which nothing is known to be broken."""
+    """Whether it is the loss of a node of which nothing is known to be broken."""
     explains: set[str] = field(default_factory=set)
-    """Lines about its node as such that it is told by: they are no cause of what comes later."""
+    """Node-level log lines used as evidence here; not to be reused for later failures."""
     condemned: Device | None = None
-    """(node, device) taken for dead as soon as its process had ended, for what was said of it."""
+    """(node, device) taken for dead as soon as its process had ended, because of the reports about it."""
 
     @property
     def noticed_at(self) -> float:
@@ -45,10 +45,10 @@ class Incident:
 class ArmedFault:
     fault: Fault
     refused: str = ""
-    """Why it could not be carried out when its moment came, if it came."""
+    """Reason why it could not be injected when its moment came."""
 
     @property
     def excuse(self) -> str:
-        """Why it did not fire."""
+        """Reason why it was not injected."""
         in_iteration = self.fault.phase in ("forward", "backward", "reduce", "step")
         return self.refused or f"its {'iteration' if in_iteration else 'transition'} never came"

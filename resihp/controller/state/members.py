@@ -1,4 +1,4 @@
-"""Nodes and worker processes as they are now: what is on record of them, and what is heard of them."""
+"""Nodes and worker processes as they are now: their record, and their latest reports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from resihp.record.state import KnownNode, KnownWorker
 
 @dataclass
 class Node:
-    """A node as it is now: what is on record of it, and what is heard of it."""
+    """A node as it is now: its record, and the time of its last heartbeat."""
 
     known: KnownNode
     last_beat: float = 0.0
@@ -49,28 +49,29 @@ class Member:
     known: KnownWorker
     spawned_at: float = 0.0
     declared: Declare | None = None
-    """What it trains, once that was found to be what the job trains."""
+    """Its declaration, once it was found to match what the job trains."""
     raised: Raised | None = None
     finished: bool = False
     unwilling: str = ""
-    """Why its script cannot start, as it said itself."""
+    """Why its script cannot start, as the script reported."""
     follows: Follows = ""
-    """Whether it failed for another rank's end, by what it raised, or wrote before it ended; empty: it does not say."""
+    """Whether it failed because another rank ended, judged by its exception or by its last output; empty if that is not
+    known."""
     failed_at: float | None = None
-    """When it raised, or ended, whichever was first."""
+    """Time at which it raised or ended, whichever came first."""
     fenced: str | None = None
-    """Why the controller killed it, if it did."""
+    """Reason for which the controller killed it, if it did."""
     stepped: int = 0
     beat: WorkerBeat | None = None
     beat_at: float = 0.0
     progress_at: float = 0.0
     exit_status: int | None = None
     clues: tuple[Clue, ...] = ()
-    """What was said of its end, by itself and by the kernel."""
+    """Clues about its end, from itself and from the kernel."""
     raised_clues: tuple[Clue, ...] = ()
-    """What is read of that in what it raised."""
+    """Clues in the exception it raised."""
     weighed: tuple[Report, int, Diagnosis] | None = None
-    """Of what came the last verdict on it alone, of how many earlier ones, and which."""
+    """Its report, the number of diagnoses on record then, and the diagnosis of it alone that follows from both."""
 
     @property
     def rank(self) -> int:
@@ -98,10 +99,10 @@ class Member:
 
     @property
     def ready(self) -> bool:
-        """Whether it may be given work, and has to answer: it declared, and was not turned away."""
+        """Whether it may be given work and has to answer: it has declared itself and was not turned away."""
         return self.known.alive and self.declared is not None
 
 
 def natural(name: str) -> tuple[tuple[int, str | int], ...]:
-    """Sort key that puts n2 before n10."""
+    """Return a sort key that puts n2 before n10."""
     return tuple((1, int(part)) if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name) if part)

@@ -1,4 +1,4 @@
-"""What people and Slurm ask of the job: to stop, and to save."""
+"""Requests of people and of Slurm to the job: to stop, and to save."""
 
 from __future__ import annotations
 
@@ -6,41 +6,42 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Meaning = Literal["warning", "time-limit", "cancelled", "preempted", "unknown", "operator"]
-"""Why somebody wants the job to stop (`journal.JobSignalled`)."""
+"""Reason for which the job is asked to stop (`journal.JobSignalled`)."""
 COINCIDENCE_S = 2.0
-"""Agents that are signalled within this time are signalled together; so long deaths around it are nobody's fault."""
-LEFT_S = 60.0
-"""How long after its agent alone was signalled a node may end for that reason."""
+"""Agents signalled within this time, in seconds, were signalled together; deaths this close to the signal count as
+caused by it."""
+LONE_SIGNAL_S = 60.0
+"""Time, in seconds, within which the end of a node counts as caused by a signal to its agent alone."""
 
 
 @dataclass
 class AgentSignal:
-    """Somebody told a node's agent to stop."""
+    """A signal from outside to a node's agent."""
 
     signal: int
     at: float
-    told: bool = False
+    reported: bool = False
 
 
 @dataclass(kw_only=True)
-class Departure:
-    """The job was asked to stop, and how far it is. Times are the controller's."""
+class StopRequest:
+    """A request that the job stop, and its progress. Times are the controller's."""
 
     signal: int
     first_at: float
-    """When it began; what dies from then on is nobody's fault."""
+    """Time of the first request: deaths from then on are not failures."""
     asked_at: float
-    """When the last request came: its grace counts from here."""
+    """Time of the last request: its grace period counts from here."""
     nodes: set[str] = field(default_factory=set)
-    """Whose agents were signalled as well."""
+    """Nodes whose agents were signalled as well."""
     meaning: Meaning | None = None
-    """None while Slurm is being asked."""
-    told: bool = False
-    """It is in the journal."""
+    """Why the job is asked to stop; None while Slurm is being asked."""
+    journaled: bool = False
+    """Whether it is in the journal."""
     writers: tuple[int, ...] = ()
-    """Ranks that were ordered to save what they hold."""
+    """Ranks that were ordered to save the state they hold."""
     interrupted: str = ""
-    """What ended after training as only a signal ends it."""
+    """The end of a process after training that only a signal explains."""
 
 
 @dataclass
@@ -48,8 +49,8 @@ class Saves:
     """Checkpoints that operators asked for."""
 
     askers: dict[int, int] = field(default_factory=dict)
-    """Requests that are still to be answered, and after which iteration each was made."""
+    """Requests still to be answered, and the iteration after which each was made."""
     number: int = 0
-    """Of the last order to write one."""
+    """Number of the last order to write a checkpoint."""
     epoch: int = 0
-    """In which that was given: who was told may not have passed it on before another plan."""
+    """Epoch in which that order was given: its recipient may not have passed it on before a new plan."""

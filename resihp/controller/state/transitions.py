@@ -1,4 +1,4 @@
-"""From one plan to the next: the transition under way, a pause that is asked for, and what may call for either."""
+"""The transition from one plan to the next, a requested pause, and changes that may call for either."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from resihp.protocol.messages import Parked, StepOutcome
 from resihp.record.state import Occasion
 
 Outlook = Literal["start", "redo", "commit", "between"]
-"""What becomes of the iteration that was under way when a transition began."""
+"""The fate of the iteration that was under way when a transition began."""
 
 
 @dataclass
@@ -25,15 +25,15 @@ class Transition:
     initial: bool = False
     attempts: int = 1
     graceful: bool = False
-    """Everybody was asked to stop between two iterations."""
+    """Whether all ranks were asked to stop between two iterations."""
     urged: bool = False
-    """Whoever has not parked was asked to stop at once."""
+    """Whether the ranks that have not parked were asked to stop at once."""
     cautious: bool = False
-    """A plan was refused: propose no other than one that is known to work."""
+    """Whether a plan was refused, so that only a plan known to work may be proposed."""
     resizes: bool = False
-    """Nothing but the number of micro-batches changes, as the job's ramp-up says."""
+    """Whether only the number of micro-batches changes, as the job's ramp-up requires."""
     tuned: Plan | None = None
-    """What it is about, where the plan is known already."""
+    """The plan it leads to, if that is known already."""
     waiting: set[int] = field(default_factory=set)
     """Ranks whose answer this stage still needs."""
     asked: set[int] = field(default_factory=set)
@@ -47,11 +47,11 @@ class Transition:
     reason: str = ""
     failures: list[int] = field(default_factory=list)
     moved_at: float = 0.0
-    """When a rank last showed that it builds or moves state."""
+    """Time at which a rank last showed that it builds communicators or moves state."""
     park_s: float = 0.0
     plan_s: float = 0.0
     planning_s: float | None = None
-    """Of these, those in which nothing was done but to decide; None where nobody has told."""
+    """Seconds of `plan_s` spent on nothing but the decision; None if that was not reported."""
     groups_s: float = 0.0
     state_s: float = 0.0
     begun_at: float = 0.0
@@ -68,24 +68,24 @@ class Pause:
     asked: set[int]
     answers: dict[int, Parked] = field(default_factory=dict)
     failures: list[int] = field(default_factory=list)
-    """Verdicts that it answers to."""
+    """Verdicts it responds to."""
     resizes: bool = False
-    """Everybody stops by itself: the next iteration has another number of micro-batches."""
+    """Whether all ranks stop by themselves, because the next iteration has another number of micro-batches."""
     tuned: Plan | None = None
-    """The plan to go on with, if nothing comes in between."""
+    """The plan to continue with, unless something happens in between."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """Something that may call for another plan."""
+    """A change that may call for another plan."""
 
     reason: str
     since: int
-    """First iteration in which things were as they are."""
+    """First iteration for which it holds."""
     device: Occasion
-    """What is slower or faster, or new; or that a better plan was found."""
+    """The device or link that is slower, faster or new; or the fact that a better plan was found."""
     failure: int | None = None
     rank: int | None = None
-    """The newcomer that could be given work. Unlike a slow-down, it is not expected to pass."""
+    """The newcomer that could be given work. Unlike a slowdown, it is not expected to pass."""
     question: str = ""
-    """To which a better plan was found, as long as that is the answer to how things are."""
+    """The question whose answer is a better plan, as long as that question matches the situation."""

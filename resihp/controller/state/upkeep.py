@@ -1,4 +1,4 @@
-"""Bad nodes, lost ones and new ones: since when they are known of, and what is waited for."""
+"""Maintenance of nodes (bad, lost and new ones): when each became known, and the answers that are awaited."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from dataclasses import dataclass, field
 
 @dataclass
 class GivingBack:
-    """How far a lost node is given back to Slurm, and since when it is lost for this supervisor."""
+    """Progress of giving a lost node back to Slurm, and when this supervisor lost it."""
 
     lost_at: float
     tries: int = 0
-    """How often Slurm was asked to take it back."""
+    """Number of times Slurm was asked to take it back."""
     next_try_at: float = 0.0
     asked: bool = False
-    """Slurm's answer to the last try is still to come."""
+    """Whether Slurm's answer to the last try is still to come."""
 
 
 @dataclass
-class Upkeep:
-    """Bad nodes and new ones: since when this supervisor knows of them, and what it waits for."""
+class NodeMaintenance:
+    """Bad nodes and new ones: when this supervisor learned of them, and the answers it waits for."""
 
     found_at: dict[str, float] = field(default_factory=dict)
-    """When each verdict was found, by node."""
+    """Time at which each verdict was found, by node."""
     decided_at: dict[int, float] = field(default_factory=dict)
-    """When each drain was decided."""
+    """Time at which each drain was decided, by number."""
     releases: dict[str, GivingBack] = field(default_factory=dict)
-    """Of lost nodes."""
+    """Progress of giving back each lost node."""
     unwatched: list[str] = field(default_factory=list)
-    """Nodes that were lost just now."""
+    """Nodes that were lost just now, for which Slurm's view is not watched yet."""
     asked_at: dict[int, float] = field(default_factory=dict)
-    """When each node was asked for that this supervisor asked for."""
+    """Time at which this supervisor asked for each replacement, by number."""
     ask_after: float = 0.0
-    """No node is asked for before: the last request was refused, or ended."""
+    """No node is asked for before this time, because the last request was refused or ended."""
     declined: tuple[str, ...] = ()
-    """Lost nodes for which nobody was asked for, as was told last."""
+    """Lost nodes for which no replacement was asked for, as last reported."""
     waits_s: list[float] = field(default_factory=list)
-    """How long nodes took to come that this supervisor asked for."""
+    """Seconds that nodes took to arrive, for requests of this supervisor."""
     kept: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Nodes that an administrator drains and that the layout cannot do without, as Slurm saw them then."""
+    """Nodes that an administrator drains but that the layout cannot do without: Slurm's (state, reason) at the time."""

@@ -1,1 +1,1 @@
-"""A tuned job, tuned again by the times that it shows itself."""
+"""Tuning a job again by its own measured times."""

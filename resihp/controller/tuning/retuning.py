@@ -1,14 +1,15 @@
-"""When a tuned job is tuned again, by its own times: decided here; how, `resihp.scheduler.layouts.first_layout` knows.
+"""When to tune a job again by its own times: decided here; how is up to `resihp.scheduler.layouts.first_layout`.
 
-`run --tune` begins with a layout that suits what operations and bytes take. Once what they take is measured
-(`learned_times`), and `AFTER` iterations have passed under a plan, the tuner is asked with these times, with several
-chunks a stage where these pay; it is asked again only where another plan is in effect, or the times have moved by more
-than `MOVED`. What it finds is weighed like any other change (`transition_cost.verdict`), each recent change of this
-kind makes the next one dearer, and after `CHECKED` iterations it is looked up whether it has kept what it promised.
+`run --tune` starts with a layout that suits the operation and byte counts. Once the real times are measured
+(`learned_times`), and `RETUNE_ITERATIONS` iterations have passed under a plan, the tuner is called with these times,
+with several chunks per stage where these pay. It is called again only if another plan is in effect, or if the times
+have moved by more than `MAX_TIME_DRIFT`. Its plan is weighed like any other change (`transition_cost.verdict`), each
+recent change of this kind makes the next one more expensive, and after `VERIFY_ITERATIONS` iterations the effect is
+compared with the prediction.
 
-Nothing is done where a device with work is slow, which `replan_policy` answers to, where replicas are unlike, under
-another rule than our own, nor in observe mode. Asked by `controller` after each event; told of iterations by
-`iterations`. Trials are bounded, for it runs in the supervisor's loop.
+Nothing is done if a device with work is slow (`replan_policy` handles that), if replicas are unlike, under another
+planner than our own, or in observe mode. Called by `controller` after each event; notified of iterations by
+`iterations`. Trials are bounded, because they run in the supervisor's loop.
 """
 
 from __future__ import annotations
@@ -27,54 +28,56 @@ from resihp.scheduler import transition_cost
 from resihp.scheduler.cost.layout_change import movement
 from resihp.scheduler.layouts import first_layout
 
-AFTER = 40
-"""Iterations under a plan before it is tuned anew."""
-CHECKED = 20
-"""Iterations under the tuned plan after which its promise is looked at, the first one left out."""
-MOVED = 0.05
-"""Relative change of a time, of a layer's, beyond which the tuner is asked again."""
-BROKEN = 0.05
-"""By how much more of the former time than promised iterations may take before it is told."""
-MOST_CHUNKS = 4
-"""Of a stage."""
-WORK = 2000
+RETUNE_ITERATIONS = 40
+"""Iterations under a plan before it is tuned again."""
+VERIFY_ITERATIONS = 20
+"""Iterations under the tuned plan after which its effect is verified, without the first one."""
+MAX_TIME_DRIFT = 0.05
+"""Change of a time, as a share of a layer's time, beyond which the tuner is called again."""
+MAX_SHORTFALL = 0.05
+"""Largest difference between the actual and the predicted share of the former time that is not a warning."""
+MAX_CHUNKS = 4
+"""Largest number of chunks per stage."""
+TRIAL_BUDGET = 2000
 """Trials times stages times micro-batches of a pipeline: some 25 microseconds each."""
-LEAST_TRIALS = 8
+MIN_TRIALS = 8
+"""Number of trials that are made whatever the size of the pipeline."""
 
 
 def note(job: Job, seconds: float | None, tokens: int) -> None:
-    """An iteration is committed under the plan in effect."""
+    """Count an iteration that was committed under the plan in effect."""
     tuning, plan = job.tuning, job.record.plan
     if not job.settings.tune or plan is None:
         return
     if tuning.epoch != plan.epoch:
-        tuning.epoch, tuning.seen, tuning.look_at = plan.epoch, 0, AFTER
+        tuning.epoch, tuning.seen, tuning.look_at = plan.epoch, 0, RETUNE_ITERATIONS
         tuning.rates.clear()
     tuning.seen += 1
     if seconds and tokens and tuning.seen > 1:
         tuning.rates.append(seconds / tokens)
     promise = tuning.promise
-    if promise is not None and promise.epoch == plan.epoch and tuning.seen > CHECKED:
+    if promise is not None and promise.epoch == plan.epoch and tuning.seen > VERIFY_ITERATIONS:
         _check(job, promise)
         tuning.promise = None
 
 
 def review(job: Job) -> replan_policy.Replan | None:
-    """Whether to interrupt training for a layout that suits measured times better; it is kept until all have parked."""
+    """Decide whether to interrupt training for a layout that suits measured times better; it is kept until all have
+    parked."""
     tuning = job.tuning
-    if not job.settings.tune or tuning.seen < tuning.look_at or not _may(job):
+    if not job.settings.tune or tuning.seen < tuning.look_at or not _may_tune(job):
         return None
     plan = None if job.record.plan is None else job.record.plan.without_mirrors()
     measured = learned_times.now(job)
     if plan is None or measured is None:
         tuning.look_at = tuning.seen + 1
         return None
-    tuning.look_at = tuning.seen + AFTER
+    tuning.look_at = tuning.seen + RETUNE_ITERATIONS
     work = (plan.layout.replicas, plan.assignment, plan.orders)
     if (
         tuning.settled == work
         and tuning.profile is not None
-        and not learned_times.moved(tuning.profile, measured, MOVED)
+        and not learned_times.moved(tuning.profile, measured, MAX_TIME_DRIFT)
     ):
         return None
     job.profile = tuning.profile = measured
@@ -82,7 +85,7 @@ def review(job: Job) -> replan_policy.Replan | None:
     return _answer(job, plan)
 
 
-def _may(job: Job) -> bool:
+def _may_tune(job: Job) -> bool:
     settings = job.settings
     if settings.planner != "resihp" or settings.observes or settings.chunks != 1:
         return False
@@ -95,21 +98,21 @@ def _may(job: Job) -> bool:
 def _answer(job: Job, plan: Plan) -> replan_policy.Replan | None:
     situation = planning.situation_now(job)
     stages = len(plan.layout.replicas[0].stages)
-    trials = max(LEAST_TRIALS, WORK // max(1, stages * len(plan.assignment[0])))
-    found = first_layout.tuned(
+    trials = max(MIN_TRIALS, TRIAL_BUDGET // max(1, stages * len(plan.assignment[0])))
+    tuned = first_layout.tuned(
         plan,
         situation,
-        most_chunks=MOST_CHUNKS,
+        most_chunks=MAX_CHUNKS,
         evaluations=min(trials, first_layout.TUNING_EVALUATIONS),
         name="the plan in effect",
     )
-    if not found.alternatives:
-        job.say("notice", f"tuned by measured times: the plan stays: {found.reason}")
-        replan_policy.declined(job, "tuned by measured times", found.reason)
+    if not tuned.alternatives:
+        job.say("notice", f"tuned by measured times: the plan stays: {tuned.reason}")
+        replan_policy.declined(job, "tuned by measured times", tuned.reason)
         return None
-    present_s = found.alternatives[0][1]
+    present_s = tuned.alternatives[0][1]
     try:
-        change = movement(situation, found.plan.layout)
+        change = movement(situation, tuned.plan.layout)
     except LayoutError as error:
         job.say("notice", f"tuned by measured times: the plan stays: {error}")
         replan_policy.declined(job, "tuned by measured times", str(error))
@@ -117,7 +120,7 @@ def _answer(job: Job, plan: Plan) -> replan_policy.Replan | None:
     verdict = transition_cost.verdict(
         transition_cost.cost(change, transition_cost.calibrated(job.record.costs)),
         present_s,
-        found.seconds,
+        tuned.seconds,
         remaining_s=replan_policy.remaining_s(job),
         duration_s=math.inf,
         changes=transition_cost.recent(job.changed_at.get("tuned", ()), job.now),
@@ -127,18 +130,16 @@ def _answer(job: Job, plan: Plan) -> replan_policy.Replan | None:
         replan_policy.declined(job, "tuned by measured times", verdict.reason)
         return None
     job.log(ChangeDecided(reason=verdict.reason, tuned=True))
-    job.tuning.settled = (found.plan.layout.replicas, found.plan.assignment, found.plan.orders)
+    job.tuning.settled = (tuned.plan.layout.replicas, tuned.plan.assignment, tuned.plan.orders)
     if job.tuning.rates:
-        job.tuning.promise = Promise(ratio=found.seconds / present_s, before=statistics.median(job.tuning.rates))
-    return replan_policy.Replan(reason=f"tuned by measured times: {verdict.reason}", failures=(), plan=found.plan)
+        job.tuning.promise = Promise(ratio=tuned.seconds / present_s, before=statistics.median(job.tuning.rates))
+    return replan_policy.Replan(reason=f"tuned by measured times: {verdict.reason}", failures=(), plan=tuned.plan)
 
 
 def _check(job: Job, promise: Promise) -> None:
-    kept = statistics.median(job.tuning.rates) / promise.before if job.tuning.rates else math.nan
-    told = (
-        f"the plan of epoch {promise.epoch}, tuned by measured times: promised {promise.ratio:.1%} of the time before"
-    )
-    if kept > promise.ratio + BROKEN:
-        job.say("warning", f"{told}, and takes {kept:.1%}: what was measured does not tell all")
+    actual = statistics.median(job.tuning.rates) / promise.before if job.tuning.rates else math.nan
+    text = f"plan of epoch {promise.epoch}, tuned by measured times: predicted {promise.ratio:.1%} of the time before"
+    if actual > promise.ratio + MAX_SHORTFALL:
+        job.say("warning", f"{text}, actual {actual:.1%}: the measured times are incomplete")
     else:
-        job.say("notice", f"{told}, and takes {kept:.1%}")
+        job.say("notice", f"{text}, actual {actual:.1%}")

@@ -14,7 +14,7 @@ import msgspec
 from resihp.detector.diagnosis.clues import AFTER_S, BEFORE_S, Clock, read_log
 from resihp.detector.diagnosis.signatures import CATEGORY_DEFAULTS, Category, Depth, Signature, signature_of, xid_of
 from resihp.detector.diagnosis.ties import Endings, ends_of
-from resihp.protocol.messages import ABORT_STATUS, MOST_LINES_AFTER, Clue
+from resihp.protocol.messages import ABORT_STATUS, MAX_LINES_AFTER, Clue
 
 _SEVERITY = re.compile(r"(?i)Xid .{0,200}?\b(non-?)?fatal\b")
 _SLURM_NODE_PROBLEMS = ("container", "nodes left out", "unkillable")
@@ -209,7 +209,7 @@ def _was_survived(clue: Clue, signature: Signature, report: Report, decisive: Cl
 def _lines_after_raised(signature: Signature) -> int:
     """Return how many lines may follow the last exception of a process that ends with status 1, as Python does after an
     exception: shutdown code may print many. A device or a node is not blamed with that many lines after it."""
-    return MAX_LAST_LINES if signature.blames else MOST_LINES_AFTER - 1
+    return MAX_LAST_LINES if signature.blames else MAX_LINES_AFTER - 1
 
 
 def _ended_it(clue: Clue, status: int | None) -> bool:

@@ -19,7 +19,7 @@ import msgspec
 from resihp.detector.diagnosis import connections, outside, tracebacks
 from resihp.detector.diagnosis.recoveries import recovered_kind
 from resihp.detector.diagnosis.signatures import EXCEPTION, KERNEL_KINDS, SIGNATURES, Signature
-from resihp.protocol.messages import MOST_LINES_AFTER, Clue
+from resihp.protocol.messages import MAX_LINES_AFTER, Clue
 
 BEFORE_S = 900.0
 """Highest age of a line before the end that it explains: NCCL waits 10 minutes for a peer, as PyTorch sets it."""
@@ -123,7 +123,7 @@ def read_log(tail: str, clock: Clock | None = None, *, kernel_lines: bool = True
                 raised=raised is not None,
                 chained=raised is not None and raised.chained,
                 age_s=clock.near - when if clock.near is not None and when is not None else None,
-                lines_after=min(len(ordinary) - bisect_right(ordinary, start), MOST_LINES_AFTER),
+                lines_after=min(len(ordinary) - bisect_right(ordinary, start), MAX_LINES_AFTER),
             )
         )
     return _thinned(clues)
@@ -142,7 +142,7 @@ def _ordinary_lines(text: str, since: int) -> list[int]:
     """Return the starts of lines that a program writes while it works; no more than are counted, the last ones."""
     places: list[int] = []
     line_end = len(text)
-    while line_end > since and len(places) < MOST_LINES_AFTER + MAX_CLUES:
+    while line_end > since and len(places) < MAX_LINES_AFTER + MAX_CLUES:
         start = text.rfind("\n", since, line_end) + 1
         if start == 0:
             break

@@ -83,7 +83,7 @@ def test_counts_of_several_ledgers_are_joined(reader: Reader) -> None:
     [
         ("rank 5 killed by signal 9 (SIGKILL)", "rank * killed by signal 9 (SIGKILL)"),
         ("ranks 0-3, 8 lost", "ranks * lost"),
-        ("node gpu-17: 3 missed beats, last 15.2 s ago", "node *: 3 missed beats, last * s ago"),
+        ("node gpu-17: 3 missed heartbeats, last 15.2 s ago", "node *: 3 missed heartbeats, last * s ago"),
         ("rank 7 at 50 % of its speed", "rank * at * % of its speed"),
         ("connection closed", "connection closed"),
     ],

@@ -144,7 +144,7 @@ def test_what_was_trained_and_is_not_saved_is_told_at_the_end() -> None:
     assert any("the trained model was not saved: --checkpoint-every N" in text for text in ends_after(Direct().run(6)))
     lost = ends_after(Direct(checkpoint_every=4).run(6), 4)
     assert any(
-        text == "no complete checkpoint of iteration 6, not all who were to write it lived; the newest one is of "
+        text == "no complete checkpoint of iteration 6: not all of its writers survived; the newest one is of "
         "iteration 4"
         for text in lost
     )

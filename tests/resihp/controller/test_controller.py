@@ -439,7 +439,7 @@ def test_the_last_replica_lost_ends_with_5_and_says_what_each_lost(seed: int) ->
     assert result.exit_code == 5
     assert committed(result) == [1, 2, 3]
     assert "was lost with rank" in result.reason
-    assert "there is no checkpoint to go on from (--checkpoint-every N writes them)" in result.reason
+    assert "there is no checkpoint to continue from (--checkpoint-every N writes them)" in result.reason
     assert [text for text in result.said if text == result.reason] == [result.reason]
     assert len(result.failures) == 3
 

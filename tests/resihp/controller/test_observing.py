@@ -123,7 +123,7 @@ def test_a_device_that_fails_its_first_probe_has_work_all_the_same() -> None:
     assert job.plan.layout.active == (0, 1, 2, 3, 4, 5)
     (told,) = job.texts("warning")
     assert told.startswith("rank 1 (n1 device 1): fails its probe: ")
-    assert told.endswith("observe mode, it has work all the same")
+    assert told.endswith("observe mode: it gets work all the same")
     (taken,) = job.all(ProbesTaken)
     assert [probe.rank for probe in taken.devices if not probe.fit] == [1]
 

@@ -17,7 +17,7 @@ import pytest
 import resihp
 from resihp.controller import Controller
 from resihp.controller import interface as api
-from resihp.controller.lifecycle import MOVES, InvalidMoveError, Lifecycle
+from resihp.controller.lifecycle import ALLOWED_MOVES, InvalidMoveError, Lifecycle
 from resihp.controller.nodes import replacements
 from resihp.controller.state.job import Job
 from resihp.record.fold import fold
@@ -192,8 +192,8 @@ def test_a_move_that_is_not_in_the_table_raises_and_tells_what_was_heard() -> No
 
 
 def test_every_stage_can_end_and_nothing_follows_the_end() -> None:
-    assert all("ended" in following for stage, following in MOVES.items() if stage != "ended")
-    assert MOVES["ended"] == frozenset()
+    assert all("ended" in following for stage, following in ALLOWED_MOVES.items() if stage != "ended")
+    assert ALLOWED_MOVES["ended"] == frozenset()
 
 
 # --- any journal --------------------------------------------------------------------------------------------------

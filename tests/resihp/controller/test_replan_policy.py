@@ -72,7 +72,7 @@ def test_a_device_that_comes_and_goes_has_to_gain_more_each_time() -> None:
     asked = len(told(job))
     job.step(3)
     assert len(told(job)) == asked, "the planner is not asked at every event"
-    assert 0.0 < job.job.reconsider_at - job.now <= replan_policy.AGAIN_S
+    assert 0.0 < job.job.reconsider_at - job.now <= replan_policy.NEWCOMER_RECHECK_S
     job.job.changed_at["n1", 1] = [job.now - FLICKER_WINDOW_S] * 14
     job.job.reconsider_at = job.now
     job.step(4)

@@ -307,7 +307,7 @@ def test_asked_once_more_the_job_ends_at_once(number: int, slurm: bool, again: i
     supervisor_gets(job, again)
     assert job.end is not None
     assert job.end.exit_code == 128 + again
-    assert "once more: ended at once; no checkpoint of iteration 2 was waited for" in job.end.reason
+    assert "again: ended at once; did not wait for a checkpoint of iteration 2" in job.end.reason
     assert "this run has written none" in job.end.reason
 
 
@@ -317,12 +317,12 @@ def test_stop_tells_what_follows_and_at_once_does_not_wait() -> None:
     (reply,) = asked(job, api.Reply)
     assert reply == api.Reply(request=7, ok=True, text="stopping after the iteration under way, with a checkpoint")
     operator_asks(job, 0)
-    assert asked(job, api.Reply)[-1] == api.Reply(request=7, ok=True, text="is stopping already")
+    assert asked(job, api.Reply)[-1] == api.Reply(request=7, ok=True, text="the job is already stopping")
     assert job.end is None
     operator_asks(job, 0, at_once=True)
     assert job.end is not None
     assert job.end.exit_code == 143
-    assert "stopped by an operator, at once; no checkpoint of iteration 2 was waited for" in job.end.reason
+    assert "stopped by an operator, at once; did not wait for a checkpoint of iteration 2" in job.end.reason
 
 
 def test_an_operator_has_more_patience_than_slurm_but_not_more_than_there_is_time() -> None:
@@ -405,7 +405,7 @@ def test_a_lone_agents_signal_is_only_told() -> None:
     agent_gets(job, "n2", TERM)
     job.wait(3)
     job.step(3)
-    assert "node n2: its agent alone received SIGTERM; the job goes on" in said(job)
+    assert "node n2: only its agent received SIGTERM; the job goes on" in said(job)
     assert job.orders(m.Park) == []
     assert job.all(JobSignalled) == []
     agent_gets(job, "n1", TERM)
@@ -419,7 +419,7 @@ def test_agents_of_two_nodes_are_signalled_for_the_whole_job() -> None:
     assert parks(job, after_iteration=True) == [(0, 1, 2, 3)]
     job.feed(api.StopMeaning(meaning="cancelled"))
     assert job.all(JobSignalled) == [JobSignalled(signal=TERM, nodes=("n1", "n2"), meaning="cancelled")]
-    assert "alone" not in said(job)
+    assert "only its agent" not in said(job)
 
 
 def test_the_only_nodes_agent_speaks_for_the_job() -> None:
@@ -524,7 +524,7 @@ def test_a_rank_that_cannot_take_the_step_does_not_write() -> None:
     assert job.orders(m.Save) == []
     assert job.end is not None
     assert job.end.exit_code == 75
-    assert "no replica is whole" in job.end.reason
+    assert "no replica is complete" in job.end.reason
 
 
 def test_a_writer_that_dies_leaves_it_to_another_replica() -> None:
@@ -613,7 +613,7 @@ def test_a_checkpoint_that_is_not_written_in_time_is_done_without() -> None:
     assert job.end is not None
     assert job.end.exit_code == 143
     assert job.now - began < 25.0
-    assert "no checkpoint of it, not all was written in time" in job.end.reason
+    assert "no checkpoint of it: not all parts were written in time" in job.end.reason
     assert asked(job, api.CommitCheckpoint) == []
 
 
@@ -759,10 +759,10 @@ def test_the_seeds_reach_what_they_are_for() -> None:
         kinds |= {entry.meaning for entry in result.all(JobSignalled)}
         kinds |= {f"replica {order.order.replica}" for order in result.orders(m.Save)}  # type: ignore[union-attr]
         kinds |= {"excused" for failure in result.failures if "told to stop" in failure.cause}
-        kinds |= {"not whole" for _ in (1,) if "no replica is whole" in result.reason}
+        kinds |= {"not whole" for _ in (1,) if "no replica is complete" in result.reason}
         kinds |= {"saved" for _ in (1,) if "its checkpoint is written" in result.reason}
         kinds |= {"hurried" for line in result.said if "takes too long" in line}
-        kinds |= {"lone" for line in result.said if "its agent alone" in line}
+        kinds |= {"lone" for line in result.said if "only its agent received" in line}
     assert kinds >= {
         *("exit 0", "exit 75", "exit 143"),
         *("warning", "time-limit", "cancelled", "preempted", "unknown"),

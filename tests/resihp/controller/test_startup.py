@@ -106,14 +106,14 @@ def test_what_no_other_run_could_start_either_is_not_run_again() -> None:
     job = Start(spares=0, least=0.7)
     job.join("n1")
     job.feed(api.AgentLost(node="n2", reason="its agent exited with status 3", cannot_start=True))
-    text = "node n2: its agent exited with status 3 before it joined; to be mended first, so not to be run again"
+    text = "node n2: its agent exited with status 3 before it joined; not run again, because this must be fixed first"
     assert job.end == (5, text)
 
 
 @pytest.mark.parametrize(
     ("settings", "advice"),
     [
-        ({"may_requeue": False}, "not to be run again, as its batch script has it: submit it anew to go on"),
+        ({"may_requeue": False}, "not run again, because its batch script forbids it; submit it again to continue"),
         (
             {"restarts_left": 0},
             "not requeued: this run added no checkpoint, and [slurm] restarts is used up",

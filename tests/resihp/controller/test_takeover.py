@@ -16,7 +16,7 @@ from resihp.controller import Controller
 from resihp.controller import interface as api
 from resihp.controller.fail_stop import silence
 from resihp.controller.fail_stop.onsets import Commit
-from resihp.controller.takeover import NOBODY_PATIENCE_S, PATIENCE_S
+from resihp.controller.takeover import AGENT_RETURN_S, FIRST_AGENT_S
 from resihp.errors import ProtocolError
 from resihp.faults import Fault
 from resihp.protocol import messages as m
@@ -212,7 +212,7 @@ def test_iterations_that_nobody_remembers_are_passed_over() -> None:
     job = TakenOver(Direct(declare=declare).run(3))
     job.all_back(steps={rank: (40, 41) for rank in range(4)})
     assert [entry.outcome.iteration for entry in job.all(IterationCommitted)] == [40, 41]
-    assert job.said[0] == "iterations 4 to 39 were done while nobody led; their figures are lost"
+    assert job.said[0] == "iterations 4 to 39 were done while no supervisor led; their figures are lost"
 
 
 def test_training_that_is_done_is_ended() -> None:
@@ -405,11 +405,11 @@ def test_a_node_that_does_not_come_back_is_lost_after_a_while() -> None:
     job = TakenOver(Direct(nodes=3).run(2))
     job.back("n1")
     job.back("n3")
-    for _ in range(int(PATIENCE_S / 0.25) - 1):
+    for _ in range(int(AGENT_RETURN_S / 0.25) - 1):
         assert job.feed(api.Tick(), 0.25) == []
     job.feed(api.Tick(), 0.25)
     (lost,) = job.all(NodeLost)
-    assert (lost.node, lost.reason) == ("n2", "its agent did not come back to the new supervisor")
+    assert (lost.node, lost.reason) == ("n2", "its agent did not reconnect to the new supervisor")
     assert api.DropNode(node="n2") in job.actions
     job.park(stepped=2, holds=(1,))
     (failure,) = job.all(FailureFound)
@@ -427,7 +427,7 @@ def test_a_node_whose_agent_is_seen_to_end_is_not_waited_for() -> None:
 
 def test_nobody_comes_back() -> None:
     job = TakenOver(Direct().run(2))
-    for _ in range(int(NOBODY_PATIENCE_S)):
+    for _ in range(int(FIRST_AGENT_S)):
         assert job.feed(api.Tick(), 1.0) == []
     job.feed(api.Tick(), 1.1)
     assert job.end is not None

@@ -177,7 +177,7 @@ def test_state_that_nobody_holds_any_more_ends_the_job_and_says_what_to_type() -
     job.park(stepped=2)
     assert job.end is not None
     assert job.end.exit_code == 5
-    assert "was lost with ranks 1, 3; there is no checkpoint to go on from" in job.end.reason
+    assert "was lost with ranks 1, 3; there is no checkpoint to continue from" in job.end.reason
     assert isinstance(job.actions[-1], api.End)
 
 
@@ -189,7 +189,7 @@ def test_where_there_is_a_checkpoint_the_end_says_how_to_go_on_from_it() -> None
     job.crash(3)
     job.park(stepped=2)
     assert job.end is not None
-    assert job.end.reason.endswith("; to go on from the checkpoint of iteration 2: --resume local-1")
+    assert job.end.reason.endswith("; to continue from the checkpoint of iteration 2: --resume local-1")
 
 
 SLURM = {"slurm": True, "batch_node": "n1", "may_requeue": True}
@@ -218,7 +218,7 @@ def test_lost_state_has_slurm_run_the_job_again_from_its_checkpoint() -> None:
 def test_without_a_checkpoint_it_begins_again_while_runs_are_left() -> None:
     end = lost(restarts_left=1)
     assert (end.exit_code, end.requeue) == (75, True)
-    assert "to be run again, from the beginning: there is no checkpoint, so that 2 iterations are done" in end.reason
+    assert "to be run again, from the beginning: there is no checkpoint, so 2 iterations are trained" in end.reason
     end = lost(restarts_left=0)
     assert (end.exit_code, end.requeue) == (5, False)
     assert "not requeued: this run added no checkpoint, and [slurm] restarts is used up" in end.reason
@@ -237,7 +237,7 @@ def test_a_job_that_went_on_from_a_checkpoint_goes_on_from_it_once_more() -> Non
 def test_a_job_that_slurm_is_not_to_run_again_ends_for_good() -> None:
     end = lost(checkpointed=True, may_requeue=False, restarts_left=2)
     assert (end.exit_code, end.requeue) == (5, False)
-    assert "not to be run again, as its batch script has it: submit it anew to go on" in end.reason
+    assert "not run again, because its batch script forbids it; submit it again to continue" in end.reason
 
 
 def test_moving_state_has_a_budget_from_its_last_sign_of_progress() -> None:
@@ -887,7 +887,7 @@ def test_an_answer_before_its_question_is_told_and_changes_nothing() -> None:
     epoch = job.plan.epoch
     answer = job.say(1, m.Ready(epoch=epoch, groups_s=0.1, state_s=0.1))
     (odd,) = [action.text for action in answer if isinstance(action, api.Say) and action.level == "warning"]
-    assert odd == f"rank 1 (n1 device 1): answers to building in epoch {epoch}, while proposing"
+    assert odd == f"rank 1 (n1 device 1): answered stage building of epoch {epoch} while the job is in stage proposing"
     assert job.job.stage == "proposing"
     job.run(1)
     assert job.job.record.committed == 1

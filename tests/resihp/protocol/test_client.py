@@ -212,5 +212,5 @@ tell(old.has("world", ["1"]))
     worker.channel.send(m.Published(meeting=m.MeetingId(epoch=3), said=said))
     assert worker.heard() == "[b'peer']"
     worker.channel.send(m.Park(epoch=4, reason="another rank died"))
-    assert worker.heard() == "communicators of epoch 3: woken while a peer was waited for"
+    assert worker.heard() == "communicators of epoch 3: woken while waiting for a peer"
     assert worker.heard() == "False", "what is said of a meeting that it has left reaches nobody"

@@ -147,7 +147,7 @@ def test_replayed_frame_is_named() -> None:
     client, server = pair()
     frame = client.encode(Exited(rank=1, pid=2, status=0))
     assert len(list(server.feed(frame))) == 1
-    with pytest.raises(ProtocolError, match="replayed frame: number 1 where 2 is due"):
+    with pytest.raises(ProtocolError, match="replayed frame: number 1 instead of 2"):
         list(server.feed(frame))
 
 

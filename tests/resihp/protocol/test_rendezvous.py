@@ -9,7 +9,7 @@ import pytest
 
 from resihp.errors import CommunicatorError, ProtocolError
 from resihp.protocol import messages as m
-from resihp.protocol.rendezvous import BATCH_BYTES, MOST_PROBES, Attendance, Meetings, Pending, batches
+from resihp.protocol.rendezvous import BATCH_BYTES, MAX_PROBE_MEETINGS, Attendance, Meetings, Pending, batches
 
 EPOCH = m.MeetingId(epoch=3)
 
@@ -81,7 +81,7 @@ def test_a_probe_goes_on_beside_a_new_epoch_and_the_oldest_are_forgotten() -> No
     table = opened(probe, m.MeetingId(epoch=4))
     table.attend(probe, "n1", ("0/0-1",))
     assert table.publish(probe, [said("0/0-1")], "n2") == {"n1": [said("0/0-1")]}
-    table.open(m.MeetingId(probe=1 + MOST_PROBES))
+    table.open(m.MeetingId(probe=1 + MAX_PROBE_MEETINGS))
     assert table.publish(probe, [said("0/0-1", "1")], "n2") == {}
 
 

@@ -197,7 +197,7 @@ def test_memory_is_bounded_and_freed_by_acknowledgements() -> None:
     [
         (Envelope(acknowledged=9), "has received 9 messages, where 1 to 3 are possible"),
         (Envelope(acknowledged=0), "has received 0 messages, where 1 to 3 are possible"),
-        (Envelope(acknowledged=2, number=2), "message 2 came where 1 is due"),
+        (Envelope(acknowledged=2, number=2), "message 2 came instead of 1"),
     ],
 )
 def test_a_side_that_cannot_be_the_same_is_refused(envelope: Envelope[Any], message: str) -> None:
@@ -215,7 +215,7 @@ def test_acknowledging_what_was_never_sent_is_refused_at_any_time() -> None:
     side: Conversation[Any] = Conversation()
     side.connect(lambda envelope: None)
     side.take(Envelope())
-    with pytest.raises(ProtocolError, match="acknowledges message 1, and 0 were sent"):
+    with pytest.raises(ProtocolError, match="acknowledges message 1, but only 0 were sent"):
         side.take(Envelope(acknowledged=1))
 
 

@@ -16,7 +16,7 @@ import pytest
 from resihp.errors import ProtocolError
 from resihp.protocol.framing import MAGIC, SecureChannel
 from resihp.protocol.messages import AgentMessage, Exited, OperatorReply
-from resihp.protocol.serving import BACKLOG, TOLD_PER_MINUTE, Refusals, serve
+from resihp.protocol.serving import LISTEN_BACKLOG, REPORTED_PER_MINUTE, Refusals, serve
 
 KEY = bytes(range(32))
 
@@ -91,7 +91,7 @@ def test_many_agents_find_their_way_through_a_table_that_is_full() -> None:
             await yard.stranger("127.0.0.9")
         await asyncio.gather(*(yard.agent(f"127.0.1.{i + 1}") for i in range(100)))
         assert all(peer.startswith("127.0.0.9:") for peer, _ in yard.refused)
-        assert {why for _, why in yard.refused} == {"had yet to prove the key when others wanted its place"}
+        assert {why for _, why in yard.refused} == {"had not proven the key when another connection needed its place"}
 
     served(play, proof_timeout_s=30.0, most_unproven=150)
 
@@ -132,7 +132,7 @@ def test_kernel_keeps_all_agents_of_a_large_job_waiting() -> None:
             return int(most)
 
         allowed = int(Path("/proc/sys/net/core/somaxconn").read_text())
-        assert asyncio.run(main()) == min(BACKLOG, allowed)
+        assert asyncio.run(main()) == min(LISTEN_BACKLOG, allowed)
 
 
 def test_wrong_key_is_refused_from_wherever_it_comes() -> None:
@@ -151,12 +151,12 @@ def test_refusals_are_told_but_not_without_end() -> None:
     refusals = Refusals(told.append, lambda: now)
     for _ in range(5000):
         refusals("10.0.0.1:5", "garbage")
-    assert len(told) == TOLD_PER_MINUTE
+    assert len(told) == REPORTED_PER_MINUTE
     assert told[0] == "connection from 10.0.0.1:5 refused: garbage"
-    assert told[-1].endswith("; more are not told for a minute")
+    assert told[-1].endswith("; further ones are not reported for a minute")
     now = 61.0
     refusals("10.0.0.1:5", "garbage")
-    assert told[TOLD_PER_MINUTE:] == [
-        f"{5000 - TOLD_PER_MINUTE} more connections were refused",
+    assert told[REPORTED_PER_MINUTE:] == [
+        f"{5000 - REPORTED_PER_MINUTE} more connections were refused",
         "connection from 10.0.0.1:5 refused: garbage",
     ]

@@ -23,7 +23,7 @@ from resihp.record.journal import (
     first_seq,
 )
 from resihp.record.journal_file import LEFT_UNPACKED, PACK_AFTER, Journal, encode, read, read_packed
-from resihp.record.packing import FEWEST, MOST, first_of, last_commits, pack, unpack
+from resihp.record.packing import MAX_PACKED_ITERATIONS, MIN_PACKED_ITERATIONS, first_of, last_commits, pack, unpack
 
 SAVED = CheckpointCommitted(iteration=1, folder="/c", bytes=1, seconds=1.0)
 
@@ -95,7 +95,7 @@ def story(count: int) -> list[Record]:
 
 
 def test_packed_records_come_back() -> None:
-    records = story(3 * MOST)
+    records = story(3 * MAX_PACKED_ITERATIONS)
     packed = pack(records)
     assert len(packed) < len(records) / 10
     assert all_alike(list(unpack(packed)), records)
@@ -104,13 +104,18 @@ def test_packed_records_come_back() -> None:
 
 
 def test_no_record_grows_too_large_for_a_message() -> None:
-    packed = pack([committed(seq) for seq in [*range(1, 7), *range(8, MOST + FEWEST + 8)]][6:])
-    assert [record.seq for record in packed] == [MOST + 7, MOST + FEWEST + 7]
+    packed = pack(
+        [committed(seq) for seq in [*range(1, 7), *range(8, MAX_PACKED_ITERATIONS + MIN_PACKED_ITERATIONS + 8)]][6:]
+    )
+    assert [record.seq for record in packed] == [
+        MAX_PACKED_ITERATIONS + 7,
+        MAX_PACKED_ITERATIONS + MIN_PACKED_ITERATIONS + 7,
+    ]
     assert len(encode(packed[0])) < 1 << 20
 
 
 def test_few_iterations_or_figures_that_fit_no_column_stay_as_they_are() -> None:
-    assert pack(few := [committed(seq) for seq in range(1, FEWEST)]) == few
+    assert pack(few := [committed(seq) for seq in range(1, MIN_PACKED_ITERATIONS)]) == few
     many = [committed(seq) for seq in range(1, 40)]
     for odd in ({"loss": 1e300}, {"tokens": 1 << 70}, {"samples_digest": "?"}, {"samples_digest": "z" * 16}):
         entry = many[20].entry

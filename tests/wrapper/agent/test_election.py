@@ -15,7 +15,7 @@ from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan
 from resihp.protocol import messages as m
 from resihp.record import fold
-from resihp.record.fold import MOST_VOTERS
+from resihp.record.fold import MAX_VOTERS
 from resihp.record.journal import (
     AnyEntry,
     DrainDecided,
@@ -126,8 +126,8 @@ def test_all_voters_of_a_large_job_stand_in_time_and_a_dead_rack_delays_nobody()
     """Position times stagger would have the last of 2,048 nodes wait for ten minutes, and live for one."""
     nodes = tuple(f"node{i:04d}" for i in range(2048))
     membership = membership_of(beginning(nodes=2048, names=nodes))
-    assert len(membership.voters) == MOST_VOTERS
-    assert LEADERLESS_WAIT_S + STAGGER_S * MOST_VOTERS < MAX_LEADERLESS_S / 2
+    assert len(membership.voters) == MAX_VOTERS
+    assert LEADERLESS_WAIT_S + STAGGER_S * MAX_VOTERS < MAX_LEADERLESS_S / 2
     rack = nodes[:600]
     for term in range(2, 40):
         first = next(i for i, node in enumerate(in_turn(term, membership.voters)) if node not in rack)
@@ -656,13 +656,13 @@ class Network:
         return Standing(now, agent.promised, agent.copy.membership, own_s + heard_at)
 
 
-@given(nodes=st.integers(2, 7), most_voters=st.sampled_from([2, 3, 5, MOST_VOTERS]), seed=st.integers(0, 2**32))
+@given(nodes=st.integers(2, 7), most_voters=st.sampled_from([2, 3, 5, MAX_VOTERS]), seed=st.integers(0, 2**32))
 @settings(max_examples=600, deadline=None)
 def test_no_network_makes_two_lead_or_loses_a_decision_and_no_job_ends_whose_quorum_lives(
     nodes: int, most_voters: int, seed: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(fold, "MOST_VOTERS", most_voters)
+        patched.setattr(fold, "MAX_VOTERS", most_voters)
         network = Network(nodes, Random(seed))
         network.play(400)
         network.recover()

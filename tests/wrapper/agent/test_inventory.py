@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from resihp.errors import ProtocolError
 from resihp.protocol import messages as m
 from resihp.protocol.framing import decode, encode
-from resihp.protocol.inventory import LONGEST, DeviceInventory, NodeInventory
+from resihp.protocol.inventory import MAX_TEXT_CHARS, DeviceInventory, NodeInventory
 from wrapper.agent import inventory
 
 INFORMATION = """\
@@ -190,7 +190,7 @@ def test_whatever_files_hold_it_can_be_told(
 @pytest.mark.parametrize(
     "machine",
     [
-        NodeInventory(serial="x" * (LONGEST + 1)),
+        NodeInventory(serial="x" * (MAX_TEXT_CHARS + 1)),
         NodeInventory(nic_firmware=(("mlx5_0", "1"),) * 65),
         NodeInventory(devices=(DeviceInventory(device=0, uuid="x" * 1000),)),
         NodeInventory(devices=(DeviceInventory(device=1 << 40),)),

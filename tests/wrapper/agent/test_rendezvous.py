@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from resihp.protocol import messages as m
-from resihp.protocol.rendezvous import MOST_BYTES
+from resihp.protocol.rendezvous import MAX_MEETING_BYTES
 from wrapper.agent.rendezvous import Relay
 
 EPOCH = m.MeetingId(epoch=2)
@@ -98,7 +98,7 @@ def test_who_has_ended_hears_nothing_and_too_much_hurts_nobody_else() -> None:
         it.attend(1, "world")
         it.relay.leave(0)
         await it.turn()
-        most = tuple(m.Said("world", str(n), bytes(1 << 20)) for n in range(MOST_BYTES >> 20))
+        most = tuple(m.Said("world", str(n), bytes(1 << 20)) for n in range(MAX_MEETING_BYTES >> 20))
         it.relay.receive(1, m.Publish(meeting=EPOCH, said=most))
         assert await it.turn() == ([], [])
         it.relay.receive(1, m.Publish(meeting=m.MeetingId(epoch=1), said=most[:1]))

@@ -161,7 +161,7 @@ def test_of_a_job_that_is_over_the_last_score_is_told(url: str) -> None:
 
 def test_what_a_group_waits_for_does_not_make_its_ranks_slow(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/ledger.db"
-    cause = "the tensor-parallel collectives of ranks 4-7 take longer than they should, +20%, 0.1 s an iteration"
+    cause = "the tensor-parallel collectives of ranks 4-7 take longer than they should, +20%, 0.1 s per iteration"
     part = msgspec.structs.replace(SLOW, component="collective", ranks=(4, 5, 6, 7), device=None, cause=cause)
 
     def story() -> Told:

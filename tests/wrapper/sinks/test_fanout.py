@@ -20,7 +20,7 @@ from db.telemetry.report_rows import Report
 from resihp.errors import ConfigurationError
 from resihp.record import journal, packing
 from resihp.record.journal import IterationsPacked, Record
-from resihp.record.packing import MOST, pack
+from resihp.record.packing import MAX_PACKED_ITERATIONS, pack
 from tests.db.conftest import BEGAN, story, write_journal
 from tests.resihp.record.test_packing import committed
 from tests.wrapper.conftest import StubJob
@@ -267,10 +267,14 @@ def test_a_take_over_after_a_million_iterations_unpacks_none_of_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the loop that beats: a row took 3 us for each listener, a million 7 s in all."""
-    (packed,) = pack([committed(n) for n in range(1, MOST + 1)])
+    (packed,) = pack([committed(n) for n in range(1, MAX_PACKED_ITERATIONS + 1)])
     past = [
-        Record(MOST * n, packed.at + n, msgspec.structs.replace(packed.entry, first=MOST * (n - 1) + 1))
-        for n in range(1, 1_000_000 // MOST + 1)
+        Record(
+            MAX_PACKED_ITERATIONS * n,
+            packed.at + n,
+            msgspec.structs.replace(packed.entry, first=MAX_PACKED_ITERATIONS * (n - 1) + 1),
+        )
+        for n in range(1, 1_000_000 // MAX_PACKED_ITERATIONS + 1)
     ]
     unpacked: list[int] = []
     here = threading.get_ident()  # what lost time is reckoned from, a thread of its own unpacks
@@ -288,7 +292,7 @@ def test_a_take_over_after_a_million_iterations_unpacks_none_of_them(
     assert unpacked == []
     assert len(opened) == 3
     found = samples((tmp_path / "job.prom").read_bytes())
-    assert found["resihp_iterations_total",] == found["resihp_iteration",] == len(past) * MOST
+    assert found["resihp_iterations_total",] == found["resihp_iteration",] == len(past) * MAX_PACKED_ITERATIONS
 
 
 def test_scalars_of_iterations(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from resihp.protocol import messages as m
-from resihp.protocol.rendezvous import BATCH_BYTES, MOST_BYTES
+from resihp.protocol.rendezvous import BATCH_BYTES, MAX_MEETING_BYTES
 from wrapper.supervisor.rendezvous import Exchange
 
 EPOCH = m.MeetingId(epoch=2)
@@ -85,7 +85,7 @@ def test_large_addresses_go_in_messages_that_fit_and_too_much_is_refused_with_th
         for n in range(3):
             it.say("n2", "world", str(n), bytes(BATCH_BYTES // 2))
         assert [len(keys) for _, keys in await it.turn()] == [1, 1, 1]
-        for n in range(3, (MOST_BYTES // BATCH_BYTES) * 2 + 1):
+        for n in range(3, (MAX_MEETING_BYTES // BATCH_BYTES) * 2 + 1):
             it.say("n2", "world", str(n), bytes(BATCH_BYTES // 2))
         assert "node n2: rendezvous of epoch 2: more than" in caplog.text
 

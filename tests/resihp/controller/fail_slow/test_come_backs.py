@@ -179,7 +179,7 @@ def test_a_witness_in_a_long_iteration_is_waited_for_and_the_newcomer_is_not_bla
 
 
 def test_a_newcomer_whose_witness_has_died_is_measured_beside_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probing, "MOST_WITNESSES", 1)
+    monkeypatch.setattr(probing, "MAX_REFERENCE_DEVICES", 1)
     job = ComeBack()
     job.answered += 1
     speed = m.Speed(flops=7e13, memory_bytes=7e11)

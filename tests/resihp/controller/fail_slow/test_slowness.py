@@ -302,12 +302,13 @@ def test_a_device_that_cannot_explain_the_size_is_not_called_the_cause() -> None
     job.measure({3: 0.92})
     (entry,) = slow_ones(job)
     assert entry.cause == (
-        "rank 3 works at 92% of a healthy device's speed, which explains up to 0.0087 of the 1.1 s that iterations "
-        "take longer; 1.09 s unexplained"
+        "rank 3 works at 92% of a healthy device's speed, which accounts for up to 0.0087 s of the 1.1 s excess per "
+        "iteration; 1.09 s unexplained"
     )
     told = job.texts("warning")
     unexplained = (
-        "job: iterations take 1.1 s longer, 1.09 s of it unexplained: what was found slow explains up to 0.0087 s"
+        "job: iterations take 1.1 s longer, 1.09 s of it unexplained: the slow devices and links found account for up "
+        "to 0.0087 s"
     )
     assert told.index(unexplained) < told.index("rank 3 (n2 device 1): slow since iteration 6, at 92% of its speed")
 
@@ -331,7 +332,7 @@ def test_a_device_that_explains_the_size_is_the_cause_and_how_much_it_explains_i
     job.measure({3: 0.1})
     (entry,) = slow_ones(job)
     assert entry.cause == "rank 3 works at 10% of a healthy device's speed"
-    assert entry.evidence.endswith("; explains up to 0.9 of the 1.1 s that iterations take longer")
+    assert entry.evidence.endswith("; accounts for up to 0.9 s of the 1.1 s excess per iteration")
     assert not any("unexplained" in text for text in job.texts("warning"))
 
 
@@ -345,7 +346,7 @@ def test_what_a_slow_device_leaves_unexplained_of_whole_iterations_is_told_once_
             job.measure({3: 0.92})
     found = [(entry.component, entry.evidence.partition(",")[0]) for entry in slow_ones(job)]
     assert found[0][0] == "device"
-    assert ("job", "what is known to be slow does not explain it") in found
+    assert ("job", "the known slow devices and links do not explain it") in found
 
 
 @pytest.mark.parametrize(("change", "convicted"), [(0.1, False), (0.6, True)])
@@ -362,7 +363,7 @@ def test_who_is_a_little_slower_while_something_far_larger_is_unexplained_is_not
     suspicions = [entry for entry in job.all(Suspected) if entry.cleared]
     assert [entry.outcome for entry in suspicions] == ["fine", "slow" if convicted else "fine"]
     if not convicted:
-        told = "its probe is fine, and it explains little of what iterations take longer"
+        told = "its probe is fine, and it accounts for little of the excess iteration time"
         assert suspicions[-1].evidence == told
         assert job.texts("notice")[-1] == f"rank 3 (n2 device 1): no longer suspected to be slow, {told}"
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from resihp.controller import interface as api
-from resihp.controller.fail_slow.standings import LOOK_EVERY, UNHEARD, RankAnswer
+from resihp.controller.fail_slow.standings import COVERAGE_CHECK_ITERATIONS, UNWATCHED_AFTER_ITERATIONS, RankAnswer
 from resihp.detector.findings import Assessment, RankStanding
 from resihp.detector.observation import Observation
 from resihp.record.fold import fold
@@ -73,12 +73,12 @@ class Watched(Job):
 def test_a_rank_that_is_silent_for_long_is_told_once_and_once_it_is_back() -> None:
     job = Watched()
     job.known.silent = {5: 10}
-    job.to(UNHEARD + 6 * LOOK_EVERY)
+    job.to(UNWATCHED_AFTER_ITERATIONS + 6 * COVERAGE_CHECK_ITERATIONS)
     told = [text for text in job.told() if "report" in text]
     assert told == ["rank 5 (n3 device 1): no report for 200 iterations; not watched for being slow"]
     assert [entry.unwatched for entry in job.all(CoverageChanged)] == [(), (5,)]
     job.known.silent = {}
-    job.to(UNHEARD + 7 * LOOK_EVERY)
+    job.to(UNWATCHED_AFTER_ITERATIONS + 7 * COVERAGE_CHECK_ITERATIONS)
     assert job.told()[-1] == "rank 5 (n3 device 1): reporting again, watched for being slow"
     assert fold(job.all(CoverageChanged)).unwatched == ()
 
@@ -86,33 +86,33 @@ def test_a_rank_that_is_silent_for_long_is_told_once_and_once_it_is_back() -> No
 def test_another_plan_does_not_make_a_silent_rank_look_watched() -> None:
     job = Watched()
     job.known.silent = {5: 1}
-    job.to(UNHEARD + 2 * LOOK_EVERY)
+    job.to(UNWATCHED_AFTER_ITERATIONS + 2 * COVERAGE_CHECK_ITERATIONS)
     job.known.silent = {5: None}
     coverage = job.known.coverage
     job.known.coverage = lambda: {**coverage(), 5: job.known.last - 1}  # type: ignore[method-assign]
-    job.to(UNHEARD + 4 * LOOK_EVERY)
+    job.to(UNWATCHED_AFTER_ITERATIONS + 4 * COVERAGE_CHECK_ITERATIONS)
     assert job.job.record.unwatched == (5,)
     job.known.coverage = dict  # type: ignore[assignment, method-assign]
-    job.to(UNHEARD + 6 * LOOK_EVERY)
+    job.to(UNWATCHED_AFTER_ITERATIONS + 6 * COVERAGE_CHECK_ITERATIONS)
     assert job.job.record.unwatched == (5,)
 
 
 def test_what_it_judges_by_is_journaled_once_it_lasts() -> None:
-    job = Watched().to(3 * LOOK_EVERY - 1)
+    job = Watched().to(3 * COVERAGE_CHECK_ITERATIONS - 1)
     assert [entry.detector for entry in job.all(CoverageChanged)] == ["workload"]
     job.known.known = "warming up"
-    job.to(3 * LOOK_EVERY)
+    job.to(3 * COVERAGE_CHECK_ITERATIONS)
     job.known.known = "workload"
-    job.to(5 * LOOK_EVERY)
+    job.to(5 * COVERAGE_CHECK_ITERATIONS)
     assert len(job.all(CoverageChanged)) == 1
     job.known.known = "plain times"
-    job.to(7 * LOOK_EVERY)
+    job.to(7 * COVERAGE_CHECK_ITERATIONS)
     assert job.job.record.detector == "plain times"
     assert job.told()[-1] == "detector: judges plain iteration times, no rank reports its chunks"
 
 
 def test_a_mode_that_judges_no_rank_does_not_look_as_if_it_did() -> None:
-    job = Watched(detection=Detection(mode="paper")).to(2 * LOOK_EVERY)
+    job = Watched(detection=Detection(mode="paper")).to(2 * COVERAGE_CHECK_ITERATIONS)
     assert job.job.record.detector == "iterations"
     assert job.told()[-1] == "detector: judges whole iterations, no rank by itself"
 

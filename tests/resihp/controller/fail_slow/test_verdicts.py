@@ -12,8 +12,7 @@ import msgspec
 import pytest
 
 from resihp.controller import interface as api
-from resihp.controller.fail_slow.slow_devices import FORGOTTEN
-from resihp.controller.fail_slow.slow_parts import LASTS
+from resihp.controller.fail_slow.thresholds import CLEARED_ITERATIONS, MIN_LASTING_ITERATIONS
 from resihp.detector.findings import Finding, Intermittent
 from resihp.protocol import messages as m
 from resihp.record.describe import explain
@@ -213,7 +212,7 @@ def test_who_was_found_well_long_ago_is_measured_again_though_its_group_has_a_sl
     job = Job(nodes=4, gpus=2, tp=2, pp=1, records=DEAR).run(4)
     job.find(finding(2, 3))
     job.measure({3: 0.5})
-    for _ in range(FORGOTTEN + 1):
+    for _ in range(CLEARED_ITERATIONS + 1):
         job.find()
     job.find(finding(2))
     assert len(job.orders(m.Probe)) == 2
@@ -279,7 +278,7 @@ def test_what_may_last_is_measured_again_under_another_plan_once() -> None:
     assert job.asked == job.job.record.active
     job.measure()
     probes = len(job.orders(m.Probe))
-    for _ in range(LASTS):
+    for _ in range(MIN_LASTING_ITERATIONS):
         job.find()
     (entry,) = slow_ones(job)
     assert (entry.component, entry.epoch) == ("job", job.job.epoch)
@@ -314,7 +313,7 @@ def test_what_all_have_lost_is_the_jobs_with_its_cost_and_convicts_nobody() -> N
     (entry,) = job.all(FailureFound)
     assert (entry.component, entry.ranks, entry.node, entry.device) == ("job", (), None, None)
     assert entry.speed == pytest.approx(0.8)
-    assert "+25%, 0.1 s an iteration" in entry.cause
+    assert "+25%, 0.1 s per iteration" in entry.cause
     assert entry.evidence.startswith("every device's probe is at 80% of what it was; ")
     assert (job.job.record.slow, job.orders(m.Park)) == ({}, [])
     assert job.job.record.slow_job is not None
@@ -369,14 +368,14 @@ def test_what_no_probe_shows_and_lasts_is_the_jobs_as_well() -> None:
     job.find(of_nobody())
     job.measure()
     assert outcomes(job)[-1] == (1, "fine")
-    for _ in range(LASTS - 1):
+    for _ in range(MIN_LASTING_ITERATIONS - 1):
         job.find()
     assert job.all(FailureFound) == []
     job.find()
     (entry,) = job.all(FailureFound)
     assert (entry.component, entry.speed) == ("job", pytest.approx(0.8))
     assert entry.evidence.startswith("every device's probe is fine, and it lasts")
-    for _ in range(LASTS + 5):
+    for _ in range(MIN_LASTING_ITERATIONS + 5):
         job.find()
     assert len(job.all(FailureFound)) == 1
 
@@ -391,7 +390,7 @@ def test_what_does_not_last_or_has_another_cause_is_not_the_jobs(first: str) -> 
     else:
         job.find(finding(3))
         job.measure({3: 0.6})
-    for _ in range(LASTS + 5):
+    for _ in range(MIN_LASTING_ITERATIONS + 5):
         job.find()
     assert "job" not in {entry.component for entry in job.all(FailureFound)}
 
@@ -401,7 +400,7 @@ def test_what_lasts_is_not_the_jobs_where_a_wait_explains_it() -> None:
     job.find(of_nobody())
     job.measure()
     job.find(of_part("reduction", iteration=5))
-    for _ in range(LASTS + 5):
+    for _ in range(MIN_LASTING_ITERATIONS + 5):
         job.find()
     assert [entry.component for entry in job.all(FailureFound)] == ["reduction"]
 
@@ -412,7 +411,7 @@ def test_what_lasts_and_is_told_by_then_is_not_told_again() -> None:
     job.measure()
     job.find(of_nobody(iteration=5))
     job.measure(dict.fromkeys(range(16), 0.8))
-    for _ in range(LASTS + 5):
+    for _ in range(MIN_LASTING_ITERATIONS + 5):
         job.find()
     assert [entry.component for entry in job.all(FailureFound)] == ["job"]
 
@@ -539,7 +538,7 @@ def test_an_acquittal_is_forgotten_after_a_while() -> None:
     job = Job(records=DEAR).run(4)
     job.find(finding(3, change=0.05))
     job.measure()
-    for _ in range(FORGOTTEN + 1):
+    for _ in range(CLEARED_ITERATIONS + 1):
         job.find()
     job.find(finding(3, change=0.05))
     job.measure()
@@ -593,7 +592,7 @@ def test_what_ranks_do_together_or_wait_for_is_told_with_what_it_costs_until_it_
     assert (entry.component, entry.ranks, entry.node, entry.device) == (component, (2, 3), "n2", None)
     assert (entry.speed, entry.iteration, entry.confidence) == (pytest.approx(1 / 1.2), 3, 0.98)
     assert "ranks 2-3" in entry.cause
-    assert entry.cause.endswith("+20%, 0.08 s an iteration")
+    assert entry.cause.endswith("+20%, 0.08 s per iteration")
     assert (job.orders(m.Probe), job.orders(m.Park)) == ([], [])
     job.find(of_part(component, 2, 3))
     assert len(job.all(FailureFound)) == 1, "it is known"
@@ -611,7 +610,7 @@ def test_where_predictions_are_far_off_costs_are_those_of_what_iterations_took()
     part.job.inquiry.judged.extend(took)
     part.find(of_part("reduction", 2, 3, change=0.9, iteration=7))
     (entry,) = part.all(FailureFound)
-    assert entry.cause.endswith("+30%, 0.36 s an iteration"), "0.9 of what was predicted"
+    assert entry.cause.endswith("+30%, 0.36 s per iteration"), "0.9 of what was predicted"
     assert entry.speed == pytest.approx(1 / 1.3)
     whole = known(nodes=8)
     whole.job.inquiry.judged.clear()
@@ -619,7 +618,7 @@ def test_where_predictions_are_far_off_costs_are_those_of_what_iterations_took()
     whole.find(of_nobody(change=0.5, iteration=7))
     whole.measure(dict.fromkeys(range(16), 0.8))
     (entry,) = whole.all(FailureFound)
-    assert "+50%, 0.6 s an iteration" in entry.cause
+    assert "+50%, 0.6 s per iteration" in entry.cause
 
 
 def test_what_all_groups_wait_for_is_told_of_all_ranks() -> None:
@@ -655,7 +654,7 @@ def test_a_part_that_the_next_plan_does_not_have_is_over() -> None:
     job.park(stepped=job.job.record.committed)
     job.run(job.job.record.committed + 1)
     (ended,) = job.all(FailureEnded)
-    assert ended.evidence == "another plan: what is usual is learnt anew"
+    assert ended.evidence == "new plan: usual times are learned again"
     assert list(job.job.record.slow_parts) == [("data", (4, 5))]
 
 

@@ -96,7 +96,7 @@ def test_a_script_that_exits_alike_everywhere_is_one_failure() -> None:
     for rank in range(4):
         ends(job, rank, status=3)
     assert job.end is not None
-    assert job.end == (93, "the training script exits with status 3, on 4 ranks; no node is to blame")
+    assert job.end == (93, "the training script exits with status 3, on 4 ranks; no node is the cause")
     (failure,) = job.all(FailureFound)
     assert (failure.component, failure.node, failure.cause) == (
         "script",
@@ -282,7 +282,7 @@ def test_a_plain_program_ends_with_its_first_failure() -> None:
     assert job.end is not None
     code, reason = job.end
     assert code == 1
-    assert reason == "rank 2 (n2 device 0): killed by signal 9 (SIGKILL); its log, n2.rank2.log, tells more"
+    assert reason == "rank 2 (n2 device 0): killed by signal 9 (SIGKILL); see its log, n2.rank2.log"
 
 
 @pytest.mark.parametrize("declares", [True, False], ids=["script", "command"])
@@ -316,7 +316,7 @@ def test_nor_is_it_under_a_new_supervisor() -> None:
     ends(job, 2, status=-9)
     for rank in (1, 3):
         ends(job, rank, status=0)
-    assert job.end == (1, "rank 2 (n2 device 0): killed by signal 9 (SIGKILL); its log, n2.rank2.log, tells more")
+    assert job.end == (1, "rank 2 (n2 device 0): killed by signal 9 (SIGKILL); see its log, n2.rank2.log")
     assert [failure.ranks for failure in job.all(FailureFound)] == [(2,)]
 
 
@@ -492,8 +492,8 @@ def test_the_rank_that_ended_the_others_is_the_one_failure(how: str, first: bool
     code, reason = job.end
     assert code == 1, "three of four ranks raised the same, and yet the script is not broken"
     said = {
-        "killed": "killed by signal 9 (SIGKILL); its log, n2.rank2.log, tells more",
-        "exited": "exited with status 3; its log, n2.rank2.log, tells more",
+        "killed": "killed by signal 9 (SIGKILL); see its log, n2.rank2.log",
+        "exited": "exited with status 3; see its log, n2.rank2.log",
         "raised": "ValueError: no such token; other ranks did not raise it",
     }
     assert reason == f"rank 2 (n2 device 0): {said[how]}; 3 others then lost their peer"
@@ -515,7 +515,7 @@ def test_who_lost_a_peer_and_takes_its_time_to_end_does_not_make_it_the_scripts_
     for rank in (0, 1, 3):
         says(job, rank, m.Raised(iteration=1, error=PEER.format(4000 + rank), traceback=PEER.format(4000 + rank)))
     job.wait(8)
-    told = "rank 2 (n2 device 0): killed by signal 9 (SIGKILL); its log, n2.rank2.log, tells more; 3 others then lost"
+    told = "rank 2 (n2 device 0): killed by signal 9 (SIGKILL); see its log, n2.rank2.log; 3 others then lost"
     assert job.end == (1, f"{told} their peer")
     (failure,) = job.all(FailureFound)
     assert (failure.kind, failure.node, failure.ranks) == ("fail-stop", "n2", (2,))
@@ -549,7 +549,7 @@ def test_a_collective_that_all_ranks_waited_for_in_vain_is_one_failure_of_no_nod
     for rank in range(4):
         job.feed(api.WorkerExited(rank=rank, status=-6, clues=read_log(line.format(rank))))
     told = "waited in vain for its peers in a collective; the rank that failed first left no reason"
-    assert job.end == (1, f"rank 0 (n1 device 0): {told}; its log, n1.rank0.log, tells more; 3 more failed")
+    assert job.end == (1, f"rank 0 (n1 device 0): {told}; see its log, n1.rank0.log; 3 more failed")
     (failure,) = job.all(FailureFound)
     assert (failure.kind, failure.node, failure.ranks) == ("fail-stop", None, (0, 1, 2, 3))
     assert failure.cause == f"rank 0 (n1 device 0): {told}"
@@ -564,7 +564,7 @@ def test_whose_ranks_have_met_ends_with_its_first_failure() -> None:
     job.wait(2)
     assert job.end is None, "others may fail alike"
     job.wait(3)
-    assert job.end == (1, "rank 2 (n2 device 0): killed by signal 9 (SIGKILL); its log, n2.rank2.log, tells more")
+    assert job.end == (1, "rank 2 (n2 device 0): killed by signal 9 (SIGKILL); see its log, n2.rank2.log")
 
 
 def test_whose_ranks_have_met_does_not_begin_without_a_node() -> None:
@@ -624,7 +624,7 @@ def test_a_service_that_refused_one_rank_is_the_failure_and_its_peers_follow(
     kind, _, what = error.partition(": ")
     told = f"{kind.rpartition('.')[2]}: {what}; other ranks did not raise it"
     if how == "in its log":
-        told = f"raised {error[:200]}; its log, n1.rank0.log, tells more"
+        told = f"raised {error[:200]}; see its log, n1.rank0.log"
     assert job.end == (1, f"rank 0 (n1 device 0): {told}; 3 others then lost their peer")
     (failure,) = job.all(FailureFound)
     assert (failure.kind, failure.component, failure.node) == ("program", "script", None)
@@ -659,7 +659,7 @@ def test_a_rank_that_was_killed_is_why_connections_to_it_were_refused(
             ends(job, 0, status=-9)
         else:
             fails(job, rank, (LOST_PEERS | FAILED_CONNECTIONS)[text], how)
-    told = "killed by signal 9 (SIGKILL); its log, n1.rank0.log, tells more; 3 others then lost their peer"
+    told = "killed by signal 9 (SIGKILL); see its log, n1.rank0.log; 3 others then lost their peer"
     assert job.end == (1, f"rank 0 (n1 device 0): {told}")
     (failure,) = job.all(FailureFound)
     assert (failure.kind, failure.node, failure.ranks) == ("fail-stop", "n1", (0, 1, 2, 3))
@@ -676,7 +676,7 @@ def test_who_lost_a_peer_is_no_cause_since_we_killed_it() -> None:
     ends(job, 1, status=-9)
     for rank in (2, 3):
         fails(job, rank, GLOO_CLOSED, "raised")
-    told = "killed by signal 9 (SIGKILL); its log, n1.rank0.log, tells more; 3 others then lost their peer"
+    told = "killed by signal 9 (SIGKILL); see its log, n1.rank0.log; 3 others then lost their peer"
     assert job.end == (1, f"rank 0 (n1 device 0): {told}")
     (failure,) = job.all(FailureFound)
     assert failure.ranks == (0, 1, 2, 3)

@@ -67,7 +67,7 @@ def test_a_rank_that_does_nothing_is_waited_for_for_ever_where_the_limit_is_neve
     job = left(1, 2, 3, idle_limit_s=None)
     passes(job, 20_000, {0: True})
     (notice,) = [text for text in said(job) if "idle for" in text]
-    assert 'It is waited for, since [job] idle_limit is "never". To see where it is stuck: py-spy dump' in notice
+    assert 'The job waits, because [job] idle_limit is "never". To see where it is stuck: py-spy dump' in notice
     assert job.end is None
     job.feed(api.WorkerExited(rank=0, status=0))
     assert job.end == (0, "done")

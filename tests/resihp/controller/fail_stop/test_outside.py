@@ -1,4 +1,4 @@
-"""Storage and services that fail: neither the script nor a node is to blame, and another run may do well."""
+"""Storage and services that fail: neither the script nor a node is the cause, and another run may do well."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_what_storage_or_a_service_does_to_all_ranks_is_one_failure_and_not_the_
     all_raise(job, text)
     assert job.end is not None
     assert job.end[0] == 1
-    assert "neither the script nor a node is to blame" in job.end[1]
+    assert "neither the script nor a node is the cause" in job.end[1]
     (failure,) = job.all(FailureFound)
     assert (failure.kind, failure.component, failure.node) == ("fail-stop", "process", None)
     assert failure.cause.startswith("4 ranks raised the same: ")
@@ -78,7 +78,7 @@ def test_of_a_command_the_log_tells() -> None:
         job.feed(api.WorkerExited(rank=rank, status=1, clues=read_log(traceback(EIO))))
     assert job.end is not None
     assert job.end[0] == 1
-    assert "neither the script nor a node is to blame" in job.end[1]
+    assert "neither the script nor a node is the cause" in job.end[1]
     assert len(job.all(FailureFound)) == 1
 
 

@@ -33,7 +33,7 @@ def test_a_node_that_beats_again_was_suspected_for_a_while() -> None:
     assert (opened.suspicion, opened.kind, opened.sort, opened.component) == (1, "silent", "silent", "node")
     assert (opened.test, opened.threshold) == ("s without a beat", 3.0)
     assert 3.0 < opened.statistic <= 3.5
-    assert ended == msgspec.structs.replace(opened, cleared=True, outcome="passed", evidence="beats again")
+    assert ended == msgspec.structs.replace(opened, cleared=True, outcome="passed", evidence="heartbeats again")
     assert job.job.record.suspects_silent == {}
 
 

@@ -12,7 +12,7 @@ import pytest
 from resihp.controller import Controller, planning
 from resihp.controller import interface as api
 from resihp.controller.nodes.drains import DRAIN_PATIENCE_S
-from resihp.controller.nodes.replacements import AGAIN_AFTER_S
+from resihp.controller.nodes.replacements import RETRY_AFTER_S
 from resihp.detector.diagnosis.clues import read_log
 from resihp.errors import NotEnoughDevicesError
 from resihp.faults import parse
@@ -141,7 +141,7 @@ def test_a_node_that_died_is_left_out_of_its_users_jobs_and_not_drained() -> Non
     (drain,) = job.asked(api.DrainNode)
     reason = "job local-1 lost rank 4, 5: connection closed for 1 s"
     assert drain == api.DrainNode(drain=1, node="n3", reason=reason, measure="exclude", grounds="died")
-    assert any("n3: left out of your next jobs, not drained" in action.text for action in job.asked(api.Say))
+    assert any("n3: excluded from your next jobs, not drained" in action.text for action in job.asked(api.Say))
 
 
 def test_a_node_that_dies_again_under_the_same_slurm_job_is_drained() -> None:
@@ -394,7 +394,7 @@ def test_slurm_is_asked_about_a_lost_node_and_its_view_is_remembered_when_it_cha
         job.feed(api.SlurmSees(node="n3", state=state, reason="Not responding" if state == "down" else ""))
     assert [(e.state, e.text) for e in job.all(SlurmSaw)] == [("down", "Not responding"), ("idle", "")]
     assert not job.job.nodes["n3"].alive, "a node that comes back stays left out"
-    assert any("idle for Slurm again" in a.text for a in job.asked(api.Say))
+    assert any("Slurm reports it idle again" in a.text for a in job.asked(api.Say))
 
 
 @pytest.mark.parametrize("state", ["down", "down+not_responding", "idle+fail", "allocated+drain"])
@@ -412,7 +412,7 @@ def test_a_node_that_is_well_again_for_slurm_was_never_done_without() -> None:
     for state in ("allocated+drain", "allocated"):
         job.feed(api.SlurmSees(node="n3", state=state, reason=""))
     assert [e.state for e in job.all(SlurmSaw)] == ["allocated+drain", "allocated"]
-    assert not any("does without it" in a.text for a in job.asked(api.Say))
+    assert not any("goes on without it" in a.text for a in job.asked(api.Say))
 
 
 def administrator_drains(job: Job, node: str = "n3", reason: str = "disk is failing") -> None:
@@ -440,7 +440,7 @@ def test_a_node_that_an_administrator_drains_is_left_between_two_iterations_and_
     pauses(job)
     job.train(5)
     assert {4, 5}.isdisjoint(job.job.record.active)
-    reason = "left for an administrator, who drains it: disk is failing"
+    reason = "released because an administrator drains it: disk is failing"
     assert [(entry.node, entry.reason) for entry in job.all(NodeLost)] == [("n3", reason)]
     assert [action.node for action in job.asked(api.DropNode)] == ["n3"]
     assert [(a.node, a.keep) for a in job.asked(api.ReleaseNode)] == [("n3", ("n1", "n2", "n4"))]
@@ -465,7 +465,7 @@ def test_who_stands_by_on_a_node_that_is_drained_no_longer_has_work_again() -> N
     job.feed(api.SlurmSees(node="n3", state="allocated", reason=""))
     job.run(1)
     assert job.job.pause is not None
-    assert job.job.pause.reason.startswith("node n3 is drained no longer: saves ")
+    assert job.job.pause.reason.startswith("node n3 is no longer drained: saves ")
     pauses(job)
     assert {4, 5} <= set(job.job.record.active)
     assert job.all(NodeLost) == []
@@ -490,7 +490,7 @@ def test_a_drained_node_trains_on(changes: dict[str, Any]) -> None:
     job.train(20)
     assert job.all(NodeLost) == []
     assert len(job.job.record.active) == 8
-    assert any(a.text.endswith("; its agent is there, it trains on") for a in job.asked(api.Say))
+    assert any(a.text.endswith("; its agent answers, it keeps training") for a in job.asked(api.Say))
 
 
 def test_a_drained_node_that_the_layout_cannot_do_without_trains_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -503,8 +503,8 @@ def test_a_drained_node_that_the_layout_cannot_do_without_trains_on(monkeypatch:
     job.train(20)
     assert job.job.pause is None
     assert len(job.job.record.active) == 8
-    told = [a.text for a in job.asked(api.Say) if "cannot do without it" in a.text]
-    assert told == ["node n3: is drained, but the layout cannot do without it; it trains on"]
+    told = [a.text for a in job.asked(api.Say) if "the layout needs it" in a.text]
+    assert told == ["node n3: is drained, but the layout needs it; it keeps training"]
 
 
 def test_a_drained_node_that_trains_on_is_part_of_the_next_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -530,8 +530,8 @@ def test_a_drained_node_that_is_needed_after_all_trains_on() -> None:
     assert job.job.record.active == (2, 3)
     assert job.job.training
     assert [entry.node for entry in job.all(NodeLost)] == ["n1"]
-    told = [a.text for a in job.asked(api.Say) if "cannot do without it" in a.text]
-    assert told == ["node n2: is drained, but the layout cannot do without it; it trains on"]
+    told = [a.text for a in job.asked(api.Say) if "the layout needs it" in a.text]
+    assert told == ["node n2: is drained, but the layout needs it; it keeps training"]
 
 
 def test_a_healthy_view_is_not_worth_a_word() -> None:
@@ -593,7 +593,7 @@ def test_no_node_is_asked_for_when_too_little_time_is_left(left_s: float | None,
     job.lose("n3")
     job.train(20)
     assert len(job.all(ReplacementAsked)) == asked
-    why = "less than 30 min are left until the job's time limit (slurm.replacement_min_left)"
+    why = "less than 30 min is left until the job's time limit (slurm.replacement_min_left)"
     told = [(entry.reason, entry.why) for entry in job.all(ChangeDeclined) if entry.about == "node"]
     assert told == ([] if asked else [("node n3 lost", why)])
 
@@ -613,9 +613,9 @@ def test_whether_a_node_is_worth_it_is_weighed_now_and_then(monkeypatch: pytest.
     job = trained(replacement_wait_s=1e6)
     monkeypatch.setattr(planning, "first_again", lambda of: asked_at.append(of.now) or weigh(of))
     job.lose("n3")
-    job.train(2 * AGAIN_AFTER_S)
+    job.train(2 * RETRY_AFTER_S)
     assert len(asked_at) == 2
-    assert asked_at[1] - asked_at[0] >= AGAIN_AFTER_S
+    assert asked_at[1] - asked_at[0] >= RETRY_AFTER_S
 
 
 def test_no_node_is_asked_for_that_would_come_too_late() -> None:
@@ -881,7 +881,7 @@ def test_a_job_that_is_to_stop_drains_nobody_and_asks_for_nothing() -> None:
     job = trained(nodes=6)
     job.lose("n3")
     job.feed(api.Signalled(signal=SIGTERM))
-    assert job.job.departure is not None
+    assert job.job.stop_request is not None
     for name in ("n4", "n5"):
         job.feed(api.AgentLost(node=name, reason="gone"))
     for _ in range(10):

@@ -76,8 +76,8 @@ def played(draw: Any, first: int) -> list[Result]:
 @pytest.mark.parametrize("draw", [Scenario.drawn, Scenario.stormy, Scenario.ramped], ids=lambda draw: draw.__name__)
 @pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
 def test_invariants_hold_in_jobs_that_tune_themselves(draw: Any, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("resihp.controller.tuning.retuning.AFTER", 2)
-    monkeypatch.setattr("resihp.controller.tuning.retuning.CHECKED", 1)
+    monkeypatch.setattr("resihp.controller.tuning.retuning.RETUNE_ITERATIONS", 2)
+    monkeypatch.setattr("resihp.controller.tuning.retuning.VERIFY_ITERATIONS", 1)
     cheap = transition_cost.Rates(fixed_s=1e-6, group_s=1e-9, byte_s=1e-15)
     monkeypatch.setattr("resihp.scheduler.transition_cost.calibrated", lambda records: cheap)
     results = played(draw, first)

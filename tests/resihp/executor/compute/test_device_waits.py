@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from resihp.controller.fail_stop.liveness import culprits
+from resihp.controller.fail_stop.liveness import blocking_ranks
 from resihp.executor import trainer
 from resihp.executor.compute import device_waits
 from resihp.executor.compute.channels import PendingWork
@@ -77,19 +77,19 @@ def test_the_one_whose_kernel_does_not_end_is_the_culprit_and_not_its_peers() ->
     culprit = an_iteration().does(2)
     peers = [an_iteration().does(3) for _ in range(3)]
     ranks = [member(rank, activity=device.activity) for rank, device in enumerate([*peers, culprit])]
-    assert [found.rank for found in culprits(ranks, 0.0, SETTINGS)] == [3]
+    assert [found.rank for found in blocking_ranks(ranks, 0.0, SETTINGS)] == [3]
 
 
 def test_the_one_whose_host_hands_over_no_more_is_the_culprit_and_not_its_peers() -> None:
     culprit = an_iteration(of=1).does(2)
     peers = [an_iteration().does(3) for _ in range(3)]
     ranks = [member(rank, activity=device.activity) for rank, device in enumerate([culprit, *peers])]
-    assert [found.rank for found in culprits(ranks, 0.0, SETTINGS)] == [0]
+    assert [found.rank for found in blocking_ranks(ranks, 0.0, SETTINGS)] == [0]
 
 
 def test_where_all_devices_wait_for_each_other_nobody_is_the_culprit() -> None:
     ranks = [member(rank, activity=an_iteration().does(1).activity) for rank in range(4)]
-    assert culprits(ranks, 0.0, SETTINGS) == []
+    assert blocking_ranks(ranks, 0.0, SETTINGS) == []
 
 
 def test_each_step_of_a_device_is_told_as_what_it_is() -> None:

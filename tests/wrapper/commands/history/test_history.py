@@ -332,7 +332,7 @@ def doubted(job: Job) -> Iterator[tuple[journal.AnyEntry, float]]:
     silence = journal.Suspected(
         rank=None,
         node="n2",
-        evidence="3 missed beats, last 3.2 s ago",
+        evidence="3 missed heartbeats, last 3.2 s ago",
         suspicion=1,
         component="node",
         iteration=41,

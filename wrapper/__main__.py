@@ -1,4 +1,4 @@
-"""`resihp` and `python -m wrapper`."""
+"""Entry point of `resihp` and of `python -m wrapper`."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ def main() -> None:
     try:
         from db.url_passwords import hide_own
 
-        hide_own()  # before anything that takes time to import: until then others can read them
+        hide_own()  # before slow imports: until then other users can read the passwords in our arguments
         from wrapper.cli import main as run
 
         run()
-    except KeyboardInterrupt:  # also while modules are read, which takes seconds on a busy shared disk
+    except KeyboardInterrupt:  # also during imports, which take seconds on a busy shared disk
         sys.exit(130)
 
 
 def _leave_python_path() -> None:
-    """Take the user's PYTHONPATH off sys.path, where a db.py of theirs would hide ours. Workers get it back.
+    """Remove the user's PYTHONPATH from sys.path, where a `db.py` of theirs would hide ours. Workers get it back.
 
-    Unless resihp itself is found there.
+    The entry that holds resihp itself stays.
     """
-    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    theirs = {os.path.abspath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry} - {ours}
-    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) not in theirs]
+    own_folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    user_folders = {os.path.abspath(entry) for entry in entries if entry} - {own_folder}
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) not in user_folders]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The command line: `resihp ...`. Parses, calls, maps errors to exit codes; decides nothing.
+"""The command line: `resihp ...`. Parses options, calls the command, maps errors to exit codes; decides nothing.
 
-Everything that takes time to import is imported in the command that needs it: `resihp --help` answers at once. Data
-goes to stdout, messages to stderr.
+Slow imports happen inside the command that needs them, so that `resihp --help` answers at once. Data goes to stdout,
+messages to stderr.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ from wrapper.commands.options import command_of
 from wrapper.commands.plan import command as plan
 from wrapper.commands.report import command as report
 from wrapper.commands.status import command as status
-from wrapper.exit_codes import INTERNAL, OUTPUT_CLOSED, UNAVAILABLE, exit_code_of
+from wrapper.exit_codes import INTERNAL_ERROR, OUTPUT_CLOSED, SERVICE_UNAVAILABLE, exit_code_of
 from wrapper.output.answers import SCHEMA, JsonOption, message, to_json
 
-OTHERS = (
+SELF_REGISTERING_COMMANDS = (
     *(jobs, status, logs, stop, checkpoint),
     *(history, why_not, compare, db, node, analyze, plan, doctor, init, report),
 )
-"""Commands that say themselves how they are called, in the order of the help."""
+"""Modules with a `register` function that adds their command, in the order of `resihp --help`."""
 
-OF_THE_SYSTEM = frozenset(
+SELF_EXPLANATORY_ERRNOS = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ELOOP}
     | {errno.ENAMETOOLONG, errno.EMFILE, errno.ENFILE}
 )
-"""Errors of files that say all there is to say by themselves: no traceback is printed."""
+"""File errors whose own text is explanation enough: no traceback is printed."""
 
 app = typer.Typer(
     name="resihp",
-    help="Keeps LLM training running when GPUs die.",
+    help="Keep LLM training running when GPUs fail or slow down.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         from resihp import __version__
 
         print(f"resihp {__version__}")
@@ -65,117 +65,122 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def options_of_all(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version, and end.", is_eager=True, callback=_print_version)
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
-    """Of `resihp` itself."""
+    """Options of `resihp` itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What the command line said; None where it said nothing."""
+    """Options given on the command line; None for an option that was not given."""
 
-    command: Annotated[list[str] | None, typer.Argument(help="After --: what each worker runs.")] = None
-    config: Annotated[Path | None, typer.Option(help="A job file (TOML).")] = None
+    command: Annotated[list[str] | None, typer.Argument(help="After --: the command of each worker.")] = None
+    config: Annotated[Path | None, typer.Option(help="Job file (TOML).")] = None
     local: Annotated[bool, typer.Option("--local", help="Run on this machine, with virtual nodes n1..nN.")] = False
-    nodes: Annotated[int | None, typer.Option(help="Nodes.", show_default="1")] = None
+    nodes: Annotated[int | None, typer.Option(help="Number of nodes.", show_default="1")] = None
     gpus_per_node: Annotated[
-        str | None, typer.Option(metavar="N|auto", help="Devices of a node; auto: all there are.", show_default="1")
+        str | None, typer.Option(metavar="N|auto", help="Devices per node; auto: all of them.", show_default="1")
     ] = None
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.", show_default="1")] = None
     pp: Annotated[int | None, typer.Option(help="Pipeline-parallel degree.", show_default="1")] = None
     schedule: Annotated[str | None, typer.Option(help="1f1b, interleaved or zero-bubble.", show_default="1f1b")] = None
     virtual_stages: Annotated[
-        int | None, typer.Option(help="Layer chunks of each stage, for interleaved.", show_default="1")
+        int | None, typer.Option(help="Layer chunks per stage (interleaved).", show_default="1")
     ] = None
     sequence_parallel: Annotated[
         bool, typer.Option("--sequence-parallel", help="Split activations along the sequence.")
     ] = False
-    tune: Annotated[
-        bool, typer.Option("--tune", help="Spread layers over stages by what they cost, with orders of their own.")
-    ] = False
+    tune: Annotated[bool, typer.Option("--tune", help="Balance stages by layer cost, and tune the order of work.")] = (
+        False
+    )
     planner: Annotated[
         str | None,
         typer.Option(
-            help="resihp; resihp-paper, paper-tp-pp, paper-tp, drop-replica to compare.", show_default="resihp"
+            help="resihp; for comparison: resihp-paper, paper-tp-pp, paper-tp, drop-replica.", show_default="resihp"
         ),
     ] = None
     memory_per_device: Annotated[
-        str | None, typer.Option(help="What a device has for the job: 80GB, 79.5GiB.", show_default="unknown")
+        str | None, typer.Option(help="Device memory for the job: 80GB, 79.5GiB.", show_default="unknown")
     ] = None
-    ledger: Annotated[str | None, typer.Option(help="SQLAlchemy URL.", show_default="in the job's folder")] = None
+    ledger: Annotated[
+        str | None, typer.Option(help="SQLAlchemy URL of the ledger.", show_default="in the job's folder")
+    ] = None
     fault: Annotated[
         list[str] | None,
-        typer.Option(help="Inject KIND:TARGET@WHEN; repeatable."),
+        typer.Option(help="Inject a fault, KIND:TARGET@WHEN; repeatable."),
     ] = None
-    checkpoint_every: Annotated[int | None, typer.Option(help="Iterations between.", show_default="0")] = None
-    checkpoint_folder: Annotated[Path | None, typer.Option(help="Where checkpoints are.")] = None
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from a checkpoint; [JOB] names whose.")] = False
+    checkpoint_every: Annotated[int | None, typer.Option(help="Iterations between checkpoints.", show_default="0")] = (
+        None
+    )
+    checkpoint_folder: Annotated[Path | None, typer.Option(help="Folder of checkpoints.")] = None
+    resume: Annotated[bool, typer.Option("--resume", help="Resume from the newest checkpoint, or [JOB]'s.")] = False
     resume_or_start: Annotated[
-        bool, typer.Option("--resume-or-start", help="Go on if --checkpoint-folder has a checkpoint.")
+        bool, typer.Option("--resume-or-start", help="Resume if --checkpoint-folder has a checkpoint.")
     ] = False
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it would be; start and write nothing.")] = False
-    as_json: Annotated[bool, typer.Option("--json", help="At the end, what became of it, as JSON on stdout.")] = False
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the run's layout and memory; start nothing.")] = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON on stdout at the end.")] = False
 
 
-def run(said: RunOptions) -> None:
+def run(options: RunOptions) -> None:
     """Run a training script under supervision, one worker for each device.
 
     Example: resihp run --local --nodes 2 --gpus-per-node 4 --tp 2 --pp 2 -- python train.py
 
-    In a Slurm allocation it finds nodes and devices itself: leave out --local,
-    --nodes and --gpus-per-node. What Slurm runs again goes on by itself.
+    In a Slurm allocation, nodes and devices are found automatically: leave out
+    --local, --nodes and --gpus-per-node. A job that Slurm requeues resumes by
+    itself.
 
-    --resume takes the newest complete checkpoint of this folder's jobs, and says
-    whose; --resume JOB (last before the --) that of another job, of any folder.
+    --resume takes the newest complete checkpoint of this folder's jobs and names
+    the job; --resume JOB (last before the --) takes JOB's, from any folder.
 
-    --fault hurts the job on purpose. KIND: kill, crash, stop, hang, raise or
+    --fault injects a fault for testing. KIND: kill, crash, stop, hang, raise or
     disconnect. TARGET: rank=R or node=N. WHEN: iteration=I[,phase=P], where P is
-    a moment of the iteration (forward, backward, reduce, step) or of the
-    transition that leads up to it (park, groups, transfer, resume).
+    a phase of the iteration (forward, backward, reduce, step) or of the
+    transition before it (park, groups, transfer, resume).
     Example: --fault kill:rank=1@iteration=3,phase=backward
     """
     from wrapper.commands import run as start
     from wrapper.config.shape import devices_of
 
-    whose, command = "", said.command
-    if said.resume and command and len(command) > 1 and command[1] == "--":
-        whose, command = command[0], command[2:]
-    options = start.Options(
+    source_job, worker_command = "", options.command
+    if options.resume and worker_command and len(worker_command) > 1 and worker_command[1] == "--":
+        source_job, worker_command = worker_command[0], worker_command[2:]
+    start_options = start.Options(
         job={
-            "nodes": said.nodes,
-            "gpus_per_node": devices_of(said.gpus_per_node, said.nodes or 1, local=said.local),
-            "memory_per_device": said.memory_per_device,
-            "command": tuple(command) if command else None,
+            "nodes": options.nodes,
+            "gpus_per_node": devices_of(options.gpus_per_node, options.nodes or 1, local=options.local),
+            "memory_per_device": options.memory_per_device,
+            "command": tuple(worker_command) if worker_command else None,
         },
         layout={
-            "tp": said.tp,
-            "pp": said.pp,
-            "schedule": said.schedule,
-            "virtual_stages": said.virtual_stages,
-            "sequence_parallel": said.sequence_parallel or None,
-            "tune": said.tune or None,
+            "tp": options.tp,
+            "pp": options.pp,
+            "schedule": options.schedule,
+            "virtual_stages": options.virtual_stages,
+            "sequence_parallel": options.sequence_parallel or None,
+            "tune": options.tune or None,
         },
-        adapt={"planner": said.planner},
-        ledger={"url": said.ledger},
+        adapt={"planner": options.planner},
+        ledger={"url": options.ledger},
         checkpoint={
-            "every": said.checkpoint_every,
-            "folder": None if said.checkpoint_folder is None else str(said.checkpoint_folder.absolute()),
+            "every": options.checkpoint_every,
+            "folder": None if options.checkpoint_folder is None else str(options.checkpoint_folder.absolute()),
         },
-        config=said.config,
-        local=said.local,
-        faults=tuple(said.fault or ()),
-        resume=whose if said.resume else None,
-        resume_or_start=said.resume_or_start,
+        config=options.config,
+        local=options.local,
+        faults=tuple(options.fault or ()),
+        resume=source_job if options.resume else None,
+        resume_or_start=options.resume_or_start,
         arguments=tuple(sys.argv[1:]),
-        as_json=said.as_json,
+        as_json=options.as_json,
     )
-    if said.dry_run:
+    if options.dry_run:
         from wrapper.commands.dry_run import show
 
-        show(start.check(options), as_json=said.as_json)
+        show(start.check(start_options), as_json=options.as_json)
         return
-    raise typer.Exit(start.run(options))
+    raise typer.Exit(start.run(start_options))
 
 
 app.command(context_settings={"allow_interspersed_args": False})(command_of(RunOptions, run))
@@ -183,54 +188,66 @@ app.command(context_settings={"allow_interspersed_args": False})(command_of(RunO
 
 @app.command()
 def submit(
-    job_file: Annotated[Path, typer.Argument(help="A job file (TOML).")],
+    job_file: Annotated[Path, typer.Argument(help="Job file (TOML).")],
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the batch script, without --exclude; submit nothing.")
     ] = False,
-    chain: Annotated[int, typer.Option(help="Submit so many jobs, each going on where the last one ended.")] = 1,
+    chain: Annotated[int, typer.Option(help="Number of jobs in a row, each resuming the one before.")] = 1,
     as_json: JsonOption = False,
 ) -> None:
-    """Submit a job to Slurm. Prints the job's id, one a line for a chain.
+    """Submit a job to Slurm and print its id; for a chain, one id per line.
 
     Example: resihp submit job.toml
     """
     from slurm.commands import CommandLine
     from wrapper.commands.submit import submit as submit_job
 
-    done = submit_job(job_file, dry_run=dry_run, chain=chain, slurm=CommandLine, notice=message)
+    submission = submit_job(job_file, dry_run=dry_run, chain=chain, slurm=CommandLine, notice=message)
     if as_json:
-        path = None if done.path is None else str(done.path)
-        print(to_json({"schema": SCHEMA, "dry_run": dry_run, "jobs": done.ids, "script": done.script, "path": path}))
+        path = None if submission.path is None else str(submission.path)
+        print(
+            to_json(
+                {
+                    "schema": SCHEMA,
+                    "dry_run": dry_run,
+                    "jobs": submission.ids,
+                    "script": submission.script,
+                    "path": path,
+                }
+            )
+        )
     else:
-        print("\n".join(done.ids) if done.ids else done.script.rstrip("\n"))
+        print("\n".join(submission.ids) if submission.ids else submission.script.rstrip("\n"))
 
 
 @app.command()
 def inject(
     kind: Annotated[str, typer.Argument(help="kill, crash, stop, disconnect or slow.")],
-    job: Annotated[str | None, typer.Argument(help="The job; the newest if left out.")] = None,
-    rank: Annotated[int | None, typer.Option(help="The worker to hit.")] = None,
-    node: Annotated[str | None, typer.Option(help="The node to hit.")] = None,
-    link: Annotated[str | None, typer.Option(help="The link to make slow: n1-n2.")] = None,
-    speed: Annotated[float | None, typer.Option(help="How fast slow leaves it; 1 ends it.")] = None,
+    job: Annotated[str | None, typer.Argument(help="Job name; default: the newest job.")] = None,
+    rank: Annotated[int | None, typer.Option(help="Target worker.")] = None,
+    node: Annotated[str | None, typer.Option(help="Target node.")] = None,
+    link: Annotated[str | None, typer.Option(help="Link to slow down: n1-n2.")] = None,
+    speed: Annotated[float | None, typer.Option(help="Remaining speed for slow: 0.5 is half; 1 ends it.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Inject a fault into a running test job, at once."""
+    """Inject a fault into a running test job immediately."""
     from wrapper.commands.operate import inject as operate
 
-    done = operate.inject(job, kind, rank, node, speed, link)
-    message(f"job {done['job']}: {done['text']}")
+    injected = operate.inject(job, kind, rank, node, speed, link)
+    message(f"job {injected['job']}: {injected['text']}")
     if as_json:
-        print(to_json({"schema": SCHEMA, **done}))
+        print(to_json({"schema": SCHEMA, **injected}))
 
 
-for other in OTHERS:
-    other.register(app)
+for command in SELF_REGISTERING_COMMANDS:
+    command.register(app)
 
 
 class _Output(io.TextIOWrapper):
-    """Stdout, which nobody may read to its end (`| head`), or whose disk may be full: no traceback, and no exit code
-    that says something else of a job."""
+    """Stdout that exits quietly when its reader has closed it (`| head`) or its disk is full.
+
+    Neither case prints a traceback or ends with an exit code that means something else about a job.
+    """
 
     def write(self, text: str) -> int:
         with self._ended_where_it_fails():
@@ -245,22 +262,22 @@ class _Output(io.TextIOWrapper):
         try:
             yield
         except OSError as error:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.fileno())  # what is left in the buffer goes there
+            null_device = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null_device, self.fileno())  # discards the rest of the buffer
             if isinstance(error, BrokenPipeError):
                 raise SystemExit(OUTPUT_CLOSED) from None
-            message(f"what is printed cannot be written: {error.strerror}")
-            raise SystemExit(UNAVAILABLE) from None
+            message(f"stdout: cannot be written: {error.strerror}")
+            raise SystemExit(SERVICE_UNAVAILABLE) from None
 
 
 def main() -> None:
-    """Entry point of `resihp`."""
+    """Run the command line; the entry point of `resihp`."""
     if not os.environ.get("COLUMNS", "").strip("0"):
-        os.environ.pop("COLUMNS", None)  # a terminal that has none, for which nothing at all would be printed
+        os.environ.pop("COLUMNS", None)  # a terminal without a width; at zero columns nothing would be printed
     if sys.stdout is None:
-        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - it was closed, and is as long as we are
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - stdout was closed; this file stays open until exit
     output = sys.stdout
-    if isinstance(output, io.TextIOWrapper) and output is sys.__stdout__:  # whoever calls us may have another there
+    if isinstance(output, io.TextIOWrapper) and output is sys.__stdout__:  # a caller may have replaced it
         encoding, errors, live = output.encoding, output.errors, output.isatty()
         sys.stdout = _Output(output.detach(), encoding=encoding, errors=errors, line_buffering=live)
     try:
@@ -272,11 +289,11 @@ def main() -> None:
         message(str(error))
         sys.exit(exit_code_of(error))
     except OSError as error:
-        if error.filename is None or error.errno not in OF_THE_SYSTEM:
+        if error.filename is None or error.errno not in SELF_EXPLANATORY_ERRNOS:
             sys.excepthook(*sys.exc_info())
-            sys.exit(INTERNAL)
-        message(f"{error.filename}: {error.strerror}; ls -ld and df -h on it show more")
-        sys.exit(UNAVAILABLE)
-    except Exception:  # noqa: BLE001 - what nobody foresaw must not pass for a training that failed
+            sys.exit(INTERNAL_ERROR)
+        message(f"{error.filename}: {error.strerror}; check it with ls -ld and df -h")
+        sys.exit(SERVICE_UNAVAILABLE)
+    except Exception:  # noqa: BLE001 - an unforeseen error must not look like failed training
         sys.excepthook(*sys.exc_info())
-        sys.exit(INTERNAL)
+        sys.exit(INTERNAL_ERROR)

@@ -1,4 +1,4 @@
-"""Which error ends a command with which exit code: one table, used by the command line and the supervisor.
+"""Exit codes of resihp, and one table from errors to codes, used by the command line and the supervisor.
 
 0 done · 1 training failed · 2 usage · 3 unhealthy environment · 4 restart budget spent · 5 not enough healthy nodes ·
 69 refused or no answer · 70 resihp itself failed · 75 please requeue · 93 do not requeue (the training program is
@@ -10,35 +10,38 @@ from __future__ import annotations
 from resihp import errors
 from slurm.errors import SlurmOutputError
 
-FAILED = 1
+TRAINING_FAILED = 1
 """Training failed."""
-UNAVAILABLE = 69
-"""A request was refused, or whom it was made to gave no answer: Slurm, a job's supervisor, a disk that is full. What
-sysexits calls an unavailable service. Nothing is known of the training by it."""
-INTERNAL = 70
-"""resihp itself failed: an exception that nobody foresaw, or output of Slurm that is not as documented. What sysexits
-calls a software error. Nothing is known of the training by it."""
-REQUEUE = 75
-BROKEN = 93
-DEPOSED = 76
-"""Of a supervisor that gave up the lead, to its guardian; never that of `resihp run`."""
+SERVICE_UNAVAILABLE = 69
+"""A request was refused or not answered: by Slurm, a job's supervisor, or a full disk. EX_UNAVAILABLE of sysexits. It
+implies nothing about the training."""
+INTERNAL_ERROR = 70
+"""resihp itself failed: an unforeseen exception, or Slurm output that is not as documented. EX_SOFTWARE of sysexits. It
+implies nothing about the training."""
+REQUEUE_REQUESTED = 75
+"""The job should be requeued."""
+TRAINING_BROKEN = 93
+"""The training program is broken; the job must not be requeued."""
+LEADER_DEPOSED = 76
+"""A supervisor gave up the lead. Seen only by its guardian, never the exit code of `resihp run`."""
 CANNOT_LEAD = 77
-"""Of a successor that could not even begin, to its agent: another node is to be chosen."""
+"""A successor could not start. Seen only by its agent, so that another node is chosen."""
 OUTPUT_CLOSED = 141
-"""Whoever read what a command prints had seen enough; what a shell says of SIGPIPE."""
+"""The reader closed stdout early (for example `head`). A shell reports SIGPIPE with the same code."""
 
 EXIT_CODES: dict[type[errors.ResihpError], int] = {
     errors.UsageError: 2,
-    errors.CommunicatorError: FAILED,
-    errors.FaultNotFiredError: FAILED,
+    errors.CommunicatorError: TRAINING_FAILED,
+    errors.FaultNotFiredError: TRAINING_FAILED,
     errors.RestartBudgetError: 4,
     errors.NotEnoughDevicesError: 5,
-    errors.TrainingProgramError: BROKEN,
-    SlurmOutputError: INTERNAL,
-    errors.ResihpError: UNAVAILABLE,
+    errors.TrainingProgramError: TRAINING_BROKEN,
+    SlurmOutputError: INTERNAL_ERROR,
+    errors.ResihpError: SERVICE_UNAVAILABLE,
 }
-"""The nearest class in an exception's ancestry decides."""
+"""The first class of an exception's method resolution order that is listed here decides."""
 
 
 def exit_code_of(error: errors.ResihpError) -> int:
+    """Return the exit code for an error."""
     return next(EXIT_CODES[kind] for kind in type(error).__mro__ if kind in EXIT_CODES)

@@ -155,8 +155,8 @@ def test_db_upgrade_says_how_many_it_settled(tmp_path: Path, ledger_url: str) ->
     put(ledger_url, "a", None)
     words = ["db", "upgrade", "--ledger", ledger_url]
     told = [CliRunner().invoke(app, words).stderr for _ in range(2)]
-    assert told[0].endswith("is up to date; accounts of 1 job settled\n")
-    assert told[1].endswith("is up to date\n")
+    assert told[0].endswith("up to date; costs of 1 job stored\n")
+    assert told[1].endswith("up to date\n")
 
 
 def test_attempts_of_two_ledgers_are_settled_where_they_meet(tmp_path: Path, ledger_urls: Callable[[], str]) -> None:
@@ -351,7 +351,7 @@ def test_a_kept_figure_that_is_none_is_named_with_what_mends_it(tmp_path: Path, 
     for words in (["a"], ["--all"], ["--all", "--by", "owner", "--json"]):
         said = CliRunner().invoke(app, ["history", "cost", *words, "--ledger", url])
         assert said.exit_code == 0
-        assert "job a: what was kept of the cost is no account" in " ".join(said.stderr.split())
+        assert "job a: stored costs are malformed" in " ".join(said.stderr.split())
         assert f"resihp db upgrade --ledger {url}" in " ".join(said.stderr.split())
     assert settle(url) == 1
     assert CliRunner().invoke(app, ["history", "cost", "--all", "--ledger", url]).stderr == ""

@@ -73,7 +73,7 @@ def test_one_that_only_added_is_read_and_written(
     assert iterations(url) == 20
     assert [row["region"] for row in contents(url)["jobs"]] == ["north"]
     assert prune(url, datetime.fromtimestamp(BEGAN + 86400, UTC)) != []
-    assert f"schema {NEWER}, is up to date, newer than this resihp\n" in upgraded(url, capsys)
+    assert f"schema {NEWER}, up to date, newer than this resihp\n" in upgraded(url, capsys)
     assert migrate.current(url) == NEWER
 
 

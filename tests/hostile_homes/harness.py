@@ -20,11 +20,11 @@ from tests.hostile_homes.commands import NO_JOB, Invocation, invocations
 from tests.hostile_homes.mutations import CHANGES_WHAT_JOURNALS_SAY, Mutation, Target
 from tests.hostile_homes.places import Person, Snapshot, World, differences
 from tests.hostile_homes.runner import Main, Outcome, Session, resihp
-from wrapper.exit_codes import BROKEN, EXIT_CODES, OUTPUT_CLOSED, REQUEUE
+from wrapper.exit_codes import EXIT_CODES, OUTPUT_CLOSED, REQUEUE_REQUESTED, TRAINING_BROKEN
 
 APPROACHES = ("named", "cwd", "path")
 """RESIHP_HOME names the home; it is `./.resihp` of the folder that one has changed into; the job's folder is given."""
-DOCUMENTED = frozenset({0, 3, 130, 143, BROKEN, OUTPUT_CLOSED, REQUEUE, *EXIT_CODES.values()})
+DOCUMENTED = frozenset({0, 3, 130, 143, TRAINING_BROKEN, OUTPUT_CLOSED, REQUEUE_REQUESTED, *EXIT_CODES.values()})
 STEERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 SLURM = frozenset({"scontrol", "sinfo", "squeue", "sacct", "sacctmgr", "sbatch", "scancel", "srun", "sdiag", "sshare"})
 RARELY = 10

@@ -80,7 +80,7 @@ def test_a_checkpoint_now_a_list_of_them_and_a_stop(job: Job) -> None:
     assert told[0] == "resihp: job local-1: stopping after the iteration under way, with a checkpoint"
     assert any(f"stopped after iteration {done}; its checkpoint is written" in line for line in told)
     assert f"resihp: job local-1: checkpoint of iteration {done}: {folder / f'iteration-{done:06d}'}" in told
-    assert "to go on from it, type: resihp run --local" in told[-1]
+    assert "to resume from it, type: resihp run --local" in told[-1]
     assert "--resume local-1 -- " in told[-1]
     assert job.wait(20).status == 143, job.stderr
     entries = [record.entry for file in (job.folder / "local").rglob("journal") for record in journal_file.read(file)]
@@ -92,7 +92,7 @@ def test_a_checkpoint_now_a_list_of_them_and_a_stop(job: Job) -> None:
     status, _, err = say(job, "stop", "local-1")
     assert (status, err) == (
         2,
-        "resihp: job local-1: is not running; resihp status local-1 tells how it ended\n",
+        "resihp: job local-1: is not running; see resihp status local-1\n",
     )
 
 

@@ -92,7 +92,7 @@ def test_what_an_operator_stops_is_saved_and_told_how_to_go_on(
     folder = job.folder / "home" / "jobs" / "local-1" / "checkpoints" / f"iteration-{done:06d}"
     assert f"received {number.name}: stopped after iteration {done}; its checkpoint is written" in job.stderr
     assert f"resihp: job local-1: checkpoint of iteration {done}: {folder}\n" in job.stderr
-    told = next(line for line in job.stderr.splitlines() if "to go on from it, type: " in line)
+    told = next(line for line in job.stderr.splitlines() if "to resume from it, type: " in line)
     typed = shlex.split(told.partition("type: ")[2])
     assert typed[:4] == ["resihp", "run", "--local", "--nodes"]
     assert typed[typed.index("--") - 2 :][:2] == ["--resume", "local-1"]

@@ -43,7 +43,7 @@ def test_from_the_login_node(cluster: MakeCluster) -> None:
     assert found["nodes"] == "skipped"
     assert (done.returncode, answer["healthy"]) == (0, True), done.stdout
     texts = {row["check"]: row["text"] for row in answer["rows"]}
-    assert "nodes 2 of 2 GPUs; 2 idle" in texts["partition"]
+    assert "nodes 2 with 2 GPUs; 2 idle" in texts["partition"]
     assert "to start at" in texts["submission"]
     (desk.folder / "resihp.toml").write_text("[slurm]\npartition = 'nowhere'\n")
     done = desk.run(*RESIHP, "doctor", "--json")

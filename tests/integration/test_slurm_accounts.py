@@ -134,19 +134,19 @@ def test_limits_that_a_job_is_beyond_are_named_before_it_waits_for_ever(cluster:
 
     beyond = ask(desk, job(4))["limits"]
     assert beyond.outcome == "failed", beyond.text
-    assert "8 GPUs, and account top allows 6 GPUs to all its jobs together (grptres=gres/gpu=6)" in beyond.text
+    assert "8 GPUs, but account top allows 6 GPUs to all its jobs together (grptres=gres/gpu=6)" in beyond.text
     assert waits("-N4") == "AssocGrpGRES"
 
     beyond = ask(desk, job(3, "qos = 'small'"))["limits"]
-    assert "3 nodes, and QOS small allows 2 nodes a job" in beyond.text
+    assert "3 nodes, but QOS small allows 2 nodes per job" in beyond.text
     assert "sacctmgr show qos small" in beyond.advice
     assert waits("-N3", "--qos=small") == "QOSMaxNodePerJobLimit"
 
     beyond = ask(desk, job(1, "qos = 'short'", "5h"))["limits"]
-    assert "5 h, and QOS short allows 60 min a job" in beyond.text
+    assert "5 h, but QOS short allows 60 min per job" in beyond.text
     assert waits("-N1", "--qos=short", "--time=5:00:00") == "QOSMaxWallDurationPerJobLimit"
 
     found = ask(desk, job(2, "qos = 'one'\nreplacements = 1"))
     assert found["limits"].outcome == "warning"
-    assert "QOS one allows 1 running job a user" in found["limits"].text
+    assert "QOS one allows 1 running job per user" in found["limits"].text
     assert found["submission"].outcome == "ok", "a job of its own size starts"

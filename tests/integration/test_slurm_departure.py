@@ -63,7 +63,7 @@ def test_what_an_operator_stops_in_slurm_is_saved_too(cluster: MakeCluster) -> N
         iteration = saved(desk, job)
         assert 3 <= iteration < ITERATIONS
         assert f"checkpoint of iteration {iteration}: " in desk.output(job)
-        assert "to go on from it, put into the batch script: resihp run " in desk.output(job)
+        assert "to resume from it, put this into the batch script: resihp run " in desk.output(job)
 
 
 @pytest.mark.soak
@@ -92,5 +92,5 @@ def test_what_is_started_once_more_after_it_completed_ends_at_once(cluster: Make
     assert desk.run("scontrol", "requeue", job).returncode == 0
     desk.start_again(job)
     assert_ended_once(desk, job)
-    assert f"job {job}: its run {job} has completed, and Slurm started it once more" in desk.output(job)
+    assert f"job {job}: started again by Slurm, but its run {job} has completed" in desk.output(job)
     assert [run.name for run in (desk.folder / "home" / "jobs").iterdir()] == [job]

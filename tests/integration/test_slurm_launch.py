@@ -156,7 +156,7 @@ def test_an_allocation_that_is_too_small_is_refused_with_the_command_that_mends_
     ("job", "slurm", "message"),
     [
         ({}, {"partition": "gpu2"}, "sinfo -o '%P %a %l %D' lists partitions; set partition in [slurm]"),
-        ({"gpus_per_node": 8}, {}, "sinfo -o '%P %D %c %m %G %f' lists what there is; change [job]"),
+        ({"gpus_per_node": 8}, {}, "sinfo -o '%P %D %c %m %G %f' lists the nodes; change [job]"),
         ({}, {"constraint": "a100"}, "sinfo -o '%P %f' lists features; set constraint in [slurm]"),
         ({}, {"reservation": "mine"}, "scontrol show reservation lists them; set reservation in [slurm]"),
     ],

@@ -22,7 +22,9 @@ def test_a_plain_cluster_is_not_complained_of(cluster: MakeCluster) -> None:
 def test_exit_codes_that_slurm_runs_again(cluster: MakeCluster) -> None:
     made = cluster(nodes=1, isolate=True, settings={"RequeueExit": "75,90-93", "RequeueExitHold": "4"})
     texts = [finding.text for finding in findings(Desk(made)) if finding.check == "requeue"]
-    assert any("ends with 93, for good, is run again by Slurm, over and over" in text for text in texts), texts
+    assert any("Slurm requeues a job that resihp ended for good with 93, over and over" in text for text in texts), (
+        texts
+    )
     assert any("ends with 4 stays in the queue, held" in text for text in texts), texts
     desk = Desk(made)
     job = desk.sbatch("#!/bin/sh\n#SBATCH --output=/dev/null --requeue\nexit 93\n")
@@ -52,10 +54,10 @@ def test_a_partition_that_the_job_does_not_fit(cluster: MakeCluster) -> None:
     assert "GPUs of different types (a100, h100)" in text
     assert "set gpu_type or constraint in [slurm]" in text
     assert "different types" not in told(JOB + "[slurm]\nextra = ['--nodelist=n1,n2']\n")
-    assert "2 of its 3 nodes have 2 GPUs, and the job asks for 3 nodes" in told(JOB + "[slurm]\nspares = 1\n")
+    assert "2 of its 3 nodes have 2 GPUs, but the job requests 3 nodes" in told(JOB + "[slurm]\nspares = 1\n")
     text = told(JOB + "[slurm]\npartition = 'small'\n")
     assert "MaxNodes" in text
-    assert "60 min at most (MaxTime)" in text
+    assert "at most 60 min (MaxTime)" in text
     slow = desk.sbatch("#!/bin/sh\n", "--partition=small", "--time=120")
     desk.until(lambda: desk.shown(slow).get("Reason") == "PartitionTimeLimit", slow)
     text = told("[job]\n[slurm]\npartition = 'brief'\n")
@@ -67,7 +69,7 @@ def test_what_a_user_cannot_see_is_no_failure(cluster: MakeCluster) -> None:
     made = cluster(nodes=2, gpus=2, isolate=True, settings={"PrivateData": "jobs,nodes"})
     found = ask(Desk(made, "nobody"))
     assert found["visibility"].outcome == "warning"
-    assert "tells you no states of nodes" in found["visibility"].text
+    assert "hides node states from you" in found["visibility"].text
     assert found["partition"].outcome == "skipped", found["partition"].text
     assert not [finding for finding in found.values() if finding.outcome in ("failed", "unknown")], found
     assert "visibility" not in ask(Desk(made)), "root sees all"
@@ -78,7 +80,7 @@ def test_limits_that_a_job_inherits(cluster: MakeCluster) -> None:
     desk = Desk(made)
     found = ask(desk, before="ulimit -S -t 1800")
     assert found["inherited limits"].outcome == "warning"
-    assert "ulimit -t says 1800" in found["inherited limits"].text
+    assert "ulimit -t is 1800" in found["inherited limits"].text
     assert "inherited limits" not in ask(desk)
     script = "ulimit -S -t 1800; sbatch --wait --output=said --wrap='ulimit -t'"
     assert desk.run("sh", "-c", script).returncode == 0

@@ -71,7 +71,7 @@ def test_output_that_cannot_be_written_is_one_line(fresh_home: Path, what: str) 
         done = typed(what, stdout=full)
     assert (done.returncode, done.stderr) == (
         69,
-        "resihp: what is printed cannot be written: No space left on device\n",
+        "resihp: stdout: cannot be written: No space left on device\n",
     )
 
 
@@ -119,5 +119,5 @@ def test_a_file_that_cannot_be_reached_is_one_line(
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 69
-    told = "resihp: theirs/job.toml: Permission denied; ls -ld and df -h on it show more\n"
+    told = "resihp: theirs/job.toml: Permission denied; check it with ls -ld and df -h\n"
     assert capsys.readouterr().err == told

@@ -21,7 +21,7 @@ from resihp.protocol.messages import AskStanding
 from resihp.record.journal import FaultInjected, JobEnded, LeaderChosen, NodeLost, WorkerEnded, WorkerStarted, first_seq
 from tests.wrapper.conftest import SOON, StubJob
 from wrapper.commands.operate import inject, request
-from wrapper.exit_codes import CANNOT_LEAD, INTERNAL
+from wrapper.exit_codes import CANNOT_LEAD, INTERNAL_ERROR
 from wrapper.job_folder import all_jobs, finish_dead_job, hold_lock
 from wrapper.launch.ports import listen
 from wrapper.supervisor.guardian import supervisor_command
@@ -531,7 +531,7 @@ def test_agents_wait_for_a_supervisor_that_is_slow_to_start(stub_job: StubJob) -
 
 def test_bug_in_the_supervisor_ends_the_job_with_its_traceback_in_the_log(stub_job: StubJob) -> None:
     stub_job.start(FOREVER, environment={"STUB_CONTROLLER": "broken"})
-    assert stub_job.wait() == INTERNAL, "1 says that training failed"
+    assert stub_job.wait() == INTERNAL_ERROR, "1 says that training failed"
     assert "internal error" in stub_job.stderr
     assert "Traceback" not in stub_job.stderr
     assert "ZeroDivisionError: a bug" in stub_job.log("supervisor.log")

@@ -87,7 +87,7 @@ def test_what_was_held_and_what_of_it_counts() -> None:
     assert (found.restarts, found.preemptions, found.nodes_lost) == (1, 1, 1)
     assert found.outcome == "completed, iteration 8"
     assert runs.sentence(found) == (
-        "Slurm job 12: completed, iteration 8; 53.6 % of the GPU-hours that it held went into iterations that count; "
+        "Slurm job 12: completed, iteration 8; 53.6 % of its GPU-hours went into iterations that were kept; "
         "1 restart, 1 preemption, 1 node lost, 1 replaced by other Slurm jobs."
     )
 

@@ -1,8 +1,8 @@
-"""`resihp analyze FILE`: slow-downs in a log, a table of iteration times, or a per-operation trace.
+"""`resihp analyze FILE`: find slow-downs in a log, a table of iteration times, or a per-operation trace.
 
-Reads the file, or its stdin, recognises it by content, has it judged (`resihp.detector.offline.recordings`, `series`,
-`operations`), and shows what was found: JSON for programs, a table and two sentences for people, a picture on request.
-Data goes to stdout, messages to stderr. Everything that takes time to import is imported in the functions.
+Reads the file or stdin, recognises the format by content, has the times analysed (`resihp.detector.offline.recordings`,
+`series`, `operations`), and shows the result: JSON for programs, a table and two sentences for people, a plot on
+request. Data goes to stdout, messages to stderr. Slow imports are inside the functions.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from resihp.detector.offline.analysis import Analysis, SpeedChange
     from resihp.detector.offline.recordings.recording import Recording
 
-LARGEST_BYTES = 2 << 30
-CUT_DOWN = "cut it down first: grep 'elapsed time per iteration' FILE > smaller.log"
-SHOWN = 40
-"""Rows of a table on a terminal; `--json` has them all."""
-RANKS_SHOWN = 5
-RANKS_NAMED = 8
+MAX_FILE_BYTES = 2 << 30
+SHORTEN_ADVICE = "shorten it first: grep 'elapsed time per iteration' FILE > smaller.log"
+MAX_EVENTS_SHOWN = 40
+"""Most rows of a table on a terminal; `--json` has all rows."""
+MAX_RANKS_SHOWN = 5
+MAX_RANKS_NAMED = 8
 
 
 def register(app: typer.Typer) -> None:
@@ -40,20 +40,18 @@ def register(app: typer.Typer) -> None:
 
 
 def analyze(
-    file: Annotated[
-        Path, typer.Argument(help="A log, a CSV, JSON lines or a Parquet file; - is stdin.", show_default=False)
-    ],
+    file: Annotated[Path, typer.Argument(help="Log, CSV, JSON lines or Parquet file; - is stdin.", show_default=False)],
     as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw a picture into this file.", show_default=False)] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a plot to this file.", show_default=False)] = None,
 ) -> None:
-    """Find slow-downs in what a training run left behind.
+    """Find slow-downs in the log, timings or trace of a training run.
 
-    A log of Megatron-LM, NeMo, DeepSpeed, torchtitan, nanotron or MaxText, or
-    with progress bars; what resihp run printed, as in a Slurm job's output; a CSV
-    with columns iteration and seconds or milliseconds (and rank, tokens,
-    sum_squared_lengths), or exported from TensorBoard or Weights & Biases; JSON
-    lines with an iteration and a time; a Parquet file of resihp history or
-    db export, or of single operations.
+    FILE may be a log of Megatron-LM, NeMo, DeepSpeed, torchtitan, nanotron or
+    MaxText, or one with progress bars; the output of resihp run, for example a
+    Slurm job's; a CSV with columns iteration and seconds or milliseconds (and
+    rank, tokens, sum_squared_lengths), or exported from TensorBoard or Weights &
+    Biases; JSON lines with an iteration and a time; a Parquet file of resihp
+    history or db export, or of single operations.
 
     Example: resihp analyze train.log --plot times.png
 
@@ -61,9 +59,9 @@ def analyze(
     """
     analysis, recording = judge(file)
     if as_json:
-        from resihp.detector.offline.analysis import as_json as made
+        from resihp.detector.offline.analysis import as_json as analysis_as_json
 
-        print(json.dumps(_finite(made(analysis)), allow_nan=False))
+        print(json.dumps(_finite(analysis_as_json(analysis)), allow_nan=False))
     else:
         _show(file, analysis)
     if plot is not None:
@@ -71,11 +69,11 @@ def analyze(
 
 
 def judge(file: Path) -> tuple[Analysis, Recording | None]:
-    """What is found in a file, and its iteration times where it holds them. Raises UsageError."""
+    """Return the analysis of a file, and its iteration times if it has any. Raises UsageError."""
     try:
         return _judged(file)
     except MemoryError:
-        raise UsageError(f"{_named(file)}: more than this process has memory for; {CUT_DOWN}") from None
+        raise UsageError(f"{_named(file)}: too large for the memory of this process; {SHORTEN_ADVICE}") from None
 
 
 def _judged(file: Path) -> tuple[Analysis, Recording | None]:
@@ -104,37 +102,37 @@ def _content(file: Path) -> bytes:
         if str(file) == "-":
             if sys.stdin is None:
                 raise UsageError("stdin: is closed; name a file")
-            content = sys.stdin.buffer.read(LARGEST_BYTES + 1)
+            content = sys.stdin.buffer.read(MAX_FILE_BYTES + 1)
             size = len(content)
         else:
             size = file.stat().st_size
-            content = file.read_bytes() if size <= LARGEST_BYTES else b""
+            content = file.read_bytes() if size <= MAX_FILE_BYTES else b""
     except IsADirectoryError:
-        raise UsageError(f"{file}: is a folder; name a file of it{_of_export(file)}") from None
+        raise UsageError(f"{file}: is a folder; name a file in it{_of_export(file)}") from None
     except OSError as error:
         raise UsageError(
             f"{_named(file)}: cannot be read: {error.strerror or error}; name a log, CSV, JSON or parquet file"
         ) from None
-    if size > LARGEST_BYTES:
+    if size > MAX_FILE_BYTES:
         raise UsageError(
             f"{_named(file)}: {'more than ' if str(file) == '-' else f'{size / 2**30:.1f} GiB, more than '}"
-            f"{LARGEST_BYTES >> 30} GiB; {CUT_DOWN}"
+            f"{MAX_FILE_BYTES >> 30} GiB; {SHORTEN_ADVICE}"
         )
     return content
 
 
 def _of_export(folder: Path) -> str:
-    """Of what `db export` wrote, the newest file of iterations."""
-    found = sorted([*folder.glob("iterations.parquet"), *folder.glob("iterations/*.parquet")])
-    return f": resihp analyze {found[-1]}" if found else ""
+    """Return advice that names the newest file of iterations in a folder written by `db export`, if there is one."""
+    iteration_files = sorted([*folder.glob("iterations.parquet"), *folder.glob("iterations/*.parquet")])
+    return f": resihp analyze {iteration_files[-1]}" if iteration_files else ""
 
 
 _UNREADABLE = "begins like a parquet file but cannot be read as one: {}; is it complete?"
 
 
 def _table(content: bytes) -> Recording | None:
-    """Iteration times of `history --parquet` or `db export`, and of whoever names columns alike; None of a file of
-    operations. Raises UsageError."""
+    """Return the iteration times of a Parquet file with the columns of `history --parquet` or `db export`, or similar
+    names; None for a file of operations. Raises UsageError."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -169,7 +167,7 @@ def _operations(content: bytes) -> Analysis:
 
 
 def _finite(value: Any) -> Any:
-    """NaN and infinities as null: JSON has none."""
+    """Return the value with NaN and infinities replaced by None, as JSON has neither."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -187,8 +185,8 @@ def _show(file: Path, analysis: Analysis) -> None:
     screen = console()
     if analysis.events:
         _show_events(screen, analysis)
-        if len(analysis.events) > SHOWN:
-            screen.print(f"{len(analysis.events) - SHOWN} more: --json has them all")
+        if len(analysis.events) > MAX_EVENTS_SHOWN:
+            screen.print(f"{len(analysis.events) - MAX_EVENTS_SHOWN} more: --json has them all")
     if analysis.ranks:
         _show_ranks(screen, analysis)
     for sentence in sentences(file, analysis):
@@ -198,30 +196,30 @@ def _show(file: Path, analysis: Analysis) -> None:
 
 
 def sentences(file: Path, analysis: Analysis) -> tuple[str, str]:
-    """What was read, and what was found."""
+    """Return one sentence on the data that were read, and one on the slow-downs found."""
     from wrapper.output.render import duration
 
     runs = "one run" if analysis.runs == 1 else f"{analysis.runs} runs"
     read = (
         f"{'stdin' if str(file) == '-' else file.name}: {count_of(analysis.iterations, 'iteration')} of {runs}, "
-        f"{duration(analysis.healthy_seconds)} each where nothing is wrong, told from {analysis.known}."
+        f"{duration(analysis.healthy_seconds)} each when healthy, judged from {analysis.known}."
     )
     slow = [event for event in analysis.events if event.verdict == "fail-slow"]
     if not slow:
-        found = "No fail-slow was found"
+        findings = "No fail-slow event was found"
     else:
         worst = max(slow, key=lambda event: (event.cost_seconds or 0.0, event.change))
         going_on = sum(event.end is None for event in slow)
-        found = f"{len(slow)} fail-slow {'event' if len(slow) == 1 else 'events'}, "
-        found += f"the worst {_change(worst)} from iteration {worst.iteration}"
+        findings = f"{len(slow)} fail-slow {'event' if len(slow) == 1 else 'events'}, "
+        findings += f"the worst {_change(worst)} from iteration {worst.iteration}"
         if worst.where is not None or worst.ranks:
-            found += f" ({_where(worst)})"
+            findings += f" ({_where(worst)})"
         if worst.cost_seconds is not None:
-            found += f", {duration(worst.cost_seconds)} lost by it"
-        found += f"; {going_on} not over at the end" if going_on else "; all were over before the end"
+            findings += f", {duration(worst.cost_seconds)} lost by it"
+        findings += f"; {going_on} not over at the end" if going_on else "; all over before the end"
     if analysis.slowdown is not None:
-        found += f"; without stragglers a step would be {(1 - 1 / analysis.slowdown) * 100:.1f} % shorter"
-    return read, found + "."
+        findings += f"; without stragglers a step would be {(1 - 1 / analysis.slowdown) * 100:.1f} % shorter"
+    return read, findings + "."
 
 
 def _show_events(screen: Console, analysis: Analysis) -> None:
@@ -247,7 +245,7 @@ def _show_events(screen: Console, analysis: Analysis) -> None:
             "-" if event.cost_seconds is None else f"{event.cost_seconds:.1f}",
             _where(event),
         )
-        for event in ranked(analysis.events)[:SHOWN]
+        for event in ranked(analysis.events)[:MAX_EVENTS_SHOWN]
     ]
     show(screen, columns, rows)
 
@@ -256,7 +254,7 @@ def _show_ranks(screen: Console, analysis: Analysis) -> None:
     from wrapper.output.tables import Column, show
 
     columns = [Column(heading, right=True, kept=True) for heading in ("dp", "stage", "slow-down by it")]
-    worst = sorted(analysis.ranks, key=lambda score: -score.slowdown)[:RANKS_SHOWN]
+    worst = sorted(analysis.ranks, key=lambda score: -score.slowdown)[:MAX_RANKS_SHOWN]
     show(screen, columns, [(str(score.dp), str(score.stage), f"{score.slowdown:.3f}") for score in worst])
 
 
@@ -266,8 +264,10 @@ def _change(event: SpeedChange) -> str:
 
 def _where(event: SpeedChange) -> str:
     if event.ranks:
-        shown = ", ".join(map(str, event.ranks[:RANKS_NAMED]))
-        return f"ranks {shown}" + (f" and {len(event.ranks) - RANKS_NAMED} more" * (len(event.ranks) > RANKS_NAMED))
+        ranks_listed = ", ".join(map(str, event.ranks[:MAX_RANKS_NAMED]))
+        return f"ranks {ranks_listed}" + (
+            f" and {len(event.ranks) - MAX_RANKS_NAMED} more" * (len(event.ranks) > MAX_RANKS_NAMED)
+        )
     if event.where is None:
         return "-"
     named = (("dp", event.where.dp), ("stage", event.where.stage), ("rank", event.where.rank))
@@ -278,7 +278,7 @@ def _where(event: SpeedChange) -> str:
 
 
 def _plot(plot: Path, file: Path, analysis: Analysis, recording: Recording | None) -> None:
-    """Iteration times with what was found in them; of a trace, what each rank costs."""
+    """Plot iteration times with the slow-downs found in them; for a trace, the slow-down caused by each rank."""
     try:
         figures = import_module("matplotlib.figure")
     except ImportError:
@@ -295,12 +295,12 @@ def _plot(plot: Path, file: Path, analysis: Analysis, recording: Recording | Non
         figure.savefig(plot, dpi=120)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"{plot}: the picture cannot be written: {reason}; name another file") from None
-    print(f"resihp: picture written to {plot}", file=sys.stderr)
+        raise UsageError(f"{plot}: the plot cannot be written: {reason}; name another file") from None
+    print(f"resihp: plot written to {plot}", file=sys.stderr)
 
 
 def _draw_times(axes: Any, analysis: Analysis, recording: Recording) -> None:
-    """All runs one after the other: where a run begins again, so does the axis' offset."""
+    """Draw all runs one after the other on one axis; each run is shifted to begin where the previous one ended."""
     offset = 0
     colours = {"fail-slow": "tab:red", "workload": "tab:olive"}
     for number, run in enumerate(recording.runs):

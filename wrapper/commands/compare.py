@@ -1,4 +1,4 @@
-"""`resihp compare`: two jobs of one ledger, or of this home, side by side. Only asks and shows."""
+"""`resihp compare`: two jobs of one ledger, or of this home, side by side. Only queries and prints."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ def register(app: typer.Typer) -> None:
 
 
 def compare(
-    first: Annotated[str, typer.Argument(help="The job that the other one is compared with.")],
-    second: Annotated[str, typer.Argument(help="The other one.")],
+    first: Annotated[str, typer.Argument(help="First job, the baseline.")],
+    second: Annotated[str, typer.Argument(help="Second job.")],
     as_json: JsonOption = False,
     ledger: LedgerOption = None,
 ) -> None:
-    """Compare two jobs: what differs between them, and what iterations take at equal work.
+    """Compare two jobs: their differences, and their iteration times at equal work.
 
-    Iterations of each one's first plan, before anything was slow.
+    Times are of iterations of each job's first plan, before anything was slow.
 
     Example: resihp compare 4711 4805
     """
-    from db.reading.comparison import compare as compared
+    from db.reading.comparison import compare as compare_rows
     from wrapper.output.ledgers import both
 
-    with both(first, second, ledger) as (one, other):
-        rows = [_without_secrets(row) for row in compared(*one, *other)]
+    with both(first, second, ledger) as (first_job, second_job):
+        rows = [_without_secrets(row) for row in compare_rows(*first_job, *second_job)]
     if as_json:
         print(to_json({"schema": SCHEMA, "rows": rows}))
     elif not rows:
-        message(f"jobs {first} and {second}: nothing differs, and nothing was trained")
+        message(f"jobs {first} and {second}: no differences, and no iterations to compare")
     else:
         _show(first, second, rows)
 
 
 def _without_secrets(row: dict[str, Any]) -> dict[str, Any]:
-    """As a report shows them: what differs may be a web hook."""
-    from wrapper.commands.report.story import MASK, SECRET_NAME, safe
+    """Return the row with secrets masked as in a report; a difference may be a webhook's URL."""
+    from wrapper.commands.report.story import SECRET_MASK, SECRET_NAME, safe
 
-    is_figure = row["difference"] is not None  # seconds for so many tokens
+    is_figure = row["difference"] is not None  # seconds per iteration of a number of tokens
     hidden = not is_figure and bool(SECRET_NAME.search(row["what"]))
-    return row | {name: MASK if hidden else safe(row[name]) for name in ("first", "second")}
+    return row | {name: SECRET_MASK if hidden else safe(row[name]) for name in ("first", "second")}
 
 
 def _show(first: str, second: str, rows: list[dict[str, Any]]) -> None:

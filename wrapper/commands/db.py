@@ -1,8 +1,7 @@
-"""`resihp db upgrade|export|import|prune|grant`: a ledger's schema; jobs out of it and into another; old rows away;
-what a database user needs.
+"""`resihp db upgrade|export|import|prune|grant`: upgrade a ledger's schema, move jobs between ledgers, delete old rows,
+grant rights to a database user.
 
-Messages to stderr, with --json what was done to stdout. Everything that takes time to import is imported in the
-functions.
+Messages go to stderr; with --json the result goes to stdout. Slow imports are inside the functions.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 def register(app: typer.Typer) -> None:
     """Add `resihp db` to the command line."""
-    ledger = typer.Typer(help="The ledger: its schema, and jobs in and out of it.", no_args_is_help=True)
+    ledger = typer.Typer(help="Maintain the ledger: schema, export and import, old rows, users.", no_args_is_help=True)
     ledger.command()(upgrade)
     ledger.command("export")(export_jobs)
     ledger.command("import")(import_jobs)
@@ -34,18 +33,19 @@ def register(app: typer.Typer) -> None:
 
 def upgrade(
     job: JobArgument = None,
-    every: Annotated[bool, typer.Option("--all", help="The ledger files of all jobs here.")] = False,
+    all_jobs: Annotated[bool, typer.Option("--all", help="Ledger files of all jobs here.")] = False,
     as_json: JsonOption = False,
     ledger: LedgerOption = None,
 ) -> None:
-    """Bring a ledger to this version's schema; makes it if it is not there.
+    """Upgrade a ledger to this version's schema, or create it.
 
-    On a server nobody else does this to a ledger that is there. Jobs go on meanwhile: it waits for tables in turns.
-    Then it keeps what jobs cost that are over, where that has yet to be reckoned.
+    On a database server, only this command upgrades an existing ledger. Jobs keep
+    running meanwhile: tables are locked one after the other. Afterwards the costs
+    of finished jobs are computed and stored where they are missing.
     """
-    if every and (job is not None or ledger is not None):
-        raise UsageError("db upgrade: --all is of all jobs of this home; leave JOB and --ledger out")
-    if every:
+    if all_jobs and (job is not None or ledger is not None):
+        raise UsageError("db upgrade: --all means all jobs of this home; leave JOB and --ledger out")
+    if all_jobs:
         rows = _upgrade_home()
         if as_json:
             print(to_json({"schema": SCHEMA, "rows": rows}))
@@ -55,13 +55,13 @@ def upgrade(
         from wrapper.job_folder import find_job, not_ours, ours
         from wrapper.output.ledgers import our_url
 
-        found = find_job(job, acts=True)
-        if (own := ours(found)) is None:
-            raise not_ours(found, "its ledger is not upgraded")
-        ledger = our_url(own) if ledger is None else str(resolve("sqlite", own.folder))
-    told = _upgrade(ledger)
+        job_here = find_job(job, acts=True)
+        if (own_job := ours(job_here)) is None:
+            raise not_ours(job_here, "its ledger is not upgraded")
+        ledger = our_url(own_job) if ledger is None else str(resolve("sqlite", own_job.folder))
+    result = _upgrade(ledger)
     if as_json:
-        print(to_json({"schema": SCHEMA, **told}))
+        print(to_json({"schema": SCHEMA, **result}))
 
 
 def _upgrade(ledger: str) -> dict[str, Any]:
@@ -72,18 +72,18 @@ def _upgrade(ledger: str) -> dict[str, Any]:
 
     before = migrate.current(ledger) if exists(ledger) else None
     after = migrate.upgrade(ledger, message)
-    what = "is up to date" if before == after else "made" if before is None else f"upgraded from {before}"
+    state = "up to date" if before == after else "created" if before is None else f"upgraded from {before}"
     newer, settled = migrate.is_newer(after), 0
     if newer:
-        what += ", newer than this resihp" + (", which may only read it" if migrate.only_readable(ledger) else "")
+        state += ", newer than this resihp" + (", which may only read it" if migrate.only_readable(ledger) else "")
     elif settled := settle(ledger, message):
-        what += f"; accounts of {settled} job{'s' * (settled != 1)} settled"
-    message(f"ledger {masked(ledger)}: schema {after}, {what}")
+        state += f"; costs of {settled} job{'s' * (settled != 1)} stored"
+    message(f"ledger {masked(ledger)}: schema {after}, {state}")
     return {"ledger": masked(ledger), "before": before, "after": after, "newer": newer, "settled": settled}
 
 
 def _upgrade_home() -> list[dict[str, Any]]:
-    """The files that jobs of this home write to. A server's is for many, and named by itself."""
+    """Upgrade the ledger files of this home's jobs. A ledger on a server is shared and is upgraded only by name."""
     from db.engine import file_of, resolve
     from wrapper.job_folder import all_jobs, no_job_here, our_jobs
     from wrapper.output.ledgers import urls_of
@@ -91,7 +91,7 @@ def _upgrade_home() -> list[dict[str, Any]]:
     if not all_jobs():
         raise no_job_here()
     rows: list[dict[str, Any]] = []
-    urls, left = urls_of(our_jobs())
+    urls, failed = urls_of(our_jobs())
     for url in urls:
         if (file := file_of(resolve(url))) is None or not file.exists():
             continue
@@ -99,35 +99,35 @@ def _upgrade_home() -> list[dict[str, Any]]:
             rows.append(_upgrade(url))
         except LedgerError as error:
             message(f"warning: {error}")
-            left += 1
-    if left:
-        raise LedgerError(f"{left} of {left + len(rows)} ledgers are as they were")
+            failed += 1
+    if failed:
+        raise LedgerError(f"{failed} of {failed + len(rows)} ledgers were not upgraded")
     return rows
 
 
 def export_jobs(
     job: JobArgument = None,
     folder: Annotated[
-        Path, typer.Option("--output", "-o", help="A new folder, or an export's.", show_default=False)
+        Path, typer.Option("--output", "-o", help="New folder, or one of an earlier export.", show_default=False)
     ] = Path(),
-    every: Annotated[bool, typer.Option("--all", help="All jobs of the ledger, or of all ledgers here.")] = False,
+    all_jobs: Annotated[bool, typer.Option("--all", help="All jobs of the ledger, or of all ledgers here.")] = False,
     as_json: JsonOption = False,
     ledger: LedgerOption = None,
 ) -> None:
-    """Write a job, or all of a ledger, to Parquet files, which `resihp db import` and pandas read.
+    """Export a job, or a whole ledger, to Parquet files that `resihp db import` and pandas read.
 
     Example: resihp db export --all --ledger postgresql://me@host/ledger -o october
 
-    Into the folder of an export of before, it writes anew only the months of
-    jobs that have changed since. All of a ledger has what was repaired, too.
+    In the folder of an earlier export, only months with changed jobs are written
+    again. An export of a whole ledger includes the repairs of nodes.
     """
     if folder == Path():
         raise UsageError("db export: no folder; name a new one with -o FOLDER")
-    if every and job is not None:
+    if all_jobs and job is not None:
         raise UsageError(f"db export: JOB {job} and --all exclude each other; choose one")
     from db.exchange import export
 
-    if not every:
+    if not all_jobs:
         exported = export(*_of_job(job, ledger, folder))
     elif ledger is not None and ledger != "sqlite":
         exported = export(ledger, folder)
@@ -135,21 +135,21 @@ def export_jobs(
         exported = _export_home(folder)
     manifest = exported.manifest
     if as_json:
-        told = {"folder": str(folder), "jobs": list(manifest.jobs), "tables": manifest.rows}
-        print(to_json({"schema": SCHEMA, **told, "months": {"written": exported.written, "kept": exported.kept}}))
+        result = {"folder": str(folder), "jobs": list(manifest.jobs), "tables": manifest.rows}
+        print(to_json({"schema": SCHEMA, **result, "months": {"written": exported.written, "kept": exported.kept}}))
     counted = (
         f"{len(manifest.jobs)} job{'s' * (len(manifest.jobs) != 1)}, {count_of(sum(manifest.rows.values()), 'row')}"
     )
     message(f"{counted} in {folder} (ledger schema {manifest.schema})")
-    for what, months in (("written", exported.written), ("kept as they were", exported.kept)):
+    for action, months in (("written", exported.written), ("unchanged", exported.kept)):
         if months:
-            message(f"months {what}: {', '.join(months)}")
+            message(f"months {action}: {', '.join(months)}")
     if manifest.left_out:
         message(f"warning: left out, newer than this resihp: {', '.join(manifest.left_out)}")
 
 
 def _of_job(job: str | None, ledger: str | None, folder: Path) -> tuple[str, Path, list[str]]:
-    """What `db.exchange.export` is to be asked for one job, whose ledger is brought up to its journal first."""
+    """Return the arguments of `db.exchange.export` for one job; first bring its ledger up to date with its journal."""
     from sqlalchemy import select
 
     from db.engine import default_url
@@ -159,15 +159,15 @@ def _of_job(job: str | None, ledger: str | None, folder: Path) -> tuple[str, Pat
 
     job = pinned(job, ledger)
     with opened(job, ledger) as (reader, row):
-        uuids = [each["uuid"] for each in reader.fetch(select(JobRow.uuid).where(JobRow.id == row["id"]))]
+        uuids = [job_row["uuid"] for job_row in reader.fetch(select(JobRow.uuid).where(JobRow.id == row["id"]))]
     if ledger is not None and ledger != "sqlite":
         return ledger, folder, uuids
-    found = find_job(job)
-    return url_of(found) if ledger is None else default_url(found.folder), folder, uuids
+    job_here = find_job(job)
+    return url_of(job_here) if ledger is None else default_url(job_here.folder), folder, uuids
 
 
 def _export_home(folder: Path) -> Exported:
-    """All jobs of the ledgers that the jobs of this home write to."""
+    """Export all jobs of all ledgers that the jobs of this home write to."""
     from tempfile import TemporaryDirectory
 
     from db.engine import file_of, resolve
@@ -175,9 +175,9 @@ def _export_home(folder: Path) -> Exported:
     from wrapper.job_folder import all_jobs
     from wrapper.output.ledgers import exists, from_all, urls_of
 
-    from_all(None, lambda reader: reader.name)  # which brings them up to their journals
-    with TemporaryDirectory(prefix="resihp-export-") as kept:
-        together = f"sqlite:///{kept}/ledger.db"
+    from_all(None, lambda reader: reader.name)  # brings the ledgers up to date with their journals
+    with TemporaryDirectory(prefix="resihp-export-") as temporary:
+        together = f"sqlite:///{temporary}/ledger.db"
         for url in urls_of(all_jobs(), quiet=True)[0]:  # from_all has warned
             if exists(url):
                 import_from(str(file_of(resolve(url)) or url), together)
@@ -186,17 +186,19 @@ def _export_home(folder: Path) -> Exported:
 
 def import_jobs(
     paths: Annotated[
-        list[str], typer.Argument(metavar="PATH...", help="An export, a journal, a job's folder, or a SQLite ledger.")
+        list[str], typer.Argument(metavar="PATH...", help="Export, journal, job folder or SQLite ledger.")
     ],
     as_json: JsonOption = False,
     ledger: LedgerOption = None,
 ) -> None:
-    """Bring jobs into a ledger, which is made if need be; importing again changes nothing, an older copy neither.
-    What was repaired comes along, in the name of who imports it.
+    """Import jobs into a ledger; the ledger is created if necessary.
+
+    Importing a job again, or an older copy of it, changes nothing. Repairs of
+    nodes are imported as well, under the name of the importing user.
 
     Example: resihp db import .resihp/jobs/* --ledger postgresql://me@host/ledger
 
-    A journal alone, without --ledger, makes the ledger of its job anew where that is lost or damaged.
+    A journal without --ledger rebuilds its job's lost or damaged ledger.
     """
     from db.engine import masked
     from db.exchange import import_from
@@ -204,34 +206,34 @@ def import_jobs(
     merged = []
     for path in paths:
         url = _own_ledger(Path(path)) if ledger is None or ledger == "sqlite" else ledger
-        for each in import_from(path, url):
-            merged.append({"path": path, "ledger": masked(url), **asdict(each)})
-            what = (
-                each.outcome
-                if each.outcome == "unchanged"
-                else f"{each.outcome}, {each.rows} row{'s' * (each.rows != 1)}"
+        for imported in import_from(path, url):
+            merged.append({"path": path, "ledger": masked(url), **asdict(imported)})
+            result = (
+                imported.outcome
+                if imported.outcome == "unchanged"
+                else f"{imported.outcome}, {imported.rows} row{'s' * (imported.rows != 1)}"
             )
-            whose = f"job {each.job}" if each.uuid else "maintenance"
-            message(f"{whose}: {what}" + (f"; {each.note}" if each.note else ""))
+            subject = f"job {imported.job}" if imported.uuid else "maintenance"
+            message(f"{subject}: {result}" + (f"; {imported.note}" if imported.note else ""))
     if as_json:
         print(to_json({"schema": SCHEMA, "rows": merged}))
 
 
 def _own_ledger(path: Path) -> str:
-    """Of the job whose journal it is, in this home. Raises UsageError if it is none."""
+    """Return the ledger of the job in this home that wrote this journal. Raises UsageError if there is none."""
     from resihp.record import journal_file
     from wrapper.job_folder import our_jobs
     from wrapper.output.ledgers import our_url
 
     journals = [path, path / "journal"]
-    found = next((each for each in journals if each.is_file() and _begins_as_journal(each)), None)
-    records = journal_file.read_packed(found) if found is not None else []
+    journal = next((candidate for candidate in journals if candidate.is_file() and _begins_as_journal(candidate)), None)
+    records = journal_file.read_packed(journal) if journal is not None else []
     if records:
         for job in our_jobs():
-            own = job.records()
-            if own and own[0] == records[0]:
+            records_here = job.records()
+            if records_here and records_here[0] == records[0]:
                 return our_url(job)
-    raise UsageError(f"{path}: not the journal of a job here; name the ledger with --ledger URL")
+    raise UsageError(f"{path}: not the journal of a job in this home; name the ledger with --ledger URL")
 
 
 def _begins_as_journal(path: Path) -> bool:
@@ -247,11 +249,11 @@ def _begins_as_journal(path: Path) -> bool:
 def prune(
     older_than: Annotated[str, typer.Option(help="Age (90d, 12h) or time (ISO, UTC).", show_default=False)],
     keep_every: Annotated[int | None, typer.Option(help="Keep every N-th iteration.", show_default=False)] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the rows to remove; remove nothing.")] = False,
     as_json: JsonOption = False,
     ledger: LedgerOption = None,
 ) -> None:
-    """Remove old iteration rows and rank reports; jobs, failures, plans and events stay.
+    """Delete old iteration rows and rank reports; jobs, failures, plans and events stay.
 
     Example: resihp db prune --older-than 90d --keep-every 100 --ledger postgresql://me@host/ledger
     """
@@ -267,9 +269,9 @@ def prune(
     else:
         urls = [url for url in urls_of(our_jobs())[0] if exists(url)]
     rows = [
-        {"ledger": masked(url), **asdict(each)}
+        {"ledger": masked(url), **asdict(removed)}
         for url in urls
-        for each in prune_rows(url, before, keep_every, dry_run=dry_run)
+        for removed in prune_rows(url, before, keep_every, dry_run=dry_run)
     ]
     if as_json:
         print(to_json({"schema": SCHEMA, "dry_run": dry_run, "rows": rows}))
@@ -288,17 +290,19 @@ def grant(
         typer.Option("--as", metavar="KIND", help="owner (of the tables), writer (of its own jobs), reader."),
     ] = "writer",
     trusted: Annotated[
-        bool, typer.Option("--trusted", help="What its jobs tell of nodes counts for everybody's.")
+        bool, typer.Option("--trusted", help="Reports of its jobs on nodes count for all users.")
     ] = False,
     as_json: JsonOption = False,
     ledger: LedgerOption = None,
 ) -> None:
-    """Print what gives a database user the use of a shared ledger: to read all of it, and to write jobs of his own.
+    """Print the SQL that lets a database user read a shared ledger and write jobs of their own.
 
     Example: resihp db grant alice --ledger postgresql://admin@host/ledger | psql postgresql://admin@host/ledger
 
-    Who owns the tables runs it, after resihp db upgrade. Nobody but him can change what another user wrote. A reader,
-    for dashboards, writes nothing; an owner upgrades the ledger and prunes it. What the role had before is taken.
+    The owner of the tables runs it, after resihp db upgrade. Only the owner can
+    change rows that another user wrote. A reader, for dashboards, writes nothing;
+    an owner upgrades and prunes the ledger. Earlier rights of the role are
+    revoked.
     """
     from db.engine import masked, resolve
     from db.grants import statements
@@ -307,16 +311,16 @@ def grant(
     if ledger is None:
         from wrapper.job_folder import find_job, not_ours, ours
 
-        found = find_job()
-        if (own := ours(found)) is None:
-            raise not_ours(found, "its ledger setting is not trusted")
-        ledger = our_url(own)
+        job_here = find_job()
+        if (own_job := ours(job_here)) is None:
+            raise not_ours(job_here, "its ledger setting is not trusted")
+        ledger = our_url(own_job)
     parsed = resolve(ledger)
     if parsed.get_backend_name() != "postgresql" or not parsed.database:
-        raise UsageError(f"ledger {masked(ledger)}: has no users of its own; chmod says who may read a SQLite file")
+        raise UsageError(f"ledger {masked(ledger)}: SQLite has no users; set access to the file with chmod")
     lines = ["BEGIN;", *statements(role, parsed.database, kind=kind, trusted=trusted), "COMMIT;"]
     if as_json:
-        told = {"ledger": masked(parsed), "role": role, "kind": kind, "trusted": trusted, "statements": lines}
-        print(to_json({"schema": SCHEMA, **told}))
+        result = {"ledger": masked(parsed), "role": role, "kind": kind, "trusted": trusted, "statements": lines}
+        print(to_json({"schema": SCHEMA, **result}))
         return
     print("\n".join(lines))

@@ -1,7 +1,7 @@
-"""`resihp run --dry-run`: what the run would be: layout, memory, checkpoint, nodes left out. Starts and writes nothing.
+"""`resihp run --dry-run`: show layout, memory, checkpoint and excluded nodes of a run. Starts and writes nothing.
 
-What can be refused is refused as by `resihp run` itself (`wrapper.commands.run.check`). What a script trains is known
-only once it has run: memory is estimated where an earlier job of this home ran the same command.
+Input is validated as by `resihp run` itself (`wrapper.commands.run.check`). The model that a script trains is known
+only after the script has run: memory is estimated if an earlier job of this home ran the same command.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from wrapper.output.answers import SCHEMA, console, tell, to_json
 from wrapper.output.render import literal
 from wrapper.slurm_tasks.exclusion_lists import known, lists
 
-LOOKED_AT = 20
-"""Jobs of this home, the newest, in which the same command is looked for."""
-ROWS = 32
-"""Stages that are listed; further replicas are only counted."""
+MAX_JOBS_SEARCHED = 20
+"""How many of this home's newest jobs are searched for the same command."""
+MAX_STAGES_LISTED = 32
+"""Stages that are listed; the rest are only counted."""
 
 
 def show(checked: Checked, *, as_json: bool) -> None:
-    """Print it. Raises as `told` does, before anything is printed."""
-    lines = [literal(line) for line in told(checked)]
+    """Print the dry run. Raises like `dry_run_lines`, before anything is printed."""
+    lines = [literal(line) for line in dry_run_lines(checked)]
     if as_json:
         print(to_json({"schema": SCHEMA, "dry_run": True, "lines": lines}))
         return
@@ -43,13 +43,13 @@ def show(checked: Checked, *, as_json: bool) -> None:
         tell(screen, line)
 
 
-def told(checked: Checked) -> Iterator[str]:
-    """What is printed, line by line. Raises LayoutError or PlanError where the model is known, and does not fit."""
+def dry_run_lines(checked: Checked) -> Iterator[str]:
+    """Yield the lines to print. Raises LayoutError or PlanError if the model is known and does not fit."""
     shape, layout = checked.shape, checked.configuration.layout
     nodes = {rank: shape.nodes[rank // shape.gpus_per_node] for rank in range(len(shape.nodes) * shape.gpus_per_node)}
     laid_out = shape.laid_out * shape.gpus_per_node
-    known = _declared(checked.configuration.job.command)
-    plan = None if known is None else _plan(checked, known[1], nodes, laid_out)
+    earlier_job = _declared(checked.configuration.job.command)
+    plan = None if earlier_job is None else _plan(checked, earlier_job[1], nodes, laid_out)
     dp = laid_out // (layout.tp * layout.pp)
     ranks = dp * layout.pp * layout.tp
     yield f"layout: DP{dp} x PP{layout.pp} x TP{layout.tp}, {count_of(ranks, 'rank')} on {_listed(shape.nodes)}"
@@ -60,25 +60,25 @@ def told(checked: Checked) -> Iterator[str]:
         layers=layout.pp * layout.virtual_stages if plan is None else _layers(plan),
         chunks=layout.virtual_stages,
     )
-    yield from _stages(grid, nodes, plan, None if known is None else known[1])
-    yield from _of_memory(checked, known, plan)
+    yield from _stages(grid, nodes, plan, None if earlier_job is None else earlier_job[1])
+    yield from _of_memory(checked, earlier_job, plan)
     yield _of_checkpoint(checked)
     yield from _left_out(checked)
-    yield "nothing was started, nothing written"
+    yield "nothing was started or written"
 
 
 def _declared(command: Sequence[str]) -> tuple[str, Declare] | None:
-    """The newest job that ran this command far enough to say what it trains, and what that is."""
-    for job in islice(all_jobs(), LOOKED_AT):
+    """Return the newest job that ran this command long enough to declare its model, and that declaration."""
+    for job in islice(all_jobs(), MAX_JOBS_SEARCHED):
         try:
             if load(job.run_file).command != tuple(command):
                 continue
             entries = [record.entry for record in job.records()]
         except (OSError, ResihpError):
             continue
-        found = next((entry.declare for entry in entries if isinstance(entry, ModelDeclared)), None)
-        if found is not None:
-            return job.name, found
+        declaration = next((entry.declare for entry in entries if isinstance(entry, ModelDeclared)), None)
+        if declaration is not None:
+            return job.name, declaration
     return None
 
 
@@ -107,61 +107,61 @@ def _layers(plan: Plan) -> int:
 
 
 def _stages(grid: Layout, nodes: dict[int, str], plan: Plan | None, declared: Declare | None) -> Iterator[str]:
-    """A line for each stage: its ranks, where they are, and with the model what they hold."""
+    """Yield a line for each stage: its ranks, their nodes and, if the model is known, layers and memory."""
     stages = [(d, s, stage) for d, replica in enumerate(grid.replicas) for s, stage in enumerate(replica.stages)]
-    for d, s, stage in stages[:ROWS]:
+    for d, s, stage in stages[:MAX_STAGES_LISTED]:
         where = ", ".join(dict.fromkeys(nodes[rank] for rank in stage.ranks))
         line = f"  replica {d} stage {s}: {_ranks(stage.ranks)} on {where}"
         if plan is not None and declared is not None:
             needed = memory.needed_bytes(plan, stage.ranks[0], declared.model, declared.model.sequence)
-            line += f", {len(stage.layers)} layers, {size(needed)} a device"
+            line += f", {len(stage.layers)} layers, {size(needed)} per device"
         yield line
-    if len(stages) > ROWS:
-        yield f"  and {count_of(len(stages) - ROWS, 'stage')} more, in the same way"
+    if len(stages) > MAX_STAGES_LISTED:
+        yield f"  and {count_of(len(stages) - MAX_STAGES_LISTED, 'stage')} more, in the same way"
 
 
-def _of_memory(checked: Checked, known: tuple[str, Declare] | None, plan: Plan | None) -> Iterator[str]:
-    has = checked.configuration.job.memory_per_device
-    if known is None or plan is None:
-        yield "memory: not known before the script has said what it trains; no earlier job here ran this command"
+def _of_memory(checked: Checked, earlier_job: tuple[str, Declare] | None, plan: Plan | None) -> Iterator[str]:
+    device_bytes = checked.configuration.job.memory_per_device
+    if earlier_job is None or plan is None:
+        yield "memory: unknown until the script declares its model; no earlier job here ran this command"
         return
-    name, declared = known
+    name, declared = earlier_job
     needed, rank = memory.most_needed(plan, declared.model, declared.model.sequence)
     overhead = device_memory.overhead(declared.device, declared.back_end)
-    of = f" of {size(has)}" if has is not None else ""
+    of_device = f" of {size(device_bytes)}" if device_bytes is not None else ""
     yield (
-        f"memory: {size(overhead.with_gaps(needed))}{of} on rank {rank}'s device, the fullest, by estimate: the model "
-        f"is the one of job {name}, {count_of(declared.iterations, 'iteration')}"
+        f"memory: about {size(overhead.with_gaps(needed))}{of_device} on the fullest device, rank {rank}'s; "
+        f"model as in job {name}, {count_of(declared.iterations, 'iteration')}"
     )
 
 
 def _of_checkpoint(checked: Checked) -> str:
     from resihp.worker.checkpoints import newest_complete
 
-    found = checked.restart.resumption
-    if found is None:
-        return "checkpoint: none is taken, training begins afresh"
-    where = newest_complete(found.folder, verify=False)
-    return f"checkpoint: goes on from iteration {found.iteration}, {where}"
+    resumption = checked.restart.resumption
+    if resumption is None:
+        return "checkpoint: none, training starts from the beginning"
+    where = newest_complete(resumption.folder, verify=False)
+    return f"checkpoint: resumes from iteration {resumption.iteration}, {where}"
 
 
 def _left_out(checked: Checked) -> Iterator[str]:
-    """Nodes that stand by or have a record, and whom the user's jobs keep away from."""
+    """Yield a line for standby nodes, for each node that died before, and for each node that the user's jobs avoid."""
     shape = checked.shape
     if shape.spares:
-        yield f"stands by: {', '.join(shape.nodes[-shape.spares :])}, beyond what the layout uses"
+        yield f"standby: {', '.join(shape.nodes[-shape.spares :])}, not used by the layout"
     if checked.of_slurm is None:
         return
     for node in checked.of_slurm.died_before:
-        yield f"node {node}: died under an earlier run of this job"
+        yield f"node {node}: died during an earlier run of this job"
     cluster = checked.of_slurm.request.cluster
     now = time.time()
-    for one in known(lists(cluster)):
-        if one.expires_at <= now:
+    for exclusion in known(lists(cluster)):
+        if exclusion.expires_at <= now:
             continue
-        until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(one.expires_at))
-        here = " (it is in this allocation all the same)" if one.node in shape.nodes else ""
-        yield f"left out: {one.node} until {until}: {one.reason}{here}"
+        until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(exclusion.expires_at))
+        here = " (but it is in this allocation)" if exclusion.node in shape.nodes else ""
+        yield f"excluded: {exclusion.node} until {until}: {exclusion.reason}{here}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -169,5 +169,5 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _listed(nodes: Sequence[str]) -> str:
-    many = len(nodes)
-    return ", ".join(nodes) if many <= 8 else f"{many} nodes, {nodes[0]} to {nodes[-1]}"
+    number = len(nodes)
+    return ", ".join(nodes) if number <= 8 else f"{number} nodes, {nodes[0]} to {nodes[-1]}"

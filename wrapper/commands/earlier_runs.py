@@ -1,8 +1,8 @@
-"""What earlier runs of the same Slurm job did about nodes: how many they had drained, and which died under them.
+"""Nodes that earlier runs of the same Slurm job had drained, and nodes that died during those runs.
 
-A job that Slurm starts again has no new allowance. Read off their journals when a run begins
-(`wrapper.commands.in_slurm`).
-A run whose journal cannot be read here may have used all that it was allowed. Decides nothing, writes nothing.
+A job that Slurm starts again gets no new allowance of drains. The numbers come from the journals of the earlier runs
+when a run begins (`wrapper.commands.in_slurm`). A run whose journal cannot be read here counts as having used its whole
+allowance. Decides nothing, writes nothing.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from wrapper.job_folder import Job, runs_of
 
 
 class EarlierRuns(NamedTuple):
+    """Number of nodes that were drained, and the names of nodes that died."""
+
     drained: int = 0
     died: tuple[str, ...] = ()
 
 
 def of(job_id: str, notice: Callable[[str], None]) -> EarlierRuns:
-    """Of this Slurm job, before the run that is about to begin makes its folder."""
+    """Return the record of this Slurm job's earlier runs; call it before the new run makes its folder."""
     drained, died = 0, set()
     for run in runs_of(job_id):
         decisions = _decisions(run)
@@ -32,7 +34,7 @@ def of(job_id: str, notice: Callable[[str], None]) -> EarlierRuns:
             drained += allowed
             if allowed:
                 notice(
-                    f"{run.name}: its journal cannot be read; counted as having had {count_of(allowed, 'node')} drained"
+                    f"{run.name}: its journal cannot be read; assuming that it had {count_of(allowed, 'node')} drained"
                 )
             continue
         drained += sum(entry.measure == "drain" for entry in decisions)
@@ -41,7 +43,7 @@ def of(job_id: str, notice: Callable[[str], None]) -> EarlierRuns:
 
 
 def _decisions(run: Job) -> list[DrainDecided] | None:
-    """None where they are not known."""
+    """Return the decisions about nodes in a run's journal; None if the journal cannot be read or is empty."""
     try:
         records = run.records()
     except (ResihpError, OSError):
@@ -50,7 +52,7 @@ def _decisions(run: Job) -> list[DrainDecided] | None:
 
 
 def _allowed(run: Job) -> int:
-    """How many it may have had drained; none where it ended before it began."""
+    """Return how many nodes a run may have had drained; 0 if it ended before it began."""
     try:
         return load(run.run_file).settings.drains
     except OwnershipError:

@@ -1,6 +1,6 @@
-"""What a run asks of Slurm, and what its allocation is like: looked at once, before anything is started.
+"""The requests that a run will make of Slurm, and facts about its allocation, gathered once before anything starts.
 
-Nothing here changes anything in Slurm. What may go wrong later for want of an option is told now. Used by
+Changes nothing in Slurm. Warns now about missing options that would cause failures later. Used by
 `wrapper.commands.run`.
 """
 
@@ -27,7 +27,7 @@ from wrapper.slurm_tasks.exclusion_lists import given_all_the_same
 
 
 class InSlurm(NamedTuple):
-    """What a run asks of Slurm, the address to listen on, and what earlier runs of the same Slurm job have left it."""
+    """A run's Slurm settings, the address to listen on, and the allowances that earlier runs of the job have left."""
 
     request: SlurmRequest
     address: str
@@ -38,51 +38,51 @@ class InSlurm(NamedTuple):
 
 
 def look_at_release(slurm: Slurm, notice: Callable[[str], None]) -> None:
-    """Nothing depends on it yet: a release that nobody has tried, or that cannot be read, is told once."""
+    """Report a release of Slurm that resihp was not tested with, or that cannot be read; the run continues."""
     try:
-        told = releases.untried(slurm.version())
+        remark = releases.untried(slurm.version())
     except SlurmError as error:
-        told = f"{error}; going on as with Slurm {releases.OLDEST[0]}.{releases.OLDEST[1]:02}"
-    if told:
-        notice(told)
+        remark = f"{error}; going on as with Slurm {releases.OLDEST[0]}.{releases.OLDEST[1]:02}"
+    if remark:
+        notice(remark)
 
 
 def of_slurm(
-    configuration: Configuration, found: Allocation, slurm: Slurm, failed: int, notice: Callable[[str], None]
+    configuration: Configuration, given: Allocation, slurm: Slurm, failed: int, notice: Callable[[str], None]
 ) -> InSlurm:
-    """Raises UsageError, SlurmError."""
+    """Return the run's Slurm settings for the given allocation. Raises UsageError, SlurmError."""
     section = configuration.slurm
-    script = allocation.batch_script(slurm, found.job_id)
-    asked = allocation.requeue_asked(os.environ, script)
-    if found.uneven:
-        notice(f"job {found.job_id}: nodes differ; each agent gets {found.cpus_per_node} CPUs, as the smallest has")
-    if (lost := batch_script.lost_warning(os.environ, script)) is not None:
-        notice(f"job {found.job_id}: {lost}")
+    script = allocation.batch_script(slurm, given.job_id)
+    requeue_asked = allocation.requeue_asked(os.environ, script)
+    if given.uneven:
+        notice(f"job {given.job_id}: nodes differ; each agent gets {given.cpus_per_node} CPUs, as on the smallest node")
+    if (lost_warning := batch_script.lost_warning(os.environ, script)) is not None:
+        notice(f"job {given.job_id}: {lost_warning}")
     if not allocation.no_kill_seen(os.environ, script):
         notice(
-            f"job {found.job_id}: no --no-kill in the batch script: if a node fails, Slurm ends the whole job; "
-            "put #SBATCH --no-kill into it (unless it was given to sbatch itself, which cannot be seen)"
+            f"job {given.job_id}: no --no-kill in the batch script: if a node fails, Slurm ends the whole job; "
+            "add #SBATCH --no-kill (unless it was passed to sbatch itself, which cannot be seen)"
         )
-    host_names = allocation.addresses(slurm, found.nodes)
-    here = host_names.get(found.batch_node) or socket.gethostname()
-    earlier = earlier_runs.of(found.job_id, notice)
-    others = [name for node, name in host_names.items() if node != found.batch_node]
+    host_names = allocation.addresses(slurm, given.nodes)
+    own_host_name = host_names.get(given.batch_node) or socket.gethostname()
+    earlier = earlier_runs.of(given.job_id, notice)
+    others = [name for node, name in host_names.items() if node != given.batch_node]
     cluster = os.environ.get("SLURM_CLUSTER_NAME") or slurm.cluster()
-    _tell_of_kept_out(cluster, found, notice)
+    _report_avoided_nodes(cluster, given, notice)
     request = SlurmRequest(
-        job_id=found.job_id,
-        number=found.number,
+        job_id=given.job_id,
+        number=given.number,
         cluster=cluster,
-        identity=_identity(found, slurm, cluster),
-        batch_node=found.batch_node,
+        identity=_identity(given, slurm, cluster),
+        batch_node=given.batch_node,
         host_names=host_names,
-        cpus=found.cpus_per_node,
-        gpus=found.gpus_per_node,
-        partition=section.partition or found.partition,
-        account=section.account or found.account,
-        qos=section.qos or found.qos,
+        cpus=given.cpus_per_node,
+        gpus=given.gpus_per_node,
+        partition=section.partition or given.partition,
+        account=section.account or given.account,
+        qos=section.qos or given.qos,
         constraint=section.constraint,
-        reservation=section.reservation or found.reservation,
+        reservation=section.reservation or given.reservation,
         extra=section.extra,
         most_drained=configuration.site.drained,
         spool=section.spool,
@@ -91,48 +91,50 @@ def of_slurm(
     control = configuration.network.control
     return InSlurm(
         request,
-        interfaces.address_of(control, found.batch_node or here) if control else allocation.own_address(here, others),
+        interfaces.address_of(control, given.batch_node or own_host_name)
+        if control
+        else allocation.own_address(own_host_name, others),
         drains=max(0, section.drains - earlier.drained),
         died_before=earlier.died,
-        may_requeue=section.on_warning == "requeue" if asked is None else asked,
+        may_requeue=section.on_warning == "requeue" if requeue_asked is None else requeue_asked,
         restarts_left=section.restarts - failed - 1,
     )
 
 
-def _tell_of_kept_out(cluster: str, found: Allocation, notice: Callable[[str], None]) -> None:
-    """Of nodes that the user's jobs avoid, and that this one has been given."""
-    for one in given_all_the_same(cluster, found.nodes, time.time()):
+def _report_avoided_nodes(cluster: str, given: Allocation, notice: Callable[[str], None]) -> None:
+    """Report nodes of this allocation that the user's jobs avoid."""
+    for exclusion in given_all_the_same(cluster, given.nodes, time.time()):
         notice(
-            f"node {one.node}: is in this allocation, though it is kept out of your jobs ({one.reason}); resihp submit "
-            f"heeds that, sbatch has to be told: --exclude={one.node}"
+            f"node {exclusion.node}: in this allocation, although your jobs avoid it ({exclusion.reason}); "
+            f"resihp submit excludes it, for sbatch add --exclude={exclusion.node}"
         )
 
 
-def _identity(found: Allocation, slurm: Slurm, cluster: str) -> SlurmIdentity | None:
-    """For the ledger alone: a Slurm that does not say when the job was submitted holds up nothing."""
-    if not found.number.isdigit():
+def _identity(given: Allocation, slurm: Slurm, cluster: str) -> SlurmIdentity | None:
+    """Return the job's identity for the ledger; the time of submission is None if Slurm does not give it."""
+    if not given.number.isdigit():
         return None
     try:
-        view = slurm.job(found.job_id)
+        view = slurm.job(given.job_id)
     except SlurmError:
         view = None
     return SlurmIdentity(
         cluster=cluster,
-        job=int(found.number),
-        array_job=found.array_job,
-        array_task=found.array_task,
+        job=int(given.number),
+        array_job=given.array_job,
+        array_task=given.array_task,
         submitted_at=None if view is None else view.submitted_at,
-        account=found.account,
-        partition=found.partition,
-        qos=found.qos,
+        account=given.account,
+        partition=given.partition,
+        qos=given.qos,
     )
 
 
-def check_chain(folder: Path, found: Allocation, slurm: Slurm, notice: Callable[[str], None]) -> None:
-    """Raises TrainingProgramError when a job before this one has found out that it is in vain."""
-    chain.check(folder, found.job_id, slurm, notice)
+def check_chain(folder: Path, given: Allocation, slurm: Slurm, notice: Callable[[str], None]) -> None:
+    """Raise TrainingProgramError if an earlier job of the chain found that the chain cannot succeed."""
+    chain.check(folder, given.job_id, slurm, notice)
     if os.environ.get("SLURM_JOB_NAME") == chain.TEMPLATES_NAME:
         notice(
-            f"job {found.job_id}: has the name of the template, {chain.TEMPLATES_NAME}: all chains that have it wait "
-            "for each other; put one of its own after --job-name= in the batch script"
+            f"job {given.job_id}: still has the template's name, {chain.TEMPLATES_NAME}: all chains of that name wait "
+            "for each other; set a name of its own with --job-name= in the batch script"
         )

@@ -1,8 +1,8 @@
-"""`resihp init`: a job file and a batch script for this cluster, each line explained, to be edited and submitted.
+"""`resihp init`: write a job file and a batch script for this cluster, each line explained, to be edited and submitted.
 
-What Slurm tells is written down (partition, GPUs of a node, time limit); where there is no Slurm, or no answer, usual
-values stand there instead, and that is said. Both files are tried before they are written: `resihp submit job.toml
---dry-run` takes them as they are. Submits nothing.
+Partition, GPUs per node and time limit come from Slurm; without Slurm, or without an answer, the files have default
+values and say so. Both files are validated before they are written: `resihp submit job.toml --dry-run` accepts them
+unchanged. Submits nothing.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
     from wrapper.config.schema import Configuration
 
 JOB_FILE, SCRIPT = "job.toml", "job.sbatch"
-SCHEMA = 1
-USUAL_NODES = 2
-LONGEST_S = 24 * 3600.0
-"""Asked for where Slurm allows more."""
-WARNING_S, LEAST_WARNING_S = 300.0, 60.0
-LIKELY = ("train.py", "pretrain.py", "pretrain_gpt.py", "main.py")
-PLACEHOLDER = ("echo", "put your training command into job.toml")
+JSON_SCHEMA = 1
+DEFAULT_NODES = 2
+MAX_DEFAULT_TIME_S = 24 * 3600.0
+"""Time requested, in seconds, if Slurm allows more."""
+WARNING_S, MIN_WARNING_S = 300.0, 60.0
+LIKELY_SCRIPTS = ("train.py", "pretrain.py", "pretrain_gpt.py", "main.py")
+PLACEHOLDER_COMMAND = ("echo", "put your training command into job.toml")
 
 
 class JobFileChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """What stands in the files. `why` tells where it comes from, for their comments; None: not said."""
+    """Values for the files. `why` says where they come from, for the comments in the files; None: not given."""
 
     nodes: int
     gpus_per_node: int
@@ -55,7 +55,7 @@ def register(app: typer.Typer) -> None:
 
 
 def connect() -> Survey | None:
-    """The Slurm of this machine; None where there is none."""
+    """Return a client for this machine's Slurm; None if there is none."""
     if shutil.which("scontrol") is None or shutil.which("sbatch") is None:
         return None
     from slurm.survey import CommandSurvey
@@ -64,13 +64,13 @@ def connect() -> Survey | None:
 
 
 def init(
-    command: Annotated[list[str] | None, typer.Argument(help="After --: what each worker runs.")] = None,
-    folder: Annotated[Path, typer.Option(help="Where the files go.", show_default="here")] = Path(),
+    command: Annotated[list[str] | None, typer.Argument(help="After --: the command of each worker.")] = None,
+    folder: Annotated[Path, typer.Option(help="Folder for the files.", show_default="here")] = Path(),
     nodes: Annotated[int | None, typer.Option(min=1, help="Nodes of the layout.", show_default="2")] = None,
-    gpus_per_node: Annotated[int | None, typer.Option(min=1, help="GPUs of a node.", show_default="by Slurm")] = None,
-    partition: Annotated[str | None, typer.Option(help="Slurm's partition.", show_default="one with GPUs")] = None,
-    time: Annotated[str | None, typer.Option(help="How long the job may take: 24h.", show_default="by Slurm")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace files that are there.")] = False,
+    gpus_per_node: Annotated[int | None, typer.Option(min=1, help="GPUs per node.", show_default="from Slurm")] = None,
+    partition: Annotated[str | None, typer.Option(help="Slurm partition.", show_default="one with GPUs")] = None,
+    time: Annotated[str | None, typer.Option(help="Time limit, as 24h.", show_default="from Slurm")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
 ) -> None:
     """Write job.toml and a batch script for this cluster, each line explained.
@@ -93,21 +93,21 @@ def init(
     for text in wanted.notices:
         message(text)
     name = shlex.quote(files[0] if folder == Path() else str(folder / files[0]))
-    after = [f"resihp submit {name} --dry-run"]
-    if wanted.command == PLACEHOLDER:
-        message(f"put what you train into command = [...] of {name}, and the layout that your model needs")
+    next_commands = [f"resihp submit {name} --dry-run"]
+    if wanted.command == PLACEHOLDER_COMMAND:
+        message(f"set command = [...] in {name} to your training command, and the layout to your model's needs")
     elif missing := missing_script(wanted.command):
-        message(f"{missing}; put it there, or mend command = [...] of {name}")
-    message(f"resihp doctor --config {name} looks whether this cluster can run it")
-    message(f"{after[0]} prints the batch script, resihp submit {name} submits it")
+        message(f"{missing}; put it there, or correct command = [...] in {name}")
+    message(f"resihp doctor --config {name} checks whether this cluster can run it")
+    message(f"{next_commands[0]} prints the batch script, resihp submit {name} submits it")
     paths = [str(folder / file) for file in files]
     if as_json:
-        print(json.dumps({"schema": SCHEMA, "files": paths, "next": after}))
+        print(json.dumps({"schema": JSON_SCHEMA, "files": paths, "next": next_commands}))
     else:
         print("\n".join(paths))
 
 
-# --- what to write --------------------------------------------------------------------------------------------------
+# --- values for the files -------------------------------------------------------------------------------------------
 
 
 def choose(
@@ -120,43 +120,43 @@ def choose(
     partition: str | None = None,
     seconds: float | None = None,
 ) -> JobFileChoice:
-    """What was asked for, else what Slurm has, else what is usual. Raises UsageError for what Slurm does not have."""
+    """Return the given values, else those of Slurm, else defaults. Raises UsageError if Slurm lacks a given value."""
     from slurm.errors import SlurmError
 
-    found: Sequence[PartitionView] = ()
+    partitions: Sequence[PartitionView] = ()
     notices: list[str] = []
-    why = "usual values: there is no Slurm on this machine"
+    why = "default values: there is no Slurm on this machine"
     if survey is not None:
         try:
-            found = survey.partitions()
+            partitions = survey.partitions()
         except SlurmError as error:
-            notices.append(f"{error}; usual values are written, look at them")
-            why = "usual values: Slurm did not answer"
+            notices.append(f"{error}; the files have default values, check them")
+            why = "default values: Slurm did not answer"
     else:
-        notices.append("no Slurm on this machine: usual values are written; on a login node they are Slurm's")
-    view = _pick(found, partition if partition is not None else site.slurm.partition, site.site.partitions)
+        notices.append("no Slurm on this machine: the files have default values; on a login node, they come from Slurm")
+    view = _pick(partitions, partition if partition is not None else site.slurm.partition, site.site.partitions)
     if view is not None:
         why = f"from Slurm: partition {view.name} has {count_of(view.nodes, 'node')} of {count_of(view.gpus, 'GPU')}"
         if nodes is not None and nodes > view.nodes:
             raise UsageError(f"--nodes {nodes}: partition {view.name} has {view.nodes}; sinfo -p {view.name}")
         if view.unreadable:
             why = f"from Slurm: partition {view.name} has {count_of(view.nodes, 'node')}"
-            notices.append(f"{view.unreadable}; 8 GPUs a node are written unless you say --gpus-per-node")
+            notices.append(f"{view.unreadable}; using 8 GPUs per node, set --gpus-per-node to change it")
         elif gpus_per_node is not None and gpus_per_node > max(view.gpus, 1):
             raise UsageError(
                 f"--gpus-per-node {gpus_per_node}: nodes of partition {view.name} have {view.gpus}; "
                 f"sinfo -p {view.name} -o '%D %G'"
             )
         elif not view.gpus:
-            notices.append(f"partition {view.name} has no GPUs; --partition names another: sinfo -o '%P %D %G'")
+            notices.append(f"partition {view.name} has no GPUs; choose another with --partition: sinfo -o '%P %D %G'")
         limit = view.seconds
         if seconds is not None and limit is not None and seconds > limit:
             raise UsageError(f"--time: partition {view.name} allows {limit / 3600:g} h; sinfo -p {view.name} -o %l")
-        seconds = seconds or min(limit or LONGEST_S, LONGEST_S)
+        seconds = seconds or min(limit or MAX_DEFAULT_TIME_S, MAX_DEFAULT_TIME_S)
     return JobFileChoice(
-        nodes=nodes or min(USUAL_NODES, view.nodes if view else USUAL_NODES),
+        nodes=nodes or min(DEFAULT_NODES, view.nodes if view else DEFAULT_NODES),
         gpus_per_node=gpus_per_node or (max(view.gpus, 1) if view and not view.unreadable else 8),
-        seconds=seconds or LONGEST_S,
+        seconds=seconds or MAX_DEFAULT_TIME_S,
         partition=view.name if view and not (view.default and partition is None) else partition or "",
         command=command or _command(),
         why=why,
@@ -164,47 +164,50 @@ def choose(
     )
 
 
-def _pick(found: Sequence[PartitionView], named: str, allowed: Sequence[str]) -> PartitionView | None:
-    """Nodes of the named partition, or of one with GPUs, the default one first; the kind with most nodes."""
-    if not found:
+def _pick(partitions: Sequence[PartitionView], name: str, allowed: Sequence[str]) -> PartitionView | None:
+    """Return the named partition, else one with GPUs, preferably the default; of its kinds of nodes, the largest."""
+    if not partitions:
         return None
-    if named:
-        of_that_name = [view for view in found if view.name == named]
-        if not of_that_name:
-            there = ", ".join(dict.fromkeys(view.name for view in found))
-            raise UsageError(f"partition {named[:80]!a}: Slurm has none of that name for you; there are {there}")
-        return max(of_that_name, key=lambda view: (view.gpus > 0 or bool(view.unreadable), view.nodes))
-    usable = [view for view in found if view.up and view.nodes and (not allowed or view.name in allowed)]
+    if name:
+        views = [view for view in partitions if view.name == name]
+        if not views:
+            names = ", ".join(dict.fromkeys(view.name for view in partitions))
+            raise UsageError(f"partition {name[:80]!a}: not among the partitions you may use: {names}")
+        return max(views, key=lambda view: (view.gpus > 0 or bool(view.unreadable), view.nodes))
+    usable = [view for view in partitions if view.up and view.nodes and (not allowed or view.name in allowed)]
     ranked = sorted(usable, key=lambda view: (view.gpus > 0, view.default, view.nodes), reverse=True)
     return ranked[0] if ranked else None
 
 
 def _command() -> tuple[str, ...]:
-    for name in LIKELY:
+    for name in LIKELY_SCRIPTS:
         if Path(name).is_file():
             return ("python", name)
-    return PLACEHOLDER
+    return PLACEHOLDER_COMMAND
 
 
 # --- the files ------------------------------------------------------------------------------------------------------
 
 
 def write(wanted: JobFileChoice, folder: Path, *, force: bool) -> tuple[str, str]:
-    """Write both files, or none; their names. Raises UsageError for files that are there, and what cannot be read."""
+    """Write both files, or neither, and return their names.
+
+    Raises UsageError for existing files, unless `force`, and for values that a job file cannot have.
+    """
     import tempfile
 
     from wrapper.commands.submit import script_of
     from wrapper.config.schema import read
 
     job_file, script = folder / JOB_FILE, folder / SCRIPT
-    there = [str(path) for path in (job_file, script) if os.path.lexists(path)]
-    if there and not force:
-        raise UsageError(f"{' and '.join(there)}: there already; --force replaces, --folder names another place")
+    existing = [str(path) for path in (job_file, script) if os.path.lexists(path)]
+    if existing and not force:
+        raise UsageError(f"{' and '.join(existing)}: already there; --force replaces, --folder DIR writes elsewhere")
     text = job_text(wanted)
     with tempfile.TemporaryDirectory(prefix="resihp-init-") as trial:
-        tried = Path(trial, JOB_FILE)
-        tried.write_text(text, encoding="utf-8")
-        configuration = read({}, tried)
+        trial_file = Path(trial, JOB_FILE)
+        trial_file.write_text(text, encoding="utf-8")
+        configuration = read({}, trial_file)
     batch = annotated(script_of(configuration, job_file.absolute(), chain=1))
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -212,88 +215,88 @@ def write(wanted: JobFileChoice, folder: Path, *, force: bool) -> tuple[str, str
             with replacing(path, named_by_user=True) as file:
                 file.write(content.encode())
     except OSError as error:
-        raise UsageError(f"{folder}: cannot be written: {error.strerror}; --folder names another place") from None
+        raise UsageError(f"{folder}: cannot be written: {error.strerror}; choose another place with --folder") from None
     return JOB_FILE, SCRIPT
 
 
 def job_text(wanted: JobFileChoice) -> str:
-    """job.toml. Keys that are usually left alone stand there as comments, with what they are by default."""
-    seconds = wanted.seconds or LONGEST_S
-    warning_s = WARNING_S if seconds >= 2 * WARNING_S else max(LEAST_WARNING_S, seconds // 4)
+    """Return the text of job.toml. Keys that are rarely changed are comments with their default values."""
+    seconds = wanted.seconds or MAX_DEFAULT_TIME_S
+    warning_s = WARNING_S if seconds >= 2 * WARNING_S else max(MIN_WARNING_S, seconds // 4)
     partition = f"partition = {_toml(wanted.partition)}" if wanted.partition else '# partition = "gpu"'
-    whose = "Where it runs." if wanted.partition else "Where it runs; Slurm's default partition if left out."
+    about_partition = "Partition to run in." + ("" if wanted.partition else " Default: Slurm's default partition.")
     warning = f"warning = {_toml(_duration(warning_s))}"
-    return f"""# A job for resihp, as resihp init wrote it ({wanted.why}).
+    return f"""# A job for resihp, written by resihp init ({wanted.why}).
 # Try it: resihp submit {JOB_FILE} --dry-run. Submit it: resihp submit {JOB_FILE}.
 # Run it on one machine, with virtual nodes: resihp run --local --config {JOB_FILE}.
 
 [job]
-# Nodes that the layout uses; spares come on top of them.
+# Nodes of the layout; spares are additional.
 nodes = {wanted.nodes}
-# GPUs of each node; each gets one worker.
+# GPUs per node; each gets one worker.
 gpus_per_node = {wanted.gpus_per_node}
-# Memory of each GPU, so that no plan is made that does not fit: 80GB, 79.5GiB. Not checked if left out.
+# Memory of each GPU, so that every plan fits: 80GB, 79.5GiB. Not checked if left out.
 # memory_per_device = "80GB"
-# How long Slurm gives the job. It is run again, and goes on, until training is done.
+# Time limit of each run. The job is requeued and resumes until training is done.
 time = {_toml(_duration(seconds))}
-# What Slurm calls the job.
+# Name of the job in Slurm.
 name = "resihp"
-# What each worker runs: a Python script or module, or any other command.
+# Command of each worker: a Python script or module, or any other command.
 command = {_toml(list(wanted.command))}
 
 [layout]
-# GPUs that share each layer (tensor parallelism), inside of a node: gpus_per_node must be a multiple of it.
+# GPUs that share each layer (tensor parallelism), within a node: gpus_per_node must be a multiple of it.
 tp = 1
-# Stages that the layers are cut into (pipeline parallelism). There are nodes * gpus_per_node / (tp * pp) replicas; with
-# two or more of them, training goes on at once when one loses a GPU.
+# Stages that the layers are split into (pipeline parallelism). There are nodes * gpus_per_node / (tp * pp) replicas;
+# with two or more, training continues at once when one of them loses a GPU.
 pp = 1
 # Order of work in the pipeline: 1f1b, interleaved or zero-bubble.
 schedule = "1f1b"
 
 [checkpoint]
-# Iterations between checkpoints, 0 for none: for when too little is left to go on with. One is of the last iteration.
+# Iterations between checkpoints, 0 for none; needed when too few GPUs are left to continue. The last iteration has one.
 every = 100
-# How many complete ones are kept.
+# Number of complete checkpoints to keep.
 keep = 2
-# Where they are; the job's own folder if left out. Jobs of a chain (resihp submit --chain 3) have to share one.
+# Folder of checkpoints; default: the job's own. Jobs of a chain (resihp submit --chain 3) have to share one.
 # folder = "/shared/checkpoints/run-1"
 
 [ledger]
-# Where the job's history goes: a file in its folder, or a database for all jobs, postgresql+psycopg://host/resihp.
+# Ledger of the job's history: a file in its folder, or one database for all jobs, postgresql+psycopg://host/resihp.
 url = "sqlite"
 
 [slurm]
-# {whose}
+# {about_partition}
 {partition}
-# Whom Slurm charges.
+# Account that Slurm charges.
 # account = "project"
-# Slurm's name for the GPUs, where it has several kinds: sinfo -o %G lists them.
+# Slurm's name for the GPU type, if there are several: sinfo -o %G lists them.
 # gpu_type = "h100"
-# More nodes than the layout needs, whose workers stand by for those that die.
+# Nodes in addition to the layout's; their workers are on standby for those that die.
 spares = 0
-# How many nodes the job may ask Slurm for in place of lost ones, each as a job of its own.
+# Most nodes that the job may request from Slurm to replace lost ones, each as a job of its own.
 replacements = 0
-# How many bad nodes the job may have drained, where you or the site's hook may do that.
+# Most bad nodes that the job may have drained, if you or the site's hook may drain nodes.
 drains = 2
-# How long before its time is up the job writes a checkpoint.
+# Time before the end of the time limit at which the job writes a checkpoint.
 {warning}
-# What follows that: requeue (it is run again), or end.
+# After that: requeue (it runs again), or end.
 on_warning = "requeue"
-# How it is run again: usual, or expedite (at once; Slurm 25.11 or later, where the site allows it).
+# How it is requeued: usual, or expedite (at once; Slurm 25.11 or later, where the site allows it).
 # requeue = "expedite"
 # Further options for sbatch.
 # extra = ["--mail-type=END"]
 
-# Interfaces between nodes, where the right ones are not found: ip -br link lists them.
+# Network interface between nodes, if the wrong one is chosen: ip -br link lists them.
 # [network]
 # interface = "ib0"
 
-# The job's figures for Prometheus: on loopback of the supervisor's node, or in a file for node_exporter.
+# Metrics for Prometheus: on loopback of the supervisor's node, or in a file for node_exporter.
 # [metrics]
 # port = 9400
 # textfile = "/var/lib/node_exporter/resihp-{{job}}.prom"
 
-# Who is told when something happens. The file holds the webhook's URL; chmod 600 it.
+# Notifications of events. The file holds the webhook's URL; chmod 600 it.
 # [hooks]
 # webhook_file = "~/.config/resihp/webhook"
 # command = ["/usr/local/bin/page-me"]
@@ -302,39 +305,42 @@ on_warning = "requeue"
 
 
 _COMMENTS = {
-    "nodes": f"Nodes of the layout and spares together, GPUs of each, for how long: as {JOB_FILE} has it.",
+    "nodes": f"Nodes of the layout plus spares, GPUs per node, and time limit, as in {JOB_FILE}.",
 }
 
 
 def annotated(script: str) -> str:
-    """The batch script with a word on what stands in the job file, too, and on how to use it."""
+    """Return the batch script with comments on how to use it and on values that the job file has as well."""
     lines = script.splitlines()
     title = [
-        f"# What resihp submit {JOB_FILE} would submit, for sbatch: sbatch {SCRIPT}",
-        f"# Change {JOB_FILE} rather than this: its layout has to fit what is asked for here.",
+        f"# The script that resihp submit {JOB_FILE} submits; without resihp submit: sbatch {SCRIPT}",
+        f"# Change {JOB_FILE} rather than this file: its layout has to fit the nodes requested here.",
     ]
-    found: list[str] = [lines[0], *title]
+    annotated_lines: list[str] = [lines[0], *title]
     for line in lines[2:]:
         for name, comment in _COMMENTS.items():
             if line.startswith(f"#SBATCH --{name}="):
-                found.append(f"# {comment}")
+                annotated_lines.append(f"# {comment}")
         if line.startswith("exec "):
-            found.append("# The python environment that has resihp must be there on all nodes.")
-        found.append(line)
-    return "\n".join(found) + "\n"
+            annotated_lines.append("# The Python environment with resihp must exist on all nodes.")
+        annotated_lines.append(line)
+    return "\n".join(annotated_lines) + "\n"
 
 
 def _toml(value: Any) -> str:
-    """A string or a list of strings. TOML's basic strings take JSON's escapes but the one of DEL, and no surrogates."""
+    """Return a string or a list of strings as TOML.
+
+    TOML's basic strings take JSON's escapes except that of DEL, and no surrogates; raises UsageError for a surrogate.
+    """
     if isinstance(value, list):
-        return f"[{', '.join(_toml(each) for each in value)}]"
+        return f"[{', '.join(_toml(item) for item in value)}]"
     if any("\ud800" <= character <= "\udfff" for character in value):
-        raise UsageError(f"{value[:80]!a}: is not text that a job file can hold")
+        raise UsageError(f"{value[:80]!a}: not valid Unicode, a job file cannot hold it")
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _duration(seconds: float) -> str:
-    """`24h`, `1h30m`, `45s`."""
+    """Return a duration as `24h`, `1h30m` or `45s`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     parts = [f"{count}{unit}" for count, unit in ((hours, "h"), (minutes, "m"), (rest, "s")) if count]

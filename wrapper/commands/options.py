@@ -1,4 +1,4 @@
-"""A command whose options are the fields of a dataclass, each with what Typer must know of it in its annotation."""
+"""Commands whose options are the fields of a dataclass; each field's annotation carries its Typer option."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def command_of(options: type[T], carry_out: Callable[[T], None]) -> Callable[..., None]:
-    """What `app.command()` takes. It is called, and its help reads, as `carry_out` does."""
+    """Return a function for `app.command()`, with the name and the help text of `carry_out`."""
     hints = get_type_hints(options, include_extras=True)
 
     def command(**given: Any) -> None:
@@ -22,12 +22,12 @@ def command_of(options: type[T], carry_out: Callable[[T], None]) -> Callable[...
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
             inspect.Parameter(
-                one.name,
+                option.name,
                 inspect.Parameter.KEYWORD_ONLY,
-                default=inspect.Parameter.empty if one.default is MISSING else one.default,
-                annotation=hints[one.name],
+                default=inspect.Parameter.empty if option.default is MISSING else option.default,
+                annotation=hints[option.name],
             )
-            for one in fields(options)  # type: ignore[arg-type]
+            for option in fields(options)  # type: ignore[arg-type]
         ]
     )
     return command

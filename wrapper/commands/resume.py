@@ -1,11 +1,11 @@
-"""Where a run goes on from: the checkpoints of another run, and whether another start is worth it.
+"""Decides which checkpoint a run resumes from, and whether another start is worthwhile.
 
-What Slurm starts again goes on where it was, asked or not. A job whose runs fail one after the other and add no
-checkpoint is not run for ever: it ends with the exit code of a spent budget. A run that was stopped (preempted, warned,
-at its time limit, requeued by an administrator) has not failed, and is passed over. How a run ended stands in its
-journal; one that left none, or no end in it, failed unless it was being stopped: its node died, or somebody killed it.
-A job that has completed already, and which Slurm starts once more, is not run at all. Writes nothing but the name of
-what attempts have in common, beside their checkpoints. Used by `resihp run`.
+A job that Slurm starts again resumes where it was, without being asked. A job does not run for ever if its runs fail
+one after the other without a new checkpoint: it ends with the exit code for a spent restart budget. A run that was
+stopped (preempted, warned, at its time limit, requeued by an administrator) did not fail and is skipped in that count.
+The journal records how a run ended; without a journal, or without an end in it, the run failed (its node died, or
+somebody killed it) unless it was being stopped. A job that has already completed is not run when Slurm starts it again.
+Writes only the id that the attempts of one training share, beside their checkpoints. Used by `resihp run`.
 """
 
 from __future__ import annotations
@@ -46,58 +46,63 @@ from wrapper.job_folder import (
 from wrapper.strict_modes import read_plain
 
 RUN_FILE = ".run"
-MOST_OF_COMMAND = 200
-"""Letters shown."""
-MOST_BYTES = 64
-"""Of that file, which others may have written."""
+MAX_COMMAND_CHARACTERS = 200
+"""Characters of a command that are shown."""
+MAX_RUN_FILE_BYTES = 64
+"""Bytes of RUN_FILE that are read, as others may have written it."""
 
 
 class CompletedError(ResihpError):
-    """There is nothing left to do: an earlier run of the same Slurm job has completed. Ends with exit code 0."""
+    """Nothing is left to do, as an earlier run of the same Slurm job has completed. Ends with exit code 0."""
 
 
 @dataclass(frozen=True)
 class Resumption:
-    """`folder`: whose checkpoints are taken, and where new ones go; `iteration`: of the newest one seen there."""
+    """`folder`: checkpoints are read from here, and new ones written here; `iteration`: of the newest one in it."""
 
     folder: Path
     iteration: int
 
 
-def asked_for(configured: Path | None, name: str, command: Sequence[str], notice: Callable[[str], None]) -> Resumption:
-    """For `--resume [NAME]`: the named job's folder, the configured one, or that of the newest job of this home which
-    has a checkpoint. Whose it is, is said; a job of another home has to be named.
+def requested_resumption(
+    configured: Path | None, name: str, command: Sequence[str], notice: Callable[[str], None]
+) -> Resumption:
+    """Return the checkpoints to resume from for `--resume [NAME]`.
 
-    Raises CheckpointError when there is none. Which checkpoint in it is complete, the trainer finds out.
+    They are those of the named job, of the configured folder, or of the newest job of this home that has a checkpoint.
+    A notice says which. A job of another home has to be named. The trainer itself finds out which checkpoint is
+    complete.
+
+    Raises CheckpointError if there is no checkpoint.
     """
     job = find_job(name) if name else None
     if job is None and configured is None:
         return _newest_here(command, notice)
     folder = checkpoint_folder_of(job) if job else configured
     assert folder is not None
-    found = _newest(folder)
-    if found is None:
+    resumption = _newest(folder)
+    if resumption is None:
         raise CheckpointError(f"--resume: no complete checkpoint in {folder}")
-    whose = f" of job {job.name}{_another(job, command)}" if job else ""
-    notice(f"--resume: iteration {found.iteration}{whose}, from {folder}")
-    return found
+    of_job = f" of job {job.name}{_another(job, command)}" if job else ""
+    notice(f"--resume: iteration {resumption.iteration}{of_job}, from {folder}")
+    return resumption
 
 
 def _newest_here(command: Sequence[str], notice: Callable[[str], None]) -> Resumption:
     for job in all_jobs():
         try:
-            found = _newest(checkpoint_folder_of(job))
+            resumption = _newest(checkpoint_folder_of(job))
         except OwnershipError:
             raise
-        except UsageError as error:  # of another version, say: it is not the newest that can be taken
-            notice(f"--resume: job {job.name} is passed over: {error}")
+        except UsageError as error:  # for example, of another version: an older job may still do
+            notice(f"--resume: job {job.name} is skipped: {error}")
             continue
-        if found is not None:
+        if resumption is not None:
             notice(
-                f"--resume: iteration {found.iteration} of job {job.name}{_another(job, command)}, "
-                f"the newest in {home()} that has a checkpoint, from {found.folder}"
+                f"--resume: iteration {resumption.iteration} of job {job.name}{_another(job, command)}, "
+                f"the newest in {home()} that has a checkpoint, from {resumption.folder}"
             )
-            return found
+            return resumption
     homes = other_homes()
     elsewhere = f"; you have jobs in {named(homes)}: name one, --resume JOB" if homes else ""
     raise CheckpointError(
@@ -106,27 +111,37 @@ def _newest_here(command: Sequence[str], notice: Callable[[str], None]) -> Resum
 
 
 def _another(job: Job, command: Sequence[str]) -> str:
-    """That a job ran something else, if it did."""
-    ran = request.command if (request := _load(job)) else command
-    return "" if tuple(ran) == tuple(command) else f" (which ran {shlex.join(ran)[:MOST_OF_COMMAND]})"
+    """Return the other job's command in parentheses if it differs from `command`; else an empty text."""
+    command_ran = request.command if (request := _load(job)) else command
+    return (
+        ""
+        if tuple(command_ran) == tuple(command)
+        else f" (which ran {shlex.join(command_ran)[:MAX_COMMAND_CHARACTERS]})"
+    )
 
 
-def if_there_is_one(folder: Path | None, notice: Callable[[str], None]) -> Resumption | None:
-    """For `--resume-or-start`, as in a chain of jobs. Raises UsageError when no folder is configured."""
+def resumption_if_any(folder: Path | None, notice: Callable[[str], None]) -> Resumption | None:
+    """Return the checkpoints to resume from for `--resume-or-start`, None to start afresh.
+
+    Chains of jobs use it. Raises UsageError if no folder is configured.
+    """
     if folder is None:
         raise UsageError(
-            "--resume-or-start: needs a folder that all jobs of the chain share; name it with --checkpoint-folder"
+            "--resume-or-start: needs a folder that all jobs of the chain share; set it with --checkpoint-folder"
         )
-    found = _newest(folder)
-    if found is None:
+    resumption = _newest(folder)
+    if resumption is None:
         notice(f"no complete checkpoint in {folder}; starting afresh")
-    return found
+    return resumption
 
 
 @dataclass(frozen=True)
 class Restart:
-    """What follows from earlier runs. `resumption`: None to start afresh; `failed`: runs in a row, without a checkpoint
-    in between; `run`: what they have in common, empty if that is not known."""
+    """Conclusions from earlier runs.
+
+    `resumption`: None to start afresh; `failed`: failed runs in a row without a new checkpoint; `run`: the id that all
+    attempts share, empty if unknown.
+    """
 
     resumption: Resumption | None
     failed: int
@@ -134,93 +149,99 @@ class Restart:
 
 
 def after_restart(
-    job_id: str, restart_count: int, command: Sequence[str], most_in_vain: int, notice: Callable[[str], None]
+    job_id: str, restart_count: int, command: Sequence[str], max_failed_runs: int, notice: Callable[[str], None]
 ) -> Restart:
-    """Where the earlier runs of this command in the same Slurm job got to; with a notice if that is nowhere.
+    """Return where the earlier runs of this command in the same Slurm job got to; give a notice if there is nothing.
 
-    Raises CompletedError when the last of them completed, and RestartBudgetError after `most_in_vain` runs in a row
-    that failed and added no checkpoint.
+    Raises CompletedError if the last of them completed, and RestartBudgetError after `max_failed_runs` runs in a row
+    that failed without a new checkpoint.
     """
     runs = [request for run in runs_of(job_id) if (request := _load(run)) is not None]
     earlier = [run for run in runs if run.restart_count < restart_count and run.command == tuple(command)]
     if not earlier:
-        notice(f"job {job_id}: restarted, and no earlier run is found in {home()}; starting afresh")
+        notice(f"job {job_id}: restarted, but no earlier run is in {home()}; starting afresh")
         return Restart(None, 0)
     if _completed(earlier[0].of_job):
         raise CompletedError(
-            f"job {job_id}: its run {earlier[0].job} has completed, and Slurm started it once more; nothing is left to "
-            "do. To train further, submit it anew with --resume"
+            f"job {job_id}: started again by Slurm, but its run {earlier[0].job} has completed; nothing is left to do. "
+            "To train further, submit a new job with --resume"
         )
-    found = _newest(Path(earlier[0].checkpoint_folder))
-    here = found.iteration if found else 0
-    failed = sum(_has_failed(run.of_job) for run in takewhile(lambda run: run.begins_at == here, earlier))
-    if failed >= most_in_vain:
-        where = f"iteration {here}" if found else "the beginning"
-        which = f"{failed} runs in a row" if failed > 1 else "the last run"
+    resumption = _newest(Path(earlier[0].checkpoint_folder))
+    resume_iteration = resumption.iteration if resumption else 0
+    failed = sum(_has_failed(run.of_job) for run in takewhile(lambda run: run.begins_at == resume_iteration, earlier))
+    if failed >= max_failed_runs:
+        where = f"iteration {resume_iteration}" if resumption else "the beginning"
+        failed_runs = f"{failed} runs in a row" if failed > 1 else "the last run"
         raise RestartBudgetError(
-            f"job {job_id}: {which} began at {where}, failed and added no checkpoint; not running it "
-            f"again. Logs: {earlier[0].of_job.logs}. To go on, submit it anew; [slurm] restarts allows more"
+            f"job {job_id}: {failed_runs} began at {where} and failed without a new checkpoint; not running it again. "
+            f"Logs: {earlier[0].of_job.logs}. To continue, submit it again; raise restarts in [slurm] to allow more"
         )
-    if found is None:
-        notice(f"job {job_id}: restarted, and {earlier[0].job} left no complete checkpoint; starting afresh")
-    return Restart(found, failed, earlier[0].run)
+    if resumption is None:
+        notice(f"job {job_id}: restarted, but {earlier[0].job} left no complete checkpoint; starting afresh")
+    return Restart(resumption, failed, earlier[0].run)
 
 
 def run_of(folder: Path, *, resumed: bool, earlier: str) -> str:
-    """What this attempt has in common with those whose checkpoints it goes on from, or that Slurm requeued: `earlier`,
-    or what stands beside the checkpoints; of one that begins afresh its own, which is left there. Where nothing can be
-    read or written, attempts are merely not known to belong together."""
-    beside = folder / RUN_FILE
+    """Return the id that all attempts of one training share, and leave it beside the checkpoints.
+
+    It is `earlier` if known; else, for a resumed attempt, the id beside the checkpoints; else a new one. If the file
+    can be neither read nor written, the only loss is that attempts are not known to belong together.
+    """
+    run_file = folder / RUN_FILE
     if not earlier and resumed:
         with suppress(OSError, UnicodeError, ValueError):
-            earlier = str(uuid.UUID(read_plain(beside, MOST_BYTES).decode()))
+            earlier = str(uuid.UUID(read_plain(run_file, MAX_RUN_FILE_BYTES).decode()))
     run = earlier or str(uuid.uuid4())
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        write_private(beside, run.encode())
+        write_private(run_file, run.encode())
     return run
 
 
 def command_to_go_on(arguments: Sequence[str], job: str, command: Sequence[str], resumed: str = "") -> str:
-    """The command line that goes on from a job's checkpoints: as it was started, `arguments`, but from there, and
-    without the faults that were injected and the password of a ledger, which would be shown on terminals and in logs.
-    `resumed`: whose checkpoints it went on from itself, if that was said."""
-    said = list(arguments)
-    if command and said[-len(command) :] == list(command):
-        said = said[: -len(command)]
-    if said[-1:] == ["--"]:
-        said.pop()
-    if resumed and said[-1:] == [resumed]:
-        said.pop()
-    kept: list[str] = []
-    for before, one in zip(["", *said], said, strict=False):
+    """Return the command line that resumes a job from its checkpoints.
+
+    It is the original one (`arguments`) with `--resume`, without injected faults, and without the ledger's password,
+    which would appear on terminals and in logs. `resumed`: the job named after `--resume` in `arguments`, if any.
+    """
+    options = list(arguments)
+    if command and options[-len(command) :] == list(command):
+        options = options[: -len(command)]
+    if options[-1:] == ["--"]:
+        options.pop()
+    if resumed and options[-1:] == [resumed]:
+        options.pop()
+    kept_options: list[str] = []
+    for previous, option in zip(["", *options], options, strict=False):
         if (
-            one in ("--resume", "--resume-or-start", "--fault", "--dry-run")
-            or before == "--fault"
-            or one.startswith("--fault=")
+            option in ("--resume", "--resume-or-start", "--fault", "--dry-run")
+            or previous == "--fault"
+            or option.startswith("--fault=")
         ):
             continue
-        kept.append(without_password(one) if before == "--ledger" or one.startswith("--ledger=") else one)
-    return shlex.join(["resihp", *(kept or ["run"]), "--resume", job, "--", *command])
+        kept_options.append(
+            without_password(option) if previous == "--ledger" or option.startswith("--ledger=") else option
+        )
+    return shlex.join(["resihp", *(kept_options or ["run"]), "--resume", job, "--", *command])
 
 
-def how_to_go_on(request: RunRequest) -> str:
-    """Where the newest checkpoint of an ended run is, and the command that goes on from it; empty without any."""
-    found = _newest(Path(request.checkpoint_folder))
-    if found is None:
+def resume_hint(request: RunRequest) -> str:
+    """Return where the newest checkpoint of an ended run is, and the command that resumes it; empty without one."""
+    resumption = _newest(Path(request.checkpoint_folder))
+    if resumption is None:
         return ""
-    where = newest_complete(found.folder, verify=False)
+    where = newest_complete(resumption.folder, verify=False)
     command = request.go_on or f"resihp run --resume {request.job} ..."
-    again = "put into the batch script" if request.slurm else "type"
-    return f"checkpoint of iteration {found.iteration}: {where}\nto go on from it, {again}: {command}"
+    where_to_type = "put this into the batch script" if request.slurm else "type"
+    return f"checkpoint of iteration {resumption.iteration}: {where}\nto resume from it, {where_to_type}: {command}"
 
 
 def _completed(run: Job) -> bool:
-    return run.exit_code() == 0  # None where it did not get so far as to say how it ended
+    return run.exit_code() == 0  # None if it ended without recording an exit code
 
 
 def checkpoint_folder_of(job: Job) -> Path:
-    """Where a job wrote its checkpoints: a resumed one goes on in the folder that it took over."""
+    """Return where a job wrote its checkpoints; a resumed job uses the folder that it resumed from."""
     if job.run_file.exists():
         return Path(load(job.run_file).checkpoint_folder)
     if ours(job) is None:
@@ -234,7 +255,7 @@ def _newest(folder: Path) -> Resumption | None:
 
 
 def _has_failed(run: Job) -> bool:
-    """Whether a run ended by a failure of its own, and not because somebody stopped it."""
+    """Return whether a run ended by a failure of its own, and not because somebody stopped it."""
     try:
         entries = [record.entry for record in run.records()]
     except (OSError, ProtocolError, JobNotFoundError):

@@ -1,6 +1,6 @@
-"""`resihp run`: from options to a job's folder, then on to the guardian. All that can be refused is refused here.
+"""`resihp run`: turn options into a job's folder, then hand over to the guardian. All input is validated here.
 
-Nothing is started and no folder made before configuration, layout, faults and command have been checked.
+Nothing is started and no folder is made before configuration, layout, faults and command have been checked.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from wrapper.commands.resume import (
     CompletedError,
     Restart,
     after_restart,
-    asked_for,
     command_to_go_on,
-    how_to_go_on,
-    if_there_is_one,
+    requested_resumption,
+    resume_hint,
+    resumption_if_any,
     run_of,
 )
 from wrapper.config import container, values
@@ -41,7 +41,7 @@ from wrapper.config.program import resolve
 from wrapper.config.run_spec import Container, ListenerSettings, Program, RunRequest
 from wrapper.config.schema import Configuration, DetectSection, check_partition, read
 from wrapper.config.shape import Shape, check_layout, check_target, of_allocation, on_this_machine
-from wrapper.exit_codes import BROKEN, FAILED, REQUEUE
+from wrapper.exit_codes import REQUEUE_REQUESTED, TRAINING_BROKEN, TRAINING_FAILED
 from wrapper.job_folder import close_home, create_local_job, create_slurm_job, home
 from wrapper.launch import allocation
 from wrapper.launch.allocation import Allocation
@@ -51,13 +51,13 @@ from wrapper.slurm_tasks.requeue import end_for_good
 from wrapper.supervisor import guardian
 from wrapper.supervisor.patient_output import never_wait_for
 
-SECTIONS = ("job", "layout", "adapt", "ledger", "checkpoint")
-"""Of the configuration, those that the command line has something of."""
+CLI_SECTIONS = ("job", "layout", "adapt", "ledger", "checkpoint")
+"""Sections of the configuration that have command line options."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line said; None where it said nothing."""
+    """Options given on the command line; None for an option that was not given."""
 
     job: Mapping[str, Any] = field(default_factory=dict)
     layout: Mapping[str, Any] = field(default_factory=dict)
@@ -68,17 +68,17 @@ class Options:
     local: bool = False
     faults: tuple[str, ...] = ()
     resume: str | None = None
-    """Job whose newest checkpoint is taken; empty: that of the newest job of this home that has one."""
+    """Job to resume from its newest checkpoint; empty: the newest job of this home that has a checkpoint."""
     resume_or_start: bool = False
     """Take the newest checkpoint of the configured folder if there is one."""
     arguments: tuple[str, ...] = ()
-    """All of it, as it was typed."""
+    """The whole command line, as it was typed."""
     as_json: bool = False
-    """Print at the end what became of the job."""
+    """Print the job's outcome at the end."""
 
 
 def run(options: Options) -> int:
-    """Run the job; returns its exit code. Raises ResihpError."""
+    """Run the job and return its exit code. Raises ResihpError."""
     try:
         status = _run(options)
     except CompletedError as error:
@@ -89,13 +89,13 @@ def run(options: Options) -> int:
     except ResihpError:
         _end_for_good(options)
         raise
-    if status not in (0, REQUEUE):
+    if status not in (0, REQUEUE_REQUESTED):
         _end_for_good(options)
     return status
 
 
 def _end_for_good(options: Options) -> None:
-    """Have Slurm's job end as it does, in an allocation."""
+    """In a Slurm allocation, make sure that Slurm does not run the job again."""
     if not options.local and (job_id := allocation.job_id(os.environ)):
         end_for_good(job_id, _slurm())
 
@@ -107,9 +107,9 @@ def _run(options: Options) -> int:
             "warning: the password in --ledger was visible in the process list for a moment; put it into ~/.pgpass "
             "(chmod 600), or the whole URL into url of [ledger] in a file that only you can read"
         )
-    early_signals.note(early_signals.of_command())  # from here on there is a job, which they stop
+    early_signals.note(early_signals.of_command())  # from here on there is a job, which these signals stop
     try:
-        return _begin(made(checked, options), options)
+        return _begin(make_request(checked, options), options)
     finally:
         early_signals.as_before()
 
@@ -117,17 +117,17 @@ def _run(options: Options) -> int:
 def _begin(request: RunRequest, options: Options) -> int:
     never_wait_for("stderr")
     settings = request.settings
-    of_them = f", {settings.spares} of them spare" if settings.spares else ""
-    nodes = f"{count_of(settings.nodes, 'node')} of {settings.gpus_per_node}{of_them}"
+    spares = f", {settings.spares} of them spare" if settings.spares else ""
+    nodes = f"{count_of(settings.nodes, 'node')} of {settings.gpus_per_node}{spares}"
     message(f"job {request.job}: {nodes}, logs in {request.of_job.logs}")
     if request.resume:
-        message(f"job {request.job}: goes on from iteration {request.begins_at}, in {request.checkpoint_folder}")
+        message(f"job {request.job}: resumes from iteration {request.begins_at}, in {request.checkpoint_folder}")
     with _prints_on_stderr() if options.as_json else nullcontext():
         status = guardian.guard(request.save())
-    if status in (FAILED, BROKEN) and (words := last_words(request.of_job)):
-        message(f"job {request.job}: {words}")
-    if status not in (0, REQUEUE) and (told := how_to_go_on(request)):
-        message(f"job {request.job}: {told}")
+    if status in (TRAINING_FAILED, TRAINING_BROKEN) and (failure_lines := last_words(request.of_job)):
+        message(f"job {request.job}: {failure_lines}")
+    if status not in (0, REQUEUE_REQUESTED) and (hint := resume_hint(request)):
+        message(f"job {request.job}: {hint}")
     if options.as_json:
         print(to_json(outcome(request.of_job, status)))
     return status
@@ -135,19 +135,19 @@ def _begin(request: RunRequest, options: Options) -> int:
 
 @contextmanager
 def _prints_on_stderr() -> Iterator[None]:
-    """What rank 0 of the script prints goes there as well: stdout is for one document."""
-    kept = os.dup(1)
+    """Redirect stdout to stderr, rank 0's output included, so that stdout carries only the JSON document."""
+    saved_stdout = os.dup(1)
     os.dup2(2, 1)
     try:
         yield
     finally:
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(saved_stdout, 1)
+        os.close(saved_stdout)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """All that a run is to be, before anything of it is made."""
+    """A validated run, before anything of it is created."""
 
     configuration: Configuration
     allocation: Allocation | None
@@ -159,29 +159,29 @@ class Checked:
     cwd: str
     python_path: str
     saved: Path | None
-    """Where checkpoints are to go, if that is said."""
+    """Configured folder of checkpoints; None for the job's own."""
     restart: Restart
     of_slurm: InSlurm | None
 
 
 def prepare(options: Options, slurm: Slurm | None = None) -> RunRequest:
-    """Check everything, then make the job's folder. Raises ResihpError; then no folder was made.
+    """Check everything, then make the job's folder. Raises ResihpError before a folder is made.
 
-    `slurm`: whom to ask in an allocation; the commands on PATH if left out.
+    `slurm`: the client to use in an allocation; default: the Slurm commands on PATH.
     """
-    return made(check(options, slurm), options)
+    return make_request(check(options, slurm), options)
 
 
-def made(checked: Checked, options: Options) -> RunRequest:
-    """The job that it is to be, with its folder."""
-    configuration, found, of_slurm, shape = (
+def make_request(checked: Checked, options: Options) -> RunRequest:
+    """Make the job's folder and return the request that describes the job."""
+    configuration, given_allocation, of_slurm, shape = (
         checked.configuration,
         checked.allocation,
         checked.of_slurm,
         checked.shape,
     )
-    resumption, again = checked.restart.resumption, found.restart_count if found else 0
-    job = create_slurm_job(found.job_id, again) if found else create_local_job()
+    resumption, restart_count = checked.restart.resumption, given_allocation.restart_count if given_allocation else 0
+    job = create_slurm_job(given_allocation.job_id, restart_count) if given_allocation else create_local_job()
     checkpoints = resumption.folder if resumption else checked.saved or job.checkpoints.absolute()
     mounted = container.job_folders(checked.cwd, job.folder, checkpoints, checked.python_path)
     command = configuration.job.command
@@ -195,39 +195,44 @@ def made(checked: Checked, options: Options) -> RunRequest:
         checkpoint_folder=str(checkpoints),
         checkpoint_keep=configuration.checkpoint.keep,
         resume=resumption is not None,
-        chained=options.resume_or_start and found is not None,
+        chained=options.resume_or_start and given_allocation is not None,
         begins_at=resumption.iteration if resumption else 0,
         go_on=command_to_go_on(options.arguments, job.name, command, options.resume or ""),
         run=run_of(checkpoints, resumed=resumption is not None, earlier=checked.restart.run),
         ledger_url=configuration.ledger.url,
         ledger_keep_s=configuration.ledger.keep,
-        restart_count=again,
+        restart_count=restart_count,
         host=of_slurm.address if of_slurm else "127.0.0.1",
         ports=values.ports_of(configuration.slurm.ports) if of_slurm else None,
         interface=configuration.network.interface if of_slurm else "",
-        succession=_succession(configuration, found is not None and len(shape.nodes) > 1),
+        succession=_succession(configuration, given_allocation is not None and len(shape.nodes) > 1),
         slurm=of_slurm.request if of_slurm else None,
         container=container.with_folders(checked.inside, mounted),
         listening=checked.listening,
-        configuration=_told(configuration),
+        configuration=_recorded_configuration(configuration),
     )
 
 
 def check(options: Options, slurm: Slurm | None = None) -> Checked:
-    """What `prepare` goes by. Raises ResihpError for what can be refused; makes and starts nothing."""
-    given = {
+    """Validate the options and return the run they describe. Makes and starts nothing.
+
+    Raises ResihpError if the run cannot work.
+    """
+    values_by_section = {
         section: {key: value for key, value in getattr(options, section).items() if value is not None}
-        for section in SECTIONS
+        for section in CLI_SECTIONS
     }
-    configuration = read(given, options.config)
+    configuration = read(values_by_section, options.config)
     _check_words(configuration)
-    found = None
+    given_allocation = None
     if not options.local:
         slurm = slurm or _slurm()
-        found = allocation.find(os.environ, slurm)
+        given_allocation = allocation.find(os.environ, slurm)
         in_slurm.look_at_release(slurm, message)
-        check_partition(found.partition, configuration, f"job {found.job_id}: partition")
-    shape = of_allocation(configuration, found, message) if found else on_this_machine(configuration)
+        check_partition(given_allocation.partition, configuration, f"job {given_allocation.job_id}: partition")
+    shape = (
+        of_allocation(configuration, given_allocation, message) if given_allocation else on_this_machine(configuration)
+    )
     check_layout(configuration.layout, shape.laid_out, shape.gpus_per_node)
     planned = tuple(faults.parse(text, i + 1) for i, text in enumerate(options.faults))
     for fault in planned:
@@ -236,15 +241,19 @@ def check(options: Options, slurm: Slurm | None = None) -> Checked:
     inside = container.check(configuration.container)
     program = resolve(configuration.job.command, message, configuration.container.python if inside else None)
     cwd, python_path = os.getcwd(), _absolute_entries(os.environ.get("PYTHONPATH", ""))
-    container.with_folders(inside, [Path(cwd), home()])  # raises for what cannot be mounted
-    saved = _checkpoint_folder(options, configuration, found)
-    if options.resume_or_start and found and slurm and saved:
-        in_slurm.check_chain(saved, found, slurm, message)
-    restart = _resumption(options, configuration, found, saved)
-    of_slurm = in_slurm.of_slurm(configuration, found, slurm, restart.failed, message) if found and slurm else None
+    container.with_folders(inside, [Path(cwd), home()])  # raises if a folder cannot be mounted
+    saved = _checkpoint_folder(options, configuration, given_allocation)
+    if options.resume_or_start and given_allocation and slurm and saved:
+        in_slurm.check_chain(saved, given_allocation, slurm, message)
+    restart = _resumption(options, configuration, given_allocation, saved)
+    of_slurm = (
+        in_slurm.of_slurm(configuration, given_allocation, slurm, restart.failed, message)
+        if given_allocation and slurm
+        else None
+    )
     return Checked(
         configuration=configuration,
-        allocation=found,
+        allocation=given_allocation,
         shape=shape,
         faults=planned,
         listening=listening,
@@ -259,8 +268,8 @@ def check(options: Options, slurm: Slurm | None = None) -> Checked:
 
 
 def _check_words(configuration: Configuration) -> None:
-    """Raises UsageError for an argument that is no text: it could neither be journaled nor told to anybody; LedgerError
-    for a ledger that is none."""
+    """Raise UsageError for an argument that is not text, as it can be neither journaled nor sent; LedgerError for an
+    invalid ledger URL."""
     from db.engine import resolve as resolve_ledger
 
     resolve_ledger(configuration.ledger.url, home())
@@ -269,17 +278,17 @@ def _check_words(configuration: Configuration) -> None:
             raise UsageError(f"command: {part!a} is not UTF-8; rename that file, or pass its name in a file")
 
 
-def _told(configuration: Configuration) -> dict[str, Any]:
-    """What the journal and the ledger keep of the configuration: everything but passwords."""
+def _recorded_configuration(configuration: Configuration) -> dict[str, Any]:
+    """Return the configuration as journal and ledger keep it: everything except passwords."""
     from db.engine import masked
 
-    told = configuration.model_dump(mode="json")
-    told["ledger"]["url"] = masked(told["ledger"]["url"])
-    return told
+    recorded = configuration.model_dump(mode="json")
+    recorded["ledger"]["url"] = masked(recorded["ledger"]["url"])
+    return recorded
 
 
 def _slurm() -> Slurm:
-    """Raises UsageError outside of an allocation, before anything is looked for."""
+    """Return the client for Slurm's commands. Raises UsageError outside of an allocation."""
     if not allocation.job_id(os.environ):
         raise UsageError(allocation.NO_ALLOCATION)
     from slurm.commands import CommandLine
@@ -287,32 +296,43 @@ def _slurm() -> Slurm:
     return CommandLine()
 
 
-def _checkpoint_folder(options: Options, configuration: Configuration, found: Allocation | None) -> Path | None:
-    """The configured one; of it, each element of an array has its own part, unless they go on from each other."""
+def _checkpoint_folder(
+    options: Options, configuration: Configuration, given_allocation: Allocation | None
+) -> Path | None:
+    """Return the configured folder; each task of a job array gets its own subfolder, unless tasks resume each other."""
     if not configuration.checkpoint.folder:
         return None
     folder = Path(configuration.checkpoint.folder).absolute()
-    if found is None or not found.task or options.resume_or_start or folder.name == found.task:
+    if (
+        given_allocation is None
+        or not given_allocation.task
+        or options.resume_or_start
+        or folder.name == given_allocation.task
+    ):
         return folder
-    message(f"job {found.job_id}: an element of an array; its checkpoints are in {folder / found.task}")
-    return folder / found.task
+    message(
+        f"job {given_allocation.job_id}: task of a job array; its checkpoints are in {folder / given_allocation.task}"
+    )
+    return folder / given_allocation.task
 
 
 def _resumption(
-    options: Options, configuration: Configuration, found: Allocation | None, saved: Path | None
+    options: Options, configuration: Configuration, given_allocation: Allocation | None, saved: Path | None
 ) -> Restart:
-    """What Slurm starts again goes on by itself; what the command line asks for counts for a first start."""
-    close_home()  # before anything that is found in it is believed
+    """Return where this run resumes: after a restart by Slurm, from earlier runs; else as the command line asks."""
+    close_home()  # before anything in it is trusted
     restart = Restart(None, 0)
-    if found is not None and found.restart_count:
-        job, most = configuration.job, configuration.slurm.restarts
-        restart = after_restart(found.job_id, found.restart_count, job.command, most, message)
+    if given_allocation is not None and given_allocation.restart_count:
+        job, max_restarts = configuration.job, configuration.slurm.restarts
+        restart = after_restart(
+            given_allocation.job_id, given_allocation.restart_count, job.command, max_restarts, message
+        )
         if restart.resumption is not None:
             return restart
     if options.resume is not None:
-        resumption = asked_for(saved, options.resume, configuration.job.command, message)
+        resumption = requested_resumption(saved, options.resume, configuration.job.command, message)
         return replace(restart, resumption=resumption)
-    return replace(restart, resumption=if_there_is_one(saved, message)) if options.resume_or_start else restart
+    return replace(restart, resumption=resumption_if_any(saved, message)) if options.resume_or_start else restart
 
 
 def _settings(
@@ -323,9 +343,9 @@ def _settings(
     of_slurm: InSlurm | None,
     program: Program,
 ) -> Settings:
-    """What the controller goes by."""
+    """Return the controller's settings."""
     layout, adapt, slurm = configuration.layout, configuration.adapt, configuration.slurm
-    given = Settings(
+    settings = Settings(
         job=job,
         nodes=len(shape.nodes),
         node_names=shape.nodes,
@@ -354,9 +374,9 @@ def _settings(
         checkpoint_every=configuration.checkpoint.every,
     )
     if of_slurm is None:
-        return given
+        return settings
     return msgspec.structs.replace(
-        given,
+        settings,
         slurm=True,
         batch_node=of_slurm.request.batch_node,
         drains=of_slurm.drains,
@@ -388,8 +408,8 @@ def _detection(section: DetectSection) -> Detection:
 
 
 def _succession(configuration: Configuration, default: bool) -> bool:
-    asked = configuration.adapt.succession
-    return default if asked is None else asked
+    configured = configuration.adapt.succession
+    return default if configured is None else configured
 
 
 def _absolute_entries(python_path: str) -> str:

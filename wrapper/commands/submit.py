@@ -1,7 +1,7 @@
-"""`resihp submit`: from a job file to a batch script, and on to sbatch. What can be refused is refused before.
+"""`resihp submit`: turn a job file into a batch script and pass it to sbatch. The job file is validated first.
 
-The job file is copied beside the script, so that a job that waits, or is run again, is the one that was submitted.
-Starts nothing itself; inside the job, `resihp run` finds its nodes (`wrapper.commands.run`).
+The job file is copied beside the script, so that later edits do not change a job that is queued or requeued. Starts
+nothing itself; inside the job, `resihp run` finds its nodes (`wrapper.commands.run`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from wrapper.sinks.fanout import asked
 from wrapper.slurm_tasks.exclusion_lists import to_avoid
 from wrapper.strict_modes import check_folder
 
-MENDED = (
+ADVICE_ON_REFUSAL = (
     ("invalid partition", "sinfo -o '%P %a %l %D' lists partitions; set partition in [slurm]"),
     ("invalid account", "sacctmgr show associations user=$USER format=account,partition,qos; set account in [slurm]"),
     ("invalid qos", "sacctmgr show associations user=$USER format=account,partition,qos; set qos in [slurm]"),
@@ -41,26 +41,26 @@ MENDED = (
     ("generic resource", "sinfo -o '%P %D %G' lists nodes with GPUs; set gpus_per_node in [job], gpu_type in [slurm]"),
     (
         "node configuration is not available",
-        "sinfo -o '%P %D %c %m %G %f' lists what there is; change [job], or gpu_type and constraint in [slurm]",
+        "sinfo -o '%P %D %c %m %G %f' lists the nodes; change [job], or gpu_type and constraint in [slurm]",
     ),
     (
         "topology configuration",
         "with --segment, nodes in [job] and spares in [slurm] together must be a multiple of it",
     ),
     ("evenly divisible", "with --segment, nodes in [job] and spares in [slurm] together must be a multiple of it"),
-    ("node count", "sinfo -o '%P %D %G' lists what there is; lower nodes in [job] or spares in [slurm]"),
+    ("node count", "sinfo -o '%P %D %G' lists the nodes; lower nodes in [job] or spares in [slurm]"),
     ("time limit", "sinfo -o '%P %l' lists time limits; set time in [job]"),
     (
         "operation not supported",
         'SlurmctldParameters=enable_expedited_requeue is not set at this site; set requeue to "usual" in [slurm]',
     ),
-    ("not responding", "scontrol ping tells whether Slurm is up"),
+    ("not responding", "scontrol ping shows whether Slurm is up"),
 )
-"""Words in sbatch's refusal, and the command that tells more, with what to change then."""
+"""Words of sbatch's refusal, in lower case, and advice: a command that shows more, and the setting to change."""
 
 
 class Submitted(NamedTuple):
-    """Slurm's ids of the job, or of each job of a chain, none on a dry run; the batch script, and where it is kept."""
+    """Result of a submission: Slurm's ids (one per job of a chain, none on a dry run), the batch script, its path."""
 
     ids: list[str]
     script: str
@@ -70,7 +70,7 @@ class Submitted(NamedTuple):
 def submit(
     job_file: Path, *, dry_run: bool, chain: int, slurm: Callable[[], Slurm], notice: Callable[[str], None]
 ) -> Submitted:
-    """Submit the job, or a chain of so many. Raises ResihpError with the command that mends it."""
+    """Submit the job, or a chain of `chain` jobs. Raises ResihpError, with a command that helps."""
     configuration = read({}, job_file)
     _check(configuration, chain, notice)
     if dry_run:
@@ -83,7 +83,7 @@ def submit(
     options = _left_out(client, configuration, notice)
     ids: list[str] = []
     for _ in range(max(1, chain)):
-        after = [f"--dependency=afterany:{ids[-1]}"] if ids else []  # however it ends; names do not matter
+        after = [f"--dependency=afterany:{ids[-1]}"] if ids else []  # whatever its outcome
         try:
             ids.append(_sbatch(client, folder / "job.sbatch", job_file, configuration, [*options, *after]))
         except SlurmError:
@@ -93,12 +93,12 @@ def submit(
     script = folder / "job.sbatch"
     output, places = _places(script.read_text(), ids)
     _register(client, dict(zip(ids, places, strict=True)), configuration, notice)
-    _tell(ids, configuration, folder, output, places[0], notice)
+    _report_submission(ids, configuration, folder, output, places[0], notice)
     return Submitted(ids, script.read_text(), script)
 
 
 def script_of(configuration: Configuration, job_file: Path, chain: int) -> str:
-    """The batch script of a job, or of each job of a chain. Raises SlurmUsageError."""
+    """Return the batch script of a job, or of each job of a chain. Raises SlurmUsageError."""
     job, section = configuration.job, configuration.slurm
     nodes = job.nodes + section.spares
     name = "chain" if chain > 1 else "spares" if section.spares else "nodes" if nodes > 1 else "one-node"
@@ -136,13 +136,13 @@ def script_of(configuration: Configuration, job_file: Path, chain: int) -> str:
 
 
 def _resihp() -> list[str]:
-    """How this very program is started on another node."""
-    beside = Path(sys.executable).parent / "resihp"
-    return [str(beside)] if os.access(beside, os.X_OK) else [sys.executable, "-P", "-m", "wrapper"]
+    """Return the command that starts this same installation of resihp on another node."""
+    script = Path(sys.executable).parent / "resihp"
+    return [str(script)] if os.access(script, os.X_OK) else [sys.executable, "-P", "-m", "wrapper"]
 
 
 def _check(configuration: Configuration, chain: int, notice: Callable[[str], None]) -> None:
-    """What `resihp run` would refuse inside the job, after hours in the queue."""
+    """Raise ResihpError for a job that `resihp run` would refuse after hours in the queue."""
     job, section = configuration.job, configuration.slurm
     check_layout(configuration.layout, job.nodes, job.gpus_per_node)
     inside = container.check(configuration.container)
@@ -158,7 +158,7 @@ def _check(configuration: Configuration, chain: int, notice: Callable[[str], Non
 
 
 def _check_release(configuration: Configuration, job_file: Path, client: Slurm) -> None:
-    """What is asked for that only newer releases of Slurm know. Raises ConfigurationError, SlurmError."""
+    """Raise ConfigurationError if the job needs a newer release of Slurm; SlurmError if Slurm does not answer."""
     if configuration.slurm.requeue != "expedite":
         return
     version = client.version()
@@ -170,13 +170,13 @@ def _check_release(configuration: Configuration, job_file: Path, client: Slurm) 
 
 
 def _keep(configuration: Configuration, job_file: Path, chain: int) -> Path:
-    """A new folder with the script and a copy of the job file. Raises UsageError."""
+    """Make a folder with the script and a copy of the job file, and return it. Raises UsageError."""
     place = home() / "submitted"
     close_home()
     try:
         place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         place.mkdir(mode=0o700, exist_ok=True)
-        check_folder(place)  # the script in it is what Slurm runs as us
+        check_folder(place)  # Slurm runs the script in it as this user
         folder = Path(tempfile.mkdtemp(prefix=f"{configuration.job.name.replace('/', '-')}-", dir=place))
         write_private(folder / "job.toml", job_file.read_bytes())  # the URL of its ledger may have a password
         write_private(folder / "job.sbatch", script_of(configuration, folder / "job.toml", chain).encode())
@@ -186,39 +186,41 @@ def _keep(configuration: Configuration, job_file: Path, chain: int) -> Path:
 
 
 def _left_out(client: Slurm, configuration: Configuration, notice: Callable[[str], None]) -> tuple[str, ...]:
-    """An option that keeps out what our jobs avoid for now, beside what the job file itself leaves out."""
+    """Return the --exclude option for nodes that the user's jobs avoid and nodes that the job file excludes."""
     try:
-        known = to_avoid(client, client.cluster(), time.time())
+        avoided_nodes = to_avoid(client, client.cluster(), time.time())
     except SlurmError as error:
-        notice(f"{error}; whether nodes are to be avoided is not known")
+        notice(f"{error}; the list of nodes to avoid is unknown")
         return ()
-    if not known:
+    if not avoided_nodes:
         return ()
-    notice(f"avoids {', '.join(known)}: kept out of your jobs, see resihp node list")
-    own = [option.partition("=")[2] for option in configuration.slurm.extra if option.startswith("--exclude=")]
-    return (f"--exclude={','.join([*own, *known])}",)
+    notice(f"excludes {', '.join(avoided_nodes)}, as your jobs avoid them; see resihp node list")
+    excluded_in_job_file = [
+        option.partition("=")[2] for option in configuration.slurm.extra if option.startswith("--exclude=")
+    ]
+    return (f"--exclude={','.join([*excluded_in_job_file, *avoided_nodes])}",)
 
 
 def _sbatch(client: Slurm, script: Path, job_file: Path, configuration: Configuration, options: Sequence[str]) -> str:
     try:
         return client.submit(script, options)
     except SlurmRefusedError as error:
-        said = str(error).removeprefix(f"{script}: not submitted: ")
-        mend = next((how for words, how in MENDED if words in said.lower()), None)
-        if mend is None:
-            mend = f"resihp submit {job_file} --dry-run prints the script"
-        raise SlurmUsageError(f"{job_file}: {said}; {mend}") from None
+        refusal = str(error).removeprefix(f"{script}: not submitted: ")
+        advice = next((how for words, how in ADVICE_ON_REFUSAL if words in refusal.lower()), None)
+        if advice is None:
+            advice = f"resihp submit {job_file} --dry-run prints the script"
+        raise SlurmUsageError(f"{job_file}: {refusal}; {advice}") from None
     except SlurmUnavailableError as error:
         raise SlurmUnavailableError(
-            f"{job_file}: {error}; it may have been submitted all the same, "
-            f"squeue --me --name={configuration.job.name} tells"
+            f"{job_file}: {error}; the job may have been submitted anyway, "
+            f"check with squeue --me --name={configuration.job.name}"
         ) from None
 
 
 def _register(
     client: Slurm, places: Mapping[str, Path], configuration: Configuration, notice: Callable[[str], None]
 ) -> None:
-    """For `resihp jobs`, until they begin."""
+    """Enter the queued jobs in the registry, so that `resihp jobs` shows them before they begin."""
     try:
         cluster = client.cluster()
     except SlurmError:
@@ -237,42 +239,44 @@ def _register(
             gpus_per_node=configuration.job.gpus_per_node,
         )
         if wrong := registry.save(entry):
-            notice(f"warning: resihp jobs will not have it until it begins: {wrong}")
+            notice(f"warning: resihp jobs will not list it until it begins: {wrong}")
             return
 
 
-def _tell(
+def _report_submission(
     ids: list[str],
     configuration: Configuration,
     folder: Path,
     output: Path,
-    of_job: Path,
+    job_folder: Path,
     notice: Callable[[str], None],
 ) -> None:
     job, spares = configuration.job, configuration.slurm.spares
-    what = f"{count_of(job.nodes, 'node')} of {count_of(job.gpus_per_node, 'GPU')}" + (
+    size = f"{count_of(job.nodes, 'node')} of {count_of(job.gpus_per_node, 'GPU')}" + (
         f" and {spares} spare" if spares else ""
     )
     if len(ids) > 1:
-        notice(f"submitted a chain of {len(ids)} jobs, each {what}: {', '.join(ids)}; script {folder / 'job.sbatch'}")
+        notice(f"submitted a chain of {len(ids)} jobs, each {size}: {', '.join(ids)}; script {folder / 'job.sbatch'}")
     else:
-        notice(f"submitted job {ids[0]}: {what}; script {folder / 'job.sbatch'}")
-    first = "" if len(ids) == 1 else " of the first one"
-    notice(f"output{first}: {output}; once it runs its folder is {of_job}, logs in {of_job / 'logs'}")
+        notice(f"submitted job {ids[0]}: {size}; script {folder / 'job.sbatch'}")
+    first = "" if len(ids) == 1 else " of the first job"
+    notice(f"output{first}: {output}; once it runs, its folder is {job_folder}, with logs in {job_folder / 'logs'}")
     notice(
-        f"resihp jobs tells whether it waits, squeue --start --jobs={ids[0]} when it may start; then: "
+        f"resihp jobs shows whether it is queued, squeue --start --jobs={ids[0]} when it may start; then: "
         f"resihp status {ids[0]} --watch, and resihp logs {ids[0]} -f"
     )
     notice(f"to end it: scancel {' '.join(ids)}")
 
 
 def _places(script: str, ids: Sequence[str]) -> tuple[Path, list[Path]]:
-    """Where the output of the first job of this script will be, and the folder of each. What only Slurm knows (%N)
-    stands."""
+    """Return the path of the first job's output, and the folder of each job.
+
+    Patterns that only Slurm can fill in, such as %N, stay as they are.
+    """
     lines = (line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH --"))
-    asked = {name: value for name, _, value in (line.partition("=") for line in lines)}
-    names = {"%j": ids[0], "%A": ids[0], "%x": asked.get("job-name", "")}
-    output = re.sub("%[jAx]", lambda match: names[match[0]], asked.get("output", "slurm-%j.out"))
-    there = Path.cwd() / asked.get("chdir", "")
-    jobs = there / (os.environ.get("RESIHP_HOME") or ".resihp") / "jobs"
-    return there / output, [jobs / job_id for job_id in ids]
+    directives = {name: value for name, _, value in (line.partition("=") for line in lines)}
+    names = {"%j": ids[0], "%A": ids[0], "%x": directives.get("job-name", "")}
+    output = re.sub("%[jAx]", lambda match: names[match[0]], directives.get("output", "slurm-%j.out"))
+    work_folder = Path.cwd() / directives.get("chdir", "")
+    jobs = work_folder / (os.environ.get("RESIHP_HOME") or ".resihp") / "jobs"
+    return work_folder / output, [jobs / job_id for job_id in ids]

@@ -1,7 +1,8 @@
-"""`resihp why-not`: why a rank is, or is not, taken to be slow. Data goes to stdout, messages to stderr.
+"""`resihp why-not`: explain why a rank is, or is not, considered slow. Data goes to stdout, messages to stderr.
 
-Of a job that runs here its supervisor is asked (`resihp.controller.fail_slow.standings`); of one that is over, or is
-another's, the ledger has the last score. Suspicions, verdicts and former jobs are the ledger's. Decides nothing.
+For a job that runs here, its supervisor is queried (`resihp.controller.fail_slow.standings`); for a finished job, or
+another user's, the last score is read from the ledger. Suspicions, verdicts and former jobs come from the ledger.
+Decides nothing.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
     from db.reading.queries import Reader
 
 Row = dict[str, Any]
-SHOWN = 5
-"""Suspicions told on a terminal, the last ones."""
+MAX_SUSPICIONS_SHOWN = 5
+"""Most suspicions shown on a terminal: the last ones."""
 
 
 def register(app: typer.Typer) -> None:
@@ -27,15 +28,15 @@ def register(app: typer.Typer) -> None:
 
 
 def why_not(
-    rank: Annotated[int, typer.Argument(help="The rank that is asked about.")],
+    rank: Annotated[int, typer.Argument(help="Rank to explain.")],
     job: JobArgument = None,
     as_json: JsonOption = False,
     ledger: LedgerOption = None,
 ) -> None:
-    """Tell why a rank is not taken to be slow, or why it is.
+    """Explain why a rank is not considered slow, or why it is.
 
-    Its time over its healthy time, the evidence against it, what it is compared
-    with, what it was suspected of, and what came of that.
+    Shows its time over its healthy time, the evidence that it is slow, the ranks
+    it is compared with, and its suspicions with their outcomes.
 
     Example: resihp why-not 5 local-3
     """
@@ -43,21 +44,21 @@ def why_not(
 
     job = pinned(job, ledger)
     with opened(job, ledger) as (reader, row):
-        told = answer(reader, row, rank, _asked(job, row, rank) if ledger is None else None)
+        result = answer(reader, row, rank, _supervisor_answer(job, row, rank) if ledger is None else None)
     if as_json:
-        print(to_json({"schema": SCHEMA, **told}))
+        print(to_json({"schema": SCHEMA, **result}))
     else:
         from rich.text import Text
 
         from wrapper.output.render import literal
 
         screen = console()
-        for number, sentence in enumerate(told["verdict"]):
+        for number, sentence in enumerate(result["verdict"]):
             screen.print(Text(literal(sentence if number == 0 else f"- {sentence}")), soft_wrap=False)
 
 
 def answer(reader: Reader, job: Row, rank: int, live: Row | None) -> Row:
-    """What `why-not --json` prints. `live`: what the job's supervisor answered, where it did.
+    """Return the content of `why-not --json`. `live`: the answer of the job's supervisor; None without one.
 
     Raises UsageError for a rank that the job never had.
     """
@@ -70,7 +71,7 @@ def answer(reader: Reader, job: Row, rank: int, live: Row | None) -> Row:
     place = place_of(reader, job["id"], worker["node"])
     former = former_suspicions(reader, (worker["node"],), before=job)
     suspected_in, former_jobs = of_device(former, place, worker["device"])
-    told: Row = {
+    result: Row = {
         "job": job["name"],
         "state": job["state"],
         "rank": rank,
@@ -82,20 +83,20 @@ def answer(reader: Reader, job: Row, rank: int, live: Row | None) -> Row:
         "verdicts": verdicts,
         "former": {"jobs": former_jobs, "suspected": suspected_in},
     }
-    told["verdict"] = [_first(told), *_figures(told), *_history(told)]
-    return told
+    result["verdict"] = [_headline(result), *_figures(result), *_history(result)]
+    return result
 
 
 def _worker(reader: Reader, job: Row, rank: int) -> Row:
     workers = {row["rank"]: row for row in reader.rows("workers", job["id"])}
     if rank not in workers:
-        known = f"has ranks {min(workers)} to {max(workers)}" if workers else "has none yet"
-        raise UsageError(f"rank {rank}: job {job['name']} {known}; resihp status {job['name']} shows them")
+        ranks_known = f"has ranks {min(workers)} to {max(workers)}" if workers else "has none yet"
+        raise UsageError(f"rank {rank}: job {job['name']} {ranks_known}; resihp status {job['name']} shows them")
     return workers[rank]
 
 
-def _asked(name: str | None, job: Row, rank: int) -> Row | None:
-    """What the supervisor of a job that runs here says; None where there is none to ask."""
+def _supervisor_answer(name: str | None, job: Row, rank: int) -> Row | None:
+    """Return the answer of the supervisor of a job that runs here; None if there is no supervisor to query."""
     import asyncio
 
     import msgspec
@@ -104,21 +105,21 @@ def _asked(name: str | None, job: Row, rank: int) -> Row | None:
     from wrapper.commands.operate.request import ask
     from wrapper.job_folder import find_job, ours
 
-    found = ours(find_job(name))
-    if found is None:
-        return None  # where somebody else's supervisor listens is his to say, and nobody is connected to for a look
-    if job["state"] != "running" or found.supervisor() is None:
+    job_here = ours(find_job(name))
+    if job_here is None:
+        return None  # another user's files must not decide where we connect to
+    if job["state"] != "running" or job_here.supervisor() is None:
         return None
     try:
-        reply = asyncio.run(ask(found, AskStanding(rank=rank)))
+        reply = asyncio.run(ask(job_here, AskStanding(rank=rank)))
         return msgspec.json.decode(reply.text, type=dict[str, Any]) if reply.ok else None
-    except (ResihpError, msgspec.DecodeError) as error:  # an older supervisor knows no such question
-        message(f"{error}; what follows is of the ledger")
+    except (ResihpError, msgspec.DecodeError) as error:  # an older supervisor does not know the request
+        message(f"{error}; falling back to the ledger")
         return None
 
 
 def _last_known(reader: Reader, job: Row, rank: int, verdicts: list[Row]) -> Row:
-    """The same of the ledger, where there is no supervisor to ask."""
+    """Return the same figures from the ledger, if there is no supervisor to query."""
     import json
 
     from wrapper.commands.status.job_status import detector
@@ -138,87 +139,90 @@ def _last_known(reader: Reader, job: Row, rank: int, verdicts: list[Row]) -> Row
 # --- in words -------------------------------------------------------------------------------------------------------
 
 
-def _first(told: Row) -> str:
-    """The answer itself."""
-    who = f"rank {told['rank']} ({told['node']} device {told['device']})"
-    level = None if told["level"] is None else f"at {told['level']:.3f} of its healthy time"
-    when = "" if told["live"] or level is None else f" when it was last noted, in iteration {told['iteration']}"
-    its_own = [row for row in told["verdicts"] if row["component"] == "device"]  # others it only has a part in
-    present = [row["failure"] for row in its_own if row["ended_iteration"] is None]
-    doubts = [row for row in told["suspicions"] if row["component"] == "device"]
-    suspected = [row["suspicion"] for row in doubts if row["ended_at"] is None]
-    if told["detector"] == "off":
-        return f"{who}: nobody looks: [adapt] detect is false"
-    if present or told["slow"]:
-        verdict = f", failure {present[-1]}" if present else ", found by the detector, no verdict yet"
-        return f"{who} is taken to be slow{verdict}{f': {level}' if level else ''}{when}"
-    if suspected and told["state"] == "running":
-        return f"{who} is suspected to be slow, suspicion {suspected[-1]}{f': {level}' if level else ''}{when}"
-    if not told.get("working", True):
-        return f"{who} has no work under the present plan: it stands by, or has left, and is not compared with others"
-    if told["unwatched"]:
-        last = told.get("reported")
-        return f"{who} is not watched: {'it never reported' if last is None else f'silent since iteration {last}'}"
-    if told["detector"] == "plain times":
-        return f"{who} cannot be told from others: no rank reports its chunks, plain iteration times alone are judged"
-    if told["detector"] == "iterations":
-        return f"{who} cannot be told from others: the detector's mode judges whole iterations, no rank by itself"
+def _headline(result: Row) -> str:
+    """Return the first sentence: the answer itself."""
+    subject = f"rank {result['rank']} ({result['node']} device {result['device']})"
+    level = None if result["level"] is None else f"at {result['level']:.3f} of its healthy time"
+    when = "" if result["live"] or level is None else f" when it was last noted, in iteration {result['iteration']}"
+    device_verdicts = [row for row in result["verdicts"] if row["component"] == "device"]  # not those of a link
+    open_failures = [row["failure"] for row in device_verdicts if row["ended_iteration"] is None]
+    device_suspicions = [row for row in result["suspicions"] if row["component"] == "device"]
+    suspected = [row["suspicion"] for row in device_suspicions if row["ended_at"] is None]
+    if result["detector"] == "off":
+        return f"{subject}: not monitored, as detect is false in [adapt]"
+    if open_failures or result["slow"]:
+        verdict = f", failure {open_failures[-1]}" if open_failures else ", flagged by the detector, no verdict yet"
+        return f"{subject} is considered slow{verdict}{f': {level}' if level else ''}{when}"
+    if suspected and result["state"] == "running":
+        return f"{subject} is suspected of being slow, suspicion {suspected[-1]}{f': {level}' if level else ''}{when}"
+    if not result.get("working", True):
+        return f"{subject} has no work under the current plan: it is on standby or has left, and is not monitored"
+    if result["unwatched"]:
+        last = result.get("reported")
+        return f"{subject} is not watched: {'it never reported' if last is None else f'silent since iteration {last}'}"
+    if result["detector"] == "plain times":
+        return (
+            f"{subject} cannot be judged: no rank reports its chunks, only iteration times of the whole job are known"
+        )
+    if result["detector"] == "iterations":
+        return f"{subject} cannot be judged: in its mode, the detector judges whole iterations, not single ranks"
     if level is None:
-        return f"{who}: nothing is known of its times{', the detector is warming up' if told['live'] else ''}"
-    return f"{who} is not taken to be slow: {level}{when}"
+        return f"{subject}: no times yet{', the detector is warming up' if result['live'] else ''}"
+    return f"{subject} is not considered slow: {level}{when}"
 
 
-def _figures(told: Row) -> list[str]:
-    """What the answer rests on."""
+def _figures(result: Row) -> list[str]:
+    """Return the sentences with the figures behind the answer."""
     from wrapper.output.render import percent
 
-    found = []
-    if told["evidence"] is not None and told["level"] is not None and not told["slow"]:
-        noise = told.get("noise")
+    figures = []
+    if result["evidence"] is not None and result["level"] is not None and not result["slow"]:
+        noise = result.get("noise")
         varies = f"; its times vary by {percent(noise)} from one iteration to the next" if noise is not None else ""
-        found.append(f"{percent(told['evidence'])} of the evidence that makes a finding{varies}")
-    peers = told.get("peers")
+        figures.append(f"{percent(result['evidence'])} of the evidence needed for a finding{varies}")
+    peers = result.get("peers")
     if peers:
         others = "one other" if peers == 1 else f"{peers} others"
-        found.append(f"compared with {others} of the same work, and with its own past")
+        figures.append(f"compared with {others} of the same work, and with its own past")
     elif peers == 0:
-        found.append("no other rank has the same work: compared with its own past alone")
-    if told.get("pardon") and told.get("pardoned_until") is not None:
-        found.append(
-            f"a probe found it healthy: up to {1 + told['pardon']:.3f} of its healthy time is not told again until "
-            f"iteration {told['pardoned_until']}"
+        figures.append("no other rank has the same work: compared only with its own past")
+    if result.get("pardon") and result.get("pardoned_until") is not None:
+        figures.append(
+            f"a probe found it healthy: up to {1 + result['pardon']:.3f} of its healthy time is not reported again "
+            f"before iteration {result['pardoned_until']}"
         )
-    if told.get("reported") is not None:
-        found.append(f"last measured in iteration {told['reported']}, of {told['iteration']} committed")
-    return found
+    if result.get("reported") is not None:
+        figures.append(f"last measured in iteration {result['reported']}, of {result['iteration']} committed")
+    return figures
 
 
-def _history(told: Row) -> list[str]:
-    """What it was suspected of, and convicted of; in this job, and before."""
+def _history(result: Row) -> list[str]:
+    """Return the sentences on its suspicions and verdicts, in this job and before."""
     from wrapper.output.render import percent
 
-    found = []
-    for row in told["suspicions"][-SHOWN:]:
+    events = []
+    for row in result["suspicions"][-MAX_SUSPICIONS_SHOWN:]:
         change = "" if row["change"] is None else f"{row['change']:+.1%} "
         probe = "" if row["probe"] is None else f" (probe {row['probe']})"
-        became = "not settled" if row["outcome"] is None else f"{row['outcome']}{probe}"
+        outcome = "still open" if row["outcome"] is None else f"{row['outcome']}{probe}"
         why = f", {row['outcome_evidence']}" if row["outcome_evidence"] else ""
-        sure = "" if row["confidence"] is None else f", confidence {row['confidence']:.2f}"
-        of = "" if row["component"] == "device" else f" of a {row['component']}"
-        found.append(
-            f"suspicion {row['suspicion']}{of}: {change}since iteration {row['iteration']}{sure}: {became}{why}"
+        confidence = "" if row["confidence"] is None else f", confidence {row['confidence']:.2f}"
+        of_component = "" if row["component"] == "device" else f" of a {row['component']}"
+        events.append(
+            f"suspicion {row['suspicion']}{of_component}: {change}since iteration {row['iteration']}{confidence}: "
+            f"{outcome}{why}"
         )
-    if len(told["suspicions"]) > SHOWN:
-        more = len(told["suspicions"]) - SHOWN
-        found.append(f"{more} earlier suspicions: resihp history suspicions {told['job']}")
-    for row in told["verdicts"]:
+    if len(result["suspicions"]) > MAX_SUSPICIONS_SHOWN:
+        more = len(result["suspicions"]) - MAX_SUSPICIONS_SHOWN
+        events.append(f"{more} earlier suspicions: resihp history suspicions {result['job']}")
+    for row in result["verdicts"]:
         speed = "" if row["speed"] is None else f"at {percent(row['speed'])} of its speed "
         until = "on" if row["ended_iteration"] is None else f"until {row['ended_iteration']}"
-        what = speed if row["component"] == "device" else f"{row['cause']}, "
-        found.append(f"failure {row['failure']}: {what}from iteration {row['iteration']} {until}")
-    if not told["suspicions"] and not told["verdicts"]:
-        found.append("never suspected in this job")
-    if told["former"]["suspected"]:
-        times = f"{told['former']['suspected']} of {told['former']['jobs']} former jobs"
-        found.append(f"{told['node']} device {told['device']} was suspected in {times}")
-    return found
+        detail = speed if row["component"] == "device" else f"{row['cause']}, "
+        events.append(f"failure {row['failure']}: {detail}from iteration {row['iteration']} {until}")
+    if not result["suspicions"] and not result["verdicts"]:
+        events.append("never suspected in this job")
+    if result["former"]["suspected"]:
+        times = f"{result['former']['suspected']} of {result['former']['jobs']} former jobs"
+        events.append(f"{result['node']} device {result['device']} was suspected in {times}")
+    return events

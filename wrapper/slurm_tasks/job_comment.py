@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from resihp.record import journal
 from slurm.client import Slurm, commented
 from wrapper.config.run_spec import RunRequest
-from wrapper.exit_codes import REQUEUE
+from wrapper.exit_codes import REQUEUE_REQUESTED
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def comment_text(course: JobProgress, run: int, at: float) -> str:
 
 def outcome(ended: journal.JobEnded) -> str:
     """Return the outcome of a run in words: `completed`, `to be run again`, `failed with 5`, ..."""
-    if ended.exit_code == REQUEUE:
+    if ended.exit_code == REQUEUE_REQUESTED:
         return "to be run again"
     match ended.state:
         case "failed":

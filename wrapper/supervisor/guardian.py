@@ -26,7 +26,7 @@ import msgspec
 from resihp.process import adopt_orphans, ending, name_process, wait_for
 from wrapper import early_signals
 from wrapper.config.run_spec import RunRequest, load
-from wrapper.exit_codes import DEPOSED, REQUEUE
+from wrapper.exit_codes import LEADER_DEPOSED, REQUEUE_REQUESTED
 from wrapper.job_folder import Job, SupervisorFile, hold_lock, note_end
 from wrapper.launch.launcher import own_environment
 from wrapper.launch.ports import listen
@@ -68,11 +68,11 @@ def guard(run_file: Path, command: Command = supervisor_command) -> int:
             status = _watch(command(run_file, [*options, "--bury", ending(status)]), inherited)
             status = status if status >= 0 else 1
     early_signals.as_before()
-    if status == DEPOSED:
+    if status == LEADER_DEPOSED:
         status = _await_successor(request)
-    elif status != REQUEUE and not request.of_job.exit_code_file.exists():
+    elif status != REQUEUE_REQUESTED and not request.of_job.exit_code_file.exists():
         note_end(request.of_job, status)  # it was refused before it began
-    if status == REQUEUE:
+    if status == REQUEUE_REQUESTED:
         status = _requeue(request)
     return status
 
@@ -103,7 +103,7 @@ def _watch(command: Sequence[str], inherited: Sequence[int]) -> int:
 
 
 def _await_successor(request: RunRequest) -> int:
-    """Wait until a successor has ended the job, and return its exit code; without a successor, REQUEUE."""
+    """Wait until a successor has ended the job, and return its exit code; without a successor, REQUEUE_REQUESTED."""
     job = request.of_job
     print(f"resihp: job {request.job}: no quorum follows this supervisor; waiting for its successor", file=sys.stderr)
     heard_at = time.monotonic()
@@ -113,7 +113,7 @@ def _await_successor(request: RunRequest) -> int:
         if _is_led(job):
             heard_at = time.monotonic()
         time.sleep(LOOK_EVERY_S)
-    return REQUEUE
+    return REQUEUE_REQUESTED
 
 
 def _is_led(job: Job) -> bool:
@@ -126,13 +126,13 @@ def _is_led(job: Job) -> bool:
 
 
 def _requeue(request: RunRequest) -> int:
-    """Have Slurm run the job again; return REQUEUE if Slurm refuses or the job is not in Slurm."""
+    """Have Slurm run the job again; return REQUEUE_REQUESTED if Slurm refuses or the job is not in Slurm."""
     if request.slurm is None:
-        return REQUEUE
+        return REQUEUE_REQUESTED
     from slurm.commands import CommandLine
     from wrapper.slurm_tasks.requeue import dead_nodes, requeue, until_noticed
 
     number, slurm = request.slurm.job_id, CommandLine()
     if request.slurm.gpus:
         until_noticed(number, slurm, dead_nodes(request.of_job))
-    return 0 if requeue(number, slurm, leaves=True) else REQUEUE
+    return 0 if requeue(number, slurm, leaves=True) else REQUEUE_REQUESTED

@@ -40,7 +40,7 @@ from resihp.record.packing import last_commits
 from resihp.record.quorum import Membership
 from wrapper import early_signals
 from wrapper.config.run_spec import RunRequest, load
-from wrapper.exit_codes import BROKEN, CANNOT_LEAD, DEPOSED, REQUEUE, exit_code_of
+from wrapper.exit_codes import CANNOT_LEAD, LEADER_DEPOSED, REQUEUE_REQUESTED, TRAINING_BROKEN, exit_code_of
 from wrapper.job_files import user_name
 from wrapper.job_folder import Job, finish_dead_job, note_end, write_private
 from wrapper.launch.allocation import end_time
@@ -246,7 +246,7 @@ def _end_slurm_job(request: RunRequest, status: int) -> None:
 
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm sends it to all processes of the job, so to us
     slurm, number = CommandLine(), request.slurm.job_id
-    if status == REQUEUE:
+    if status == REQUEUE_REQUESTED:
         if request.slurm.gpus:
             until_noticed(number, slurm, dead_nodes(request.of_job), patience_s=END_JOB_TIMEOUT_S)
         requeue(number, slurm)
@@ -466,9 +466,9 @@ def main(arguments: list[str] | None = None) -> None:
             sys.exit(mark_dead(request, options.take_over, listener))
         status = asyncio.run(supervise(request, listener, takeover, journal, forks))
         early_signals.ignore()  # the job is done: dying of a signal now would cause a take-over
-        if request.chained and status == BROKEN:
+        if request.chained and status == TRAINING_BROKEN:
             _leave_chain_note(request, journal)
-        if options.successor and request.slurm is not None and status != DEPOSED:
+        if options.successor and request.slurm is not None and status != LEADER_DEPOSED:
             _end_slurm_job(request, status)
         sys.exit(status)
     except ResihpError as error:

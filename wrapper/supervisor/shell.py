@@ -35,7 +35,7 @@ from resihp.record.journal_file import Journal
 from resihp.record.quorum import Membership
 from wrapper import early_signals
 from wrapper.config.run_spec import RunRequest
-from wrapper.exit_codes import DEPOSED, INTERNAL, REQUEUE
+from wrapper.exit_codes import INTERNAL_ERROR, LEADER_DEPOSED, REQUEUE_REQUESTED
 from wrapper.job_folder import SupervisorFile, copy_journal, note_end, write_private
 from wrapper.launch.launcher import Launcher
 from wrapper.launch.ports import listen
@@ -170,7 +170,7 @@ class Supervisor:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        return DEPOSED if self._is_deposed else end.exit_code
+        return LEADER_DEPOSED if self._is_deposed else end.exit_code
 
     def log(self, entry: AnyEntry) -> None:
         """Append an entry to the journal and show it to the user; the ledger gets it once it is on disk. Ignored for a
@@ -247,7 +247,7 @@ class Supervisor:
             self._is_deposed = True
             self._event(api.QuorumLost(reason=reason))
             if not self._end.done():  # the controller had already ended the job, but no quorum confirmed it
-                self._end.set_result(api.End(exit_code=REQUEUE, reason=reason, workers_leave=False))
+                self._end.set_result(api.End(exit_code=REQUEUE_REQUESTED, reason=reason, workers_leave=False))
 
     def _recall(self, nodes: Sequence[str]) -> None:
         if self._memory is not None:
@@ -524,7 +524,7 @@ class Supervisor:
         log = self._job.logs / "supervisor.log"
         text = f"{problem}; see {log}" if problem.startswith("internal error") else problem
         self._view.say("error", f"supervisor: {text}")
-        self._end.set_result(api.End(exit_code=INTERNAL, reason=f"supervisor: {text}", workers_leave=False))
+        self._end.set_result(api.End(exit_code=INTERNAL_ERROR, reason=f"supervisor: {text}", workers_leave=False))
 
 
 class _NodeRuns:

@@ -194,5 +194,5 @@ def test_the_command_says_what_is_assumed() -> None:
     job.exit_code_file.write_text("0\n")
     for options in ((), ("--all", "--since", "2020-01-01")):
         told = resihp("history", "spares", *options).stdout
-        assert "assumed: one healthy spare node more" in told
+        assert "assumptions: one more healthy spare node" in told
     assert resihp("history", "spares", "--csv").stdout.splitlines()[0].endswith("saved_gpu_hours,spare_gpu_hours")

@@ -114,16 +114,16 @@ def test_people_get_a_table_and_two_sentences(log: Path) -> None:
     [event] = [words for line in result.stdout.splitlines() if (words := line.split())[:2] == ["0", "fail-slow"]]
     assert event[2] == "121"
     read, slow = result.stdout.strip().splitlines()[-2:]
-    assert read == "train.log: 250 iterations of one run, 1.20 s each where nothing is wrong, told from plain times."
+    assert read == "train.log: 250 iterations of one run, 1.20 s each when healthy, judged from plain times."
     assert slow.startswith("1 fail-slow event, the worst +")
     assert " from iteration 121, " in slow
-    assert slow.endswith(" lost by it; all were over before the end.")
+    assert slow.endswith(" lost by it; all over before the end.")
 
 
 def test_where_nothing_is_found_that_is_said(tmp_path: Path) -> None:
     path = tmp_path / "well.csv"
     path.write_text("iteration,seconds\n" + "\n".join(f"{i},{s}" for i, s in enumerate(seconds(change=0.0))))
-    assert "No fail-slow was found." in run(path).stdout
+    assert "No fail-slow event was found." in run(path).stdout
 
 
 def test_what_was_left_out_is_told_beside_the_result(log: Path) -> None:
@@ -207,7 +207,7 @@ def test_parquet_of_history_and_of_an_export(fresh_home: Path) -> None:
     export.mkdir(parents=True)
     whole.rename(export / "2026-11.parquet")
     assert str(run(export.parent).exception) == (
-        f"{export.parent}: is a folder; name a file of it: resihp analyze {export}/2026-11.parquet"
+        f"{export.parent}: is a folder; name a file in it: resihp analyze {export}/2026-11.parquet"
     )
 
 
@@ -264,5 +264,5 @@ def test_a_file_that_does_not_fit_into_memory_is_told(log: Path, monkeypatch: py
         raise MemoryError
 
     monkeypatch.setattr(formats, "read", full)
-    with pytest.raises(UsageError, match=r"log: more than this process has memory for; cut it down first: grep"):
+    with pytest.raises(UsageError, match=r"log: too large for the memory of this process; shorten it first: grep"):
         analyze.judge(log)

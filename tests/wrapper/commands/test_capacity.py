@@ -145,12 +145,12 @@ def test_history_cost_has_them_as_a_cause_of_their_own_and_adds_up() -> None:
     assert sum(float(str(row["gpu_hours"])) for row in found.values()) == pytest.approx(8 * 22 / 3600, abs=1e-6)
     assert sum(float(str(row["seconds"])) for row in found.values()) == pytest.approx(22.0, abs=1e-3)
     text = text_of("history", "cost", job.name)
-    assert "GPUs that stood by 5.00 s 22.7 % 0.0111" in text
-    assert "of that, GPUs that stood by 0.0111 (22.7 %)" in text
+    assert "idle GPUs 5.00 s 22.7 % 0.0111" in text
+    assert "of that, idle GPUs 0.0111 (22.7 %)" in text
     assert IDLE in text
     of(batch_host_dies)
     every = text_of("history", "cost", "--all")
-    assert f"GPUs stood by in 1 of 2 jobs: {job.name} (0.0111 GPU-hours)" in every
+    assert f"idle GPUs in 1 of 2 jobs: {job.name} (0.0111 GPU-hours)" in every
     by_job = {row["job"]: row for row in rows("cost", "--all", "--by", "job")}
     assert by_job[job.name]["failure_gpu_hours"] == pytest.approx(2 * 20 / 3600, abs=1e-5)
     assert by_job[job.name]["goodput"] == pytest.approx(0.75, abs=1e-4)
@@ -166,7 +166,7 @@ def test_jobs_of_one_name_are_told_apart_and_no_name_steers_the_terminal(tmp_pat
         ledger.execute("UPDATE jobs SET name = 'local-1\x1b[2J'")
         uuids = [uuid[:8] for (uuid,) in ledger.execute("SELECT uuid FROM jobs ORDER BY id LIMIT 2")]
     shown = resihp("history", "cost", "--all", "--ledger", url).stdout
-    assert "GPUs stood by in 2 of 3 jobs" in shown
+    assert "idle GPUs in 2 of 3 jobs" in shown
     assert all(f"local-1\\x1b[2J, id {uuid} (0.0111 GPU-hours)" in in_words(shown) for uuid in uuids)
     assert "\x1b" not in shown
 
@@ -326,12 +326,12 @@ def test_history_status_and_the_report_count_from_the_failure_on() -> None:
     [node] = rows("failures", "--all", "--by", "node")
     assert node["recover_seconds"] == pytest.approx(11.0, abs=1e-3)
     assert node["without_noticing_seconds"] == pytest.approx(0.7, abs=1e-3)
-    assert "MTTR 11.0 s (noticing included)" in text_of("history", "cost", job.name)
+    assert "MTTR 11.0 s (detection included)" in text_of("history", "cost", job.name)
     status = text_of("status", job.name)
     assert "recovered from failure 1, 11.00 s after it (noticed after 10.30 s, 0.70 s without noticing)" in status
     report = in_words(resihp("report", job.name, "--markdown").stdout).replace("\\", "")
-    assert "training was back 11.0 s after it (10.3 s of that to notice it)" in report
-    assert "training back in 11.0 s (0.70 s without noticing)" in report
+    assert "training was back 11.0 s after it (10.3 s of that for detection)" in report
+    assert "training back in 11.0 s (0.70 s without detection)" in report
     assert "11.00 s after it (noticed after 10.30 s, 0.70 s without noticing)" in json.dumps(rows("events", job.name))
 
 
@@ -352,7 +352,7 @@ def test_status_tells_where_the_output_goes_on_after_the_batch_host(successor: s
     log = f"{job.folder}/logs/n2.agent.log"
     where = json.loads(resihp("status", job.name, "--json").stdout)["output"]
     assert where == (log if successor == "n2" else None)
-    assert ("its output goes on in" in text_of("status", job.name)) == (successor == "n2")
+    assert ("output continues in" in text_of("status", job.name)) == (successor == "n2")
 
 
 def test_a_trace_begins_with_the_failure() -> None:

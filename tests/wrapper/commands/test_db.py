@@ -77,7 +77,7 @@ def test_an_export_again_says_what_was_kept(resihp: Resihp, job: Job) -> None:
     assert "kept" not in first
     again = resihp("export", job.name, "-o", "out", "--json")
     assert answer(again)["months"] == {"written": [], "kept": ["2025-06"]}
-    assert "months kept as they were: 2025-06\n" in again.stderr
+    assert "months unchanged: 2025-06\n" in again.stderr
     assert "written" not in again.stderr
 
 
@@ -144,7 +144,7 @@ def test_old_rows_of_a_named_ledger(resihp: Resihp, tmp_path: Path) -> None:
         (("prune", "--older-than", "yesterday"), "not a time; examples"),
         (("prune", "--older-than", "1d", "--ledger", "sqlite:///none.db"), "no such file"),
         (("grant", "alice"), "no job in"),
-        (("grant", "alice", "--ledger", "sqlite:///x.db"), "chmod says who may read a SQLite file"),
+        (("grant", "alice", "--ledger", "sqlite:///x.db"), "set access to the file with chmod"),
     ],
 )
 def test_refusals(resihp: Resihp, words: tuple[str, ...], said: str) -> None:
@@ -206,8 +206,8 @@ def test_after_an_update_the_ledgers_of_all_jobs_of_a_folder_are_upgraded_at_onc
     assert "older" not in CliRunner().invoke(app, all_jobs).stderr
     (second.folder / "ledger.db").write_bytes(b"this is no database" * 100)
     broken = resihp("upgrade", "--all")
-    assert "1 of 3 ledgers are as they were" in refusal(broken)
-    assert "--all is of all jobs of this home" in refusal(resihp("upgrade", job.name, "--all"))
+    assert "1 of 3 ledgers were not upgraded" in refusal(broken)
+    assert "--all means all jobs of this home" in refusal(resihp("upgrade", job.name, "--all"))
 
 
 def test_an_upgrade_of_all_jobs_leaves_servers_to_those_who_name_them(resihp: Resihp, job: Job) -> None:
@@ -226,7 +226,7 @@ def test_a_job_whose_ledger_is_not_looked_at_blocks_no_other(resihp: Resihp, job
     upgraded = resihp("upgrade", "--all")
     assert f"warning: job {other.name}: left out: ledger mysql://db.example.org/ledger: driver mysql" in upgraded.stderr
     assert f"{job.name}/ledger.db: schema {head()}, upgraded from" in upgraded.stderr
-    assert "1 of 2 ledgers are as they were" in refusal(upgraded)
+    assert "1 of 2 ledgers were not upgraded" in refusal(upgraded)
     exported = resihp("export", "--all", "-o", "out", "--json")
     assert len(answer(exported)["jobs"]) == 1
     assert exported.stderr.count("left out: ") == 1

@@ -21,7 +21,7 @@ from slurm.drains.exclusions import Exclusions
 from tests.slurm.fake_slurm import FakeSlurm
 from tests.wrapper.commands.test_earlier_runs import decides
 from tests.wrapper.commands.test_resume import batch, start
-from wrapper.commands.dry_run import told
+from wrapper.commands.dry_run import dry_run_lines
 from wrapper.commands.run import Options, check, prepare
 from wrapper.config.shape import devices_of
 from wrapper.job_folder import home
@@ -44,7 +44,7 @@ def options(**others: Any) -> Options:
 
 
 def said(**others: Any) -> list[str]:
-    return list(told(check(options(**others))))
+    return list(dry_run_lines(check(options(**others))))
 
 
 def test_the_layout_is_told_and_nothing_is_made(script: Path) -> None:
@@ -55,9 +55,9 @@ def test_the_layout_is_told_and_nothing_is_made(script: Path) -> None:
         "  replica 0 stage 1: rank 1 on n1",
         "  replica 1 stage 0: rank 2 on n2",
         "  replica 1 stage 1: rank 3 on n2",
-        "memory: not known before the script has said what it trains; no earlier job here ran this command",
-        "checkpoint: none is taken, training begins afresh",
-        "nothing was started, nothing written",
+        "memory: unknown until the script declares its model; no earlier job here ran this command",
+        "checkpoint: none, training starts from the beginning",
+        "nothing was started or written",
     ]
     assert sorted(script.parent.rglob("*")) == before
 
@@ -70,8 +70,8 @@ def test_memory_is_estimated_where_an_earlier_job_ran_the_command(script: Path) 
     journal.close()
     lines = said(layout={"pp": 2})
     assert f"{MODEL.layers // 2} layers, " in lines[1]
-    assert lines[1].endswith(" a device")
-    assert f"the model is the one of job {earlier.job}, 60 iterations" in lines[5]
+    assert lines[1].endswith(" per device")
+    assert f"model as in job {earlier.job}, 60 iterations" in lines[5]
     with pytest.raises(LayoutError, match="needs"):
         said(job={"command": COMMAND, "nodes": 2, "gpus_per_node": 2, "memory_per_device": "1MB"})
 
@@ -83,14 +83,14 @@ def test_the_checkpoint_that_would_be_taken_is_named(script: Path) -> None:
     part.write_bytes(b"1234")
     write_manifest(part.parent, 40, [("part", 4)])
     lines = said(resume="", checkpoint={"folder": str(folder)})
-    assert f"checkpoint: goes on from iteration 40, {part.parent}" in lines
+    assert f"checkpoint: resumes from iteration 40, {part.parent}" in lines
     with pytest.raises(CheckpointError):
         said(resume="", checkpoint={"folder": str(script.parent)})
 
 
 def test_spare_nodes_stand_by(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RESIHP_SLURM__SPARES", "1")
-    assert "stands by: n3, beyond what the layout uses" in said()
+    assert "standby: n3, not used by the layout" in said()
 
 
 def test_nodes_that_the_users_jobs_keep_away_from_are_named(batch: Path) -> None:
@@ -103,11 +103,11 @@ def test_nodes_that_the_users_jobs_keep_away_from_are_named(batch: Path) -> None
     slurm = FakeSlurm(views)
     slurm.job_views["77"] = JobView(id="77", name="resihp", user=slurm.user, state="running")
     slurm.scripts["77"] = "#!/bin/bash\n#SBATCH --no-kill\n"
-    lines = list(told(check(Options(job={"command": COMMAND}), slurm)))
-    assert "node n1: died under an earlier run of this job" in lines
-    left_out = sorted(line for line in lines if line.startswith("left out: "))
-    assert [line.partition(" until ")[0] for line in left_out] == ["left out: n2", "left out: n9"]
-    assert left_out[0].endswith(" UTC: Xid 79 (it is in this allocation all the same)")
+    lines = list(dry_run_lines(check(Options(job={"command": COMMAND}), slurm)))
+    assert "node n1: died during an earlier run of this job" in lines
+    left_out = sorted(line for line in lines if line.startswith("excluded: "))
+    assert [line.partition(" until ")[0] for line in left_out] == ["excluded: n2", "excluded: n9"]
+    assert left_out[0].endswith(" UTC: Xid 79 (but it is in this allocation)")
     assert left_out[1].endswith(" UTC: slow link")
 
 
@@ -144,4 +144,4 @@ def test_all_devices_of_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def test_a_job_of_another_command_says_nothing_of_this_one(script: Path) -> None:
     earlier = prepare(options())
     msgspec.structs.replace(earlier, command=("python", "other.py")).save()
-    assert any(line.startswith("memory: not known") for line in said())
+    assert any(line.startswith("memory: unknown") for line in said())

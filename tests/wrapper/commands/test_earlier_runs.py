@@ -45,7 +45,7 @@ def test_a_job_that_is_run_again_has_what_is_left_of_its_drains(batch: Path) -> 
 def test_a_run_whose_journal_is_lost_may_have_used_all(batch: Path, capsys: pytest.CaptureFixture[str]) -> None:
     start()
     assert start(1).settings.drains == 0
-    assert "77: its journal cannot be read; counted as having had 2 nodes drained" in capsys.readouterr().err
+    assert "77: its journal cannot be read; assuming that it had 2 nodes drained" in capsys.readouterr().err
 
 
 def test_a_run_file_that_others_could_have_written_ends_the_start(batch: Path) -> None:

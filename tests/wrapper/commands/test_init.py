@@ -16,7 +16,7 @@ from tests.slurm.fake_slurm import FakeSlurm
 from tests.slurm.fake_survey import FakeSurvey, partition
 from wrapper.cli import app
 from wrapper.commands import init
-from wrapper.commands.init import PLACEHOLDER, JobFileChoice, choose, job_text
+from wrapper.commands.init import PLACEHOLDER_COMMAND, JobFileChoice, choose, job_text
 from wrapper.commands.submit import submit
 from wrapper.config.schema import read
 
@@ -118,7 +118,7 @@ def test_without_slurm_usual_values_are_written_and_that_is_said(
 ) -> None:
     monkeypatch.setattr(init, "connect", lambda: None)
     done = resihp()
-    assert "no Slurm on this machine: usual values are written" in done.stderr
+    assert "no Slurm on this machine: the files have default values" in done.stderr
     assert read({}, Path("job.toml")).slurm.partition == ""
     assert "#SBATCH --partition" not in script()
 
@@ -146,7 +146,7 @@ def test_options_and_a_command() -> None:
 
 
 def test_a_training_script_that_is_here_is_taken(fresh_home: Path) -> None:
-    assert chosen().command == PLACEHOLDER
+    assert chosen().command == PLACEHOLDER_COMMAND
     Path("main.py").write_text("")
     assert chosen().command == ("python", "main.py")
     Path("train.py").write_text("")
@@ -159,7 +159,7 @@ def test_a_training_script_that_is_here_is_taken(fresh_home: Path) -> None:
         ({"nodes": 5}, r"--nodes 5: partition gpu has 4; sinfo -p gpu"),
         ({"gpus_per_node": 16}, r"--gpus-per-node 16: nodes of partition gpu have 8"),
         ({"seconds": 200000.0}, r"--time: partition gpu allows 48 h"),
-        ({"partition": "gpus"}, r"none of that name for you; there are cpu, gpu"),
+        ({"partition": "gpus"}, r"not among the partitions you may use: cpu, gpu"),
     ],
 )
 def test_what_slurm_does_not_have_is_refused(wanted: dict[str, object], message: str, survey: FakeSurvey) -> None:
@@ -206,7 +206,7 @@ def test_nodes_whose_gpus_slurm_tells_in_an_unknown_way_are_taken_for_usual_ones
 @pytest.mark.parametrize("name", ["job.toml", "job.sbatch"])
 def test_files_that_are_there_are_kept(name: str) -> None:
     Path(name).write_text("mine")
-    with pytest.raises(UsageError, match=rf"{name}: there already; --force replaces"):
+    with pytest.raises(UsageError, match=rf"{name}: already there; --force replaces"):
         resihp()
     assert [path.name for path in Path().iterdir() if path.is_file()] == [name]
     assert Path(name).read_text() == "mine"
@@ -218,7 +218,7 @@ def test_files_that_are_there_are_kept(name: str) -> None:
 @pytest.mark.usefixtures("survey")
 def test_a_link_that_leads_nowhere_is_there() -> None:
     Path("job.toml").symlink_to("gone/job.toml")
-    with pytest.raises(UsageError, match=r"job\.toml: there already; --force replaces"):
+    with pytest.raises(UsageError, match=r"job\.toml: already there; --force replaces"):
         resihp()
 
 
@@ -247,7 +247,7 @@ def test_nothing_is_written_that_would_be_refused(fresh_home: Path) -> None:
     with pytest.raises(ResihpError, match="did you mean reservation"):
         resihp()
     (fresh_home / "resihp.toml").unlink()
-    with pytest.raises(UsageError, match="not text that a job file can hold"):
+    with pytest.raises(UsageError, match="not valid Unicode, a job file cannot hold it"):
         job_text(chosen(command=("x\udc80",)))
     assert not Path("job.toml").exists()
 
@@ -261,6 +261,6 @@ def test_a_time_that_is_none(time: str, survey: FakeSurvey) -> None:
 @pytest.mark.usefixtures("survey")
 def test_a_script_that_is_not_there_is_said(fresh_home: Path) -> None:
     done = resihp("--", "python", "train.py")
-    assert f"train.py: no such script in {fresh_home}; put it there, or mend command" in done.stderr
+    assert f"train.py: no such script in {fresh_home}; put it there, or correct command" in done.stderr
     Path("train.py").write_text("")
     assert "no such script" not in resihp("--force", "--", "python", "train.py").stderr

@@ -182,13 +182,13 @@ def test_those_that_ended_long_ago_are_counted_and_shown_when_asked_for(fresh_ho
         ended(create_local_job(), days_ago=days)
     assert [row["job"] for row in rows()] == ["local-1", "local-2"]
     assert [row["job"] for row in rows("--all")] == ["local-1", "local-2", "local-3", "local-4"]
-    assert "2 that ended earlier: resihp jobs --all" in jobs().stderr
+    assert "2 more ended earlier: resihp jobs --all" in jobs().stderr
 
 
 def test_no_job_at_all(fresh_home: Path) -> None:
     result = jobs()
     assert (result.exit_code, result.stdout) == (0, "")
-    assert "no job of yours is known" in result.stderr
+    assert "you have no jobs" in result.stderr
     assert rows() == []
 
 
@@ -245,7 +245,7 @@ def test_a_folder_that_is_gone_is_said_and_dropped_after_a_month(fresh_home: Pat
     ]
     assert len(list(own_registry.iterdir())) == 4
     later = time.time() + 31 * DAY_S
-    left, _ = listed(every=True, now_s=later, say=lambda text: None)
+    left, _ = listed(include_old=True, now_s=later, say=lambda text: None)
     assert [row["host"] for row in left] == ["gpu-9"], "there it may run"
 
 
@@ -320,7 +320,7 @@ def slurm_of(job: Job, **view: Any) -> FakeSlurm:
 
 def ask(slurm: Any) -> tuple[list[dict[str, Any]], list[str]]:
     said: list[str] = []
-    found, _ = listed(every=False, now_s=time.time(), say=said.append, slurm=slurm)
+    found, _ = listed(include_old=False, now_s=time.time(), say=said.append, slurm=slurm)
     return found, said
 
 
@@ -345,7 +345,7 @@ def test_slurm_that_does_not_answer_is_told(runs: Callable[..., Job]) -> None:
 
     [row], said = ask(Down([]))
     assert (row["job"], row["slurm_state"]) == (job.name, None)
-    assert said == ["Slurm was not asked: squeue: no answer"]
+    assert said == ["states of Slurm are missing: squeue: no answer"]
 
 
 def over(job: Job, state: str, exit_code: int) -> registry.KnownJob:
@@ -453,7 +453,7 @@ def test_a_submitted_job_waits_beside_others_of_its_number(
     )
     for entry in (queued, other):
         assert not registry.save(entry)
-    listed(every=True, now_s=time.time(), say=lambda _: None, slurm=FakeSlurm([]))
+    listed(include_old=True, now_s=time.time(), say=lambda _: None, slurm=FakeSlurm([]))
     known = [entry for entry in registry.entries()[0] if entry.slurm_job == "77"]
     assert sorted(entry.state for entry in known) == states
 
@@ -492,10 +492,10 @@ def test_a_job_that_died_unseen_and_that_slurm_does_not_have_is_no_running_job_f
     died_elsewhere(fresh_home, days_ago=2)
     for slurm in (FakeSlurm([]), slurms_view(state="node_fail"), slurms_view(state="running", user="somebody")):
         said: list[str] = []
-        assert listed(every=False, now_s=time.time(), say=said.append, slurm=slurm) == ([], 1)
-        assert [row["state"] for row in listed(every=True, now_s=time.time(), say=said.append, slurm=slurm)[0]] == [
-            "not seen from here"
-        ]
+        assert listed(include_old=False, now_s=time.time(), say=said.append, slurm=slurm) == ([], 1)
+        assert [
+            row["state"] for row in listed(include_old=True, now_s=time.time(), say=said.append, slurm=slurm)[0]
+        ] == ["not seen from here"]
         assert said == []
     assert [row["slurm_state"] for row in ask(slurms_view(state="running"))[0]] == ["running"]
     assert len(registry.entries()[0]) == 1

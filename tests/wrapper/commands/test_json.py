@@ -90,7 +90,7 @@ def test_a_dry_run(fresh_home: Path) -> None:
     (fresh_home / "train.py").write_text("")
     found, _ = told("run", "--json", "--dry-run", "--local", "--", sys.executable, "train.py")
     assert found["dry_run"] is True
-    assert found["lines"][-1] == "nothing was started, nothing written"
+    assert found["lines"][-1] == "nothing was started or written"
 
 
 def test_what_a_ledger_cannot_tell_is_null(over: Job, answers: None) -> None:
@@ -102,7 +102,7 @@ def test_what_a_ledger_cannot_tell_is_null(over: Job, answers: None) -> None:
         None,
         str(over.folder),
     )
-    assert "job local-1: what its ledger has is left out: " in said
+    assert "job local-1: its ledger cannot be read, values are missing: " in said
 
 
 def test_stop(over: Job, answers: None) -> None:
@@ -174,6 +174,6 @@ def test_db_upgrade(over: Job) -> None:
     found, said = told("db", "upgrade", over.name, "--json")
     assert found.pop("ledger").endswith("ledger.db")
     assert found == {"before": None, "after": head(), "newer": False, "settled": 0}
-    assert "made" in said
+    assert "created" in said
     found, _ = told("db", "upgrade", over.name, "--json")
     assert (found["before"], found["after"]) == (head(), head())

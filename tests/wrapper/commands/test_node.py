@@ -100,7 +100,7 @@ def test_the_spool_comes_from_the_configuration(
 
 def test_where_nobody_can_be_asked_it_says_so(slurm: FakeSlurm) -> None:
     text = refused(SlurmRefusedError, "drain", "n3", "--job", "17")
-    assert text.startswith("node n3: not drained, only kept out of your jobs")
+    assert text.startswith("node n3: not drained, only excluded from your jobs")
     assert [item.node for item in Exclusions(home(), "vc").current(time.time())] == ["n3"]
 
 
@@ -109,7 +109,7 @@ def test_an_answer_that_did_not_come_is_not_called_a_refusal(slurm: FakeSlurm, m
     monkeypatch.setattr(slurm, "jobs", lambda ids: {"17": slurm.job_views["17"]})
     monkeypatch.setattr(slurm, "cluster", lambda: "vc")
     slurm.unavailable = True
-    assert "it may have happened; look: sinfo -R -n n3" in refused(SlurmRefusedError, "drain", "n3", "--job", "17")
+    assert "it may be drained; check: sinfo -R -n n3" in refused(SlurmRefusedError, "drain", "n3", "--job", "17")
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_an_answer_that_did_not_come_is_not_called_a_refusal(slurm: FakeSlurm, m
         (["n4", "--job", "17"], "node 'n4': job 17 does not hold it and never has"),
         (["n4", "--job", "18"], "job 18: is bob's, not yours"),
         (["n4", "--job", "99"], "job 99: Slurm does not know it"),
-        (["n4"], "node 'n4': none of your jobs that are known here holds it; name the job"),
+        (["n4"], "node 'n4': none of your jobs known here holds it; name the job"),
         (["n[1-3]", "--job", "17"], "node 'n[1-3]': job 17 does not hold it"),
     ],
 )
@@ -180,7 +180,7 @@ def test_a_job_of_another_folder_is_found_by_its_node(slurm: FakeSlurm, elsewher
     assert Exclusions(home(), "vc").known() == ()
     result = run("undrain", "n3")
     assert result.exit_code == 0, result.exception
-    assert f"the list that keeps nodes out is of {elsewhere}" in result.stderr
+    assert f"the exclusion list is in {elsewhere}" in result.stderr
     assert Exclusions(elsewhere, "vc").current(time.time()) == ()
     assert slurm.node_views["n3"].usable
 
@@ -215,7 +215,7 @@ def test_a_node_that_two_other_folders_keep_out_is_given_back_to_one_that_is_nam
     for each in (elsewhere, third):
         Exclusions(each, "vc").add("n2", "slow", time.time() + 60)
     text = refused(UsageError, "undrain", "n2")
-    assert "2 of your homes keep it out; name a job of one, resihp node undrain n2 --job ID" in text
+    assert "2 of your homes exclude it; name a job of one, resihp node undrain n2 --job ID" in text
     assert f"RESIHP_HOME={third}" in text
     run("undrain", "n2", "--job", "22")
     assert Exclusions(third, "vc").current(time.time()) == ()
@@ -232,7 +232,7 @@ def test_a_job_of_another_cluster_or_whose_folder_is_gone_holds_nothing_here(
     monkeypatch.setenv("SLURM_CLUSTER_NAME", "another")
     create_slurm_job("23", 0)
     shutil.rmtree(home() / "jobs")
-    assert "none of your jobs that are known here holds it" in refused(UsageError, "drain", "n4")
+    assert "none of your jobs known here holds it" in refused(UsageError, "drain", "n4")
 
 
 def test_undrain_takes_back_what_drain_did(slurm: FakeSlurm) -> None:
@@ -319,7 +319,7 @@ def test_what_is_kept_out_is_so_from_any_folder(
     assert [one.node for one in given_all_the_same("vc", ("n1", "n4"), time.time())] == ["n4"]
     for node in ("n3", "n4"):
         assert run("exclude", node, "--remove").exit_code == 0
-        assert "is not kept out" in refused(UsageError, "exclude", node, "--remove")
+        assert "is not excluded" in refused(UsageError, "exclude", node, "--remove")
     submit(job_file, dry_run=False, chain=1, slurm=lambda: slurm, notice=told.append)
     assert not slurm.submissions[-1][2]
     assert given_all_the_same("vc", ("n1", "n4"), time.time()) == []
@@ -346,9 +346,9 @@ def test_what_is_used_again_but_still_drained_is_listed(slurm: FakeSlurm) -> Non
 
 
 def test_exclude_refuses_what_is_no_node_or_no_time(slurm: FakeSlurm) -> None:
-    assert "no node has such a name" in refused(UsageError, "exclude", "n[1-3]")
+    assert "not a valid node name" in refused(UsageError, "exclude", "n[1-3]")
     assert "--for 'long'" in refused(UsageError, "exclude", "n3", "--for", "long")
-    assert "is not kept out" in refused(UsageError, "exclude", "n3", "--remove")
+    assert "is not excluded" in refused(UsageError, "exclude", "n3", "--remove")
 
 
 def test_list_without_slurm_shows_what_is_here(slurm: FakeSlurm) -> None:
@@ -356,7 +356,7 @@ def test_list_without_slurm_shows_what_is_here(slurm: FakeSlurm) -> None:
     slurm.unavailable = True
     result = run("list", "--json")
     assert [row["node"] for row in json.loads(result.stdout)["rows"]] == ["n2"]
-    assert "what Slurm has drained is not shown" in result.stderr
+    assert "drains in Slurm are not shown" in result.stderr
 
 
 def test_markup_and_control_characters_are_shown_as_they_are(slurm: FakeSlurm) -> None:

@@ -29,7 +29,7 @@ from wrapper.commands.report.layouts import Picture, changes
 from wrapper.commands.report.markdown import markdown, text
 from wrapper.commands.report.story import CAUSE_WORDS, node_lines, safe, sentences, settings
 from wrapper.commands.report.svg import ticks, time_ticks
-from wrapper.commands.report.timeline import MOST_BOXES, STRETCHES, timeline
+from wrapper.commands.report.timeline import MAX_BOXES, TIME_BINS, timeline
 from wrapper.job_folder import create_local_job
 from wrapper.output.render import hours
 
@@ -71,12 +71,12 @@ def test_a_job_that_went_on_from_a_checkpoint_did_not_train_what_was_before_it(t
 
 
 def test_what_was_noticed_late_of_a_slow_down_is_no_part_of_the_time_to_recover_from_a_loss(tmp_path: Path) -> None:
-    """It said "training was back 1.07 s after it (4.08 s of that to notice it)"."""
+    """It said "training was back 1.07 s after it (4.08 s of that for detection)"."""
     facts = facts_of(tmp_path, story())
     [loss] = facts.failures
     slow = {**loss, "kind": "fail-slow", "seconds_to_recover": None, "noticed_after_seconds": 4.08}
     told = " ".join(sentences(msgspec.structs.replace(facts, failures=[slow, loss])))
-    assert "training was back 1.02 s after the one that stopped it (0.02 s of that to notice it)" in told
+    assert "training was back 1.02 s after the one that stopped it (0.02 s of that for detection)" in told
 
 
 @pytest.mark.parametrize("step_s", [-2 * 3600.0, 6 * 3600.0])
@@ -95,15 +95,15 @@ def test_a_clock_that_was_set_makes_no_time_negative(tell: Callable[[], Told], s
 
 def test_of_many_recoveries_each_stretch_of_time_shows_its_share(tmp_path: Path) -> None:
     facts = facts_of(tmp_path, story())
-    facts = msgspec.structs.replace(facts, ended=facts.began + timedelta(seconds=STRETCHES))
-    halves = [(n + 0.75, 0.5) for n in range(MOST_BOXES)]  # each within a stretch of its own
+    facts = msgspec.structs.replace(facts, ended=facts.began + timedelta(seconds=TIME_BINS))
+    halves = [(n + 0.75, 0.5) for n in range(MAX_BOXES)]  # each within a stretch of its own
     rows = [
         {"finished_at": facts.began + timedelta(seconds=end_s), "seconds": seconds}
-        for end_s, seconds in (*halves, (100.25, 0.5), (STRETCHES - 0.5, 4.0))
+        for end_s, seconds in (*halves, (100.25, 0.5), (TIME_BINS - 0.5, 4.0))
     ]
     drawn = timeline(msgspec.structs.replace(facts, reconfigurations=rows))
-    shares = re.findall(r"([\d.]+) % of this time went into changes of plan", drawn)
-    assert shares == ["50.0"] * MOST_BOXES + ["25.0"] * 2 + ["50.0", "100.0", "100.0", "100.0", "50.0"]
+    shares = re.findall(r"changes of plan took ([\d.]+) % of this time", drawn)
+    assert shares == ["50.0"] * MAX_BOXES + ["25.0"] * 2 + ["50.0", "100.0", "100.0", "100.0", "50.0"]
 
 
 class Page(HTMLParser):
@@ -154,7 +154,7 @@ def test_the_page_tells_what_happened(tmp_path: Path) -> None:
     assert "Job local-1 completed" in words
     assert "Job local-1 trained 20 iterations on 3 nodes with 4 devices each" in words
     assert (
-        "One failure was noticed (1 fail-stop); training was back 1.02 s after it (0.02 s of that to notice it)."
+        "One failure was noticed (1 fail-stop); training was back 1.02 s after it (0.02 s of that for detection)."
         in words
     )
     assert f"Goodput was {100 * facts.account.goodput:.1f} %" in words  # type: ignore[operator]
@@ -180,11 +180,11 @@ def test_the_sentences_of_a_job_that_has_barely_begun(tmp_path: Path) -> None:
     assert sentences(nothing) == (
         "Job local-1 on 3 nodes with 4 devices each has committed no iteration in 1 min 40 s; it is running.",
         "No failure was noticed.",
-        "There is no goodput to tell yet: 20 GPU-min went to starting.",
+        "There is no goodput yet: 20 GPU-min went to starting.",
     )
     words = seen(nothing)
     assert "No iteration time is known yet." in words
-    assert "No plan is decided yet." in words
+    assert "No plan has been decided yet." in words
     assert "No node has joined yet." in words
 
 
@@ -225,11 +225,11 @@ def test_layouts_before_and_after(tmp_path: Path) -> None:
 
 def fates(picture: Picture) -> dict[int, str]:
     return {
-        chip.rank: chip.what
+        chip.rank: chip.effect
         for line in picture.lines
         for cell in line.cells
         for chip in cell.chips
-        if chip.what != "kept"
+        if chip.effect != "kept"
     }
 
 
@@ -243,7 +243,7 @@ def test_of_many_replicas_those_that_changed_are_drawn() -> None:
     assert change.before is not None
     labels = [line.label for line in change.after.lines]
     assert labels == ["replica 0", "replicas 1 to 19", "replica 20", "replicas 21 to 31"]
-    assert change.after.lines[1].words == "19 alike, ranks 32-639; nothing changed"
+    assert change.after.lines[1].words == "19 equal, ranks 32-639; nothing changed"
     assert fates(change.before)[cut.ranks[0]] == "lost"
     assert change.chips < 200
 
@@ -262,12 +262,12 @@ def plan_row(epoch: int, layout: Layout) -> dict[str, object]:
 
 def test_nodes_tell_what_became_of_them(tmp_path: Path) -> None:
     lines = {line.name: line for line in node_lines(facts_of(tmp_path, node_story()))}
-    assert lines["n1"].what == ""
-    assert lines["n2"].what == "drain refused"
-    assert lines["n3"].what == (
+    assert lines["n1"].changes == ""
+    assert lines["n2"].changes == "drain refused"
+    assert lines["n3"].changes == (
         "lost after 5.00 s: connection closed for 1 s; drained, used again since; replaced by n9"
     )
-    assert lines["n9"].what == "came 20.0 s after the start"
+    assert lines["n9"].changes == "joined 20.0 s after the start"
     assert lines["n1"].device_hours == pytest.approx(4 * 100 / 3600)
     assert lines["n3"].device_hours == pytest.approx(4 * 5 / 3600)
 
@@ -276,18 +276,18 @@ def test_a_node_that_is_only_left_out_of_the_next_jobs_is_not_said_to_be_drained
     facts = facts_of(tmp_path, node_story())
     for row in facts.drains:
         row.update(step="exclusion", outcome="done", undrained_at=None)
-    what = {line.name: line.what for line in node_lines(facts)}
-    assert what["n2"] == "left out of next jobs"
-    assert "; left out of next jobs; " in what["n3"]
+    what = {line.name: line.changes for line in node_lines(facts)}
+    assert what["n2"] == "excluded from your jobs"
+    assert "; excluded from your jobs; " in what["n3"]
 
 
 def test_a_node_that_never_came_is_told_of(tmp_path: Path) -> None:
     facts = facts_of(tmp_path, absent_story(), now_s=700.0)
     lines = {line.name: line for line in node_lines(facts)}
-    assert lines["n3"].what == "never came: has not joined within 600 s; replaced by n9"
+    assert lines["n3"].changes == "never joined: has not joined within 600 s; replaced by n9"
     assert lines["n3"].device_hours == 0.0
-    assert lines["n4"].what == ""
-    assert "node n3 never came: has not joined within 600 s" in page.html(facts)
+    assert lines["n4"].changes == ""
+    assert "node n3 never joined: has not joined within 600 s" in page.html(facts)
 
 
 def test_configuration_without_its_secrets() -> None:
@@ -437,7 +437,7 @@ def test_a_long_job_gives_a_small_page(tmp_path: Path) -> None:
     assert len(text.encode()) < 3_000_000
     words = " ".join(Page(text).words.split())
     assert "200 failures are left out here; `resihp history failures local-1` lists them." in words
-    assert "from least to most of 4 iterations" in words
+    assert "minimum to maximum of 4 iterations" in words
     assert "plans that took effect" in words
     assert len(markdown(facts)) < 20_000
     assert "and 580 more: `resihp history failures local-1`" in markdown(facts)
@@ -514,8 +514,8 @@ def test_a_prediction_far_from_what_is_usual_is_drawn_there_and_said_to_be(
     text = slowed(times, tmp_path)
     words = " ".join(Page(text).words.split())
     assert f"predicted, times {named}" in words
-    assert f"Iterations usually took {named} times what the cost model of the planner predicts for them" in words
-    assert "where 9 of 10 iterations are when nothing is slow, 1.00 to 1.00 of that line" in words
+    assert f"Iterations usually took {named} times as long as the planner's cost model predicts" in words
+    assert "range of 9 in 10 iterations when nothing is slow, 1.00 to 1.00 of the prediction" in words
     paths = {kind: path for path, kind in re.findall(r'<path d="(M[^"]+)" class="(observed|predicted)"', text)}
     assert paths["observed"] == paths["predicted"], "one upon the other"
 
@@ -524,7 +524,7 @@ def test_a_prediction_that_is_about_right_is_drawn_as_it_is(tmp_path: Path) -> N
     words = " ".join(Page(slowed(1.2, tmp_path)).words.split())
     assert "predicted, times" not in words
     assert "Iterations usually took" not in words
-    assert "1.20 to 1.20 of that line" in words
+    assert "1.20 to 1.20 of the prediction" in words
 
 
 def test_epochs_without_a_plan_or_a_picture_are_told_of(tmp_path: Path) -> None:
@@ -533,7 +533,7 @@ def test_epochs_without_a_plan_or_a_picture_are_told_of(tmp_path: Path) -> None:
     assert "Plans that never took effect are not drawn: epoch 2 (refused), epoch 3 (superseded)." in words
     assert "no plan:" not in words
     facts = msgspec.structs.replace(facts, plans=[row for row in facts.plans if row["epoch"] not in (1, 3, 4)])
-    why = "something else failed or changed before one was made"
+    why = "another failure or change came before one was made"
     assert f"Epoch 1 has no plan: {why}, and epoch 2 began in its place." in seen(facts)
     told = f"Epochs 3 to 4 have no plan: {why}, and epoch 5 began in their place."
     assert told in seen(facts)
@@ -649,11 +649,11 @@ def test_levels_of_suspects_are_drawn_and_what_became_of_suspicions_is_told(tmp_
     assert [at for at, _, _ in facts.scores.spread] == list(range(50, 601, 50))
     assert facts.scores.spread[3] == (200, 1 + 0.001 * 4, 1 + 0.001 * 17), "of the others"
     words = seen(facts).replace(" ", "")
-    assert "Ranks,andwhatwassuspected" in words
-    assert "rank2rank5rank6rank14rank15fromleasttomostoftheothers" in words
+    assert "Ranksandsuspicions" in words
+    assert "rank2rank5rank6rank14rank15rangeoftheothers" in words
     assert "rank21214+12.0%0.30fineitsprobeisfine" in words
     assert "link3-41214+60.0%0.97slow,failure2averdict" in words
-    assert "everybody1214+60.0%0.97notsettled" in words
+    assert "everybody1214+60.0%0.97stillopen" in words
     assert page.html(facts).count('class="rank rank-') == 5
 
 

@@ -19,7 +19,7 @@ from slurm.drains.exclusions import Exclusions
 from slurm.errors import SlurmOutputError, SlurmUnavailableError
 from tests.slurm.fake_slurm import FakeSlurm
 from tests.wrapper.run_requests import run_request
-from wrapper.commands.resume import RUN_FILE, CompletedError, asked_for, command_to_go_on, run_of
+from wrapper.commands.resume import RUN_FILE, CompletedError, command_to_go_on, requested_resumption, run_of
 from wrapper.commands.run import Options, prepare
 from wrapper.config.run_spec import RunRequest
 from wrapper.exit_codes import exit_code_of
@@ -130,7 +130,7 @@ def test_elements_of_an_array_are_runs_of_their_own(
         str(batch / "saved" / "12"),
     )
     assert unconfigured.checkpoint_folder == str(batch / "home" / "jobs" / "77_12-2" / "checkpoints")
-    assert f"job 77_1: an element of an array; its checkpoints are in {batch}/saved/1" in capsys.readouterr().err
+    assert f"job 77_1: task of a job array; its checkpoints are in {batch}/saved/1" in capsys.readouterr().err
     checkpoint(first, 5)
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
     again = start(1, checkpoint=saved)
@@ -175,9 +175,9 @@ def test_a_node_that_is_kept_out_and_was_given_all_the_same_is_told(
     Exclusions(batch / "home", "fake").add("n2", "Xid 79", time.time() + 60)
     Exclusions(batch / "home", "fake").add("n3", "Xid 79", time.time() + 60)
     start()
-    told = [line for line in capsys.readouterr().err.splitlines() if "kept out" in line]
+    told = [line for line in capsys.readouterr().err.splitlines() if "avoid it" in line]
     assert len(told) == 1
-    assert told[0].startswith("resihp: node n2: is in this allocation, though it is kept out of your jobs (Xid 79); ")
+    assert told[0].startswith("resihp: node n2: in this allocation, although your jobs avoid it (Xid 79); ")
     assert told[0].endswith("--exclude=n2")
 
 
@@ -236,10 +236,10 @@ def test_without_a_checkpoint_it_starts_afresh_with_a_notice(batch: Path, capsys
     start()
     again = start(1)
     assert (again.resume, again.begins_at) == (False, 0)
-    assert "restarted, and 77 left no complete checkpoint; starting afresh" in capsys.readouterr().err
+    assert "restarted, but 77 left no complete checkpoint; starting afresh" in capsys.readouterr().err
     other = start(2, command=(sys.executable, "train.py", "--other"))
     assert not other.resume
-    assert "no earlier run is found" in capsys.readouterr().err
+    assert "no earlier run is in" in capsys.readouterr().err
 
 
 def test_what_has_completed_is_not_run_once_more(batch: Path) -> None:
@@ -249,7 +249,7 @@ def test_what_has_completed_is_not_run_once_more(batch: Path) -> None:
     again = start(1)
     again.of_job.exit_code_file.write_text("0\n")
     for restart in (2, 3):
-        with pytest.raises(CompletedError, match="job 77: its run 77-r1 has completed, and Slurm started it once more"):
+        with pytest.raises(CompletedError, match="job 77: started again by Slurm, but its run 77-r1 has completed"):
             start(restart)
     assert len(runs_of("77")) == 2, "no folder was made"
     assert start(2, command=(sys.executable, "train.py", "--other")).begins_at == 0
@@ -285,7 +285,7 @@ def test_a_release_that_cannot_be_read_is_told_and_the_job_goes_on(
 def test_runs_that_get_nowhere_are_not_started_for_ever(batch: Path) -> None:
     for restart in range(3):
         start(restart)
-    with pytest.raises(RestartBudgetError, match="3 runs in a row began at the beginning, failed and added") as caught:
+    with pytest.raises(RestartBudgetError, match="3 runs in a row began at the beginning and failed without") as caught:
         start(3)
     assert exit_code_of(caught.value) == 4
     assert len(runs_of("77")) == 3, "no folder was made"
@@ -340,7 +340,7 @@ def test_runs_that_failed_do(batch: Path, how: str) -> None:
         request = start(restart)
         assert request.settings.restarts_left == 2 - restart
         ends(request, *FAILED[how])
-    with pytest.raises(RestartBudgetError, match="3 runs in a row began at the beginning, failed"):
+    with pytest.raises(RestartBudgetError, match="3 runs in a row began at the beginning and failed"):
         start(3)
 
 
@@ -432,6 +432,6 @@ def test_a_job_of_another_version_does_not_keep_from_the_checkpoints_of_the_one_
     checkpoint(request, 7)
     write_private(odd.run_file, b'{"settings": {}}')
     said: list[str] = []
-    found = asked_for(None, "", ("true",), said.append)
+    found = requested_resumption(None, "", ("true",), said.append)
     assert (found.folder, found.iteration) == (good.checkpoints, 7)
-    assert said[0].startswith(f"--resume: job {odd.name} is passed over: {odd.run_file}: not a run of this version")
+    assert said[0].startswith(f"--resume: job {odd.name} is skipped: {odd.run_file}: not a run of this version")

@@ -79,7 +79,7 @@ def test_nodes_where_jobs_failed_lately_are_left_out(job_file: Path) -> None:
     exclusions.add("n1", "mended", time.time() - 60)
     slurm = FakeSlurm(["n1", "n3", "n5"])
     _, told = submitted(job_file, slurm)
-    assert "avoids n3, n5: kept out of your jobs, see resihp node list" in told
+    assert "excludes n3, n5, as your jobs avoid them; see resihp node list" in told
     ((_, _, options),) = slurm.submissions
     assert options == ("--exclude=n3,n5",)
 
@@ -89,7 +89,7 @@ def test_where_that_cannot_be_known_the_job_is_submitted_all_the_same(job_file: 
     slurm.refuse["cluster"] = "no answer"
     ids, told = submitted(job_file, slurm)
     assert len(ids) == 1
-    assert any("whether nodes are to be avoided is not known" in line for line in told)
+    assert any("the list of nodes to avoid is unknown" in line for line in told)
 
 
 def test_gpus_of_one_type_are_asked_for(job_file: Path) -> None:
@@ -131,11 +131,11 @@ def test_the_script_of_a_submitted_job_stays_with_a_copy_of_its_file(job_file: P
     assert told[0] == f"submitted job {job_id}: 4 nodes of 2 GPUs; script {script}"
     here = job_file.parent
     assert told[1] == (
-        f"output: {here}/resihp-{job_id}.out; once it runs its folder is {here}/home/jobs/{job_id}, "
-        f"logs in {here}/home/jobs/{job_id}/logs"
+        f"output: {here}/resihp-{job_id}.out; once it runs, its folder is {here}/home/jobs/{job_id}, "
+        f"with logs in {here}/home/jobs/{job_id}/logs"
     )
     assert told[2] == (
-        f"resihp jobs tells whether it waits, squeue --start --jobs={job_id} when it may start; then: "
+        f"resihp jobs shows whether it is queued, squeue --start --jobs={job_id} when it may start; then: "
         f"resihp status {job_id} --watch, and resihp logs {job_id} -f"
     )
     assert told[-1] == f"to end it: scancel {job_id}"
@@ -147,7 +147,7 @@ def test_output_and_folder_are_where_the_script_says(job_file: Path, monkeypatch
     job_file.write_text(JOB.replace("[job]\n", "[job]\nname = 'gpt'\n") + LAYOUT + extra)
     (job_id,), told = submitted(job_file, FakeSlurm())
     assert (
-        f"output: /logs/gpt.{job_id}.%N.txt; once it runs its folder is /scratch/me/.resihp/jobs/{job_id}," in told[1]
+        f"output: /logs/gpt.{job_id}.%N.txt; once it runs, its folder is /scratch/me/.resihp/jobs/{job_id}," in told[1]
     )
 
 
@@ -204,7 +204,7 @@ def test_a_layout_or_program_that_cannot_be_is_refused(job_file: Path) -> None:
         ("Batch job submission failed: Invalid qos specification", r"sacctmgr show .*; set qos in \[slurm\]"),
         (
             "Batch job submission failed: Requested node configuration is not available",
-            r"sinfo -o '%P %D %c %m %G %f' lists what there is; change \[job\]",
+            r"sinfo -o '%P %D %c %m %G %f' lists the nodes; change \[job\]",
         ),
         (
             "Batch job submission failed: Requested operation not supported on this system",
@@ -226,5 +226,7 @@ def test_a_refusal_names_the_command_that_tells_more(job_file: Path, said: str, 
 def test_no_answer_is_not_a_refusal(job_file: Path) -> None:
     slurm = FakeSlurm()
     slurm.unavailable = True
-    with pytest.raises(SlurmUnavailableError, match="may have been submitted all the same, squeue --me --name=resihp"):
+    with pytest.raises(
+        SlurmUnavailableError, match="may have been submitted anyway, check with squeue --me --name=resihp"
+    ):
         submitted(job_file, slurm)

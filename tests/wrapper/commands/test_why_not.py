@@ -77,36 +77,36 @@ def changed(**changes: Any) -> RankAnswer:
 
 def test_a_running_job_s_rank_is_told_level_evidence_and_reference(url: str) -> None:
     assert told(url, 6, LIVE) == [
-        "rank 6 (n2 device 2) is not taken to be slow: at 1.031 of its healthy time",
-        "41.0 % of the evidence that makes a finding; its times vary by 0.9 % from one iteration to the next",
+        "rank 6 (n2 device 2) is not considered slow: at 1.031 of its healthy time",
+        "41.0 % of the evidence needed for a finding; its times vary by 0.9 % from one iteration to the next",
         "compared with 3 others of the same work, and with its own past",
         "last measured in iteration 402, of 402 committed",
         "suspicion 4: +60.0% since iteration 12, confidence 0.97: dropped, rank 5 explains it",
     ]
     alone = told(url, 6, changed(peers=0, pardon=0.02, pardoned_until=812))
-    assert alone[2] == "no other rank has the same work: compared with its own past alone"
+    assert alone[2] == "no other rank has the same work: compared only with its own past"
     assert alone[3] == (
-        "a probe found it healthy: up to 1.020 of its healthy time is not told again until iteration 812"
+        "a probe found it healthy: up to 1.020 of its healthy time is not reported again before iteration 812"
     )
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"detector": "off"}, "nobody looks: [adapt] detect is false"),
-        ({"working": False, "level": None}, "has no work under the present plan"),
+        ({"detector": "off"}, "not monitored, as detect is false in [adapt]"),
+        ({"working": False, "level": None}, "has no work under the current plan"),
         ({"unwatched": True, "reported": 12}, "is not watched: silent since iteration 12"),
         ({"unwatched": True, "reported": None}, "is not watched: it never reported"),
-        ({"detector": "plain times", "level": None}, "plain iteration times alone are judged"),
-        ({"detector": "iterations", "level": None}, "judges whole iterations, no rank by itself"),
+        ({"detector": "plain times", "level": None}, "only iteration times of the whole job are known"),
+        ({"detector": "iterations", "level": None}, "judges whole iterations, not single ranks"),
         ({"detector": "warming up", "level": None}, "the detector is warming up"),
-        ({"slow": True, "level": 1.5}, "is taken to be slow, found by the detector, no verdict yet: at 1.500"),
+        ({"slow": True, "level": 1.5}, "is considered slow, flagged by the detector, no verdict yet: at 1.500"),
     ],
 )
 def test_a_blind_watcher_does_not_look_healthy(url: str, changes: dict[str, Any], words: str) -> None:
     first = told(url, 6, changed(**changes))[0]
     assert words in first
-    assert "not taken to be slow" not in first
+    assert "not considered slow" not in first
 
 
 def test_the_supervisor_of_a_running_job_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +137,7 @@ def test_the_supervisor_of_a_running_job_is_asked(monkeypatch: pytest.MonkeyPatc
             result = resihp("why-not", "6", "--json")
             assert (result.exit_code, json.loads(result.stdout)["live"]) == (0, False)
             is_told = not isinstance(reply, OperatorReply) or reply.ok
-            assert ("what follows is of the ledger" in result.stderr) == is_told
+            assert ("falling back to the ledger" in result.stderr) == is_told
         assert asked == [6] * 4
         monkeypatch.setattr("wrapper.job_folder.ours", lambda found: None)
         assert json.loads(resihp("why-not", "6", "--json").stdout)["live"] is False
@@ -150,11 +150,11 @@ def test_the_supervisor_of_a_running_job_is_asked(monkeypatch: pytest.MonkeyPatc
 
 def test_of_a_job_that_is_over_the_last_score_is_told(url: str) -> None:
     text = " ".join(resihp("why-not", "2", "--ledger", url).stdout.split())
-    assert "is not taken to be slow: at 1.119 of its healthy time when it was last noted, in iteration 20" in text
+    assert "is not considered slow: at 1.119 of its healthy time when it was last noted, in iteration 20" in text
     assert "6.0 % of the evidence" in text
     assert "suspicion 2: +12.0% since iteration 12, confidence 0.30: fine (probe 3), its probe is fine" in text
     slow = " ".join(resihp("why-not", "5", "--ledger", url).stdout.split())
-    assert "is taken to be slow, failure 1: at 1.610 of its healthy time" in slow
+    assert "is considered slow, failure 1: at 1.610 of its healthy time" in slow
     assert "failure 1: at 62.0 % of its speed from iteration 12 on" in slow
     assert "never suspected in this job" in resihp("why-not", "0", "--ledger", url).stdout
 
@@ -174,7 +174,7 @@ def test_what_a_group_waits_for_does_not_make_its_ranks_slow(tmp_path: Path) -> 
         ledger.scores(10, [(rank, 1.02, 0.2) for rank in range(8)])
         assert ledger.flush(30)
     sentences = told(url, 5)
-    assert sentences[0].startswith("rank 5 (n2 device 1) is not taken to be slow: at 1.020 of its healthy time")
+    assert sentences[0].startswith("rank 5 (n2 device 1) is not considered slow: at 1.020 of its healthy time")
     assert any(cause in sentence for sentence in sentences), sentences
 
 

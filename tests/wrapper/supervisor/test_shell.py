@@ -39,7 +39,7 @@ from tests.wrapper.agent.test_election import beginning
 from tests.wrapper.run_requests import run_request
 from tests.wrapper.supervisor.journaling.test_replication import membership_of
 from wrapper.config.run_spec import RunRequest
-from wrapper.exit_codes import DEPOSED
+from wrapper.exit_codes import LEADER_DEPOSED
 from wrapper.job_folder import Job, SupervisorFile, create_local_job
 from wrapper.supervisor import attention, shell
 from wrapper.supervisor.shell import Supervisor
@@ -293,7 +293,7 @@ def test_that_it_leads_is_written_once_a_quorum_follows(job: Job) -> None:
 def test_without_a_quorum_from_the_start_it_gives_up(job: Job) -> None:
     async def scene(it: Scene) -> None:
         await it.follow("n3")
-        assert await it.running == DEPOSED
+        assert await it.running == LEADER_DEPOSED
 
     it = play(job, scene)
     assert it.entries == []
@@ -307,7 +307,7 @@ def test_an_agent_of_a_later_term_ends_the_lead(job: Job) -> None:
         await it.until(lambda: it.entries)
         it.agents["n3"].term = 3
         await it.reach("n3")
-        assert await it.running == DEPOSED
+        assert await it.running == LEADER_DEPOSED
 
     it = play(job, scene)
     assert [type(entry) for entry in it.entries] == [LeaderChosen], "what a deposed leader has to say is not written"
@@ -376,7 +376,7 @@ def test_a_leader_that_cannot_write_steps_back_and_leaves_the_job_alone(
         if error is None:
             disk.works.clear()
         it.answer(api.Log(entry=OTHER), api.Say(level="notice", text="done"))
-        assert await it.running == DEPOSED
+        assert await it.running == LEADER_DEPOSED
 
     it = play(job, scene)
     assert it.entries == it.entries[:1]
@@ -454,7 +454,7 @@ def test_the_end_is_a_decision_and_nobody_else_s_job_is_ended(job: Job) -> None:
         for agent in it.agents.values():
             agent.deaf = True
         it.answer(ENDED, END)
-        assert await it.running == DEPOSED
+        assert await it.running == LEADER_DEPOSED
 
     it = play(job, scene)
     assert it.exit_code == ""
@@ -505,7 +505,7 @@ def test_a_leader_that_most_have_left_does_nothing_more(job: Job) -> None:
         it.agents["n3"].leave()
         await it.until(lambda: it.supervisor._links.connected(["n1", "n2"]) == {"n1"})
         it.answer(api.DropNode(node="n2"), ENDED, END)
-        assert await it.running == DEPOSED
+        assert await it.running == LEADER_DEPOSED
 
     it = play(job, scene)
     assert it.launcher.killed == []

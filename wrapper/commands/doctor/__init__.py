@@ -1,5 +1,5 @@
-"""`resihp doctor`: can this machine, this cluster, this allocation run it? Looks, changes nothing.
+"""`resihp doctor`: check whether this machine, cluster and allocation can run resihp. Changes nothing.
 
-`command` puts the checks together: of the `machine`, its `places`, Slurm (`slurm_checks` asks, `slurm_settings` and
-`site` say what it means), and all `nodes` of an allocation.
+`command` runs the checks: of the `machine`, its `places`, Slurm (`slurm_checks` queries it, `slurm_settings` and `site`
+interpret the answers), and all `nodes` of an allocation.
 """

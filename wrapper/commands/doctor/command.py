@@ -1,7 +1,7 @@
-"""`resihp doctor`: can this cluster run it? Looks, changes nothing, and says the next command to type.
+"""`resihp doctor`: check whether this cluster can run resihp, and name the next command to type. Changes nothing.
 
-Every check has a thread and a time of its own: one that hangs is `unknown`, and so is one that breaks. What cannot be
-looked at from here is `skipped`, with what would tell. Exit code 3 when something failed or gave no answer: a blind
+Every check runs in its own thread with its own timeout: a check that hangs or raises is `unknown`. A check that is not
+possible from here is `skipped`, with advice on how to run it. Exit code 3 if a check failed or gave no answer: a blind
 doctor must not look healthy.
 """
 
@@ -27,12 +27,13 @@ if TYPE_CHECKING:
     from wrapper.commands.doctor.machine import CheckResult
     from wrapper.commands.doctor.slurm_checks import Check
 
-SCHEMA = 1
-UNHEALTHY = 3
-"""Exit code."""
-PATIENCE_S = 30.0
-LONGER = {"torch": 3, "nodes": 3}
-"""Checks that start large programs, or some on all nodes, and how many times as long they may take."""
+JSON_SCHEMA = 1
+UNHEALTHY_EXIT_CODE = 3
+"""Exit code if a check failed or gave no answer."""
+DEFAULT_TIMEOUT_S = 30.0
+"""Default timeout of a check, in seconds."""
+TIMEOUT_FACTORS = {"torch": 3, "nodes": 3}
+"""Factors on the timeout for checks that start large programs, or programs on all nodes."""
 
 _log = logging.getLogger("resihp.doctor")
 
@@ -43,7 +44,7 @@ def register(app: typer.Typer) -> None:
 
 
 def connect() -> tuple[Slurm, Survey]:
-    """The Slurm of this machine."""
+    """Return the clients for this machine's Slurm."""
     from slurm.commands import CommandLine
     from slurm.survey import CommandSurvey
 
@@ -52,48 +53,48 @@ def connect() -> tuple[Slurm, Survey]:
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
-    config: Annotated[Path | None, typer.Option(help="A job file (TOML), to look at what it asks for.")] = None,
-    timeout: Annotated[str, typer.Option(help="How long a check may take.", show_default="30s")] = "30s",
+    config: Annotated[Path | None, typer.Option(help="Job file (TOML) to check.")] = None,
+    timeout: Annotated[str, typer.Option(help="Time limit of a check.", show_default="30s")] = "30s",
 ) -> None:
-    """Look whether this machine, and the Slurm cluster it belongs to, can run resihp.
+    """Check whether this machine and its Slurm cluster can run resihp.
 
-    In an allocation it looks at all of its nodes: salloc --nodes=2 resihp doctor
+    In an allocation, all of its nodes are checked: salloc --nodes=2 resihp doctor
 
-    Exit code 3 when something failed or gave no answer.
+    Exit code 3 if a check failed or gave no answer.
     """
     from wrapper.config.values import duration
 
     try:
-        patience_s = duration(timeout) or PATIENCE_S
+        timeout_s = duration(timeout) or DEFAULT_TIMEOUT_S
     except ValueError as error:
         raise UsageError(f"--timeout {timeout!r}: {error}") from None
-    findings = run(checks(config), patience_s)
+    findings = run(checks(config), timeout_s)
     if as_json:
         import msgspec
 
         rows = [msgspec.to_builtins(finding) for finding in findings]
-        print(json.dumps({"schema": SCHEMA, "healthy": is_healthy(findings), "rows": rows}))
+        print(json.dumps({"schema": JSON_SCHEMA, "healthy": is_healthy(findings), "rows": rows}))
     else:
         show(findings)
     if not is_healthy(findings):
-        raise typer.Exit(UNHEALTHY)
+        raise typer.Exit(UNHEALTHY_EXIT_CODE)
 
 
 def checks(job_file: Path | None = None) -> dict[str, Check]:
-    """What applies here, in the order of the report."""
+    """Return the checks that apply here, in the order of the report."""
     from wrapper.commands.doctor import slurm_settings
     from wrapper.commands.doctor.slurm_checks import SlurmChecks
 
-    found = here(job_file)
+    checks_here = here(job_file)
     if not slurm_settings.is_there():
         text = "no Slurm on this machine: only resihp run --local works"
-        found["slurm"] = lambda: [_finding("slurm", "skipped", text, "on a cluster's login node this looks further")]
-        return found
-    return found | SlurmChecks(*connect(), os.environ, job_file).by_name()
+        checks_here["slurm"] = lambda: [_finding("slurm", "skipped", text, "run it on a login node to check Slurm")]
+        return checks_here
+    return checks_here | SlurmChecks(*connect(), os.environ, job_file).by_name()
 
 
 def here(job_file: Path | None = None) -> dict[str, Check]:
-    """What is looked at on this machine."""
+    """Return the checks of this machine."""
     from wrapper.commands.doctor import machine, places, training_libraries
 
     return {
@@ -111,20 +112,20 @@ def here(job_file: Path | None = None) -> dict[str, Check]:
 
 
 def _nodes_of(job_file: Path | None) -> int:
-    """Of the allocation that we are in, or of the job that is configured; spares included."""
+    """Return the number of nodes of this allocation, or of the configured job with its spares."""
     from wrapper.config.schema import read
 
     if allocated := os.environ.get("SLURM_NNODES"):
         return int(allocated)
     try:
-        found = read({}, job_file)
+        configuration = read({}, job_file)
     except ResihpError:
-        return 1  # what is wrong with it is said elsewhere
-    return found.job.nodes + found.slurm.spares
+        return 1  # the check of the configuration reports the error
+    return configuration.job.nodes + configuration.slurm.spares
 
 
-def run(wanted: Mapping[str, Check], patience_s: float) -> list[CheckResult]:
-    """All at once, each in a thread; what does not come back in time is unknown, and its thread left behind."""
+def run(checks_by_name: Mapping[str, Check], timeout_s: float) -> list[CheckResult]:
+    """Run all checks at once, each in a thread; a check that exceeds its time is unknown, and its thread abandoned."""
     results: dict[str, list[CheckResult]] = {}
 
     def look(name: str, check: Check) -> None:
@@ -132,25 +133,26 @@ def run(wanted: Mapping[str, Check], patience_s: float) -> list[CheckResult]:
             results[name] = list(check())
         except ResihpError as error:
             results[name] = [_finding(name, "failed", str(error))]
-        except Exception as error:  # noqa: BLE001 - what breaks a check is not known to be well
+        except Exception as error:  # noqa: BLE001 - a check that raises says nothing about its subject
             _log.debug("%s", name, exc_info=True)
-            results[name] = [_finding(name, "unknown", f"could not be looked at: {type(error).__name__}: {error}")]
+            results[name] = [_finding(name, "unknown", f"the check failed: {type(error).__name__}: {error}")]
 
     threads = {}
     began = time.monotonic()
-    for name, check in wanted.items():
+    for name, check in checks_by_name.items():
         threads[name] = threading.Thread(target=look, args=(name, check), name=name, daemon=True)
         threads[name].start()
-    found: list[CheckResult] = []
+    findings: list[CheckResult] = []
     for name, thread in threads.items():
-        longest_s = patience_s * LONGER.get(name, 1)
+        longest_s = timeout_s * TIMEOUT_FACTORS.get(name, 1)
         thread.join(max(0.0, began + longest_s - time.monotonic()))
         text = f"no answer within {longest_s:g} s"
-        found += results.get(name) or [_finding(name, "unknown", text, "resihp doctor --timeout 5m waits longer")]
-    return found
+        findings += results.get(name) or [_finding(name, "unknown", text, "resihp doctor --timeout 5m waits longer")]
+    return findings
 
 
 def is_healthy(findings: Sequence[CheckResult]) -> bool:
+    """Return whether all checks gave an answer and none failed."""
     return not any(finding.outcome in ("failed", "unknown") for finding in findings)
 
 
@@ -161,7 +163,7 @@ def _finding(check: str, outcome: object, text: str, advice: str = "") -> CheckR
 
 
 def show(findings: Sequence[CheckResult]) -> None:
-    """The report on stdout, what it comes to on stderr."""
+    """Print the report on stdout, and its summary on stderr."""
     from rich.text import Text
 
     from wrapper.output.answers import console
@@ -170,7 +172,7 @@ def show(findings: Sequence[CheckResult]) -> None:
     from wrapper.output.tables import show as show_table
 
     styles = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": "dim", "unknown": "bold magenta"}
-    columns = (Column("check"), Column("", kept=True), Column("what was found, and what to do", wraps=True))
+    columns = (Column("check"), Column("", kept=True), Column("finding and advice", wraps=True))
     rows = []
     for finding in findings:
         text = Text(literal(finding.text))
@@ -179,8 +181,8 @@ def show(findings: Sequence[CheckResult]) -> None:
         rows.append((finding.check, Text(finding.outcome, style=styles[finding.outcome]), text))
     show_table(console(), columns, rows)
     counts = {outcome: sum(finding.outcome == outcome for finding in findings) for outcome in styles}
-    told = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)
-    end = "this can run resihp" if is_healthy(findings) else "this cannot run resihp as it is"
+    totals = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)
+    end = "resihp can run here" if is_healthy(findings) else "resihp cannot run here as it is"
     if not counts["failed"] and counts["unknown"]:
-        end = "what gave no answer may be broken"
-    print(f"resihp: {told}: {end}", file=sys.stderr)
+        end = "checks without an answer may hide a fault"
+    print(f"resihp: {totals}: {end}", file=sys.stderr)

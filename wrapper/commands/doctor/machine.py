@@ -1,8 +1,8 @@
-"""What `resihp doctor` looks at on one machine: Python, packages, GPUs, limits.
+"""Checks of `resihp doctor` on one machine: Python, packages, GPUs, limits.
 
-Each check yields findings and changes nothing. It never raises for what it looks for; what it did not think of,
-`wrapper.commands.doctor.command` reports as unknown. Folders, ledger and ports: `wrapper.commands.doctor.places`;
-torch and what comes with it: `wrapper.commands.doctor.training_libraries`.
+Each check yields findings and changes nothing. It does not raise for the faults that it looks for;
+`wrapper.commands.doctor.command` reports an unforeseen exception as unknown. Folders, ledger and ports:
+`wrapper.commands.doctor.places`; torch and its libraries: `wrapper.commands.doctor.training_libraries`.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ import msgspec
 from resihp.words import count_of
 
 Outcome = Literal["ok", "warning", "failed", "skipped", "unknown"]
-FILES_OF_A_NODE, OTHER_FILES = 3, 256
-"""Descriptors of a supervisor: an agent's connection, the one that takes its place, one that has yet to prove the key;
-and all else. Agents that choose a successor need no more than that for a small job."""
-SOMAXCONN = Path("/proc/sys/net/core/somaxconn")
-SUBPROCESS_S = 60.0
+FILES_PER_NODE, OTHER_FILES = 3, 256
+"""File descriptors that a supervisor needs: per node (an agent's connection, one that replaces it, and one that has not
+yet proven the key), and for everything else. An agent that takes part in an election needs no more than a supervisor of
+a small job."""
+SOMAXCONN_FILE = Path("/proc/sys/net/core/somaxconn")
+SUBPROCESS_TIMEOUT_S = 60.0
 VISIBLE_DEVICES = Path("/dev")
 
 
 class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the report. `advice`: what to type or change. `nodes`: where, empty for here.
+    """One line of the report. `advice`: the command to type or setting to change. `nodes`: empty for this machine.
 
-    `skipped`: does not apply here, or could not be looked at from here, as the text says; `unknown`: no answer.
+    `skipped`: the check does not apply, or is not possible from here, as the text says; `unknown`: no answer.
     """
 
     check: str
@@ -54,31 +55,31 @@ _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)(?:\[[^\]]*\])?\s*([^;]*)(;.*)?")
 
 
 def packages() -> Iterator[CheckResult]:
-    """What resihp needs of Python packages, by its own metadata."""
+    """Check that the Python packages required by resihp's own metadata are installed."""
     try:
         wanted = metadata.requires("resihp") or []
     except metadata.PackageNotFoundError:
-        text = "resihp is not installed in this environment, it runs from its folder"
+        text = "resihp is not installed in this environment; it runs from its folder"
         yield CheckResult(check="packages", outcome="warning", text=text, advice="pip install resihp")
         return
-    amiss = []
+    problems = []
     for requirement in wanted:
         match = _REQUIREMENT.fullmatch(requirement)
         if match is None or "extra ==" in (match[3] or ""):
             continue
-        name, least = match[1], re.search(r">=\s*([0-9.]+)", match[2])
-        found = _version(name)
-        if found is None:
-            amiss.append(f"{name} is missing")
-        elif least and numbers(found) < numbers(least[1]):
-            amiss.append(f"{name} {found} is older than {least[1]}")
+        name, min_version = match[1], re.search(r">=\s*([0-9.]+)", match[2])
+        version = _version(name)
+        if version is None:
+            problems.append(f"{name} is missing")
+        elif min_version and numbers(version) < numbers(min_version[1]):
+            problems.append(f"{name} {version} is older than {min_version[1]}")
     extras = ("opentelemetry-sdk", "prometheus-client", "psycopg", "tensorboard")
-    there = [f"{name} {version}" for name in extras if (version := _version(name))]
+    installed_extras = [f"{name} {version}" for name in extras if (version := _version(name))]
     own = f"resihp {_version('resihp')}"
-    if amiss:
-        yield CheckResult(check="packages", outcome="failed", text="; ".join(amiss), advice="pip install -U resihp")
+    if problems:
+        yield CheckResult(check="packages", outcome="failed", text="; ".join(problems), advice="pip install -U resihp")
     else:
-        yield CheckResult(check="packages", outcome="ok", text=", ".join([own, *there]))
+        yield CheckResult(check="packages", outcome="ok", text=", ".join([own, *installed_extras]))
 
 
 def _version(name: str) -> str | None:
@@ -107,7 +108,7 @@ def gpus() -> Iterator[CheckResult]:
     devices = sorted(VISIBLE_DEVICES.glob("nvidia[0-9]*"))
     if shutil.which("nvidia-smi") is None:
         if devices:
-            text = f"{count_of(len(devices), 'GPU')}, and no nvidia-smi to ask about them"
+            text = f"{count_of(len(devices), 'GPU')}, but nvidia-smi is not installed"
             yield CheckResult(check="gpus", outcome="warning", text=text, advice="install NVIDIA's driver utilities")
         else:
             yield CheckResult(check="gpus", outcome="skipped", text="no NVIDIA GPU on this machine")
@@ -117,8 +118,8 @@ def gpus() -> Iterator[CheckResult]:
         yield CheckResult(check="gpus", outcome="unknown", text=f"nvidia-smi: {done}", advice="dmesg | grep -i xid")
         return
     if done.returncode:
-        why = (done.stdout.strip() or done.stderr.strip()).splitlines()[:1]
-        text = f"nvidia-smi ended with {done.returncode}: {''.join(why)[:200]}"
+        first_line = (done.stdout.strip() or done.stderr.strip()).splitlines()[:1]
+        text = f"nvidia-smi ended with {done.returncode}: {''.join(first_line)[:200]}"
         outcome: Outcome = "failed" if devices else "skipped"
         yield CheckResult(check="gpus", outcome=outcome, text=text, advice="nvidia-smi; dmesg | grep -i xid")
         return
@@ -131,12 +132,14 @@ def gpus() -> Iterator[CheckResult]:
     name, mib, driver = sorted(kinds)[0]
     memory = f"{int(mib) / 1024:.0f} GiB" if mib.isdigit() else mib
     text = f"{len(rows)} x {name}, {memory}, driver {driver}{_nvml()}"
-    wrong = [f"GPU {row[0]} has {row[4]} uncorrected memory errors" for row in rows if row[4].isdigit() and int(row[4])]
-    if wrong:
+    memory_errors = [
+        f"GPU {row[0]} has {row[4]} uncorrected memory errors" for row in rows if row[4].isdigit() and int(row[4])
+    ]
+    if memory_errors:
         advice = "nvidia-smi -q -d ECC,ROW_REMAPPER; dcgmi diag -r 3"
-        yield CheckResult(check="gpus", outcome="failed", text=f"{text}; {', '.join(wrong)}", advice=advice)
-    elif sliced := [f"GPU {row[0]}" for row in rows if row[5] == "Enabled"]:
-        text += f"; {', '.join(sliced)} may be cut into slices (MIG), and NCCL connects whole GPUs only"
+        yield CheckResult(check="gpus", outcome="failed", text=f"{text}; {', '.join(memory_errors)}", advice=advice)
+    elif mig_gpus := [f"GPU {row[0]}" for row in rows if row[5] == "Enabled"]:
+        text += f"; {', '.join(mig_gpus)} in MIG mode, and NCCL connects whole GPUs only"
         yield CheckResult(check="gpus", outcome="warning", text=text, advice="ask for whole GPUs; nvidia-smi -mig 0")
     elif len(kinds) > 1:
         yield CheckResult(check="gpus", outcome="warning", text=f"{len(rows)} GPUs of {len(kinds)} kinds on one node")
@@ -145,7 +148,7 @@ def gpus() -> Iterator[CheckResult]:
 
 
 def _nvml() -> str:
-    """Whether NVML answers; nothing where its Python package is not installed."""
+    """Return whether NVML answers, for the line about GPUs; empty if its Python package is not installed."""
     try:
         import pynvml  # type: ignore[import-not-found,unused-ignore]  # where it is installed
     except ImportError:
@@ -160,16 +163,14 @@ def _nvml() -> str:
 
 
 def limits(nodes: int = 1) -> Iterator[CheckResult]:
-    """Of this machine, for a job of so many nodes whose supervisor may run here."""
+    """Check the limits of this machine for a job of `nodes` nodes whose supervisor may run here."""
     yield from _open_files(nodes)
     with suppress(OSError, ValueError):
-        most = int(SOMAXCONN.read_text())
-        if most < nodes:
-            text = (
-                f"{most} at once (net.core.somaxconn), and {nodes} agents may come at once: the others try again later"
-            )
+        backlog = int(SOMAXCONN_FILE.read_text())
+        if backlog < nodes:
+            text = f"{backlog} (net.core.somaxconn), but {nodes} agents may connect at once: the rest have to retry"
             advice = "sysctl -w net.core.somaxconn=4096"
-            yield CheckResult(check="connections that wait", outcome="warning", text=text, advice=advice)
+            yield CheckResult(check="listen backlog", outcome="warning", text=text, advice=advice)
     fabric = Path("/sys/class/infiniband")
     cards = sorted(card.name for card in fabric.iterdir()) if fabric.is_dir() else []
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -182,9 +183,9 @@ def limits(nodes: int = 1) -> Iterator[CheckResult]:
 
 
 def _open_files(nodes: int) -> Iterator[CheckResult]:
-    """The hard limit counts: supervisor and agents raise the soft one to it (`resihp.process.raise_open_files`)."""
+    """Check the hard limit, to which supervisor and agents raise the soft one (`resihp.process.raise_open_files`)."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = FILES_OF_A_NODE * nodes + OTHER_FILES
+    needed = FILES_PER_NODE * nodes + OTHER_FILES
     text = f"{_limit(hard)} at most"
     job = f"a job of {nodes} node{'s' if nodes > 1 else ''} needs {needed}"
     if 0 <= hard < needed:
@@ -198,8 +199,8 @@ def _limit(value: int, unit: str = "") -> str:
     return "unlimited" if value == resource.RLIM_INFINITY else f"{value} {unit}".strip()
 
 
-def run_command(argv: list[str], timeout_s: float = SUBPROCESS_S) -> subprocess.CompletedProcess[str] | str:
-    """A command's end, or why there is none."""
+def run_command(argv: list[str], timeout_s: float = SUBPROCESS_TIMEOUT_S) -> subprocess.CompletedProcess[str] | str:
+    """Run a command and return its result; a text with the reason if it did not start or end in time."""
     try:
         return subprocess.run(
             argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s, check=False

@@ -1,8 +1,8 @@
-"""What `resihp doctor` looks at on all nodes of an allocation: one probe on each, started by Slurm, that reports.
+"""Checks of `resihp doctor` on all nodes of an allocation: Slurm starts one probe per node, which reports.
 
-A probe says what it found on its node, in one line on stdout, and connects back to the doctor, as an agent would to
-its supervisor: that shows that the port can be reached, and over it both clocks are compared. What a node does not
-answer is a finding, too. `main` is the probe.
+A probe prints its findings in one line on stdout and connects back to the doctor, as an agent would to its supervisor:
+this shows that the port can be reached, and both clocks are compared over the connection. A node that does not answer
+is a finding, too. `main` is the probe.
 """
 
 from __future__ import annotations
@@ -32,67 +32,68 @@ if TYPE_CHECKING:
     from slurm.survey import Survey
     from wrapper.launch.allocation import Allocation
 
-MARK = "resihp-doctor "
-"""Begins the line of a probe: what else a node says at login is not read."""
-NODES_S = 60.0
-CONNECT_S = 5.0
-EXCHANGES = 5
-SKEW_S, WORST_SKEW_S = 0.5, 60.0
-"""Above the first, times in the ledger jump when another node takes over; above the second munge soon refuses."""
+PROBE_PREFIX = "resihp-doctor "
+"""Prefix of a probe's line; other output, such as a node's login messages, is ignored."""
+PROBE_TIMEOUT_S = 60.0
+CONNECT_TIMEOUT_S = 5.0
+CLOCK_EXCHANGES = 5
+MAX_SKEW_S, MUNGE_SKEW_S = 0.5, 60.0
+"""Clock differences, in seconds. Above the first, times in the ledger jump when another node takes over; above the
+second, munge soon refuses."""
 ON_NODES = {
     "gpus": gpus,
     "limits": lambda: limits(int(os.environ.get("SLURM_NNODES") or 1)),
     "journal": journal,
 }
-"""What a probe looks at beside the home, the connection and the clock."""
-TOLD = 8
-"""So many nodes are named; of more, their number is."""
+"""Checks of a probe, besides the home, the connection and the clock."""
+MAX_NODES_NAMED = 8
+"""Most nodes listed by name; of more, three are named and the rest are counted."""
 
 
 class NodeReport(msgspec.Struct, frozen=True):
-    """One probe's line."""
+    """Content of one probe's line."""
 
     node: str
     findings: tuple[CheckResult, ...]
     home: str
-    """What is wrong with RESIHP_HOME there; empty when it is ours."""
+    """Fault of RESIHP_HOME on that node; empty if it is the same folder as here."""
     connection: str
-    """Why the doctor could not be reached; empty when it was."""
+    """Reason why the doctor could not be reached; empty if it was."""
     version: str
     interfaces: dict[str, str] = {}
-    """Those that are up, with their addresses."""
+    """Network interfaces that are up, with their addresses."""
 
 
 def outside(nodes: int = 2) -> Iterator[CheckResult]:
-    """What cannot be looked at without an allocation."""
-    text = "shared folder, clocks, ports and GPUs of the nodes: not looked at from outside of an allocation"
+    """Yield the finding that nodes are not checked without an allocation."""
+    text = "shared folder, clocks, ports and GPUs of the nodes: not checked outside of an allocation"
     yield CheckResult(check="nodes", outcome="skipped", text=text, advice=f"salloc --nodes={nodes} resihp doctor")
 
 
 def examine(
-    found: Allocation,
+    allocation: Allocation,
     slurm: Slurm,
     survey: Survey,
     home: Path,
     *,
     ports: Ports | None = None,
     interface: str = "",
-    timeout_s: float = NODES_S,
+    timeout_s: float = PROBE_TIMEOUT_S,
 ) -> Iterator[CheckResult]:
-    """Findings over all nodes. Raises SlurmError when nothing can be started."""
+    """Yield findings over all nodes of the allocation. Raises SlurmError if no probe can be started."""
     from wrapper.launch.allocation import addresses, own_address
 
-    nodes = found.nodes
-    names = addresses(slurm, nodes)
-    here = names.get(found.batch_node) or socket.gethostname()
-    others = [name for node, name in names.items() if node != found.batch_node]
-    host = own_address(here, others or [here])
+    nodes = allocation.nodes
+    addresses_by_node = addresses(slurm, nodes)
+    own_host_name = addresses_by_node.get(allocation.batch_node) or socket.gethostname()
+    other_addresses = [name for node, name in addresses_by_node.items() if node != allocation.batch_node]
+    host = own_address(own_host_name, other_addresses or [own_host_name])
     note = nearest(home) / f".resihp-doctor-{secrets.token_hex(8)}"
     try:
         _leave(note, note.name)
         with ClockCheck(host, ports=ports) as clock:
             argv = [sys.executable, "-P", "-m", "wrapper.commands.doctor.nodes", clock.host, str(clock.port), str(note)]
-            output = survey.on_nodes(found.number, nodes, argv, timeout_s=timeout_s)
+            output = survey.on_nodes(allocation.number, nodes, argv, timeout_s=timeout_s)
         reports = read(output, nodes)
         written = {node for node in nodes if note.with_name(f"{note.name}-{node}").exists()}
     finally:
@@ -100,52 +101,52 @@ def examine(
             with suppress(OSError):
                 path.unlink()
     yield from judge(nodes, reports, written, clock.skews, home)
-    yield from _given_gpus(found.gpus_per_node or 0, reports)
+    yield from _given_gpus(allocation.gpus_per_node or 0, reports)
     if interface:
         yield from interfaces_of(interface, reports)
 
 
 def _leave(note: Path, text: str) -> None:
-    """Write a file that is not there yet; a link in its place is not written through."""
+    """Create a file; fail if the path exists, so that no link is followed."""
     with note.open("x", encoding="utf-8") as file:
         file.write(text)
 
 
 def interfaces_of(wanted: str, reports: Mapping[str, NodeReport]) -> Iterator[CheckResult]:
-    """Whether each node has what `[network] interface` names."""
-    without = {
+    """Check that each node has the interface that `[network] interface` names."""
+    missing_on = {
         node: missing(wanted, report.interfaces)
         for node, report in reports.items()
         if not meant(wanted, report.interfaces)
     }
-    yield from _by_text("interfaces", "failed", without, "set interface in [network] to one that all nodes have")
-    if reports and not without:
-        yield CheckResult(check="interfaces", outcome="ok", text=f"{wanted}: on {told(list(reports))}")
+    yield from _by_text("interfaces", "failed", missing_on, "set interface in [network] to one that all nodes have")
+    if reports and not missing_on:
+        yield CheckResult(check="interfaces", outcome="ok", text=f"{wanted}: on {node_names(list(reports))}")
 
 
 def _given_gpus(given: int, reports: Mapping[str, NodeReport]) -> Iterator[CheckResult]:
-    """Nodes on which nothing is seen of the GPUs that Slurm gave the job."""
+    """Yield a warning for nodes that show none of the GPUs that Slurm gave the job."""
     blind = [
         node
         for node, report in reports.items()
         if any(finding.check == "gpus" and finding.outcome == "skipped" for finding in report.findings)
     ]
     if given and blind:
-        text = f"Slurm gave {given} a node, and {told(blind)} show none"
+        text = f"Slurm gave {given} per node, but {node_names(blind)} show none"
         advice = f"srun -w {blind[0]} nvidia-smi"
         yield CheckResult(check="gpus", outcome="warning", text=text, advice=advice, nodes=tuple(blind))
 
 
 def read(output: str, nodes: Sequence[str]) -> dict[str, NodeReport]:
-    """The probes' lines, by node in the order of `nodes`; what is not one is left out."""
-    found = {}
+    """Return the probes' reports by node, in the order of `nodes`; other lines are ignored."""
+    reports = {}
     for line in output.splitlines():
-        if line.startswith(MARK):
+        if line.startswith(PROBE_PREFIX):
             with suppress(msgspec.DecodeError):
-                report = msgspec.json.decode(line.removeprefix(MARK), type=NodeReport)
+                report = msgspec.json.decode(line.removeprefix(PROBE_PREFIX), type=NodeReport)
                 if report.node in nodes:
-                    found[report.node] = report
-    return {node: found[node] for node in nodes if node in found}
+                    reports[report.node] = report
+    return {node: reports[node] for node in nodes if node in reports}
 
 
 def judge(
@@ -155,31 +156,38 @@ def judge(
     skews: Mapping[str, tuple[float, float]],
     home: Path,
 ) -> Iterator[CheckResult]:
-    """What all reports come to. `skews`: seconds that a node's clock is ahead of ours, and how exact that is."""
+    """Yield the findings that follow from all reports.
+
+    `skews`: seconds by which a node's clock is ahead of ours, and the error of that measurement in seconds.
+    """
     silent = [node for node in nodes if node not in reports]
     if silent:
-        text = f"no answer from {told(silent)}"
-        advice = f"is {sys.prefix} there? srun -w {silent[0]} ls {sys.executable}"
+        text = f"no answer from {node_names(silent)}"
+        advice = f"does {sys.prefix} exist there? srun -w {silent[0]} ls {sys.executable}"
         yield CheckResult(check="nodes", outcome="failed", text=text, advice=advice, nodes=tuple(silent))
     if not reports:
         return
     versions = {report.version for report in reports.values()}
     if len(versions) > 1:
         text = f"versions of resihp differ: {', '.join(sorted(versions))}"
-        yield CheckResult(check="nodes", outcome="failed", text=text, advice="install one version for all nodes")
+        yield CheckResult(check="nodes", outcome="failed", text=text, advice="install one version on all nodes")
     elif not silent:
         yield CheckResult(check="nodes", outcome="ok", text=f"{len(nodes)} answer, resihp {versions.pop()}")
     bad = {node: report.home for node, report in reports.items() if report.home}
-    bad |= {node: "written there, not seen here" for node in reports if node not in bad and node not in written}
+    bad |= {
+        node: "a file written there is not seen here" for node in reports if node not in bad and node not in written
+    }
     advice = "set RESIHP_HOME to a folder of yours that all nodes share"
     yield from _by_text("shared home", "failed", bad, advice, prefix=f"{home}: ")
     if not bad:
-        yield CheckResult(check="shared home", outcome="ok", text=f"{home}: seen and written by {told(list(reports))}")
+        yield CheckResult(
+            check="shared home", outcome="ok", text=f"{home}: seen and written by {node_names(list(reports))}"
+        )
     cut_off = {node: report.connection for node, report in reports.items() if report.connection}
     advice = "a firewall between nodes? ask which ports are open between them, and set ports in [slurm] to that range"
     yield from _by_text("connections", "failed", cut_off, advice)
     if not cut_off:
-        yield CheckResult(check="connections", outcome="ok", text=f"{told(list(reports))} connect to this one")
+        yield CheckResult(check="connections", outcome="ok", text=f"{node_names(list(reports))} connect to this one")
     yield from _clocks(skews)
     yield from _of_machines(reports)
 
@@ -190,14 +198,14 @@ def _clocks(skews: Mapping[str, tuple[float, float]]) -> Iterator[CheckResult]:
             check="clocks", outcome="unknown", text="no node has answered over a connection", advice="date"
         )
         return
-    off = {node: skew for node, (skew, error) in skews.items() if abs(skew) - error > SKEW_S}
+    off = {node: skew for node, (skew, error) in skews.items() if abs(skew) - error > MAX_SKEW_S}
     worst = max(skews, key=lambda node: abs(skews[node][0]))
     skew, error = skews[worst]
     text = f"{worst} is {1000 * abs(skew):.1f} ms {'ahead' if skew > 0 else 'behind'}, the most of {len(skews)}"
-    text += f" (to {1000 * error:.1f} ms)"
+    text += f" (within {1000 * error:.1f} ms)"
     if off:
-        outcome: Outcome = "failed" if max(map(abs, off.values())) > WORST_SKEW_S else "warning"
-        text = f"{told(list(off))}: more than {SKEW_S:g} s off; {text}"
+        outcome: Outcome = "failed" if max(map(abs, off.values())) > MUNGE_SKEW_S else "warning"
+        text = f"{node_names(list(off))}: more than {MAX_SKEW_S:g} s off; {text}"
         yield CheckResult(
             check="clocks", outcome=outcome, text=text, advice=f"srun -w {worst} chronyc tracking", nodes=tuple(off)
         )
@@ -206,7 +214,7 @@ def _clocks(skews: Mapping[str, tuple[float, float]]) -> Iterator[CheckResult]:
 
 
 def _of_machines(reports: Mapping[str, NodeReport]) -> Iterator[CheckResult]:
-    """Findings of each node's own checks, those that are alike in one line; nodes differ if there are several."""
+    """Yield the findings of each node's own checks, equal ones as one line; warn if nodes have different GPUs."""
     alike: dict[tuple[str, str, str, str], list[str]] = {}
     for node, report in reports.items():
         for finding in report.findings:
@@ -216,7 +224,7 @@ def _of_machines(reports: Mapping[str, NodeReport]) -> Iterator[CheckResult]:
             key = (finding.check, finding.outcome, text, finding.advice)
             alike.setdefault(key, []).append(node)
     for (check, outcome, text, advice), nodes in alike.items():
-        text = f"{told(nodes)}: {text}"
+        text = f"{node_names(nodes)}: {text}"
         yield CheckResult(check=check, outcome=outcome, text=text, advice=advice, nodes=tuple(nodes))  # type: ignore[arg-type]
     kinds = {text for check, outcome, text, _ in alike if check == "gpus" and outcome == "ok"}
     if len(kinds) > 1:
@@ -230,19 +238,20 @@ def _by_text(
     for text in dict.fromkeys(problems.values()):
         nodes = [node for node, problem in problems.items() if problem == text]
         yield CheckResult(
-            check=check, outcome=outcome, text=f"{prefix}{told(nodes)}: {text}", advice=advice, nodes=tuple(nodes)
+            check=check, outcome=outcome, text=f"{prefix}{node_names(nodes)}: {text}", advice=advice, nodes=tuple(nodes)
         )
 
 
-def told(nodes: Sequence[str]) -> str:
-    return ", ".join(nodes) if len(nodes) <= TOLD else f"{', '.join(nodes[:3])} and {len(nodes) - 3} more"
+def node_names(nodes: Sequence[str]) -> str:
+    """Return the names of nodes, or of many the first three and the number of the rest."""
+    return ", ".join(nodes) if len(nodes) <= MAX_NODES_NAMED else f"{', '.join(nodes[:3])} and {len(nodes) - 3} more"
 
 
 class ClockCheck:
-    """Listens for probes and compares clocks with each: `skews` by node. A context manager."""
+    """Context manager that listens for probes and compares clocks with each: `skews` by node."""
 
     def __init__(self, host: str, now: Callable[[], float] = time.time, ports: Ports | None = None) -> None:
-        """`ports`: the range that a job would listen in, which is what has to be open."""
+        """Listen on `host`. `ports`: the range that a job would listen in, and that must be open between nodes."""
         self.skews: dict[str, tuple[float, float]] = {}
         self.host = host
         self._now = now
@@ -257,9 +266,9 @@ class ClockCheck:
 
     def __exit__(self, *_: object) -> None:
         with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes who waits in accept
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept
         self._listener.close()
-        deadline = time.monotonic() + CONNECT_S
+        deadline = time.monotonic() + CONNECT_TIMEOUT_S
         for thread in (self._thread, *self._talks):
             thread.join(max(0.0, deadline - time.monotonic()))
 
@@ -269,28 +278,30 @@ class ClockCheck:
                 connection, _ = self._listener.accept()
             except OSError:
                 return
-            # One that stalls must not make others late.
+            # A probe that stalls must not delay the others.
             talk = threading.Thread(target=self._talk, args=(connection,), name="doctor clock", daemon=True)
             self._talks.append(talk)
             talk.start()
 
     def _talk(self, connection: socket.socket) -> None:
         with connection, suppress(OSError, ValueError):
-            connection.settimeout(CONNECT_S)
+            connection.settimeout(CONNECT_TIMEOUT_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._compare(connection)
 
     def _compare(self, connection: socket.socket) -> None:
-        """The exchange that took least time says most: the node's clock was read between our two."""
+        """Keep the skew of the fastest exchange, which is the most exact: the node read its clock between our two."""
         length = _exactly(connection, 1)[0]
         node = _exactly(connection, length).decode()
         best = (0.0, float("inf"))
-        for _ in range(EXCHANGES):
-            asked = self._now()
+        for _ in range(CLOCK_EXCHANGES):
+            sent_at = self._now()
             connection.sendall(b"?")
-            (theirs,) = struct.unpack("!d", _exactly(connection, 8))
-            answered = self._now()
-            best = min(best, (theirs - (asked + answered) / 2, (answered - asked) / 2), key=lambda pair: pair[1])
+            (node_time,) = struct.unpack("!d", _exactly(connection, 8))
+            answered_at = self._now()
+            best = min(
+                best, (node_time - (sent_at + answered_at) / 2, (answered_at - sent_at) / 2), key=lambda pair: pair[1]
+            )
         self.skews[node] = best
 
 
@@ -308,15 +319,15 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
 
 
 def probe(node: str, host: str, port: int, note: Path, now: Callable[[], float] = time.time) -> NodeReport:
-    """What there is to say of this node."""
+    """Check this node, connect back to the doctor, and return the report."""
     import resihp
 
     connection = ""
     try:
-        with socket.create_connection((host, port), timeout=CONNECT_S) as link:
+        with socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S) as link:
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             link.sendall(bytes([len(node.encode())]) + node.encode())
-            for _ in range(EXCHANGES):
+            for _ in range(CLOCK_EXCHANGES):
                 if not link.recv(1):
                     break
                 link.sendall(struct.pack("!d", now()))
@@ -325,7 +336,7 @@ def probe(node: str, host: str, port: int, note: Path, now: Callable[[], float] 
     home = ""
     try:
         if note.read_text() != note.name:
-            home = "holds another file of the same name"
+            home = "is a different folder there (its test file differs)"
         _leave(note.with_name(f"{note.name}-{node}"), node)
     except FileNotFoundError:
         home = "is not the same folder there"
@@ -335,7 +346,7 @@ def probe(node: str, host: str, port: int, note: Path, now: Callable[[], float] 
     for name, check in ON_NODES.items():
         try:
             findings += check()
-        except Exception as error:  # noqa: BLE001 - a node that cannot be looked at is a finding
+        except Exception as error:  # noqa: BLE001 - a check that raises is a finding of this node
             findings.append(CheckResult(check=name, outcome="unknown", text=f"{type(error).__name__}: {error}"))
     return NodeReport(node, tuple(findings), home, connection, resihp.__version__, present())
 
@@ -344,7 +355,7 @@ def main(arguments: Sequence[str]) -> None:
     host, port, note = arguments
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     report = probe(node, host, int(port), Path(note))
-    print(f"{MARK}{json.dumps(msgspec.to_builtins(report))}", flush=True)
+    print(f"{PROBE_PREFIX}{json.dumps(msgspec.to_builtins(report))}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What `resihp doctor` looks at of a machine's places: home, journal, ledger, configuration, ports.
+"""Checks of `resihp doctor` on a machine's folders and services: home, journal, ledger, configuration, ports.
 
-Each check yields findings; files that it writes to try a folder are gone afterwards, and nothing is made that was not
-there. Called by `wrapper.commands.doctor.command`, and by its probes on nodes (`wrapper.commands.doctor.nodes`).
+Each check yields findings; test files are removed again, and no missing folder is created. Called by
+`wrapper.commands.doctor.command`, and by its probes on nodes (`wrapper.commands.doctor.nodes`).
 
-What the checks need is imported here, not in them: they run in threads, and threads that import parts of one package at
-the same time can end up waiting for each other.
+Imports are at module level, not inside the checks: checks run in threads, and threads that import parts of one package
+at the same time can deadlock.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from wrapper.job_folder import NO_LOCKS
 from wrapper.sinks.fanout import asked
 from wrapper.strict_modes import check_above, check_folder
 
-LEAST_FREE_BYTES = 1 << 30
-SLOW_SYNC_S = 0.05
-"""A decision waits for one such flush of the journal."""
+MIN_FREE_BYTES = 1 << 30
+MAX_SYNC_S = 0.05
+"""Seconds that a flush may take without a warning; every decision waits for a flush of the journal."""
 
 
 def home() -> Iterator[CheckResult]:
-    """RESIHP_HOME, or where it would be made."""
+    """Check RESIHP_HOME, or the folder in which it would be created."""
     folder = job_folder.home()
     kind = file_system(folder) or "an unknown file system"
     problem = _use(folder)
@@ -53,19 +53,23 @@ def home() -> Iterator[CheckResult]:
         return
     shared = kind in NETWORK_FILE_SYSTEMS
     text = f"{folder} ({kind}), {_free(folder)}"
-    if _free_bytes(folder) < LEAST_FREE_BYTES:
-        yield CheckResult(check="home", outcome="warning", text=text, advice="make room, or set RESIHP_HOME to another")
-    elif not shared and shutil.which("sbatch") and not os.environ.get("SLURM_JOB_ID"):  # in a job, its nodes are asked
+    if _free_bytes(folder) < MIN_FREE_BYTES:
+        yield CheckResult(
+            check="home", outcome="warning", text=text, advice="free disk space, or set RESIHP_HOME to another"
+        )
+    elif (
+        not shared and shutil.which("sbatch") and not os.environ.get("SLURM_JOB_ID")
+    ):  # in a job, the check of nodes covers it
         text += "; other nodes may not see it"
         yield CheckResult(
-            check="home", outcome="warning", text=text, advice=f"{advice}; salloc -N2 resihp doctor tells"
+            check="home", outcome="warning", text=text, advice=f"{advice}; salloc -N2 resihp doctor checks it"
         )
     else:
         yield CheckResult(check="home", outcome="ok", text=text)
 
 
 def journal() -> Iterator[CheckResult]:
-    """Where journals are: on local disk, and flushed with every decision."""
+    """Check the folder of journals, which belongs on local disk, as a journal is flushed with every decision."""
     folder = Path(os.environ.get("RESIHP_LOCAL") or f"/var/tmp/resihp-{os.getuid()}").absolute()
     kind = file_system(folder) or "an unknown file system"
     advice = "set RESIHP_LOCAL to a folder of yours on local disk"
@@ -89,24 +93,24 @@ def journal() -> Iterator[CheckResult]:
         return
     text = f"{folder} ({kind}), {_free(folder)}, a flush takes {1000 * sync_s:.1f} ms"
     if kind in NETWORK_FILE_SYSTEMS:
-        text += "; the job stops with it when it hangs"
+        text += "; the job stops if this file system hangs"
         yield CheckResult(check="journal", outcome="warning", text=text, advice=advice)
     elif kind in ("tmpfs", "ramfs"):
-        text += "; gone when the node reboots"
+        text += "; lost when the node reboots"
         yield CheckResult(check="journal", outcome="warning", text=text, advice=advice)
-    elif sync_s > SLOW_SYNC_S or _free_bytes(folder) < LEAST_FREE_BYTES:
+    elif sync_s > MAX_SYNC_S or _free_bytes(folder) < MIN_FREE_BYTES:
         yield CheckResult(check="journal", outcome="warning", text=text, advice=advice)
     else:
         yield CheckResult(check="journal", outcome="ok", text=text)
 
 
 def nearest(folder: Path) -> Path:
-    """The folder, or the one above it in which it would be made."""
-    return next(each for each in (folder, *folder.parents) if each.exists())
+    """Return the folder, or its nearest existing parent."""
+    return next(candidate for candidate in (folder, *folder.parents) if candidate.exists())
 
 
 def _use(folder: Path) -> str | None:
-    """Write, lock and take away a file there; what went wrong."""
+    """Write, lock and remove a file in the folder; return the error, or None."""
     try:
         with tempfile.NamedTemporaryFile(prefix=".resihp-doctor-", dir=nearest(folder)) as file:
             file.write(b"x")
@@ -114,20 +118,20 @@ def _use(folder: Path) -> str | None:
             fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         words = (error.strerror or str(error)).lower()
-        return f"{words}; Lustre has to be mounted with -o flock" if error.errno in NO_LOCKS else words
+        return f"{words}; Lustre must be mounted with -o flock" if error.errno in NO_LOCKS else words
     return None
 
 
 def _sync_s(folder: Path) -> float:
-    took = []
+    durations_s = []
     with tempfile.NamedTemporaryFile(prefix=".resihp-doctor-", dir=nearest(folder)) as file:
         for _ in range(9):
             file.write(b"x" * 200)
             file.flush()
             began = time.perf_counter()
             os.fdatasync(file.fileno())
-            took.append(time.perf_counter() - began)
-    return statistics.median(took)
+            durations_s.append(time.perf_counter() - began)
+    return statistics.median(durations_s)
 
 
 def _free_bytes(folder: Path) -> int:
@@ -138,39 +142,41 @@ def _free(folder: Path) -> str:
     return f"{_free_bytes(folder) / 1e9:.1f} GB free"
 
 
-# --- what is configured ---------------------------------------------------------------------------------------------
+# --- configured services --------------------------------------------------------------------------------------------
 
 
 def configuration(job_file: Path | None = None) -> Iterator[CheckResult]:
-    """Files and environment, the container, and what is asked of metrics and hooks."""
+    """Check configuration files and environment, the container, and the settings of metrics and hooks."""
     files = [str(path) for path in ((job_file,) if job_file else ()) + site_files() if path.is_file()]
     try:
-        found = read({}, job_file)
-        asked(found)
-        container.check(found.container)
+        configured = read({}, job_file)
+        asked(configured)
+        container.check(configured.container)
     except ResihpError as error:
         yield CheckResult(check="configuration", outcome="failed", text=str(error))
         return
-    if missing := missing_script(found.job.command):
-        advice = "call resihp doctor in the folder that the job is submitted from, or mend command in [job]"
-        yield CheckResult(check="configuration", outcome="failed", text=missing, advice=advice)
+    if script_error := missing_script(configured.job.command):
+        advice = "run resihp doctor in the folder that the job is submitted from, or correct command in [job]"
+        yield CheckResult(check="configuration", outcome="failed", text=script_error, advice=advice)
         return
-    yield CheckResult(check="configuration", outcome="ok", text=", ".join(files) or "no file, all defaults")
+    yield CheckResult(check="configuration", outcome="ok", text=", ".join(files) or "no file; all defaults")
 
 
 def ledger(job_file: Path | None = None) -> Iterator[CheckResult]:
     try:
         named = read({}, job_file).ledger.url
         url = resolve(named, job_folder.home() / "jobs" / "JOB")
-        shown = masked(url)
+        masked_url = masked(url)
         if url.get_backend_name() == "sqlite":
             if is_on_network(url):
-                text = f"{shown}: on a network file system, without WAL: readers may wait; the journal is what counts"
+                text = (
+                    f"{masked_url}: on a network file system, without WAL: readers may wait; the journal is unaffected"
+                )
                 yield CheckResult(
-                    check="ledger", outcome="warning", text=text, advice="set url in [ledger] to PostgreSQL's"
+                    check="ledger", outcome="warning", text=text, advice="set url in [ledger] to a PostgreSQL URL"
                 )
             else:
-                text = "SQLite, a file in each job's folder" if named == "sqlite" else shown
+                text = "SQLite, a file in each job's folder" if named == "sqlite" else masked_url
                 yield CheckResult(check="ledger", outcome="ok", text=text)
             return
         engine = make_engine(url, write=False)
@@ -183,34 +189,34 @@ def ledger(job_file: Path | None = None) -> Iterator[CheckResult]:
     except (DBAPIError, OSError) as error:
         yield CheckResult(check="ledger", outcome="failed", text=str(refusal(url, error)))
     else:
-        yield CheckResult(check="ledger", outcome="ok", text=f"{shown}: answers, {'.'.join(map(str, version))}")
+        yield CheckResult(check="ledger", outcome="ok", text=f"{masked_url}: answers, {'.'.join(map(str, version))}")
     finally:
         engine.dispose()
 
 
 def ports() -> Iterator[CheckResult]:
-    """Whether this machine's own name leads to an address that it can listen on."""
+    """Check that this machine's own name resolves to an address that it can listen on."""
     name = socket.gethostname()
     try:
         addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)})
     except OSError as error:
-        text = f"{name}: {error.strerror or error}; other nodes will not find this one by its name"
+        text = f"{name}: {error.strerror or error}; other nodes cannot resolve this node's name"
         yield CheckResult(check="ports", outcome="warning", text=text, advice=f"getent hosts {name}")
         return
-    open_to, problems = [], []
+    usable_addresses, problems = [], []
     for address in addresses:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
             with socket.create_server((address, 0), family=family) as listener:
                 socket.create_connection(listener.getsockname()[:2], timeout=5).close()
-                open_to.append(address)
+                usable_addresses.append(address)
         except OSError as error:
             problems.append(f"{address}: {error.strerror or error}")
-    if not open_to:
+    if not usable_addresses:
         yield CheckResult(
             check="ports", outcome="failed", text=f"{name}: {'; '.join(problems)}", advice=f"getent hosts {name}"
         )
     else:
         yield CheckResult(
-            check="ports", outcome="ok", text=f"{name} listens at {', '.join(open_to)}, ports as they come"
+            check="ports", outcome="ok", text=f"{name} listens on {', '.join(usable_addresses)}, any port"
         )

@@ -1,8 +1,8 @@
-"""What `resihp doctor` says of a site's settings that would break or cheat a job, before it is submitted.
+"""Checks of `resihp doctor` for site settings that would break or silently change a job, before it is submitted.
 
-Each check takes what Slurm answered (`slurm.survey`) and what the job asks for, and returns findings: what would happen
-to the job, and what to set in the job file or to ask the administrator for. A setting that does no harm is not told.
-Asks nothing itself; `wrapper.commands.doctor.command` does.
+Each check takes Slurm's answers (`slurm.survey`) and the job's requests, and returns findings: the effect on the job,
+and the setting to change in the job file or to request from the administrator. Harmless settings are not reported.
+Queries nothing itself; `wrapper.commands.doctor.slurm_checks` does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 
 from resihp.words import count_of
 from wrapper.commands.doctor.machine import CheckResult
-from wrapper.exit_codes import EXIT_CODES, REQUEUE
+from wrapper.exit_codes import EXIT_CODES, REQUEUE_REQUESTED
 
 if TYPE_CHECKING:
     from slurm.limits import Limit, Limits
@@ -24,33 +24,33 @@ if TYPE_CHECKING:
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """What a job asks Slurm for. `gpus_per_node` is 0, `seconds` None where nothing is said of them."""
+    """Resources that a job requests from Slurm. `gpus_per_node` is 0 and `seconds` None if not given."""
 
     nodes: int
-    """With its spares."""
+    """Nodes, spares included."""
     gpus_per_node: int
     seconds: float | None
     warning_s: float
     replacements: int
     particular: bool
-    """Whether it says which nodes it wants: features, a type of GPU, names."""
+    """Whether the job restricts its nodes by features, GPU type or names."""
 
     @property
     def gpus(self) -> int:
         return self.nodes * self.gpus_per_node
 
 
-def wanted(found: Configuration) -> Wanted:
-    job, section = found.job, found.slurm
-    told = ("--constraint", "--nodelist", "--gres", "--gpus", "--exclude", "--prefer")
+def requested_resources(configuration: Configuration) -> Wanted:
+    job, section = configuration.job, configuration.slurm
+    node_options = ("--constraint", "--nodelist", "--gres", "--gpus", "--exclude", "--prefer")
     return Wanted(
         nodes=job.nodes + section.spares,
-        gpus_per_node=job.gpus_per_node if found.origin("job", "gpus_per_node") else 0,
+        gpus_per_node=job.gpus_per_node if configuration.origin("job", "gpus_per_node") else 0,
         seconds=job.time,
         warning_s=section.warning,
         replacements=section.replacements,
         particular=bool(section.constraint or section.gpu_type)
-        or any(option.startswith(told) for option in section.extra),
+        or any(option.startswith(node_options) for option in section.extra),
     )
 
 
@@ -58,27 +58,29 @@ def wanted(found: Configuration) -> Wanted:
 
 
 def shape(views: Sequence[PartitionView], rules: PartitionRules, job: Wanted) -> Iterator[CheckResult]:
-    """A partition against the job; `views` are its nodes, by their kinds."""
+    """Check the job against a partition; `views` are the partition's nodes by kind."""
 
     def finding(outcome: str, text: str, advice: str) -> CheckResult:
         return CheckResult(check="partition", outcome=outcome, text=f"{rules.name}: {text}", advice=advice)  # type: ignore[arg-type]
 
-    fit = [view for view in views if view.gpus >= job.gpus_per_node or view.unreadable]
-    if doubt := next((view.unreadable for view in views if view.unreadable), ""):
-        yield finding("warning", f"how many GPUs its nodes have is not known: {doubt}", "look at sinfo -o '%P %D %G'")
-    there, count = sum(view.nodes for view in fit), sum(view.nodes for view in views)
-    kinds = f"sinfo -p {rules.name} -o '%D %G %f' lists what there is"
-    if job.nodes > there:
-        text = f"{there} of its {count} nodes have {count_of(job.gpus_per_node, 'GPU')}"
-        text += f", and the job asks for {count_of(job.nodes, 'node')}"
+    suitable_views = [view for view in views if view.gpus >= job.gpus_per_node or view.unreadable]
+    if unreadable := next((view.unreadable for view in views if view.unreadable), ""):
+        yield finding("warning", f"number of GPUs per node unknown: {unreadable}", "check sinfo -o '%P %D %G'")
+    suitable_nodes, count = sum(view.nodes for view in suitable_views), sum(view.nodes for view in views)
+    kinds = f"sinfo -p {rules.name} -o '%D %G %f' lists the nodes"
+    if job.nodes > suitable_nodes:
+        text = f"{suitable_nodes} of its {count} nodes have {count_of(job.gpus_per_node, 'GPU')}"
+        text += f", but the job requests {count_of(job.nodes, 'node')}"
         yield finding("failed", text, f"{kinds}; lower nodes or gpus_per_node in [job], or spares in [slurm]")
-    types = sorted({kind for view in fit for kind in view.gpu_types})
+    types = sorted({kind for view in suitable_views for kind in view.gpu_types})
     if len(types) > 1 and job.gpus_per_node and job.nodes + job.replacements > 1 and not job.particular:
-        text = f"its nodes have GPUs of different types ({', '.join(types)}), and the job takes any: all of its ranks "
-        text += "go at the pace of the slowest"
+        text = (
+            f"its nodes have GPUs of different types ({', '.join(types)}), and the job accepts any: all of its ranks "
+        )
+        text += "run at the pace of the slowest"
         yield finding("warning", text, f"{kinds}; set gpu_type or constraint in [slurm]")
     if rules.max_nodes is not None and job.nodes > rules.max_nodes:
-        text = f"a job gets {count_of(rules.max_nodes, 'node')} at most (MaxNodes): one that asks for {job.nodes} is "
+        text = f"a job gets at most {count_of(rules.max_nodes, 'node')} (MaxNodes): a request for {job.nodes} is "
         text += "refused, or waits for ever (PartitionNodeLimit)"
         yield finding("failed", text, "lower nodes in [job] or spares in [slurm], or set another partition")
     yield from _time(views, rules, job, finding)
@@ -89,52 +91,54 @@ def _time(
 ) -> Iterator[CheckResult]:
     most = rules.max_seconds
     if job.seconds is not None and most is not None and job.seconds > most:
-        text = f"a job gets {_hours(most)} at most (MaxTime): one that asks for {_hours(job.seconds)} is refused, or "
+        text = f"a job gets at most {_hours(most)} (MaxTime): a request for {_hours(job.seconds)} is refused, or "
         text += "waits for ever (PartitionTimeLimit)"
-        yield finding("failed", text, "lower time in [job], or set another partition; a job goes on after a requeue")
+        yield finding("failed", text, "lower time in [job], or set another partition; a job resumes after a requeue")
     usual = next((view.default_seconds for view in views if view.default_seconds is not None), most)
     if job.seconds is None and usual is not None and usual < 2 * job.warning_s:
-        text = f"a job that names no time gets {_hours(usual)} (DefaultTime), and is warned {job.warning_s:g} s before "
-        text += "its end: it would save and be run again, over and over"
+        text = (
+            f"a job without a time limit gets {_hours(usual)} (DefaultTime), and is warned {job.warning_s:g} s before "
+        )
+        text += "its end: it would save and be requeued, over and over"
         yield finding("failed", text, "set time in [job]")
 
 
-# --- what accounting allows -----------------------------------------------------------------------------------------
+# --- limits of accounting -------------------------------------------------------------------------------------------
 
 
-def limits(found: Limits, job: Wanted) -> Iterator[CheckResult]:
-    """Limits that the job is beyond: Slurm takes it all the same, and lets it wait for ever."""
-    told = False
-    for limit in found.found:
-        asked, each = _asked(limit, job)
-        if asked is None:
+def limits(account_limits: Limits, job: Wanted) -> Iterator[CheckResult]:
+    """Check the job against accounting limits; a job that exceeds one is accepted by Slurm but waits for ever."""
+    is_reported = False
+    for limit in account_limits.found:
+        requested, per_replacement = _requested(limit, job)
+        if requested is None:
             continue
         advice = _how_to_see(limit) + "; "
-        if asked > limit.most:
-            told = True
-            what, most = _amount(limit, asked), _amount(limit, limit.most)
-            text = f"the job asks for {what}, and {limit.whose} allows {most}{_per(limit)} ({limit.setting}): it is "
+        if requested > limit.most:
+            is_reported = True
+            amount, most = _amount(limit, requested), _amount(limit, limit.most)
+            text = f"the job requests {amount}, but {limit.whose} allows {most}{_per(limit)} ({limit.setting}): it is "
             text += "refused, or waits for ever"
-            advice += "lower what [job] asks for, or set another qos or account in [slurm]"
+            advice += "lower the request in [job], or set another qos or account in [slurm]"
             yield CheckResult(check="limits", outcome="failed", text=text, advice=advice)
-        elif limit.per != "job" and job.replacements and asked + each > limit.most:
-            told = True
-            text = f"{limit.whose} allows {_amount(limit, limit.most)}{_per(limit)} ({limit.setting}): a node that is "
-            text += "asked for in place of a lost one, as a job of its own, waits while this job has all of it"
+        elif limit.per != "job" and job.replacements and requested + per_replacement > limit.most:
+            is_reported = True
+            text = f"{limit.whose} allows {_amount(limit, limit.most)}{_per(limit)} ({limit.setting}): a replacement "
+            text += "node, requested as a job of its own, waits while this job uses all of it"
             advice += "set spares in [slurm] instead of replacements, or ask for a higher limit"
             yield CheckResult(check="limits", outcome="warning", text=text, advice=advice)
-    if found.unseen:
-        told = True
-        text = f"account {found.unseen}: Slurm does not show you its limits"
+    if account_limits.unseen:
+        is_reported = True
+        text = f"account {account_limits.unseen}: Slurm does not show you its limits"
         yield CheckResult(check="limits", outcome="skipped", text=text, advice="ask the administrator for its GrpTRES")
-    if not told:
-        of = f"account {found.account}" if found.account else "no account"
-        text = f"{of}, QOS {found.qos or 'of the cluster'}: nothing that the job is beyond"
+    if not is_reported:
+        account = f"account {account_limits.account}" if account_limits.account else "no account"
+        text = f"{account}, QOS {account_limits.qos or 'of the cluster'}: the job exceeds no limit"
         yield CheckResult(check="limits", outcome="ok", text=text)
 
 
-def _asked(limit: Limit, job: Wanted) -> tuple[float | None, float]:
-    """What the job has of it, and what a replacement adds; None for what is not known."""
+def _requested(limit: Limit, job: Wanted) -> tuple[float | None, float]:
+    """Return the job's request for the limited resource, None if unknown, and the amount that a replacement adds."""
     if limit.kind == "nodes":
         return job.nodes, 1
     if limit.kind == "gpus":
@@ -152,7 +156,7 @@ def _amount(limit: Limit, count: float) -> str:
 
 
 def _per(limit: Limit) -> str:
-    return {"job": " a job", "user": " a user", "group": " to all its jobs together"}[limit.per]
+    return {"job": " per job", "user": " per user", "group": " to all its jobs together"}[limit.per]
 
 
 def _how_to_see(limit: Limit) -> str:
@@ -164,41 +168,48 @@ def _how_to_see(limit: Limit) -> str:
 
 # --- settings of the whole cluster ----------------------------------------------------------------------------------
 
-FINAL = tuple(sorted({code for code in EXIT_CODES.values() if code != REQUEUE}))
-"""Exit codes after which a job must not be run again."""
+FINAL_EXIT_CODES = tuple(sorted({code for code in EXIT_CODES.values() if code != REQUEUE_REQUESTED}))
+"""Exit codes after which a job must not be requeued."""
 
 
 def exit_codes(settings: Mapping[str, str]) -> Iterator[CheckResult]:
-    """RequeueExit runs a job again without a budget; on 22.05.8 with --no-requeue, too, on 24.11.5 not."""
-    again = [code for code in codes(settings.get("RequeueExit", "")) if code in FINAL]
-    if again:
-        text = f"RequeueExit={settings['RequeueExit']}: a job that resihp ends with {_listed(again)}, for good, is run "
-        text += "again by Slurm, over and over (93: the training program is broken)"
-        advice = f"ask for RequeueExit without {_listed(again)}; scancel ends such a job"
+    """Check RequeueExit, which requeues a job without limit, and RequeueExitHold.
+
+    On Slurm 22.05.8 RequeueExit overrides --no-requeue, on 24.11.5 it does not.
+    """
+    requeued_codes = [code for code in codes(settings.get("RequeueExit", "")) if code in FINAL_EXIT_CODES]
+    if requeued_codes:
+        text = f"RequeueExit={settings['RequeueExit']}: Slurm requeues a job that resihp ended for good with "
+        text += f"{_listed(requeued_codes)}, over and over (93: the training program is broken)"
+        advice = f"ask for RequeueExit without {_listed(requeued_codes)}; scancel ends such a job"
         yield CheckResult(check="requeue", outcome="warning", text=text, advice=advice)
-    held = [code for code in codes(settings.get("RequeueExitHold", "")) if code in FINAL]
-    if held:
-        text = f"RequeueExitHold={settings['RequeueExitHold']}: a job that ends with {_listed(held)} stays in the "
+    held_codes = [code for code in codes(settings.get("RequeueExitHold", "")) if code in FINAL_EXIT_CODES]
+    if held_codes:
+        text = (
+            f"RequeueExitHold={settings['RequeueExitHold']}: a job that ends with {_listed(held_codes)} stays in the "
+        )
         text += "queue, held (SPECIAL_EXIT), and a chain behind it waits"
         yield CheckResult(check="requeue", outcome="warning", text=text, advice="scancel it, or ask for its removal")
 
 
 def codes(text: str) -> list[int]:
-    """`93`, `1,4-5`: exit codes, as slurm.conf lists them."""
-    found: list[int] = []
+    """Return the exit codes in a list of slurm.conf, such as `93` or `1,4-5`."""
+    exit_codes: list[int] = []
     for part in filter(None, text.split(",")):
         first, _, last = part.strip().partition("-")
         if first.isdigit() and (not last or last.isdigit()):
-            found += range(int(first), int(last or first) + 1)
-    return found
+            exit_codes += range(int(first), int(last or first) + 1)
+    return exit_codes
 
 
 def visibility(settings: Mapping[str, str], operator: bool) -> Iterator[CheckResult]:
-    """PrivateData does not bind operators, and one's own jobs are always seen."""
+    """Check that PrivateData does not hide node states; it does not apply to operators or to one's own jobs."""
     hidden = set(settings.get("PrivateData", "").lower().split(","))
     if "nodes" in hidden and not operator:
-        text = "PrivateData=nodes: Slurm tells you no states of nodes: a node that an administrator drains, or that "
-        text += "Slurm has given up, is not noticed as such; what the job's own processes notice still is"
+        text = (
+            "PrivateData=nodes: Slurm hides node states from you: a node that an administrator drains, or that Slurm "
+        )
+        text += "marks down, is not noticed as such; faults that the job's own processes notice still are"
         advice = (
             "ask for PrivateData without nodes, or to be made an operator; this doctor cannot see partitions either"
         )
@@ -206,40 +217,44 @@ def visibility(settings: Mapping[str, str], operator: bool) -> Iterator[CheckRes
 
 
 _INHERITED = {
-    "CPU": (resource.RLIMIT_CPU, "-t", "each process is killed after so many seconds of CPU time"),
+    "CPU": (resource.RLIMIT_CPU, "-t", "each process is killed after this many seconds of CPU time"),
     "AS": (resource.RLIMIT_AS, "-v", "CUDA reserves far more addresses than memory, and does not start"),
     "DATA": (resource.RLIMIT_DATA, "-d", "large buffers cannot be allocated"),
     "FSIZE": (resource.RLIMIT_FSIZE, "-f", "larger checkpoints cannot be written"),
 }
-"""By Slurm's names: limits that are endless on a node, and often are not where users log in; what they do to a rank."""
+"""Resource limits by Slurm's names that are unlimited on nodes but often not on login nodes, with their effect on a
+rank."""
 
 
 def inherited(settings: Mapping[str, str], soft: Callable[[int], int] | None = None) -> Iterator[CheckResult]:
-    """Limits of this shell that sbatch would take along into the job."""
+    """Check this shell for resource limits that sbatch would pass on to the job."""
     read = soft or (lambda kind: resource.getrlimit(kind)[0])
     propagates = _propagates(settings)
     for name, (kind, option, effect) in _INHERITED.items():
-        found = read(kind)
-        if found != resource.RLIM_INFINITY and propagates(name):
-            text = f"jobs inherit limits of the shell that submits (PropagateResourceLimits), and ulimit {option} says "
-            text += f"{found} (in Slurm's words {name}): {effect}"
+        value = read(kind)
+        if value != resource.RLIM_INFINITY and propagates(name):
+            text = f"jobs inherit limits of the submitting shell (PropagateResourceLimits), and ulimit {option} is "
+            text += f"{value} ({name} in Slurm): {effect}"
             advice = f"ulimit -S {option} unlimited before you submit, or --propagate=NONE in extra of [slurm]"
             yield CheckResult(check="inherited limits", outcome="warning", text=text, advice=advice)
 
 
 def _propagates(settings: Mapping[str, str]) -> Callable[[str], bool]:
-    every, but = settings.get("PropagateResourceLimits", ""), settings.get("PropagateResourceLimitsExcept", "")
-    if but and (not every or every.upper() == "ALL"):
-        left_out = set(but.upper().split(","))
+    propagated, excepted = (
+        settings.get("PropagateResourceLimits", ""),
+        settings.get("PropagateResourceLimitsExcept", ""),
+    )
+    if excepted and (not propagated or propagated.upper() == "ALL"):
+        left_out = set(excepted.upper().split(","))
         return lambda name: name not in left_out
-    named = set(every.upper().split(",")) if every else {"ALL"}
+    named = set(propagated.upper().split(",")) if propagated else {"ALL"}
     return lambda name: "NONE" not in named and ("ALL" in named or name in named)
 
 
 def plugins(settings: Mapping[str, str]) -> Iterator[CheckResult]:
-    """What may change a job on its way in."""
-    if found := settings.get("JobSubmitPlugins", ""):
-        text = f"JobSubmitPlugins={found}: the site may change or refuse what a job asks for"
+    """Report plugins that may change a job at submission."""
+    if plugin_names := settings.get("JobSubmitPlugins", ""):
+        text = f"JobSubmitPlugins={plugin_names}: the site may change or refuse a job's requests"
         yield CheckResult(check="submission", outcome="ok", text=text)
 
 

@@ -1,7 +1,7 @@
-"""What `resihp doctor` asks of Slurm, and of the nodes of the allocation that we are in: which check asks what.
+"""Checks of `resihp doctor` that query Slurm, and the nodes of the current allocation.
 
-What an answer means is said by `slurm_settings`, `site` and `nodes`. Slurm's settings are asked for once; that it does
-not answer at all is said once, too.
+`slurm_settings`, `site` and `nodes` interpret the answers. Slurm's settings are queried once, and a Slurm that does not
+answer at all is reported once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Check = Callable[[], Iterable[CheckResult]]
 
 
 class SlurmChecks:
-    """`by_name` has them in the order of the report. Each may be called from a thread of its own."""
+    """Checks that query Slurm. `by_name` returns them in the order of the report; each may run in its own thread."""
 
     def __init__(
         self, slurm: Slurm, survey: Survey, environment: Mapping[str, str], job_file: Path | None = None
@@ -57,7 +57,10 @@ class SlurmChecks:
         return {name: self._guarded(name, check) for name, check in checks.items()}
 
     def _guarded(self, name: str, check: Check) -> Check:
-        """No answer is unknown; that there is none at all is said once, as a finding about Slurm itself."""
+        """Return the check with Slurm's errors turned into findings.
+
+        No answer is `unknown`; a Slurm that never answers is reported once, as a finding about Slurm itself.
+        """
 
         def guarded() -> Iterable[CheckResult]:
             try:
@@ -68,15 +71,17 @@ class SlurmChecks:
                 if self._silence and name != "slurm":
                     return [CheckResult(check=name, outcome="skipped", text="Slurm does not answer")]
                 if isinstance(error, SlurmRefusedError) and error.permission and name in ("partition", "limits"):
-                    text = f"{error}; a job does not need to be told"
+                    text = f"{error}; a job does not need it"
                     return [CheckResult(check=name, outcome="skipped", text=text)]
                 outcome: Outcome = "failed" if isinstance(error, SlurmRefusedError) else "unknown"
-                return [CheckResult(check=name, outcome=outcome, text=str(error), advice=slurm_settings.NO_ANSWER)]
+                return [
+                    CheckResult(check=name, outcome=outcome, text=str(error), advice=slurm_settings.NO_ANSWER_ADVICE)
+                ]
 
         return guarded
 
     def _settings(self) -> Mapping[str, str]:
-        """Asked once, by whoever comes first; no answer is none for all."""
+        """Return Slurm's settings; the first caller queries them, and its error is raised for all callers."""
         with self._lock:
             if self._silence is not None:
                 raise self._silence
@@ -111,7 +116,7 @@ class SlurmChecks:
 
     def _partition(self) -> Iterable[CheckResult]:
         configuration = self._wanted()
-        job = site.wanted(configuration)
+        job = site.requested_resources(configuration)
         views = self._survey.partitions()
         yield from slurm_settings.partitions(views, configuration.slurm.partition)
         for name in slurm_settings.chosen(views, configuration.slurm.partition):
@@ -122,18 +127,18 @@ class SlurmChecks:
         settings = self._settings()
         enforced = settings.get("AccountingStorageEnforce", "").lower().split(",")
         if not {"limits", "safe"} & set(enforced):
-            text = "accounting limits no jobs here (AccountingStorageEnforce)"
+            text = "accounting limits are not enforced here (AccountingStorageEnforce)"
             return [CheckResult(check="limits", outcome="ok", text=text)]
         configuration = self._wanted()
         section = configuration.slurm
         views = self._survey.partitions()
-        there = {view.name for view in views}
-        names = [name for name in slurm_settings.chosen(views, section.partition) if name in there]
+        partition_names = {view.name for view in views}
+        names = [name for name in slurm_settings.chosen(views, section.partition) if name in partition_names]
         if not names:
-            return [CheckResult(check="limits", outcome="skipped", text="no partition to look at")]
+            return [CheckResult(check="limits", outcome="skipped", text="no partition to check")]
         rules, cluster = self._survey.rules(names[0]), settings["ClusterName"]
-        found = self._survey.limits(user_name(), section.account, section.qos, rules, cluster)
-        return site.limits(found, site.wanted(configuration))
+        account_limits = self._survey.limits(user_name(), section.account, section.qos, rules, cluster)
+        return site.limits(account_limits, site.requested_resources(configuration))
 
     def _requeue(self) -> Iterable[CheckResult]:
         yield from slurm_settings.requeue(self._settings())
@@ -148,14 +153,16 @@ class SlurmChecks:
         if not job_id(self._environment):
             yield from doctor_nodes.outside()
             return
-        found = find(self._environment, self._slurm)
-        script = batch_script(self._slurm, found.job_id)
-        if (lost := warning_would_be_lost(self._environment, script)) is not None:
-            yield CheckResult(check="warning", outcome="warning", text=f"job {found.job_id}: {lost}")
+        allocation = find(self._environment, self._slurm)
+        script = batch_script(self._slurm, allocation.job_id)
+        if (lost_warning := warning_would_be_lost(self._environment, script)) is not None:
+            yield CheckResult(check="warning", outcome="warning", text=f"job {allocation.job_id}: {lost_warning}")
         if not no_kill_seen(self._environment, script):
-            text = f"job {found.job_id}: no --no-kill in its batch script: if a node fails, Slurm ends the whole job"
+            text = (
+                f"job {allocation.job_id}: no --no-kill in its batch script: if a node fails, Slurm ends the whole job"
+            )
             advice = "resihp submit sets it; or #SBATCH --no-kill"
             yield CheckResult(check="node death", outcome="warning", text=text, advice=advice)
-        wanted = self._wanted()
-        ports, interface = ports_of(wanted.slurm.ports), wanted.network.interface
-        yield from doctor_nodes.examine(found, self._slurm, self._survey, home(), ports=ports, interface=interface)
+        configuration = self._wanted()
+        ports, interface = ports_of(configuration.slurm.ports), configuration.network.interface
+        yield from doctor_nodes.examine(allocation, self._slurm, self._survey, home(), ports=ports, interface=interface)

@@ -1,6 +1,7 @@
-"""What `resihp doctor` asks of Slurm: is it there, may we drain, will its settings let a job survive its nodes.
+"""Checks of `resihp doctor` on Slurm: is it there, may the user drain nodes, do jobs survive the loss of nodes.
 
-Each check takes who answers (`slurm.client`, `slurm.survey`) and returns findings; no answer is `unknown`, never ok.
+Each check takes the client that answers (`slurm.client`, `slurm.survey`) and returns findings; no answer is `unknown`,
+never ok.
 """
 
 from __future__ import annotations
@@ -15,72 +16,73 @@ from typing import TYPE_CHECKING
 from slurm.errors import SlurmError, SlurmRefusedError
 from slurm.render import time_limit
 from wrapper.commands.doctor.machine import CheckResult
-from wrapper.commands.submit import MENDED
+from wrapper.commands.submit import ADVICE_ON_REFUSAL
 
 if TYPE_CHECKING:
     from slurm.client import Slurm
     from slurm.survey import PartitionView, Survey
     from wrapper.config.schema import Configuration
 
-OLDEST = (20, 11, 0)
-MEASURED = ((22, 5), (26, 5))
-"""The oldest and the newest release that the tests of Slurm run on: 22.05.8, 24.11.5 and 26.05.5."""
-RESIZES_AGAIN = (24, 11, 0)
-"""Since then a job can shrink more than once without slurmdbd (measured: 22.05.8 not, 24.11.5 and 26.05.5)."""
-EXPEDITES = (25, 11, 0)
-SEGMENTS = (24, 11, 0)
-TELLS_THE_END = (24, 11, 0)
-"""sbatch --requeue=expedite, sbatch --segment, SLURM_JOB_END_TIME: measured likewise, but for the first, which is
-new in 25.11 and needs the site's leave."""
+MIN_RELEASE = (20, 11, 0)
+TESTED_RELEASES = ((22, 5), (26, 5))
+"""Oldest and newest release that the Slurm tests run on: 22.05.8, 24.11.5 and 26.05.5."""
+REPEATED_RESIZE_SINCE = (24, 11, 0)
+"""First release with which a job can shrink more than once without slurmdbd (measured: 24.11.5 and 26.05.5 can, 22.05.8
+cannot)."""
+EXPEDITED_REQUEUE_SINCE = (25, 11, 0)
+SEGMENTS_SINCE = (24, 11, 0)
+JOB_END_TIME_SINCE = (24, 11, 0)
+"""First releases with sbatch --requeue=expedite, sbatch --segment and SLURM_JOB_END_TIME. Measured in the same way,
+except the first, which is new in 25.11 and must be enabled by the site."""
 CGROUPS_V2 = Path("/sys/fs/cgroup/cgroup.controllers")
-SHORTEST_KILL_WAIT_S = 10
-SMALL_S = 1200.0
-"""Of a job that is only tried."""
-NO_ANSWER = "scontrol ping; sinfo"
+MIN_KILL_WAIT_S = 10
+TEST_JOB_TIME_S = 1200.0
+"""Time limit, in seconds, of a job that is only tested for submission."""
+NO_ANSWER_ADVICE = "scontrol ping; sinfo"
 
 
 def is_there() -> bool:
-    """Whether this machine has Slurm's commands."""
+    """Return whether this machine has Slurm's commands."""
     return shutil.which("scontrol") is not None and shutil.which("sbatch") is not None
 
 
 def version(slurm: Slurm) -> Iterator[CheckResult]:
-    found = slurm.version()
-    text = f"{found[0]}.{found[1]:02}.{found[2]}"
-    if found < OLDEST:
-        older = f"{text}: older than {OLDEST[0]}.{OLDEST[1]:02}, whose fields are asked for"
+    release = slurm.version()
+    text = f"{release[0]}.{release[1]:02}.{release[2]}"
+    if release < MIN_RELEASE:
+        older = f"{text}: older than {MIN_RELEASE[0]}.{MIN_RELEASE[1]:02}, the oldest supported release"
         yield CheckResult(check="slurm", outcome="failed", text=older, advice="use a cluster with a later Slurm")
         return
     cluster = slurm.cluster()
     yield CheckResult(check="slurm", outcome="ok", text=f"{text}, cluster {cluster}, the controller answers")
-    oldest, newest = MEASURED
-    if not oldest <= found[:2] <= newest:
-        which = "older" if found[:2] < oldest else "newer"
+    oldest, newest = TESTED_RELEASES
+    if not oldest <= release[:2] <= newest:
+        age = "older" if release[:2] < oldest else "newer"
         tried = f"{oldest[0]}.{oldest[1]:02} to {newest[0]}.{newest[1]:02}"
-        untried = f"{text} is {which} than the releases that resihp was tried with, {tried}"
+        untried = f"{text} is {age} than the releases that resihp was tested with, {tried}"
         yield CheckResult(check="slurm", outcome="warning", text=untried, advice="try a short job first")
 
 
-def offers(found: tuple[int, int, int], settings: Mapping[str, str], survey: Survey) -> Iterator[CheckResult]:
-    """What this Slurm has that older ones have not; nothing is told of what it has not."""
-    there = []
-    if found >= TELLS_THE_END:
-        there.append("jobs are told their end (SLURM_JOB_END_TIME)")
-    if found >= SEGMENTS and settings.get("TopologyPlugin") == "topology/block":
-        there.append("nodes come in blocks: sbatch --segment, in extra of [slurm], keeps a job's nodes together")
-    if found >= EXPEDITES:
+def offers(release: tuple[int, int, int], settings: Mapping[str, str], survey: Survey) -> Iterator[CheckResult]:
+    """Report useful features of this Slurm that older releases lack; missing features are not reported."""
+    features = []
+    if release >= JOB_END_TIME_SINCE:
+        features.append("jobs know their end time (SLURM_JOB_END_TIME)")
+    if release >= SEGMENTS_SINCE and settings.get("TopologyPlugin") == "topology/block":
+        features.append("nodes come in blocks: sbatch --segment, in extra of [slurm], keeps a job's nodes together")
+    if release >= EXPEDITED_REQUEUE_SINCE:
         try:
-            survey.would_start(["--nodes=1", f"--time={time_limit(SMALL_S)}", "--requeue=expedite"])
+            survey.would_start(["--nodes=1", f"--time={time_limit(TEST_JOB_TIME_S)}", "--requeue=expedite"])
         except SlurmRefusedError:
-            there.append("sbatch --requeue=expedite is there, but not allowed at this site")
+            features.append("sbatch --requeue=expedite exists, but is not allowed at this site")
         else:
-            there.append("sbatch --requeue=expedite is there: a job keeps its nodes when it is run again")
+            features.append("sbatch --requeue=expedite works: a requeued job keeps its nodes")
     if settings.get("AuthType") == "auth/slurm":
-        there.append("auth/slurm in place of munge")
+        features.append("auth/slurm in place of munge")
     if "cgroup" in settings.get("ProctrackType", "") and _second_cgroups(settings):
-        there.append("control groups v2")
-    if there:
-        yield CheckResult(check="newer Slurm", outcome="ok", text="; ".join(there))
+        features.append("control groups v2")
+    if features:
+        yield CheckResult(check="newer Slurm", outcome="ok", text="; ".join(features))
 
 
 def _second_cgroups(settings: Mapping[str, str]) -> bool:
@@ -89,36 +91,36 @@ def _second_cgroups(settings: Mapping[str, str]) -> bool:
 
 
 def survival(settings: Mapping[str, str]) -> Iterator[CheckResult]:
-    """Settings that decide whether a job with --no-kill goes on when a node dies, and how it ends."""
+    """Check the settings that decide whether a job with --no-kill survives the death of a node, and how it ends."""
     trouble = []
     if _seconds(settings.get("InactiveLimit", "0")):
         trouble.append(
             (
-                f"InactiveLimit={settings['InactiveLimit']}: Slurm ends a job whose batch host is gone so long",
+                f"InactiveLimit={settings['InactiveLimit']}: Slurm ends a job whose batch host is lost for that long",
                 "ask for InactiveLimit=0, or expect a requeue when the batch host dies",
             )
         )
     if settings.get("ProctrackType", "").endswith("/pgid"):
-        trouble.append(("ProctrackType=pgid: processes of a lost job may stay", "ask for proctrack/cgroup"))
+        trouble.append(("ProctrackType=pgid: processes of a dead job may survive", "ask for proctrack/cgroup"))
     wait = _seconds(settings.get("KillWait", "30"))
-    if wait < SHORTEST_KILL_WAIT_S:
+    if wait < MIN_KILL_WAIT_S:
         text = f"KillWait={wait} s: little time to write the ledger when a job is cancelled"
         trouble.append((text, "ask for KillWait=30"))
     notices = settings.get("SlurmdTimeout", "unknown")
-    told = [
+    facts = [
         f"Slurm notices a dead node after {notices}, resihp after 6 s",
-        *(["KillOnBadExit=1, which resihp overrules"] if settings.get("KillOnBadExit") == "1" else []),
+        *(["KillOnBadExit=1, which resihp overrides"] if settings.get("KillOnBadExit") == "1" else []),
     ]
-    yield CheckResult(check="node death", outcome="ok", text="jobs ask for --no-kill; " + "; ".join(told))
+    yield CheckResult(check="node death", outcome="ok", text="jobs ask for --no-kill; " + "; ".join(facts))
     for text, advice in trouble:
         yield CheckResult(check="node death", outcome="warning", text=text, advice=advice)
 
 
 def requeue(settings: Mapping[str, str]) -> Iterator[CheckResult]:
-    usual = "by default" if settings.get("JobRequeue", "1") != "0" else "for jobs that ask, as ours do"
+    usual = "by default" if settings.get("JobRequeue", "1") != "0" else "on request, as resihp's jobs do"
     codes = settings.get("RequeueExit", "")
     mode, kind = settings.get("PreemptMode", "OFF"), settings.get("PreemptType", "preempt/none")
-    text = f"jobs run again {usual}" + (f", and on exit codes {codes}" if codes else "")
+    text = f"jobs are requeued {usual}" + (f", and on exit codes {codes}" if codes else "")
     if "enable_expedited_requeue" in settings.get("SlurmctldParameters", ""):
         text += ", at once with --requeue=expedite"
     if kind == "preempt/none" or mode.upper() == "OFF":
@@ -136,21 +138,24 @@ def requeue(settings: Mapping[str, str]) -> Iterator[CheckResult]:
 
 
 def firewall(settings: Mapping[str, str], ports: str) -> Iterator[CheckResult]:
-    """A site that gives srun a range of ports lets nothing else through between its nodes, usually. `ports`: ours."""
+    """Check the configured ports against srun's range, as a site with such a range usually blocks all other ports.
+
+    `ports`: the range configured for resihp, empty for none.
+    """
     range_of_srun = settings.get("SrunPortRange", "").replace("0-0", "")
-    theirs = "; what gloo and NCCL listen on is the kernel's choice (net.ipv4.ip_local_port_range)"
+    theirs = "; the kernel chooses the ports of gloo and NCCL (net.ipv4.ip_local_port_range)"
     if ports:
         yield CheckResult(check="firewall", outcome="ok", text=f"jobs listen on {ports}{theirs}")
     elif range_of_srun:
-        text = f"SrunPortRange={range_of_srun}: other ports may be closed between nodes, and jobs listen on any{theirs}"
-        advice = f'set ports in [slurm], as ports = "{range_of_srun}"; salloc --nodes=2 resihp doctor tries it'
+        text = f"SrunPortRange={range_of_srun}: other ports may be closed between nodes, but jobs use any port{theirs}"
+        advice = f'set ports in [slurm], as ports = "{range_of_srun}"; salloc --nodes=2 resihp doctor tests it'
         yield CheckResult(check="firewall", outcome="warning", text=text, advice=advice)
     else:
-        yield CheckResult(check="firewall", outcome="ok", text="Slurm names no range of ports; jobs listen on any")
+        yield CheckResult(check="firewall", outcome="ok", text="Slurm sets no range of ports; jobs use any port")
 
 
 def rights(survey: Survey, settings: Mapping[str, str], user: str, spool: Path | None) -> Iterator[CheckResult]:
-    """Who may drain: we, the site's hook for us, or nobody."""
+    """Check whether the user may drain nodes, directly or through the site's hook."""
     try:
         operator = survey.is_operator(user, settings)
     except SlurmError as error:
@@ -163,48 +168,48 @@ def rights(survey: Survey, settings: Mapping[str, str], user: str, spool: Path |
     elif spool is not None and os.access(spool, os.W_OK | os.X_OK):
         yield CheckResult(check="drain", outcome="ok", text=f"{user} may ask the site's hook, in {spool}")
     else:
-        text = f"{user} may not drain nodes, and there is no hook to ask: bad nodes are only kept out of your own jobs"
+        text = f"{user} may not drain nodes, and there is no site hook: bad nodes are only excluded from your own jobs"
         advice = "ask the site to install the hook (slurm/site/README.md), or to make you an operator"
         yield CheckResult(check="drain", outcome="warning", text=text, advice=advice)
 
 
-def releases_nodes(found: tuple[int, int, int], settings: Mapping[str, str]) -> Iterator[CheckResult]:
-    if found < RESIZES_AGAIN and "slurmdbd" not in settings.get("AccountingStorageType", ""):
-        text = "without slurmdbd a job can give back one node only; others stay with it to its end"
+def releases_nodes(release: tuple[int, int, int], settings: Mapping[str, str]) -> Iterator[CheckResult]:
+    if release < REPEATED_RESIZE_SINCE and "slurmdbd" not in settings.get("AccountingStorageType", ""):
+        text = "without slurmdbd, a job can release only one node; it keeps further ones until its end"
         yield CheckResult(check="release", outcome="ok", text=text)
 
 
-def chosen(found: Sequence[PartitionView], wanted: str) -> list[str]:
-    """Where a job runs that asks for `wanted`, empty for Slurm's default; none if there is none."""
-    return [name for name in wanted.split(",") if name] or [view.name for view in found if view.default][:1]
+def chosen(views: Sequence[PartitionView], wanted: str) -> list[str]:
+    """Return the partitions of a job that requests `wanted`, empty for Slurm's default; none without a default."""
+    return [name for name in wanted.split(",") if name] or [view.name for view in views if view.default][:1]
 
 
-def partitions(found: Sequence[PartitionView], wanted: str) -> Iterator[CheckResult]:
-    """`wanted`: the configured partition; empty for Slurm's default."""
-    names = list(dict.fromkeys(view.name for view in found))
-    named = chosen(found, wanted)
+def partitions(partition_views: Sequence[PartitionView], wanted: str) -> Iterator[CheckResult]:
+    """Check the job's partitions. `wanted`: the configured partition; empty for Slurm's default."""
+    names = list(dict.fromkeys(view.name for view in partition_views))
+    named = chosen(partition_views, wanted)
     if not named:
         text = f"Slurm has no default partition; there are {', '.join(names) or 'none'}"
         yield CheckResult(check="partition", outcome="warning", text=text, advice="set partition in [slurm]")
     for name in named:
-        views = [view for view in found if view.name == name]
+        views = [view for view in partition_views if view.name == name]
         if not views:
-            text = f"{name}: there is none of that name, or none for you; there are {', '.join(names) or 'none'}"
+            text = f"{name}: not among the partitions you may use: {', '.join(names) or 'none'}"
             yield CheckResult(check="partition", outcome="failed", text=text, advice="set partition in [slurm]; sinfo")
         elif not any(view.up for view in views):
             yield CheckResult(check="partition", outcome="failed", text=f"{name}: is down", advice=f"sinfo -p {name}")
         else:
-            kinds = ", ".join(f"{view.nodes} of {view.gpus} GPUs" for view in views)
+            kinds = ", ".join(f"{view.nodes} with {view.gpus} GPUs" for view in views)
             idle = sum(view.nodes_idle for view in views)
             limit = "no time limit" if views[0].seconds is None else f"at most {views[0].seconds / 3600:g} h"
             yield CheckResult(check="partition", outcome="ok", text=f"{name}: nodes {kinds}; {idle} idle; {limit}")
 
 
 def submission(survey: Survey, configuration: Configuration) -> Iterator[CheckResult]:
-    """Whether Slurm would take the job, or a small one if there is no job file. Submits nothing."""
+    """Check that Slurm would accept the job, or a small one without a job file. Submits nothing."""
     job, section = configuration.job, configuration.slurm
     nodes = job.nodes + section.spares
-    seconds = SMALL_S if job.time is None else job.time
+    seconds = TEST_JOB_TIME_S if job.time is None else job.time
     options = ["--no-kill", f"--nodes={nodes}", "--ntasks-per-node=1", f"--time={time_limit(seconds)}"]
     options.append("--requeue=expedite" if section.requeue == "expedite" else "--requeue")
     options.append(f"--signal=B:USR2@{round(section.warning)}")
@@ -218,12 +223,15 @@ def submission(survey: Survey, configuration: Configuration) -> Iterator[CheckRe
     try:
         answer = survey.would_start([*options, *section.extra])
     except SlurmRefusedError as error:
-        said = str(error)
-        advice = next((how for words, how in MENDED if words in said.lower()), "sacctmgr show associations user=$USER")
-        yield CheckResult(check="submission", outcome="failed", text=said, advice=advice)
+        refusal = str(error)
+        advice = next(
+            (advice_text for words, advice_text in ADVICE_ON_REFUSAL if words in refusal.lower()),
+            "sacctmgr show associations user=$USER",
+        )
+        yield CheckResult(check="submission", outcome="failed", text=refusal, advice=advice)
     else:
-        what = "one node" if nodes == 1 else f"{nodes} nodes"
-        yield CheckResult(check="submission", outcome="ok", text=f"a job of {what}, {answer}")
+        size = "one node" if nodes == 1 else f"{nodes} nodes"
+        yield CheckResult(check="submission", outcome="ok", text=f"a job of {size}, {answer}")
 
 
 def munge(survey: Survey, settings: Mapping[str, str]) -> Iterator[CheckResult]:
@@ -233,7 +241,9 @@ def munge(survey: Survey, settings: Mapping[str, str]) -> Iterator[CheckResult]:
         return
     if shutil.which("munge") is None:
         yield CheckResult(
-            check="munge", outcome="skipped", text="the command munge is not here; Slurm's answers show it works"
+            check="munge",
+            outcome="skipped",
+            text="the command munge is not installed; Slurm's answers show that it works",
         )
         return
     try:
@@ -241,12 +251,12 @@ def munge(survey: Survey, settings: Mapping[str, str]) -> Iterator[CheckResult]:
     except SlurmRefusedError as error:
         yield CheckResult(check="munge", outcome="failed", text=str(error), advice="date; systemctl status munge")
     else:
-        yield CheckResult(check="munge", outcome="ok", text="makes credentials, and takes its own")
+        yield CheckResult(check="munge", outcome="ok", text="creates credentials and accepts them")
 
 
 def _seconds(text: str) -> int:
-    """`30 sec` or `5 min`, as scontrol shows times."""
-    found = re.match(r"(\d+)\s*(\w*)", text)
-    if found is None:
+    """Return the seconds of a time as scontrol shows it, such as `30 sec` or `5 min`."""
+    match = re.match(r"(\d+)\s*(\w*)", text)
+    if match is None:
         return 0
-    return int(found[1]) * {"min": 60, "hour": 3600, "hours": 3600}.get(found[2], 1)
+    return int(match[1]) * {"min": 60, "hour": 3600, "hours": 3600}.get(match[2], 1)

@@ -1,8 +1,8 @@
-"""What `resihp doctor` says of the libraries that train: torch, its back ends, NCCL and megatron-core.
+"""Checks of `resihp doctor` on the training libraries: torch, its back ends, NCCL and megatron-core.
 
-torch is imported in a process of its own, which takes seconds and may crash where a driver is broken. Each fault is a
-line of its own; a fault that would end a job at its start is `failed`. Of `wrapper.commands.doctor.machine` it takes
-the form of a finding and how a process is run.
+torch is imported in a process of its own, which takes seconds and may crash if a driver is broken. Each fault is a line
+of its own; a fault that would end a job at its start is `failed`. Uses `wrapper.commands.doctor.machine` for findings
+and for running processes.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ print(json.dumps({
 }))
 """
 INSTALL_COMMAND = "pip install 'resihp[train]'"
-LINE_CHARACTERS = 200
+MAX_LINE_CHARACTERS = 200
 
 
 class TorchAnswer(msgspec.Struct, frozen=True):
-    """What a torch says of itself. `gpus`: those that it can use. `warnings`: first lines of what it said about them.
+    """Facts that torch reports about itself. `gpus`: number of GPUs that it can use.
 
-    `nccl_version` is that of the library that calls reach, and `nccl_files` are the files that are mapped.
+    `warnings`: first lines of its warnings about GPUs. `nccl_version` is the version of the NCCL library that calls
+    reach, and `nccl_files` are the library files mapped into the process.
     """
 
     version: str
@@ -89,7 +90,7 @@ def installed(package: str) -> str | None:
 
 
 def ask() -> TorchAnswer | CheckResult:
-    """Return what torch says in a process of its own, or the finding that it cannot be imported."""
+    """Return the answers of torch in a process of its own, or the finding that it cannot be imported."""
     done = machine.run_command([sys.executable, "-P", "-W", "ignore", "-c", TORCH_QUESTION])
     if not isinstance(done, str) and done.returncode == 0:
         return msgspec.convert(json.loads(done.stdout.splitlines()[-1]), TorchAnswer)
@@ -97,7 +98,7 @@ def ask() -> TorchAnswer | CheckResult:
     why = done if isinstance(done, str) else ""
     if not isinstance(done, str):
         outcome = "failed"
-        why = (done.stderr.strip().splitlines() or ["no word why"])[-1][:LINE_CHARACTERS]
+        why = (done.stderr.strip().splitlines() or ["no reason given"])[-1][:MAX_LINE_CHARACTERS]
     advice = f"{sys.executable} -c 'import torch' shows more"
     return CheckResult(check="torch", outcome=outcome, text=f"cannot be imported: {why}", advice=advice)
 
@@ -126,31 +127,31 @@ def of_back_ends(answer: TorchAnswer) -> Iterator[Fault]:
 
 
 def of_gpus(answer: TorchAnswer) -> Iterator[Fault]:
-    """Yield what keeps this torch from using the GPUs of this machine, or from doing all with them."""
+    """Yield faults that keep torch from using this machine's GPUs, or some features of them."""
     present = len(list(machine.VISIBLE_DEVICES.glob("nvidia[0-9]*")))
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") is not None
     if not answer.gpus and present and not hidden:
-        why = "" if answer.cuda else ", it is a build for CPUs"
-        why = f": {answer.warnings[0][:LINE_CHARACTERS]}" if answer.warnings else why
+        detail = "" if answer.cuda else ", it is a build for CPUs"
+        detail = f": {answer.warnings[0][:MAX_LINE_CHARACTERS]}" if answer.warnings else detail
         advice = "install torch for your CUDA: pytorch.org"
         if any("too old" in line for line in answer.warnings):
             advice = "install a newer driver, or a torch for an older CUDA: pytorch.org"
-        yield "failed", f"it sees none of {count_of(present, 'GPU')} here{why}", advice
+        yield "failed", f"it sees none of {count_of(present, 'GPU')} here{detail}", advice
     if not answer.gpus:
         return
     if not answer.nccl:
         advice = "install a build of torch with NCCL: pytorch.org; RESIHP_BACKEND=gloo trains slowly"
-        yield "failed", "it is built without NCCL, by which GPUs communicate", advice
+        yield "failed", "it is built without NCCL, which GPUs use to communicate", advice
     refusal = torch_versions.refusal_of_bf16(answer.version)
-    if doubt := refusal or torch_versions.doubt(answer.version):
-        yield "warning", doubt, torch_versions.UPGRADE_COMMAND
+    if reason := refusal or torch_versions.doubt(answer.version):
+        yield "warning", reason, torch_versions.UPGRADE_COMMAND
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        fault = "no C compiler is here, which fused kernels need (bias_activation_fusion, torch.compile)"
+        fault = "no C compiler, which fused kernels need (bias_activation_fusion, torch.compile)"
         yield "warning", fault, "apt-get install gcc, or name one in CC; CUDA's nvcc is not needed"
 
 
 def requirement(package: str) -> str:
-    """Return which versions resihp's own metadata allows of a package, such as `>=0.16.1,<0.20`; empty for any."""
+    """Return the versions of a package that resihp's metadata allows, such as `>=0.16.1,<0.20`; empty for any."""
     try:
         requirements = metadata.requires("resihp") or []
     except metadata.PackageNotFoundError:
@@ -162,9 +163,9 @@ def requirement(package: str) -> str:
     return ""
 
 
-def allows(bounds: str, found: str) -> bool:
-    """Return whether a version lies within bounds of the two kinds that are in use, `>=` and `<`."""
-    numbers = machine.numbers(found)
+def allows(bounds: str, version: str) -> bool:
+    """Return whether a version lies within bounds; only `>=` and `<` are supported."""
+    numbers = machine.numbers(version)
     for bound in bounds.split(","):
         if bound.startswith(">=") and numbers < machine.numbers(bound[2:]):
             return False

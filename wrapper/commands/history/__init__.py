@@ -1,4 +1,4 @@
-"""`resihp history` and `resihp why`: what the ledger holds of one job or of all. Reads only.
+"""`resihp history` and `resihp why`: list the ledger's records of one job or of all. Reads only.
 
-`command` asks `db.reading`; `tables` are its views on a terminal.
+`command` queries `db.reading`; `tables` shows its views on a terminal.
 """

@@ -1,8 +1,8 @@
-"""`resihp history` and `resihp why`: what the ledger holds, of one job or of all, on a terminal or as data.
+"""`resihp history` and `resihp why`: list the ledger's records, of one job or of all, on a terminal or as data.
 
-A *view* is a table of the ledger (`db.reading.tables.TABLES`) or something reckoned from several: `cost`, `promises`,
-`lemons`, and failures counted `--by` something. Only asks and shows; `db` knows the answers. Everything that takes time
-to import is imported in the functions.
+A *view* is a table of the ledger (`db.reading.tables.TABLES`) or computed from several tables: `cost`, `promises`,
+`lemons`, and failures counted `--by` something. Only queries and prints; `db` computes the answers. Slow imports are
+inside the functions.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 
 COST_BY = ("job", "owner", "account", "partition", "cluster", "week", "month")
-MOST_DAYS = 36_500
-MOST_NAMED = 5
-"""Jobs in a warning."""
-SHOWN = 50
-"""Rows on a terminal, if no --limit says otherwise."""
+MAX_DAYS = 36_500
+MAX_JOBS_NAMED = 5
+"""Most jobs named in a message."""
+DEFAULT_ROWS = 50
+"""Rows on a terminal without --limit."""
 
 
-SPARES_OF = 100
-"""Jobs at least whose spares are reckoned for a terminal, the newest."""
-SPARES = (
-    "assumed: one healthy spare node more at each change of plan, the same losses and times of changes; the planner's "
-    "share of measured seconds, never faster than the first plan when all is well; jobs that ended for want of nodes "
-    "are not counted"
+MIN_JOBS_WITH_SPARES = 100
+"""Fewest jobs, the newest ones, for which the view `spares` is computed on a terminal."""
+SPARES_FOOTNOTE = (
+    "assumptions: one more healthy spare node at each change of plan, the same losses and times of changes; savings as "
+    "predicted by the planner, never faster than the healthy first plan; jobs that ended for lack of nodes do not count"
 )
+"""Footnote of the view `spares`."""
 
 
 class History(str, Enum):  # noqa: UP042 - StrEnum's help text shows differently in older Typer
@@ -85,20 +85,20 @@ class History(str, Enum):  # noqa: UP042 - StrEnum's help text shows differently
     rate = "rate"
 
 
-OF_ALL = frozenset({History.jobs, History.lemons, History.repairs, History.rate})
-"""Views that are of many jobs by themselves."""
-RECKONED = frozenset(
+VIEWS_OF_ALL_JOBS = frozenset({History.jobs, History.lemons, History.repairs, History.rate})
+"""Views that always cover all jobs."""
+COMPUTED_VIEWS = frozenset(
     {"jobs", "cost", "decisions", "spares", "promises", "lemons", "repairs", "rate", "hosts", "placements"}
 )
-"""Those that are no table of the ledger's."""
+"""Views that are computed and not a table of the ledger."""
 
 
-OF_NODES = frozenset({"lemons", "repairs", "hosts", "devices"})
-"""Views that join what several ledgers tell of a node."""
+VIEWS_OF_NODES = frozenset({"lemons", "repairs", "hosts", "devices"})
+"""Views that combine the records of a node from several ledgers."""
 
 
 class By(str, Enum):  # noqa: UP042 - as above
-    """What failures are counted by (up to `job`), and what costs are told by (from there on)."""
+    """Groups for --by: of failures up to `job`, of costs from `job` on."""
 
     node = "node"
     component = "component"
@@ -117,8 +117,8 @@ class By(str, Enum):  # noqa: UP042 - as above
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What was asked for, its times in UTC."""
+class HistoryQuery:
+    """The options of a query, with times in UTC."""
 
     view: str
     by: str | None
@@ -127,49 +127,53 @@ class Asked:
     since: datetime | None
     until: datetime | None
     limit: int | None
-    """Rows at most: the newest, or the first of those that are ranked."""
+    """Most rows: the newest ones, or the first ones of a ranking."""
     injected: bool
     user: str | None = None
     kind: str | None = None
     around: datetime | None = None
     having: str | None = None
-    """`driver=580.65.06`, whose rate is asked for against all others'."""
+    """A trait such as `driver=580.65.06`; its failure rate is compared with that of all others."""
     days: float | None = None
-    every: bool = False
-    """Of all jobs."""
+    all_jobs: bool = False
+    """Whether all jobs are queried."""
     price: float | None = None
-    """Of a GPU-hour, in whatever money."""
+    """Price of a GPU-hour, in any currency."""
     flat: bool = False
-    """As a table of the ledger's columns alone, with nothing worked out."""
+    """Only the ledger's own columns, without computed ones."""
 
     @property
     def is_table(self) -> bool:
-        return self.by is None and self.shape not in RECKONED
+        return self.by is None and self.shape not in COMPUTED_VIEWS
 
     @property
     def shape(self) -> str:
-        """The name of its columns: of a table's rows, or `failures by node`; `placements` of devices of all jobs."""
-        if self.view == "devices" and self.every:
+        """Key of its columns: the view, a view with its group such as `failures by node`, or `placements`.
+
+        `placements` are the devices of all jobs.
+        """
+        if self.view == "devices" and self.all_jobs:
             return "placements"
         return self.view if self.by is None else f"{self.view} by {self.by}"
 
 
 @dataclass(frozen=True)
 class Listing:
-    """Rows, whose they are, and a line beneath them for a terminal."""
+    """Rows of an answer, their subject, and a footnote for the terminal."""
 
     columns: tuple[str, ...]
     rows: list[Row]
-    whose: str
+    subject: str
     total: int | None = None
-    """Rows that there are, where not all were asked for."""
+    """Number of all rows, if fewer were queried."""
     nodes: list[str] = field(default_factory=list)
-    """Known ones, where one was asked for of which there is nothing."""
+    """Names of known nodes, for a query about one node."""
     closing: str = ""
     clusters: list[str] = field(default_factory=list)
-    """By which nodes are named."""
+    """Clusters that qualify names of nodes."""
 
     def knows(self, node: str) -> bool:
+        """Return whether the ledger has this node."""
         from db.reading.naming import is_node
 
         return any(is_node(node, name, self.clusters) for name in self.nodes)
@@ -183,12 +187,12 @@ def register(app: typer.Typer) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class HistoryOptions:
-    """What the command line said."""
+    """Options given on the command line."""
 
-    view: Annotated[History, typer.Argument(help="What to list.", metavar="VIEW")]
+    view: Annotated[History, typer.Argument(help="View to list.", metavar="VIEW")]
     job: JobArgument = None
-    job_option: Annotated[str | None, typer.Option("--job", help="The same as JOB.", show_default=False)] = None
-    every: Annotated[bool, typer.Option("--all", help="Of all jobs: of --ledger, or of every job here.")] = False
+    job_option: Annotated[str | None, typer.Option("--job", help="Same as JOB.", show_default=False)] = None
+    all_jobs: Annotated[bool, typer.Option("--all", help="All jobs of --ledger, or of this home.")] = False
     by: Annotated[
         By | None,
         typer.Option(
@@ -197,14 +201,14 @@ class HistoryOptions:
             show_default=False,
         ),
     ] = None
-    node: Annotated[str | None, typer.Option(help="Only this node's.", show_default=False)] = None
-    rank: Annotated[int | None, typer.Option(help="Of scores, only this rank's.", show_default=False)] = None
+    node: Annotated[str | None, typer.Option(help="Only this node.", show_default=False)] = None
+    rank: Annotated[int | None, typer.Option(help="Scores: only this rank.", show_default=False)] = None
     since: Annotated[str | None, typer.Option(help="Time (ISO, UTC) or age (30m, 2h, 1d).", show_default=False)] = None
-    until: Annotated[str | None, typer.Option(help="The same, as the end (exclusive).", show_default=False)] = None
+    until: Annotated[str | None, typer.Option(help="Likewise, the end (exclusive).", show_default=False)] = None
     limit: Annotated[
-        int | None, typer.Option(help="Rows at most, the newest.", show_default="50 on a terminal", min=1)
+        int | None, typer.Option(help="Most rows, the newest.", show_default="50 on a terminal", min=1)
     ] = None
-    user: Annotated[str | None, typer.Option(help="With --all: only this user's jobs.", show_default=False)] = None
+    user: Annotated[str | None, typer.Option(help="With --all: only jobs of this user.", show_default=False)] = None
     kind: Annotated[
         str | None, typer.Option(help="Events, failures or suspicions of this kind.", show_default=False)
     ] = None
@@ -212,10 +216,10 @@ class HistoryOptions:
     having: Annotated[
         str | None, typer.Option(help="Rate: with TRAIT=VALUE and without, as driver=580.65.06.", show_default=False)
     ] = None
-    days: Annotated[float | None, typer.Option(help="Rate: days looked at.", show_default="30", min=0.01)] = None
-    injected: Annotated[bool, typer.Option("--injected", help="Lemons: count faults on purpose, too.")] = False
+    days: Annotated[float | None, typer.Option(help="Rate: days to cover.", show_default="30", min=0.01)] = None
+    injected: Annotated[bool, typer.Option("--injected", help="Lemons: count injected faults, too.")] = False
     price: Annotated[
-        float | None, typer.Option(help="Cost: of a GPU-hour, for a column of money.", show_default=False, min=0.0)
+        float | None, typer.Option(help="Cost: price of a GPU-hour, for a money column.", show_default=False, min=0.0)
     ] = None
     as_json: JsonOption = False
     as_csv: Annotated[bool, typer.Option("--csv", help="CSV on stdout.")] = False
@@ -224,19 +228,19 @@ class HistoryOptions:
 
 
 def history(options: HistoryOptions) -> None:
-    """List what the ledger holds of a job, or of all.
+    """List the ledger's records of a job, or of all jobs.
 
-    VIEW: jobs, failures, nodes, hosts (what nodes were made of, and what changed
-    on them), devices (with --all: where each one was), workers, iterations,
-    plans, reconfigurations, drains, replacements, probes, suspicions (of slowness
-    and silence, also those that came to nothing), scores (each rank's time over its
-    healthy time, and the evidence against it, now and then), checkpoints, events;
-    decisions (what called for each, what was possible, what came of it); spares
-    (what one more spare node would have saved, by the planner);
-    cost (where the time went, in GPU-hours), promises (what plans promised and
-    kept), lemons (nodes that fail more than others), repairs (what failed this
-    week and was not mended since), rate (failures in 1,000 GPU-days, --around a
-    date or --having something).
+    VIEW: jobs, failures, nodes, hosts (hardware and software of nodes, with
+    changes), devices (with --all: nodes that each one was in), workers,
+    iterations, plans, reconfigurations, drains, replacements, probes, suspicions
+    (of slowness and silence, with outcomes), scores (samples of each rank's time
+    over its healthy time, and of the evidence that it is slow), checkpoints,
+    events; decisions (cause, candidates and outcome of each); spares (savings of
+    one more spare node, by the planner); cost (use of time, in GPU-hours),
+    promises (gains that plans promised, and kept), lemons (nodes that fail more
+    than others), repairs (parts that failed this week and were not repaired
+    since), rate (failures per 1,000 GPU-days, --around a date or --having a
+    trait).
 
     Example: resihp history failures --all --by node --since 30d
     """
@@ -247,76 +251,77 @@ def history(options: HistoryOptions) -> None:
     if job is not None and job_option is not None and job != job_option:
         raise UsageError(f"history: JOB {job} and --job {job_option} differ; name one")
     job = job or job_option
-    if options.every and job is not None:
+    if options.all_jobs and job is not None:
         raise UsageError(f"history: JOB {job} and --all exclude each other; leave one out")
-    asked = Asked(
+    query = HistoryQuery(
         view=options.view.value,
         by=None if options.by is None else options.by.value,
         node=options.node,
         rank=options.rank,
         since=moment(options.since),
         until=moment(options.until),
-        limit=SHOWN if options.limit is None and not outputs else options.limit,
+        limit=DEFAULT_ROWS if options.limit is None and not outputs else options.limit,
         injected=options.injected,
         user=options.user,
         kind=options.kind,
         around=moment(options.around),
         having=options.having,
         days=options.days,
-        every=options.every,
+        all_jobs=options.all_jobs,
         price=options.price,
         flat=options.as_csv or options.parquet is not None,
     )
-    every = options.every or options.view in OF_ALL
-    _check(asked, every)
-    if every:
-        answer = _of_all(asked, job, options.ledger)
+    all_jobs = options.all_jobs or options.view in VIEWS_OF_ALL_JOBS
+    _check(query, all_jobs)
+    if all_jobs:
+        answer = _of_all(query, job, options.ledger)
     else:
         with opened(job, options.ledger) as (reader, row):
-            others = attempts_here(options.ledger, row["run"]) if asked.view == "cost" else []
-            answer = _of_one(asked, reader, row, others, options.ledger)
+            others = attempts_here(options.ledger, row["run"]) if query.view == "cost" else []
+            answer = _of_one(query, reader, row, others, options.ledger)
     if options.node is not None and not answer.rows and not answer.knows(options.node):
         from db.reading.naming import nearest
 
-        raise UsageError(f"node {options.node}: not in {answer.whose}{nearest(options.node, answer.nodes)}")
-    _write(options, asked, answer)
+        raise UsageError(f"node {options.node}: not in {answer.subject}{nearest(options.node, answer.nodes)}")
+    _write(options, query, answer)
 
 
-def _write(options: HistoryOptions, asked: Asked, answer: Listing) -> None:
+def _write(options: HistoryOptions, query: HistoryQuery, answer: Listing) -> None:
     if options.parquet is not None:
         from db.reading.queries import as_frame
 
-        found = as_frame(answer.rows, answer.columns, asked.view if asked.is_table else None)
-        write_parquet(found, options.parquet, f"{answer.whose}: {count_of(len(answer.rows), 'row')}")
+        frame = as_frame(answer.rows, answer.columns, query.view if query.is_table else None)
+        write_parquet(frame, options.parquet, f"{answer.subject}: {count_of(len(answer.rows), 'row')}")
     elif options.as_json:
         print(to_json({"schema": SCHEMA, "rows": answer.rows}))
     elif options.as_csv:
         write_csv(answer.columns, answer.rows)
     elif not answer.rows:
-        message(f"{answer.whose}: no {'node served lately' if asked.view == 'lemons' else asked.view}")
+        message(f"{answer.subject}: no {'node in use lately' if query.view == 'lemons' else query.view}")
     else:
-        _show(asked, answer)
+        _show(query, answer)
 
 
 def why(
-    iteration: Annotated[int, typer.Argument(help="Of the iterations committed.")],
+    iteration: Annotated[int, typer.Argument(help="A committed iteration.")],
     job: JobArgument = None,
     as_json: JsonOption = False,
     ledger: LedgerOption = None,
 ) -> None:
-    """Tell why an iteration took as long as it did.
+    """Explain why an iteration took as long as it did.
 
     Example: resihp why 37 local-3
     """
     from db.reading import queries
 
     with opened(job, ledger) as (reader, row):
-        told = queries.why(reader, row, iteration)
-        explained = reader.explanations(row["id"], queries.plans_until(reader, row["id"], told.epoch)).get(told.epoch)
+        reasons = queries.why(reader, row, iteration)
+        plans = queries.plans_until(reader, row["id"], reasons.epoch)
+        explained = reader.explanations(row["id"], plans).get(reasons.epoch)
     if as_json:
         import msgspec
 
-        content = {"schema": SCHEMA, "job": row["name"], **msgspec.structs.asdict(told)}
+        content = {"schema": SCHEMA, "job": row["name"], **msgspec.structs.asdict(reasons)}
         print(to_json(content | {"explanation": _explanation(explained)}))
     else:
         from rich.text import Text
@@ -324,362 +329,380 @@ def why(
         from wrapper.output.render import literal
 
         screen = console()
-        for number, sentence in enumerate(told.verdict):
+        for number, sentence in enumerate(reasons.verdict):
             screen.print(Text(literal(sentence if number == 0 else f"- {sentence}")), soft_wrap=False)
         if explained is not None:
             from wrapper.output.explanations import sentences
 
-            screen.print(Text(f"its plan, of epoch {told.epoch}:"), soft_wrap=False)
+            screen.print(Text(f"its plan, of epoch {reasons.epoch}:"), soft_wrap=False)
             for about, words in sentences(explained):
                 screen.print(Text(literal(f"- {about}: {words}")), soft_wrap=False)
 
 
-# --- what was asked for ---------------------------------------------------------------------------------------------
+# --- queries --------------------------------------------------------------------------------------------------------
 
 
-def _check(asked: Asked, every: bool) -> None:
-    """Raises UsageError for what the view cannot tell."""
-    view = asked.view
-    if asked.by is not None:
+def _check(query: HistoryQuery, all_jobs: bool) -> None:
+    """Raise UsageError for options that the view does not have."""
+    view = query.view
+    if query.by is not None:
         if view not in ("failures", "cost"):
             raise UsageError(f"history {view}: --by is for failures and cost; leave it out")
-        if view == "cost" and asked.by not in COST_BY:
-            raise UsageError(f"history {view}: --by {asked.by}: has no such; give one of {', '.join(COST_BY)}")
-    if asked.price is not None and view != "cost":
+        if view == "cost" and query.by not in COST_BY:
+            raise UsageError(f"history {view}: unknown --by {query.by}; choose one of {', '.join(COST_BY)}")
+    if query.price is not None and view != "cost":
         raise UsageError(f"history {view}: --price is for cost; leave it out")
-    if view == "rate" and (asked.around is None) == (asked.having is None):
-        raise UsageError("history rate: give --around TIME, or --having TRAIT=VALUE")
-    if view != "rate" and (asked.around, asked.having, asked.days) != (None, None, None):
+    if view == "rate" and (query.around is None) == (query.having is None):
+        raise UsageError("history rate: needs --around TIME or --having TRAIT=VALUE")
+    if view != "rate" and (query.around, query.having, query.days) != (None, None, None):
         raise UsageError(f"history {view}: --around, --having and --days are for rate; leave them out")
-    if asked.days is not None and not 0.0 < asked.days <= MOST_DAYS:
-        raise UsageError(f"history rate: --days {asked.days:g}: at most {MOST_DAYS:,}")
-    if asked.user is not None and (not every or view in ("lemons", "repairs", "promises", "spares", "hosts")):
-        raise UsageError(f"history {view}: --user is for what is of many jobs; give it with --all, or leave it out")
-    if asked.kind is not None and (not asked.is_table or asked.by is not None or view == "iterations"):
+    if query.days is not None and not 0.0 < query.days <= MAX_DAYS:
+        raise UsageError(f"history rate: --days {query.days:g}: at most {MAX_DAYS:,}")
+    if query.user is not None and (not all_jobs or view in ("lemons", "repairs", "promises", "spares", "hosts")):
+        raise UsageError(f"history {view}: --user needs a view of many jobs; use it with --all, or leave it out")
+    if query.kind is not None and (not query.is_table or query.by is not None or view == "iterations"):
         raise UsageError(f"history {view}: has no kinds; leave --kind out")
-    if view in ("jobs", "cost", "decisions", "spares", "promises", "rate") and asked.node is not None:
+    if view in ("jobs", "cost", "decisions", "spares", "promises", "rate") and query.node is not None:
         raise UsageError(f"history {view}: has no nodes; leave --node out")
-    if asked.rank is not None and view != "scores":
+    if query.rank is not None and view != "scores":
         raise UsageError(f"history {view}: --rank is for scores; leave it out")
-    if view in ("scores", "decisions") and every:
-        raise UsageError(f"history {view}: of one job at a time; name it instead of --all")
-    timed = asked.since is not None or asked.until is not None
-    if timed and (view in ("lemons", "scores", "rate") or (view in ("promises", "cost", "spares") and not every)):
-        raise UsageError(f"history {view}: is of all the time; leave --since and --until out")
-    if asked.injected and view != "lemons":
+    if view in ("scores", "decisions") and all_jobs:
+        raise UsageError(f"history {view}: shows one job at a time; name it instead of --all")
+    has_period = query.since is not None or query.until is not None
+    if has_period and (
+        view in ("lemons", "scores", "rate") or (view in ("promises", "cost", "spares") and not all_jobs)
+    ):
+        raise UsageError(f"history {view}: covers all the time; leave --since and --until out")
+    if query.injected and view != "lemons":
         raise UsageError(f"history {view}: --injected is for lemons; leave it out")
-    if view == "iterations" and every and asked.limit is None:
-        raise UsageError("history iterations --all: may be millions; say how many with --limit")
+    if view == "iterations" and all_jobs and query.limit is None:
+        raise UsageError("history iterations --all: may be millions of rows; set --limit")
 
 
-def _period(asked: Asked) -> Any:
-    return asked.by if asked.by in ("week", "month") else None
+def _period(query: HistoryQuery) -> Any:
+    return query.by if query.by in ("week", "month") else None
 
 
-def _costs(asked: Asked, found: Sequence[tuple[Row, Any]], whose: str, ledger: str | None, idle: str = "") -> Listing:
-    """Costs by cause, or by whatever was asked for; what they came to in all beneath, and which GPUs were idle. Who has
-    a kept figure that is none is named on stderr."""
+def _costs(
+    query: HistoryQuery, accounts: Sequence[tuple[Row, Any]], subject: str, ledger: str | None, idle: str = ""
+) -> Listing:
+    """Return costs by cause or by group, with totals and idle GPUs in the footnote.
+
+    Jobs whose stored costs are malformed are named on stderr.
+    """
     from db.reading import fleet, queries
     from db.reading.costs.cost_accounts import is_malformed
 
-    odd = list(dict.fromkeys(job["name"] for job, _ in found if is_malformed(job)))
-    if odd:
+    malformed = list(dict.fromkeys(job["name"] for job, _ in accounts if is_malformed(job)))
+    if malformed:
         from db.engine import masked
 
         where = "" if ledger is None or ledger == "sqlite" else f" --ledger {masked(ledger)}"
-        mends = f"resihp db upgrade{where}" if where else f"resihp db upgrade {odd[0]}"
-        names = f"{', '.join(odd[:MOST_NAMED])}{', ...' if len(odd) > MOST_NAMED else ''}"
+        repair = f"resihp db upgrade{where}" if where else f"resihp db upgrade {malformed[0]}"
+        names = f"{', '.join(malformed[:MAX_JOBS_NAMED])}{', ...' if len(malformed) > MAX_JOBS_NAMED else ''}"
         message(
-            f"warning: job{'s' * (len(odd) > 1)} {names}: what was kept of the cost is no account; left out, and "
-            f"reckoned from the rows; {mends} keeps it anew"
+            f"warning: job{'s' * (len(malformed) > 1)} {names}: stored costs are malformed; "
+            f"computed from the rows instead; {repair} stores them again"
         )
-    sums = [account for _, account in found]
-    by: Any = asked.by
-    rows = fleet.cost_rows(sums, asked.price) if by is None else fleet.cost_by(by, found, asked.price)
-    columns, closing = queries.priced(asked.shape, asked.price), _cost_lines(sums, asked.price)
-    closing += f"\n{line}" if (line := idle or _idle_jobs(found)) else ""
-    return Listing(columns, rows[: asked.limit], whose, len(rows), closing=closing)
+    sums = [account for _, account in accounts]
+    by: Any = query.by
+    rows = fleet.cost_rows(sums, query.price) if by is None else fleet.cost_by(by, accounts, query.price)
+    columns, closing = queries.priced(query.shape, query.price), _cost_lines(sums, query.price)
+    closing += f"\n{line}" if (line := idle or _idle_jobs(accounts)) else ""
+    return Listing(columns, rows[: query.limit], subject, len(rows), closing=closing)
 
 
-def _idle_jobs(found: Sequence[tuple[Row, Any]]) -> str:
-    """Jobs that had GPUs which stood by, those that paid most for it first; empty for none."""
+def _idle_jobs(accounts: Sequence[tuple[Row, Any]]) -> str:
+    """Return a line naming the jobs with idle GPUs, the costliest first; empty for none."""
     from wrapper.commands.history.tables import amount
 
     hours: dict[tuple[str, str], float] = {}
-    for job, account in found:  # of one that was cut, part by part
-        which = job["name"], job["uuid"]
-        hours[which] = hours.get(which, 0.0) + account.lost_gpu_hours["idle"]
-    paid = sorted(((each, *which) for which, each in hours.items() if each > 0.0), reverse=True)
-    if not paid:
+    for job, account in accounts:  # a job cut into periods has several accounts
+        key = job["name"], job["uuid"]
+        hours[key] = hours.get(key, 0.0) + account.lost_gpu_hours["idle"]
+    idle_jobs = sorted(((idle_hours, *key) for key, idle_hours in hours.items() if idle_hours > 0.0), reverse=True)
+    if not idle_jobs:
         return ""
-    alike = Counter(name for name, _ in hours)
-    told = [
-        f"{name if alike[name] == 1 else f'{name}, id {uuid[:8]}'} ({amount(each)} GPU-hours)"
-        for each, name, uuid in paid[:MOST_NAMED]
+    jobs_of_name = Counter(name for name, _ in hours)
+    labels = [
+        f"{name if jobs_of_name[name] == 1 else f'{name}, id {uuid[:8]}'} ({amount(idle_hours)} GPU-hours)"
+        for idle_hours, name, uuid in idle_jobs[:MAX_JOBS_NAMED]
     ]
-    more = ", ..." if len(paid) > MOST_NAMED else ""
-    return f"GPUs stood by in {len(paid)} of {len(hours)} jobs: {', '.join(told)}{more}"
+    more = ", ..." if len(idle_jobs) > MAX_JOBS_NAMED else ""
+    return f"idle GPUs in {len(idle_jobs)} of {len(hours)} jobs: {', '.join(labels)}{more}"
 
 
-def _of_one(asked: Asked, reader: Reader, job: Row, others: Sequence[Row], ledger: str | None) -> Listing:
+def _of_one(query: HistoryQuery, reader: Reader, job: Row, others: Sequence[Row], ledger: str | None) -> Listing:
     from db.reading import fleet, hardware, queries
 
-    whose = f"job {job['name']}"
-    times: dict[str, Any] = {"since": asked.since, "until": asked.until}
-    known = reader.nodes(job["id"]) if asked.node is not None else []
-    if asked.view == "cost":
+    subject = f"job {job['name']}"
+    times: dict[str, Any] = {"since": query.since, "until": query.until}
+    node_names = reader.nodes(job["id"]) if query.node is not None else []
+    if query.view == "cost":
         from wrapper.output.idle_gpus import of_ledger
 
-        found = fleet.costs_of(reader, job, period=_period(asked), others=others)
-        return _costs(asked, found, whose, ledger, of_ledger(reader, job).line())
-    if asked.view == "promises":
+        accounts = fleet.costs_of(reader, job, period=_period(query), others=others)
+        return _costs(query, accounts, subject, ledger, of_ledger(reader, job).line())
+    if query.view == "promises":
         rows = queries.promises_rows(reader, job["id"])
-        return Listing(queries.COLUMNS["promises"], rows[-asked.limit :] if asked.limit else rows, whose, len(rows))
-    if asked.view == "spares":
-        return Listing(queries.COLUMNS["spares"], queries.spares_rows(reader, job), whose, 1, closing=SPARES)
-    if asked.view == "decisions":
+        return Listing(queries.COLUMNS["promises"], rows[-query.limit :] if query.limit else rows, subject, len(rows))
+    if query.view == "spares":
+        return Listing(queries.COLUMNS["spares"], queries.spares_rows(reader, job), subject, 1, closing=SPARES_FOOTNOTE)
+    if query.view == "decisions":
         rows = queries.decisions_rows(reader, job["id"], **times)
-        return Listing(queries.COLUMNS["decisions"], rows[-asked.limit :] if asked.limit else rows, whose, len(rows))
-    if asked.by is not None:
-        counted = fleet.failures_by(reader, asked.by, job["id"], node=asked.node, **times)  # type: ignore[arg-type]
-        rows = fleet.joined(asked.by, counted)  # type: ignore[arg-type]
-        return Listing(queries.COLUMNS[asked.shape], rows[: asked.limit], whose, len(rows), known)
-    if asked.view == "hosts":
-        rows = _stays(asked, hardware.stays(reader, job["id"]), job["id"])
-        return Listing(queries.COLUMNS["hosts"], rows[-asked.limit :] if asked.limit else rows, whose, len(rows), known)
+        return Listing(queries.COLUMNS["decisions"], rows[-query.limit :] if query.limit else rows, subject, len(rows))
+    if query.by is not None:
+        counted = fleet.failures_by(reader, query.by, job["id"], node=query.node, **times)  # type: ignore[arg-type]
+        rows = fleet.joined(query.by, counted)  # type: ignore[arg-type]
+        return Listing(queries.COLUMNS[query.shape], rows[: query.limit], subject, len(rows), node_names)
+    if query.view == "hosts":
+        rows = _stays(query, hardware.stays(reader, job["id"]), job["id"])
+        return Listing(
+            queries.COLUMNS["hosts"], rows[-query.limit :] if query.limit else rows, subject, len(rows), node_names
+        )
     rows = reader.rows(
-        asked.view, job["id"], node=asked.node, rank=asked.rank, kind=asked.kind, last=asked.limit, **times
+        query.view, job["id"], node=query.node, rank=query.rank, kind=query.kind, last=query.limit, **times
     )
-    if asked.view == "plans" and not asked.flat:
+    if query.view == "plans" and not query.flat:
         explained = reader.explanations(job["id"], rows)
         rows = [row | {"explanation": _explanation(explained.get(row["epoch"]))} for row in rows]
     total = None
-    if asked.node is None and asked.rank is None and asked.kind is None and len(rows) == asked.limit:
-        total = reader.count(asked.view, job["id"], **times)
-    return Listing(queries.COLUMNS[asked.view], rows, whose, total, known)
+    if query.node is None and query.rank is None and query.kind is None and len(rows) == query.limit:
+        total = reader.count(query.view, job["id"], **times)
+    return Listing(queries.COLUMNS[query.view], rows, subject, total, node_names)
 
 
-def _stays(asked: Asked, rows: list[Row], job_id: int | None = None, clusters: Sequence[str] = ()) -> list[Row]:
-    """Those asked for, with what changed since the stay before, whether that was asked for or not."""
+def _stays(query: HistoryQuery, rows: list[Row], job_id: int | None = None, clusters: Sequence[str] = ()) -> list[Row]:
+    """Return the queried stays, each with its changes since the previous stay, even if that one was not queried."""
     from db.reading import hardware
     from db.reading.naming import is_node
 
-    found = hardware.told_changes(rows)
+    changes = hardware.told_changes(rows)
     if job_id is not None:
-        found = [row for row in found if row["job_id"] == job_id]
-    since, until = asked.since or datetime.min.replace(tzinfo=UTC), asked.until or datetime.max.replace(tzinfo=UTC)
+        changes = [row for row in changes if row["job_id"] == job_id]
+    since, until = query.since or datetime.min.replace(tzinfo=UTC), query.until or datetime.max.replace(tzinfo=UTC)
     return [
         {name: value for name, value in row.items() if name != "job_id"}
-        for row in found
-        if since <= row["joined_at"] < until and is_node(asked.node, row["node"], clusters)
+        for row in changes
+        if since <= row["joined_at"] < until and is_node(query.node, row["node"], clusters)
     ]
 
 
-def _explanation(found: Explanation | None) -> Row | None:
-    if found is None:
+def _explanation(explained: Explanation | None) -> Row | None:
+    if explained is None:
         return None
     from resihp.scheduler.explained.explanation import as_json
 
-    return as_json(found)
+    return as_json(explained)
 
 
-def _of_all(asked: Asked, job: str | None, ledger: str | None) -> Listing:
-    """Of all jobs of the ledger named, or of that of `job`, or of every ledger here."""
+def _of_all(query: HistoryQuery, job: str | None, ledger: str | None) -> Listing:
+    """Answer a query about all jobs: of the named ledger, of the ledger of `job`, or of every ledger of this home."""
     from db.reading import fleet, hardware, queries
     from db.reading.tables import OF_JOB, TABLES
 
-    times: dict[str, Any] = {"since": asked.since, "until": asked.until}
-    names: list[str] = []
+    times: dict[str, Any] = {"since": query.since, "until": query.until}
+    node_names: list[str] = []
     clusters: list[str] = []
-    elsewhere = _clusters_here(ledger) if job is None and _tells_nodes(asked) else set()
+    elsewhere = _clusters_here(ledger) if job is None and _names_nodes(query) else set()
 
-    def ask(of: Callable[[Reader], list[Any]]) -> list[Any]:
-        """What all ledgers answer."""
+    def ask(question: Callable[[Reader], list[Any]]) -> list[Any]:
+        """Return the answers of all ledgers."""
 
-        def one(reader: Reader) -> list[Any]:
+        def ask_ledger(reader: Reader) -> list[Any]:
             reader.other_clusters = elsewhere
-            if asked.node is not None:
-                names.extend(reader.nodes(None))
+            if query.node is not None:
+                node_names.extend(reader.nodes(None))
                 clusters.extend(reader.clusters())
-            return of(reader)
+            return question(reader)
 
         if job is not None:
             with opened(job, ledger) as (reader, _):
-                return one(reader)
-        return [row for rows in from_all(ledger, one) for row in rows]
+                return ask_ledger(reader)
+        return [row for rows in from_all(ledger, ask_ledger) for row in rows]
 
-    whose = "all jobs"
-    if asked.view == "cost":
+    subject = "all jobs"
+    if query.view == "cost":
         others = attempts_here(ledger)
-        found = ask(
-            lambda reader: fleet.accounts(reader, user=asked.user, **times, period=_period(asked), others=others)
+        accounts = ask(
+            lambda reader: fleet.accounts(reader, user=query.user, **times, period=_period(query), others=others)
         )
-        return _costs(asked, sorted(found, key=lambda pair: pair[0]["started_at"], reverse=True), whose, ledger)
-    if asked.view in ("jobs", "lemons", "repairs", "rate", "promises", "spares"):
-        rows = _reckoned(asked, ask, clusters)
-        closing = _which_spares(asked, len(rows)) if asked.view == "spares" else ""
-        columns = (*(OF_JOB if asked.view == "promises" else ()), *queries.COLUMNS[asked.view])
-        return Listing(columns, rows[: asked.limit], whose, len(rows), names, closing, clusters)
-    if asked.by is not None:
-        by: Any = asked.by
-        asks = {"node": asked.node, "user": asked.user, **times}
+        return _costs(query, sorted(accounts, key=lambda pair: pair[0]["started_at"], reverse=True), subject, ledger)
+    if query.view in ("jobs", "lemons", "repairs", "rate", "promises", "spares"):
+        rows = _computed(query, ask, clusters)
+        closing = _which_spares(query, len(rows)) if query.view == "spares" else ""
+        columns = (*(OF_JOB if query.view == "promises" else ()), *queries.COLUMNS[query.view])
+        return Listing(columns, rows[: query.limit], subject, len(rows), node_names, closing, clusters)
+    if query.by is not None:
+        by: Any = query.by
+        asks = {"node": query.node, "user": query.user, **times}
         rows = fleet.joined(by, ask(lambda reader: fleet.failures_by(reader, by, **asks)))
-        return Listing(queries.COLUMNS[asked.shape], rows[: asked.limit], whose, len(rows), names, "", clusters)
-    if asked.view == "hosts":
-        rows = _stays(asked, ask(lambda reader: hardware.stays(reader, node=asked.node)), clusters=clusters)
+        return Listing(queries.COLUMNS[query.shape], rows[: query.limit], subject, len(rows), node_names, "", clusters)
+    if query.view == "hosts":
+        rows = _stays(query, ask(lambda reader: hardware.stays(reader, node=query.node)), clusters=clusters)
         return Listing(
-            queries.COLUMNS["hosts"], rows[-(asked.limit or len(rows)) :], whose, len(rows), names, "", clusters
+            queries.COLUMNS["hosts"], rows[-(query.limit or len(rows)) :], subject, len(rows), node_names, "", clusters
         )
-    if asked.view == "devices":
-        seen = ask(lambda reader: reader.rows("devices", None, node=asked.node, user=asked.user, **times))
-        rows = hardware.placed(seen)
-        return Listing(queries.COLUMNS["placements"], _newest(rows, asked.limit), whose, len(rows), names, "", clusters)
-    rows = _newest_of_all(asked, ask)
-    time = TABLES[asked.view].time
+    if query.view == "devices":
+        device_rows = ask(lambda reader: reader.rows("devices", None, node=query.node, user=query.user, **times))
+        rows = hardware.placed(device_rows)
+        return Listing(
+            queries.COLUMNS["placements"], _newest(rows, query.limit), subject, len(rows), node_names, "", clusters
+        )
+    rows = _newest_of_all(query, ask)
+    time = TABLES[query.view].time
     rows = sorted(rows, key=lambda row: row[time])
     return Listing(
-        (*OF_JOB, *queries.COLUMNS[asked.view]), rows[-(asked.limit or len(rows)) :], whose, None, names, "", clusters
+        (*OF_JOB, *queries.COLUMNS[query.view]),
+        rows[-(query.limit or len(rows)) :],
+        subject,
+        None,
+        node_names,
+        "",
+        clusters,
     )
 
 
-def _newest_of_all(asked: Asked, ask: Callable[[Callable[[Reader], list[Any]]], list[Any]]) -> list[Any]:
-    """Of each ledger the newest rows, so many as may be shown."""
+def _newest_of_all(query: HistoryQuery, ask: Callable[[Callable[[Reader], list[Any]]], list[Any]]) -> list[Any]:
+    """Return the newest rows of each ledger, at most as many as are shown."""
     from db.reading import fleet
 
-    times: dict[str, Any] = {"since": asked.since, "until": asked.until}
-    if asked.view == "iterations":
-        if asked.node is not None:
+    times: dict[str, Any] = {"since": query.since, "until": query.until}
+    if query.view == "iterations":
+        if query.node is not None:
             raise UsageError("history iterations: has no nodes; leave --node out")
-        limit = asked.limit or SHOWN
-        return ask(lambda reader: fleet.newest_iterations(reader, limit, user=asked.user, **times))
-    asks = {"node": asked.node, "user": asked.user, "kind": asked.kind, **times}
-    return ask(lambda reader: reader.rows(asked.view, None, last=asked.limit, **asks))
+        limit = query.limit or DEFAULT_ROWS
+        return ask(lambda reader: fleet.newest_iterations(reader, limit, user=query.user, **times))
+    asks = {"node": query.node, "user": query.user, "kind": query.kind, **times}
+    return ask(lambda reader: reader.rows(query.view, None, last=query.limit, **asks))
 
 
 def _clusters_here(ledger: str | None) -> set[str]:
-    """Of all ledgers of this home; none where one was named."""
+    """Return the clusters of all ledgers of this home; none if a ledger was named."""
     if ledger not in (None, "sqlite"):
         return set()
-    return {name for found in from_all(ledger, lambda reader: reader.clusters(), quiet=True) for name in found}
+    return {name for clusters in from_all(ledger, lambda reader: reader.clusters(), quiet=True) for name in clusters}
 
 
 def _newest(placements: list[Any], limit: int | None) -> list[Any]:
-    """Of devices in nodes, those seen last, in order of the device."""
+    """Return the placements of devices that were seen last, ordered by device."""
     newest = sorted(placements, key=lambda row: row["last_seen"])[-limit:] if limit else placements
     return sorted(newest, key=lambda row: (row["uuid"], row["first_seen"], row["node"], row["device"]))
 
 
-def _which_spares(asked: Asked, found: int) -> str:
-    """What the figures are, and of which jobs where not of all."""
-    most = _jobs_with_spares(asked)
-    if most is None or found < most:
-        return SPARES
-    return f"{SPARES}\nthe newest {most} jobs whose plan was changed; more with --limit, all with --json"
+def _which_spares(query: HistoryQuery, jobs_found: int) -> str:
+    """Return the footnote on the figures of spares, and on the jobs that they cover."""
+    max_jobs = _jobs_with_spares(query)
+    if max_jobs is None or jobs_found < max_jobs:
+        return SPARES_FOOTNOTE
+    return f"{SPARES_FOOTNOTE}\nthe newest {max_jobs} jobs with a change of plan; more with --limit, all with --json"
 
 
-def _tells_nodes(asked: Asked) -> bool:
-    """Whether nodes of several ledgers may have the same name, and are not the same."""
-    by_host = asked.having is not None and asked.having.startswith("host=")
-    return asked.node is not None or asked.by == "node" or by_host or asked.view in OF_NODES
+def _names_nodes(query: HistoryQuery) -> bool:
+    """Return whether the answer names nodes, so that equal names of different clusters must be distinguished."""
+    by_host = query.having is not None and query.having.startswith("host=")
+    return query.node is not None or query.by == "node" or by_host or query.view in VIEWS_OF_NODES
 
 
-def _jobs_with_spares(asked: Asked) -> int | None:
-    """Of how many jobs: of each the planner decides anew."""
-    return None if asked.limit is None else max(asked.limit, SPARES_OF)
+def _jobs_with_spares(query: HistoryQuery) -> int | None:
+    """Return for how many jobs spares are computed, as the planner decides again for each; None for all."""
+    return None if query.limit is None else max(query.limit, MIN_JOBS_WITH_SPARES)
 
 
-def _reckoned(
-    asked: Asked, ask: Callable[[Callable[[Reader], list[Any]]], list[Any]], clusters: Sequence[str]
+def _computed(
+    query: HistoryQuery, ask: Callable[[Callable[[Reader], list[Any]]], list[Any]], clusters: Sequence[str]
 ) -> list[Row]:
-    """What is reckoned of many jobs; `clusters` are those of the ledgers that were asked. Raises UsageError for a trait
-    that there is not."""
+    """Return the rows of a view computed over many jobs. Raises UsageError for an unknown trait.
+
+    `clusters`: those of the ledgers that were queried.
+    """
     from db.reading import fleet, queries, rates
     from db.reading.naming import is_node
 
-    if asked.view == "lemons":
+    if query.view == "lemons":
         now = datetime.now(UTC)
         record = fleet.NodeRecord()
 
         def read(reader: Reader) -> list[Row]:
-            record.read(reader, fleet.horizon(now), asked.injected)
+            record.read(reader, fleet.horizon(now), query.injected)
             return []
 
         ask(read)
-        return [row for row in fleet.lemons(record, now) if is_node(asked.node, row["node"], clusters)]
-    if asked.view == "promises":
-        most = asked.limit or SHOWN
-        rows = ask(lambda reader: queries.promises_of_all(reader, most, since=asked.since, until=asked.until))
+        return [row for row in fleet.lemons(record, now) if is_node(query.node, row["node"], clusters)]
+    if query.view == "promises":
+        max_rows = query.limit or DEFAULT_ROWS
+        rows = ask(lambda reader: queries.promises_of_all(reader, max_rows, since=query.since, until=query.until))
         return sorted(rows, key=lambda row: (row["started_at"], row["epoch"]), reverse=True)
-    if asked.view == "spares":
-        found = ask(
+    if query.view == "spares":
+        rows = ask(
             lambda reader: queries.spares_rows(
-                reader, since=asked.since, until=asked.until, jobs=_jobs_with_spares(asked)
+                reader, since=query.since, until=query.until, jobs=_jobs_with_spares(query)
             )
         )
-        return sorted(found, key=lambda row: (-row["saved_gpu_hours"], row["started_at"]))
-    if asked.view == "jobs":
-        limits: dict[str, Any] = {"user": asked.user, "since": asked.since, "until": asked.until, "last": asked.limit}
+        return sorted(rows, key=lambda row: (-row["saved_gpu_hours"], row["started_at"]))
+    if query.view == "jobs":
+        limits: dict[str, Any] = {"user": query.user, "since": query.since, "until": query.until, "last": query.limit}
         return sorted(ask(lambda reader: reader.jobs(**limits)), key=lambda row: row["started_at"], reverse=True)
-    if asked.view == "repairs":
-        found = rates.repairs_together(ask(lambda reader: rates.repairs(reader, asked.since, asked.until)))
-        return [row for row in found if is_node(asked.node, row["node"], clusters)]
-    days = asked.days or rates.DEFAULT_DAYS
-    if asked.around is not None:
-        around = asked.around
-        return rates.together(ask(lambda reader: rates.rate_around(reader, around, days, asked.user)))
-    trait, _, value = (asked.having or "").partition("=")
+    if query.view == "repairs":
+        rows = rates.repairs_together(ask(lambda reader: rates.repairs(reader, query.since, query.until)))
+        return [row for row in rows if is_node(query.node, row["node"], clusters)]
+    days = query.days or rates.DEFAULT_DAYS
+    if query.around is not None:
+        around = query.around
+        return rates.together(ask(lambda reader: rates.rate_around(reader, around, days, query.user)))
+    trait, _, value = (query.having or "").partition("=")
     if trait not in rates.TRAITS or not value:
-        known = ", ".join(rates.TRAITS)
-        raise UsageError(f"history rate: --having {asked.having}: give TRAIT=VALUE; traits are {known}")
+        traits = ", ".join(rates.TRAITS)
+        raise UsageError(f"history rate: --having {query.having}: must be TRAIT=VALUE; traits are {traits}")
     now = datetime.now(UTC)
-    return rates.together(ask(lambda reader: rates.rate_with(reader, trait, value, days, now, asked.user)))
+    return rates.together(ask(lambda reader: rates.rate_with(reader, trait, value, days, now, query.user)))
 
 
 # --- terminal -------------------------------------------------------------------------------------------------------
 
 
-def _show(asked: Asked, answer: Listing) -> None:
+def _show(query: HistoryQuery, answer: Listing) -> None:
     from wrapper.commands.history.tables import history_table
     from wrapper.output.render import literal
     from wrapper.output.tables import show
 
     screen = console()
-    show(screen, *history_table(asked.shape, answer.rows))
+    show(screen, *history_table(query.shape, answer.rows))
     if answer.closing:
         screen.print(literal(answer.closing))
-    if asked.limit is not None and len(answer.rows) == asked.limit and answer.total != len(answer.rows):
-        which = "newest" if asked.is_table or asked.view in ("decisions", "promises", "hosts", "devices") else "first"
-        of = "" if answer.total is None else f" of {answer.total:,}"
-        message(f"{answer.whose}: the {which} {asked.limit}{of} {asked.view}; more with --limit, all with --json")
+    if query.limit is not None and len(answer.rows) == query.limit and answer.total != len(answer.rows):
+        order = "newest" if query.is_table or query.view in ("decisions", "promises", "hosts", "devices") else "first"
+        total = "" if answer.total is None else f" of {answer.total:,}"
+        message(f"{answer.subject}: the {order} {query.limit}{total} {query.view}; more with --limit, all with --json")
 
 
-def _cost_lines(found: Sequence[Any], price: float | None) -> str:
-    """What failures cost, of how much; shares of the time; how often something failed, and of that, hardware."""
+def _cost_lines(accounts: Sequence[Any], price: float | None) -> str:
+    """Return the footnote of costs: losses by failures, goodput, and rates of failures, also of hardware alone."""
     from db.reading.costs.cost_accounts import added
     from wrapper.commands.history.tables import amount
     from wrapper.output.render import duration, percent
 
-    one = added(found)
-    share = percent(one.failure_gpu_hours / one.gpu_hours) if one.gpu_hours > 0 else "-"
-    line = f"failures cost {amount(one.failure_gpu_hours)} of {amount(one.gpu_hours)} GPU-hours ({share})"
+    total = added(accounts)
+    share = percent(total.failure_gpu_hours / total.gpu_hours) if total.gpu_hours > 0 else "-"
+    line = f"failures cost {amount(total.failure_gpu_hours)} of {amount(total.gpu_hours)} GPU-hours ({share})"
     if price is not None:
-        line += f", {amount(one.failure_gpu_hours * price)} of {amount(one.gpu_hours * price)} in money"
-    if (idle := one.lost_gpu_hours["idle"]) > 0:
-        line += f"\nof that, GPUs that stood by {amount(idle)} ({percent(idle / one.gpu_hours)})"
-    if one.goodput is None:
-        line += "\nno iteration was committed: where the time of a script without resihp.Trainer went is not known"
-    line += f"\ngoodput {percent(one.goodput)}, useful share {percent(one.useful_share)}"
-    if one.mttr_s is not None:
-        line += f", MTTR {duration(one.mttr_s)} (noticing included)"
-    for what, failures, mtbf_s, rate in (
-        ("failures", one.failures, one.mtbf_s, one.failure_rate),
-        ("of hardware", one.hardware_failures, one.hardware_mtbf_s, one.hardware_failure_rate),
+        line += f", {amount(total.failure_gpu_hours * price)} of {amount(total.gpu_hours * price)} in money"
+    if (idle := total.lost_gpu_hours["idle"]) > 0:
+        line += f"\nof that, idle GPUs {amount(idle)} ({percent(idle / total.gpu_hours)})"
+    if total.goodput is None:
+        line += "\nno iteration was committed: the use of time is unknown for a script without resihp.Trainer"
+    line += f"\ngoodput {percent(total.goodput)}, useful share {percent(total.useful_share)}"
+    if total.mttr_s is not None:
+        line += f", MTTR {duration(total.mttr_s)} (detection included)"
+    for label, failures, mtbf_s, rate in (
+        ("failures", total.failures, total.mtbf_s, total.failure_rate),
+        ("of hardware", total.hardware_failures, total.hardware_mtbf_s, total.hardware_failure_rate),
     ):
-        if one.failures:
-            each = (
-                f": MTBF {duration(mtbf_s)}, {amount(rate)} in 1,000 GPU-days" if failures and rate is not None else ""
+        if total.failures:
+            rates = (
+                f": MTBF {duration(mtbf_s)}, {amount(rate)} per 1,000 GPU-days" if failures and rate is not None else ""
             )
-            line += f"\n{what} {failures:,}{each}"
-    if one.in_proportion:
-        line += f"\ncut in proportion, as their rows had been thinned: parts of {one.in_proportion:,} jobs"
+            line += f"\n{label} {failures:,}{rates}"
+    if total.in_proportion:
+        line += f"\nsplit in proportion to time, as their rows were thinned: parts of {total.in_proportion:,} jobs"
     return line

@@ -1,7 +1,7 @@
-"""The views of `resihp history` on a terminal: which columns each has; `--json` has the rest.
+"""The views of `resihp history` on a terminal: the columns of each; `--json` has the rest.
 
-Used by `wrapper.commands.history.command`. Rows in, columns and cells out; how they are fitted into a terminal is
-`wrapper.output.tables`'.
+Used by `wrapper.commands.history.command`. Rows in, columns and cells out; `wrapper.output.tables` fits them into a
+terminal.
 """
 
 from __future__ import annotations
@@ -15,33 +15,34 @@ from resihp.record.describe import size
 from wrapper.output.render import as_change, duration, one_line, percent, suspects
 from wrapper.output.tables import Column
 
-GROUPS = (
+FAILURE_GROUPS = (
     *("node", "component", "cause", "kind", "job", "owner", "account", "partition", "cluster", "version", "torch"),
     *("hardware", "week", "month"),
 )
-"""What failures are counted by; `db.reading.fleet.GROUPS`, which takes time to import."""
-KEPT = frozenset(
+"""Groups of failures: a copy of `db.reading.fleet.GROUPS`, which is slow to import."""
+ALWAYS_SHOWN = frozenset(
     ("job", "id", "#", "node", "device", "node, device", "GPU", "UUID", "rank", "peer", "epoch", "at (UTC)", "money")
 ) | {"cause", "text"}
-"""Headings of what tells rows apart, was asked for, or says what happened: never left out where there is no room."""
+"""Headings of columns that are shown however narrow the terminal: they identify rows, or say what happened."""
 COST_WORDS = {
     "useful": "training",
     "start": "until the first iteration",
-    "detect": "until failures were noticed",
-    "reconfigure": "reconfiguring",
-    "redo": "work thrown away",
+    "detect": "detection of failures",
+    "reconfigure": "reconfiguration",
+    "redo": "discarded work",
     "rollback": "iterations repeated by a later attempt",
     "slow": "slow devices and links",
-    "idle": "GPUs that stood by",
-    "capacity": "GPUs that were missing",
+    "idle": "idle GPUs",
+    "capacity": "missing GPUs",
     "checkpoint": "waiting for checkpoints",
     "other": "between iterations, and the rest",
 }
+"""Labels of the causes of cost."""
 
 
 @dataclass(frozen=True)
 class ViewColumn:
-    """A column of a table on the terminal: heading, and the cell's text from the row."""
+    """A column of a table on the terminal: its heading, and a function from a row to the cell's text."""
 
     heading: str
     cell: Callable[[dict[str, Any]], str]
@@ -53,8 +54,8 @@ def _words(name: str, heading: str | None = None, *, wraps: bool = False) -> Vie
     return ViewColumn(heading or name, lambda row: "-" if row[name] is None else str(row[name]), wraps=wraps)
 
 
-def _told(name: str, heading: str | None = None) -> ViewColumn:
-    """Words that nobody may have been able to tell."""
+def _optional_text(name: str, heading: str | None = None) -> ViewColumn:
+    """Return a column of text that may be empty, shown as `-`."""
     return ViewColumn(heading or name, lambda row: str(row[name]) or "-", wraps=True)
 
 
@@ -67,7 +68,7 @@ def _seconds(name: str, heading: str) -> ViewColumn:
 
 
 def amount(number: float) -> str:
-    """GPU-hours and the like: `0.0333`, `41.8`, `12,345`."""
+    """Return an amount such as GPU-hours as text: `0.0333`, `41.8`, `12,345`."""
     if number == 0:
         return "0"
     return f"{number:,.0f}" if number >= 1000 else f"{number:.4g}" if number >= 1 else f"{number:.4f}"
@@ -94,7 +95,7 @@ def _device(row: dict[str, Any]) -> str:
 
 
 def _outcome(row: dict[str, Any]) -> str:
-    """What became of a suspicion, with the number of its verdict."""
+    """Return the outcome of a suspicion, with the number of its failure if there is one."""
     return (
         "open"
         if row["outcome"] is None
@@ -105,78 +106,81 @@ def _outcome(row: dict[str, Any]) -> str:
 
 
 def _tested(row: dict[str, Any]) -> str:
-    """What the test came to against what it takes: `14.9 / 12.1 log evidence`."""
+    """Return the test's statistic over its threshold: `14.9 / 12.1 log evidence`."""
     if row["statistic"] is None or row["threshold"] is None:
         return "-"
     return f"{row['statistic']:.3g} / {row['threshold']:.3g} {row['test']}"
 
 
 def _back_after(row: dict[str, Any]) -> str:
-    """From the failure on, and how much of that was noticing: `11.0 s, noticed after 10.3 s`."""
-    whole, noticed = row["seconds_to_recover"], row["noticed_after_seconds"]
+    """Return the time from the failure to recovery, and its part for detection: `11.0 s, noticed after 10.3 s`."""
+    recovery_s, detection_s = row["seconds_to_recover"], row["noticed_after_seconds"]
     return (
-        duration(whole) if whole is None or noticed is None else f"{duration(whole)}, noticed after {duration(noticed)}"
+        duration(recovery_s)
+        if recovery_s is None or detection_s is None
+        else f"{duration(recovery_s)}, noticed after {duration(detection_s)}"
     )
 
 
 def _joined(row: dict[str, Any]) -> str:
-    return f"{row['joined_at'].astimezone(UTC):%m-%d %H:%M:%S}" if row["joined_at"] else "never came"
+    return f"{row['joined_at'].astimezone(UTC):%m-%d %H:%M:%S}" if row["joined_at"] else "never joined"
 
 
 def _effect(row: dict[str, Any]) -> str:
-    """When a plan took effect, or what became of it instead."""
+    """Return when a plan took effect, or else its outcome."""
     return f"{row['in_effect_at'].astimezone(UTC):%m-%d %H:%M:%S}" if row["in_effect_at"] else str(row["outcome"])
 
 
 def _plan_reason(row: dict[str, Any]) -> str:
     if row["refused_reason"] is None:
         return str(row["reason"])
-    who = "our own check" if row["refused_by"] is None else f"rank {row['refused_by']}"
-    return f"{row['reason']}; {who}: {row['refused_reason']}"
+    refuser = "own check" if row["refused_by"] is None else f"rank {row['refused_by']}"
+    return f"{row['reason']}; {refuser}: {row['refused_reason']}"
 
 
 def _candidates(row: dict[str, Any]) -> str:
-    """Candidates that were not taken, and why: `without replica 1 0.61 s (12.0% slower)`."""
+    """Return rejected candidates with the reasons: `without replica 1 0.61 s (12.0% slower)`."""
     unit = "" if row["unit"] is None else f" {row['unit']}"
-    told = (
-        f"{one['name']} {'-' if one['predicted'] is None else format(one['predicted'], '.3g')}{unit} ({one['why']})"
-        for one in row["refused"]
-    )
-    return "; ".join(told) or "-"
+
+    def described(candidate: dict[str, Any]) -> str:
+        predicted = "-" if candidate["predicted"] is None else format(candidate["predicted"], ".3g")
+        return f"{candidate['name']} {predicted}{unit} ({candidate['why']})"
+
+    return "; ".join(map(described, row["refused"])) or "-"
 
 
 def _predicted(row: dict[str, Any]) -> str:
-    """Of an iteration: what it was to take, and what it took."""
+    """Return the predicted and the measured time of an iteration."""
     words = "-" if row["predicted"] is None else f"{row['predicted']:.3g} {row['unit']}"
     return words if row["measured"] is None else f"{words}, {row['measured']:.3g} s"
 
 
 def _rung(row: dict[str, Any]) -> str:
-    """Which rung of the drain ladder holds; of one that does not, what became of it."""
+    """Return the step of the drain ladder, with its outcome unless it is done."""
     step = {"slurm": "Slurm", "spool": "site", "exclusion": "our jobs"}.get(row["step"], "-")
     return step if row["outcome"] in ("done", None) else f"{step} {row['outcome']}"
 
 
 def _change(name: str) -> ViewColumn:
-    """A ratio of iteration times as a change: `+50 %`."""
+    """Return a column that shows a ratio of iteration times as a change: `+50 %`."""
     return ViewColumn(name, lambda row: as_change(row[name]), right=True)
 
 
-def _last_words(row: dict[str, Any]) -> str:
-    """Why a request came to nothing, or else why it was made."""
+def _request_reason(row: dict[str, Any]) -> str:
+    """Return why a request failed, or else why it was made."""
     return str(row["text"] or row["reason"])
 
 
-ID = ViewColumn("id", lambda row: row["uuid"][:8])
-"""Of jobs: names repeat, between folders and hosts."""
-JOB_ID = ViewColumn("id", lambda row: row["job_uuid"][:8])
-"""The same of what a job has."""
+ID_COLUMN = ViewColumn("id", lambda row: row["uuid"][:8])
+"""Id of a job, as names repeat between folders and hosts."""
+JOB_ID_COLUMN = ViewColumn("id", lambda row: row["job_uuid"][:8])
+"""Id of the job of a row."""
 
 
 def _counted(by: str) -> list[ViewColumn]:
     return [
         _words(by, "week of" if by == "week" else None, wraps=True),
-        *((ID,) if by == "job" else ()),
+        *((ID_COLUMN,) if by == "job" else ()),
         _number("failures"),
         *(() if by in ("cause", "kind") else (_number("fail_stop", "stop"), _number("fail_slow", "slow"))),
         *(() if by == "job" else (_number("jobs"),)),
@@ -200,10 +204,10 @@ def _costs(by: str) -> list[ViewColumn]:
 
 
 _TERMINAL_COLUMNS: Mapping[str, list[ViewColumn]] = {
-    **{f"failures by {by}": _counted(by) for by in GROUPS},
+    **{f"failures by {by}": _counted(by) for by in FAILURE_GROUPS},
     "jobs": [
         _words("name", "job", wraps=True),
-        ID,
+        ID_COLUMN,
         _words("owner", wraps=True),
         _words("state"),
         ViewColumn("GPUs", lambda row: str(row["nodes"] * row["gpus_per_node"]), right=True),
@@ -218,7 +222,7 @@ _TERMINAL_COLUMNS: Mapping[str, list[ViewColumn]] = {
         _number("device", "GPU"),
         _words("uuid", "UUID", wraps=True),
         _number("failures"),
-        _words("codes", "logs say", wraps=True),
+        _words("codes", "log codes", wraps=True),
         _time("last", "last (UTC)"),
         _words("drained"),
         _words("cause", wraps=True),
@@ -228,7 +232,7 @@ _TERMINAL_COLUMNS: Mapping[str, list[ViewColumn]] = {
         _words("when"),
         _number("failures"),
         _amount("device_days", "GPU-days"),
-        _number("rate", "in 1,000", form="{:.3g}"),
+        _number("rate", "per 1,000", form="{:.3g}"),
         _number("ratio", form="{:.2f}"),
         _number("p", form="{:.2g}"),
     ],
@@ -247,14 +251,14 @@ _TERMINAL_COLUMNS: Mapping[str, list[ViewColumn]] = {
         _words("text", wraps=True),
     ],
     "cost": [
-        ViewColumn("where the time went", lambda row: COST_WORDS[row["cause"]]),
+        ViewColumn("use of time", lambda row: COST_WORDS[row["cause"]]),
         _seconds("seconds", "time"),
         _share("share"),
         _amount("gpu_hours", "GPU-hours"),
     ],
     "cost by job": [
         _words("job", wraps=True),
-        ID,
+        ID_COLUMN,
         _words("state"),
         _amount("gpu_hours", "GPU-h"),
         _amount("failure_gpu_hours", "lost GPU-h"),
@@ -306,19 +310,19 @@ _TERMINAL_COLUMNS: Mapping[str, list[ViewColumn]] = {
         _words("node", wraps=True),
         _words("host", wraps=True),
         _time("joined_at", "joined (UTC)"),
-        _told("driver"),
-        _told("kernel"),
-        _told("changed"),
+        _optional_text("driver"),
+        _optional_text("kernel"),
+        _optional_text("changed"),
     ],
     "devices": [
         _words("node"),
         _number("device"),
-        _told("name"),
-        _told("uuid", "UUID"),
-        _told("vbios", "VBIOS"),
+        _optional_text("name"),
+        _optional_text("uuid", "UUID"),
+        _optional_text("vbios", "VBIOS"),
     ],
     "placements": [
-        _told("uuid", "UUID"),
+        _optional_text("uuid", "UUID"),
         _words("node", wraps=True),
         _number("device"),
         _time("first_seen", "first seen"),
@@ -381,7 +385,7 @@ _TERMINAL_COLUMNS: Mapping[str, list[ViewColumn]] = {
     "suspicions": [
         _number("suspicion", "#"),
         _words("kind"),
-        ViewColumn("what", suspects, wraps=True),
+        ViewColumn("suspect", suspects, wraps=True),
         _number("iteration", "since"),
         _number("change", form="{:+.1%}"),
         ViewColumn("test", _tested, wraps=True),
@@ -420,22 +424,27 @@ _TERMINAL_COLUMNS: Mapping[str, list[ViewColumn]] = {
         _words("outcome"),
         _time("asked_at", "asked (UTC)"),
         _time("joined_at", "joined (UTC)"),
-        ViewColumn("reason", _last_words, wraps=True),
+        ViewColumn("reason", _request_reason, wraps=True),
     ],
 }
-"""What one looks for first; `--json` has the rest."""
+"""Columns of each view on a terminal; `--json` has the rest."""
 
 
 def history_table(table: str, rows: list[dict[str, Any]]) -> tuple[list[Column], list[list[str]]]:
-    """Columns and cells of a view of `resihp history`, or of `failures by node`; of many jobs with the job of each row,
-    and its id where names repeat."""
+    """Return the columns and cells of a view of `resihp history`.
+
+    `table`: the view, or a view with its group such as `failures by node`. Rows of many jobs get a column for the job,
+    and one for its id if names repeat.
+    """
     columns = list(_TERMINAL_COLUMNS[table])
     if any("job_uuid" in row for row in rows):
         columns.insert(0, _words("job", wraps=True))
         names = {row["job_uuid"]: row["job"] for row in rows}
         if len(names) > len(set(names.values())):
-            columns.insert(1, JOB_ID)
+            columns.insert(1, JOB_ID_COLUMN)
     if any("money" in row for row in rows):
         columns.append(_amount("money", "money"))
-    shown = [Column(one.heading, one.right, one.wraps, one.heading in KEPT) for one in columns]
-    return shown, [[one_line(column.cell(row)) for column in columns] for row in rows]
+    table_columns = [
+        Column(column.heading, column.right, column.wraps, column.heading in ALWAYS_SHOWN) for column in columns
+    ]
+    return table_columns, [[one_line(column.cell(row)) for column in columns] for row in rows]

@@ -1,4 +1,4 @@
-"""`resihp jobs`: a user's jobs, of all folders and hosts.
+"""`resihp jobs`: list a user's jobs of all folders and hosts.
 
-`listing` puts the rows together, `tables` shows them on a terminal of any width, `command` is the command line.
+`listing` collects the rows, `tables` shows them on a terminal of any width, `command` is the command line.
 """

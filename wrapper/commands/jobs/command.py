@@ -1,7 +1,7 @@
-"""`resihp jobs`: which of a user's jobs run, how far they are, and how the last ones ended. Data goes to stdout.
+"""`resihp jobs`: list a user's running jobs with their progress, and how the last ones ended. Data goes to stdout.
 
-Only reads, but for jobs that are found dead, whose end is noted. What takes time to import is imported where it is
-needed: a ledger is opened for a running job alone whose supervisor has not told of late how far it is.
+Reads only, except that the end of a dead job is recorded. Slow imports are inside the functions: a ledger is opened
+only for a running job without a recent progress report of its supervisor.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ def register(app: typer.Typer) -> None:
 
 
 def jobs(
-    every: Annotated[bool, typer.Option("--all", help="Also those that ended more than a day ago.")] = False,
+    include_old: Annotated[bool, typer.Option("--all", help="Also jobs that ended over a day ago.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """List your jobs, of all folders: those that run, and those that ended in the last day.
+    """List your jobs of all folders: running jobs, and those that ended in the last day.
 
-    Other commands take a job by its name from any folder, or by the folder shown here.
+    Other commands accept a job's name, from any folder, or the folder shown here.
     """
     from wrapper.commands.jobs.listing import listed
 
-    rows, hidden = listed(every=every, now_s=time.time(), say=message)
+    rows, hidden = listed(include_old=include_old, now_s=time.time(), say=message)
     if as_json:
         print(to_json({"schema": SCHEMA, "rows": rows}))
     elif rows:
@@ -43,6 +43,6 @@ def jobs(
         else:  # a pipe has room for everything
             print("\n".join(line.plain for line in lines(rows, None)))
     if hidden and not as_json:
-        message(f"{hidden} that ended earlier: resihp jobs --all")
+        message(f"{hidden} more ended earlier: resihp jobs --all")
     elif not rows:
-        message("no job of yours is known; start one with resihp run")
+        message("you have no jobs; start one with resihp run")

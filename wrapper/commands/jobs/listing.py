@@ -1,10 +1,10 @@
-"""What `resihp jobs` lists: each job that the registry or this home knows, with how far it is.
+"""The rows of `resihp jobs`: each job in the registry or in this home, with its progress.
 
-Of a job that was submitted and has not begun, what Slurm says of it; of one that is over, what the registry has; of one
-that runs, what its supervisor has written into its folder, or else its ledger, and what Slurm says of it. One that
-nobody supervises any more is ended here, as `status` does. Jobs whose folders are gone are dropped after a month, and
-those that never began after a day. One that died where nobody could tell its end, and that Slurm does not have any
-more, is taken for one that has ended. A file system that hangs holds up nothing but the jobs on it.
+The data come from Slurm for a job that was submitted and has not begun; from the registry for a finished job; from the
+progress file in the job's folder, or else from its ledger, and from Slurm for a running job. A job without a supervisor
+is marked as ended here, as `status` does. Jobs whose folders are gone are dropped after a month, and jobs that never
+began after a day. A job whose end was not recorded, and that Slurm no longer has, counts as ended. A hanging file
+system affects only the jobs on it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import msgspec
 
 from resihp.errors import JobNotFoundError, OwnershipError, ResihpError
 from wrapper import registry
-from wrapper.exit_codes import REQUEUE
+from wrapper.exit_codes import REQUEUE_REQUESTED
 from wrapper.job_files import NEVER_BEGAN, STARTS_S, entry_of, home
 from wrapper.job_folder import Job, all_jobs, finish_dead_job, is_there, job_of, note_end, ours
 from wrapper.registry import QUEUED, KnownJob
@@ -38,57 +38,59 @@ Row = dict[str, Any]
 Say = Callable[[str], None]
 
 NOT_SEEN = "not seen from here"
-"""Of a folder that another host made."""
-NOT_TOLD = "unknown"
-"""Of a job that nobody seems to supervise, and whose journal is elsewhere; or whose folder cannot be looked at."""
-UNFIT = (ResihpError, OSError, ValueError, ArithmeticError, RecursionError)
-"""What a job may cause whose files or ledger hold anything: one such job keeps none of the others from being listed."""
-LAST_S = 86400.0
-"""So long after its end a job is listed."""
-KEPT_S = 30 * 86400.0
-"""So long one is listed whose folder is gone."""
-ANSWER_S = 2.0
-"""How long a file system is waited for."""
-SLURM_S = 3.0
-"""How long Slurm is waited for."""
+"""State of a job whose folder another host made and this one does not see."""
+UNKNOWN_STATE = "unknown"
+"""State of a job without a visible supervisor and with its journal elsewhere, or with an unreadable folder."""
+DAMAGED_JOB_ERRORS = (ResihpError, OSError, ValueError, ArithmeticError, RecursionError)
+"""Errors that a job with damaged files or a damaged ledger may cause; such a job must not hide the others."""
+LISTED_AFTER_END_S = 86400.0
+"""Seconds after its end for which a job is listed by default."""
+LISTED_WITHOUT_FOLDER_S = 30 * 86400.0
+"""Seconds after its end for which a job stays listed although its folder is gone."""
+FILE_SYSTEM_TIMEOUT_S = 2.0
+"""Seconds to wait for a file system."""
+SLURM_TIMEOUT_S = 3.0
+"""Seconds to wait for Slurm."""
 
 
-def listed(*, every: bool, now_s: float, say: Say, slurm: Slurm | None = None) -> tuple[list[Row], int]:
-    """Rows, running jobs first and newest first, and how many were left out as they ended long ago. `slurm`: whom to
-    ask for states; the commands on PATH if left out."""
+def listed(*, include_old: bool, now_s: float, say: Say, slurm: Slurm | None = None) -> tuple[list[Row], int]:
+    """Return the rows, running jobs first and newest first, and the number of jobs left out as they ended long ago.
+
+    `slurm`: the client to query for states; default: the Slurm commands on PATH.
+    """
     rows: list[Row] = []
     hidden = 0
-    known, silent = _known(say)
-    moved = _moved([entry for entry in known if entry.home not in silent])
+    entries, hanging_homes = _known(say)
+    moved = _moved([entry for entry in entries if entry.home not in hanging_homes])
     with _Ledgers(say) as ledgers:
-        for entry in known:
+        for entry in entries:
             if entry in moved:
-                _keep_at_new_place(entry, known)
-            if entry in moved or (entry.state == QUEUED and any(_is_begun(entry, other) for other in known)):
+                _keep_at_new_place(entry, entries)
+            if entry in moved or (entry.state == QUEUED and any(_is_begun(entry, candidate) for candidate in entries)):
                 registry.drop(entry)
                 continue
             try:
                 over_at = entry.ended_at
-                if entry.home not in silent and entry.state != QUEUED:
+                if entry.home not in hanging_homes and entry.state != QUEUED:
                     entry = _settled(entry, now_s, say)
                     over_at = _over_at(entry)
-                    if over_at is not None and over_at < now_s - KEPT_S and not is_there(entry):
+                    if over_at is not None and over_at < now_s - LISTED_WITHOUT_FOLDER_S and not is_there(entry):
                         registry.drop(entry)
                         continue
-                if over_at is not None and over_at < now_s - LAST_S and not every:
+                if over_at is not None and over_at < now_s - LISTED_AFTER_END_S and not include_old:
                     hidden += 1
                 else:
-                    rows.append(_row(entry, now_s, None if entry.home in silent else ledgers))
-            except UNFIT as error:
+                    rows.append(_row(entry, now_s, None if entry.home in hanging_homes else ledgers))
+            except DAMAGED_JOB_ERRORS as error:
                 say(f"warning: job {entry.name}: {entry.folder}: {error}")
                 rows.append(_row(entry, now_s, None))
-    for row in _that_are_over(rows, slurm, say):
-        if max(row["began_at"], row["last_iteration_at"] or row["began_at"]).timestamp() > now_s - LAST_S:
+    for row in _rows_without_slurm_job(rows, slurm, say):
+        if max(row["began_at"], row["last_iteration_at"] or row["began_at"]).timestamp() > now_s - LISTED_AFTER_END_S:
             continue
         if row["state"] == NEVER_BEGAN:
             this = row["folder"], row["began_at"]
-            registry.drop(next(entry for entry in known if (entry.folder, _time(entry.began_at)) == this))
-        elif every:
+            registry.drop(next(entry for entry in entries if (entry.folder, _time(entry.began_at)) == this))
+        elif include_old:
             continue
         else:
             hidden += 1
@@ -97,108 +99,121 @@ def listed(*, every: bool, now_s: float, say: Say, slurm: Slurm | None = None) -
     return sorted(rows, key=lambda row: (row not in waits, -row["began_at"].timestamp())), hidden
 
 
-def _moved(known: Sequence[KnownJob]) -> list[KnownJob]:
-    """Entries of jobs whose folders were moved, and are known where they are now."""
-    same: dict[tuple[str, str, float], list[KnownJob]] = {}
-    for entry in known:
-        same.setdefault((entry.name, entry.host, entry.began_at), []).append(entry)
-    twice = [entries for entries in same.values() if len(entries) > 1 and any(map(is_there, entries))]
-    return [entry for entries in twice for entry in entries if not is_there(entry)]
+def _moved(entries: Sequence[KnownJob]) -> list[KnownJob]:
+    """Return the old entries of jobs with a moved folder that also have an entry for the new place."""
+    entries_of_job: dict[tuple[str, str, float], list[KnownJob]] = {}
+    for entry in entries:
+        entries_of_job.setdefault((entry.name, entry.host, entry.began_at), []).append(entry)
+    moved_jobs = [entries for entries in entries_of_job.values() if len(entries) > 1 and any(map(is_there, entries))]
+    return [entry for entries in moved_jobs for entry in entries if not is_there(entry)]
 
 
-def _keep_at_new_place(moved: KnownJob, known: Sequence[KnownJob]) -> None:
-    """Write the entry of a job whose folder was moved for the place where the folder is now."""
-    for entry in known:
+def _keep_at_new_place(moved: KnownJob, entries: Sequence[KnownJob]) -> None:
+    """Copy the entry of a job whose folder was moved to the entry for the new place."""
+    for entry in entries:
         is_same_job = (entry.name, entry.host, entry.began_at) == (moved.name, moved.host, moved.began_at)
         if is_same_job and is_there(entry) and ours(job_of(entry)) is not None:
             registry.note(entry, partial(_stronger, msgspec.structs.replace(moved, folder=entry.folder)))
 
 
 def _stronger(moved: KnownJob, present: KnownJob | None) -> KnownJob:
-    """Return the entry at a job's new place, unless that is there only because a command saw the job."""
+    """Return the entry at a job's new place, unless it exists only because a command saw the job there."""
     return moved if present is None or present.only_seen else present
 
 
-def _is_begun(queued: KnownJob, other: KnownJob) -> bool:
-    """Whether that is the job that was submitted, or its first run: numbers are used again, and are one cluster's."""
+def _is_begun(queued: KnownJob, candidate: KnownJob) -> bool:
+    """Return whether `other` is a run of the submitted job `queued`.
+
+    Job numbers alone do not decide: Slurm reuses them, and each cluster has its own.
+    """
     return (
-        other.state != QUEUED
-        and other.slurm_job == queued.slurm_job
-        and (other.cluster == queued.cluster or not (other.cluster and queued.cluster))
-        and other.began_at > queued.began_at - STARTS_S
+        candidate.state != QUEUED
+        and candidate.slurm_job == queued.slurm_job
+        and (candidate.cluster == queued.cluster or not (candidate.cluster and queued.cluster))
+        and candidate.began_at > queued.began_at - STARTS_S
     )
 
 
 def _known(say: Say) -> tuple[list[KnownJob], set[str]]:
-    """Jobs of the registry; those of this home that it does not have, as of an older version; and the homes that do
-    not answer."""
-    found, wrong = registry.entries()
-    if wrong:
-        say(f"warning: {wrong[0]}" + (f"; and {len(wrong) - 1} more" if len(wrong) > 1 else ""))
+    """Return the registry's jobs plus jobs of this home that it lacks, and the homes that do not answer.
+
+    The registry lacks, for example, jobs of an older version.
+    """
+    entries, problems = registry.entries()
+    if problems:
+        say(f"warning: {problems[0]}" + (f"; and {len(problems) - 1} more" if len(problems) > 1 else ""))
     here: Path | None = None
     try:
         here = home()
     except OwnershipError as error:
         say(f"warning: {error}")
-    homes = dict.fromkeys([*([] if here is None else [str(here)]), *(entry.home for entry in found)])
-    silent = _silent(homes)
-    for each in sorted(silent):
-        say(f"warning: {each}: no answer for {ANSWER_S:g} s; of jobs there is told what was known when they began")
-    if here is not None and str(here) not in silent:
-        folders = {(entry.folder, entry.began_at) for entry in found}
+    homes = dict.fromkeys([*([] if here is None else [str(here)]), *(entry.home for entry in entries)])
+    hanging_homes = _silent(homes)
+    for hanging_home in sorted(hanging_homes):
+        say(
+            f"warning: {hanging_home}: no answer for {FILE_SYSTEM_TIMEOUT_S:g} s; "
+            "jobs there are shown as they were when they began"
+        )
+    if here is not None and str(here) not in hanging_homes:
+        folders = {(entry.folder, entry.began_at) for entry in entries}
         for job in all_jobs(here):
             with suppress(JobNotFoundError):
                 file = job.read()
                 if (str(job.folder), file.created_at) not in folders:
-                    found.append(entry_of(job, file))
-    return found, silent
+                    entries.append(entry_of(job, file))
+    return entries, hanging_homes
 
 
 def _silent(homes: Collection[str]) -> set[str]:
-    """Of these, those on a file system that hangs: who looks there would hang as well, with all that is to be told of
-    the others."""
+    """Return the homes on a file system that hangs.
 
-    def look(each: str) -> None:
-        with suppress(OSError), os.scandir(Path(each, "jobs")) as there:
-            next(there, None)
+    They must not be read again: this process would hang as well and could not list the other jobs.
+    """
 
-    looks = {each: threading.Thread(target=look, args=(each,), daemon=True) for each in homes}
-    until = time.monotonic() + ANSWER_S
-    for one in looks.values():
-        one.start()
-    for one in looks.values():
-        one.join(max(until - time.monotonic(), 0.0))
-    return {each for each, one in looks.items() if one.is_alive()}
+    def look(folder: str) -> None:
+        with suppress(OSError), os.scandir(Path(folder, "jobs")) as entries:
+            next(entries, None)
+
+    threads = {folder: threading.Thread(target=look, args=(folder,), daemon=True) for folder in homes}
+    deadline = time.monotonic() + FILE_SYSTEM_TIMEOUT_S
+    for thread in threads.values():
+        thread.start()
+    for thread in threads.values():
+        thread.join(max(deadline - time.monotonic(), 0.0))
+    return {folder for folder, thread in threads.items() if thread.is_alive()}
 
 
 def _settled(entry: KnownJob, now_s: float, say: Say) -> KnownJob:
-    """The entry, with the end of a job that is over and whose end was not noted."""
+    """Return the entry; if the job is over and its end was not recorded, record it first."""
     if entry.ended_at is not None or not is_there(entry):
         return entry
     job = ours(job_of(entry))
     if job is None:
-        return entry  # somebody else may have written what is there
+        return entry  # another user may have written this folder
     try:
         if job.is_led:
             return entry
         if job.exit_code_file.exists() or finish_dead_job(job) or job.never_began(now_s):
             return note_end(job) or entry
-    except UNFIT as error:
+    except DAMAGED_JOB_ERRORS as error:
         say(f"warning: job {job.name}: {error}")
     return entry
 
 
 def _over_at(entry: KnownJob) -> float | None:
-    """When it ended; of one whose folder was removed before it was known to have ended, when it began. None while it
-    may run: on another host its folder may be there."""
+    """Return when the job ended; None while it may run.
+
+    A job whose folder was removed before its end was known counts as ended when it began; only on this host, as another
+    host may still see the folder.
+    """
     if entry.ended_at is None and entry.host == socket.gethostname() and not is_there(entry):
         return entry.began_at
     return entry.ended_at
 
 
 def _row(entry: KnownJob, now_s: float, ledgers: _Ledgers | None) -> Row:
-    """`ledgers`: None where its folder cannot be looked at."""
-    state = NOT_TOLD if ledgers is None and entry.ended_at is None else entry.state
+    """Return the row of a job. `ledgers`: None if the job's folder cannot be read."""
+    state = UNKNOWN_STATE if ledgers is None and entry.ended_at is None else entry.state
     if ledgers is not None:
         state = _state(entry, now_s)
     row: Row = {
@@ -228,7 +243,7 @@ def _row(entry: KnownJob, now_s: float, ledgers: _Ledgers | None) -> Row:
         "folder": entry.folder,
     }
     if state == "running" and ledgers is not None:
-        row |= _told(entry, now_s) or ledgers.figures(job_of(entry), now_s)
+        row |= _reported_progress(entry, now_s) or ledgers.figures(job_of(entry), now_s)
     return row
 
 
@@ -238,13 +253,15 @@ def _state(entry: KnownJob, now_s: float) -> str:
     if not is_there(entry):
         return "folder gone" if entry.host == socket.gethostname() else NOT_SEEN
     if entry.ended_at is None and not job_of(entry).is_led:
-        return "starting" if entry.began_at > now_s - STARTS_S else NOT_TOLD
+        return "starting" if entry.began_at > now_s - STARTS_S else UNKNOWN_STATE
     return entry.state
 
 
-def _told(entry: KnownJob, now_s: float) -> Row | None:
-    """What the job's supervisor has written of it, with no ledger to be opened; None where nothing new was written for
-    so long that the job may be stuck: the ledger tells whether it is, or the folder could not be written to."""
+def _reported_progress(entry: KnownJob, now_s: float) -> Row | None:
+    """Return the progress that the supervisor wrote to the job's folder, so that no ledger has to be opened.
+
+    None if the file is too old: then the ledger shows whether the job is stuck or its folder was not writable.
+    """
     from wrapper.output.progress import Goal, longest_s, progress
 
     file = job_of(entry).progress(entry.began_at)
@@ -252,17 +269,17 @@ def _told(entry: KnownJob, now_s: float) -> Row | None:
         return None
     try:
         recent = [
-            {**msgspec.structs.asdict(each), "finished_at": datetime.fromtimestamp(each.finished_at, UTC)}
-            for each in file.recent
+            {**msgspec.structs.asdict(iteration), "finished_at": datetime.fromtimestamp(iteration.finished_at, UTC)}
+            for iteration in file.recent
         ]
         trains = Goal(iterations=file.target, resume_from=file.resumed_from)
-        found = progress(trains, recent, datetime.fromtimestamp(now_s, UTC), running=True)
+        figures = progress(trains, recent, datetime.fromtimestamp(now_s, UTC), running=True)
     except (ValueError, OverflowError, OSError):
-        return None  # times that no calendar has
+        return None  # a time outside the calendar's range
     if now_s - (file.recent[-1].finished_at if file.recent else file.written_at) > longest_s(recent):
         return None
     return {
-        **found,
+        **figures,
         "nodes": file.nodes,
         "gpus_per_node": file.gpus_per_node,
         "layout": file.layout or None,
@@ -274,7 +291,7 @@ def _time(seconds: float | None) -> datetime | None:
 
 
 class _Ledgers:
-    """Ledgers of running jobs, each opened once; what cannot be read is told once, and its jobs have no figures."""
+    """Ledgers of running jobs, each opened once; an unreadable one is reported, and its jobs have no figures."""
 
     def __init__(self, say: Say) -> None:
         self._say = say
@@ -310,7 +327,7 @@ class _Ledgers:
             }
         except JobNotFoundError:
             return {}  # it has just begun
-        except UNFIT as error:
+        except DAMAGED_JOB_ERRORS as error:
             self._say(f"warning: job {job.name}: {error}")
             return {}
 
@@ -326,33 +343,36 @@ class _Ledgers:
         return self._readers[url]
 
 
-def _that_are_over(rows: Iterable[Row], slurm: Slurm | None, say: Say) -> list[Row]:
-    """Add Slurm's state to jobs that are not known to have ended, and to those that Slurm may run again, in one call;
-    those that Slurm does not run or hold, and of which nothing else is known. Numbers are used again, and are those of
-    one cluster: a job that Slurm had before ours began, of another user, or of another cluster, is another one."""
-    of_slurm = [row for row in rows if row["slurm_job"]]
-    newest = _newest(of_slurm)
-    asked = [row for row in of_slurm if row["ended_at"] is None or (row in newest and _may_run_again(row))]
-    if not asked or (slurm is None and shutil.which("squeue") is None):
+def _rows_without_slurm_job(rows: Iterable[Row], slurm: Slurm | None, say: Say) -> list[Row]:
+    """Add Slurm's state to jobs not known to have ended and to jobs that Slurm may run again, with one call to Slurm.
+
+    Return the jobs that Slurm neither runs nor holds and whose end is unknown otherwise. Slurm reuses job numbers, and
+    each cluster has its own: a job of Slurm's that is older than ours, of another user or on another cluster, is a
+    different job.
+    """
+    slurm_rows = [row for row in rows if row["slurm_job"]]
+    newest = _newest(slurm_rows)
+    queried_rows = [row for row in slurm_rows if row["ended_at"] is None or (row in newest and _may_run_again(row))]
+    if not queried_rows or (slurm is None and shutil.which("squeue") is None):
         return []
     if slurm is None:
         from slurm.commands import CommandLine
 
-        slurm = CommandLine(timeout_s=SLURM_S)
+        slurm = CommandLine(timeout_s=SLURM_TIMEOUT_S)
     from slurm.errors import SlurmError
 
     try:
-        here = slurm.cluster() if any(row["cluster"] for row in asked) else ""
-        asked = [row for row in asked if row["cluster"] in (None, here)]
-        views = slurm.jobs(dict.fromkeys(row["slurm_job"] for row in asked)) if asked else {}
+        here = slurm.cluster() if any(row["cluster"] for row in queried_rows) else ""
+        queried_rows = [row for row in queried_rows if row["cluster"] in (None, here)]
+        views = slurm.jobs(dict.fromkeys(row["slurm_job"] for row in queried_rows)) if queried_rows else {}
     except SlurmError as error:
-        say(f"Slurm was not asked: {error}")
+        say(f"states of Slurm are missing: {error}")
         return []
     over = []
-    for row in asked:
+    for row in queried_rows:
         waits = row["state"] == QUEUED
         view = views.get(row["slurm_job"])
-        if view is not None and not _is_that(view, row):
+        if view is not None and not _is_same_job(view, row):
             view = None
         if row["ended_at"] is not None and (view is None or view.state != "pending"):
             continue
@@ -362,7 +382,7 @@ def _that_are_over(rows: Iterable[Row], slurm: Slurm | None, say: Say) -> list[R
         active = view is not None and view.active
         if waits and (view is None or view.state != "pending"):
             row["state"] = "starting" if active else NEVER_BEGAN
-        if not active and row["state"] in (NEVER_BEGAN, NOT_SEEN, NOT_TOLD):
+        if not active and row["state"] in (NEVER_BEGAN, NOT_SEEN, UNKNOWN_STATE):
             over.append(row)
     return over
 
@@ -375,11 +395,11 @@ def _newest(rows: Iterable[Row]) -> Collection[Row]:
 
 def _may_run_again(row: Row) -> bool:
     """Whether it asked Slurm for that, or died in a way that Slurm may have seen."""
-    return bool(row["exit_code"] == REQUEUE or row["state"] == "abnormal")
+    return bool(row["exit_code"] == REQUEUE_REQUESTED or row["state"] == "abnormal")
 
 
-def _is_that(view: JobView, row: Row) -> bool:
-    """Whether Slurm means the job of that row; one that is run again was submitted anew then."""
+def _is_same_job(view: JobView, row: Row) -> bool:
+    """Return whether Slurm's job is the job of this row; a requeued job counts as submitted when it was requeued."""
     began_s: float = row["began_at"].timestamp()
     if row["ended_at"] is not None:
         in_time = view.submitted_at is None or view.submitted_at >= began_s

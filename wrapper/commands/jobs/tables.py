@@ -1,4 +1,4 @@
-"""A user's jobs on a terminal: a line of columns for each, and below it where it is; in few columns, wrapped words.
+"""A user's jobs on a terminal: a row of columns for each, with its folder below; on a narrow terminal, wrapped words.
 
 Called by `wrapper.commands.jobs.command`. Rows in, lines out; names are shown literally.
 """
@@ -13,38 +13,39 @@ from rich.text import Text
 
 from wrapper.output.progress import ago, of_target
 from wrapper.output.render import duration, one_line
-from wrapper.output.tables import lines as broken
+from wrapper.output.tables import lines as broken_lines
 from wrapper.registry import QUEUED
 
 Row = dict[str, Any]
 
-HEADINGS = ("job", "state", "nodes", "iteration", "last", "ETA", "loss")
-GAP = "  "
-COLOURS = {"running": "green", "completed": "green", "cancelled": "yellow", "starting": "cyan", QUEUED: "cyan"}
-STATE = 1
+COLUMN_HEADINGS = ("job", "state", "nodes", "iteration", "last", "ETA", "loss")
+COLUMN_GAP = "  "
+STATE_COLOURS = {"running": "green", "completed": "green", "cancelled": "yellow", "starting": "cyan", QUEUED: "cyan"}
+STATE_COLUMN = 1
+"""Index of the state among the columns."""
 
 
 def lines(rows: Sequence[Row], width: int | None, now: datetime | None = None) -> list[Text]:
-    """What `jobs` prints in so many columns; None: in as many as it takes."""
+    """Return the output of `jobs` in `width` columns; None: in as many as it needs."""
     now = now or datetime.now(UTC)
     cells = [_cells(row, now) for row in rows]
-    widths = [max(map(len, column)) for column in zip(HEADINGS, *cells, strict=True)]
-    fits = width is None or sum(widths) + len(GAP) * (len(widths) - 1) <= width
-    found = [_line(HEADINGS, widths, "bold", "bold")] if fits else []
+    widths = [max(map(len, column)) for column in zip(COLUMN_HEADINGS, *cells, strict=True)]
+    fits = width is None or sum(widths) + len(COLUMN_GAP) * (len(widths) - 1) <= width
+    text_lines = [_line(COLUMN_HEADINGS, widths, "bold", "bold")] if fits else []
     for row, cell in zip(rows, cells, strict=True):
-        colour = "bold yellow" if row["stuck"] else COLOURS.get(row["state"], "bold red")
+        colour = "bold yellow" if row["stuck"] else STATE_COLOURS.get(row["state"], "bold red")
         if fits:
-            found.append(_line(cell, widths, "", colour))
+            text_lines.append(_line(cell, widths, "", colour))
         else:
-            named = [
+            labelled_cells = [
                 f"{heading} {text}" if heading in ("last", "ETA", "loss", "iteration") else text
-                for heading, text in zip(HEADINGS, cell, strict=True)
+                for heading, text in zip(COLUMN_HEADINGS, cell, strict=True)
                 if text != "-"
             ]
-            found += _wrapped(named, width or 0)
+            text_lines += _wrapped(labelled_cells, width or 0)
         where = [one_line(row["layout"])] if row["layout"] else []
-        found += [Text(line.plain, style="dim") for line in _wrapped(["", *where, one_line(row["folder"])], width)]
-    return found
+        text_lines += [Text(line.plain, style="dim") for line in _wrapped(["", *where, one_line(row["folder"])], width)]
+    return text_lines
 
 
 def _cells(row: Row, now: datetime) -> list[str]:
@@ -75,23 +76,26 @@ def _cells(row: Row, now: datetime) -> list[str]:
 def _line(cells: Sequence[str], widths: Sequence[int], style: str, colour: str) -> Text:
     line = Text()
     for number, (cell, width) in enumerate(zip(cells, widths, strict=True)):
-        line.append(cell.ljust(width), colour if number == STATE else style).append(GAP)
+        line.append(cell.ljust(width), colour if number == STATE_COLUMN else style).append(COLUMN_GAP)
     line.rstrip()
     return line
 
 
 def _wrapped(words: Sequence[str], width: int | None) -> list[Text]:
-    """Words two blanks apart, in lines of so many columns, the later ones indented; longer ones are broken."""
+    """Return the words, two blanks apart, in lines of `width` columns, all but the first line indented.
+
+    Longer words are broken. `width` None: one line.
+    """
     if width is None:
-        return [Text(GAP.join(words))]
-    done, line = [], ""
+        return [Text(COLUMN_GAP.join(words))]
+    finished_lines, line = [], ""
     for number, word in enumerate(words):
-        joined = f"{line}{GAP}{word}" if number else word
+        joined = f"{line}{COLUMN_GAP}{word}" if number else word
         if len(joined) <= width:
             line = joined
             continue
         if line.strip():
-            done.append(line)
-        *whole, rest = (GAP + part.plain for part in broken(Text(word), max(width - len(GAP), 1)))
-        done, line = [*done, *whole], rest
-    return [Text(each) for each in [*done, line]]
+            finished_lines.append(line)
+        *whole, rest = (COLUMN_GAP + part.plain for part in broken_lines(Text(word), max(width - len(COLUMN_GAP), 1)))
+        finished_lines, line = [*finished_lines, *whole], rest
+    return [Text(text) for text in [*finished_lines, line]]

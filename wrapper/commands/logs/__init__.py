@@ -1,1 +1,1 @@
-"""`resihp logs`: what a job's processes printed, from the job's folder."""
+"""`resihp logs`: print the logs of a job's processes, from the job's folder."""

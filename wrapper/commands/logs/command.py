@@ -1,8 +1,8 @@
-"""`resihp logs`: the ends of a job's logs, of all its processes or of one, and what is added to them.
+"""`resihp logs`: print the ends of a job's logs, of all its processes or of one, and follow them.
 
-Reads files in the job's folder, where agents bring what their processes print about once a second; never speaks to the
-job. What the supervisor printed is in its log and, where the job's host has died, in the log of the agent whose node
-leads since then. Whose log is not there yet is waited for by `-f`, unless the job cannot have it.
+Reads files in the job's folder, to which agents copy their processes' output about once a second; never contacts the
+job. The supervisor's output is in its own log and, after the job's host has died, in the log of the agent whose node
+has led since then. `-f` waits for a log that does not exist yet, unless the job can never have it.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from wrapper.strict_modes import check_links, read_plain
 if TYPE_CHECKING:
     from wrapper.job_folder import Job
 
-LINES, LINES_OF_EACH = 50, 10
-MOST_FILES = 16
-"""Of which the ends are shown at once, those that were written last."""
-LOOK_EVERY_S = 0.5
-FIND_EVERY_S = 5.0
-"""New processes, and whoever leads the job now."""
-GONE_S = 60.0
-"""Without a supervisor, after which there is nothing more to come."""
-MOST_LEADERS = 100
+DEFAULT_LINES, DEFAULT_LINES_PER_LOG = 50, 10
+MAX_FILES = 16
+"""Most logs whose ends are shown at once: those written last."""
+POLL_INTERVAL_S = 0.5
+SEARCH_INTERVAL_S = 5.0
+"""Seconds between two searches for logs of new processes and of a new leader."""
+NO_SUPERVISOR_TIMEOUT_S = 60.0
+"""Seconds without a supervisor after which no more output is expected."""
+MAX_LEADERS = 100
 _OF_RANK = re.compile(r"\.rank(\d+)\.log$")
 
 
-class Whose(NamedTuple):
-    """Whose logs; all where nothing is said."""
+class LogSelection(NamedTuple):
+    """Processes whose logs are wanted; by default all."""
 
     rank: int | None = None
     node: str | None = None
@@ -53,8 +53,8 @@ class Whose(NamedTuple):
         return " on ".join(parts) or "its processes"
 
 
-class _Look(NamedTuple):
-    """At a file, once: a large job has tens of thousands, on a shared file system."""
+class _FileStat(NamedTuple):
+    """Size and time of a file, read once: a large job has tens of thousands of logs on a shared file system."""
 
     size: int
     written_at: float
@@ -67,94 +67,98 @@ def register(app: typer.Typer) -> None:
 
 def logs(
     job: JobArgument = None,
-    rank: Annotated[int | None, typer.Option(help="This worker's.", min=0, show_default=False)] = None,
-    node: Annotated[str | None, typer.Option(help="Those of this node's processes.", show_default=False)] = None,
+    rank: Annotated[int | None, typer.Option(help="Only this rank.", min=0, show_default=False)] = None,
+    node: Annotated[str | None, typer.Option(help="Only processes of this node.", show_default=False)] = None,
     supervisor: Annotated[
-        bool, typer.Option("--supervisor", help="The supervisor's, and those of whoever led the job after it.")
+        bool, typer.Option("--supervisor", help="The supervisor's log, and those of later leaders.")
     ] = False,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what comes, until the job ends.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow new output until the job ends.")] = False,
     lines: Annotated[
-        int | None, typer.Option("--lines", "-n", help="Of each.", min=0, show_default="50; of many, 10")
+        int | None,
+        typer.Option("--lines", "-n", help="Lines of each log.", min=0, show_default="50; of several logs, 10"),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the ends of a job's logs: of one process, of a node, or of those that printed last.
+    """Show the ends of a job's logs: of one process, of a node, or of the latest to print.
 
     Example: resihp logs 4711 --rank 5 -f
     """
     from wrapper.job_folder import find_job
 
     if supervisor and (rank is not None or node is not None):
-        raise UsageError("logs: name one of --supervisor, --rank and --node; a rank on a node is --rank R --node N")
+        raise UsageError("logs: use --supervisor alone; for a rank on a node, --rank R --node N")
     if follow and as_json:
-        raise UsageError("logs: --json is what there is now; leave -f out")
-    found, wanted = find_job(job), Whose(rank, node, supervisor)
-    paths = files_of(found, wanted)
+        raise UsageError("logs: --json prints the current logs only; leave -f out")
+    this_job, wanted = find_job(job), LogSelection(rank, node, supervisor)
+    paths = files_of(this_job, wanted)
     if not paths:
-        if not follow or found.is_over or found.never_began(time.time()):
-            raise UsageError(f"job {found.name}: {_nothing(found, wanted)}")
-        if why_not := _cannot_come(found, wanted):
-            raise UsageError(f"job {found.name}: {why_not}{_instead(found)}")
-        message(f"job {found.name}: waiting for {wanted} to start{_instead(found)}")
-    looked = {path: _look(path) for path in paths}
-    written = [path for path in paths if looked[path].size] or paths[:1]
-    shown = sorted(written, key=lambda path: looked[path].written_at)[-MOST_FILES:]
+        if not follow or this_job.is_over or this_job.never_began(time.time()):
+            raise UsageError(f"job {this_job.name}: {_missing_log(this_job, wanted)}")
+        if why_not := _cannot_come(this_job, wanted):
+            raise UsageError(f"job {this_job.name}: {why_not}{_existing_logs(this_job)}")
+        message(f"job {this_job.name}: waiting for {wanted} to start{_existing_logs(this_job)}")
+    stats = {path: _file_stat(path) for path in paths}
+    written = [path for path in paths if stats[path].size] or paths[:1]
+    shown_paths = sorted(written, key=lambda path: stats[path].written_at)[-MAX_FILES:]
     many = len(paths) > 1
-    each = (LINES_OF_EACH if many else LINES) if lines is None else lines
+    line_count = (DEFAULT_LINES_PER_LOG if many else DEFAULT_LINES) if lines is None else lines
     growing, ends = GrowingFiles(), {}
     for path in paths:
-        growing.begin(path, looked[path].size)
-    for path in shown:
+        growing.begin(path, stats[path].size)
+    for path in shown_paths:
         with suppress(OSError):
-            ends[path], at = last_lines(path, each)
+            ends[path], at = last_lines(path, line_count)
             growing.begin(path, at)
     if as_json:
-        print(to_json({"schema": SCHEMA, "job": found.name, "folder": str(found.logs), "logs": _rows(ends)}))
+        print(to_json({"schema": SCHEMA, "job": this_job.name, "folder": str(this_job.logs), "logs": _rows(ends)}))
         return
-    for path, told in ends.items():
+    for path, log_lines in ends.items():
         if many:
             print(f"==> {for_stdout(path.name)} <==")
-        for line in told:
+        for line in log_lines:
             print(_shown(line))
-    if left := len(written) - len(shown):
-        message(f"job {found.name}: {left} more logs in {found.logs}; choose with --rank R, --node N or --supervisor")
+    if hidden := len(written) - len(shown_paths):
+        message(
+            f"job {this_job.name}: {hidden} more logs in {this_job.logs}; "
+            "choose with --rank R, --node N or --supervisor"
+        )
     if supervisor and not follow:
-        message(f"what it did and why: resihp history events {found.name}")
+        message(f"for its decisions and reasons: resihp history events {this_job.name}")
     if follow:
         with suppress(KeyboardInterrupt):
-            _follow(found, wanted, growing, many)
+            _follow(this_job, wanted, growing, many)
 
 
-def files_of(job: Job, wanted: Whose) -> list[Path]:
-    """Logs of these processes that are there."""
+def files_of(job: Job, wanted: LogSelection) -> list[Path]:
+    """Return the existing logs of the wanted processes."""
     try:
         check_links(job.logs)
-        every = [path for path in job.logs.iterdir() if path.suffix == ".log" and is_plain(path)]
+        paths = [path for path in job.logs.iterdir() if path.suffix == ".log" and is_plain(path)]
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise ResihpError(f"job {job.name}: {job.logs}: {error.strerror}") from error
     if wanted.supervisor:
         names = {"supervisor.log", *(f"{node}.agent.log" for node in _leaders(job))}
-        return sorted(path for path in every if path.name in names)
+        return sorted(path for path in paths if path.name in names)
     if wanted.node is not None:
-        every = [path for path in every if path.name.startswith(f"{wanted.node}.")]
+        paths = [path for path in paths if path.name.startswith(f"{wanted.node}.")]
     if wanted.rank is not None:
-        every = [path for path in every if (of := _OF_RANK.search(path.name)) and int(of[1]) == wanted.rank]
-    return sorted(every)
+        paths = [path for path in paths if (match := _OF_RANK.search(path.name)) and int(match[1]) == wanted.rank]
+    return sorted(paths)
 
 
 def _leaders(job: Job) -> set[str]:
-    """Nodes whose agents have led the job since its first supervisor, as far as its ledger tells."""
+    """Return the nodes whose agents have led the job after its first supervisor, according to its ledger."""
     from wrapper.output.ledgers import opened
 
     with suppress(ResihpError), opened(str(job.folder), None) as (reader, row):
-        return {event["node"] for event in reader.events(row["id"], ["LeaderChosen"], MOST_LEADERS) if event["node"]}
+        return {event["node"] for event in reader.events(row["id"], ["LeaderChosen"], MAX_LEADERS) if event["node"]}
     return set()
 
 
-class _Most(msgspec.Struct, frozen=True):
-    """Of a job's settings, what tells which ranks and nodes it may have at most."""
+class _JobSize(msgspec.Struct, frozen=True):
+    """The settings of a job that bound its ranks and nodes."""
 
     nodes: int
     gpus_per_node: int
@@ -163,67 +167,72 @@ class _Most(msgspec.Struct, frozen=True):
     replacements: int = 0
 
 
-class _Asked(msgspec.Struct, frozen=True):
-    settings: _Most
+class _RunFile(msgspec.Struct, frozen=True):
+    settings: _JobSize
 
 
-def _cannot_come(job: Job, wanted: Whose) -> str:
-    """Why no such process can start any more; empty if one may. Each that comes back has a rank of its own, as those of
-    nodes that come instead of others have."""
+def _cannot_come(job: Job, wanted: LogSelection) -> str:
+    """Return why no such process can ever start; empty if one may.
+
+    Each respawned worker gets a new rank, as do workers of replacement nodes.
+    """
     try:
-        most = msgspec.json.decode(read_plain(job.run_file), type=_Asked).settings
+        size = msgspec.json.decode(read_plain(job.run_file), type=_RunFile).settings
     except (OSError, ValueError, RecursionError):
-        return ""  # it is just being written, or by an older version
-    ranks = (most.nodes + most.replacements) * most.gpus_per_node * (1 + most.come_backs)
+        return ""  # just being written, or from an older version
+    ranks = (size.nodes + size.replacements) * size.gpus_per_node * (1 + size.come_backs)
     if wanted.rank is not None and wanted.rank >= ranks:
-        return f"there will be no rank {wanted.rank}, they are 0 to {ranks - 1} at most"
-    if wanted.node is not None and most.node_names and not most.replacements and wanted.node not in most.node_names:
-        return f"there will be no node {wanted.node}, it is none of the job's {len(most.node_names)}"
+        return f"there will be no rank {wanted.rank}; its ranks are at most 0 to {ranks - 1}"
+    if wanted.node is not None and size.node_names and not size.replacements and wanted.node not in size.node_names:
+        return f"there will be no node {wanted.node}; it is not one of the job's {len(size.node_names)}"
     return ""
 
 
-def _nothing(job: Job, wanted: Whose) -> str:
-    """What is missing, and whose logs there are instead."""
-    if not (instead := _instead(job)):
-        return f"no log of {wanted} in {job.logs}, its workers have not begun; resihp status {job.name} tells more"
-    return f"no log of {wanted} in {job.logs}{instead}"
+def _missing_log(job: Job, wanted: LogSelection) -> str:
+    """Return which log is missing, and which logs exist instead."""
+    if not (existing := _existing_logs(job)):
+        return f"no log of {wanted} in {job.logs}, as its workers have not begun; see resihp status {job.name}"
+    return f"no log of {wanted} in {job.logs}{existing}"
 
 
-def _instead(job: Job) -> str:
-    """Whose logs there are; empty where no node has any."""
-    there = files_of(job, Whose())
-    ranks = sorted({int(of[1]) for path in there if (of := _OF_RANK.search(path.name))})
-    nodes = sorted({path.name.partition(".")[0] for path in there} - {"supervisor", "forkserver"})
+def _existing_logs(job: Job) -> str:
+    """Return the ranks and nodes that have logs; empty if none has."""
+    paths = files_of(job, LogSelection())
+    ranks = sorted({int(match[1]) for path in paths if (match := _OF_RANK.search(path.name))})
+    nodes = sorted({path.name.partition(".")[0] for path in paths} - {"supervisor", "forkserver"})
     if not nodes:
         return ""
-    some = ", ".join(nodes[:8]) + (f" and {len(nodes) - 8} more" if len(nodes) > 8 else "")
+    named_nodes = ", ".join(nodes[:8]) + (f" and {len(nodes) - 8} more" if len(nodes) > 8 else "")
     of_ranks = f"ranks {ranks[0]} to {ranks[-1]}" if ranks else "no rank"
-    return f"; there are {of_ranks}, nodes {some}"
+    return f"; there are {of_ranks}, nodes {named_nodes}"
 
 
-def _follow(job: Job, wanted: Whose, growing: GrowingFiles, many: bool) -> None:
-    pause_s = LOOK_EVERY_S if len(files_of(job, wanted)) <= MOST_FILES else FIND_EVERY_S
-    find_at, gone_at = time.monotonic() + FIND_EVERY_S, None
+def _follow(job: Job, wanted: LogSelection, growing: GrowingFiles, many: bool) -> None:
+    pause_s = POLL_INTERVAL_S if len(files_of(job, wanted)) <= MAX_FILES else SEARCH_INTERVAL_S
+    search_at, no_supervisor_since = time.monotonic() + SEARCH_INTERVAL_S, None
     while True:
-        over, gone = job.is_over, job.supervisor() is None
-        if time.monotonic() >= find_at or over or not growing:
-            find_at = time.monotonic() + FIND_EVERY_S
+        is_over, no_supervisor = job.is_over, job.supervisor() is None
+        if time.monotonic() >= search_at or is_over or not growing:
+            search_at = time.monotonic() + SEARCH_INTERVAL_S
             for path in files_of(job, wanted):
                 if path not in growing:
                     many = many or bool(growing)
                     growing.begin(path, 0)
         for path, line in growing.new():
             _print(path, line, many)
-        if over:
+        if is_over:
             for path, line in growing.rest():
                 _print(path, line, many)
             if not growing:
-                raise UsageError(f"job {job.name}: has ended: {_nothing(job, wanted)}")
-            message(f"job {job.name}: has ended; resihp status {job.name} tells how")
+                raise UsageError(f"job {job.name}: has ended: {_missing_log(job, wanted)}")
+            message(f"job {job.name}: has ended; see resihp status {job.name}")
             return
-        gone_at = (gone_at or time.monotonic()) if gone else None
-        if gone_at is not None and time.monotonic() - gone_at > GONE_S:
-            message(f"job {job.name}: has had no supervisor for {GONE_S:.0f} s; resihp status {job.name} tells more")
+        no_supervisor_since = (no_supervisor_since or time.monotonic()) if no_supervisor else None
+        if no_supervisor_since is not None and time.monotonic() - no_supervisor_since > NO_SUPERVISOR_TIMEOUT_S:
+            message(
+                f"job {job.name}: has had no supervisor for {NO_SUPERVISOR_TIMEOUT_S:.0f} s; "
+                f"see resihp status {job.name}"
+            )
             return
         time.sleep(pause_s)
 
@@ -233,7 +242,7 @@ def _print(path: Path, line: str, many: bool) -> None:
 
 
 def _shown(line: str) -> str:
-    """What a process printed must not steer the terminal; elsewhere it is left as it is."""
+    """Return a line with control characters escaped if stdout is a terminal; else unchanged."""
     return for_stdout(line.replace("\t", "    ")) if sys.stdout.isatty() else line
 
 
@@ -241,9 +250,9 @@ def _rows(ends: dict[Path, list[str]]) -> list[dict[str, object]]:
     return [{"log": path.name, "path": str(path), "lines": lines} for path, lines in ends.items()]
 
 
-def _look(path: Path) -> _Look:
+def _file_stat(path: Path) -> _FileStat:
     try:
-        found = path.lstat()
+        stat = path.lstat()
     except OSError:
-        return _Look(0, 0.0)
-    return _Look(found.st_size, found.st_mtime)
+        return _FileStat(0, 0.0)
+    return _FileStat(stat.st_size, stat.st_mtime)

@@ -1,4 +1,4 @@
-"""`resihp node`: nodes drained, excluded and repaired by hand, and what is known of them.
+"""`resihp node`: drain, exclude and repair nodes by hand, and show their health.
 
-`command` is the drain ladder, `maintenance` what was repaired.
+`command` is the drain ladder, `maintenance` records repairs.
 """

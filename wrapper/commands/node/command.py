@@ -1,9 +1,8 @@
-"""`resihp node drain|undrain|exclude|list|health`: the drain ladder by hand, for nodes of one's own jobs (`holding`);
-what was repaired is in `maintenance`.
+"""`resihp node drain|undrain|exclude|list|health`: the drain ladder by hand, for nodes of one's own jobs (`holding`).
 
-What a job does by itself after a verdict (`slurm.drains.drain`), with the same rules: only nodes that one of the user's
-jobs holds or has held, never a batch host, never another owner's reason. Data goes to stdout, messages to stderr.
-Everything that takes time to import is imported in the functions.
+A job drains nodes by itself after a verdict (`slurm.drains.drain`); these commands follow the same rules: only nodes
+that one of the user's jobs holds or has held, never a batch host, never another owner's reason. Repairs are in
+`maintenance`. Data goes to stdout, messages to stderr. Slow imports are inside the functions.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ if TYPE_CHECKING:
     from slurm.drains.drain import Step
     from slurm.drains.exclusions import Exclusions
 
-SCHEMA = 1
+JSON_SCHEMA = 1
 
-NodeArgument = Annotated[str, typer.Argument(help="A node's name, as Slurm has it.")]
-JobOption = Annotated[str | None, typer.Option("--job", help="Slurm's job that holds or held it.", show_default=False)]
+NodeArgument = Annotated[str, typer.Argument(help="Node name in Slurm.")]
+JobOption = Annotated[str | None, typer.Option("--job", help="Slurm job that holds or held it.", show_default=False)]
 SpoolOption = Annotated[
     Path | None, typer.Option("--spool", help="Folder of the site's hook.", show_default="[slurm] spool")
 ]
-ForOption = Annotated[str, typer.Option("--for", help="How long own jobs stay away from it: 12h, 7d.")]
+ForOption = Annotated[str, typer.Option("--for", help="How long your jobs avoid it: 12h, 7d.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout.")]
 
 
 def register(app: typer.Typer) -> None:
     """Add `resihp node` to the command line."""
-    nodes = typer.Typer(help="Take bad nodes out, and give them back.", no_args_is_help=True)
+    nodes = typer.Typer(help="Take bad nodes out of use, and return them.", no_args_is_help=True)
     nodes.command("drain")(drain)
     nodes.command("undrain")(undrain)
     nodes.command("exclude")(exclude)
@@ -58,15 +57,15 @@ def register(app: typer.Typer) -> None:
 
 def drain(
     node: NodeArgument,
-    reason: Annotated[str, typer.Option(help="What is wrong with it.")] = "drained by hand",
+    reason: Annotated[str, typer.Option(help="The node's fault.")] = "drained by hand",
     job: JobOption = None,
     spool: SpoolOption = None,
     keep_out: ForOption = "7d",
     as_json: JsonOption = False,
 ) -> None:
-    """Drain a node of one of your jobs: by yourself if you may, else by a request to the site's hook.
+    """Drain a node of one of your jobs: directly if you may, else by a request to the site's hook.
 
-    Running work on it is not disturbed. Your own later jobs stay away from it.
+    Running work on it is not disturbed. Your later jobs avoid the node.
 
     Example: resihp node drain gpu-17 --reason "Xid 79 on GPU 3"
     """
@@ -74,15 +73,15 @@ def drain(
     from slurm.errors import SlurmRefusedError
 
     slurm = connect()
-    held = holder(slurm, node, job)
-    exclusions = _exclusions(slurm, home_of(held.id))
+    holding_job = holder(slurm, node, job)
+    exclusions = _exclusions(slurm, home_of(holding_job.id))
     steps = climb(
         slurm,
         node,
         reason,
-        job_id=held.id,
+        job_id=holding_job.id,
         allowed_nodes=(node,),
-        batch_host=held.batch_host,
+        batch_host=holding_job.batch_host,
         spool=_spool(spool),
         exclusions=exclusions,
         now=time.time(),
@@ -90,17 +89,18 @@ def drain(
         most_drained=_most_drained(),
     )
     outcomes = _print(steps, as_json)
-    _tell_where(exclusions)
+    _report_other_home(exclusions)
     if not _reached(outcomes):
         unsure = "unknown" in outcomes.values()
-        what = f"it may have happened; look: sinfo -R -n {node}" if unsure else "ask an operator, or for a site's hook"
-        raise SlurmRefusedError(f"node {node}: not drained, only kept out of your jobs; {what}")
+        advice = f"it may be drained; check: sinfo -R -n {node}" if unsure else "ask an operator, or for a site hook"
+        raise SlurmRefusedError(f"node {node}: not drained, only excluded from your jobs; {advice}")
 
 
 def undrain(node: NodeArgument, job: JobOption = None, spool: SpoolOption = None, as_json: JsonOption = False) -> None:
-    """Take a drain of your own back, and let your jobs use the node again. Another owner's reason stands.
+    """Undo your own drain, and let your jobs use the node again.
 
-    Without --job, it is taken off the list that keeps it out, whichever folder's that is.
+    A drain with another owner's reason stays. Without --job, the node is removed
+    from the exclusion list that has it, of any of your folders.
     """
     from slurm.drains.drain import descend
     from slurm.errors import SlurmRefusedError
@@ -119,25 +119,27 @@ def undrain(node: NodeArgument, job: JobOption = None, spool: SpoolOption = None
         user=user(),
     )
     outcomes = _print(steps, as_json)
-    _tell_where(exclusions)
-    if (mine := own(exclusions.cluster)) is not None and mine.path.exists() and mine.remove(node):
-        message(f"node {node}: no longer kept out by what resihp node exclude was told, either")
+    _report_other_home(exclusions)
+    if (own_list := own(exclusions.cluster)) is not None and own_list.path.exists() and own_list.remove(node):
+        message(f"node {node}: also removed from the nodes excluded by hand")
     if not _reached(outcomes):
-        raise SlurmRefusedError(f"node {node}: still drained; who drained it can undo it: sinfo -R -n {node}")
+        raise SlurmRefusedError(f"node {node}: still drained; only its owner can undo it: sinfo -R -n {node}")
 
 
 def health(
-    job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Whose ledger; if left out, the newest.")] = None,
+    job: Annotated[
+        str | None, typer.Argument(metavar="[JOB]", help="Read the ledger of this job; default: the newest.")
+    ] = None,
     ledger: Annotated[str | None, typer.Option("--ledger", help="Another ledger's URL.", show_default=False)] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Which nodes fail more often than the others, over all jobs of a ledger.
+    """Show which nodes fail more often than others, over all jobs of a ledger.
 
-    A lemon has had more outages than chance explains, by the rate of all others:
-    the node as a whole, or a device of it. q: share of false ones among all that
-    stand out as much. Only evidence against hardware counts; faults injected on
-    purpose do not. Suspected: in how many jobs a device of it was suspected of
-    being slow and not convicted, which counts for nothing.
+    A lemon has had more outages than chance explains at the rate of all others;
+    it may be the whole node or one of its devices. q: share of false positives
+    among all nodes that stand out as much. Only hardware faults count, not
+    injected ones. Suspected: jobs in which a device of it was suspected of being
+    slow and was not declared slow; this does not affect the result.
 
     Example: resihp node health --ledger postgresql+psycopg://cluster/resihp
     """
@@ -150,50 +152,50 @@ def health(
         suspected = by_node(reader)
         rows = [{**row, **suspected.get(row["node"], {"jobs": 0, "suspected_jobs": 0})} for row in health_rows(reader)]
     if as_json:
-        print(to_json({"schema": SCHEMA, "rows": rows}))
+        print(to_json({"schema": JSON_SCHEMA, "rows": rows}))
     elif rows:
         _show_health(rows)
     else:
-        message("no node of this ledger has ever served")
+        message("no node of this ledger has taken part in a job yet")
 
 
 def exclude(
     node: NodeArgument,
-    reason: Annotated[str, typer.Option(help="What is wrong with it.")] = "excluded by hand",
+    reason: Annotated[str, typer.Option(help="The node's fault.")] = "excluded by hand",
     keep_out: ForOption = "7d",
-    remove: Annotated[bool, typer.Option("--remove", help="Use it again.")] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="Use the node again.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Keep a node out of your own jobs, of any folder, without draining it for others."""
+    """Exclude a node from your own jobs, of any folder, without draining it for others."""
     from slurm.client import PREFIX, sanitised
     from slurm.parse import is_node
     from wrapper.slurm_tasks import exclusion_lists as lists
 
     if not is_node(node):
-        raise UsageError(f"node {node[:80]!a}: no node has such a name; try: sinfo -N")
+        raise UsageError(f"node {node[:80]!a}: not a valid node name; try: sinfo -N")
     slurm = connect()
     cluster = slurm.cluster()
     if remove:
         if not lists.remove(cluster, node):
-            raise UsageError(f"node {node}: is not kept out on cluster {cluster}; try: resihp node list")
+            raise UsageError(f"node {node}: is not excluded on cluster {cluster}; try: resihp node list")
         message(f"node {node}: used again by your jobs on cluster {cluster}")
     else:
         words = sanitised(reason).removeprefix(PREFIX.strip()).strip()
         now = time.time()
         added = lists.exclude(cluster, node, words, now + _seconds(keep_out), now)
         until = _day(added.expires_at)
-        message(f"node {node}: kept out of your jobs on cluster {cluster} until {until}, not drained by this")
+        message(f"node {node}: excluded from your jobs on cluster {cluster} until {until}; it is not drained")
     if as_json:
-        print(json.dumps({"schema": SCHEMA, "rows": _rows(cluster, None)}))
+        print(json.dumps({"schema": JSON_SCHEMA, "rows": _rows(cluster, None)}))
 
 
 def show(as_json: JsonOption = False) -> None:
-    """List nodes kept out of your jobs, until when, and those of them that Slurm has drained with our reason.
+    """List nodes excluded from your jobs, of all your folders, and which of them Slurm has drained for resihp.
 
-    Of all your folders. Measure: `drain` for those that were to be drained for all users, `exclude` for those that only
-    your jobs avoid.
+    Measure: drain for nodes to be drained for all users, exclude for nodes that
+    only your jobs avoid.
 
-    What resihp has drained for all users: sinfo -R | grep resihp:
+    All nodes that resihp has drained, of any user: sinfo -R | grep resihp:
     """
     from slurm.errors import SlurmError
     from wrapper.job_folder import home
@@ -208,15 +210,15 @@ def show(as_json: JsonOption = False) -> None:
     try:
         names = [slurm.cluster()]
     except SlurmError as error:
-        message(f"{error}; what Slurm has drained is not shown")
+        message(f"{error}; drains in Slurm are not shown")
         views, names = None, lists.known_clusters()
     rows = [row for name in names for row in _rows(name, views)]
     if as_json:
-        print(json.dumps({"schema": SCHEMA, "rows": rows}))
+        print(json.dumps({"schema": JSON_SCHEMA, "rows": rows}))
     elif rows:
         _show_list(rows)
     else:
-        message("no node is kept out of your jobs, as far as is known here")
+        message("no node is excluded from your jobs")
 
 
 # --- where things are -----------------------------------------------------------------------------------------------
@@ -235,34 +237,37 @@ def _most_drained() -> int | None:
     return read({}).site.drained
 
 
-def _exclusions(slurm: Slurm, of: Path | None = None) -> Exclusions:
-    """This home's list, or that of another."""
+def _exclusions(slurm: Slurm, other_home: Path | None = None) -> Exclusions:
+    """Return the exclusion list of this home, or of the given one."""
     from slurm.drains.exclusions import Exclusions
     from wrapper.job_folder import check_our_home, home
 
-    return Exclusions(check_our_home(of or home()), slurm.cluster())
+    return Exclusions(check_our_home(other_home or home()), slurm.cluster())
 
 
 def _list_with(slurm: Slurm, node: str) -> Exclusions:
-    """The list that keeps a node out: this home's, or else another's. Raises UsageError where several others do."""
-    here = _exclusions(slurm)
-    lists = lists_with(node, here.cluster, time.time())
-    if not lists or any(each.path == here.path for each in lists):
-        return here
+    """Return the exclusion list that has the node: this home's, or else another's.
+
+    Raises UsageError if several other homes have it.
+    """
+    own_list = _exclusions(slurm)
+    lists = lists_with(node, own_list.cluster, time.time())
+    if not lists or any(other_list.path == own_list.path for other_list in lists):
+        return own_list
     if len(lists) > 1:
-        homes = "".join(f"\nRESIHP_HOME={shlex.quote(str(each.path.parent.parent))}" for each in lists)
+        homes = "".join(f"\nRESIHP_HOME={shlex.quote(str(other_list.path.parent.parent))}" for other_list in lists)
         raise UsageError(
-            f"node {node[:80]!a}: {len(lists)} of your homes keep it out; name a job of one, "
+            f"node {node[:80]!a}: {len(lists)} of your homes exclude it; name a job of one, "
             f"resihp node undrain {node[:80]} --job ID, or set:{homes}"
         )
     return lists[0]
 
 
-def _tell_where(exclusions: Exclusions) -> None:
+def _report_other_home(exclusions: Exclusions) -> None:
     from wrapper.job_folder import home
 
-    if (there := exclusions.path.parent.parent) != home():
-        message(f"the list that keeps nodes out is of {there}, where that job is")
+    if (list_home := exclusions.path.parent.parent) != home():
+        message(f"the exclusion list is in {list_home}, the home of that job")
 
 
 def _seconds(text: str) -> float:
@@ -282,38 +287,38 @@ def _reached(outcomes: dict[str, str]) -> bool:
 
 
 def _print(steps: Iterator[Step], as_json: bool) -> dict[str, str]:
-    """Show how each rung went; the outcomes by rung."""
+    """Print the outcome of each step of the ladder; return the outcomes by step."""
     from wrapper.output.answers import console
     from wrapper.output.tables import Column, show
 
     rows = [{"step": step.step, "outcome": step.outcome, "text": step.text} for step in steps]
     if as_json:
-        print(json.dumps({"schema": SCHEMA, "rows": rows}))
+        print(json.dumps({"schema": JSON_SCHEMA, "rows": rows}))
     else:
-        columns = (Column("step"), Column("outcome", kept=True), Column("what", wraps=True))
+        columns = (Column("step"), Column("outcome", kept=True), Column("result", wraps=True))
         show(console(), columns, [(row["step"], row["outcome"], row["text"]) for row in rows])
     return {row["step"]: row["outcome"] for row in rows}
 
 
 def _rows(cluster: str, slurm: Slurm | None) -> list[dict[str, Any]]:
-    """Nodes that are kept out, and those that were and that Slurm still has drained with our reason."""
+    """Return rows for excluded nodes, and for formerly excluded ones that are still drained with our reason."""
     from slurm.client import PREFIX
     from slurm.errors import SlurmError
     from wrapper.slurm_tasks import exclusion_lists as lists
 
-    known = lists.known(lists.lists(cluster))
+    exclusions = lists.known(lists.lists(cluster))
     views = {}
     try:
-        if slurm is not None and known:
-            views = dict(slurm.nodes([item.node for item in known]))
+        if slurm is not None and exclusions:
+            views = dict(slurm.nodes([item.node for item in exclusions]))
     except SlurmError as error:
-        message(f"{error}; what Slurm has drained is not shown")
+        message(f"{error}; drains in Slurm are not shown")
     rows = []
     now = time.time()
-    for item in known:
+    for item in exclusions:
         view = views.get(item.node)
-        ours = view is not None and view.draining and view.reason.startswith(PREFIX)
-        if item.expires_at <= now and not ours:
+        drained_by_us = view is not None and view.draining and view.reason.startswith(PREFIX)
+        if item.expires_at <= now and not drained_by_us:
             continue
         rows.append(
             {
@@ -323,7 +328,7 @@ def _rows(cluster: str, slurm: Slurm | None) -> list[dict[str, Any]]:
                 "excluded_because": item.reason,
                 "measure": item.measure,
                 "job": item.job_id or None,
-                "drained_by_us": ours,
+                "drained_by_us": drained_by_us,
                 "state": None if view is None else "+".join([view.state, *sorted(view.flags)]),
                 "reason": view.reason or None if view is not None else None,
                 "reason_by": view.reason_by or None if view is not None else None,
@@ -362,7 +367,7 @@ def _show_list(rows: Sequence[dict[str, Any]]) -> None:
         drained = "yes" if row["drained_by_us"] else "no"
         cells.append((row["node"], row["measure"], until, row["state"] or "-", drained, why))
     columns = (
-        *(Column("node", wraps=True), Column("measure"), Column("kept out until (UTC)"), Column("state", wraps=True)),
+        *(Column("node", wraps=True), Column("measure"), Column("excluded until (UTC)"), Column("state", wraps=True)),
         *(Column("drained by us"), Column("reason", wraps=True)),
     )
     show(console(), columns, cells)

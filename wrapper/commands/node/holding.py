@@ -1,6 +1,7 @@
-"""Which of the user's own jobs holds a node, and in which of his homes that job is: of this one, and of all others that
-the registry knows. Refuses what is not his; where several of his jobs hold the node, or several homes keep it out, the
-choice is his. Used by `resihp node drain` and `undrain`.
+"""Find the user's job that holds a node, and the home of that job, among this home and all others in the registry.
+
+Refuses other users' jobs. If several of the user's jobs hold the node, or several homes exclude it, the user has to
+choose. Used by `resihp node drain` and `undrain`.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ if TYPE_CHECKING:
     from slurm.client import JobView, Slurm
     from slurm.drains.exclusions import Exclusions
 
-JOBS_ASKED = 20
-"""Of this home's jobs, and of those of all others that have ended, the newest; older ones have to be named."""
-JOURNALS_READ = 5
+MAX_JOBS_CONSIDERED = 20
+"""How many of this home's newest jobs, and of other homes' newest finished jobs, are considered; older ones have to be
+named."""
+MAX_JOURNALS_READ = 5
 
 
 def holder(slurm: Slurm, node: str, job: str | None) -> JobView:
-    """The user's own job that holds this node, or has held it. Raises UsageError."""
+    """Return the user's own job that holds this node, or has held it. Raises UsageError."""
     from wrapper.launch.allocation import job_id as own_job
 
     me = user()
@@ -33,41 +35,43 @@ def holder(slurm: Slurm, node: str, job: str | None) -> JobView:
         raise UsageError(f"job {job}: Slurm does not know it; try: squeue --me")
     if job and views[job].user != me:
         raise UsageError(f"job {job}: is {views[job].user}'s, not yours; only nodes of your own jobs can be drained")
-    mine = [views[job_id] for job_id in ids if job_id in views and views[job_id].user == me]
-    now = [view for view in mine if view.active and node in view.nodes]
-    if len(now) > 1 and now[0].id != own_job(os.environ):
+    own_views = [views[job_id] for job_id in ids if job_id in views and views[job_id].user == me]
+    holding_views = [view for view in own_views if view.active and node in view.nodes]
+    if len(holding_views) > 1 and holding_views[0].id != own_job(os.environ):
         raise UsageError(
-            f"node {node[:80]!a}: {len(now)} of your jobs hold it; name one: resihp node drain {node[:80]} --job ID"
-            + _choices(view.id for view in now)
+            f"node {node[:80]!a}: {len(holding_views)} of your jobs hold it; name one: "
+            f"resihp node drain {node[:80]} --job ID" + _choices(view.id for view in holding_views)
         )
-    for view in [*now, *mine]:
+    for view in [*holding_views, *own_views]:
         if node in view.nodes:
             return view
-    for view in mine[:JOURNALS_READ]:
+    for view in own_views[:MAX_JOURNALS_READ]:
         if node in _joined(view.id):
             return view
-    whose = f"job {job} does not hold it and never has" if job else "none of your jobs that are known here holds it"
-    raise UsageError(f"node {node[:80]!a}: {whose}; name the job that does: resihp node drain {node[:80]} --job ID")
+    problem = f"job {job} does not hold it and never has" if job else "none of your jobs known here holds it"
+    raise UsageError(f"node {node[:80]!a}: {problem}; name the job that does: resihp node drain {node[:80]} --job ID")
 
 
 def home_of(job_id: str) -> Path:
-    """Where a job of Slurm's has its folder; this home for one that nobody knows."""
+    """Return the home of a Slurm job; this home for an unknown job."""
     from wrapper.job_folder import home
 
-    return next((each for each, ids in _homes().items() if job_id in ids), home())
+    return next((home_path for home_path, ids in _homes().items() if job_id in ids), home())
 
 
 def lists_with(node: str, cluster: str, now: float) -> list[Exclusions]:
-    """Of all homes that are known, those that keep the node out of the user's jobs."""
+    """Return the exclusion lists that have the node, of all known homes."""
     from slurm.drains.exclusions import Exclusions
     from wrapper.job_folder import is_our_home
 
-    lists = [Exclusions(each, cluster) for each in _homes() if is_our_home(each)]
-    return [each for each in lists if any(item.node == node for item in each.current(now))]
+    lists = [Exclusions(exclusion_list, cluster) for exclusion_list in _homes() if is_our_home(exclusion_list)]
+    return [
+        exclusion_list for exclusion_list in lists if any(item.node == node for item in exclusion_list.current(now))
+    ]
 
 
 def user() -> str:
-    """Raises UsageError for one who has no name here."""
+    """Return the user's name. Raises UsageError for a user without a name on this machine."""
     try:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
@@ -75,39 +79,39 @@ def user() -> str:
 
 
 def _own_jobs(slurm: Slurm) -> list[str]:
-    """The user's Slurm jobs of this cluster: the one that we are in, those of this home, and those of all others."""
+    """Return the user's Slurm jobs of this cluster: the current one, those of this home, and those of other homes."""
     from slurm.parse import JOB_ID
     from wrapper import registry
     from wrapper.job_folder import all_jobs, slurm_job_of
     from wrapper.launch.allocation import job_id as own_job
 
-    here = [slurm_job_of(job.name) or "" for job in all_jobs()[:JOBS_ASKED]]
-    known = [entry for entry in registry.entries()[0] if entry.slurm_job]
-    if known:
+    ids_here = [slurm_job_of(job.name) or "" for job in all_jobs()[:MAX_JOBS_CONSIDERED]]
+    entries = [entry for entry in registry.entries()[0] if entry.slurm_job]
+    if entries:
         cluster = slurm.cluster()
-        known = [entry for entry in known if entry.cluster in ("", cluster)]
-    running = [entry.slurm_job for entry in known if entry.ended_at is None]
-    ended = [entry.slurm_job for entry in known if entry.ended_at is not None]
-    ids = dict.fromkeys([own_job(os.environ), *here, *running, *ended[:JOBS_ASKED]])
+        entries = [entry for entry in entries if entry.cluster in ("", cluster)]
+    running = [entry.slurm_job for entry in entries if entry.ended_at is None]
+    ended = [entry.slurm_job for entry in entries if entry.ended_at is not None]
+    ids = dict.fromkeys([own_job(os.environ), *ids_here, *running, *ended[:MAX_JOBS_CONSIDERED]])
     return [name for name in ids if JOB_ID.fullmatch(name)]
 
 
 def _homes() -> dict[Path, set[str]]:
-    """This home and those of all jobs that are known, each with its jobs of Slurm's."""
+    """Return this home and the homes of all known jobs, each with its Slurm jobs."""
     from wrapper import registry
     from wrapper.job_folder import all_jobs, home, slurm_job_of
 
-    found = {home(): {slurm_job_of(job.name) or "" for job in all_jobs()}}
+    jobs_by_home = {home(): {slurm_job_of(job.name) or "" for job in all_jobs()}}
     for entry in registry.entries()[0]:
         if entry.slurm_job and Path(entry.home).is_dir():
-            found.setdefault(Path(entry.home), set()).add(entry.slurm_job)
-    return found
+            jobs_by_home.setdefault(Path(entry.home), set()).add(entry.slurm_job)
+    return jobs_by_home
 
 
 def _choices(ids: Iterable[str]) -> str:
     homes = _homes()
-    where = {job_id: [str(home) for home, of in homes.items() if job_id in of] for job_id in ids}
-    return "".join(f"\n{job_id}{_in(homes)}" for job_id, homes in where.items())
+    homes_by_job = {job_id: [str(home) for home, job_ids in homes.items() if job_id in job_ids] for job_id in ids}
+    return "".join(f"\n{job_id}{_in(homes)}" for job_id, homes in homes_by_job.items())
 
 
 def _in(homes: Sequence[str]) -> str:
@@ -115,7 +119,7 @@ def _in(homes: Sequence[str]) -> str:
 
 
 def _joined(job_id: str) -> set[str]:
-    """Nodes that have ever been the job's, as its journal has it."""
+    """Return all nodes that have ever joined the job, according to its journal."""
     from resihp.errors import ResihpError
     from resihp.record.journal import NodeJoined
     from wrapper.job_folder import find_job

@@ -1,7 +1,7 @@
-"""`resihp node repaired|maintenance`: write down in a ledger what was repaired, and list it.
+"""`resihp node repaired|maintenance`: record repairs of nodes in a ledger, and list them.
 
-What had failed before counts no more for what was repaired (`db.reading.hardware`). Everything that takes time to
-import is imported in the functions.
+Failures before a repair no longer count against the repaired node or device (`db.reading.hardware`). Slow imports are
+inside the functions.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from wrapper.output.answers import JsonOption, message, moment, to_json
 if TYPE_CHECKING:
     from slurm.client import Slurm
 
-SCHEMA = 1
-LONGEST_NOTE, LONGEST_KIND = 2000, 40
+JSON_SCHEMA = 1
+MAX_NOTE_CHARACTERS, MAX_KIND_CHARACTERS = 2000, 40
 
 RequiredLedger = Annotated[str, typer.Option("--ledger", help="The ledger's URL.", show_default=False)]
 
@@ -29,46 +29,46 @@ def register(nodes: typer.Typer) -> None:
 
 
 def repaired(
-    node: Annotated[str, typer.Argument(help="A node's name.")],
+    node: Annotated[str, typer.Argument(help="Node name.")],
     ledger: RequiredLedger,
     device: Annotated[
-        str | None, typer.Option(help="A device of it: UUID, or number.", show_default="the whole node")
+        str | None, typer.Option(help="One device: UUID or number.", show_default="the whole node")
     ] = None,
-    at: Annotated[str | None, typer.Option(help="When: time (ISO, UTC) or age (2h).", show_default="now")] = None,
-    kind: Annotated[str, typer.Option(help="repaired, replaced, firmware, or your word.")] = "repaired",
-    note: Annotated[str, typer.Option(help="What was done.", show_default=False)] = "",
+    at: Annotated[str | None, typer.Option(help="Time (ISO, UTC) or age (2h).", show_default="now")] = None,
+    kind: Annotated[str, typer.Option(help="repaired, replaced, firmware, or another word.")] = "repaired",
+    note: Annotated[str, typer.Option(help="Description of the work.", show_default=False)] = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Write down that a node, or a device of it, was repaired: its record starts anew.
+    """Record that a node, or one of its devices, was repaired: its failure record starts anew.
 
-    Lemons and health count only what fails afterwards. A device that was
-    replaced and turns up elsewhere keeps its record there.
+    Lemons and health count only later failures. A device that was replaced and
+    turns up elsewhere keeps its record there.
 
     Example: resihp node repaired gpu-17 --device 3 --kind replaced --ledger URL
     """
     from db.maintenance import record
 
-    for what, text, longest in (("kind", kind, LONGEST_KIND), ("note", note, LONGEST_NOTE)):
+    for option, text, longest in (("kind", kind, MAX_KIND_CHARACTERS), ("note", note, MAX_NOTE_CHARACTERS)):
         if len(text) > longest or not text.isprintable():
-            raise UsageError(f"--{what}: at most {longest} characters in one line")
+            raise UsageError(f"--{option}: at most {longest} characters in one line")
     if not kind.strip():
-        raise UsageError("--kind: say repaired, replaced or firmware, or a word of your own")
+        raise UsageError("--kind: use repaired, replaced, firmware, or a word of your own")
     row = record(ledger, node, device=device, at=moment(at), kind=kind.strip(), note=note, cluster=_cluster())
     if as_json:
-        print(to_json({"schema": SCHEMA, "rows": [row]}))
+        print(to_json({"schema": JSON_SCHEMA, "rows": [row]}))
     else:
-        what = f"node {node}" if device is None else f"node {node}: device {row['device_uuid']}"
-        message(f"{what}: {row['kind']} at {row['at']:%Y-%m-%d %H:%M} UTC; starts anew in lemons and health")
+        subject = f"node {node}" if device is None else f"node {node}: device {row['device_uuid']}"
+        message(f"{subject}: {row['kind']} at {row['at']:%Y-%m-%d %H:%M} UTC; starts anew in lemons and health")
 
 
 def maintenance(
     ledger: RequiredLedger,
-    node: Annotated[str | None, typer.Argument(metavar="[NODE]", help="Only this node's.")] = None,
+    node: Annotated[str | None, typer.Argument(metavar="[NODE]", help="Only this node.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List what was written down as repaired, oldest first.
+    """List recorded repairs, oldest first.
 
-    Counts: whether it is by somebody whose jobs count as well (`resihp db grant --trusted`).
+    Counts: whether its author is trusted (resihp db grant --trusted).
 
     Example: resihp node maintenance gpu-17 --ledger URL
     """
@@ -78,22 +78,22 @@ def maintenance(
     with Reader.open(ledger) as reader:
         rows = maintenance_rows(reader, node)
     if as_json:
-        print(to_json({"schema": SCHEMA, "rows": rows}))
+        print(to_json({"schema": JSON_SCHEMA, "rows": rows}))
     elif rows:
         _show(rows)
     else:
-        message(f"nothing was written down{'' if node is None else f' of node {node}'}; try: resihp node repaired")
+        message(f"no repairs recorded{'' if node is None else f' for node {node}'}; try: resihp node repaired")
 
 
 def connect() -> Slurm:
-    """The Slurm of this machine."""
+    """Return the client for this machine's Slurm."""
     from slurm.commands import CommandLine
 
     return CommandLine()
 
 
 def _cluster() -> str:
-    """Empty where there is no Slurm to tell."""
+    """Return the name of the cluster; empty without Slurm."""
     from slurm.errors import SlurmError
 
     try:
@@ -108,7 +108,7 @@ def _show(rows: list[dict[str, Any]]) -> None:
 
     columns = (
         *(Column("at (UTC)"), Column("node", wraps=True, kept=True), Column("device", wraps=True, kept=True)),
-        *(Column("what", wraps=True), Column("note", wraps=True), Column("by", wraps=True), Column("counts")),
+        *(Column("kind", wraps=True), Column("note", wraps=True), Column("by", wraps=True), Column("counts")),
     )
     cells = [
         (

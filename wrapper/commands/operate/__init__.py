@@ -1,2 +1,2 @@
-"""What operators have a running job do, over its supervisor's authenticated socket: stop, write a checkpoint,
-take a fault."""
+"""Commands for operators of a running job, over its supervisor's authenticated socket: stop it, have it write a
+checkpoint, inject a fault."""

@@ -1,8 +1,7 @@
-"""`resihp checkpoint now|list`: have a running job write a checkpoint, and show which ones a job has.
+"""`resihp checkpoint now|list`: have a running job write a checkpoint, and list a job's checkpoints.
 
-A checkpoint on demand is the controller's to order (`resihp.controller.iterations`), written while training goes
-on. The list is read from the checkpoints' folder alone: it needs neither the job nor its ledger. Everything that takes
-time to import is imported in the functions.
+The controller orders a checkpoint on demand (`resihp.controller.iterations`), and training continues meanwhile. The
+list is read from the checkpoint folder alone, without the job or its ledger. Slow imports are inside the functions.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Row = dict[str, Any]
 
 def register(app: typer.Typer) -> None:
     """Add `resihp checkpoint` to the command line."""
-    checkpoints = typer.Typer(help="Checkpoints: one now, and those that there are.", no_args_is_help=True)
+    checkpoints = typer.Typer(help="Write a checkpoint now, or list checkpoints.", no_args_is_help=True)
     checkpoints.command("now")(now)
     checkpoints.command("list")(show)
     app.add_typer(checkpoints, name="checkpoint")
@@ -34,9 +33,9 @@ def now(
     patience: Annotated[float, typer.Option(help="Seconds to wait for it.", min=1.0)] = 600.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Have a running job write a checkpoint after the iteration under way; training goes on.
+    """Have a running job write a checkpoint after the current iteration.
 
-    Waits until it is complete.
+    Training continues. Waits until the checkpoint is complete.
 
     Example: resihp checkpoint now local-3
     """
@@ -48,27 +47,27 @@ def now(
     from wrapper.commands.resume import checkpoint_folder_of
     from wrapper.job_folder import find_job
 
-    found = find_job(job, acts=True)
+    this_job = find_job(job, acts=True)
     try:
-        reply = asyncio.run(ask(found, AskCheckpoint(), patience_s=patience))
+        reply = asyncio.run(ask(this_job, AskCheckpoint(), patience_s=patience))
     except KeyboardInterrupt:
-        told = f"it is written all the same: resihp checkpoint list {found.name}"
-        message(f"job {found.name}: not waited for any longer; {told}")
+        hint = f"the checkpoint is still being written: resihp checkpoint list {this_job.name}"
+        message(f"job {this_job.name}: stopped waiting; {hint}")
         raise typer.Exit(130) from None
     if not reply.ok:
-        raise ResihpError(f"job {found.name}: {reply.text}")
-    row = next((row for row in rows(checkpoint_folder_of(found)) if row["resumes"]), None)
+        raise ResihpError(f"job {this_job.name}: {reply.text}")
+    row = next((row for row in rows(checkpoint_folder_of(this_job)) if row["resumes"]), None)
     if as_json:
-        print(to_json({"schema": SCHEMA, "job": found.name, "checkpoint": row}))
+        print(to_json({"schema": SCHEMA, "job": this_job.name, "checkpoint": row}))
         return
-    message(f"job {found.name}: {reply.text}")
+    message(f"job {this_job.name}: {reply.text}")
     if row is not None:
         print(for_stdout(row["folder"]))
 
 
 def show(
     job: JobArgument = None,
-    verify: Annotated[bool, typer.Option("--verify", help="Read all of each, as --resume does.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Read every file, as --resume does.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """List a job's checkpoints, newest first; > marks the one that --resume would take.
@@ -78,39 +77,39 @@ def show(
     from wrapper.commands.resume import checkpoint_folder_of
     from wrapper.job_folder import find_job
 
-    found = find_job(job)
-    folder = checkpoint_folder_of(found)
+    this_job = find_job(job)
+    folder = checkpoint_folder_of(this_job)
     listed = rows(folder, verify=verify)
     if as_json:
-        print(to_json({"schema": SCHEMA, "job": found.name, "folder": str(folder), "rows": listed}))
+        print(to_json({"schema": SCHEMA, "job": this_job.name, "folder": str(folder), "rows": listed}))
     elif not listed:
-        message(f"job {found.name}: no checkpoint in {folder}")
+        message(f"job {this_job.name}: no checkpoint in {folder}")
     else:
         _print(listed, folder)
 
 
 def rows(folder: Path, *, verify: bool = False) -> list[Row]:
-    """What `checkpoint list --json` prints, newest first. `resumes`: whether `--resume` would take it."""
+    """Return the rows of `checkpoint list --json`, newest first. `resumes`: whether `--resume` would take this one."""
     from resihp.worker.checkpoints import stored
 
     listed = stored(folder, verify=verify)
-    taken = next((one.iteration for one in listed if not one.fault), None)
-    return [_row(one, one.iteration == taken) for one in listed]
+    resumed_iteration = next((checkpoint.iteration for checkpoint in listed if not checkpoint.fault), None)
+    return [_row(checkpoint, checkpoint.iteration == resumed_iteration) for checkpoint in listed]
 
 
-def _row(one: Stored, resumes: bool) -> Row:
+def _row(checkpoint: Stored, resumes: bool) -> Row:
     from datetime import UTC, datetime
 
     return {
-        "iteration": one.iteration,
+        "iteration": checkpoint.iteration,
         "resumes": resumes,
-        "at": datetime.fromtimestamp(one.at, UTC),
-        "bytes": one.bytes,
-        "seconds": one.seconds,
-        "layout": one.layout or None,
-        "complete": not one.fault,
-        "fault": one.fault or None,
-        "folder": str(one.folder),
+        "at": datetime.fromtimestamp(checkpoint.at, UTC),
+        "bytes": checkpoint.bytes,
+        "seconds": checkpoint.seconds,
+        "layout": checkpoint.layout or None,
+        "complete": not checkpoint.fault,
+        "fault": checkpoint.fault or None,
+        "folder": str(checkpoint.folder),
     }
 
 

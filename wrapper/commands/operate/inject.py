@@ -1,4 +1,4 @@
-"""`resihp inject`: a fault for a running test job, at once."""
+"""`resihp inject`: inject a fault into a running test job immediately."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ def inject(
     speed: float | None = None,
     link: str | None = None,
 ) -> dict[str, Any]:
-    """Inject a fault at once; returns `job`, what was asked for, and as `text` what the job answered. Raises UsageError
-    when it refuses or is not running."""
+    """Inject a fault immediately; return `job`, the fault's parameters, and the job's answer as `text`.
+
+    Raises UsageError if the job refuses or is not running.
+    """
     if sum(target is not None for target in (rank, node, link)) != 1:
-        raise UsageError("inject: name one target, --rank R or --node N, or of slow --link N-M")
+        raise UsageError("inject: name one target: --rank R or --node N; for slow also --link N-M")
     nodes = None if link is None else ends(link)
     if link is not None and nodes is None:
         raise UsageError(f"inject: --link {link} is not two nodes; for example --link n1-n2")
@@ -31,5 +33,5 @@ def inject(
     reply = asyncio.run(ask(job, Inject(kind=kind, rank=rank, node=node, link=nodes, speed=speed)))
     if not reply.ok:
         raise UsageError(f"job {job.name}: {reply.text}")
-    asked = {"kind": kind, "rank": rank, "node": node, "link": nodes, "speed": speed}
-    return {"job": job.name, **asked, "text": reply.text}
+    fault = {"kind": kind, "rank": rank, "node": node, "link": nodes, "speed": speed}
+    return {"job": job.name, **fault, "text": reply.text}

@@ -1,4 +1,4 @@
-"""What the worker that failed first has written last: told by `resihp run` when its job has failed. Reads only."""
+"""The last lines of the worker that failed first, which `resihp run` prints when its job has failed. Reads only."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from resihp.plain_files import open_plain
 from resihp.record import journal
 from wrapper.job_folder import Job
 
-LINES = 8
-MOST_BYTES = 1 << 14
-"""Of a log's end."""
+MAX_LINES = 8
+MAX_BYTES = 1 << 14
+"""Bytes read from the end of a log."""
 
 
 def last_words(job: Job) -> str:
-    """Path of its log, with the last lines where nobody has shown a traceback of it; empty if no worker failed."""
+    """Return its log's path, and the last lines unless a traceback was already shown; empty if no worker failed."""
     nodes: dict[int, str] = {}
     failed: int | None = None
     cause: journal.FailureFound | None = None
@@ -27,21 +27,21 @@ def last_words(job: Job) -> str:
                     nodes[rank] = node
                 case journal.WorkerEnded(rank=rank, exit=status) if status and failed is None:
                     failed = rank
-                case journal.FailureFound() as found if cause is None:
-                    cause = found
-    shown = cause is not None and "Traceback" in cause.evidence
+                case journal.FailureFound() as failure if cause is None:
+                    cause = failure
+    has_traceback = cause is not None and "Traceback" in cause.evidence
     if cause is not None and cause.diagnosed is not None and cause.diagnosed.ranks:
-        failed = cause.diagnosed.ranks[0]  # who was noticed first may only have lost a peer
+        failed = cause.diagnosed.ranks[0]  # the worker that ended first may only have lost its peer
     if failed is None or failed not in nodes:
         return ""
     log = job.logs / f"{nodes[failed]}.rank{failed}.log"
     try:
         with os.fdopen(open_plain(log), "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - MOST_BYTES))
+            file.seek(max(0, os.fstat(file.fileno()).st_size - MAX_BYTES))
             lines = file.read().decode(errors="replace").split("\n")
     except OSError:
         return ""
-    said = [line for line in lines if line.strip()][-LINES:]
-    if shown or not said:
+    last_lines = [line for line in lines if line.strip()][-MAX_LINES:]
+    if has_traceback or not last_lines:
         return f"log of rank {failed}: {log}"
-    return "\n".join([f"log of rank {failed}: {log}; it ends with", *(f"  {line}" for line in said)])
+    return "\n".join([f"log of rank {failed}: {log}; it ends with", *(f"  {line}" for line in last_lines)])

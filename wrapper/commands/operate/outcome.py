@@ -1,4 +1,4 @@
-"""What became of a job that has ended: what `resihp run --json` and `resihp stop --json` print. Reads only."""
+"""The outcome of a finished job, as `resihp run --json` and `resihp stop --json` print it. Reads only."""
 
 from __future__ import annotations
 
@@ -8,36 +8,39 @@ from resihp.errors import ResihpError
 from wrapper.job_folder import Job
 from wrapper.output.answers import SCHEMA, message
 
-OF_LEDGER = ("state", "reason", "iteration", "target", "committed_iterations", "failures", "goodput")
+LEDGER_FIELDS = ("state", "reason", "iteration", "target", "committed_iterations", "failures", "goodput")
 
 
 def outcome(job: Job, exit_code: int | None = None) -> dict[str, Any]:
-    """`schema, job, id, exit_code, state, reason, iteration, target, committed_iterations, failures, goodput,
-    checkpoint, go_on, folder, logs`. `exit_code`: the command's, or else the job's. What its ledger has is null where
-    that cannot be read, which is said."""
+    """Return the outcome of a job: `schema, job, id, exit_code, state, reason, iteration, target, committed_iterations,
+    failures, goodput, checkpoint, go_on, folder, logs`.
+
+    `exit_code`: the command's, or else the job's. If the ledger cannot be read, its values are null and a message says
+    so.
+    """
     from wrapper.commands.operate.checkpoint import rows
     from wrapper.commands.resume import checkpoint_folder_of
     from wrapper.commands.status.job_status import job_status
     from wrapper.config.run_spec import load
     from wrapper.output.ledgers import opened
 
-    found: dict[str, Any] = {}
+    status: dict[str, Any] = {}
     try:
         with opened(str(job.folder), None) as (reader, row):
-            found = job_status(reader, row) | {"id": row["uuid"]}
+            status = job_status(reader, row) | {"id": row["uuid"]}
     except ResihpError as error:
-        message(f"job {job.name}: what its ledger has is left out: {error}")
-    exit_code = found.get("exit_code") if exit_code is None else exit_code
-    saved = next((row for row in rows(checkpoint_folder_of(job)) if row["resumes"]), None)
-    goes_on = saved is not None and exit_code != 0 and job.run_file.exists()
+        message(f"job {job.name}: its ledger cannot be read, values are missing: {error}")
+    exit_code = status.get("exit_code") if exit_code is None else exit_code
+    newest_checkpoint = next((row for row in rows(checkpoint_folder_of(job)) if row["resumes"]), None)
+    goes_on = newest_checkpoint is not None and exit_code != 0 and job.run_file.exists()
     go_on = load(job.run_file).go_on if goes_on else ""
     return {
         "schema": SCHEMA,
         "job": job.name,
-        "id": found.get("id"),
+        "id": status.get("id"),
         "exit_code": exit_code,
-        **{name: found.get(name) for name in OF_LEDGER},
-        "checkpoint": saved,
+        **{name: status.get(name) for name in LEDGER_FIELDS},
+        "checkpoint": newest_checkpoint,
         "go_on": go_on or None,
         "folder": str(job.folder),
         "logs": str(job.logs),

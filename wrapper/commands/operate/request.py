@@ -1,4 +1,4 @@
-"""What operators ask of a running job: one request, one answer, over the supervisor's authenticated socket.
+"""Requests of operators to a running job: one request, one answer, over the supervisor's authenticated socket.
 
 Used by `resihp stop`, `checkpoint now`, `inject` and `why-not`.
 """
@@ -12,14 +12,17 @@ from resihp.protocol.framing import SecureChannel
 from resihp.protocol.messages import OperatorReply, OperatorRequest
 from wrapper.job_folder import Job
 
-ANSWER_S = 10.0
+DEFAULT_TIMEOUT_S = 10.0
 
 
-async def ask(job: Job, request: OperatorRequest, patience_s: float = ANSWER_S) -> OperatorReply:
-    """Raises UsageError when the job is not running, ResihpError when it does not answer within `patience_s`."""
+async def ask(job: Job, request: OperatorRequest, patience_s: float = DEFAULT_TIMEOUT_S) -> OperatorReply:
+    """Send a request to a job's supervisor and return the reply.
+
+    Raises UsageError if the job is not running, ResihpError if it does not answer within `patience_s` seconds.
+    """
     address = job.supervisor()
     if address is None:
-        raise UsageError(f"job {job.name}: is not running; resihp status {job.name} tells how it ended")
+        raise UsageError(f"job {job.name}: is not running; see resihp status {job.name}")
     try:
         async with asyncio.timeout(patience_s):
             channel: SecureChannel[OperatorReply] = await SecureChannel.connect(

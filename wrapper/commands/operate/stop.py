@@ -1,7 +1,7 @@
-"""`resihp stop`: have a job end, after a checkpoint of the iteration under way, and show what happens until it has.
+"""`resihp stop`: end a job after a checkpoint of the current iteration, and show its progress until it has ended.
 
-What it takes is decided by the job's controller (`resihp.controller.shutdown`); what is shown stands in its journal.
-Everything that takes time to import is imported in the functions.
+The job's controller decides the steps (`resihp.controller.shutdown`); the progress is read from its journal. Slow
+imports are inside the functions.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from resihp.record.reading_on import ReadingOn
     from wrapper.job_folder import Job
 
-LOOK_EVERY_S = 0.3
-GONE_S = 10.0
-"""How long nobody may supervise the job, without a word of its end, before it is called dead; another supervisor may
-be taking over."""
+POLL_INTERVAL_S = 0.3
+NO_SUPERVISOR_TIMEOUT_S = 10.0
+"""Seconds without a supervisor and without a recorded end after which the job counts as dead. Until then, another
+supervisor may be taking over."""
 
 
 def register(app: typer.Typer) -> None:
@@ -31,13 +31,13 @@ def register(app: typer.Typer) -> None:
 
 
 def stop(
-    job: Annotated[str, typer.Argument(help="The job.")],
-    now: Annotated[bool, typer.Option("--now", help="End at once, without a checkpoint.")] = False,
+    job: Annotated[str, typer.Argument(help="Job name.")],
+    now: Annotated[bool, typer.Option("--now", help="End immediately, without a checkpoint.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Stop a job: a checkpoint of the iteration under way, then the end. Waits for it.
+    """Stop a job after a checkpoint of the current iteration, and wait for its end.
 
-    Ctrl-C only ends the waiting. To go on later: resihp run --resume, as it says.
+    Ctrl-C ends only the waiting. The command to resume later is printed.
 
     Example: resihp stop local-3
     """
@@ -46,35 +46,37 @@ def stop(
     from resihp.errors import ResihpError
     from resihp.protocol.messages import AskStop
     from wrapper.commands.operate.request import ask
-    from wrapper.commands.resume import how_to_go_on
+    from wrapper.commands.resume import resume_hint
     from wrapper.config.run_spec import load
     from wrapper.job_folder import find_job
 
-    found = find_job(job)
-    journal = Told(found)
-    journal.new()  # what was before is no news
-    goes_on = "it may have been asked to stop"
+    this_job = find_job(job)
+    journal = StopProgress(this_job)
+    journal.new()  # skip earlier entries
+    state = "it may have been asked to stop"
     try:
-        reply = asyncio.run(ask(found, AskStop(at_once=now)))
-        message(f"job {found.name}: {reply.text}")
-        goes_on = "it goes on stopping"
-        ended = _follow(found, journal)
+        reply = asyncio.run(ask(this_job, AskStop(at_once=now)))
+        message(f"job {this_job.name}: {reply.text}")
+        state = "it is still stopping"
+        ended = _follow(this_job, journal)
     except KeyboardInterrupt:
-        message(f"job {found.name}: not waited for any longer; {goes_on}: resihp status {found.name}")
+        message(f"job {this_job.name}: stopped waiting; {state}: resihp status {this_job.name}")
         raise typer.Exit(130) from None
     if not ended:
-        raise ResihpError(f"job {found.name}: nobody supervises it any more, and it has not said how it ended")
-    if told := how_to_go_on(load(found.run_file)):
-        message(f"job {found.name}: {told}")
+        raise ResihpError(
+            f"job {this_job.name}: has no supervisor any more and recorded no end; resihp status {this_job.name}"
+        )
+    if hint := resume_hint(load(this_job.run_file)):
+        message(f"job {this_job.name}: {hint}")
     if as_json:
         from wrapper.commands.operate.outcome import outcome
 
-        print(to_json(outcome(found)))
+        print(to_json(outcome(this_job)))
 
 
-def _follow(job: Job, journal: Told) -> bool:
-    """Say what happens until the job has ended; False where it is dead and has not."""
-    heard_at = time.monotonic()
+def _follow(job: Job, journal: StopProgress) -> bool:
+    """Print the job's progress until it has ended; return False if it is dead without a recorded end."""
+    last_led_at = time.monotonic()
     while True:
         is_over, is_led = job.is_over, job.supervisor() is not None
         for entry in journal.new():
@@ -82,31 +84,34 @@ def _follow(job: Job, journal: Told) -> bool:
         if is_over:
             return True
         if is_led:
-            heard_at = time.monotonic()
-        elif time.monotonic() - heard_at > GONE_S:
+            last_led_at = time.monotonic()
+        elif time.monotonic() - last_led_at > NO_SUPERVISOR_TIMEOUT_S:
             return False
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(POLL_INTERVAL_S)
 
 
-class Told:
-    """What a job's journal tells of how it stops, each entry once. Of a long journal only what has come since the last
-    look is read: this is asked several times a second, of a job that is busy with its checkpoint."""
+class StopProgress:
+    """Reader of the journal entries about a job's stop, each entry once.
+
+    Only the new part of the journal is read, as this runs several times a second while the job writes its checkpoint.
+    """
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._reading: ReadingOn | None = None
 
     def new(self) -> list[AnyEntry]:
+        """Return the entries since the last call."""
         from resihp.errors import JobNotFoundError, ProtocolError
         from resihp.record import journal
         from resihp.record.reading_on import ReadingOn
 
         kinds = (journal.JobSignalled, journal.CheckpointCommitted, journal.FailureFound, journal.JobEnded)
         with suppress(OSError, ProtocolError, JobNotFoundError):
-            path = next((each for each in self._job.journals if each.exists()), None)
+            path = next((candidate for candidate in self._job.journals if candidate.exists()), None)
             if path is None:
                 return []
-            if self._reading is None or self._reading.path != path:  # another node leads, or the copy is there now
+            if self._reading is None or self._reading.path != path:  # another node leads now, or the copy has appeared
                 self._reading = ReadingOn(path, self._reading.seen if self._reading else 0)
             return [record.entry for record in self._reading.new() if isinstance(record.entry, kinds)]
         return []

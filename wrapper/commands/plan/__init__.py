@@ -1,5 +1,5 @@
-"""`resihp plan`: what would be done for given failures, and what it would come to. Nothing is started.
+"""`resihp plan`: show the plan for given failures, and its cost. Nothing is started.
 
-`command` is the command line, `of_job` asks for a job that ran, `tables` and `hurts` show answers, `picture` draws
-pipelines before and after; the answer itself is made by `resihp.scheduler.what_if`.
+`command` is the command line, `of_job` builds the question from a job's ledger, `tables` and `hurts` show answers,
+`picture` draws pipelines before and after; `resihp.scheduler.what_if` computes the answer.
 """

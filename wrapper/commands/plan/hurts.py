@@ -1,6 +1,6 @@
-"""`resihp plan --hurts`: which single loss would hurt most, as a table and sentences, or as JSON.
+"""`resihp plan --hurts`: show which single loss would hurt most, as a table and sentences, or as JSON.
 
-The answer is made by `resihp.scheduler.what_if.losses`. Called by `wrapper.commands.plan.command`.
+`resihp.scheduler.what_if.losses` computes the answer. Called by `wrapper.commands.plan.command`.
 """
 
 from __future__ import annotations
@@ -24,129 +24,150 @@ from wrapper.output.tables import Column
 if TYPE_CHECKING:
     from rich.console import Console
 
-MOST_ROWS = 20
-BETTER = 1.005
-"""Throughput after a loss, in that before it, from which on it is shown as more."""
-SHARED = (
-    "--zero-1: each part of the optimizer's state has one holder; the planner does not count its loss, after which a "
-    "job would have to go back to its last checkpoint"
+MAX_ROWS = 20
+BETTER_RATIO = 1.005
+"""Ratio of the throughput after a loss to that before, above which it counts as higher."""
+SHARDED_STATE_REMARK = (
+    "--zero-1: each part of the optimizer state has one holder; the planner ignores its loss, after which a job would "
+    "have to return to its last checkpoint"
 )
+"""Remark on sharded optimizer state."""
 
 
 class Row(msgspec.Struct, frozen=True):
-    """Losses that are shown as one."""
+    """One row of the table: losses that have the same effect."""
 
     worst: LossResult
     devices: int
     nodes: int
 
 
-def as_json(asked: Question, found: Losses, planning_s: float) -> dict[str, Any]:
-    """`resihp plan --hurts --json`."""
-    told: dict[str, Any] = losses.as_json(found, planning_s)
-    for one, loss in zip(told["losses"], found.after, strict=True):
-        one["device"] = None if loss.loss.node else device_of(asked, loss.loss.ranks[0])
-        one["node"] = asked.nodes[loss.loss.ranks[0]]
-    told["now"]["layout"] = layout_json(found.plan.layout)
-    told["now"]["sole_holders"] = [*sole_holders(found.plan.layout, outline(asked.model))]
-    return told
+def as_json(query: Question, losses_found: Losses, planning_s: float) -> dict[str, Any]:
+    """Return the content of `resihp plan --hurts --json`."""
+    result: dict[str, Any] = losses.as_json(losses_found, planning_s)
+    for row, loss in zip(result["losses"], losses_found.after, strict=True):
+        row["device"] = None if loss.loss.node else device_of(query, loss.loss.ranks[0])
+        row["node"] = query.nodes[loss.loss.ranks[0]]
+    result["now"]["layout"] = layout_json(losses_found.plan.layout)
+    result["now"]["sole_holders"] = [*sole_holders(losses_found.plan.layout, outline(query.model))]
+    return result
 
 
-def show(asked: Question, model: str, hardware: str, found: Losses, planning_s: float) -> None:
-    """On stdout."""
+def show(query: Question, model: str, hardware: str, losses_found: Losses, planning_s: float) -> None:
+    """Print the answer on stdout."""
     screen = console()
-    idle = len(found.plan.layout.standby)
-    tell(screen, title(asked, model, hardware))
+    idle = len(losses_found.plan.layout.standby)
+    tell(screen, title(query, model, hardware))
     tell(
         screen,
-        f"Plan: {described(found.plan.layout)}, {duration(found.seconds)} an iteration. "
-        "The loss that hurts most first:",
+        f"Plan: {described(losses_found.plan.layout)}, {duration(losses_found.seconds)} per iteration. "
+        "Worst losses first:",
     )
-    shown = rows(found)
-    _show(screen, asked, found, shown[:MOST_ROWS])
-    for sentence in _sentences(asked, found, shown, idle, planning_s):
+    table_rows = rows(losses_found)
+    _show(screen, query, losses_found, table_rows[:MAX_ROWS])
+    for sentence in _sentences(query, losses_found, table_rows, idle, planning_s):
         tell(screen, sentence)
 
 
-def rows(found: Losses) -> list[Row]:
-    """The worst first, places that are alike in one row. Where no state moves, or there would be too many rows, so are
-    all that come to the same but for what moves."""
-    by_place = _together(found, places=True)
-    return by_place if len(by_place) <= MOST_ROWS else _together(found, places=False)
+def rows(losses_found: Losses) -> list[Row]:
+    """Return the rows, worst first; equivalent places share a row.
+
+    Losses without moved state share a row if their effect is equal. If there were too many rows, so do all losses of
+    equal effect apart from the bytes moved.
+    """
+    by_place = _together(losses_found, places=True)
+    return by_place if len(by_place) <= MAX_ROWS else _together(losses_found, places=False)
 
 
-def _together(found: Losses, *, places: bool) -> list[Row]:
+def _together(losses_found: Losses, *, places: bool) -> list[Row]:
     groups: dict[object, list[LossResult]] = {}
-    for one in found.after:
-        same = (bool(one.obstacle), bool(one.state_lost), _percent(one, found), one.idle)
-        place = one.loss if places and not (one.obstacle or one.state_lost) else one.loss.node is None
-        groups.setdefault((place, *same), []).append(one)
+    for aftermath in losses_found.after:
+        effect = (
+            bool(aftermath.obstacle),
+            bool(aftermath.state_lost),
+            _percent(aftermath, losses_found),
+            aftermath.idle,
+        )
+        place = (
+            aftermath.loss
+            if places and not (aftermath.obstacle or aftermath.state_lost)
+            else aftermath.loss.node is None
+        )
+        groups.setdefault((place, *effect), []).append(aftermath)
     return [_row(group) for group in groups.values()]
 
 
 def _row(group: list[LossResult]) -> Row:
-    count = sum(1 + len(one.alike) for one in group)
+    count = sum(1 + len(aftermath.alike) for aftermath in group)
     return Row(group[0], *((count, 0) if group[0].loss.node is None else (0, count)))
 
 
-def _percent(one: LossResult, found: Losses) -> str:
-    """Of the present throughput."""
-    return "none" if one.obstacle else f"{found.seconds / one.seconds:.0%}"
+def _percent(aftermath: LossResult, losses_found: Losses) -> str:
+    """Return the throughput after the loss as a share of the present one."""
+    return "none" if aftermath.obstacle else f"{losses_found.seconds / aftermath.seconds:.0%}"
 
 
-def _show(screen: Console, asked: Question, found: Losses, shown: list[Row]) -> None:
+def _show(screen: Console, query: Question, losses_found: Losses, table_rows: list[Row]) -> None:
     columns = (
         *(Column("lost", wraps=True), Column("iteration", right=True), Column("throughput", right=True, kept=True)),
         *(Column("idle", right=True), Column("to move", right=True)),
     )
     rows = []
-    for row in shown:
-        one = row.worst
-        name = _named(asked, one.loss, row.devices + row.nodes)
-        if one.obstacle:
+    for row in table_rows:
+        aftermath = row.worst
+        name = _named(query, aftermath.loss, row.devices + row.nodes)
+        if aftermath.obstacle:
             rows.append((name, "cannot run", "none", "", ""))
         else:
-            moved = "checkpoint" if one.state_lost else gigabytes(one.bytes_moved) if one.bytes_moved else "nothing"
-            rows.append((name, duration(one.seconds), _percent(one, found), str(one.idle), moved))
+            moved = (
+                "checkpoint"
+                if aftermath.state_lost
+                else gigabytes(aftermath.bytes_moved)
+                if aftermath.bytes_moved
+                else "nothing"
+            )
+            rows.append(
+                (name, duration(aftermath.seconds), _percent(aftermath, losses_found), str(aftermath.idle), moved)
+            )
     tables.show(screen, columns, rows)
 
 
-def _named(asked: Question, loss: PossibleLoss, count: int) -> str:
+def _named(query: Question, loss: PossibleLoss, count: int) -> str:
     rank = loss.ranks[0]
-    name = loss.node or f"rank {rank} ({asked.nodes[rank]} device {device_of(asked, rank)})"
+    name = loss.node or f"rank {rank} ({query.nodes[rank]} device {device_of(query, rank)})"
     if count > 1:
         return literal(f"{count} {'nodes ' if loss.node else ''}like {name}")
     return literal(f"node {name}" if loss.node else name)
 
 
-def _sentences(asked: Question, found: Losses, shown: list[Row], idle: int, planning_s: float) -> list[str]:
-    said: list[str] = []
-    left_out = shown[MOST_ROWS:]
-    if left_out:
-        worst, best = (_percent(row.worst, found) for row in (left_out[0], left_out[-1]))
-        said.append(f"Left out: {_counted(left_out)} that hurt less ({worst} to {best}); --json has them all.")
-    stopped = next((row.worst for row in shown if row.worst.obstacle), None)
-    if stopped is not None:
-        said.append(f"Cannot run without {_named(asked, stopped.loss, 1)}: {stopped.obstacle}.")
-    if any(row.worst.state_lost and not row.worst.obstacle for row in shown):
-        said.append(
-            "Checkpoint: nobody else holds that state. The job ends, and begins again from its last checkpoint, with "
-            "the devices that are there then."
+def _sentences(query: Question, losses_found: Losses, table_rows: list[Row], idle: int, planning_s: float) -> list[str]:
+    lines: list[str] = []
+    hidden = table_rows[MAX_ROWS:]
+    if hidden:
+        worst, best = (_percent(row.worst, losses_found) for row in (hidden[0], hidden[-1]))
+        lines.append(f"Not shown: {_counted(hidden)} that hurt less ({worst} to {best}); --json has them all.")
+    fatal = next((row.worst for row in table_rows if row.worst.obstacle), None)
+    if fatal is not None:
+        lines.append(f"Cannot run without {_named(query, fatal.loss, 1)}: {fatal.obstacle}.")
+    if any(row.worst.state_lost and not row.worst.obstacle for row in table_rows):
+        lines.append(
+            "Checkpoint: no other rank holds that state. The job ends, and restarts from its last checkpoint with the "
+            "remaining devices."
         )
-    if any(found.seconds / row.worst.seconds > BETTER for row in shown):
-        said.append("More than 100%: there are better plans than this one; --search, without --hurts, looks for them.")
+    if any(losses_found.seconds / row.worst.seconds > BETTER_RATIO for row in table_rows):
+        lines.append("More than 100%: there are better plans than this one; find them with --search, without --hurts.")
     if idle:
-        who = "The device that stands by is" if idle == 1 else f"The {idle} devices that stand by are"
-        said.append(f"{who} not asked about: to lose one changes nothing now.")
-    alone = sole_holders(found.plan.layout, outline(asked.model))
-    if alone:
-        said.append(f"One holder left: {held_alone(alone)}.")
-    possible = found.unasked + sum(1 + len(one.alike) for one in found.after)
-    asked_about = f"{len(found.after)} were asked about, one of each kind of place"
-    said.append(f"Of {possible} losses, {asked_about}, in {duration(planning_s)}.")
-    if found.unasked:
-        said.append(f"{found.unasked} more are of further kinds: more than {MAX_LOSSES} are not asked about.")
-    return said
+        standby = "The standby device is" if idle == 1 else f"The {idle} standby devices are"
+        lines.append(f"{standby} not counted: losing one changes nothing now.")
+    held_once = sole_holders(losses_found.plan.layout, outline(query.model))
+    if held_once:
+        lines.append(f"One holder left: {held_alone(held_once)}.")
+    possible = losses_found.unasked + sum(1 + len(aftermath.alike) for aftermath in losses_found.after)
+    planned = f"{len(losses_found.after)} were planned, one of each kind of place"
+    lines.append(f"Of {possible} losses, {planned}, in {duration(planning_s)}.")
+    if losses_found.unasked:
+        lines.append(f"{losses_found.unasked} more are of other kinds; at most {MAX_LOSSES} are planned.")
+    return lines
 
 
 def _counted(left_out: list[Row]) -> str:

@@ -1,11 +1,11 @@
-"""The question of `resihp plan JOB`: a job's own layout, model, times and slow devices, as its ledger tells them. Reads
-only.
+"""The question of `resihp plan JOB`: a job's layout, model, times and slow devices, from its ledger. Reads only.
 
-Called by `wrapper.commands.plan.command`. Times are the job's: an iteration of the plan in effect takes what it took,
-as things are now, and other plans take more or less in proportion. In what proportion, the job's learnt times say where
-the plan was decided by such; else arithmetic for its devices; where these are not known, layers and micro-batches
-alone, for a small model on the wrong devices would seem to do nothing but communicate. What the ledger does not hold is
-said: orders of work that a plan has of its own, and what the devices are, where no probe of the job could tell.
+Called by `wrapper.commands.plan.command`. Times are the job's own: an iteration of the plan in effect takes as long as
+measured under the present conditions, and other plans are scaled in proportion. The proportion comes from the job's
+learnt times if the plan was decided by them; else from arithmetic for its devices; if these are unknown, from the
+numbers of layers and micro-batches alone, as a small model on the wrong devices would seem to do nothing but
+communicate. Remarks name data that the ledger lacks: a plan's own orders of work, and the kind of devices if no probe
+of the job reported it.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from resihp.scheduler.what_if.question import Question
 
 DEFAULT_HARDWARE = "a100"
-FEW, NEAR = 3, 100
-"""So many iterations tell how long they take, of a plan after the first any, as all is warm by then; and no more of the
-last ones are asked."""
+MIN_ITERATIONS, MAX_ITERATIONS_READ = 3, 100
+"""Fewest iterations of the first plan from which the iteration time is taken (of later plans one is enough, as
+everything is warm by then), and most iterations that are read, the last ones."""
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True):
-    """A job's question, its plan in effect, and what one should know of the answer."""
+class JobQuestion(msgspec.Struct, frozen=True, kw_only=True):
+    """A job's question, its plan in effect, and remarks on the answer."""
 
     question: Any
-    """`resihp.scheduler.what_if.question.Question`, which this module does not import before it is needed."""
+    """A `resihp.scheduler.what_if.question.Question`; Any, as this module imports it only when needed."""
     base: Any
     model: str
     hardware: str
@@ -54,28 +54,29 @@ def of_job(
     failed_nodes: tuple[str, ...],
     slow: dict[int, float],
     slow_links: dict[tuple[str, str], float],
-) -> Found:
-    """What is asked of a job. `slow` and `slow_links` come on top of what the job found itself.
+) -> JobQuestion:
+    """Return the question about a job. `slow` and `slow_links` are added to the slow parts that the job itself found.
 
-    Raises UsageError if the job has no plan yet, or the ledger does not know what it trains.
+    Raises UsageError if the job has no plan yet, or its ledger does not have its model.
     """
     from resihp.scheduler.what_if import question
     from wrapper.output.ledgers import opened
 
     with opened(job, ledger) as (reader, row):
-        asked, base, name, remarks = _read(reader, row, hardware)
-    asked = msgspec.structs.replace(
-        asked, failed=failed, failed_nodes=failed_nodes, slow_links=asked.slow_links | slow_links
+        query, base, name, remarks = _read(reader, row, hardware)
+    query = msgspec.structs.replace(
+        query, failed=failed, failed_nodes=failed_nodes, slow_links=query.slow_links | slow_links
     )
-    lost = question.gone(asked)  # what the job found slow may be lost now; what is asked to be both is refused
-    still_slow = {rank: speed for rank, speed in asked.slow.items() if rank not in lost}
-    asked = msgspec.structs.replace(asked, slow=still_slow | slow)
-    question.check_failures(asked)
-    return Found(question=asked, base=base, model=f"job {row['name']}", hardware=name, remarks=tuple(remarks))
+    # A rank that the job found slow may be lost now; options that name a rank as both are refused.
+    lost_ranks = question.gone(query)
+    still_slow = {rank: speed for rank, speed in query.slow.items() if rank not in lost_ranks}
+    query = msgspec.structs.replace(query, slow=still_slow | slow)
+    question.check_failures(query)
+    return JobQuestion(question=query, base=base, model=f"job {row['name']}", hardware=name, remarks=tuple(remarks))
 
 
 def _read(reader: Reader, row: dict[str, Any], hardware: str | None) -> tuple[Question, Plan, str, list[str]]:
-    """The question, the plan in effect, the hardware's name, and remarks."""
+    """Return the question, the plan in effect, the hardware's name, and remarks."""
     from sqlalchemy import select
 
     from db.models import JobRow
@@ -85,16 +86,16 @@ def _read(reader: Reader, row: dict[str, Any], hardware: str | None) -> tuple[Qu
     from resihp.scheduler.what_if.question import Question
 
     columns = JobRow.__table__.columns
-    [own] = reader.fetch(select(columns["model"], columns["configuration"]).where(columns["id"] == row["id"]))
+    [job_columns] = reader.fetch(select(columns["model"], columns["configuration"]).where(columns["id"] == row["id"]))
     plans = reader.shown_plan(row["id"])
-    if not plans or own["model"] is None:
+    if not plans or job_columns["model"] is None:
         raise UsageError(
-            f"job {row['name']}: has no plan yet, or its ledger is of an older resihp; give --model and --layout"
+            f"job {row['name']}: has no plan yet, or an older resihp wrote its ledger; use --model and --layout"
         )
-    declared = msgspec.json.decode(own["model"], type=Declare)
-    configuration = json.loads(own["configuration"])
-    told = plans[0]
-    base = plan_of(told, configuration)
+    declared = msgspec.json.decode(job_columns["model"], type=Declare)
+    configuration = json.loads(job_columns["configuration"])
+    plan = plans[0]
+    base = plan_of(plan, configuration)
     workers = {worker["rank"]: worker for worker in reader.rows("workers", row["id"])}
     places = {rank: workers[rank]["node"] for rank in sorted(base.layout.ranks)}
     slow, links = _slow(reader, row["id"], places)
@@ -104,7 +105,7 @@ def _read(reader: Reader, row: dict[str, Any], hardware: str | None) -> tuple[Qu
     if memory_bytes:
         device = msgspec.structs.replace(device, memory_bytes=int(memory_bytes))
     replicas = base.layout.replicas
-    asked = Question(
+    query = Question(
         model=declared.model,
         hardware=device,
         tp=row["tp"],
@@ -113,7 +114,7 @@ def _read(reader: Reader, row: dict[str, Any], hardware: str | None) -> tuple[Qu
         micro_batches=max(1, base.micro_batches // len(replicas)),
         gpus_per_node=row["gpus_per_node"],
         chunks=max(len(stage.chunks) for replica in replicas for stage in replica.stages),
-        schedule=told["schedule"],
+        schedule=plan["schedule"],
         sequence_parallel=base.sequence_parallel,
         slow=slow,
         slow_links=links,
@@ -122,22 +123,24 @@ def _read(reader: Reader, row: dict[str, Any], hardware: str | None) -> tuple[Qu
         overhead=overhead(declared.device, declared.back_end),
     )
     measured = _measured(reader, row["id"], base.epoch) if hardware is None else None
-    times, by = _times(told, declared, "" if remark else name)
-    paced = None if measured is None else _at_pace(asked, base, times, measured[0])
+    times, by = _times(plan, declared, "" if remark else name)
+    paced = None if measured is None else _at_pace(query, base, times, measured[0])
     if measured is not None and paced is not None:
-        asked, name = paced, "devices" if remark else name
-        remarks = [_said(*measured, by)]
-    if base.digest != told["digest"]:
+        query, name = paced, "devices" if remark else name
+        remarks = [_pace_remark(*measured, by)]
+    if base.digest != plan["digest"]:
         remarks.append(
-            f"job {row['name']}: the orders of work and migrations of plan {told['epoch']} are not in the ledger; "
-            f"times before are those of schedule {told['schedule']}"
+            f"job {row['name']}: the orders of work and migrations of plan {plan['epoch']} are not in the ledger; "
+            f"times before are those of schedule {plan['schedule']}"
         )
-    return asked, base, name, remarks
+    return query, base, name, remarks
 
 
 def _measured(reader: Reader, job_id: int, epoch: int) -> tuple[float, int] | None:
-    """Median seconds of an iteration of the plan in effect, since the last change of what is slow, and of how many;
-    None while there are too few."""
+    """Return the median seconds of an iteration of the plan in effect, and the number of iterations.
+
+    Counted are iterations since slow parts last changed. None while there are too few.
+    """
     from sqlalchemy import select
 
     from db.models import IterationRow
@@ -145,79 +148,89 @@ def _measured(reader: Reader, job_id: int, epoch: int) -> tuple[float, int] | No
     columns = IterationRow.__table__.columns
     query = select(columns["iteration"], columns["seconds"])
     query = query.where(columns["job_id"] == job_id, columns["epoch"] == epoch, columns["seconds"] > 0.0)
-    found = reader.fetch(query.order_by(columns["iteration"].desc()).limit(NEAR))
-    if len(found) < (FEW if epoch == 1 else 1):
+    iteration_rows = reader.fetch(query.order_by(columns["iteration"].desc()).limit(MAX_ITERATIONS_READ))
+    if len(iteration_rows) < (MIN_ITERATIONS if epoch == 1 else 1):
         return None
     slow = [row for row in reader.narrow("failures", job_id) if row["kind"] == "fail-slow"]
-    since = max((row["ended_iteration"] or row["iteration"] for row in slow), default=0)
-    now = [row["seconds"] for row in found if row["iteration"] >= since] or [found[0]["seconds"]]
-    return statistics.median(now), len(now)
+    slow_since = max((row["ended_iteration"] or row["iteration"] for row in slow), default=0)
+    seconds = [row["seconds"] for row in iteration_rows if row["iteration"] >= slow_since] or [
+        iteration_rows[0]["seconds"]
+    ]
+    return statistics.median(seconds), len(seconds)
 
 
-def _said(seconds: float, of: int, by: str) -> str:
+def _pace_remark(seconds: float, count: int, by: str) -> str:
     return (
-        f"an iteration takes {duration(seconds)} as things are, the median of the last {of} under the plan in effect; "
-        f"other times follow from that in proportion, by {by}"
+        f"an iteration now takes {duration(seconds)}, the median of the last {count} under the plan in effect; "
+        f"other times are scaled from it by {by}"
     )
 
 
 def _times(plan: dict[str, Any], declared: Declare, hardware: str) -> tuple[Profile | None, str]:
-    """By what plans are told apart, and that in words: None is the arithmetic for `hardware`, empty if not known."""
+    """Return the times by which plans are compared, and their description.
+
+    None means arithmetic for `hardware`, which is empty if unknown.
+    """
     from resihp.record.journal import PlanBasis
     from resihp.scheduler.cost.profile import layer_units
     from resihp.scheduler.explained.recorded import profile_of
 
-    with suppress(msgspec.MsgspecError):  # what was imported may hold anything
+    with suppress(msgspec.MsgspecError):  # an imported ledger may hold anything
         basis = None if plan["basis"] is None else msgspec.convert(plan["basis"], PlanBasis)
         if basis is not None and basis.times is not None:
-            return profile_of(basis.times, declared.model.layers), "what its layers were measured to take"
+            return profile_of(basis.times, declared.model.layers), "the measured times of its layers"
     if hardware:
         return None, f"operations and bytes of {hardware}"
-    return layer_units(declared.model), "layers and micro-batches alone: what its devices are is not known (--hardware)"
+    return layer_units(declared.model), "layers and micro-batches alone, as its devices are unknown (--hardware)"
 
 
-def _at_pace(asked: Question, base: Plan, times: Profile | None, measured_s: float) -> Question | None:
-    """With times by which the plan in effect takes what was measured, slow as things are now; None where it has no
-    price."""
+def _at_pace(query: Question, base: Plan, times: Profile | None, measured_s: float) -> Question | None:
+    """Return the question with times scaled so that the plan in effect takes as long as measured, slow parts included.
+
+    None if that plan has no price.
+    """
     from resihp.scheduler.cost.prices import iteration_seconds
     from resihp.scheduler.cost.profile import scaled
     from resihp.scheduler.what_if.question import pose
 
-    asked = msgspec.structs.replace(asked, profile=times)
-    now = pose(asked, base)
-    priced = iteration_seconds(base, now)
+    query = msgspec.structs.replace(query, profile=times)
+    situation = pose(query, base)
+    priced = iteration_seconds(base, situation)
     if not 0.0 < priced < math.inf:
         return None
-    return msgspec.structs.replace(asked, profile=scaled(now.times, measured_s / priced))
+    return msgspec.structs.replace(query, profile=scaled(situation.times, measured_s / priced))
 
 
 def _slow(reader: Reader, job_id: int, places: dict[int, str]) -> tuple[dict[int, float], dict[tuple[str, str], float]]:
-    """Speeds of ranks and of links between nodes that were found slow and have not recovered."""
+    """Return the speeds of ranks, and of links between nodes, that were found slow and have not recovered."""
     ranks: dict[int, float] = {}
     links: dict[tuple[str, str], float] = {}
     for failure in reader.rows("failures", job_id):
         if failure["kind"] != "fail-slow" or failure["ended_at"] is not None or failure["speed"] is None:
             continue
-        known = [rank for rank in failure["ranks"] if rank in places]
+        ranks_in_layout = [rank for rank in failure["ranks"] if rank in places]
         if failure["component"] == "link":
-            ends = sorted({places[rank] for rank in known})
+            ends = sorted({places[rank] for rank in ranks_in_layout})
             if len(ends) == 2:
                 links[ends[0], ends[1]] = min(failure["speed"], links.get((ends[0], ends[1]), 1.0))
         elif failure["component"] == "device":
-            ranks |= dict.fromkeys(known, failure["speed"])
+            ranks |= dict.fromkeys(ranks_in_layout, failure["speed"])
     return ranks, links
 
 
-def _hardware(reader: Reader, job_id: int, named: str | None) -> tuple[str, Hardware, str]:
-    """What the devices are: as asked, else as the job's probes tell; its name, and a remark where it is a guess."""
+def _hardware(reader: Reader, job_id: int, requested: str | None) -> tuple[str, Hardware, str]:
+    """Return the devices' name, their hardware, and a remark if it is a guess.
+
+    Taken from the option, else from the job's probes.
+    """
     from resihp.scheduler.what_if import catalogue
 
-    if named is not None:
-        return named, catalogue.hardware(named), ""
-    told = next((row["hardware"] for row in reader.rows("probes", job_id) if row["hardware"]), None)
-    known = next((name for name in catalogue.KNOWN_HARDWARE if name in (told or "").lower()), None)
-    if known is not None:
-        return known, catalogue.hardware(known), ""
-    what = f"{told} is not in the catalogue" if told else "what its devices are is not known"
-    remark = f"{what}: seconds are those of {DEFAULT_HARDWARE}, trust their ratios; name it with --hardware"
+    if requested is not None:
+        return requested, catalogue.hardware(requested), ""
+    probed = next((row["hardware"] for row in reader.rows("probes", job_id) if row["hardware"]), None)
+    name = next((name for name in catalogue.KNOWN_HARDWARE if name in (probed or "").lower()), None)
+    if name is not None:
+        return name, catalogue.hardware(name), ""
+    problem = f"{probed} is not in the catalogue" if probed else "its devices are unknown"
+    remark = f"{problem}: times are for {DEFAULT_HARDWARE}, only their ratios count; name the devices with --hardware"
     return DEFAULT_HARDWARE, catalogue.hardware(DEFAULT_HARDWARE), remark

@@ -1,7 +1,7 @@
-"""`resihp plan --plot`: the pipelines before and after as a picture. One row a stage, a box for each F, B and W.
+"""`resihp plan --plot`: plot the pipelines before and after, with one row per stage and a box for each F, B and W.
 
-Boxes stand where the timeline puts them (`resihp.pipeline.timeline`), which is where predictions come from; a stage's
-later chunks are paler. Light grey is idle, dark grey what follows the last backward of all replicas: gradient
+The positions of boxes come from the timeline behind the predictions (`resihp.pipeline.timeline`); a stage's later
+chunks are paler. Light grey is idle time, dark grey the time after the last backward of all replicas: gradient
 synchronisation and the step. Replicas that do the same at the same times are drawn once. Needs matplotlib (the extra
 `plot`).
 """
@@ -24,40 +24,40 @@ if TYPE_CHECKING:
     from resihp.scheduler.what_if.answer import WhatIfAnswer
     from resihp.scheduler.what_if.question import Question
 
-COLOURS = {"F": "#4878cf", "B": "#6acc65", "W": "#d5bb67"}
-IDLE, AFTERWARDS = "#ececec", "#b8b8c8"
-NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}
-MOST_ROWS = 64
-"""Stages of one half of the picture; what does not fit is left out and said so."""
-NUMBERED = 600
-"""Boxes of one half up to which micro-batches are numbered."""
+PRIMITIVE_COLOURS = {"F": "#4878cf", "B": "#6acc65", "W": "#d5bb67"}
+IDLE_COLOUR, STEP_COLOUR = "#ececec", "#b8b8c8"
+PRIMITIVE_NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}
+MAX_STAGES = 64
+"""Most stages in one half of the picture; the title counts the replicas left out."""
+MAX_NUMBERED_BOXES = 600
+"""Most boxes in one half for which micro-batches are numbered."""
 ROW_INCHES = 0.28
 
 
 class StageRow(msgspec.Struct, frozen=True):
-    """A stage: what it computes, with starts and ends in seconds."""
+    """A stage: its order of work, with starts and ends in seconds."""
 
     label: str
     order: Order
     starts: tuple[float, ...]
     ends: tuple[float, ...]
     numbers: tuple[int, ...]
-    """Of each box: the micro-batch, counted from 0 in its home's share, or in the global batch where some migrate."""
+    """Micro-batch of each box, counted from 0 in its home replica's share, or in the global batch if some migrate."""
 
 
 class Half(msgspec.Struct, frozen=True):
-    """A plan's lanes, replica after replica, each with how it is called; when the iteration ends."""
+    """One half of the picture: a plan's lanes by replica, each with its label, and the iteration's end."""
 
     title: str
     replicas: tuple[tuple[str, tuple[StageRow, ...]], ...]
     left_out: int
     computed_s: float
-    """When the last box of all ends."""
+    """End of the last box, in seconds."""
     seconds: float
 
 
-def draw(path: Path, asked: Question, found: WhatIfAnswer, situation: Situation) -> None:
-    """Write the picture. Raises UsageError if matplotlib is absent, or `path` cannot be written."""
+def draw(path: Path, query: Question, outcome: WhatIfAnswer, situation: Situation) -> None:
+    """Write the plot. Raises UsageError if matplotlib is missing, or `path` cannot be written."""
     from resihp.scheduler.what_if.question import situation_of
 
     try:
@@ -65,22 +65,24 @@ def draw(path: Path, asked: Question, found: WhatIfAnswer, situation: Situation)
         patches = import_module("matplotlib.patches")
     except ImportError:
         raise UsageError("--plot needs matplotlib, which is not installed; type: pip install matplotlib") from None
-    healthy = situation_of(asked, found.before.plan, (), {}, {})
+    healthy = situation_of(query, outcome.before.plan, (), {}, {})
     halves = [
-        half("before", found.before.plan, healthy, found.before.seconds),
-        half("after", found.after.plan, situation, found.after.seconds),
+        half("before", outcome.before.plan, healthy, outcome.before.seconds),
+        half("after", outcome.after.plan, situation, outcome.after.seconds),
     ]
-    rows = [sum(len(lanes) + 0.6 for _, lanes in one.replicas) for one in halves]
+    rows = [sum(len(lanes) + 0.6 for _, lanes in half_shown.replicas) for half_shown in halves]
     figure = figures.Figure(figsize=(14, 2.2 + ROW_INCHES * sum(rows)), layout="constrained")
     axes = figure.subplots(2, 1, sharex=True, height_ratios=rows)
-    end = max(one.seconds for one in halves)
-    for one, axis in zip(halves, axes, strict=True):
-        _draw_half(axis, one, end)
-    kinds = {p.kind for one in halves for _, lanes in one.replicas for lane in lanes for p in lane.order}
-    handles: list[Any] = [patches.Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in "FBW" if kind in kinds]
+    end = max(half_shown.seconds for half_shown in halves)
+    for half_shown, axis in zip(halves, axes, strict=True):
+        _draw_half(axis, half_shown, end)
+    kinds = {p.kind for half_shown in halves for _, lanes in half_shown.replicas for lane in lanes for p in lane.order}
+    handles: list[Any] = [
+        patches.Patch(color=PRIMITIVE_COLOURS[kind], label=PRIMITIVE_NAMES[kind]) for kind in "FBW" if kind in kinds
+    ]
     handles += [
-        patches.Patch(color=IDLE, label="idle"),
-        patches.Patch(color=AFTERWARDS, label="gradient synchronisation, step"),
+        patches.Patch(color=IDLE_COLOUR, label="idle"),
+        patches.Patch(color=STEP_COLOUR, label="gradient synchronisation, step"),
     ]
     figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), frameon=False)
     axes[-1].set_xlabel("seconds from the iteration's start")
@@ -88,12 +90,12 @@ def draw(path: Path, asked: Question, found: WhatIfAnswer, situation: Situation)
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"{path}: the picture cannot be written: {reason}; name another file") from None
-    print(f"resihp: picture written to {path}", file=sys.stderr)
+        raise UsageError(f"{path}: the plot cannot be written: {reason}; name another file") from None
+    print(f"resihp: plot written to {path}", file=sys.stderr)
 
 
 def half(name: str, plan: Plan, situation: Situation, seconds: float) -> Half:
-    """The lanes of a plan under a situation, equal replicas once."""
+    """Return the lanes of a plan in a situation; equal replicas appear once."""
     from resihp.pipeline.schedules import orders_of
     from resihp.pipeline.timeline import play
     from resihp.scheduler.cost.prices import costs, transfers
@@ -121,13 +123,13 @@ def half(name: str, plan: Plan, situation: Situation, seconds: float) -> Half:
     replicas: list[tuple[str, tuple[StageRow, ...]]] = []
     left_out = 0
     odd_first = sorted(alike.items(), key=lambda item: (len(item[1]), item[1][0]))
-    for found, group in odd_first:
-        if replicas and sum(len(lanes) for _, lanes in replicas) + len(drawn[found]) > MOST_ROWS:
+    for key_drawn, group in odd_first:
+        if replicas and sum(len(lanes) for _, lanes in replicas) + len(drawn[key_drawn]) > MAX_STAGES:
             left_out += len(group)
             continue
-        words = f"replica {group[0]}" if len(group) == 1 else f"replicas {spans(group)}"
+        label = f"replica {group[0]}" if len(group) == 1 else f"replicas {spans(group)}"
         stages = plan.layout.replicas[group[0]].stages
-        named = [
+        labelled_lanes = [
             msgspec.structs.replace(
                 lane,
                 label=f"{lane.label}: {len(stage.layers)} layers, "
@@ -137,27 +139,31 @@ def half(name: str, plan: Plan, situation: Situation, seconds: float) -> Half:
                     else f"TP{stage.tp}"
                 ),
             )
-            for lane, stage in zip(drawn[found], stages, strict=True)
+            for lane, stage in zip(drawn[key_drawn], stages, strict=True)
         ]
-        replicas.append((words, tuple(named)))
+        replicas.append((label, tuple(labelled_lanes)))
     return Half(name, tuple(replicas), left_out, timeline.makespan, seconds)
 
 
-def _draw_half(axis: Any, one: Half, end: float) -> None:
-    boxes = sum(len(lane.order) for _, lanes in one.replicas for lane in lanes)
+def _draw_half(axis: Any, half_shown: Half, end: float) -> None:
+    boxes = sum(len(lane.order) for _, lanes in half_shown.replicas for lane in lanes)
     ticks: list[tuple[float, str]] = []
     y = 0.0
-    for words, lanes in one.replicas:
+    for words, lanes in half_shown.replicas:
         y += 0.6
         axis.text(0, y - 0.12, words, fontsize=8, fontweight="bold", va="bottom")
         for lane in lanes:
-            axis.broken_barh([(0, one.computed_s)], (y + 0.06, 0.88), facecolors=IDLE)
-            axis.broken_barh([(one.computed_s, one.seconds - one.computed_s)], (y + 0.06, 0.88), facecolors=AFTERWARDS)
-            _draw_lane(axis, lane, y, numbered=boxes <= NUMBERED, end=end)
+            axis.broken_barh([(0, half_shown.computed_s)], (y + 0.06, 0.88), facecolors=IDLE_COLOUR)
+            axis.broken_barh(
+                [(half_shown.computed_s, half_shown.seconds - half_shown.computed_s)],
+                (y + 0.06, 0.88),
+                facecolors=STEP_COLOUR,
+            )
+            _draw_lane(axis, lane, y, numbered=boxes <= MAX_NUMBERED_BOXES, end=end)
             ticks.append((y + 0.5, lane.label))
             y += 1
-    more = f" ({one.left_out} more replicas not drawn)" if one.left_out else ""
-    axis.set_title(f"{one.title}: {one.seconds:.3g} s an iteration{more}", loc="left", fontsize=10)
+    more = f" ({half_shown.left_out} more replicas not drawn)" if half_shown.left_out else ""
+    axis.set_title(f"{half_shown.title}: {half_shown.seconds:.3g} s per iteration{more}", loc="left", fontsize=10)
     axis.set_yticks([at for at, _ in ticks], [label for _, label in ticks], fontsize=7)
     axis.set_ylim(y + 0.1, 0)
     axis.set_xlim(0, end * 1.005)
@@ -169,9 +175,9 @@ def _draw_half(axis: Any, one: Half, end: float) -> None:
 def _draw_lane(axis: Any, lane: StageRow, y: float, *, numbered: bool, end: float) -> None:
     chunks = 1 + max((p.chunk for p in lane.order), default=0)
     for chunk in range(chunks):
-        for kind, colour in COLOURS.items():
-            mine = [i for i, p in enumerate(lane.order) if (p.kind, p.chunk) == (kind, chunk)]
-            boxes = [(lane.starts[i], lane.ends[i] - lane.starts[i]) for i in mine]
+        for kind, colour in PRIMITIVE_COLOURS.items():
+            indices = [i for i, p in enumerate(lane.order) if (p.kind, p.chunk) == (kind, chunk)]
+            boxes = [(lane.starts[i], lane.ends[i] - lane.starts[i]) for i in indices]
             alpha = 1 - 0.4 * chunk / max(1, chunks - 1)
             if boxes:
                 axis.broken_barh(

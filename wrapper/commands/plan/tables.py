@@ -1,4 +1,4 @@
-"""What `resihp plan` prints as tables: times, memory and layout before and after; how what happened is called.
+"""Tables of `resihp plan`: times, memory and layout before and after; and a description of the failures.
 
 Called by `wrapper.commands.plan.command` and `wrapper.commands.plan.hurts`. Decides nothing.
 """
@@ -21,30 +21,31 @@ if TYPE_CHECKING:
 
     from resihp.scheduler.what_if.answer import Outlook, WhatIfAnswer
 
-CHANGED_SHOWN = 6
-"""Replicas that are shown in full; `--json` has them all."""
-SLOW_SHOWN = 12
+MAX_CHANGED_SHOWN = 6
+"""Most changed replicas that are shown in full; `--json` has them all."""
+MAX_SLOW_SHOWN = 12
+"""Most slow ranks that are named."""
 
 
-def title(asked: Question, model: str, hardware: str) -> str:
-    """What is trained on what, and what has happened to it."""
-    nodes = len(set(asked.nodes.values()))
+def title(query: Question, model: str, hardware: str) -> str:
+    """Return the title: model, sequence length, devices and failures."""
+    nodes = len(set(query.nodes.values()))
     return (
-        f"{Path(model).stem}, {asked.model.sequence} tokens a sequence, on {len(asked.nodes)} {Path(hardware).stem} "
-        f"of {nodes} {'node' if nodes == 1 else 'nodes'}; {happened(asked)}"
+        f"{Path(model).stem}, {query.model.sequence} tokens per sequence, on {len(query.nodes)} {Path(hardware).stem} "
+        f"of {nodes} {'node' if nodes == 1 else 'nodes'}; {happened(query)}"
     )
 
 
-def happened(asked: Question) -> str:
-    """What is gone, and what is slow; of a job, beside what is gone from it already."""
-    lost = sorted(gone(asked))
-    said = [f"{_ranks(lost)} gone"] if lost else []
-    slow = [f"{rank} at {speed:g}" for rank, speed in sorted(asked.slow.items())]
+def happened(query: Question) -> str:
+    """Return a description of lost and slow parts; for a job, in addition to those it has lost already."""
+    lost_ranks = sorted(gone(query))
+    descriptions = [f"{_ranks(lost_ranks)} lost"] if lost_ranks else []
+    slow = [f"{rank} at {speed:g}" for rank, speed in sorted(query.slow.items())]
     if slow:
-        more = f" and {len(slow) - SLOW_SHOWN} more" if len(slow) > SLOW_SHOWN else ""
-        said.append(f"slow: rank {', '.join(slow[:SLOW_SHOWN])}{more}")
-    said += [f"link {a}-{b} at {speed:g}" for (a, b), speed in sorted(asked.slow_links.items())]
-    return "; ".join(said) or ("nothing more has failed" if asked.devices else "nothing has failed")
+        more = f" and {len(slow) - MAX_SLOW_SHOWN} more" if len(slow) > MAX_SLOW_SHOWN else ""
+        descriptions.append(f"slow: rank {', '.join(slow[:MAX_SLOW_SHOWN])}{more}")
+    descriptions += [f"link {a}-{b} at {speed:g}" for (a, b), speed in sorted(query.slow_links.items())]
+    return "; ".join(descriptions) or ("nothing more has failed" if query.devices else "nothing has failed")
 
 
 def _ranks(ranks: list[int]) -> str:
@@ -53,11 +54,11 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def gigabytes(count: int) -> str:
-    """`49.7 GB`; of little `12.3 MB`."""
+    """Return a size as `49.7 GB`, or `12.3 MB` below 0.1 GB."""
     return f"{count / 1e9:.1f} GB" if count >= 0.1e9 else size(count)
 
 
-def show_times(screen: Console, found: WhatIfAnswer) -> None:
+def show_times(screen: Console, outcome: WhatIfAnswer) -> None:
     columns = (
         *(Column(""), Column("iteration", right=True, kept=True), Column("", right=True)),
         *(Column("worst memory", right=True), Column("layout", wraps=True)),
@@ -66,56 +67,56 @@ def show_times(screen: Console, found: WhatIfAnswer) -> None:
 
     def row(name: str, seconds: float | None, outlook: Outlook | None) -> None:
         usable = seconds is not None and math.isfinite(seconds)
-        slower = f"{seconds / found.before.seconds:.2f} x" if usable and seconds is not None else ""
+        slower = f"{seconds / outcome.before.seconds:.2f} x" if usable and seconds is not None else ""
         memory = "" if outlook is None else gigabytes(outlook.worst_bytes)
         shape = "" if outlook is None else described(outlook.plan.layout)
         rows.append((name, duration(seconds) if usable else "cannot run", slower, memory, shape))
 
-    row("before", found.before.seconds, found.before)
-    row("as it is", found.unmitigated_s, None)
-    row("after", found.after.seconds, found.after)
+    row("before", outcome.before.seconds, outcome.before)
+    row("as it is", outcome.unmitigated_s, None)
+    row("after", outcome.after.seconds, outcome.after)
     show(screen, columns, rows)
 
 
 def described(layout: Layout) -> str:
-    """`DP2 x PP4 x TP4`; of a layout that is not uniform, who works."""
+    """Return `DP2 x PP4 x TP4`; for a layout that is not uniform, the numbers of working and standby ranks."""
     words = layout.describe()
     if "|" not in words and len(words) <= 30:
         return words
-    idle = f", {len(layout.standby)} standing by" if layout.standby else ""
+    idle = f", {len(layout.standby)} on standby" if layout.standby else ""
     return f"{count_of(len(layout.active), 'rank')} {'works' if len(layout.active) == 1 else 'work'}{idle}"
 
 
-def show_layouts(screen: Console, asked: Question, found: WhatIfAnswer) -> None:
-    """Equal replicas once, with how many ranks and layers their stages have; changed ones in full."""
+def show_layouts(screen: Console, query: Question, outcome: WhatIfAnswer) -> None:
+    """Print layouts before and after: equal replicas once, with counts of ranks and layers; changed ones in full."""
     columns = (
         *(Column(""), Column("replicas", wraps=True, kept=True), Column("micro-batches", right=True)),
         *(Column("stages", wraps=True, kept=True), Column("ranks", wraps=True, kept=True)),
         *(Column("layers", wraps=True), Column("memory", right=True)),
     )
     rows: list[tuple[str, ...]] = []
-    old = set(found.before.plan.layout.replicas)
-    for name, outlook in (("before", found.before), ("after", found.after)):
+    old = set(outcome.before.plan.layout.replicas)
+    for name, outlook in (("before", outcome.before), ("after", outcome.after)):
         plan = outlook.plan
-        needs = stage_bytes(asked, plan)
+        needs = stage_bytes(query, plan)
         alike: dict[object, list[int]] = {}
         for d, replica in enumerate(plan.layout.replicas):
             shape = tuple((stage.tp, stage.chunks) for stage in replica.stages)
             same = replica in old
             alike.setdefault((same, len(plan.assignment[d]), shape if same else d), []).append(d)
         changed = [group for group in alike.values() if plan.layout.replicas[group[0]] not in old]
-        hidden = {d for group in changed[CHANGED_SHOWN:] for d in group}
-        first = name
+        hidden = {d for group in changed[MAX_CHANGED_SHOWN:] for d in group}
+        label_of_row = name
         for group in alike.values():
             if hidden.intersection(group):
                 continue
             replica = plan.layout.replicas[group[0]]
-            label = [first, spans(group), str(len(plan.assignment[group[0]]))]
+            label = [label_of_row, spans(group), str(len(plan.assignment[group[0]]))]
             full = replica not in old
             for stages, ranks, layers, need in _stage_rows(replica, needs[group[0]], full):
                 rows.append((*label, stages, ranks, layers, gigabytes(need)))
                 label = ["", "", ""]
-            first = ""
+            label_of_row = ""
         if hidden:
             rows.append(("", f"{len(hidden)} more changed: --json has them all", "", "", "", "", ""))
         if plan.layout.standby:
@@ -124,7 +125,7 @@ def show_layouts(screen: Console, asked: Question, found: WhatIfAnswer) -> None:
 
 
 def _stage_rows(replica: Replica, needs: tuple[int, ...], full: bool) -> list[tuple[str, str, str, int]]:
-    """(stages, ranks, layers, bytes) of each stage, or of each run of stages that are alike."""
+    """Return (stages, ranks, layers, bytes) of each stage, or of each run of equal stages."""
     if full:
         return [
             (

@@ -1,4 +1,4 @@
-"""`resihp report`: write what happened to a job as a page, or as Markdown. Data goes to files, messages to stderr."""
+"""`resihp report`: write a job's history as a page, or as Markdown. Data goes to files, messages to stderr."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def register(app: typer.Typer) -> None:
 
 
 def report(
-    job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="The job; the newest if left out.")] = None,
+    job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Job name; default: the newest job.")] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="File to write.", show_default="report-JOB.html")
     ] = None,
@@ -29,9 +29,9 @@ def report(
     as_json: JsonOption = False,
     ledger: Annotated[str | None, typer.Option("--ledger", help="Another ledger's URL.", show_default=False)] = None,
 ) -> None:
-    """Write what happened to a job as one page that needs nothing else.
+    """Write a job's history as one self-contained HTML page.
 
-    What it did, what failed, what that cost and where, what was planned and kept.
+    Shows progress, failures with their cost, and plans with their outcome.
 
     Example: resihp report local-3 -o report.html
     """
@@ -43,39 +43,39 @@ def report(
     with opened(job, ledger) as (reader, row):
         now = datetime.now(UTC)
         slurm = runs.read(reader, row["name"], job, ledger, now)
-        found = facts.read(reader, row, now, slurm, attempts_here(ledger, row["run"]))
+        job_facts = facts.read(reader, row, now, slurm, attempts_here(ledger, row["run"]))
     name = str(row["name"])
-    told = {
+    result = {
         "job": name,
-        "summary": sentences(found),
-        "figures": figures(found),
+        "summary": sentences(job_facts),
+        "figures": figures(job_facts),
         "format": "markdown" if markdown else "html",
     }
     if markdown:
-        from wrapper.commands.report.markdown import markdown as made
+        from wrapper.commands.report.markdown import markdown as as_markdown
 
-        text = made(found)
+        text = as_markdown(job_facts)
         if output is None:
-            sys.stdout.write(f"{to_json({'schema': SCHEMA, **told, 'text': text})}\n" if as_json else text)
+            sys.stdout.write(f"{to_json({'schema': SCHEMA, **result, 'text': text})}\n" if as_json else text)
             return
     else:
         from wrapper.commands.report.page import html
 
-        text = html(found)
+        text = html(job_facts)
         output = output or Path(f"report-{file_name(name)}.html")
     size = write(output, text)
     message(f"job {name}: report written to {output} ({size / 1000:,.0f} kB)")
     if as_json:
-        print(to_json({"schema": SCHEMA, **told, "file": str(output.absolute()), "bytes": size}))
+        print(to_json({"schema": SCHEMA, **result, "file": str(output.absolute()), "bytes": size}))
 
 
 def file_name(job: str) -> str:
-    """A job's name as part of a file's: a name from a shared ledger must not lead to another folder."""
+    """Return a job's name as a part of a file name; a name from a shared ledger must not lead to another folder."""
     return re.sub(r"[^\w.-]+", "_", job).strip(".") or "job"
 
 
 def write(path: Path, text: str) -> int:
-    """Write a file whole or not at all; its size in bytes. Raises UsageError if it cannot be written."""
+    """Write a file completely or not at all, and return its size in bytes. Raises UsageError if that fails."""
     content = text.encode()
     try:
         with replacing(path, named_by_user=True) as file:

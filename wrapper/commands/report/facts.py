@@ -1,4 +1,4 @@
-"""Everything that a report tells of one job, as rows of the ledger. Read once, by `wrapper.commands.report.command`."""
+"""All data of a report about one job, as rows of the ledger. Read once, by `wrapper.commands.report.command`."""
 
 from __future__ import annotations
 
@@ -20,15 +20,18 @@ if TYPE_CHECKING:
     from resihp.scheduler.explained.explanation import Explanation
 
 Row = dict[str, Any]
-MOST_CHECKPOINTS = 1_000_000
-EXPLAINED = 8
-"""Plans beside the first that are explained."""
-DRAWN = 5
-"""Ranks whose levels are drawn one by one."""
+MAX_CHECKPOINTS = 1_000_000
+MAX_PLANS_EXPLAINED = 8
+"""Most plans, besides the first, that are explained."""
+MAX_RANKS_DRAWN = 5
+"""Most ranks whose levels are drawn as lines of their own."""
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """One job. `began` and `ended` bound what is drawn: its start, and its end, its last sign of life or `now`."""
+    """Facts about one job.
+
+    `began` and `ended` bound the pictures: the job's start, and its end, last sign of life, or `now`.
+    """
 
     job: Row
     command: str
@@ -46,23 +49,23 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     account: Account
     promises: Sequence[Row]
     explanations: Mapping[int, Explanation]
-    """Why plans take as long as they do, by epoch: the last ones."""
+    """Explanations of iteration times by epoch, for the first and the last plans."""
     suspicions: Sequence[Row]
     scores: Scores
     began: datetime
     ended: datetime
     now: datetime
-    """When the report was made."""
+    """Time of the report."""
     idle: str = ""
-    """Which GPUs have no work, and why (`wrapper.output.idle_gpus`); empty where all have."""
+    """GPUs without work, and the reason (`wrapper.output.idle_gpus`); empty if all have work."""
     slurm: Total | None = None
-    """All runs of the Slurm job that it was in; None without Slurm."""
+    """All runs of the job's Slurm job; None without Slurm."""
 
 
 def read(reader: Reader, job: Row, now: datetime, slurm: Total | None = None, attempts: Sequence[Row] = ()) -> Facts:
-    """The facts about `job`, as `Reader.job` gives it.
+    """Return the facts about `job`, a row of `Reader.job`.
 
-    `attempts`: those of its run in other ledgers (`ledgers.attempts_here`), which may have repeated iterations of it.
+    `attempts`: attempts of the same run in other ledgers (`ledgers.attempts_here`), which may have repeated iterations.
     """
     number = job["id"]
     iterations = reader.narrow("iterations", number)
@@ -70,9 +73,11 @@ def read(reader: Reader, job: Row, now: datetime, slurm: Total | None = None, at
         reader.rows(table, number) for table in ("failures", "plans", "reconfigurations", "nodes")
     )
     suspicions = reader.rows("suspicions", number)
-    told = [row for row in (*suspicions, *failures) if row["component"] == "device" and row.get("kind") != "fail-stop"]
-    checkpoints = reader.events(number, ("CheckpointCommitted",), MOST_CHECKPOINTS)
-    over = job["last_entry_at"] if job["state"] == "abnormal" else job["ended_at"] or now
+    device_rows = [
+        row for row in (*suspicions, *failures) if row["component"] == "device" and row.get("kind") != "fail-stop"
+    ]
+    checkpoints = reader.events(number, ("CheckpointCommitted",), MAX_CHECKPOINTS)
+    ended = job["last_entry_at"] if job["state"] == "abnormal" else job["ended_at"] or now
     return Facts(
         job=job,
         command=_command(job["command"]),
@@ -91,9 +96,9 @@ def read(reader: Reader, job: Row, now: datetime, slurm: Total | None = None, at
         promises=promises(plans, iterations, failures),
         explanations=reader.explanations(number, _to_explain(plans)),
         suspicions=suspicions,
-        scores=scores(reader, number, {rank for row in told for rank in row["ranks"]}, DRAWN),
+        scores=scores(reader, number, {rank for row in device_rows for rank in row["ranks"]}, MAX_RANKS_DRAWN),
         began=job["started_at"],
-        ended=max(over, job["started_at"]),
+        ended=max(ended, job["started_at"]),
         now=now,
         idle=of_ledger(reader, job).line(),
         slurm=slurm,
@@ -101,22 +106,22 @@ def read(reader: Reader, job: Row, now: datetime, slurm: Total | None = None, at
 
 
 def _to_explain(plans: Sequence[Row]) -> list[Row]:
-    """The first plan and the last ones that took effect."""
+    """Return the first plan and the last ones that took effect."""
     taken = [row for row in plans if row["in_effect_at"] is not None]
-    return [*taken[:1], *taken[1:][-EXPLAINED:]]
+    return [*taken[:1], *taken[1:][-MAX_PLANS_EXPLAINED:]]
 
 
 def _decoded(text: str | None) -> Mapping[str, Any] | None:
-    """A JSON object that the ledger keeps as text; None for what is none."""
+    """Return a JSON object that the ledger keeps as text; None if it is not one."""
     try:
-        found = json.loads(text or "null")
+        decoded = json.loads(text or "null")
     except ValueError:
         return None
-    return found if isinstance(found, dict) else None
+    return decoded if isinstance(decoded, dict) else None
 
 
 def _command(text: str) -> str:
-    """The command as one would type it; the ledger has a JSON list."""
+    """Return the command as one would type it; the ledger has a JSON list."""
     import shlex
 
     try:

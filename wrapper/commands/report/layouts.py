@@ -1,7 +1,7 @@
-"""Layouts before and after a plan, as what the page draws: replicas by stages, in each cell the ranks and their nodes.
+"""Layouts before and after a plan, prepared for the page: replicas by stages, with ranks and nodes in each cell.
 
-Each rank carries what the plan meant for it. Replicas that it did not touch are told in one line, and so are those
-that are like one that is drawn.
+Each rank is marked with the plan's effect on it. Replicas that the plan did not touch share one line, as do replicas
+equal to one that is drawn.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from resihp.parallelism.layout import Layout, Place, Replica, Stage
 from resihp.record.describe import rank_list
 from wrapper.commands.report.facts import Row
 
-What = Literal["kept", "moved", "new", "idle", "lost", "standby"]
-WHOLE = 4
-"""Replicas up to which a layout is drawn whole."""
-MOST_CHANGED = 8
-"""Replicas that a plan changed and that are drawn; of more, the first ones."""
-MOST_STANDBY = 64
+PlanEffect = Literal["kept", "moved", "new", "idle", "lost", "standby"]
+MAX_WHOLE_REPLICAS = 4
+"""Most replicas of a layout that is drawn completely."""
+MAX_CHANGED_DRAWN = 8
+"""Most changed replicas that are drawn, the first ones."""
+MAX_STANDBY_DRAWN = 64
+"""Most standby ranks that are drawn."""
 
 
 class Chip(msgspec.Struct, frozen=True):
-    """A rank in a picture. `what`: the plan left it in its place, moved it, brought it in, left it idle, or lost it."""
+    """A rank in a picture. `effect`: the plan's effect on it: kept in place, moved, new, then idle, or lost."""
 
     rank: int
-    what: What
+    effect: PlanEffect
     tip: str
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """A stage. `layers`: only where they differ from those above the column."""
+    """A stage. `layers`: given only if they differ from those in the column's heading."""
 
     chips: tuple[Chip, ...]
     layers: str
@@ -44,7 +45,7 @@ class Cell(msgspec.Struct, frozen=True):
 
 
 class Line(msgspec.Struct, frozen=True):
-    """A replica with its cells, or words for several that are not drawn."""
+    """A replica with its cells, or a text for several that are not drawn."""
 
     label: str
     cells: tuple[Cell, ...]
@@ -52,7 +53,7 @@ class Line(msgspec.Struct, frozen=True):
 
 
 class Picture(msgspec.Struct, frozen=True):
-    """A layout. `stages`: the layers that each stage has in most replicas."""
+    """A layout. `stages`: the layers of each stage in most replicas."""
 
     title: str
     stages: tuple[str, ...]
@@ -73,7 +74,7 @@ class LayoutChange(msgspec.Struct, frozen=True):
 
     @property
     def chips(self) -> int:
-        """Ranks that are drawn, by which a page is kept small."""
+        """Number of ranks drawn, which limits the size of a page."""
         pictures = [picture for picture in (self.before, self.after) if picture is not None]
         return sum(
             len(picture.standby) + sum(len(cell.chips) for line in picture.lines for cell in line.cells)
@@ -82,7 +83,7 @@ class LayoutChange(msgspec.Struct, frozen=True):
 
 
 def changes(plans: Sequence[Row], workers: Sequence[Row]) -> Iterator[LayoutChange]:
-    """A picture for each plan that took effect, the last one first: who wants few makes few."""
+    """Yield a picture for each plan that took effect, the last one first, so that callers stop early."""
     places = {row["rank"]: (row["node"], row["device"]) for row in workers}
     effective = [row for row in plans if row["in_effect_at"] is not None]
     after = _layout(effective[-1]) if effective else None
@@ -105,89 +106,101 @@ def _layout(row: Row) -> Layout:
 
 
 def _picture(
-    title: str, layout: Layout, other: Layout | None, nodes: Mapping[int, tuple[str, int]], *, looks_ahead: bool
+    title: str, layout: Layout, other_layout: Layout | None, nodes: Mapping[int, tuple[str, int]], *, looks_ahead: bool
 ) -> Picture:
-    """`layout` against the one after it (`looks_ahead`), or before it."""
-    mine, theirs = dict(layout.places()), dict(other.places()) if other is not None else {}
-    idle = set(other.standby) if other is not None else set()
+    """Return the picture of `layout`, compared with the layout after it (`looks_ahead`) or before it."""
+    places_here, places_there = dict(layout.places()), dict(other_layout.places()) if other_layout is not None else {}
+    idle = set(other_layout.standby) if other_layout is not None else set()
 
-    def fate(rank: int) -> What:
-        if other is None or _same(rank, mine, theirs, layout, other):
+    def fate(rank: int) -> PlanEffect:
+        if other_layout is None or _same(rank, places_here, places_there, layout, other_layout):
             return "kept"
-        if rank in theirs:
+        if rank in places_there:
             return "moved"
         if looks_ahead:
             return "idle" if rank in idle else "lost"
         return "new"
 
-    def chip(rank: int, what: What) -> Chip:
+    def chip(rank: int, effect: PlanEffect) -> Chip:
         node, device = nodes.get(rank, ("", 0))
         where = f", {node} device {device}" if node else ""
-        told = {"kept": "", "moved": ", moved", "new": ", new work", "idle": ", idle then", "lost": ", lost"}
-        return Chip(rank, what, f"rank {rank}{where}{told.get(what, ', standby')}")
+        tips = {"kept": "", "moved": ", moved", "new": ", new work", "idle": ", then idle", "lost": ", lost"}
+        return Chip(rank, effect, f"rank {rank}{where}{tips.get(effect, ', standby')}")
 
     depth = max((len(replica.stages) for replica in layout.replicas), default=0)
     usual = [_usual(layout, s) for s in range(depth)]
     lines: list[Line] = []
-    alike = set(layout.replicas if other is None else other.replicas)
-    fates: list[list[list[What]]] = [
-        [["kept"] * stage.tp if replica in alike else [fate(rank) for rank in stage.ranks] for stage in replica.stages]
+    unchanged_replicas = set(layout.replicas if other_layout is None else other_layout.replicas)
+    fates: list[list[list[PlanEffect]]] = [
+        [
+            ["kept"] * stage.tp if replica in unchanged_replicas else [fate(rank) for rank in stage.ranks]
+            for stage in replica.stages
+        ]
         for replica in layout.replicas
     ]
     drawn = _drawn(layout, fates)
-    for calm, group in groupby(range(len(layout.replicas)), lambda d: d not in drawn):
+    for is_unchanged, group in groupby(range(len(layout.replicas)), lambda d: d not in drawn):
         numbers = list(group)
-        if calm:
+        if is_unchanged:
             lines.append(_in_words(layout, fates, numbers))
             continue
         for d in numbers:
             stages = layout.replicas[d].stages
             cells = tuple(
                 Cell(
-                    tuple(chip(rank, what) for rank, what in zip(stage.ranks, fates[d][s], strict=True)),
+                    tuple(chip(rank, effect) for rank, effect in zip(stage.ranks, fates[d][s], strict=True)),
                     "" if _layers(stage) == usual[s] else _layers(stage),
                     _nodes(stage.ranks, nodes),
                 )
                 for s, stage in enumerate(stages)
             )
             lines.append(Line(f"replica {d}", cells))
-    # Who had no work before and has none after is no news.
-    standby = [chip(rank, "standby") for rank in layout.standby[:MOST_STANDBY]]
-    more = layout.standby[MOST_STANDBY:]
+    # Ranks without work before and after get no mark of change.
+    standby = [chip(rank, "standby") for rank in layout.standby[:MAX_STANDBY_DRAWN]]
+    rest = layout.standby[MAX_STANDBY_DRAWN:]
     return Picture(
-        title, tuple(usual), tuple(lines), tuple(standby), f"and {len(more)} more, {rank_list(more)}" if more else ""
+        title, tuple(usual), tuple(lines), tuple(standby), f"and {len(rest)} more, {rank_list(rest)}" if rest else ""
     )
 
 
-def _same(rank: int, mine: Mapping[int, Place], theirs: Mapping[int, Place], layout: Layout, other: Layout) -> bool:
-    """Whether the rank computes the same layers in a group of the same size; replicas may be counted anew."""
-    if rank not in theirs:
+def _same(
+    rank: int, places_here: Mapping[int, Place], places_there: Mapping[int, Place], layout: Layout, other_layout: Layout
+) -> bool:
+    """Return whether the rank computes the same layers in a group of the same size; its replica's number may differ."""
+    if rank not in places_there:
         return False
-    here, there = mine[rank], theirs[rank]
-    one = layout.replicas[here.replica].stages[here.stage]
-    two = other.replicas[there.replica].stages[there.stage]
-    return (here.stage, here.t, one.tp, one.chunks) == (there.stage, there.t, two.tp, two.chunks)
+    place_here, place_there = places_here[rank], places_there[rank]
+    stage_here = layout.replicas[place_here.replica].stages[place_here.stage]
+    stage_there = other_layout.replicas[place_there.replica].stages[place_there.stage]
+    return (place_here.stage, place_here.t, stage_here.tp, stage_here.chunks) == (
+        place_there.stage,
+        place_there.t,
+        stage_there.tp,
+        stage_there.chunks,
+    )
 
 
-def _drawn(layout: Layout, fates: Sequence[Sequence[Sequence[What]]]) -> set[int]:
-    """Replicas that get a row: all of a few; of many those that changed, and the first that did not."""
+def _drawn(layout: Layout, fates: Sequence[Sequence[Sequence[PlanEffect]]]) -> set[int]:
+    """Return the replicas that get a row: all of a small layout; else the changed ones and the first unchanged one."""
     count = len(layout.replicas)
-    if count <= WHOLE:
+    if count <= MAX_WHOLE_REPLICAS:
         return set(range(count))
-    changed = [d for d in range(count) if any(what != "kept" for stage in fates[d] for what in stage)]
-    calm = [d for d in range(count) if d not in set(changed)]
-    return {*changed[:MOST_CHANGED], *calm[:1]}
+    changed = [d for d in range(count) if any(effect != "kept" for stage in fates[d] for effect in stage)]
+    unchanged = [d for d in range(count) if d not in set(changed)]
+    return {*changed[:MAX_CHANGED_DRAWN], *unchanged[:1]}
 
 
-def _in_words(layout: Layout, fates: Sequence[Sequence[Sequence[What]]], numbers: Sequence[int]) -> Line:
+def _in_words(layout: Layout, fates: Sequence[Sequence[Sequence[PlanEffect]]], numbers: Sequence[int]) -> Line:
     ranks = rank_list(rank for d in numbers for rank in layout.replicas[d].ranks)
-    counts = Counter(what for d in numbers for stage in fates[d] for what in stage if what != "kept")
+    counts = Counter(effect for d in numbers for stage in fates[d] for effect in stage if effect != "kept")
     shapes = {_shape(layout.replicas[d]) for d in numbers}
-    like = "alike" if len(shapes) == 1 else f"of {len(shapes)} shapes"
-    news = ", ".join(f"{number} ranks {what}" for what, number in counts.items()) or "nothing changed"
+    like = "equal" if len(shapes) == 1 else f"of {len(shapes)} shapes"
+    news = ", ".join(f"{number} ranks {effect}" for effect, number in counts.items()) or "nothing changed"
     label = f"replica {numbers[0]}" if len(numbers) == 1 else f"replicas {numbers[0]} to {numbers[-1]}"
-    shown = ranks if len(ranks) <= 60 else f"{sum(len(layout.replicas[d].ranks) for d in numbers)} ranks"
-    return Line(label, (), f"{len(numbers)} {like}, {shown}; {news}" if len(numbers) > 1 else f"{shown}; {news}")
+    ranks_shown = ranks if len(ranks) <= 60 else f"{sum(len(layout.replicas[d].ranks) for d in numbers)} ranks"
+    return Line(
+        label, (), f"{len(numbers)} {like}, {ranks_shown}; {news}" if len(numbers) > 1 else f"{ranks_shown}; {news}"
+    )
 
 
 def _shape(replica: Replica) -> tuple[tuple[int, str], ...]:
@@ -195,7 +208,7 @@ def _shape(replica: Replica) -> tuple[tuple[int, str], ...]:
 
 
 def _usual(layout: Layout, s: int) -> str:
-    """The layers that stage `s` has in most replicas."""
+    """Return the layers of stage `s` in most replicas."""
     spans = Counter(_layers(replica.stages[s]) for replica in layout.replicas if s < len(replica.stages))
     return spans.most_common(1)[0][0]
 

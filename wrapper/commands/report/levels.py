@@ -1,7 +1,7 @@
-"""The picture of ranks' levels: each one's own work over what is healthy for it, over iterations. Rows in, SVG out.
+"""The picture of ranks' levels over iterations: each rank's work time over its healthy time. Rows in, SVG out.
 
-Some ranks have a line of their own, those that were suspected or convicted first; between which levels the others were
-is an area. However many iterations there were, the picture has no more places than `COLUMNS`.
+Some ranks have a line of their own, beginning with those that were suspected or declared slow; the range of the others
+is an area. The picture has at most `MAX_POINTS` points per line, however many iterations there were.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from wrapper.commands.report.facts import Facts
 from wrapper.commands.report.svg import Drawing, ticks
 from wrapper.commands.report.times import iterations_below
 
-COLUMNS = 400
-PLOT, HEAD = 180.0, 14.0
-ROOM = 0.02
-"""Least room above and below 1, so that noise does not look like news."""
+MAX_POINTS = 400
+PLOT_HEIGHT, PLOT_TOP = 180.0, 14.0
+MIN_RANGE = 0.02
+"""Smallest range shown above and below 1, so that noise does not look like a change."""
 
 
 class LevelsPicture(msgspec.Struct, frozen=True):
-    """The picture, and what its caption must say."""
+    """The picture, and the data of its caption."""
 
     picture: Markup
     ranks: tuple[tuple[int, str], ...]
-    """Those with a line of their own, each with the line's style."""
+    """Ranks with a line of their own, each with the line's style."""
     others: int
-    """Ranks beside them."""
+    """Number of the other ranks."""
 
 
 def rank_levels(facts: Facts) -> LevelsPicture | None:
-    """Levels of the ranks that there are scores of. None where there is nothing to draw."""
+    """Draw the levels of all ranks with scores; return None if there are none."""
     scores = facts.scores
     lines = {rank: line for rank, line in scores.lines.items() if line}
-    every = [at for line in lines.values() for at, _ in line] + [at for at, _, _ in scores.spread]
-    if not every:
+    iterations = [at for line in lines.values() for at, _ in line] + [at for at, _, _ in scores.spread]
+    if not iterations:
         return None
     values = [level for line in lines.values() for _, level in line]
     values += [value for _, *ends in scores.spread for value in ends]
-    first, last = float(min(every)), float(max(max(every), min(every) + 1))
-    low, high = min([1 - ROOM, *values]), max([1 + ROOM, *values])
+    first, last = float(min(iterations)), float(max(max(iterations), min(iterations) + 1))
+    low, high = min([1 - MIN_RANGE, *values]), max([1 + MIN_RANGE, *values])
     low, high = low - 0.05 * (high - low), high + 0.05 * (high - low)
 
     def place(at: float) -> float:
@@ -51,26 +51,30 @@ def rank_levels(facts: Facts) -> LevelsPicture | None:
     def share(level: float) -> float:
         return (level - low) / (high - low)
 
-    drawing = Drawing(HEAD + PLOT + 24, f"levels of {scores.ranks} ranks over {int(last - first)} iterations")
+    drawing = Drawing(
+        PLOT_TOP + PLOT_HEIGHT + 24, f"levels of {scores.ranks} ranks over {int(last - first)} iterations"
+    )
     for value in ticks(low, high, 5):
-        y = HEAD + PLOT * (1 - share(value))
+        y = PLOT_TOP + PLOT_HEIGHT * (1 - share(value))
         drawing.rule(y, "axis" if abs(value - 1) < 1e-9 else "grid")
         drawing.beside(y + 4, f"{value:g}")
     spread = _thinned(scores.spread)
     upper = [(place(at), share(most)) for at, _, most in spread]
     lower = [(place(at), share(least)) for at, least, _ in spread]
     if len(spread) > 1:
-        drawing.area(HEAD, PLOT, upper, lower, "spread")
+        drawing.area(PLOT_TOP, PLOT_HEIGHT, upper, lower, "spread")
     styles = tuple((rank, f"rank-{number}") for number, rank in enumerate(lines))
     for rank, style in styles:
         points = [(place(at), share(level)) for at, level in _thinned(lines[rank])]
-        drawing.line(HEAD, PLOT, points, f"rank {style}")
-    iterations_below(drawing, first, last, HEAD + PLOT)
+        drawing.line(PLOT_TOP, PLOT_HEIGHT, points, f"rank {style}")
+    iterations_below(drawing, first, last, PLOT_TOP + PLOT_HEIGHT)
     return LevelsPicture(drawing.markup(), styles, max(scores.ranks - len(lines), 0))
 
 
 def _thinned(rows: Sequence[tuple[float, ...]]) -> list[tuple[float, ...]]:
-    """Of many rows, the median of those at one place."""
-    if len(rows) <= COLUMNS:
+    """Return the rows; of more than `MAX_POINTS`, the medians of that many groups."""
+    if len(rows) <= MAX_POINTS:
         return list(rows)
-    return [tuple(np.median(part, axis=0).tolist()) for part in np.array_split(np.asarray(rows, dtype=float), COLUMNS)]
+    return [
+        tuple(np.median(part, axis=0).tolist()) for part in np.array_split(np.asarray(rows, dtype=float), MAX_POINTS)
+    ]

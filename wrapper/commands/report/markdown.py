@@ -1,4 +1,4 @@
-"""The report as a short Markdown text, for a ticket. Text from the ledger is escaped: it is never read as Markdown."""
+"""The report as a short Markdown text, for a ticket. Text from the ledger is escaped, never parsed as Markdown."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from wrapper.commands.report.story import costs, gaps, lost_hours, node_lines, s
 from wrapper.output.explanations import sentences as explained
 from wrapper.output.render import as_change, duration, hours, literal, percent
 
-MOST_FAILURES = 20
-MOST_NODES = 10
-MOST_PLANS = 20
-MOST_EVIDENCE = 240
+MAX_FAILURES = 20
+MAX_NODES = 10
+MAX_PLANS = 20
+MAX_EVIDENCE_CHARACTERS = 240
 
 
 def markdown(facts: Facts) -> str:
-    """The text, with a newline at its end."""
+    """Return the report as Markdown, with a newline at its end."""
     account, job = facts.account, facts.job
     parts = [f"## Job {text(job['name'])}: {job['state']}", "", " ".join(text(s) for s in sentences(facts)), ""]
     parts += table(
@@ -39,10 +39,10 @@ def markdown(facts: Facts) -> str:
     )
     if facts.slurm is not None:
         parts += [f"### Slurm job {text(facts.slurm.slurm_job)}", "", text(runs.sentence(facts.slurm)), ""]
-        parts += table(runs.HEADS, runs.lines(facts.slurm))
-    if found := costs(facts):
-        parts += ["### What was lost", ""]
-        rows = [(cost.name, duration(cost.seconds), hours(cost.gpu_hours), percent(cost.share)) for cost in found]
+        parts += table(runs.RUN_HEADINGS, runs.lines(facts.slurm))
+    if cause_costs := costs(facts):
+        parts += ["### Lost time", ""]
+        rows = [(cost.name, duration(cost.seconds), hours(cost.gpu_hours), percent(cost.share)) for cost in cause_costs]
         parts += table(("cause", "time", "cost", "of the loss"), rows)
     parts += [*_failures(facts), *_plans(facts), *_nodes(facts)]
     parts += [f"resihp {text(job['version'])}, `{code(safe(facts.command))}`"]
@@ -53,18 +53,18 @@ def _failures(facts: Facts) -> list[str]:
     if not facts.failures:
         return []
     parts = ["### Failures", ""]
-    for row in facts.failures[:MOST_FAILURES]:
+    for row in facts.failures[:MAX_FAILURES]:
         where = f", {row['node']}" if row["node"] is not None else ""
         where += f" device {row['device']}" if row["device"] is not None else ""
         ranks = f", {rank_list(row['ranks'])}" if row["ranks"] else ""
         back = row["seconds_to_recover"]
-        without = f" ({duration(row['seconds_without_noticing'])} without noticing)"
+        without = f" ({duration(row['seconds_without_noticing'])} without detection)"
         after = f", training back in {duration(back)}{without}" if back is not None else ""
         words = f"{row['kind']}{where}{ranks}, iteration {row['iteration']}, {clock(row['noticed_at'])}{after}"
         parts.append(f"{row['failure']}. {text(row['cause'])} ({text(words)})")
         if row["evidence"]:
             parts.append(f"   {text(_cut(row['evidence']))}")
-    return [*parts, *_more(facts.failures, MOST_FAILURES, f"resihp history failures {facts.job['name']}"), ""]
+    return [*parts, *_more(facts.failures, MAX_FAILURES, f"resihp history failures {facts.job['name']}"), ""]
 
 
 def _plans(facts: Facts) -> list[str]:
@@ -72,40 +72,40 @@ def _plans(facts: Facts) -> list[str]:
         return []
     promised = {row["epoch"]: row for row in facts.promises}
     rows = []
-    for row in facts.plans[-MOST_PLANS:]:
+    for row in facts.plans[-MAX_PLANS:]:
         promise = promised.get(row["epoch"])
-        told = [as_change(promise[name] if promise else None) for name in ("promised", "kept")]
+        gains = [as_change(promise[name] if promise else None) for name in ("promised", "kept")]
         verdict = promise["verdict"] if promise and promise["promised"] is not None else "-"
         outcome = verdict if row["in_effect_at"] is not None else row["outcome"]
-        rows.append((str(row["epoch"]), str(row["next_iteration"]), row["description"], *told, outcome))
-    told = ["### Plans", "", *table(("epoch", "from", "layout", "promised", "kept", "verdict"), rows)]
+        rows.append((str(row["epoch"]), str(row["next_iteration"]), row["description"], *gains, outcome))
+    parts = ["### Plans", "", *table(("epoch", "from", "layout", "promised", "kept", "verdict"), rows)]
     if missing := gaps(facts):
-        told += [" ".join(map(text, missing)), ""]
+        parts += [" ".join(map(text, missing)), ""]
     if facts.explanations:
         epoch = max(facts.explanations)
         lines = [f"- {about}: {text(words)}" for about, words in explained(facts.explanations[epoch])]
-        told += [f"The plan of epoch {epoch}:", "", *lines, ""]
-    return told
+        parts += [f"The plan of epoch {epoch}:", "", *lines, ""]
+    return parts
 
 
 def _nodes(facts: Facts) -> list[str]:
-    troubled = [line for line in node_lines(facts) if line.troubles or line.what]
-    if not troubled:
+    troubled_nodes = [line for line in node_lines(facts) if line.troubles or line.changes]
+    if not troubled_nodes:
         return []
     lines = [
         (
             line.name,
             ", ".join(f"{number} {kind}" for kind, number in line.failures.items()) or "none",
-            line.what or "stayed",
+            line.changes or "stayed",
         )
-        for line in troubled[:MOST_NODES]
+        for line in troubled_nodes[:MAX_NODES]
     ]
-    told = table(("node", "failures", "what became of it"), lines)
-    return ["### Nodes", "", *told, *_more(troubled, MOST_NODES, f"resihp history nodes {facts.job['name']}")]
+    rows = table(("node", "failures", "outcome"), lines)
+    return ["### Nodes", "", *rows, *_more(troubled_nodes, MAX_NODES, f"resihp history nodes {facts.job['name']}")]
 
 
 def text(words: str) -> str:
-    """One line that Markdown shows as it is: HTML and everything that means something is escaped."""
+    """Return one line that Markdown shows literally: HTML and all special characters are escaped."""
     line = " ".join(literal(words).split())
     line = re.sub(r"([\\`*\[\]#~]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9]))", r"\\\1", line)
     # Entities, since GitHub, GitLab and Jira do not agree on which of these a backslash escapes.
@@ -115,22 +115,22 @@ def text(words: str) -> str:
 
 
 def code(words: str) -> str:
-    """What stands between backticks: these cannot be escaped there."""
+    """Return text for between backticks, with its own backticks replaced, as they cannot be escaped there."""
     return " ".join(literal(words).split()).replace("`", "'")
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines of a table, an empty one after it."""
+    """Return the lines of a table, and an empty line after it."""
     lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
     lines += [f"| {' | '.join(text(cell) for cell in row)} |" for row in rows]
     return [*lines, ""]
 
 
 def _more(rows: Sequence[object], most: int, command: str) -> list[str]:
-    left = len(rows) - most
-    return [f"and {left:,} more: `{code(command)}`"] if left > 0 else []
+    hidden = len(rows) - most
+    return [f"and {hidden:,} more: `{code(command)}`"] if hidden > 0 else []
 
 
 def _cut(words: str) -> str:
     line = " ".join(words.split())
-    return line if len(line) <= MOST_EVIDENCE else f"{line[:MOST_EVIDENCE]}..."
+    return line if len(line) <= MAX_EVIDENCE_CHARACTERS else f"{line[:MAX_EVIDENCE_CHARACTERS]}..."

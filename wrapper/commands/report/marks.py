@@ -1,4 +1,4 @@
-"""What both pictures over time share: how a failure is marked and called. Pure."""
+"""Marks and labels of failures, shared by both pictures over time. Pure."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from datetime import datetime
 
 from wrapper.commands.report.facts import Row
 
-NAMED = 40
-"""Failures up to which each one has its number in the pictures; more than that are told by how many they were."""
-SEEN = 600
-"""Marks of one kind in a picture; of more, every n-th one is drawn, evenly."""
-SIGNS = {"fail-stop": "cross", "fail-slow": "diamond", "communication": "square", "program": "triangle"}
-"""How a failure of each kind is marked, in every picture: told by form as well as by colour."""
+MAX_FAILURES_NUMBERED = 40
+"""Most failures that are numbered one by one in the pictures; more are shown as counts."""
+MAX_MARKS = 600
+"""Most marks of one kind in a picture; of more, every n-th one is drawn."""
+FAILURE_SHAPES = {"fail-stop": "cross", "fail-slow": "diamond", "communication": "square", "program": "triangle"}
+"""Shape of the mark of each kind of failure in all pictures, so that colour is not the only hint."""
 
 
 def failure_line(row: Row) -> str:
-    """`failure 2 (fail-slow): rank 2 slow since iteration 40`."""
+    """Return a label such as `failure 2 (fail-slow): rank 2 slow since iteration 40`."""
     return f"failure {row['failure']} ({row['kind']}): {row['cause']}"
 
 
@@ -24,17 +24,17 @@ def clock(moment: datetime) -> str:
 
 
 def iterations_of(row: Row) -> str:
-    """The iterations of a failure: where it was noticed, or from where to where something was slow."""
+    """Return the iteration at which a failure was noticed, or the range in which something was slow."""
     if row["kind"] != "fail-slow":
         return str(row["iteration"])
     return f"{row['iteration']} to {row['ended_iteration'] or 'the end'}"
 
 
 def inside(share: float) -> float:
-    """A place so that a mark at either end is seen whole."""
+    """Return the horizontal place, moved inwards so that a mark at either end is fully visible."""
     return min(max(share, 0.008), 0.992)
 
 
 def every_nth(count: int) -> int:
-    """Of so many marks, each how manieth is drawn."""
-    return -(-count // SEEN) or 1
+    """Return n such that drawing every n-th of `count` marks draws at most `MAX_MARKS`."""
+    return -(-count // MAX_MARKS) or 1

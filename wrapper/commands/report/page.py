@@ -1,7 +1,7 @@
-"""The report as one HTML page that needs nothing else: no network, no script, no fonts.
+"""The report as one self-contained HTML page: no network, no script, no fonts.
 
-Jinja escapes everything that comes from the ledger (`page.html.j2`), and control characters are shown as such. What
-would make the page endless, evidence and pictures of a job with thousands of failures, is cut, and the page says so.
+Jinja escapes all text from the ledger (`page.html.j2`), and control characters are shown as escapes. Evidence and
+pictures of a job with thousands of failures are cut to limit the page's size, and the page says so.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from wrapper.commands.report import runs
 from wrapper.commands.report.facts import Facts, Row
 from wrapper.commands.report.layouts import LayoutChange, changes
 from wrapper.commands.report.levels import rank_levels
-from wrapper.commands.report.marks import NAMED, SIGNS, clock
+from wrapper.commands.report.marks import FAILURE_SHAPES, MAX_FAILURES_NUMBERED, clock
 from wrapper.commands.report.story import costs, gaps, lost_hours, node_lines, not_drawn, safe, sentences, settings
 from wrapper.commands.report.svg import sign
-from wrapper.commands.report.timeline import MOST_BOXES, has_slow_strips, node_signs, timeline
+from wrapper.commands.report.timeline import MAX_BOXES, has_slow_strips, node_signs, timeline
 from wrapper.commands.report.times import iteration_times
 from wrapper.output.explanations import sentences as explained
 from wrapper.output.render import as_change, duration, hours, literal, one_line, percent, suspects
@@ -30,27 +30,27 @@ from wrapper.output.render import as_change, duration, hours, literal, one_line,
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-MOST_FAILURES = 400
-"""Failures told one by one; of more, the first and the last half of this many."""
-MOST_CHIPS = 12_000
-"""Ranks drawn in pictures of layouts, those of the last plans first."""
-MOST_SUSPICIONS = 100
-"""Suspicions told, the last ones."""
-MOST_PLANS = 400
-MOST_NODES = 300
-MOST_EVIDENCE = 3_000
-"""Characters of a failure's evidence."""
-OPEN = 8
-"""Failures and plans that stand open; the rest opens by a click, and in print."""
+MAX_FAILURES = 400
+"""Most failures listed; of more, this many in total from the beginning and the end."""
+MAX_RANKS_DRAWN = 12_000
+"""Most ranks drawn in pictures of layouts; the last plans come first."""
+MAX_SUSPICIONS = 100
+"""Most suspicions listed, the last ones."""
+MAX_PLANS = 400
+MAX_NODES = 300
+MAX_EVIDENCE_CHARACTERS = 3_000
+"""Most characters of a failure's evidence."""
+MAX_EXPANDED = 8
+"""Failures and layouts that are expanded; the others expand on a click, and in print."""
 
 
 def html(facts: Facts) -> str:
-    """The page."""
-    failures, failures_left_out = _both_ends(facts.failures, MOST_FAILURES)
-    plans, plans_left_out = _both_ends(facts.plans, MOST_PLANS)
+    """Return the page."""
+    failures, failures_left_out = _both_ends(facts.failures, MAX_FAILURES)
+    plans, plans_left_out = _both_ends(facts.plans, MAX_PLANS)
     nodes = node_lines(facts)
-    shown_nodes = [line for line in nodes if line.troubles or line.what][:MOST_NODES]
-    if len(nodes) <= MOST_NODES:
+    shown_nodes = [line for line in nodes if line.troubles or line.changes][:MAX_NODES]
+    if len(nodes) <= MAX_NODES:
         shown_nodes = nodes
     pictures = _pictures(facts)
     return (
@@ -63,53 +63,53 @@ def html(facts: Facts) -> str:
             sentences=sentences(facts),
             costs=costs(facts),
             slurm_sentence=runs.sentence(facts.slurm) if facts.slurm else "",
-            slurm_heads=runs.HEADS,
+            slurm_heads=runs.RUN_HEADINGS,
             slurm_runs=runs.lines(facts.slurm) if facts.slurm else [],
             lost_hours=lost_hours(facts),
             timeline=timeline(facts),
             times=iteration_times(facts),
             levels=rank_levels(facts),
-            suspicions=facts.suspicions[-MOST_SUSPICIONS:],
-            suspicions_left_out=max(len(facts.suspicions) - MOST_SUSPICIONS, 0),
+            suspicions=facts.suspicions[-MAX_SUSPICIONS:],
+            suspicions_left_out=max(len(facts.suspicions) - MAX_SUSPICIONS, 0),
             failures=failures,
             failures_left_out=failures_left_out,
             plans=plans,
             plans_left_out=plans_left_out,
             promises={row["epoch"]: row for row in facts.promises},
             pictures=pictures,
-            explanations={epoch: explained(found) for epoch, found in facts.explanations.items()},
+            explanations={epoch: explained(explanation) for epoch, explanation in facts.explanations.items()},
             pictures_left_out=sum(row["in_effect_at"] is not None for row in facts.plans) - len(pictures),
             nodes=shown_nodes,
             nodes_left_out=len(nodes) - len(shown_nodes),
             reconfigurations={row["epoch"]: row for row in facts.reconfigurations},
             settings=settings(facts.configuration),
-            kinds=[kind for kind in SIGNS if any(row["kind"] == kind for row in facts.failures)],
-            many_failures=len(facts.failures) > NAMED,
-            many_changes=len(facts.reconfigurations) > MOST_BOXES,
+            kinds=[kind for kind in FAILURE_SHAPES if any(row["kind"] == kind for row in facts.failures)],
+            many_failures=len(facts.failures) > MAX_FAILURES_NUMBERED,
+            many_changes=len(facts.reconfigurations) > MAX_BOXES,
             slow_strips=has_slow_strips(facts),
             node_signs=node_signs(facts),
             gaps=gaps(facts),
             not_drawn=not_drawn(facts),
             command=safe(facts.command),
-            open=OPEN,
+            open=MAX_EXPANDED,
         )
     )
 
 
 def _pictures(facts: Facts) -> list[LayoutChange]:
-    """Pictures of the last plans, as many as the page has room for, in order."""
-    found: list[LayoutChange] = []
-    room = MOST_CHIPS
+    """Return the pictures of the last plans, in order, as many as the limit of ranks allows."""
+    pictures: list[LayoutChange] = []
+    ranks_left = MAX_RANKS_DRAWN
     for change in changes(facts.plans, facts.workers):
-        room -= change.chips
-        if room < 0 and found:
+        ranks_left -= change.chips
+        if ranks_left < 0 and pictures:
             break
-        found.append(change)
-    return found[::-1]
+        pictures.append(change)
+    return pictures[::-1]
 
 
 def _both_ends(rows: Sequence[Row], most: int) -> tuple[list[Row], int]:
-    """`rows`, or its first and last ones, and how many are left out."""
+    """Return `rows`, or the first and last of them, and the number left out."""
     if len(rows) <= most:
         return list(rows), 0
     return [*rows[: most // 2], *rows[-(most // 2) :]], len(rows) - 2 * (most // 2)
@@ -143,7 +143,7 @@ def _environment() -> Environment:
         "ratio": lambda value: "-" if value is None else f"{value:.2f}",
         "time_of_day": lambda moment: f"{moment:%H:%M:%S}",
     }
-    # The style sheet is ours, and must not be escaped: `>` means something in it.
+    # The style sheet is ours and must not be escaped, as `>` is part of its syntax.
     style = resources.files("wrapper.commands.report").joinpath("page.css").read_text()
     environment.globals["style"] = Markup(style)
     environment.globals["sign"] = sign
@@ -151,25 +151,25 @@ def _environment() -> Environment:
 
 
 def _printable(value: Any) -> Any:
-    """What a template prints: text from outside without control characters, and a dash for None."""
+    """Return a value for the template to print: text without control characters, and a dash for None."""
     if value is None:
         return "-"
     return value if isinstance(value, Markup) or not isinstance(value, str) else literal(value)
 
 
 def _sign(kind: str) -> Markup:
-    """The mark of a failure of that kind, as it stands in the pictures."""
-    return sign(SIGNS[kind], kind)
+    """Return the mark of a kind of failure, as in the pictures."""
+    return sign(FAILURE_SHAPES[kind], kind)
 
 
 def _tight(text: str) -> Markup:
-    """`text` whose numbers stay on one line with their units."""
+    """Return `text` with no-break spaces between numbers and units."""
     words = re.sub(r"(?<=\d) (?=%|(?:[smhd]|min|GPU-\w+)\b)", "\N{NO-BREAK SPACE}", literal(text))
     return escape(words.replace("GPU-", "GPU\N{NON-BREAKING HYPHEN}"))
 
 
 def _cut(text: str) -> str:
-    if len(text) <= MOST_EVIDENCE:
+    if len(text) <= MAX_EVIDENCE_CHARACTERS:
         return text
-    half = MOST_EVIDENCE // 2
+    half = MAX_EVIDENCE_CHARACTERS // 2
     return f"{text[:half]}\n... {len(text) - 2 * half:,} characters left out ...\n{text[-half:]}"

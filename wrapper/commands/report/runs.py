@@ -1,9 +1,9 @@
-"""All runs of one Slurm job, as one: what `seff` says of a job that never restarts and never gets other nodes.
+"""All runs of one Slurm job taken together, like `seff` for a job without restarts and replacement nodes.
 
-`run` reckons one of them from its rows in the ledger, `total` adds them up; both are pure. `read` finds them, for
-`wrapper.commands.report.command`. Held are the job's own nodes from the start of a run, and replacements, jobs of their
-own in Slurm, since they joined; each until Slurm took it back. Used is what went into iterations that count: those that
-a later run had to do again count there.
+`run` computes one of them from its rows in the ledger, `total` adds them up; both are pure. `read` finds the runs, for
+`wrapper.commands.report.command`. Held GPU-hours count the job's own nodes from the start of a run, and replacements,
+which are Slurm jobs of their own, from their joining; each until Slurm took it back. Used GPU-hours count iterations
+that were kept: an iteration that a later run repeated counts only in the later run.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from db.reading.queries import Reader
 
 Row = dict[str, Any]
-MOST_SIGNALS = 100
+MAX_SIGNALS = 100
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """One run. `used`: GPU-hours by iteration, in order. `iteration`: the last one that it committed, 0 for none."""
+    """One run. `used`: GPU-hours by iteration, in order. `iteration`: the last committed one, 0 for none."""
 
     name: str
     state: str
@@ -48,7 +48,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Total(msgspec.Struct, frozen=True, kw_only=True):
-    """All runs, the oldest first. `used_gpu_hours`: of each run, without what later ones did again."""
+    """All runs, oldest first. `used_gpu_hours`: of each run, without iterations that later runs repeated."""
 
     slurm_job: str
     runs: Sequence[Run]
@@ -56,7 +56,7 @@ class Total(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def outcome(self) -> str:
-        """What became of the job in the end, whatever Slurm calls it."""
+        """Return the job's final outcome, whatever Slurm calls it."""
         last = self.runs[-1]
         if last.exit_code == 75:
             return "to be run again"
@@ -77,7 +77,7 @@ class Total(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def efficiency(self) -> float | None:
-        """Of the GPU-hours held, those that were used."""
+        """Return used over held GPU-hours; None if none were held."""
         return min(self.used / self.held, 1.0) if self.held > 0 else None
 
     @property
@@ -101,18 +101,18 @@ def run(
     signals: Sequence[Row],
     now: datetime,
 ) -> Run:
-    """One run from its rows; `signals` are events of the kind `JobSignalled`."""
+    """Compute one run from its rows; `signals` are events of the kind `JobSignalled`."""
     from db.reading.costs.goodput import course
 
-    over = job["last_entry_at"] if job["state"] == "abnormal" else job["ended_at"] or now
-    ended = max(over, job["started_at"])
+    last_moment = job["last_entry_at"] if job["state"] == "abnormal" else job["ended_at"] or now
+    ended = max(last_moment, job["started_at"])
     active = {row["epoch"]: row["active"] for row in plans}
     took_s = course(job, iterations, plans, ended).took_s
     held_s = 0.0
     for node in nodes:
-        since = job["started_at"] if node["replacement"] is None else node["joined_at"]
-        until = min(node["released_at"] or ended, ended)
-        held_s += node["devices"] * max((until - since).total_seconds(), 0.0)
+        held_from = job["started_at"] if node["replacement"] is None else node["joined_at"]
+        held_until = min(node["released_at"] or ended, ended)
+        held_s += node["devices"] * max((held_until - held_from).total_seconds(), 0.0)
     return Run(
         name=job["name"],
         state=job["state"],
@@ -132,50 +132,51 @@ def run(
 
 
 def total(slurm_job: str, runs: Sequence[Run]) -> Total:
-    """What they come to together."""
-    ordered = sorted(runs, key=lambda each: each.began)
-    counted: list[float] = []
-    done_again_from = float("inf")
-    for each in reversed(ordered):
-        counted.append(sum(hours for iteration, hours in each.used if iteration < done_again_from))
-        if each.used:
-            done_again_from = min(done_again_from, each.used[0][0])
-    return Total(slurm_job=slurm_job, runs=ordered, used_gpu_hours=counted[::-1])
+    """Add up the runs of a Slurm job."""
+    ordered = sorted(runs, key=lambda ordered_run: ordered_run.began)
+    used_gpu_hours: list[float] = []
+    repeated_from = float("inf")
+    for ordered_run in reversed(ordered):
+        used_gpu_hours.append(sum(hours for iteration, hours in ordered_run.used if iteration < repeated_from))
+        if ordered_run.used:
+            repeated_from = min(repeated_from, ordered_run.used[0][0])
+    return Total(slurm_job=slurm_job, runs=ordered, used_gpu_hours=used_gpu_hours[::-1])
 
 
 def read(reader: Reader, name: str, pinned: str | None, ledger: str | None, now: datetime) -> Total | None:
-    """All runs of the Slurm job that this run was in, from `ledger` or from each one's own; None without Slurm.
-    `pinned`: as `ledgers.pinned` has this run."""
+    """Return all runs of the Slurm job of this run, from `ledger` or from each run's own; None without Slurm.
+
+    `pinned`: this run, as `ledgers.pinned` returns it.
+    """
     from wrapper.job_folder import find_job, runs_of, slurm_job_of
     from wrapper.output.ledgers import opened
 
     slurm_job = slurm_job_of(name)
     if slurm_job is None:
         return None
-    found = []
+    runs_found = []
     if ledger is not None and ledger != "sqlite":
         names = dict.fromkeys(row["name"] for row in reader.jobs() if slurm_job_of(row["name"]) == slurm_job)
-        found = [_read(reader, reader.job(each), now) for each in names]
+        runs_found = [_read(reader, reader.job(run_name), now) for run_name in names]
     else:
         for job in runs_of(slurm_job, find_job(pinned).home):
             try:
-                with opened(str(job.folder), ledger) as (own, row):
-                    found.append(_read(own, row, now))
+                with opened(str(job.folder), ledger) as (run_reader, row):
+                    runs_found.append(_read(run_reader, row, now))
             except UsageError:
                 continue  # a run that never began has no ledger
-    return total(slurm_job, found) if found else None
+    return total(slurm_job, runs_found) if runs_found else None
 
 
 def _read(reader: Reader, job: Row, now: datetime) -> Run:
     number = job["id"]
     plans, nodes = (reader.rows(table, number) for table in ("plans", "nodes"))
-    signals = reader.events(number, ("JobSignalled",), MOST_SIGNALS)
+    signals = reader.events(number, ("JobSignalled",), MAX_SIGNALS)
     return run(job, reader.narrow("iterations", number), plans, nodes, signals, now.astimezone(UTC))
 
 
-def lines(found: Total) -> list[tuple[str, ...]]:
-    """A row for each run, and one for all: name, beginning, wall time, GPU-hours held and used, nodes lost, how it
-    ended."""
+def lines(all_runs: Total) -> list[tuple[str, ...]]:
+    """Return a row for each run, and one for all together, with the columns of `RUN_HEADINGS`."""
     from wrapper.output.render import duration, hours
 
     rows: list[tuple[str, ...]] = [
@@ -188,28 +189,34 @@ def lines(found: Total) -> list[tuple[str, ...]]:
             str(run.nodes_lost),
             run.state + (f": {run.reason}" if run.reason and run.state != "completed" else ""),
         )
-        for run, used in zip(found.runs, found.used_gpu_hours, strict=True)
+        for run, used in zip(all_runs.runs, all_runs.used_gpu_hours, strict=True)
     ]
-    sums = (duration(found.wall_s), hours(found.held), hours(found.used), str(found.nodes_lost), found.outcome)
+    sums = (
+        duration(all_runs.wall_s),
+        hours(all_runs.held),
+        hours(all_runs.used),
+        str(all_runs.nodes_lost),
+        all_runs.outcome,
+    )
     return [*rows, ("all", "", *sums)] if len(rows) > 1 else rows
 
 
-HEADS = ("run", "began (UTC)", "wall time", "GPU-hours held", "used", "nodes lost", "how it ended")
+RUN_HEADINGS = ("run", "began (UTC)", "wall time", "GPU-hours held", "used", "nodes lost", "outcome")
 
 
-def sentence(found: Total) -> str:
-    """How it ended, what share of the GPU-hours counts, restarts, preemptions, nodes lost and replaced."""
+def sentence(all_runs: Total) -> str:
+    """Return a sentence on outcome, share of used GPU-hours, restarts, preemptions, nodes lost and replaced."""
     from wrapper.output.render import percent
 
-    def counted(number: int, what: str) -> str:
-        return f"{number} {what}{'' if number == 1 else 's'}"
+    def counted(number: int, noun: str) -> str:
+        return f"{number} {noun}{'' if number == 1 else 's'}"
 
-    replacements = sum(run.replacements for run in found.runs)
-    told = [
-        counted(found.restarts, "restart"),
-        counted(found.preemptions, "preemption"),
-        f"{counted(found.nodes_lost, 'node')} lost",
+    replacements = sum(run.replacements for run in all_runs.runs)
+    counts = [
+        counted(all_runs.restarts, "restart"),
+        counted(all_runs.preemptions, "preemption"),
+        f"{counted(all_runs.nodes_lost, 'node')} lost",
         f"{replacements} replaced by other Slurm jobs" if replacements else "",
     ]
-    used = f"{percent(found.efficiency)} of the GPU-hours that it held went into iterations that count"
-    return f"Slurm job {found.slurm_job}: {found.outcome}; {used}; {', '.join(filter(None, told))}."
+    used = f"{percent(all_runs.efficiency)} of its GPU-hours went into iterations that were kept"
+    return f"Slurm job {all_runs.slurm_job}: {all_runs.outcome}; {used}; {', '.join(filter(None, counts))}."

@@ -1,4 +1,4 @@
-"""What happened, in three sentences and in figures: the same for the page and for a ticket. Pure."""
+"""A job's history in three sentences and in figures, for the page and for the ticket. Pure."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from wrapper.commands.report.facts import Facts
 from wrapper.output.render import count, duration, hours, percent
 
 CAUSE_WORDS: Mapping[str, tuple[str, str]] = {
-    "start": ("starting", "from the job's start until the first iteration began"),
-    "detect": ("noticing failures", "from the fault until it was noticed"),
+    "start": ("starting", "from the job's start to the start of the first iteration"),
+    "detect": ("detection", "from the fault to its detection"),
     "reconfigure": ("changing the plan", "parking, planning, groups, moving state"),
-    "redo": ("redone work", "work on an interrupted iteration that was thrown away"),
+    "redo": ("redone work", "discarded work on an interrupted iteration"),
     "rollback": ("repeated iterations", "committed iterations that a later attempt committed again"),
     "slow": ("slow devices", "iterations beyond their healthy time"),
-    "idle": ("idle devices", "iterations on fewer devices than were asked for, while others stood by"),
-    "capacity": ("missing devices", "iterations on fewer devices than were asked for, as others were gone"),
+    "idle": ("idle devices", "iterations on fewer devices than requested, while others stood by"),
+    "capacity": ("missing devices", "iterations on fewer devices than requested, as others were lost"),
     "checkpoint": ("checkpoints", "pauses after checkpointed iterations"),
-    "other": ("other", "usual pauses between iterations, winding down, and what nobody noted"),
+    "other": ("other", "usual pauses between iterations, shutdown, and unrecorded time"),
 }
-"""For each cause of `db.reading.costs.timeline`: its name, and what counts."""
+"""For each cause of `db.reading.costs.timeline`: its name and its definition."""
 SECRET_NAME = re.compile(r"(password|passwd|secret|token|api_?key|authorization|credential)s?$", re.IGNORECASE)
-MASK = "***"
-MOST_GAPS = 20
-"""Epochs that are accounted for one by one."""
+SECRET_MASK = "***"
+MAX_EPOCHS_NAMED = 20
+"""Most epochs without a plan, or with a plan that never took effect, that are named one by one."""
 
 
 class CauseCost(msgspec.Struct, frozen=True):
-    """What one cause took. `share`: of all that was lost."""
+    """Time lost to one cause. `share`: of all lost time."""
 
     cause: str
     name: str
@@ -46,14 +46,14 @@ class CauseCost(msgspec.Struct, frozen=True):
 
 
 class NodeLine(msgspec.Struct, frozen=True):
-    """A node over the whole job. `device_hours`: its devices by the time that it was in the job."""
+    """A node over the whole job. `device_hours`: its devices times its hours in the job; `changes`: in words."""
 
     name: str
     host: str
     devices: int
     device_hours: float
     failures: Mapping[str, int]
-    what: str
+    changes: str
 
     @property
     def troubles(self) -> int:
@@ -61,27 +61,29 @@ class NodeLine(msgspec.Struct, frozen=True):
 
 
 def sentences(facts: Facts) -> tuple[str, ...]:
-    """What it did and how it ended; what failed; which GPUs had no work, if any; what that cost."""
+    """Return sentences on progress and outcome, on failures, on idle GPUs if there were any, and on the cost."""
     idle = (f"{facts.idle}.",) if facts.idle else ()
     return _course(facts), _failures(facts), *idle, _cost(facts)
 
 
 def costs(facts: Facts) -> list[CauseCost]:
-    """Lost time by cause, the largest first; causes that took nothing are left out. None where nobody knows."""
-    if untold(facts):
+    """Return lost time by cause, largest first, without causes of no time; empty if losses are unknown."""
+    if is_time_unknown(facts):
         return []
-    lost = facts.account.lost_s
-    whole = sum(lost.values()) or 1.0
-    found = [
-        CauseCost(cause, *CAUSE_WORDS[cause], lost[cause], facts.account.lost_gpu_hours[cause], lost[cause] / whole)
+    lost_s = facts.account.lost_s
+    total_s = sum(lost_s.values()) or 1.0
+    cause_costs = [
+        CauseCost(
+            cause, *CAUSE_WORDS[cause], lost_s[cause], facts.account.lost_gpu_hours[cause], lost_s[cause] / total_s
+        )
         for cause in CAUSES
-        if lost[cause] >= 0.005
+        if lost_s[cause] >= 0.005
     ]
-    return sorted(found, key=lambda cost: -cost.seconds)
+    return sorted(cause_costs, key=lambda cost: -cost.seconds)
 
 
 def figures(facts: Facts) -> dict[str, Any]:
-    """What the report's text and pictures round: for programs."""
+    """Return the unrounded figures of the report, for programs."""
     account = facts.account
     return {
         "goodput": account.goodput,
@@ -98,12 +100,12 @@ def figures(facts: Facts) -> dict[str, Any]:
 
 
 def lost_hours(facts: Facts) -> str:
-    """GPU-hours lost to all causes; `-` where nobody knows."""
-    return "-" if untold(facts) else hours(sum(facts.account.lost_gpu_hours.values()))
+    """Return the GPU-hours lost to all causes; `-` if unknown."""
+    return "-" if is_time_unknown(facts) else hours(sum(facts.account.lost_gpu_hours.values()))
 
 
 def parameters(model: Mapping[str, Any] | None) -> str:
-    """`32 layers and 8.0G parameters`; empty where the script has not told, or told it otherwise."""
+    """Return `32 layers and 8.0G parameters`; empty if the script declared no model, or in another form."""
     from resihp.parallelism.model import ModelSpec
 
     try:
@@ -114,65 +116,69 @@ def parameters(model: Mapping[str, Any] | None) -> str:
 
 
 def node_lines(facts: Facts) -> list[NodeLine]:
-    """Every node of the job: those with most failures first, then by name."""
+    """Return every node of the job, those with most failures first, then by name."""
     failed: dict[str, Counter[str]] = {}
     for row in facts.failures:
         if row["node"] is not None:
             failed.setdefault(row["node"], Counter())[row["kind"]] += 1
     drained = {row["node"]: row for row in facts.drains}
-    instead = {row["instead"]: row for row in facts.replacements}
-    found = []
+    replacement_of = {row["instead"]: row for row in facts.replacements}
+    lines = []
     for row in facts.nodes:
         name = row["node"]
         until = row["lost_at"] or row["released_at"] or facts.ended
-        came = row["joined_at"] is not None
-        held_s = max((until - row["joined_at"]).total_seconds(), 0.0) if came else 0.0
-        what = []
+        has_joined = row["joined_at"] is not None
+        held_s = max((until - row["joined_at"]).total_seconds(), 0.0) if has_joined else 0.0
+        events = []
         if row["replacement"] is not None:
-            later_s = max((row["joined_at"] - facts.began).total_seconds(), 0.0)  # the clock may have been set back
-            what.append(f"came {duration(later_s)} after the start")
-        if not came:
-            what.append(f"never came: {row['lost_reason']}")
+            joined_after_s = max(
+                (row["joined_at"] - facts.began).total_seconds(), 0.0
+            )  # the clock may have been set back
+            events.append(f"joined {duration(joined_after_s)} after the start")
+        if not has_joined:
+            events.append(f"never joined: {row['lost_reason']}")
         elif row["lost_at"] is not None:
-            what.append(f"lost after {duration(held_s)}: {row['lost_reason']}")
+            events.append(f"lost after {duration(held_s)}: {row['lost_reason']}")
         if name in drained:
-            what.append(_kept_out(drained[name]))
-        if name in instead:
-            other = instead[name]
-            what.append(f"replaced by {other['node']}" if other["node"] else f"replacement {other['outcome']}")
+            events.append(_drain_words(drained[name]))
+        if name in replacement_of:
+            replacement = replacement_of[name]
+            events.append(
+                f"replaced by {replacement['node']}" if replacement["node"] else f"replacement {replacement['outcome']}"
+            )
         hours = row["devices"] * held_s / 3600
-        found.append(NodeLine(name, row["host"], row["devices"], hours, failed.get(name, {}), "; ".join(what)))
-    return sorted(found, key=lambda line: (-line.troubles, not line.what, _natural(line.name)))
+        lines.append(NodeLine(name, row["host"], row["devices"], hours, failed.get(name, {}), "; ".join(events)))
+    return sorted(lines, key=lambda line: (-line.troubles, not line.changes, _natural(line.name)))
 
 
-def _kept_out(drain: Mapping[str, Any]) -> str:
+def _drain_words(drain: Mapping[str, Any]) -> str:
     if drain["outcome"] == "refused":
         return "drain refused"
-    how = "left out of next jobs" if drain["step"] == "exclusion" else "drained"
+    how = "excluded from your jobs" if drain["step"] == "exclusion" else "drained"
     return how if drain["undrained_at"] is None else f"{how}, used again since"
 
 
 def gaps(facts: Facts) -> list[str]:
-    """A sentence for each run of epochs that have no plan: numbers that a reader would miss."""
-    told, before = [], 0
+    """Return a sentence for each run of epochs without a plan, to explain gaps in the numbers."""
+    gap_sentences, before = [], 0
     for epoch in sorted(row["epoch"] for row in facts.plans):
         if epoch > before + 1:
-            which, have, its = _epochs(before + 1, epoch - 1)
-            told.append(
-                f"{which} {have} no plan: something else failed or changed before one was made, and epoch {epoch} "
-                f"began in {its} place."
+            epochs, verb, possessive = _epochs(before + 1, epoch - 1)
+            gap_sentences.append(
+                f"{epochs} {verb} no plan: another failure or change came before one was made, and epoch {epoch} "
+                f"began in {possessive} place."
             )
         before = epoch
-    return told[-MOST_GAPS:]
+    return gap_sentences[-MAX_EPOCHS_NAMED:]
 
 
 def not_drawn(facts: Facts) -> str:
-    """Which plans have no picture as they never took effect; empty where all did."""
-    never = [f"epoch {row['epoch']} ({row['outcome']})" for row in facts.plans if row["in_effect_at"] is None]
-    if not never:
+    """Return a sentence on plans without a picture, as they never took effect; empty if all did."""
+    unused_plans = [f"epoch {row['epoch']} ({row['outcome']})" for row in facts.plans if row["in_effect_at"] is None]
+    if not unused_plans:
         return ""
-    left = f" and {len(never) - MOST_GAPS} more" if len(never) > MOST_GAPS else ""
-    return f"Plans that never took effect are not drawn: {', '.join(never[:MOST_GAPS])}{left}."
+    more = f" and {len(unused_plans) - MAX_EPOCHS_NAMED} more" if len(unused_plans) > MAX_EPOCHS_NAMED else ""
+    return f"Plans that never took effect are not drawn: {', '.join(unused_plans[:MAX_EPOCHS_NAMED])}{more}."
 
 
 def _epochs(first: int, last: int) -> tuple[str, str, str]:
@@ -180,13 +186,13 @@ def _epochs(first: int, last: int) -> tuple[str, str, str]:
 
 
 def settings(configuration: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """`layout.tp = 2` and so on, secrets masked, what is empty left out."""
+    """Return settings as pairs such as (`layout.tp`, `2`), with secrets masked and empty values left out."""
     return list(_flat(configuration, ""))
 
 
 def safe(text: str) -> str:
-    """`text` without passwords in URLs, and without what a web hook keeps secret in its path."""
-    return re.sub(r"[A-Za-z][\w+.-]*://\S+", lambda found: _safe_url(found[0]), text)
+    """Return `text` without passwords in URLs, and without the paths of http(s) URLs, as a webhook's path is secret."""
+    return re.sub(r"[A-Za-z][\w+.-]*://\S+", lambda match: _safe_url(match[0]), text)
 
 
 def _safe_url(url: str) -> str:
@@ -194,7 +200,7 @@ def _safe_url(url: str) -> str:
     if scheme not in ("http", "https"):
         return masked(url)
     server, slash, path = rest.partition("/")
-    return f"{scheme}://{server.rpartition('@')[2]}{slash}{MASK if path else ''}"
+    return f"{scheme}://{server.rpartition('@')[2]}{slash}{SECRET_MASK if path else ''}"
 
 
 def _flat(value: Any, name: str) -> Iterator[tuple[str, str]]:
@@ -204,7 +210,7 @@ def _flat(value: Any, name: str) -> Iterator[tuple[str, str]]:
     elif value in (None, "", [], {}):
         return
     elif SECRET_NAME.search(name) and isinstance(value, str | list):
-        yield name, MASK
+        yield name, SECRET_MASK
     elif isinstance(value, list):
         yield name, safe(" ".join(map(str, value)))
     else:
@@ -216,12 +222,12 @@ def _flat(value: Any, name: str) -> Iterator[tuple[str, str]]:
 
 def _course(facts: Facts) -> str:
     job = facts.job
-    model = f" of a model with {told}" if (told := parameters(facts.model)) else ""
+    model = f" of a model with {model_words}" if (model_words := parameters(facts.model)) else ""
     where = f"{_many(job['nodes'], 'node')} with {_many(job['gpus_per_node'], 'device')}"
     where += " each" if job["nodes"] > 1 else ""
     took = duration((facts.ended - facts.began).total_seconds())
     reason = f": {job['reason']}" if job["reason"] else ""
-    how = {
+    ending = {
         "running": "and is running",
         "completed": "and completed",
         "failed": f"and failed{reason}",
@@ -229,28 +235,27 @@ def _course(facts: Facts) -> str:
         "abnormal": "until its supervisor died",
     }[job["state"]]
     done = len(facts.iterations)
-    if untold(facts):
-        return f"Job {job['name']} on {where} took {took}, {how}; its script did not say what it trains."
+    if is_time_unknown(facts):
+        return f"Job {job['name']} on {where} took {took}, {ending}; its script did not declare its model."
     began_at, goal = ((facts.model or {}).get(name) for name in ("resume_from", "iterations"))
     if not done and job["state"] == "completed" and isinstance(began_at, int) and began_at and began_at == goal:
-        left = f"nothing was left to do after iteration {began_at:,}, from whose checkpoint it went on"
-        return f"Job {job['name']} on {where} completed in {took}: {left}."
+        nothing_left = f"nothing was left to do, as it resumed from the checkpoint of iteration {began_at:,}"
+        return f"Job {job['name']} on {where} completed in {took}: {nothing_left}."
     if not done:
         ended = {"running": "is running", "completed": "ended", "failed": f"failed{reason}"}
         state = ended.get(job["state"], f"was {job['state']}{reason}")
         return f"Job {job['name']} on {where} has committed no iteration in {took}; it {state}."
     first, last = facts.iterations[0]["iteration"], facts.iterations[-1]["iteration"]
-    asked = (facts.model or {}).get("iterations")
-    of = f" of {asked:,}" if isinstance(asked, int) and asked != last else ""
-    what = f"{last:,}{of} iteration{'' if (last, of) == (1, '') else 's'}"
-    if first > 1:  # from a checkpoint on
-        what = f"iteration{'' if first == last else f's {first:,} to'} {last:,}{of}"
-    return f"Job {job['name']} trained {what}{model} on {where} in {took}, {how}."
+    goal_iterations = (facts.model or {}).get("iterations")
+    of_goal = f" of {goal_iterations:,}" if isinstance(goal_iterations, int) and goal_iterations != last else ""
+    iterations_done = f"{last:,}{of_goal} iteration{'' if (last, of_goal) == (1, '') else 's'}"
+    if first > 1:  # resumed from a checkpoint
+        iterations_done = f"iteration{'' if first == last else f's {first:,} to'} {last:,}{of_goal}"
+    return f"Job {job['name']} trained {iterations_done}{model} on {where} in {took}, {ending}."
 
 
-def untold(facts: Facts) -> bool:
-    """Whether it is a script without `resihp.Trainer`, or one that ended before it had begun: where its time went
-    nobody knows."""
+def is_time_unknown(facts: Facts) -> bool:
+    """Return whether the use of time is unknown: without `resihp.Trainer`, or if the job ended before training."""
     return facts.job["state"] != "running" and facts.model is None and not facts.iterations
 
 
@@ -259,46 +264,54 @@ def _failures(facts: Facts) -> str:
     if not failures:
         return "No failure was noticed."
     kinds = Counter(row["kind"] for row in failures)
-    told = ", ".join(f"{number} {kind}" for kind, number in kinds.most_common())
+    kinds_listed = ", ".join(f"{number} {kind}" for kind, number in kinds.most_common())
     worst = Counter(row["node"] for row in failures if row["node"] is not None).most_common(2)
-    most = ""
+    worst_node = ""
     if worst and worst[0][1] > 1 and (len(worst) == 1 or worst[0][1] > worst[1][1]):
-        most = f", most of them on {worst[0][0]} ({worst[0][1]})"
-    one = len(failures) == 1
-    mended = [row for row in failures if row["seconds_to_recover"] is not None]
-    repairs = [row["seconds_to_recover"] for row in mended]
+        worst_node = f", most of them on {worst[0][0]} ({worst[0][1]})"
+    is_single = len(failures) == 1
+    recovered_failures = [row for row in failures if row["seconds_to_recover"] is not None]
+    recovery_s = [row["seconds_to_recover"] for row in recovered_failures]
     back = ""
-    if len(mended) == 1:
-        which, noticed_s = "it" if one else "the one that stopped it", mended[0]["noticed_after_seconds"] or 0.0
-        back = f"; training was back {duration(repairs[0])} after {which} ({duration(noticed_s)} of that to notice it)"
-    elif mended:
-        usual, longest = statistics.median(repairs), max(repairs)
+    if len(recovered_failures) == 1:
+        subject, noticed_s = (
+            "it" if is_single else "the one that stopped it",
+            recovered_failures[0]["noticed_after_seconds"] or 0.0,
+        )
+        back = f"; training was back {duration(recovery_s[0])} after {subject} "
+        back += f"({duration(noticed_s)} of that for detection)"
+    elif recovered_failures:
+        usual, longest = statistics.median(recovery_s), max(recovery_s)
         back = f"; training was back in {duration(usual)} on median, {duration(longest)} at most"
-    head = f"One failure was noticed ({told})" if one else f"{len(failures):,} failures were noticed ({told}){most}"
+    head = (
+        f"One failure was noticed ({kinds_listed})"
+        if is_single
+        else f"{len(failures):,} failures were noticed ({kinds_listed}){worst_node}"
+    )
     return f"{head}{back}."
 
 
 def _cost(facts: Facts) -> str:
     account = facts.account
-    if untold(facts):
+    if is_time_unknown(facts):
         return f"There is no goodput without iterations: {hours(account.gpu_hours)} were held."
     if account.goodput is None:
-        held = f"{hours(account.gpu_hours)} went to starting" if account.gpu_hours > 0 else "nothing was held"
-        return f"There is no goodput to tell yet: {held}."
-    goodput = f"Goodput was {percent(account.goodput)} (committed iterations over wall time, on the devices asked for)"
-    lost = sum(account.lost_s.values())
-    if lost < 0.005:
+        held_hours = f"{hours(account.gpu_hours)} went to starting" if account.gpu_hours > 0 else "nothing was held"
+        return f"There is no goodput yet: {held_hours}."
+    goodput = f"Goodput was {percent(account.goodput)} (committed iterations over wall time, on the requested devices)"
+    lost_s = sum(account.lost_s.values())
+    if lost_s < 0.005:
         return f"{goodput}, and nothing was lost."
     largest = costs(facts)[0]
     gpu = lost_hours(facts)
     most = f"most of it to {largest.name} ({duration(largest.seconds)})"
-    return f"{goodput}; with slow devices counted as well, {duration(lost)} or {gpu} were lost, {most}."
+    return f"{goodput}; with slow devices counted as well, {duration(lost_s)} or {gpu} were lost, {most}."
 
 
-def _many(number: int, what: str) -> str:
-    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+def _many(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def _natural(name: str) -> tuple[object, ...]:
-    """`n2` before `n10`."""
+    """Return a sort key that puts `n2` before `n10`."""
     return tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", name) if part)

@@ -1,7 +1,7 @@
-"""Drawing without pasting strings: elements of one SVG picture, as wide as the page and of fixed height.
+"""Elements of one SVG picture, as wide as the page and of fixed height, built as a tree and not as strings.
 
-Horizontal places are shares of the width (0 to 1), vertical ones pixels: text and dots keep their size on a phone and
-on paper. Colours are classes of `page.css`. Everything quoted is escaped by ElementTree, and made printable first.
+Horizontal places are shares of the width (0 to 1), vertical ones are pixels, so that text and dots keep their size on a
+phone and on paper. Colours are classes of `page.css`. Text is made printable, then escaped by ElementTree.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from markupsafe import Markup
 from wrapper.output.render import literal
 
 INNER_WIDTH = 1000
-"""Units of the stretched part that holds lines and areas."""
-OUTLINES = {
+"""Width, in units, of the stretched part that holds lines and areas."""
+MARK_PATHS = {
     "cross": "M-4-4L4 4M4-4L-4 4",
     "diamond": "M0-6L6 0L0 6L-6 0Z",
     "square": "M-4.5-4.5H4.5V4.5H-4.5Z",
     "triangle": "M0-5.5L5.5 4.5H-5.5Z",
     "down": "M0 5.5L5.5-4.5H-5.5Z",
 }
-"""Signs of 10 pixels around their place."""
+"""SVG paths of marks, about 10 pixels wide, centred on their place."""
 
 
 class Drawing:
-    """A picture of `height` pixels. `title` is read to those who do not see it."""
+    """A picture of `height` pixels. `title` is its description for screen readers."""
 
     def __init__(self, height: float, title: str) -> None:
         self._root = ElementTree.Element(
@@ -35,18 +35,18 @@ class Drawing:
         )
 
     def box(self, start: float, end: float, top: float, height: float, style: str, tip: str = "") -> None:
-        """A rectangle from `start` to `end`; never so thin that it is not seen."""
+        """Add a rectangle from `start` to `end`, at least 2 pixels wide."""
         share = max(end - start, 0.0)
         element = self._add("rect", style, tip, x=_p(start), y=_n(top), height=_n(height), width=_p(share))
         if share < 0.002:
             element.set("width", "2")
 
     def rule(self, top: float, style: str = "grid") -> None:
-        """A horizontal line over the whole width."""
+        """Add a horizontal line over the whole width."""
         self._add("line", style, x1="0", x2="100%", y1=_n(top), y2=_n(top))
 
     def post(self, at: float, top: float, bottom: float, style: str, tip: str = "") -> None:
-        """A vertical line."""
+        """Add a vertical line."""
         self._add("line", style, tip, x1=_p(at), x2=_p(at), y1=_n(top), y2=_n(bottom))
 
     def text(self, at: float, baseline: float, words: str, style: str = "label", anchor: str = "start") -> None:
@@ -56,34 +56,34 @@ class Drawing:
         element.text = _t(words)
 
     def beside(self, baseline: float, words: str) -> None:
-        """Words left of the picture, where the page leaves room for them."""
+        """Add a text left of the picture, where the page has a margin for it."""
         self._add("text", "tick", x="-8", y=_n(baseline), **{"text-anchor": "end"}).text = _t(words)
 
     def mark(self, at: float, middle: float, shape: str, style: str, tip: str = "", beside: str = "") -> None:
-        """A sign of 10 pixels, with words `beside` it: `cross`, `diamond`, `square`, `triangle`, `down`."""
-        # A nested picture is what stands at a share of the width; its own coordinates are pixels.
+        """Add a mark of 10 pixels, with a text `beside` it. `shape`: a key of `MARK_PATHS`."""
+        # Only a nested picture can be placed at a share of the width and have coordinates in pixels.
         holder = ElementTree.SubElement(self._root, "svg", {"x": _p(at), "y": _n(middle), "class": "mark"})
-        element = ElementTree.SubElement(holder, "path", {"d": OUTLINES[shape], "class": f"mark-{shape} {style}"})
+        element = ElementTree.SubElement(holder, "path", {"d": MARK_PATHS[shape], "class": f"mark-{shape} {style}"})
         if tip:
             ElementTree.SubElement(element, "title").text = _t(tip)
         if beside:
             ElementTree.SubElement(holder, "text", {"class": "number", "x": "8", "y": "4"}).text = _t(beside)
 
     def area(self, top: float, height: float, uppers: Points, lowers: Points, style: str) -> None:
-        """The area between two lines over the same places; values are shares of `height` from below."""
+        """Add the area between two lines over the same places; values are shares of `height` from below."""
         points = [*uppers, *reversed(lowers)]
         self._stretched(top, height, f"M{_path(points, height)}Z", style)
 
     def line(self, top: float, height: float, points: Points, style: str) -> None:
-        """A line through `points`."""
+        """Add a line through `points`."""
         if len(points) == 1:  # a line of no length: round ends make it a dot
             self._stretched(top, height, f"M{_path(points, height)}h0.01", style)
         elif points:
             self._stretched(top, height, f"M{_path(points, height)}", style)
 
     def markup(self) -> Markup:
-        """The picture as part of a page."""
-        # ElementTree has escaped what was quoted, and the rest is ours.
+        """Return the picture as part of a page."""
+        # Safe as markup: ElementTree has escaped all text.
         return Markup(ElementTree.tostring(self._root, encoding="unicode"))
 
     def _stretched(self, top: float, height: float, path: str, style: str) -> None:
@@ -109,16 +109,16 @@ Points = Sequence[tuple[float, float]]
 
 
 def sign(shape: str, style: str) -> Markup:
-    """One sign in running text."""
+    """Return one mark for use in running text."""
     root = ElementTree.Element(
         "svg", {"class": "sign", "width": "12", "height": "12", "viewBox": "-6 -6 12 12", "aria-hidden": "true"}
     )
-    ElementTree.SubElement(root, "path", {"d": OUTLINES[shape], "class": f"mark-{shape} {style}"})
+    ElementTree.SubElement(root, "path", {"d": MARK_PATHS[shape], "class": f"mark-{shape} {style}"})
     return Markup(ElementTree.tostring(root, encoding="unicode"))
 
 
 def ticks(low: float, high: float, wanted: int) -> list[float]:
-    """About `wanted` round numbers from `low` to `high`."""
+    """Return about `wanted` round numbers from `low` to `high`."""
     if not high > low:
         return [low]
     rough = (high - low) / max(wanted, 1)
@@ -129,7 +129,7 @@ def ticks(low: float, high: float, wanted: int) -> list[float]:
 
 
 def time_ticks(seconds: float, wanted: int) -> list[float]:
-    """About `wanted` round numbers of seconds from 0: half or whole minutes, hours and days where they are long."""
+    """Return about `wanted` round numbers of seconds from 0; for long times, half or whole minutes, hours and days."""
     steps = (30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800, 2592000)
     rough = seconds / max(wanted, 1)
     if seconds < 120:

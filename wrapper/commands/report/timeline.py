@@ -1,7 +1,7 @@
-"""The picture of what the job did when: lanes over its wall time. Rows in, SVG out.
+"""The timeline of a job: lanes over its wall time. Rows in, SVG out.
 
-However long the job was, a lane has no more than a screen can show: of many recoveries the share of time that they
-took, of many failures how many there were, in each stretch of time.
+A lane never has more elements than a screen can show: many recoveries become shares of time, and many failures become
+counts, in each of `TIME_BINS` bins of time.
 """
 
 from __future__ import annotations
@@ -15,22 +15,30 @@ from markupsafe import Markup
 from resihp.record.describe import size
 from resihp.words import count_of
 from wrapper.commands.report.facts import Facts
-from wrapper.commands.report.marks import NAMED, SIGNS, clock, every_nth, failure_line, inside, iterations_of
+from wrapper.commands.report.marks import (
+    FAILURE_SHAPES,
+    MAX_FAILURES_NUMBERED,
+    clock,
+    every_nth,
+    failure_line,
+    inside,
+    iterations_of,
+)
 from wrapper.commands.report.svg import Drawing, time_ticks
 from wrapper.output.render import duration
 
-MOST_BOXES = 60
-"""Recoveries, and plans, that have boxes of their own."""
-STRETCHES = 120
-"""Into which the time is cut where there are more."""
-LANE = 20.0
-HIGH_LANE = 34.0
+MAX_BOXES = 60
+"""Most recoveries, and most plans, that have boxes of their own."""
+TIME_BINS = 120
+"""Bins of time that show more recoveries or failures than that."""
+LANE_HEIGHT = 20.0
+HIGH_LANE_HEIGHT = 34.0
 
 Places = Callable[[datetime], float]
 
 
 def timeline(facts: Facts) -> Markup:
-    """Lanes over the job's wall time: training, failures, plans with the ranks that have work, nodes, checkpoints."""
+    """Draw lanes over the job's wall time: training, failures, plans with their working ranks, nodes, checkpoints."""
     span_s = max((facts.ended - facts.began).total_seconds(), 1e-3)
 
     def at(moment: datetime) -> float:
@@ -74,14 +82,14 @@ def timeline(facts: Facts) -> Markup:
 
 
 def _training_lane(drawing: Drawing, facts: Facts, at: Places) -> None:
-    """From the first iteration's start to the last commit, and what lay in between."""
-    drawing.box(0, 1, 18, LANE, "idle", "no training")
+    """Draw training from the first iteration's start to the last commit, with slow spells and recoveries."""
+    drawing.box(0, 1, 18, LANE_HEIGHT, "idle", "no training")
     if facts.iterations:
         first, last = facts.iterations[0], facts.iterations[-1]
         begin = first["finished_at"] - timedelta(seconds=first["seconds"] or 0.0)
         tip = f"training, iterations {first['iteration']} to {last['iteration']}"
-        drawing.box(at(begin), at(last["finished_at"]), 18, LANE, "training", tip)
-    if len(facts.reconfigurations) > MOST_BOXES:
+        drawing.box(at(begin), at(last["finished_at"]), 18, LANE_HEIGHT, "training", tip)
+    if len(facts.reconfigurations) > MAX_BOXES:
         _shares_of_time(drawing, facts, at)
         return
     for row in facts.failures:
@@ -93,90 +101,92 @@ def _training_lane(drawing: Drawing, facts: Facts, at: Places) -> None:
         tries = f" in {row['attempts']} attempts" if row["attempts"] > 1 else ""
         moved = f", {size(row['bytes_moved'])} moved" if row["bytes_moved"] else ""
         tip = f"change to epoch {row['epoch']}: {duration(row['seconds'])}{tries}{moved}"
-        drawing.box(at(begin), at(row["finished_at"]), 18, LANE, "recovery", tip)
+        drawing.box(at(begin), at(row["finished_at"]), 18, LANE_HEIGHT, "recovery", tip)
 
 
 def _shares_of_time(drawing: Drawing, facts: Facts, at: Places) -> None:
-    """In each stretch, the share of time that changes of plan took, from above."""
-    taken = [0.0] * STRETCHES
+    """Draw the share of time that changes of plan took in each bin, from above."""
+    taken = [0.0] * TIME_BINS
     for row in facts.reconfigurations:
-        start = at(row["finished_at"] - timedelta(seconds=row["seconds"])) * STRETCHES
-        end = at(row["finished_at"]) * STRETCHES
-        for n in range(int(start), min(int(end), STRETCHES - 1) + 1):
+        start = at(row["finished_at"] - timedelta(seconds=row["seconds"])) * TIME_BINS
+        end = at(row["finished_at"]) * TIME_BINS
+        for n in range(int(start), min(int(end), TIME_BINS - 1) + 1):
             taken[n] += max(min(end, n + 1) - max(start, n), 0.0)
     for n, share in enumerate(taken):
         if share > 0:
-            tip = f"{100 * min(share, 1.0):.1f} % of this time went into changes of plan"
-            drawing.box(n / STRETCHES, (n + 1) / STRETCHES, 18, max(LANE * min(share, 1.0), 0.5), "recovery", tip)
+            tip = f"changes of plan took {100 * min(share, 1.0):.1f} % of this time"
+            drawing.box(
+                n / TIME_BINS, (n + 1) / TIME_BINS, 18, max(LANE_HEIGHT * min(share, 1.0), 0.5), "recovery", tip
+            )
 
 
 def _failure_lane(drawing: Drawing, facts: Facts, at: Places, middle: float) -> None:
-    """A mark for each failure; of many, in each stretch a bar as high as there were failures, by kind."""
-    if len(facts.failures) > NAMED:
-        _failures_in_stretches(drawing, facts, at, middle)
+    """Draw a mark for each failure; for many failures, a bar in each bin with their number by kind."""
+    if len(facts.failures) > MAX_FAILURES_NUMBERED:
+        _failure_counts(drawing, facts, at, middle)
         return
     drawing.rule(middle)
-    last = -1.0
+    last_numbered_place = -1.0
     for row in facts.failures:
         place = at(row["noticed_at"])
-        named = place - last > 0.03
-        last = place if named else last
+        is_numbered = place - last_numbered_place > 0.03
+        last_numbered_place = place if is_numbered else last_numbered_place
         tip = f"{failure_line(row)}, {clock(row['noticed_at'])}"
-        number = str(row["failure"]) if named else ""
-        drawing.mark(inside(place), middle, SIGNS[row["kind"]], row["kind"], tip, number)
+        number = str(row["failure"]) if is_numbered else ""
+        drawing.mark(inside(place), middle, FAILURE_SHAPES[row["kind"]], row["kind"], tip, number)
 
 
-def _failures_in_stretches(drawing: Drawing, facts: Facts, at: Places, middle: float) -> None:
-    found: list[dict[str, int]] = [{} for _ in range(STRETCHES)]
+def _failure_counts(drawing: Drawing, facts: Facts, at: Places, middle: float) -> None:
+    bins: list[dict[str, int]] = [{} for _ in range(TIME_BINS)]
     for row in facts.failures:
-        stretch = found[min(int(at(row["noticed_at"]) * STRETCHES), STRETCHES - 1)]
-        stretch[row["kind"]] = stretch.get(row["kind"], 0) + 1
-    most = max(sum(stretch.values()) for stretch in found)
+        counts = bins[min(int(at(row["noticed_at"]) * TIME_BINS), TIME_BINS - 1)]
+        counts[row["kind"]] = counts.get(row["kind"], 0) + 1
+    max_count = max(sum(counts.values()) for counts in bins)
     bottom = middle + 10
-    for n, stretch in enumerate(found):
+    for n, counts in enumerate(bins):
         top = bottom
-        for kind in SIGNS:
-            if kind in stretch:
-                height = 22 * stretch[kind] / most
+        for kind in FAILURE_SHAPES:
+            if kind in counts:
+                height = 22 * counts[kind] / max_count
                 top -= height
-                tip = f"{stretch[kind]} {kind} of {sum(stretch.values())}"
-                drawing.box((n + 0.1) / STRETCHES, (n + 0.9) / STRETCHES, top, height, f"count {kind}", tip)
+                tip = f"{counts[kind]} {kind} of {sum(counts.values())}"
+                drawing.box((n + 0.1) / TIME_BINS, (n + 0.9) / TIME_BINS, top, height, f"count {kind}", tip)
     drawing.rule(bottom)
-    drawing.text(1, 59, f"at most {most} in {duration(_stretch_s(facts))}", "lane", "end")
+    drawing.text(1, 59, f"at most {max_count} in {duration(_bin_s(facts))}", "lane", "end")
 
 
-def _stretch_s(facts: Facts) -> float:
-    return (facts.ended - facts.began).total_seconds() / STRETCHES
+def _bin_s(facts: Facts) -> float:
+    return (facts.ended - facts.began).total_seconds() / TIME_BINS
 
 
 def _plan_lane(drawing: Drawing, facts: Facts, at: Places, top: float) -> None:
-    """A box for each plan that took effect, as high as the share of ranks that have work; of many, their outline."""
+    """Draw a box for each plan that took effect, as high as the share of working ranks; for many plans, an outline."""
     drawing.text(0, top + 1, "ranks with work, by plan", "lane")
     effective = [row for row in facts.plans if row["in_effect_at"] is not None]
-    most = max([row["active"] + row["standby"] for row in effective], default=1) or 1
+    max_ranks = max([row["active"] + row["standby"] for row in effective], default=1) or 1
     begins = [at(row["in_effect_at"]) for row in effective]
-    if len(effective) > MOST_BOXES:
-        shares = [row["active"] / most for row in effective]
-        drawing.box(0, 1, top + 8, HIGH_LANE, "without-work")
+    if len(effective) > MAX_BOXES:
+        shares = [row["active"] / max_ranks for row in effective]
+        drawing.box(0, 1, top + 8, HIGH_LANE_HEIGHT, "without-work")
         steps = _steps(begins, shares)
-        drawing.area(top + 8, HIGH_LANE, steps, [(steps[0][0], 0.0), (1.0, 0.0)], "plan")
-        least = min(row["active"] for row in effective)
-        drawing.text(1, top + 1, f"{least:,} to {most:,}", "lane", "end")
+        drawing.area(top + 8, HIGH_LANE_HEIGHT, steps, [(steps[0][0], 0.0), (1.0, 0.0)], "plan")
+        min_active = min(row["active"] for row in effective)
+        drawing.text(1, top + 1, f"{min_active:,} to {max_ranks:,}", "lane", "end")
         return
     for row, start, end in zip(effective, begins, [*begins[1:], 1.0], strict=False):
-        tall = HIGH_LANE * row["active"] / most
+        height = HIGH_LANE_HEIGHT * row["active"] / max_ranks
         tip = f"epoch {row['epoch']}: {row['description']}, from iteration {row['next_iteration']}; {row['reason']}"
-        drawing.box(start, end, top + 8, HIGH_LANE - tall, "without-work")
-        drawing.box(start, end, top + 8 + HIGH_LANE - tall, tall, "plan", tip)
-        drawing.post(start, top + 8, top + 8 + HIGH_LANE, "begin")
+        drawing.box(start, end, top + 8, HIGH_LANE_HEIGHT - height, "without-work")
+        drawing.box(start, end, top + 8 + HIGH_LANE_HEIGHT - height, height, "plan", tip)
+        drawing.post(start, top + 8, top + 8 + HIGH_LANE_HEIGHT, "begin")
         if end - start > 0.1:
-            drawing.text(start + 0.006, top + 36, f"{row['active']} of {most}", "inside wide")
+            drawing.text(start + 0.006, top + 36, f"{row['active']} of {max_ranks}", "inside wide")
         elif end - start > 0.045:
             drawing.text(start + 0.006, top + 36, str(row["active"]), "inside wide")
 
 
 def _steps(begins: list[float], shares: list[float]) -> list[tuple[float, float]]:
-    """An outline; of very many plans, the least share in each of as many places as a screen has."""
+    """Return the points of the outline; of 800 or more plans, the lowest share in each of 800 places."""
     places = sorted({*begins} if len(begins) < 800 else {n / 800 for n in range(int(begins[0] * 800) + 1, 801)})
     ends = [*places[1:], 1.0]
     points = []
@@ -187,37 +197,37 @@ def _steps(begins: list[float], shares: list[float]) -> list[tuple[float, float]
     return points
 
 
-NODE_SIGNS = {
+NODE_MARKS = {
     "node lost": ("down", "fail-stop"),
-    "node came": ("triangle", "good"),
-    "node drained, or left out of next jobs": ("square", "drained"),
+    "node joined": ("triangle", "good"),
+    "node drained, or excluded from your jobs": ("square", "drained"),
 }
 
 
 def node_signs(facts: Facts) -> list[tuple[str, str, str]]:
-    """(shape, style, meaning) of the marks in the lane of nodes."""
+    """Return (shape, style, meaning) of the marks in the lane of nodes."""
     drawn = {(shape, style) for _, shape, style, _ in _node_changes(facts)}
-    return [(*how, words) for words, how in NODE_SIGNS.items() if how in drawn]
+    return [(*how, words) for words, how in NODE_MARKS.items() if how in drawn]
 
 
 def has_slow_strips(facts: Facts) -> bool:
-    """Whether the lane of training shows when something was slow."""
-    few = len(facts.reconfigurations) <= MOST_BOXES
-    return few and any(row["kind"] == "fail-slow" for row in facts.failures)
+    """Return whether the lane of training shows when something was slow."""
+    has_boxes = len(facts.reconfigurations) <= MAX_BOXES
+    return has_boxes and any(row["kind"] == "fail-slow" for row in facts.failures)
 
 
 def _node_changes(facts: Facts) -> Iterator[tuple[datetime, str, str, str]]:
     for row in facts.nodes:
         if row["lost_at"] is not None:
-            what = "lost" if row["joined_at"] is not None else "never came"
-            tip = f"node {row['node']} {what}: {row['lost_reason']}, {clock(row['lost_at'])}"
-            yield row["lost_at"], *NODE_SIGNS["node lost"], tip
+            event = "lost" if row["joined_at"] is not None else "never joined"
+            tip = f"node {row['node']} {event}: {row['lost_reason']}, {clock(row['lost_at'])}"
+            yield row["lost_at"], *NODE_MARKS["node lost"], tip
         if row["replacement"] is not None and row["joined_at"] is not None:
-            yield row["joined_at"], *NODE_SIGNS["node came"], f"node {row['node']} came, {clock(row['joined_at'])}"
+            yield row["joined_at"], *NODE_MARKS["node joined"], f"node {row['node']} joined, {clock(row['joined_at'])}"
     for row in facts.drains:
-        how = "left out of next jobs" if row["step"] == "exclusion" else "drained"
+        how = "excluded from your jobs" if row["step"] == "exclusion" else "drained"
         tip = f"node {row['node']} {how}, {clock(row['drained_at'])}"
-        yield row["drained_at"], *NODE_SIGNS["node drained, or left out of next jobs"], tip
+        yield row["drained_at"], *NODE_MARKS["node drained, or excluded from your jobs"], tip
 
 
 def _since(second: float, span_s: float) -> str:

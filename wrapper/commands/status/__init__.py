@@ -1,5 +1,5 @@
-"""`resihp status`: one job, as its ledger tells of it. Reads only.
+"""`resihp status`: show one job from its ledger. Reads only.
 
-`job_status` puts it together, `tables` shows it on a terminal of 80 columns, `command` is the command line; with
-`--watch` it goes on in `wrapper.commands.watch`.
+`job_status` collects the data, `tables` shows them on a terminal of 80 columns, `command` is the command line; with
+`--watch`, `wrapper.commands.watch` takes over.
 """

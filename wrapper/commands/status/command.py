@@ -1,6 +1,7 @@
-"""`resihp status`: a job as its ledger tells of it. Data goes to stdout, messages to stderr.
+"""`resihp status`: show a job from its ledger. Data goes to stdout, messages to stderr.
 
-Only reads, but for what `wrapper.output.ledgers` does first. What takes time to import is imported in the function.
+Reads only, except that `wrapper.output.ledgers` first brings the ledger up to date. Slow imports are inside the
+function.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ def register(app: typer.Typer) -> None:
 def status(
     job: JobArgument = None,
     as_json: JsonOption = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Go on until the job ends.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Keep updating until the job ends.")] = False,
     ledger: LedgerOption = None,
 ) -> None:
-    """Show a job: how far it is, layout with health of each rank, goodput, last events. Exits with 1 if it has failed.
+    """Show a job: progress, layout with the health of each rank, goodput, last events.
 
-    0 while it runs, when it has completed, and when it was told to stop.
+    Exit code 1 if the job has failed; 0 while it runs, after it has completed,
+    and after it was stopped on request.
     """
     job = pinned(job, ledger)
     if watch:
@@ -48,5 +50,5 @@ def status(
 
 
 def exit_code_of_state(state: str) -> int:
-    """1 for a job that has failed: scripts that wait for a job ask no more than that."""
+    """Return 1 for a job that has failed, else 0, for scripts that wait for a job."""
     return 1 if state in ("failed", "abnormal") else 0

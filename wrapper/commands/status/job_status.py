@@ -1,4 +1,4 @@
-"""A job's status as `status --json` prints it and `status --watch` redraws it: rows of its ledger, put together.
+"""A job's status, assembled from rows of its ledger, as `status --json` prints it and `status --watch` redraws it.
 
 Reads only. Called by `wrapper.commands.status.command` and `wrapper.commands.watch.command`.
 """
@@ -42,9 +42,9 @@ EVENT_KINDS = (
 def job_status(
     reader: Reader, row: dict[str, Any], now: datetime | None = None, folder: str | None = None
 ) -> dict[str, Any]:
-    """What `status --json` prints: `schema`, `job`, `state`, `iteration`, `loss`, `goodput`, `layout`, `events`, ...
+    """Return the content of `status --json`: `schema`, `job`, `state`, `iteration`, `loss`, `goodput`, `layout`, ...
 
-    `folder`: the job's, where that is known.
+    `folder`: the job's folder, if known.
     """
     now = now or datetime.now(UTC)
     figures = reader.summary(row["id"], now)
@@ -80,7 +80,10 @@ def job_status(
 
 
 def _output(reader: Reader, row: dict[str, Any], logs: str) -> str | None:
-    """Where the job's output goes on, once its batch host is gone: the log of the agent that leads."""
+    """Return the log that continues the job's output once its batch host is lost: the log of the leading agent.
+
+    None while the first leader's node leads.
+    """
     led = [event["node"] for event in reader.events(row["id"], ["LeaderChosen"], 1) if event["node"]]
     first = {node["node"] for node in reader.rows("nodes", row["id"]) if node["host"] == row["host"]}
     return f"{logs}/{led[-1]}.agent.log" if led and led[-1] not in first else None
@@ -96,43 +99,47 @@ def _where_it_is_now(checkpoint: dict[str, Any], folder: str | None) -> dict[str
 
 
 def detector(row: dict[str, Any]) -> str:
-    """What the detector of a job judges by, as in `journal.CoverageChanged`, or "off"."""
+    """Return the data that the job's detector judges by, as in `journal.CoverageChanged`; "off" if it is off."""
     try:
-        asked = json.loads(row["configuration"] or "{}")
+        configuration = json.loads(row["configuration"] or "{}")
     except ValueError:
-        asked = {}
-    adapt = asked.get("adapt") if isinstance(asked, dict) else None
+        configuration = {}
+    adapt = configuration.get("adapt") if isinstance(configuration, dict) else None
     off = isinstance(adapt, dict) and adapt.get("detect") is False
     return "off" if off else row["detector"] or "warming up"
 
 
 def _health(reader: Reader, job: int, *, running: bool) -> RankHealth:
-    """Who ended, and while the job runs who is suspected or slow: a verdict is the end of a suspicion.
+    """Return the health of a job's ranks: ended or not and, while the job runs, suspected or slow.
 
-    Of a job that is over only those are dead whom a failure names: all others were told to go, some by a signal.
+    A verdict ends a suspicion. In a finished job, only ranks named by a failure are dead: all others were asked to
+    exit, some by a signal.
     """
-    found = RankHealth()
+    health = RankHealth()
     failures = reader.rows("failures", job)
     failed = {rank for failure in failures if failure["kind"] == "fail-stop" for rank in failure["ranks"]}
     for rank, worker in {worker["rank"]: worker for worker in reader.rows("workers", job)}.items():
         if worker["ended_at"] is None:
-            found.running.add(rank)
+            health.running.add(rank)
         else:
             orderly = worker["exit"] == 0 or not (running or rank in failed)
-            (found.left if orderly else found.dead).add(rank)
+            (health.left if orderly else health.dead).add(rank)
     if running:
         events = reader.events(job, ("Suspected", "SuspicionCleared", "FailureFound"), 1000)
         last = {event["rank"]: event["kind"] for event in events}
-        found.suspected = {rank for rank, kind in last.items() if kind == "Suspected"}
+        health.suspected = {rank for rank, kind in last.items() if kind == "Suspected"}
         for failure in failures:
             of_ranks = failure["component"] in ("device", "link")
             if failure["kind"] == "fail-slow" and of_ranks and failure["ended_iteration"] is None:
-                found.slow[failure["failure"]] = tuple(failure["ranks"])
-    return found
+                health.slow[failure["failure"]] = tuple(failure["ranks"])
+    return health
 
 
 def _slurm_job(name: str) -> str | None:
-    """The number of a run's Slurm job for srun: 22.05 takes no 12_3 of an array. None without Slurm."""
+    """Return the Slurm job number of a run for srun, as Slurm 22.05 does not take array ids such as 12_3.
+
+    None without Slurm.
+    """
     from resihp.errors import UsageError
     from wrapper.config.run_spec import load
     from wrapper.job_folder import find_job, slurm_job_of

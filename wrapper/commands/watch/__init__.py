@@ -1,1 +1,1 @@
-"""`resihp status --watch`: a job on the screen until it ends. `command` redraws, `picture` is what fits a window."""
+"""`resihp status --watch`: show a job on the screen until it ends. `command` redraws, `picture` fits the window."""

@@ -1,6 +1,6 @@
-"""`resihp status --watch`: a job on the screen until it ends, redrawn once a second and when the window changes.
+"""`resihp status --watch`: show a job until it ends, redrawn once a second and when the window is resized.
 
-What is shown is `wrapper.commands.watch.picture`'s. Without a terminal, a line for each thing that happened. Called by
+`wrapper.commands.watch.picture` draws the screen. Without a terminal, each event is printed as a line. Called by
 `wrapper.commands.status.command`.
 """
 
@@ -24,20 +24,21 @@ from wrapper.output.render import one_line, percent
 if TYPE_CHECKING:
     from rich.console import Console
 
-EVERY_S = 1.0
-READING_SHARE = 0.2
-"""Of the time; a ledger that takes long to read is read less often."""
-LINE_S = 10.0
-"""Between two lines about iterations, without a terminal."""
-RECENT = 400
-"""Iterations read for the line of times."""
+READ_INTERVAL_S = 1.0
+"""Seconds between two readings of the ledger."""
+MAX_READING_SHARE = 0.2
+"""Largest share of the time spent reading; a ledger that is slow to read is read less often."""
+LINE_INTERVAL_S = 10.0
+"""Seconds between two lines about progress, without a terminal."""
+MAX_RECENT_ITERATIONS = 400
+"""Iterations read for the line of iteration times."""
 # --- following a job ------------------------------------------------------------------------------------------------
 
 
 def watch(job: str | None, ledger: str | None, as_json: bool) -> str:
-    """Show a job until it has ended, or until ^C; the state in which it was seen last.
+    """Show a job until it ends, or until Ctrl-C; return its last state.
 
-    Raises LedgerError if there is nothing to read at the beginning.
+    Raises LedgerError if the first reading of the ledger fails.
     """
     from wrapper.commands.status.job_status import job_status
     from wrapper.output.answers import console
@@ -48,11 +49,11 @@ def watch(job: str | None, ledger: str | None, as_json: bool) -> str:
     def read() -> Watched:
         nonlocal name
         with opened(name, ledger) as (reader, row):
-            name = name or row["uuid"]  # the newest may be another one in a second
+            name = name or row["uuid"]  # a moment later, another job may be the newest
             columns = ("iteration", "seconds", "predicted_seconds")
-            rows = reader.rows("iterations", row["id"], last=RECENT)
+            rows = reader.rows("iterations", row["id"], last=MAX_RECENT_ITERATIONS)
             state = job_status(reader, row, folder=folder_of(name, ledger))
-            return Watched(state, [tuple(each[column] for column in columns) for each in rows])
+            return Watched(state, [tuple(iteration_row[column] for column in columns) for iteration_row in rows])
 
     return follow(read, console(), as_json=as_json)
 
@@ -65,7 +66,10 @@ def follow(
     wait: Callable[[float], bool] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> str:
-    """The state at the end. `wait` pauses for so many seconds; True says that the window has changed meanwhile."""
+    """Show the job until it ends and return its last state.
+
+    `wait` pauses for a number of seconds and returns True if the window was resized meanwhile.
+    """
     state, took_s = _timed(read, clock)
     try:
         with _resizes() as woken:
@@ -87,7 +91,7 @@ def _follow_on_screen(
     pause: Callable[[float], bool],
     clock: Callable[[], float],
 ) -> Watched:
-    """On a screen of its own, which is written over and never cleared; the last picture stays when it ends."""
+    """Redraw the job on the alternate screen until it ends; the last picture stays on the normal screen."""
     from rich.live import Live
 
     unicode = not console.options.ascii_only
@@ -98,8 +102,8 @@ def _follow_on_screen(
                 live.update(picture(state, console.width, console.height, unicode=unicode), refresh=True)
                 if state.status["state"] != "running":
                     break
-                until = clock() + max(EVERY_S, took_s / READING_SHARE)
-                while (left := until - clock()) > 0 and pause(left):
+                until = clock() + max(READ_INTERVAL_S, took_s / MAX_READING_SHARE)
+                while (left_s := until - clock()) > 0 and pause(left_s):
                     live.update(picture(state, console.width, console.height, unicode=unicode), refresh=True)
                 try:
                     state, took_s = _timed(read, clock)
@@ -121,20 +125,20 @@ def _follow_in_lines(
     from wrapper.output.answers import to_json
 
     former: Watched | None = None
-    told_s = float("-inf")
+    printed_s = float("-inf")
     while True:
         if as_json:
             print(to_json(state.status), flush=True)
         else:
-            due = clock() - told_s >= LINE_S
-            found = changes(former, state, progress=due)
-            for line in found:
+            due = clock() - printed_s >= LINE_INTERVAL_S
+            new_lines = changes(former, state, progress=due)
+            for line in new_lines:
                 console.print(line, soft_wrap=True, markup=False, highlight=False)
-            told_s = clock() if due and found else told_s
+            printed_s = clock() if due and new_lines else printed_s
         if state.status["state"] != "running":
             return state
         former = state
-        pause(EVERY_S)
+        pause(READ_INTERVAL_S)
         try:
             state = read()
         except LedgerError as error:
@@ -148,7 +152,7 @@ def _timed(read: Callable[[], Watched], clock: Callable[[], float]) -> tuple[Wat
 
 @contextmanager
 def _resizes() -> Iterator[Callable[[float], bool]]:
-    """A pause that ends early, with True, when the terminal's window has changed."""
+    """Yield a function that sleeps, and returns early with True when the terminal's window is resized."""
     changed = threading.Event()
 
     def pause(seconds: float) -> bool:
@@ -156,7 +160,7 @@ def _resizes() -> Iterator[Callable[[float], bool]]:
         changed.clear()
         return woken
 
-    if threading.current_thread() is not threading.main_thread():  # only there signals can be caught
+    if threading.current_thread() is not threading.main_thread():  # only the main thread can catch signals
         yield pause
         return
     before = signal.signal(signal.SIGWINCH, lambda *_: changed.set())
@@ -170,11 +174,14 @@ def _resizes() -> Iterator[Callable[[float], bool]]:
 
 
 def changes(former: Watched | None, now: Watched, *, progress: bool = True) -> list[str]:
-    """What is new since `former`, one line for each event; with `progress`, where training is if it has moved; and once
-    that it may be stuck, when it begins to look so."""
+    """Return the news since `former`, one line for each event.
+
+    With `progress`, a line tells the iteration if it has advanced. A line is added once when the job begins to look
+    stuck.
+    """
     status = now.status
-    seen = -1 if former is None else max((event["seq"] for event in former.status["events"]), default=-1)
-    events = [event for event in status["events"] if event["seq"] > seen]
+    last_seq = -1 if former is None else max((event["seq"] for event in former.status["events"]), default=-1)
+    events = [event for event in status["events"] if event["seq"] > last_seq]
     if former is None:
         events = events[-1:]
     lines = [f"{event['at'].astimezone(UTC):%H:%M:%S}  {one_line(event['text'])}" for event in events]

@@ -1,8 +1,9 @@
-"""What `status --watch` shows: a job's state as something that fits a window. Pure. Called by
-`wrapper.commands.watch.command`.
+"""The screen of `status --watch`: a job's state, fitted into a window. Pure.
 
-Of a layout with more ranks than fit, replicas that are all active are told in a line, and every other one has a row
-with a sign for each rank. Colour is a second hint everywhere: letters and words tell the same.
+Called by `wrapper.commands.watch.command`.
+
+If a layout has more ranks than fit, a run of fully active replicas is one line, and every other replica has a row with
+a sign for each rank. Colour is never the only hint: letters and words carry the same information.
 """
 
 from __future__ import annotations
@@ -36,52 +37,54 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
-WIDE = 130
-"""Columns from which events stand beside the layout."""
-NARROWEST = 44
-"""Columns of a small layout beside events."""
-WHOLE_GRID = 8
-"""Replicas up to which every rank has its number."""
-EVENTS_AT_LEAST = 6
-"""Lines kept for events below a large layout."""
-EVENTS_AT_END = 12
-"""Lines of events in the picture that stays when all is over."""
-BLOCKS = "▁▂▃▄▅▆▇█"
+SIDE_BY_SIDE_COLUMNS = 130
+"""Width, in columns, from which events are shown beside the layout."""
+MIN_LAYOUT_COLUMNS = 44
+"""Smallest width, in columns, of a layout with events beside it."""
+MAX_REPLICAS_NUMBERED = 8
+"""Most replicas for which every rank is shown by its number."""
+MIN_EVENT_LINES = 6
+"""Lines reserved for events below a large layout."""
+FINAL_EVENT_LINES = 12
+"""Lines of events in the picture that stays after the job's end."""
+UNICODE_BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = "_.-=+*%#"
-MIDDLE = 2
-"""The block of a usual iteration."""
+MEDIAN_BLOCK = 2
+"""Index of the block for an iteration of median time."""
 STEPS_PER_RATIO = 6.0
-"""Blocks for each time that an iteration is longer than usual: half as long again is three blocks up."""
+"""Blocks by which an iteration of twice the median time rises; 1.5 times the median rises by three."""
 
 
 class Watched(msgspec.Struct, frozen=True):
-    """What is shown: the status of `status --json`, and times of the last iterations."""
+    """Data on the screen: the status of `status --json`, and the times of the last iterations."""
 
     status: Mapping[str, Any]
     times: Sequence[tuple[int, float | None, float | None]]
-    """(iteration, seconds, predicted seconds) of each, oldest first."""
+    """(iteration, seconds, predicted seconds), oldest first."""
     trouble: str = ""
-    """Why the ledger could not be read just now."""
+    """Reason why the last reading of the ledger failed; empty if it worked."""
 
 
 def picture(state: Watched, width: int, height: int | None, *, unicode: bool = True) -> RenderableType:
-    """The state in `width` columns and, unless None, at most `height` lines. Colour is a second hint only."""
+    """Return the state in `width` columns and, unless `height` is None, at most `height` lines."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
     status = state.status
     tops = _top(state, width, unicode)
-    room = None if height is None else max(height - len(tops) - 1, 1)
-    if width < WIDE:
-        layout = _layout(status, width, None if room is None else max(room - EVENTS_AT_LEAST, 4), unicode)
-        left = EVENTS_AT_END if room is None else max(room - len(layout) - 1, 0)
-        lines = [*tops, Text(), *layout, Text(), *_events(status["events"], width, left)]
+    lines_left = None if height is None else max(height - len(tops) - 1, 1)
+    if width < SIDE_BY_SIDE_COLUMNS:
+        layout = _layout(status, width, None if lines_left is None else max(lines_left - MIN_EVENT_LINES, 4), unicode)
+        event_lines = FINAL_EVENT_LINES if lines_left is None else max(lines_left - len(layout) - 1, 0)
+        lines = [*tops, Text(), *layout, Text(), *_events(status["events"], width, event_lines)]
         return Group(*_fitted(lines[:height], width, unicode))
     side = width * 11 // 20
-    layout = _layout(status, side - 2, room, unicode)[:room]
-    side = min(max(max(line.cell_len for line in layout) + 4, NARROWEST), side)
-    events = _events(status["events"], width - side, max(len(layout), EVENTS_AT_END) if room is None else room)
+    layout = _layout(status, side - 2, lines_left, unicode)[:lines_left]
+    side = min(max(max(line.cell_len for line in layout) + 4, MIN_LAYOUT_COLUMNS), side)
+    events = _events(
+        status["events"], width - side, max(len(layout), FINAL_EVENT_LINES) if lines_left is None else lines_left
+    )
     both = Table.grid(padding=0)
     both.add_column(width=side)
     both.add_column(width=width - side)
@@ -103,8 +106,8 @@ def _top(state: Watched, width: int, unicode: bool) -> list[Text]:
 
     status = state.status
     colour = {"running": "green", "completed": "green", "cancelled": "yellow"}.get(status["state"], "bold red")
-    job, how, *rest = headline(status)
-    head = Text.assemble((literal(job), "bold"), "  ", (how, colour), "  ", "  ".join(rest))
+    job, state_word, *rest = headline(status)
+    head = Text.assemble((literal(job), "bold"), "  ", (state_word, colour), "  ", "  ".join(rest))
     lines = [head]
     if state.trouble:
         lines.append(Text(one_line(state.trouble), style="bold yellow"))
@@ -120,33 +123,33 @@ def _top(state: Watched, width: int, unicode: bool) -> list[Text]:
 
 
 def _times(times: Sequence[tuple[int, float | None, float | None]], width: int, unicode: bool) -> list[Text]:
-    """Observed over predicted time of the last iterations, one block each; seconds where nothing was predicted."""
+    """Return a line of blocks, one per iteration, for observed over predicted time; for seconds without predictions."""
     from rich.text import Text
 
-    known = [(number, seconds, predicted) for number, seconds, predicted in times if seconds is not None]
-    ratios = [(number, seconds / predicted) for number, seconds, predicted in known if predicted]
-    what, unit = "observed/predicted", ""
+    measured = [(number, seconds, predicted) for number, seconds, predicted in times if seconds is not None]
+    ratios = [(number, seconds / predicted) for number, seconds, predicted in measured if predicted]
+    quantity, unit = "observed/predicted", ""
     if not ratios:
-        ratios = [(number, seconds) for number, seconds, _ in known]
-        what, unit = "iteration times", " s"
+        ratios = [(number, seconds) for number, seconds, _ in measured]
+        quantity, unit = "iteration times", " s"
     if not ratios:
         return []
-    shown = ratios[-width:]
-    values = [value for _, value in shown]
+    recent = ratios[-width:]
+    values = [value for _, value in recent]
     usual = statistics.median(values)
-    blocks = BLOCKS if unicode else ASCII_BLOCKS
+    blocks = UNICODE_BLOCKS if unicode else ASCII_BLOCKS
     line = Text()
     for value in values:
         over = value / usual - 1.0 if usual > 0 else 0.0
-        level = min(max(round(MIDDLE + STEPS_PER_RATIO * over), 0), len(blocks) - 1)
+        level = min(max(round(MEDIAN_BLOCK + STEPS_PER_RATIO * over), 0), len(blocks) - 1)
         line.append(blocks[level], "bold red" if over > 0.5 else "yellow" if over > 0.2 else "green")
     now, middle, least, most = (f"{value:.2f}{unit}" for value in (values[-1], usual, min(values), max(values)))
-    words = f"{what} {now}, median {middle}, {least} to {most}"
-    return [Text(f"{words}, iterations {shown[0][0]} to {shown[-1][0]}"), line]
+    words = f"{quantity} {now}, median {middle}, {least} to {most}"
+    return [Text(f"{words}, iterations {recent[0][0]} to {recent[-1][0]}"), line]
 
 
 def _events(events: Sequence[Mapping[str, Any]], width: int, room: int) -> list[Text]:
-    """The last events in at most `room` lines, two for each at most."""
+    """Return the last events in at most `room` lines, at most two lines each."""
     from rich.text import Text
 
     lines: list[Text] = []
@@ -157,13 +160,13 @@ def _events(events: Sequence[Mapping[str, Any]], width: int, room: int) -> list[
             words = [words[0], words[1][: width - len(clock) - 4] + " ..."]
         if len(lines) + len(words) > room:
             break
-        told = [Text.assemble((clock, "dim"), words[0]), *(Text(" " * len(clock) + more) for more in words[1:])]
-        lines = [*told, *lines]
+        event_lines = [Text.assemble((clock, "dim"), words[0]), *(Text(" " * len(clock) + more) for more in words[1:])]
+        lines = [*event_lines, *lines]
     return lines
 
 
-def _layout(status: Mapping[str, Any], width: int, room: int | None, unicode: bool) -> list[Text]:
-    """The layout in at most `room` lines: every rank by its number while that fits, else a sign for each."""
+def _layout(status: Mapping[str, Any], width: int, max_lines: int | None, unicode: bool) -> list[Text]:
+    """Return the layout in at most `max_lines` lines: every rank by its number if that fits, else one sign per rank."""
     from rich.text import Text
 
     if status["layout"] is None:
@@ -171,63 +174,64 @@ def _layout(status: Mapping[str, Any], width: int, room: int | None, unicode: bo
     layout = from_json(json.dumps(status["layout"]))
     health: dict[int, Health] = {int(rank): value for rank, value in status["health"].items()}
     lines = [Text(f"epoch {status['epoch']}: {status['description']}", style="bold")]
-    if len(layout.replicas) <= WHOLE_GRID:
+    if len(layout.replicas) <= MAX_REPLICAS_NUMBERED:
         grid = list(layout_grid(layout, health, width).split("\n", allow_blank=True))
         heads = sum("stage 0" in line.plain for line in grid[:1]) + sum("stage" in line.plain for line in grid[1:])
-        if heads <= 1 and (room is None or len(grid) + 2 <= room):
+        if heads <= 1 and (max_lines is None or len(grid) + 2 <= max_lines):
             lines += grid
             if meaning := legend(health.values()):
                 lines.append(Text(meaning, style="dim"))
             return lines
-    return [*lines, *signs(layout, health, width, None if room is None else room - 1, unicode=unicode)]
+    return [*lines, *signs(layout, health, width, None if max_lines is None else max_lines - 1, unicode=unicode)]
 
 
 def signs(
-    layout: Layout, health: Mapping[int, Health], width: int, room: int | None, *, unicode: bool = True
+    layout: Layout, health: Mapping[int, Health], width: int, max_lines: int | None, *, unicode: bool = True
 ) -> list[Text]:
-    """A row of signs for each replica that is not all active, runs of the others in one line; at most `room` lines.
+    """Return a row of signs for each replica that is not fully active, and one line per run of active replicas.
 
-    Below are the ranks that are not active by number, those in no place of the layout included, and what signs mean.
+    At most `max_lines` lines. Below are the numbers of ranks that are not active, also those outside the layout, and a
+    legend.
     """
     from rich.text import Text
 
-    well = "■" if unicode else "o"
-    sign = {state: letter or well for state, letter in HEALTH_LETTERS.items()}
-    troubled = [
+    active_sign = "■" if unicode else "o"
+    sign = {state: letter or active_sign for state, letter in HEALTH_LETTERS.items()}
+    inactive_replicas = [
         d
         for d, replica in enumerate(layout.replicas)
         if replica.vacant or any(health.get(rank, "active") != "active" for rank in replica.ranks)
     ]
     below = _by_number(layout, health)
     meaning = legend(health.values())
-    foot = [*below, Text(f"{well} active{', ' if meaning else ''}{meaning}", style="dim")]
+    foot = [*below, Text(f"{active_sign} active{', ' if meaning else ''}{meaning}", style="dim")]
     rows: dict[int, list[Text]] = {}
     used = 0
-    for d in troubled:
+    for d in inactive_replicas:
         row = _row(layout, d, health, sign, width)
-        # A line for the well ones before and after it, and one for those that have no room.
-        if room is not None and used + len(row) + 3 > room - len(foot) and rows:
+        # A line each for active replicas before and after it, and one for the replicas that do not fit.
+        if max_lines is not None and used + len(row) + 3 > max_lines - len(foot) and rows:
             break
         rows[d] = row
         used += len(row) + 1
     lines: list[Text] = []
     first = 0
-    left_out = [d for d in troubled if d not in rows]
+    left_out = [d for d in inactive_replicas if d not in rows]
     end = left_out[0] if left_out else len(layout.replicas)
     for d in [*rows, end]:
         if d > first:
-            lines.append(_calm(layout, first, d - 1))
+            lines.append(_active_replicas(layout, first, d - 1))
         if d in rows:
             lines += rows[d]
         first = d + 1
     if left_out:
         rest = len(layout.replicas) - end
-        lines.append(Text(f"and {rest} more replicas, {len(left_out)} of them not all active", style="yellow"))
+        lines.append(Text(f"and {rest} more replicas, {len(left_out)} of them not fully active", style="yellow"))
     return [*lines, *foot]
 
 
-def _calm(layout: Layout, first: int, last: int) -> Text:
-    """Replicas that are all active, in a line."""
+def _active_replicas(layout: Layout, first: int, last: int) -> Text:
+    """Return one line for a run of fully active replicas."""
     from rich.text import Text
 
     ranks = sum(len(layout.replicas[d].ranks) for d in range(first, last + 1))
@@ -236,7 +240,7 @@ def _calm(layout: Layout, first: int, last: int) -> Text:
 
 
 def _row(layout: Layout, d: int, health: Mapping[int, Health], sign: Mapping[Health, str], width: int) -> list[Text]:
-    """One replica: the stages' ranks as signs, on as many lines as they need."""
+    """Return one replica: the ranks of its stages as signs, on as many lines as they need."""
     from rich.text import Text
 
     label = f"replica {d} "
@@ -254,25 +258,25 @@ def _row(layout: Layout, d: int, health: Mapping[int, Health], sign: Mapping[Hea
 
 
 def _by_number(layout: Layout, health: Mapping[int, Health]) -> list[Text]:
-    """`dead: ranks 5, 17-24`: what is not active, by number, a line for each state."""
+    """Return a line for each state other than active with its ranks: `dead: ranks 5, 17-24`."""
     from rich.text import Text
 
-    found: dict[Health, list[int]] = {}
+    ranks_of_state: dict[Health, list[int]] = {}
     for rank, state in health.items():
-        found.setdefault(state, []).append(rank)
-    found.setdefault("standby", []).extend(rank for rank in layout.standby if rank not in health)
+        ranks_of_state.setdefault(state, []).append(rank)
+    ranks_of_state.setdefault("standby", []).extend(rank for rank in layout.standby if rank not in health)
     lines = []
     for state in ("dead", "suspected", "slow", "standby", "starting"):
-        if ranks := sorted(found.get(state, [])):
+        if ranks := sorted(ranks_of_state.get(state, [])):
             lines.append(Text(f"{len(ranks):,} {state}: {rank_list(ranks)}", style=HEALTH_STYLES[state]))
     return lines
 
 
 def headline(status: Mapping[str, Any]) -> list[str]:
-    """The job, how it is, and where training is."""
-    found = [f"job {status['job']}", status["state"], f"iteration {of_target(status)}"]
+    """Return the parts of the first line: job, state, iteration, loss, seconds per iteration."""
+    parts = [f"job {status['job']}", status["state"], f"iteration {of_target(status)}"]
     if status["loss"] is not None:
-        found.append(f"loss {status['loss']:.4f}")
+        parts.append(f"loss {status['loss']:.4f}")
     if status["iteration_seconds"] is not None:
-        found.append(f"{duration(status['iteration_seconds'])} an iteration")
-    return found
+        parts.append(f"{duration(status['iteration_seconds'])} an iteration")
+    return parts

@@ -29,7 +29,7 @@ from wrapper.commands.doctor import command as doctor
 from wrapper.commands.doctor import machine, places, slurm_settings, training_libraries
 from wrapper.commands.doctor import nodes as doctor_nodes
 from wrapper.commands.doctor.machine import CheckResult
-from wrapper.commands.doctor.nodes import MARK, ClockCheck, NodeReport, judge, probe, read
+from wrapper.commands.doctor.nodes import PROBE_PREFIX, ClockCheck, NodeReport, judge, probe, read
 from wrapper.commands.doctor.slurm_checks import SlurmChecks
 
 
@@ -99,7 +99,7 @@ def test_what_failed_comes_with_what_to_type_and_exit_code_3(monkeypatch: pytest
     assert "tiger" not in done.output
     text = " ".join(done.stdout.split())
     assert "driver oracle is not known here" in text
-    assert "this cannot run resihp as it is" in done.stderr
+    assert "resihp cannot run here as it is" in done.stderr
 
 
 @pytest.mark.usefixtures("quick", "bare_path")
@@ -149,7 +149,7 @@ SMI_ROWS = (
         (f"printf '{SMI_ROWS.format(0, 'Disabled')}'", "ok", r"2 x NVIDIA H100 80GB HBM3, 80 GiB, driver 550\.54\.15"),
         (f"printf '{SMI_ROWS.format(3, '[N/A]')}'", "failed", r"GPU 0 has 3 uncorrected memory errors"),
         (f"printf '{SMI_ROWS.format('[N/A]', '[N/A]')}'", "ok", "2 x NVIDIA"),
-        (f"printf '{SMI_ROWS.format(0, 'Enabled')}'", "warning", r"15; GPU 1 may be cut into slices \(MIG\), and NCCL"),
+        (f"printf '{SMI_ROWS.format(0, 'Enabled')}'", "warning", r"15; GPU 1 in MIG mode, and NCCL"),
         (
             f"printf '{SMI_ROWS.format(0, '[N/A]')}\\n2, NVIDIA A100, 40000, 550.54.15, 0, [N/A]'",
             "warning",
@@ -211,10 +211,10 @@ def test_open_files_are_compared_with_the_job(
 
 
 def test_agents_that_the_kernel_does_not_let_wait_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "SOMAXCONN", tmp_path / "somaxconn")
-    machine.SOMAXCONN.write_text("128\n")
-    assert "connections that wait" not in outcomes(machine.limits(128))
-    assert outcomes(machine.limits(129))["connections that wait"] == "warning"
+    monkeypatch.setattr(machine, "SOMAXCONN_FILE", tmp_path / "somaxconn")
+    machine.SOMAXCONN_FILE.write_text("128\n")
+    assert "listen backlog" not in outcomes(machine.limits(128))
+    assert outcomes(machine.limits(129))["listen backlog"] == "warning"
 
 
 def test_the_job_that_is_configured_is_what_limits_are_for(fresh_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,7 +354,7 @@ def test_a_torch_with_nothing_amiss_needs_no_compiler_of_cudas(torch_says: Calla
         ({"nccl_files": ["/a/libnccl.so.2", "/b/libnccl.so.2"]}, "warning", "2 NCCL libraries are loaded in one"),
         ({"gpus": 0, "warnings": [OLD_DRIVER]}, "failed", f"it sees none of 1 GPU here: {OLD_DRIVER}"),
         ({"gpus": 0, "cuda": None}, "failed", "it sees none of 1 GPU here, it is a build for CPUs"),
-        ({"nccl": False, "nccl_version": None}, "failed", "it is built without NCCL, by which GPUs communicate"),
+        ({"nccl": False, "nccl_version": None}, "failed", "it is built without NCCL, which GPUs use to communicate"),
         (
             {"version": "2.7.1", "gpus": 0, "warnings": []},
             "failed",
@@ -386,7 +386,7 @@ def test_a_machine_of_gpus_without_a_c_compiler_is_told(
     monkeypatch.delenv("CC")
     finding = only(torch_says())
     assert finding.outcome == "warning"
-    assert "no C compiler is here" in finding.text
+    assert "no C compiler, which" in finding.text
     program(bare_path, "gcc", "true")
     assert only(torch_says()).outcome == "ok"
 
@@ -427,7 +427,7 @@ def test_slurm_that_does_not_answer_is_said_once_and_is_no_health(fresh_home: Pa
         ({"InactiveLimit": "120 sec"}, "node death", "warning", "InactiveLimit=120 sec"),
         ({"ProctrackType": "proctrack/pgid"}, "node death", "warning", "pgid"),
         ({"KillWait": "2 sec"}, "node death", "warning", "KillWait=2 s"),
-        ({"KillOnBadExit": "1"}, "node death", "ok", "which resihp overrules"),
+        ({"KillOnBadExit": "1"}, "node death", "ok", "which resihp overrides"),
         ({"PreemptType": "preempt/qos", "PreemptMode": "REQUEUE"}, "requeue", "warning", "preemption by requeue"),
         ({"SlurmctldParameters": "enable_expedited_requeue"}, "requeue", "ok", "at once with --requeue=expedite"),
         (
@@ -436,14 +436,14 @@ def test_slurm_that_does_not_answer_is_said_once_and_is_no_health(fresh_home: Pa
             "ok",
             "with the warning signal",
         ),
-        ({"AccountingStorageType": "accounting_storage/none"}, "release", "ok", "one node only"),
+        ({"AccountingStorageType": "accounting_storage/none"}, "release", "ok", "only one node"),
         (
             {"SrunPortRange": "60001-63000"},
             "firewall",
             "warning",
             "SrunPortRange=60001-63000: other ports may be closed",
         ),
-        ({"SrunPortRange": "0-0"}, "firewall", "ok", "names no range"),
+        ({"SrunPortRange": "0-0"}, "firewall", "ok", "sets no range"),
         ({"AuthType": "auth/slurm"}, "munge", "skipped", "auth/slurm"),
     ],
 )
@@ -463,9 +463,9 @@ def test_limits_that_accounting_enforces_are_held_against_the_job(fresh_home: Pa
         (told,) = [each for each in asked(FakeSlurm(), survey) if each.check == "limits"]
         return told
 
-    assert (finding().outcome, "4 nodes, and QOS q allows 2" in finding().text) == ("failed", True), finding()
+    assert (finding().outcome, "4 nodes, but QOS q allows 2" in finding().text) == ("failed", True), finding()
     job_file.write_text('[slurm]\npartition = "elsewhere"\n')
-    assert (finding().outcome, finding().text) == ("skipped", "no partition to look at")
+    assert (finding().outcome, finding().text) == ("skipped", "no partition to check")
 
 
 def test_ports_that_are_open(fresh_home: Path) -> None:
@@ -495,9 +495,9 @@ def test_who_may_drain(fresh_home: Path) -> None:
 @pytest.mark.parametrize(
     ("wanted", "outcome", "words"),
     [
-        ("", "ok", "gpu: nodes 4 of 8 GPUs, 2 of 4 GPUs; 5 idle; at most 48 h"),
+        ("", "ok", "gpu: nodes 4 with 8 GPUs, 2 with 4 GPUs; 5 idle; at most 48 h"),
         ("cpu", "failed", "cpu: is down"),
-        ("gpus", "failed", "there are gpu, cpu"),
+        ("gpus", "failed", "not among the partitions you may use: gpu, cpu"),
     ],
 )
 def test_partitions(wanted: str, outcome: str, words: str) -> None:
@@ -592,7 +592,7 @@ def test_a_node_that_cannot_connect(fresh_home: Path, three_nodes: FakeSlurm) ->
 def test_gpus_that_slurm_gave_and_nobody_sees(three_nodes: FakeSlurm) -> None:
     found = asked(three_nodes, FakeSurvey(started=started()), INSIDE | {"SLURM_GPUS_ON_NODE": "8"})
     texts = [finding.text for finding in found if (finding.check, finding.outcome) == ("gpus", "warning")]
-    assert texts == ["Slurm gave 8 a node, and n1, n2, n3 show none"]
+    assert texts == ["Slurm gave 8 per node, but n1, n2, n3 show none"]
 
 
 def test_no_probe_at_all_is_a_failure(fresh_home: Path, three_nodes: FakeSlurm) -> None:
@@ -652,13 +652,13 @@ def test_versions_that_differ_and_gpus_that_do(tmp_path: Path) -> None:
 
 
 def test_only_lines_of_probes_of_our_nodes_are_read() -> None:
-    good = MARK + msgspec.json.encode(NodeReport("n1", (), "", "", "1")).decode()
-    text = "\n".join([good, MARK + "{}", MARK, "resihp", good.replace("n1", "n9"), good[:-4]])
+    good = PROBE_PREFIX + msgspec.json.encode(NodeReport("n1", (), "", "", "1")).decode()
+    text = "\n".join([good, PROBE_PREFIX + "{}", PROBE_PREFIX, "resihp", good.replace("n1", "n9"), good[:-4]])
     assert set(read(text, NODES)) == {"n1"}
 
 
 def test_many_nodes_are_counted() -> None:
-    assert doctor_nodes.told([f"n{i}" for i in range(4000)]) == "n0, n1, n2 and 3997 more"
+    assert doctor_nodes.node_names([f"n{i}" for i in range(4000)]) == "n0, n1, n2 and 3997 more"
 
 
 def test_a_probe_is_one_line(fresh_home: Path) -> None:
@@ -707,9 +707,9 @@ def test_a_script_that_is_not_there_is_noticed(fresh_home: Path) -> None:
 @pytest.mark.parametrize(
     ("worst", "end"),
     [
-        (["ok", "warning"], "this can run resihp"),
-        (["ok", "unknown"], "what gave no answer may be broken"),
-        (["unknown", "failed"], "this cannot run resihp as it is"),
+        (["ok", "warning"], "resihp can run here"),
+        (["ok", "unknown"], "checks without an answer may hide a fault"),
+        (["unknown", "failed"], "resihp cannot run here as it is"),
     ],
 )
 def test_the_end_says_whether_it_can_run(capsys: pytest.CaptureFixture[str], worst: list[str], end: str) -> None:

@@ -42,13 +42,13 @@ MIXED = [partition(gpu_types=("a100",)), partition(nodes=2, gpus=4, gpu_types=("
     [
         ([partition()], rules(), JOB, "", ""),
         (MIXED, rules(), JOB, "", ""),
-        (MIXED, rules(), job(nodes=5), "failed", "gpu: 4 of its 6 nodes have 8 GPUs, and the job asks for 5 nodes"),
+        (MIXED, rules(), job(nodes=5), "failed", "gpu: 4 of its 6 nodes have 8 GPUs, but the job requests 5 nodes"),
         (MIXED, rules(), job(gpus_per_node=4), "warning", "different types (a100, h100)"),
         (MIXED, rules(), job(gpus_per_node=4, particular=True), "", ""),
         (MIXED, rules(), job(gpus_per_node=4, nodes=1), "", ""),
         (MIXED, rules(), job(gpus_per_node=4, nodes=1, replacements=1), "warning", "different types"),
-        ([partition()], rules(max_nodes=3), JOB, "failed", "3 nodes at most (MaxNodes)"),
-        ([partition()], rules(max_seconds=3600.0), JOB, "failed", "60 min at most (MaxTime): one that asks for 24 h"),
+        ([partition()], rules(max_nodes=3), JOB, "failed", "at most 3 nodes (MaxNodes)"),
+        ([partition()], rules(max_seconds=3600.0), JOB, "failed", "at most 60 min (MaxTime): a request for 24 h"),
         ([partition(default_seconds=300.0)], rules(), job(seconds=None), "failed", "over and over"),
         ([partition(default_seconds=300.0)], rules(), JOB, "", ""),
         ([partition()], rules(max_seconds=300.0), job(seconds=None), "failed", "gets 5 min (DefaultTime)"),
@@ -69,14 +69,14 @@ def limit(kind: str, per: str, most: float) -> Limit:
 @pytest.mark.parametrize(
     ("bound", "wanted", "outcome", "words"),
     [
-        (limit("nodes", "job", 4), JOB, "ok", "nothing that the job is beyond"),
+        (limit("nodes", "job", 4), JOB, "ok", "the job exceeds no limit"),
         (limit("nodes", "job", 4), job(replacements=2), "ok", ""),
-        (limit("nodes", "user", 4), job(replacements=2), "warning", "waits while this job has all of it"),
-        (limit("gpus", "group", 31), JOB, "failed", "asks for 32 GPUs, and QOS q allows 31 GPUs to all its jobs"),
+        (limit("nodes", "user", 4), job(replacements=2), "warning", "waits while this job uses all of it"),
+        (limit("gpus", "group", 31), JOB, "failed", "requests 32 GPUs, but QOS q allows 31 GPUs to all its jobs"),
         (limit("jobs", "user", 1), JOB, "ok", ""),
-        (limit("jobs", "user", 1), job(replacements=1), "warning", "1 running job a user"),
+        (limit("jobs", "user", 1), job(replacements=1), "warning", "1 running job per user"),
         (limit("jobs", "user", 0), JOB, "failed", "0 running jobs"),
-        (limit("time", "job", 3600), JOB, "failed", "asks for 24 h, and QOS q allows 60 min a job"),
+        (limit("time", "job", 3600), JOB, "failed", "requests 24 h, but QOS q allows 60 min per job"),
         (limit("time", "job", 3600), job(seconds=None), "ok", ""),
         (limit("cpus", "job", 1), JOB, "ok", ""),
     ],
@@ -125,7 +125,7 @@ def test_limits_of_a_shell(every: str, but: str, told: bool) -> None:
 @pytest.mark.parametrize(
     ("version", "outcome", "words"),
     [
-        ((21, 8, 3), "warning", "21.08.3 is older than the releases that resihp was tried with, 22.05 to 26.05"),
+        ((21, 8, 3), "warning", "21.08.3 is older than the releases that resihp was tested with, 22.05 to 26.05"),
         ((22, 5, 8), "ok", "22.05.8"),
         ((24, 11, 5), "ok", "24.11.5"),
         ((26, 11, 0), "warning", "26.11.0 is newer"),
@@ -154,7 +154,10 @@ def test_what_newer_releases_offer() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"RequeueExit": "1-3,93", "RequeueExitHold": "4"}, ["for good, is run again", "(SPECIAL_EXIT)"]),
+        (
+            {"RequeueExit": "1-3,93", "RequeueExitHold": "4"},
+            ["Slurm requeues a job that resihp ended for good", "(SPECIAL_EXIT)"],
+        ),
         ({"RequeueExit": "142", "RequeueExitHold": ""}, []),
     ],
 )

@@ -250,9 +250,9 @@ def test_how_many_gpu_hours_did_failures_cost() -> None:
     text = text_of("history", "cost")
     assert "failures cost 0.0472 of 0.0928 GPU-hours (50.9 %)" in text
     assert "2 of 4 GPUs idle since iteration 21: rank 3 on n2 (it died), rank 2 on n2 (no stage for it)" in text
-    assert "GPUs stood by in" not in text
+    assert "idle GPUs in" not in text
     told()
-    stood_by = "GPUs stood by in 2 of 2 jobs: local-2 (0.0167 GPU-hours), local-1 (0.0167 GPU-hours)"
+    stood_by = "idle GPUs in 2 of 2 jobs: local-2 (0.0167 GPU-hours), local-1 (0.0167 GPU-hours)"
     assert stood_by in text_of("history", "cost", "--all")
     both = {row["cause"]: row for row in rows("cost", "--all")}
     assert both["slow"]["seconds"] == pytest.approx(20.0, abs=1e-3)
@@ -279,9 +279,9 @@ def test_what_did_it_cost_in_money_whom_and_when() -> None:
     assert re.search(r"until the first iteration 1\.00 s \S+ % 0\.0011 4 ", told_text)  # 1 s of 4 devices
     assert re.search(r"failures cost 0\.0472 of \S+ GPU-hours \(\S+ %\), 170 of \S+ in money", told_text)
     assert re.search(
-        r"useful share \S+ %, MTTR 4\.10 s \(noticing included\) failures 2: MTBF .* of hardware 1: MTBF", told_text
+        r"useful share \S+ %, MTTR 4\.10 s \(detection included\) failures 2: MTBF .* of hardware 1: MTBF", told_text
     )
-    assert "in 1,000 GPU-days" in text_of("history", "cost")
+    assert "per 1,000 GPU-days" in text_of("history", "cost")
     assert "lab" not in text_of("history", "cost", "--all", "--by", "account")
 
 
@@ -449,7 +449,7 @@ def test_a_node_that_never_came_is_shown_and_can_be_asked_for() -> None:
     catch_up("sqlite", path, path / "journal")
     ledger = ("--ledger", f"sqlite:///{path / 'ledger.db'}")
     shown = text_of("history", "nodes", *ledger)
-    assert re.search(r"n3 .* never came .* n9", shown)
+    assert re.search(r"n3 .* never joined .* n9", shown)
     [row] = rows("nodes", "--node", "n3", *ledger)
     assert (row["joined_at"], row["lost_reason"], row["replaced_by"]) == (None, "has not joined within 600 s", "n9")
     assert "n3" not in [row["node"] for row in rows("lemons", *ledger)]
@@ -621,14 +621,14 @@ def test_ledgers_of_a_home_tell_of_rates_and_repairs_together(tmp_path: Path) ->
     ("arguments", "words"),
     [
         (("plans", "--by", "node"), "--by is for failures"),
-        (("cost", "--by", "node"), "--by node: has no such; give one of job, owner, account"),
+        (("cost", "--by", "node"), "unknown --by node; choose one of job, owner, account"),
         (("failures", "--price", "2"), "--price is for cost"),
         (("promises", "--since", "1d"), "leave --since and --until out"),
-        (("rate",), "give --around TIME, or --having TRAIT=VALUE"),
+        (("rate",), "needs --around TIME or --having TRAIT=VALUE"),
         (("rate", "--having", "colour=red"), "traits are driver"),
-        (("rate", "--having", "driver"), "give TRAIT=VALUE"),
+        (("rate", "--having", "driver"), "must be TRAIT=VALUE"),
         (("failures", "--around", "1d"), "are for rate"),
-        (("failures", "--user", "me"), "give it with --all"),
+        (("failures", "--user", "me"), "use it with --all"),
         (("nodes", "--kind", "fail-stop"), "has no kinds"),
         (("iterations", "--all", "--kind", "fail-stop"), "has no kinds"),
         (("hosts", "--all", "--user", "me"), "leave it out"),
@@ -636,7 +636,7 @@ def test_ledgers_of_a_home_tell_of_rates_and_repairs_together(tmp_path: Path) ->
         (("cost", "--since", "1d"), "leave --since and --until out"),
         (("failures", "--injected"), "--injected is for lemons"),
         (("failures", "local-1", "--all"), "JOB local-1 and --all exclude each other"),
-        (("iterations", "--all", "--json"), "say how many with --limit"),
+        (("iterations", "--all", "--json"), "set --limit"),
         (("iterations", "--all", "--node", "n1"), "has no nodes"),
         (("failures", "--node", "n3"), "node n3: not in job local-1, which holds n1, n2"),
         (("failures", "--all", "--by", "node", "--node", "N-1"), r"node N-1: not in all jobs; did you mean n1"),
@@ -670,7 +670,7 @@ def test_an_empty_ledger_and_an_empty_home(tmp_path: Path) -> None:
     with pytest.raises(JobNotFoundError, match="holds no job yet"):
         resihp("history", "failures", "--ledger", url)
     assert rows("failures", "--all", "--ledger", url) == []
-    assert resihp("history", "lemons", "--ledger", url).stderr == "resihp: all jobs: no node served lately\n"
+    assert resihp("history", "lemons", "--ledger", url).stderr == "resihp: all jobs: no node in use lately\n"
     assert "failures cost 0 of 0 GPU-hours (-)" in text_of("history", "cost", "--all", "--ledger", url)
     with pytest.raises(JobNotFoundError, match="start one with resihp run"):
         resihp("history", "failures", "--all")
@@ -709,7 +709,7 @@ def shifted(time: datetime, hours: float) -> datetime:
 
 def test_what_the_command_offers_is_what_the_ledger_knows() -> None:
     """Both are written down where they are offered, too: the ledger's module takes time to import."""
-    assert tables.GROUPS == fleet.GROUPS
+    assert tables.FAILURE_GROUPS == fleet.GROUPS
     assert command.COST_BY == fleet.COST_BY
 
 
@@ -748,12 +748,12 @@ def test_spares_of_many_jobs_begin_with_those_that_saved_most(monkeypatch: pytes
         return list(rows)
 
     monkeypatch.setattr("db.reading.queries.spares_rows", spares_rows)
-    asked = command.Asked(
+    asked = command.HistoryQuery(
         view="spares", by=None, node=None, rank=None, since=None, until=None, limit=None, injected=False
     )
-    found = command._reckoned(asked, lambda read: read(cast(Any, None)), ())
+    found = command._computed(asked, lambda read: read(cast(Any, None)), ())
     assert [row["job"] for row in found] == ["b", "c", "a"]
     assert asked_for == [{"since": None, "until": None, "jobs": None, "of": ()}]
     listing = command._of_one(asked, cast(Any, None), {"id": 7, "name": "4711"}, (), None)
-    assert (listing.whose, listing.rows, listing.closing) == ("job 4711", rows, command.SPARES)
+    assert (listing.subject, listing.rows, listing.closing) == ("job 4711", rows, command.SPARES_FOOTNOTE)
     assert asked_for[1] == {"of": ({"id": 7, "name": "4711"},)}

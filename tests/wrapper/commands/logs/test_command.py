@@ -72,7 +72,7 @@ def test_of_the_supervisors_logs_those_are_shown_whose_nodes_have_led(job: Job) 
     write_journal(job.journal_file, succeeded())
     catch_up("sqlite", job.folder, job.journal_file)
     assert run("--supervisor").stdout.splitlines()[-1] == "fork server ready"
-    assert {path.name for path in command.files_of(job, command.Whose(supervisor=True))} == {
+    assert {path.name for path in command.files_of(job, command.LogSelection(supervisor=True))} == {
         *("supervisor.log", "n2.agent.log")
     }
 
@@ -112,7 +112,7 @@ def test_of_a_node_and_of_all_each_has_its_name(job: Job) -> None:
 
 
 def test_of_many_those_that_wrote_last(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "MOST_FILES", 2)
+    monkeypatch.setattr(command, "MAX_FILES", 2)
     result = run("-n", "1")
     assert [line for line in result.stdout.splitlines() if "==>" in line] == [
         "==> n1.agent.log <==",
@@ -133,7 +133,7 @@ def test_as_json(job: Job) -> None:
         (("--rank", "9"), "job local-1: no log of rank 9 in .*; there are ranks 0 to 3, nodes n1, n2"),
         (("--node", "n9"), "no log of node n9 in"),
         (("--rank", "0", "--node", "n2"), "no log of rank 0 on node n2 in"),
-        (("--supervisor", "--rank", "0"), "name one of --supervisor, --rank and --node"),
+        (("--supervisor", "--rank", "0"), "use --supervisor alone"),
         (("-f", "--json"), "leave -f out"),
     ],
 )
@@ -144,12 +144,12 @@ def test_what_there_is_not(job: Job, argv: tuple[str, ...], words: str) -> None:
 def test_nothing_has_begun(job: Job) -> None:
     for path in job.logs.iterdir():
         path.unlink()
-    assert "its workers have not begun; resihp status local-1 tells more" in refused()
+    assert "as its workers have not begun; see resihp status local-1" in refused()
 
 
 def test_what_comes_is_followed_until_the_job_ends(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "LOOK_EVERY_S", 0.0)
-    monkeypatch.setattr(command, "FIND_EVERY_S", 0.0)
+    monkeypatch.setattr(command, "POLL_INTERVAL_S", 0.0)
+    monkeypatch.setattr(command, "SEARCH_INTERVAL_S", 0.0)
     looks = 0
 
     def trains(of: Job) -> bool:
@@ -170,12 +170,12 @@ def test_what_comes_is_followed_until_the_job_ends(job: Job, monkeypatch: pytest
         "n2.rank4| a new process",
         "n2.rank3| and an end",
     ]
-    assert "job local-1: has ended; resihp status local-1 tells how" in result.stderr
+    assert "job local-1: has ended; see resihp status local-1" in result.stderr
 
 
 def begins(monkeypatch: pytest.MonkeyPatch, does: Callable[[Job, int], bool]) -> None:
     """What a job does until it is over, look by look."""
-    monkeypatch.setattr(command, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(command, "POLL_INTERVAL_S", 0.0)
     looks = itertools.count(1)
     monkeypatch.setattr(Job, "is_over", property(lambda of: does(of, next(looks))))
 
@@ -190,7 +190,7 @@ def test_a_rank_that_has_not_started_is_waited_for(job: Job, monkeypatch: pytest
     result = run("--rank", "5", "-f", "-n", "0")
     assert result.stdout == "hello\n"
     assert "job local-1: waiting for rank 5 to start; there are ranks 0 to 3, nodes n1, n2" in result.stderr
-    assert "job local-1: has ended; resihp status local-1 tells how" in result.stderr
+    assert "job local-1: has ended; see resihp status local-1" in result.stderr
 
 
 def test_a_job_that_has_just_been_made_is_waited_for(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,12 +237,12 @@ def test_a_rank_or_node_that_the_job_cannot_have_is_an_error_at_once(
     for path in job.logs.iterdir():
         path.unlink()
     begins(monkeypatch, lambda of, look: look >= 4)
-    assert ("has ended: " if comes else f"there will be no {argv[0][2:]} {argv[1]}, ") in refused(*argv, "-f")
+    assert ("has ended: " if comes else f"there will be no {argv[0][2:]} {argv[1]}; ") in refused(*argv, "-f")
 
 
 def test_a_job_without_a_supervisor_is_not_followed_for_ever(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr(command, "GONE_S", 0.02)
+    monkeypatch.setattr(command, "POLL_INTERVAL_S", 0.01)
+    monkeypatch.setattr(command, "NO_SUPERVISOR_TIMEOUT_S", 0.02)
     assert "has had no supervisor for" in run("--rank", "0", "-f").stderr
 
 

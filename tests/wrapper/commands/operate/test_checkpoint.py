@@ -93,4 +93,4 @@ def test_a_job_that_writes_none_and_a_user_who_waits_no_longer(job: Job, monkeyp
     answered(monkeypatch, KeyboardInterrupt())
     result = checkpoint("now", job.name)
     assert result.exit_code == 130
-    assert f"it is written all the same: resihp checkpoint list {job.name}" in result.stderr
+    assert f"the checkpoint is still being written: resihp checkpoint list {job.name}" in result.stderr

@@ -68,7 +68,7 @@ def test_a_long_journal_is_not_read_again_and_again(job: Job, monkeypatch: pytes
     real = journal_file.decode
     monkeypatch.setattr(journal_file, "decode", lambda body: (decoded.append(len(body)), real(body))[1])
     monkeypatch.setattr(request, "ask", answered)
-    monkeypatch.setattr("wrapper.commands.resume.how_to_go_on", lambda of: "")
+    monkeypatch.setattr("wrapper.commands.resume.resume_hint", lambda of: "")
     monkeypatch.setattr("wrapper.config.run_spec.load", lambda path: None)
     nothing = [lambda: None] * 8
     monkeypatch.setattr(stop, "time", Clock(*nothing, saved, *nothing, ends))
@@ -85,14 +85,14 @@ def test_a_long_journal_is_not_read_again_and_again(job: Job, monkeypatch: pytes
 
 def test_a_job_that_nobody_supervises_any_more_is_not_waited_for(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stop, "time", Clock())
-    told = stop.Told(job)
+    told = stop.StopProgress(job)
     told.new()
     assert not stop._follow(job, told)
 
 
 def test_the_copy_is_read_on_where_the_journal_is_gone(job: Job) -> None:
     """As when another node has taken the lead, and the job has ended there."""
-    told = stop.Told(job)
+    told = stop.StopProgress(job)
     told.new()
     writer = journal_file.Journal(job.journal_file, sync=False)
     writer.append(journal.JobEnded(exit_code=0, state="completed", reason="done"), time.time())

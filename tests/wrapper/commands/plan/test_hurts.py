@@ -96,13 +96,13 @@ def test_for_people() -> None:
     text = result.stdout
     assert "8 nodes like n1" in text
     assert "32 like rank 0 (n1 device 0)" in text
-    assert "The 8 devices that stand by are not asked about" in text
-    assert "Of 72 losses, 3 were asked about, one of each kind of place" in text
+    assert "The 8 standby devices are not counted" in text
+    assert "Of 72 losses, 3 were planned, one of each kind of place" in text
     alone = run(*SMALL, "--layout", "tp=2,dp=1,pp=2").stdout
     assert "cannot run" in alone
     assert "4 like rank 0 (n1 device 0)" in alone
     assert "Cannot run without node n1: no rank is left." in alone
-    assert "Checkpoint: nobody else holds that state." in alone
+    assert "Checkpoint: no other rank holds that state." in alone
     assert "One holder left: layers 0-31, the embedding and the head are held by ranks 0-3 alone" in alone
 
 
@@ -113,10 +113,10 @@ def test_of_many_places_those_that_come_to_the_same_are_one_row(monkeypatch: pyt
     table = [line for line in text.splitlines() if "(n" in line or " node" in line]
     assert 3 < len(table) <= 20
     assert " like rank" in text
-    assert "Left out" not in text
-    monkeypatch.setattr(hurts, "MOST_ROWS", 2)
+    assert "Not shown" not in text
+    monkeypatch.setattr(hurts, "MAX_ROWS", 2)
     fewer = run(*argv).stdout
-    assert re.search(r"Left out: \d+ devices? (and \d nodes? )?that hurt less \(\d+% to \d+%\); --json", fewer)
+    assert re.search(r"Not shown: \d+ devices? (and \d nodes? )?that hurt less \(\d+% to \d+%\); --json", fewer)
 
 
 def test_equal_questions_have_equal_answers() -> None:

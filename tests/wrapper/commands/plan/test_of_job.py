@@ -152,14 +152,13 @@ def test_a_small_job_is_told_in_its_own_times_and_a_loss_makes_it_no_faster(ledg
     write(ledger, small(0.76), tmp_path)
     lines, said = shown(ledger, "7", "--fail", "5")
     assert said == (
-        "resihp: an iteration takes 0.76 s as things are, the median of the last 10 under the plan in effect; other "
-        "times follow from that in proportion, by layers and micro-batches alone: what its devices are is not known "
-        "(--hardware)\n"
+        "resihp: an iteration now takes 0.76 s, the median of the last 10 under the plan in effect; other times are "
+        "scaled from it by layers and micro-batches alone, as its devices are unknown (--hardware)\n"
     )
-    assert lines[0] == "job 7, 256 tokens a sequence, on 8 devices of 2 nodes; rank 5 gone"
+    assert lines[0] == "job 7, 256 tokens per sequence, on 8 devices of 2 nodes; rank 5 lost"
     assert "before 0.76 s 1.00 x 5.0 MB DP2 x PP1 x TP4" in lines
-    assert "after 1.14 s 1.50 x 7.9 MB 6 ranks work, 1 standing by" in lines
-    assert any(line.startswith("Memory of rank 4, the most: 2.6 MB of state, 5.3 MB of activations") for line in lines)
+    assert "after 1.14 s 1.50 x 7.9 MB 6 ranks work, 1 on standby" in lines
+    assert any(line.startswith("Highest memory, rank 4: 2.6 MB of state, 5.3 MB of activations") for line in lines)
 
 
 def test_times_of_a_very_fast_job_are_told_in_small_units(ledger: str, tmp_path: Path) -> None:
@@ -177,9 +176,9 @@ def test_a_loss_that_seems_to_make_a_job_faster_is_explained(ledger: str, tmp_pa
     assert "before 0.76 s 1.00 x 5.0 MB DP2 x PP1 x TP4" in lines
     [told] = [line for line in lines if line.startswith("Faster than before")]
     assert told.startswith(
-        "Faster than before: not by the failure, but by another plan, which would be faster now, too (0."
+        "Faster than before: not due to the failure, but to a better plan, which is faster without the failure, too (0."
     )
-    assert told.endswith(" x); better plans of all devices: resihp plan 7 --search 10.")
+    assert told.endswith(" x); to search on all devices: resihp plan 7 --search 10.")
     assert not any(line.startswith("Faster") for line in shown(ledger, "7")[0]), "nothing has failed"
 
 
@@ -193,7 +192,7 @@ def test_the_times_that_a_plan_was_decided_by_tell_plans_apart(ledger: str, tmp_
         entries.append(journal.IterationCommitted(epoch=1, outcome=outcome(i), seconds=2.0, predicted_seconds=None))
     write(ledger, entries, tmp_path)
     content, said = asked(ledger, "7", "--slow", "6:0.5,7:0.5")
-    assert "in proportion, by what its layers were measured to take" in said
+    assert "scaled from it by the measured times of its layers" in said
     assert content["before"]["iteration_seconds"] == pytest.approx(2.0)
     assert content["unmitigated_seconds"] > 3.0, "the last stage, which has the head, is half as fast"
 
@@ -222,7 +221,7 @@ def test_iterations_before_the_last_change_of_what_is_slow_do_not_tell_how_long_
         entries.append(journal.FailureEnded(failure=1, node="gpu-2", device=2, iteration=healed, evidence=""))
     write(ledger, entries, tmp_path)
     content, said = asked(ledger, "7")
-    assert f"an iteration takes {takes:.2f} s as things are" in said
+    assert f"an iteration now takes {takes:.2f} s, the median" in said
     assert content["unmitigated_seconds"] == pytest.approx(takes)
 
 
@@ -273,14 +272,15 @@ def test_for_people_it_says_whose_plan_it_is(ledger: str, tmp_path: Path) -> Non
     write(ledger, told(slow=0.5), tmp_path)
     done = CliRunner().invoke(app, ["plan", "--ledger", ledger], env={"COLUMNS": "100"})
     assert done.exit_code == 0, done.exception
-    assert done.stdout.startswith("job 7, 2048 tokens a sequence, on 8 a100 of 2 nodes; slow: rank 6 at 0.5")
+    assert done.stdout.startswith("job 7, 2048 tokens per sequence, on 8 a100 of 2 nodes; slow: rank 6 at 0.5")
 
 
 def test_devices_that_nobody_knows_are_taken_for_others_and_that_is_said(ledger: str, tmp_path: Path) -> None:
     write(ledger, told(hardware="Xeon"), tmp_path)
     _, said = asked(ledger, "7")
     assert said == (
-        "resihp: Xeon is not in the catalogue: seconds are those of a100, trust their ratios; name it with --hardware\n"
+        "resihp: Xeon is not in the catalogue: times are for a100, only their ratios count; "
+        "name the devices with --hardware\n"
     )
     assert asked(ledger, "7", "--hardware", "h100")[1] == ""
 
@@ -302,7 +302,7 @@ def test_refusals(ledger: str, tmp_path: Path, argv: tuple[str, ...], said: str)
 def test_a_job_that_has_not_said_what_it_trains(ledger: str, tmp_path: Path) -> None:
     write(ledger, told(declare=False), tmp_path)
     assert refusal(ledger, "7") == (
-        "job 7: has no plan yet, or its ledger is of an older resihp; give --model and --layout"
+        "job 7: has no plan yet, or an older resihp wrote its ledger; use --model and --layout"
     )
 
 

@@ -64,7 +64,7 @@ def test_a_search_finds_a_better_plan_and_says_what_was_found_at_once() -> None:
     assert "searched" in searched["reason"]
     assert run(*asked, "--search", "-1").exit_code == 2
     for other in (("--planner", "resihp-paper"), ("--tune",)):
-        assert "begins with our own plan" in refusal(*asked[:4], *other, "--search", "1")
+        assert "starts from resihp's own plan" in refusal(*asked[:4], *other, "--search", "1")
 
 
 def test_json_of_the_example() -> None:
@@ -123,13 +123,13 @@ def test_for_people() -> None:
     result = run(*EXAMPLE)
     assert result.exit_code == 0, result.exception
     text = result.stdout
-    assert "llama2-13b, 8192 tokens a sequence, on 32 a100 of 4 nodes; rank 5 gone; slow: rank 12 at 0.5" in text
+    assert "llama2-13b, 8192 tokens per sequence, on 32 a100 of 4 nodes; rank 5 lost; slow: rank 12 at 0.5" in text
     assert "DP2 x PP4 x TP4" in text
     assert "cannot run" in text
     assert "4 each" in text  # equal stages of equal replicas once
     assert "GB of state to move" in text
     assert "Why: " in text
-    assert "Instead: " in text
+    assert "Alternatives: " in text
 
 
 def test_for_people_when_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +138,7 @@ def test_for_people_when_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_slow_device_says_when_the_change_has_paid_for_itself() -> None:
-    assert "paid back after" in run(*LLAMA, "--slow", "12:0.3").stdout
+    assert "it pays for itself if the failure lasts" in run(*LLAMA, "--slow", "12:0.3").stdout
 
 
 def test_a_layout_that_does_not_fit_is_refused_unless_that_is_to_be_ignored() -> None:
@@ -168,7 +168,7 @@ def test_own_hardware_and_model(tmp_path: Path) -> None:
     content = found("--model", model, "--hardware", hardware, "--layout", "tp=2,dp=2,pp=2", "--fail", "1")
     assert content["after"]["layout"]["replicas"]
     assert (
-        "mine, 4096 tokens a sequence, on 8 device"
+        "mine, 4096 tokens per sequence, on 8 device"
         in run("--model", model, "--hardware", hardware, "--layout", "tp=2,dp=2,pp=2").stdout
     )
 
@@ -184,7 +184,7 @@ def test_own_hardware_and_model(tmp_path: Path) -> None:
         (("--slow", "12"), "1 is healthy, 0.5 half as fast"),
         (("--slow-link", "n1:0.3"), "for example --slow-link n1-n2:0.3"),
         (("--fail", "0-31"), "nothing is left"),
-        (("--fail", "1-31"), "ranks 1-31 gone: "),
+        (("--fail", "1-31"), "ranks 1-31 lost: "),
         (("--micro-batches", "0"), "--micro-batches 0: must be at least 1"),
         (("--sequence-length", "0"), "--sequence-length 0: must be at least 1"),
         (("--hardware", "b100"), "hardware b100: not known; did you mean"),
@@ -256,13 +256,13 @@ def test_the_picture_is_written(tmp_path: Path) -> None:
     result = run(*SMALL, "--fail", "1", "--plot", picture)
     assert result.exit_code == 0, result.exception
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert f"picture written to {picture}" in result.stderr
+    assert f"plot written to {picture}" in result.stderr
 
 
 def test_a_picture_that_cannot_be_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    assert "the picture cannot be written" in refusal(*SMALL, "--plot", tmp_path / "no" / "out.png")
-    assert "the picture cannot be written" in refusal(*SMALL, "--plot", tmp_path / "out.wav")
+    assert "the plot cannot be written" in refusal(*SMALL, "--plot", tmp_path / "no" / "out.png")
+    assert "the plot cannot be written" in refusal(*SMALL, "--plot", tmp_path / "out.wav")
 
 
 def test_without_matplotlib_the_picture_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -324,13 +324,13 @@ def test_even_layers_of_uneven_models_are_told_by_what_they_cost() -> None:
     [
         ({}, "nothing has failed"),
         ({"devices": {0: 0}}, "nothing more has failed"),
-        ({"failed": (5,), "failed_nodes": ("n1",)}, "ranks 0-3 5 gone"),
+        ({"failed": (5,), "failed_nodes": ("n1",)}, "ranks 0-3 5 lost"),
         ({"slow": {rank: 0.5 for rank in range(12)}}, f"slow: rank {', '.join(f'{n} at 0.5' for n in range(12))}"),
         (
             {"slow": {rank: 0.5 for rank in range(14)}},
             f"slow: rank {', '.join(f'{n} at 0.5' for n in range(12))} and 2 more",
         ),
-        ({"failed": (1,), "slow_links": {("n1", "n2"): 0.3}}, "rank 1 gone; link n1-n2 at 0.3"),
+        ({"failed": (1,), "slow_links": {("n1", "n2"): 0.3}}, "rank 1 lost; link n1-n2 at 0.3"),
     ],
 )
 def test_what_has_happened_is_told_in_a_line(what: dict[str, Any], text: str) -> None:

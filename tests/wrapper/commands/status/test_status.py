@@ -30,7 +30,7 @@ from resihp.record import journal, journal_file
 from tests.db.conftest import BEGAN, any_layout_story, node_story, started, write_journal
 from tests.resihp.controller.direct import DECLARE
 from wrapper.cli import app
-from wrapper.commands.history.command import OF_ALL, History
+from wrapper.commands.history.command import VIEWS_OF_ALL_JOBS, History
 from wrapper.commands.history.tables import history_table
 from wrapper.commands.status import tables
 from wrapper.commands.status.job_status import job_status
@@ -308,15 +308,15 @@ def test_every_table_has_json_csv_parquet_and_a_terminal_form(job: Job, table: H
     assert max(map(len, [*shown.stdout.splitlines(), ""])) <= 80
     if not found:
         assert shown.stdout == ""
-        whose = "all jobs" if table in OF_ALL else f"job {job.name}"
+        whose = "all jobs" if table in VIEWS_OF_ALL_JOBS else f"job {job.name}"
         assert shown.stderr == f"resihp: {whose}: no {table.value}\n"
 
 
 @pytest.mark.parametrize(
     ("job", "state", "exit_code", "told"),
     [
-        ("6", "cancelled", 75, "Slurm was asked to run it again: resihp jobs tells whether it waits"),
-        ("3", "abnormal", 1, "Slurm may run it again: resihp jobs tells whether it waits"),
+        ("6", "cancelled", 75, "Slurm was asked to run it again: resihp jobs shows whether it is queued"),
+        ("3", "abnormal", 1, "Slurm may run it again: resihp jobs shows whether it is queued"),
         ("local-3", "abnormal", 1, ""),
         ("6", "cancelled", 143, ""),
         ("6", "running", None, ""),
@@ -450,7 +450,7 @@ def test_status_tells_of_nodes_that_went_and_came() -> None:
     assert "\nin use: n9 for n3\n" in text
     state["replacements"][1]["outcome"] = "pending"
     state["drains"][0]["undrained_at"] = None
-    assert tables.nodes_line(state) == "drained: n3; asked for: a node for n3 (Slurm job 42, pending)"
+    assert tables.nodes_line(state) == "drained: n3; requested: a node for n3 (Slurm job 42, pending)"
     assert tables.nodes_line({"drains": [], "replacements": []}) == ""
 
 
@@ -557,10 +557,10 @@ def test_ledger_option_reads_another_ledger(job: Job, tmp_path: Path) -> None:
 
 def test_db_upgrade(job: Job, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/shared.db"
-    assert f"schema {head()}, made" in resihp("db", "upgrade", "--ledger", url).stderr
-    assert f"schema {head()}, is up to date" in resihp("db", "upgrade", "--ledger", url).stderr
+    assert f"schema {head()}, created" in resihp("db", "upgrade", "--ledger", url).stderr
+    assert f"schema {head()}, up to date" in resihp("db", "upgrade", "--ledger", url).stderr
     resihp("status")
-    assert f"ledger.db: schema {head()}, is up to date" in resihp("db", "upgrade").stderr
+    assert f"ledger.db: schema {head()}, up to date" in resihp("db", "upgrade").stderr
 
 
 def test_newer_ledger_says_what_to_do(job: Job) -> None:
@@ -611,7 +611,7 @@ def test_what_the_detector_sees_is_told(row: dict[str, Any], words: str) -> None
 
 def test_a_job_that_committed_nothing_has_not_lost_nothing() -> None:
     figures = {"goodput": None, "ettr": None, "state": "failed", "epoch": 1, "lost_seconds": {"other": 3600.0}}
-    assert tables.goodput_line(figures) == "goodput -, ETTR -; lost: all of it, no iteration is committed"
+    assert tables.goodput_line(figures) == "goodput -, ETTR -; lost: all time, no iteration was committed"
 
 
 def test_a_job_that_went_on_from_the_last_iteration_has_lost_nothing() -> None:
@@ -628,9 +628,12 @@ def test_a_job_that_went_on_from_the_last_iteration_has_lost_nothing() -> None:
     assert (state["iteration"], state["target"], state["committed_iterations"]) == (60, 60, 0)
     shown = " ".join(resihp("status", job.name).stdout.split())
     assert "iteration 60 of 60" in shown
-    assert "nothing was left to do: iteration 60 was in the checkpoint that it went on from" in shown
+    assert "nothing was left to do: it resumed from a checkpoint of iteration 60" in shown
     assert "lost" not in shown
-    assert "nothing was left to do after iteration 60" in resihp("report", job.name, "--markdown").stdout
+    assert (
+        "nothing was left to do, as it resumed from the checkpoint of iteration 60"
+        in resihp("report", job.name, "--markdown").stdout
+    )
     figures = followed(job.records())
     assert figures.iteration == 60
 
@@ -649,19 +652,19 @@ def test_what_a_script_without_a_trainer_has_lost_nobody_knows(state: Any, exit_
     write_journal(job.journal_file, ((entry, began + at) for entry, at in told))
     job.exit_code_file.write_text(f"{exit_code}\n")
     shown = " ".join(resihp("status", job.name).stdout.split())
-    assert "goodput and ETTR are not known: its script did not say what it trains" in shown
+    assert "goodput and ETTR are unknown: the script did not declare its model" in shown
     assert "lost" not in shown
     told_in_report = " ".join(resihp("report", job.name, "--markdown").stdout.split())
-    assert f"took 1 h 00 min, {how}; its script did not say what it trains." in told_in_report
+    assert f"took 1 h 00 min, {how}; its script did not declare its model." in told_in_report
     assert "committed no iteration" not in told_in_report
     assert "| - | - | - | 0 |" in told_in_report, "goodput, ETTR, lost, failures"
     cost = " ".join(resihp("history", "cost", job.name).stdout.split())
-    assert "where the time of a script without resihp.Trainer went is not known" in cost
+    assert "the use of time is unknown for a script without resihp.Trainer" in cost
 
 
 def test_a_script_that_has_not_said_yet_what_it_trains_has_lost_nothing_that_anybody_knows_of() -> None:
     figures = {"goodput": None, "ettr": None, "state": "running", "epoch": None, "lost_seconds": {"other": 3600.0}}
-    assert tables.goodput_line(figures).endswith("its script has not said what it trains (resihp.Trainer does)")
+    assert tables.goodput_line(figures).endswith("the script has not declared its model (resihp.Trainer does)")
 
 
 def test_an_id_names_a_job_to_every_command_from_any_folder(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

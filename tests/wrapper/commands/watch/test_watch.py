@@ -173,7 +173,7 @@ def test_a_sign_for_each_rank() -> None:
 def test_more_amiss_than_there_is_room_for() -> None:
     rows = [line.plain for line in signs(LARGE, {rank: "suspected" for rank in range(0, 16384, 128)}, 80, 12)]
     assert len(rows) <= 12
-    assert any("more replicas" in row and "of them not all active" in row for row in rows)
+    assert any("more replicas" in row and "of them not fully active" in row for row in rows)
 
 
 def test_times_without_predictions_and_without_anything() -> None:

@@ -174,14 +174,14 @@ def prepare(options: Options, slurm: Slurm | None = None) -> RunRequest:
 
 def make_request(checked: Checked, options: Options) -> RunRequest:
     """Make the job's folder and return the request that describes the job."""
-    configuration, given_allocation, of_slurm, shape = (
+    configuration, given, of_slurm, shape = (
         checked.configuration,
         checked.allocation,
         checked.of_slurm,
         checked.shape,
     )
-    resumption, restart_count = checked.restart.resumption, given_allocation.restart_count if given_allocation else 0
-    job = create_slurm_job(given_allocation.job_id, restart_count) if given_allocation else create_local_job()
+    resumption, restart_count = checked.restart.resumption, given.restart_count if given else 0
+    job = create_slurm_job(given.job_id, restart_count) if given else create_local_job()
     checkpoints = resumption.folder if resumption else checked.saved or job.checkpoints.absolute()
     mounted = container.job_folders(checked.cwd, job.folder, checkpoints, checked.python_path)
     command = configuration.job.command
@@ -195,7 +195,7 @@ def make_request(checked: Checked, options: Options) -> RunRequest:
         checkpoint_folder=str(checkpoints),
         checkpoint_keep=configuration.checkpoint.keep,
         resume=resumption is not None,
-        chained=options.resume_or_start and given_allocation is not None,
+        chained=options.resume_or_start and given is not None,
         begins_at=resumption.iteration if resumption else 0,
         go_on=command_to_go_on(options.arguments, job.name, command, options.resume or ""),
         run=run_of(checkpoints, resumed=resumption is not None, earlier=checked.restart.run),
@@ -205,7 +205,7 @@ def make_request(checked: Checked, options: Options) -> RunRequest:
         host=of_slurm.address if of_slurm else "127.0.0.1",
         ports=values.ports_of(configuration.slurm.ports) if of_slurm else None,
         interface=configuration.network.interface if of_slurm else "",
-        succession=_succession(configuration, given_allocation is not None and len(shape.nodes) > 1),
+        succession=_succession(configuration, given is not None and len(shape.nodes) > 1),
         slurm=of_slurm.request if of_slurm else None,
         container=container.with_folders(checked.inside, mounted),
         listening=checked.listening,
@@ -224,15 +224,13 @@ def check(options: Options, slurm: Slurm | None = None) -> Checked:
     }
     configuration = read(values_by_section, options.config)
     _check_words(configuration)
-    given_allocation = None
+    given = None
     if not options.local:
         slurm = slurm or _slurm()
-        given_allocation = allocation.find(os.environ, slurm)
+        given = allocation.find(os.environ, slurm)
         in_slurm.look_at_release(slurm, message)
-        check_partition(given_allocation.partition, configuration, f"job {given_allocation.job_id}: partition")
-    shape = (
-        of_allocation(configuration, given_allocation, message) if given_allocation else on_this_machine(configuration)
-    )
+        check_partition(given.partition, configuration, f"job {given.job_id}: partition")
+    shape = of_allocation(configuration, given, message) if given else on_this_machine(configuration)
     check_layout(configuration.layout, shape.laid_out, shape.gpus_per_node)
     planned = tuple(faults.parse(text, i + 1) for i, text in enumerate(options.faults))
     for fault in planned:
@@ -242,18 +240,14 @@ def check(options: Options, slurm: Slurm | None = None) -> Checked:
     program = resolve(configuration.job.command, message, configuration.container.python if inside else None)
     cwd, python_path = os.getcwd(), _absolute_entries(os.environ.get("PYTHONPATH", ""))
     container.with_folders(inside, [Path(cwd), home()])  # raises if a folder cannot be mounted
-    saved = _checkpoint_folder(options, configuration, given_allocation)
-    if options.resume_or_start and given_allocation and slurm and saved:
-        in_slurm.check_chain(saved, given_allocation, slurm, message)
-    restart = _resumption(options, configuration, given_allocation, saved)
-    of_slurm = (
-        in_slurm.of_slurm(configuration, given_allocation, slurm, restart.failed, message)
-        if given_allocation and slurm
-        else None
-    )
+    saved = _checkpoint_folder(options, configuration, given)
+    if options.resume_or_start and given and slurm and saved:
+        in_slurm.check_chain(saved, given, slurm, message)
+    restart = _resumption(options, configuration, given, saved)
+    of_slurm = in_slurm.of_slurm(configuration, given, slurm, restart.failed, message) if given and slurm else None
     return Checked(
         configuration=configuration,
-        allocation=given_allocation,
+        allocation=given,
         shape=shape,
         faults=planned,
         listening=listening,
@@ -296,37 +290,26 @@ def _slurm() -> Slurm:
     return CommandLine()
 
 
-def _checkpoint_folder(
-    options: Options, configuration: Configuration, given_allocation: Allocation | None
-) -> Path | None:
+def _checkpoint_folder(options: Options, configuration: Configuration, given: Allocation | None) -> Path | None:
     """Return the configured folder; each task of a job array gets its own subfolder, unless tasks resume each other."""
     if not configuration.checkpoint.folder:
         return None
     folder = Path(configuration.checkpoint.folder).absolute()
-    if (
-        given_allocation is None
-        or not given_allocation.task
-        or options.resume_or_start
-        or folder.name == given_allocation.task
-    ):
+    if given is None or not given.task or options.resume_or_start or folder.name == given.task:
         return folder
-    message(
-        f"job {given_allocation.job_id}: task of a job array; its checkpoints are in {folder / given_allocation.task}"
-    )
-    return folder / given_allocation.task
+    message(f"job {given.job_id}: task of a job array; its checkpoints are in {folder / given.task}")
+    return folder / given.task
 
 
 def _resumption(
-    options: Options, configuration: Configuration, given_allocation: Allocation | None, saved: Path | None
+    options: Options, configuration: Configuration, given: Allocation | None, saved: Path | None
 ) -> Restart:
     """Return where this run resumes: after a restart by Slurm, from earlier runs; else as the command line asks."""
     close_home()  # before anything in it is trusted
     restart = Restart(None, 0)
-    if given_allocation is not None and given_allocation.restart_count:
+    if given is not None and given.restart_count:
         job, max_restarts = configuration.job, configuration.slurm.restarts
-        restart = after_restart(
-            given_allocation.job_id, given_allocation.restart_count, job.command, max_restarts, message
-        )
+        restart = after_restart(given.job_id, given.restart_count, job.command, max_restarts, message)
         if restart.resumption is not None:
             return restart
     if options.resume is not None:

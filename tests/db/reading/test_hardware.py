@@ -242,7 +242,7 @@ def test_the_command_line_writes_and_lists(told: Callable[..., str], monkeypatch
     shown = run("maintenance", "n2", "--ledger", url).stdout
     assert "replaced" in shown
     assert "n1 " not in shown
-    assert "nothing was written down of node n3" in run("maintenance", "n3", "--ledger", url).stderr
+    assert "no repairs recorded for node n3" in run("maintenance", "n3", "--ledger", url).stderr
 
 
 @pytest.mark.parametrize(

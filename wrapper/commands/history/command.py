@@ -549,18 +549,10 @@ def _of_all(query: HistoryQuery, job: str | None, ledger: str | None) -> Listing
         return Listing(
             queries.COLUMNS["placements"], _newest(rows, query.limit), subject, len(rows), node_names, "", clusters
         )
-    rows = _newest_of_all(query, ask)
     time = TABLES[query.view].time
-    rows = sorted(rows, key=lambda row: row[time])
-    return Listing(
-        (*OF_JOB, *queries.COLUMNS[query.view]),
-        rows[-(query.limit or len(rows)) :],
-        subject,
-        None,
-        node_names,
-        "",
-        clusters,
-    )
+    rows = sorted(_newest_of_all(query, ask), key=lambda row: row[time])
+    columns = (*OF_JOB, *queries.COLUMNS[query.view])
+    return Listing(columns, rows[-(query.limit or len(rows)) :], subject, None, node_names, "", clusters)
 
 
 def _newest_of_all(query: HistoryQuery, ask: Callable[[Callable[[Reader], list[Any]]], list[Any]]) -> list[Any]:

@@ -55,9 +55,7 @@ SLURM_TIMEOUT_S = 3.0
 
 def listed(*, include_old: bool, now_s: float, say: Say, slurm: Slurm | None = None) -> tuple[list[Row], int]:
     """Return the rows, running jobs first and newest first, and the number of jobs left out as they ended long ago.
-
-    `slurm`: the client to query for states; default: the Slurm commands on PATH.
-    """
+    `slurm`: the client to query for states; default: the Slurm commands on PATH."""
     rows: list[Row] = []
     hidden = 0
     entries, hanging_homes = _known(say)
@@ -122,10 +120,7 @@ def _stronger(moved: KnownJob, present: KnownJob | None) -> KnownJob:
 
 
 def _is_begun(queued: KnownJob, candidate: KnownJob) -> bool:
-    """Return whether `other` is a run of the submitted job `queued`.
-
-    Job numbers alone do not decide: Slurm reuses them, and each cluster has its own.
-    """
+    """Return whether a job is a run of the job `queued`; numbers alone do not decide, as Slurm reuses them."""
     return (
         candidate.state != QUEUED
         and candidate.slurm_job == queued.slurm_job
@@ -135,10 +130,7 @@ def _is_begun(queued: KnownJob, candidate: KnownJob) -> bool:
 
 
 def _known(say: Say) -> tuple[list[KnownJob], set[str]]:
-    """Return the registry's jobs plus jobs of this home that it lacks, and the homes that do not answer.
-
-    The registry lacks, for example, jobs of an older version.
-    """
+    """Return the registry's jobs plus jobs of this home that it lacks, and the homes that do not answer."""
     entries, problems = registry.entries()
     if problems:
         say(f"warning: {problems[0]}" + (f"; and {len(problems) - 1} more" if len(problems) > 1 else ""))
@@ -165,10 +157,7 @@ def _known(say: Say) -> tuple[list[KnownJob], set[str]]:
 
 
 def _silent(homes: Collection[str]) -> set[str]:
-    """Return the homes on a file system that hangs.
-
-    They must not be read again: this process would hang as well and could not list the other jobs.
-    """
+    """Return the homes on a file system that hangs; reading them here would block the list of all other jobs."""
 
     def look(folder: str) -> None:
         with suppress(OSError), os.scandir(Path(folder, "jobs")) as entries:

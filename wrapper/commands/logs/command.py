@@ -74,8 +74,7 @@ def logs(
     ] = False,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow new output until the job ends.")] = False,
     lines: Annotated[
-        int | None,
-        typer.Option("--lines", "-n", help="Lines of each log.", min=0, show_default="50; of several logs, 10"),
+        int | None, typer.Option("--lines", "-n", help="Lines of each log.", min=0, show_default="50; of several, 10")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -118,10 +117,8 @@ def logs(
         for line in log_lines:
             print(_shown(line))
     if hidden := len(written) - len(shown_paths):
-        message(
-            f"job {this_job.name}: {hidden} more logs in {this_job.logs}; "
-            "choose with --rank R, --node N or --supervisor"
-        )
+        choice = "choose with --rank R, --node N or --supervisor"
+        message(f"job {this_job.name}: {hidden} more logs in {this_job.logs}; {choice}")
     if supervisor and not follow:
         message(f"for its decisions and reasons: resihp history events {this_job.name}")
     if follow:

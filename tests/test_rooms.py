@@ -1,4 +1,4 @@
-"""The house's rules, read off the source: who imports whom, no circles, small rooms, short functions, one name each.
+"""The project's rules, read off the source: who imports whom, no circles, small packages, short functions, one name each.
 
 What breaks a rule stands in a list here with its reason. An entry that breaks nothing any more fails as well: the
 lists only get shorter.
@@ -129,10 +129,8 @@ LONG_MODULES: Mapping[str, int] = {
     "resihp/simulator/world.py": 900,
     "slurm/parse.py": 450,
     "slurm/site/hook.py": 825,
-    "wrapper/commands/history/command.py": 725,
+    "wrapper/commands/history/command.py": 700,
     "wrapper/commands/history/tables.py": 450,
-    "wrapper/commands/jobs/listing.py": 425,
-    "wrapper/commands/run.py": 425,
     "wrapper/config/schema.py": 525,
     "wrapper/job_files.py": 575,
     "wrapper/job_folder.py": 475,

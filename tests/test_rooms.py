@@ -1,4 +1,4 @@
-"""The project's rules, read off the source: who imports whom, no circles, small packages, short functions, one name each.
+"""The project's rules, read off the source: imports and their order, no circles, sizes, branches, unique names.
 
 What breaks a rule stands in a list here with its reason. An entry that breaks nothing any more fails as well: the
 lists only get shorter.

@@ -10,16 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from alembic import command
 from typer.testing import CliRunner, Result
 
-from db import migrate
-from db.engine import make_engine, resolve
 from db.maintenance import record
 from db.migrate import head
 from db.reading.queries import Reader
 from db.writer import Ledger, catch_up
 from tests.db.conftest import story, write_journal
+from tests.db.later_schema import LATER, add_later_schema
 from wrapper.cli import app
 from wrapper.job_folder import Job, create_local_job
 
@@ -175,24 +173,16 @@ def test_grant_of_a_file_says_that_it_has_no_users(resihp: Resihp, tmp_path: Pat
     assert "chmod" in refusal(resihp("grant", "alice", "--ledger", f"sqlite:///{tmp_path}/ledger.db"))
 
 
-def older(job: Job) -> None:
-    """Its ledger is of the version before."""
-    engine = make_engine(resolve(job.ledger_url or f"sqlite:///{job.folder}/ledger.db"), write=True, migrate=True)
-    with engine.begin() as connection:
-        config = migrate._config()
-        config.attributes["connection"] = connection
-        command.downgrade(config, "-1")
-    engine.dispose()
-
-
-def test_after_an_update_the_ledgers_of_all_jobs_of_a_folder_are_upgraded_at_once(resihp: Resihp, job: Job) -> None:
+def test_after_an_update_the_ledgers_of_all_jobs_of_a_folder_are_upgraded_at_once(
+    resihp: Resihp, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     second, third, never_began = create_local_job(), create_local_job(), create_local_job()
     for each in (second, third):
         write_journal(each.journal_file, story())
         each.exit_code_file.write_text("0")
-        catch_up("sqlite", each.folder, each.journal_file)
-    for each in (job, second):
-        older(each)
+    catch_up("sqlite", second.folder, second.journal_file)
+    add_later_schema(monkeypatch, tmp_path / "migrations")
+    catch_up("sqlite", third.folder, third.journal_file)
     all_jobs = ["history", "failures", "--all", "--json"]
     before = CliRunner().invoke(app, all_jobs)
     assert before.stderr.count("or resihp db upgrade --all for those of all jobs of a folder") == 2
@@ -217,15 +207,17 @@ def test_an_upgrade_of_all_jobs_leaves_servers_to_those_who_name_them(resihp: Re
     assert "no job" in refusal(resihp("upgrade", "--all"))
 
 
-def test_a_job_whose_ledger_is_not_looked_at_blocks_no_other(resihp: Resihp, job: Job) -> None:
+def test_a_job_whose_ledger_is_not_looked_at_blocks_no_other(
+    resihp: Resihp, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     other = create_local_job()
     write_journal(other.journal_file, story())
     other.exit_code_file.write_text("0")
     other.set_ledger("mysql://db.example.org/ledger")
-    older(job)
+    add_later_schema(monkeypatch, tmp_path / "migrations")
     upgraded = resihp("upgrade", "--all")
     assert f"warning: job {other.name}: left out: ledger mysql://db.example.org/ledger: driver mysql" in upgraded.stderr
-    assert f"{job.name}/ledger.db: schema {head()}, upgraded from" in upgraded.stderr
+    assert f"{job.name}/ledger.db: schema {LATER}, upgraded from" in upgraded.stderr
     assert "1 of 2 ledgers were not upgraded" in refusal(upgraded)
     exported = resihp("export", "--all", "-o", "out", "--json")
     assert len(answer(exported)["jobs"]) == 1

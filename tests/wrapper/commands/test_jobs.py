@@ -298,7 +298,8 @@ def test_a_ledger_of_another_version_costs_its_figures_alone(runs: Callable[...,
     result = jobs("--json")
     [row] = json.loads(result.stdout)["rows"]
     assert (row["state"], row["iteration"], row["nodes"]) == ("running", 0, None)
-    assert "resihp db upgrade" in result.stderr
+    assert "made by a development version" in result.stderr
+    assert "resihp db import JOURNAL" in result.stderr
 
 
 def test_a_ledger_that_is_gone_or_not_there_yet(runs: Callable[..., Job]) -> None:

@@ -193,8 +193,8 @@ def _single_node_constraint(constraint: str) -> str:
     common."""
     if "[" in constraint or "*" in constraint:
         raise SlurmRefusedError(
-            f"constraint {constraint}: describes several nodes together, so one node cannot meet it; set constraint in "
-            "[slurm] to the features that a replacement node needs"
+            f"constraint {constraint}: uses [ ] or *, which describe a group of nodes, but a replacement is one node; "
+            "set constraint in [slurm] to the features that it needs"
         )
     return constraint
 

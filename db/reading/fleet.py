@@ -46,7 +46,8 @@ GROUPS: tuple[By, ...] = get_args(By)
 OF_JOBS = {"job": "uuid", "account": "slurm_account"} | {
     name: name for name in ("owner", "partition", "cluster", "version", "torch")
 }
-"""Columns of jobs by which failures are counted. Names repeat, between folders and hosts."""
+"""The column of `jobs` for each way of grouping by a property of the job. A job is counted by its uuid, because job
+names repeat between folders and hosts."""
 CostBy = Literal["job", "owner", "account", "partition", "cluster", "week", "month"]
 Period = Literal["week", "month"]
 COST_BY: tuple[str, ...] = get_args(CostBy)

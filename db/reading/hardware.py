@@ -95,7 +95,7 @@ def renewals(reader: Reader, since: datetime, *, afresh: bool = False) -> list[R
 
 
 def named(row: Row, several: bool) -> str:
-    """Return the name of a maintained node, as in `Reader.node_name`: with its cluster if there are several."""
+    """Return the name of a repaired node, as `Reader.node_name` does: with its cluster if the ledger has several."""
     return f"{row['cluster']}/{row['node']}" if several and row["cluster"] else str(row["node"])
 
 

@@ -1,8 +1,8 @@
 """The choice of a plan and of the state it starts from: the controller's questions to the scheduler and to the checker.
 
 Decides where the state is (the base of a transition), and the alternative after a plan was refused. The scheduler
-decides which layout is best, the checker whether a plan can be carried out. Called by `startup`, `transition` and
-`joins`.
+decides which layout is best, the checker whether a plan can be carried out. Called by `startup` for the first plan, by
+`transition` after ranks are lost or join, and by `replan_policy`, `tuning` and `ahead` for better plans.
 """
 
 from __future__ import annotations
@@ -379,7 +379,7 @@ def _mirrored(job: Job, plan: Plan, situation: Situation, *, checked: bool = Fal
             job.dependencies.check(protected)
             return protected
         except LayoutError as error:
-            job.say("warning", f"state with a single holder gets no copy: {error}")
+            job.say("warning", f"state that only one rank holds gets no copy: {error}; training goes on without")
     if not checked:
         job.dependencies.check(plan)
     return plan

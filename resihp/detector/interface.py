@@ -68,7 +68,7 @@ class Detector(Protocol):
         """Return ranks, levels and evidence, (R,) each, as in `standing`; None while no rank can be judged."""
 
     def confirmed(self, rank: int, speed: float) -> None:
-        """Record that a probe measured this speed of `rank`. Raises ValueError for a speed that is not positive."""
+        """Record the speed at which `rank` was declared slow. Raises ValueError for a speed that is not positive."""
 
     def cleared(self, rank: int) -> None:
         """Record that a probe found `rank` healthy."""

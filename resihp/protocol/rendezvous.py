@@ -57,8 +57,9 @@ class Meetings(Generic[Who]):
         self._meetings[meeting] = _Meeting()
 
     def attend(self, meeting: MeetingId, subscriber: Who, groups: Iterable[str]) -> tuple[list[Said], tuple[str, ...]]:
-        """Subscribe `who`; return the values published so far in these groups, and those of the groups that are new
-        here.
+        """Subscribe `subscriber` to groups of a meeting.
+
+        Return the values published in these groups so far, and the names of the groups that are new here.
 
         Raises ProtocolError when the meeting would become too large.
         """

@@ -569,7 +569,10 @@ class World:
         return self._outcomes[key]
 
     def fate_of(self, worker: Worker) -> Fate:
-        """Return how a process that was started again begins."""
+        """Return the outcome that the scenario sets for a process that joins later: it joins, refuses, dies, hangs.
+
+        A process of the first start is always `fine`.
+        """
         if not worker.joins:
             return "fine"
         fates = self.scenario.fates

@@ -347,8 +347,10 @@ class LeaderLink:
         self._channel = None
 
     def _forget(self) -> None:
-        """End the conversation; keep only messages that are not in an inventory and that the leader may not have
-        received."""
+        """End the conversation with the leader. Keep the lasting messages that it has not acknowledged.
+
+        All others are dropped: the inventory that the next leader gets replaces them.
+        """
         old, self._conversation = self._conversation, None
         if old is not None:
             old.disconnect()

@@ -1,4 +1,4 @@
-"""Configuration: one typed tree, filled from the command line, the environment and TOML files, in this precedence:
+"""Keys of `job.toml` and their defaults: one typed tree, filled from several sources in this precedence:
 
     command line > RESIHP_SECTION__KEY > --config FILE > ./resihp.toml > ~/.config/resihp/config.toml > /etc/resihp.toml
 

@@ -126,7 +126,9 @@ class Replacements:
             try:
                 self._slurm.cancel(job)
             except SlurmError as error:
-                _log.warning("replacement job %s: may be left: %s; scancel %s", job, error, job)
+                _log.warning(
+                    "replacement job %s: could not be cancelled: %s; to cancel it: scancel %s", job, error, job
+                )
         return Done()
 
     # --- one request ------------------------------------------------------------------------------------------

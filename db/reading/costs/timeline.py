@@ -21,7 +21,7 @@ Row = dict[str, Any]
 CAUSES = ("start", "detect", "reconfigure", "redo", "rollback", "slow", "idle", "capacity", "checkpoint", "other")
 SHARES = ("useful", *CAUSES)
 ITERATION_SHARES = ("useful", "slow", "idle", "capacity", "rollback")
-"""Shares into which committed iterations are divided."""
+"""Shares into which the time of each committed iteration is divided; `cost_accounts` defines them."""
 GOODPUT_SHARES = ("useful", "slow", "rollback")
 """The shares of iterations that goodput counts."""
 NEWER_CAUSES = frozenset({"idle"})

@@ -301,10 +301,12 @@ def _declared_by_training(
     remaining: Collection[int],
     longer: IterationExcess | None,
 ) -> list[DeviceVerdict]:
-    """Return the devices that are declared slow by their training although their probe is fine.
+    """Return the devices that training shows to be slow although no probe confirms it.
 
-    Of each finding that is one at most: its most likely remaining suspect, if it was found before or is slow only now
-    and then, and if its slowness is not a side effect of whatever else makes iterations longer.
+    The probe was fine, or the device did not answer. Each finding yields at most one device, its first remaining
+    suspect. That device must be slower by at least `MIN_CHANGE_WITHOUT_PROBE`. It must also be slow only now and then,
+    or have been cleared by a recent measurement. A device that may only suffer from another cause is left out
+    (`_may_be_victim`).
     """
     declared: dict[int, DeviceVerdict] = {}
     speeds = job.monitor.speeds()

@@ -71,7 +71,7 @@ class Promise:
 
 @dataclass
 class Tuning:
-    """Progress of tuning the job by its own times (`resihp.controller.tuning.retuning`)."""
+    """Progress of tuning the plan to measured iteration times (`resihp.controller.tuning.retuning`)."""
 
     epoch: int = 0
     """Epoch of the plan whose iterations are counted."""

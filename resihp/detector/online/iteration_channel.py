@@ -40,7 +40,7 @@ class WholeTest:
         self.begin()
 
     def slow_before(self, healthy_level: float = math.nan) -> None:
-        """Declare that everything was slow before the first value, and stays slow until a recovery is seen.
+        """Treat the channel as slow from before its first value until a recovery is seen.
 
         `healthy_level`: approximate healthy level, if known.
         """

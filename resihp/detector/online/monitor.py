@@ -287,8 +287,9 @@ class Monitor:
         return {} if self._frame is None else self._frame.coverage()
 
     def confirmed(self, rank: int, speed: float) -> None:
-        """Record a speed that a probe measured. It holds until the rank is cleared, recovers or becomes slower.
+        """Record the speed at which a rank was declared slow.
 
+        It holds until the rank is cleared, recovers or becomes slower.
         Raises ValueError for a speed that is not positive.
         """
         if not (math.isfinite(speed) and speed > 0.0):

@@ -115,7 +115,10 @@ class _Solved(msgspec.Struct, frozen=True, eq=False):
 
 
 def _solve(samples: Samples, factor: Floats, before: _Solved | None) -> _Solved:
-    """Fit coefficients for given factors, from the previous pass; robust in relative errors, without slow devices."""
+    """Fit the coefficients for given factors of iterations, starting from the previous pass.
+
+    Minimises relative errors. Outliers get little weight, slow devices none.
+    """
     seconds = samples.seconds / np.exp(factor[samples.iteration])
     design = np.stack([np.ones_like(seconds), samples.tokens, samples.squares], axis=1)
     ranks, of_rank = np.unique(samples.rank, return_inverse=True)

@@ -145,7 +145,7 @@ class ChangePointDetector:
         """Return None, as `standing` does."""
 
     def confirmed(self, rank: int, speed: float) -> None:
-        """Record a speed that a probe measured. Raises ValueError for a speed that is not positive."""
+        """Record the speed at which a rank was declared slow. Raises ValueError for a speed that is not positive."""
         if not (math.isfinite(speed) and speed > 0.0):
             raise ValueError(f"rank {rank}: speed {speed} is not a positive number; 1 is healthy, 0.5 is half as fast")
         self._slow[rank] = speed

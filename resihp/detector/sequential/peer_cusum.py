@@ -155,7 +155,10 @@ class PeerTest:
 
     @property
     def cooldowns(self) -> dict[int, Cooldown]:
-        """Cooldown of each series that has one, including series whose levels are still being learnt."""
+        """Return the cooldown of each series that is in one, including series whose levels are still being learnt.
+
+        A series is in cooldown after it was measured to be healthy although it looks slower than its peers.
+        """
         return self._kept_cooldowns | {
             series: Cooldown(shift=float(self._base[series]) - before, until=until, patience=self._patience[series])
             for series, (until, before) in self._cooldowns.items()

@@ -282,8 +282,11 @@ def _partitions(
 
 
 def spans(counts: Sequence[int], chunks: int) -> tuple[tuple[LayerSpan, ...], ...]:
-    """Return spans in pipeline order: the first chunk of every stage, then the second; those of a stage as even as
-    possible."""
+    """Return each stage's spans of layers.
+
+    Layers are dealt in pipeline order: the first chunk of every stage, then the second. The chunks of a stage differ by
+    at most one layer.
+    """
     spans_of_stage: list[list[LayerSpan]] = [[] for _ in counts]
     first = 0
     for c in range(chunks):

@@ -786,7 +786,7 @@ def test_a_cancellation_that_slurm_does_not_answer_is_named(desk: Desk, caplog: 
     desk.ask(1)
     desk.slurm.unavailable = True
     asyncio.run(desk.desk.close())
-    (line,) = [text for record in caplog.records if "may be left" in (text := record.getMessage())]
+    (line,) = [text for record in caplog.records if "could not be cancelled" in (text := record.getMessage())]
     assert line.endswith("; scancel 1")
 
 

@@ -26,23 +26,24 @@ TARGET = Path(__file__).resolve().with_name("configuration.md")
 HEAD = f"""\
 # Configuration
 
-Made by `docs/make_configuration.py` from `wrapper/config/schema.py`; what is changed here is changed there.
+`docs/make_configuration.py` generates this page from `wrapper/config/schema.py`. Change a key's description there, not
+here.
 
-A setting is taken from the first of these that has it:
+resihp takes each key from the first of these sources that sets it:
 
 1. the command line (`resihp run --help` lists the options; options exist for the most used keys);
-2. the environment: `RESIHP_SECTION__KEY`, with two underscores, as `RESIHP_SLURM__SPARES=1`; lists as JSON, as
-   `RESIHP_HOOKS__EVENTS='["end"]'`;
+2. the environment: `RESIHP_SECTION__KEY`, with two underscores, for example `RESIHP_SLURM__SPARES=1`; lists as JSON,
+   for example `RESIHP_HOOKS__EVENTS='["end"]'`;
 3. the job file: `resihp run --config job.toml`, `resihp submit job.toml`;
 4. `resihp.toml` in the current folder;
 5. `config.toml` in `~/.config/resihp` (or `$XDG_CONFIG_HOME/resihp`);
-6. `{SITE_FILE}`, the administrator's;
+6. `{SITE_FILE}`, which the administrator writes;
 7. the default.
 
-This is decided key by key. No key is ignored: one that does not exist is an error (exit code 2) that names the nearest
-valid one and the source where it stands. `resihp doctor --config job.toml` reads a file without running it.
+So two keys of one section may come from different sources. No key is ignored: an unknown key is an error (exit code 2)
+that names its source and the nearest valid key. `resihp doctor --config job.toml` checks a file without running it.
 
-Times are written with their unit, as `"24h"`, `"1h30m"`, `"45s"` or Slurm's `"2-00:00:00"`; sizes too, as `"80GB"` or
+Write times with their unit: `"24h"`, `"1h30m"`, `"45s"` or Slurm's `"2-00:00:00"`; sizes too: `"80GB"` or
 `"79.5GiB"`. A short job file:
 
 ```toml
@@ -68,19 +69,19 @@ spares = 1
 TAIL = """\
 ## Other environment variables
 
-Not configuration: they stand in no file.
+These are not configuration keys: set them in the environment only.
 
 | variable | means |
 |---|---|
 | `RESIHP_HOME` | the folder of jobs and exclusions, shared by all nodes; `.resihp` in the current folder by default |
 | `RESIHP_LOCAL` | the folder on each node's own disk for the journal and its copies; `/var/tmp/resihp-UID` by default |
-| `RESIHP_STATE` | where your jobs of all folders are listed; `~/.local/state/resihp` by default, as XDG has it |
-| `RESIHP_BACKEND` | `nccl`, the default where a GPU is; `gloo`; `nccl-like`: NCCL's manners on gloo, to test |
-| `PYTORCH_ALLOC_CONF` | of torch; workers with `resihp.Trainer` use `expandable_segments:True` unless it is set |
-| `RESIHP_SHARE_GPUS` | `1`: workers share the GPUs that there are; for tests on a machine with few, with gloo |
-| `RESIHP_STRICT_ORDER` | `1`: gloo behaves as NCCL does at its strictest; for tests |
-| `RESIHP_EMULATED_LAYER_MS` | milliseconds of a layer's forward on an emulated device; without GPUs, for tests |
-| `RESIHP_EMULATED_HEAD_LAYERS` | layers that an emulated head takes as long as; by its operations if not set |
+| `RESIHP_STATE` | the folder with the list of your jobs in all folders; `~/.local/state/resihp` by default, as in XDG |
+| `RESIHP_BACKEND` | `nccl`, the default if there is a GPU; `gloo`; `nccl-like`: NCCL's semantics on gloo, for tests |
+| `PYTORCH_ALLOC_CONF` | torch's own; workers with `resihp.Trainer` use `expandable_segments:True` unless it is set |
+| `RESIHP_SHARE_GPUS` | `1`: workers share the available GPUs; for tests on a machine with few GPUs, with gloo |
+| `RESIHP_STRICT_ORDER` | `1`: gloo behaves like NCCL in its strictest mode; for tests |
+| `RESIHP_EMULATED_LAYER_MS` | milliseconds of a layer's forward on an emulated device; for tests without GPUs |
+| `RESIHP_EMULATED_HEAD_LAYERS` | duration of an emulated head, in layers; computed from its operations if not set |
 | `RESIHP_EMULATED_LINK_MS` | milliseconds of a transfer between nodes over an emulated link; likewise |
 """
 

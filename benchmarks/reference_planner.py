@@ -307,10 +307,10 @@ def _rooms(situation: Situation, most: int, degrees: Sequence[int], replicas: in
     for stages in range(1, most + 1):
         for stage in range(stages):
             for tp in degrees:
-                post = situation.post(stage, stages, tp, replicas)
+                setup = situation.stage_setup(stage, stages, tp, replicas)
                 for m in range(1, stages + 1):
-                    post = msgspec.structs.replace(post, micro_batches=m)
-                    room = memory.capacity(situation.model, post, situation.room_bytes, situation.tokens)
+                    setup = msgspec.structs.replace(setup, micro_batches=m)
+                    room = memory.capacity(situation.model, setup, situation.room_bytes, situation.tokens)
                     found[stages, stage, tp, m] = room
     return found
 

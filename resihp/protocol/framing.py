@@ -262,7 +262,8 @@ class LocalChannel:
             if descriptors:
                 sent = socket.send_fds(self._sock, [frame], list(descriptors))
                 frame = frame[sent:]
-            self._sock.sendall(frame)
+            if frame:  # a peer that has all of it may have closed its end already
+                self._sock.sendall(frame)
 
     def recv(self, receives: Any) -> Any:
         """Return the next message, of the type or union `receives`.

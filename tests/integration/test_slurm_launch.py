@@ -21,7 +21,7 @@ WITHIN_S = 10.0
 
 @pytest.mark.every_slurm
 def test_slurm_takes_every_shipped_template_as_it_is(cluster: MakeCluster) -> None:
-    made = Desk(cluster(nodes=5, gpus=8))
+    made = Desk(cluster(nodes=5, gpus=8), forks=False)
     for name in TEMPLATES:
         path = made.folder / f"{name}.sbatch"
         path.write_text(template(name))
@@ -31,7 +31,7 @@ def test_slurm_takes_every_shipped_template_as_it_is(cluster: MakeCluster) -> No
 
 
 def test_the_shipped_template_trains_on_four_nodes(cluster: MakeCluster) -> None:
-    made = Desk(cluster(nodes=4, gpus=2))
+    made = Desk(cluster(nodes=4, gpus=2), forks=False)
     changes = {
         "--gpus-per-node=8": "--gpus-per-node=2",
         "--time=24:00:00": "--time=00:10:00",
@@ -48,7 +48,7 @@ def test_the_shipped_template_trains_on_four_nodes(cluster: MakeCluster) -> None
 
 
 def test_a_submitted_job_keeps_its_spare_node_at_hand(cluster: MakeCluster) -> None:
-    made = Desk(cluster(nodes=3, gpus=2))
+    made = Desk(cluster(nodes=3, gpus=2), forks=False)
     sections = {
         "job": {"nodes": 2, "gpus_per_node": 2},
         "layout": {"tp": 2},
@@ -64,7 +64,7 @@ def test_a_submitted_job_keeps_its_spare_node_at_hand(cluster: MakeCluster) -> N
 
 
 def test_the_next_job_of_a_chain_goes_on_where_the_last_one_ended(cluster: MakeCluster) -> None:
-    made = Desk(cluster(nodes=2, gpus=2))
+    made = Desk(cluster(nodes=2, gpus=2), forks=False)
     sections = {"job": {"nodes": 2, "gpus_per_node": 2}, "layout": {"tp": 2}, "checkpoint": {"folder": "saved"}}
     made.pace(0.05)
     done = made.submit(job_file(made.training(1000), **sections), "--chain", "2")
@@ -82,7 +82,7 @@ def test_the_next_job_of_a_chain_goes_on_where_the_last_one_ended(cluster: MakeC
 
 
 def test_agents_have_what_the_node_has_and_write_their_own_logs(cluster: MakeCluster) -> None:
-    made = Desk(cluster(nodes=2, gpus=2, cpus=4))
+    made = Desk(cluster(nodes=2, gpus=2, cpus=4), forks=False)
     (made.folder / "train.py").write_text(FOREVER)
     script = "#!/bin/bash\nexec resihp run -- python train.py\n"
     options = ["--nodes=2", "--gpus-per-node=2", "--exclusive", "--no-kill", "--output=%x-%j.out", "--time=5"]
@@ -108,7 +108,7 @@ def test_agents_have_what_the_node_has_and_write_their_own_logs(cluster: MakeClu
 
 @pytest.mark.alone
 def test_64_agents_are_there_within_10_seconds(cluster: MakeCluster) -> None:
-    made = Desk(cluster(nodes=64, gpus=1))
+    made = Desk(cluster(nodes=64, gpus=1), forks=False)
     script = "#!/bin/bash\nexec resihp run -- sleep 3600\n"
     job = made.sbatch(
         script, "--nodes=64", "--gpus-per-node=1", "--exclusive", "--no-kill", "--output=%x-%j.out", "--time=5"
@@ -126,7 +126,7 @@ def test_64_agents_are_there_within_10_seconds(cluster: MakeCluster) -> None:
 
 
 def test_a_node_without_the_shared_folder_is_told_of(cluster: MakeCluster) -> None:
-    made = Desk(cluster(nodes=3, gpus=1, isolate=True))
+    made = Desk(cluster(nodes=3, gpus=1, isolate=True), forks=False)
     (made.folder / "home" / "jobs").mkdir(parents=True)
     hidden = made.cluster.folder / "hidden"
     hidden.mkdir()
@@ -141,7 +141,7 @@ def test_a_node_without_the_shared_folder_is_told_of(cluster: MakeCluster) -> No
 
 
 def test_an_allocation_that_is_too_small_is_refused_with_the_command_that_mends_it(cluster: MakeCluster) -> None:
-    made = Desk(cluster(nodes=2, gpus=2))
+    made = Desk(cluster(nodes=2, gpus=2), forks=False)
     script = "#!/bin/bash\n#SBATCH --no-kill\nexec resihp run --nodes 4 -- sleep 600\n"
     job = made.sbatch(script, "--nodes=2", "--gpus-per-node=2", "--output=%x-%j.out")
     assert made.wait(job) == ("FAILED", "2:0")
@@ -164,7 +164,7 @@ def test_an_allocation_that_is_too_small_is_refused_with_the_command_that_mends_
 def test_what_slurm_refuses_is_told_with_the_command_that_tells_more(
     cluster: MakeCluster, job: dict[str, Any], slurm: dict[str, Any], message: str
 ) -> None:
-    made = Desk(cluster(nodes=2, gpus=2))
+    made = Desk(cluster(nodes=2, gpus=2), forks=False)
     done = made.submit(job_file(["sleep", "600"], job={"nodes": 2, **job}, slurm=slurm))
     assert message in done.stderr
     assert done.returncode == 2
@@ -173,7 +173,7 @@ def test_what_slurm_refuses_is_told_with_the_command_that_tells_more(
 
 
 def test_outside_of_an_allocation_the_ways_in_are_named(cluster: MakeCluster) -> None:
-    made = Desk(cluster(nodes=1))
+    made = Desk(cluster(nodes=1), forks=False)
     done = made.run(*RESIHP, "run", "--", "sleep", "1")
     assert done.returncode == 2
     assert done.stderr.startswith("resihp: not in a Slurm allocation: resihp submit job.toml submits a job")

@@ -47,7 +47,7 @@ def assert_ended_once(desk: Desk, job: str) -> None:
 
 
 def test_a_preempted_job_is_saved_and_comes_back(cluster: MakeCluster, reference: Reference) -> None:
-    desk = Desk(cluster(nodes=2, gpus=1, settings=PREEMPTION))
+    desk = Desk(cluster(nodes=2, gpus=1, settings=PREEMPTION), forks=False)
     desk.pace(0.1)
     changes = {"##SBATCH --partition=gpu --account=project": "#SBATCH --partition=low"}
     job = desk.sbatch_training(ITERATIONS, nodes=2, gpus=1, changes=changes)
@@ -62,7 +62,7 @@ def test_a_preempted_job_is_saved_and_comes_back(cluster: MakeCluster, reference
 
 @pytest.mark.soak
 def test_a_job_whose_time_is_up_is_saved_and_comes_back(cluster: MakeCluster, reference: Reference) -> None:
-    desk = Desk(cluster(nodes=2, gpus=1))
+    desk = Desk(cluster(nodes=2, gpus=1), forks=False)
     desk.pace(0.5)
     changes = {"--signal=B:USR2@300": "--signal=B:USR2@90"}
     job = desk.sbatch_training(ITERATIONS, nodes=2, gpus=1, changes=changes)

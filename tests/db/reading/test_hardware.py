@@ -248,7 +248,7 @@ def test_the_command_line_writes_and_lists(told: Callable[..., str], monkeypatch
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
-        (["n2", "--kind", " "], "--kind: say repaired"),
+        (["n2", "--kind", " "], "--kind: use repaired"),
         (["n2", "--kind", "x" * 41], "--kind: at most 40 characters"),
         (["n2", "--note", "a\nb"], "--note: at most 2000 characters in one line"),
         (["n2", "--at", "tomorrow"], "not a time"),

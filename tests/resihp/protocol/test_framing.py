@@ -276,6 +276,20 @@ def test_local_channel_may_be_sent_on_by_many_threads() -> None:
     theirs.close()
 
 
+def test_a_peer_that_has_the_whole_message_may_close_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair()
+    send_fds = socket.send_fds
+
+    def send_and_lose_the_peer(*arguments: Any) -> int:
+        sent = send_fds(*arguments)
+        theirs.close()
+        return sent
+
+    monkeypatch.setattr(socket, "send_fds", send_and_lose_the_peer)
+    with ours:
+        LocalChannel(ours).send(Exited(rank=1, pid=2, status=0), [ours.fileno()])
+
+
 def test_local_channel_passes_file_descriptors_in_order() -> None:
     ours, theirs = channels()
     for epoch in range(3):

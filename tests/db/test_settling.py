@@ -337,7 +337,7 @@ def test_an_import_goes_on_where_what_is_there_cannot_be_reckoned_with(
     assert unsettled(ledger_url) == 1
     said: list[str] = []
     assert settle(ledger_url, said.append) == 0
-    assert [text.partition("its rows")[2] for text in said] == [" tell no cost: an iteration's number; import it again"]
+    assert [text.partition("its rows")[2] for text in said] == [": an iteration's number; import it again"]
 
 
 @pytest.mark.parametrize("odd", ["{", "[]", '{"wall_s": 1.0}', None], ids=str)

@@ -125,7 +125,7 @@ def test_asked_again_it_is_the_same_job(sbatch: Sbatch) -> None:
             "scontrol ping",
         ),
         ("echo 'Submitted something'", SlurmOutputError, "Could not make sense of sbatch output"),
-        ("exit 1", SlurmOutputError, "ended with 1"),
+        ("exit 1", SlurmOutputError, "exited with 1 without a job id"),
     ],
 )
 def test_what_sbatch_says_instead_of_a_number(sbatch: Sbatch, script: str, error: type[Exception], told: str) -> None:
@@ -216,8 +216,8 @@ def test_gpus_asked_for_in_total_are_a_nodes_share_of_the_same_type() -> None:
     [
         ({"gres_in_total": (Gres("gpu", "a100", 8), Gres("gpu", "h100", 8))}, "GPUs of types a100 and h100 in total"),
         ({"gres_in_total": (Gres("nic", "", 8),)}, "nic in total.*--gres"),
-        ({"constraint": "[rack1|rack2]"}, r"several nodes.*set constraint in \[slurm\]"),
-        ({"constraint": "fast*2&ib*1"}, "several nodes"),
+        ({"constraint": "[rack1|rack2]"}, r"group of nodes.*set constraint in \[slurm\]"),
+        ({"constraint": "fast*2&ib*1"}, "group of nodes"),
     ],
 )
 def test_what_one_node_cannot_repeat_is_refused(sbatch: Sbatch, asked: dict[str, Any], told: str) -> None:

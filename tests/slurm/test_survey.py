@@ -200,7 +200,7 @@ def test_rules_of_a_partition(tmp_path: Path) -> None:
     assert survey.rules("gpu") == PartitionRules(
         name="gpu", max_nodes=4, max_seconds=86400.0, seconds_of_grace=30, preempt_mode="requeue", qos="gate"
     )
-    with pytest.raises(SlurmOutputError, match="show partition cpu does not tell of it"):
+    with pytest.raises(SlurmOutputError, match="show partition cpu returned another partition"):
         survey.rules("cpu")
     unbound = surveyed(tmp_path, scontrol="echo 'PartitionName=gpu MaxNodes=UNLIMITED MaxTime=UNLIMITED QoS=N/A'")
     assert unbound.rules("gpu") == PartitionRules(

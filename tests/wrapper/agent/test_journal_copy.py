@@ -50,10 +50,10 @@ def test_what_the_new_leader_does_not_have_is_dropped(tmp_path: Path) -> None:
 
 def test_records_that_do_not_follow_are_refused_and_the_copy_tells_what_it_has(tmp_path: Path) -> None:
     replica = Replica(tmp_path / "n1.copy")
-    with pytest.raises(ProtocolError, match="ends with record 0, where 5"):
+    with pytest.raises(ProtocolError, match="ends with record 0, but the message continues 5"):
         replica.apply(replicate(5, committed(6)))
     replica.apply(replicate(0, committed(1), committed(6)))
-    with pytest.raises(ProtocolError, match="ends with record 1, where 3"):
+    with pytest.raises(ProtocolError, match="ends with record 1, but the message continues 3"):
         replica.apply(replicate(3, committed(4)))
     assert replica.log == 1
     with pytest.raises(ProtocolError, match="record 1 came after 1"):

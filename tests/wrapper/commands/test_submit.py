@@ -69,7 +69,7 @@ def test_a_script_for_one_node_explains_itself_as_such(job_file: Path) -> None:
     alone = submit(job_file, dry_run=True, chain=1, slurm=unreachable, notice=pytest.fail).script
     assert "#SBATCH --nodes=1\n" in alone
     for script, others_go_on in ((several, True), (alone, False)):
-        assert ("# When a node dies, Slurm leaves the others alone.\n" in script) == others_go_on
+        assert ("# When a node dies, Slurm keeps the job running on the others.\n" in script) == others_go_on
 
 
 def test_nodes_where_jobs_failed_lately_are_left_out(job_file: Path) -> None:

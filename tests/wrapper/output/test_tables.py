@@ -392,7 +392,7 @@ def test_plan(narrow: int, seen: Seen) -> None:
 
 def without_sentences(shown: str) -> str:
     """Those are whole lines, which a terminal goes on with by itself."""
-    of_title = "tokens a sequence"
+    of_title = "tokens per sequence"
     return "\n".join(line for line in shown.splitlines() if line[-1:] not in (".", ":") and of_title not in line)
 
 

@@ -787,7 +787,7 @@ def test_a_cancellation_that_slurm_does_not_answer_is_named(desk: Desk, caplog: 
     desk.slurm.unavailable = True
     asyncio.run(desk.desk.close())
     (line,) = [text for record in caplog.records if "could not be cancelled" in (text := record.getMessage())]
-    assert line.endswith("; scancel 1")
+    assert line.endswith("; to cancel it: scancel 1")
 
 
 def test_a_drain_that_was_decided_last_is_still_carried_out(tmp_path: Path) -> None:

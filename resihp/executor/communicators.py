@@ -114,7 +114,7 @@ class Communicators:
             if making.made != counted:
                 counted, since = making.made, time.monotonic()
             elif not self._woken and time.monotonic() - since > self._patience_s + _GRACE_S:
-                self._reason = f"not all ranks came within {self._patience_s:g} s"
+                self._reason = f"not all ranks came in time ({self._patience_s:g} s)"
                 self.wake()
             if self._woken and not making.done.wait(_CLOSING_S):
                 making.abandon()

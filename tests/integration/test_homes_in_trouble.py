@@ -90,5 +90,5 @@ def test_a_file_system_that_hangs_holds_up_no_other_job(tmp_path: Path, monkeypa
     finally:
         server.send_signal(signal.SIGCONT)
         subprocess.run(["fusermount", "-u", "-z", str(hung)], check=True)
-        server.terminate()  # a process that still looks at the folder would keep it
+        server.terminate()  # nodes of a test cluster that began meanwhile still have it mounted
         server.wait(30)

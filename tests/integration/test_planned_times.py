@@ -90,7 +90,7 @@ def test_measured_iteration_times_are_those_that_the_planner_predicts(job: Job) 
             f"ratio predicted {promised:.3f}, measured {ratio:.3f}, {off[name]:+.1%}"
         )
     for one in (relieved, bereft):
-        told = re.search(r"predicted ([\d.]+) layer times an iteration", one.reason)
+        told = re.search(r"predicted ([\d.]+) layer times per iteration", one.reason)
         assert told is not None, one.reason
         assert float(told[1]) == pytest.approx(iteration_seconds(one.plan, slow), rel=0.01), "what the job was told"
         expected = one.expected[min(one.measured)]

@@ -233,6 +233,15 @@ def is_too_old(version: str) -> bool:
     return len(version) == len(head()) and version.isdecimal() and version < _revisions()[-1]
 
 
+def refuse_too_old(version: str, subject: str) -> None:
+    """Raise LedgerError if the schema of `subject`, a ledger or an export, is of a development version."""
+    if is_too_old(version):
+        raise LedgerError(
+            f"{subject}: its schema {version} was made by a development version before 0.1.0 and cannot be upgraded; "
+            "name another ledger with --ledger, and fill it from the jobs' journals: resihp db import JOURNAL"
+        )
+
+
 def is_newer(version: str) -> bool:
     """Decide whether this schema is unknown, so that a later resihp must have made it."""
     return version not in _revisions() and not is_too_old(version)
@@ -314,11 +323,7 @@ def only_readable(url: str) -> str:
 
 def check_schema(connection: Connection, version: str, name: str, purpose: Purpose) -> None:
     """Raise LedgerError unless `version` is the newest schema, or an unknown one that allows this use."""
-    if is_too_old(version):
-        raise LedgerError(
-            f"ledger {name}: its schema {version} was made by a development version before 0.1.0 and cannot be "
-            "upgraded; name another ledger with --ledger, and fill it from the jobs' journals: resihp db import JOURNAL"
-        )
+    refuse_too_old(version, f"ledger {name}")
     if is_older(version):
         others = ", or resihp db upgrade --all for those of all jobs of a folder" if name.startswith("sqlite") else ""
         text = f"its schema {version} is older than {head()}; run resihp db upgrade --ledger {name}{others}"

@@ -61,9 +61,6 @@ executed: set[int] = set()
 """Statements that were executed, in a tree that notes it."""
 
 EQUIVALENT: dict[str, str] = {
-    "resihp/controller/fail_slow/slowness.py::concluded: if finding is None: return -> pass": (
-        "for the type checker: a suspicion comes from a finding, and what else is measured was dealt with above"
-    ),
     "resihp/controller/nodes/joins.py::measured: if not member.ready: continue -> pass": (
         "who is not ready is told of, or considered, to no effect: `replan_policy` looks only at who is ready"
     ),

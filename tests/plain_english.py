@@ -18,8 +18,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[1]
-PRODUCT = ("resihp", "wrapper", "slurm", "db")
+REPOSITORY = Path(__file__).parents[1]
+PRODUCT_FOLDERS = ("resihp", "wrapper", "slurm", "db")
 DOCUMENTS = ("README.md", "docs")
 
 RELATIVE_PRONOUNS = {"what", "who", "whose", "whom", "whoever"}
@@ -31,7 +31,7 @@ VAGUE_NAMES = {
 MIN_MESSAGE_WORDS = 3
 """A string literal of fewer words is a key or a label and not a sentence."""
 
-WORD = re.compile(r"[A-Za-z](?:[\w'-]*\w)?")
+WORD_PATTERN = re.compile(r"[A-Za-z](?:[\w'-]*\w)?")
 """A compound such as "what-if" is one word."""
 CODE_BLOCK = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
 CODE_SPAN = re.compile(r"`[^`\n]*`|\]\([^)\n]*\)|[\w/-]+\.md\b")
@@ -55,11 +55,11 @@ class Name(NamedTuple):
     name: str
 
 
-def python_files(paths: Iterable[str] = PRODUCT) -> list[Path]:
+def python_files(paths: Iterable[str] = PRODUCT_FOLDERS) -> list[Path]:
     """Return the Python files at or below `paths`, which are relative to the repository; no database migrations."""
     files = []
     for path in paths:
-        start = ROOT / path
+        start = REPOSITORY / path
         files += [start] if start.suffix == ".py" else sorted(start.rglob("*.py"))
     return [file for file in files if "migrations/versions" not in file.as_posix()]
 
@@ -68,7 +68,7 @@ def documents(paths: Iterable[str] = DOCUMENTS) -> list[Path]:
     """Return the Markdown files at or below `paths`, which are relative to the repository."""
     files = []
     for path in paths:
-        start = ROOT / path
+        start = REPOSITORY / path
         files += [start] if start.suffix == ".md" else sorted(start.rglob("*.md"))
     return files
 
@@ -98,7 +98,7 @@ def texts_of_module(path: Path) -> Iterator[Text]:
 
 
 def _message(path: Path, line: int, text: str) -> Iterator[Text]:
-    if len(WORD.findall(text)) >= MIN_MESSAGE_WORDS:
+    if len(WORD_PATTERN.findall(text)) >= MIN_MESSAGE_WORDS:
         yield Text("message", path, line, text)
 
 
@@ -115,7 +115,7 @@ def text_of_document(path: Path) -> Text:
 def relative_pronouns(text: Text) -> Iterator[tuple[int, str]]:
     """Yield the line of each relative pronoun of a text, and that line's words."""
     for offset, line in enumerate(text.text.split("\n")):
-        for word in WORD.findall(CODE_SPAN.sub("", line)):
+        for word in WORD_PATTERN.findall(CODE_SPAN.sub("", line)):
             if word.lower() in RELATIVE_PRONOUNS:
                 yield text.line + offset, line.strip()
 
@@ -143,14 +143,14 @@ def rates(texts: Iterable[Text]) -> dict[str, tuple[int, int]]:
     words: Counter[str] = Counter()
     for text in texts:
         pronouns[text.kind] += sum(1 for _ in relative_pronouns(text))
-        words[text.kind] += len(WORD.findall(CODE_SPAN.sub("", text.text)))
+        words[text.kind] += len(WORD_PATTERN.findall(CODE_SPAN.sub("", text.text)))
     return {kind: (pronouns[kind], words[kind]) for kind in words}
 
 
 def main(arguments: list[str]) -> None:
     show_places = "--places" in arguments
     paths = [argument for argument in arguments if not argument.startswith("--")]
-    modules = python_files([path for path in paths if not path.endswith(".md")] if paths else PRODUCT)
+    modules = python_files([path for path in paths if not path.endswith(".md")] if paths else PRODUCT_FOLDERS)
     pages = documents([path for path in paths if path.endswith(".md") or path == "docs"] if paths else DOCUMENTS)
     texts = [text for path in modules for text in texts_of_module(path)]
     texts += [text_of_document(path) for path in pages]
@@ -158,9 +158,9 @@ def main(arguments: list[str]) -> None:
     if show_places:
         for text in texts:
             for line, words in relative_pronouns(text):
-                print(f"{text.path.relative_to(ROOT)}:{line}: {text.kind}: {words}")
+                print(f"{text.path.relative_to(REPOSITORY)}:{line}: {text.kind}: {words}")
         for name in names:
-            print(f"{name.path.relative_to(ROOT)}:{name.line}: {name.kind}: {name.name}")
+            print(f"{name.path.relative_to(REPOSITORY)}:{name.line}: {name.kind}: {name.name}")
     for kind, (pronouns, words) in rates(texts).items():
         print(f"{kind}: {pronouns} relative pronouns in {words} words: {1000 * pronouns / max(words, 1):.1f} per 1,000")
     of_kind: dict[str, list[str]] = defaultdict(list)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.plain_english import (
-    ROOT,
+    REPOSITORY,
     Name,
     Text,
     documents,
@@ -85,22 +85,22 @@ VAGUE_VARIABLES: Mapping[str, int] = {
 }
 """Folders with variables whose names say nothing, with how many they may have."""
 
-MODULES = python_files()
-TEXTS = [text for path in MODULES for text in texts_of_module(path)]
-NAMES = [name for path in MODULES for name in names_of_module(path)]
+PYTHON_FILES = python_files()
+ALL_TEXTS = [text for path in PYTHON_FILES for text in texts_of_module(path)]
+ALL_NAMES = [name for path in PYTHON_FILES for name in names_of_module(path)]
 
 
 def room(path: Path) -> str:
     """Return the folder that a file is counted in: two levels, as `resihp/detector`."""
-    return "/".join(path.relative_to(ROOT).parts[:-1][:2])
+    return "/".join(path.relative_to(REPOSITORY).parts[:-1][:2])
 
 
 def rates_by_room() -> dict[tuple[str, str], float]:
     groups: dict[str, list[Text]] = defaultdict(list)
-    for text in TEXTS:
+    for text in ALL_TEXTS:
         groups[room(text.path)].append(text)
     for path in documents():
-        groups[path.relative_to(ROOT).as_posix()].append(text_of_document(path))
+        groups[path.relative_to(REPOSITORY).as_posix()].append(text_of_document(path))
     return {
         (kind, group): 1000 * pronouns / words
         for group, texts in groups.items()
@@ -120,7 +120,7 @@ def test_sentences_name_their_subjects() -> None:
 
 @pytest.mark.parametrize("kind", ["docstring", "message"])
 def test_all_texts_together_are_plain(kind: str) -> None:
-    pronouns, words = rates(TEXTS)[kind]
+    pronouns, words = rates(ALL_TEXTS)[kind]
     assert 1000 * pronouns / words <= LIMITS[kind]
 
 
@@ -132,7 +132,7 @@ def counted(names: list[Name]) -> dict[str, int]:
 
 
 def test_constants_say_their_unit_or_noun() -> None:
-    constants = counted([name for name in NAMES if name.kind == "constant"])
+    constants = counted([name for name in ALL_NAMES if name.kind == "constant"])
     new = {name: count for name, count in constants.items() if count > ONE_WORD_CONSTANTS.get(name, 0)}
     assert not new, "constants of one word: add a noun or a unit, such as MIN_SAMPLES or PROBE_WINDOW_S"
     fewer = {name for name, count in ONE_WORD_CONSTANTS.items() if constants.get(name, 0) < count}
@@ -141,7 +141,7 @@ def test_constants_say_their_unit_or_noun() -> None:
 
 
 def test_variables_are_nouns_of_their_contents() -> None:
-    variables = counted([name for name in NAMES if name.kind == "variable"])
+    variables = counted([name for name in ALL_NAMES if name.kind == "variable"])
     new = {folder: count for folder, count in variables.items() if count > VAGUE_VARIABLES.get(folder, 0)}
     assert not new, "variables named found, told, one, each and so on: name what they hold"
     fewer = {folder for folder, count in VAGUE_VARIABLES.items() if variables.get(folder, 0) < count}

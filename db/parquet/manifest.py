@@ -147,13 +147,9 @@ def unreadable(folder: Path, path: str, error: Exception) -> LedgerError:
 
 
 def _check_schema(folder: Path, manifest: Manifest) -> None:
+    migrate.refuse_too_old(manifest.schema, f"export {folder}")
     if migrate.is_newer(manifest.schema):
         migrate.check_compatible(manifest.schema, manifest.min_reader or None, str(folder), "read")
-    elif migrate.is_too_old(manifest.schema):
-        raise LedgerError(
-            f"export {folder}: its schema {manifest.schema} was made by a development version before 0.1.0 and cannot "
-            "be read; import the journals of its jobs instead: resihp db import JOURNAL"
-        )
     elif manifest.schema != migrate.head():
         raise LedgerError(
             f"export {folder}: its schema {manifest.schema} is older than {migrate.head()}; run resihp db upgrade on "

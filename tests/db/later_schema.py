@@ -36,8 +36,7 @@ def add_later_schema(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     shutil.copytree(migrate.MIGRATIONS_FOLDER, folder, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "versions" / f"{LATER}_later.py").write_text(MIGRATION)
     monkeypatch.setattr(migrate, "MIGRATIONS_FOLDER", folder)
-    migrate._revisions.cache_clear()
-    monkeypatch.setattr(migrate, "_revisions", migrate._revisions.__wrapped__)
+    monkeypatch.setattr(migrate, "_revisions", migrate._revisions.__wrapped__)  # without the cache of the product's own
 
 
 def moved_to(url: str, revision: str) -> None:

@@ -19,7 +19,7 @@ down_revision = None
 branch_labels = None
 depends_on = None
 
-VIEWS = {
+DASHBOARD_VIEWS = {
     "resihp_jobs": """
         SELECT id AS job_id, uuid, name, host, owner, written_by, run, cluster, slurm_job, slurm_account, partition,
             qos, nodes, gpus_per_node, state, exit_code, reason, started_at, ended_at, last_entry_at,
@@ -129,10 +129,6 @@ def upgrade() -> None:
         _protect_rows()
         _number_rows()
         _create_views()
-
-
-def downgrade() -> None:
-    raise NotImplementedError("there is no earlier schema")
 
 
 def _create_tables() -> None:
@@ -635,5 +631,5 @@ def _create_views() -> None:
     """Create the views of dashboards, with the rights of whoever reads them where PostgreSQL can (15 and later)."""
     version = op.get_bind().dialect.server_version_info or (0,)
     with_readers_rights = "WITH (security_invoker = true)" if version >= (15,) else ""
-    for name, query in VIEWS.items():
+    for name, query in DASHBOARD_VIEWS.items():
         op.execute(f"CREATE VIEW {name} {with_readers_rights} AS {query}")

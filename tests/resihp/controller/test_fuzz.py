@@ -16,49 +16,63 @@ from resihp.record.journal import DrainAnswered, NodeLost, NodeReleased, Reconfi
 from resihp.simulator.harness import Scenario, Violation, play
 
 CHUNK = 25
-SEEDS = int(os.environ.get("RESIHP_FUZZ_SEEDS", "500"))
+FUZZ_SEEDS = int(os.environ.get("RESIHP_FUZZ_SEEDS", "500"))
 """Jobs of the plainest kind; of each other kind a fraction. 500 reach what 2,000 do, but for few branches: see
 docs/contributing.md. `make soak` plays 50,000."""
-LONG_SEEDS = min(SEEDS // 5, max(100, SEEDS // 20))
+LONG_SEEDS = min(FUZZ_SEEDS // 5, max(100, FUZZ_SEEDS // 20))
 """Jobs of the two kinds that take longest to play."""
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK), ids=lambda first: f"seeds-{first}-{first + CHUNK - 1}")
+@pytest.mark.parametrize("first", range(0, FUZZ_SEEDS, CHUNK), ids=lambda first: f"seeds-{first}-{first + CHUNK - 1}")
 def test_invariants_hold_and_every_run_ends(first: int) -> None:
     play_chunk(Scenario.drawn, first)
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS // 2, CHUNK), ids=lambda first: f"storms-{first}-{first + CHUNK - 1}")
+@pytest.mark.parametrize(
+    "first", range(0, FUZZ_SEEDS // 2, CHUNK), ids=lambda first: f"storms-{first}-{first + CHUNK - 1}"
+)
 def test_invariants_hold_in_storms(first: int) -> None:
     play_chunk(Scenario.stormy, first)
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS // 4, CHUNK), ids=lambda first: f"slurm-{first}-{first + CHUNK - 1}")
+@pytest.mark.parametrize(
+    "first", range(0, FUZZ_SEEDS // 4, CHUNK), ids=lambda first: f"slurm-{first}-{first + CHUNK - 1}"
+)
 def test_invariants_hold_in_an_allocation(first: int) -> None:
     play_chunk(Scenario.allocated, first)
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS // 4, CHUNK), ids=lambda first: f"slow-{first}-{first + CHUNK - 1}")
+@pytest.mark.parametrize(
+    "first", range(0, FUZZ_SEEDS // 4, CHUNK), ids=lambda first: f"slow-{first}-{first + CHUNK - 1}"
+)
 def test_invariants_hold_when_devices_are_found_slow(first: int) -> None:
     play_chunk(Scenario.sluggish, first)
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS // 4, CHUNK), ids=lambda first: f"early-{first}-{first + CHUNK - 1}")
+@pytest.mark.parametrize(
+    "first", range(0, FUZZ_SEEDS // 4, CHUNK), ids=lambda first: f"early-{first}-{first + CHUNK - 1}"
+)
 def test_invariants_hold_when_nodes_are_lost_before_training_begins(first: int) -> None:
     play_chunk(Scenario.decimated, first)
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS // 4, CHUNK), ids=lambda first: f"starts-{first}-{first + CHUNK - 1}")
+@pytest.mark.parametrize(
+    "first", range(0, FUZZ_SEEDS // 4, CHUNK), ids=lambda first: f"starts-{first}-{first + CHUNK - 1}"
+)
 def test_invariants_hold_when_things_go_wrong_at_the_start(first: int) -> None:
     play_chunk(Scenario.hindered, first)
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS // 4, CHUNK), ids=lambda first: f"ramps-{first}-{first + CHUNK - 1}")
+@pytest.mark.parametrize(
+    "first", range(0, FUZZ_SEEDS // 4, CHUNK), ids=lambda first: f"ramps-{first}-{first + CHUNK - 1}"
+)
 def test_invariants_hold_when_the_batch_grows(first: int) -> None:
     play_chunk(Scenario.ramped, first)
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS // 4, CHUNK), ids=lambda first: f"ahead-{first}-{first + CHUNK - 1}")
+@pytest.mark.parametrize(
+    "first", range(0, FUZZ_SEEDS // 4, CHUNK), ids=lambda first: f"ahead-{first}-{first + CHUNK - 1}"
+)
 def test_invariants_hold_when_plans_are_made_ahead(first: int) -> None:
     play_chunk(Scenario.foreseeing, first)
 

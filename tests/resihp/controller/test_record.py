@@ -28,7 +28,7 @@ from resihp.simulator.harness import Scenario, Violation, World
 from tests.resihp.controller.direct import Direct
 from tests.resihp.controller.test_takeover import TakenOver, journal_of
 
-SEEDS = min(125, max(3, int(os.environ.get("RESIHP_FUZZ_SEEDS", "500")) // 40))
+FUZZ_SEEDS = min(125, max(3, int(os.environ.get("RESIHP_FUZZ_SEEDS", "500")) // 40))
 """Of each kind of scenario; each is taken over at every entry of its journal."""
 PRODUCT = Path(resihp.__file__).parent
 
@@ -77,7 +77,7 @@ def decisions(job: Job) -> dict[str, Any]:
 )
 def test_a_take_over_at_every_entry_reaches_the_same_record_and_the_same_decisions(draw: Any) -> None:
     taken = 0
-    for seed in range(SEEDS):
+    for seed in range(FUZZ_SEEDS):
         world = Remembering(draw(seed))
         try:
             world.run()
@@ -91,7 +91,7 @@ def test_a_take_over_at_every_entry_reaches_the_same_record_and_the_same_decisio
             controller = Controller.recover(world.settings, entries[:number], world.dependencies)
             assert controller.job.record == record, f"seed {seed}, after entry {number}: {entries[number - 1]}"
             assert decisions(controller.job) == decided, f"seed {seed}, after entry {number}: {entries[number - 1]}"
-    assert taken > 20 * SEEDS
+    assert taken > 20 * FUZZ_SEEDS
 
 
 def test_a_newcomer_that_exits_early_does_not_condemn_its_device_under_a_new_supervisor() -> None:

@@ -23,7 +23,7 @@ from resihp.simulator.scenario import Scenario
 from resihp.simulator.world import Result, World
 
 CHUNK = 50
-SEEDS = int(os.environ.get("RESIHP_FUZZ_SEEDS", "500")) // 10
+FUZZ_SEEDS = int(os.environ.get("RESIHP_FUZZ_SEEDS", "500")) // 10
 
 
 class Drifting:
@@ -74,7 +74,7 @@ def played(draw: Any, first: int) -> list[Result]:
 
 
 @pytest.mark.parametrize("draw", [Scenario.drawn, Scenario.stormy, Scenario.ramped], ids=lambda draw: draw.__name__)
-@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
+@pytest.mark.parametrize("first", range(0, FUZZ_SEEDS, CHUNK))
 def test_invariants_hold_in_jobs_that_tune_themselves(draw: Any, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("resihp.controller.tuning.retuning.RETUNE_ITERATIONS", 2)
     monkeypatch.setattr("resihp.controller.tuning.retuning.VERIFY_ITERATIONS", 1)

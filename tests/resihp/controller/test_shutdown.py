@@ -13,7 +13,7 @@ from resihp.protocol import messages as m
 from resihp.record.journal import FailureFound, IterationCommitted, JobEnded, JobSignalled, PlanDecided, PlanWithdrawn
 from resihp.simulator.harness import Scenario, Violation, play
 from tests.resihp.controller.direct import Direct, outcome
-from tests.resihp.controller.test_fuzz import CHUNK, SEEDS, play_chunk
+from tests.resihp.controller.test_fuzz import CHUNK, FUZZ_SEEDS, play_chunk
 
 TERM, INT = int(signals.SIGTERM), int(signals.SIGINT)
 LAYOUT = "DP2 x PP2 x TP1"
@@ -738,12 +738,16 @@ def test_another_supervisor_goes_on_with_the_stop() -> None:
 # --- at any moment ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS // 4, CHUNK), ids=lambda first: f"stops-{first}-{first + CHUNK - 1}")
+@pytest.mark.parametrize(
+    "first", range(0, FUZZ_SEEDS // 4, CHUNK), ids=lambda first: f"stops-{first}-{first + CHUNK - 1}"
+)
 def test_invariants_hold_when_jobs_are_asked_to_stop(first: int) -> None:
     play_chunk(Scenario.stopped, first)
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS // 4, CHUNK), ids=lambda first: f"asks-{first}-{first + CHUNK - 1}")
+@pytest.mark.parametrize(
+    "first", range(0, FUZZ_SEEDS // 4, CHUNK), ids=lambda first: f"asks-{first}-{first + CHUNK - 1}"
+)
 def test_invariants_hold_when_operators_stop_jobs(first: int) -> None:
     play_chunk(Scenario.interrupted, first)
 

@@ -39,10 +39,12 @@ from resihp.record.journal import (
 from resihp.settings import Settings
 from resihp.simulator.harness import Scenario
 from tests.resihp.controller.direct import DECLARE, Direct, outcome
-from tests.resihp.controller.test_fuzz import CHUNK, SEEDS, play_chunk
+from tests.resihp.controller.test_fuzz import CHUNK, FUZZ_SEEDS, play_chunk
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS // 2, CHUNK), ids=lambda first: f"orphans-{first}-{first + CHUNK - 1}")
+@pytest.mark.parametrize(
+    "first", range(0, FUZZ_SEEDS // 2, CHUNK), ids=lambda first: f"orphans-{first}-{first + CHUNK - 1}"
+)
 def test_invariants_hold_when_supervisors_die(first: int) -> None:
     play_chunk(Scenario.orphaned, first)
 

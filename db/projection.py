@@ -533,9 +533,7 @@ def _suspicion_confirmed(session: Session, job: models.JobRow, entry: journal.Fa
         or_(models.SuspicionRow.outcome.is_(None), models.SuspicionRow.outcome == "slow"),
     )
     for row in session.scalars(matching):
-        suspects = json.loads(row.ranks)
-        alike = row.component == entry.component or (row.component, entry.component) == ("job", "device")
-        if alike and (not suspects or set(suspects) & set(entry.ranks)):
+        if entry.confirms(row.component, tuple(json.loads(row.ranks))):
             row.outcome, row.failure = "slow", entry.failure
             row.ended_at = row.ended_at or moment(at)
 

@@ -79,7 +79,6 @@ VAGUE_VARIABLES: Mapping[str, int] = {
     "wrapper": 2,
     "wrapper/agent": 3,
     "wrapper/config": 1,
-    "wrapper/output": 2,
     "wrapper/sinks": 1,
     "wrapper/supervisor": 2,
 }

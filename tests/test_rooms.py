@@ -219,9 +219,7 @@ COMPLEX: Mapping[str, int] = {
     "wrapper.config.program.resolve": 21,
     "wrapper.job_folder.find_job": 21,
     "wrapper.job_folder.finish_dead_job": 25,
-    "wrapper.output.idle_gpus.of_ledger": 24,
     "wrapper.output.render.layout_grid": 35,
-    "wrapper.sinks.figures.follow": 27,
 }
 """Functions with a complexity above `MAX_COMPLEXITY`, with how much they may have."""
 MAX_TOKENS_PER_LINE = 9.3

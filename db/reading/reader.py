@@ -25,7 +25,6 @@ from sqlalchemy import (
     false,
     func,
     literal_column,
-    not_,
     or_,
     select,
     text,
@@ -355,10 +354,10 @@ class Reader:
         with no_collection():
             for row in rows:
                 for column in view.json_columns:
-                    row[column] = self._decoded(row[column], column)
+                    row[column] = self.decoded(row[column], column)
             return rows if job_id is not None else [{name: row.pop(name) for name in OF_JOB} | row for row in rows]
 
-    def _decoded(self, content: str | None, column: str) -> Any:
+    def decoded(self, content: str | None, column: str) -> Any:
         """Decode a JSON column. Raises LedgerError: imported rows may hold anything."""
         try:
             return None if content is None else msgspec.json.decode(content)
@@ -387,24 +386,29 @@ class Reader:
             query = select(self.node_name(columns.node, columns.job_id).label("node")).distinct()
         return [row["node"] for row in self.fetch(query.order_by("node").limit(naming.MAX_NAMES_SEARCHED))]
 
-    def events(self, job_id: int, kinds: Sequence[str], last: int) -> list[Row]:
-        """Return the `last` events of these kinds (names of journal entries), oldest first."""
-        query = TABLES["events"].query.where(EventRow.job_id == job_id, EventRow.kind.in_(kinds))
-        return self.fetch(query.order_by(EventRow.seq.desc()).limit(last))[::-1]
+    def events(self, job_id: int, kinds: Sequence[str], last: int, always_last: str = "") -> list[Row]:
+        """Return the `last` events of these kinds (names of journal entries), oldest first; and before them the last
+        one of the kind `always_last`, if it is older."""
+        query = TABLES["events"].query.where(EventRow.job_id == job_id)
+        of_kinds = EventRow.kind.in_(kinds)
+        if not always_last:
+            return self.fetch(query.where(of_kinds).order_by(EventRow.seq.desc()).limit(last))[::-1]
+        newest = select(EventRow.seq).where(EventRow.job_id == job_id, of_kinds)
+        newest = newest.order_by(EventRow.seq.desc()).limit(last)
+        last_of_kind = select(func.max(EventRow.seq)).where(EventRow.job_id == job_id, EventRow.kind == always_last)
+        wanted = or_(EventRow.seq.in_(newest), EventRow.seq == last_of_kind.scalar_subquery())
+        return self.fetch(query.where(wanted).order_by(EventRow.seq))
 
     def shown_plan(self, job_id: int) -> list[Row]:
-        """Return the plan that a job's status describes, if any: the one in effect.
-
-        Before the first has taken effect, the newest that was neither refused nor withdrawn.
-        """
-        given_up = or_(PlanRow.refused_reason.is_not(None), PlanRow.withdrawn_reason.is_not(None))
-        query = TABLES["plans"].query.where(
-            PlanRow.job_id == job_id, or_(PlanRow.in_effect_at.is_not(None), not_(given_up))
-        )
-        in_effect_first = PlanRow.in_effect_at.is_(None)
-        rows = self.fetch(query.order_by(in_effect_first, PlanRow.epoch.desc()).limit(1))
+        """Return the plan that a job's status describes, if any: the one in effect; before the first, the newest,
+        unless it was refused or withdrawn."""
+        columns = PlanRow.__table__.c
+        query = TABLES["plans"].query.where(columns.job_id == job_id)
+        rows = self.fetch(query.order_by(columns.in_effect_at.is_(None), columns.epoch.desc()).limit(1))
         return [
-            {**row, **{name: self._decoded(row[name], name) for name in TABLES["plans"].json_columns}} for row in rows
+            {**row, **{name: self.decoded(row[name], name) for name in TABLES["plans"].json_columns}}
+            for row in rows
+            if row["outcome"] in ("in effect", "pending")
         ]
 
     def explanations(self, job_id: int, plans: Sequence[Row]) -> dict[int, Explanation]:

@@ -380,14 +380,27 @@ def _probes(record: JobRecord, entry: ProbesTaken) -> None:
         (record.unanswered.add if no_answer else record.unanswered.discard)(place)
         if entry.occasion == "suspicion":
             continue
-        if probe.fit and probe.speed is None and place in record.unfit:
-            continue  # it could not be measured, so nothing changes
-        if probe.fit:
+        unfit = is_unfit_after(entry.occasion, probe.speed, passed=probe.fit, was_unfit=place in record.unfit)
+        if not unfit:
             record.unfit.discard(place)
             record.unfit_probes.pop(place, None)
-        elif entry.occasion != "standby" or place in record.unfit:
+        elif not probe.fit:
             record.unfit.add(place)
             record.unfit_probes[place] = record.unfit_probes.get(place, 0) + 1
+
+
+def is_unfit_after(occasion: str, speed: float | None, *, passed: bool, was_unfit: bool) -> bool:
+    """Return whether a device is kept out of the work after a probe. `speed`: relative to its peers, None if it could
+    not be measured.
+
+    A probe on suspicion changes nothing: its outcome is a verdict, or none. A device on standby is measured again only
+    if it was unfit.
+    """
+    if occasion == "suspicion":
+        return was_unfit
+    if passed:
+        return was_unfit and speed is None
+    return was_unfit or occasion != "standby"
 
 
 # --- nodes out, nodes in ------------------------------------------------------------------------------------------

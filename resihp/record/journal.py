@@ -327,6 +327,11 @@ class FailureFound(Entry, frozen=True, kw_only=True):
     def failed_at(self, at: float) -> float | None:
         return None if self.failed_s is None else at - self.failed_s
 
+    def confirms(self, component: str, ranks: tuple[int, ...]) -> bool:
+        """Return whether this verdict of slowness ends an open suspicion about `component` and `ranks`."""
+        is_alike = component == self.component or (component, self.component) == ("job", "device")
+        return self.kind == "fail-slow" and is_alike and (not ranks or not set(ranks).isdisjoint(self.ranks))
+
 
 class FailureEnded(Entry, frozen=True, kw_only=True):
     """A slow component is as fast as before, from `iteration` on."""

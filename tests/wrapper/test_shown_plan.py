@@ -76,7 +76,9 @@ def test_everybody_shows_the_plan_in_effect(
             assert outcomes[entry.epoch] == "withdrawn"
 
     figures = followed(records)
-    assert figures.layout == layout
+    plan_followed = figures.history.shown_plan
+    assert plan_followed is not None
+    assert plan_followed.layout == layout
     assert figures.epoch == (shown if effect(shown) in entries else 0)
 
     # A writer that takes over has read all records before its first file.

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from db.telemetry import report_rows
     from resihp.record.journal import Record
     from wrapper.config.schema import Configuration
+    from wrapper.output.job_history import JobHistory
     from wrapper.sinks.figures import Figures
     from wrapper.sinks.metrics import Outside
 
@@ -127,17 +128,22 @@ def _absolute(path: str) -> str:
 
 
 def listeners(
-    request: RunRequest, ledger: object, say: Callable[[str], None], past: Sequence[Record] = ()
+    request: RunRequest,
+    ledger: object,
+    say: Callable[[str], None],
+    past: Sequence[Record] = (),
+    history: JobHistory | None = None,
 ) -> list[Listener]:
     """Open the requested listeners; one that cannot be opened is reported and left out. `say` is called from threads,
     too.
 
-    `past`: the records of the leaders before us. Waits for no file.
+    `past`: the records of the leaders before us; `history`: that of the job, which the listeners share. Waits for no
+    file.
     """
     opened_listeners: list[Listener] = []
     figures = cache(partial(_figures, past))  # over perhaps a million iterations: computed once, and only on demand
     openers: dict[str, Callable[[], list[Listener]]] = {
-        "hooks": lambda: _hooks(request, say, past),
+        "hooks": lambda: _hooks(request, say, past, history),
         "tensorboard": lambda: _tensorboard(request, say, figures),
         "traces": lambda: _traces(request, say, past),
         "metrics": lambda: _metrics(request, say, figures, past, lambda: standing(ledger, opened_listeners)),
@@ -172,7 +178,9 @@ class _NoLedger:
         pass
 
 
-def _hooks(request: RunRequest, say: Callable[[str], None], past: Sequence[Record]) -> list[Listener]:
+def _hooks(
+    request: RunRequest, say: Callable[[str], None], past: Sequence[Record], history: JobHistory | None
+) -> list[Listener]:
     wanted = request.listening
     if not (wanted.command or wanted.webhook or wanted.webhook_file):
         return []
@@ -185,7 +193,13 @@ def _hooks(request: RunRequest, say: Callable[[str], None], past: Sequence[Recor
         ways["webhook"] = webhook(lambda: wanted.webhook or url_in(Path(wanted.webhook_file)), wanted.timeout_s)
     folder = request.of_job.folder
     return [
-        Hook(name, way, request.job, wanted.events, noted=folder / f"{name}.told", say=say, past=past)
+        Hook(
+            *(name, way, request.job, wanted.events),
+            noted=folder / f"{name}.told",
+            say=say,
+            past=past,
+            history=history,
+        )
         for name, way in ways.items()
     ]
 

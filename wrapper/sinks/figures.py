@@ -15,18 +15,15 @@ from collections import Counter
 from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
-from db.reading.costs.goodput import Counting, devices_of
+from db.reading.costs.goodput import Counting
 from resihp.record import journal
 from resihp.record.packing import column
-from wrapper.output.rank_health import RankHealth
-from wrapper.output.recoveries import Recoveries
-
-if TYPE_CHECKING:
-    from resihp.parallelism.layout import Layout
+from wrapper.output.job_history import JobHistory
+from wrapper.output.rank_health import rank_health
 
 BUCKETS_S = (
     *(0.01, 0.025, 0.05),
@@ -57,10 +54,9 @@ class Figures:
     the later iteration counts as if it had followed at once."""
     committed_at: float | None = None
     committed_epoch: int = 0
-    """Epoch of the last committed iteration; `epoch`, of the plan in effect, may already be the next one's."""
+    """Epoch of the last committed iteration; that of the plan in effect may already be the next one's."""
     last_at: float | None = None
     ended_at: float | None = None
-    epoch: int = 0
     iteration: int = 0
     iterations: int = 0
     tokens: int = 0
@@ -76,23 +72,14 @@ class Figures:
     """Sum of the times as they count for goodput, in microseconds."""
     unused_us: int = 0
     """The part of `known_us` that devices without work would have saved."""
-    requested: int = 0
-    """Number of devices of the requested layout."""
-    at_work: dict[int, int] = field(default_factory=dict)
-    """Number of devices with work, by epoch of each plan that may still get iterations."""
     counting: Counting = field(default_factory=Counting)
     untimed: int = 0
     """Committed iterations whose time is unknown, because no reporter survived."""
     last_seconds: float | None = None
     predicted_seconds: float | None = None
-    layout: Layout | None = None
-    decided: Layout | None = None
-    decided_epoch: int = 0
-    """Epoch of the last plan that was decided, in effect or not."""
-    health: RankHealth = field(default_factory=RankHealth)
+    history: JobHistory = field(default_factory=JobHistory)
     ended: int = 0
     """Number of workers that ended, also of ranks that run again."""
-    nodes: set[str] = field(default_factory=set)
     nodes_lost: int = 0
     failures: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     """Number of failures by kind, component and node."""
@@ -105,7 +92,6 @@ class Figures:
     """Ranks with work that the detector has not heard from for long."""
     reconfigurations: Counter[str] = field(default_factory=Counter)
     reconfiguration_seconds: dict[str, float] = field(default_factory=dict)
-    recoveries: Recoveries = field(default_factory=Recoveries)
     recovery_seconds: dict[str, float] = field(default_factory=dict)
     """Seconds from failures to the first commits after them, by action."""
     bytes_moved: int = 0
@@ -141,16 +127,28 @@ class Figures:
         wall_s = self.wall_s(now)
         return min(self.useful_s() / wall_s, 1.0) if wall_s > 0 and self.iterations else None
 
+    @property
+    def epoch(self) -> int:
+        """Return the epoch of the plan in effect; 0 before the first."""
+        return self.history.plans[-1].epoch if self.history.plans else 0
+
+    def nodes(self) -> int:
+        """Count the nodes that have joined and were not lost."""
+        nodes = self.history.nodes.values()
+        return sum(node.joined_at is not None and node.lost_at is None for node in nodes)
+
     def unused(self, epoch: int) -> float:
         """Return the share of the requested devices that have no work under a plan."""
-        return max(1.0 - self.at_work.get(epoch, self.requested) / self.requested, 0.0) if self.requested else 0.0
+        requested, plan = self.history.gpus_requested, self.history.plan(epoch)
+        if not requested or plan is None:
+            return 0.0
+        return max(1.0 - len(plan.ranks.active) / requested, 0.0)
 
     def ranks(self) -> dict[str, int]:
         """Count ranks by state, each in one: running ranks without a part in the plan in effect are `starting`."""
-        running = self.health.running
-        counts: Counter[str] = Counter(
-            state for rank, state in self.health.by_rank(self.layout).items() if rank in running
-        )
+        plan, workers = self.history.shown_plan, self.history.workers
+        health = rank_health(self.history, None if plan is None else plan.layout)
+        counts: Counter[str] = Counter(state for rank, state in health.items() if not workers[rank].ended)
         counts["ended"] = self.ended
         return {state: counts[state] for state in RANK_STATES}
 
@@ -173,15 +171,14 @@ def follow(figures: Figures, record: journal.Record) -> None:
     entry, at = record.entry, record.at
     if not (isinstance(entry, journal.JobEnded) and entry.state == "abnormal"):
         figures.last_at = at
-    if isinstance(entry, journal.WorkerEnded) and entry.rank in figures.health.running:
-        figures.ended += 1
-    figures.health.follow(entry)
-    figures.recoveries.follow(record)
+    if isinstance(entry, journal.WorkerEnded):
+        worker = figures.history.workers.get(entry.rank)
+        figures.ended += worker is not None and not worker.ended
+    figures.history.follow(record)
     match entry:
         case journal.JobStarted():
             figures.job, figures.user, figures.version = entry.job, entry.user, entry.version
             figures.started_at = at
-            figures.requested = devices_of(entry.nodes, entry.gpus_per_node, entry.configuration)
         case journal.ModelDeclared():
             figures.iteration = max(figures.iteration, entry.declare.resume_from)
         case journal.IterationCommitted():
@@ -190,15 +187,8 @@ def follow(figures: Figures, record: journal.Record) -> None:
             figures.validation_loss = entry.loss
         case journal.IterationsPacked():
             _all_committed(figures, record, entry)
-        case journal.NodeJoined():
-            figures.nodes.add(entry.node)
         case journal.NodeLost():
-            figures.nodes.discard(entry.node)
             figures.nodes_lost += 1
-        case journal.PlanDecided():
-            _decided(figures, entry)
-        case journal.PlanInEffect():
-            _in_effect(figures, entry.epoch)
         case journal.Suspected(kind="slow", cleared=False):
             figures.suspicions[entry.component] += 1
         case journal.CoverageChanged():
@@ -226,29 +216,13 @@ def follow(figures: Figures, record: journal.Record) -> None:
             figures.state, figures.exit_code, figures.ended_at = entry.state, entry.exit_code, at
 
 
-def _decided(figures: Figures, entry: journal.PlanDecided) -> None:
-    figures.decided, figures.decided_epoch = entry.plan.layout, entry.plan.epoch
-    since = figures.committed_epoch
-    figures.at_work = {epoch: count for epoch, count in figures.at_work.items() if epoch >= since}
-    figures.at_work[entry.plan.epoch] = len(entry.plan.computing)
-    if not figures.epoch:  # the first plan is shown before it takes effect
-        figures.layout = figures.decided
-
-
-def _in_effect(figures: Figures, epoch: int) -> None:
-    """Show the plan of this epoch as the one in effect; a plan that never took effect is not shown."""
-    figures.epoch = max(figures.epoch, epoch)
-    if epoch == figures.decided_epoch:
-        figures.layout = figures.decided
-
-
 def _reconfigured(figures: Figures, entry: journal.Reconfigured, at: float) -> None:
     figures.reconfigurations[entry.action] += 1
     seconds = figures.reconfiguration_seconds.get(entry.action, 0.0) + entry.seconds
     figures.reconfiguration_seconds[entry.action] = seconds
     figures.bytes_moved += entry.bytes_moved
     if entry.failures:
-        mended = figures.recoveries.of(entry, at)
+        mended = figures.history.recovery(entry, at)
         whole = entry.seconds if mended is None else mended.seconds_to_recover
         figures.recovery_seconds[entry.action] = figures.recovery_seconds.get(entry.action, 0.0) + whole
 
@@ -282,7 +256,6 @@ def _committed(figures: Figures, entry: journal.IterationCommitted, at: float) -
     figures.tokens += entry.outcome.tokens
     figures.loss = entry.outcome.loss
     figures.last_seconds, figures.predicted_seconds = entry.seconds, entry.predicted_seconds
-    _in_effect(figures, entry.epoch)
 
 
 def _all_committed(figures: Figures, record: journal.Record, entry: journal.IterationsPacked) -> None:
@@ -314,7 +287,6 @@ def _all_committed(figures: Figures, record: journal.Record, entry: journal.Iter
     figures.loss = column(record, "loss")[-1]
     figures.last_seconds = _seconds(int(micros[-1]))
     figures.predicted_seconds = _seconds(column(record, "predicted_seconds")[-1])
-    _in_effect(figures, entry.epoch)
 
 
 def _seconds(micros: int) -> float | None:

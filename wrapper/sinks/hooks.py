@@ -36,7 +36,7 @@ from resihp.plain_files import open_plain
 from resihp.record import journal
 from resihp.record.recovery import RecoveryTimes
 from wrapper.job_folder import write_private
-from wrapper.output.recoveries import Recoveries
+from wrapper.output.job_history import JobHistory
 from wrapper.sinks.queue import MAX_WAITING, BackgroundQueue, UndeliveredError
 
 DOCUMENT_SCHEMA = 1
@@ -128,7 +128,7 @@ class Hook:
     """One hook. `deliver` delivers a document, or raises UndeliveredError or OSError.
 
     `noted`: the file with the number of the last delivered record. `past`: records of the leaders before us, of which
-    all later ones are delivered now.
+    all later ones are delivered now. `history`: shared with other listeners, or None.
     """
 
     def __init__(
@@ -141,6 +141,7 @@ class Hook:
         noted: Path,
         say: Callable[[str], None],
         past: Sequence[journal.Record] = (),
+        history: JobHistory | None = None,
         pauses_s: tuple[float, ...] = RETRY_PAUSES_S,
     ) -> None:
         self.name = name
@@ -150,7 +151,7 @@ class Hook:
         self._noted = noted
         self._delivered: int | None = None if past else 0
         self._queue = BackgroundQueue(f"hook {name}", self._deliver, say, pauses_s=pauses_s)
-        self._recoveries = Recoveries()
+        self._history = history or JobHistory()
         waiting = deque((event for record in past if (event := self._event(record)) is not None), maxlen=MAX_WAITING)
         for event in waiting:
             self._queue.put(event)
@@ -161,11 +162,11 @@ class Hook:
 
     def _event(self, record: journal.Record) -> _HookEvent | None:
         """Return the event of a record, None if there is none; every record has to be passed in, in order."""
-        self._recoveries.follow(record)
+        self._history.follow(record)
         entry = record.entry
         if event_of(entry) not in self._events:
             return None
-        mended = self._recoveries.of(entry, record.at) if isinstance(entry, journal.Reconfigured) else None
+        mended = self._history.recovery(entry, record.at) if isinstance(entry, journal.Reconfigured) else None
         return _HookEvent(record, mended)
 
     def close(self, deadline: float) -> bool:

@@ -165,7 +165,7 @@ def _progress(make: _Families, figures: Figures, now: float) -> Iterator[Metric]
 
 def _disturbances(make: _Families, figures: Figures) -> Iterator[Metric]:
     yield from make.gauges("ranks", "Ranks by state.", ("state",), figures.ranks())
-    yield from make.gauge("nodes", "Nodes that have joined and were not lost.", len(figures.nodes))
+    yield from make.gauge("nodes", "Nodes that have joined and were not lost.", figures.nodes())
     yield from make.counter("nodes_lost", "Nodes that were lost.", figures.nodes_lost)
     yield from make.counters("failures", "Failures found.", ("kind", "component", "node"), figures.failures)
     yield from make.counter(

@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from resihp.errors import JobNotFoundError
-from resihp.record import fold, journal
+from resihp.record import journal
 from resihp.record.job_uuid import job_uuid
-from resihp.record.state import JobRecord
 from wrapper.job_files import LastIteration, OurJob, ProgressFile
+from wrapper.output.job_history import JobHistory, PastPlan
 from wrapper.output.progress import RECENT_ITERATIONS
 from wrapper.strict_modes import write_private
 
@@ -52,15 +52,21 @@ class ProgressFileWriter:
     """A listener that writes the file. `past`: the records of the leaders before us."""
 
     def __init__(
-        self, job: OurJob, past: Sequence[journal.Record] = (), *, clock: Callable[[], float] = time.time
+        self,
+        job: OurJob,
+        past: Sequence[journal.Record] = (),
+        *,
+        history: JobHistory | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
+        """`history`: shared with other listeners, or None."""
         self._job = job
         self._uuid = ""
         """Id of the job, from the first record of its journal; empty once job.json has it."""
         self._clock = clock
         self._progress = ProgressFile(began_at=0.0, written_at=0.0, nodes=0, gpus_per_node=0)
-        self._record = JobRecord()
-        """Knows which plan is in effect."""
+        self._history = history or JobHistory()
+        self._shown_plan: PastPlan | None = None
         for record in past:
             self._follow(record)
         self._began_at: float | None = None
@@ -87,11 +93,10 @@ class ProgressFileWriter:
         if isinstance(record.entry, journal.JobStarted) and record.seq == 1:
             self._uuid = job_uuid(record)
         self._progress = after(self._progress, record)
-        plan_before = self._record.shown_plan
-        fold.apply(self._record, record.entry)
-        if self._record.shown_plan is not plan_before:
-            plan = self._record.shown_plan
-            layout = "" if plan is None else plan.describe()
+        self._history.follow(record)
+        if (plan := self._history.shown_plan) is not self._shown_plan:
+            self._shown_plan = plan
+            layout = "" if plan is None else plan.layout.describe()
             self._progress = msgspec.structs.replace(self._progress, layout=layout)
 
     def _run(self) -> None:

@@ -27,12 +27,11 @@ from resihp.record import journal
 from resihp.record.describe import explain, size
 from resihp.words import count_of
 from wrapper.output.idle_gpus import IdleGpus
-from wrapper.output.rank_health import RankHealth
-from wrapper.output.recoveries import Recoveries
+from wrapper.output.job_history import JobHistory
+from wrapper.output.rank_health import rank_health
 from wrapper.output.render import count, duration, layout_grid, legend, literal
 
 if TYPE_CHECKING:
-    from resihp.parallelism.layout import Layout
     from resihp.protocol.messages import Beat, Stepped
     from resihp.settings import Settings
 
@@ -92,18 +91,15 @@ class LiveView:
         self._settings = settings
         self._clock = clock
         self._wall_clock = wall_clock
-        self._ranks = RankHealth()
-        self._idle = IdleGpus()
-        self._recoveries = Recoveries()
-        self._layout: Layout | None = None
-        self._in_effect: Layout | None = None
+        self._history = JobHistory()
+        self._stopped: dict[str, set[int]] = {}
+        """Ranks whose processes are stopped, by node, from the last heartbeat of each."""
         self._last: journal.IterationCommitted | None = None
         self._last_at = 0.0
         self._next, self._goal = 1, 0
         self._event = ""
         self._printed_at = float("-inf")
         self._waited_since = clock()
-        self._nodes: set[str] = set()
         self._trains = False
         for record in past:
             self._follow(record)
@@ -144,7 +140,7 @@ class LiveView:
             case journal.WorkerEnded(exit=0) if not self._trains and not self._plain:
                 self._plain = True
                 self._show_output()
-            case journal.PlanInEffect() if len(self._idle.plans) == 1:
+            case journal.PlanInEffect() if len(self._history.plans) == 1:
                 self._show_idle_gpus()
             case journal.IterationCommitted():
                 self._committed()
@@ -164,22 +160,13 @@ class LiveView:
     def _follow(self, record: journal.Record) -> None:
         """Update the state with one record, without showing anything."""
         entry = record.entry
-        self._ranks.follow(entry)
-        self._idle.follow(entry)
-        self._recoveries.follow(record)
+        self._history.follow(record)
         match entry:
-            case journal.NodeJoined():
-                self._nodes.add(entry.node)
             case journal.ModelDeclared():
                 self._trains = True
                 self._goal = entry.declare.iterations
             case journal.PlanDecided():
-                self._layout = entry.plan.layout
                 self._next = entry.next_iteration
-            case journal.PlanInEffect():
-                self._in_effect = self._layout
-            case journal.PlanRefused() | journal.PlanWithdrawn():
-                self._layout = self._in_effect or self._layout
             case journal.IterationCommitted():
                 self._last, self._last_at = entry, record.at
             case _:
@@ -200,9 +187,9 @@ class LiveView:
         if beat.met and not self._plain:
             self._plain = True
             self._show_output()
-        stopped = {worker.rank for worker in beat.workers if worker.state == "T"} & self._ranks.running
-        if not stopped <= self._ranks.suspected:
-            self._ranks.suspected |= stopped
+        stopped = {worker.rank for worker in beat.workers if worker.state == "T"}
+        if stopped != self._stopped.get(node, set()):
+            self._stopped[node] = stopped
             self._dirty = True
 
     @_quiet
@@ -282,21 +269,24 @@ class LiveView:
         if self._plain:  # no iteration will come
             return
         self._waited_since = now
-        nodes = f"{len(self._nodes)} of {self._settings.nodes} nodes have joined"
+        joined = sum(node.joined_at is not None for node in self._history.nodes.values())
+        nodes = f"{joined} of {self._settings.nodes} nodes have joined"
         self._line(f"waiting for the first iteration: {nodes}, {self._started()}", "")
 
     def _show_idle_gpus(self, further: str = "") -> None:
         """Report idle GPUs when the first plan takes effect, and at the end."""
-        if line := self._idle.line():
+        if line := IdleGpus(self._history).line():
             self._line(f"{line}{further}", _STYLES["warning"])
 
     def _started(self) -> str:
         total = self._settings.nodes * self._settings.gpus_per_node
-        return f"{len(self._ranks.running)} of {total} workers have started"
+        started = sum(not worker.ended for worker in self._history.workers.values())
+        return f"{started} of {total} workers have started"
 
     def _recovered(self, entry: journal.Reconfigured, at: float) -> str:
-        """Describe a recovery: total time since the failure as in `Recoveries`, and its phases."""
-        layout = self._layout.describe() if self._layout is not None else f"epoch {entry.epoch}"
+        """Describe a recovery: total time since the failure as in `JobHistory.recovery`, and its phases."""
+        plan = self._history.shown_plan
+        layout = plan.layout.describe() if plan is not None else f"epoch {entry.epoch}"
         after_last_iteration = 0 < self._goal < self._next
         iteration = {
             "redo": "the last evaluation redone" if after_last_iteration else f"iteration {self._next} redone",
@@ -307,7 +297,7 @@ class LiveView:
         if entry.action == "between" and not entry.failures:
             return f"layout changed: {layout}, {iteration}, in {duration(entry.seconds)}{moved}"
         since = "the failure" if len(entry.failures) == 1 else "the first sign of trouble"
-        mended = self._recoveries.of(entry, at)
+        mended = self._history.recovery(entry, at)
         decided_s, without_s = entry.park_s + entry.plan_s, entry.seconds
         if mended is not None:
             without_s = mended.seconds_without_noticing
@@ -351,26 +341,28 @@ class LiveView:
     def _panel(self) -> Panel:
         width = max(self._console.width - ECHO_MARGIN_COLUMNS, 24)
         parts: list[Text] = []
+        plan = self._history.shown_plan
+        layout = None if plan is None else plan.layout
         if self._last is None and self._plain:
             parts.append(Text(f"{self._started()}; the output of rank 0 is above", style="dim"))
         elif self._last is None:
-            started = f", {self._started()}" if self._layout is None else ""
+            started = f", {self._started()}" if layout is None else ""
             parts.append(Text(f"waiting for the first iteration{started}", style="dim"))
         else:
             parts.append(Text(iteration_line(self._last), style="bold"))
             under_way = self._last.outcome.iteration + 1
-            if self._layout is not None and under_way in self._reports:
-                done, total = self._reports[under_way], len(self._layout.active)
+            if layout is not None and under_way in self._reports:
+                done, total = self._reports[under_way], len(layout.active)
                 parts.append(Text(f"iteration {under_way}  {done} of {total} ranks have stepped", style="dim"))
-        if self._layout is not None:
-            health = self._ranks.by_rank(self._layout)
-            parts.append(layout_grid(self._layout, health, max(width - 4, 20)))
+        if layout is not None:
+            health = rank_health(self._history, layout, set().union(*self._stopped.values()))
+            parts.append(layout_grid(layout, health, max(width - 4, 20)))
             if meaning := legend(health.values()):
                 parts.append(Text(meaning, style="dim"))
         if self._event:
             parts.append(Text(self._event, style="dim", no_wrap=True, overflow="ellipsis"))
-        layout = f", {self._layout.describe()}" if self._layout is not None else ""
-        title = Text(f"job {literal(self._settings.job)}{layout}", no_wrap=True, overflow="ellipsis")
+        described = "" if layout is None else f", {layout.describe()}"
+        title = Text(f"job {literal(self._settings.job)}{described}", no_wrap=True, overflow="ellipsis")
         return Panel(Group(*parts), title=title, title_align="left", width=width)
 
 

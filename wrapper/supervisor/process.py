@@ -46,6 +46,7 @@ from wrapper.job_folder import Job, finish_dead_job, note_end, write_private
 from wrapper.launch.allocation import end_time
 from wrapper.launch.launcher import Followers, Launcher, LocalLauncher
 from wrapper.output.first_rank import FirstRank
+from wrapper.output.job_history import JobHistory
 from wrapper.output.render import literal
 from wrapper.sinks.deferred_ledger import DeferredLedger
 from wrapper.sinks.fanout import LedgerLike, Listeners, listeners, notify_of_end
@@ -184,8 +185,10 @@ async def supervise_with(
             loop.call_soon_threadsafe(view.output, lines, left_out)
 
     past = takeover.records if takeover else ()
+    history = JobHistory.of_records(past)
     comment, first = JobComment(request, past), FirstRank(job.logs, show, past)
-    others = [*listeners(request, ledger, warn, past), comment, first, ProgressFileWriter(job, past)]
+    progress = ProgressFileWriter(job, past, history=history)
+    others = [*listeners(request, ledger, warn, past, history), comment, first, progress]
     ledger = Listeners(ledger, [*others, *([loader] if loader else [])])
     supervisor = Supervisor(
         request,

@@ -26,6 +26,7 @@ from tests.wrapper.commands.history.test_history import text_of
 from tests.wrapper.commands.status.test_status import home, resihp, rows
 from wrapper.job_folder import Job, create_local_job
 from wrapper.output.idle_gpus import IdleGpus
+from wrapper.output.job_history import JobHistory
 from wrapper.sinks.figures import followed
 from wrapper.sinks.terminal import LiveView
 from wrapper.sinks.tracing.spans import Story
@@ -248,12 +249,12 @@ def test_a_mirror_computes_nothing_so_its_gpus_count_as_idle() -> None:
 
 def test_since_when_and_why_each_has_no_work() -> None:
     """Of what died, stands by for it, was lost with its node, never came, and is slow."""
-    idle = IdleGpus()
+    history = JobHistory()
 
     def line(*entries: journal.AnyEntry) -> str:
         for entry in entries:
-            idle.follow(entry)
-        return idle.line()
+            history.follow(journal.Record(history.seq + 1, 1e9 + history.seq, entry))
+        return IdleGpus(history).line()
 
     uniform = Layout.uniform(tp=1, pp=2, dp=4, layers=4)
     full, _ = zip(*[*begins("j"), *plan(1, uniform, 1, 0.0)], strict=True)
@@ -291,14 +292,12 @@ def test_no_more_layouts_are_read_than_it_takes(since: int, read: int, monkeypat
             yield from plan(epoch, layout, epoch, 2.0 * epoch, "start" if epoch == 1 else "between")
             yield commit(epoch, epoch, 1.0), 2.0 * epoch + 1.0
 
-    live = IdleGpus()
-    for entry, _ in often("j"):
-        live.follow(entry)
+    live = JobHistory.of_records(journal.Record(seq, at, entry) for seq, (entry, at) in enumerate(often("j"), 1))
     job = of(often)
     found: list[str] = []
     ranks_of = db.layouts.ranks_of
     monkeypatch.setattr(db.layouts, "ranks_of", lambda text: (found.append(text), ranks_of(text))[1])
-    assert json.loads(resihp("status", job.name, "--json").stdout)["idle_line"] == live.line()
+    assert json.loads(resihp("status", job.name, "--json").stdout)["idle_line"] == IdleGpus(live).line()
     assert len(found) == read
 
 

@@ -190,8 +190,8 @@ def outcome(iteration: int) -> StepOutcome:
     )
 
 
-def committed(iteration: int) -> journal.IterationCommitted:
-    return journal.IterationCommitted(epoch=1, outcome=outcome(iteration), seconds=0.45, predicted_seconds=None)
+def committed(iteration: int, epoch: int = 1) -> journal.IterationCommitted:
+    return journal.IterationCommitted(epoch=epoch, outcome=outcome(iteration), seconds=0.45, predicted_seconds=None)
 
 
 def failed(cause: str = "rank 5 killed by signal 9") -> journal.FailureFound:
@@ -221,7 +221,7 @@ def entries() -> Iterator[journal.AnyEntry]:
     yield failed()
     plan = Plan(epoch=2, layout=DP2.without(frozenset({5})), assignment=spread(4, 1))
     yield journal.PlanDecided(plan=plan, next_iteration=31, action="redo", finish=None, reason="rank 5 killed")
-    yield committed(31)
+    yield committed(31, epoch=2)
     yield journal.Reconfigured(
         epoch=2,
         failures=(1,),
@@ -235,7 +235,7 @@ def entries() -> Iterator[journal.AnyEntry]:
         seconds=0.62,
     )
     for i in range(32, 61):
-        yield committed(i)
+        yield committed(i, epoch=2)
 
 
 BEGAN = 1e9
@@ -504,14 +504,20 @@ def test_panel_follows_newcomers_and_plans_that_are_refused() -> None:
     assert shown.view.errors == 0
 
 
+def suspected(rank: int, *, cleared: bool) -> journal.Suspected:
+    return journal.Suspected(
+        rank=rank, node="n1", evidence="", kind="slow", ranks=(rank,), suspicion=rank, cleared=cleared
+    )
+
+
 def test_panel_shows_a_verdict_in_place_of_the_suspicion_until_it_ends() -> None:
     shown = Shown(terminal=True)
     slow = msgspec.structs.replace(failed(), kind="fail-slow", component="device", ranks=(3,), speed=0.4)
     story = [
         *(journal.WorkerStarted(rank=r, node=f"n{1 + r // 4}", device=r % 4, pid=1, epoch=0) for r in range(8)),
         decided(1, DP2, "start"),
-        *(journal.Suspected(rank=rank, node="n1", evidence="", kind="slow") for rank in (2, 3)),
-        journal.Suspected(rank=2, node="n1", evidence="", kind="slow", cleared=True),
+        *(suspected(rank, cleared=False) for rank in (2, 3)),
+        suspected(2, cleared=True),
         slow,
         decided(2, DP2, "between"),
         journal.FailureEnded(failure=1, node="n1", device=3, iteration=9, evidence=""),

@@ -439,10 +439,11 @@ def _of_one(query: HistoryQuery, reader: Reader, job: Row, others: Sequence[Row]
     times: dict[str, Any] = {"since": query.since, "until": query.until}
     node_names = reader.nodes(job["id"]) if query.node is not None else []
     if query.view == "cost":
-        from wrapper.output.idle_gpus import of_ledger
+        from wrapper.output.idle_gpus import IdleGpus
+        from wrapper.output.job_history import JobHistory
 
         accounts = fleet.costs_of(reader, job, period=_period(query), others=others)
-        return _costs(query, accounts, subject, ledger, of_ledger(reader, job).line())
+        return _costs(query, accounts, subject, ledger, IdleGpus(JobHistory.of_ledger(reader, job)).line())
     if query.view == "promises":
         rows = queries.promises_rows(reader, job["id"])
         return Listing(queries.COLUMNS["promises"], rows[-query.limit :] if query.limit else rows, subject, len(rows))

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from db.reading.costs.cost_accounts import Account
+from db.reading.iterations.scores import Scores, scores
 from db.reading.plans.promises import promises
-from db.reading.scores import Scores, scores
 from wrapper.commands.report.runs import Total
-from wrapper.output.idle_gpus import of_ledger
+from wrapper.output.idle_gpus import IdleGpus
+from wrapper.output.job_history import JobHistory
 
 if TYPE_CHECKING:
     from db.reading.queries import Reader
@@ -100,7 +101,7 @@ def read(reader: Reader, job: Row, now: datetime, slurm: Total | None = None, at
         began=job["started_at"],
         ended=max(ended, job["started_at"]),
         now=now,
-        idle=of_ledger(reader, job).line(),
+        idle=IdleGpus(JobHistory.of_ledger(reader, job)).line(),
         slurm=slurm,
     )
 

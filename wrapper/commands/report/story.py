@@ -12,6 +12,7 @@ import msgspec
 
 from db.engine import masked
 from db.reading.costs.timeline import CAUSES
+from resihp.words import natural
 from wrapper.commands.report.facts import Facts
 from wrapper.output.render import count, duration, hours, percent
 
@@ -148,7 +149,7 @@ def node_lines(facts: Facts) -> list[NodeLine]:
             )
         hours = row["devices"] * held_s / 3600
         lines.append(NodeLine(name, row["host"], row["devices"], hours, failed.get(name, {}), "; ".join(events)))
-    return sorted(lines, key=lambda line: (-line.troubles, not line.changes, _natural(line.name)))
+    return sorted(lines, key=lambda line: (-line.troubles, not line.changes, natural(line.name)))
 
 
 def _drain_words(drain: Mapping[str, Any]) -> str:
@@ -310,8 +311,3 @@ def _cost(facts: Facts) -> str:
 
 def _many(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
-def _natural(name: str) -> tuple[object, ...]:
-    """Return a sort key that puts `n2` before `n10`."""
-    return tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", name) if part)

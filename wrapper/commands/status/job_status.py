@@ -6,19 +6,24 @@ Reads only. Called by `wrapper.commands.status.command` and `wrapper.commands.wa
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from db.layouts import from_json
+from db.reading import watched
+from db.reading.costs.cost_accounts import summarise
 from wrapper.output.answers import SCHEMA
-from wrapper.output.idle_gpus import of_ledger
+from wrapper.output.idle_gpus import IdleGpus
+from wrapper.output.job_history import JobHistory
 from wrapper.output.progress import RECENT_ITERATIONS, goal, progress
-from wrapper.output.rank_health import RankHealth
+from wrapper.output.rank_health import rank_health
 from wrapper.output.shells import shells
 
 if TYPE_CHECKING:
     from db.reading.queries import Reader
+
+Row = dict[str, Any]
 
 EVENTS_IN_JSON = 50
 EVENT_KINDS = (
@@ -47,46 +52,56 @@ def job_status(
     `folder`: the job's folder, if known.
     """
     now = now or datetime.now(UTC)
-    figures = reader.summary(row["id"], now)
-    iterations = reader.rows("iterations", row["id"], last=RECENT_ITERATIONS)
-    checkpoints = reader.rows("checkpoints", row["id"], last=1)
-    plans = reader.shown_plan(row["id"])
-    layout = plans[0]["layout"] if plans else None
-    places = from_json(json.dumps(layout)) if layout else None
-    health = _health(reader, row["id"], running=figures["state"] == "running").by_rank(places)
-    slurm_job = _slurm_job(row["name"]) if figures["state"] == "running" else None
-    replacements = reader.rows("replacements", row["id"])
-    idle = of_ledger(reader, row)
+    number, running = row["id"], row["state"] == "running"
+    rows = watched.read(reader, row)
+    history = JobHistory.of_ledger(reader, row, rows)
+    iterations = reader.narrow("iterations", number)
+    figures = summarise(row, iterations, rows.failures, rows.reconfigurations, rows.plans, now)
+    plan = history.shown_plan
+    idle = IdleGpus(history)
+    replacements = reader.rows("replacements", number)
+    checkpoints = reader.rows("checkpoints", number, last=1)
+    events, last_leader = _events(reader, number)
+    slurm_job = _slurm_job(row["name"]) if running else None
     return {
         "schema": SCHEMA,
         **figures,
-        **progress(goal(row["model"]), iterations, now, running=row["state"] == "running"),
+        **progress(goal(row["model"]), iterations[-RECENT_ITERATIONS:], now, running=running),
+        "epoch": None if plan is None else plan.epoch,
         "checkpoint": _where_it_is_now(checkpoints[-1], folder) if checkpoints else None,
         "folder": folder,
         "logs": None if folder is None else f"{folder}/logs",
-        "output": None if folder is None else _output(reader, row, f"{folder}/logs"),
-        "description": plans[0]["description"] if plans else None,
-        "layout": layout,
+        "output": None if folder is None else _output(row["host"], last_leader, rows.nodes, f"{folder}/logs"),
+        "description": None if plan is None else plan.description,
+        "layout": None if plan is None else json.loads(plan.layout_json),
         "detector": detector(row),
         "unwatched": json.loads(row["unwatched"] or "[]"),
-        "health": {str(rank): state for rank, state in health.items()},
+        "health": {
+            str(rank): state for rank, state in rank_health(history, None if plan is None else plan.layout).items()
+        },
         "idle": [gpu._asdict() for gpu in idle.idle()],
         "idle_line": idle.line(),
-        "drains": reader.rows("drains", row["id"]),
+        "drains": reader.rows("drains", number),
         "replacements": replacements,
-        "shells": shells(slurm_job, reader.rows("nodes", row["id"]), replacements) if slurm_job else {},
-        "events": reader.events(row["id"], EVENT_KINDS, EVENTS_IN_JSON),
+        "shells": shells(slurm_job, rows.nodes, replacements) if slurm_job else {},
+        "events": events,
     }
 
 
-def _output(reader: Reader, row: dict[str, Any], logs: str) -> str | None:
+def _events(reader: Reader, job: int) -> tuple[list[Row], str | None]:
+    """Return the last events that `status` shows, and the node of the last leader that was chosen, if any."""
+    events = reader.events(job, EVENT_KINDS, EVENTS_IN_JSON, always_last="LeaderChosen")
+    leaders = [event["node"] for event in events if event["kind"] == "LeaderChosen" and event["node"]]
+    return events[-EVENTS_IN_JSON:], leaders[-1] if leaders else None
+
+
+def _output(host: str, leader: str | None, nodes: Sequence[Row], logs: str) -> str | None:
     """Return the log that continues the job's output once its batch host is lost: the log of the leading agent.
 
     None while the first leader's node leads.
     """
-    led = [event["node"] for event in reader.events(row["id"], ["LeaderChosen"], 1) if event["node"]]
-    first = {node["node"] for node in reader.rows("nodes", row["id"]) if node["host"] == row["host"]}
-    return f"{logs}/{led[-1]}.agent.log" if led and led[-1] not in first else None
+    first = {node["node"] for node in nodes if node["host"] == host}
+    return f"{logs}/{leader}.agent.log" if leader is not None and leader not in first else None
 
 
 def _where_it_is_now(checkpoint: dict[str, Any], folder: str | None) -> dict[str, Any]:
@@ -107,32 +122,6 @@ def detector(row: dict[str, Any]) -> str:
     adapt = configuration.get("adapt") if isinstance(configuration, dict) else None
     off = isinstance(adapt, dict) and adapt.get("detect") is False
     return "off" if off else row["detector"] or "warming up"
-
-
-def _health(reader: Reader, job: int, *, running: bool) -> RankHealth:
-    """Return the health of a job's ranks: ended or not and, while the job runs, suspected or slow.
-
-    A verdict ends a suspicion. In a finished job, only ranks named by a failure are dead: all others were asked to
-    exit, some by a signal.
-    """
-    health = RankHealth()
-    failures = reader.rows("failures", job)
-    failed = {rank for failure in failures if failure["kind"] == "fail-stop" for rank in failure["ranks"]}
-    for rank, worker in {worker["rank"]: worker for worker in reader.rows("workers", job)}.items():
-        if worker["ended_at"] is None:
-            health.running.add(rank)
-        else:
-            orderly = worker["exit"] == 0 or not (running or rank in failed)
-            (health.left if orderly else health.dead).add(rank)
-    if running:
-        events = reader.events(job, ("Suspected", "SuspicionCleared", "FailureFound"), 1000)
-        last = {event["rank"]: event["kind"] for event in events}
-        health.suspected = {rank for rank, kind in last.items() if kind == "Suspected"}
-        for failure in failures:
-            of_ranks = failure["component"] in ("device", "link")
-            if failure["kind"] == "fail-slow" and of_ranks and failure["ended_iteration"] is None:
-                health.slow[failure["failure"]] = tuple(failure["ranks"])
-    return health
 
 
 def _slurm_job(name: str) -> str | None:

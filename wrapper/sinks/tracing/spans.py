@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from resihp.record import journal
 from resihp.record.describe import explain
-from wrapper.output.recoveries import Recoveries
+from wrapper.output.job_history import JobHistory
 
 if TYPE_CHECKING:
     from resihp.parallelism.layout import Layout
@@ -74,13 +74,12 @@ class Story:
     it."""
 
     def __init__(self) -> None:
+        self._history = JobHistory()
         self._of_job: dict[str, Value] = {}
         self._began = 0.0
         self._open: dict[int, _Failure] = {}
-        self._recoveries = Recoveries()
-        self._layout: Layout | None = None
         self._before: Layout | None = None
-        """The layouts in effect now, and when training last ran undisturbed."""
+        """The layout in effect when training last ran undisturbed."""
         self._decided: journal.PlanDecided | None = None
         self._in_effect: tuple[int, journal.Record] | None = None
         """(epoch, record) of the last plan that took effect."""
@@ -89,17 +88,17 @@ class Story:
 
     def follow(self, record: journal.Record) -> list[Episode]:
         entry, at = record.entry, record.at
-        self._recoveries.follow(record)
+        self._history.follow(record)
+        if self._before is None:
+            self._before = self._layout
         if isinstance(entry, _EVENT_ENTRIES):
             self._events.append((at, type(entry).__name__, explain(entry)))
         match entry:
             case journal.JobStarted():
                 self._start(entry, at)
             case journal.IterationCommitted():
-                self._take_effect(entry.epoch)  # journals may lack the entry of a plan in effect
                 self._committed, self._count = entry.outcome.iteration, self._count + 1
             case journal.IterationsPacked():
-                self._take_effect(entry.epoch)
                 self._committed, self._count = entry.last, self._count + entry.count
             case journal.CheckpointCommitted():
                 self._saved = max(self._saved, entry.iteration)
@@ -111,7 +110,6 @@ class Story:
                     self._saved = max(self._saved, entry.next_iteration - 1)
             case journal.PlanInEffect():
                 self._in_effect = entry.epoch, record
-                self._take_effect(entry.epoch)
             case journal.Reconfigured():
                 return [self._reconfigured(record, entry)]
             case journal.FailureEnded():
@@ -129,11 +127,10 @@ class Story:
             if entry.slurm.array_job is not None:
                 self._of_job["slurm.array_job_id"] = f"{entry.slurm.array_job}_{entry.slurm.array_task}"
 
-    def _take_effect(self, epoch: int) -> None:
-        if self._decided is not None and self._decided.plan.epoch == epoch:
-            self._layout = self._decided.plan.layout
-            if self._before is None:
-                self._before = self._layout
+    @property
+    def _layout(self) -> Layout | None:
+        """Return the layout in effect; None before the first."""
+        return self._history.plans[-1].layout if self._history.plans else None
 
     def _found(self, entry: journal.FailureFound, at: float) -> _Failure:
         noticed_at, onset_at = entry.noticed_at(at), entry.failed_at(at)
@@ -146,7 +143,6 @@ class Story:
     # --- completed traces ---------------------------------------------------------------------------------------
 
     def _reconfigured(self, record: journal.Record, entry: journal.Reconfigured) -> Episode:
-        self._take_effect(entry.epoch)
         failures = [self._open.pop(failure) for failure in entry.failures if failure in self._open]
         decided = self._decided if self._decided is not None and self._decided.plan.epoch == entry.epoch else None
         began = self._interrupted_at(record, entry)
@@ -162,7 +158,7 @@ class Story:
             "resihp.bytes_moved": entry.bytes_moved,
             "resihp.seconds": entry.seconds,
         }
-        if (mended := self._recoveries.of(entry, record.at)) is not None:
+        if (mended := self._history.recovery(entry, record.at)) is not None:
             attributes["resihp.seconds_to_recover"] = mended.seconds_to_recover
             if mended.noticed_after is not None:
                 attributes["resihp.noticed_after"] = mended.noticed_after

@@ -17,6 +17,8 @@ from typing import Any
 import msgspec
 import pandas as pd
 import pytest
+from sqlalchemy import event
+from sqlalchemy.engine import Engine
 from typer.testing import CliRunner, Result
 
 from db.migrate import head
@@ -41,6 +43,12 @@ from wrapper.sinks.figures import followed
 
 ODD = "rank 3 raised ValueError: [red]'x'[/red] \"y\" [/b] \x1b[2J"
 NODE = "n2[bold]"
+
+
+def suspected(suspicion: int, rank: int, evidence: str) -> journal.Suspected:
+    return journal.Suspected(
+        rank=rank, node="n1", evidence=evidence, component="process", ranks=(rank,), suspicion=suspicion
+    )
 
 
 def record_job(job: Job, *, ended: bool = True, loss: float = 3.25) -> list[journal.Record]:
@@ -128,9 +136,9 @@ def record_job(job: Job, *, ended: bool = True, loss: float = 3.25) -> list[jour
         ),
         5.5,
     )
-    log(journal.Suspected(rank=0, node="n1", evidence="no progress for 3.0 s"), 5.5)
-    log(journal.Suspected(rank=0, node="n1", evidence="progress again", cleared=True), 5.5)
-    log(journal.Suspected(rank=1, node="n1", evidence="no progress for 3.0 s"), 5.5)
+    log(suspected(1, 0, "no progress for 3.0 s"), 5.5)
+    log(msgspec.structs.replace(suspected(1, 0, "progress again"), cleared=True), 5.5)
+    log(suspected(2, 1, "no progress for 3.0 s"), 5.5)
     if ended:
         log(journal.JobEnded(exit_code=0, state="completed", reason="3 iterations done"), 6.0)
         job.exit_code_file.write_text("0\n")
@@ -516,6 +524,31 @@ def test_job_without_ledger_and_journal() -> None:
     job = create_local_job()
     with pytest.raises(UsageError, match=f"job {job.name}: its ledger is not there yet"):
         resihp("status")
+
+
+@pytest.mark.parametrize(("ended", "most"), [(True, 10), (False, 11)])
+def test_status_reads_a_job_in_few_statements(tmp_path: Path, ended: bool, most: int) -> None:
+    """It took 21, each with its own transaction: on a server, three round trips."""
+    job = create_local_job()
+    url = f"sqlite:///{tmp_path / 'ledger.db'}"
+    with Ledger.open(url, job.folder) as ledger:
+        for record in record_job(job, ended=ended):
+            ledger.submit(record)
+    with Reader.open(url) as reader:
+        row = reader.job(job.name)
+        statements: list[str] = []
+
+        def note(*arguments: object) -> None:
+            statements.append(str(arguments[2]))
+
+        event.listen(Engine, "before_cursor_execute", note)
+        try:
+            state = job_status(reader, row, folder=str(job.folder))
+        finally:
+            event.remove(Engine, "before_cursor_execute", note)
+    assert state["iteration"] == 3
+    queries = [statement for statement in statements if statement.startswith("SELECT")]
+    assert 0 < len(queries) <= most, queries
 
 
 def test_running_job_is_left_alone_and_a_dead_one_is_marked() -> None:

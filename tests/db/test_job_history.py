@@ -1,0 +1,98 @@
+"""A job's history is the same whether it is followed record by record or read from a ledger's rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from db.reading.queries import Reader
+from db.writer import catch_up
+from resihp.record import journal, journal_file
+from resihp.simulator.rules import Violation
+from resihp.simulator.scenario import Scenario
+from resihp.simulator.world import World
+from tests.db.conftest import BEGAN, started
+from wrapper.output.idle_gpus import IdleGpus
+from wrapper.output.job_history import JobHistory, PastPlan
+from wrapper.output.rank_health import rank_health
+
+SEEDS = range(max(2, int(os.environ.get("RESIHP_FUZZ_SEEDS", "500")) // 125))
+DRAWS: Sequence[Callable[[int], Scenario]] = (
+    *(Scenario.drawn, Scenario.stormy, Scenario.allocated, Scenario.sluggish, Scenario.stopped, Scenario.orphaned),
+)
+
+
+def records_of(scenario: Scenario, job: str) -> list[journal.Record]:
+    """Return the journal of a simulated job; none if it broke a rule. The simulator leaves the first entry out."""
+    world = World(scenario)
+    try:
+        world.run()
+    except Violation:
+        return []
+    settings = world.settings
+    began = msgspec.structs.replace(started(job), nodes=settings.nodes, gpus_per_node=settings.gpus_per_node)
+    entries = [(0.0, began), *world.entries]
+    return [journal.Record(seq, round(BEGAN + at, 6), entry) for seq, (at, entry) in enumerate(entries, 1)]
+
+
+def comparable(history: JobHistory) -> dict[str, Any]:
+    """Return all that a history knows, with times rounded as a database does, and ranks instead of layouts."""
+
+    def plan(past: PastPlan | None) -> Any:
+        return None if past is None else (past.epoch, past.begins, past.ranks, past.layout.standby)
+
+    values = {each.name: getattr(history, each.name) for each in dataclasses.fields(history)}
+    del values["seq"]
+    values["plans"] = [plan(past) for past in history.plans]
+    values["proposed"] = plan(history.proposed)
+    values["nodes"] = {
+        name: tuple(None if at is None else round(at, 5) for at in node) for name, node in history.nodes.items()
+    }
+    values["failures"] = {
+        number: (*failure[:6], *(None if at is None else round(at, 5) for at in failure.moments), failure.ended)
+        for number, failure in history.failures.items()
+    }
+    if not history.running:  # the ledger's reader leaves them out
+        del values["suspicions"]
+    return values
+
+
+def check(records: Sequence[journal.Record], folder: Path, url: str) -> None:
+    """Write the records to the ledger, and compare the history from there with the one that followed them."""
+    path = folder / "journal.jsonl"
+    path.unlink(missing_ok=True)
+    written = journal_file.Journal(path, sync=False)
+    for record in records:
+        written.append(record.entry, record.at)
+    written.close()
+    catch_up(url, folder, path)
+    first = records[0].entry
+    assert isinstance(first, journal.JobStarted)
+    followed = JobHistory.of_records(records)
+    with Reader.open(url) as reader:
+        stored = JobHistory.of_ledger(reader, reader.job(first.job))
+    assert comparable(stored) == comparable(followed)
+    assert IdleGpus(stored).line() == IdleGpus(followed).line()
+    if (plan := followed.shown_plan) is not None:
+        assert rank_health(stored, plan.layout) == rank_health(followed, plan.layout)
+
+
+@pytest.mark.parametrize("draw", DRAWS, ids=lambda draw: draw.__name__)
+def test_followed_and_stored_histories_are_equal(
+    draw: Callable[[int], Scenario], tmp_path: Path, ledger_url: str
+) -> None:
+    """At the end of a job, and at two moments before."""
+    compared = 0
+    for seed in SEEDS:
+        records = records_of(draw(seed), "")
+        for until in {len(records), 2 * len(records) // 3, len(records) // 2} - {0}:
+            first = msgspec.structs.replace(records[0].entry, job=f"local-{seed}-{until}")
+            check([msgspec.structs.replace(records[0], entry=first), *records[1:until]], tmp_path, ledger_url)
+            compared += 1
+    assert compared >= 2 * len(SEEDS)

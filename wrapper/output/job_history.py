@@ -1,0 +1,313 @@
+"""The history of a job in memory: its nodes, workers, plans, failures, suspicions and probes, for all who watch it.
+
+`follow` takes records of the journal, in order: the live view, hooks, traces, metrics and the progress file use it.
+`of_ledger` reads the same from a ledger's rows, for `status`, `report` and `history cost`: both ways give equal
+histories (tests/wrapper/output/test_job_history.py). `rank_health` and `idle_gpus` derive from it what is shown. Only
+the last `MAX_PLANS` plans are kept, and no iterations. Decides nothing; times are seconds since 1970.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from copy import copy
+from dataclasses import dataclass, field, fields, replace
+from datetime import datetime
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from db.reading.costs.goodput import devices_of
+from resihp.record import journal
+from resihp.record.fold import is_unfit_after
+from resihp.record.recovery import Moments, RecoveryTimes, first_of, recovery
+
+if TYPE_CHECKING:
+    from db.reading.reader import Reader
+    from db.reading.watched import WatchedRows
+    from resihp.parallelism.layout import Layout
+    from resihp.parallelism.plan import Plan
+
+Row = dict[str, Any]
+Device = tuple[str, int]
+"""(node, index)."""
+MAX_PLANS = 64
+"""Number of last plans that are kept: they show since when a GPU has no work."""
+
+
+class PastNode(NamedTuple):
+    """A node of the job. `joined_at`: its last time; None for a node that never came. `lost_at`: None while it is part
+    of the job."""
+
+    joined_at: float | None
+    lost_at: float | None = None
+
+
+class PastWorker(NamedTuple):
+    """A process, by its rank. `exit`: its exit status or minus its signal; None if it runs or the status is unknown."""
+
+    node: str
+    device: int
+    ended: bool = False
+    exit: int | None = None
+
+
+class PastFailure(NamedTuple):
+    """A failure, by its number. `ended`: whether a slow part has recovered its speed."""
+
+    kind: str
+    component: str
+    ranks: tuple[int, ...]
+    node: str | None
+    device: int | None
+    speed: float | None
+    moments: Moments
+    ended: bool = False
+
+
+class OpenSuspicion(NamedTuple):
+    """An open suspicion. `rank`: the suspect, if it is one rank."""
+
+    component: str
+    ranks: tuple[int, ...]
+
+    @property
+    def rank(self) -> int | None:
+        return self.ranks[0] if self.ranks and self.component in RANK_COMPONENTS else None
+
+
+RANK_COMPONENTS = ("device", "process")
+"""Components of suspicions that are about the first of their ranks; all others are about several ranks or a node."""
+
+
+class RanksByRole(NamedTuple):
+    """The ranks of a plan. `active`: those that compute."""
+
+    active: frozenset[int]
+    standby: frozenset[int]
+    mirroring: frozenset[int] = frozenset()
+
+
+@dataclass
+class PastPlan:
+    """A plan. `begins`: the first iteration under it. `plan` has it if it came from a journal; `layout_json` (LAYOUT of
+    interface.md) if it came from a ledger, where it is only decoded on demand: of 16,384 ranks it takes 50 ms."""
+
+    epoch: int
+    begins: int
+    plan: Plan | None = None
+    layout_json: str = ""
+    description: str = ""
+    """As `Layout.describe`; only of a plan from a ledger."""
+
+    @cached_property
+    def ranks(self) -> RanksByRole:
+        if self.plan is None:
+            from db import layouts
+
+            return RanksByRole(*layouts.ranks_of(self.layout_json))
+        return RanksByRole(frozenset(self.plan.computing), frozenset(self.plan.layout.standby), self.plan.mirroring)
+
+    @cached_property
+    def layout(self) -> Layout:
+        if self.plan is None:
+            from db import layouts
+
+            return layouts.from_json(self.layout_json)
+        return self.plan.layout
+
+
+@dataclass
+class JobHistory:
+    """The history of a job up to its last record. Several watchers in one thread may share one."""
+
+    seq: int = 0
+    """Number of the last record that was followed; 0 for a history from a ledger."""
+    nodes_requested: int = 0
+    gpus_per_node: int = 0
+    gpus_requested: int = 0
+    """Number of GPUs of the requested layout."""
+    running: bool = True
+    nodes: dict[str, PastNode] = field(default_factory=dict)
+    workers: dict[int, PastWorker] = field(default_factory=dict)
+    failures: dict[int, PastFailure] = field(default_factory=dict)
+    suspicions: dict[int, OpenSuspicion] = field(default_factory=dict)
+    """Open suspicions, by number."""
+    unfit: dict[Device, tuple[str, float | None]] = field(default_factory=dict)
+    """Devices that failed their probe: the occasion, and the speed relative to their peers."""
+    plans: list[PastPlan] = field(default_factory=list)
+    """The last plans that took effect, at most `MAX_PLANS`, in order."""
+    has_first_plan: bool = True
+    """Whether the first of these plans is the job's first."""
+    proposed: PastPlan | None = None
+    """The plan that was decided and has not taken effect, unless it was refused or withdrawn."""
+
+    @classmethod
+    def of_records(cls, records: Iterable[journal.Record]) -> JobHistory:
+        history = cls()
+        for record in records:
+            history.follow(record)
+        return history
+
+    @classmethod
+    def of_ledger(cls, reader: Reader, job: Row, rows: WatchedRows | None = None) -> JobHistory:
+        """Read the history of a job from its ledger. `job`: its row; `rows`: as from `db.reading.watched.read`, if the
+        caller has them."""
+        from db.reading import watched
+
+        rows = rows or watched.read(reader, job)
+        history = cls(running=job["state"] == "running")
+        history.nodes_requested, history.gpus_per_node = job["nodes"], job["gpus_per_node"]
+        history.gpus_requested = devices_of(history.nodes_requested, history.gpus_per_node, _decoded(job))
+        for row in rows.nodes:
+            history.nodes[row["node"]] = PastNode(_seconds(row["joined_at"]), _seconds(row["lost_at"]))
+        for row in rows.workers:
+            history.workers[row["rank"]] = PastWorker(
+                row["node"], row["device"], row["ended_at"] is not None, row["exit"]
+            )
+        for row in rows.failures:
+            history.failures[row["failure"]] = PastFailure(
+                kind=row["kind"],
+                component=row["component"],
+                ranks=tuple(row["ranks"]),
+                node=row["node"],
+                device=row["device"],
+                speed=row["speed"],
+                moments=Moments.of_times(row["failed_at"], row["noticed_at"]),
+                ended=row["ended_iteration"] is not None,
+            )
+        for row in rows.suspicions:
+            history.suspicions[row["suspicion"]] = OpenSuspicion(row["component"], tuple(row["ranks"]))
+        for row in rows.probes:
+            history._probe(row["node"], row["device"], row["occasion"], row["speed"], passed=row["passed"])
+        in_effect = [row for row in rows.plans if row["in_effect_at"] is not None]
+        history.plans = [_plan_of(row) for row in in_effect[-MAX_PLANS:]]
+        history.has_first_plan = len(in_effect) <= MAX_PLANS
+        last = rows.plans[-1] if rows.plans else None
+        if last is not None and last["outcome"] == "pending":
+            history.proposed = _plan_of(last)
+        return history
+
+    @property
+    def shown_plan(self) -> PastPlan | None:
+        """Return the plan that is shown: the one in effect; before the first, the one proposed."""
+        return self.plans[-1] if self.plans else self.proposed
+
+    def plan(self, epoch: int) -> PastPlan | None:
+        """Return one of the last plans, or the proposed one; None if it is too old, or unknown."""
+        if self.proposed is not None and self.proposed.epoch == epoch:
+            return self.proposed
+        return next((plan for plan in reversed(self.plans) if plan.epoch == epoch), None)
+
+    def follow(self, record: journal.Record) -> None:
+        """Update the history with one record of the journal; one that it has followed already changes nothing."""
+        if record.seq <= self.seq:
+            return
+        self.seq = record.seq
+        entry, at = record.entry, record.at
+        match entry:
+            case journal.JobStarted():
+                self.nodes_requested, self.gpus_per_node = entry.nodes, entry.gpus_per_node
+                self.gpus_requested = devices_of(entry.nodes, entry.gpus_per_node, entry.configuration)
+            case journal.LeaderChosen():
+                self.running = True
+            case journal.JobEnded():
+                self.running = False
+            case journal.NodeJoined() | journal.NodeLost() | journal.WorkerStarted() | journal.WorkerEnded():
+                self._change_places(entry, at)
+            case journal.PlanDecided():
+                self.proposed = PastPlan(entry.plan.epoch, entry.next_iteration, entry.plan)
+            case journal.PlanRefused() | journal.PlanWithdrawn():
+                if self.proposed is not None and self.proposed.epoch == entry.epoch:
+                    self.proposed = None
+            case journal.PlanInEffect() | journal.IterationCommitted() | journal.IterationsPacked():
+                self._take_effect(entry.epoch)
+            case _:
+                self._doubt(entry, at)
+
+    def _change_places(
+        self, entry: journal.NodeJoined | journal.NodeLost | journal.WorkerStarted | journal.WorkerEnded, at: float
+    ) -> None:
+        match entry:
+            case journal.NodeJoined():
+                self.nodes[entry.node] = PastNode(at)
+            case journal.NodeLost():
+                node = self.nodes.get(entry.node, PastNode(None))
+                self.nodes[entry.node] = node._replace(lost_at=at)
+            case journal.WorkerStarted():
+                self.workers[entry.rank] = PastWorker(entry.node, entry.device)
+            case journal.WorkerEnded():
+                if entry.rank in self.workers:
+                    self.workers[entry.rank] = self.workers[entry.rank]._replace(ended=True, exit=entry.exit)
+
+    def _doubt(self, entry: journal.AnyEntry, at: float) -> None:
+        """Update probes, suspicions and failures."""
+        match entry:
+            case journal.ProbesTaken():
+                for probe in entry.devices:
+                    self._probe(probe.node, probe.device, entry.occasion, probe.speed, passed=probe.fit)
+            case journal.Suspected():
+                if entry.cleared:
+                    self.suspicions.pop(entry.suspicion, None)
+                elif entry.suspicion:
+                    self.suspicions[entry.suspicion] = OpenSuspicion(entry.component, entry.ranks)
+            case journal.FailureFound():
+                self._fail(entry, at)
+            case journal.FailureEnded():
+                if entry.failure in self.failures:
+                    self.failures[entry.failure] = self.failures[entry.failure]._replace(ended=True)
+
+    def recovery(self, entry: journal.Reconfigured, at: float) -> RecoveryTimes | None:
+        """Return the recovery times of the failures that a change of plan mended, taken together; `at`: time of its
+        record.
+
+        None if nothing had failed.
+        """
+        moments = [self.failures[failure].moments for failure in entry.failures if failure in self.failures]
+        return recovery(first_of(moments), at) if moments else None
+
+    def _fail(self, entry: journal.FailureFound, at: float) -> None:
+        self.failures[entry.failure] = PastFailure(
+            kind=entry.kind,
+            component=entry.component,
+            ranks=entry.ranks,
+            node=entry.node,
+            device=entry.device,
+            speed=entry.speed,
+            moments=Moments(entry.failed_at(at), entry.noticed_at(at)),
+        )
+        for number, suspicion in list(self.suspicions.items()):
+            if entry.confirms(suspicion.component, suspicion.ranks):
+                del self.suspicions[number]
+
+    def _take_effect(self, epoch: int) -> None:
+        if self.proposed is None or self.proposed.epoch != epoch:
+            return
+        self.has_first_plan = self.has_first_plan and len(self.plans) < MAX_PLANS
+        self.plans = [*self.plans[1 - MAX_PLANS :], self.proposed]
+        self.proposed = None
+
+    def _probe(self, node: str, device: int, occasion: str, speed: float | None, *, passed: bool) -> None:
+        place = node, device
+        if not is_unfit_after(occasion, speed, passed=passed, was_unfit=place in self.unfit):
+            self.unfit.pop(place, None)
+        elif not passed and occasion in ("start", "join"):
+            self.unfit[place] = occasion, speed
+
+    def __copy__(self) -> JobHistory:
+        return replace(self, **{part.name: copy(getattr(self, part.name)) for part in fields(self)})
+
+
+def _plan_of(row: Row) -> PastPlan:
+    return PastPlan(row["epoch"], row["next_iteration"], layout_json=row["layout_json"], description=row["description"])
+
+
+def _seconds(time: datetime | None) -> float | None:
+    return None if time is None else time.timestamp()
+
+
+def _decoded(job: Row) -> object:
+    """Return the job's configuration, empty if it cannot be read."""
+    try:
+        return json.loads(job.get("configuration") or "{}")
+    except ValueError:
+        return {}

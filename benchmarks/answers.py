@@ -28,6 +28,10 @@ from db.writer import Ledger
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan, spread
 from resihp.record import journal, journal_file
+
+if not __package__:  # run as a file, not with -m
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from tests.db.conftest import outcome, started
 from wrapper import registry
 from wrapper.job_files import Job, entry_of

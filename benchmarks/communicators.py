@@ -17,6 +17,7 @@ import os
 import signal
 import socket
 import statistics
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -35,6 +36,10 @@ from resihp.parallelism.plan import Plan, spread
 from resihp.pipeline.program import GroupSpec, buckets, memberships, programs
 from resihp.pipeline.splits import rounds as rounds_of
 from resihp.protocol import messages as m
+
+if not __package__:  # run as a file, not with -m
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from tests.resihp.executor.meeting_place import Line, serve
 
 TIMEOUT_S = 120.0

@@ -31,12 +31,16 @@ from typing import Any
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
-from monitor_cost import cost
+
+if not __package__:  # run as a file, not with -m
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from rich.console import Console
 from rich.table import Table
-from simulated_jobs import BUDGETS, Job, NoLengths, Setting, simulate
-from slow_jobs import slow
 
+from benchmarks.monitor_cost import cost
+from benchmarks.simulated_jobs import BUDGETS, Job, NoLengths, Setting, simulate
+from benchmarks.slow_jobs import slow
 from resihp.detector.observation import Floats
 from resihp.detector.online.predictor import Predictor, keys
 from resihp.pipeline.compiled import PRIMITIVE_KINDS

@@ -46,6 +46,9 @@ from resihp.parallelism.plan import Plan, spread
 from resihp.protocol.messages import Declare, StepOutcome
 from resihp.record import journal
 
+if not __package__:  # run as a file, not with -m
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 ENDED = datetime(2026, 11, 22, tzinfo=UTC).timestamp()
 DEVICES = 8
 USERS, ACCOUNTS, PARTITIONS, CLUSTERS = 40, 8, ("h100", "h200"), ("blue", "green")

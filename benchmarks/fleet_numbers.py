@@ -26,6 +26,9 @@ from rich.table import Table
 from scipy import stats
 from sqlalchemy.exc import DBAPIError
 
+if not __package__:  # run as a file, not with -m
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from benchmarks import fleet as made
 from benchmarks import ledger_size, ledger_writers
 from db import migrate

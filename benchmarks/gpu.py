@@ -24,6 +24,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+if not __package__:  # run as a file, not with -m
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from benchmarks.on_gpu import first_light
 
 FULL = {

@@ -33,6 +33,10 @@ from db.telemetry.condensed import MAX_OPEN_ITERATIONS
 from db.writer import Ledger
 from resihp.protocol.messages import StepOutcome
 from resihp.record import journal
+
+if not __package__:  # run as a file, not with -m
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from tests.db.postgres import Server
 
 Row = tuple[int, int, int, int, float, float]

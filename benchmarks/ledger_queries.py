@@ -30,6 +30,9 @@ from db.reading import fleet, queries
 from db.reading.reader import Reader
 from db.reading.tables import TABLES, Row
 
+if not __package__:  # run as a file, not with -m
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 LIMIT_S = {"sqlite": 2.0, "postgresql": 1.0}
 NODES, JOBS, DEVICES = 4000, 1981, 8
 AGAIN = 3

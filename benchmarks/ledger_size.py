@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,10 @@ from rich.console import Console
 from rich.table import Table
 
 import db.writer
+
+if not __package__:  # run as a file, not with -m
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from benchmarks.ledger_ingest import begin
 from db.engine import make_engine, resolve
 from db.telemetry.report_rows import Report

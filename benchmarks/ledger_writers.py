@@ -35,6 +35,10 @@ from db.reading.queries import Reader
 from db.writer import Ledger, catch_up
 from resihp.errors import LedgerError
 from resihp.record import journal, journal_file
+
+if not __package__:  # run as a file, not with -m
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from tests.db.killed_writer import long_story
 from tests.db.postgres import Server
 from wrapper.sinks.deferred_ledger import DeferredLedger

@@ -18,8 +18,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
-from walks import outcome
 
+from benchmarks.walks import outcome
 from resihp.detector.observation import pack
 from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.plan import Plan

@@ -11,12 +11,18 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
+from pathlib import Path
 
 from resihp.controller import interface as api
 from resihp.detector.diagnosis.clues import read_log
 from resihp.protocol import messages as m
 from resihp.record.journal import FailureFound
+
+if not __package__:  # run as a file, not with -m
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from tests.resihp.controller.test_startup import Start
 from tests.resihp.detector.lines import traceback
 

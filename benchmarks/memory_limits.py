@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 import time
 from collections.abc import Iterator
 from functools import lru_cache
@@ -27,6 +28,9 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from rich.console import Console
 from rich.table import Table
+
+if not __package__:  # run as a file, not with -m
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.random_jobs import kinds, random_question, told
 from benchmarks.reference_planner import ReferencePlanner

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from simulated_jobs import Setting, simulate
 
+from benchmarks.simulated_jobs import Setting, simulate
 from resihp.detector.observation import Observation, RankTimes
 from resihp.detector.online.monitor import Monitor
 from resihp.detector.online.plan_arrays import Sums

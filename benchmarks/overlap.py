@@ -16,6 +16,7 @@ import functools
 import json
 import os
 import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,13 +26,16 @@ from unittest import mock
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
-import forks
+if not __package__:  # run as a file, not with -m
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import torch
-from contest import Corpus, Ours, in_turn, slowest
 from megatron.core.transformer import TransformerConfig
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import forks
+from benchmarks.contest import Corpus, Ours, in_turn, slowest
 from resihp.executor.emulation import Wires, Work
 from resihp.executor.engine import Engine
 from resihp.executor.state.optimizer import AdamW

@@ -19,6 +19,7 @@ import math
 import random
 import resource
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,9 @@ from typing import Any
 import msgspec
 from rich.console import Console
 from rich.table import Table
+
+if not __package__:  # run as a file, not with -m
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import fail_stop, near_best
 from benchmarks.exhaustive import Exhaustive

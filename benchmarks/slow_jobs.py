@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from simulated_jobs import BUDGETS, SLOWDOWNS, Job, Setting, simulate
 
+from benchmarks.simulated_jobs import BUDGETS, SLOWDOWNS, Job, Setting, simulate
 from resihp.detector import modes
 from resihp.detector.findings import Finding
 from resihp.settings import Detection, Mode

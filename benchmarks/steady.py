@@ -25,6 +25,7 @@ import json
 import math
 import os
 import statistics
+import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,14 +35,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # megatron-core warns about it, CUDA or not
 
-import forks
-import plain_megatron
+if not __package__:  # run as a file, not with -m
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import torch
-from contest import TIMEOUT, Contestant, Corpus, Ours, in_turn, mean_ratio, slowest
 from megatron.core.transformer import TransformerConfig
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import forks, plain_megatron
+from benchmarks.contest import TIMEOUT, Contestant, Corpus, Ours, in_turn, mean_ratio, slowest
 from resihp.executor.emulation import Work
 from resihp.executor.engine import Engine
 from resihp.executor.state.optimizer import AdamW

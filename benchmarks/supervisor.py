@@ -36,11 +36,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import light_agents
+if not __package__:  # run as a file, not with -m
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import psutil
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import light_agents
 from resihp.record.journal import IterationCommitted, NodeJoined, NodeLost, PlanDecided, PlanInEffect, Record
 from resihp.record.journal_file import Journal, read_packed
 from resihp.settings import Settings

@@ -33,6 +33,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+if not __package__:  # run as a file, not with -m
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from benchmarks import disturbances as d
 from benchmarks.closed_loop import Loop
 from benchmarks.disturbances import Scene

@@ -23,8 +23,8 @@ from resihp.record.journal import (
     ReplacementChanged,
     SlurmSaw,
 )
+from resihp.simulator.invariants.violations import expect
 from resihp.simulator.machines import SimNode
-from resihp.simulator.rules import expect
 
 if TYPE_CHECKING:
     from resihp.simulator.world import World

@@ -1,7 +1,7 @@
 """Play simulated jobs around the real controller; `python -m resihp.simulator.harness SEED` shows one.
 
 `Scenario` (scenario.py) describes the job and its disturbances, `World` (world.py, machines.py) plays it on a virtual
-clock, `Rules` (rules.py) checks after every event the promises of architecture.md and interface.md.
+clock, `Rules` (rules.py, invariants) checks after every event the promises of architecture.md and interface.md.
 
     .venv/bin/python -m resihp.simulator.harness 4711            the log of one seed
     .venv/bin/python -m resihp.simulator.harness 4711 --beats    with the agents' beats
@@ -17,8 +17,8 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 
+from resihp.simulator.invariants.violations import Violation
 from resihp.simulator.log import log_tail
-from resihp.simulator.rules import Violation
 from resihp.simulator.scenario import Disturbance, Scenario
 from resihp.simulator.world import Result, World
 

@@ -21,7 +21,7 @@ from resihp.parallelism.transfers import Base
 from resihp.protocol import messages as m
 from resihp.simulator import holdings
 from resihp.simulator.holdings import Holding
-from resihp.simulator.rules import expect
+from resihp.simulator.invariants.violations import expect
 from resihp.simulator.scenario import NEVER_S, SIGKILL
 
 if TYPE_CHECKING:

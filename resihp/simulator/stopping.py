@@ -22,7 +22,7 @@ from resihp.record.journal import (
     ReplacementAsked,
 )
 from resihp.simulator.holdings import everything
-from resihp.simulator.rules import expect
+from resihp.simulator.invariants.violations import expect
 from resihp.simulator.scenario import NEVER_S, SIGCONT, SIGINT, SIGTERM, SIGUSR1, SIGUSR2, Disturbance
 
 if TYPE_CHECKING:

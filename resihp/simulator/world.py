@@ -31,10 +31,11 @@ from resihp.settings import Settings
 from resihp.simulator.allocation import Allocation
 from resihp.simulator.false_alarms import Wolf
 from resihp.simulator.holdings import Holding, bits, drawn, needed, outline
+from resihp.simulator.invariants.violations import Violation, expect
 from resihp.simulator.log import log_tail
 from resihp.simulator.machines import Meeting, SimNode, Worker
 from resihp.simulator.random_planner import RandomChecker, RandomPlanner
-from resihp.simulator.rules import Rules, Violation, expect
+from resihp.simulator.rules import Rules
 from resihp.simulator.scenario import NEVER_S, SIGKILL, SIGSTOP, SIGTERM, Disturbance, Fate, Scenario, Trigger
 from resihp.simulator.stopping import Stopping
 from resihp.simulator.thinking import Thinking

@@ -81,7 +81,6 @@ LONG: Mapping[str, int] = {
     "resihp.scheduler.search.kernels.write_best_partition": 71,  # machine code; another call means more to compile
     "resihp.scheduler.search.kernels.schedule_pipeline": 71,
     "resihp.scheduler.transition_cost.verdict": 61,
-    "resihp.simulator.scenario.Scenario.drawn": 63,
     "resihp.simulator.world.World.__init__": 74,
     "wrapper.commands.init.job_text": 83,
 }
@@ -123,7 +122,6 @@ LONG_MODULES: Mapping[str, int] = {
     "resihp/scheduler/search/kernels.py": 1675,
     "resihp/scheduler/what_if/question.py": 425,
     "resihp/simulator/machines.py": 725,
-    "resihp/simulator/scenario.py": 650,
     "resihp/simulator/world.py": 900,
     "slurm/parse.py": 450,
     "slurm/site/hook.py": 825,
@@ -193,7 +191,6 @@ COMPLEX: Mapping[str, int] = {
     "resihp.scheduler.search.kernels.write_best_partition": 30,
     "resihp.simulator.allocation.Allocation._check_entry": 25,
     "resihp.simulator.machines.Worker._obey": 25,
-    "resihp.simulator.scenario.Scenario.drawn": 22,
     "resihp.simulator.stopping.Stopping.check_end": 23,
     "resihp.simulator.world.World.disturb": 30,
     "wrapper.agent.inventory._visible": 21,

@@ -22,7 +22,7 @@ from resihp.protocol import messages as m
 from resihp.simulator import holdings
 from resihp.simulator.holdings import Holding
 from resihp.simulator.invariants.violations import expect
-from resihp.simulator.scenario import NEVER_S, SIGKILL
+from resihp.simulator.scenarios.scenario import NEVER_S, SIGKILL
 
 if TYPE_CHECKING:
     from resihp.simulator.world import World

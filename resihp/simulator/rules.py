@@ -26,7 +26,7 @@ from resihp.simulator.invariants.orders import check_order
 from resihp.simulator.invariants.processes import check_drop, check_signal, check_start
 from resihp.simulator.invariants.suspicions import check_blame
 from resihp.simulator.invariants.violations import expect
-from resihp.simulator.scenario import SIGINT, SIGTERM
+from resihp.simulator.scenarios.scenario import SIGINT, SIGTERM
 
 if TYPE_CHECKING:
     from resihp.simulator.machines import Worker

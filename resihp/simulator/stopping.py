@@ -23,7 +23,7 @@ from resihp.record.journal import (
 )
 from resihp.simulator.holdings import everything
 from resihp.simulator.invariants.violations import expect
-from resihp.simulator.scenario import NEVER_S, SIGCONT, SIGINT, SIGTERM, SIGUSR1, SIGUSR2, Disturbance
+from resihp.simulator.scenarios.scenario import NEVER_S, SIGCONT, SIGINT, SIGTERM, SIGUSR1, SIGUSR2, Disturbance
 
 if TYPE_CHECKING:
     from resihp.simulator.machines import SimNode, Worker

@@ -36,7 +36,7 @@ from resihp.simulator.log import log_tail
 from resihp.simulator.machines import Meeting, SimNode, Worker
 from resihp.simulator.random_planner import RandomChecker, RandomPlanner
 from resihp.simulator.rules import Rules
-from resihp.simulator.scenario import NEVER_S, SIGKILL, SIGSTOP, SIGTERM, Disturbance, Fate, Scenario, Trigger
+from resihp.simulator.scenarios.scenario import NEVER_S, SIGKILL, SIGSTOP, SIGTERM, Disturbance, Fate, Scenario, Trigger
 from resihp.simulator.stopping import Stopping
 from resihp.simulator.thinking import Thinking
 

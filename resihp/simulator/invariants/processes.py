@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from resihp.controller import interface as api
 from resihp.record.state import Placement
 from resihp.simulator.invariants.violations import TOLERANCE_S, expect
-from resihp.simulator.scenario import SIGKILL
+from resihp.simulator.scenarios.scenario import SIGKILL
 
 if TYPE_CHECKING:
     from resihp.simulator.rules import Rules

@@ -24,7 +24,7 @@ from resihp.record.journal import (
     SlurmSaw,
 )
 from resihp.simulator.invariants.violations import expect
-from resihp.simulator.machines import SimNode
+from resihp.simulator.machines.sim_node import SimNode
 
 if TYPE_CHECKING:
     from resihp.simulator.world import World

@@ -1,6 +1,6 @@
 """Play simulated jobs around the real controller; `python -m resihp.simulator.harness SEED` shows one.
 
-`Scenario` (scenarios) describes the job and its disturbances, `World` (world.py, machines.py) plays it on a virtual
+`Scenario` (scenarios) describes the job and its disturbances, `World` (world.py, machines) plays it on a virtual
 clock, `Rules` (rules.py, invariants) checks after every event the promises of architecture.md and interface.md.
 
     .venv/bin/python -m resihp.simulator.harness 4711            the log of one seed

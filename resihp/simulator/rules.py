@@ -29,7 +29,7 @@ from resihp.simulator.invariants.violations import expect
 from resihp.simulator.scenarios.scenario import SIGINT, SIGTERM
 
 if TYPE_CHECKING:
-    from resihp.simulator.machines import Worker
+    from resihp.simulator.machines.worker import Worker
     from resihp.simulator.world import World
 
 

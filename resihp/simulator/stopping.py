@@ -26,7 +26,8 @@ from resihp.simulator.invariants.violations import expect
 from resihp.simulator.scenarios.scenario import NEVER_S, SIGCONT, SIGINT, SIGTERM, SIGUSR1, SIGUSR2, Disturbance
 
 if TYPE_CHECKING:
-    from resihp.simulator.machines import SimNode, Worker
+    from resihp.simulator.machines.sim_node import SimNode
+    from resihp.simulator.machines.worker import Worker
     from resihp.simulator.world import World
 
 TOGETHER_S = 2.0

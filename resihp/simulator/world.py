@@ -33,7 +33,9 @@ from resihp.simulator.false_alarms import Wolf
 from resihp.simulator.holdings import Holding, bits, drawn, needed, outline
 from resihp.simulator.invariants.violations import Violation, expect
 from resihp.simulator.log import log_tail
-from resihp.simulator.machines import Meeting, SimNode, Worker
+from resihp.simulator.machines.meeting import Meeting
+from resihp.simulator.machines.sim_node import SimNode
+from resihp.simulator.machines.worker import Worker
 from resihp.simulator.random_planner import RandomChecker, RandomPlanner
 from resihp.simulator.rules import Rules
 from resihp.simulator.scenarios.scenario import NEVER_S, SIGKILL, SIGSTOP, SIGTERM, Disturbance, Fate, Scenario, Trigger
@@ -506,7 +508,7 @@ class World:
                 if any(self.workers[rank].save_asked for rank in members):
                     self.stopping.saves.add(key[1:])
             meeting.pending = set(members)
-            slowest = worker._part(0.3)
+            slowest = worker.training.part_s(0.3)
             for rank in members:
                 peer = self.workers[rank]
                 peer.later(self.rng.choice([0.0, 0.001, slowest * self.rng.random()]), self.leave, peer, key)
@@ -630,9 +632,9 @@ class World:
             for rank in sorted(peers | {worker.rank}):
                 if here[rank] == self.workers[rank].generation and not self.workers[rank].frozen:
                     self.workers[rank].generation += 1
-                    self.workers[rank].later(self.rng.uniform(0.01, 0.1), self.workers[rank].met, order, True)
+                    self.workers[rank].later(self.rng.uniform(0.01, 0.1), self.workers[rank].probes.met, order, True)
         else:
-            worker.later(2.0, worker.met, order, False)
+            worker.later(2.0, worker.probes.met, order, False)
 
     # --- disturbances ---------------------------------------------------------------------------------------------
 
@@ -689,13 +691,13 @@ class World:
             case "supervisor":
                 self.lose_supervisor(seconds)
             case "raise":
-                worker._go_on(None, worker.throw, (f"ValueError: rank {rank} is odd",))
+                worker.proceed(None, worker.throw, (f"ValueError: rank {rank} is odd",))
             case "raise_node":
                 self.lack_library(node)
             case "raise_all":
                 for peer in self.workers.values():
                     if peer.spawned:
-                        self.at(self.rng.uniform(0, 0.2), peer._go_on, None, peer.throw, ("ValueError: bad sample",))
+                        self.at(self.rng.uniform(0, 0.2), peer.proceed, None, peer.throw, ("ValueError: bad sample",))
             case "signal" | "cancel" | "told" | "checkpoint":
                 self.stopping.disturb(disturbance, node)
             case "inject" if not self.leaderless:

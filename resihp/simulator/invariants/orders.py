@@ -16,7 +16,7 @@ from resihp.simulator.invariants.measurements import wait_anew
 from resihp.simulator.invariants.violations import TOLERANCE_S, Violation, expect
 
 if TYPE_CHECKING:
-    from resihp.simulator.machines import Worker
+    from resihp.simulator.machines.worker import Worker
     from resihp.simulator.rules import Rules
 
 TransitionOrder = m.Park | m.Propose | m.Go | m.Begin

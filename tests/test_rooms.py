@@ -81,7 +81,6 @@ LONG: Mapping[str, int] = {
     "resihp.scheduler.search.kernels.write_best_partition": 71,  # machine code; another call means more to compile
     "resihp.scheduler.search.kernels.schedule_pipeline": 71,
     "resihp.scheduler.transition_cost.verdict": 61,
-    "resihp.simulator.world.World.__init__": 74,
     "wrapper.commands.init.job_text": 83,
 }
 """Functions of more than `MOST_LINES` lines, with how many they may have."""
@@ -121,7 +120,6 @@ LONG_MODULES: Mapping[str, int] = {
     "resihp/scheduler/cost/prices.py": 475,
     "resihp/scheduler/search/kernels.py": 1675,
     "resihp/scheduler/what_if/question.py": 425,
-    "resihp/simulator/world.py": 900,
     "slurm/parse.py": 450,
     "slurm/site/hook.py": 825,
     "wrapper/commands/history/command.py": 700,
@@ -188,9 +186,6 @@ COMPLEX: Mapping[str, int] = {
     "resihp.scheduler.search.kernels.schedule_pipeline": 24,
     "resihp.scheduler.search.kernels.share_out": 22,
     "resihp.scheduler.search.kernels.write_best_partition": 30,
-    "resihp.simulator.allocation.Allocation._check_entry": 25,
-    "resihp.simulator.stopping.Stopping.check_end": 23,
-    "resihp.simulator.world.World.disturb": 30,
     "wrapper.agent.inventory._visible": 21,
     "wrapper.commands.doctor.machine.gpus": 22,
     "wrapper.commands.history.command._check": 36,

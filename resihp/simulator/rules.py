@@ -241,7 +241,7 @@ class Rules:
 
     def prove(self, worker: Worker, epoch: int, iteration: int) -> None:
         """Note that a report of `iteration` proves that all ranks of the epoch joined its last synchronisation."""
-        meeting = self.world.meetings.get(("sync", epoch, iteration))
+        meeting = self.world.collectives.meetings.get(("sync", epoch, iteration))
         plan = self.plans.get(epoch)
         if meeting is None or not meeting.over or plan is None:
             return

@@ -120,11 +120,11 @@ def check_commit(rules: Rules, entry: IterationCommitted) -> None:
     expect(outcome.iteration == rules.committed + 1, f"commits {outcome.iteration} after {rules.committed}")
     rules.committed = outcome.iteration
     assert rules.plan is not None
-    expected = rules.world.outcome_of(rules.plan, outcome.iteration)
+    expected = rules.world.collectives.outcome_of(rules.plan, outcome.iteration)
     for name in ("samples_digest", "samples", "loss", "tokens"):
         expect(getattr(outcome, name) == getattr(expected, name), f"{name} of {outcome}")
     expect(entry.epoch in rules.plans, f"commits in epoch {entry.epoch}, which is unknown")
-    same = outcome == rules.world.outcome_of(rules.plans[entry.epoch], outcome.iteration)
+    same = outcome == rules.world.collectives.outcome_of(rules.plans[entry.epoch], outcome.iteration)
     expect(same, f"the outcome of {outcome.iteration} is not of epoch {entry.epoch}")
     rules.value = after(rules.value, outcome)
     took = [
@@ -141,5 +141,5 @@ def check_evaluation(rules: Rules, entry: EvaluationDone) -> None:
     interval, last = rules.world.scenario.evaluate_every, rules.world.scenario.iterations
     expect(rules.evaluated < entry.iteration <= rules.committed, f"{entry} after {rules.evaluated}, {rules.committed}")
     expect(entry.iteration % interval == 0 or entry.iteration == last, f"{entry} is not due")
-    expect(entry.loss == rules.world.validation_loss(entry.iteration), f"loss of {entry}")
+    expect(entry.loss == rules.world.collectives.validation_loss(entry.iteration), f"loss of {entry}")
     rules.evaluated = entry.iteration

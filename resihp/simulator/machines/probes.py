@@ -79,12 +79,12 @@ class WorkerProbes:
             self.meet()
             return
         worker.activity = "communication"
-        self.world.come(worker, order)
+        self.world.collectives.come(worker, order)
 
     def met(self, order: m.Probe, came: bool) -> None:
         """Report the measured links, or that a peer did not come."""
         worker = self.worker
-        self.world.measuring[order.probe].pop(worker.rank, None)
+        self.world.collectives.measuring[order.probe].pop(worker.rank, None)
         peers = [a + b - worker.rank for round_ in order.pairs for a, b in round_ if worker.rank in (a, b)]
         share = 3.0 if self.world.rng.random() < self.world.scenario.unfit else 1.0
         transfers = tuple(m.Transfer(peer=peer, seconds=share * self.world.rng.uniform(0.9, 1.1)) for peer in peers)

@@ -40,15 +40,13 @@ class WorkerTraining:
     def evaluate(self, slower: float) -> None:
         worker = self.worker
         worker.work(1, "compute")
-        meeting = ("evaluation", worker.epoch, worker.stepped)
-        worker.later(
-            self.part_s(0.2) * slower, self.world.enter, worker, meeting, functools.partial(self.evaluated, slower)
-        )
+        enter, key = self.world.collectives.enter, ("evaluation", worker.epoch, worker.stepped)
+        worker.later(self.part_s(0.2) * slower, enter, worker, key, functools.partial(self.evaluated, slower))
 
     def evaluated(self, slower: float) -> None:
         worker = self.worker
         worker.work(1, "compute")
-        loss = self.world.validation_loss(worker.stepped)
+        loss = self.world.collectives.validation_loss(worker.stepped)
         worker.say(m.Evaluated(epoch=worker.epoch, iteration=worker.stepped, loss=loss, tokens=4096))
         self.train(slower)
 
@@ -63,7 +61,7 @@ class WorkerTraining:
         if worker.stepped >= scenario.iterations:
             worker.activity = "idle"
             worker.say(m.Finished(iteration=worker.stepped))
-            world.happens("finished", worker.rank)
+            world.disturbances.happens("finished", worker.rank)
         if self.is_to_pause(slower):
             worker.pausing = True
             worker.activity = "idle"
@@ -100,23 +98,23 @@ class WorkerTraining:
     def reduce(self) -> None:
         worker = self.worker
         assert worker.plan is not None
-        place = self.world.places(worker.plan)[worker.rank]
+        collectives = self.world.collectives
+        place = collectives.places(worker.plan)[worker.rank]
         worker.work(1, "communication")
-        self.world.enter(worker, ("reduce", worker.epoch, worker.stepped + 1, place), self.gradients_reduced)
+        collectives.enter(worker, ("reduce", worker.epoch, worker.stepped + 1, place), self.gradients_reduced)
 
     def gradients_reduced(self) -> None:
         worker = self.worker
         worker.work(1, "communication")
         worker.ready = True
-        worker.later(
-            self.part_s(0.05), self.world.enter, worker, ("sync", worker.epoch, worker.stepped + 1), self.synchronised
-        )
+        enter, key = self.world.collectives.enter, ("sync", worker.epoch, worker.stepped + 1)
+        worker.later(self.part_s(0.05), enter, worker, key, self.synchronised)
 
     def synchronised(self) -> None:
         worker = self.worker
         worker.work(1, "compute")
-        worker.reduced = self.world.outcome_of(worker.plan, worker.stepped + 1)
-        self.world.happens("sync", worker.rank)
+        worker.reduced = self.world.collectives.outcome_of(worker.plan, worker.stepped + 1)
+        self.world.disturbances.happens("sync", worker.rank)
         worker.faults.enter_phase("step", self.step)
 
     def step(self) -> None:
@@ -150,7 +148,7 @@ class WorkerTraining:
         if reports:
             seconds = world.now - self.iteration_began
             worker.say(m.Stepped(epoch=worker.epoch, outcome=outcome, seconds=seconds, compute_s=seconds / 2))
-        world.happens("step", worker.rank)
+        world.disturbances.happens("step", worker.rank)
 
     def checkpoint(self) -> None:
         self.write_part(self.worker.epoch)

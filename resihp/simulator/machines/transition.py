@@ -10,9 +10,9 @@ import functools
 from typing import TYPE_CHECKING
 
 from resihp.parallelism.plan import Plan
-from resihp.parallelism.transfers import Base
+from resihp.parallelism.transfers import Base, Move, bytes_of
 from resihp.protocol import messages as m
-from resihp.simulator.holdings import Holding
+from resihp.simulator.holdings import Holding, bits, drawn, needed, outline
 from resihp.simulator.invariants.violations import expect
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class WorkerTransition:
                 ready=worker.ready,
             )
         )
-        self.world.happens("parked", worker.rank)
+        self.world.disturbances.happens("parked", worker.rank)
 
     def confirm(self, plan: Plan) -> None:
         worker = self.worker
@@ -146,7 +146,7 @@ class WorkerTransition:
         )
 
     def build(self) -> None:
-        self.world.enter(self.worker, ("build", self.worker.epoch), self.built)
+        self.world.collectives.enter(self.worker, ("build", self.worker.epoch), self.built)
 
     def built(self) -> None:
         worker = self.worker
@@ -155,7 +155,8 @@ class WorkerTransition:
 
     def transfer(self) -> None:
         chunks = self.world.rng.choice([0, 0, 1, 3])
-        self.world.enter(self.worker, ("transfer", self.worker.epoch), functools.partial(self.receive, chunks))
+        key = ("transfer", self.worker.epoch)
+        self.world.collectives.enter(self.worker, key, functools.partial(self.receive, chunks))
 
     def receive(self, chunks: int) -> None:
         """Receive one chunk after the other; each is a sign of life."""
@@ -167,11 +168,11 @@ class WorkerTransition:
 
     def acknowledge(self) -> None:
         worker = self.worker
-        rng, world = self.world.rng, self.world
+        rng = self.world.rng
         assert worker.plan is not None
         moved = 0
         if worker.active:
-            worker.held[worker.epoch], moved = world.assemble(worker)
+            worker.held[worker.epoch], moved = self.assemble()
             worker.stepped = worker.held[worker.epoch].iteration
             if worker.outcome is not None and worker.outcome.iteration != worker.stepped:
                 worker.outcome = None
@@ -184,7 +185,49 @@ class WorkerTransition:
                 extra_bytes=moved // 2,
             )
         )
-        self.world.happens("ready", worker.rank)
+        self.world.disturbances.happens("ready", worker.rank)
+
+    def assemble(self) -> tuple[Holding, int]:
+        """Return the holding under the new plan, from own and received state, and the number of bytes received."""
+        worker, rules = self.worker, self.world.rules
+        plan, base, model = worker.plan, worker.base, self.world.scenario.model
+        assert plan is not None
+        need = needed(model, plan.layout)[worker.rank]
+        if base is None:
+            return drawn(need, self.world.scenario.resume_from), 0
+        specs = {spec.name: spec for spec in outline(model)}
+        old = worker.held.get(base.epoch)
+        parts = [] if old is None else [Holding(old.slices & need, old.iteration, old.value)]
+        received = 0
+        for move in self.world.moves(base, plan.layout, outline(model), worker.nodes):
+            if move.target == worker.rank:
+                parts.append(self._received(move, base))
+                received += bytes_of(move, specs)
+        whole = 0
+        for part in parts:
+            expect(not whole & part.slices, f"rank {worker.rank} receives state that it already has")
+            whole |= part.slices
+        values = {(part.iteration, part.value) for part in parts if part.slices}
+        if not rules.given_up(worker):
+            expect(whole == need, f"rank {worker.rank} lacks slices of epoch {plan.epoch}")
+            expect(len(values) == 1, f"rank {worker.rank} mixes iterations {sorted(i for i, _ in values)}")
+        return Holding(whole, *max(values)), received
+
+    def _received(self, move: Move, base: Base) -> Holding:
+        """Return the state that this worker receives by one move."""
+        worker, rules = self.worker, self.world.rules
+        source = self.world.workers[move.source]
+        holding = source.held.get(base.epoch)
+        if rules.given_up(worker) or rules.given_up(source):
+            holding = holding or max(source.held.values(), key=lambda h: h.iteration, default=drawn(0, 0))
+        else:
+            text = f"rank {source.rank} freed epoch {base.epoch}, which rank {worker.rank} needs"
+            expect(holding is not None, text)
+        assert holding is not None
+        wanted = bits(self.world.scenario.model, move.slices)
+        lacks = wanted & ~holding.slices
+        expect(not lacks or rules.given_up(source), f"rank {source.rank} lacks state for rank {worker.rank}")
+        return Holding(wanted, holding.iteration, holding.value)
 
     def begin_plan(self, order: m.Begin) -> None:
         """Put the plan into effect: release everything that it does not need."""
@@ -200,6 +243,6 @@ class WorkerTransition:
             worker.activity = "idle"
             return
         worker.training.assessed = order.evaluated
-        self.world.happens("resumed", worker.rank)
+        self.world.disturbances.happens("resumed", worker.rank)
         worker.work(1, "communication")
         worker.later(self.world.rng.uniform(0, 0.01), worker.faults.enter_phase, "resume", worker.training.begin, 2.0)

@@ -23,7 +23,7 @@ from resihp.simulator.machines.probes import WorkerProbes
 from resihp.simulator.machines.sim_node import SimNode
 from resihp.simulator.machines.training import WorkerTraining
 from resihp.simulator.machines.transition import WorkerTransition
-from resihp.simulator.scenarios.scenario import NEVER_S, SIGKILL
+from resihp.simulator.scenarios.scenario import NEVER_S, SIGKILL, Fate
 
 if TYPE_CHECKING:
     from resihp.simulator.world import World
@@ -133,16 +133,28 @@ class Worker:
             return
         self.spawned = True
         world = self.world
-        world.up(
+        world.network.up(
             self.node,
             api.WorkerSpawned(rank=self.rank, node=self.node.name, device=self.device, pid=1000 + self.rank),
         )
-        world.happens("join" if self.joins else "spawn", self.rank)
+        world.disturbances.happens("join" if self.joins else "spawn", self.rank)
         self.later(world.rng.uniform(0.5, 2.5), self.declare)
+
+    @property
+    def fate(self) -> Fate:
+        """The outcome that the scenario sets for a process that joins later: it joins, refuses, dies, hangs.
+
+        A process of the first start is always `fine`.
+        """
+        if not self.joins:
+            return "fine"
+        scenario = self.world.scenario
+        number = self.rank - scenario.nodes * scenario.gpus_per_node
+        return scenario.fates[max(0, min(number, len(scenario.fates) - 1))]
 
     def declare(self) -> None:
         scenario, world = self.world.scenario, self.world
-        fate = world.fate_of(self)
+        fate = self.fate
         if scenario.early_exit is not None:
             self.die(scenario.early_exit)
             return
@@ -176,14 +188,14 @@ class Worker:
                 evaluates=scenario.evaluate_every > 0,
             )
         )
-        world.happens("joined" if self.joins else "declare", self.rank)
+        world.disturbances.happens("joined" if self.joins else "declare", self.rank)
 
     def say(self, message: m.WorkerMessage) -> None:
         if isinstance(message, m.Stepped):
             self.steps.append(message)
         elif not isinstance(message, m.Workload):
             self.said[type(message)] = message
-        self.world.up(self.node, api.WorkerSaid(rank=self.rank, message=message))
+        self.world.network.up(self.node, api.WorkerSaid(rank=self.rank, message=message))
 
     def die(self, status: int, closes_connections: bool = True) -> None:
         """End the process. Without `closes_connections` its peers do not notice."""
@@ -197,10 +209,10 @@ class Worker:
         if self.node.alive:
             if self.spawned:
                 self.node.ended[self.rank] = status
-            self.world.up(self.node, api.WorkerExited(rank=self.rank, status=status))
+            self.world.network.up(self.node, api.WorkerExited(rank=self.rank, status=status))
         self.gone = closes_connections
         if closes_connections:
-            self.world.peers_notice(self)
+            self.world.collectives.peers_notice(self)
 
     def throw(self, error: str) -> None:
         if self.alive and self.spawned and not self.raised:

@@ -167,8 +167,6 @@ COMPLEX: Mapping[str, int] = {
     "resihp.detector.online.plan_arrays.Stacked.__init__": 25,
     "resihp.detector.suspects.judge": 28,
     "resihp.executor.state.parameters.specs_of": 21,
-    "resihp.faults.parse": 27,
-    "resihp.parallelism.layout.validate": 22,
     "resihp.pipeline.checker._Wire._read": 25,
     "resihp.pipeline.checker._Wire._unsound": 21,
     "resihp.pipeline.compiled.compile_orders": 21,

@@ -1,9 +1,9 @@
-"""What the controller has been told and has decided, and the invariants that follow, checked at every moment.
+"""Invariants of every run, checked at every moment against the controller's actions and the simulated truth.
 
 `Rules.learn` sees each event before the controller does, `Rules.judge` each action before it is carried out,
-`Rules.settle` the end of each answer. The invariants themselves are in `resihp.simulator.invariants`, by subject. The
-promises are those of architecture.md ("Rules that make it safe") and interface.md ("Detection times", exit codes).
-Called by `world`, and by workers when they step or free state.
+`Rules.settle` the end of each answer. It holds everything that the controller was told and has decided; the invariants
+themselves are in `resihp.simulator.invariants`, by subject. The promises are those of architecture.md ("Rules that make
+it safe") and interface.md ("Detection times", exit codes). Called by `world`, and by workers that step or free state.
 """
 
 from __future__ import annotations

@@ -28,7 +28,12 @@ from wrapper.output.rank_health import rank_health
 
 SEEDS = range(max(2, int(os.environ.get("RESIHP_FUZZ_SEEDS", "500")) // 125))
 DRAWS: Sequence[Callable[[int], Scenario]] = (
-    *(draw_plain, draw_stormy, draw_allocated, draw_sluggish, draw_stopped, draw_orphaned),
+    draw_plain,
+    draw_stormy,
+    draw_allocated,
+    draw_sluggish,
+    draw_stopped,
+    draw_orphaned,
 )
 
 

@@ -27,6 +27,7 @@ from resihp.pipeline.program import (
     forward_only,
     programs,
 )
+from resihp.pipeline.rendezvous import Rendezvous
 from resihp.pipeline.schedules import orders_of
 from tests.resihp.pipeline.plans import model, random_plan
 
@@ -71,7 +72,7 @@ def refusal(plan: Plan, *given: dict[int, Program]) -> str:
 def test_of_replicas_that_do_the_same_one_is_played(monkeypatch: pytest.MonkeyPatch) -> None:
     played: list[int] = []
 
-    class Counted(communication_rules.Rendezvous):
+    class Counted(Rendezvous):
         def __init__(self, programs: dict[int, Program]) -> None:
             played.append(len(programs))
             super().__init__(programs)

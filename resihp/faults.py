@@ -79,34 +79,12 @@ def parse(text: str, fault_id: int) -> Fault:
     if kind not in get_args(Kind):
         raise ConfigurationError(f"fault {text!r}: unknown kind {kind!r}, one of {', '.join(get_args(Kind))}")
     example = _SLOW_EXAMPLE if kind == "slow" else example
-    values: dict[str, str] = {}
-    for part in (*target.split(","), *when.split(",")):
-        key, equals, value = part.partition("=")
-        if not equals or not value or key in values:
-            raise ConfigurationError(f"fault {text!r}: {part!r} is not one key=value; {example}")
-        values[key] = value
-    slow_keys = ("link", "speed", "until", "every") if kind == "slow" else ()
-    unknown = set(values) - {"rank", "node", "iteration", "phase", *slow_keys}
-    if unknown:
-        raise ConfigurationError(f"fault {text!r}: {', '.join(sorted(unknown))} does not apply to {kind}; {example}")
-    if len(values.keys() & {"rank", "node", "link"}) != 1:
-        targets = "rank=R, node=N and link=N-M" if kind == "slow" else "rank=R and node=N"
-        raise ConfigurationError(f"fault {text!r}: the target is one of {targets}; {example}")
-    if kind in ("hang", "raise") and "node" in values:
-        raise ConfigurationError(f"fault {text!r}: {kind} happens to a rank, not to a node; {example}")
-    if kind == "disconnect" and "rank" in values:
-        example = "example: disconnect:node=n2@iteration=3"
-        raise ConfigurationError(f"fault {text!r}: disconnect happens to a node, not to a rank; {example}")
+    values = _read_values(text, target, when, example)
+    _check_keys(text, kind, values, example)
     phase = values.get("phase", "forward")
     if phase not in get_args(Phase):
         raise ConfigurationError(f"fault {text!r}: unknown phase {phase!r}, one of {', '.join(get_args(Phase))}")
-    try:
-        iteration = int(values["iteration"])
-        rank = int(values["rank"]) if "rank" in values else None
-    except (KeyError, ValueError):
-        raise ConfigurationError(f"fault {text!r}: iteration and rank are whole numbers; {example}") from None
-    if iteration < 1 or (rank is not None and rank < 0):
-        raise ConfigurationError(f"fault {text!r}: iterations count from 1, ranks from 0; {example}")
+    iteration, rank = _read_numbers(text, values, example)
     link = ends(values["link"]) if "link" in values else None
     if "link" in values and link is None:
         example = "example: slow:link=n1-n2,speed=0.3@iteration=10"
@@ -124,6 +102,45 @@ def parse(text: str, fault_id: int) -> Fault:
         until=until,
         every=period,
     )
+
+
+def _read_values(text: str, target: str, when: str, example: str) -> dict[str, str]:
+    """Read the `key=value` parts of a fault's target and time."""
+    values: dict[str, str] = {}
+    for part in (*target.split(","), *when.split(",")):
+        key, equals, value = part.partition("=")
+        if not equals or not value or key in values:
+            raise ConfigurationError(f"fault {text!r}: {part!r} is not one key=value; {example}")
+        values[key] = value
+    return values
+
+
+def _check_keys(text: str, kind: str, values: dict[str, str], example: str) -> None:
+    """Check that a fault has only keys of its kind, and one target that its kind can hit."""
+    slow_keys = ("link", "speed", "until", "every") if kind == "slow" else ()
+    unknown = set(values) - {"rank", "node", "iteration", "phase", *slow_keys}
+    if unknown:
+        raise ConfigurationError(f"fault {text!r}: {', '.join(sorted(unknown))} does not apply to {kind}; {example}")
+    if len(values.keys() & {"rank", "node", "link"}) != 1:
+        targets = "rank=R, node=N and link=N-M" if kind == "slow" else "rank=R and node=N"
+        raise ConfigurationError(f"fault {text!r}: the target is one of {targets}; {example}")
+    if kind in ("hang", "raise") and "node" in values:
+        raise ConfigurationError(f"fault {text!r}: {kind} happens to a rank, not to a node; {example}")
+    if kind == "disconnect" and "rank" in values:
+        example = "example: disconnect:node=n2@iteration=3"
+        raise ConfigurationError(f"fault {text!r}: disconnect happens to a node, not to a rank; {example}")
+
+
+def _read_numbers(text: str, values: dict[str, str], example: str) -> tuple[int, int | None]:
+    """Read the iteration, and the rank if that is the target."""
+    try:
+        iteration = int(values["iteration"])
+        rank = int(values["rank"]) if "rank" in values else None
+    except (KeyError, ValueError):
+        raise ConfigurationError(f"fault {text!r}: iteration and rank are whole numbers; {example}") from None
+    if iteration < 1 or (rank is not None and rank < 0):
+        raise ConfigurationError(f"fault {text!r}: iterations count from 1, ranks from 0; {example}")
+    return iteration, rank
 
 
 def ends(link: str) -> tuple[str, str] | None:

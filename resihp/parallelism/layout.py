@@ -206,6 +206,13 @@ def validate(layout: Layout, model: ModelSpec) -> None:
     """
     if not layout.replicas:
         raise LayoutError("layout: no replica; at least one is needed")
+    _validate_ranks(layout)
+    for d, replica in enumerate(layout.replicas):
+        _validate_replica(layout, d, replica, model)
+
+
+def _validate_ranks(layout: Layout) -> None:
+    """Check that each rank is in one place."""
     placed_ranks: set[int] = set()
     for rank in (*(r for replica in layout.replicas for r in replica.ranks), *layout.standby):
         if rank < 0:
@@ -213,27 +220,27 @@ def validate(layout: Layout, model: ModelSpec) -> None:
         if rank in placed_ranks:
             raise LayoutError(f"layout: rank {rank} stands in two places")
         placed_ranks.add(rank)
-    for d, replica in enumerate(layout.replicas):
-        if not replica.ranks:
-            raise LayoutError(f"replica {d}: no {'rank' if replica.stages else 'stage'}")
-        present = [
-            layer
-            for s, c in replica.virtual_stages
-            for layer in range(replica.stages[s].chunks[c][0], replica.stages[s].chunks[c][1] + 1)
-        ]
-        if present != list(range(model.layers)):
-            raise LayoutError(
-                f"replica {d}: layers {present} instead of 0 to {model.layers - 1}, each once and in order"
-            )
-        for s, stage in enumerate(replica.stages):
-            if not stage.chunks or any(first > last for first, last in stage.chunks):
-                raise LayoutError(f"replica {d} stage {s}: empty layer chunk in {list(stage.chunks)}")
-            for first, last in () if stage.ranks else stage.chunks:
-                if not layout.hosts((first, last)):
-                    raise LayoutError(
-                        f"replica {d} stage {s}: no rank, and no other replica holds layers {first} to {last} in one "
-                        f"chunk"
-                    )
-            obstacle = model.tensor_parallel_obstacle(stage.tp) if stage.ranks else None
-            if obstacle:
-                raise LayoutError(f"replica {d} stage {s}: {obstacle}")
+
+
+def _validate_replica(layout: Layout, d: int, replica: Replica, model: ModelSpec) -> None:
+    """Check the layers and the stages of replica `d`."""
+    if not replica.ranks:
+        raise LayoutError(f"replica {d}: no {'rank' if replica.stages else 'stage'}")
+    present = [
+        layer
+        for s, c in replica.virtual_stages
+        for layer in range(replica.stages[s].chunks[c][0], replica.stages[s].chunks[c][1] + 1)
+    ]
+    if present != list(range(model.layers)):
+        raise LayoutError(f"replica {d}: layers {present} instead of 0 to {model.layers - 1}, each once and in order")
+    for s, stage in enumerate(replica.stages):
+        if not stage.chunks or any(first > last for first, last in stage.chunks):
+            raise LayoutError(f"replica {d} stage {s}: empty layer chunk in {list(stage.chunks)}")
+        for first, last in () if stage.ranks else stage.chunks:
+            if not layout.hosts((first, last)):
+                raise LayoutError(
+                    f"replica {d} stage {s}: no rank, and no other replica holds layers {first} to {last} in one chunk"
+                )
+        obstacle = model.tensor_parallel_obstacle(stage.tp) if stage.ranks else None
+        if obstacle:
+            raise LayoutError(f"replica {d} stage {s}: {obstacle}")

@@ -244,17 +244,7 @@ def compile_orders(plan: Plan, orders: Orders) -> CompiledOrders:
     micro_batch = np.fromiter([p.micro_batch for p in primitives], np.intp, size)
     chunk = np.fromiter([p.chunk for p in primitives], np.intp, size)
 
-    level, source = np.empty(size, dtype=np.intp), np.empty(size, dtype=np.intp)
-    spans = list(itertools.pairwise(np.searchsorted(replica, np.arange(len(orders) + 1)).tolist()))
-    try:
-        for equal_parts in _alike(plan, orders, [(kind[a:b], chunk[a:b], micro_batch[a:b]) for a, b in spans]):
-            own_level, own_source = _structure(plan, orders, equal_parts[0])
-            where = np.array([np.concatenate([np.arange(*spans[d]) for d in part]) for part in equal_parts])
-            level[where] = own_level
-            source[where] = np.pad(where, ((0, 0), (0, 1)), constant_values=size)[:, own_source]
-    except PlanError:
-        play(plan, orders, _unit)  # raises the same error, or the error of an earlier replica
-        raise
+    level, source = _dependencies(plan, orders, replica, (kind, chunk, micro_batch))
 
     numbered = np.argsort(2 * level + (source == size), kind="stable")
     slot = np.empty(size + 1, dtype=np.intp)
@@ -292,6 +282,28 @@ def compile_orders(plan: Plan, orders: Orders) -> CompiledOrders:
 
 Part = tuple[int, ...]
 """Replicas that exchange micro-batches, or a single replica that exchanges none."""
+
+
+def _dependencies(plan: Plan, orders: Orders, replica: Ints, fields: tuple[Ints, Ints, Ints]) -> tuple[Ints, Ints]:
+    """Return the level of each primitive, and the index of the primitive whose transfer it waits for, or their number.
+
+    `replica`: the replica of each primitive. `fields`: their kinds, chunks and micro-batches. The structure of equal
+    parts is worked out once.
+    """
+    size = len(replica)
+    level, source = np.empty(size, dtype=np.intp), np.empty(size, dtype=np.intp)
+    spans = list(itertools.pairwise(np.searchsorted(replica, np.arange(len(orders) + 1)).tolist()))
+    kind, chunk, micro_batch = fields
+    try:
+        for equal_parts in _alike(plan, orders, [(kind[a:b], chunk[a:b], micro_batch[a:b]) for a, b in spans]):
+            own_level, own_source = _structure(plan, orders, equal_parts[0])
+            where = np.array([np.concatenate([np.arange(*spans[d]) for d in part]) for part in equal_parts])
+            level[where] = own_level
+            source[where] = np.pad(where, ((0, 0), (0, 1)), constant_values=size)[:, own_source]
+    except PlanError:
+        play(plan, orders, _unit)  # raises the same error, or the error of an earlier replica
+        raise
+    return level, source
 
 
 def _alike(plan: Plan, orders: Orders, fields: Sequence[tuple[Ints, Ints, Ints]]) -> list[list[Part]]:

@@ -110,46 +110,11 @@ def programs(plan: Plan, buckets: Sequence[Bucket] = ()) -> dict[int, Program]:
 
     Raises PlanError if the plan's orders cannot be carried out.
     """
-    replicas = plan.layout.replicas
-    orders = orders_of(plan)
-    timeline = play(plan, orders, layer_units(plan.layout))
-    paths = plan.paths()
-    at = virtual_stages(paths)
-    parcels = _Parcels(plan)
-    parts = cuts(plan.layout, ((bucket.owners, bucket.units) for bucket in buckets))
-    through: dict[ChunkPlace, tuple[tuple[int, float], ...]] = {}
-    """For each part of a chunk: the lowest layer whose gradients are complete, and when. The chunk's first layer is
-    last."""
-    events: list[tuple[tuple[float, int, int, int, int], Instruction, tuple[int, ...]]] = []
-    for d, replica in enumerate(replicas):
-        for s, order in enumerate(orders[d]):
-            ranks = replica.stages[s].ranks
-            starts, ends = timeline.starts[d][s], timeline.ends[d][s]
-            completing = {p.chunk: position for position, p in enumerate(order) if p.kind != "F"}
-            for position, primitive in enumerate(order):
-                kind, m, chunk = primitive.kind, primitive.micro_batch, primitive.chunk
-                first, last = replica.stages[s].chunks[chunk]
-                cut = parts.get((d, s, chunk)) if completing.get(chunk) == position else None
-                for span in cut or ((first, last),):
-                    begins = starts[position] + last - span[1]  # a layer takes one unit
-                    entry = Compute(primitive, span if cut else None)
-                    events.append(((begins, COMPUTE, d, s, position), entry, ranks))
-                if completing.get(chunk) == position:
-                    through[d, s, chunk] = tuple(
-                        (low, ends[position] - (low - first)) for low, _ in cut or ((first, 0),)
-                    )
-                if kind == "W":
-                    continue
-                path, v = paths[m], at[d, s, chunk, m]
-                to = v + 1 if kind == "F" else v - 1
-                if 0 <= to < len(path) and (path[to].replica, path[to].stage) != (d, s):
-                    key = (ends[position], TRANSMIT, m, min(v, to), int(kind == "B"))
-                    events.append((key, *parcels.between(path[v], path[to], m, min(v, to), forward=kind == "F")))
-    for index, moment in enumerate(_moments(plan.layout, buckets, through)):
-        events.append(((moment, REDUCE, index, 0, 0), Reduce(index), buckets[index].owners))
-    events.sort(key=lambda event: event[0])
+    events = _Events(plan, buckets)
+    events.add_stages()
+    events.add_reductions()
     instructions_of: dict[int, list[Instruction]] = {rank: [] for rank in plan.layout.active}
-    for _, instruction, ranks in events:
+    for _, instruction, ranks in sorted(events.events, key=lambda event: event[0]):
         for rank in ranks:
             instructions_of[rank].append(instruction)
     return {rank: tuple(program) for rank, program in instructions_of.items()}
@@ -311,6 +276,62 @@ def edge_of(direction: str, sender: int, receiver: int) -> str:
     ready for early would hold up the gradient behind it.
     """
     return f"{direction}/{sender}-{receiver}"
+
+
+class _Events:
+    """All instructions of a plan, each with its place in the linear order and the ranks that take part in it."""
+
+    def __init__(self, plan: Plan, buckets: Sequence[Bucket]) -> None:
+        self._layout, self._buckets = plan.layout, buckets
+        self._orders = orders_of(plan)
+        self._timeline = play(plan, self._orders, layer_units(plan.layout))
+        self._paths = plan.paths()
+        self._at = virtual_stages(self._paths)
+        self._parcels = _Parcels(plan)
+        self._parts = cuts(plan.layout, ((bucket.owners, bucket.units) for bucket in buckets))
+        self._through: dict[ChunkPlace, tuple[tuple[int, float], ...]] = {}
+        """For each part of a chunk: the lowest layer whose gradients are complete, and when. The chunk's first layer is
+        last."""
+        self.events: list[tuple[tuple[float, int, int, int, int], Instruction, tuple[int, ...]]] = []
+
+    def add_stages(self) -> None:
+        """Add the computations of all stages, and the transfers that follow them."""
+        for d in range(len(self._layout.replicas)):
+            for s, order in enumerate(self._orders[d]):
+                completing = {p.chunk: position for position, p in enumerate(order) if p.kind != "F"}
+                for position, primitive in enumerate(order):
+                    self._add_computation(d, s, position, primitive, completing.get(primitive.chunk) == position)
+                    if primitive.kind != "W":
+                        self._add_transfer(d, s, position, primitive)
+
+    def _add_computation(self, d: int, s: int, position: int, primitive: Primitive, completes: bool) -> None:
+        """Add a primitive, in parts if it completes the gradients of its chunk and buckets wait for parts."""
+        stage = self._layout.replicas[d].stages[s]
+        first, last = stage.chunks[primitive.chunk]
+        cut = self._parts.get((d, s, primitive.chunk)) if completes else None
+        start = self._timeline.starts[d][s][position]
+        for span in cut or ((first, last),):
+            begins = start + last - span[1]  # a layer takes one unit
+            entry = Compute(primitive, span if cut else None)
+            self.events.append(((begins, COMPUTE, d, s, position), entry, stage.ranks))
+        if completes:
+            end = self._timeline.ends[d][s][position]
+            self._through[d, s, primitive.chunk] = tuple((low, end - (low - first)) for low, _ in cut or ((first, 0),))
+
+    def _add_transfer(self, d: int, s: int, position: int, primitive: Primitive) -> None:
+        """Add the transfer of a primitive's result, if another stage needs it."""
+        m, forward = primitive.micro_batch, primitive.kind == "F"
+        path, v = self._paths[m], self._at[d, s, primitive.chunk, m]
+        to = v + 1 if forward else v - 1
+        if 0 <= to < len(path) and (path[to].replica, path[to].stage) != (d, s):
+            boundary = min(v, to)
+            key = (self._timeline.ends[d][s][position], TRANSMIT, m, boundary, int(not forward))
+            self.events.append((key, *self._parcels.between(path[v], path[to], m, boundary, forward=forward)))
+
+    def add_reductions(self) -> None:
+        """Add the sums of all buckets. Called after the computations, which say when gradients are complete."""
+        for index, moment in enumerate(_moments(self._layout, self._buckets, self._through)):
+            self.events.append(((moment, REDUCE, index, 0, 0), Reduce(index), self._buckets[index].owners))
 
 
 def _moments(

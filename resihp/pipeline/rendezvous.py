@@ -2,7 +2,8 @@
 
 No tags: the k-th operation on a communicator must be the same on all members. Rendezvous: an operation is done only
 when all members carry it out. And, as the strictest case, a rank carries out one operation at a time, over all of its
-communicators, in the order in which it began them. Used by `resihp.pipeline.checker`, which knows the required work.
+communicators, in the order in which it began them. Used by `resihp.pipeline.communication_rules`, which knows the
+required work.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ from resihp.record.journal import (
     ReplacementChanged,
     SlurmSaw,
 )
-from resihp.simulator.machines import SimNode
-from resihp.simulator.rules import expect
+from resihp.simulator.invariants.violations import expect
+from resihp.simulator.machines.sim_node import SimNode
 
 if TYPE_CHECKING:
     from resihp.simulator.world import World
@@ -126,8 +126,8 @@ class Allocation:
         hardware = world.rng.choice(["A"] * 8 + ["", "B"])
         host = f"host-{node.name}"
         joined = api.AgentJoined(node=node.name, host=host, devices=node.devices, lease=number, hardware=hardware)
-        world.up(node, joined)
-        world.at(world.rng.uniform(0.0, 1.0), world.beat, node)
+        world.network.up(node, joined)
+        world.at(world.rng.uniform(0.0, 1.0), world.agents.beat, node)
 
     # --- rules ----------------------------------------------------------------------------------------------------
 
@@ -170,23 +170,9 @@ class Allocation:
         expect(set(action.keep) == alive | {scenario.batch_node}, f"{action} keeps others than {sorted(alive)}")
 
     def _check_entry(self, entry: AnyEntry) -> None:
-        scenario = self.world.scenario
         match entry:
             case DrainDecided():
-                failure = self.blamed.get(entry.failure)
-                expect(failure is not None and failure.node == entry.node, f"{entry} without a verdict")
-                assert failure is not None
-                expect(failure.component in ("node", "device"), f"{entry} because of a {failure.component}")
-                expect(entry.node != scenario.batch_node, f"{entry} drains the batch host")
-                expect(entry.node not in self.drains.values(), f"{entry} twice")
-                if entry.measure == "drain":
-                    self.drained += 1
-                    expect(self.drained <= scenario.drains, f"{entry} is one too many")
-                    again = entry.grounds == "died again" and entry.node in scenario.died_before
-                    expect(entry.grounds == "hardware" or again, f"{entry} without evidence that it is broken")
-                    expect(again or failure.cause != self.deaths.get(entry.node), f"{entry} because it died")
-                expect(entry.drain == len(self.drains) + 1, f"{entry} after {len(self.drains)}")
-                self.drains[entry.drain] = entry.node
+                self._check_drain(entry)
             case DrainAnswered():
                 key = (entry.drain, entry.step, entry.outcome)
                 expect(key not in self.answered, f"{entry} twice")
@@ -204,19 +190,10 @@ class Allocation:
                 self.deaths[entry.node] = f"node {entry.node}: {entry.reason}"
                 if entry.how == "vacated":
                     self.vacated.add(entry.node)
+                    scenario = self.world.scenario
                     expect(scenario.on_drain == "vacate" and entry.node != scenario.batch_node, f"{entry} unrequested")
             case NodeJoined():
-                expect(entry.hardware != "B", f"{entry}, which is of another kind")
-                if entry.node in self.lost and entry.node not in self.guests:  # it came late
-                    expect(entry.node not in self.released, f"{entry}, which was given back")
-                    self.lost.remove(entry.node)
-                    for counts in (self.tries, self.refusals):  # it may be lost and given back once more
-                        counts.pop(entry.node, None)
-                    return
-                if self.world.rules.plan is not None:
-                    expect(entry.node in self.guests, f"{entry}, which was not requested")
-                    expect(self.requests.get(self.guests[entry.node]) in ("asked", "pending", "running"), f"{entry}")
-                    self.present.add(entry.node)
+                self._check_arrival(entry)
             case ReplacementAsked():
                 self._check_request(entry)
             case ReplacementChanged():
@@ -228,6 +205,38 @@ class Allocation:
                 pass
             case _:
                 pass
+
+    def _check_drain(self, entry: DrainDecided) -> None:
+        """Check that a node is drained once, because of a failure that the settings allow to drain it for."""
+        scenario = self.world.scenario
+        failure = self.blamed.get(entry.failure)
+        expect(failure is not None and failure.node == entry.node, f"{entry} without a verdict")
+        assert failure is not None
+        expect(failure.component in ("node", "device"), f"{entry} because of a {failure.component}")
+        expect(entry.node != scenario.batch_node, f"{entry} drains the batch host")
+        expect(entry.node not in self.drains.values(), f"{entry} twice")
+        if entry.measure == "drain":
+            self.drained += 1
+            expect(self.drained <= scenario.drains, f"{entry} is one too many")
+            again = entry.grounds == "died again" and entry.node in scenario.died_before
+            expect(entry.grounds == "hardware" or again, f"{entry} without evidence that it is broken")
+            expect(again or failure.cause != self.deaths.get(entry.node), f"{entry} because it died")
+        expect(entry.drain == len(self.drains) + 1, f"{entry} after {len(self.drains)}")
+        self.drains[entry.drain] = entry.node
+
+    def _check_arrival(self, entry: NodeJoined) -> None:
+        """Check that a node that joins is of the right kind, and late or requested if there is a plan."""
+        expect(entry.hardware != "B", f"{entry}, which is of another kind")
+        if entry.node in self.lost and entry.node not in self.guests:  # it came late
+            expect(entry.node not in self.released, f"{entry}, which was given back")
+            self.lost.remove(entry.node)
+            for counts in (self.tries, self.refusals):  # it may be lost and given back once more
+                counts.pop(entry.node, None)
+            return
+        if self.world.rules.plan is not None:
+            expect(entry.node in self.guests, f"{entry}, which was not requested")
+            expect(self.requests.get(self.guests[entry.node]) in ("asked", "pending", "running"), f"{entry}")
+            self.present.add(entry.node)
 
     def _check_request(self, entry: ReplacementAsked) -> None:
         job = self.world.controller.job

@@ -1,13 +1,13 @@
 """Play simulated jobs around the real controller; `python -m resihp.simulator.harness SEED` shows one.
 
-`Scenario` (scenario.py) describes the job and its disturbances, `World` (world.py, machines.py) plays it on a virtual
-clock, `Rules` (rules.py) checks after every event the promises of architecture.md and interface.md.
+`Scenario` (scenarios) describes the job and its disturbances, `World` (world.py, machines) plays it on a virtual
+clock, `Rules` (rules.py, invariants) checks after every event the promises of architecture.md and interface.md.
 
     .venv/bin/python -m resihp.simulator.harness 4711            the log of one seed
     .venv/bin/python -m resihp.simulator.harness 4711 --beats    with the agents' beats
     .venv/bin/python -m resihp.simulator.harness 0 5000          many seeds: violations by kind, exit codes
-    ... --storm, --orphan, --slurm, --slow       the same with `Scenario.stormy`, `.orphaned`, `.allocated`, `.sluggish`
-    ... --stop, --start, --ramp, --noise         ... and with `.stopped`, `.hindered`, `.ramped`, `.noisy`
+    ... --storm, --orphan, --slurm, --slow       the same with jobs of another family (scenarios)
+    ... --stop, --start, --ramp, --noise         ... and of four more
 """
 
 from __future__ import annotations
@@ -17,9 +17,15 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 
+from resihp.simulator.invariants.violations import Violation
 from resihp.simulator.log import log_tail
-from resihp.simulator.rules import Violation
-from resihp.simulator.scenario import Disturbance, Scenario
+from resihp.simulator.scenarios.mixed_jobs import draw_ramped
+from resihp.simulator.scenarios.plain_jobs import draw_orphaned, draw_plain, draw_stormy
+from resihp.simulator.scenarios.probed_jobs import draw_harassed, draw_noisy, draw_sluggish
+from resihp.simulator.scenarios.scenario import Disturbance, Scenario
+from resihp.simulator.scenarios.slurm_jobs import draw_allocated
+from resihp.simulator.scenarios.stopped_jobs import draw_stopped
+from resihp.simulator.scenarios.troubled_starts import draw_hindered
 from resihp.simulator.world import Result, World
 
 __all__ = ["Disturbance", "Result", "Scenario", "Violation", "World", "main", "play", "show", "sweep"]
@@ -69,17 +75,17 @@ def sweep(draw: Callable[[int], Scenario], first: int, last: int) -> int:
 
 def main(arguments: list[str]) -> int:
     kinds = {
-        "--storm": Scenario.stormy,
-        "--stop": Scenario.stopped,
-        "--orphan": Scenario.orphaned,
-        "--slurm": Scenario.allocated,
-        "--slow": Scenario.sluggish,
-        "--start": Scenario.hindered,
-        "--ramp": Scenario.ramped,
-        "--harassed": Scenario.harassed,
-        "--noise": Scenario.noisy,
+        "--storm": draw_stormy,
+        "--stop": draw_stopped,
+        "--orphan": draw_orphaned,
+        "--slurm": draw_allocated,
+        "--slow": draw_sluggish,
+        "--start": draw_hindered,
+        "--ramp": draw_ramped,
+        "--harassed": draw_harassed,
+        "--noise": draw_noisy,
     }
-    draw = next((kinds[argument] for argument in arguments if argument in kinds), Scenario.drawn)
+    draw = next((kinds[argument] for argument in arguments if argument in kinds), draw_plain)
     numbers = [int(argument) for argument in arguments if argument.isdigit()]
     if len(numbers) == 2:
         return sweep(draw, *numbers)

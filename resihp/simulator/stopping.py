@@ -22,11 +22,12 @@ from resihp.record.journal import (
     ReplacementAsked,
 )
 from resihp.simulator.holdings import everything
-from resihp.simulator.rules import expect
-from resihp.simulator.scenario import NEVER_S, SIGCONT, SIGINT, SIGTERM, SIGUSR1, SIGUSR2, Disturbance
+from resihp.simulator.invariants.violations import expect
+from resihp.simulator.scenarios.scenario import NEVER_S, SIGCONT, SIGINT, SIGTERM, SIGUSR1, SIGUSR2, Disturbance
 
 if TYPE_CHECKING:
-    from resihp.simulator.machines import SimNode, Worker
+    from resihp.simulator.machines.sim_node import SimNode
+    from resihp.simulator.machines.worker import Worker
     from resihp.simulator.world import World
 
 TOGETHER_S = 2.0
@@ -92,7 +93,7 @@ class Stopping:
             case "told":
                 self.signal_node(node, disturbance)
                 if disturbance.seconds < NEVER_S:
-                    world.at(disturbance.seconds, world.kill_node, node, rng.random() < 0.5)
+                    world.at(disturbance.seconds, world.agents.kill_node, node, rng.random() < 0.5)
 
     def signal_node(self, node: SimNode, disturbance: Disturbance) -> None:
         """Signal a node's agent, and its workers, some of which die of the signal."""
@@ -100,7 +101,7 @@ class Stopping:
         if not node.alive:
             return
         if rng.random() < 0.5:
-            world.up(node, api.AgentSignalled(node=node.name, signal=SIGCONT))
+            world.network.up(node, api.AgentSignalled(node=node.name, signal=SIGCONT))
         world.at(rng.choice([0.0, 0.0, rng.uniform(0, 0.5)]), self.signal_agent, node, disturbance.status)
         for rank in node.ranks:
             worker = world.workers[rank]
@@ -108,7 +109,7 @@ class Stopping:
                 world.at(rng.choice([0.0, rng.uniform(0, 1.0)]), worker.die, -disturbance.status)
 
     def signal_agent(self, node: SimNode, number: int) -> None:
-        self.world.up(node, api.AgentSignalled(node=node.name, signal=number))
+        self.world.network.up(node, api.AgentSignalled(node=node.name, signal=number))
 
     def answer_why(self) -> None:
         scenario, rng = self.world.scenario, self.world.rng
@@ -302,25 +303,34 @@ class Stopping:
 
     def check_end(self, end: api.End) -> bool:
         """Return whether a stop explains how the job ended."""
-        rules, scenario = self.world.rules, self.world.scenario
         if not self.is_on or end.exit_code == 2 or "no agent reconnected" in end.reason:
             return False
         if self.at_once is not None:
             expect(end.exit_code == 128 + self.at_once, f"{end}, told to end at once by {self.at_once}")
             return True
-        done = rules.committed >= scenario.iterations
+        rules = self.world.rules
+        done = rules.committed >= self.world.scenario.iterations
         if done and rules.halted_at is not None and end.exit_code in (0, 1):
             return False
+        self.check_reason(end)
+        self.check_saved(end)
+        return True
+
+    def check_reason(self, end: api.End) -> None:
+        """Check that the exit code follows from the last reason in the journal, and that workers were told to leave."""
         expect(bool(self.meanings), "ends without a reason in the journal")
         again = self.meanings[-1].meaning in ("warning", "time-limit", "preempted")
-        again = again and scenario.on_warning == "requeue"
+        again = again and self.world.scenario.on_warning == "requeue"
         number = SIGINT if self.meanings[-1].signal == SIGINT else SIGTERM
         right = (75, True) if again else (128 + number, False)
         expect((end.exit_code, end.requeue) == right, f"{end} after {self.meanings}")
         expect(not end.workers_leave, f"{end}: the workers were not told to leave")
+
+    def check_saved(self, end: api.End) -> None:
+        """Check that the last iteration was saved, if nothing hindered that."""
+        rules, scenario = self.world.rules, self.world.scenario
         calm = not [d for d in scenario.disturbances if d.kind not in ("signal", "cancel")] and not scenario.faults
         calm = calm and not scenario.mortality and scenario.iteration_s < 2 and scenario.signal_grace_s >= 10
         calm = calm and scenario.latency_s < 0.1 and not self.world.takeovers
         if calm and rules.in_effect is not None and rules.committed > scenario.resume_from and rules.halted_at is None:
             expect(self.complete == rules.committed, f"saves {self.complete} of {rules.committed}: {end.reason}")
-        return True

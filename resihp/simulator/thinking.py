@@ -17,7 +17,7 @@ from resihp.parallelism.plan import Plan
 from resihp.scheduler.planners import named
 from resihp.scheduler.questions import QUESTION_ENCODER, key_of
 from resihp.scheduler.thinking import think
-from resihp.simulator.rules import expect
+from resihp.simulator.invariants.violations import expect
 
 if TYPE_CHECKING:
     from resihp.simulator.world import World

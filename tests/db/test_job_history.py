@@ -14,8 +14,12 @@ import pytest
 from db.reading.queries import Reader
 from db.writer import catch_up
 from resihp.record import journal, journal_file
-from resihp.simulator.rules import Violation
-from resihp.simulator.scenario import Scenario
+from resihp.simulator.invariants.violations import Violation
+from resihp.simulator.scenarios.plain_jobs import draw_orphaned, draw_plain, draw_stormy
+from resihp.simulator.scenarios.probed_jobs import draw_sluggish
+from resihp.simulator.scenarios.scenario import Scenario
+from resihp.simulator.scenarios.slurm_jobs import draw_allocated
+from resihp.simulator.scenarios.stopped_jobs import draw_stopped
 from resihp.simulator.world import World
 from tests.db.conftest import BEGAN, started
 from wrapper.output.idle_gpus import IdleGpus
@@ -24,7 +28,12 @@ from wrapper.output.rank_health import rank_health
 
 SEEDS = range(max(2, int(os.environ.get("RESIHP_FUZZ_SEEDS", "500")) // 125))
 DRAWS: Sequence[Callable[[int], Scenario]] = (
-    *(Scenario.drawn, Scenario.stormy, Scenario.allocated, Scenario.sluggish, Scenario.stopped, Scenario.orphaned),
+    draw_plain,
+    draw_stormy,
+    draw_allocated,
+    draw_sluggish,
+    draw_stopped,
+    draw_orphaned,
 )
 
 

@@ -11,7 +11,7 @@ from resihp.faults import Fault
 from resihp.parallelism.plan import Plan
 from resihp.protocol import messages as m
 from resihp.settings import Settings
-from resihp.simulator.scenario import MODEL
+from resihp.simulator.scenarios.scenario import MODEL
 
 DECLARE = m.Declare(model=MODEL, micro_batches=8, iterations=6, resume_from=0, fingerprint="same")
 

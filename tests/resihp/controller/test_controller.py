@@ -29,7 +29,7 @@ from resihp.record.journal import (
 )
 from resihp.settings import Settings
 from resihp.simulator.harness import Disturbance, Result, Scenario, play
-from resihp.simulator.scenario import SIGINT, SIGKILL, SIGTERM, DisturbanceKind
+from resihp.simulator.scenarios.scenario import SIGINT, SIGKILL, SIGTERM, DisturbanceKind
 from tests.resihp.controller.direct import DECLARE, Direct
 
 FEW = range(5)

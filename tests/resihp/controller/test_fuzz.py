@@ -14,6 +14,11 @@ import pytest
 from resihp.controller import interface as api
 from resihp.record.journal import DrainAnswered, NodeLost, NodeReleased, Reconfigured, ReplacementChanged, WorkerStarted
 from resihp.simulator.harness import Scenario, Violation, play
+from resihp.simulator.scenarios.mixed_jobs import draw_foreseeing, draw_ramped
+from resihp.simulator.scenarios.plain_jobs import draw_plain, draw_stormy
+from resihp.simulator.scenarios.probed_jobs import draw_harassed, draw_noisy, draw_sluggish
+from resihp.simulator.scenarios.slurm_jobs import draw_allocated
+from resihp.simulator.scenarios.troubled_starts import draw_decimated, draw_hindered
 
 CHUNK = 25
 FUZZ_SEEDS = int(os.environ.get("RESIHP_FUZZ_SEEDS", "500"))
@@ -25,68 +30,68 @@ LONG_SEEDS = min(FUZZ_SEEDS // 5, max(100, FUZZ_SEEDS // 20))
 
 @pytest.mark.parametrize("first", range(0, FUZZ_SEEDS, CHUNK), ids=lambda first: f"seeds-{first}-{first + CHUNK - 1}")
 def test_invariants_hold_and_every_run_ends(first: int) -> None:
-    play_chunk(Scenario.drawn, first)
+    play_chunk(draw_plain, first)
 
 
 @pytest.mark.parametrize(
     "first", range(0, FUZZ_SEEDS // 2, CHUNK), ids=lambda first: f"storms-{first}-{first + CHUNK - 1}"
 )
 def test_invariants_hold_in_storms(first: int) -> None:
-    play_chunk(Scenario.stormy, first)
+    play_chunk(draw_stormy, first)
 
 
 @pytest.mark.parametrize(
     "first", range(0, FUZZ_SEEDS // 4, CHUNK), ids=lambda first: f"slurm-{first}-{first + CHUNK - 1}"
 )
 def test_invariants_hold_in_an_allocation(first: int) -> None:
-    play_chunk(Scenario.allocated, first)
+    play_chunk(draw_allocated, first)
 
 
 @pytest.mark.parametrize(
     "first", range(0, FUZZ_SEEDS // 4, CHUNK), ids=lambda first: f"slow-{first}-{first + CHUNK - 1}"
 )
 def test_invariants_hold_when_devices_are_found_slow(first: int) -> None:
-    play_chunk(Scenario.sluggish, first)
+    play_chunk(draw_sluggish, first)
 
 
 @pytest.mark.parametrize(
     "first", range(0, FUZZ_SEEDS // 4, CHUNK), ids=lambda first: f"early-{first}-{first + CHUNK - 1}"
 )
 def test_invariants_hold_when_nodes_are_lost_before_training_begins(first: int) -> None:
-    play_chunk(Scenario.decimated, first)
+    play_chunk(draw_decimated, first)
 
 
 @pytest.mark.parametrize(
     "first", range(0, FUZZ_SEEDS // 4, CHUNK), ids=lambda first: f"starts-{first}-{first + CHUNK - 1}"
 )
 def test_invariants_hold_when_things_go_wrong_at_the_start(first: int) -> None:
-    play_chunk(Scenario.hindered, first)
+    play_chunk(draw_hindered, first)
 
 
 @pytest.mark.parametrize(
     "first", range(0, FUZZ_SEEDS // 4, CHUNK), ids=lambda first: f"ramps-{first}-{first + CHUNK - 1}"
 )
 def test_invariants_hold_when_the_batch_grows(first: int) -> None:
-    play_chunk(Scenario.ramped, first)
+    play_chunk(draw_ramped, first)
 
 
 @pytest.mark.parametrize(
     "first", range(0, FUZZ_SEEDS // 4, CHUNK), ids=lambda first: f"ahead-{first}-{first + CHUNK - 1}"
 )
 def test_invariants_hold_when_plans_are_made_ahead(first: int) -> None:
-    play_chunk(Scenario.foreseeing, first)
+    play_chunk(draw_foreseeing, first)
 
 
 @pytest.mark.parametrize("first", range(0, LONG_SEEDS, CHUNK), ids=lambda first: f"noisy-{first}-{first + CHUNK - 1}")
 def test_invariants_hold_when_healthy_devices_look_slow(first: int) -> None:
-    play_chunk(Scenario.noisy, first)
+    play_chunk(draw_noisy, first)
 
 
 @pytest.mark.parametrize(
     "first", range(0, LONG_SEEDS, CHUNK), ids=lambda first: f"harassed-{first}-{first + CHUNK - 1}"
 )
 def test_invariants_hold_while_ranks_are_killed_and_stopped_again_and_again(first: int) -> None:
-    play_chunk(Scenario.harassed, first)
+    play_chunk(draw_harassed, first)
 
 
 def play_chunk(scenario: Callable[[int], Scenario], first: int) -> None:
@@ -104,9 +109,9 @@ def play_chunk(scenario: Callable[[int], Scenario], first: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "seed"),
     [
-        *((Scenario.sluggish, seed) for seed in (11177, 20285, 41343)),
-        *((Scenario.hindered, seed) for seed in (41460, 41596, 44571)),
-        *((Scenario.ramped, seed) for seed in (165, 1743, 2681)),
+        *((draw_sluggish, seed) for seed in (11177, 20285, 41343)),
+        *((draw_hindered, seed) for seed in (41460, 41596, 44571)),
+        *((draw_ramped, seed) for seed in (165, 1743, 2681)),
     ],
 )
 def test_a_seed_that_once_broke_a_rule_breaks_none(kind: Callable[[int], Scenario], seed: int) -> None:
@@ -114,7 +119,7 @@ def test_a_seed_that_once_broke_a_rule_breaks_none(kind: Callable[[int], Scenari
 
 
 def test_a_seed_is_played_the_same_way_twice() -> None:
-    once, again = play(Scenario.drawn(7)), play(Scenario.drawn(7))
+    once, again = play(draw_plain(7)), play(draw_plain(7))
     assert once == again
 
 
@@ -123,7 +128,7 @@ def test_the_seeds_reach_what_they_are_for() -> None:
     kinds: set[str] = set()
     for seed in range(2000, 2200):
         try:
-            result = play(Scenario.drawn(seed), replay=False)
+            result = play(draw_plain(seed), replay=False)
         except Violation:
             continue
         kinds.add(f"exit {result.exit_code}")
@@ -160,7 +165,7 @@ def test_the_seeds_with_a_batch_that_grows_reach_what_they_are_for() -> None:
     kinds: set[str] = set()
     for seed in range(150):
         try:
-            plans = play(Scenario.ramped(seed), replay=False).plans
+            plans = play(draw_ramped(seed), replay=False).plans
         except Violation:
             continue
         for before, after in pairwise(plans):
@@ -176,7 +181,7 @@ def test_the_seeds_in_an_allocation_reach_what_they_are_for() -> None:
     kinds: set[str] = set()
     for seed in range(150):
         try:
-            result = play(Scenario.allocated(seed), replay=False)
+            result = play(draw_allocated(seed), replay=False)
         except Violation:
             continue
         kinds |= {type(action).__name__ for _, action in result.actions}

@@ -25,6 +25,10 @@ from resihp.record.journal import AnyEntry, JoinRefused, PlanInEffect, WorkersOr
 from resihp.record.state import JobRecord
 from resihp.scheduler import transition_cost
 from resihp.simulator.harness import Scenario, Violation, World
+from resihp.simulator.scenarios.plain_jobs import draw_plain
+from resihp.simulator.scenarios.probed_jobs import draw_sluggish
+from resihp.simulator.scenarios.slurm_jobs import draw_allocated
+from resihp.simulator.scenarios.stopped_jobs import draw_stopped
 from tests.resihp.controller.direct import Direct
 from tests.resihp.controller.test_takeover import TakenOver, journal_of
 
@@ -73,7 +77,7 @@ def decisions(job: Job) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "draw", [Scenario.drawn, Scenario.allocated, Scenario.sluggish, Scenario.stopped], ids=lambda draw: draw.__name__
+    "draw", [draw_plain, draw_allocated, draw_sluggish, draw_stopped], ids=lambda draw: draw.__name__
 )
 def test_a_take_over_at_every_entry_reaches_the_same_record_and_the_same_decisions(draw: Any) -> None:
     taken = 0

@@ -11,7 +11,8 @@ from resihp.controller import Controller
 from resihp.controller import interface as api
 from resihp.protocol import messages as m
 from resihp.record.journal import FailureFound, IterationCommitted, JobEnded, JobSignalled, PlanDecided, PlanWithdrawn
-from resihp.simulator.harness import Scenario, Violation, play
+from resihp.simulator.harness import Violation, play
+from resihp.simulator.scenarios.stopped_jobs import draw_interrupted, draw_stopped
 from tests.resihp.controller.direct import Direct, outcome
 from tests.resihp.controller.test_fuzz import CHUNK, FUZZ_SEEDS, play_chunk
 
@@ -742,21 +743,21 @@ def test_another_supervisor_goes_on_with_the_stop() -> None:
     "first", range(0, FUZZ_SEEDS // 4, CHUNK), ids=lambda first: f"stops-{first}-{first + CHUNK - 1}"
 )
 def test_invariants_hold_when_jobs_are_asked_to_stop(first: int) -> None:
-    play_chunk(Scenario.stopped, first)
+    play_chunk(draw_stopped, first)
 
 
 @pytest.mark.parametrize(
     "first", range(0, FUZZ_SEEDS // 4, CHUNK), ids=lambda first: f"asks-{first}-{first + CHUNK - 1}"
 )
 def test_invariants_hold_when_operators_stop_jobs(first: int) -> None:
-    play_chunk(Scenario.interrupted, first)
+    play_chunk(draw_interrupted, first)
 
 
 def test_the_seeds_reach_what_they_are_for() -> None:
     kinds: set[str] = set()
     for seed in range(3000, 3300):
         try:
-            result = play(Scenario.stopped(seed), replay=False)
+            result = play(draw_stopped(seed), replay=False)
         except Violation:
             continue
         kinds.add(f"exit {result.exit_code}")

@@ -37,7 +37,7 @@ from resihp.record.journal import (
     WorkerStarted,
 )
 from resihp.settings import Settings
-from resihp.simulator.harness import Scenario
+from resihp.simulator.scenarios.plain_jobs import draw_orphaned
 from tests.resihp.controller.direct import DECLARE, Direct, outcome
 from tests.resihp.controller.test_fuzz import CHUNK, FUZZ_SEEDS, play_chunk
 
@@ -46,7 +46,7 @@ from tests.resihp.controller.test_fuzz import CHUNK, FUZZ_SEEDS, play_chunk
     "first", range(0, FUZZ_SEEDS // 2, CHUNK), ids=lambda first: f"orphans-{first}-{first + CHUNK - 1}"
 )
 def test_invariants_hold_when_supervisors_die(first: int) -> None:
-    play_chunk(Scenario.orphaned, first)
+    play_chunk(draw_orphaned, first)
 
 
 def journal_of(job: Direct) -> list[AnyEntry]:

@@ -12,7 +12,7 @@ import pytest
 from resihp.errors import PlanError
 from resihp.parallelism.layout import Layout, Replica, Stage
 from resihp.parallelism.plan import Migration, Plan, Primitive, Stop, spread
-from resihp.pipeline import checker
+from resihp.pipeline import communication_rules
 from resihp.pipeline.checker import check, check_forward_only
 from resihp.pipeline.program import (
     Bucket,
@@ -27,6 +27,7 @@ from resihp.pipeline.program import (
     forward_only,
     programs,
 )
+from resihp.pipeline.rendezvous import Rendezvous
 from resihp.pipeline.schedules import orders_of
 from tests.resihp.pipeline.plans import model, random_plan
 
@@ -71,12 +72,12 @@ def refusal(plan: Plan, *given: dict[int, Program]) -> str:
 def test_of_replicas_that_do_the_same_one_is_played(monkeypatch: pytest.MonkeyPatch) -> None:
     played: list[int] = []
 
-    class Counted(checker.Rendezvous):
+    class Counted(Rendezvous):
         def __init__(self, programs: dict[int, Program]) -> None:
             played.append(len(programs))
             super().__init__(programs)
 
-    monkeypatch.setattr(checker, "Rendezvous", Counted)
+    monkeypatch.setattr(communication_rules, "Rendezvous", Counted)
     layout = Layout.uniform(tp=2, pp=2, dp=40, layers=4)
     plan = Plan(epoch=1, layout=layout, assignment=spread(81, 40))
     check(plan)

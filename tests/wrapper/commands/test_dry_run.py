@@ -14,7 +14,7 @@ from resihp.errors import CheckpointError, LayoutError, UsageError
 from resihp.protocol.messages import Declare
 from resihp.record.journal import ModelDeclared
 from resihp.record.journal_file import Journal
-from resihp.simulator.scenario import MODEL
+from resihp.simulator.scenarios.scenario import MODEL
 from resihp.worker.checkpoints import write_manifest
 from slurm.client import JobView, NodeView
 from slurm.drains.exclusions import Exclusions

@@ -9,7 +9,7 @@ from resihp.controller.fail_stop.onsets import Commit, Onsets
 from resihp.faults import Fault
 from resihp.protocol import messages as m
 from resihp.record.journal import FailureFound
-from resihp.simulator.scenario import Disturbance, Scenario
+from resihp.simulator.scenarios.scenario import Disturbance, Scenario
 from resihp.simulator.world import World
 from tests.resihp.controller.direct import Direct
 from tests.resihp.controller.fail_slow.test_slowness import Job, finding, slow_ones

@@ -33,7 +33,7 @@ from resihp.record.journal import (
     Suspected,
     WorkerStarted,
 )
-from resihp.simulator.scenario import SIGTERM
+from resihp.simulator.scenarios.scenario import SIGTERM
 from tests.resihp.controller.direct import DECLARE, Direct
 
 AGENT = "its agent was killed by SIGKILL"

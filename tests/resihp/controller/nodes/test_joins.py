@@ -24,7 +24,7 @@ from resihp.record.journal import (
 )
 from resihp.simulator.harness import Disturbance
 from resihp.simulator.random_planner import RandomPlanner
-from resihp.simulator.scenario import Fate
+from resihp.simulator.scenarios.scenario import Fate
 from tests.resihp.controller.direct import DECLARE, Direct, outcome
 from tests.resihp.controller.test_controller import adapt, committed
 

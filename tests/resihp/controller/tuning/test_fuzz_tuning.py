@@ -19,7 +19,9 @@ from resihp.detector.online.predictor import Key
 from resihp.record.journal import ChangeDecided
 from resihp.scheduler import transition_cost
 from resihp.simulator.false_alarms import Wolf
-from resihp.simulator.scenario import Scenario
+from resihp.simulator.scenarios.mixed_jobs import draw_ramped
+from resihp.simulator.scenarios.plain_jobs import draw_plain, draw_stormy
+from resihp.simulator.scenarios.scenario import Scenario
 from resihp.simulator.world import Result, World
 
 CHUNK = 50
@@ -73,7 +75,7 @@ def played(draw: Any, first: int) -> list[Result]:
     return found
 
 
-@pytest.mark.parametrize("draw", [Scenario.drawn, Scenario.stormy, Scenario.ramped], ids=lambda draw: draw.__name__)
+@pytest.mark.parametrize("draw", [draw_plain, draw_stormy, draw_ramped], ids=lambda draw: draw.__name__)
 @pytest.mark.parametrize("first", range(0, FUZZ_SEEDS, CHUNK))
 def test_invariants_hold_in_jobs_that_tune_themselves(draw: Any, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("resihp.controller.tuning.retuning.RETUNE_ITERATIONS", 2)

@@ -1,0 +1,165 @@
+"""A simulated job and its disturbances. Pure data.
+
+It draws nothing at random: the other modules of this folder do. Called by these, by the simulated world, and by tests
+that describe a job by hand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from resihp.faults import Fault
+from resihp.parallelism.batch_sizes import BatchSizes, Ramp
+from resihp.parallelism.model import ModelSpec
+
+SIGKILL, SIGSTOP, SIGTERM, SIGINT = 9, 19, 15, 2
+SIGUSR1, SIGUSR2, SIGCONT = 10, 12, 18
+NEVER_S = float("inf")
+
+MODEL = ModelSpec(layers=6, hidden=32, heads=4, kv_groups=2, ffn_hidden=64, vocab=128, sequence=64)
+
+DisturbanceKind = Literal[
+    "kill",  # the worker dies (status -9, or `status`)
+    "node",  # agent and workers of the worker's node die at once
+    "agent",  # the agent dies and its workers with it; some of their exits are still reported
+    "vanish",  # like `node`, but unnoticed: the connection just carries nothing any more
+    "silent",  # the control connection carries nothing for `seconds`, then all of it
+    "blackout",  # agent and workers of the node freeze for `seconds`
+    "stop",  # the worker is in state T for `seconds`
+    "mute",  # the interpreter is blocked for `seconds`: no beats of the worker's own, state R
+    "hang",  # the worker is stuck in user code for `seconds`; its beat thread goes on
+    "broken",  # a transfer of the running epoch fails on this rank; all processes stay alive
+    "forget",  # the worker loses its state when it parks next
+    "deadlock",  # a collective of the running epoch never completes, unreported
+    "reconnect",  # the agent reconnects
+    "raise",  # the user's code raises on this rank
+    "raise_all",  # ... and on all the others in the same place
+    "raise_node",  # all ranks of the node raise the same error before they declare
+    "signal",  # the supervisor receives `status`
+    "cancel",  # all agents, their workers and maybe the supervisor receive `status` (stopping.py)
+    "told",  # the node's agent and its workers receive `status`; the node dies after `seconds`
+    "inject",  # an operator asks for a kill
+    "checkpoint",  # an operator asks for a checkpoint now
+    "drained",  # an administrator drains the node, and undoes that after `seconds`
+    "supervisor",  # the supervisor dies; another takes over after `seconds`
+]
+
+Trigger = Literal[
+    "time", "arrive", "order", "spawn", "declare", "join", "joined", "park", "parked", "pause", "propose", "go",
+    "ready", "begin", "resumed", "sync", "step", "finished", "halt", "save",
+]  # fmt: skip
+
+Fate = Literal["fine", "odd", "refuses", "dies", "raises", "hangs", "spawn"]
+"""How a process that was started again begins: it joins, declares something else, fails its probe, and so on."""
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """Happens `delay` after the `nth` occurrence of `trigger`, to `rank` or, if None, to the rank of the trigger."""
+
+    kind: DisturbanceKind
+    trigger: Trigger = "time"
+    nth: int = 1
+    delay: float = 0.0
+    rank: int | None = None
+    seconds: float = NEVER_S
+    status: int = -SIGKILL
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One simulated job. The remaining choices (delays, order) are drawn from `seed`."""
+
+    seed: int = 0
+    nodes: int = 2
+    gpus_per_node: int = 2
+    tp: int = 1
+    pp: int = 2
+    iterations: int = 6
+    micro_batches: int = 8
+    iteration_s: float = 0.5
+    resume_from: int = 0
+    checkpoint_every: int = 0
+    faults: tuple[Fault, ...] = ()
+    disturbances: tuple[Disturbance, ...] = ()
+    latency_s: float = 0.02
+    duplicates: float = 0.0
+    """Probability that a worker's message is delivered twice, sometimes epochs later."""
+    leaks: bool = False
+    """Whether messages that a node sent before it was dropped may still be delivered."""
+    breaks_loudly: float = 1.0
+    """Probability that the transport reports a peer's death to a rank."""
+    limit_s: float = 900.0
+    model: ModelSpec = MODEL
+    start_budget_s: float = 60.0
+    odd_declare: int | None = None
+    refuses: int | None = None
+    objects: int | None = None
+    other_digest: int | None = None
+    """The rank that declares another model, refuses to start, objects to plans, or computes another digest of them."""
+    agrees_up_to: int = 0
+    """Epoch up to which no rank objects."""
+    objections: int = 99
+    """Number of objections of a rank before it gives in."""
+    fates: tuple[Fate, ...] = ("fine",)
+    """Fates of newcomers in order; the last one repeats."""
+    come_backs: int = 3
+    chunk_s: float = 0.3
+    """Longest time that a chunk of transferred state takes."""
+    planner: Literal["real", "wild", "cautious"] = "real"
+    """The planner: see `random_planner.RandomPlanner`."""
+    thinks: bool = False
+    """Whether plans are made ahead, and better ones looked for."""
+    planner_trouble: float = 0.0
+    checker_trouble: float = 0.0
+    """Probabilities that the planner finds no plan, and that the checker refuses it."""
+    early_exit: int | None = None
+    meaning: Literal["time-limit", "cancelled", "preempted", "unknown"] | None = "cancelled"
+    """Slurm's reason for stopping the job; None if it gives none."""
+    time_left_s: float | None = None
+    """Time until Slurm's limit, counted from the start."""
+    mortality: float = 0.0
+    """Probability that a worker dies of a signal that was meant for its job."""
+    signal_grace_s: float = 20.0
+    on_warning: Literal["requeue", "end"] = "requeue"
+    may_requeue: bool = False
+    restarts_left: int = 0
+    slurm: bool = False
+    """Whether the job runs in an allocation (allocation.py); the batch script runs on `batch_node`."""
+    batch_node: str = ""
+    drains: int = 0
+    died_before: tuple[str, ...] = ()
+    on_drain: Literal["stay", "vacate"] = "stay"
+    replacements: int = 0
+    spares: int = 0
+    least: float = 0.5
+    late: tuple[tuple[str, float], ...] = ()
+    """Nodes that come later than others, and their delays; NEVER_S if they do not come."""
+    spawns: tuple[tuple[str, Literal["hang", "refused"]], ...] = ()
+    """Nodes on which no process can be started at the beginning, and how that shows."""
+    examine: bool = False
+    """Whether devices and links are measured before they are used."""
+    slow: float = 0.0
+    """Probability that the detector finds something slow, in each iteration (false_alarms.py)."""
+    observes: bool = False
+    """Whether slow devices and links are only reported."""
+    ramp: Ramp = ()
+    """Steps of the batch ramp-up, up to `micro_batches`."""
+    evaluate_every: int = 0
+    """Number of iterations between evaluations; there is one after the last iteration, too. 0: none."""
+    shared: bool = False
+    """Whether workers share their machines' processors."""
+    unfit: float = 0.0
+    """Probability of a bad probe result; half as often a probe fails, or is not answered."""
+    noise: float = 0.0
+    """Probability that a healthy device looks slow in a probe while others train on the same machine."""
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        return BatchSizes(self.micro_batches, self.ramp)
+
+    @property
+    def foresight(self) -> dict[str, Any]:
+        """Settings of a job that plans ahead and searches for better plans, which requires known memory, here ample."""
+        return {"plans_ahead": True, "search_s": 1.0, "memory_bytes": 1 << 40} if self.thinks else {}

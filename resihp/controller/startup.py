@@ -15,9 +15,9 @@ import msgspec
 
 from resihp.controller import interface as api
 from resihp.controller import iterations, planning, transition
-from resihp.controller.fail_slow import probing
 from resihp.controller.fail_stop import incidents
 from resihp.controller.nodes import joins
+from resihp.controller.probing import probe_orders
 from resihp.controller.state.job import Job
 from resihp.controller.state.members import Member, natural
 from resihp.controller.state.transitions import Transition
@@ -170,7 +170,7 @@ def propose(job: Job) -> None:
         job.log(ModelDeclared(declare=first, software=software))
     if job.settings.examine and not job.start.examined:
         order = sorted(job.ready)
-        probing.begin(job, "start", order, probes.ring(order))
+        probe_orders.begin(job, "start", order, probes.ring(order))
     else:
         _propose(job)
 

@@ -18,7 +18,7 @@ from typing import Literal
 import msgspec
 
 from resihp.controller import replan_policy
-from resihp.controller.fail_slow import probing, slow_parts
+from resihp.controller.fail_slow import slow_parts
 from resihp.controller.fail_slow.convictions import DeviceVerdict, declare_slow, in_training, update_speeds
 from resihp.controller.fail_slow.suspicions import (
     IterationExcess,
@@ -44,6 +44,7 @@ from resihp.controller.fail_slow.thresholds import (
     MIN_SLOWDOWN_SHARE_IN_PROBE,
     MIN_SPEED_CHANGE,
 )
+from resihp.controller.probing import probe_orders, probe_results
 from resihp.controller.state.examinations import Examination
 from resihp.controller.state.job import Job
 from resihp.detector.findings import Finding
@@ -73,8 +74,8 @@ def suspected(job: Job, findings: Iterable[Finding]) -> None:
     opened(job, first, suspects)
     job.say("notice", f"{where}{others}: suspected to be slow, {change(first)}; measuring")
     measured = {mate for rank in suspects for mate in groups.get(rank, (rank,))} or set(job.record.active)
-    probing.begin(
-        job, "suspicion", measured | set(probing.reference_ranks(job, sorted(measured))), findings=new_findings
+    probe_orders.begin(
+        job, "suspicion", measured | set(probe_orders.reference_ranks(job, sorted(measured))), findings=new_findings
     )
 
 
@@ -174,7 +175,7 @@ def _awaited_peer(job: Job, rank: int, mates: Sequence[int], finding: Finding) -
 
 def measured(job: Job, done: Examination) -> None:
     """Decide about a suspicion once all measured ranks have answered, or have had the time to."""
-    verdicts = probing.conclude_suspicion(job, done)
+    verdicts = probe_results.conclude_suspicion(job, done)
     findings = done.findings
     if not job.training:
         _clear(job, (), "unconfirmed", "a new plan is about to take effect", done.probe)

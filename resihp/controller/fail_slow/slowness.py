@@ -17,8 +17,9 @@ from collections.abc import Mapping, Set
 import msgspec
 
 from resihp.controller import replan_policy, startup
-from resihp.controller.fail_slow import probing, second_looks, slow_devices, slow_links, slow_parts, suspicions
+from resihp.controller.fail_slow import slow_devices, slow_links, slow_parts, suspicions
 from resihp.controller.nodes import joins
+from resihp.controller.probing import probe_orders, probe_results, second_looks
 from resihp.controller.state.examinations import Examination
 from resihp.controller.state.job import Job
 from resihp.controller.state.members import Member
@@ -36,7 +37,7 @@ BUSY_RETRY_S = 1.0
 
 def review(job: Job) -> None:
     """Act on the detector's findings, at the end of each event."""
-    for overdue in probing.overdue(job):
+    for overdue in probe_orders.overdue(job):
         concluded(job, overdue)
     if not job.training:
         return  # findings wait
@@ -92,7 +93,7 @@ def concluded(job: Job, done: Examination) -> None:
     if complete is None:
         return
     unfit = set(job.record.unfit)
-    judged = probing.conclude(job, complete)
+    judged = probe_results.conclude(job, complete)
     if done.occasion == "start":
         startup.measured(job, judged)
     elif done.occasion == "join":
@@ -148,7 +149,7 @@ def _measure_standby(job: Job) -> None:
     busy |= {*job.record.computing, *job.unmeasured}
     standby = [rank for rank in job.ready if job.device_of(rank) in due and rank not in busy]
     if standby:
-        probing.begin(job, "standby", standby)
+        probe_orders.begin(job, "standby", standby)
 
 
 def _due(job: Job) -> set[Device]:
@@ -201,10 +202,10 @@ def resume(job: Job) -> None:
     replan_policy.consider_links(job)
     for rank in sorted(job.unmeasured):
         if job.members[rank].ready:
-            probing.begin(job, "join", (rank,))
+            probe_orders.begin(job, "join", (rank,))
 
 
 def probed(job: Job, member: Member, answer: m.Probed) -> None:
-    done = probing.probed(job, member.rank, answer)
+    done = probe_orders.probed(job, member.rank, answer)
     if done is not None:
         concluded(job, done)

@@ -1,10 +1,10 @@
 """Devices and links that are slow but at work: from the detector's finding to a verdict, and to a plan that suits it.
 
 A finding is a suspicion. Its suspects are measured between two iterations, together with a few reference devices. One
-suspicion is open at a time; later findings join it or wait. The decisions are made in `slow_devices`, in `slow_links`,
-and in `slow_parts` for everything that cannot be measured. After a verdict the planner is asked for a better plan, and
-training is interrupted only if that plan gains enough. A verdict ends when the detector finds normal speed again. No
-node is drained for being slow: the job goes on using it.
+suspicion is open at a time; later findings join it or wait. The decisions are made in `slow_devices` and
+`measured_suspects`, in `slow_links`, and in `slow_parts` for everything that cannot be measured. After a verdict the
+planner is asked for a better plan, and training is interrupted only if that plan gains enough. A verdict ends when the
+detector finds normal speed again. No node is drained for being slow: the job goes on using it.
 
 All suspicions and verdicts are on record. Called by the controller with answers to probes, and at the end of each
 event; the detector's findings are put into `job.findings` by `expectation`.
@@ -17,7 +17,7 @@ from collections.abc import Mapping, Set
 import msgspec
 
 from resihp.controller import replan_policy, startup
-from resihp.controller.fail_slow import slow_devices, slow_links, slow_parts, suspicions
+from resihp.controller.fail_slow import measured_suspects, slow_devices, slow_links, slow_parts, suspicions
 from resihp.controller.nodes import joins
 from resihp.controller.probing import probe_orders, probe_results, second_looks
 from resihp.controller.state.examinations import Examination
@@ -87,7 +87,7 @@ def concluded(job: Job, done: Examination) -> None:
         return
     if done.occasion == "suspicion":
         if not second_looks.suspects_again(job, done):
-            slow_devices.measured(job, done)
+            measured_suspects.decide(job, done)
         return
     complete = second_looks.after(job, done)
     if complete is None:

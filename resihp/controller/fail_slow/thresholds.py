@@ -1,7 +1,8 @@
 """The thresholds that decide which devices, parts and jobs are declared slow: a value, its unit and its reason each.
 
 Decides nothing itself. The probability and the probe speeds that a verdict needs are configuration keys and not here
-(`resihp.settings.Thresholds`). Read by `slow_devices`, `slow_parts`, `suspicions` and `second_looks`.
+(`resihp.settings.Thresholds`). Read by `slow_devices`, `measured_suspects`, `slow_parts`,
+`suspicions` and `second_looks`.
 
 A verdict on a device adds up log odds: those of its probe, plus those of the detector's finding, less a penalty for the
 number of suspects. A change is relative: +0.25 is an iteration, or a rank's own work, that takes 1.25 times as long.

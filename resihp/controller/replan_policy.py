@@ -123,29 +123,39 @@ def _answer(job: Job, changes: list[Change], *, only_report: bool = False) -> Re
         declined(job, reason, f"observe mode: another {verdict.reason}", choice, changes)
         return None
     if verdict.go:
-        causes = {change.device for change in changes if not isinstance(change.device, str)}
-        links = sorted((a, b) for a, b in causes if isinstance(a, int))
-        devices = sorted((node, index) for node, index in causes if isinstance(node, str))
-        job.log(
-            ChangeDecided(
-                reason=verdict.reason,
-                devices=tuple(devices),
-                links=tuple(links),
-                found=any(change.device == "found" for change in changes),
-            )
-        )
+        _log_change(job, verdict.reason, changes)
         failures = tuple(change.failure for change in changes if change.failure is not None)
         return Replan(reason=f"{reason}: {verdict.reason}", failures=failures)
     job.say("notice", f"{reason}: the plan stays: {verdict.reason}")
     declined(job, reason, verdict.reason, choice, changes)
-    again_in_s = verdict.again_in_s
-    if again_in_s is None and any(change.rank in choice.plan.computing for change in changes):
-        again_in_s = NEWCOMER_RECHECK_S
-    if again_in_s is not None and math.isfinite(again_in_s):
-        again_at = job.now + max(again_in_s, job.usual_s)
-        job.reconsider_at = min(job.reconsider_at, again_at) if job.reconsider else again_at
-        job.reconsider += changes
+    _consider_again(job, changes, choice.plan, verdict.again_in_s)
     return None
+
+
+def _log_change(job: Job, reason: str, changes: Sequence[Change]) -> None:
+    """Record that training is interrupted because of these changes."""
+    causes = {change.device for change in changes if not isinstance(change.device, str)}
+    links = sorted((a, b) for a, b in causes if isinstance(a, int))
+    devices = sorted((node, index) for node, index in causes if isinstance(node, str))
+    job.log(
+        ChangeDecided(
+            reason=reason,
+            devices=tuple(devices),
+            links=tuple(links),
+            found=any(change.device == "found" for change in changes),
+        )
+    )
+
+
+def _consider_again(job: Job, changes: Sequence[Change], plan: Plan, again_in_s: float | None) -> None:
+    """Note that changes are to be considered again later, if time can make the declined plan worth it."""
+    if again_in_s is None and any(change.rank in plan.computing for change in changes):
+        again_in_s = NEWCOMER_RECHECK_S
+    if again_in_s is None or not math.isfinite(again_in_s):
+        return
+    again_at = job.now + max(again_in_s, job.usual_s)
+    job.reconsider_at = min(job.reconsider_at, again_at) if job.reconsider else again_at
+    job.reconsider += changes
 
 
 def declined(

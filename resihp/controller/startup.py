@@ -67,9 +67,7 @@ def start_workers(job: Job) -> None:
     if job.stage != "gathering" or len(job.nodes) < job.settings.nodes:
         return
     if not job.record.placements:
-        order = sorted((name for name, node in job.nodes.items() if node.alive), key=natural)
-        devices = [(name, device) for name in order for device in range(job.settings.gpus_per_node)]
-        job.log(WorkersOrdered(workers=tuple((rank, *device) for rank, device in enumerate(devices))))
+        _number_ranks(job)
     if not job.start.ordered_at:
         job.start.ordered_at = job.now
     names = tuple(placement.node for placement in job.record.placements)
@@ -83,6 +81,13 @@ def start_workers(job: Job) -> None:
         job.starting.update(ranks)
         workers = tuple((rank, job.record.placements[rank].device) for rank in ranks)
         job.do(api.StartWorkers(node=name, workers=workers, nodes=names))
+
+
+def _number_ranks(job: Job) -> None:
+    """Assign a rank number to each device of the nodes that are there."""
+    order = sorted((name for name, node in job.nodes.items() if node.alive), key=natural)
+    devices = [(name, device) for name in order for device in range(job.settings.gpus_per_node)]
+    job.log(WorkersOrdered(workers=tuple((rank, *device) for rank, device in enumerate(devices))))
 
 
 def go_on_without(job: Job) -> None:

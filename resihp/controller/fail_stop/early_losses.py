@@ -171,21 +171,26 @@ def _ends_for_the_script(job: Job) -> bool:
     if _is_common(job, unwilling, nodes):
         incidents.end(job, 2, job.members[unwilling[0]].unwilling)
         return True
+    return _ends_for_same_error(job, nodes) or _ends_for_same_status(job, nodes)
+
+
+def _ends_for_same_error(job: Job, nodes: set[str]) -> bool:
+    """End the job if its script raises the same everywhere, unless that followed from a lost peer."""
     by_error: dict[str, list[int]] = {}
     followers = _followers(job)
     for rank, member in sorted(job.members.items()):
         if member.raised is not None and rank not in followers:
             by_error.setdefault(failures.alike(member.raised.error), []).append(rank)
     worst = max(by_error.values(), key=len, default=[])
-    if _is_common(job, worst, nodes) and not root_causes.lost_a_peer(job, worst[0]):
-        if root_causes.may_pass(job, worst[0]):
-            raised = job.members[min(worst)].raised
-            assert raised is not None
-            incidents.outside_failed(job, worst, f"raised the same: {raised.error}")
-        else:
-            incidents.program_is_broken(job, worst)
-        return True
-    return _ends_for_same_status(job, nodes)
+    if not _is_common(job, worst, nodes) or root_causes.lost_a_peer(job, worst[0]):
+        return False
+    if root_causes.may_pass(job, worst[0]):
+        raised = job.members[min(worst)].raised
+        assert raised is not None
+        incidents.outside_failed(job, worst, f"raised the same: {raised.error}")
+    else:
+        incidents.program_is_broken(job, worst)
+    return True
 
 
 def _ends_for_same_status(job: Job, nodes: set[str]) -> bool:

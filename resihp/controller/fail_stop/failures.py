@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import signal as signals
 from collections.abc import Collection
+from typing import Literal
 
 from resihp.controller import interface as api
 from resihp.controller import iterations, startup
@@ -110,15 +111,7 @@ def alike(text: str) -> str:
 def incident(job: Job, member: Member, status: int, *, alone: bool = False) -> None:
     """Add the root cause of a process's end. `alone`: it ended before the first plan while other ranks went further."""
     injected = job.signalled.get(member.rank)
-    if member.raised is not None:
-        cause, evidence = f"rank {member.rank} raised {member.raised.error}", member.raised.traceback[-4000:]
-    else:
-        cause = f"rank {member.rank} {ending(status)}"
-        if member.unwilling:
-            cause = f"rank {member.rank} cannot start: {member.unwilling}"
-        if member.fenced:
-            cause = f"rank {member.rank} {member.fenced}"
-        evidence = f"pid {member.pid} on node {member.node}: {_ending_of(member, status)}"
+    cause, evidence = _words_of_end(member, status)
     member.exit_status = status
     condemned = root_causes.condemns_its_device(job, member)
     # A dead GPU reaches the script as an exception. If one rank alone cannot do something at the start that others can,
@@ -129,13 +122,19 @@ def incident(job: Job, member: Member, status: int, *, alone: bool = False) -> N
     by_neither = not by_device and (member.raised is None or root_causes.is_from_outside(job, member.rank))
     before = job.record.dead_devices if job.stage == "gathering" else job.dead_devices  # early, it is its first process
     dead = condemned or (member.node, member.device) in before
+    if by_neither:
+        component: Literal["process", "script", "device"] = "process"
+    elif not by_device:
+        component = "script"
+    else:
+        component = "device" if dead else "process"
     if job.stage != "gathering":  # while gathering it was reported when it happened
-        job.say("warning", f"{job.where(member.rank)}: {cause.removeprefix(f'rank {member.rank} ')}")
+        job.say("warning", f"{job.where(member.rank)}: {cause}")
     job.incidents.append(
         Incident(
             kind="fail-stop" if by_device or by_neither else "program",
-            component="process" if by_neither else "script" if not by_device else "device" if dead else "process",
-            cause=cause,
+            component=component,
+            cause=f"rank {member.rank} {cause}",
             evidence=evidence,
             found_at=job.now,
             iteration=under_way(job, {member.rank}),
@@ -147,6 +146,19 @@ def incident(job: Job, member: Member, status: int, *, alone: bool = False) -> N
             condemned=(member.node, member.device) if condemned else None,
         )
     )
+
+
+def _words_of_end(member: Member, status: int) -> tuple[str, str]:
+    """Return the cause of a process's end, without its subject, and the evidence."""
+    if member.raised is not None:
+        return f"raised {member.raised.error}", member.raised.traceback[-4000:]
+    if member.fenced:
+        cause = member.fenced
+    elif member.unwilling:
+        cause = f"cannot start: {member.unwilling}"
+    else:
+        cause = ending(status)
+    return cause, f"pid {member.pid} on node {member.node}: {_ending_of(member, status)}"
 
 
 def under_way(job: Job, victims: set[int]) -> int:

@@ -222,18 +222,23 @@ def _weigh_node(job: Job, ended: dict[int, Incident], living: list[Report], earl
     signature = signature_of(diagnosis.code)
     if diagnosis.secondary or signature is None or not signature.node_wide:
         return
-    named_incidents = [ended[rank] for rank in diagnosis.ranks if rank in ended]
     in_order = sorted(ended.values(), key=lambda incident: (incident.found_at, min(incident.ranks)))
     related = [i for i in in_order if i.diagnosis is not None and _is_related(i.diagnosis, diagnosis)]
     unexplained = [i for i in in_order if not _has_own_cause(job, i)]
-    target = next((i for i in named_incidents if i in related or i in unexplained), None)
-    if target is None and not named_incidents and not related:
-        target = next(iter(unexplained), None)
-    if target is not None:
-        target.diagnosis = diagnosis
-    if target is not None or related:
-        lines = {clue.line for rank in ended for clue in job.members[rank].clues if _is_of_node(clue)}
-        (target or related[0]).explains |= lines
+    named_incidents = [ended[rank] for rank in diagnosis.ranks if rank in ended]
+    if named_incidents:
+        candidates = [i for i in named_incidents if i in related or i in unexplained]
+    else:
+        candidates = [] if related else unexplained
+    if candidates:
+        candidates[0].diagnosis = diagnosis
+    bearers = candidates or related
+    if bearers:
+        bearers[0].explains |= _lines_about_node(job, ended)
+
+
+def _lines_about_node(job: Job, ranks: Iterable[int]) -> set[str]:
+    return {clue.line for rank in ranks for clue in job.members[rank].clues if _is_of_node(clue)}
 
 
 def _is_related(own: Diagnosis, diagnosis: Diagnosis) -> bool:

@@ -98,7 +98,6 @@ LONG_MODULES: Mapping[str, int] = {
     "db/reading/queries.py": 425,
     "db/reading/reader.py": 475,
     "db/writer.py": 650,
-    "resihp/controller/fail_stop/root_causes.py": 450,
     "resihp/controller/interface.py": 475,
     "resihp/controller/planning.py": 575,
     "resihp/detector/diagnosis/candidates.py": 425,

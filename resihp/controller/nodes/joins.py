@@ -17,7 +17,7 @@ import msgspec
 
 from resihp.controller import fault_injection, replan_policy, transition
 from resihp.controller import interface as api
-from resihp.controller.fail_stop import root_causes
+from resihp.controller.fail_stop import own_causes
 from resihp.controller.nodes import replacements
 from resihp.controller.probing import probe_orders
 from resihp.controller.state.job import Job
@@ -38,7 +38,7 @@ def respawn(job: Job, dead: Member) -> None:
         return
     if job.stop_request is not None or job.excused(dead.node, job.now):
         return
-    outside = root_causes.failed_on_its_device(job, dead) or root_causes.is_from_outside(job, dead.rank)
+    outside = own_causes.failed_on_its_device(job, dead) or own_causes.is_from_outside(job, dead.rank)
     by_script = dead.raised is not None and not outside
     if by_script or dead.unwilling or device in job.dead_devices or not job.nodes[dead.node].alive:
         return

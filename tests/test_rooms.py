@@ -99,7 +99,6 @@ LONG_MODULES: Mapping[str, int] = {
     "db/reading/reader.py": 475,
     "db/writer.py": 650,
     "resihp/controller/interface.py": 475,
-    "resihp/controller/planning.py": 575,
     "resihp/detector/diagnosis/candidates.py": 425,
     "resihp/detector/diagnosis/signatures.py": 525,
     "resihp/detector/lemons.py": 450,

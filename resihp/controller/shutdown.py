@@ -31,9 +31,10 @@ from collections.abc import Iterable
 from typing import assert_never
 
 from resihp.controller import interface as api
-from resihp.controller import iterations, planning
+from resihp.controller import iterations
 from resihp.controller import transition as transitions
 from resihp.controller.fail_stop import incidents
+from resihp.controller.planning import situations
 from resihp.controller.state.job import Job
 from resihp.controller.state.members import natural
 from resihp.controller.state.requests import COINCIDENCE_S, AgentSignal, Meaning, StopRequest
@@ -317,7 +318,7 @@ def _save(job: Job, stop_request: StopRequest) -> None:
     layout = job.record.plan.layout
     for index in range(len(layout.replicas)):
         writers = layout.model_copy(index).ranks
-        if all(job.members[rank].ready and planning.can_go_on(job, rank) for rank in writers):
+        if all(job.members[rank].ready and situations.can_go_on(job, rank) for rank in writers):
             stop_request.writers = writers
             job.say("progress", f"writing a checkpoint of iteration {job.record.committed}")
             order = m.Save(epoch=job.record.plan.epoch, replica=index, finish=job.record.last_outcome)

@@ -14,9 +14,10 @@ from collections.abc import Mapping
 import msgspec
 
 from resihp.controller import interface as api
-from resihp.controller import iterations, planning, transition
+from resihp.controller import iterations, transition
 from resihp.controller.fail_stop import incidents
 from resihp.controller.nodes import joins
+from resihp.controller.planning import first_plan
 from resihp.controller.probing import probe_orders
 from resihp.controller.state.job import Job
 from resihp.controller.state.members import Member, natural
@@ -194,7 +195,7 @@ def measured(job: Job, judged: Mapping[int, probes.Judged]) -> None:
 def _propose(job: Job) -> None:
     """Propose the first plan; ranks that were lost on the way are started again beside it."""
     try:
-        choice = planning.first(job)
+        choice = first_plan.choose(job)
     except NotEnoughDevicesError as error:
         incidents.too_few(job, str(error))
         return

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from resihp.controller import interface as api
-from resihp.controller import planning, replan_policy
+from resihp.controller import replan_policy
+from resihp.controller.planning import next_plan, situations
 from resihp.faults import Fault
 from resihp.parallelism.layout import validate
 from resihp.parallelism.plan import Plan
@@ -651,7 +652,7 @@ class Rules:
             return
         if job.reconsider and job.reconsider_at > self.world.now:
             return  # the pending question covers all ready ranks, regardless of its occasion
-        better = planning.best_while_running(job).plan
+        better = next_plan.best_while_running(job).plan
         unused = better.computing == self.in_effect.computing
         expect(unused, f"ranks {sorted(idle)} have no work, though {better.layout} has some for them")
 
@@ -679,7 +680,7 @@ class Rules:
             return
         if self.committed - self.exposed[1] <= MAX_IDLE_ITERATIONS:
             return
-        better = with_mirrors(plan, planning.situation_now(job), able)
+        better = with_mirrors(plan, situations.now(job), able)
         gained = layers_held_once(plan.layout) - layers_held_once(better.layout)
         often = any(
             len(job.changed_at.get(job.device_of(rank), ())) >= replan_policy.MAX_PROTECTIVE_CHANGES for rank in able

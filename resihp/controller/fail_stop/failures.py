@@ -1,7 +1,7 @@
 """Consequences of a lost worker, a lost node, an exception or broken communication.
 
 `transition_after` begins the way from a lost rank to the next plan: `transition.park` pauses the survivors,
-`transition.decide_when_parked` has `planning.best` choose a plan, `transition.propose` sends it to the ranks. Before
+`transition.decide_when_parked` has `next_plan.best` choose a plan, `transition.propose` sends it to the ranks. Before
 the first plan, `startup` does so instead.
 """
 

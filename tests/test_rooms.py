@@ -114,7 +114,6 @@ LONG_MODULES: Mapping[str, int] = {
     "resihp/protocol/messages.py": 850,
     "resihp/record/fold.py": 450,
     "resihp/record/journal.py": 725,
-    "resihp/record/journal_file.py": 450,
     "resihp/scheduler/cost/memory.py": 500,
     "resihp/scheduler/cost/prices.py": 475,
     "resihp/scheduler/search/kernels.py": 1675,

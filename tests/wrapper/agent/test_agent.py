@@ -26,7 +26,7 @@ from resihp.protocol.framing import Envelope, SecureChannel
 from resihp.protocol.resumable import Conversation
 from resihp.protocol.serving import serve
 from resihp.record.journal import IterationCommitted, Record
-from resihp.record.journal_file import encode
+from resihp.record.journal_format import encode
 from tests.wrapper.run_requests import run_request
 from wrapper.config.run_spec import Program
 from wrapper.job_folder import Job, create_local_job

@@ -34,7 +34,8 @@ from resihp.record.journal import (
     WorkerEnded,
     first_seq,
 )
-from resihp.record.journal_file import Journal, encode, read
+from resihp.record.journal_file import Journal, read
+from resihp.record.journal_format import encode
 from tests.wrapper.agent.test_election import beginning
 from tests.wrapper.run_requests import run_request
 from tests.wrapper.supervisor.journaling.test_replication import membership_of

@@ -18,6 +18,7 @@ import msgspec
 
 from resihp.controller import replan_policy, startup
 from resihp.controller.fail_slow import measured_suspects, slow_devices, slow_links, slow_parts, suspicions
+from resihp.controller.fail_slow.thresholds import RECOVERED_SPEED
 from resihp.controller.nodes import joins
 from resihp.controller.probing import probe_orders, probe_results, second_looks
 from resihp.controller.state.examinations import Examination
@@ -26,7 +27,6 @@ from resihp.controller.state.members import Member
 from resihp.detector import probes
 from resihp.detector.findings import Finding
 from resihp.protocol import messages as m
-from resihp.record.fold import RECOVERED_SPEED
 from resihp.record.state import Device
 
 MAX_UNANSWERED_PROBES = 1000

@@ -12,12 +12,12 @@ from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
 
+from resihp.controller.fail_slow.thresholds import RECOVERED_SPEED
 from resihp.controller.probing.probe_orders import link_ends
 from resihp.controller.state.examinations import Examination
 from resihp.controller.state.job import Job
 from resihp.detector import probes, suspects
 from resihp.protocol import messages as m
-from resihp.record.fold import RECOVERED_SPEED
 from resihp.record.journal import DeviceProbe, LinkProbe, ProbesTaken
 from resihp.record.state import Device, Link
 

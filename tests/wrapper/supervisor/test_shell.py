@@ -21,7 +21,8 @@ import pytest
 
 from resihp.controller import interface as api
 from resihp.protocol import messages as m
-from resihp.protocol.framing import Envelope, SecureChannel
+from resihp.protocol.channels import SecureChannel
+from resihp.protocol.framing import Envelope
 from resihp.protocol.resumable import Conversation
 from resihp.record import journal_file
 from resihp.record.journal import (

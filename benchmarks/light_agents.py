@@ -27,7 +27,7 @@ from resihp.pipeline.schedules import orders_of
 from resihp.protocol import messages as m
 from resihp.protocol.forwarding import label_of, order_in, records_in
 from resihp.protocol.framing import encode
-from resihp.record import journal_file
+from resihp.record import journal_format
 from wrapper.agent.supervisor_link import LeaderLink
 from wrapper.agent.worker_history import REPORTED_STEPS, WorkerRecord
 
@@ -229,7 +229,7 @@ class LightAgent:
                 self._ordered(order)
             case m.Replicate():
                 if records := records_in(order):
-                    self.log = journal_file.decode(records[-1]).seq
+                    self.log = journal_format.decode(records[-1]).seq
             case m.Release():
                 self.dismiss(order.grace_s)
             case _:

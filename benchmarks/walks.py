@@ -33,7 +33,8 @@ from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan, spread
 from resihp.pipeline.schedules import orders_of
 from resihp.protocol import messages as m
-from resihp.protocol.framing import Envelope, LocalChannel, LocalCodec, SecureCodec
+from resihp.protocol.channels import LocalChannel
+from resihp.protocol.framing import Envelope, LocalCodec, SecureCodec
 from resihp.protocol.resumable import Conversation
 from wrapper.agent.sockets import WorkerPipe
 from wrapper.agent.workers import Workers

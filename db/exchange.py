@@ -39,7 +39,7 @@ from db.telemetry import report_rows
 from db.writer import catch_up
 from resihp.durable_files import own_links_followed
 from resihp.errors import JobNotFoundError, LedgerError, UsageError
-from resihp.record import journal, journal_file
+from resihp.record import journal, journal_file, journal_format
 from resihp.record.job_uuid import job_uuid
 from resihp.record.packing import first_of
 
@@ -165,7 +165,7 @@ def import_from(path: str, url: str) -> list[Merged]:
             begins = file.read(len(SQLITE_MAGIC))
     except OSError as error:
         raise UsageError(f"{place}: {error.strerror or error}; name a journal, a ledger or a job's folder") from error
-    if journal_file.MAGIC.startswith(begins[: len(journal_file.MAGIC)]):
+    if journal_format.MAGIC.startswith(begins[: len(journal_format.MAGIC)]):
         return [import_journal(place, url)]
     if begins == SQLITE_MAGIC:
         return _import_file(place, url)

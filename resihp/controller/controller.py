@@ -40,6 +40,8 @@ from resihp.controller.fail_stop.onsets import Commit
 from resihp.controller.interface import AnyAction, AnyEvent, Dependencies
 from resihp.controller.nodes import drains, replacements
 from resihp.controller.state.job import Job
+from resihp.controller.state.members import Member
+from resihp.controller.state.transitions import Transition
 from resihp.controller.tuning import retuning
 from resihp.protocol import messages as m
 from resihp.record.journal import AnyEntry
@@ -113,15 +115,19 @@ class Controller:
             done = job.record.committed >= job.record.goal
             assert not dead or done, f"running with dead ranks {dead}"
         if job.transition is not None and job.stage != "ended":
-            assert job.transition.epoch == job.epoch, "a transition of an older epoch is under way"
-            assert all(job.members[rank].ready for rank in job.transition.waiting), "waiting for a rank that is gone"
-            assert job.transition.waiting <= job.transition.asked, "waiting for a rank that takes no part"
-            assert job.stage != "building" or job.record.plan is not job.transition.plan, "in effect too early"
+            _check_transition(job, job.transition)
         if job.pause is not None:
             assert job.training, "pausing while not training"
             assert job.transition is None, "pausing in a transition"
         assert job.furthest == max((member.stepped for member in job.members.values()), default=0)
         assert all(i > job.record.committed for i in job.reports), "reports of a committed iteration are still held"
+
+
+def _check_transition(job: Job, under_way: Transition) -> None:
+    assert under_way.epoch == job.epoch, "a transition of an older epoch is under way"
+    assert all(job.members[rank].ready for rank in under_way.waiting), "waiting for a rank that is gone"
+    assert under_way.waiting <= under_way.asked, "waiting for a rank that takes no part"
+    assert job.stage != "building" or job.record.plan is not under_way.plan, "in effect too early"
 
 
 def _handle(job: Job, event: AnyEvent) -> None:
@@ -140,34 +146,14 @@ def _handle(job: Job, event: AnyEvent) -> None:
             failures.exited(job, event)
         case api.WorkerSaid():
             _said(job, event)
-        case api.InjectAsked():
-            fault_injection.inject_asked(job, event)
-        case api.StandingAsked():
-            standings.asked(job, event)
-        case api.StopAsked():
-            shutdown.stop_asked(job, event)
-        case api.CheckpointAsked():
-            iterations.checkpoint_asked(job, event)
+        case api.InjectAsked() | api.StandingAsked() | api.StopAsked() | api.CheckpointAsked():
+            _requested(job, event)
         case api.CheckpointLost():
             iterations.answer_askers(job, False, event.reason)
-        case api.Signalled():
-            shutdown.signalled(job, event)
-        case api.AgentSignalled():
-            shutdown.agent_signalled(job, event)
-        case api.TimeLeft():
-            shutdown.time_left(job, event)
-        case api.StopMeaning():
-            shutdown.meaning_told(job, event)
-        case api.QuorumLost():
-            shutdown.quorum_lost(job, event)
-        case api.DrainStep():
-            drains.drain_step(job, event)
-        case api.ReleaseAnswered():
-            drains.release_answered(job, event)
-        case api.ReplacementNews():
-            replacements.news(job, event)
-        case api.SlurmSees():
-            drains.slurm_sees(job, event)
+        case api.Signalled() | api.AgentSignalled() | api.TimeLeft() | api.StopMeaning() | api.QuorumLost():
+            shutdown.hear(job, event)
+        case api.DrainStep() | api.ReleaseAnswered() | api.ReplacementNews() | api.SlurmSees():
+            _answered_by_slurm(job, event)
         case api.NodesRemembered():
             job.usual_speeds.update(event.usual)
         case api.Thought():
@@ -180,13 +166,48 @@ def _handle(job: Job, event: AnyEvent) -> None:
             assert_never(event)
 
 
+def _requested(job: Job, event: api.InjectAsked | api.StandingAsked | api.StopAsked | api.CheckpointAsked) -> None:
+    """Take an operator's request."""
+    match event:
+        case api.InjectAsked():
+            fault_injection.inject_asked(job, event)
+        case api.StandingAsked():
+            standings.asked(job, event)
+        case api.StopAsked():
+            shutdown.stop_asked(job, event)
+        case api.CheckpointAsked():
+            iterations.checkpoint_asked(job, event)
+        case _:
+            assert_never(event)
+
+
+def _answered_by_slurm(
+    job: Job, event: api.DrainStep | api.ReleaseAnswered | api.ReplacementNews | api.SlurmSees
+) -> None:
+    """Take Slurm's answer about a node."""
+    match event:
+        case api.DrainStep():
+            drains.drain_step(job, event)
+        case api.ReleaseAnswered():
+            drains.release_answered(job, event)
+        case api.ReplacementNews():
+            replacements.news(job, event)
+        case api.SlurmSees():
+            drains.slurm_sees(job, event)
+        case _:
+            assert_never(event)
+
+
 def _said(job: Job, event: api.WorkerSaid) -> None:
     member = job.members.get(event.rank)
-    message = event.message
-    if member is not None:
-        job.nodes[member.node].last_beat = job.now  # any message is a sign of life
-    if member is None or (not member.alive and not isinstance(message, m.Stepped | m.Raised)):
+    if member is None:
         return
+    job.nodes[member.node].last_beat = job.now  # any message is a sign of life
+    if member.alive or isinstance(event.message, m.Stepped | m.Raised):
+        _take_message(job, member, event.message)
+
+
+def _take_message(job: Job, member: Member, message: m.WorkerMessage) -> None:
     match message:
         case m.Declare():
             startup.declared(job, member, message)

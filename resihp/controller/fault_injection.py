@@ -27,59 +27,89 @@ def fault_due(job: Job, member: Member, fault_id: int) -> None:
 
 def inject(job: Job, fault: Fault, waiting: int | None = None) -> str | None:
     """Inject a fault, for which rank `waiting` waits; return the reason if that is not possible."""
+    obstacle = _obstacle(job, fault)
+    if obstacle is not None:
+        return obstacle
+    victims = _victims(job, fault)
+    job.log(
+        FaultInjected(
+            fault=fault.id,
+            text=str(fault),
+            rank=fault.rank,
+            node=fault.node,
+            iteration=fault.iteration or job.record.committed + 1,
+            kind=fault.kind,
+        )
+    )
+    if fault.kind == "disconnect" and fault.node is not None:
+        _let_go_on(job, fault, waiting)  # while an order still reaches it
+        job.do(api.CutConnection(node=fault.node))
+    elif fault.kind == "slow":
+        job.slow_since.update(dict.fromkeys([fault.link] if fault.link else victims, job.now))
+        _slow_down(job, fault, victims)
+        _let_go_on(job, fault, waiting)
+    else:
+        for rank in victims:
+            job.signalled.setdefault(rank, job.now)
+        _break(job, fault, victims)
+    return None
+
+
+def _obstacle(job: Job, fault: Fault) -> str | None:
+    """Return the reason why a fault cannot be injected, or None."""
     if fault.rank is not None:
         member = job.members.get(fault.rank)
         if member is None:
             return f"there is no rank {fault.rank}"
         if not member.alive:
             return f"rank {fault.rank} was already gone"
-        victims = [fault.rank]
     else:
-        names = fault.link or (fault.node or "",)
-        for name in names:
+        for name in _nodes_hit(fault):
             if name not in job.nodes:
                 return f"there is no node {name}; the job has {', '.join(sorted(job.nodes, key=natural))}"
             if not job.nodes[name].alive:
                 return f"node {name} was already gone"
-        victims = [rank for rank in job.live if job.members[rank].node in names]
     if fault.kind == "disconnect" and fault.node is None:
         return "a connection is cut between the supervisor and a node, not a rank"
-    entry = FaultInjected(
-        fault=fault.id,
-        text=str(fault),
-        rank=fault.rank,
-        node=fault.node,
-        iteration=fault.iteration or job.record.committed + 1,
-        kind=fault.kind,
-    )
-    job.log(entry)
-    if fault.kind == "disconnect" and fault.node is not None:
-        if waiting is not None:  # while an order still reaches it
-            job.order((waiting,), m.FaultGo(fault=fault.id, fire=False))
-        job.do(api.CutConnection(node=fault.node))
-        return None
-    if fault.kind == "slow":
-        assert fault.speed is not None
-        job.slow_since.update(dict.fromkeys([fault.link] if fault.link else victims, job.now))
-        slow = m.Slow(speed=fault.speed, until=fault.until, link=fault.link, every=fault.every)
-        job.order(tuple(victims), slow)
-        if fault.until is not None:
-            job.slowed.append((tuple(victims), slow))
-        if waiting is not None:
-            job.order((waiting,), m.FaultGo(fault=fault.id, fire=False))
-        return None
-    for rank in victims:
-        job.signalled.setdefault(rank, job.now)
+    return None
+
+
+def _nodes_hit(fault: Fault) -> tuple[str, ...]:
+    return fault.link or (fault.node or "",)
+
+
+def _victims(job: Job, fault: Fault) -> tuple[int, ...]:
+    """Return the rank of a fault, or the live ranks of its nodes."""
+    if fault.rank is not None:
+        return (fault.rank,)
+    names = _nodes_hit(fault)
+    return tuple(rank for rank in job.live if job.members[rank].node in names)
+
+
+def _let_go_on(job: Job, fault: Fault, waiting: int | None) -> None:
+    """Tell the rank that waits for a fault, if there is one, to go on."""
+    if waiting is not None:
+        job.order((waiting,), m.FaultGo(fault=fault.id, fire=False))
+
+
+def _slow_down(job: Job, fault: Fault, victims: tuple[int, ...]) -> None:
+    assert fault.speed is not None
+    slow = m.Slow(speed=fault.speed, until=fault.until, link=fault.link, every=fault.every)
+    job.order(victims, slow)
+    if fault.until is not None:
+        job.slowed.append((victims, slow))
+
+
+def _break(job: Job, fault: Fault, victims: tuple[int, ...]) -> None:
+    """Let processes hang or raise, or stop or kill them from outside."""
     if fault.kind in ("hang", "raise"):
-        job.order(tuple(victims), m.FaultGo(fault=fault.id, fire=True))
-        return None
+        job.order(victims, m.FaultGo(fault=fault.id, fire=True))
+        return
     number = int(signals.SIGSTOP if fault.kind == "stop" else signals.SIGKILL)
     if fault.node is not None:
         job.do(api.SignalNode(node=fault.node, signal=number))
     else:
-        member = job.members[victims[0]]
-        job.do(api.SignalWorker(rank=member.rank, signal=number))
-    return None
+        job.do(api.SignalWorker(rank=victims[0], signal=number))
 
 
 def stay_slow(job: Job, rank: int) -> None:
@@ -90,11 +120,7 @@ def stay_slow(job: Job, rank: int) -> None:
         of_device = fault.rank is not None and job.record.placements[fault.rank] == place
         if not of_device and place.node not in (fault.node, *(fault.link or ())):
             continue
-        assert fault.speed is not None
-        slow = m.Slow(speed=fault.speed, until=fault.until, link=fault.link, every=fault.every)
-        job.order((rank,), slow)
-        if fault.until is not None:
-            job.slowed.append(((rank,), slow))
+        _slow_down(job, fault, (rank,))
 
 
 def _lasting(job: Job) -> list[Fault]:

@@ -15,7 +15,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
-from resihp.controller import planning
+from resihp.controller.planning import copies, next_plan
+from resihp.controller.planning.choices import Choice
 from resihp.controller.state.job import Job
 from resihp.controller.state.transitions import Change
 from resihp.errors import LayoutError, NotEnoughDevicesError
@@ -108,7 +109,7 @@ def _answer(job: Job, changes: list[Change], *, only_report: bool = False) -> Re
     """Decide about these changes. `only_report`: log the decision instead of acting on it (observe mode)."""
     reason = ", ".join(dict.fromkeys(change.reason for change in changes))
     try:
-        choice = planning.best_while_running(job, minds_slowness=only_report or None)
+        choice = next_plan.best_while_running(job, minds_slowness=only_report or None)
         if _is_in_effect(job, choice.plan):
             job.say("notice", f"{reason}: the plan stays, no other is faster")
             declined(job, reason, "no other is faster", choice, changes)
@@ -123,34 +124,42 @@ def _answer(job: Job, changes: list[Change], *, only_report: bool = False) -> Re
         declined(job, reason, f"observe mode: another {verdict.reason}", choice, changes)
         return None
     if verdict.go:
-        causes = {change.device for change in changes if not isinstance(change.device, str)}
-        links = sorted((a, b) for a, b in causes if isinstance(a, int))
-        devices = sorted((node, index) for node, index in causes if isinstance(node, str))
-        job.log(
-            ChangeDecided(
-                reason=verdict.reason,
-                devices=tuple(devices),
-                links=tuple(links),
-                found=any(change.device == "found" for change in changes),
-            )
-        )
+        _log_change(job, verdict.reason, changes)
         failures = tuple(change.failure for change in changes if change.failure is not None)
         return Replan(reason=f"{reason}: {verdict.reason}", failures=failures)
     job.say("notice", f"{reason}: the plan stays: {verdict.reason}")
     declined(job, reason, verdict.reason, choice, changes)
-    again_in_s = verdict.again_in_s
-    if again_in_s is None and any(change.rank in choice.plan.computing for change in changes):
-        again_in_s = NEWCOMER_RECHECK_S
-    if again_in_s is not None and math.isfinite(again_in_s):
-        again_at = job.now + max(again_in_s, job.usual_s)
-        job.reconsider_at = min(job.reconsider_at, again_at) if job.reconsider else again_at
-        job.reconsider += changes
+    _consider_again(job, changes, choice.plan, verdict.again_in_s)
     return None
 
 
-def declined(
-    job: Job, reason: str, why: str, choice: planning.Choice | None = None, changes: Sequence[Change] = ()
-) -> None:
+def _log_change(job: Job, reason: str, changes: Sequence[Change]) -> None:
+    """Record that training is interrupted because of these changes."""
+    causes = {change.device for change in changes if not isinstance(change.device, str)}
+    links = sorted((a, b) for a, b in causes if isinstance(a, int))
+    devices = sorted((node, index) for node, index in causes if isinstance(node, str))
+    job.log(
+        ChangeDecided(
+            reason=reason,
+            devices=tuple(devices),
+            links=tuple(links),
+            found=any(change.device == "found" for change in changes),
+        )
+    )
+
+
+def _consider_again(job: Job, changes: Sequence[Change], plan: Plan, again_in_s: float | None) -> None:
+    """Note that changes are to be considered again later, if time can make the declined plan worth it."""
+    if again_in_s is None and any(change.rank in plan.computing for change in changes):
+        again_in_s = NEWCOMER_RECHECK_S
+    if again_in_s is None or not math.isfinite(again_in_s):
+        return
+    again_at = job.now + max(again_in_s, job.usual_s)
+    job.reconsider_at = min(job.reconsider_at, again_at) if job.reconsider else again_at
+    job.reconsider += changes
+
+
+def declined(job: Job, reason: str, why: str, choice: Choice | None = None, changes: Sequence[Change] = ()) -> None:
     """Record that the plan in effect stays, and the alternative that was considered, if there was one."""
     entry = ChangeDeclined(
         about="plan",
@@ -191,7 +200,7 @@ def _is_in_effect(job: Job, plan: Plan) -> bool:
     )
 
 
-def weigh(job: Job, choice: planning.Choice, changes: list[Change]) -> transition_cost.Verdict:
+def weigh(job: Job, choice: Choice, changes: list[Change]) -> transition_cost.Verdict:
     """Decide whether a better plan is worth its transition now. Raises LayoutError if state that it needs is lost.
 
     If it gives work to a newcomer, or if it was found while nothing is slow, its gain lasts until the job ends;
@@ -216,7 +225,7 @@ def weigh(job: Job, choice: planning.Choice, changes: list[Change]) -> transitio
 
 
 def _protection(
-    job: Job, choice: planning.Choice, changes: Sequence[Change], cost: transition_cost.Cost, left_s: float
+    job: Job, choice: Choice, changes: Sequence[Change], cost: transition_cost.Cost, left_s: float
 ) -> transition_cost.Verdict | None:
     """Return a positive verdict on a plan that makes a second copy of state held by a single rank, else None.
 
@@ -250,7 +259,7 @@ def review_copies(job: Job) -> None:
     Done once for each layout in effect and set of suitable ranks.
     """
     plan = job.record.plan
-    if plan is None or not job.may_interrupt or not (layers := planning.layers_at_risk(job)):
+    if plan is None or not job.may_interrupt or not (layers := copies.layers_at_risk(job)):
         return
     candidates = [rank for rank in job.ready if rank not in job.record.working and could_hold_copies(job, rank)]
     question = (plan.layout.replicas, frozenset(candidates))
@@ -264,10 +273,10 @@ def review_copies(job: Job) -> None:
 def could_hold_copies(job: Job, rank: int) -> bool:
     """Return whether a rank without work may hold a copy of state, as far as its speed in training is known."""
     slow = job.record.slow.get(job.device_of(rank))
-    return planning.can_hold_copies(job, rank, {} if slow is None else {rank: slow.speed})
+    return copies.can_hold_copies(job, rank, {} if slow is None else {rank: slow.speed})
 
 
-def weigh_asking(job: Job, choice: planning.Choice, *, wait_s: float, joining_s: float) -> transition_cost.Verdict:
+def weigh_asking(job: Job, choice: Choice, *, wait_s: float, joining_s: float) -> transition_cost.Verdict:
     """Decide whether a plan is worth asking for the node it needs. Raises LayoutError if state is lost."""
     return transition_cost.worth_asking(
         _cost(job, choice),
@@ -285,7 +294,7 @@ def remaining_s(job: Job) -> float:
     return left_s if job.deadline is None else max(0.0, min(left_s, job.deadline - job.now))
 
 
-def _cost(job: Job, choice: planning.Choice) -> transition_cost.Cost:
+def _cost(job: Job, choice: Choice) -> transition_cost.Cost:
     return transition_cost.cost(choice.movement, transition_cost.calibrated(job.record.costs))
 
 

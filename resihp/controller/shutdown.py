@@ -28,11 +28,13 @@ from __future__ import annotations
 import math
 import signal as signals
 from collections.abc import Iterable
+from typing import assert_never
 
 from resihp.controller import interface as api
-from resihp.controller import iterations, planning
+from resihp.controller import iterations
 from resihp.controller import transition as transitions
 from resihp.controller.fail_stop import incidents
+from resihp.controller.planning import situations
 from resihp.controller.state.job import Job
 from resihp.controller.state.members import natural
 from resihp.controller.state.requests import COINCIDENCE_S, AgentSignal, Meaning, StopRequest
@@ -57,7 +59,27 @@ LATE_S = 30.0
 # --- requests -------------------------------------------------------------------------------------------------------
 
 
-def signalled(job: Job, event: api.Signalled) -> None:
+def hear(
+    job: Job,
+    event: api.Signalled | api.AgentSignalled | api.TimeLeft | api.StopMeaning | api.QuorumLost,
+) -> None:
+    """Take an event that asks for the end of the job, or says why or when it comes."""
+    match event:
+        case api.Signalled():
+            _signalled(job, event)
+        case api.AgentSignalled():
+            _agent_signalled(job, event)
+        case api.TimeLeft():
+            job.deadline = None if event.seconds is None else job.now + event.seconds
+        case api.StopMeaning():
+            _meaning_told(job, event)
+        case api.QuorumLost():
+            _quorum_lost(job, event)
+        case _:
+            assert_never(event)
+
+
+def _signalled(job: Job, event: api.Signalled) -> None:
     """Interpret a signal to the supervisor itself."""
     if event.signal in _WARNINGS:
         _begin(job, event.signal, "warning", f"received {_name(event.signal)}")
@@ -88,7 +110,7 @@ def _operator(job: Job, signal: int, cause: str) -> None:
         incidents.end(job, 128 + signal, f"{cause} again: ended at once; {_unsaved(job)}")
 
 
-def agent_signalled(job: Job, event: api.AgentSignalled) -> None:
+def _agent_signalled(job: Job, event: api.AgentSignalled) -> None:
     """Interpret a signal to an agent: if agents of several nodes get one at once, it is meant for the job."""
     node = job.nodes.get(event.node)
     if node is None or not node.alive or event.signal == signals.SIGCONT:
@@ -118,17 +140,13 @@ def _recent(job: Job) -> dict[str, AgentSignal]:
     return {name: received for name, received in job.agent_signals.items() if job.now - received.at <= COINCIDENCE_S}
 
 
-def time_left(job: Job, event: api.TimeLeft) -> None:
-    job.deadline = None if event.seconds is None else job.now + event.seconds
-
-
-def meaning_told(job: Job, event: api.StopMeaning) -> None:
+def _meaning_told(job: Job, event: api.StopMeaning) -> None:
     stop_request = job.stop_request
     if stop_request is not None and not stop_request.journaled:
         stop_request.meaning = event.meaning
 
 
-def quorum_lost(job: Job, event: api.QuorumLost) -> None:
+def _quorum_lost(job: Job, event: api.QuorumLost) -> None:
     """End at once: decisions made here may not count, so workers are ended and Slurm gets no requests."""
     incidents.end(job, 75, f"lost the quorum: {event.reason}")
 
@@ -300,7 +318,7 @@ def _save(job: Job, stop_request: StopRequest) -> None:
     layout = job.record.plan.layout
     for index in range(len(layout.replicas)):
         writers = layout.model_copy(index).ranks
-        if all(job.members[rank].ready and planning.can_go_on(job, rank) for rank in writers):
+        if all(job.members[rank].ready and situations.can_go_on(job, rank) for rank in writers):
             stop_request.writers = writers
             job.say("progress", f"writing a checkpoint of iteration {job.record.committed}")
             order = m.Save(epoch=job.record.plan.epoch, replica=index, finish=job.record.last_outcome)

@@ -14,10 +14,11 @@ from collections.abc import Mapping
 import msgspec
 
 from resihp.controller import interface as api
-from resihp.controller import iterations, planning, transition
-from resihp.controller.fail_slow import probing
+from resihp.controller import iterations, transition
 from resihp.controller.fail_stop import incidents
 from resihp.controller.nodes import joins
+from resihp.controller.planning import first_plan
+from resihp.controller.probing import probe_orders
 from resihp.controller.state.job import Job
 from resihp.controller.state.members import Member, natural
 from resihp.controller.state.transitions import Transition
@@ -67,9 +68,7 @@ def start_workers(job: Job) -> None:
     if job.stage != "gathering" or len(job.nodes) < job.settings.nodes:
         return
     if not job.record.placements:
-        order = sorted((name for name, node in job.nodes.items() if node.alive), key=natural)
-        devices = [(name, device) for name in order for device in range(job.settings.gpus_per_node)]
-        job.log(WorkersOrdered(workers=tuple((rank, *device) for rank, device in enumerate(devices))))
+        _number_ranks(job)
     if not job.start.ordered_at:
         job.start.ordered_at = job.now
     names = tuple(placement.node for placement in job.record.placements)
@@ -83,6 +82,13 @@ def start_workers(job: Job) -> None:
         job.starting.update(ranks)
         workers = tuple((rank, job.record.placements[rank].device) for rank in ranks)
         job.do(api.StartWorkers(node=name, workers=workers, nodes=names))
+
+
+def _number_ranks(job: Job) -> None:
+    """Assign a rank number to each device of the nodes that are there."""
+    order = sorted((name for name, node in job.nodes.items() if node.alive), key=natural)
+    devices = [(name, device) for name in order for device in range(job.settings.gpus_per_node)]
+    job.log(WorkersOrdered(workers=tuple((rank, *device) for rank, device in enumerate(devices))))
 
 
 def go_on_without(job: Job) -> None:
@@ -170,7 +176,7 @@ def propose(job: Job) -> None:
         job.log(ModelDeclared(declare=first, software=software))
     if job.settings.examine and not job.start.examined:
         order = sorted(job.ready)
-        probing.begin(job, "start", order, probes.ring(order))
+        probe_orders.begin(job, "start", order, probes.ring(order))
     else:
         _propose(job)
 
@@ -189,7 +195,7 @@ def measured(job: Job, judged: Mapping[int, probes.Judged]) -> None:
 def _propose(job: Job) -> None:
     """Propose the first plan; ranks that were lost on the way are started again beside it."""
     try:
-        choice = planning.first(job)
+        choice = first_plan.choose(job)
     except NotEnoughDevicesError as error:
         incidents.too_few(job, str(error))
         return

@@ -79,18 +79,10 @@ def handle(job: Job, event: AnyEvent) -> list[AnyEvent]:
             job.nodes[event.node].last_beat = job.now
         case api.Tick():
             pass
-        case api.Signalled():  # a request to stop explains why agents do not return
-            shutdown.signalled(job, event)
-        case api.StopAsked():
+        case api.StopAsked():  # a request to stop explains why agents do not return
             shutdown.stop_asked(job, event)
-        case api.AgentSignalled():
-            shutdown.agent_signalled(job, event)
-        case api.StopMeaning():
-            shutdown.meaning_told(job, event)
-        case api.TimeLeft():
-            shutdown.time_left(job, event)
-        case api.QuorumLost():
-            shutdown.quorum_lost(job, event)
+        case api.Signalled() | api.AgentSignalled() | api.TimeLeft() | api.StopMeaning() | api.QuorumLost():
+            shutdown.hear(job, event)
         case _:
             recovery.waiting.append(event)
     if job.stage == "ended" or not _complete(job, recovery):
@@ -122,43 +114,23 @@ def _conclude(job: Job, recovery: Recovery) -> None:
     drains.take_over(job)
     inventories = recovery.inventories
     job.epoch = max([job.epoch, *(inventory.epoch for inventory in inventories.values())])
-    events: list[api.WorkerSaid] = []
-    for name in sorted(inventories):
-        for worker in inventories[name].workers:
-            events += _meet(job, name, worker)
-        for rank, _ in inventories[name].ended:
-            if rank not in job.members:  # started and ended without a record: its number is taken
-                _know(job, rank, name, -1)
+    events = _meet_all(job, inventories)
     _complete_losses(job)
     if job.record.first_plan is None:
         _gather_on(job, recovery, events)
         return
     _skip_forgotten(job)
-    undisturbed = recovery.undisturbed and job.record.plan is not None and job.epoch == job.record.plan.epoch
-    undisturbed = undisturbed and not any(
-        isinstance(s.message, m.Stuck | m.Parked | m.Ready) for s in events
-    )  # it waits for an order
+    undisturbed = _is_undisturbed(job, recovery, events)
     _hear(job, events)
-    faults = [s for s in events if isinstance(s.message, m.FaultDue)]
+    faults = [event for event in events if isinstance(event.message, m.FaultDue)]
     recovery.waiting = [*faults, *_parts_in_order(job, events), *recovery.waiting]
     if _is_over(job, inventories):
-        job.move("halting")
-        job.halted_at = job.now
-        _mark_dead(job, recovery)
-        if job.stage == "halting":
-            job.order(job.ready, m.Halt(reason=f"iteration {job.record.goal} of {job.record.goal} is committed"))
-            iterations.newcomers_leave(job)
-            iterations.end_when_gone(job)
+        _halt(job, recovery)
         return
     _explain(job)
     lost_ranks = _mark_dead(job, recovery)
-    if job.record.plan is None:  # the start was under way: it begins again
-        job.move("parking")
-        job.transition = Transition(
-            epoch=job.epoch, began_at=job.now, stage_at=job.now, committed_before=job.record.committed,
-            initial=True,
-        )  # fmt: skip
-        transition.park(job, "the supervisor died while training was starting")
+    if job.record.plan is None:
+        _start_again(job)
     else:
         job.move("running")
         if lost_ranks:
@@ -174,6 +146,49 @@ def _conclude(job: Job, recovery: Recovery) -> None:
     replan_policy.resume(job)
     slowness.resume(job)
     drains.resume(job)
+
+
+def _meet_all(job: Job, inventories: Mapping[str, m.Inventory]) -> list[api.WorkerSaid]:
+    """Take in all workers that agents listed; return the messages that are still true of them."""
+    events: list[api.WorkerSaid] = []
+    for name in sorted(inventories):
+        for worker in inventories[name].workers:
+            events += _meet(job, name, worker)
+        for rank, _ in inventories[name].ended:
+            if rank not in job.members:  # started and ended without a record: its number is taken
+                _know(job, rank, name, -1)
+    return events
+
+
+def _is_undisturbed(job: Job, recovery: Recovery, events: Iterable[api.WorkerSaid]) -> bool:
+    """Return whether the plan in effect is the newest, and no worker waits for an order."""
+    if not recovery.undisturbed or job.record.plan is None or job.epoch != job.record.plan.epoch:
+        return False
+    return not any(isinstance(event.message, m.Stuck | m.Parked | m.Ready) for event in events)
+
+
+def _halt(job: Job, recovery: Recovery) -> None:
+    """Let the remaining workers leave: training is done."""
+    job.move("halting")
+    job.halted_at = job.now
+    _mark_dead(job, recovery)
+    if job.stage == "halting":
+        job.order(job.ready, m.Halt(reason=f"iteration {job.record.goal} of {job.record.goal} is committed"))
+        iterations.newcomers_leave(job)
+        iterations.end_when_gone(job)
+
+
+def _start_again(job: Job) -> None:
+    """Begin the start again, which was under way without a plan in effect."""
+    job.move("parking")
+    job.transition = Transition(
+        epoch=job.epoch,
+        began_at=job.now,
+        stage_at=job.now,
+        committed_before=job.record.committed,
+        initial=True,
+    )
+    transition.park(job, "the supervisor died while training was starting")
 
 
 def _is_over(job: Job, inventories: Mapping[str, m.Inventory]) -> bool:

@@ -12,9 +12,11 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from resihp.controller import interface as api
-from resihp.controller import iterations, planning
+from resihp.controller import iterations
 from resihp.controller.ahead import last_copies
 from resihp.controller.fail_stop import incidents
+from resihp.controller.planning import next_plan, situations
+from resihp.controller.planning.choices import Choice
 from resihp.controller.state.job import Job
 from resihp.controller.state.members import Member
 from resihp.controller.state.transitions import Outlook, Pause, Transition
@@ -194,8 +196,8 @@ def decide_when_parked(job: Job) -> None:
         return
     cause = incidents.cause_from_outside(job)
     transition.failures += incidents.log_incidents(job)
-    transition.base = planning.base(job)
-    lost_state = planning.state_lost(job, transition.base)
+    transition.base = situations.base(job)
+    lost_state = situations.state_lost(job, transition.base)
     if lost_state is not None:
         incidents.too_few(job, f"{cause}; {lost_state}" if cause else lost_state)
         return
@@ -213,29 +215,29 @@ def _action(job: Job, transition: Transition) -> Outlook:
     """Decide the fate of the iteration that was under way."""
     if transition.initial and job.record.committed == transition.committed_before:
         return "start"
-    stepped = {answer.stepped for rank, answer in transition.parked.items() if planning.can_go_on(job, rank)}
+    stepped = {answer.stepped for rank, answer in transition.parked.items() if situations.can_go_on(job, rank)}
     if transition.graceful and stepped <= {job.record.committed}:
         return "between"
     return "commit" if job.record.committed > transition.committed_before else "redo"
 
 
-def _decide(job: Job, transition: Transition) -> planning.Choice | None:
+def _decide(job: Job, transition: Transition) -> Choice | None:
     """Return the best plan, or after a refusal a cautious one; None if there is none, which has ended the job."""
     available = set(transition.parked)
     if transition.resizes and not transition.cautious:
         with suppress(LayoutError):
-            return planning.resized(job, job.epoch, available, transition.base)
+            return next_plan.resized(job, job.epoch, available, transition.base)
     if transition.tuned is not None and not transition.cautious:
         with suppress(LayoutError):
-            return planning.tuned(job, job.epoch, available, transition.base, transition.tuned)
+            return next_plan.tuned(job, job.epoch, available, transition.base, transition.tuned)
     if not transition.cautious:
         try:
-            return planning.best(job, job.epoch, available, transition.base)
+            return next_plan.best(job, job.epoch, available, transition.base)
         except (LayoutError, NotEnoughDevicesError) as error:
             refused(job, None, str(error))
             transition.cautious = True
     try:
-        return planning.cautious(job, job.epoch, available, transition.base)
+        return next_plan.cautious(job, job.epoch, available, transition.base)
     except NotEnoughDevicesError as error:
         incidents.too_few(job, str(error))
     except LayoutError as error:
@@ -251,7 +253,7 @@ def refused(job: Job, rank: int | None, reason: str) -> None:
     job.say("warning", f"{subject}: refuses a plan for epoch {job.epoch}: {reason}")
 
 
-def propose(job: Job, choice: planning.Choice) -> None:
+def propose(job: Job, choice: Choice) -> None:
     transition, plan = job.transition, choice.plan
     assert transition is not None
     transition.plan = plan
@@ -264,7 +266,7 @@ def propose(job: Job, choice: planning.Choice) -> None:
             action=transition.action,
             finish=transition.finish,
             reason=transition.reason,
-            bytes_planned=planning.bytes_planned(job, transition.base, plan),
+            bytes_planned=situations.bytes_planned(job, transition.base, plan),
             predicted=choice.predicted,
             present=choice.present,
             unit=choice.situation.unit,

@@ -3,7 +3,7 @@
 A device's speed is the lower of its matrix-product rate and its memory bandwidth, relative to the median of its peers;
 a link's speed is relative to the median link of its kind. A node all of whose devices are slower than in former jobs is
 slow as well, unless most nodes are: then the nodes are not the cause. This module also decides which pairs measure
-when, so that each link has the machine to itself. Called by the controller (`resihp.controller.fail_slow.probing`).
+when, so that each link has the machine to itself. Called by the controller (`resihp.controller.probing`).
 """
 
 from __future__ import annotations

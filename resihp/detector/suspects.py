@@ -4,7 +4,7 @@ Each device is compared with its own past, after the loss that all devices share
 device stands out. Devices do not become faster: where the answers fall into two groups, the upper one is healthy, as
 long as it is at least a quarter of all. Devices without a known past are compared with each other, and these differ by
 nature. The spread of healthy devices is estimated from the answers; few answers are blended with a usual value. Called
-by the controller (`resihp.controller.fail_slow.probing`).
+by the controller (`resihp.controller.probing`).
 """
 
 from __future__ import annotations

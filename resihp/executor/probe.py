@@ -3,7 +3,7 @@
 Correctness is decided here (`examine`). Whether a speed is high or low, compared with peers and the past, is decided by
 the detector (`resihp.detector.probes`). Times are the device's own, as in `stopwatch`: on a CPU the thread's processor
 time, so that waiting for a core does not make it look slow. Other processes still take caches and memory bandwidth, and
-can halve a measured speed, so one measurement decides nothing (`resihp.controller.fail_slow.second_looks`). A GPU is
+can halve a measured speed, so one measurement decides nothing (`resihp.controller.probing.second_looks`). A GPU is
 measured warm and on random numbers: cold clocks are slow, and ones and zeros draw too little power to be representative
 of training. The GPU part has not been run, for lack of a GPU.
 

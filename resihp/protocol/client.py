@@ -26,7 +26,7 @@ from resihp.errors import CommunicatorError, ProtocolError, ResihpError, UsageEr
 from resihp.faults import Fault, Phase
 from resihp.process import AGENT_FD, end_by
 from resihp.protocol import messages as m
-from resihp.protocol.framing import LocalChannel
+from resihp.protocol.channels import LocalChannel
 from resihp.protocol.rendezvous import Attendance
 
 BEAT_S = 1.0

@@ -1,6 +1,6 @@
 """Frames on sockets: how a message becomes bytes, and which bytes are refused.
 
-Two codecs without any input or output of their own, and the channels that drive them:
+Two codecs without any input or output of their own; `channels` drives them:
 
 ===============  ==============================  =========================================================
 codec            channel                         carries
@@ -21,14 +21,10 @@ unpickled.
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import os
-import socket
 import struct
-import threading
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
@@ -38,17 +34,15 @@ from resihp.errors import ProtocolError
 MAX_FRAME_BYTES = 4 << 20
 MAX_UNPROVEN_BYTES = 1 << 10
 """Largest frame accepted before the peer has proven that it knows the key."""
-MAX_UNSENT_BYTES = 64 << 20
-"""Number of unsent bytes at which a peer that does not read is given up."""
 KEY_BYTES = 32
 NONCE_BYTES = 32
 MAGIC = b"RESIHP\x00\x02"
 """The last byte is the version of the protocol, messages included."""
 
 _LENGTH = struct.Struct(">I")
+LOCAL_HEADER_BYTES = _LENGTH.size
 _HEADER = struct.Struct(">IQ")
 _MAC_BYTES = 32
-_CHUNK_BYTES = 1 << 16
 
 T = TypeVar("T")
 Side = Literal["client", "server"]
@@ -92,6 +86,14 @@ def local_frame(body: bytes) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
+def announced_bytes(frame: bytes | bytearray) -> int:
+    """Return the length of the body that a local frame begins with. Raises ProtocolError if it is too long."""
+    (length,) = _LENGTH.unpack_from(frame)
+    if length > MAX_FRAME_BYTES:
+        raise ProtocolError(f"oversize frame: {length} bytes announced, {MAX_FRAME_BYTES} allowed")
+    return int(length)
+
+
 class LocalFrames:
     """Splits a stream into the bodies of local frames, for forwarding without decoding."""
 
@@ -101,14 +103,11 @@ class LocalFrames:
     def feed(self, chunk: bytes) -> Iterator[bytes]:
         """Add received bytes, yield complete bodies. Raises ProtocolError at a frame that is too long."""
         self._buffer += chunk
-        while len(self._buffer) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._buffer)
-            if length > MAX_FRAME_BYTES:
-                raise ProtocolError(f"oversize frame: {length} bytes announced, {MAX_FRAME_BYTES} allowed")
-            end = _LENGTH.size + length
+        while len(self._buffer) >= LOCAL_HEADER_BYTES:
+            end = LOCAL_HEADER_BYTES + announced_bytes(self._buffer)
             if len(self._buffer) < end:
                 return
-            body = bytes(memoryview(self._buffer)[_LENGTH.size : end])
+            body = bytes(memoryview(self._buffer)[LOCAL_HEADER_BYTES:end])
             del self._buffer[:end]
             yield body
 
@@ -241,169 +240,3 @@ class SecureCodec(Generic[T]):
             raise ProtocolError(f"replayed frame: number {number} instead of {self._received}")
         self._received += 1
         return body
-
-
-class LocalChannel:
-    """A blocking channel on an inherited socket: `send` from any thread, `recv` from one.
-
-    `recv` reads one frame and not a byte more, so that the socket can be polled between frames.
-    """
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._lock = threading.Lock()
-        self._decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
-        self._descriptors: list[int] = []
-
-    def send(self, message: msgspec.Struct, descriptors: Sequence[int] = ()) -> None:
-        """Send one message, with file descriptors. Raises OSError when the peer is gone."""
-        frame = local_frame(encode(message))
-        with self._lock:
-            if descriptors:
-                sent = socket.send_fds(self._sock, [frame], list(descriptors))
-                frame = frame[sent:]
-            if frame:  # a peer that has all of it may have closed its end already
-                self._sock.sendall(frame)
-
-    def recv(self, receives: Any) -> Any:
-        """Return the next message, of the type or union `receives`.
-
-        Raises EOFError when the peer has closed (also inside a frame), ProtocolError for a bad frame, OSError.
-        """
-        (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
-        if length > MAX_FRAME_BYTES:
-            raise ProtocolError(f"oversize frame: {length} bytes announced, {MAX_FRAME_BYTES} allowed")
-        decoder = self._decoders.get(receives)
-        if decoder is None:
-            decoder = self._decoders[receives] = msgspec.msgpack.Decoder(receives)
-        return decode(decoder, self._exactly(length))
-
-    def take_descriptor(self) -> int:
-        """Return the oldest file descriptor received and not taken yet; they are in the order of the messages."""
-        if not self._descriptors:
-            raise ProtocolError("a file descriptor was announced but did not arrive")
-        return self._descriptors.pop(0)
-
-    def fileno(self) -> int:
-        return self._sock.fileno()
-
-    def close(self) -> None:
-        for descriptor in self._descriptors:
-            os.close(descriptor)
-        self._descriptors.clear()
-        self._sock.close()
-
-    def _exactly(self, count: int) -> bytes:
-        content = bytearray()
-        while len(content) < count:
-            flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-            chunk, descriptors, _, _ = socket.recv_fds(self._sock, count - len(content), 16, flags)
-            self._descriptors += descriptors
-            if not chunk:
-                raise EOFError("the other end of the socket is closed")
-            content += chunk
-        return bytes(content)
-
-
-class NoAnswerError(TimeoutError):
-    """The connection was accepted, but no greeting came in time: the peer is busy, stopped or not yet started."""
-
-
-class SecureChannel(Generic[T]):
-    """An authenticated asyncio connection, made by `connect` or handed out by `resihp.protocol.serving`."""
-
-    def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, side: Side, receives: Any
-    ) -> None:
-        self._reader = reader
-        self._writer = writer
-        self._codec: SecureCodec[T] = SecureCodec(key, side, receives)
-        self._waiting: deque[T] = deque()
-        self._refused: ProtocolError | None = None
-        name = writer.get_extra_info("peername")
-        self.peer = f"{name[0]}:{name[1]}" if isinstance(name, tuple) and len(name) >= 2 else "an unknown peer"
-        self.peer_host = self.peer.rpartition(":")[0]
-        own = writer.get_extra_info("sockname")
-        self.own_host = str(own[0]) if isinstance(own, tuple) and own else ""
-        """Address of this end of the connection."""
-
-    @classmethod
-    async def connect(
-        cls, host: str, port: int, key: bytes, receives: Any, *, timeout_s: float = 5.0
-    ) -> SecureChannel[T]:
-        """Connect and prove the key both ways. Raises OSError, TimeoutError (`NoAnswerError`), ProtocolError."""
-        channel: SecureChannel[T] | None = None
-        try:
-            async with asyncio.timeout(timeout_s):
-                reader, writer = await asyncio.open_connection(host, port)
-                channel = cls(reader, writer, key, "client", receives)
-                try:
-                    await channel.prove()
-                except BaseException:
-                    channel.close()
-                    raise
-        except TimeoutError:
-            if channel is None:
-                raise
-            raise NoAnswerError(f"{host}:{port}: no answer within {timeout_s:g} s") from None
-        return channel
-
-    async def prove(self) -> None:
-        """Perform the handshake; called by `connect` and `serving`. Raises ProtocolError."""
-        self._writer.write(self._codec.greeting)
-        while not self._codec.proven:
-            if not await self._read():
-                self._codec.end()
-
-    def post(self, message: msgspec.Struct) -> None:
-        """Queue one message. Raises ConnectionError when the connection is closed or the peer does not read."""
-        transport = self._writer.transport
-        if transport.is_closing():
-            raise ConnectionResetError(f"connection to {self.peer} is closed")
-        if transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
-            transport.abort()
-            raise ConnectionAbortedError(f"{self.peer} does not read: {MAX_UNSENT_BYTES} bytes wait for it")
-        self._writer.write(self._codec.encode(message))
-
-    async def send(self, message: msgspec.Struct) -> None:
-        """Queue one message and wait until the socket takes it. Raises ConnectionError."""
-        self.post(message)
-        await self._writer.drain()
-
-    async def recv(self) -> T | None:
-        """Return the next message; None when the connection has ended. Raises ProtocolError, after all good
-        messages."""
-        while not self._waiting:
-            if self._refused is not None:
-                raise self._refused
-            try:
-                if not await self._read():
-                    return None
-            except ProtocolError as error:
-                self._refused = error
-        return self._waiting.popleft()
-
-    def close(self) -> None:
-        """Close; queued messages are still sent, without waiting for it."""
-        self._writer.close()
-
-    def abort(self) -> None:
-        """Close at once; queued messages are lost."""
-        self._writer.transport.abort()
-
-    async def flushed(self) -> None:
-        """Wait until a closed connection is gone."""
-        try:
-            await self._writer.wait_closed()
-        except ConnectionError:
-            return
-
-    async def _read(self) -> bool:
-        try:
-            chunk = await self._reader.read(_CHUNK_BYTES)
-        except (ConnectionError, TimeoutError):
-            return False
-        self._waiting += self._codec.feed(chunk)
-        if reply := self._codec.take_reply():
-            self._writer.write(reply)
-        return bool(chunk)

@@ -5,10 +5,10 @@ Three conversations, each a pair of unions:
 ====================  =====================  ==========================================================
 from -> to            union                  carried by
 ====================  =====================  ==========================================================
-worker -> agent       `WorkerMessage`,       inherited socket, plain frames (`framing.LocalChannel`)
+worker -> agent       `WorkerMessage`,       inherited socket, plain frames (`channels.LocalChannel`)
                       `MeetingMessage`
 agent -> worker       `WorkerOrder`          the same
-agent -> supervisor   `AgentMessage`         TCP, authenticated frames (`framing.SecureChannel`)
+agent -> supervisor   `AgentMessage`         TCP, authenticated frames (`channels.SecureChannel`)
 supervisor -> agent   `AgentOrder`           the same
 command line <->      `OperatorRequest`,     TCP, authenticated frames; same listener as the agents'
 supervisor            `OperatorReply`

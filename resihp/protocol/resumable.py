@@ -23,7 +23,7 @@ from resihp.errors import ProtocolError
 from resihp.protocol.framing import MAX_MESSAGE_BYTES, Envelope
 
 MAX_KEPT_BYTES = 32 << 20
-"""Half the backlog at which a connection gives its peer up (`framing.MAX_UNSENT_BYTES`): everything kept fits at
+"""Half the backlog at which a connection gives its peer up (`channels.MAX_UNSENT_BYTES`): everything kept fits at
 once."""
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from typing import Any
 
 from resihp.errors import ProtocolError
 from resihp.process import most_open_files
-from resihp.protocol.framing import SecureChannel
+from resihp.protocol.channels import SecureChannel
 
 LISTEN_BACKLOG = 4096
 """Number of connections that the kernel keeps until they are accepted: all agents of a large job may connect at once.

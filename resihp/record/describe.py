@@ -109,13 +109,13 @@ def explain(entry: journal.AnyEntry, mended: RecoveryTimes | None = None) -> str
     """
     if isinstance(entry, journal.Reconfigured):
         return _reconfigured(entry, mended)
-    text = _member(entry) or _plan(entry) or _trouble(entry) or _maintenance(entry)
+    text = _job(entry) or _member(entry) or _plan(entry) or _trouble(entry) or _maintenance(entry)
     assert text is not None, f"{type(entry).__name__}: no words for it"
     return text
 
 
-def _member(entry: journal.AnyEntry) -> str | None:
-    """Describe entries about the job, its nodes and processes."""
+def _job(entry: journal.AnyEntry) -> str | None:
+    """Describe entries about the job as a whole."""
     match entry:
         case journal.JobStarted():
             restart = f", restart {entry.restart_count}" if entry.restart_count else ""
@@ -123,19 +123,6 @@ def _member(entry: journal.AnyEntry) -> str | None:
                 f"job {entry.job}: started on {entry.host} with {count_of(entry.nodes, 'node')} of "
                 f"{entry.gpus_per_node}, TP{entry.tp} x PP{entry.pp}{restart}"
             )
-        case journal.NodeJoined():
-            return f"node {entry.node}: joined on {entry.host} with {entry.devices} devices"
-        case journal.NodeLost():
-            return f"node {entry.node}: lost, {entry.reason}"
-        case journal.WorkersOrdered():
-            nodes = ", ".join(dict.fromkeys(node for _, node, _ in entry.workers))
-            return f"{_numbers(tuple(rank for rank, _, _ in entry.workers), 'rank')}: to be started on {nodes}"
-        case journal.WorkerStarted():
-            return f"rank {entry.rank}: started on {entry.node} device {entry.device}, pid {entry.pid}"
-        case journal.WorkerEnded():
-            return f"rank {entry.rank}: {_exit(entry.exit)}"
-        case journal.JoinRefused():
-            return f"rank {entry.rank} ({entry.node} device {entry.device}): not accepted, {entry.reason}"
         case journal.ModelDeclared():
             declare = entry.declare
             ramp = f" (at first {declare.ramp[0][1]})" if declare.ramp else ""
@@ -159,6 +146,26 @@ def _member(entry: journal.AnyEntry) -> str | None:
         case journal.JobEnded():
             code = "" if entry.exit_code is None else f", exit code {entry.exit_code}"
             return f"job: {entry.state}{code}{f', {entry.reason}' if entry.reason else ''}"
+        case _:
+            return None
+
+
+def _member(entry: journal.AnyEntry) -> str | None:
+    """Describe entries about nodes and processes of the job."""
+    match entry:
+        case journal.NodeJoined():
+            return f"node {entry.node}: joined on {entry.host} with {entry.devices} devices"
+        case journal.NodeLost():
+            return f"node {entry.node}: lost, {entry.reason}"
+        case journal.WorkersOrdered():
+            nodes = ", ".join(dict.fromkeys(node for _, node, _ in entry.workers))
+            return f"{_numbers(tuple(rank for rank, _, _ in entry.workers), 'rank')}: to be started on {nodes}"
+        case journal.WorkerStarted():
+            return f"rank {entry.rank}: started on {entry.node} device {entry.device}, pid {entry.pid}"
+        case journal.WorkerEnded():
+            return f"rank {entry.rank}: {_exit(entry.exit)}"
+        case journal.JoinRefused():
+            return f"rank {entry.rank} ({entry.node} device {entry.device}): not accepted, {entry.reason}"
         case _:
             return None
 

@@ -6,11 +6,9 @@ and by any other reader of a journal. It decides nothing, knows no time, and acc
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 from collections.abc import Iterable
 
-from resihp.parallelism.plan import Plan
 from resihp.protocol.messages import Speed
 from resihp.record.journal import (
     AnyEntry,
@@ -59,19 +57,13 @@ from resihp.record.state import (
     KnownNode,
     KnownWorker,
     LostNode,
-    Occasion,
     Placement,
     Proposed,
     Replacement,
     Slow,
     Verdict,
+    occasions_of,
 )
-
-MAX_VOTERS = 63
-"""Largest number of agents that choose a leader and keep copies of the journal. If a quarter of 2,048 nodes dies at
-once, more than half of these agents survive except in 7 cases of a million."""
-RECOVERED_SPEED = 0.95
-"""Share of its peers' speed from which the probe of a slow standby device shows that it has recovered."""
 
 
 def fold(entries: Iterable[AnyEntry]) -> JobRecord:
@@ -131,16 +123,6 @@ def how_lost(entry: NodeLost) -> HowLost:
     return "agent" if entry.reason.startswith("its agent ") else "silent"
 
 
-def changed(entry: ChangeDecided) -> list[Occasion]:
-    """Return the devices, links or other occasions of a change of plan."""
-    occasions: list[Occasion] = [*entry.devices, *entry.links]
-    if entry.tuned:
-        occasions.append("tuned")
-    if entry.found:
-        occasions.append("found")
-    return occasions
-
-
 # --- nodes and processes ------------------------------------------------------------------------------------------
 
 
@@ -155,7 +137,7 @@ def _places(
             record.lost.pop(entry.node, None)  # it was given up and has joined after all
             record.unexplained_nodes.pop(entry.node, None)
             record.verdicts.pop(entry.node, None)
-            if record.plan is None and len(record.voters) < MAX_VOTERS:
+            if record.needs_voters:
                 record.voters |= {entry.node}
         case NodeLost():
             record.nodes.setdefault(entry.node, KnownNode(entry.node, host="", devices=0)).alive = False
@@ -211,7 +193,7 @@ def _plans(
             record.committed = max(record.committed, entry.declare.resume_from)
         case PlanDecided():
             record.decided = entry.plan
-            record.proposed = Proposed(entry.plan, record.leader, voters_of(record, entry.plan))
+            record.proposed = Proposed(entry.plan, record.leader, record.voters_of(entry.plan))
             record.first_plan = record.first_plan or entry.plan
             record.enrolled.update(entry.plan.layout.ranks)
             record.epoch = max(record.epoch, entry.plan.epoch)
@@ -237,21 +219,8 @@ def _plans(
             if entry.took_s is not None:
                 record.costs.append(ChangeCost(entry.busiest_bytes, entry.communicators, entry.took_s))
         case ChangeDecided():
-            for occasion in changed(entry):
+            for occasion in occasions_of(entry):
                 record.changes[occasion] = record.changes.get(occasion, 0) + 1
-
-
-def voters_of(record: JobRecord, plan: Plan) -> frozenset[str]:
-    """Return the voters among the nodes of a plan, standby ones included: all of a small plan, and of a large one so
-    many that no rack has many.
-
-    They are chosen by a hash of their names, so that a plan that lost some nodes, or gained others, keeps most of its
-    voters.
-    """
-    nodes = {record.placements[rank].node for rank in plan.layout.ranks if rank < len(record.placements)}
-    if len(nodes) <= MAX_VOTERS:
-        return frozenset(nodes)
-    return frozenset(sorted(nodes, key=lambda node: hashlib.blake2b(node.encode()).digest())[:MAX_VOTERS])
 
 
 def _progress(

@@ -1,9 +1,8 @@
 """The file of a journal (`resihp.record.journal`): the leader's own, and each agent's copy of it.
 
-Format: the 8 bytes `RESIHPJ1`, then records of little-endian u32 length, u32 CRC-32 of the body, body. A body is a
-msgpack-encoded `Record`. A torn tail (a crash during an append) is cut off when the file is opened for appending;
-damage before the tail is refused, and the file left as it is. Iterations that were committed long ago are packed
-(`resihp.record.packing`): the file is rewritten beside the old one and replaces it.
+Its format is defined in `journal_format`. A torn tail (a crash during an append) is cut off when the file is opened
+for appending; damage before the tail is refused, and the file left as it is. Iterations that were committed long ago
+are packed (`resihp.record.packing`): the file is rewritten beside the old one and replaces it.
 
 Decides nothing. One thread may number records (`Journal.stamp`) while another one writes them.
 """
@@ -13,27 +12,22 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import zlib
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
-
-import msgspec
 
 from resihp.durable_files import sync_folder
 from resihp.errors import ProtocolError
 from resihp.plain_files import open_plain
 from resihp.protocol.framing import MAX_MESSAGE_BYTES
 from resihp.record.journal import AnyEntry, IterationCommitted, LeaderChosen, Record, first_seq
+from resihp.record.journal_format import MAGIC, MAX_RECORD_BYTES, as_frame, body_at, decode, encode, scan
 from resihp.record.packing import first_of, pack, unpack
 
-MAGIC = b"RESIHPJ1"
-MAX_RECORD_BYTES = 16 << 20
-"""Largest record that is read, in bytes: journals of 0.1 may have records of this size."""
 MAX_FILE_BYTES = 4 << 30
 """Largest file that is read, in bytes: a journal of 0.1 is never packed and grows by some 300 MB in three months."""
 MAX_APPENDED_BYTES = MAX_MESSAGE_BYTES - (64 << 10)
@@ -42,28 +36,6 @@ PACK_AFTER = 4096
 """Number of unpacked committed iterations that make it worth rewriting the file."""
 LEFT_UNPACKED = 256
 """Number of the latest iterations that stay unpacked, because a take-over looks them up (`state.RECENT_ITERATIONS`)."""
-
-_ANY_RECORD = b"\x83\xa3seq"
-"""First bytes of the body of every record: a map of three, whose first key is this."""
-
-_MAX_SEARCHED_LENGTHS = 64
-"""Multiple of its length up to which a damaged file is searched for whole records, so that a malicious one cannot take
-for ever."""
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Record)
-
-
-def encode(record: Record) -> bytes:
-    return _encoder.encode(record)
-
-
-def decode(body: bytes) -> Record:
-    """Decode a record. Raises ProtocolError if it is not one of this version."""
-    try:
-        return _decoder.decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise ProtocolError(f"record is of another version: {error}") from error
 
 
 def read(path: Path, *, after: int = 0) -> list[Record]:
@@ -88,7 +60,7 @@ def first(path: Path) -> Record | None:
         content += file.read(min(int.from_bytes(content[len(MAGIC) : len(MAGIC) + 4], "little"), MAX_RECORD_BYTES))
     if content[: len(MAGIC)] != MAGIC[: len(content)]:
         raise ProtocolError(f"journal {path}: not a resihp journal")
-    body = _body(content, len(MAGIC))
+    body = body_at(content, len(MAGIC))
     return None if body is None else decode(body)
 
 
@@ -118,45 +90,6 @@ def _opened(path: Path) -> int:
         if error.errno in (errno.EINVAL, errno.ELOOP):
             raise ProtocolError(f"journal {path}: is no plain file") from error
         raise
-
-
-def _frame(body: bytes) -> bytes:
-    return len(body).to_bytes(4, "little") + zlib.crc32(body).to_bytes(4, "little") + body
-
-
-def scan(content: bytes, name: str) -> Iterator[tuple[int, Record]]:
-    """Yield (end offset, record) of every whole record. Raises ProtocolError as `read` does."""
-    if content[: len(MAGIC)] != MAGIC[: len(content)]:
-        raise ProtocolError(f"journal {name}: not a resihp journal")
-    at = len(MAGIC)
-    while (body := _body(content, at)) is not None:
-        try:
-            record = decode(body)
-        except ProtocolError as error:
-            raise ProtocolError(f"journal {name}: at byte {at}: {error}") from error
-        at += 8 + len(body)
-        yield at, record
-    offset = content.find(_ANY_RECORD, at + 8 + 1)  # no whole record follows a torn tail
-    searched = 0
-    while offset != -1:
-        searched += min(int.from_bytes(content[offset - 8 : offset - 4], "little"), MAX_RECORD_BYTES)
-        if searched > _MAX_SEARCHED_LENGTHS * len(content):
-            raise ProtocolError(f"journal {name}: damaged at byte {at}, and the rest is not ours")
-        if _body(content, offset - 8) is not None:
-            raise ProtocolError(
-                f"journal {name}: damaged at byte {at}, and whole records follow from byte {offset - 8}: "
-                "left as it is; restore it, or another node's copy of it"
-            )
-        offset = content.find(_ANY_RECORD, offset + 1)
-
-
-def _body(content: bytes, at: int) -> bytes | None:
-    """Return the body of the record that begins at this offset; None if it is not whole."""
-    length = int.from_bytes(content[at : at + 4], "little")
-    body = content[at + 8 : at + 8 + length]
-    if not 0 < length <= MAX_RECORD_BYTES or len(body) < length:
-        return None
-    return body if zlib.crc32(body) == int.from_bytes(content[at + 4 : at + 8], "little") else None
 
 
 def _write_all(descriptor: int, content: bytes, at: int) -> None:
@@ -290,7 +223,7 @@ class Journal:
 
     def write(self, records: Sequence[tuple[Record, bytes]]) -> None:
         """Write and flush stamped records, in order, all or nothing. Raises OSError if the disk does not take them."""
-        file, frames = self._file, [_frame(body) for _, body in records]
+        file, frames = self._file, [as_frame(body) for _, body in records]
         try:
             _write_all(file.fd, b"".join(frames), file.end)
             if self._sync:
@@ -412,7 +345,7 @@ class Journal:
             sync_folder(self.path.parent)
 
     def _extend(self, new: _OpenFile, records: Sequence[Record]) -> None:
-        frames = [_frame(encode(record)) for record in records]
+        frames = [as_frame(encode(record)) for record in records]
         _write_all(new.fd, b"".join(frames), new.end)
         if self._sync:
             os.fsync(new.fd)

@@ -1,7 +1,7 @@
 """Which agents may lead a job, and which entries count as decided: derived from any copy of the journal.
 
 The agents on the nodes of the plan in effect vote, standby ones included; of a large plan only some do (at most
-`fold.MAX_VOTERS`, so that the cost of a decision does not grow with the job). A leader needs a quorum of them: more
+`state.MAX_VOTERS`, so that the cost of a decision does not grow with the job). A leader needs a quorum of them: more
 than half, or exactly half if that includes the agent on the node of the leader that decided the plan. From the decision
 on another plan until it is in effect, a quorum of that plan's voters is needed as well (joint consensus, as in Raft).
 So every quorum shares an agent with every earlier one that may still count, whatever a copy of the journal lacks. An

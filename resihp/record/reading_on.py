@@ -12,7 +12,8 @@ from pathlib import Path
 
 from resihp.errors import ProtocolError
 from resihp.record.journal import Record
-from resihp.record.journal_file import MAGIC, MAX_FILE_BYTES, scan
+from resihp.record.journal_file import MAX_FILE_BYTES
+from resihp.record.journal_format import MAGIC, scan
 
 
 class ReadingOn:

@@ -39,7 +39,7 @@ from resihp.process import (
     restore_open_files,
     threads,
 )
-from resihp.protocol.framing import LocalChannel
+from resihp.protocol.channels import LocalChannel
 from resihp.worker.entry import become
 from resihp.worker.leaving import will_leave_with
 

@@ -20,7 +20,7 @@ from db.reading.health import services
 from db.reading.queries import Reader
 from db.writer import Ledger, catch_up
 from resihp.errors import LedgerError
-from resihp.record import journal, journal_file
+from resihp.record import journal, journal_file, journal_format
 from tests.db.conftest import (
     BEGAN,
     Listener,
@@ -244,7 +244,7 @@ def taken_over(path: Path, records: list[journal.Record], after: int, term: int 
     chosen = journal.LeaderChosen(term=term, node="n2", host="there", how="elected", after=after)
     writer = journal_file.Journal(path, sync=False)
     for record in kept:
-        writer.copy(journal_file.encode(record))
+        writer.copy(journal_format.encode(record))
     writer.append(chosen, kept[-1].at + 5.0)
     for record in records[len(kept) :]:
         writer.append(record.entry, record.at + 5.0)

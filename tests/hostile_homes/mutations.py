@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from resihp.record import journal, journal_file
+from resihp.record import journal, journal_file, journal_format
 from tests.hostile_homes import hostile_files, hostile_ledgers, values
 from tests.hostile_homes.places import ATTACKER_UID, World, below
 
@@ -122,7 +122,7 @@ def journal_entry(target: Target) -> str:
             new = float(new)
         values.put(record, place, new)
         words.append(f"{number}.{'.'.join(map(str, place))}={str(new)[:40]!r}")
-    content = journal_file.MAGIC + b"".join(_frame(_packed(record)) for record in records)
+    content = journal_format.MAGIC + b"".join(_frame(_packed(record)) for record in records)
     for path in target.journals:
         path.write_bytes(content)
     return f"journal: {', '.join(words)}"
@@ -149,7 +149,7 @@ def last_record_of_journal(target: Target) -> str:
     """One bit of the last record on local disk is another, or the record is cut off."""
     path = target.local / "journal"
     content = path.read_bytes()
-    last = len(_frame(journal_file.encode(journal_file.read(path)[-1])))
+    last = len(_frame(journal_format.encode(journal_file.read(path)[-1])))
     at = len(content) - target.rng.randrange(1, last)
     if target.rng.random() < 0.7:
         path.write_bytes(content[:at] + bytes([content[at] ^ 1 << target.rng.randrange(8)]) + content[at + 1 :])

@@ -23,7 +23,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from resihp.process import die_with_parent, inherited_socket
-from resihp.protocol.framing import LocalChannel
+from resihp.protocol.channels import LocalChannel
 from resihp.worker.forkserver import (
     ONE_THREAD,
     PRELOADED_MODULES,

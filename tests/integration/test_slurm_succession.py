@@ -18,7 +18,8 @@ from resihp.record.journal import (
     WorkerEnded,
     WorkerStarted,
 )
-from resihp.record.journal_file import encode, read
+from resihp.record.journal_file import read
+from resihp.record.journal_format import encode
 from tests.integration.slurm_jobs import ITERATIONS, Desk, MakeCluster, Reference, on_node
 
 pytestmark = pytest.mark.timeout(400)

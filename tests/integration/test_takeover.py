@@ -32,7 +32,8 @@ from resihp.record.journal import (
     SlurmSaw,
     WorkerStarted,
 )
-from resihp.record.journal_file import encode, read
+from resihp.record.journal_file import read
+from resihp.record.journal_format import encode
 from tests.integration.jobs import TINY, Job, jobs
 from tests.integration.slurm_jobs import PACED
 

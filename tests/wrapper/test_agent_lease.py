@@ -11,7 +11,8 @@ from pathlib import Path
 import msgspec
 
 from resihp.protocol import messages as m
-from resihp.protocol.framing import Envelope, SecureChannel
+from resihp.protocol.channels import SecureChannel
+from resihp.protocol.framing import Envelope
 from resihp.protocol.serving import serve
 from tests.wrapper.conftest import StubJob
 from tests.wrapper.run_requests import run_request

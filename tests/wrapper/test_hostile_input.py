@@ -21,7 +21,8 @@ from db.exchange import export
 from db.writer import Ledger, catch_up
 from resihp.errors import ProtocolError, ResihpError
 from resihp.record import journal
-from resihp.record.journal_file import MAGIC, read, read_packed
+from resihp.record.journal_file import read, read_packed
+from resihp.record.journal_format import MAGIC
 from tests.db.conftest import started, story, write_journal
 from tests.db.exports import files_of, former, sealed, set_column
 from wrapper.cli import app, main

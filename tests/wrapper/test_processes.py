@@ -134,7 +134,7 @@ def test_last_words_come_before_the_exit(stub_job: StubJob) -> None:
     """`Refuse`, sent right before the end, decides the exit code: had the exit come first, it would be 1."""
     script = (
         "import os, socket\n"
-        "from resihp.protocol.framing import LocalChannel\n"
+        "from resihp.protocol.channels import LocalChannel\n"
         "from resihp.protocol import messages as m\n"
         "channel = LocalChannel(socket.socket(fileno=int(os.environ['RESIHP_AGENT_FD'])))\n"
         "start = channel.recv(m.WorkerOrder)\n"
@@ -552,7 +552,7 @@ ASKING = """
 import os, socket
 from resihp.process import AGENT_FD
 from resihp.protocol import messages as m
-from resihp.protocol.framing import LocalChannel
+from resihp.protocol.channels import LocalChannel
 agent = LocalChannel(socket.socket(fileno=int(os.environ[AGENT_FD])))
 start = agent.recv(m.WorkerOrder)
 for n in range(200):

@@ -12,7 +12,8 @@ import pytest
 from resihp.errors import ProtocolError, UsageError
 from resihp.protocol import framing
 from resihp.protocol import messages as m
-from resihp.protocol.framing import Envelope, SecureChannel
+from resihp.protocol.channels import SecureChannel
+from resihp.protocol.framing import Envelope
 from tests.wrapper.conftest import SOON, StubJob
 from tests.wrapper.test_processes import FOREVER, exits, running
 from wrapper.commands.operate import inject

@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 from db.writer import Ledger
 from resihp.errors import JobNotFoundError, UsageError
-from resihp.record import journal, journal_file
+from resihp.record import journal, journal_file, journal_format
 from tests.wrapper.commands.status.test_status import record_job
 from wrapper import registry
 from wrapper.cli import app
@@ -348,7 +348,7 @@ def test_a_job_that_has_not_begun_is_no_other_folders(fresh_home: Path, monkeypa
 
 def test_the_first_record_is_read_alone(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    path.write_bytes(journal_file.MAGIC)
+    path.write_bytes(journal_format.MAGIC)
     assert journal_file.first(path) is None
     writer = journal_file.Journal(path)
     writer.append(journal.NodeJoined(node="n1", host="h", devices=1), 1.0)

@@ -16,7 +16,7 @@ from pathlib import Path
 from resihp.errors import ProtocolError, UsageError
 from resihp.process import most_open_files
 from resihp.protocol import messages as m
-from resihp.protocol.framing import SecureChannel
+from resihp.protocol.channels import SecureChannel
 from resihp.protocol.serving import Refusals, serve
 from wrapper.agent.succession.election import ANSWER_TIMEOUT_S, RETRY_S, Election, Standing, turn
 from wrapper.agent.succession.journal_copy import Replica

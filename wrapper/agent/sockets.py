@@ -16,7 +16,8 @@ import msgspec
 
 from resihp.errors import ProtocolError
 from resihp.process import OPEN_FILES
-from resihp.protocol.framing import MAX_UNSENT_BYTES, LocalChannel, LocalCodec, LocalFrames, local_frame
+from resihp.protocol.channels import MAX_UNSENT_BYTES, LocalChannel
+from resihp.protocol.framing import LocalCodec, LocalFrames, local_frame
 from resihp.worker import forkserver
 from resihp.worker.forkserver import ONE_THREAD, Deliver, Ended, Fork, Forked, NotForked, Ready, Unable
 from wrapper.config import container

@@ -22,7 +22,8 @@ import msgspec
 
 from resihp.errors import ProtocolError
 from resihp.protocol import messages as m
-from resihp.protocol.framing import Envelope, NoAnswerError, SecureChannel
+from resihp.protocol.channels import NoAnswerError, SecureChannel
+from resihp.protocol.framing import Envelope
 from resihp.protocol.resumable import Conversation
 from wrapper.agent.succession.election import accepts
 

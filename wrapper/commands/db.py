@@ -237,11 +237,11 @@ def _own_ledger(path: Path) -> str:
 
 
 def _begins_as_journal(path: Path) -> bool:
-    from resihp.record import journal_file
+    from resihp.record import journal_format
 
     try:
         with path.open("rb") as file:
-            return file.read(len(journal_file.MAGIC)) == journal_file.MAGIC
+            return file.read(len(journal_format.MAGIC)) == journal_format.MAGIC
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
 

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from resihp.protocol.framing import LocalChannel
+from resihp.protocol.channels import LocalChannel
 from resihp.worker.forkserver import ONE_THREAD, PRELOADED_MODULES, Serve
 from wrapper.config.run_spec import RunRequest
 from wrapper.launch.launcher import own_environment

@@ -23,8 +23,9 @@ from resihp.controller import interface as api
 from resihp.errors import ProtocolError
 from resihp.process import ending
 from resihp.protocol import messages as m
+from resihp.protocol.channels import SecureChannel
 from resihp.protocol.forwarding import deflated, report_of, to_workers
-from resihp.protocol.framing import Envelope, SecureChannel, encode
+from resihp.protocol.framing import Envelope, encode
 from resihp.protocol.resumable import Conversation
 from wrapper.launch.launcher import CANNOT_START, NO_SUPERVISOR_STATUS, Launcher
 from wrapper.supervisor.rendezvous import Exchange

@@ -16,7 +16,7 @@ from typing import Any, get_args
 from resihp.controller import interface as api
 from resihp.faults import LINK_MS, LINKS_NEED_TIMES, Fault, Kind
 from resihp.protocol import messages as m
-from resihp.protocol.framing import SecureChannel
+from resihp.protocol.channels import SecureChannel
 
 
 class Operators:

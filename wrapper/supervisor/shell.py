@@ -28,7 +28,8 @@ import msgspec
 from resihp.controller import interface as api
 from resihp.errors import ProtocolError, ResihpError
 from resihp.protocol import messages as m
-from resihp.protocol.framing import Envelope, SecureChannel
+from resihp.protocol.channels import SecureChannel
+from resihp.protocol.framing import Envelope
 from resihp.protocol.serving import Refusals, serve
 from resihp.record.journal import AnyEntry, JobEnded, PlanDecided, Record, WorkerEnded
 from resihp.record.journal_file import Journal

@@ -4,7 +4,7 @@ loss.
 One question at a time goes to the planning process (`interface.Think`); nobody waits for the answer. Under a plan that
 was made in haste the first question is whether there is a better one; `replan_policy` then weighs it as any other
 change. After that there is a question for the loss of each device with work and of each node, in the largest jobs for
-one of each kind of place (`resihp.scheduler.losses`). A question is exactly the one that `planning.best` would ask, so
+one of each kind of place (`resihp.scheduler.losses`). A question is exactly the one that `next_plan.best` would ask, so
 its answer is used only if just that situation arises. Anything that changes the question (a plan, a slow device, a
 newcomer, learned times) makes all answers void.
 
@@ -17,8 +17,9 @@ from collections import deque
 from collections.abc import Iterable
 
 from resihp.controller import interface as api
-from resihp.controller import planning, replan_policy
+from resihp.controller import replan_policy
 from resihp.controller.ahead.answers import Loss, OpenQuestion
+from resihp.controller.planning import choices, next_plan, situations
 from resihp.controller.state.job import Job
 from resihp.scheduler import losses
 from resihp.scheduler.questions import canonical, key_of
@@ -87,9 +88,9 @@ def _ask(job: Job) -> None:
 
 
 def _question(job: Job, loss: Loss) -> Situation | None:
-    """Return the question `planning.best` will ask after this loss; None if no rank would remain."""
+    """Return the question `next_plan.best` will ask after this loss; None if no rank would remain."""
     remaining = set(job.ready).difference(loss.ranks)
-    return canonical(planning.asked(job, job.epoch + 1, remaining, None).fit) if remaining else None
+    return canonical(next_plan.asked(job, job.epoch + 1, remaining, None).fit) if remaining else None
 
 
 def _search_s(job: Job) -> float:
@@ -138,8 +139,8 @@ def _improvements(job: Job) -> Iterable[Loss]:
 def _weigh(job: Job, key: str) -> None:
     """Have a found plan weighed if its iterations would take less time than those of the plan in effect."""
     assert job.record.plan is not None
-    question = planning.asked(job, job.epoch + 1, set(job.ready), None)
-    better, present = job.plan_cache.ready(question.fit), planning.present(job, question.situation)
+    question = next_plan.asked(job, job.epoch + 1, set(job.ready), None)
+    better, present = job.plan_cache.ready(question.fit), choices.present(job, question.situation)
     job.plan_cache.searched = job.record.plan.without_mirrors().layout.replicas
     if better is not None and (present is None or better.seconds < present * (1 - PREDICTION_ERROR)):
         replan_policy.consider_found(job, key)
@@ -153,5 +154,5 @@ def _losses(job: Job) -> list[Loss]:
     place."""
     return [
         Loss(ranks=loss.ranks, what=f"the loss of {f'node {loss.node}' if loss.node else job.where(loss.ranks[0])}")
-        for loss in losses.to_ask(planning.situation_now(job))
+        for loss in losses.to_ask(situations.now(job))
     ]

@@ -6,7 +6,7 @@ Decides nothing. Called by `transition`.
 
 from __future__ import annotations
 
-from resihp.controller import planning
+from resihp.controller.planning import situations
 from resihp.controller.state.job import Job
 from resihp.parallelism.layout import spans
 from resihp.parallelism.plan import Plan
@@ -19,7 +19,7 @@ def report(job: Job, before: Plan | None, plan: Plan) -> None:
 
     A job that was asked to have one replica gets a notice at its start instead of warnings.
     """
-    specs = planning.specs(job)
+    specs = situations.specs(job)
     mirroring = plan.mirroring
     if mirroring and (before is None or before.mirroring != mirroring):
         copied = {layer for d in plan.mirrors for s in plan.layout.replicas[d].stages if s.ranks for layer in s.layers}

@@ -1,8 +1,8 @@
 """Verdicts on slow devices: the journal entries and log lines they produce, and the plan question that follows.
 
 Each device gets a verdict of its own, however many are declared slow at once; the log gets one line per node, and the
-planner is asked once for all of them. This module never decides which devices are slow: its caller, `slow_devices`,
-does.
+planner is asked once for all of them. This module never decides which devices are slow; its caller does,
+`measured_suspects`.
 """
 
 from __future__ import annotations

@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 
 from resihp.controller import replan_policy
-from resihp.controller.fail_slow import probing, slow_parts
+from resihp.controller.fail_slow import slow_parts
 from resihp.controller.fail_slow.suspicions import change, dropped, ended, excess, opened, possible, speed_of
+from resihp.controller.probing import probe_orders, probe_results
 from resihp.controller.state.examinations import Examination
 from resihp.controller.state.job import Job
 from resihp.detector import probes
@@ -44,7 +45,7 @@ def suspected(job: Job, finding: Finding, link: Link) -> None:
     opened(job, finding, evidence=f"{job.where_link(link)}: slow, {change(finding)}: {finding.evidence}")
     text = f"{job.where_link(link)}: suspected to be slow, {change(finding)}; measuring after iteration {after}"
     job.say("notice", text)
-    probing.begin_link(job, finding, after)
+    probe_orders.begin_link(job, finding, after)
 
 
 def _in_use(job: Job, link: Link) -> bool:
@@ -64,7 +65,7 @@ def _announced_iteration(job: Job) -> int | None:
 
 def measured(job: Job, done: Examination, finding: Finding, link: Link) -> None:
     """Decide about a link once its ends and the reference links have answered, or have had the time to."""
-    judged = probing.conclude_link(job, done, link)
+    judged = probe_results.conclude_link(job, done, link)
     if not job.training:
         _clear(job, link, "unconfirmed", "a new plan is about to take effect", done.probe)
     elif judged is None:
@@ -91,7 +92,7 @@ def _look_again(
 ) -> None:
     after = _announced_iteration(job)
     if after is not None and job.may_interrupt and _in_use(job, link):
-        probing.begin_link(job, finding, after, looks)
+        probe_orders.begin_link(job, finding, after, looks)
         return
     why = "training ends before it could be measured again" if after is None else "it could not be measured again"
     count = "1 look" if len(looks) == 1 else f"{len(looks)} looks"

@@ -3,7 +3,7 @@
 None of these can be measured apart from training, and no plan avoids them. They are reported, with their cost, until
 they end. Slowness that lasts becomes a verdict. A group's collectives wait for the slow devices of the group, and every
 rank waits for every other; so these parts are no failure of their own while a cause is known since about the same time.
-Called by `slowness` and `slow_devices`.
+Called by `slowness`, `slow_links`, `convictions` and `measured_suspects`.
 """
 
 from __future__ import annotations

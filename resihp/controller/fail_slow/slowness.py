@@ -1,10 +1,10 @@
 """Devices and links that are slow but at work: from the detector's finding to a verdict, and to a plan that suits it.
 
 A finding is a suspicion. Its suspects are measured between two iterations, together with a few reference devices. One
-suspicion is open at a time; later findings join it or wait. The decisions are made in `slow_devices`, in `slow_links`,
-and in `slow_parts` for everything that cannot be measured. After a verdict the planner is asked for a better plan, and
-training is interrupted only if that plan gains enough. A verdict ends when the detector finds normal speed again. No
-node is drained for being slow: the job goes on using it.
+suspicion is open at a time; later findings join it or wait. The decisions are made in `slow_devices` and
+`measured_suspects`, in `slow_links`, and in `slow_parts` for everything that cannot be measured. After a verdict the
+planner is asked for a better plan, and training is interrupted only if that plan gains enough. A verdict ends when the
+detector finds normal speed again. No node is drained for being slow: the job goes on using it.
 
 All suspicions and verdicts are on record. Called by the controller with answers to probes, and at the end of each
 event; the detector's findings are put into `job.findings` by `expectation`.
@@ -17,15 +17,16 @@ from collections.abc import Mapping, Set
 import msgspec
 
 from resihp.controller import replan_policy, startup
-from resihp.controller.fail_slow import probing, second_looks, slow_devices, slow_links, slow_parts, suspicions
+from resihp.controller.fail_slow import measured_suspects, slow_devices, slow_links, slow_parts, suspicions
+from resihp.controller.fail_slow.thresholds import RECOVERED_SPEED
 from resihp.controller.nodes import joins
+from resihp.controller.probing import probe_orders, probe_results, second_looks
 from resihp.controller.state.examinations import Examination
 from resihp.controller.state.job import Job
 from resihp.controller.state.members import Member
 from resihp.detector import probes
 from resihp.detector.findings import Finding
 from resihp.protocol import messages as m
-from resihp.record.fold import RECOVERED_SPEED
 from resihp.record.state import Device
 
 MAX_UNANSWERED_PROBES = 1000
@@ -36,7 +37,7 @@ BUSY_RETRY_S = 1.0
 
 def review(job: Job) -> None:
     """Act on the detector's findings, at the end of each event."""
-    for overdue in probing.overdue(job):
+    for overdue in probe_orders.overdue(job):
         concluded(job, overdue)
     if not job.training:
         return  # findings wait
@@ -86,13 +87,13 @@ def concluded(job: Job, done: Examination) -> None:
         return
     if done.occasion == "suspicion":
         if not second_looks.suspects_again(job, done):
-            slow_devices.measured(job, done)
+            measured_suspects.decide(job, done)
         return
     complete = second_looks.after(job, done)
     if complete is None:
         return
     unfit = set(job.record.unfit)
-    judged = probing.conclude(job, complete)
+    judged = probe_results.conclude(job, complete)
     if done.occasion == "start":
         startup.measured(job, judged)
     elif done.occasion == "join":
@@ -148,7 +149,7 @@ def _measure_standby(job: Job) -> None:
     busy |= {*job.record.computing, *job.unmeasured}
     standby = [rank for rank in job.ready if job.device_of(rank) in due and rank not in busy]
     if standby:
-        probing.begin(job, "standby", standby)
+        probe_orders.begin(job, "standby", standby)
 
 
 def _due(job: Job) -> set[Device]:
@@ -201,10 +202,10 @@ def resume(job: Job) -> None:
     replan_policy.consider_links(job)
     for rank in sorted(job.unmeasured):
         if job.members[rank].ready:
-            probing.begin(job, "join", (rank,))
+            probe_orders.begin(job, "join", (rank,))
 
 
 def probed(job: Job, member: Member, answer: m.Probed) -> None:
-    done = probing.probed(job, member.rank, answer)
+    done = probe_orders.probed(job, member.rank, answer)
     if done is not None:
         concluded(job, done)

@@ -1,7 +1,7 @@
 """Suspicions of slowness as the journal has them: numbered, complete, one open at a time, each with an outcome.
 
 The numbers are shared with suspicions of silence (`fail_stop.silence`). Decides nothing. Called by `slow_devices`,
-`slow_links`, `slow_parts` and `slowness`.
+`measured_suspects`, `slow_links`, `slow_parts` and `slowness`.
 """
 
 from __future__ import annotations

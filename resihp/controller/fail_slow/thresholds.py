@@ -1,7 +1,8 @@
 """The thresholds that decide which devices, parts and jobs are declared slow: a value, its unit and its reason each.
 
 Decides nothing itself. The probability and the probe speeds that a verdict needs are configuration keys and not here
-(`resihp.settings.Thresholds`). Read by `slow_devices`, `slow_parts`, `suspicions` and `second_looks`.
+(`resihp.settings.Thresholds`). Read by `slow_devices`, `measured_suspects`, `slow_parts`,
+`suspicions`, `slowness`, `probe_results` and `second_looks`.
 
 A verdict on a device adds up log odds: those of its probe, plus those of the detector's finding, less a penalty for the
 number of suspects. A change is relative: +0.25 is an iteration, or a rank's own work, that takes 1.25 times as long.
@@ -25,6 +26,9 @@ GROUP_MEMBER_PENALTY_LOG_ODDS = 2.0
 MIN_SLOWDOWN_SHARE_IN_PROBE = 2 / 3
 """Share of the slowdown seen in training. Where another slow device may be the cause, the finding counts only if the
 probe shows at least this share of it."""
+
+RECOVERED_SPEED = 0.95
+"""Share of its peers' speed from which the probe of a slow standby device shows that it has recovered."""
 
 # --- verdicts from training alone -----------------------------------------------------------------------------------
 

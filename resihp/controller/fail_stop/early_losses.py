@@ -18,7 +18,7 @@ import signal as signals
 
 from resihp.controller import interface as api
 from resihp.controller import iterations, startup
-from resihp.controller.fail_stop import failures, incidents, root_causes
+from resihp.controller.fail_stop import failures, incidents, own_causes
 from resihp.controller.state.job import Job
 from resihp.controller.state.members import Member, natural
 from resihp.protocol import client
@@ -171,21 +171,26 @@ def _ends_for_the_script(job: Job) -> bool:
     if _is_common(job, unwilling, nodes):
         incidents.end(job, 2, job.members[unwilling[0]].unwilling)
         return True
+    return _ends_for_same_error(job, nodes) or _ends_for_same_status(job, nodes)
+
+
+def _ends_for_same_error(job: Job, nodes: set[str]) -> bool:
+    """End the job if its script raises the same everywhere, unless that followed from a lost peer."""
     by_error: dict[str, list[int]] = {}
     followers = _followers(job)
     for rank, member in sorted(job.members.items()):
         if member.raised is not None and rank not in followers:
             by_error.setdefault(failures.alike(member.raised.error), []).append(rank)
     worst = max(by_error.values(), key=len, default=[])
-    if _is_common(job, worst, nodes) and not root_causes.lost_a_peer(job, worst[0]):
-        if root_causes.may_pass(job, worst[0]):
-            raised = job.members[min(worst)].raised
-            assert raised is not None
-            incidents.outside_failed(job, worst, f"raised the same: {raised.error}")
-        else:
-            incidents.program_is_broken(job, worst)
-        return True
-    return _ends_for_same_status(job, nodes)
+    if not _is_common(job, worst, nodes) or own_causes.lost_a_peer(job, worst[0]):
+        return False
+    if own_causes.may_pass(job, worst[0]):
+        raised = job.members[min(worst)].raised
+        assert raised is not None
+        incidents.outside_failed(job, worst, f"raised the same: {raised.error}")
+    else:
+        incidents.program_is_broken(job, worst)
+    return True
 
 
 def _ends_for_same_status(job: Job, nodes: set[str]) -> bool:
@@ -205,8 +210,8 @@ def _ends_for_same_status(job: Job, nodes: set[str]) -> bool:
     status, worst = max(by_status.items(), key=lambda item: len(item[1]), default=(0, []))
     if not _is_common(job, worst, nodes):
         return False
-    if all(root_causes.may_pass(job, rank) for rank in worst):
-        cause = root_causes.reported_cause(job, job.members[worst[0]])
+    if all(own_causes.may_pass(job, rank) for rank in worst):
+        cause = own_causes.reported_cause(job, job.members[worst[0]])
         incidents.outside_failed(job, worst, f"failed alike; {cause}")
     else:
         incidents.program_ends(job, worst, status)
@@ -219,7 +224,7 @@ def _followers(job: Job) -> set[int]:
     failed = _all_failed(job)
     failed_members = [job.members[rank] for rank in failed if rank in job.members]
     elsewhere = bool(job.record.suspects_silent) or _lacks_nodes(job)
-    causes = [root_causes.may_follow_from(member) for member in failed_members if member.follows in ("", "never")]
+    causes = [own_causes.may_follow_from(member) for member in failed_members if member.follows in ("", "never")]
     since = -math.inf if elsewhere or len(failed_members) < len(failed) else min(causes, default=math.inf)
     followers = {member.rank for member in failed_members if member.follows == "surely"}
     for member in failed_members:
@@ -320,7 +325,7 @@ def _end_for(job: Job, failed: list[int]) -> None:
     else:
         how = member.fenced or failures.ending(job.record.unexplained[rank] or 0)
         if member.follows in ("perhaps", "surely"):
-            how = root_causes.reported_cause(job, member).removeprefix(f"rank {rank}").lstrip(": ")
+            how = own_causes.reported_cause(job, member).removeprefix(f"rank {rank}").lstrip(": ")
         text = f"{how}{failures.early(job)}; see its log, {place.node}.rank{rank}.log"
     if more := len(causes) - 1 - len(same):
         text += f"; {more} more failed"

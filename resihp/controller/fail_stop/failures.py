@@ -1,7 +1,7 @@
 """Consequences of a lost worker, a lost node, an exception or broken communication.
 
 `transition_after` begins the way from a lost rank to the next plan: `transition.park` pauses the survivors,
-`transition.decide_when_parked` has `planning.best` choose a plan, `transition.propose` sends it to the ranks. Before
+`transition.decide_when_parked` has `next_plan.best` choose a plan, `transition.propose` sends it to the ranks. Before
 the first plan, `startup` does so instead.
 """
 
@@ -10,11 +10,12 @@ from __future__ import annotations
 import re
 import signal as signals
 from collections.abc import Collection
+from typing import Literal
 
 from resihp.controller import interface as api
 from resihp.controller import iterations, startup
 from resihp.controller import transition as transitions
-from resihp.controller.fail_stop import incidents, root_causes, silence
+from resihp.controller.fail_stop import incidents, own_causes, silence
 from resihp.controller.nodes import joins
 from resihp.controller.state.incidents import Incident
 from resihp.controller.state.job import Job
@@ -38,7 +39,7 @@ def exited(job: Job, event: api.WorkerExited) -> None:
         return
     job.nodes[member.node].last_beat = job.now  # its agent has reported it
     member.exit_status, member.clues = event.status, event.clues
-    root_causes.note_failed(job, member)
+    own_causes.note_failed(job, member)
     incidents.mark_dead(job, member, event.status)
     if job.stage == "halting":
         text = f"{job.where(member.rank)}: {ending(event.status)} after training was done"
@@ -72,7 +73,7 @@ def exited_early(job: Job, member: Member, status: int) -> None:
 
 def raised(job: Job, member: Member, raised: m.Raised) -> None:
     member.raised, member.raised_clues = raised, read_log(raised.traceback, kernel_lines=False)
-    root_causes.note_failed(job, member)
+    own_causes.note_failed(job, member)
     if member.declared is None and member.joins:
         return
     job.errors[member.rank] = (raised.iteration, raised.error)
@@ -110,32 +111,30 @@ def alike(text: str) -> str:
 def incident(job: Job, member: Member, status: int, *, alone: bool = False) -> None:
     """Add the root cause of a process's end. `alone`: it ended before the first plan while other ranks went further."""
     injected = job.signalled.get(member.rank)
-    if member.raised is not None:
-        cause, evidence = f"rank {member.rank} raised {member.raised.error}", member.raised.traceback[-4000:]
-    else:
-        cause = f"rank {member.rank} {ending(status)}"
-        if member.unwilling:
-            cause = f"rank {member.rank} cannot start: {member.unwilling}"
-        if member.fenced:
-            cause = f"rank {member.rank} {member.fenced}"
-        evidence = f"pid {member.pid} on node {member.node}: {_ending_of(member, status)}"
+    cause, evidence = _words_of_end(member, status)
     member.exit_status = status
-    condemned = root_causes.condemns_its_device(job, member)
+    condemned = own_causes.condemns_its_device(job, member)
     # A dead GPU reaches the script as an exception. If one rank alone cannot do something at the start that others can,
     # its node is the cause. For a program that never declares a model, this is not known.
-    device_failed = condemned or root_causes.failed_on_its_device(job, member)
+    device_failed = condemned or own_causes.failed_on_its_device(job, member)
     by_device = (member.raised is None and status != m.ABORT_STATUS) or device_failed or alone
     # An abort is not the program's fault either, nor is lost storage or a lost service.
-    by_neither = not by_device and (member.raised is None or root_causes.is_from_outside(job, member.rank))
+    by_neither = not by_device and (member.raised is None or own_causes.is_from_outside(job, member.rank))
     before = job.record.dead_devices if job.stage == "gathering" else job.dead_devices  # early, it is its first process
     dead = condemned or (member.node, member.device) in before
+    if by_neither:
+        component: Literal["process", "script", "device"] = "process"
+    elif not by_device:
+        component = "script"
+    else:
+        component = "device" if dead else "process"
     if job.stage != "gathering":  # while gathering it was reported when it happened
-        job.say("warning", f"{job.where(member.rank)}: {cause.removeprefix(f'rank {member.rank} ')}")
+        job.say("warning", f"{job.where(member.rank)}: {cause}")
     job.incidents.append(
         Incident(
             kind="fail-stop" if by_device or by_neither else "program",
-            component="process" if by_neither else "script" if not by_device else "device" if dead else "process",
-            cause=cause,
+            component=component,
+            cause=f"rank {member.rank} {cause}",
             evidence=evidence,
             found_at=job.now,
             iteration=under_way(job, {member.rank}),
@@ -147,6 +146,19 @@ def incident(job: Job, member: Member, status: int, *, alone: bool = False) -> N
             condemned=(member.node, member.device) if condemned else None,
         )
     )
+
+
+def _words_of_end(member: Member, status: int) -> tuple[str, str]:
+    """Return the cause of a process's end, without its subject, and the evidence."""
+    if member.raised is not None:
+        return f"raised {member.raised.error}", member.raised.traceback[-4000:]
+    if member.fenced:
+        cause = member.fenced
+    elif member.unwilling:
+        cause = f"cannot start: {member.unwilling}"
+    else:
+        cause = ending(status)
+    return cause, f"pid {member.pid} on node {member.node}: {_ending_of(member, status)}"
 
 
 def under_way(job: Job, victims: set[int]) -> int:
@@ -243,7 +255,7 @@ def node_incident(job: Job, name: str, reason: str, ranks: list[int]) -> set[int
     job.incidents = [i for i in job.incidents if i not in earlier]
     victims = {*ranks, *(rank for i in earlier for rank in i.ranks)}
     broken = [
-        root_causes.reported_cause(job, job.members[rank]) for i in earlier if i.condemned for rank in sorted(i.ranks)
+        own_causes.reported_cause(job, job.members[rank]) for i in earlier if i.condemned for rank in sorted(i.ranks)
     ]
     before = f"; before, {broken[0]}" if broken else ""  # hardware that fails may take its node along
     injected = [job.signalled[rank] for rank in sorted(victims) if rank in job.signalled]

@@ -6,7 +6,7 @@ import re
 from typing import Literal
 
 from resihp.controller import interface as api
-from resihp.controller.fail_stop import root_causes, silence
+from resihp.controller.fail_stop import own_causes, root_causes, silence
 from resihp.controller.fail_stop.onsets import micros
 from resihp.controller.nodes import replacements
 from resihp.controller.state.incidents import Incident
@@ -80,21 +80,21 @@ def outside_failed(job: Job, ranks: list[int], symptom: str) -> None:
     if member.raised is not None:
         job.say("error", traceback_of(job, rank))
     evidence = (
-        member.raised.traceback[-4000:] if member.raised is not None else "\n".join(root_causes.log_lines(job, rank))
+        member.raised.traceback[-4000:] if member.raised is not None else "\n".join(own_causes.log_lines(job, rank))
     )
     job.incidents.append(
         Incident(
             kind="fail-stop",
             component="process",
             cause=f"{count} {symptom}",
-            evidence=f"{evidence}\nnext: {root_causes.advice(job, rank)}",
+            evidence=f"{evidence}\nnext: {own_causes.advice(job, rank)}",
             found_at=job.now,
             iteration=job.record.committed + 1,
             epoch=job.epoch,
         )
     )
     log_incidents(job)
-    too_few(job, f"{count} {symptom}; neither the script nor a node is the cause: {root_causes.advice(job, rank)}", 1)
+    too_few(job, f"{count} {symptom}; neither the script nor a node is the cause: {own_causes.advice(job, rank)}", 1)
 
 
 def same_error_everywhere(job: Job) -> bool:
@@ -107,7 +107,7 @@ def same_error_everywhere(job: Job) -> bool:
     """
     by_error: dict[tuple[int, str], list[int]] = {}
     for rank, error in job.errors.items():
-        if root_causes.may_be_the_program(job, rank):
+        if own_causes.may_be_the_program(job, rank):
             by_error.setdefault(error, []).append(rank)
     worst = max(by_error.values(), key=len, default=[])
     proposed = job.record.proposed
@@ -122,7 +122,7 @@ def same_error_everywhere(job: Job) -> bool:
 def cause_from_outside(job: Job) -> str:
     """Return the error of the ranks that have just failed because of storage or a service; empty if there is none."""
     ranks = sorted({rank for incident in job.incidents for rank in incident.ranks if rank in job.members})
-    failed = [rank for rank in ranks if job.members[rank].raised is not None and root_causes.may_pass(job, rank)]
+    failed = [rank for rank in ranks if job.members[rank].raised is not None and own_causes.may_pass(job, rank)]
     if not failed:
         return ""
     raised = job.members[failed[0]].raised

@@ -11,6 +11,7 @@ from resihp.controller.fail_stop import early_losses, failures, incidents, last_
 from resihp.controller.nodes import joins
 from resihp.controller.state.job import Job
 from resihp.controller.state.members import Member, Node
+from resihp.controller.state.transitions import Transition
 from resihp.record.journal import NodeLost
 
 LATECOMERS_S = 60.0
@@ -152,6 +153,7 @@ def nodes_awaited(job: Job) -> set[str]:
 
 
 def judge_progress(job: Job) -> None:
+    """Suspect ranks that keep all others waiting, and fence them once the time for it has passed."""
     assert job.record.plan is not None
     still = [job.members[rank] for rank in sorted(job.still & job.record.working) if job.members[rank].alive]
     stopped = [member for member in still if stopped_for_long(job, member)]
@@ -165,24 +167,40 @@ def judge_progress(job: Job) -> None:
     idle_s = job.now - job.progress_at
     limit_s = liveness.hang_suspected_s(job.settings, job.predicted_s)
     if idle_s <= limit_s:
-        for subject in list(job.record.suspects_silent):  # including those that the new plan has on standby
-            if isinstance(subject, int):
-                silence.ended(job, subject, "passed", "progress again")
+        end_suspicions_of_ranks(job)
         return
-    active = [job.members[rank] for rank in job.record.active if job.members[rank].alive]
-    busy = (m for m in active if not (m.finished or awaits_plan(job, m)))
-    suspects = liveness.blocking_ranks(busy, job.now, job.settings)
+    suspects = liveness.blocking_ranks(busy_members(job), job.now, job.settings)
     for member in suspects:
         silence.of_rank(job, member, idle_s, limit_s)
-    budget_s = liveness.hang_given_up_s(job.settings, job.predicted_s)
-    if not job.record.recent:
-        budget_s = job.settings.start_budget_s
-    elif job.transition is not None:
-        budget_s = max(budget_s, job.settings.transition_budget_s)
-    if idle_s > budget_s and suspects:
+    if idle_s <= hang_budget_s(job):
+        return
+    if suspects:
         fence(job, suspects)
-    elif idle_s > budget_s:
+    else:
         failures.communication_failed(job, f"no progress for {idle_s:.1f} s, all ranks wait for each other")
+
+
+def end_suspicions_of_ranks(job: Job) -> None:
+    """End all suspicions of ranks, since there is progress; including ranks that the new plan has on standby."""
+    for subject in list(job.record.suspects_silent):
+        if isinstance(subject, int):
+            silence.ended(job, subject, "passed", "progress again")
+
+
+def busy_members(job: Job) -> list[Member]:
+    """Return the live ranks that have work to do under the plan in effect."""
+    active = [job.members[rank] for rank in job.record.active if job.members[rank].alive]
+    return [member for member in active if not (member.finished or awaits_plan(job, member))]
+
+
+def hang_budget_s(job: Job) -> float:
+    """Return the seconds without progress after which ranks are given up; more at the start and in a transition."""
+    if not job.record.recent:
+        return job.settings.start_budget_s
+    budget_s = liveness.hang_given_up_s(job.settings, job.predicted_s)
+    if job.transition is None:
+        return budget_s
+    return max(budget_s, job.settings.transition_budget_s)
 
 
 def awaits_plan(job: Job, member: Member) -> bool:
@@ -213,9 +231,7 @@ def judge_transition(job: Job) -> None:
         return
     if late and waited_s > liveness.hang_suspected_s(job.settings, job.predicted_s):
         transitions.urge(job, f"did not finish the iteration within {waited_s:.1f} s")
-    budget_s = job.settings.hang_given_up_s
-    if job.stage == "building" or transition.initial:
-        budget_s = job.settings.transition_budget_s
+    budget_s = stage_budget_s(job, transition)
     if job.stage == "proposing" and waited_s <= job.settings.transition_budget_s:
         # Each rank checks the whole plan, without progress in its heartbeats: for 8,192 ranks this takes many seconds.
         late = [member for member in late if liveness.is_mute(member, job.now, job.settings)]
@@ -229,6 +245,13 @@ def judge_transition(job: Job) -> None:
         fence(job, blocking)
     else:
         failures.communication_failed(job, f"communicators of epoch {job.epoch} were not built within {budget_s:.0f} s")
+
+
+def stage_budget_s(job: Job, transition: Transition) -> float:
+    """Return the seconds that ranks have to answer in the present stage of a transition."""
+    if job.stage == "building" or transition.initial:
+        return job.settings.transition_budget_s
+    return job.settings.hang_given_up_s
 
 
 def fence(job: Job, members: list[Member]) -> None:

@@ -12,10 +12,11 @@ Slurm's answers.
 from __future__ import annotations
 
 from resihp.controller import interface as api
-from resihp.controller import planning, replan_policy, transition
+from resihp.controller import replan_policy, transition
 from resihp.controller.fail_stop import failures
 from resihp.controller.nodes import joins, measures, replacements
 from resihp.controller.nodes.measures import Decision
+from resihp.controller.planning import next_plan
 from resihp.controller.state.job import Job
 from resihp.controller.state.members import natural
 from resihp.controller.state.requests import COINCIDENCE_S
@@ -202,7 +203,7 @@ def _stand_by(job: Job, name: str) -> None:
     job.vacating.add(name)
     stay = {rank for rank in job.ready if job.members[rank].node not in job.vacating}
     try:
-        planning.best(job, job.epoch + 1, stay, None)
+        next_plan.best(job, job.epoch + 1, stay, None)
     except (LayoutError, NotEnoughDevicesError):
         _keep(job, name)
     else:

@@ -17,9 +17,9 @@ import msgspec
 
 from resihp.controller import fault_injection, replan_policy, transition
 from resihp.controller import interface as api
-from resihp.controller.fail_slow import probing
-from resihp.controller.fail_stop import root_causes
+from resihp.controller.fail_stop import own_causes
 from resihp.controller.nodes import replacements
+from resihp.controller.probing import probe_orders
 from resihp.controller.state.job import Job
 from resihp.controller.state.members import Member, natural
 from resihp.detector import probes
@@ -38,7 +38,7 @@ def respawn(job: Job, dead: Member) -> None:
         return
     if job.stop_request is not None or job.excused(dead.node, job.now):
         return
-    outside = root_causes.failed_on_its_device(job, dead) or root_causes.is_from_outside(job, dead.rank)
+    outside = own_causes.failed_on_its_device(job, dead) or own_causes.is_from_outside(job, dead.rank)
     by_script = dead.raised is not None and not outside
     if by_script or dead.unwilling or device in job.dead_devices or not job.nodes[dead.node].alive:
         return
@@ -165,7 +165,7 @@ def declared(job: Job, member: Member, declare: m.Declare) -> None:
     job.say("notice", f"{job.where(member.rank)}: ready to join")
     became_ready(job, member.rank)
     if member.rank in job.unmeasured:
-        probing.begin(job, "join", (member.rank,))
+        probe_orders.begin(job, "join", (member.rank,))
     if job.pause is not None:
         job.pause.reason += f", rank {member.rank} joined"
         transition.ask_to_pause(job, (member.rank,))
@@ -194,7 +194,7 @@ def measured(job: Job, judged: Mapping[int, probes.Judged]) -> None:
             text = f"fails its probe: {verdict.evidence}; observe mode: it gets work all the same"
             job.say("warning", f"{job.where(rank)}: {text}")
         elif not verdict.fit:
-            when = probing.measured_again(job, rank)
+            when = probe_orders.measured_again(job, rank)
             job.say("warning", f"{job.where(rank)}: failed its probe, kept on standby: {verdict.evidence}; {when}")
 
 

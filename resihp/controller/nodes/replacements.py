@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 from resihp.controller import interface as api
-from resihp.controller import planning, replan_policy
+from resihp.controller import replan_policy
+from resihp.controller.planning import first_plan
 from resihp.controller.state.job import Job
 from resihp.controller.state.requests import COINCIDENCE_S
 from resihp.errors import LayoutError
@@ -124,7 +125,7 @@ def _worth(job: Job) -> transition_cost.Verdict | None:
         return None
     try:
         wait_s = statistics.median(job.maintenance.waits_s or [job.settings.replacement_wait_s])
-        return replan_policy.weigh_asking(job, planning.first_again(job), wait_s=wait_s, joining_s=JOINING_S)
+        return replan_policy.weigh_asking(job, first_plan.choose_again(job), wait_s=wait_s, joining_s=JOINING_S)
     except LayoutError:
         return None
 

@@ -27,7 +27,7 @@ from resihp.parallelism.ownership import ParameterSpec
 from resihp.protocol import messages as m
 from resihp.protocol.messages import CheckpointPart, Declare, StepOutcome, Stepped, WorkerOrder
 from resihp.protocol.messages import Speed as DeviceSpeed
-from resihp.record.fold import apply, changed
+from resihp.record.fold import apply
 from resihp.record.journal import (
     AnyEntry,
     ChangeDecided,
@@ -39,7 +39,7 @@ from resihp.record.journal import (
     ReplacementAsked,
     WorkerStarted,
 )
-from resihp.record.state import Device, JobRecord, KnownWorker, Occasion
+from resihp.record.state import Device, JobRecord, KnownWorker, Occasion, occasions_of
 from resihp.scheduler import planners
 from resihp.scheduler.cost.profile import Profile
 from resihp.settings import Settings
@@ -176,7 +176,7 @@ class Job:
                 for probe in entry.devices:
                     self.rechecks.unfit_at.pop((probe.node, probe.device), None)
             case ChangeDecided():
-                for occasion in changed(entry):
+                for occasion in occasions_of(entry):
                     self.changed_at.setdefault(occasion, []).append(self.now)
             case _:
                 pass

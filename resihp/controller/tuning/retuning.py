@@ -17,8 +17,9 @@ from __future__ import annotations
 import math
 import statistics
 
-from resihp.controller import planning, replan_policy
+from resihp.controller import replan_policy
 from resihp.controller.fail_slow import learned_times
+from resihp.controller.planning import situations
 from resihp.controller.state.iterations import Promise
 from resihp.controller.state.job import Job
 from resihp.errors import LayoutError
@@ -96,7 +97,7 @@ def _may_tune(job: Job) -> bool:
 
 
 def _answer(job: Job, plan: Plan) -> replan_policy.Replan | None:
-    situation = planning.situation_now(job)
+    situation = situations.now(job)
     stages = len(plan.layout.replicas[0].stages)
     trials = max(MIN_TRIALS, TRIAL_BUDGET // max(1, stages * len(plan.assignment[0])))
     tuned = first_layout.tuned(

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from resihp.controller import planning, replan_policy
+from resihp.controller import replan_policy
+from resihp.controller.planning import next_plan, situations
 from resihp.scheduler.layouts.mirrors import layers_held_once, with_mirrors
 from resihp.simulator.invariants.violations import expect
 
@@ -43,7 +44,7 @@ def check_newcomers(rules: Rules) -> None:
         return  # a change that is not worth an interruption waits
     if job.reconsider and job.reconsider_at > rules.world.now:
         return  # the pending question covers all ready ranks, regardless of its occasion
-    better = planning.best_while_running(job).plan
+    better = next_plan.best_while_running(job).plan
     unused = better.computing == rules.in_effect.computing
     expect(unused, f"ranks {sorted(idle)} have no work, though {better.layout} has some for them")
 
@@ -70,7 +71,7 @@ def check_copies(rules: Rules) -> None:
         return
     if rules.committed - rules.exposed[1] <= MAX_IDLE_ITERATIONS:
         return
-    better = with_mirrors(plan, planning.situation_now(job), able)
+    better = with_mirrors(plan, situations.now(job), able)
     gained = layers_held_once(plan.layout) - layers_held_once(better.layout)
     often = any(
         len(job.changed_at.get(job.device_of(rank), ())) >= replan_policy.MAX_PROTECTIVE_CHANGES for rank in able

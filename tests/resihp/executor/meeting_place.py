@@ -14,7 +14,7 @@ import torch
 
 from resihp.executor.group_store import AgentRendezvous, JoinedMeeting
 from resihp.protocol import messages as m
-from resihp.protocol.framing import LocalChannel
+from resihp.protocol.channels import LocalChannel
 from resihp.protocol.rendezvous import Attendance, Meetings, batches
 
 LIMIT_S = 90.0

@@ -15,7 +15,7 @@ import pytest
 
 from resihp.process import AGENT_FD
 from resihp.protocol import messages as m
-from resihp.protocol.framing import LocalChannel
+from resihp.protocol.channels import LocalChannel
 
 REPOSITORY = Path(__file__).parents[3]
 PATIENCE_S = 20.0

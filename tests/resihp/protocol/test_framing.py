@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from resihp.errors import ProtocolError
 from resihp.protocol import framing
-from resihp.protocol.framing import Envelope, LocalChannel, LocalCodec, SecureChannel, SecureCodec
+from resihp.protocol.channels import LocalChannel, SecureChannel
+from resihp.protocol.framing import Envelope, LocalCodec, SecureCodec
 from resihp.protocol.messages import AgentMessage, Exited, Halt, Inject, KillNode, OperatorReply, Park, WorkerOrder
 from resihp.protocol.serving import serve
 

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from resihp.errors import ProtocolError
 from resihp.protocol import messages as m
-from resihp.protocol.framing import Envelope, LocalCodec, SecureChannel
+from resihp.protocol.channels import SecureChannel
+from resihp.protocol.framing import Envelope, LocalCodec
 from resihp.protocol.resumable import Conversation
 from resihp.protocol.serving import serve
 

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from resihp.errors import ProtocolError
-from resihp.protocol.framing import MAGIC, SecureChannel
+from resihp.protocol.channels import SecureChannel
+from resihp.protocol.framing import MAGIC
 from resihp.protocol.messages import AgentMessage, Exited, OperatorReply
 from resihp.protocol.serving import LISTEN_BACKLOG, REPORTED_PER_MINUTE, Refusals, serve
 

@@ -23,7 +23,8 @@ from resihp.record.journal import (
     ProbesTaken,
     WorkerStarted,
 )
-from resihp.record.journal_file import MAGIC, Journal, read, torn_bytes
+from resihp.record.journal_file import Journal, read, torn_bytes
+from resihp.record.journal_format import MAGIC
 from resihp.settings import Settings
 from tests.resihp.record.test_journal import ENTRIES
 

@@ -60,8 +60,9 @@ from resihp.record.journal import (
     WorkerStarted,
     first_seq,
 )
-from resihp.record.journal_file import MAGIC, MAX_APPENDED_BYTES, Journal, encode, read_packed
+from resihp.record.journal_file import MAX_APPENDED_BYTES, Journal, read_packed
 from resihp.record.journal_file import read_packed as read
+from resihp.record.journal_format import MAGIC, encode
 
 OUTCOME = StepOutcome(
     iteration=6,

@@ -12,7 +12,7 @@ import pytest
 
 from resihp.errors import ProtocolError
 from resihp.protocol.messages import StepOutcome
-from resihp.record import journal_file
+from resihp.record import journal_format
 from resihp.record.fold import fold
 from resihp.record.journal import (
     CheckpointCommitted,
@@ -22,7 +22,8 @@ from resihp.record.journal import (
     Suspected,
     first_seq,
 )
-from resihp.record.journal_file import LEFT_UNPACKED, PACK_AFTER, Journal, encode, read, read_packed
+from resihp.record.journal_file import LEFT_UNPACKED, PACK_AFTER, Journal, read, read_packed
+from resihp.record.journal_format import encode
 from resihp.record.packing import MAX_PACKED_ITERATIONS, MIN_PACKED_ITERATIONS, first_of, last_commits, pack, unpack
 
 SAVED = CheckpointCommitted(iteration=1, folder="/c", bytes=1, seconds=1.0)
@@ -185,7 +186,7 @@ def test_what_follows_any_record_is_found_in_a_packed_file_too(tmp_path: Path) -
         assert journal.common(seq) == seq
         found: list[Record] = []
         while piece := journal.after(found[-1].seq if found else seq, 5000):
-            found += unpack(journal_file.decode(body) for _, body in piece)
+            found += unpack(journal_format.decode(body) for _, body in piece)
             assert piece[-1][0] == found[-1].seq
         assert all_alike(found, records[at + 1 :])
     journal.close()

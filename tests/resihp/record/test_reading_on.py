@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from resihp.errors import ProtocolError
-from resihp.record import journal, journal_file
+from resihp.record import journal, journal_format
 from resihp.record.journal_file import LEFT_UNPACKED, Journal
 from resihp.record.reading_on import ReadingOn
 from tests.db.conftest import outcome
@@ -20,8 +20,8 @@ def committed(number: int) -> journal.IterationCommitted:
 def test_what_was_read_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = Journal(tmp_path / "journal", sync=False)
     decoded: list[int] = []
-    real = journal_file.decode
-    monkeypatch.setattr(journal_file, "decode", lambda body: (decoded.append(len(body)), real(body))[1])
+    real = journal_format.decode
+    monkeypatch.setattr(journal_format, "decode", lambda body: (decoded.append(len(body)), real(body))[1])
     reading = ReadingOn(writer.path)
     assert reading.new() == []
     for number in range(1, 6):

@@ -13,7 +13,7 @@ from typing import Literal
 
 import pytest
 
-from resihp.protocol.framing import LocalChannel
+from resihp.protocol.channels import LocalChannel
 from resihp.protocol.messages import Start
 from resihp.worker.forkserver import Ended, Fork, Forked, Ready, Report
 from tests.resihp.worker.test_forkserver import Shared

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from resihp.protocol.framing import LocalChannel
+from resihp.protocol.channels import LocalChannel
 from resihp.worker.forkserver import Deliver, Ended, Fork, Forked, Ready, Report, Serve, Unable
 
 FOREVER = "import time\ntime.sleep(3600)\n"

@@ -21,12 +21,13 @@ from resihp.errors import ProtocolError
 from resihp.process import MOST_OPEN_FILES
 from resihp.protocol import framing
 from resihp.protocol import messages as m
+from resihp.protocol.channels import SecureChannel
 from resihp.protocol.forwarding import label_of, report_of
-from resihp.protocol.framing import Envelope, SecureChannel
+from resihp.protocol.framing import Envelope
 from resihp.protocol.resumable import Conversation
 from resihp.protocol.serving import serve
 from resihp.record.journal import IterationCommitted, Record
-from resihp.record.journal_file import encode
+from resihp.record.journal_format import encode
 from tests.wrapper.run_requests import run_request
 from wrapper.config.run_spec import Program
 from wrapper.job_folder import Job, create_local_job
@@ -36,7 +37,7 @@ SCRIPT = """
 import os, socket, sys
 from resihp.process import AGENT_FD
 from resihp.protocol import messages as m
-from resihp.protocol.framing import LocalChannel
+from resihp.protocol.channels import LocalChannel
 agent = LocalChannel(socket.socket(fileno=int(os.environ[AGENT_FD])))
 start = agent.recv(m.WorkerOrder)
 print(*(os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")), start.joins, start.nodes, flush=True)
@@ -50,7 +51,7 @@ TALKER = """
 import os, socket, sys
 from resihp.process import AGENT_FD
 from resihp.protocol import messages as m
-from resihp.protocol.framing import LocalChannel
+from resihp.protocol.channels import LocalChannel
 agent = LocalChannel(socket.socket(fileno=int(os.environ[AGENT_FD])))
 start = agent.recv(m.WorkerOrder)
 figures = dict.fromkeys(("clip", "learning_rate", "gradient_norm", "loss"), 1.0)

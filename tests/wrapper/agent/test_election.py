@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan
 from resihp.protocol import messages as m
-from resihp.record import fold
-from resihp.record.fold import MAX_VOTERS
+from resihp.record import state
 from resihp.record.journal import (
     AnyEntry,
     DrainDecided,
@@ -33,6 +32,7 @@ from resihp.record.journal import (
     term_of,
 )
 from resihp.record.quorum import Membership
+from resihp.record.state import MAX_VOTERS
 from wrapper.agent.succession.election import (
     LEADER_PRESENT_S,
     LEADERLESS_WAIT_S,
@@ -662,7 +662,7 @@ def test_no_network_makes_two_lead_or_loses_a_decision_and_no_job_ends_whose_quo
     nodes: int, most_voters: int, seed: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(fold, "MAX_VOTERS", most_voters)
+        patched.setattr(state, "MAX_VOTERS", most_voters)
         network = Network(nodes, Random(seed))
         network.play(400)
         network.recover()

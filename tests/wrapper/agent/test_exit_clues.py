@@ -176,7 +176,7 @@ FAILS = """
 import os, socket, sys, traceback
 from resihp.process import AGENT_FD
 from resihp.protocol import messages as m
-from resihp.protocol.framing import LocalChannel
+from resihp.protocol.channels import LocalChannel
 agent = LocalChannel(socket.socket(fileno=int(os.environ[AGENT_FD])))
 agent.recv(m.WorkerOrder)
 if os.environ.get("LOG"):

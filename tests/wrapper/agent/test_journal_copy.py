@@ -12,7 +12,7 @@ from resihp.errors import ProtocolError, UsageError
 from resihp.protocol import messages as m
 from resihp.record import journal_file
 from resihp.record.journal import IterationCommitted, LeaderChosen, NodeJoined, Record, first_seq
-from resihp.record.journal_file import encode
+from resihp.record.journal_format import encode
 from tests.wrapper.agent.test_agent import outcome
 from wrapper.agent.succession.journal_copy import Replica, local_place
 from wrapper.job_files import OurJob, ours

@@ -15,7 +15,7 @@ import pytest
 from resihp.protocol import messages as m
 from resihp.protocol.serving import serve
 from resihp.record.journal import Record
-from resihp.record.journal_file import encode
+from resihp.record.journal_format import encode
 from tests.wrapper.agent.test_election import beginning
 from wrapper.agent import peers as peers_module
 from wrapper.agent.peers import Peers

@@ -11,7 +11,7 @@ import pytest
 import db.engine
 from db.reading.queries import Reader
 from db.writer import Ledger
-from resihp.record import journal_file
+from resihp.record import journal_file, journal_format
 from tests.db.conftest import Listener, story, write_journal
 from wrapper.sinks import deferred_ledger
 from wrapper.sinks.deferred_ledger import DeferredLedger
@@ -60,14 +60,14 @@ def test_what_happens_before_it_is_open_is_in_it_afterwards(tmp_path: Path) -> N
     opening, listener = Opening(tmp_path), Listener()
     ledger = DeferredLedger(opening, tmp_path / "journal", listener)
     for record in records[:30]:
-        writer.copy(journal_file.encode(record))
+        writer.copy(journal_format.encode(record))
         ledger.submit(record)
     ledger.telemetry([(1, 1, 0, 0.5, 0.4)])
     assert opening.refused.wait(20)
     other.execute("ROLLBACK")
     other.close()
     for record in records[30:]:
-        writer.copy(journal_file.encode(record))
+        writer.copy(journal_format.encode(record))
         ledger.submit(record)
     writer.close()
     assert ledger.close()

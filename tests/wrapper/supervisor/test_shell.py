@@ -21,7 +21,8 @@ import pytest
 
 from resihp.controller import interface as api
 from resihp.protocol import messages as m
-from resihp.protocol.framing import Envelope, SecureChannel
+from resihp.protocol.channels import SecureChannel
+from resihp.protocol.framing import Envelope
 from resihp.protocol.resumable import Conversation
 from resihp.record import journal_file
 from resihp.record.journal import (
@@ -34,7 +35,8 @@ from resihp.record.journal import (
     WorkerEnded,
     first_seq,
 )
-from resihp.record.journal_file import Journal, encode, read
+from resihp.record.journal_file import Journal, read
+from resihp.record.journal_format import encode
 from tests.wrapper.agent.test_election import beginning
 from tests.wrapper.run_requests import run_request
 from tests.wrapper.supervisor.journaling.test_replication import membership_of

@@ -29,7 +29,7 @@ LEADERLESS_WAIT_S = 5.0
 """How long an agent without a leader waits before it looks for a successor; also after the announcement of one."""
 STAGGER_S = 0.3
 """Additional wait of each voter over the one before it in turn, so that only one stands at a time. The last of
-`fold.MAX_VOTERS` stands long before any agent gives up the job (`supervisor_link.MAX_LEADERLESS_S`)."""
+`state.MAX_VOTERS` stands long before any agent gives up the job (`supervisor_link.MAX_LEADERLESS_S`)."""
 LEADER_PRESENT_S = 2.0
 """A voter that heard from a leader within this time takes it to be present."""
 ANSWER_TIMEOUT_S = 1.0

@@ -15,7 +15,8 @@ from resihp.errors import ProtocolError, UsageError
 from resihp.protocol import messages as m
 from resihp.protocol.forwarding import records_in
 from resihp.record.journal import Record
-from resihp.record.journal_file import Journal, decode, read_packed
+from resihp.record.journal_file import Journal, read_packed
+from resihp.record.journal_format import decode
 from resihp.record.quorum import Membership
 from wrapper.job_folder import OurJob
 from wrapper.strict_modes import check_folder

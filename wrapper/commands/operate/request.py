@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 
 from resihp.errors import ProtocolError, ResihpError, UsageError
-from resihp.protocol.framing import SecureChannel
+from resihp.protocol.channels import SecureChannel
 from resihp.protocol.messages import OperatorReply, OperatorRequest
 from wrapper.job_folder import Job
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from resihp.controller import interface as api
-from resihp.controller.fail_slow import probing
+from resihp.controller.probing import probe_orders
 from resihp.detector import probes
 from resihp.faults import parse
 from resihp.protocol import messages as m
@@ -179,7 +179,7 @@ def test_a_witness_in_a_long_iteration_is_waited_for_and_the_newcomer_is_not_bla
 
 
 def test_a_newcomer_whose_witness_has_died_is_measured_beside_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probing, "MAX_REFERENCE_DEVICES", 1)
+    monkeypatch.setattr(probe_orders, "MAX_REFERENCE_DEVICES", 1)
     job = ComeBack()
     job.answered += 1
     speed = m.Speed(flops=7e13, memory_bytes=7e11)

@@ -9,10 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from resihp.controller import Controller, planning
+from resihp.controller import Controller
 from resihp.controller import interface as api
 from resihp.controller.nodes.drains import DRAIN_PATIENCE_S
 from resihp.controller.nodes.replacements import RETRY_AFTER_S
+from resihp.controller.planning import first_plan, next_plan
 from resihp.detector.diagnosis.clues import read_log
 from resihp.errors import NotEnoughDevicesError
 from resihp.faults import parse
@@ -498,7 +499,7 @@ def test_a_drained_node_that_the_layout_cannot_do_without_trains_on(monkeypatch:
         raise NotEnoughDevicesError("the model does not fit")
 
     job = trained(on_drain="vacate")
-    monkeypatch.setattr(planning, "best", impossible)
+    monkeypatch.setattr(next_plan, "best", impossible)
     administrator_drains(job)
     job.train(20)
     assert job.job.pause is None
@@ -513,7 +514,7 @@ def test_a_drained_node_that_trains_on_is_part_of_the_next_plan(monkeypatch: pyt
 
     job = trained(on_drain="vacate")
     with monkeypatch.context() as patched:
-        patched.setattr(planning, "best", impossible)
+        patched.setattr(next_plan, "best", impossible)
         administrator_drains(job)
     job.crash(0)
     job.settle()
@@ -609,9 +610,9 @@ def test_no_node_is_asked_for_in_the_last_iterations() -> None:
 def test_whether_a_node_is_worth_it_is_weighed_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes the planner; and events are many."""
     asked_at: list[float] = []
-    weigh = planning.first_again
+    weigh = first_plan.choose_again
     job = trained(replacement_wait_s=1e6)
-    monkeypatch.setattr(planning, "first_again", lambda of: asked_at.append(of.now) or weigh(of))
+    monkeypatch.setattr(first_plan, "choose_again", lambda of: asked_at.append(of.now) or weigh(of))
     job.lose("n3")
     job.train(2 * RETRY_AFTER_S)
     assert len(asked_at) == 2

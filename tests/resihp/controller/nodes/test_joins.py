@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from resihp.controller import interface as api
-from resihp.controller import planning
 from resihp.controller.interface import Dependencies
+from resihp.controller.planning import next_plan
 from resihp.errors import NotEnoughDevicesError
 from resihp.protocol import messages as m
 from resihp.protocol.inventory import Software
@@ -303,7 +303,7 @@ def test_a_newcomer_for_which_no_plan_is_found_interrupts_nobody(monkeypatch: py
         raise NotEnoughDevicesError("no layout")
 
     job = crashed()
-    monkeypatch.setattr(planning, "best_while_running", impossible)
+    monkeypatch.setattr(next_plan, "best_while_running", impossible)
     job.join(6)
     assert job.job.pause is None
     assert job.end is None

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from resihp.protocol.messages import AskStop, OperatorReply
-from resihp.record import journal, journal_file
+from resihp.record import journal, journal_file, journal_format
 from tests.wrapper.commands.status.test_status import record_job
 from wrapper.cli import app
 from wrapper.commands.operate import request, stop
@@ -65,8 +65,8 @@ def test_a_long_journal_is_not_read_again_and_again(job: Job, monkeypatch: pytes
         os.close(lock)
 
     decoded: list[int] = []
-    real = journal_file.decode
-    monkeypatch.setattr(journal_file, "decode", lambda body: (decoded.append(len(body)), real(body))[1])
+    real = journal_format.decode
+    monkeypatch.setattr(journal_format, "decode", lambda body: (decoded.append(len(body)), real(body))[1])
     monkeypatch.setattr(request, "ask", answered)
     monkeypatch.setattr("wrapper.commands.resume.resume_hint", lambda of: "")
     monkeypatch.setattr("wrapper.config.run_spec.load", lambda path: None)

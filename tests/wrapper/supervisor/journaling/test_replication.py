@@ -14,7 +14,7 @@ from hypothesis import given, settings
 
 from resihp.protocol import messages as m
 from resihp.protocol.forwarding import records_in
-from resihp.record import fold
+from resihp.record import state
 from resihp.record.journal import (
     AnyEntry,
     DrainDecided,
@@ -443,7 +443,7 @@ MOVES = {
 )
 def test_a_decision_never_counts_before_a_quorum_has_it(dice: Random, moves: int, term: int, most: int) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patched:
-        patched.setattr(fold, "MAX_VOTERS", most)
+        patched.setattr(state, "MAX_VOTERS", most)
         first = beginning(5)
         beyond = [*first, *(Record(len(first) + n, 0.0, OTHER if n % 2 else DRAIN) for n in range(1, 4))]
         copies = {node: beyond[: dice.randint(0, len(beyond if term == 2 else first))] for node in NODES[:5]}
@@ -511,7 +511,7 @@ def see(scene: Scene, connected: set[str]) -> None:
 
 
 def test_those_who_do_not_vote_get_no_copies_until_they_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fold, "MAX_VOTERS", 2)
+    monkeypatch.setattr(state, "MAX_VOTERS", 2)
     records = beginning(4)
     voters = membership_of(records).voters
     assert len(voters) == 2

@@ -1,131 +1,31 @@
-"""Probes of devices and links: when they are taken, and how their answers are recorded.
+"""The answers to probes: how they are judged, recorded and reported.
 
-Before the first iteration every device is measured, and every link between neighbours. When a device joins, that device
-is measured. On a suspicion the suspects and a few reference devices are measured between two iterations, while training
-goes on. The answers are judged by `resihp.detector.probes`. A device that is not fit gets no work in the first plan: it
-stands by, so that its speed is not learned as healthy. Called by `startup`, `joins` and `slowness`.
-
-Both ends of a link have to measure at the same time. The iteration after which they do so is announced to them ahead.
-An end that gets the order too late does not take part; the other end waits for two seconds at most. The pairs are
-disjoint, and each has a communicator of its own while nothing is under way on any other communicator of its ranks. So
-no pair can wait for another, and the rest of the job waits for the pairs as for any slow peer.
+The answers are judged by `resihp.detector.probes`, and those to a suspicion by `resihp.detector.suspects`. A device
+that is not fit gets no work in the first plan: it stands by, so that its speed is not learned as healthy. Decides which
+earlier speeds the answers are compared with; the consequences are decided by its callers, `slowness`, `slow_links`,
+`measured_suspects` and `second_looks`.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
 
+from resihp.controller.fail_slow.thresholds import RECOVERED_SPEED
+from resihp.controller.probing.probe_orders import link_ends
 from resihp.controller.state.examinations import Examination
 from resihp.controller.state.job import Job
 from resihp.detector import probes, suspects
-from resihp.detector.findings import Finding
 from resihp.protocol import messages as m
-from resihp.record.fold import RECOVERED_SPEED
 from resihp.record.journal import DeviceProbe, LinkProbe, ProbesTaken
 from resihp.record.state import Device, Link
 
-MAX_REFERENCE_DEVICES = 4
-"""Largest number of devices that are measured together with suspects, for comparison."""
 NOTHING_LOST = m.Speed(flops=1.0, memory_bytes=1.0)
 """Share of their speed that all devices have left, where they have lost nothing."""
-MAX_BUSY_S = 3600.0
-"""Longest time, in seconds, that an iteration and the evaluation before it may keep ranks from answering a probe."""
 MAX_PROBES_IN_ENTRY = 1000
 """Largest number of devices, and of links, in one journal entry: entries are sent to every agent, and no frame holds
 the probes of 16,384 ranks."""
-
-
-def begin(
-    job: Job,
-    occasion: Literal["start", "join", "suspicion", "standby"],
-    ranks: Iterable[int],
-    pairs: Sequence[Sequence[tuple[int, int]]] = (),
-    findings: Iterable[Finding] = (),
-) -> Examination:
-    """Order ranks to measure their devices and, with `pairs` (in rounds), the links between them."""
-    job.probes += 1
-    probed_ranks = tuple(sorted(ranks))
-    examination = job.examinations[job.probes] = Examination(
-        probe=job.probes,
-        occasion=occasion,
-        asked=probed_ranks,
-        asked_at=job.now,
-        findings=[*findings],
-        after=job.furthest,
-    )
-    rounds = tuple(tuple(pair for pair in round_) for round_ in pairs)
-    job.order(probed_ranks, m.Probe(probe=job.probes, pairs=rounds))
-    return examination
-
-
-def begin_link(
-    job: Job, finding: Finding, after_iteration: int, slow_looks: tuple[probes.JudgedLink, ...] = ()
-) -> None:
-    """Announce that a suspected link is measured, together with others of its kind, at the end of iteration
-    `after_iteration`."""
-    assert finding.link is not None
-    slow = {rank for link in job.record.slow_links for rank in link}
-    usable = [rank for rank in job.record.active if rank not in slow and job.device_of(rank) not in job.record.slow]
-    round_ = probes.beside(_ends(finding.link), usable, job.node_of)
-    probed_ranks = tuple(sorted(rank for pair in round_ for rank in pair))
-    job.probes += 1
-    job.examinations[job.probes] = Examination(
-        probe=job.probes,
-        occasion="suspicion",
-        asked=probed_ranks,
-        asked_at=job.now,
-        findings=[finding],
-        ahead_s=(after_iteration - job.furthest) * job.predicted_s,
-        slow_looks=slow_looks,
-    )
-    job.order(probed_ranks, m.Probe(probe=job.probes, pairs=(round_,), after_iteration=after_iteration))
-
-
-def _ends(link: tuple[int, int]) -> probes.Pair:
-    return min(link), max(link)
-
-
-def probed(job: Job, rank: int, answer: m.Probed) -> Examination | None:
-    """Take an answer; return the examination if this was the last answer it waited for."""
-    examination = job.examinations.get(answer.probe)
-    if examination is None or (rank not in examination.silent and rank not in examination.answers):
-        return None
-    examination.answered(rank, answer)
-    return examination if _complete(job, examination) else None
-
-
-def overdue(job: Job) -> list[Examination]:
-    """Return the examinations that are complete because ranks died, or that have waited long enough."""
-    return [
-        examination
-        for examination in job.examinations.values()
-        if _complete(job, examination)
-        or job.now - examination.asked_at
-        > job.settings.probe_budget_s + examination.ahead_s + _busy_s(job, examination)
-    ]
-
-
-def _busy_s(job: Job, examination: Examination) -> float:
-    """Return how much longer answers may take.
-
-    Ranks that train answer between two iterations, and an evaluation may come before the next. There is no extra time
-    once a silent rank has reported an iteration since, or has no work: it could have answered.
-    """
-    if examination.ahead_s or not job.training:
-        return 0.0
-    working = job.record.working
-    could_answer = any(
-        rank not in working or job.members[rank].stepped > examination.after for rank in examination.silent
-    )
-    return 0.0 if could_answer else MAX_BUSY_S
-
-
-def _complete(job: Job, examination: Examination) -> bool:
-    return not examination.waits(lambda rank: job.members[rank].alive)
 
 
 def conclude(job: Job, examination: Examination) -> dict[int, probes.Judged]:
@@ -135,41 +35,69 @@ def conclude(job: Job, examination: Examination) -> dict[int, probes.Judged]:
     and nothing follows.
     """
     job.examinations.pop(examination.probe, None)
-    untried = {rank: answer.untried for rank, answer in examination.answers.items() if answer.untried}
-    speeds_measured = measured(examination)
-    failed = {rank: answer.error for rank, answer in examination.answers.items() if answer.error}
-    for rank in sorted(examination.silent):
-        if job.members[rank].alive:
-            failed[rank] = f"no answer to its probe within {job.settings.probe_budget_s:.0f} s"
-    past = {rank: _usual(job, job.device_of(rank)) for rank in _past(job, speeds_measured)}
-    others = {} if examination.occasion == "start" else _fleet(job, examination)
-    wanted = job.settings.detection.thresholds
-    judged = probes.judge_devices(speeds_measured | others, failed, past, wanted)
-    probed_ranks = set(examination.asked)
-    judged = {rank: verdict for rank, verdict in judged.items() if rank in probed_ranks}
-    judged |= {rank: verdict for rank, verdict in examination.settled.items() if rank in speeds_measured}
-    judged |= _unconfirmed(job, examination, judged)
-    comparable = speeds_measured
-    if examination.occasion != "start":  # shared processors also train now; they did not in the probes of former jobs
-        comparable = {rank: speed for rank, speed in speeds_measured.items() if not examination.answers[rank].shared}
-    slower = _slower_than_in_former_jobs(job, comparable, speeds_measured | others | examination.best)
-    judged |= {rank: verdict for rank, verdict in slower.items() if judged[rank].fit}
-    for rank, why in untried.items():
-        judged[rank] = probes.Judged(rank=rank, speed=None, fit=True, evidence=f"not measured: {why}")
-        job.say("notice", f"{job.where(rank)}: {judged[rank].evidence}")
+    speeds = measured(examination)
+    judged = _judge(job, examination, speeds)
+    _excuse_untried(job, examination, judged)
     link_times = _link_seconds(examination)
     link_speeds = probes.judge_links(link_times, job.node_of)
-    best = speeds_measured | {  # on shared processors the first look counts, taken while all were measured
-        rank: probes.best(speeds_measured[rank], again)
-        for rank, again in examination.best.items()
-        if rank in speeds_measured and not examination.answers[rank].shared
-    }
+    best = _best_speeds(examination, speeds)
     devices = tuple(_entry(job, verdict, best.get(rank)) for rank, verdict in sorted(judged.items()))
-    slow = sorted(pair for pair, speed in link_speeds.items() if speed < wanted.link_fit)
+    min_speed = job.settings.detection.thresholds.link_fit
+    slow = sorted(pair for pair, speed in link_speeds.items() if speed < min_speed)
     _log(job, examination, devices, link_times, link_speeds, slow)
     for a, b in slow:
         job.say("warning", f"{job.where_link((a, b))}: at {link_speeds[a, b]:.0%} of its peers")
     return judged
+
+
+def _judge(job: Job, examination: Examination, speeds: dict[int, m.Speed]) -> dict[int, probes.Judged]:
+    """Judge the measured `speeds` and the missing answers: by other devices, by the past and by former jobs."""
+    failed = {rank: answer.error for rank, answer in examination.answers.items() if answer.error}
+    failed |= _missing_answers(job, examination)
+    past = {rank: _usual(job, job.device_of(rank)) for rank in _past(job, speeds)}
+    others = _others(job, examination)
+    verdicts = probes.judge_devices(speeds | others, failed, past, job.settings.detection.thresholds)
+    probed_ranks = set(examination.asked)
+    judged = {rank: verdict for rank, verdict in verdicts.items() if rank in probed_ranks}
+    judged |= {rank: verdict for rank, verdict in examination.settled.items() if rank in speeds}
+    judged |= _unconfirmed(job, examination, judged)
+    slower = _slower_than_in_former_jobs(
+        job, _as_in_former_jobs(examination, speeds), speeds | others | examination.best
+    )
+    return judged | {rank: verdict for rank, verdict in slower.items() if judged[rank].fit}
+
+
+def _missing_answers(job: Job, examination: Examination) -> dict[int, str]:
+    """Return the live ranks that did not answer, with the evidence."""
+    evidence = f"no answer to its probe within {job.settings.probe_budget_s:.0f} s"
+    return {rank: evidence for rank in sorted(examination.silent) if job.members[rank].alive}
+
+
+def _excuse_untried(job: Job, examination: Examination, judged: dict[int, probes.Judged]) -> None:
+    """Judge the devices that could not be measured as fit, and report them."""
+    for rank, answer in examination.answers.items():
+        if answer.untried:
+            evidence = f"not measured: {answer.untried}"
+            judged[rank] = probes.Judged(rank=rank, speed=None, fit=True, evidence=evidence)
+            job.say("notice", f"{job.where(rank)}: {evidence}")
+
+
+def _as_in_former_jobs(examination: Examination, speeds: Mapping[int, m.Speed]) -> Mapping[int, m.Speed]:
+    """Return the speeds that compare with those of former jobs. Shared processors also train now, except at the start;
+    they did not in the probes of former jobs."""
+    if examination.occasion == "start":
+        return speeds
+    return {rank: speed for rank, speed in speeds.items() if not examination.answers[rank].shared}
+
+
+def _best_speeds(examination: Examination, speeds: Mapping[int, m.Speed]) -> dict[int, m.Speed]:
+    """Return the best speed of each device in all looks. On shared processors the first look counts, which was taken
+    while all were measured."""
+    best = dict(speeds)
+    for rank, again in examination.best.items():
+        if rank in speeds and not examination.answers[rank].shared:
+            best[rank] = probes.best(speeds[rank], again)
+    return best
 
 
 def measured(examination: Examination) -> dict[int, m.Speed]:
@@ -204,7 +132,7 @@ def in_doubt(job: Job, examination: Examination) -> dict[int, str]:
     For a standby device that has its processor to itself, one look is enough to find it as slow as before.
     """
     speeds = measured(examination)
-    others = {} if examination.occasion == "start" else _fleet(job, examination)
+    others = _others(job, examination)
     past = {rank: _usual(job, job.device_of(rank)) for rank in _past(job, speeds)}
     judged = probes.judge_devices(speeds | others, {}, past)
     if examination.occasion == "standby":
@@ -270,36 +198,34 @@ def conclude_suspicion(job: Job, examination: Examination) -> suspects.Verdicts:
     A live rank that did not answer is not fit. If a rank answers that it could not measure, nothing is known about it.
     """
     job.examinations.pop(examination.probe, None)
-    answers = examination.answers.items()
     speeds = best_of_looks(examination)
     verdicts = weigh_suspicion(job, examination)
-    all_devices = any(not finding.ranks for finding in examination.findings)
     judged = verdicts.devices
     if examination.looks > 1:
         for rank, verdict in judged.items():
             if verdict.speed is not None:
                 evidence = f"{verdict.evidence}, the best of {examination.looks} looks"
                 judged[rank] = msgspec.structs.replace(verdict, evidence=evidence)
-    for rank, answer in answers:
-        if answer.untried:
-            evidence = f"not measured: {answer.untried}"
-            judged[rank] = probes.Judged(rank=rank, speed=None, fit=True, evidence=evidence)
-            job.say("notice", f"{job.where(rank)}: {evidence}")
-    for rank in sorted(examination.silent):
-        if job.members[rank].alive:
-            evidence = f"no answer to its probe within {job.settings.probe_budget_s:.0f} s"
-            judged[rank] = probes.Judged(rank=rank, speed=None, fit=False, evidence=evidence)
+    _excuse_untried(job, examination, judged)
+    for rank, evidence in _missing_answers(job, examination).items():
+        judged[rank] = probes.Judged(rank=rank, speed=None, fit=False, evidence=evidence)
     devices = tuple(_entry(job, verdict, speeds.get(rank)) for rank, verdict in sorted(judged.items()))
-    share = None
-    if all_devices and verdicts.share is not None:  # suspects and references alone do not show a loss common to all
-        share = verdicts.share if verdicts.lost else NOTHING_LOST
-    _log(job, examination, devices, {}, {}, (), share)
+    _log(job, examination, devices, {}, {}, (), _common_share(examination, verdicts))
     return verdicts
+
+
+def _common_share(examination: Examination, verdicts: suspects.Verdicts) -> m.Speed | None:
+    """Return the share of their former speed that all devices have left. Suspects and references alone do not show it:
+    then None."""
+    all_devices = any(not finding.ranks for finding in examination.findings)
+    if not all_devices or verdicts.share is None:
+        return None
+    return verdicts.share if verdicts.lost else NOTHING_LOST
 
 
 def conclude_link(job: Job, examination: Examination, suspect: Link) -> probes.JudgedLink | None:
     """Judge a suspected link, record and report the verdict; None if the link was not measured."""
-    link = _ends(suspect)
+    link = link_ends(suspect)
     del job.examinations[examination.probe]
     times, wanted = _link_seconds(examination), job.settings.detection.thresholds
     speeds: dict[probes.Pair, float | None] = {**probes.judge_links(times, job.node_of)}
@@ -384,40 +310,16 @@ def _place(job: Job, rank: int, speed: m.Speed) -> probes.Place:
     return node.name, node.host, speed.hardware
 
 
-def _fleet(job: Job, examination: Examination) -> dict[int, m.Speed]:
-    """Return the earlier speeds of devices that are not measured now, for comparison."""
+def _others(job: Job, examination: Examination) -> dict[int, m.Speed]:
+    """Return the earlier speeds of devices that are not measured now, for comparison; none at the start."""
+    if examination.occasion == "start":
+        return {}
     probed_ranks = set(examination.asked)
     return {
         rank: _usual(job, device)
         for rank in job.live
         if rank not in probed_ranks and (device := job.device_of(rank)) in job.record.reference
     }
-
-
-def measured_again(job: Job, rank: int) -> str:
-    """Return, in words, when a device that was set aside is measured again."""
-    times = job.record.unfit_probes.get(job.device_of(rank), 1)
-    return f"measured again in {probes.again_in_s(times, job.settings.recheck_s):.3g} s"
-
-
-def reference_ranks(job: Job, beside: Sequence[int]) -> tuple[int, ...]:
-    """Return active ranks to measure together with suspects: in turn of the same nodes, which share any problem of a
-    node, and of other nodes, which reveal such a problem."""
-    nodes = {job.members[rank].node for rank in beside}
-    slow, suspects = job.record.slow, set(beside)
-    others = [
-        rank
-        for rank in job.record.computing
-        if rank not in suspects and job.members[rank].alive and job.device_of(rank) not in slow
-    ]
-    same_nodes = [rank for rank in others if job.members[rank].node in nodes]
-    other_nodes = [rank for rank in others if job.members[rank].node not in nodes]
-    return tuple(sorted(alternating(same_nodes, other_nodes)[:MAX_REFERENCE_DEVICES]))
-
-
-def alternating(near: Iterable[int], far: Iterable[int]) -> list[int]:
-    pairs = itertools.zip_longest(near, far)
-    return [rank for pair in pairs for rank in pair if rank is not None]
 
 
 def _entry(job: Job, judged: probes.Judged, speed: m.Speed | None) -> DeviceProbe:

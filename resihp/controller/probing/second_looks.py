@@ -17,8 +17,8 @@ from collections.abc import Collection
 
 import msgspec
 
-from resihp.controller.fail_slow import probing
 from resihp.controller.fail_slow.thresholds import MIN_PROBE_LOG_ODDS
+from resihp.controller.probing import probe_orders, probe_results
 from resihp.controller.state.examinations import Examination, SecondLooks
 from resihp.controller.state.job import Job
 from resihp.detector import probes
@@ -49,15 +49,15 @@ def suspects_again(job: Job, done: Examination) -> bool:
     shared = any(answer.shared for answer in done.answers.values())
     if not shared or done.looks >= probes.SUSPECT_LOOKS or not job.training or not done.findings:
         return False
-    verdicts = probing.weigh_suspicion(job, done).devices.values()
+    verdicts = probe_results.weigh_suspicion(job, done).devices.values()
     probed_ranks = [rank for rank in done.asked if job.members[rank].alive]
     over_limit = any(verdict.speed is not None and verdict.odds >= MIN_PROBE_LOG_ODDS for verdict in verdicts)
     if not over_limit or not probed_ranks:
         return False
     del job.examinations[done.probe]
-    again = probing.begin(job, "suspicion", probed_ranks, findings=done.findings)
-    again.best, again.looks = probing.best_of_looks(done), done.looks + 1
-    again.failed = probing.failed_looks(done)
+    again = probe_orders.begin(job, "suspicion", probed_ranks, findings=done.findings)
+    again.best, again.looks = probe_results.best_of_looks(done), done.looks + 1
+    again.failed = probe_results.failed_looks(done)
     return True
 
 
@@ -69,13 +69,13 @@ def _may_go_on(job: Job, first: Examination) -> bool:
 
 
 def _begin(job: Job, done: Examination) -> SecondLooks | None:
-    doubts = {rank: why for rank, why in probing.in_doubt(job, done).items() if job.members[rank].alive}
+    doubts = {rank: why for rank, why in probe_results.in_doubt(job, done).items() if job.members[rank].alive}
     if not doubts:
         return None
     if done.occasion == "start":
         references = _references_that_start(job, done, doubts.keys())
     else:
-        references = probing.reference_ranks(job, sorted(doubts))
+        references = probe_orders.reference_ranks(job, sorted(doubts))
     if not references:
         return None
     first = min(doubts)
@@ -90,10 +90,10 @@ def _begin(job: Job, done: Examination) -> SecondLooks | None:
 def _references_that_start(job: Job, done: Examination, doubted: Collection[int]) -> tuple[int, ...]:
     """Return reference ranks of the same nodes, which share any problem of a node, and of others, which reveal it."""
     nodes = {job.members[rank].node for rank in doubted}
-    others = [rank for rank in probing.measured(done) if rank not in doubted and job.members[rank].alive]
+    others = [rank for rank in probe_results.measured(done) if rank not in doubted and job.members[rank].alive]
     same_nodes = sorted(rank for rank in others if job.members[rank].node in nodes)
     other_nodes = sorted(rank for rank in others if job.members[rank].node not in nodes)
-    return tuple(sorted(probing.alternating(same_nodes, other_nodes)[: probing.MAX_REFERENCE_DEVICES]))
+    return tuple(sorted(probe_orders.alternating(same_nodes, other_nodes)[: probe_orders.MAX_REFERENCE_DEVICES]))
 
 
 def _take(job: Job, looks: SecondLooks, done: Examination) -> None:
@@ -122,7 +122,7 @@ def _measure_next_turn(job: Job, looks: SecondLooks) -> bool:
     turn = [rank for rank in looks.turns.pop(0) if job.members[rank].alive]
     if not turn:
         return _measure_next_turn(job, looks)
-    examination = probing.begin(job, looks.first.occasion, turn)
+    examination = probe_orders.begin(job, looks.first.occasion, turn)
     job.rechecks.second_looks[examination.probe] = looks
     return True
 
@@ -145,7 +145,7 @@ def _look_again(job: Job, looks: SecondLooks) -> bool:
     if (
         looks.doubted and not looks.references and first.occasion != "start"
     ):  # the former references have died meanwhile
-        looks.references = probing.reference_ranks(job, looks.doubted)
+        looks.references = probe_orders.reference_ranks(job, looks.doubted)
     if not looks.doubted or not looks.references:
         return False
     looks.taken += 1

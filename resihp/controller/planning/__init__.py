@@ -1,0 +1,1 @@
+"""The choice of a plan: the questions to the scheduler and to the checker, and the state that a plan starts from."""

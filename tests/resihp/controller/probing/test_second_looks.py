@@ -11,8 +11,8 @@ from resihp.controller import interface as api
 from resihp.detector import probes
 from resihp.protocol import messages as m
 from resihp.record.journal import PlanDecided, ProbesTaken
-from tests.resihp.controller.fail_slow.test_probing import remembered, standby
 from tests.resihp.controller.fail_slow.test_slowness import Job
+from tests.resihp.controller.probing.test_probing import remembered, standby
 
 Shares = Callable[[int, int], float]
 """Of a healthy device's speed, that a rank shows in a look: 0 is the one at the start."""

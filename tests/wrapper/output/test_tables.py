@@ -43,7 +43,8 @@ from wrapper.cli import app
 from wrapper.commands.doctor import command as doctor
 from wrapper.commands.doctor.machine import CheckResult
 from wrapper.commands.history import tables as views
-from wrapper.commands.history.command import VIEWS_OF_ALL_JOBS, By, History
+from wrapper.commands.history.query import By
+from wrapper.commands.history.views import VIEWS
 from wrapper.commands.node import command as node_commands
 from wrapper.job_folder import create_local_job, home
 from wrapper.output import tables
@@ -169,9 +170,9 @@ each_width = pytest.mark.parametrize("narrow", WIDTHS, indirect=True)
 # --- the commands ----------------------------------------------------------------------------------------------------
 
 HISTORY = [
-    *([view.value, f"{JOB}2"] for view in History if view not in VIEWS_OF_ALL_JOBS),
-    *([view.value, f"{JOB}3"] for view in (History.nodes, History.drains, History.replacements, History.hosts)),
-    *([view.value, "--all", "--limit", "5"] for view in History if view not in (History.rate,)),
+    *([name, f"{JOB}2"] for name, view in VIEWS.items() if view.of_job is not None),
+    *([name, f"{JOB}3"] for name in ("nodes", "drains", "replacements", "hosts")),
+    *([name, "--all", "--limit", "5"] for name in VIEWS if name != "rate"),
     *(["failures", "--all", "--by", by.value] for by in By),
     *(["cost", "--all", "--by", by] for by in ("job", "owner", "account", "partition", "cluster", "week", "month")),
     ["cost", "--all", "--price", "2.5"],

@@ -12,14 +12,11 @@ from datetime import UTC
 from typing import Any
 
 from resihp.record.describe import size
+from wrapper.commands.history import cells
+from wrapper.commands.history.query import COST_GROUPS, FAILURE_GROUPS
 from wrapper.output.render import as_change, duration, one_line, percent, suspects
 from wrapper.output.tables import Column
 
-FAILURE_GROUPS = (
-    *("node", "component", "cause", "kind", "job", "owner", "account", "partition", "cluster", "version", "torch"),
-    *("hardware", "week", "month"),
-)
-"""Groups of failures: a copy of `db.reading.fleet.GROUPS`, which is slow to import."""
 ALWAYS_SHOWN = frozenset(
     ("job", "id", "#", "node", "device", "node, device", "GPU", "UUID", "rank", "peer", "epoch", "at (UTC)", "money")
 ) | {"cause", "text"}
@@ -67,15 +64,8 @@ def _seconds(name: str, heading: str) -> ViewColumn:
     return ViewColumn(heading, lambda row: duration(row[name]), right=True)
 
 
-def amount(number: float) -> str:
-    """Return an amount such as GPU-hours as text: `0.0333`, `41.8`, `12,345`."""
-    if number == 0:
-        return "0"
-    return f"{number:,.0f}" if number >= 1000 else f"{number:.4g}" if number >= 1 else f"{number:.4f}"
-
-
 def _amount(name: str, heading: str) -> ViewColumn:
-    return ViewColumn(heading, lambda row: "-" if row[name] is None else amount(row[name]), right=True)
+    return ViewColumn(heading, lambda row: "-" if row[name] is None else cells.amount(row[name]), right=True)
 
 
 def _share(name: str, heading: str | None = None) -> ViewColumn:
@@ -90,85 +80,9 @@ def _time(name: str, heading: str) -> ViewColumn:
     return ViewColumn(heading, lambda row: "-" if row[name] is None else f"{row[name].astimezone(UTC):%m-%d %H:%M:%S}")
 
 
-def _device(row: dict[str, Any]) -> str:
-    return "-" if row["node"] is None else row["node"] if row["device"] is None else f"{row['node']} {row['device']}"
-
-
-def _outcome(row: dict[str, Any]) -> str:
-    """Return the outcome of a suspicion, with the number of its failure if there is one."""
-    return (
-        "open"
-        if row["outcome"] is None
-        else f"{row['outcome']}, {row['failure']}"
-        if row["failure"]
-        else row["outcome"]
-    )
-
-
-def _tested(row: dict[str, Any]) -> str:
-    """Return the test's statistic over its threshold: `14.9 / 12.1 log evidence`."""
-    if row["statistic"] is None or row["threshold"] is None:
-        return "-"
-    return f"{row['statistic']:.3g} / {row['threshold']:.3g} {row['test']}"
-
-
-def _back_after(row: dict[str, Any]) -> str:
-    """Return the time from the failure to recovery, and its part for detection: `11.0 s, noticed after 10.3 s`."""
-    recovery_s, detection_s = row["seconds_to_recover"], row["noticed_after_seconds"]
-    return (
-        duration(recovery_s)
-        if recovery_s is None or detection_s is None
-        else f"{duration(recovery_s)}, noticed after {duration(detection_s)}"
-    )
-
-
-def _joined(row: dict[str, Any]) -> str:
-    return f"{row['joined_at'].astimezone(UTC):%m-%d %H:%M:%S}" if row["joined_at"] else "never joined"
-
-
-def _effect(row: dict[str, Any]) -> str:
-    """Return when a plan took effect, or else its outcome."""
-    return f"{row['in_effect_at'].astimezone(UTC):%m-%d %H:%M:%S}" if row["in_effect_at"] else str(row["outcome"])
-
-
-def _plan_reason(row: dict[str, Any]) -> str:
-    if row["refused_reason"] is None:
-        return str(row["reason"])
-    refuser = "own check" if row["refused_by"] is None else f"rank {row['refused_by']}"
-    return f"{row['reason']}; {refuser}: {row['refused_reason']}"
-
-
-def _candidates(row: dict[str, Any]) -> str:
-    """Return rejected candidates with the reasons: `without replica 1 0.61 s (12.0% slower)`."""
-    unit = "" if row["unit"] is None else f" {row['unit']}"
-
-    def described(candidate: dict[str, Any]) -> str:
-        predicted = "-" if candidate["predicted"] is None else format(candidate["predicted"], ".3g")
-        return f"{candidate['name']} {predicted}{unit} ({candidate['why']})"
-
-    return "; ".join(map(described, row["refused"])) or "-"
-
-
-def _predicted(row: dict[str, Any]) -> str:
-    """Return the predicted and the measured time of an iteration."""
-    words = "-" if row["predicted"] is None else f"{row['predicted']:.3g} {row['unit']}"
-    return words if row["measured"] is None else f"{words}, {row['measured']:.3g} s"
-
-
-def _rung(row: dict[str, Any]) -> str:
-    """Return the step of the drain ladder, with its outcome unless it is done."""
-    step = {"slurm": "Slurm", "spool": "site", "exclusion": "our jobs"}.get(row["step"], "-")
-    return step if row["outcome"] in ("done", None) else f"{step} {row['outcome']}"
-
-
 def _change(name: str) -> ViewColumn:
     """Return a column that shows a ratio of iteration times as a change: `+50 %`."""
     return ViewColumn(name, lambda row: as_change(row[name]), right=True)
-
-
-def _request_reason(row: dict[str, Any]) -> str:
-    """Return why a request failed, or else why it was made."""
-    return str(row["text"] or row["reason"])
 
 
 ID_COLUMN = ViewColumn("id", lambda row: row["uuid"][:8])
@@ -268,7 +182,7 @@ _TERMINAL_COLUMNS: Mapping[str, list[ViewColumn]] = {
         _seconds("mtbf_seconds", "MTBF"),
         _seconds("wall_seconds", "wall"),
     ],
-    **{f"cost by {by}": _costs(by) for by in ("owner", "account", "partition", "cluster", "week", "month")},
+    **{f"cost by {by}": _costs(by) for by in COST_GROUPS if by != "job"},
     "promises": [
         _number("epoch"),
         _change("promised"),
@@ -292,16 +206,16 @@ _TERMINAL_COLUMNS: Mapping[str, list[ViewColumn]] = {
     "failures": [
         _number("failure", "#"),
         _words("cause", wraps=True),
-        ViewColumn("node, device", _device),
+        ViewColumn("node, device", cells.device),
         _number("iteration"),
         _time("noticed_at", "noticed (UTC)"),
-        ViewColumn("recovered in", _back_after, right=True, wraps=True),
+        ViewColumn("recovered in", cells.recovery, right=True, wraps=True),
     ],
     "nodes": [
         _words("node"),
         _words("host", wraps=True),
         _number("devices"),
-        ViewColumn("joined (UTC)", _joined),
+        ViewColumn("joined (UTC)", cells.arrival),
         _time("lost_at", "lost (UTC)"),
         _words("lost_reason", "reason", wraps=True),
         _words("replaced_by", "replaced by", wraps=True),
@@ -352,8 +266,8 @@ _TERMINAL_COLUMNS: Mapping[str, list[ViewColumn]] = {
         _words("description", "layout", wraps=True),
         _number("next_iteration", "from"),
         _words("action"),
-        ViewColumn("in effect (UTC)", _effect),
-        ViewColumn("reason", _plan_reason, wraps=True),
+        ViewColumn("in effect (UTC)", cells.effect),
+        ViewColumn("reason", cells.plan_reason, wraps=True),
     ],
     "spares": [
         _number("decisions", "changes"),
@@ -367,8 +281,8 @@ _TERMINAL_COLUMNS: Mapping[str, list[ViewColumn]] = {
         _time("at", "decided (UTC)"),
         _words("advice", wraps=True),
         _words("action", wraps=True),
-        ViewColumn("refused", _candidates, wraps=True),
-        ViewColumn("predicted, measured", _predicted, wraps=True),
+        ViewColumn("refused", cells.rejected_candidates, wraps=True),
+        ViewColumn("predicted, measured", cells.prediction, wraps=True),
         _words("outcome", wraps=True),
     ],
     "probes": [
@@ -376,7 +290,7 @@ _TERMINAL_COLUMNS: Mapping[str, list[ViewColumn]] = {
         _words("occasion"),
         _words("kind"),
         _number("rank"),
-        ViewColumn("node, device", _device),
+        ViewColumn("node, device", cells.device),
         _number("peer"),
         _number("speed", form="{:.2f}"),
         ViewColumn("fit", lambda row: "yes" if row["passed"] else "no"),
@@ -388,8 +302,8 @@ _TERMINAL_COLUMNS: Mapping[str, list[ViewColumn]] = {
         ViewColumn("suspect", suspects, wraps=True),
         _number("iteration", "since"),
         _number("change", form="{:+.1%}"),
-        ViewColumn("test", _tested, wraps=True),
-        ViewColumn("outcome", _outcome),
+        ViewColumn("test", cells.statistic, wraps=True),
+        ViewColumn("outcome", cells.outcome),
         ViewColumn("evidence", lambda row: str(row["outcome_evidence"] or row["evidence"]), wraps=True),
     ],
     "scores": [
@@ -411,7 +325,7 @@ _TERMINAL_COLUMNS: Mapping[str, list[ViewColumn]] = {
     "drains": [
         _number("drain", "#"),
         _words("node", wraps=True),
-        ViewColumn("by", _rung),
+        ViewColumn("by", cells.drain_step),
         _time("drained_at", "decided (UTC)"),
         _time("undrained_at", "undrained (UTC)"),
         _words("reason", wraps=True),
@@ -424,7 +338,7 @@ _TERMINAL_COLUMNS: Mapping[str, list[ViewColumn]] = {
         _words("outcome"),
         _time("asked_at", "asked (UTC)"),
         _time("joined_at", "joined (UTC)"),
-        ViewColumn("reason", _request_reason, wraps=True),
+        ViewColumn("reason", cells.request_reason, wraps=True),
     ],
 }
 """Columns of each view on a terminal; `--json` has the rest."""

@@ -205,8 +205,6 @@ COMPLEX: Mapping[str, int] = {
     "wrapper.agent.inventory._visible": 21,
     "wrapper.commands.doctor.machine.gpus": 22,
     "wrapper.commands.init.choose": 27,
-    "wrapper.commands.jobs.listing._rows_without_slurm_job": 33,
-    "wrapper.commands.jobs.listing.listed": 30,
     "wrapper.commands.logs.command.logs": 29,
     "wrapper.commands.node.holding.holder": 21,
     "wrapper.commands.report.layouts._picture": 24,

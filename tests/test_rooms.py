@@ -130,8 +130,6 @@ LONG_MODULES: Mapping[str, int] = {
     "slurm/parse.py": 450,
     "slurm/site/hook.py": 825,
     "wrapper/config/schema.py": 525,
-    "wrapper/job_files.py": 575,
-    "wrapper/job_folder.py": 475,
     "wrapper/sinks/metrics.py": 450,
     "wrapper/supervisor/agents.py": 450,
     "wrapper/supervisor/process.py": 500,
@@ -203,8 +201,6 @@ COMPLEX: Mapping[str, int] = {
     "resihp.simulator.stopping.Stopping.check_end": 23,
     "resihp.simulator.world.World.disturb": 30,
     "wrapper.commands.status.tables.render_status": 25,
-    "wrapper.job_folder.find_job": 21,
-    "wrapper.job_folder.finish_dead_job": 25,
     "wrapper.output.render.layout_grid": 35,
 }
 """Functions with a complexity above `MAX_COMPLEXITY`, with how much they may have."""

@@ -41,8 +41,9 @@ from resihp.record.quorum import Membership
 from wrapper import early_signals
 from wrapper.config.run_spec import RunRequest, load
 from wrapper.exit_codes import CANNOT_LEAD, LEADER_DEPOSED, REQUEUE_REQUESTED, TRAINING_BROKEN, exit_code_of
-from wrapper.job_files import user_name
-from wrapper.job_folder import Job, finish_dead_job, note_end, write_private
+from wrapper.job_files.dead_jobs import finish_dead_job
+from wrapper.job_files.registered import user_name
+from wrapper.job_folder import Job, note_end, write_private
 from wrapper.launch.allocation import end_time
 from wrapper.launch.launcher import Followers, Launcher, LocalLauncher
 from wrapper.output.first_rank import FirstRank

@@ -36,7 +36,8 @@ from resihp.record.quorum import Membership
 from wrapper import early_signals
 from wrapper.config.run_spec import RunRequest
 from wrapper.exit_codes import INTERNAL_ERROR, LEADER_DEPOSED, REQUEUE_REQUESTED
-from wrapper.job_folder import SupervisorFile, copy_journal, note_end, write_private
+from wrapper.job_files.dead_jobs import copy_journal
+from wrapper.job_folder import SupervisorFile, note_end, write_private
 from wrapper.launch.launcher import Launcher
 from wrapper.launch.ports import listen
 from wrapper.sinks.fanout import LedgerLike

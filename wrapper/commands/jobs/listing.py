@@ -25,8 +25,11 @@ import msgspec
 from resihp.errors import JobNotFoundError, OwnershipError, ResihpError
 from wrapper import registry
 from wrapper.commands.jobs.slurm_states import NOT_SEEN, UNKNOWN_STATE, Row, Say, add_slurm_states
-from wrapper.job_files import NEVER_BEGAN, STARTS_S, entry_of, home
-from wrapper.job_folder import Job, all_jobs, finish_dead_job, is_there, job_of, note_end, ours
+from wrapper.job_files.dead_jobs import finish_dead_job
+from wrapper.job_files.homes import home
+from wrapper.job_files.job import STARTS_S
+from wrapper.job_files.registered import NEVER_BEGAN, entry_of
+from wrapper.job_folder import Job, all_jobs, is_there, job_of, note_end, ours
 from wrapper.registry import QUEUED, KnownJob
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from wrapper.exit_codes import REQUEUE_REQUESTED
-from wrapper.job_files import NEVER_BEGAN, STARTS_S
+from wrapper.job_files.job import STARTS_S
+from wrapper.job_files.registered import NEVER_BEGAN
 from wrapper.registry import QUEUED
 
 if TYPE_CHECKING:

@@ -129,7 +129,6 @@ LONG_MODULES: Mapping[str, int] = {
     "resihp/simulator/world.py": 900,
     "slurm/parse.py": 450,
     "slurm/site/hook.py": 825,
-    "wrapper/config/schema.py": 525,
     "wrapper/sinks/metrics.py": 450,
     "wrapper/supervisor/agents.py": 450,
     "wrapper/supervisor/process.py": 500,

@@ -78,7 +78,7 @@ def init(
     Example: resihp init --nodes 4 -- python train.py
     """
     from wrapper.config.program import missing_script
-    from wrapper.config.schema import read
+    from wrapper.config.sources import read
 
     wanted = choose(
         connect(),
@@ -215,7 +215,7 @@ def write(wanted: JobFileChoice, folder: Path, *, force: bool) -> tuple[str, str
     import tempfile
 
     from wrapper.commands.submit import script_of
-    from wrapper.config.schema import read
+    from wrapper.config.sources import read
 
     job_file, script = folder / JOB_FILE, folder / SCRIPT
     existing = [str(path) for path in (job_file, script) if os.path.lexists(path)]

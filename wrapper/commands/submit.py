@@ -24,8 +24,9 @@ from slurm.errors import SlurmError, SlurmRefusedError, SlurmUnavailableError, S
 from wrapper import registry
 from wrapper.config import container
 from wrapper.config.program import resolve
-from wrapper.config.schema import Configuration, read
+from wrapper.config.schema import Configuration
 from wrapper.config.shape import check_layout
+from wrapper.config.sources import read
 from wrapper.job_files.registered import user_name
 from wrapper.job_folder import close_home, home, write_private
 from wrapper.sinks.fanout import asked

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from resihp.errors import ConfigurationError
-from wrapper.config.schema import Configuration, read
+from wrapper.config.schema import Configuration
+from wrapper.config.sources import read
 
 
 def toml(path: Path, text: str) -> Path:

@@ -17,7 +17,8 @@ from slurm.survey import Survey
 from wrapper.commands.doctor import nodes as doctor_nodes
 from wrapper.commands.doctor import site, slurm_settings
 from wrapper.commands.doctor.machine import CheckResult, Outcome
-from wrapper.config.schema import Configuration, read
+from wrapper.config.schema import Configuration
+from wrapper.config.sources import read
 from wrapper.config.values import ports_of
 from wrapper.job_files.registered import user_name
 from wrapper.job_folder import home

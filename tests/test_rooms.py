@@ -130,7 +130,6 @@ LONG_MODULES: Mapping[str, int] = {
     "slurm/parse.py": 450,
     "slurm/site/hook.py": 825,
     "wrapper/sinks/metrics.py": 450,
-    "wrapper/supervisor/agents.py": 450,
     "wrapper/supervisor/process.py": 500,
     "wrapper/supervisor/shell.py": 550,
 }

@@ -41,7 +41,7 @@ from wrapper.job_folder import SupervisorFile, note_end, write_private
 from wrapper.launch.launcher import Launcher
 from wrapper.launch.ports import listen
 from wrapper.sinks.fanout import LedgerLike
-from wrapper.supervisor.agents import AgentLinks
+from wrapper.supervisor.agents.links import AgentLinks
 from wrapper.supervisor.attention import LOOK_EVERY_S, Attention
 from wrapper.supervisor.checkpoint_commit import CheckpointCommits
 from wrapper.supervisor.collaborators import (

@@ -181,7 +181,7 @@ def _show(query: HistoryQuery, answer: Listing) -> None:
     from wrapper.output.tables import show
 
     screen = console()
-    show(screen, *history_table(query.shape, answer.rows))
+    show(screen, *history_table(VIEWS[query.view].columns_of(query), answer.rows))
     if answer.closing:
         screen.print(literal(answer.closing))
     if query.limit is not None and len(answer.rows) == query.limit and answer.total != len(answer.rows):

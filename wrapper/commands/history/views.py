@@ -1,40 +1,47 @@
-"""The views of `resihp history`, one row each: the options that it takes, and the functions that read it.
+"""The views of `resihp history`, one row each: its columns, the options that it takes, the functions that read it.
 
 A view is a table of the ledger (`db.reading.tables.TABLES`) or computed from several ones. Also refuses options that a
-view does not take. Reads nothing itself. Called by `command`; the columns of a view on a terminal are in `tables`.
+view does not take. Reads nothing itself. Called by `command`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from resihp.errors import UsageError
-from wrapper.commands.history import all_jobs, one_job
+from wrapper.commands.history import all_jobs, one_job, tables
 from wrapper.commands.history.all_jobs import AllJobs
 from wrapper.commands.history.one_job import OneJob
-from wrapper.commands.history.query import COST_GROUPS, FAILURE_GROUPS, HistoryQuery, Listing
+from wrapper.commands.history.query import HistoryQuery, Listing
+from wrapper.commands.history.tables import ViewColumns
 
 MAX_DAYS = 36_500
 PERIOD = frozenset({"since", "until"})
+TABLE_OPTIONS = frozenset({"node", "kind"}) | PERIOD
+"""Options of a table of the ledger, which refuses --node and --kind itself if it has no such column."""
 USER = frozenset({"user"})
 RATE_OPTIONS = ("around", "having", "days")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HistoryView:
-    """A view: the options that it takes, and the functions that read it."""
+    """A view: its columns, the options that it takes, and the functions that read it."""
 
+    columns: ViewColumns
+    """Its columns on a terminal."""
     of_job: Callable[[HistoryQuery, OneJob], Listing] | None
     """Reads it for one job. None: it always covers all jobs."""
     of_all: Callable[[HistoryQuery, AllJobs], Listing] | None
     """Reads it for all jobs. None: it shows one job at a time."""
-    options: frozenset[str] = frozenset({"node", "kind"}) | PERIOD
+    options: frozenset[str] = TABLE_OPTIONS
     """Options that it takes, beside --limit."""
     with_all: frozenset[str] = USER
     """Options that it takes only for all jobs."""
-    groups: tuple[str, ...] = ()
-    """Groups that it takes for --by."""
+    columns_of_all: ViewColumns | None = None
+    """Its columns for all jobs, if they are others."""
+    columns_by: Mapping[str, ViewColumns] = field(default_factory=dict)
+    """Its columns by the group of --by."""
     joins_nodes: bool = False
     """Whether it combines the records of a node from several ledgers."""
     is_ranking: bool = False
@@ -45,18 +52,29 @@ class HistoryView:
             return False
         return option in self.options or (query.all_jobs and option in self.with_all)
 
+    def columns_of(self, query: HistoryQuery) -> ViewColumns:
+        if query.by is not None:
+            return self.columns_by[query.by]
+        return self.columns_of_all if query.all_jobs and self.columns_of_all is not None else self.columns
 
-_TABLE = HistoryView(of_job=one_job.read_table, of_all=all_jobs.read_table)
+
+def _table(columns: ViewColumns) -> HistoryView:
+    """Return a view of a table of the ledger, without anything computed."""
+    return HistoryView(columns=columns, of_job=one_job.read_table, of_all=all_jobs.read_table)
+
+
 VIEWS: Mapping[str, HistoryView] = {
-    "jobs": HistoryView(of_job=None, of_all=all_jobs.read_jobs, options=PERIOD, is_ranking=True),
+    "jobs": HistoryView(columns=tables.JOBS, of_job=None, of_all=all_jobs.read_jobs, options=PERIOD, is_ranking=True),
     "failures": HistoryView(
+        columns=tables.FAILURES,
         of_job=one_job.read_failures,
         of_all=all_jobs.read_failures,
-        options=_TABLE.options | {"by"},
-        groups=FAILURE_GROUPS,
+        options=TABLE_OPTIONS | {"by"},
+        columns_by=tables.FAILURES_BY,
     ),
-    "nodes": _TABLE,
+    "nodes": _table(tables.NODES),
     "hosts": HistoryView(
+        columns=tables.HOSTS,
         of_job=one_job.read_hosts,
         of_all=all_jobs.read_hosts,
         options=PERIOD | {"node"},
@@ -64,45 +82,55 @@ VIEWS: Mapping[str, HistoryView] = {
         joins_nodes=True,
     ),
     "devices": HistoryView(
+        columns=tables.DEVICES,
         of_job=one_job.read_table,
         of_all=all_jobs.read_placements,
+        columns_of_all=tables.PLACEMENTS,
         options=PERIOD | {"node"},
         joins_nodes=True,
     ),
-    "workers": _TABLE,
-    "iterations": HistoryView(of_job=one_job.read_table, of_all=all_jobs.read_iterations, options=PERIOD | {"node"}),
-    "plans": HistoryView(of_job=one_job.read_plans, of_all=all_jobs.read_table),
-    "decisions": HistoryView(of_job=one_job.read_decisions, of_all=None, options=PERIOD),
+    "workers": _table(tables.WORKERS),
+    "iterations": HistoryView(
+        columns=tables.ITERATIONS, of_job=one_job.read_table, of_all=all_jobs.read_iterations, options=PERIOD | {"node"}
+    ),
+    "plans": HistoryView(columns=tables.PLANS, of_job=one_job.read_plans, of_all=all_jobs.read_table),
+    "decisions": HistoryView(columns=tables.DECISIONS, of_job=one_job.read_decisions, of_all=None, options=PERIOD),
     "spares": HistoryView(
+        columns=tables.SPARES,
         of_job=one_job.read_spares,
         of_all=all_jobs.read_spares,
         options=frozenset(),
         with_all=PERIOD,
         is_ranking=True,
     ),
-    "reconfigurations": _TABLE,
-    "drains": _TABLE,
-    "replacements": _TABLE,
-    "probes": _TABLE,
-    "suspicions": _TABLE,
-    "scores": HistoryView(of_job=one_job.read_table, of_all=None, options=frozenset({"node", "kind", "rank"})),
-    "checkpoints": _TABLE,
-    "events": _TABLE,
+    "reconfigurations": _table(tables.RECONFIGURATIONS),
+    "drains": _table(tables.DRAINS),
+    "replacements": _table(tables.REPLACEMENTS),
+    "probes": _table(tables.PROBES),
+    "suspicions": _table(tables.SUSPICIONS),
+    "scores": HistoryView(
+        columns=tables.SCORES, of_job=one_job.read_table, of_all=None, options=frozenset({"node", "kind", "rank"})
+    ),
+    "checkpoints": _table(tables.CHECKPOINTS),
+    "events": _table(tables.EVENTS),
     "cost": HistoryView(
+        columns=tables.COST,
         of_job=one_job.read_costs,
         of_all=all_jobs.read_costs,
         options=frozenset({"by", "price"}),
         with_all=USER | PERIOD,
-        groups=COST_GROUPS,
+        columns_by=tables.COST_BY,
         is_ranking=True,
     ),
     "promises": HistoryView(
+        columns=tables.PROMISES,
         of_job=one_job.read_promises,
         of_all=all_jobs.read_promises,
         options=frozenset(),
         with_all=PERIOD,
     ),
     "lemons": HistoryView(
+        columns=tables.LEMONS,
         of_job=None,
         of_all=all_jobs.read_lemons,
         options=frozenset({"node", "injected"}),
@@ -111,6 +139,7 @@ VIEWS: Mapping[str, HistoryView] = {
         is_ranking=True,
     ),
     "repairs": HistoryView(
+        columns=tables.REPAIRS,
         of_job=None,
         of_all=all_jobs.read_repairs,
         options=PERIOD | {"node"},
@@ -119,6 +148,7 @@ VIEWS: Mapping[str, HistoryView] = {
         is_ranking=True,
     ),
     "rate": HistoryView(
+        columns=tables.RATE,
         of_job=None,
         of_all=all_jobs.read_rate,
         options=frozenset(RATE_OPTIONS),
@@ -159,8 +189,8 @@ def _unless_taken(*options: str, advice: str) -> Refusal:
 
 
 def _refuse_unknown_group(query: HistoryQuery, view: HistoryView) -> None:
-    if query.by is not None and query.by not in view.groups:
-        raise UsageError(f"history {query.view}: unknown --by {query.by}; choose one of {', '.join(view.groups)}")
+    if query.by is not None and query.by not in view.columns_by:
+        raise UsageError(f"history {query.view}: unknown --by {query.by}; choose one of {', '.join(view.columns_by)}")
 
 
 def _refuse_incomplete_rate(query: HistoryQuery, view: HistoryView) -> None:

@@ -267,13 +267,13 @@ class AgentLinks:
         if link is None and join.lease:
             link = self._links[join.node] = self._new_link(join.node)
         follows_us = join.term == self.lead.term
-        reason: str | None
-        if link is None:
-            reason = "not a node of this job"
-        elif (reason := link.refusal(join, first.acknowledged, follows_us=follows_us)) is None:
-            return link
+        refusal: str | None = "not a node of this job"
+        if link is not None:
+            refusal = link.refusal(join, first.acknowledged, follows_us=follows_us)
+            if refusal is None:
+                return link
         channel.post(Envelope(message=m.Release(grace_s=0.0)))
-        raise ProtocolError(f"agent of node {join.node}: {reason}")
+        raise ProtocolError(f"agent of node {join.node}: {refusal}")
 
     def _receive(self, link: AgentLink, message: object) -> None:
         if not link.joined and not isinstance(message, m.Inventory | m.Beat):

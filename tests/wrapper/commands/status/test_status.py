@@ -342,7 +342,7 @@ def lines_of(shown: object, rows: list[dict[str, Any]] | None = None) -> list[st
     if rows is None:
         console.print(shown)
     else:
-        show(console, *history_table(str(shown), rows))
+        show(console, *history_table(VIEWS[str(shown)].columns, rows))
     lines = [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
     assert max(map(len, lines)) <= 80
     return [line for line in lines if line]

@@ -226,14 +226,14 @@ def test_jobs_of_the_same_name_are_told_apart(fleet: str, monkeypatch: pytest.Mo
         assert run("status", name, "--ledger", fleet).exit_code == 0, "a name for every command"
 
 
-COLUMNS = {
+VIEW_COLUMNS = {
     **{name: view.columns for name, view in VIEWS.items()},
     **{f"{name} by {by}": columns for name, view in VIEWS.items() for by, columns in view.columns_by.items()},
     "placements": views.PLACEMENTS,
 }
 
 
-@pytest.mark.parametrize("view", sorted(COLUMNS))
+@pytest.mark.parametrize("view", sorted(VIEW_COLUMNS))
 @each_width
 def test_every_view_of_history(view: str, narrow: int, seen: Seen, capsys: pytest.CaptureFixture[str]) -> None:
     """Also those of which that fleet has nothing: two rows whose names differ in their last letter."""
@@ -245,7 +245,7 @@ def test_every_view_of_history(view: str, narrow: int, seen: Seen, capsys: pytes
     rows = [row | own.get(view, {}) for row in rows]
     of_all = [row | {"job": "one-name", "job_uuid": made("uuid", n)} for n, row in enumerate(rows, 1)]
     for each in (rows, of_all):
-        tables.show(console(), *views.history_table(COLUMNS[view], each))
+        tables.show(console(), *views.history_table(VIEW_COLUMNS[view], each))
         printed = capsys.readouterr()
         check(printed.out, printed.err, narrow, seen)
         assert not re.search(r"left out.*\b(text|cause)\b", printed.err), "it says what happened"

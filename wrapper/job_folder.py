@@ -253,7 +253,7 @@ def id_of(job: Job) -> str | None:
 
 
 def _with_id(begins: str, here: Sequence[Job]) -> list[Job]:
-    """Return the jobs, of this home and of all others, whose ids begin so."""
+    """Return the jobs, of this home and of all others, with ids that begin so."""
     others = [job_of(entry) for entry in registry.entries()[0] if is_there(entry)]
     candidates = {job.folder: job for job in (*here, *others)}.values()
     return [job for job in candidates if (uuid := id_of(job)) is not None and uuid.startswith(begins)]

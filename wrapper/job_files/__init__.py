@@ -14,5 +14,5 @@ its folder is opened because a file in it names it, and nothing is written. An `
 home (`wrapper.strict_modes`): its journal and its ledger are where job.json says.
 
 `contents` has the fields of the files, `job` the two types, `journals` chooses the journal, `registered` writes the
-entry in the registry, `homes` names the home, and `dead_jobs` ends a job whose supervisor is dead.
+entry in the registry, `homes` names the home, and `dead_jobs` ends a job after its supervisor's death.
 """

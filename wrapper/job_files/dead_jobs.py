@@ -1,4 +1,4 @@
-"""Ends a job whose supervisor is dead: writes the end into its journal, and copies the journal to its folder.
+"""Ends a job after its supervisor's death: writes the end into its journal, and copies the journal to its folder.
 
 Decides whether a job needs that, and restores a journal from its copy. Never ends a job that has a supervisor. Called
 by commands that look at a job of ours, and by the guardian of a supervisor that has died.
@@ -113,7 +113,7 @@ def _warn(text: str) -> None:
 
 
 def _is_restored(job: OurJob, records: Sequence[Record]) -> bool:
-    """Restore the original journal, whose content is `records`, from its copy, if the copy has the job's end and begins
+    """Restore the original journal, with the content `records`, from its copy, if the copy has the job's end and begins
     as the original does; return whether that was done."""
     from resihp.record import journal_file
 

@@ -1,4 +1,4 @@
-"""A job's folder, whoever made it (`Job`), and one that is ours (`OurJob`), whose files are trusted.
+"""A job's folder: one that anybody may have made (`Job`), and one that is ours (`OurJob`), with trusted files.
 
 Decides whether a job is ours, whether it is led, and which journal is its own. Every function that writes takes an
 `OurJob`, and `ours` is the only way to turn a `Job` into one. Never talks to a running job. Used through
@@ -57,9 +57,9 @@ class Job:
     name: str
     folder: Path
 
-    def __eq__(self, other: object) -> bool:
+    def __eq__(self, job: object) -> bool:
         """Two jobs are equal if they have the same name and folder, whether or not they may be written."""
-        return isinstance(other, Job) and (self.name, self.folder) == (other.name, other.folder)
+        return isinstance(job, Job) and (self.name, self.folder) == (job.name, job.folder)
 
     def __hash__(self) -> int:
         return hash((self.name, self.folder))

@@ -1,7 +1,7 @@
 """A job's entry in the user's registry: made when it begins, changed as it goes on, and when it has ended.
 
 Decides what the entry says of a job. Nothing depends on it, and a registry that cannot be written stops nothing. Called
-by `job`, by `wrapper.job_folder`, and by whoever ends a job.
+by `job`, by `dead_jobs`, by `wrapper.job_folder`, and by the supervisor at the job's end.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ from wrapper.commands.doctor import command as doctor
 from wrapper.commands.doctor.machine import CheckResult
 from wrapper.commands.history import tables as views
 from wrapper.commands.history.query import By
-from wrapper.commands.history.views import VIEWS
+from wrapper.commands.history.views import HISTORY_VIEWS
 from wrapper.commands.node import command as node_commands
 from wrapper.job_folder import create_local_job, home
 from wrapper.output import tables
@@ -170,9 +170,9 @@ each_width = pytest.mark.parametrize("narrow", WIDTHS, indirect=True)
 # --- the commands ----------------------------------------------------------------------------------------------------
 
 HISTORY = [
-    *([name, f"{JOB}2"] for name, view in VIEWS.items() if view.of_job is not None),
+    *([name, f"{JOB}2"] for name, view in HISTORY_VIEWS.items() if view.of_job is not None),
     *([name, f"{JOB}3"] for name in ("nodes", "drains", "replacements", "hosts")),
-    *([name, "--all", "--limit", "5"] for name in VIEWS if name != "rate"),
+    *([name, "--all", "--limit", "5"] for name in HISTORY_VIEWS if name != "rate"),
     *(["failures", "--all", "--by", by.value] for by in By),
     *(["cost", "--all", "--by", by] for by in ("job", "owner", "account", "partition", "cluster", "week", "month")),
     ["cost", "--all", "--price", "2.5"],
@@ -227,9 +227,9 @@ def test_jobs_of_the_same_name_are_told_apart(fleet: str, monkeypatch: pytest.Mo
 
 
 VIEW_COLUMNS = {
-    **{name: view.columns for name, view in VIEWS.items()},
-    **{f"{name} by {by}": columns for name, view in VIEWS.items() for by, columns in view.columns_by.items()},
-    "placements": views.PLACEMENTS,
+    **{name: view.columns for name, view in HISTORY_VIEWS.items()},
+    **{f"{name} by {by}": columns for name, view in HISTORY_VIEWS.items() for by, columns in view.columns_by.items()},
+    "placements": views.PLACEMENTS_COLUMNS,
 }
 
 

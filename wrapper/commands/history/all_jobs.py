@@ -19,7 +19,7 @@ from wrapper.output.ledgers import attempts_here, from_all, opened
 if TYPE_CHECKING:
     from db.reading.queries import Reader
 
-SUBJECT = "all jobs"
+ALL_JOBS_SUBJECT = "all jobs"
 MIN_JOBS_WITH_SPARES = 100
 """Fewest jobs, the newest ones, for which the view `spares` is computed on a terminal."""
 
@@ -57,7 +57,7 @@ class AllJobs:
         return [row for rows in from_all(self.ledger, ask_ledger) for row in rows]
 
     def listing(self, columns: tuple[str, ...], rows: list[Row], total: int | None, closing: str = "") -> Listing:
-        return Listing(columns, rows, SUBJECT, total, self.nodes, closing, self.clusters)
+        return Listing(columns, rows, ALL_JOBS_SUBJECT, total, self.nodes, closing, self.clusters)
 
     def is_node(self, query: HistoryQuery, row: Row) -> bool:
         """Return whether the row is of the node in question."""
@@ -73,7 +73,7 @@ def read_costs(query: HistoryQuery, jobs: AllJobs) -> Listing:
     asks: dict[str, Any] = {"user": query.user, **_period(query)}
     accounts = jobs.ask(lambda reader: fleet.accounts(reader, **asks, period=query.period, others=others))
     newest_first = sorted(accounts, key=lambda pair: pair[0]["started_at"], reverse=True)
-    return list_costs(query, newest_first, SUBJECT, jobs.ledger)
+    return list_costs(query, newest_first, ALL_JOBS_SUBJECT, jobs.ledger)
 
 
 def read_jobs(query: HistoryQuery, jobs: AllJobs) -> Listing:

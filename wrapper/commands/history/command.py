@@ -17,7 +17,7 @@ from resihp.words import count_of
 from wrapper.commands.history.all_jobs import AllJobs
 from wrapper.commands.history.one_job import OneJob, explanation_as_json
 from wrapper.commands.history.query import DEFAULT_ROWS, By, History, HistoryQuery, Listing
-from wrapper.commands.history.views import VIEWS, check, names_nodes
+from wrapper.commands.history.views import HISTORY_VIEWS, check, names_nodes
 from wrapper.commands.options import command_of
 from wrapper.output.answers import (
     SCHEMA,
@@ -140,7 +140,7 @@ def _query_of(options: HistoryOptions, *, on_terminal: bool) -> HistoryQuery:
         around=moment(options.around),
         having=options.having,
         days=options.days,
-        all_jobs=options.all_jobs or VIEWS[view].of_job is None,
+        all_jobs=options.all_jobs or HISTORY_VIEWS[view].of_job is None,
         price=options.price,
         flat=options.as_csv or options.parquet is not None,
     )
@@ -148,7 +148,7 @@ def _query_of(options: HistoryOptions, *, on_terminal: bool) -> HistoryQuery:
 
 def _answer(query: HistoryQuery, job: str | None, ledger: str | None) -> Listing:
     """Read the view for one job, or for all."""
-    view = VIEWS[query.view]
+    view = HISTORY_VIEWS[query.view]
     if query.all_jobs:
         assert view.of_all is not None, "checked"
         return view.of_all(query, AllJobs(query, job, ledger, names_nodes=names_nodes(query)))
@@ -181,11 +181,11 @@ def _show(query: HistoryQuery, answer: Listing) -> None:
     from wrapper.output.tables import show
 
     screen = console()
-    show(screen, *history_table(VIEWS[query.view].columns_of(query), answer.rows))
+    show(screen, *history_table(HISTORY_VIEWS[query.view].columns_of(query), answer.rows))
     if answer.closing:
         screen.print(literal(answer.closing))
     if query.limit is not None and len(answer.rows) == query.limit and answer.total != len(answer.rows):
-        is_ranking = query.by is not None or VIEWS[query.view].is_ranking
+        is_ranking = query.by is not None or HISTORY_VIEWS[query.view].is_ranking
         order = "first" if is_ranking else "newest"
         total = "" if answer.total is None else f" of {answer.total:,}"
         message(f"{answer.subject}: the {order} {query.limit}{total} {query.view}; more with --limit, all with --json")

@@ -126,7 +126,7 @@ def _costs(by: str) -> ViewColumns:
 
 # --- the columns of each view ---------------------------------------------------------------------------------------
 
-JOBS = (
+JOBS_COLUMNS = (
     _words("name", "job", wraps=True),
     ID_COLUMN,
     _words("owner", wraps=True),
@@ -136,7 +136,7 @@ JOBS = (
     ViewColumn("took", lambda row: duration((row["last_entry_at"] - row["started_at"]).total_seconds()), right=True),
     _words("reason", wraps=True),
 )
-REPAIRS = (
+REPAIRS_COLUMNS = (
     _words("node", wraps=True),
     _number("device", "GPU"),
     _words("uuid", "UUID", wraps=True),
@@ -146,7 +146,7 @@ REPAIRS = (
     _words("drained"),
     _words("cause", wraps=True),
 )
-RATE = (
+RATE_COLUMNS = (
     _words("which"),
     _words("when"),
     _number("failures"),
@@ -155,27 +155,27 @@ RATE = (
     _number("ratio", form="{:.2f}"),
     _number("p", form="{:.2g}"),
 )
-CHECKPOINTS = (
+CHECKPOINTS_COLUMNS = (
     _number("iteration"),
     _bytes("bytes", "size"),
     _seconds("seconds", "took"),
     _time("committed_at", "complete (UTC)"),
     _words("folder", wraps=True),
 )
-EVENTS = (
+EVENTS_COLUMNS = (
     _time("at", "at (UTC)"),
     _words("kind", wraps=True),
     _number("iteration"),
     _words("node", wraps=True),
     _words("text", wraps=True),
 )
-COST = (
+COST_COLUMNS = (
     ViewColumn("use of time", lambda row: COST_WORDS[row["cause"]]),
     _seconds("seconds", "time"),
     _share("share"),
     _amount("gpu_hours", "GPU-hours"),
 )
-PROMISES = (
+PROMISES_COLUMNS = (
     _number("epoch"),
     _change("promised"),
     _change("kept"),
@@ -184,7 +184,7 @@ PROMISES = (
     _number("after"),
     _words("reason", wraps=True),
 )
-LEMONS = (
+LEMONS_COLUMNS = (
     ViewColumn("node", lambda row: f"{row['node']} !" if row["lemon"] else str(row["node"]), wraps=True),
     _number("jobs"),
     _amount("device_hours", "device-h"),
@@ -195,7 +195,7 @@ LEMONS = (
     ViewColumn("GPU", lambda row: row["lemon_devices"] or "-", wraps=True),
     _time("last", "last (UTC)"),
 )
-FAILURES = (
+FAILURES_COLUMNS = (
     _number("failure", "#"),
     _words("cause", wraps=True),
     ViewColumn("node, device", cells.device),
@@ -203,7 +203,7 @@ FAILURES = (
     _time("noticed_at", "noticed (UTC)"),
     ViewColumn("recovered in", cells.recovery, right=True, wraps=True),
 )
-NODES = (
+NODES_COLUMNS = (
     _words("node"),
     _words("host", wraps=True),
     _number("devices"),
@@ -212,7 +212,7 @@ NODES = (
     _words("lost_reason", "reason", wraps=True),
     _words("replaced_by", "replaced by", wraps=True),
 )
-HOSTS = (
+HOSTS_COLUMNS = (
     _words("node", wraps=True),
     _words("host", wraps=True),
     _time("joined_at", "joined (UTC)"),
@@ -220,14 +220,14 @@ HOSTS = (
     _optional_text("kernel"),
     _optional_text("changed"),
 )
-DEVICES = (
+DEVICES_COLUMNS = (
     _words("node"),
     _number("device"),
     _optional_text("name"),
     _optional_text("uuid", "UUID"),
     _optional_text("vbios", "VBIOS"),
 )
-PLACEMENTS = (
+PLACEMENTS_COLUMNS = (
     _optional_text("uuid", "UUID"),
     _words("node", wraps=True),
     _number("device"),
@@ -235,7 +235,7 @@ PLACEMENTS = (
     _time("last_seen", "last (UTC)"),
     _number("jobs"),
 )
-WORKERS = (
+WORKERS_COLUMNS = (
     _number("rank"),
     _words("node", wraps=True),
     _number("device"),
@@ -244,7 +244,7 @@ WORKERS = (
     _number("epoch_left", "left in"),
     _number("exit"),
 )
-ITERATIONS = (
+ITERATIONS_COLUMNS = (
     _number("iteration"),
     _number("epoch"),
     _number("seconds", form="{:.3f}"),
@@ -253,7 +253,7 @@ ITERATIONS = (
     _number("loss", form="{:.4f}"),
     _time("finished_at", "finished (UTC)"),
 )
-PLANS = (
+PLANS_COLUMNS = (
     _number("epoch"),
     _words("description", "layout", wraps=True),
     _number("next_iteration", "from"),
@@ -261,7 +261,7 @@ PLANS = (
     ViewColumn("in effect (UTC)", cells.effect),
     ViewColumn("reason", cells.plan_reason, wraps=True),
 )
-SPARES = (
+SPARES_COLUMNS = (
     _number("decisions", "changes"),
     _number("untold"),
     _seconds("measured_seconds", "measured"),
@@ -269,7 +269,7 @@ SPARES = (
     _amount("saved_gpu_hours", "GPU-h saved"),
     _amount("spare_gpu_hours", "of spare"),
 )
-DECISIONS = (
+DECISIONS_COLUMNS = (
     _time("at", "decided (UTC)"),
     _words("advice", wraps=True),
     _words("action", wraps=True),
@@ -277,7 +277,7 @@ DECISIONS = (
     ViewColumn("predicted, measured", cells.prediction, wraps=True),
     _words("outcome", wraps=True),
 )
-PROBES = (
+PROBES_COLUMNS = (
     _number("probe", "#"),
     _words("occasion"),
     _words("kind"),
@@ -288,7 +288,7 @@ PROBES = (
     ViewColumn("fit", lambda row: "yes" if row["passed"] else "no"),
     _words("evidence", wraps=True),
 )
-SUSPICIONS = (
+SUSPICIONS_COLUMNS = (
     _number("suspicion", "#"),
     _words("kind"),
     ViewColumn("suspect", suspects, wraps=True),
@@ -298,13 +298,13 @@ SUSPICIONS = (
     ViewColumn("outcome", cells.outcome),
     ViewColumn("evidence", lambda row: str(row["outcome_evidence"] or row["evidence"]), wraps=True),
 )
-SCORES = (
+SCORES_COLUMNS = (
     _number("iteration"),
     _number("rank"),
     _number("level", form="{:.3f}"),
     _share("evidence"),
 )
-RECONFIGURATIONS = (
+RECONFIGURATIONS_COLUMNS = (
     _number("epoch"),
     _words("action"),
     _number("attempts", "tries"),
@@ -314,7 +314,7 @@ RECONFIGURATIONS = (
     _number("seconds", "total", form="{:.2f}"),
     _bytes("bytes_moved", "moved"),
 )
-DRAINS = (
+DRAINS_COLUMNS = (
     _number("drain", "#"),
     _words("node", wraps=True),
     ViewColumn("by", cells.drain_step),
@@ -322,7 +322,7 @@ DRAINS = (
     _time("undrained_at", "undrained (UTC)"),
     _words("reason", wraps=True),
 )
-REPLACEMENTS = (
+REPLACEMENTS_COLUMNS = (
     _number("replacement", "#"),
     _words("instead", "for", wraps=True),
     _words("slurm_job", "job"),

@@ -17,10 +17,10 @@ from wrapper.commands.history.query import HistoryQuery, Listing
 from wrapper.commands.history.tables import ViewColumns
 
 MAX_DAYS = 36_500
-PERIOD = frozenset({"since", "until"})
-TABLE_OPTIONS = frozenset({"node", "kind"}) | PERIOD
+PERIOD_OPTIONS = frozenset({"since", "until"})
+TABLE_OPTIONS = frozenset({"node", "kind"}) | PERIOD_OPTIONS
 """Options of a table of the ledger, which refuses --node and --kind itself if it has no such column."""
-USER = frozenset({"user"})
+USER_OPTION = frozenset({"user"})
 RATE_OPTIONS = ("around", "having", "days")
 
 
@@ -36,7 +36,7 @@ class HistoryView:
     """Reads it for all jobs. None: it shows one job at a time."""
     options: frozenset[str] = TABLE_OPTIONS
     """Options that it takes, beside --limit."""
-    with_all: frozenset[str] = USER
+    with_all: frozenset[str] = USER_OPTION
     """Options that it takes only for all jobs."""
     columns_of_all: ViewColumns | None = None
     """Its columns for all jobs, if they are others."""
@@ -63,74 +63,84 @@ def _table(columns: ViewColumns) -> HistoryView:
     return HistoryView(columns=columns, of_job=one_job.read_table, of_all=all_jobs.read_table)
 
 
-VIEWS: Mapping[str, HistoryView] = {
-    "jobs": HistoryView(columns=tables.JOBS, of_job=None, of_all=all_jobs.read_jobs, options=PERIOD, is_ranking=True),
+HISTORY_VIEWS: Mapping[str, HistoryView] = {
+    "jobs": HistoryView(
+        columns=tables.JOBS_COLUMNS, of_job=None, of_all=all_jobs.read_jobs, options=PERIOD_OPTIONS, is_ranking=True
+    ),
     "failures": HistoryView(
-        columns=tables.FAILURES,
+        columns=tables.FAILURES_COLUMNS,
         of_job=one_job.read_failures,
         of_all=all_jobs.read_failures,
         options=TABLE_OPTIONS | {"by"},
         columns_by=tables.FAILURES_BY,
     ),
-    "nodes": _table(tables.NODES),
+    "nodes": _table(tables.NODES_COLUMNS),
     "hosts": HistoryView(
-        columns=tables.HOSTS,
+        columns=tables.HOSTS_COLUMNS,
         of_job=one_job.read_hosts,
         of_all=all_jobs.read_hosts,
-        options=PERIOD | {"node"},
+        options=PERIOD_OPTIONS | {"node"},
         with_all=frozenset(),
         joins_nodes=True,
     ),
     "devices": HistoryView(
-        columns=tables.DEVICES,
+        columns=tables.DEVICES_COLUMNS,
         of_job=one_job.read_table,
         of_all=all_jobs.read_placements,
-        columns_of_all=tables.PLACEMENTS,
-        options=PERIOD | {"node"},
+        columns_of_all=tables.PLACEMENTS_COLUMNS,
+        options=PERIOD_OPTIONS | {"node"},
         joins_nodes=True,
     ),
-    "workers": _table(tables.WORKERS),
+    "workers": _table(tables.WORKERS_COLUMNS),
     "iterations": HistoryView(
-        columns=tables.ITERATIONS, of_job=one_job.read_table, of_all=all_jobs.read_iterations, options=PERIOD | {"node"}
+        columns=tables.ITERATIONS_COLUMNS,
+        of_job=one_job.read_table,
+        of_all=all_jobs.read_iterations,
+        options=PERIOD_OPTIONS | {"node"},
     ),
-    "plans": HistoryView(columns=tables.PLANS, of_job=one_job.read_plans, of_all=all_jobs.read_table),
-    "decisions": HistoryView(columns=tables.DECISIONS, of_job=one_job.read_decisions, of_all=None, options=PERIOD),
+    "plans": HistoryView(columns=tables.PLANS_COLUMNS, of_job=one_job.read_plans, of_all=all_jobs.read_table),
+    "decisions": HistoryView(
+        columns=tables.DECISIONS_COLUMNS, of_job=one_job.read_decisions, of_all=None, options=PERIOD_OPTIONS
+    ),
     "spares": HistoryView(
-        columns=tables.SPARES,
+        columns=tables.SPARES_COLUMNS,
         of_job=one_job.read_spares,
         of_all=all_jobs.read_spares,
         options=frozenset(),
-        with_all=PERIOD,
+        with_all=PERIOD_OPTIONS,
         is_ranking=True,
     ),
-    "reconfigurations": _table(tables.RECONFIGURATIONS),
-    "drains": _table(tables.DRAINS),
-    "replacements": _table(tables.REPLACEMENTS),
-    "probes": _table(tables.PROBES),
-    "suspicions": _table(tables.SUSPICIONS),
+    "reconfigurations": _table(tables.RECONFIGURATIONS_COLUMNS),
+    "drains": _table(tables.DRAINS_COLUMNS),
+    "replacements": _table(tables.REPLACEMENTS_COLUMNS),
+    "probes": _table(tables.PROBES_COLUMNS),
+    "suspicions": _table(tables.SUSPICIONS_COLUMNS),
     "scores": HistoryView(
-        columns=tables.SCORES, of_job=one_job.read_table, of_all=None, options=frozenset({"node", "kind", "rank"})
+        columns=tables.SCORES_COLUMNS,
+        of_job=one_job.read_table,
+        of_all=None,
+        options=frozenset({"node", "kind", "rank"}),
     ),
-    "checkpoints": _table(tables.CHECKPOINTS),
-    "events": _table(tables.EVENTS),
+    "checkpoints": _table(tables.CHECKPOINTS_COLUMNS),
+    "events": _table(tables.EVENTS_COLUMNS),
     "cost": HistoryView(
-        columns=tables.COST,
+        columns=tables.COST_COLUMNS,
         of_job=one_job.read_costs,
         of_all=all_jobs.read_costs,
         options=frozenset({"by", "price"}),
-        with_all=USER | PERIOD,
+        with_all=USER_OPTION | PERIOD_OPTIONS,
         columns_by=tables.COST_BY,
         is_ranking=True,
     ),
     "promises": HistoryView(
-        columns=tables.PROMISES,
+        columns=tables.PROMISES_COLUMNS,
         of_job=one_job.read_promises,
         of_all=all_jobs.read_promises,
         options=frozenset(),
-        with_all=PERIOD,
+        with_all=PERIOD_OPTIONS,
     ),
     "lemons": HistoryView(
-        columns=tables.LEMONS,
+        columns=tables.LEMONS_COLUMNS,
         of_job=None,
         of_all=all_jobs.read_lemons,
         options=frozenset({"node", "injected"}),
@@ -139,16 +149,16 @@ VIEWS: Mapping[str, HistoryView] = {
         is_ranking=True,
     ),
     "repairs": HistoryView(
-        columns=tables.REPAIRS,
+        columns=tables.REPAIRS_COLUMNS,
         of_job=None,
         of_all=all_jobs.read_repairs,
-        options=PERIOD | {"node"},
+        options=PERIOD_OPTIONS | {"node"},
         with_all=frozenset(),
         joins_nodes=True,
         is_ranking=True,
     ),
     "rate": HistoryView(
-        columns=tables.RATE,
+        columns=tables.RATE_COLUMNS,
         of_job=None,
         of_all=all_jobs.read_rate,
         options=frozenset(RATE_OPTIONS),
@@ -160,7 +170,7 @@ VIEWS: Mapping[str, HistoryView] = {
 
 def names_nodes(query: HistoryQuery) -> bool:
     """Return whether the answer names nodes, so that equal names of different clusters must be distinguished."""
-    if query.node is not None or query.by == "node" or VIEWS[query.view].joins_nodes:
+    if query.node is not None or query.by == "node" or HISTORY_VIEWS[query.view].joins_nodes:
         return True
     return query.having is not None and query.having.startswith("host=")
 
@@ -170,7 +180,7 @@ def names_nodes(query: HistoryQuery) -> bool:
 
 def check(query: HistoryQuery) -> None:
     """Raise UsageError for options that the view does not have."""
-    view = VIEWS[query.view]
+    view = HISTORY_VIEWS[query.view]
     for refuse in _REFUSALS:
         refuse(query, view)
 

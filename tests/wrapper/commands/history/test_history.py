@@ -28,7 +28,7 @@ from resihp.record import journal
 from tests.db.conftest import absent_story, inventory, outcome, started, write_journal
 from tests.wrapper.commands.status.test_status import home, resihp, rows
 from wrapper.commands.history import all_jobs, one_job, query
-from wrapper.commands.history.views import VIEWS
+from wrapper.commands.history.views import HISTORY_VIEWS
 from wrapper.job_folder import Job, create_local_job
 
 __all__ = ["home"]  # a fixture that every test of this module uses
@@ -712,9 +712,9 @@ def test_what_the_command_offers_is_what_the_ledger_knows() -> None:
     """Both are written down where they are offered, too: the ledger's module takes time to import."""
     assert query.FAILURE_GROUPS == fleet.GROUPS
     assert query.COST_GROUPS == fleet.COST_BY
-    assert [view.value for view in query.History] == list(VIEWS)
+    assert [view.value for view in query.History] == list(HISTORY_VIEWS)
     offered = resihp("history", "--help").stdout
-    assert all(re.search(rf"\b{view}\b", offered) for view in VIEWS)
+    assert all(re.search(rf"\b{view}\b", offered) for view in HISTORY_VIEWS)
 
 
 def test_ledgers_of_two_clusters_in_one_home_tell_nodes_apart() -> None:

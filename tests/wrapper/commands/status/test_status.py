@@ -33,7 +33,7 @@ from tests.db.conftest import BEGAN, any_layout_story, node_story, started, writ
 from tests.resihp.controller.direct import DECLARE
 from wrapper.cli import app
 from wrapper.commands.history.tables import history_table
-from wrapper.commands.history.views import VIEWS
+from wrapper.commands.history.views import HISTORY_VIEWS
 from wrapper.commands.status import tables
 from wrapper.commands.status.job_status import job_status
 from wrapper.job_folder import Job, create_local_job, take_lock
@@ -299,7 +299,7 @@ def test_history_failures(job: Job) -> None:
     assert "2.00 s" in text
 
 
-@pytest.mark.parametrize("table", [table for table in VIEWS if table != "rate"])
+@pytest.mark.parametrize("table", [table for table in HISTORY_VIEWS if table != "rate"])
 def test_every_table_has_json_csv_parquet_and_a_terminal_form(job: Job, table: str, tmp_path: Path) -> None:
     found = rows(table, job.name)
     parsed = list(csv.reader(io.StringIO(resihp("history", table, "--csv").stdout)))
@@ -316,7 +316,7 @@ def test_every_table_has_json_csv_parquet_and_a_terminal_form(job: Job, table: s
     assert max(map(len, [*shown.stdout.splitlines(), ""])) <= 80
     if not found:
         assert shown.stdout == ""
-        whose = "all jobs" if VIEWS[table].of_job is None else f"job {job.name}"
+        whose = "all jobs" if HISTORY_VIEWS[table].of_job is None else f"job {job.name}"
         assert shown.stderr == f"resihp: {whose}: no {table}\n"
 
 
@@ -342,7 +342,7 @@ def lines_of(shown: object, rows: list[dict[str, Any]] | None = None) -> list[st
     if rows is None:
         console.print(shown)
     else:
-        show(console, *history_table(VIEWS[str(shown)].columns, rows))
+        show(console, *history_table(HISTORY_VIEWS[str(shown)].columns, rows))
     lines = [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
     assert max(map(len, lines)) <= 80
     return [line for line in lines if line]

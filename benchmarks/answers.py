@@ -34,7 +34,8 @@ if not __package__:  # run as a file, not with -m
 
 from tests.db.conftest import outcome, started
 from wrapper import registry
-from wrapper.job_files import Job, entry_of
+from wrapper.job_files.job import Job
+from wrapper.job_files.registered import entry_of
 from wrapper.job_folder import create_local_job, take_lock
 from wrapper.sinks.progress_file import ProgressFileWriter
 

@@ -110,7 +110,8 @@ class Loop:
                 tp=setting.tp,
                 pp=setting.pp,
                 schedule=setting.schedule,
-                examine=True,
+                plans_ahead=False,
+                search_s=0.0,
             ),
             Dependencies(planner=Steadfast(job.plan), monitor=lambda _: _Listening(self.played)),
         )

@@ -323,7 +323,8 @@ def request_of(job: Job, nodes: int, gpus: int) -> RunRequest:
         gpus_per_node=gpus,
         tp=TP,
         pp=PP,
-        examine=True,
+        plans_ahead=False,
+        search_s=0.0,
     )
     return RunRequest(
         settings=settings,

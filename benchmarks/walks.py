@@ -39,7 +39,7 @@ from resihp.protocol.resumable import Conversation
 from wrapper.agent.sockets import WorkerPipe
 from wrapper.agent.workers import Workers
 from wrapper.config.run_spec import Program, RunRequest
-from wrapper.supervisor.agents import AgentLinks
+from wrapper.supervisor.agents.links import AgentLinks
 
 ON_A_NODE = 8
 REPORTS = 50

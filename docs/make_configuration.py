@@ -19,7 +19,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from wrapper.config import values
-from wrapper.config.schema import ENV_PREFIX, ENV_SEPARATOR, SITE_FILE, Configuration, Section
+from wrapper.config.schema import ENV_PREFIX, ENV_SEPARATOR, Configuration, Section
+from wrapper.config.sources import SITE_FILE
 
 TARGET = Path(__file__).resolve().with_name("configuration.md")
 

@@ -1,4 +1,7 @@
-"""The settings of a job, as the controller and others use them. Plain data; agents read it, too, so imports are few."""
+"""The settings of a job, as the controller and others use them, with their defaults.
+
+Plain data; agents read it, too, so imports are few. `wrapper.config.schema` takes the defaults of job.toml from here.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +106,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Whether Slurm may requeue the job when too many of its nodes are lost."""
     restarts_left: int = 0
     """Number of further runs that may follow this one if it fails without having added a checkpoint."""
-    examine: bool = False
+    examine: bool = True
     """Whether devices and links are measured before the first iteration, and when a device joins."""
     detect: bool = True
     """Whether slow devices and links are detected while training."""
@@ -115,9 +118,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum time until a probe answers. After it a joining device counts as unfit, and a suspicion is dropped."""
     planner: PlannerName = "resihp"
     """The planner of new plans."""
-    plans_ahead: bool = False
+    plans_ahead: bool = True
     """Whether plans for the next possible losses are made while training goes on."""
-    search_s: float = 0.0
+    search_s: float = 1.0
     """With `plans_ahead`, time spent on looking for a better plan than the one found first; 0: none."""
     recheck_s: float = 60.0
     """Interval at which a slow device on standby is measured again. A device that failed a probe is measured sooner at

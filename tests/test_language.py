@@ -76,7 +76,7 @@ VAGUE_VARIABLES: Mapping[str, int] = {
     "resihp/scheduler": 2,
     "resihp/simulator": 1,
     "slurm": 3,
-    "wrapper": 2,
+    "wrapper": 1,
     "wrapper/agent": 3,
     "wrapper/config": 1,
     "wrapper/sinks": 1,

@@ -1,4 +1,4 @@
-"""Jobs on disk: creating a job's folder, finding a job by its name, and ending a job whose supervisor is dead.
+"""Jobs on disk: creating a job's folder, and finding a job by its name.
 
 A job is named after its Slurm job, `1234`, or `1234_5` in an array, and after Slurm has requeued that, `1234-r1`,
 `1234-r2`; a further one in the same allocation is `1234-2`; without Slurm it is `local-<n>`. `wrapper.job_files`
@@ -9,7 +9,6 @@ any folder. Used by every command that names a job. Never talks to a running job
 from __future__ import annotations
 
 import difflib
-import hashlib
 import itertools
 import os
 import re
@@ -25,27 +24,28 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from resihp.errors import JobNotFoundError, LedgerError, OwnershipError, ProtocolError, UsageError
+from resihp.errors import JobNotFoundError, OwnershipError, ProtocolError, UsageError
 from resihp.process import identity
 from wrapper import registry
 from wrapper.file_locks import LOCK_NAME as LOCK_NAME
 from wrapper.file_locks import NO_LOCKS as NO_LOCKS
 from wrapper.file_locks import lock_file as lock_file
-from wrapper.job_files import SLURM_NAME, JobFile, entry_of, has_ended, is_journal_of, is_succeeded
-from wrapper.job_files import Job as Job
-from wrapper.job_files import OurJob as OurJob
-from wrapper.job_files import SupervisorFile as SupervisorFile
-from wrapper.job_files import home as home
-from wrapper.job_files import not_ours as not_ours
-from wrapper.job_files import note_end as note_end
-from wrapper.job_files import ours as ours
-from wrapper.job_files import slurm_job_of as slurm_job_of
-from wrapper.job_files import take_lock as take_lock
-from wrapper.strict_modes import check_above, check_folder, is_own, read_plain
+from wrapper.job_files.contents import JobFile
+from wrapper.job_files.contents import SupervisorFile as SupervisorFile
+from wrapper.job_files.homes import home as home
+from wrapper.job_files.job import Job as Job
+from wrapper.job_files.job import OurJob as OurJob
+from wrapper.job_files.job import not_ours as not_ours
+from wrapper.job_files.job import ours as ours
+from wrapper.job_files.job import take_lock as take_lock
+from wrapper.job_files.registered import SLURM_NAME, entry_of
+from wrapper.job_files.registered import note_end as note_end
+from wrapper.job_files.registered import slurm_job_of as slurm_job_of
+from wrapper.strict_modes import check_above, check_folder
 from wrapper.strict_modes import write_private as write_private
 
 if TYPE_CHECKING:
-    from resihp.record.journal import Record
+    pass
 
 LOCK_PATIENCE_S = 2.0
 """How long to wait for the lock: commands that check whether a job is alive hold it for a moment."""
@@ -163,19 +163,13 @@ def _local_place(job: Job) -> Path:
             raise UsageError(f"{root}: is a link; set RESIHP_LOCAL to a folder of yours on local disk")
         check_folder(root, "RESIHP_LOCAL")
         check_above(root, "RESIHP_LOCAL")
-        place = root / _place_name(job)
+        place = root / job.place_name
         if place.exists():  # of an earlier job that was removed since
             shutil.rmtree(place)
         place.mkdir(mode=0o700)
     except OSError as error:
         raise UsageError(f"{root}: cannot hold journals: {error.strerror}; set RESIHP_LOCAL to another") from error
     return place
-
-
-def _place_name(job: Job) -> str:
-    """Return the name of the journal's folder, assuming that the job's folder has not been moved."""
-    digest = hashlib.sha256(str(job.folder.resolve()).encode()).hexdigest()[:10]
-    return f"{job.name}-{digest}"
 
 
 def all_jobs(in_home: Path | None = None) -> list[Job]:
@@ -216,6 +210,11 @@ def find_job(name: str | None = None, *, acts: bool = False) -> Job:
     for job in jobs:
         if _is_named(job.name, name):
             return job
+    return _find_elsewhere(name, jobs)
+
+
+def _find_elsewhere(name: str, jobs: Sequence[Job]) -> Job:
+    """Return the job of that name, or of that id, which is none of the `jobs` here by its name."""
     matches, wrong = registry.entries(lambda other: _is_named(other, name))
     by_home = {entry.home: entry for entry in reversed(matches) if is_there(entry)}  # the newest of each home
     if len(by_home) == 1:
@@ -225,10 +224,11 @@ def find_job(name: str | None = None, *, acts: bool = False) -> Job:
         raise UsageError(f"job {name}: not in {home()}, and in {len(by_home)} others; name one by its folder:{choices}")
     if matches:
         raise JobNotFoundError(f"job {name}: {gone(matches[0])}")
-    if _ID.fullmatch(name) and (of_that_id := _with_id(name, jobs)):
-        if len(of_that_id) == 1:
-            return of_that_id[0]
-        raise UsageError(f"job {name}: {len(of_that_id)} jobs have ids that begin with it; give more of it")
+    jobs_with_id = _with_id(name, jobs) if _ID.fullmatch(name) else []
+    if len(jobs_with_id) == 1:
+        return jobs_with_id[0]
+    if jobs_with_id:
+        raise UsageError(f"job {name}: {len(jobs_with_id)} jobs have ids that begin with it; give more of it")
     if wrong:
         raise JobNotFoundError(f"job {name}: not in {home()}; whether it is in another folder of yours: {wrong[0]}")
     near = difflib.get_close_matches(name, dict.fromkeys([*(job.name for job in jobs), *registry.names()]), n=3)
@@ -253,7 +253,7 @@ def id_of(job: Job) -> str | None:
 
 
 def _with_id(begins: str, here: Sequence[Job]) -> list[Job]:
-    """Return the jobs, of this home and of all others, whose ids begin so."""
+    """Return the jobs, of this home and of all others, with ids that begin so."""
     others = [job_of(entry) for entry in registry.entries()[0] if is_there(entry)]
     candidates = {job.folder: job for job in (*here, *others)}.values()
     return [job for job in candidates if (uuid := id_of(job)) is not None and uuid.startswith(begins)]
@@ -368,93 +368,3 @@ def hold_lock(job: OurJob) -> int:
             raise UsageError(f"job {job.name}: another supervisor holds {job.folder / 'supervisor.lock'}")
         time.sleep(0.05)
     return lock
-
-
-def finish_dead_job(job: OurJob, reason: str = "the supervisor was found dead", *, locked: bool = False) -> bool:
-    """Write the end of a job that has no supervisor any more; return whether that was needed.
-
-    Does nothing while a supervisor holds the lock, for a job that has ended or has not begun, if the journal is on
-    another machine, for another user's job, and if the folder is read-only. A job's own record of its end is kept: if
-    its exit code or the copy of its journal exists, nothing is overwritten, and an original that lacks the end is
-    restored from the copy. The ledger catches up with the journal. `locked`: our guardian has the lock for us.
-    """
-    from resihp.record import journal, journal_file
-
-    path = job.journal_file
-    if not job.is_writable or not is_own(path.parent) or not path.exists():
-        return False
-    if path.parent.name != _place_name(job) and not job.may_name(path):
-        # its folder may come from another user's archive, and that file may be another job's, or not a journal
-        return False
-    if job.read().host != socket.gethostname() and not locked:
-        return False  # the journal is an earlier job's of that name on this machine
-    if is_succeeded(path):
-        return False
-    lock = None if locked else take_lock(job)
-    if lock is None and not locked:
-        return False
-    try:
-        try:
-            records = journal_file.read_packed(path)
-        except ProtocolError as error:
-            if _is_restored(job, []):
-                return False
-            raise ProtocolError(f"job {job.name}: {error}") from error
-        if not records or has_ended(records) or not is_journal_of(job.read().uuid, records):
-            return False
-        if _is_restored(job, records) or job.exit_code_file.exists():
-            return False
-        writer = journal_file.Journal(path)
-        entry = journal.JobEnded(exit_code=1, state="abnormal", reason=reason)
-        writer.append(entry, time.time())
-        writer.close()
-        copy_journal(job)
-        write_private(job.exit_code_file, b"1\n")
-        note_end(job)
-        url = None
-        try:
-            url = job.ledger_url
-        except LedgerError as error:
-            _warn(f"the end of job {job.name} is not in its ledger: {error}")
-        if url is not None:
-            from db.writer import catch_up
-
-            catch_up(url, job.folder, path)
-    except OSError as error:
-        if locked:
-            raise
-        _warn(f"the end of job {job.name} cannot be written: {error.filename or job.folder}: {error.strerror}")
-        return False
-    finally:
-        if lock is not None:
-            os.close(lock)
-    return True
-
-
-def _warn(text: str) -> None:
-    printable = "".join(letter if letter.isprintable() else "?" for letter in text)
-    print(f"resihp: warning: {printable}", file=sys.stderr)
-
-
-def _is_restored(job: OurJob, records: Sequence[Record]) -> bool:
-    """Restore the original journal, whose content is `records`, from its copy, if the copy has the job's end and begins
-    as the original does; return whether that was done."""
-    from resihp.record import journal_file
-
-    try:
-        copied = journal_file.read_packed(job.journal_copy)
-    except (OSError, ProtocolError):
-        return False
-    if not has_ended(copied) or not is_journal_of(job.read().uuid, copied) or (records and copied[0] != records[0]):
-        return False
-    with suppress(OSError):  # for example if a folder has the journal's name
-        write_private(job.journal_file, read_plain(job.journal_copy, journal_file.MAX_FILE_BYTES), sync=True)
-        return True
-    return False
-
-
-def copy_journal(job: OurJob) -> None:
-    """Put a copy of the journal beside the job's other files."""
-    source = job.journal_file
-    if source.exists():
-        write_private(job.journal_copy, source.read_bytes())

@@ -152,7 +152,7 @@ def names() -> list[str]:
 
 
 def drop(entry: KnownJob) -> None:
-    """Remove the entry of a job whose folder is gone."""
+    """Remove the entry of a job after its folder is gone."""
     path = file_of(entry.name, entry.folder, entry.began_at)
     with suppress(OSError):
         if path is not None:

@@ -115,7 +115,7 @@ def _escaped_for_like(name: str) -> str:
 
 
 def _reader_name() -> str:
-    """Return the reader's user name, as their jobs record it (`wrapper.job_files.user_name`)."""
+    """Return the reader's user name, as their jobs record it (`wrapper.job_files.registered.user_name`)."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # a container has no name for us

@@ -2,7 +2,7 @@
 
 Reports of workers and orders to them stay encoded on their way through the agent (`messages.FromWorker`,
 `messages.ToWorkers`). The agent reads a label off each; the recipient decodes and checks all of it. Used by
-`wrapper.agent` and `wrapper.supervisor.agents`; decides nothing.
+`wrapper.agent` and `wrapper.supervisor.agents.links`; decides nothing.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ import typer
 from typer.testing import CliRunner
 
 from wrapper.cli import app
-from wrapper.config.schema import Configuration, Section, read
+from wrapper.config.schema import Configuration, Section
+from wrapper.config.sources import read
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("slurm/**/*.md")])

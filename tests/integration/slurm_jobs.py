@@ -27,7 +27,7 @@ from tests.integration import reading
 from tests.integration.cluster import Cluster
 from tests.integration.fork_server import fork_server
 from tests.integration.jobs import EXAMPLE, REPOSITORY, RESIHP, TINY, UNWATCHED
-from wrapper.job_files import OurJob
+from wrapper.job_files.job import OurJob
 from wrapper.job_folder import Job
 from wrapper.launch.preloading import FOR_TESTS
 

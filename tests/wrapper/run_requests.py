@@ -19,6 +19,9 @@ def run_request(
         "gpus_per_node": gpus,
         "tp": 1,
         "pp": 1,
+        "examine": False,
+        "plans_ahead": False,
+        "search_s": 0.0,
     }
     fields: dict[str, Any] = {
         "program": Program(kind="command", argv=("true",), interpreter="python"),

@@ -25,8 +25,10 @@ from resihp.errors import ProtocolError
 from resihp.process import die_with_parent, inherited_socket
 from wrapper import early_signals
 from wrapper.config.run_spec import load
+from wrapper.supervisor.aftermath import mark_dead
 from wrapper.supervisor.guardian import guard
-from wrapper.supervisor.process import agents_are_started, mark_dead, supervise_with, takeover_source
+from wrapper.supervisor.process import supervise_with
+from wrapper.supervisor.takeover import agents_are_started, takeover_source
 
 
 class Nothing:

@@ -15,7 +15,9 @@ from resihp.errors import JobNotFoundError, LedgerError, ProtocolError, UsageErr
 from resihp.record.journal import AnyEntry, JobEnded, NodeJoined
 from resihp.record.journal_file import Journal
 from wrapper import job_folder, registry
-from wrapper.job_folder import create_local_job, find_job, finish_dead_job, lock_file, take_lock, write_private
+from wrapper.job_files import dead_jobs
+from wrapper.job_files.dead_jobs import finish_dead_job
+from wrapper.job_folder import create_local_job, find_job, lock_file, take_lock, write_private
 from wrapper.output.ledgers import opened
 
 
@@ -126,7 +128,7 @@ def test_an_end_that_cannot_be_written_is_a_warning(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     job = begun()
-    monkeypatch.setattr(job_folder, "write_private", full)
+    monkeypatch.setattr(dead_jobs, "write_private", full)
     assert not finish_dead_job(job)
     told = capsys.readouterr().err
     assert told.startswith("resihp: warning: the end of job local-1 cannot be written: ")

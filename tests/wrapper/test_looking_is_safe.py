@@ -39,17 +39,9 @@ from tests.wrapper.second_user import (
     snapshot,
 )
 from wrapper.cli import app
-from wrapper.config.schema import read
-from wrapper.job_folder import (
-    Job,
-    OurJob,
-    create_local_job,
-    finish_dead_job,
-    note_end,
-    ours,
-    take_lock,
-    write_private,
-)
+from wrapper.config.sources import read
+from wrapper.job_files.dead_jobs import finish_dead_job
+from wrapper.job_folder import Job, OurJob, create_local_job, note_end, ours, take_lock, write_private
 from wrapper.output.ledgers import opened, url_of
 
 __all__ = ["grounds"]

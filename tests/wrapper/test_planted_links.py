@@ -14,7 +14,7 @@ from resihp.worker.checkpoints import write_manifest
 from slurm.drains.exclusions import Exclusions
 from wrapper.commands import init
 from wrapper.commands.report import command as report
-from wrapper.config.schema import read
+from wrapper.config.sources import read
 from wrapper.output.answers import write_parquet
 
 ATTACKER = 54321

@@ -22,7 +22,8 @@ from resihp.record.journal import FaultInjected, JobEnded, LeaderChosen, NodeLos
 from tests.wrapper.conftest import SOON, StubJob
 from wrapper.commands.operate import inject, request
 from wrapper.exit_codes import CANNOT_LEAD, INTERNAL_ERROR
-from wrapper.job_folder import all_jobs, finish_dead_job, hold_lock
+from wrapper.job_files.dead_jobs import finish_dead_job
+from wrapper.job_folder import all_jobs, hold_lock
 from wrapper.launch.ports import listen
 from wrapper.supervisor.guardian import supervisor_command
 from wrapper.supervisor.shell import SAME_SIGNAL_S

@@ -21,7 +21,8 @@ from resihp.record import journal, journal_file, journal_format
 from tests.wrapper.commands.status.test_status import record_job
 from wrapper import registry
 from wrapper.cli import app
-from wrapper.job_folder import Job, create_local_job, create_slurm_job, find_job, finish_dead_job, note_end
+from wrapper.job_files.dead_jobs import finish_dead_job
+from wrapper.job_folder import Job, create_local_job, create_slurm_job, find_job, note_end
 
 NEIGHBOUR = 65533
 

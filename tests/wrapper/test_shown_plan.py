@@ -13,7 +13,7 @@ from resihp.parallelism.plan import Plan, spread
 from resihp.record import journal, journal_file
 from tests.db.conftest import BEGAN, started
 from tests.waiting import until
-from wrapper.job_files import note_end
+from wrapper.job_files.registered import note_end
 from wrapper.job_folder import create_local_job
 from wrapper.sinks.figures import followed
 from wrapper.sinks.progress_file import ProgressFileWriter

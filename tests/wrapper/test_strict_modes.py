@@ -21,7 +21,8 @@ from tests.wrapper.run_requests import run_request
 from wrapper import job_folder
 from wrapper.commands import resume
 from wrapper.config.run_spec import load
-from wrapper.job_folder import Job, close_home, create_local_job, create_slurm_job, find_job, finish_dead_job, take_lock
+from wrapper.job_files.dead_jobs import finish_dead_job
+from wrapper.job_folder import Job, close_home, create_local_job, create_slurm_job, find_job, take_lock
 from wrapper.strict_modes import read_own, read_plain, write_private
 
 NEIGHBOUR = 54321

@@ -48,7 +48,7 @@ def test_a_job_of_a_user_without_a_name_runs_and_is_shown(unnamed: list[str], tm
 
 def test_a_tilde_without_a_home_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from db.engine import resolve
-    from wrapper.config.schema import site_files
+    from wrapper.config.sources import site_files
     from wrapper.config.values import expanded
 
     monkeypatch.delenv("HOME", raising=False)

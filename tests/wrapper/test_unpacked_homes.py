@@ -16,7 +16,8 @@ from tests.db.conftest import story, write_journal
 from tests.wrapper.run_requests import run_request
 from wrapper import registry
 from wrapper.cli import app
-from wrapper.job_folder import Job, copy_journal, create_local_job, finish_dead_job, ours, take_lock, write_private
+from wrapper.job_files.dead_jobs import copy_journal, finish_dead_job
+from wrapper.job_folder import Job, create_local_job, ours, take_lock, write_private
 
 
 def resihp(*words: str) -> Result:

@@ -110,7 +110,7 @@ def _visible(gpus: Sequence[_Gpu], environment: Mapping[str, str]) -> list[_Gpu]
     GPUs of one model are in order of their addresses, of several with the fastest first, unless the environment says
     otherwise. Slurm reports the GPUs of a step by their numbers in the machine (SLURM_STEP_GPUS). CUDA_VISIBLE_DEVICES
     counts within these if the step cannot access other devices, else in the machine; if both are possible, the order is
-    unknown. Slurm's numbers are those of device files or of addresses, depending on the site.
+    unknown.
     """
     if len({gpu.name for gpu in gpus}) > 1 and environment.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
         return []
@@ -118,17 +118,23 @@ def _visible(gpus: Sequence[_Gpu], environment: Mapping[str, str]) -> list[_Gpu]
     step = environment.get("SLURM_STEP_GPUS")
     if step is None:
         return [*gpus] if requested is None else _chosen(gpus, requested)
-    numbers = [_index(text) for text in step.split(",")]
-    given = sorted(number for number in numbers if number is not None and number < len(gpus))
-    if len(given) < len(numbers) or any(gpus[number].minor != number for number in given):
-        return []
-    within = [gpus[number] for number in given]
-    if requested is None:
+    within = _of_step(gpus, step)
+    if requested is None or not within:
         return within
     chosen = [_chosen(within, requested), [gpu for gpu in _chosen(gpus, requested) if gpu in within]]
     longest = max(map(len, chosen))
     possible = [devices_seen for devices_seen in chosen if len(devices_seen) == longest]
     return possible[0] if all(devices_seen == possible[0] for devices_seen in possible) else []
+
+
+def _of_step(gpus: Sequence[_Gpu], step: str) -> list[_Gpu]:
+    """Return the GPUs of a step of Slurm; empty if its numbers may be those of device files or of addresses, which
+    depends on the site."""
+    numbers = [_index(text) for text in step.split(",")]
+    given = sorted(number for number in numbers if number is not None and number < len(gpus))
+    if len(given) < len(numbers) or any(gpus[number].minor != number for number in given):
+        return []
+    return [gpus[number] for number in given]
 
 
 def _chosen(gpus: Sequence[_Gpu], requested: str) -> list[_Gpu]:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 JOB_FILE, SCRIPT = "job.toml", "job.sbatch"
 JSON_SCHEMA = 1
-DEFAULT_NODES = 2
+DEFAULT_NODES, DEFAULT_GPUS = 2, 8
 MAX_DEFAULT_TIME_S = 24 * 3600.0
 """Time requested, in seconds, if Slurm allows more."""
 WARNING_S, MIN_WARNING_S = 300.0, 60.0
@@ -78,7 +78,7 @@ def init(
     Example: resihp init --nodes 4 -- python train.py
     """
     from wrapper.config.program import missing_script
-    from wrapper.config.schema import read
+    from wrapper.config.sources import read
 
     wanted = choose(
         connect(),
@@ -121,47 +121,65 @@ def choose(
     seconds: float | None = None,
 ) -> JobFileChoice:
     """Return the given values, else those of Slurm, else defaults. Raises UsageError if Slurm lacks a given value."""
-    from slurm.errors import SlurmError
-
-    partitions: Sequence[PartitionView] = ()
-    notices: list[str] = []
-    why = "default values: there is no Slurm on this machine"
-    if survey is not None:
-        try:
-            partitions = survey.partitions()
-        except SlurmError as error:
-            notices.append(f"{error}; the files have default values, check them")
-            why = "default values: Slurm did not answer"
-    else:
-        notices.append("no Slurm on this machine: the files have default values; on a login node, they come from Slurm")
+    partitions, why, notices = _survey(survey)
     view = _pick(partitions, partition if partition is not None else site.slurm.partition, site.site.partitions)
-    if view is not None:
-        why = f"from Slurm: partition {view.name} has {count_of(view.nodes, 'node')} of {count_of(view.gpus, 'GPU')}"
-        if nodes is not None and nodes > view.nodes:
-            raise UsageError(f"--nodes {nodes}: partition {view.name} has {view.nodes}; sinfo -p {view.name}")
-        if view.unreadable:
-            why = f"from Slurm: partition {view.name} has {count_of(view.nodes, 'node')}"
-            notices.append(f"{view.unreadable}; using 8 GPUs per node, set --gpus-per-node to change it")
-        elif gpus_per_node is not None and gpus_per_node > max(view.gpus, 1):
-            raise UsageError(
-                f"--gpus-per-node {gpus_per_node}: nodes of partition {view.name} have {view.gpus}; "
-                f"sinfo -p {view.name} -o '%D %G'"
-            )
-        elif not view.gpus:
+    if view is None:
+        return JobFileChoice(
+            nodes=nodes or DEFAULT_NODES,
+            gpus_per_node=gpus_per_node or DEFAULT_GPUS,
+            seconds=seconds or MAX_DEFAULT_TIME_S,
+            partition=partition or "",
+            command=command or _command(),
+            why=why,
+            notices=tuple(notices),
+        )
+    _check_available(view, nodes=nodes, gpus_per_node=gpus_per_node, seconds=seconds)
+    why = f"from Slurm: partition {view.name} has {count_of(view.nodes, 'node')}"
+    if view.unreadable:
+        notices.append(f"{view.unreadable}; using {DEFAULT_GPUS} GPUs per node, set --gpus-per-node to change it")
+    else:
+        why += f" of {count_of(view.gpus, 'GPU')}"
+        if not view.gpus:
             notices.append(f"partition {view.name} has no GPUs; choose another with --partition: sinfo -o '%P %D %G'")
-        limit = view.seconds
-        if seconds is not None and limit is not None and seconds > limit:
-            raise UsageError(f"--time: partition {view.name} allows {limit / 3600:g} h; sinfo -p {view.name} -o %l")
-        seconds = seconds or min(limit or MAX_DEFAULT_TIME_S, MAX_DEFAULT_TIME_S)
+    is_default = view.default and partition is None
     return JobFileChoice(
-        nodes=nodes or min(DEFAULT_NODES, view.nodes if view else DEFAULT_NODES),
-        gpus_per_node=gpus_per_node or (max(view.gpus, 1) if view and not view.unreadable else 8),
-        seconds=seconds or MAX_DEFAULT_TIME_S,
-        partition=view.name if view and not (view.default and partition is None) else partition or "",
+        nodes=nodes or min(DEFAULT_NODES, view.nodes),
+        gpus_per_node=gpus_per_node or (DEFAULT_GPUS if view.unreadable else max(view.gpus, 1)),
+        seconds=seconds or min(view.seconds or MAX_DEFAULT_TIME_S, MAX_DEFAULT_TIME_S),
+        partition="" if is_default else view.name,
         command=command or _command(),
         why=why,
         notices=tuple(notices),
     )
+
+
+def _survey(survey: Survey | None) -> tuple[Sequence[PartitionView], str, list[str]]:
+    """Return Slurm's partitions, and if there are none, why not, with notices."""
+    from slurm.errors import SlurmError
+
+    if survey is None:
+        notice = "no Slurm on this machine: the files have default values; on a login node, they come from Slurm"
+        return (), "default values: there is no Slurm on this machine", [notice]
+    try:
+        return survey.partitions(), "default values: there is no Slurm on this machine", []
+    except SlurmError as error:
+        notice = f"{error}; the files have default values, check them"
+        return (), "default values: Slurm did not answer", [notice]
+
+
+def _check_available(
+    view: PartitionView, *, nodes: int | None, gpus_per_node: int | None, seconds: float | None
+) -> None:
+    """Raise UsageError for more than the partition has or allows."""
+    if nodes is not None and nodes > view.nodes:
+        raise UsageError(f"--nodes {nodes}: partition {view.name} has {view.nodes}; sinfo -p {view.name}")
+    if gpus_per_node is not None and gpus_per_node > max(view.gpus, 1) and not view.unreadable:
+        raise UsageError(
+            f"--gpus-per-node {gpus_per_node}: nodes of partition {view.name} have {view.gpus}; "
+            f"sinfo -p {view.name} -o '%D %G'"
+        )
+    if seconds is not None and view.seconds is not None and seconds > view.seconds:
+        raise UsageError(f"--time: partition {view.name} allows {view.seconds / 3600:g} h; sinfo -p {view.name} -o %l")
 
 
 def _pick(partitions: Sequence[PartitionView], name: str, allowed: Sequence[str]) -> PartitionView | None:
@@ -197,7 +215,7 @@ def write(wanted: JobFileChoice, folder: Path, *, force: bool) -> tuple[str, str
     import tempfile
 
     from wrapper.commands.submit import script_of
-    from wrapper.config.schema import read
+    from wrapper.config.sources import read
 
     job_file, script = folder / JOB_FILE, folder / SCRIPT
     existing = [str(path) for path in (job_file, script) if os.path.lexists(path)]

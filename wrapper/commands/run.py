@@ -39,8 +39,9 @@ from wrapper.commands.resume import (
 from wrapper.config import container, values
 from wrapper.config.program import resolve
 from wrapper.config.run_spec import Container, ListenerSettings, Program, RunRequest
-from wrapper.config.schema import Configuration, DetectSection, check_partition, read
+from wrapper.config.schema import Configuration, DetectSection
 from wrapper.config.shape import Shape, check_layout, check_target, of_allocation, on_this_machine
+from wrapper.config.sources import check_partition, read
 from wrapper.exit_codes import REQUEUE_REQUESTED, TRAINING_BROKEN, TRAINING_FAILED
 from wrapper.job_folder import close_home, create_local_job, create_slurm_job, home
 from wrapper.launch import allocation

@@ -24,9 +24,10 @@ from slurm.errors import SlurmError, SlurmRefusedError, SlurmUnavailableError, S
 from wrapper import registry
 from wrapper.config import container
 from wrapper.config.program import resolve
-from wrapper.config.schema import Configuration, read
+from wrapper.config.schema import Configuration
 from wrapper.config.shape import check_layout
-from wrapper.job_files import user_name
+from wrapper.config.sources import read
+from wrapper.job_files.registered import user_name
 from wrapper.job_folder import close_home, home, write_private
 from wrapper.sinks.fanout import asked
 from wrapper.slurm_tasks.exclusion_lists import to_avoid

@@ -144,31 +144,44 @@ def _headline(result: Row) -> str:
     subject = f"rank {result['rank']} ({result['node']} device {result['device']})"
     level = None if result["level"] is None else f"at {result['level']:.3f} of its healthy time"
     when = "" if result["live"] or level is None else f" when it was last noted, in iteration {result['iteration']}"
-    device_verdicts = [row for row in result["verdicts"] if row["component"] == "device"]  # not those of a link
-    open_failures = [row["failure"] for row in device_verdicts if row["ended_iteration"] is None]
-    device_suspicions = [row for row in result["suspicions"] if row["component"] == "device"]
-    suspected = [row["suspicion"] for row in device_suspicions if row["ended_at"] is None]
     if result["detector"] == "off":
         return f"{subject}: not monitored, as detect is false in [adapt]"
-    if open_failures or result["slow"]:
-        verdict = f", failure {open_failures[-1]}" if open_failures else ", flagged by the detector, no verdict yet"
-        return f"{subject} is considered slow{verdict}{f': {level}' if level else ''}{when}"
-    if suspected and result["state"] == "running":
-        return f"{subject} is suspected of being slow, suspicion {suspected[-1]}{f': {level}' if level else ''}{when}"
-    if not result.get("working", True):
-        return f"{subject} has no work under the current plan: it is on standby or has left, and is not monitored"
-    if result["unwatched"]:
-        last = result.get("reported")
-        return f"{subject} is not watched: {'it never reported' if last is None else f'silent since iteration {last}'}"
-    if result["detector"] == "plain times":
-        return (
-            f"{subject} cannot be judged: no rank reports its chunks, only iteration times of the whole job are known"
-        )
-    if result["detector"] == "iterations":
-        return f"{subject} cannot be judged: in its mode, the detector judges whole iterations, not single ranks"
+    if doubt := _doubt(result):
+        return f"{subject} {doubt}{f': {level}' if level else ''}{when}"
+    if reason := _not_judged(result):
+        return f"{subject} {reason}"
     if level is None:
         return f"{subject}: no times yet{', the detector is warming up' if result['live'] else ''}"
     return f"{subject} is not considered slow: {level}{when}"
+
+
+def _doubt(result: Row) -> str:
+    """Return the verdict on the rank's device, or else the open suspicion of it; empty for neither."""
+    verdicts = [row for row in result["verdicts"] if row["component"] == "device"]  # not those of a link
+    open_failures = [row["failure"] for row in verdicts if row["ended_iteration"] is None]
+    if open_failures:
+        return f"is considered slow, failure {open_failures[-1]}"
+    if result["slow"]:
+        return "is considered slow, flagged by the detector, no verdict yet"
+    suspicions = [row for row in result["suspicions"] if row["component"] == "device"]
+    suspected = [row["suspicion"] for row in suspicions if row["ended_at"] is None]
+    if suspected and result["state"] == "running":
+        return f"is suspected of being slow, suspicion {suspected[-1]}"
+    return ""
+
+
+def _not_judged(result: Row) -> str:
+    """Return why the detector cannot judge the rank; empty if it can."""
+    if not result.get("working", True):
+        return "has no work under the current plan: it is on standby or has left, and is not monitored"
+    if result["unwatched"]:
+        last = result.get("reported")
+        return f"is not watched: {'it never reported' if last is None else f'silent since iteration {last}'}"
+    if result["detector"] == "plain times":
+        return "cannot be judged: no rank reports its chunks, only iteration times of the whole job are known"
+    if result["detector"] == "iterations":
+        return "cannot be judged: in its mode, the detector judges whole iterations, not single ranks"
+    return ""
 
 
 def _figures(result: Row) -> list[str]:

@@ -33,24 +33,19 @@ def resolve(command: Sequence[str], notice: Callable[[str], None], inside: str |
     if not command:
         raise UsageError("no command to run; resihp run ... -- python train.py, or command = [...] in [job]")
     first = command[0]
+    any_command = Program(kind="command", argv=tuple(command), interpreter=inside or sys.executable)
+    is_missing = not inside and shutil.which(first) is None
     if not _PYTHON.fullmatch(os.path.basename(first)):
-        if not inside and shutil.which(first) is None:
+        if is_missing:
             raise UsageError(f"{first}: no such command; after -- write the workers' command, as in -- python train.py")
-        return Program(kind="command", argv=tuple(command), interpreter=inside or sys.executable)
-    rest = list(command[1:])
-    while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c", "-"):
-        option = rest.pop(0)
-        if not set(option[1:]) <= _HARMLESS or option == "--":
-            raise UsageError(
-                f"{first} {option}: this option of python is not supported before a script under resihp run; "
-                "use its environment variable (PYTHONWARNINGS, PYTHONFAULTHANDLER, ...)"
-            )
+        return any_command
+    rest = _without_options(command)
     if not rest:
         raise UsageError(f"{first}: no script; name one, as in -- {first} train.py")
     if rest[0] in ("-c", "-"):
-        if not inside and shutil.which(first) is None:
+        if is_missing:
             raise UsageError(f"{first}: no such command")
-        return Program(kind="command", argv=tuple(command), interpreter=inside or sys.executable)
+        return any_command
     if rest[0] == "-m":
         if len(rest) == 1:
             raise UsageError(f"{first} -m: no module; name one")
@@ -58,6 +53,19 @@ def resolve(command: Sequence[str], notice: Callable[[str], None], inside: str |
     if missing := missing_script(command):
         raise UsageError(missing)
     return Program(kind="script", argv=tuple(rest), interpreter=inside or _interpreter(first, notice))
+
+
+def _without_options(command: Sequence[str]) -> list[str]:
+    """Return the words after python and its options. Raises UsageError for an option that makes a difference."""
+    first, rest = command[0], list(command[1:])
+    while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c", "-"):
+        option = rest.pop(0)
+        if not set(option[1:]) <= _HARMLESS or option == "--":
+            raise UsageError(
+                f"{first} {option}: this option of python is not supported before a script under resihp run; "
+                "use its environment variable (PYTHONWARNINGS, PYTHONFAULTHANDLER, ...)"
+            )
+    return rest
 
 
 def missing_script(command: Sequence[str]) -> str:

@@ -158,7 +158,9 @@ def _of_0_1(document: dict[str, Any]) -> dict[str, Any]:
     """Convert a run that resihp 0.1 wrote, which may have to go on after an update: there, the settings of today stood
     at the top level and in the Slurm request."""
     slurm = document.get("slurm") or {}
-    old = {"examine": True} | slurm | document | {"slurm": bool(slurm), "chunks": document.get("virtual_stages", 1)}
+    of_that_version = {"examine": True, "plans_ahead": False, "search_s": 0.0}
+    its_own = {"slurm": bool(slurm), "chunks": document.get("virtual_stages", 1)}
+    old = of_that_version | slurm | document | its_own
     if "replacement_min_left_s" in slurm:
         old["replacement_least_left_s"] = slurm["replacement_min_left_s"]
     return document | {"settings": {key: old[key] for key in Settings.__struct_fields__ if key in old}}

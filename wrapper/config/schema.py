@@ -1,21 +1,14 @@
-"""Keys of `job.toml` and their defaults: one typed tree, filled from several sources in this precedence:
+"""Keys of `job.toml`, their limits and their defaults, as one typed tree.
 
-    command line > RESIHP_SECTION__KEY > --config FILE > ./resihp.toml > ~/.config/resihp/config.toml > /etc/resihp.toml
-
-and defaults last. No key is ever ignored: an unknown key is an error that names the nearest valid key and its source,
-and a key that this version does not act upon is refused. The [site] section of `/etc/resihp.toml` limits all other
-sources; [site] is refused anywhere else.
+Decides which values are valid each by itself. A key that is a setting of the controller has the default that
+`resihp.settings` gives it. Reads no file: `wrapper.config.sources` fills the tree from the user's files, the
+environment and the command line.
 """
 
 from __future__ import annotations
 
-import difflib
-import os
 import threading
-import tomllib
 from collections.abc import Mapping
-from contextlib import suppress
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -26,7 +19,6 @@ from pydantic import (
     Field,
     PrivateAttr,
     SecretStr,
-    ValidationError,
 )
 from pydantic_settings import (
     BaseSettings,
@@ -35,25 +27,20 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from resihp.errors import ConfigurationError
-from resihp.settings import PlannerName
+from resihp.settings import PlannerName, Settings
 from wrapper.config import values
-from wrapper.strict_modes import other_owner
 
 ENV_PREFIX = "RESIHP_"
 ENV_SEPARATOR = "__"
 
-SITE_FILE = Path("/etc/resihp.toml")
-"""The administrator's file, and the only source of [site]."""
-WORKING_FOLDER_FILE = Path("resihp.toml")
-"""The file in the current folder."""
-
-SECRET_KEYS = (("hooks", "webhook"), ("ledger", "url"))
-"""(section, key) of each value that no message may repeat."""
-
 _files_lock = threading.Lock()
 """Held while `Configuration._files` is set: the class carries the files of the one being made, and doctor reads in
 threads."""
+
+_SETTINGS = Settings(job="", nodes=1, gpus_per_node=1, tp=1, pp=1)
+"""Holds the defaults of keys that are settings of the controller."""
+_DETECTION = _SETTINGS.detection
+_THRESHOLDS = _DETECTION.thresholds
 
 Duration = Annotated[float, BeforeValidator(values.duration)]
 Plain = Annotated[str, AfterValidator(values.plain)]
@@ -73,7 +60,7 @@ class JobSection(Section):
     spares."""
     gpus_per_node: int = Field(default=1, ge=1, le=1024)
     """Devices of a node, one worker each; if left out in an allocation, the GPUs that Slurm gave."""
-    memory_per_device: Annotated[int | None, BeforeValidator(values.size)] = None
+    memory_per_device: Annotated[int | None, BeforeValidator(values.size)] = _SETTINGS.memory_bytes
     """Memory of each device that the job may use, with its unit, as `80GB`; a plan that needs more is refused. If left
     out, plans assume the smallest GPU's total memory and none is refused for it; where workers share a GPU, no memory
     is assumed."""
@@ -81,7 +68,7 @@ class JobSection(Section):
     """Command that each worker runs, unless the command line gives one after `--`."""
     time: Annotated[float | None, BeforeValidator(values.duration)] = None
     """Time limit of the Slurm job, with its unit, as `24h`; the partition's default if left out."""
-    idle_limit: Annotated[float | None, BeforeValidator(values.duration_or_never)] = 1800.0
+    idle_limit: Annotated[float | None, BeforeValidator(values.duration_or_never)] = _SETTINGS.idle_limit_s
     """How long the last processes of a script that does not use resihp may stay idle after other processes have ended
     successfully. Then they are ended, with exit code 1. A process is idle while neither it nor any process that it
     started uses a processor, waits for a disk or writes. A process that only waits for something remote, such as
@@ -97,13 +84,13 @@ class LayoutSection(Section):
     """Tensor-parallel degree; at most `job.gpus_per_node`."""
     pp: int = Field(default=1, ge=1)
     """Pipeline-parallel degree."""
-    schedule: Annotated[str, AfterValidator(values.known_schedule)] = "1f1b"
+    schedule: Annotated[str, AfterValidator(values.known_schedule)] = _SETTINGS.schedule
     """Pipeline schedule: `1f1b`, `interleaved` or `zero-bubble`."""
-    virtual_stages: int = Field(default=1, ge=1)
+    virtual_stages: int = Field(default=_SETTINGS.chunks, ge=1)
     """Chunks of layers that each stage holds; 2 or more with `interleaved`, 1 with others."""
-    sequence_parallel: bool = False
+    sequence_parallel: bool = _SETTINGS.sequence_parallel
     """Split activations between layers along the sequence, over each tensor-parallel group."""
-    tune: bool = False
+    tune: bool = _SETTINGS.tune
     """Begin with layers spread by their measured cost and with a searched order of work, instead of Megatron's grid."""
 
 
@@ -114,25 +101,25 @@ class AdaptSection(Section):
     """`in-job`: re-plan inside the job. `observe`: detect and report slow or broken devices and the action that would
     follow, but make no plan for them, put no slow device on standby, and drain, give back or request no node, whatever
     `[slurm]` allows. A failure that would end the job is still recovered. `restart` is not supported yet."""
-    come_backs: int = Field(default=3, ge=0)
+    come_backs: int = Field(default=_SETTINGS.come_backs, ge=0)
     """How often a process may be started again on the same device."""
-    least: float = Field(default=0.5, gt=0, le=1)
+    least: float = Field(default=_SETTINGS.least, gt=0, le=1)
     """Smallest share of its devices, spares not counted, with which a job begins when others are missing or fail before
     its first iteration; 1: it begins with all devices or not at all."""
-    examine: bool = True
+    examine: bool = _SETTINGS.examine
     """Probe devices and links before the first iteration, and each device that joins; devices that fail stand by."""
-    detect: bool = True
+    detect: bool = _SETTINGS.detect
     """Look for slow devices and links while training."""
-    recheck_s: float = Field(default=60.0, gt=0)
+    recheck_s: float = Field(default=_SETTINGS.recheck_s, gt=0)
     """How often a slow device on standby is probed again. A device that only failed its probe is first probed again
     after 5 s (or after this time, if shorter), then at growing intervals, up to ten times this."""
-    planner: PlannerName = "resihp"
+    planner: PlannerName = _SETTINGS.planner
     """Planner that computes new layouts. For comparison: `resihp-paper` follows the paper; `paper-tp` and `paper-tp-pp`
     take only its first steps; `drop-replica` gives up any replica that loses a device."""
-    plans_ahead: bool = True
+    plans_ahead: bool = _SETTINGS.plans_ahead
     """During training, make plans for the loss of each device and each node, in a separate process beside the
     supervisor, so that a recovery does not wait for a plan."""
-    search_s: float = Field(default=1.0, ge=0, le=3600)
+    search_s: float = Field(default=_SETTINGS.search_s, ge=0, le=3600)
     """How long the process of `plans_ahead` searches for a plan better than the first one found, where `planner` is
     `resihp` and device memory is known. A plan that was made in haste is searched again as well, and replaced if a
     better one is worth the change. 0: no search. Without `plans_ahead` there is no search."""
@@ -144,27 +131,27 @@ class AdaptSection(Section):
 class DetectSection(Section):
     """[detect]: how slow devices and links are detected, where `adapt.detect` is on."""
 
-    mode: Literal["sequential", "paper", "greyhound"] = "sequential"
+    mode: Literal["sequential", "paper", "greyhound"] = _DETECTION.mode
     """`sequential` tests every rank, link and iteration. The other two, for comparison, look at whole iterations and
     probe all devices to locate the slow one: `paper` suspects an iteration that takes 25 % longer than predicted at a
     change point, `greyhound` one that takes 10 % longer after a change point than before it."""
-    false_alarms_per: int = Field(default=10_000, ge=100, le=10_000_000)
+    false_alarms_per: int = Field(default=_DETECTION.false_alarms_per, ge=100, le=10_000_000)
     """Minimum mean number of iterations between false suspicions. This key and the next two apply to `sequential`
     only."""
-    patience: int = Field(default=24, ge=2, le=1_000_000)
+    patience: int = Field(default=_DETECTION.patience, ge=2, le=1_000_000)
     """Iterations after which a device is suspected again on the same evidence, although its probe was normal."""
-    least: float = Field(default=0.03, ge=0.01, le=0.5)
+    least: float = Field(default=_DETECTION.least, ge=0.01, le=0.5)
     """Smallest slow-down of a device that is reported; 0.03 is about 3 % longer. Links are reported from 5 % on, whole
     iterations from 4 % on."""
-    fit: float = Field(default=0.8, gt=0, le=0.9)
+    fit: float = Field(default=_THRESHOLDS.fit, gt=0, le=0.9)
     """Lowest probe speed, relative to its peers, of a healthy device. A slower device stands by when the job begins or
     when it joins."""
-    sure: float = Field(default=0.9975, ge=0.5, le=0.999999)
+    sure: float = Field(default=_THRESHOLDS.sure, ge=0.5, le=0.999999)
     """Probability, from its probe and its training times, at which a suspected device is declared slow."""
-    link_fit: float = Field(default=0.6, gt=0, le=1)
+    link_fit: float = Field(default=_THRESHOLDS.link_fit, gt=0, le=1)
     """A link below this share of its peers' speed is reported at the start; link times scatter more than device
     times."""
-    link_confirmed: float = Field(default=0.8, gt=0, le=1)
+    link_confirmed: float = Field(default=_THRESHOLDS.link_confirmed, gt=0, le=1)
     """A suspected link below this share of the speed of two or more other links is declared slow; at least
     `link_fit`."""
 
@@ -172,7 +159,7 @@ class DetectSection(Section):
 class CheckpointSection(Section):
     """[checkpoint]: how often, how many, where."""
 
-    every: int = Field(default=0, ge=0)
+    every: int = Field(default=_SETTINGS.checkpoint_every, ge=0)
     """Iterations between checkpoints; the last iteration is followed by one, too. 0: no checkpoints."""
     keep: int = Field(default=2, ge=1)
     """Number of complete checkpoints to keep."""
@@ -210,13 +197,13 @@ class SlurmSection(Section):
     needs."""
     extra: tuple[Annotated[str, AfterValidator(values.option)], ...] = ()
     """Further options for sbatch, as `--mail-type=END`."""
-    spares: int = Field(default=0, ge=0, le=10_000)
+    spares: int = Field(default=_SETTINGS.spares, ge=0, le=10_000)
     """Nodes beyond those of the layout; their workers stand by."""
-    replacements: int = Field(default=0, ge=0, le=10_000)
+    replacements: int = Field(default=_SETTINGS.replacements, ge=0, le=10_000)
     """How many nodes the job may request in place of lost ones, each as a separate Slurm job."""
-    replacement_min_left: Duration = 1800.0
+    replacement_min_left: Duration = _SETTINGS.replacement_least_left_s
     """No replacement is requested when less time than this remains until the job's time limit."""
-    replacement_wait: Duration = 60.0
+    replacement_wait: Duration = _SETTINGS.replacement_wait_s
     """Expected wait for the first replacement: one is requested only if it still pays off after this wait."""
     drains: int = Field(default=2, ge=0, le=10_000)
     """How many nodes the job may have drained."""
@@ -227,10 +214,10 @@ class SlurmSection(Section):
     out."""
     spool: str = ""
     """Folder of the site's drain hook: drain requests of users who may not drain nodes themselves are written there."""
-    on_drain: Literal["stay", "vacate"] = "stay"
+    on_drain: Literal["stay", "vacate"] = _SETTINGS.on_drain
     """Reaction to an administrator's drain of one of the job's nodes: `stay` and train on, or `vacate` it between two
     iterations and give it back, where the layout can do without it."""
-    on_warning: Literal["requeue", "end"] = "requeue"
+    on_warning: Literal["requeue", "end"] = _SETTINGS.on_warning
     """What the job does after the checkpoint that it writes shortly before the time limit."""
     requeue: Literal["usual", "expedite"] = "usual"
     """`expedite`: a requeued job begins at once instead of after two minutes; needs Slurm 25.11 or later, where
@@ -314,7 +301,7 @@ class SiteSection(Section):
 
 
 class Configuration(BaseSettings):
-    """Effective configuration of one run, made by `read`."""
+    """Effective configuration of one run, made by `wrapper.config.sources.read`."""
 
     model_config = SettingsConfigDict(
         extra="forbid",
@@ -340,6 +327,26 @@ class Configuration(BaseSettings):
     _files: ClassVar[list[tuple[str, dict[str, Any]]]] = []
     _origins: dict[tuple[str, str], str] = PrivateAttr(default_factory=dict)
 
+    @classmethod
+    def merged(
+        cls,
+        given: Mapping[str, Mapping[str, Any]],
+        files: list[tuple[str, dict[str, Any]]],
+        origins: dict[tuple[str, str], str],
+    ) -> Configuration:
+        """Return the given values over those of the environment and of the files, the strongest first.
+
+        `origins`: the strongest source of each (section, key). Raises pydantic's ValidationError.
+        """
+        with _files_lock:
+            cls._files = files
+            try:
+                configuration = cls(**given)  # type: ignore[arg-type]  # sections as mappings, which pydantic validates
+            finally:
+                cls._files = []
+        configuration._origins = origins
+        return configuration
+
     def origin(self, section: str, key: str) -> str | None:
         """Return the strongest source that sets a key; None if the default applies."""
         return self._origins.get((section, key))
@@ -355,163 +362,3 @@ class Configuration(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         files = [InitSettingsSource(settings_cls, content) for _, content in cls._files]
         return (init_settings, env_settings, *files)
-
-
-def read(
-    command_line: Mapping[str, Mapping[str, Any]],
-    job_file: Path | None = None,
-    *,
-    site: tuple[Path, ...] | None = None,
-    authority: Path = SITE_FILE,
-) -> Configuration:
-    """Merge all sources into one configuration. `command_line`: section -> key -> value, of options that were given.
-
-    `site`: files that are read if they exist, the strongest first; `authority`: the file that may set [site].
-
-    Raises ConfigurationError that names the source, the key, and the nearest valid key.
-    """
-    paths = [] if job_file is None else [job_file]
-    if job_file is not None and not job_file.is_file():
-        raise ConfigurationError(f"{job_file}: no such file; resihp run --config names a TOML file")
-    paths += [path for path in (site_files() if site is None else site) if path.is_file() and _is_read(path, job_file)]
-    files = [(str(path), _parse(path)) for path in paths]
-    given = {section: dict(keys) for section, keys in command_line.items() if keys}
-    environment = _environment()
-    sources: list[tuple[str, dict[str, Any]]] = [("command line", given), ("environment", environment), *files]
-    for source, content in sources:
-        _check_keys(source, content, str(authority))
-    origins = {
-        (section, key): source
-        for source, content in reversed(sources)
-        for section in content
-        for key in content[section]
-    }
-    with _files_lock:
-        Configuration._files = files
-        try:
-            configuration = Configuration(**given)  # type: ignore[arg-type]  # sections as mappings, which pydantic validates
-        except ValidationError as error:
-            raise ConfigurationError(_explain(error, sources)) from None
-        finally:
-            Configuration._files = []
-    configuration._origins = origins
-    _check_thresholds(configuration)
-    return _bounded(configuration, str(authority))
-
-
-def _check_thresholds(configuration: Configuration) -> None:
-    """Raise ConfigurationError for thresholds that contradict each other or that the chosen mode ignores."""
-    detect = configuration.detect
-    if detect.link_confirmed < detect.link_fit:
-        source = configuration.origin("detect", "link_confirmed") or configuration.origin("detect", "link_fit")
-        raise ConfigurationError(
-            f"{source}: [detect] link_confirmed {detect.link_confirmed:g} is below link_fit {detect.link_fit:g}: "
-            "a link that is slow at the start would not be slow when suspected; raise link_confirmed or lower link_fit"
-        )
-    for key in ("false_alarms_per", "patience", "least"):
-        if detect.mode != "sequential" and (source := configuration.origin("detect", key)):
-            raise ConfigurationError(
-                f"{source}: [detect] {key} applies to mode sequential only, and the mode is {detect.mode}; leave it out"
-            )
-
-
-def _bounded(configuration: Configuration, authority: str) -> Configuration:
-    """Lower defaults to the site's limits; raise ConfigurationError if a configured value exceeds one."""
-    slurm, lower = configuration.slurm, {}
-    for key in ("drains", "replacements", "spares"):
-        requested, most = getattr(slurm, key), getattr(configuration.site, key)
-        if most is None or requested <= most:
-            continue
-        if source := configuration.origin("slurm", key):
-            raise ConfigurationError(f"{source}: [slurm] {key}: {requested}, but {authority} allows {most}; lower it")
-        lower[key] = most
-    check_partition(slurm.partition, configuration, "[slurm] partition", authority)
-    return configuration.model_copy(update={"slurm": slurm.model_copy(update=lower)}) if lower else configuration
-
-
-def check_partition(named: str, configuration: Configuration, subject: str, authority: str = str(SITE_FILE)) -> None:
-    """Raise ConfigurationError for a partition that the site does not allow. `named` may list several, separated by
-    commas."""
-    allowed = configuration.site.partitions
-    for name in filter(None, named.split(",")):
-        if allowed and name not in allowed:
-            raise ConfigurationError(f"{subject}: {name} is not allowed by {authority}; choose {' or '.join(allowed)}")
-
-
-def _is_read(path: Path, job_file: Path | None) -> bool:
-    """Decide whether to read a file that the user did not name. Raises ConfigurationError for another user's file in
-    the current folder, because it could choose the commands to run and the servers to contact. Skips the file if it is
-    the job file, which is read already."""
-    if path != WORKING_FOLDER_FILE or not (owner := other_owner(path)):
-        return True
-    if job_file is not None and job_file.samefile(path):
-        return False
-    raise ConfigurationError(
-        f"{path.absolute()}: belongs to {owner}; a resihp.toml of another user is not read by default. To use it: "
-        f"resihp run --config {path}, or resihp submit {path}"
-    )
-
-
-def site_files() -> tuple[Path, ...]:
-    """Return the files that are read if they exist, the strongest first."""
-    own: tuple[Path, ...] = ()
-    with suppress(RuntimeError):  # in a container, the user may have no home directory
-        configuration = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
-        own = (configuration / "resihp" / "config.toml",)
-    return (WORKING_FOLDER_FILE, *own, SITE_FILE)
-
-
-def _parse(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigurationError(f"{path}: {error}") from error
-
-
-def _environment() -> dict[str, dict[str, str]]:
-    """Return `RESIHP_SECTION__KEY` variables; those without the separator (RESIHP_HOME) are not configuration."""
-    variables: dict[str, dict[str, str]] = {}
-    for name, value in os.environ.items():
-        section, separator, key = name.removeprefix(ENV_PREFIX).partition(ENV_SEPARATOR)
-        if name.startswith(ENV_PREFIX) and separator:
-            variables.setdefault(section.lower(), {})[key.lower()] = value
-    return variables
-
-
-def _check_keys(source: str, content: Mapping[str, Any], authority: str) -> None:
-    sections = {name: field.annotation for name, field in Configuration.model_fields.items()}
-    for section, keys in content.items():
-        if section == "site" and source != authority:
-            raise ConfigurationError(f"{source}: [site] is allowed in {authority} only, which administrators write")
-        model = sections.get(section)
-        if model is None:
-            raise ConfigurationError(f"{source}: unknown section [{section}]; {_nearest(section, sections)}")
-        if not isinstance(keys, Mapping):
-            raise ConfigurationError(f"{source}: {section} is a section; write [{section}] and its keys below")
-        assert isinstance(model, type)
-        assert issubclass(model, Section)
-        for key in keys:
-            mode = keys[key] if (section, key) == ("adapt", "mode") else None
-            if mode == "restart":
-                raise ConfigurationError(
-                    f"{source}: [adapt] mode: restart is not supported yet, only in-job and observe are"
-                )
-            if key not in model.model_fields:
-                hint = _nearest(key, model.model_fields)
-                raise ConfigurationError(f"{source}: unknown key {key} in [{section}]; {hint}")
-
-
-def _nearest(word: str, valid: Mapping[str, Any]) -> str:
-    near = difflib.get_close_matches(word, valid, n=1, cutoff=0.5)
-    return f"did you mean {near[0]}?" if near else f"valid: {', '.join(valid)}"
-
-
-def _explain(error: ValidationError, sources: list[tuple[str, Any]]) -> str:
-    """Describe the first problem, with the source of the value."""
-    problem = error.errors()[0]
-    section, key = (str(part) for part in (*problem["loc"], "", "")[:2])
-    source = next((name for name, content in sources if key in content.get(section, {})), "configuration")
-    words = problem["msg"].removeprefix("Value error, ")
-    words = words if problem["type"] == "value_error" else words.lower()
-    got = "" if (section, key) in SECRET_KEYS else f", got {problem['input']!r}"
-    return f"{source}: [{section}] {key}: {words}{got}"

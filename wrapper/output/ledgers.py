@@ -1,8 +1,8 @@
 """Finds the ledgers that a command reads: one job's, the one of `--ledger`, or those of all jobs of this home.
 
-If a job of ours lost its supervisor, its end is recorded first (`wrapper.job_folder.finish_dead_job`), and if a job of
-ours is over and its ledger lags behind the journal, the ledger is brought up to date. Of another user's job only the
-ledger file in its folder is read, unchanged, whatever its job.json says. Used by the commands that read ledgers.
+If a job of ours lost its supervisor, its end is recorded first (`wrapper.job_files.dead_jobs`), and if a job of ours is
+over and its ledger lags behind the journal, the ledger is brought up to date. Of another user's job only the ledger
+file in its folder is read, unchanged, whatever its job.json says. Used by the commands that read ledgers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def opened(job: str | None, ledger: str | None) -> Iterator[tuple[Reader, dict[s
         with Reader.open(ledger) as reader:
             yield reader, reader.job(job)
         return
-    from wrapper.job_folder import find_job, finish_dead_job, ours
+    from wrapper.job_files.dead_jobs import finish_dead_job
+    from wrapper.job_folder import find_job, ours
 
     job_here = find_job(job)
     url = url_of(job_here) if ledger is None else _own_url(job_here)
@@ -286,7 +287,8 @@ def attempts_here(ledger: str | None, run: str | None = None) -> list[dict[str, 
 def _caught_up(job: Job, servers: _Servers, *, own: bool) -> str:
     """Return the URL of a job's ledger, brought up to the journal unless it already has the job's end."""
     from db.reading.queries import Reader
-    from wrapper.job_folder import finish_dead_job, ours
+    from wrapper.job_files.dead_jobs import finish_dead_job
+    from wrapper.job_folder import ours
 
     url = _own_url(job) if own else url_of(job)
     servers.check(url)

@@ -18,7 +18,8 @@ import msgspec
 from resihp.errors import JobNotFoundError
 from resihp.record import journal
 from resihp.record.job_uuid import job_uuid
-from wrapper.job_files import LastIteration, OurJob, ProgressFile
+from wrapper.job_files.contents import LastIteration, ProgressFile
+from wrapper.job_files.job import OurJob
 from wrapper.output.job_history import JobHistory, PastPlan
 from wrapper.output.progress import RECENT_ITERATIONS
 from wrapper.strict_modes import write_private

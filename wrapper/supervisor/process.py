@@ -11,80 +11,49 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-import psutil
+from typing import TYPE_CHECKING, Any
 
 import resihp
 from resihp.controller.fail_stop.onsets import MAX_KEPT_COMMITS, Commit
 from resihp.controller.interface import AnyEvent, Dependencies
-from resihp.errors import LedgerError, ProtocolError, ResihpError
+from resihp.errors import ProtocolError, ResihpError
 from resihp.process import die_with_parent, inherited_socket, name_process, raise_open_files
-from resihp.protocol.messages import Lead
-from resihp.record.journal import AnyEntry, JobEnded, JobStarted, LeaderChosen, NodeJoined, Record
-from resihp.record.journal_file import Journal, read_packed
+from resihp.record.journal import AnyEntry, JobStarted, LeaderChosen
+from resihp.record.journal_file import Journal
 from resihp.record.packing import last_commits
-from resihp.record.quorum import Membership
 from wrapper import early_signals
 from wrapper.config.run_spec import RunRequest, load
-from wrapper.exit_codes import CANNOT_LEAD, LEADER_DEPOSED, REQUEUE_REQUESTED, TRAINING_BROKEN, exit_code_of
-from wrapper.job_files import user_name
-from wrapper.job_folder import Job, finish_dead_job, note_end, write_private
+from wrapper.exit_codes import CANNOT_LEAD, LEADER_DEPOSED, TRAINING_BROKEN, exit_code_of
+from wrapper.job_files.registered import user_name
 from wrapper.launch.allocation import end_time
 from wrapper.launch.launcher import Followers, Launcher, LocalLauncher
 from wrapper.output.first_rank import FirstRank
 from wrapper.output.job_history import JobHistory
-from wrapper.output.render import literal
 from wrapper.sinks.deferred_ledger import DeferredLedger
-from wrapper.sinks.fanout import LedgerLike, Listeners, listeners, notify_of_end
+from wrapper.sinks.fanout import LedgerLike, Listeners, listeners
 from wrapper.sinks.progress_file import ProgressFileWriter
-from wrapper.slurm_tasks.job_comment import JobComment, write_last_comment
+from wrapper.slurm_tasks.job_comment import JobComment
+from wrapper.supervisor.aftermath import end_slurm_job, leave_chain_note, mark_dead, say
 from wrapper.supervisor.collaborators import ControllerLike, SlurmDeskLike, ViewLike
 from wrapper.supervisor.node_history import NodeMemory
 from wrapper.supervisor.patient_output import log_without_waiting, never_wait_for
 from wrapper.supervisor.shell import Supervisor
+from wrapper.supervisor.takeover import TakeoverSource, agents_are_started, inherit, takeover_source
 from wrapper.supervisor.thinking.loading import SearchLoader
 from wrapper.supervisor.thinking.thinker import Thinker, command
 
 if TYPE_CHECKING:
     from db.writer import Ledger
-
-AGENTS_GONE_S = 10.0
-GUARDIAN_LEAVES_S = 5.0
-"""How long a guardian that waits for its job's end takes to notice it, and to leave."""
-END_JOB_TIMEOUT_S = 45.0
-"""How long to keep asking an unresponsive Slurm to end its job: our agent waits a little longer for us."""
-
-
-@dataclass(frozen=True)
-class TakeoverSource:
-    """Source of a take-over: the journal that the previous supervisor remaining, or an agent's copy of it."""
-
-    node: str
-    term: int
-    how: Literal["restarted", "elected"]
-    records: tuple[Record, ...]
-    membership: Membership
-    """Leaders and voters according to the records."""
-    journal: Journal
-    """The file of the records, which the new supervisor continues."""
-
-    @property
-    def lead(self) -> Lead:
-        return Lead(term=self.term, node=self.node, log=self.records[-1].seq)
 
 
 async def supervise(
@@ -240,41 +209,6 @@ def _thinker(request: RunRequest, event: Callable[[AnyEvent], None]) -> Thinker:
     return Thinker(event, command(request.settings.planner))
 
 
-def _end_slurm_job(request: RunRequest, status: int) -> None:
-    """End the Slurm job after a successor has ended ours: nobody may be remaining on the batch host to do so."""
-    assert request.slurm is not None
-    from slurm.commands import CommandLine
-    from slurm.errors import SlurmError, SlurmRefusedError
-    from wrapper.slurm_tasks.requeue import dead_nodes, requeue, until_noticed
-
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm sends it to all processes of the job, so to us
-    slurm, number = CommandLine(), request.slurm.job_id
-    if status == REQUEUE_REQUESTED:
-        if request.slurm.gpus:
-            until_noticed(number, slurm, dead_nodes(request.of_job), patience_s=END_JOB_TIMEOUT_S)
-        requeue(number, slurm)
-        return
-    deadline = time.monotonic() + END_JOB_TIMEOUT_S
-    while True:
-        time.sleep(GUARDIAN_LEAVES_S)
-        try:
-            view = slurm.job(number)
-            if view is not None and view.state == "running":
-                slurm.cancel(number)
-            return
-        except SlurmError as error:
-            if isinstance(error, SlurmRefusedError) or time.monotonic() > deadline:
-                text = f"Slurm job {number} may still run: {error}; scancel {number}"
-                _say(f"job {request.job}: {text}")
-                return
-
-
-def _leave_chain_note(request: RunRequest, journal: Path) -> None:
-    from wrapper.slurm_tasks import chain
-
-    chain.leave_note(request, read_packed(journal), lambda text: _say(f"job {request.job}: {text}"))
-
-
 def _first_entry(request: RunRequest, takeover: TakeoverSource | None) -> AnyEntry:
     if takeover is not None:
         host = socket.gethostname()
@@ -306,120 +240,6 @@ def _with_spares(configuration: dict[str, Any], spares: int) -> dict[str, Any]:
     requested: the ledger derives from it how many devices the first layout was to have."""
     slurm = configuration.get("slurm")
     return {**configuration, "slurm": {**(slurm if isinstance(slurm, dict) else {}), "spares": spares}}
-
-
-def takeover_source(
-    journal: Path,
-    node: str,
-    how: Literal["restarted", "elected"],
-    least_term: int = 0,
-    are_started: Callable[[], bool] = lambda: False,
-) -> TakeoverSource:
-    """Read a journal and return the source of a take-over. Raises ProtocolError if there is nothing to take over.
-
-    `are_started`: whether agents are running that will join although none has joined yet. The new term is noted beside
-    the journal before anybody learns it: a term that was tried in vain is never used again.
-    """
-    records: list[Record] = []
-    opened = Journal(journal, found=records)
-    if not records or not isinstance(records[0].entry, JobStarted):
-        raise ProtocolError("the journal has no first record")
-    ended = next((record.entry for record in records if isinstance(record.entry, JobEnded)), None)
-    if ended is not None:
-        raise ProtocolError(f"the job has ended: {ended.reason}")
-    membership = Membership()
-    for record in records:
-        membership.apply(record)
-    takeover = TakeoverSource(node, 0, how, tuple(records), membership, opened)
-    if not any(isinstance(record.entry, NodeJoined) for record in records) and not are_started():
-        raise ProtocolError("no agent had joined it, and not all were started")
-    term_file = journal.with_suffix(".term")
-    used = int(term_file.read_text()) if term_file.exists() else 0
-    term = max(least_term, takeover.membership.term + 1, used + 1)
-    write_private(term_file, str(term).encode(), sync=True)
-    return replace(takeover, term=term)
-
-
-def agents_are_started(request: RunRequest) -> bool:
-    """Return whether all agents run, as far as this node can tell: srun starts those of all other nodes."""
-    started: set[str] = set()
-    for process in _agents(request.of_job):
-        with suppress(psutil.Error):
-            words = process.cmdline()
-            started.update(node for option, node in itertools.pairwise(words) if option == "--node")
-    return bool(started) if request.slurm is not None else len(started) == request.settings.nodes
-
-
-def mark_dead(request: RunRequest, how: str, listener: socket.socket) -> int:
-    """Write the end of a job whose supervisor died, unless that did so; wait until its agents are gone. Return its exit
-    code."""
-    listener.shutdown(socket.SHUT_RDWR)  # other processes may have it open, and nobody must wait there any more
-    job = request.of_job
-    finished = True
-    with _warn_of_ledger(job):
-        finished = finish_dead_job(job, f"the supervisor {how}", locked=True)
-    ended = next((record.entry for record in job.records() if isinstance(record.entry, JobEnded)), None)
-    status = 1 if ended is None or ended.exit_code is None else ended.exit_code
-    text = "the job ended abnormally"
-    if ended is not None and not finished:
-        text = f"the job had ended: {ended.reason}"
-        write_private(job.exit_code_file, f"{status}\n".encode())
-        note_end(job, status)
-        with _warn_of_ledger(job):
-            if (url := job.ledger_url) is not None and job.journal_file.exists():
-                from db.writer import catch_up
-
-                catch_up(url, job.folder, job.journal_file)
-    _say(f"job {job.name}: the supervisor {how}; {text}, logs in {job.logs}")
-    notify_of_end(request, job.records(), lambda text: _say(f"job {job.name}: {text}"))
-    if request.slurm is not None:
-        _write_last_comment(request)
-    deadline = time.monotonic() + AGENTS_GONE_S
-    while (remaining := _agents(job)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    for process in remaining:
-        _say(f"job {job.name}: process {process.pid} is still there, killing it")
-        for victim in (*process.children(recursive=True), process):
-            with suppress(psutil.NoSuchProcess):
-                victim.kill()
-    return status
-
-
-@contextmanager
-def _warn_of_ledger(job: Job) -> Iterator[None]:
-    """Report a ledger that cannot be written; the job's end is in the journal all the same."""
-    try:
-        yield
-    except LedgerError as error:
-        _say(f"job {job.name}: {error}; the next resihp status adds the missing records")
-
-
-def _say(text: str) -> None:
-    """Print a line on stderr, without control characters: it may quote a worker's log or Slurm."""
-    print(f"resihp: {literal(text)}", file=sys.stderr)
-
-
-def _write_last_comment(request: RunRequest) -> None:
-    from slurm.commands import CommandLine
-    from slurm.errors import SlurmError
-
-    try:
-        write_last_comment(request, request.of_job.records(), CommandLine())
-    except SlurmError as error:
-        _say(f"job {request.job}: {error}")
-
-
-def _agents(job: Job) -> list[psutil.Process]:
-    """Return the job's agents on this machine: live processes that were started for its run file."""
-    processes = []
-    for process in psutil.process_iter():
-        try:
-            command = process.cmdline()
-        except psutil.Error:
-            continue
-        if "wrapper.agent.process" in command and str(job.run_file) in command:  # a zombie has no command line
-            processes.append(process)
-    return processes
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -456,35 +276,27 @@ def main(arguments: list[str] | None = None) -> None:
         takeover, journal = None, request.of_job.journal_file
         try:
             if options.successor:
-                journal = _inherit(options.copy)
+                journal = inherit(options.copy)
                 takeover = takeover_source(journal, options.successor, "elected", options.term)
                 request.of_job.move_journal(journal)  # from here on, commands find it here
             elif options.take_over:
                 are_started = partial(agents_are_started, request)
                 takeover = takeover_source(journal, request.settings.batch_node, "restarted", are_started=are_started)
         except (ProtocolError, OSError, ValueError) as error:
-            _say(f"job {request.job}: cannot be taken over: {error}")
+            say(f"job {request.job}: cannot be taken over: {error}")
             if options.successor:
                 sys.exit(CANNOT_LEAD)  # other agents, of this node and all others, must not be ended
             sys.exit(mark_dead(request, options.take_over, listener))
         status = asyncio.run(supervise(request, listener, takeover, journal, forks))
         early_signals.ignore()  # the job is done: dying of a signal now would cause a take-over
         if request.chained and status == TRAINING_BROKEN:
-            _leave_chain_note(request, journal)
+            leave_chain_note(request, journal)
         if options.successor and request.slurm is not None and status != LEADER_DEPOSED:
-            _end_slurm_job(request, status)
+            end_slurm_job(request, status)
         sys.exit(status)
     except ResihpError as error:
-        _say(f"{error}")
+        say(f"{error}")
         sys.exit(exit_code_of(error))
-
-
-def _inherit(copy: Path) -> Path:
-    """Return the journal for a supervisor on this node, at first a copy of its agent's."""
-    journal = copy.with_suffix(".journal")
-    if not journal.exists():  # else a supervisor on this node has already continued it
-        shutil.copyfile(copy, journal)
-    return journal
 
 
 if __name__ == "__main__":

@@ -37,11 +37,14 @@ from resihp.record.quorum import Membership
 from wrapper import early_signals
 from wrapper.config.run_spec import RunRequest
 from wrapper.exit_codes import INTERNAL_ERROR, LEADER_DEPOSED, REQUEUE_REQUESTED
-from wrapper.job_folder import SupervisorFile, copy_journal, note_end, write_private
+from wrapper.job_files.dead_jobs import copy_journal
+from wrapper.job_folder import SupervisorFile, note_end, write_private
 from wrapper.launch.launcher import Launcher
 from wrapper.launch.ports import listen
 from wrapper.sinks.fanout import LedgerLike
-from wrapper.supervisor.agents import AgentLinks
+from wrapper.supervisor.agents.departure import Departure
+from wrapper.supervisor.agents.links import AgentLinks
+from wrapper.supervisor.agents.starts import WorkerStarts
 from wrapper.supervisor.attention import LOOK_EVERY_S, Attention
 from wrapper.supervisor.checkpoint_commit import CheckpointCommits
 from wrapper.supervisor.collaborators import (
@@ -61,10 +64,6 @@ from wrapper.supervisor.operators import Operators
 if TYPE_CHECKING:
     from db.telemetry import report_rows
 
-LEAVE_GRACE_S = 60.0
-"""How long scripts may take to end by themselves after training is done."""
-TERM_GRACE_S = 3.0
-AGENT_EXIT_S = 3.0
 SAME_SIGNAL_S = 0.25
 """Two signals within this time count as one: `timeout` sends each to its child and to the child's group."""
 GUARDIAN_GONE_S = 1.0
@@ -139,9 +138,9 @@ class Supervisor:
         self._is_deposed = self._disk_reported = self._job_ended = self._end_decided = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._telemetry: list[report_rows.Report] = []
-        self._runs_of = _NodeRuns()
+        self._starts = WorkerStarts(request, launcher)
         self._end: asyncio.Future[api.End] = asyncio.get_running_loop().create_future()
-        self._hurry = asyncio.Event()
+        self._departure = Departure(launcher, self._links, self._gate.flush, self._checkpoints.under_way)
         self._interrupts, self._interrupted_at = 0, -math.inf
 
     async def run(self, started: AnyEntry) -> int:
@@ -283,7 +282,8 @@ class Supervisor:
             case api.Log():
                 self.log(action.entry)
             case api.StartWorkers():
-                self._links.spawn(action.node, self._spawn(action))
+                place = self._links.meeting_place(next(iter(action.nodes), ""))
+                self._links.spawn(action.node, self._starts.spawn(action, place))
             case api.Order():
                 self._links.order(action.ranks, action.order)
             case api.SignalWorker():
@@ -320,31 +320,6 @@ class Supervisor:
                     self._end.set_result(action)
             case _:
                 assert_never(action)
-
-    def _spawn(self, action: api.StartWorkers) -> m.Spawn:
-        request, settings = self._request, self._settings
-        return m.Spawn(
-            workers=tuple(
-                m.Start(
-                    rank=rank,
-                    node=action.node,
-                    device=device,
-                    world_size=len(action.nodes),
-                    faults=settings.faults,
-                    checkpoint_folder=request.checkpoint_folder,
-                    checkpoint_every=settings.checkpoint_every,
-                    resume=request.resume,
-                    memory_bytes=settings.memory_bytes,
-                    joins=action.joins,
-                )
-                for rank, device in action.workers
-            ),
-            environment={
-                **self._launcher.worker_environment,
-                **self._links.meeting_place(next(iter(action.nodes), "")),
-            },
-            nodes=self._runs_of(action.nodes),
-        )
 
     async def _tick(self) -> None:
         while True:
@@ -400,7 +375,7 @@ class Supervisor:
                 return
             self._interrupts += 1
             if self._interrupts > 1 or self._end.done():
-                self._hurry.set()
+                self._departure.hurry()
                 if not self._end.done():
                     self._event(api.Signalled(signal=int(number)))
                 if not self._end.done():  # the controller's end still waits for a quorum, or for the disk
@@ -437,7 +412,7 @@ class Supervisor:
         if self._is_deposed:
             self._links.abandon()
         else:
-            await self._let_agents_go(end)
+            await self._departure.complete(end)
             if not self._job_ended:
                 state: Literal["completed", "failed", "cancelled"] = "failed" if end.exit_code else "completed"
                 if end.exit_code in (130, 143):
@@ -471,37 +446,6 @@ class Supervisor:
             _log.exception("at the end: %s", task_name)
             self._view.say("error", f"at the end: {task_name}: {error}")
 
-    async def _let_agents_go(self, end: api.End) -> None:
-        if not end.workers_leave:
-            for rank in self._links.live_ranks:
-                self._links.signal(rank, signal.SIGTERM)
-        grace_s = LEAVE_GRACE_S if end.workers_leave else TERM_GRACE_S
-        self._gate.flush()
-        self._links.release(grace_s)
-        await self._unless_hurried(self._agents_gone(grace_s + AGENT_EXIT_S))
-        await self._unless_hurried(self._links.all_closed(grace_s + AGENT_EXIT_S))
-        for node in self._launcher.nodes:
-            self._launcher.kill(node)
-        await self._launcher.wait(AGENT_EXIT_S)
-        if self._checkpoints.under_way:
-            await self._unless_hurried(asyncio.gather(*self._checkpoints.under_way))
-
-    async def _agents_gone(self, timeout_s: float) -> None:
-        """Wait until launcher or links report that all agents are gone: srun waits for agents on dead nodes, too."""
-        ways = [asyncio.ensure_future(self._launcher.wait(timeout_s)), asyncio.ensure_future(self._links.all_ended())]
-        try:
-            await asyncio.wait(ways, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for way in ways:
-                way.cancel()
-
-    async def _unless_hurried(self, waiting: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> None:
-        hurried = asyncio.create_task(self._hurry.wait())
-        waited = asyncio.ensure_future(waiting)
-        await asyncio.wait([hurried, waited], return_when=asyncio.FIRST_COMPLETED)
-        hurried.cancel()
-        waited.cancel()
-
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
@@ -526,18 +470,3 @@ class Supervisor:
         text = f"{problem}; see {log}" if problem.startswith("internal error") else problem
         self._view.say("error", f"supervisor: {text}")
         self._end.set_result(api.End(exit_code=INTERNAL_ERROR, reason=f"supervisor: {text}", workers_leave=False))
-
-
-class _NodeRuns:
-    """(node, number of consecutive ranks) of the nodes of all ranks: computed once for all workers that are started
-    together."""
-
-    def __init__(self) -> None:
-        self._nodes: tuple[str, ...] = ()
-        self._runs: tuple[tuple[str, int], ...] = ()
-
-    def __call__(self, nodes: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
-        if nodes is not self._nodes:
-            self._nodes = nodes
-            self._runs = tuple((node, len(list(ranks))) for node, ranks in itertools.groupby(nodes))
-        return self._runs

@@ -161,5 +161,8 @@ class Scenario:
 
     @property
     def foresight(self) -> dict[str, Any]:
-        """Settings of a job that plans ahead and searches for better plans, which requires known memory, here ample."""
-        return {"plans_ahead": True, "search_s": 1.0, "memory_bytes": 1 << 40} if self.thinks else {}
+        """Settings of a job that plans ahead and searches for better plans, which requires known memory, here ample; or
+        of one that does neither."""
+        if not self.thinks:
+            return {"plans_ahead": False, "search_s": 0.0}
+        return {"plans_ahead": True, "search_s": 1.0, "memory_bytes": 1 << 40}

@@ -14,6 +14,8 @@ from resihp.settings import Settings
 from resihp.simulator.scenarios.scenario import MODEL
 
 DECLARE = m.Declare(model=MODEL, micro_batches=8, iterations=6, resume_from=0, fingerprint="same")
+PLAIN: dict[str, Any] = {"examine": False, "plans_ahead": False, "search_s": 0.0}
+"""Settings of a job that neither probes devices as they join nor plans ahead."""
 
 
 def outcome(iteration: int, **changes: Any) -> m.StepOutcome:
@@ -55,7 +57,7 @@ class Direct:
         self.declare = declare
         self.iteration_s = iteration_s
         self.controller = Controller(
-            Settings(job="local-1", nodes=nodes, gpus_per_node=gpus, tp=tp, pp=pp, faults=faults, **settings),
+            Settings(job="local-1", nodes=nodes, gpus_per_node=gpus, tp=tp, pp=pp, faults=faults, **(PLAIN | settings)),
             dependencies,
         )
         self.job = self.controller.job

@@ -30,7 +30,7 @@ from resihp.record.journal import (
 from resihp.settings import Settings
 from resihp.simulator.harness import Disturbance, Result, Scenario, play
 from resihp.simulator.scenarios.scenario import SIGINT, SIGKILL, SIGTERM, DisturbanceKind
-from tests.resihp.controller.direct import DECLARE, Direct
+from tests.resihp.controller.direct import DECLARE, PLAIN, Direct
 
 FEW = range(5)
 """Seeds of each scenario: delays and orders differ, what is asserted does not."""
@@ -178,7 +178,7 @@ def test_a_rank_that_computes_another_digest_is_never_told_to_go(seed: int) -> N
 
 
 def test_what_a_node_is_made_of_is_on_record_from_its_joining() -> None:
-    controller = Controller(Settings(job="local-1", nodes=1, gpus_per_node=1, tp=1, pp=1))
+    controller = Controller(Settings(job="local-1", nodes=1, gpus_per_node=1, tp=1, pp=1, **PLAIN))
     machine = NodeInventory(serial="S1", devices=(DeviceInventory(device=0, uuid="GPU-0"),))
     actions = controller.handle(api.AgentJoined(node="n1", host="h", devices=1, machine=machine), 0.0)
     joined = NodeJoined(node="n1", host="h", devices=1, inventory=machine)
@@ -186,7 +186,7 @@ def test_what_a_node_is_made_of_is_on_record_from_its_joining() -> None:
 
 
 def test_the_record_has_the_versions_that_the_first_rank_told_and_ranks_need_not_tell_the_same() -> None:
-    controller = Controller(Settings(job="local-1", nodes=2, gpus_per_node=2, tp=1, pp=2))
+    controller = Controller(Settings(job="local-1", nodes=2, gpus_per_node=2, tp=1, pp=2, **PLAIN))
     actions: list[api.AnyAction] = []
     for node in ("n1", "n2"):
         actions += controller.handle(api.AgentJoined(node=node, host="h", devices=2), 0.0)
@@ -204,7 +204,7 @@ def test_the_record_has_the_versions_that_the_first_rank_told_and_ranks_need_not
 
 
 def test_a_spawn_that_is_refused_ends_the_run() -> None:
-    controller = Controller(Settings(job="local-1", nodes=1, gpus_per_node=1, tp=1, pp=1))
+    controller = Controller(Settings(job="local-1", nodes=1, gpus_per_node=1, tp=1, pp=1, **PLAIN))
     controller.handle(api.AgentJoined(node="n1", host="h", devices=1), 0.0)
     end = controller.handle(api.SpawnRefused(node="n1", reason="no such file: trian.py"), 0.5)[-1]
     assert isinstance(end, api.End)
@@ -418,7 +418,7 @@ def test_a_report_that_comes_after_the_decision_to_redo_is_void(seed: int) -> No
     """Rank 1 died and iteration 3 is redone; a report of its step in the old epoch turns up afterwards."""
     fault = "kill:rank=1@iteration=3,phase=backward"
     result = run(seed, faults=(fault,))
-    settings = Settings(job="local-1", nodes=2, gpus_per_node=2, tp=1, pp=2, faults=(parse(fault, 0),))
+    settings = Settings(job="local-1", nodes=2, gpus_per_node=2, tp=1, pp=2, faults=(parse(fault, 0),), **PLAIN)
     controller = Controller(settings, result.dependencies)
     third = next(entry.outcome for entry in result.all(IterationCommitted) if entry.outcome.iteration == 3)
     old = msgspec.structs.replace(third, gradient_norm=123.0)
@@ -577,7 +577,9 @@ def test_peers_that_get_stuck_on_a_dead_rank_make_no_failure_of_their_own(seed: 
 def test_a_stuck_report_of_an_older_epoch_changes_nothing() -> None:
     result = run(0, faults=("kill:rank=1@iteration=3",))
     controller = Controller(
-        Settings(job="local-1", nodes=2, gpus_per_node=2, tp=1, pp=2, faults=(parse("kill:rank=1@iteration=3", 0),))
+        Settings(
+            job="local-1", nodes=2, gpus_per_node=2, tp=1, pp=2, faults=(parse("kill:rank=1@iteration=3", 0),), **PLAIN
+        )
     )
     resumed = next(at for at, a in result.actions if isinstance(a, api.Say) and "resumed" in a.text)
     for at, event in result.events:

@@ -51,7 +51,14 @@ class Large:
         self.names = tuple(f"n{i + 1}" for i in range(nodes))
         self.ranks = range(nodes * GPUS)
         settings = Settings(
-            job="large", nodes=nodes, node_names=self.names, gpus_per_node=GPUS, tp=8, pp=8, examine=True
+            job="large",
+            nodes=nodes,
+            node_names=self.names,
+            gpus_per_node=GPUS,
+            tp=8,
+            pp=8,
+            plans_ahead=False,
+            search_s=0.0,
         )
         self.controller = Controller(settings)
         self.entries: list[AnyEntry] = []

@@ -14,7 +14,7 @@ from resihp.controller.fail_stop.watchdog import LATECOMERS_S
 from resihp.protocol import messages as m
 from resihp.record.journal import AnyEntry, FailureFound, NodeLost, PlanDecided
 from resihp.settings import Settings
-from tests.resihp.controller.direct import DECLARE, Direct
+from tests.resihp.controller.direct import DECLARE, PLAIN, Direct
 
 NAMES = ("n1", "n2", "n3")
 
@@ -24,7 +24,7 @@ class Start:
 
     def __init__(self, spares: int = 1, controller: Controller | None = None, **settings: Any) -> None:
         given: dict[str, Any] = {"slurm": True, "batch_node": "n1", "may_requeue": True, "restarts_left": 2}
-        given |= {"nodes": 3, "gpus_per_node": 1, "tp": 1, "pp": 2} | settings
+        given |= PLAIN | {"nodes": 3, "gpus_per_node": 1, "tp": 1, "pp": 2} | settings
         names = tuple(f"n{number + 1}" for number in range(given["nodes"]))
         self.settings = Settings(job="77", node_names=names, spares=spares, **given)
         self.controller = controller or Controller(self.settings)

@@ -38,7 +38,7 @@ from resihp.record.journal import (
 )
 from resihp.settings import Settings
 from resihp.simulator.scenarios.plain_jobs import draw_orphaned
-from tests.resihp.controller.direct import DECLARE, Direct, outcome
+from tests.resihp.controller.direct import DECLARE, PLAIN, Direct, outcome
 from tests.resihp.controller.test_fuzz import CHUNK, FUZZ_SEEDS, play_chunk
 
 
@@ -477,7 +477,7 @@ class Beginning(Direct):
         self, *nodes: str, spawned: tuple[int, ...] = (), declared: tuple[int, ...] = (), **settings: Any
     ) -> None:
         self.declare = DECLARE
-        given = {"job": "local-1", "nodes": 2, "gpus_per_node": 2, "tp": 1, "pp": 2} | settings
+        given = {"job": "local-1", "nodes": 2, "gpus_per_node": 2, "tp": 1, "pp": 2} | PLAIN | settings
         self.controller = Controller(Settings(**given))
         self.job = self.controller.job
         self.now, self.actions = 0.0, []
@@ -625,7 +625,7 @@ def test_the_time_that_is_left_may_be_told_while_agents_come_back() -> None:
 )
 def test_what_cannot_be_taken_over(entries: list[AnyEntry], reason: str) -> None:
     with pytest.raises(ProtocolError, match=reason):
-        Controller.recover(Settings(job="local-1", nodes=1, gpus_per_node=1, tp=1, pp=1), entries)
+        Controller.recover(Settings(job="local-1", nodes=1, gpus_per_node=1, tp=1, pp=1, **PLAIN), entries)
 
 
 @pytest.mark.parametrize("forgets", range(1, 5))

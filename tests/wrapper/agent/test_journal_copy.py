@@ -15,7 +15,7 @@ from resihp.record.journal import IterationCommitted, LeaderChosen, NodeJoined, 
 from resihp.record.journal_format import encode
 from tests.wrapper.agent.test_agent import outcome
 from wrapper.agent.succession.journal_copy import Replica, local_place
-from wrapper.job_files import OurJob, ours
+from wrapper.job_files.job import OurJob, ours
 from wrapper.job_folder import Job
 
 

@@ -18,7 +18,7 @@ from wrapper.cli import app
 from wrapper.commands import init
 from wrapper.commands.init import PLACEHOLDER_COMMAND, JobFileChoice, choose, job_text
 from wrapper.commands.submit import submit
-from wrapper.config.schema import read
+from wrapper.config.sources import read
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ from wrapper import registry
 from wrapper.cli import app
 from wrapper.commands.jobs.listing import listed
 from wrapper.commands.jobs.tables import lines
-from wrapper.job_files import entry_of, user_name
+from wrapper.job_files.registered import entry_of, user_name
 from wrapper.job_folder import Job, create_local_job, create_slurm_job, find_job, note_end, take_lock
 from wrapper.output.ledgers import opened
 from wrapper.sinks.progress_file import ProgressFileWriter

@@ -23,7 +23,7 @@ from tests.slurm.fake_slurm import FakeSlurm
 from wrapper.cli import app
 from wrapper.commands.node import command as node_commands
 from wrapper.commands.submit import submit
-from wrapper.job_files import JobFile
+from wrapper.job_files.contents import JobFile
 from wrapper.job_folder import create_slurm_job, home, write_private
 from wrapper.slurm_tasks.exclusion_lists import given_all_the_same
 

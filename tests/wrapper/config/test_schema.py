@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from resihp.errors import ConfigurationError
-from wrapper.config.schema import Configuration, read
+from resihp.settings import Detection, Settings, Thresholds
+from wrapper.commands import run
+from wrapper.config import schema
+from wrapper.config.schema import Configuration
+from wrapper.config.sources import read
+
+SECTIONS = {
+    "section": "DetectSection",
+    "adapt": "AdaptSection",
+    "layout": "LayoutSection",
+    "slurm": "SlurmSection",
+    "configuration.job": "JobSection",
+    "configuration.checkpoint": "CheckpointSection",
+}
+"""Sections by their names in `wrapper.commands.run`."""
 
 
 def toml(path: Path, text: str) -> Path:
@@ -241,3 +258,31 @@ def test_threads_that_read_at_once_read_their_own_files(tmp_path: Path, request:
     with ThreadPoolExecutor(max_workers=len(files)) as pool:
         found = list(pool.map(lambda i: read({}, files[i % 4], site=()).job.nodes, range(400)))
     assert found == [i % 4 + 1 for i in range(400)]
+
+
+def test_a_default_of_the_controller_is_stated_once() -> None:
+    """A key that `resihp run` hands to the controller as it is has the default of the controller's setting."""
+    with_default = {
+        field.name
+        for struct in (Settings, Detection, Thresholds)
+        for field in msgspec.structs.fields(struct)
+        if not field.required
+    }
+    keys = {
+        (SECTIONS[ast.unparse(value.value)], value.attr)
+        for call in ast.walk(ast.parse(Path(run.__file__).read_text()))
+        if isinstance(call, ast.Call)
+        for keyword in call.keywords
+        if keyword.arg in with_default and isinstance(value := keyword.value, ast.Attribute)
+        if ast.unparse(value.value) in SECTIONS
+    }
+    assert {("AdaptSection", "examine"), ("DetectSection", "fit"), ("SlurmSection", "on_drain")} <= keys
+    defaults = {
+        (section.name, key.target.id): ast.unparse(key.value)
+        for section in ast.parse(Path(schema.__file__).read_text()).body
+        if isinstance(section, ast.ClassDef)
+        for key in section.body
+        if isinstance(key, ast.AnnAssign) and isinstance(key.target, ast.Name) and key.value is not None
+    }
+    stated_twice = [key for key in keys if not re.search(r"_(SETTINGS|DETECTION|THRESHOLDS)\.", defaults[key])]
+    assert not stated_twice, "take it from `resihp.settings`"

@@ -25,7 +25,7 @@ from resihp.executor.emulation import LAYER_MS
 from resihp.record import journal_file
 from resihp.record.journal import FailureFound, IterationCommitted, Reconfigured, Record
 from tests.integration.jobs import REPOSITORY, UNWATCHED, Job
-from wrapper import job_files as wrapper_job
+from wrapper.job_files import job as wrapper_job
 
 RECORDED = Path(__file__).parent / "recorded"
 WHERE = {"nodes": 2, "gpus": 2, "tp": 1, "pp": 2}

@@ -11,8 +11,9 @@ import pytest
 from resihp.errors import UsageError
 from slurm.client import NodeView
 from tests.slurm.fake_slurm import FakeSlurm
-from wrapper.config.schema import Configuration, read
+from wrapper.config.schema import Configuration
 from wrapper.config.shape import Shape, of_allocation, on_this_machine
+from wrapper.config.sources import read
 from wrapper.launch import allocation
 from wrapper.launch.allocation import Allocation, addresses, counts, find, no_kill_seen, own_address
 

@@ -43,7 +43,8 @@ from wrapper.cli import app
 from wrapper.commands.doctor import command as doctor
 from wrapper.commands.doctor.machine import CheckResult
 from wrapper.commands.history import tables as views
-from wrapper.commands.history.command import VIEWS_OF_ALL_JOBS, By, History
+from wrapper.commands.history.query import By
+from wrapper.commands.history.views import HISTORY_VIEWS
 from wrapper.commands.node import command as node_commands
 from wrapper.job_folder import create_local_job, home
 from wrapper.output import tables
@@ -169,9 +170,9 @@ each_width = pytest.mark.parametrize("narrow", WIDTHS, indirect=True)
 # --- the commands ----------------------------------------------------------------------------------------------------
 
 HISTORY = [
-    *([view.value, f"{JOB}2"] for view in History if view not in VIEWS_OF_ALL_JOBS),
-    *([view.value, f"{JOB}3"] for view in (History.nodes, History.drains, History.replacements, History.hosts)),
-    *([view.value, "--all", "--limit", "5"] for view in History if view not in (History.rate,)),
+    *([name, f"{JOB}2"] for name, view in HISTORY_VIEWS.items() if view.of_job is not None),
+    *([name, f"{JOB}3"] for name in ("nodes", "drains", "replacements", "hosts")),
+    *([name, "--all", "--limit", "5"] for name in HISTORY_VIEWS if name != "rate"),
     *(["failures", "--all", "--by", by.value] for by in By),
     *(["cost", "--all", "--by", by] for by in ("job", "owner", "account", "partition", "cluster", "week", "month")),
     ["cost", "--all", "--price", "2.5"],
@@ -225,7 +226,14 @@ def test_jobs_of_the_same_name_are_told_apart(fleet: str, monkeypatch: pytest.Mo
         assert run("status", name, "--ledger", fleet).exit_code == 0, "a name for every command"
 
 
-@pytest.mark.parametrize("view", sorted(views._TERMINAL_COLUMNS))
+VIEW_COLUMNS = {
+    **{name: view.columns for name, view in HISTORY_VIEWS.items()},
+    **{f"{name} by {by}": columns for name, view in HISTORY_VIEWS.items() for by, columns in view.columns_by.items()},
+    "placements": views.PLACEMENTS_COLUMNS,
+}
+
+
+@pytest.mark.parametrize("view", sorted(VIEW_COLUMNS))
 @each_width
 def test_every_view_of_history(view: str, narrow: int, seen: Seen, capsys: pytest.CaptureFixture[str]) -> None:
     """Also those of which that fleet has nothing: two rows whose names differ in their last letter."""
@@ -237,7 +245,7 @@ def test_every_view_of_history(view: str, narrow: int, seen: Seen, capsys: pytes
     rows = [row | own.get(view, {}) for row in rows]
     of_all = [row | {"job": "one-name", "job_uuid": made("uuid", n)} for n, row in enumerate(rows, 1)]
     for each in (rows, of_all):
-        tables.show(console(), *views.history_table(view, each))
+        tables.show(console(), *views.history_table(VIEW_COLUMNS[view], each))
         printed = capsys.readouterr()
         check(printed.out, printed.err, narrow, seen)
         assert not re.search(r"left out.*\b(text|cause)\b", printed.err), "it says what happened"

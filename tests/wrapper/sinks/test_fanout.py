@@ -29,7 +29,7 @@ from tests.wrapper.supervisor.test_shell import request_of
 from tests.wrapper.test_processes import UNTIL_TOLD, led_by, running, supervisor_of
 from wrapper.commands import run
 from wrapper.config.run_spec import ListenerSettings, load
-from wrapper.config.schema import read
+from wrapper.config.sources import read
 from wrapper.job_folder import create_local_job
 from wrapper.sinks.fanout import Listeners, asked, listeners, notify_of_end, standing
 from wrapper.sinks.figures import Figures, follow, followed

@@ -17,7 +17,7 @@ from resihp.record import journal
 from tests.resihp.controller.direct import DECLARE
 from tests.waiting import until
 from tests.wrapper.commands.status.test_status import record_job
-from wrapper.job_files import ProgressFile
+from wrapper.job_files.contents import ProgressFile
 from wrapper.job_folder import Job, create_local_job
 from wrapper.sinks import progress_file
 from wrapper.sinks.progress_file import ProgressFileWriter

@@ -35,7 +35,7 @@ from tests.wrapper.conftest import StubJob
 from tests.wrapper.supervisor.test_shell import request_of
 from tests.wrapper.test_processes import UNTIL_TOLD, led_by, running, supervisor_of
 from wrapper.config.run_spec import ListenerSettings
-from wrapper.config.schema import read
+from wrapper.config.sources import read
 from wrapper.job_folder import create_local_job
 from wrapper.sinks import fanout
 from wrapper.sinks.fanout import notify_of_end

@@ -12,7 +12,7 @@ import pytest
 from resihp.protocol import messages as m
 from wrapper.agent.peers import Peers
 from wrapper.agent.succession.journal_copy import Replica
-from wrapper.supervisor.roster import Rosters
+from wrapper.supervisor.agents.roster import Rosters
 
 
 class Town:

@@ -44,6 +44,7 @@ from wrapper.config.run_spec import RunRequest
 from wrapper.exit_codes import LEADER_DEPOSED
 from wrapper.job_folder import Job, SupervisorFile, create_local_job
 from wrapper.supervisor import attention, shell
+from wrapper.supervisor.agents import departure
 from wrapper.supervisor.shell import Supervisor
 
 NODES = ("n1", "n2", "n3")
@@ -245,8 +246,8 @@ def request_of(job: Job, *, succession: bool = True) -> RunRequest:
 def job(fresh_home: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
     monkeypatch.setattr(shell, "LOOK_EVERY_S", 0.02)
     monkeypatch.setattr(shell, "BEAT_S", 0.1)
-    monkeypatch.setattr(shell, "LEAVE_GRACE_S", 0.5)
-    monkeypatch.setattr(shell, "AGENT_EXIT_S", 0.1)
+    monkeypatch.setattr(departure, "LEAVE_GRACE_S", 0.5)
+    monkeypatch.setattr(departure, "AGENT_EXIT_S", 0.1)
     return create_local_job()
 
 

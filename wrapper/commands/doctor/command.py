@@ -113,7 +113,7 @@ def here(job_file: Path | None = None) -> dict[str, Check]:
 
 def _nodes_of(job_file: Path | None) -> int:
     """Return the number of nodes of this allocation, or of the configured job with its spares."""
-    from wrapper.config.schema import read
+    from wrapper.config.sources import read
 
     if allocated := os.environ.get("SLURM_NNODES"):
         return int(allocated)

@@ -128,6 +128,11 @@ def gpus() -> Iterator[CheckResult]:
     if not rows:
         yield CheckResult(check="gpus", outcome="skipped", text="no NVIDIA GPU on this machine")
         return
+    yield _judge_gpus(rows)
+
+
+def _judge_gpus(rows: list[list[str]]) -> CheckResult:
+    """Return the finding on the GPUs that nvidia-smi lists, each with the values of `_QUERY`."""
     kinds = {(row[1], row[2], row[3]) for row in rows}
     name, mib, driver = sorted(kinds)[0]
     memory = f"{int(mib) / 1024:.0f} GiB" if mib.isdigit() else mib
@@ -137,14 +142,13 @@ def gpus() -> Iterator[CheckResult]:
     ]
     if memory_errors:
         advice = "nvidia-smi -q -d ECC,ROW_REMAPPER; dcgmi diag -r 3"
-        yield CheckResult(check="gpus", outcome="failed", text=f"{text}; {', '.join(memory_errors)}", advice=advice)
-    elif mig_gpus := [f"GPU {row[0]}" for row in rows if row[5] == "Enabled"]:
+        return CheckResult(check="gpus", outcome="failed", text=f"{text}; {', '.join(memory_errors)}", advice=advice)
+    if mig_gpus := [f"GPU {row[0]}" for row in rows if row[5] == "Enabled"]:
         text += f"; {', '.join(mig_gpus)} in MIG mode, and NCCL connects whole GPUs only"
-        yield CheckResult(check="gpus", outcome="warning", text=text, advice="ask for whole GPUs; nvidia-smi -mig 0")
-    elif len(kinds) > 1:
-        yield CheckResult(check="gpus", outcome="warning", text=f"{len(rows)} GPUs of {len(kinds)} kinds on one node")
-    else:
-        yield CheckResult(check="gpus", outcome="ok", text=text)
+        return CheckResult(check="gpus", outcome="warning", text=text, advice="ask for whole GPUs; nvidia-smi -mig 0")
+    if len(kinds) > 1:
+        return CheckResult(check="gpus", outcome="warning", text=f"{len(rows)} GPUs of {len(kinds)} kinds on one node")
+    return CheckResult(check="gpus", outcome="ok", text=text)
 
 
 def _nvml() -> str:

@@ -27,7 +27,7 @@ from wrapper import job_folder
 from wrapper.commands.doctor.machine import CheckResult
 from wrapper.config import container
 from wrapper.config.program import missing_script
-from wrapper.config.schema import read, site_files
+from wrapper.config.sources import read, site_files
 from wrapper.job_folder import NO_LOCKS
 from wrapper.sinks.fanout import asked
 from wrapper.strict_modes import check_above, check_folder

@@ -17,9 +17,10 @@ from slurm.survey import Survey
 from wrapper.commands.doctor import nodes as doctor_nodes
 from wrapper.commands.doctor import site, slurm_settings
 from wrapper.commands.doctor.machine import CheckResult, Outcome
-from wrapper.config.schema import Configuration, read
+from wrapper.config.schema import Configuration
+from wrapper.config.sources import read
 from wrapper.config.values import ports_of
-from wrapper.job_files import user_name
+from wrapper.job_files.registered import user_name
 from wrapper.job_folder import home
 from wrapper.launch.allocation import batch_script, find, job_id, no_kill_seen
 from wrapper.launch.batch_script import warning_would_be_lost

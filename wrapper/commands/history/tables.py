@@ -1,25 +1,21 @@
 """The views of `resihp history` on a terminal: the columns of each; `--json` has the rest.
 
-Used by `wrapper.commands.history.command`. Rows in, columns and cells out; `wrapper.output.tables` fits them into a
-terminal.
+Used by `views`, whose rows name them, and by `command`. Rows in, columns and cells out; `wrapper.output.tables` fits
+them into a terminal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC
 from typing import Any
 
-from resihp.record.describe import size
+from wrapper.commands.history import cells
+from wrapper.commands.history.query import COST_GROUPS, FAILURE_GROUPS
 from wrapper.output.render import as_change, duration, one_line, percent, suspects
 from wrapper.output.tables import Column
 
-FAILURE_GROUPS = (
-    *("node", "component", "cause", "kind", "job", "owner", "account", "partition", "cluster", "version", "torch"),
-    *("hardware", "week", "month"),
-)
-"""Groups of failures: a copy of `db.reading.fleet.GROUPS`, which is slow to import."""
 ALWAYS_SHOWN = frozenset(
     ("job", "id", "#", "node", "device", "node, device", "GPU", "UUID", "rank", "peer", "epoch", "at (UTC)", "money")
 ) | {"cause", "text"}
@@ -50,6 +46,9 @@ class ViewColumn:
     wraps: bool = False
 
 
+ViewColumns = tuple[ViewColumn, ...]
+
+
 def _words(name: str, heading: str | None = None, *, wraps: bool = False) -> ViewColumn:
     return ViewColumn(heading or name, lambda row: "-" if row[name] is None else str(row[name]), wraps=wraps)
 
@@ -67,15 +66,8 @@ def _seconds(name: str, heading: str) -> ViewColumn:
     return ViewColumn(heading, lambda row: duration(row[name]), right=True)
 
 
-def amount(number: float) -> str:
-    """Return an amount such as GPU-hours as text: `0.0333`, `41.8`, `12,345`."""
-    if number == 0:
-        return "0"
-    return f"{number:,.0f}" if number >= 1000 else f"{number:.4g}" if number >= 1 else f"{number:.4f}"
-
-
 def _amount(name: str, heading: str) -> ViewColumn:
-    return ViewColumn(heading, lambda row: "-" if row[name] is None else amount(row[name]), right=True)
+    return ViewColumn(heading, lambda row: "-" if row[name] is None else cells.amount(row[name]), right=True)
 
 
 def _share(name: str, heading: str | None = None) -> ViewColumn:
@@ -83,92 +75,21 @@ def _share(name: str, heading: str | None = None) -> ViewColumn:
 
 
 def _bytes(name: str, heading: str) -> ViewColumn:
-    return ViewColumn(heading, lambda row: "-" if row[name] is None else size(row[name]), right=True)
+    def cell(row: dict[str, Any]) -> str:
+        from resihp.record.describe import size
+
+        return "-" if row[name] is None else size(row[name])
+
+    return ViewColumn(heading, cell, right=True)
 
 
 def _time(name: str, heading: str) -> ViewColumn:
     return ViewColumn(heading, lambda row: "-" if row[name] is None else f"{row[name].astimezone(UTC):%m-%d %H:%M:%S}")
 
 
-def _device(row: dict[str, Any]) -> str:
-    return "-" if row["node"] is None else row["node"] if row["device"] is None else f"{row['node']} {row['device']}"
-
-
-def _outcome(row: dict[str, Any]) -> str:
-    """Return the outcome of a suspicion, with the number of its failure if there is one."""
-    return (
-        "open"
-        if row["outcome"] is None
-        else f"{row['outcome']}, {row['failure']}"
-        if row["failure"]
-        else row["outcome"]
-    )
-
-
-def _tested(row: dict[str, Any]) -> str:
-    """Return the test's statistic over its threshold: `14.9 / 12.1 log evidence`."""
-    if row["statistic"] is None or row["threshold"] is None:
-        return "-"
-    return f"{row['statistic']:.3g} / {row['threshold']:.3g} {row['test']}"
-
-
-def _back_after(row: dict[str, Any]) -> str:
-    """Return the time from the failure to recovery, and its part for detection: `11.0 s, noticed after 10.3 s`."""
-    recovery_s, detection_s = row["seconds_to_recover"], row["noticed_after_seconds"]
-    return (
-        duration(recovery_s)
-        if recovery_s is None or detection_s is None
-        else f"{duration(recovery_s)}, noticed after {duration(detection_s)}"
-    )
-
-
-def _joined(row: dict[str, Any]) -> str:
-    return f"{row['joined_at'].astimezone(UTC):%m-%d %H:%M:%S}" if row["joined_at"] else "never joined"
-
-
-def _effect(row: dict[str, Any]) -> str:
-    """Return when a plan took effect, or else its outcome."""
-    return f"{row['in_effect_at'].astimezone(UTC):%m-%d %H:%M:%S}" if row["in_effect_at"] else str(row["outcome"])
-
-
-def _plan_reason(row: dict[str, Any]) -> str:
-    if row["refused_reason"] is None:
-        return str(row["reason"])
-    refuser = "own check" if row["refused_by"] is None else f"rank {row['refused_by']}"
-    return f"{row['reason']}; {refuser}: {row['refused_reason']}"
-
-
-def _candidates(row: dict[str, Any]) -> str:
-    """Return rejected candidates with the reasons: `without replica 1 0.61 s (12.0% slower)`."""
-    unit = "" if row["unit"] is None else f" {row['unit']}"
-
-    def described(candidate: dict[str, Any]) -> str:
-        predicted = "-" if candidate["predicted"] is None else format(candidate["predicted"], ".3g")
-        return f"{candidate['name']} {predicted}{unit} ({candidate['why']})"
-
-    return "; ".join(map(described, row["refused"])) or "-"
-
-
-def _predicted(row: dict[str, Any]) -> str:
-    """Return the predicted and the measured time of an iteration."""
-    words = "-" if row["predicted"] is None else f"{row['predicted']:.3g} {row['unit']}"
-    return words if row["measured"] is None else f"{words}, {row['measured']:.3g} s"
-
-
-def _rung(row: dict[str, Any]) -> str:
-    """Return the step of the drain ladder, with its outcome unless it is done."""
-    step = {"slurm": "Slurm", "spool": "site", "exclusion": "our jobs"}.get(row["step"], "-")
-    return step if row["outcome"] in ("done", None) else f"{step} {row['outcome']}"
-
-
 def _change(name: str) -> ViewColumn:
     """Return a column that shows a ratio of iteration times as a change: `+50 %`."""
     return ViewColumn(name, lambda row: as_change(row[name]), right=True)
-
-
-def _request_reason(row: dict[str, Any]) -> str:
-    """Return why a request failed, or else why it was made."""
-    return str(row["text"] or row["reason"])
 
 
 ID_COLUMN = ViewColumn("id", lambda row: row["uuid"][:8])
@@ -177,8 +98,8 @@ JOB_ID_COLUMN = ViewColumn("id", lambda row: row["job_uuid"][:8])
 """Id of the job of a row."""
 
 
-def _counted(by: str) -> list[ViewColumn]:
-    return [
+def _counted(by: str) -> ViewColumns:
+    return (
         _words(by, "week of" if by == "week" else None, wraps=True),
         *((ID_COLUMN,) if by == "job" else ()),
         _number("failures"),
@@ -187,11 +108,11 @@ def _counted(by: str) -> list[ViewColumn]:
         _seconds("detect_seconds", "to detect"),
         _seconds("recover_seconds", "to recover"),
         _time("last", "last (UTC)"),
-    ]
+    )
 
 
-def _costs(by: str) -> list[ViewColumn]:
-    return [
+def _costs(by: str) -> ViewColumns:
+    return (
         _words(by, wraps=True),
         _number("jobs"),
         _amount("gpu_hours", "GPU-h"),
@@ -200,243 +121,239 @@ def _costs(by: str) -> list[ViewColumn]:
         _number("failures"),
         _share("useful_share", "useful"),
         _seconds("hardware_mtbf_seconds", "HW MTBF"),
-    ]
+    )
 
 
-_TERMINAL_COLUMNS: Mapping[str, list[ViewColumn]] = {
-    **{f"failures by {by}": _counted(by) for by in FAILURE_GROUPS},
-    "jobs": [
-        _words("name", "job", wraps=True),
-        ID_COLUMN,
-        _words("owner", wraps=True),
-        _words("state"),
-        ViewColumn("GPUs", lambda row: str(row["nodes"] * row["gpus_per_node"]), right=True),
-        _time("started_at", "began (UTC)"),
-        ViewColumn(
-            "took", lambda row: duration((row["last_entry_at"] - row["started_at"]).total_seconds()), right=True
-        ),
-        _words("reason", wraps=True),
-    ],
-    "repairs": [
-        _words("node", wraps=True),
-        _number("device", "GPU"),
-        _words("uuid", "UUID", wraps=True),
-        _number("failures"),
-        _words("codes", "log codes", wraps=True),
-        _time("last", "last (UTC)"),
-        _words("drained"),
-        _words("cause", wraps=True),
-    ],
-    "rate": [
-        _words("which"),
-        _words("when"),
-        _number("failures"),
-        _amount("device_days", "GPU-days"),
-        _number("rate", "per 1,000", form="{:.3g}"),
-        _number("ratio", form="{:.2f}"),
-        _number("p", form="{:.2g}"),
-    ],
-    "checkpoints": [
-        _number("iteration"),
-        _bytes("bytes", "size"),
-        _seconds("seconds", "took"),
-        _time("committed_at", "complete (UTC)"),
-        _words("folder", wraps=True),
-    ],
-    "events": [
-        _time("at", "at (UTC)"),
-        _words("kind", wraps=True),
-        _number("iteration"),
-        _words("node", wraps=True),
-        _words("text", wraps=True),
-    ],
-    "cost": [
-        ViewColumn("use of time", lambda row: COST_WORDS[row["cause"]]),
-        _seconds("seconds", "time"),
-        _share("share"),
-        _amount("gpu_hours", "GPU-hours"),
-    ],
-    "cost by job": [
-        _words("job", wraps=True),
-        ID_COLUMN,
-        _words("state"),
-        _amount("gpu_hours", "GPU-h"),
-        _amount("failure_gpu_hours", "lost GPU-h"),
-        _share("goodput"),
-        _number("failures"),
-        _share("ettr", "ETTR"),
-        _seconds("mtbf_seconds", "MTBF"),
-        _seconds("wall_seconds", "wall"),
-    ],
-    **{f"cost by {by}": _costs(by) for by in ("owner", "account", "partition", "cluster", "week", "month")},
-    "promises": [
-        _number("epoch"),
-        _change("promised"),
-        _change("kept"),
-        _words("verdict", wraps=True),
-        _number("before"),
-        _number("after"),
-        _words("reason", wraps=True),
-    ],
-    "lemons": [
-        ViewColumn("node", lambda row: f"{row['node']} !" if row["lemon"] else str(row["node"]), wraps=True),
-        _number("jobs"),
-        _amount("device_hours", "device-h"),
-        _number("observed", "outages"),
-        _number("expected", form="{:.2g}"),
-        _number("window_days", "days"),
-        _number("q", form="{:.2g}"),
-        ViewColumn("GPU", lambda row: row["lemon_devices"] or "-", wraps=True),
-        _time("last", "last (UTC)"),
-    ],
-    "failures": [
-        _number("failure", "#"),
-        _words("cause", wraps=True),
-        ViewColumn("node, device", _device),
-        _number("iteration"),
-        _time("noticed_at", "noticed (UTC)"),
-        ViewColumn("recovered in", _back_after, right=True, wraps=True),
-    ],
-    "nodes": [
-        _words("node"),
-        _words("host", wraps=True),
-        _number("devices"),
-        ViewColumn("joined (UTC)", _joined),
-        _time("lost_at", "lost (UTC)"),
-        _words("lost_reason", "reason", wraps=True),
-        _words("replaced_by", "replaced by", wraps=True),
-    ],
-    "hosts": [
-        _words("node", wraps=True),
-        _words("host", wraps=True),
-        _time("joined_at", "joined (UTC)"),
-        _optional_text("driver"),
-        _optional_text("kernel"),
-        _optional_text("changed"),
-    ],
-    "devices": [
-        _words("node"),
-        _number("device"),
-        _optional_text("name"),
-        _optional_text("uuid", "UUID"),
-        _optional_text("vbios", "VBIOS"),
-    ],
-    "placements": [
-        _optional_text("uuid", "UUID"),
-        _words("node", wraps=True),
-        _number("device"),
-        _time("first_seen", "first seen"),
-        _time("last_seen", "last (UTC)"),
-        _number("jobs"),
-    ],
-    "workers": [
-        _number("rank"),
-        _words("node", wraps=True),
-        _number("device"),
-        _number("pid"),
-        _number("epoch_joined", "joined in"),
-        _number("epoch_left", "left in"),
-        _number("exit"),
-    ],
-    "iterations": [
-        _number("iteration"),
-        _number("epoch"),
-        _number("seconds", form="{:.3f}"),
-        _number("predicted_seconds", "predicted", form="{:.3f}"),
-        _number("tokens"),
-        _number("loss", form="{:.4f}"),
-        _time("finished_at", "finished (UTC)"),
-    ],
-    "plans": [
-        _number("epoch"),
-        _words("description", "layout", wraps=True),
-        _number("next_iteration", "from"),
-        _words("action"),
-        ViewColumn("in effect (UTC)", _effect),
-        ViewColumn("reason", _plan_reason, wraps=True),
-    ],
-    "spares": [
-        _number("decisions", "changes"),
-        _number("untold"),
-        _seconds("measured_seconds", "measured"),
-        _seconds("saved_seconds", "saved"),
-        _amount("saved_gpu_hours", "GPU-h saved"),
-        _amount("spare_gpu_hours", "of spare"),
-    ],
-    "decisions": [
-        _time("at", "decided (UTC)"),
-        _words("advice", wraps=True),
-        _words("action", wraps=True),
-        ViewColumn("refused", _candidates, wraps=True),
-        ViewColumn("predicted, measured", _predicted, wraps=True),
-        _words("outcome", wraps=True),
-    ],
-    "probes": [
-        _number("probe", "#"),
-        _words("occasion"),
-        _words("kind"),
-        _number("rank"),
-        ViewColumn("node, device", _device),
-        _number("peer"),
-        _number("speed", form="{:.2f}"),
-        ViewColumn("fit", lambda row: "yes" if row["passed"] else "no"),
-        _words("evidence", wraps=True),
-    ],
-    "suspicions": [
-        _number("suspicion", "#"),
-        _words("kind"),
-        ViewColumn("suspect", suspects, wraps=True),
-        _number("iteration", "since"),
-        _number("change", form="{:+.1%}"),
-        ViewColumn("test", _tested, wraps=True),
-        ViewColumn("outcome", _outcome),
-        ViewColumn("evidence", lambda row: str(row["outcome_evidence"] or row["evidence"]), wraps=True),
-    ],
-    "scores": [
-        _number("iteration"),
-        _number("rank"),
-        _number("level", form="{:.3f}"),
-        _share("evidence"),
-    ],
-    "reconfigurations": [
-        _number("epoch"),
-        _words("action"),
-        _number("attempts", "tries"),
-        *(_number(f"{name}_seconds", name, form="{:.2f}") for name in ("park", "plan", "groups", "state")),
-        _number("planning_seconds", "think", form="{:.3f}"),
-        _number("first_iteration_seconds", "first", form="{:.2f}"),
-        _number("seconds", "total", form="{:.2f}"),
-        _bytes("bytes_moved", "moved"),
-    ],
-    "drains": [
-        _number("drain", "#"),
-        _words("node", wraps=True),
-        ViewColumn("by", _rung),
-        _time("drained_at", "decided (UTC)"),
-        _time("undrained_at", "undrained (UTC)"),
-        _words("reason", wraps=True),
-    ],
-    "replacements": [
-        _number("replacement", "#"),
-        _words("instead", "for", wraps=True),
-        _words("slurm_job", "job"),
-        _words("node", wraps=True),
-        _words("outcome"),
-        _time("asked_at", "asked (UTC)"),
-        _time("joined_at", "joined (UTC)"),
-        ViewColumn("reason", _request_reason, wraps=True),
-    ],
-}
-"""Columns of each view on a terminal; `--json` has the rest."""
+# --- the columns of each view ---------------------------------------------------------------------------------------
+
+JOBS_COLUMNS = (
+    _words("name", "job", wraps=True),
+    ID_COLUMN,
+    _words("owner", wraps=True),
+    _words("state"),
+    ViewColumn("GPUs", lambda row: str(row["nodes"] * row["gpus_per_node"]), right=True),
+    _time("started_at", "began (UTC)"),
+    ViewColumn("took", lambda row: duration((row["last_entry_at"] - row["started_at"]).total_seconds()), right=True),
+    _words("reason", wraps=True),
+)
+REPAIRS_COLUMNS = (
+    _words("node", wraps=True),
+    _number("device", "GPU"),
+    _words("uuid", "UUID", wraps=True),
+    _number("failures"),
+    _words("codes", "log codes", wraps=True),
+    _time("last", "last (UTC)"),
+    _words("drained"),
+    _words("cause", wraps=True),
+)
+RATE_COLUMNS = (
+    _words("which"),
+    _words("when"),
+    _number("failures"),
+    _amount("device_days", "GPU-days"),
+    _number("rate", "per 1,000", form="{:.3g}"),
+    _number("ratio", form="{:.2f}"),
+    _number("p", form="{:.2g}"),
+)
+CHECKPOINTS_COLUMNS = (
+    _number("iteration"),
+    _bytes("bytes", "size"),
+    _seconds("seconds", "took"),
+    _time("committed_at", "complete (UTC)"),
+    _words("folder", wraps=True),
+)
+EVENTS_COLUMNS = (
+    _time("at", "at (UTC)"),
+    _words("kind", wraps=True),
+    _number("iteration"),
+    _words("node", wraps=True),
+    _words("text", wraps=True),
+)
+COST_COLUMNS = (
+    ViewColumn("use of time", lambda row: COST_WORDS[row["cause"]]),
+    _seconds("seconds", "time"),
+    _share("share"),
+    _amount("gpu_hours", "GPU-hours"),
+)
+PROMISES_COLUMNS = (
+    _number("epoch"),
+    _change("promised"),
+    _change("kept"),
+    _words("verdict", wraps=True),
+    _number("before"),
+    _number("after"),
+    _words("reason", wraps=True),
+)
+LEMONS_COLUMNS = (
+    ViewColumn("node", lambda row: f"{row['node']} !" if row["lemon"] else str(row["node"]), wraps=True),
+    _number("jobs"),
+    _amount("device_hours", "device-h"),
+    _number("observed", "outages"),
+    _number("expected", form="{:.2g}"),
+    _number("window_days", "days"),
+    _number("q", form="{:.2g}"),
+    ViewColumn("GPU", lambda row: row["lemon_devices"] or "-", wraps=True),
+    _time("last", "last (UTC)"),
+)
+FAILURES_COLUMNS = (
+    _number("failure", "#"),
+    _words("cause", wraps=True),
+    ViewColumn("node, device", cells.device),
+    _number("iteration"),
+    _time("noticed_at", "noticed (UTC)"),
+    ViewColumn("recovered in", cells.recovery, right=True, wraps=True),
+)
+NODES_COLUMNS = (
+    _words("node"),
+    _words("host", wraps=True),
+    _number("devices"),
+    ViewColumn("joined (UTC)", cells.arrival),
+    _time("lost_at", "lost (UTC)"),
+    _words("lost_reason", "reason", wraps=True),
+    _words("replaced_by", "replaced by", wraps=True),
+)
+HOSTS_COLUMNS = (
+    _words("node", wraps=True),
+    _words("host", wraps=True),
+    _time("joined_at", "joined (UTC)"),
+    _optional_text("driver"),
+    _optional_text("kernel"),
+    _optional_text("changed"),
+)
+DEVICES_COLUMNS = (
+    _words("node"),
+    _number("device"),
+    _optional_text("name"),
+    _optional_text("uuid", "UUID"),
+    _optional_text("vbios", "VBIOS"),
+)
+PLACEMENTS_COLUMNS = (
+    _optional_text("uuid", "UUID"),
+    _words("node", wraps=True),
+    _number("device"),
+    _time("first_seen", "first seen"),
+    _time("last_seen", "last (UTC)"),
+    _number("jobs"),
+)
+WORKERS_COLUMNS = (
+    _number("rank"),
+    _words("node", wraps=True),
+    _number("device"),
+    _number("pid"),
+    _number("epoch_joined", "joined in"),
+    _number("epoch_left", "left in"),
+    _number("exit"),
+)
+ITERATIONS_COLUMNS = (
+    _number("iteration"),
+    _number("epoch"),
+    _number("seconds", form="{:.3f}"),
+    _number("predicted_seconds", "predicted", form="{:.3f}"),
+    _number("tokens"),
+    _number("loss", form="{:.4f}"),
+    _time("finished_at", "finished (UTC)"),
+)
+PLANS_COLUMNS = (
+    _number("epoch"),
+    _words("description", "layout", wraps=True),
+    _number("next_iteration", "from"),
+    _words("action"),
+    ViewColumn("in effect (UTC)", cells.effect),
+    ViewColumn("reason", cells.plan_reason, wraps=True),
+)
+SPARES_COLUMNS = (
+    _number("decisions", "changes"),
+    _number("untold"),
+    _seconds("measured_seconds", "measured"),
+    _seconds("saved_seconds", "saved"),
+    _amount("saved_gpu_hours", "GPU-h saved"),
+    _amount("spare_gpu_hours", "of spare"),
+)
+DECISIONS_COLUMNS = (
+    _time("at", "decided (UTC)"),
+    _words("advice", wraps=True),
+    _words("action", wraps=True),
+    ViewColumn("refused", cells.rejected_candidates, wraps=True),
+    ViewColumn("predicted, measured", cells.prediction, wraps=True),
+    _words("outcome", wraps=True),
+)
+PROBES_COLUMNS = (
+    _number("probe", "#"),
+    _words("occasion"),
+    _words("kind"),
+    _number("rank"),
+    ViewColumn("node, device", cells.device),
+    _number("peer"),
+    _number("speed", form="{:.2f}"),
+    ViewColumn("fit", lambda row: "yes" if row["passed"] else "no"),
+    _words("evidence", wraps=True),
+)
+SUSPICIONS_COLUMNS = (
+    _number("suspicion", "#"),
+    _words("kind"),
+    ViewColumn("suspect", suspects, wraps=True),
+    _number("iteration", "since"),
+    _number("change", form="{:+.1%}"),
+    ViewColumn("test", cells.statistic, wraps=True),
+    ViewColumn("outcome", cells.outcome),
+    ViewColumn("evidence", lambda row: str(row["outcome_evidence"] or row["evidence"]), wraps=True),
+)
+SCORES_COLUMNS = (
+    _number("iteration"),
+    _number("rank"),
+    _number("level", form="{:.3f}"),
+    _share("evidence"),
+)
+RECONFIGURATIONS_COLUMNS = (
+    _number("epoch"),
+    _words("action"),
+    _number("attempts", "tries"),
+    *(_number(f"{name}_seconds", name, form="{:.2f}") for name in ("park", "plan", "groups", "state")),
+    _number("planning_seconds", "think", form="{:.3f}"),
+    _number("first_iteration_seconds", "first", form="{:.2f}"),
+    _number("seconds", "total", form="{:.2f}"),
+    _bytes("bytes_moved", "moved"),
+)
+DRAINS_COLUMNS = (
+    _number("drain", "#"),
+    _words("node", wraps=True),
+    ViewColumn("by", cells.drain_step),
+    _time("drained_at", "decided (UTC)"),
+    _time("undrained_at", "undrained (UTC)"),
+    _words("reason", wraps=True),
+)
+REPLACEMENTS_COLUMNS = (
+    _number("replacement", "#"),
+    _words("instead", "for", wraps=True),
+    _words("slurm_job", "job"),
+    _words("node", wraps=True),
+    _words("outcome"),
+    _time("asked_at", "asked (UTC)"),
+    _time("joined_at", "joined (UTC)"),
+    ViewColumn("reason", cells.request_reason, wraps=True),
+)
+FAILURES_BY = {by: _counted(by) for by in FAILURE_GROUPS}
+COST_BY_JOB = (
+    _words("job", wraps=True),
+    ID_COLUMN,
+    _words("state"),
+    _amount("gpu_hours", "GPU-h"),
+    _amount("failure_gpu_hours", "lost GPU-h"),
+    _share("goodput"),
+    _number("failures"),
+    _share("ettr", "ETTR"),
+    _seconds("mtbf_seconds", "MTBF"),
+    _seconds("wall_seconds", "wall"),
+)
+COST_BY = {by: COST_BY_JOB if by == "job" else _costs(by) for by in COST_GROUPS}
 
 
-def history_table(table: str, rows: list[dict[str, Any]]) -> tuple[list[Column], list[list[str]]]:
+def history_table(view_columns: ViewColumns, rows: list[dict[str, Any]]) -> tuple[list[Column], list[list[str]]]:
     """Return the columns and cells of a view of `resihp history`.
 
-    `table`: the view, or a view with its group such as `failures by node`. Rows of many jobs get a column for the job,
-    and one for its id if names repeat.
+    Rows of many jobs get a column for the job, and one for its id if names repeat.
     """
-    columns = list(_TERMINAL_COLUMNS[table])
+    columns = list(view_columns)
     if any("job_uuid" in row for row in rows):
         columns.insert(0, _words("job", wraps=True))
         names = {row["job_uuid"]: row["job"] for row in rows}

@@ -1,46 +1,41 @@
 """The rows of `resihp jobs`: each job in the registry or in this home, with its progress.
 
-The data come from Slurm for a job that was submitted and has not begun; from the registry for a finished job; from the
-progress file in the job's folder, or else from its ledger, and from Slurm for a running job. A job without a supervisor
-is marked as ended here, as `status` does. Jobs whose folders are gone are dropped after a month, and jobs that never
-began after a day. A job whose end was not recorded, and that Slurm no longer has, counts as ended. A hanging file
-system affects only the jobs on it.
+The data come from Slurm (`slurm_states`) for a job that was submitted and has not begun; from the registry for a
+finished job; from the progress file in the job's folder, or else from its ledger, and from Slurm for a running job. A
+job without a supervisor is marked as ended here, as `status` does. Jobs whose folders are gone are dropped after a
+month, and jobs that never began after a day. A job whose end was not recorded, and that Slurm no longer has, counts as
+ended. A hanging file system affects only the jobs on it.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from resihp.errors import JobNotFoundError, OwnershipError, ResihpError
 from wrapper import registry
-from wrapper.exit_codes import REQUEUE_REQUESTED
-from wrapper.job_files import NEVER_BEGAN, STARTS_S, entry_of, home
-from wrapper.job_folder import Job, all_jobs, finish_dead_job, is_there, job_of, note_end, ours
+from wrapper.commands.jobs.slurm_states import NOT_SEEN, UNKNOWN_STATE, Row, Say, add_slurm_states
+from wrapper.job_files.dead_jobs import finish_dead_job
+from wrapper.job_files.homes import home
+from wrapper.job_files.job import STARTS_S
+from wrapper.job_files.registered import NEVER_BEGAN, entry_of
+from wrapper.job_folder import Job, all_jobs, is_there, job_of, note_end, ours
 from wrapper.registry import QUEUED, KnownJob
 
 if TYPE_CHECKING:
     from db.reading.queries import Reader
-    from slurm.client import JobView, Slurm
+    from slurm.client import Slurm
 
-Row = dict[str, Any]
-Say = Callable[[str], None]
-
-NOT_SEEN = "not seen from here"
-"""State of a job whose folder another host made and this one does not see."""
-UNKNOWN_STATE = "unknown"
-"""State of a job without a visible supervisor and with its journal elsewhere, or with an unreadable folder."""
 DAMAGED_JOB_ERRORS = (ResihpError, OSError, ValueError, ArithmeticError, RecursionError)
 """Errors that a job with damaged files or a damaged ledger may cause; such a job must not hide the others."""
 LISTED_AFTER_END_S = 86400.0
@@ -49,8 +44,6 @@ LISTED_WITHOUT_FOLDER_S = 30 * 86400.0
 """Seconds after its end for which a job stays listed although its folder is gone."""
 FILE_SYSTEM_TIMEOUT_S = 2.0
 """Seconds to wait for a file system."""
-SLURM_TIMEOUT_S = 3.0
-"""Seconds to wait for Slurm."""
 
 
 def listed(*, include_old: bool, now_s: float, say: Say, slurm: Slurm | None = None) -> tuple[list[Row], int]:
@@ -59,17 +52,12 @@ def listed(*, include_old: bool, now_s: float, say: Say, slurm: Slurm | None = N
     rows: list[Row] = []
     hidden = 0
     entries, hanging_homes = _known(say)
-    moved = _moved([entry for entry in entries if entry.home not in hanging_homes])
     with _Ledgers(say) as ledgers:
-        for entry in entries:
-            if entry in moved:
-                _keep_at_new_place(entry, entries)
-            if entry in moved or (entry.state == QUEUED and any(_is_begun(entry, candidate) for candidate in entries)):
-                registry.drop(entry)
-                continue
+        for entry in _drop_replaced(entries, hanging_homes):
+            is_readable = entry.home not in hanging_homes
             try:
                 over_at = entry.ended_at
-                if entry.home not in hanging_homes and entry.state != QUEUED:
+                if is_readable and entry.state != QUEUED:
                     entry = _settled(entry, now_s, say)
                     over_at = _over_at(entry)
                     if over_at is not None and over_at < now_s - LISTED_WITHOUT_FOLDER_S and not is_there(entry):
@@ -78,12 +66,36 @@ def listed(*, include_old: bool, now_s: float, say: Say, slurm: Slurm | None = N
                 if over_at is not None and over_at < now_s - LISTED_AFTER_END_S and not include_old:
                     hidden += 1
                 else:
-                    rows.append(_row(entry, now_s, None if entry.home in hanging_homes else ledgers))
+                    rows.append(_row(entry, now_s, ledgers if is_readable else None))
             except DAMAGED_JOB_ERRORS as error:
                 say(f"warning: job {entry.name}: {entry.folder}: {error}")
                 rows.append(_row(entry, now_s, None))
-    for row in _rows_without_slurm_job(rows, slurm, say):
-        if max(row["began_at"], row["last_iteration_at"] or row["began_at"]).timestamp() > now_s - LISTED_AFTER_END_S:
+    hidden += _leave_out_ended(rows, add_slurm_states(rows, slurm, say), entries, now_s, include_old=include_old)
+    waits = [row for row in rows if row["ended_at"] is None or row["slurm_state"] == "pending"]
+    return sorted(rows, key=lambda row: (row not in waits, -row["began_at"].timestamp())), hidden
+
+
+def _drop_replaced(entries: Sequence[KnownJob], hanging_homes: Collection[str]) -> Iterator[KnownJob]:
+    """Yield the entries, but drop those of jobs that have a newer one: their folder was moved, or they have begun."""
+    moved = _moved([entry for entry in entries if entry.home not in hanging_homes])
+    for entry in entries:
+        if entry in moved:
+            _keep_at_new_place(entry, entries)
+            registry.drop(entry)
+        elif entry.state == QUEUED and any(_is_begun(entry, candidate) for candidate in entries):
+            registry.drop(entry)
+        else:
+            yield entry
+
+
+def _leave_out_ended(
+    rows: list[Row], ended_rows: Sequence[Row], entries: Sequence[KnownJob], now_s: float, *, include_old: bool
+) -> int:
+    """Remove rows of jobs that ended long ago; return how many, without those that never began, which are dropped."""
+    hidden = 0
+    for row in ended_rows:
+        last_sign = max(row["began_at"], row["last_iteration_at"] or row["began_at"])
+        if last_sign.timestamp() > now_s - LISTED_AFTER_END_S:
             continue
         if row["state"] == NEVER_BEGAN:
             this = row["folder"], row["began_at"]
@@ -93,8 +105,7 @@ def listed(*, include_old: bool, now_s: float, say: Say, slurm: Slurm | None = N
         else:
             hidden += 1
         rows.remove(row)
-    waits = [row for row in rows if row["ended_at"] is None or row["slurm_state"] == "pending"]
-    return sorted(rows, key=lambda row: (row not in waits, -row["began_at"].timestamp())), hidden
+    return hidden
 
 
 def _moved(entries: Sequence[KnownJob]) -> list[KnownJob]:
@@ -330,68 +341,3 @@ class _Ledgers:
             if exists(url):
                 self._readers[url] = self._stack.enter_context(Reader.open(url))
         return self._readers[url]
-
-
-def _rows_without_slurm_job(rows: Iterable[Row], slurm: Slurm | None, say: Say) -> list[Row]:
-    """Add Slurm's state to jobs not known to have ended and to jobs that Slurm may run again, with one call to Slurm.
-
-    Return the jobs that Slurm neither runs nor holds and whose end is unknown otherwise. Slurm reuses job numbers, and
-    each cluster has its own: a job of Slurm's that is older than ours, of another user or on another cluster, is a
-    different job.
-    """
-    slurm_rows = [row for row in rows if row["slurm_job"]]
-    newest = _newest(slurm_rows)
-    queried_rows = [row for row in slurm_rows if row["ended_at"] is None or (row in newest and _may_run_again(row))]
-    if not queried_rows or (slurm is None and shutil.which("squeue") is None):
-        return []
-    if slurm is None:
-        from slurm.commands import CommandLine
-
-        slurm = CommandLine(timeout_s=SLURM_TIMEOUT_S)
-    from slurm.errors import SlurmError
-
-    try:
-        here = slurm.cluster() if any(row["cluster"] for row in queried_rows) else ""
-        queried_rows = [row for row in queried_rows if row["cluster"] in (None, here)]
-        views = slurm.jobs(dict.fromkeys(row["slurm_job"] for row in queried_rows)) if queried_rows else {}
-    except SlurmError as error:
-        say(f"states of Slurm are missing: {error}")
-        return []
-    over = []
-    for row in queried_rows:
-        waits = row["state"] == QUEUED
-        view = views.get(row["slurm_job"])
-        if view is not None and not _is_same_job(view, row):
-            view = None
-        if row["ended_at"] is not None and (view is None or view.state != "pending"):
-            continue
-        if view is not None:
-            row["slurm_state"] = view.state
-            row["slurm_reason"] = view.why or None
-        active = view is not None and view.active
-        if waits and (view is None or view.state != "pending"):
-            row["state"] = "starting" if active else NEVER_BEGAN
-        if not active and row["state"] in (NEVER_BEGAN, NOT_SEEN, UNKNOWN_STATE):
-            over.append(row)
-    return over
-
-
-def _newest(rows: Iterable[Row]) -> Collection[Row]:
-    """Of several runs of a job in Slurm, the last one."""
-    of_job = {(row["cluster"], row["slurm_job"]): row for row in sorted(rows, key=lambda row: row["began_at"])}
-    return of_job.values()
-
-
-def _may_run_again(row: Row) -> bool:
-    """Whether it asked Slurm for that, or died in a way that Slurm may have seen."""
-    return bool(row["exit_code"] == REQUEUE_REQUESTED or row["state"] == "abnormal")
-
-
-def _is_same_job(view: JobView, row: Row) -> bool:
-    """Return whether Slurm's job is the job of this row; a requeued job counts as submitted when it was requeued."""
-    began_s: float = row["began_at"].timestamp()
-    if row["ended_at"] is not None:
-        in_time = view.submitted_at is None or view.submitted_at >= began_s
-    else:
-        in_time = row["state"] == QUEUED or view.submitted_at is None or view.submitted_at <= began_s + STARTS_S
-    return in_time and view.user == str(row["user"])

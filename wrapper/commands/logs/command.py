@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -91,31 +92,20 @@ def logs(
     this_job, wanted = find_job(job), LogSelection(rank, node, supervisor)
     paths = files_of(this_job, wanted)
     if not paths:
-        if not follow or this_job.is_over or this_job.never_began(time.time()):
-            raise UsageError(f"job {this_job.name}: {_missing_log(this_job, wanted)}")
-        if why_not := _cannot_come(this_job, wanted):
-            raise UsageError(f"job {this_job.name}: {why_not}{_existing_logs(this_job)}")
+        _check_may_come(this_job, wanted, follow=follow)
         message(f"job {this_job.name}: waiting for {wanted} to start{_existing_logs(this_job)}")
     stats = {path: _file_stat(path) for path in paths}
     written = [path for path in paths if stats[path].size] or paths[:1]
     shown_paths = sorted(written, key=lambda path: stats[path].written_at)[-MAX_FILES:]
     many = len(paths) > 1
-    line_count = (DEFAULT_LINES_PER_LOG if many else DEFAULT_LINES) if lines is None else lines
-    growing, ends = GrowingFiles(), {}
+    growing = GrowingFiles()
     for path in paths:
         growing.begin(path, stats[path].size)
-    for path in shown_paths:
-        with suppress(OSError):
-            ends[path], at = last_lines(path, line_count)
-            growing.begin(path, at)
+    ends = _read_ends(shown_paths, _line_count(lines, many=many), growing)
     if as_json:
         print(to_json({"schema": SCHEMA, "job": this_job.name, "folder": str(this_job.logs), "logs": _rows(ends)}))
         return
-    for path, log_lines in ends.items():
-        if many:
-            print(f"==> {for_stdout(path.name)} <==")
-        for line in log_lines:
-            print(_shown(line))
+    _print_ends(ends, many=many)
     if hidden := len(written) - len(shown_paths):
         choice = "choose with --rank R, --node N or --supervisor"
         message(f"job {this_job.name}: {hidden} more logs in {this_job.logs}; {choice}")
@@ -124,6 +114,39 @@ def logs(
     if follow:
         with suppress(KeyboardInterrupt):
             _follow(this_job, wanted, growing, many)
+
+
+def _check_may_come(job: Job, wanted: LogSelection, *, follow: bool) -> None:
+    """Raise UsageError unless logs that are missing may still come, and are waited for."""
+    if not follow or job.is_over or job.never_began(time.time()):
+        raise UsageError(f"job {job.name}: {_missing_log(job, wanted)}")
+    if why_not := _cannot_come(job, wanted):
+        raise UsageError(f"job {job.name}: {why_not}{_existing_logs(job)}")
+
+
+def _line_count(lines: int | None, *, many: bool) -> int:
+    """Return how many lines of each log are shown."""
+    if lines is not None:
+        return lines
+    return DEFAULT_LINES_PER_LOG if many else DEFAULT_LINES
+
+
+def _read_ends(paths: Sequence[Path], line_count: int, growing: GrowingFiles) -> dict[Path, list[str]]:
+    """Return the last lines of logs, which then grow from there; logs that cannot be read are left out."""
+    ends = {}
+    for path in paths:
+        with suppress(OSError):
+            ends[path], at = last_lines(path, line_count)
+            growing.begin(path, at)
+    return ends
+
+
+def _print_ends(ends: Mapping[Path, list[str]], *, many: bool) -> None:
+    for path, log_lines in ends.items():
+        if many:
+            print(f"==> {for_stdout(path.name)} <==")
+        for line in log_lines:
+            print(_shown(line))
 
 
 def files_of(job: Job, wanted: LogSelection) -> list[Path]:

@@ -226,13 +226,13 @@ def show(as_json: JsonOption = False) -> None:
 
 def _spool(given: Path | None) -> Path | None:
     from slurm.drains.spool import folder_of
-    from wrapper.config.schema import read
+    from wrapper.config.sources import read
 
     return folder_of(str(given) if given else read({}).slurm.spool)
 
 
 def _most_drained() -> int | None:
-    from wrapper.config.schema import read
+    from wrapper.config.sources import read
 
     return read({}).site.drained
 

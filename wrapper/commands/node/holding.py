@@ -26,23 +26,12 @@ MAX_JOURNALS_READ = 5
 
 def holder(slurm: Slurm, node: str, job: str | None) -> JobView:
     """Return the user's own job that holds this node, or has held it. Raises UsageError."""
-    from wrapper.launch.allocation import job_id as own_job
-
-    me = user()
-    ids = [job] if job else _own_jobs(slurm)
-    views = slurm.jobs(ids) if ids else {}
-    if job and job not in views:
-        raise UsageError(f"job {job}: Slurm does not know it; try: squeue --me")
-    if job and views[job].user != me:
-        raise UsageError(f"job {job}: is {views[job].user}'s, not yours; only nodes of your own jobs can be drained")
-    own_views = [views[job_id] for job_id in ids if job_id in views and views[job_id].user == me]
-    holding_views = [view for view in own_views if view.active and node in view.nodes]
-    if len(holding_views) > 1 and holding_views[0].id != own_job(os.environ):
-        raise UsageError(
-            f"node {node[:80]!a}: {len(holding_views)} of your jobs hold it; name one: "
-            f"resihp node drain {node[:80]} --job ID" + _choices(view.id for view in holding_views)
-        )
-    for view in [*holding_views, *own_views]:
+    own_views = _own_views(slurm, job)
+    _check_one_holds(own_views, node)
+    for view in own_views:
+        if view.active and node in view.nodes:
+            return view
+    for view in own_views:
         if node in view.nodes:
             return view
     for view in own_views[:MAX_JOURNALS_READ]:
@@ -50,6 +39,33 @@ def holder(slurm: Slurm, node: str, job: str | None) -> JobView:
             return view
     problem = f"job {job} does not hold it and never has" if job else "none of your jobs known here holds it"
     raise UsageError(f"node {node[:80]!a}: {problem}; name the job that does: resihp node drain {node[:80]} --job ID")
+
+
+def _own_views(slurm: Slurm, job: str | None) -> list[JobView]:
+    """Return the user's own jobs, as Slurm knows them: the named one, or all.
+
+    Raises UsageError if Slurm does not know the named one, or if it is another user's.
+    """
+    me = user()
+    ids = [job] if job else _own_jobs(slurm)
+    views = slurm.jobs(ids) if ids else {}
+    if job and job not in views:
+        raise UsageError(f"job {job}: Slurm does not know it; try: squeue --me")
+    if job and views[job].user != me:
+        raise UsageError(f"job {job}: is {views[job].user}'s, not yours; only nodes of your own jobs can be drained")
+    return [views[job_id] for job_id in ids if job_id in views and views[job_id].user == me]
+
+
+def _check_one_holds(own_views: Sequence[JobView], node: str) -> None:
+    """Raise UsageError if several jobs hold the node, and this process is not in the first of them."""
+    from wrapper.launch.allocation import job_id as own_job
+
+    holding_views = [view for view in own_views if view.active and node in view.nodes]
+    if len(holding_views) > 1 and holding_views[0].id != own_job(os.environ):
+        raise UsageError(
+            f"node {node[:80]!a}: {len(holding_views)} of your jobs hold it; name one: "
+            f"resihp node drain {node[:80]} --job ID" + _choices(view.id for view in holding_views)
+        )
 
 
 def home_of(job_id: str) -> Path:

@@ -20,6 +20,14 @@ from resihp.record.describe import rank_list
 from wrapper.commands.report.facts import Row
 
 PlanEffect = Literal["kept", "moved", "new", "idle", "lost", "standby"]
+_TIPS: Mapping[PlanEffect, str] = {
+    "kept": "",
+    "moved": ", moved",
+    "new": ", new work",
+    "idle": ", then idle",
+    "lost": ", lost",
+    "standby": ", standby",
+}
 MAX_WHOLE_REPLICAS = 4
 """Most replicas of a layout that is drawn completely."""
 MAX_CHANGED_DRAWN = 8
@@ -109,11 +117,42 @@ def _picture(
     title: str, layout: Layout, other_layout: Layout | None, nodes: Mapping[int, tuple[str, int]], *, looks_ahead: bool
 ) -> Picture:
     """Return the picture of `layout`, compared with the layout after it (`looks_ahead`) or before it."""
-    places_here, places_there = dict(layout.places()), dict(other_layout.places()) if other_layout is not None else {}
-    idle = set(other_layout.standby) if other_layout is not None else set()
+    depth = max((len(replica.stages) for replica in layout.replicas), default=0)
+    usual = [_usual(layout, s) for s in range(depth)]
+    lines: list[Line] = []
+    effects = _effects(layout, other_layout, looks_ahead=looks_ahead)
+    drawn = _drawn(layout, effects)
+    for is_drawn, group in groupby(range(len(layout.replicas)), lambda d: d in drawn):
+        numbers = list(group)
+        if not is_drawn:
+            lines.append(_in_words(layout, effects, numbers))
+            continue
+        for d in numbers:
+            cells = tuple(
+                Cell(
+                    tuple(_chip(rank, effect, nodes) for rank, effect in zip(stage.ranks, effects[d][s], strict=True)),
+                    "" if _layers(stage) == usual[s] else _layers(stage),
+                    _nodes(stage.ranks, nodes),
+                )
+                for s, stage in enumerate(layout.replicas[d].stages)
+            )
+            lines.append(Line(f"replica {d}", cells))
+    # Ranks without work before and after get no mark of change.
+    standby = tuple(_chip(rank, "standby", nodes) for rank in layout.standby[:MAX_STANDBY_DRAWN])
+    rest = layout.standby[MAX_STANDBY_DRAWN:]
+    more = f"and {len(rest)} more, {rank_list(rest)}" if rest else ""
+    return Picture(title, tuple(usual), tuple(lines), standby, more)
 
-    def fate(rank: int) -> PlanEffect:
-        if other_layout is None or _same(rank, places_here, places_there, layout, other_layout):
+
+def _effects(layout: Layout, other_layout: Layout | None, *, looks_ahead: bool) -> list[list[list[PlanEffect]]]:
+    """Return the plan's effect on each rank, by replica and stage."""
+    if other_layout is None:
+        return [[["kept"] * stage.tp for stage in replica.stages] for replica in layout.replicas]
+    places_here, places_there = dict(layout.places()), dict(other_layout.places())
+    idle, unchanged_replicas = set(other_layout.standby), set(other_layout.replicas)
+
+    def effect_on(rank: int) -> PlanEffect:
+        if _same(rank, places_here, places_there, layout, other_layout):
             return "kept"
         if rank in places_there:
             return "moved"
@@ -121,46 +160,19 @@ def _picture(
             return "idle" if rank in idle else "lost"
         return "new"
 
-    def chip(rank: int, effect: PlanEffect) -> Chip:
-        node, device = nodes.get(rank, ("", 0))
-        where = f", {node} device {device}" if node else ""
-        tips = {"kept": "", "moved": ", moved", "new": ", new work", "idle": ", then idle", "lost": ", lost"}
-        return Chip(rank, effect, f"rank {rank}{where}{tips.get(effect, ', standby')}")
-
-    depth = max((len(replica.stages) for replica in layout.replicas), default=0)
-    usual = [_usual(layout, s) for s in range(depth)]
-    lines: list[Line] = []
-    unchanged_replicas = set(layout.replicas if other_layout is None else other_layout.replicas)
-    fates: list[list[list[PlanEffect]]] = [
+    return [
         [
-            ["kept"] * stage.tp if replica in unchanged_replicas else [fate(rank) for rank in stage.ranks]
+            ["kept"] * stage.tp if replica in unchanged_replicas else [effect_on(rank) for rank in stage.ranks]
             for stage in replica.stages
         ]
         for replica in layout.replicas
     ]
-    drawn = _drawn(layout, fates)
-    for is_unchanged, group in groupby(range(len(layout.replicas)), lambda d: d not in drawn):
-        numbers = list(group)
-        if is_unchanged:
-            lines.append(_in_words(layout, fates, numbers))
-            continue
-        for d in numbers:
-            stages = layout.replicas[d].stages
-            cells = tuple(
-                Cell(
-                    tuple(chip(rank, effect) for rank, effect in zip(stage.ranks, fates[d][s], strict=True)),
-                    "" if _layers(stage) == usual[s] else _layers(stage),
-                    _nodes(stage.ranks, nodes),
-                )
-                for s, stage in enumerate(stages)
-            )
-            lines.append(Line(f"replica {d}", cells))
-    # Ranks without work before and after get no mark of change.
-    standby = [chip(rank, "standby") for rank in layout.standby[:MAX_STANDBY_DRAWN]]
-    rest = layout.standby[MAX_STANDBY_DRAWN:]
-    return Picture(
-        title, tuple(usual), tuple(lines), tuple(standby), f"and {len(rest)} more, {rank_list(rest)}" if rest else ""
-    )
+
+
+def _chip(rank: int, effect: PlanEffect, nodes: Mapping[int, tuple[str, int]]) -> Chip:
+    node, device = nodes.get(rank, ("", 0))
+    where = f", {node} device {device}" if node else ""
+    return Chip(rank, effect, f"rank {rank}{where}{_TIPS[effect]}")
 
 
 def _same(
@@ -180,19 +192,19 @@ def _same(
     )
 
 
-def _drawn(layout: Layout, fates: Sequence[Sequence[Sequence[PlanEffect]]]) -> set[int]:
+def _drawn(layout: Layout, effects: Sequence[Sequence[Sequence[PlanEffect]]]) -> set[int]:
     """Return the replicas that get a row: all of a small layout; else the changed ones and the first unchanged one."""
     count = len(layout.replicas)
     if count <= MAX_WHOLE_REPLICAS:
         return set(range(count))
-    changed = [d for d in range(count) if any(effect != "kept" for stage in fates[d] for effect in stage)]
+    changed = [d for d in range(count) if any(effect != "kept" for stage in effects[d] for effect in stage)]
     unchanged = [d for d in range(count) if d not in set(changed)]
     return {*changed[:MAX_CHANGED_DRAWN], *unchanged[:1]}
 
 
-def _in_words(layout: Layout, fates: Sequence[Sequence[Sequence[PlanEffect]]], numbers: Sequence[int]) -> Line:
+def _in_words(layout: Layout, effects: Sequence[Sequence[Sequence[PlanEffect]]], numbers: Sequence[int]) -> Line:
     ranks = rank_list(rank for d in numbers for rank in layout.replicas[d].ranks)
-    counts = Counter(effect for d in numbers for stage in fates[d] for effect in stage if effect != "kept")
+    counts = Counter(effect for d in numbers for stage in effects[d] for effect in stage if effect != "kept")
     shapes = {_shape(layout.replicas[d]) for d in numbers}
     like = "equal" if len(shapes) == 1 else f"of {len(shapes)} shapes"
     news = ", ".join(f"{number} ranks {effect}" for effect, number in counts.items()) or "nothing changed"

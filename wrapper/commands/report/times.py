@@ -6,6 +6,7 @@ The picture has at most `MAX_POINTS` points per line, however many iterations th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -51,6 +52,27 @@ class TimesPicture(msgspec.Struct, frozen=True):
     kinds: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class _Plot:
+    """The part of the picture with the lines: its iterations, its pixels from the top, and the seconds at its top."""
+
+    first: float
+    last: float
+    head: float
+    height: float
+    top_s: float
+
+    def place(self, iteration: float) -> float:
+        return (iteration - self.first) / (self.last - self.first)
+
+    def y(self, seconds: float) -> float:
+        return self.head + self.height * (1 - seconds / self.top_s)
+
+    def points(self, places: Sequence[float], seconds: Sequence[float]) -> Points:
+        """Return the points of a line; what is above the top is drawn at the top."""
+        return [(at, min(value / self.top_s, 1.0)) for at, value in zip(places, seconds, strict=True)]
+
+
 def iteration_times(facts: Facts) -> TimesPicture | None:
     """Draw the seconds of each iteration, the prediction and slow spells; return None if there are no times yet."""
     timed_rows = [row for row in facts.iterations if row["seconds"] is not None]
@@ -60,57 +82,81 @@ def iteration_times(facts: Facts) -> TimesPicture | None:
     seconds = np.array([row["seconds"] for row in timed_rows], dtype=float)
     predicted = np.array([row["predicted_seconds"] or np.nan for row in timed_rows], dtype=float)
     undisturbed = _undisturbed(facts, numbers, predicted)
-    predicted = predicted * (usual_ratio := _usual_ratio(seconds, predicted, undisturbed))
+    usual_ratio = _usual_ratio(seconds, predicted, undisturbed)
+    predicted = predicted * usual_ratio
     first, last = numbers[0], max(numbers[-1], numbers[0] + 1)
     top_s = float(max(np.quantile(seconds, 0.995), np.nanquantile(np.append(predicted, 0.0), 0.995)) * 1.25) or 1.0
-    points = min(len(timed_rows), MAX_POINTS)
-    groups = np.array_split(np.arange(len(timed_rows)), points)
-    places = [float((numbers[group].mean() - first) / (last - first)) for group in groups]
-    plot, head = 210.0, 22.0
-
-    def share(values: Sequence[float]) -> list[float]:
-        return [min(value / top_s, 1.0) for value in values]
-
+    plot = _Plot(first, last, head=22.0, height=210.0, top_s=top_s)
+    groups = np.array_split(np.arange(len(timed_rows)), min(len(timed_rows), MAX_POINTS))
+    places = [float(plot.place(numbers[group].mean())) for group in groups]
     title = f"times of {count_of(len(timed_rows), 'iteration')}, {duration(float(np.median(seconds)))} on median"
-    drawing = Drawing(head + plot + 24, title)
-    kinds = []
+    drawing = Drawing(plot.head + plot.height + 24, title)
     spells = _spells(facts, first, last)
     for row, start, end in spells:
-        drawing.box(start, end, head, plot, "spell", f"{failure_line(row)}, iterations {iterations_of(row)}")
-    unit = "ms" if top_s < 1 else "s"
+        tip = f"{failure_line(row)}, iterations {iterations_of(row)}"
+        drawing.box(start, end, plot.head, plot.height, "spell", tip)
     for value in ticks(0.0, top_s, 5):
-        drawing.rule(head + plot * (1 - value / top_s), "axis" if value == 0 else "grid")
+        drawing.rule(plot.y(value), "axis" if value == 0 else "grid")
     band = _band(seconds, predicted, undisturbed)
-    for pieces in _pieces(places, [_median(predicted[group]) for group in groups]):
-        if band is not None:
-            upper = [(at, min(value * band[1] / top_s, 1.0)) for at, value in pieces]
-            lower = [(at, min(value * band[0] / top_s, 1.0)) for at, value in pieces]
-            drawing.area(head, plot, upper, lower, "band")
-            kinds.append("band")
-        drawing.line(head, plot, [(at, min(value / top_s, 1.0)) for at, value in pieces], "predicted")
-        kinds.append("predicted")
-    if len(timed_rows) > points:
-        high = share([float(seconds[group].max()) for group in groups])
-        low = share([float(seconds[group].min()) for group in groups])
-        drawing.area(head, plot, list(zip(places, high, strict=True)), list(zip(places, low, strict=True)), "spread")
-        kinds.append("spread")
-    middle = share([float(np.median(seconds[group])) for group in groups])
-    drawing.line(head, plot, list(zip(places, middle, strict=True)), "observed")
-    for value in ticks(0.0, top_s, 5)[1:]:
-        label = f"{value * 1000:g}" if unit == "ms" else f"{value:g}"
-        drawing.beside(head + plot * (1 - value / top_s) + 4, f"{label} {unit}")
-    _verdicts(drawing, facts, first, last, head, plot)
-    iterations_below(drawing, first, last, head + plot)
+    kinds = ["observed"]
+    kinds += _draw_prediction(drawing, plot, places, [_median(predicted[group]) for group in groups], band)
+    kinds += _draw_observed(drawing, plot, places, [seconds[group] for group in groups])
+    if spells:
+        kinds.append("spell")
+    _seconds_beside(drawing, plot)
+    _verdicts(drawing, facts, plot)
+    iterations_below(drawing, first, last, plot.head + plot.height)
+    marked_kinds = {row["kind"] for row in _marked(facts, first, last)}
     return TimesPicture(
         picture=drawing.markup(),
-        columns=-(-len(timed_rows) // points),
+        columns=-(-len(timed_rows) // len(groups)),
         cut=int((seconds > top_s).sum()),
         longest_s=float(seconds.max()),
         band=band,
         usual=usual_ratio,
-        signs=tuple(kind for kind in FAILURE_SHAPES if any(row["kind"] == kind for row in _marked(facts, first, last))),
-        kinds=tuple(dict.fromkeys(["observed", *kinds, *(["spell"] if spells else [])])),
+        signs=tuple(kind for kind in FAILURE_SHAPES if kind in marked_kinds),
+        kinds=tuple(dict.fromkeys(kinds)),
     )
+
+
+def _draw_prediction(
+    drawing: Drawing,
+    plot: _Plot,
+    places: Sequence[float],
+    predicted: Sequence[float],
+    band: tuple[float, float] | None,
+) -> list[str]:
+    """Draw the predicted times, with their range if there is one; return the kinds of lines that were drawn."""
+    kinds = []
+    for pieces in _pieces(places, predicted):
+        piece_places, values = [at for at, _ in pieces], [value for _, value in pieces]
+        if band is not None:
+            upper = plot.points(piece_places, [value * band[1] for value in values])
+            lower = plot.points(piece_places, [value * band[0] for value in values])
+            drawing.area(plot.head, plot.height, upper, lower, "band")
+            kinds.append("band")
+        drawing.line(plot.head, plot.height, plot.points(piece_places, values), "predicted")
+        kinds.append("predicted")
+    return kinds
+
+
+def _draw_observed(drawing: Drawing, plot: _Plot, places: Sequence[float], seconds: Sequence[Any]) -> list[str]:
+    """Draw the observed times, and their spread if points have several; return the kind of line of the spread."""
+    has_spread = any(len(values) > 1 for values in seconds)
+    if has_spread:
+        high = plot.points(places, [float(values.max()) for values in seconds])
+        low = plot.points(places, [float(values.min()) for values in seconds])
+        drawing.area(plot.head, plot.height, high, low, "spread")
+    middle = plot.points(places, [float(np.median(values)) for values in seconds])
+    drawing.line(plot.head, plot.height, middle, "observed")
+    return ["spread"] if has_spread else []
+
+
+def _seconds_beside(drawing: Drawing, plot: _Plot) -> None:
+    """Add the seconds left of the picture."""
+    for value in ticks(0.0, plot.top_s, 5)[1:]:
+        label = f"{value * 1000:g} ms" if plot.top_s < 1 else f"{value:g} s"
+        drawing.beside(plot.y(value) + 4, label)
 
 
 def iterations_below(drawing: Drawing, first: float, last: float, y: float) -> None:
@@ -123,21 +169,22 @@ def iterations_below(drawing: Drawing, first: float, last: float, y: float) -> N
             drawing.text(at, y + 17, f"{int(value):,}", "tick", anchor)
 
 
-def _verdicts(drawing: Drawing, facts: Facts, first: float, last: float, head: float, plot: float) -> None:
+def _verdicts(drawing: Drawing, facts: Facts, plot: _Plot) -> None:
     """Mark each failure with a sign and a vertical line; many failures with a short line of their colour."""
     last_numbered_place = -1.0
     is_numbered = len(facts.failures) <= MAX_FAILURES_NUMBERED
-    for row in _marked(facts, first, last):
-        at = (row["iteration"] - first) / (last - first)
+    for row in _marked(facts, plot.first, plot.last):
+        at = plot.place(row["iteration"])
         kind = row["kind"]
         tip = f"{failure_line(row)}, iterations {iterations_of(row)}"
         if not is_numbered:
-            drawing.post(at, head - 16, head - 4, f"verdict many {kind}", tip)
+            drawing.post(at, plot.head - 16, plot.head - 4, f"verdict many {kind}", tip)
             continue
-        drawing.post(at, head - 6, head + plot, f"verdict {kind}")
+        drawing.post(at, plot.head - 6, plot.head + plot.height, f"verdict {kind}")
         has_number = at - last_numbered_place > 0.03
         last_numbered_place = at if has_number else last_numbered_place
-        drawing.mark(inside(at), head - 10, FAILURE_SHAPES[kind], kind, tip, str(row["failure"]) if has_number else "")
+        number = str(row["failure"]) if has_number else ""
+        drawing.mark(inside(at), plot.head - 10, FAILURE_SHAPES[kind], kind, tip, number)
 
 
 def _marked(facts: Facts, first: float, last: float) -> list[Row]:

@@ -17,7 +17,7 @@ from rich.text import Text
 from db.layouts import from_json
 from resihp.record.describe import DETECTORS, rank_list
 from wrapper.exit_codes import REQUEUE_REQUESTED
-from wrapper.job_files import slurm_job_of
+from wrapper.job_files.registered import slurm_job_of
 from wrapper.output.progress import ago, of_target
 from wrapper.output.render import count, duration, layout_grid, legend, literal, one_line, percent
 from wrapper.output.shells import line

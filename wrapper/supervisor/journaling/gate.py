@@ -14,7 +14,7 @@ import msgspec
 from resihp.controller import interface as api
 from resihp.record.journal import AnyEntry, Record
 from resihp.record.quorum import DECISIONS
-from wrapper.supervisor.agents import AgentLinks
+from wrapper.supervisor.agents.links import AgentLinks
 from wrapper.supervisor.journaling.replication import Replication
 from wrapper.supervisor.journaling.writer import JournalWriter
 

@@ -16,7 +16,7 @@ from tests.slurm.fake_survey import SETTINGS, FakeSurvey, partition
 from wrapper.commands.doctor import site, slurm_settings
 from wrapper.commands.doctor.machine import CheckResult
 from wrapper.commands.doctor.site import Wanted
-from wrapper.config.schema import read
+from wrapper.config.sources import read
 
 RULES = FakeSurvey().rule
 JOB = Wanted(nodes=4, gpus_per_node=8, seconds=86400.0, warning_s=300.0, replacements=0, particular=False)

@@ -27,7 +27,8 @@ from resihp.parallelism.plan import Plan, spread
 from resihp.record import journal
 from tests.db.conftest import absent_story, inventory, outcome, started, write_journal
 from tests.wrapper.commands.status.test_status import home, resihp, rows
-from wrapper.commands.history import command, tables
+from wrapper.commands.history import all_jobs, one_job, query
+from wrapper.commands.history.views import HISTORY_VIEWS
 from wrapper.job_folder import Job, create_local_job
 
 __all__ = ["home"]  # a fixture that every test of this module uses
@@ -709,8 +710,11 @@ def shifted(time: datetime, hours: float) -> datetime:
 
 def test_what_the_command_offers_is_what_the_ledger_knows() -> None:
     """Both are written down where they are offered, too: the ledger's module takes time to import."""
-    assert tables.FAILURE_GROUPS == fleet.GROUPS
-    assert command.COST_BY == fleet.COST_BY
+    assert query.FAILURE_GROUPS == fleet.GROUPS
+    assert query.COST_GROUPS == fleet.COST_BY
+    assert [view.value for view in query.History] == list(HISTORY_VIEWS)
+    offered = resihp("history", "--help").stdout
+    assert all(re.search(rf"\b{view}\b", offered) for view in HISTORY_VIEWS)
 
 
 def test_ledgers_of_two_clusters_in_one_home_tell_nodes_apart() -> None:
@@ -748,12 +752,15 @@ def test_spares_of_many_jobs_begin_with_those_that_saved_most(monkeypatch: pytes
         return list(rows)
 
     monkeypatch.setattr("db.reading.queries.spares_rows", spares_rows)
-    asked = command.HistoryQuery(
+    asked = query.HistoryQuery(
         view="spares", by=None, node=None, rank=None, since=None, until=None, limit=None, injected=False
     )
-    found = command._computed(asked, lambda read: read(cast(Any, None)), ())
-    assert [row["job"] for row in found] == ["b", "c", "a"]
+    everywhere = all_jobs.AllJobs(asked, None, "sqlite", names_nodes=False)
+    monkeypatch.setattr(everywhere, "ask", lambda read: read(cast(Any, None)))
+    found = all_jobs.read_spares(asked, everywhere)
+    assert [row["job"] for row in found.rows] == ["b", "c", "a"]
     assert asked_for == [{"since": None, "until": None, "jobs": None, "of": ()}]
-    listing = command._of_one(asked, cast(Any, None), {"id": 7, "name": "4711"}, (), None)
-    assert (listing.subject, listing.rows, listing.closing) == ("job 4711", rows, command.SPARES_FOOTNOTE)
+    job = one_job.OneJob(cast(Any, None), {"id": 7, "name": "4711"}, None)
+    listing = one_job.read_spares(asked, job)
+    assert (listing.subject, listing.rows, listing.closing) == ("job 4711", rows, one_job.SPARES_FOOTNOTE)
     assert asked_for[1] == {"of": ({"id": 7, "name": "4711"},)}

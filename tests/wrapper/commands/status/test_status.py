@@ -32,8 +32,8 @@ from resihp.record import journal, journal_file
 from tests.db.conftest import BEGAN, any_layout_story, node_story, started, write_journal
 from tests.resihp.controller.direct import DECLARE
 from wrapper.cli import app
-from wrapper.commands.history.command import VIEWS_OF_ALL_JOBS, History
 from wrapper.commands.history.tables import history_table
+from wrapper.commands.history.views import HISTORY_VIEWS
 from wrapper.commands.status import tables
 from wrapper.commands.status.job_status import job_status
 from wrapper.job_folder import Job, create_local_job, take_lock
@@ -299,25 +299,25 @@ def test_history_failures(job: Job) -> None:
     assert "2.00 s" in text
 
 
-@pytest.mark.parametrize("table", [table for table in History if table is not History.rate])
-def test_every_table_has_json_csv_parquet_and_a_terminal_form(job: Job, table: History, tmp_path: Path) -> None:
-    found = rows(table.value, job.name)
-    parsed = list(csv.reader(io.StringIO(resihp("history", table.value, "--csv").stdout)))
+@pytest.mark.parametrize("table", [table for table in HISTORY_VIEWS if table != "rate"])
+def test_every_table_has_json_csv_parquet_and_a_terminal_form(job: Job, table: str, tmp_path: Path) -> None:
+    found = rows(table, job.name)
+    parsed = list(csv.reader(io.StringIO(resihp("history", table, "--csv").stdout)))
     assert len(parsed) == len(found) + 1
     path = tmp_path / "out.parquet"
-    result = resihp("history", table.value, "--parquet", str(path))
+    result = resihp("history", table, "--parquet", str(path))
     assert result.stdout == ""
     frame = pd.read_parquet(path)
     assert len(frame) == len(found)
     assert list(frame.columns) == parsed[0]
     if found:
         assert [name for name in found[0] if name != "explanation"] == parsed[0], "JSON alone has room for it"
-    shown = resihp("history", table.value)
+    shown = resihp("history", table)
     assert max(map(len, [*shown.stdout.splitlines(), ""])) <= 80
     if not found:
         assert shown.stdout == ""
-        whose = "all jobs" if table in VIEWS_OF_ALL_JOBS else f"job {job.name}"
-        assert shown.stderr == f"resihp: {whose}: no {table.value}\n"
+        whose = "all jobs" if HISTORY_VIEWS[table].of_job is None else f"job {job.name}"
+        assert shown.stderr == f"resihp: {whose}: no {table}\n"
 
 
 @pytest.mark.parametrize(
@@ -342,7 +342,7 @@ def lines_of(shown: object, rows: list[dict[str, Any]] | None = None) -> list[st
     if rows is None:
         console.print(shown)
     else:
-        show(console, *history_table(str(shown), rows))
+        show(console, *history_table(HISTORY_VIEWS[str(shown)].columns, rows))
     lines = [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
     assert max(map(len, lines)) <= 80
     return [line for line in lines if line]

@@ -1,47 +1,43 @@
-"""A job's folder: its files, its lock, and its entry in the user's registry.
+"""A job's folder: one that anybody may have made (`Job`), and one that is ours (`OurJob`), with trusted files.
 
-It is `<RESIHP_HOME, default ./.resihp>/jobs/<job>/`, readable by its owner alone:
-
-    job.json          name, host, journal, ledger                key              32 random bytes
-    run.json          the request (`wrapper.config.run_spec`)    supervisor.json  address and pid, while it runs
-    supervisor.lock   held by the guardian                       logs/            one file for each process
-    journal           a copy, made when the job has ended        checkpoints/     unless configured elsewhere
-    progress.json     the job's progress, while it runs
-
-The journal itself is on local disk, `<RESIHP_LOCAL, default /var/tmp/resihp-<uid>>/<job>-<digest of the folder>/`. Two
-types make it safe to look at any job. A `Job` may belong to anybody: its files are not trusted, so no file outside of
-its folder is opened because a file in it names it, and nothing is written. An `OurJob` is ours, or root's, up to the
-home (`wrapper.strict_modes`): its journal and its ledger are where job.json says. Every function that writes takes an
+Decides whether a job is ours, whether it is led, and which journal is its own. Every function that writes takes an
 `OurJob`, and `ours` is the only way to turn a `Job` into one. Never talks to a running job. Used through
 `wrapper.job_folder`.
 """
 
 from __future__ import annotations
 
-import getpass
+import hashlib
 import os
 import re
-import shlex
 import socket
-import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from resihp.errors import JobNotFoundError, LedgerError, OwnershipError, ProtocolError
+from resihp.errors import JobNotFoundError, LedgerError, OwnershipError
 from resihp.process import identity
 from wrapper import registry
 from wrapper.file_locks import LOCK_NAME, lock_file
+from wrapper.job_files.contents import (
+    MAX_EXIT_CODE_BYTES,
+    MAX_PROGRESS_BYTES,
+    READ_ERRORS,
+    JobFile,
+    OriginalFolder,
+    ProgressFile,
+    SupervisorFile,
+)
+from wrapper.job_files.journals import best_of
+from wrapper.job_files.registered import note_figures
 from wrapper.strict_modes import (
     check_above,
     check_folder,
     check_links,
     is_own,
-    other_owner,
     read_own,
     read_plain,
     write_private,
@@ -50,80 +46,8 @@ from wrapper.strict_modes import (
 if TYPE_CHECKING:
     from resihp.record import journal
 
-MAX_PROGRESS_BYTES = 64 << 10
-"""Limit for progress.json; ours have a few thousand bytes."""
-MAX_EXIT_CODE_BYTES = 64
-READ_ERRORS = (OSError, ValueError, RecursionError)
-"""Errors of reading and decoding any file: those of msgspec and of text encodings are ValueErrors."""
 STARTS_S = 60.0
 """How long a starting job may have no visible supervisor."""
-NEVER_BEGAN = "never began"
-"""State of a job that ended before it had a supervisor."""
-SLURM_NAME = re.compile(r"(\d+(?:_\d+)?)(-r\d+)?(-\d+)?")
-"""Name of a run in Slurm: the Slurm job, its restart, and its number within the allocation."""
-
-
-class JobFile(msgspec.Struct, frozen=True, kw_only=True):
-    """job.json. `created_at`: UTC, seconds since 1970. `starter`: identity of the process that made the job, on `host`.
-
-    `uuid`: the job's id in its ledger; empty until its journal has begun, and in files of earlier versions.
-    """
-
-    name: str
-    host: str
-    created_at: float
-    journal: str
-    ledger: str | None = None
-    starter: str = ""
-    uuid: str = ""
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for invalid fields; to a caller that decodes the file, it is a msgspec.ValidationError."""
-        if "\0" in self.journal or not self.journal.startswith("/"):
-            raise ValueError("names no journal")
-        if not abs(self.created_at) < registry.LATEST_S:
-            raise ValueError("has an invalid creation time")
-
-
-class SupervisorFile(msgspec.Struct, frozen=True, kw_only=True):
-    """supervisor.json: the supervisor's address for operators."""
-
-    host: str
-    port: Annotated[int, msgspec.Meta(gt=0, lt=1 << 16)]
-    pid: Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
-
-
-class LastIteration(msgspec.Struct, frozen=True, kw_only=True):
-    """A committed iteration; `seconds` and `loss` are null if unknown. Times are UTC, in seconds since 1970."""
-
-    iteration: int
-    loss: float | None
-    tokens: int
-    seconds: float | None
-    finished_at: float
-
-
-class ProgressFile(msgspec.Struct, frozen=True, kw_only=True):
-    """progress.json: a job's progress, written by its supervisor every few seconds while it changes.
-
-    `began_at`: the job's `created_at`, so that the file is not taken for a later job's in the same folder. `recent`:
-    the last iterations, oldest first.
-    """
-
-    began_at: float
-    written_at: float
-    nodes: int
-    gpus_per_node: int
-    layout: str = ""
-    target: int | None = None
-    resumed_from: int = 0
-    recent: tuple[LastIteration, ...] = ()
-
-
-class _OriginalFolder(msgspec.Struct):
-    """The part of run.json with the folder that the job was created in."""
-
-    folder: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,9 +57,9 @@ class Job:
     name: str
     folder: Path
 
-    def __eq__(self, other: object) -> bool:
+    def __eq__(self, job: object) -> bool:
         """Two jobs are equal if they have the same name and folder, whether or not they may be written."""
-        return isinstance(other, Job) and (self.name, self.folder) == (other.name, other.folder)
+        return isinstance(job, Job) and (self.name, self.folder) == (job.name, job.folder)
 
     def __hash__(self) -> int:
         return hash((self.name, self.folder))
@@ -144,6 +68,12 @@ class Job:
     def home(self) -> Path:
         """The RESIHP_HOME of the job."""
         return self.folder.parent.parent
+
+    @property
+    def place_name(self) -> str:
+        """The name of its journal's folder on local disk, assuming that the job's folder has not been moved."""
+        digest = hashlib.sha256(str(self.folder.resolve()).encode()).hexdigest()[:10]
+        return f"{self.name}-{digest}"
 
     @property
     def key_file(self) -> Path:
@@ -212,7 +142,7 @@ class Job:
         """Translate a recorded path of the job to its present place: its folder, or its home, may have been moved
         since, and other files may be in their place."""
         with suppress(*READ_ERRORS):
-            made = Path(msgspec.json.decode(read_plain(self.run_file), type=_OriginalFolder).folder)
+            made = Path(msgspec.json.decode(read_plain(self.run_file), type=OriginalFolder).folder)
             for old, new in ((made, self.folder), (made.parent.parent, self.home)):
                 if made.is_absolute() and path.is_relative_to(old):
                     return new / path.relative_to(old)
@@ -270,32 +200,9 @@ class Job:
         """Return the journal file with the most of the job, and its records; the copy if the original is not on this
         machine.
 
-        The copy is made when the job has ended, and is preferred to an original that is damaged, that lacks the job's
-        end, or that belongs to an earlier job of the same name. Raises ProtocolError, OSError for a file that cannot be
-        read if there is no other.
+        Raises ProtocolError, OSError for a file that cannot be read if there is no other.
         """
-        from resihp.record import journal_file  # importing it takes as long as listing all jobs
-
-        trouble: ProtocolError | None = None
-        best: tuple[Path | None, list[journal.Record]] = (None, [])
-        uuid = self.read().uuid
-        for path in self.journals:
-            try:
-                records = journal_file.read_packed(path)
-            except FileNotFoundError:
-                continue
-            except ProtocolError as error:
-                trouble = trouble or error
-                continue
-            if not is_journal_of(uuid, records):
-                continue
-            if has_ended(records):
-                return path, records
-            if not best[1]:
-                best = (path, records)
-        if trouble is not None and not best[1]:
-            raise trouble
-        return best
+        return best_of(self.journals, self.read().uuid)
 
 
 class OurJob(Job):
@@ -337,7 +244,7 @@ class OurJob(Job):
     def _made_in(self) -> Path:
         """Return the folder that the job was created in, from run.json; the present one if it is not recorded."""
         with suppress(*READ_ERRORS):
-            return Path(msgspec.json.decode(read_plain(self.run_file), type=_OriginalFolder).folder)
+            return Path(msgspec.json.decode(read_plain(self.run_file), type=OriginalFolder).folder)
         return self.folder
 
     @property
@@ -370,7 +277,7 @@ class OurJob(Job):
         from db.engine import masked
 
         self._change(ledger=url)
-        _note(self, is_started=True, ledger=masked(url))
+        note_figures(self, is_started=True, ledger=masked(url))
 
     def set_uuid(self, uuid: str) -> None:
         """Record the job's id, so that another job's journal is not taken for its own."""
@@ -417,117 +324,6 @@ def not_ours(job: Job, action: str) -> OwnershipError:
     except (OwnershipError, *READ_ERRORS) as error:
         return OwnershipError(f"job {job.name}: {action}: {error}")
     return OwnershipError(f"job {job.name}: {action}")
-
-
-def is_journal_of(uuid: str, records: Sequence[journal.Record]) -> bool:
-    """Return whether a journal belongs to the job with this uuid, and not to an earlier one in a folder of the same
-    name. True if one of the two is unknown."""
-    from resihp.record.job_uuid import job_uuid
-
-    if not uuid or not records:
-        return True
-    try:
-        return job_uuid(records[0]) == uuid
-    except ValueError:
-        return False
-
-
-def has_ended(records: Sequence[journal.Record]) -> bool:
-    from resihp.record.journal import JobEnded
-
-    return any(isinstance(record.entry, JobEnded) for record in records)
-
-
-def home() -> Path:
-    """Return RESIHP_HOME, or else `.resihp` in the current folder. Raises OwnershipError if the latter is another
-    user's: working in a folder that others write to must not mean using the files that they put there."""
-    if named := os.environ.get("RESIHP_HOME"):
-        return Path(named).absolute()
-    here = Path(".resihp").absolute()
-    if owner := other_owner(here):
-        raise OwnershipError(
-            f"{here}: belongs to {owner}; a .resihp of another user is not used by default. To use it: "
-            f"RESIHP_HOME={shlex.quote(str(here))}"
-        )
-    return here
-
-
-def slurm_job_of(name: str) -> str | None:
-    """Return the Slurm job of a run of this name; None for a run without Slurm."""
-    match = SLURM_NAME.fullmatch(name)
-    return match[1] if match else None
-
-
-def entry_of(job: Job, file: JobFile) -> registry.KnownJob:
-    """Return the registry's entry for a job that begins."""
-    slurm_job = slurm_job_of(job.name) or ""
-    return registry.KnownJob(
-        name=job.name,
-        folder=str(job.folder),
-        host=file.host,
-        user=user_name(),
-        began_at=file.created_at,
-        cluster=os.environ.get("SLURM_CLUSTER_NAME", "") if slurm_job else "",
-        slurm_job=slurm_job,
-    )
-
-
-def user_name() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # in a container, we may have no name
-        return str(os.geteuid())
-
-
-def _note(job: OurJob, *, is_started: bool = False, **figures: Any) -> registry.KnownJob | None:
-    """Add figures to the job's entry in the registry, and return it; nothing for a job of root's. A registry that
-    cannot be written was already reported when the job began.
-
-    `is_started`: called by the job's own supervisor, so the entry is proof that this user started the job. Other
-    commands may look at a job that came out of an archive: their entries say so (`KnownJob.only_seen`).
-    """
-    if not job.is_writable:
-        return None
-
-    def change(entry: registry.KnownJob | None) -> registry.KnownJob:
-        entry_now = job.known
-        if entry_now is None:
-            entry_now = msgspec.structs.replace(entry or begins, only_seen=not is_started)
-        return msgspec.structs.replace(entry_now, folder=begins.folder, **figures)
-
-    with suppress(JobNotFoundError):
-        begins = entry_of(job, job.read())
-        registry.note(begins, change)
-        return msgspec.structs.replace(begins, **figures)
-    return None
-
-
-def note_end(job: OurJob, exit_code: int | None = None) -> registry.KnownJob | None:
-    """Record in the registry how a job ended and how far it came, from its journal; for a job without a journal, its
-    exit code, or that it never began. Nothing depends on it, and nothing is raised."""
-    from resihp.record import fold, journal
-    from resihp.record.state import JobRecord
-
-    if (noted := job.exit_code()) is not None:
-        exit_code = noted
-    state = NEVER_BEGAN if exit_code is None else "failed"
-    figures: dict[str, Any] = {"state": state, "exit_code": exit_code, "ended_at": time.time()}
-    decided = JobRecord()
-    with suppress(OSError, ProtocolError, JobNotFoundError):
-        for record in job.records():
-            fold.apply(decided, record.entry)
-            match record.entry:
-                case journal.JobStarted(nodes=nodes, gpus_per_node=gpus):
-                    figures |= {"nodes": nodes, "gpus_per_node": gpus}
-                case journal.ModelDeclared(declare=declare):
-                    figures |= {"target": declare.iterations, "iterations": declare.resume_from}
-                case journal.IterationCommitted(outcome=outcome):
-                    figures |= {"iterations": outcome.iteration, "loss": outcome.loss, "last_iteration_at": record.at}
-                case journal.JobEnded(state=state, exit_code=code):
-                    figures |= {"state": state, "exit_code": code, "ended_at": record.at}
-        if decided.shown_plan is not None:
-            figures["layout"] = decided.shown_plan.describe()
-    return _note(job, **figures)
 
 
 def take_lock(job: OurJob) -> int | None:

@@ -14,7 +14,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -28,8 +27,9 @@ from resihp.protocol.forwarding import deflated, report_of, to_workers
 from resihp.protocol.framing import Envelope, encode
 from resihp.protocol.resumable import Conversation
 from wrapper.launch.launcher import CANNOT_START, NO_SUPERVISOR_STATUS, Launcher
-from wrapper.supervisor.rendezvous import Exchange
-from wrapper.supervisor.roster import Rosters
+from wrapper.supervisor.agents.link import AgentLink
+from wrapper.supervisor.agents.rendezvous import Exchange
+from wrapper.supervisor.agents.roster import Rosters
 
 LOOK_EVERY_S = 0.1
 RETURN_WINDOW_S = 20.0
@@ -40,42 +40,6 @@ EXIT_DRAIN_S = 0.15
 """After an agent's exit: how long reading its last messages may take."""
 
 _log = logging.getLogger("supervisor")
-
-
-@dataclass
-class AgentLink:
-    """The link to one node's agent. `dropped`: it is refused from now on."""
-
-    node: str
-    conversation: Conversation[m.AgentMessage] = field(default_factory=Conversation)
-    channel: SecureChannel[Any] | None = None
-    pid: int = 0
-    incarnation: str = ""
-    """Incarnation of the only agent that is accepted for this node; empty until it is known."""
-    join: m.Join | None = None
-    """The `Join` of the present connection, or of the last one."""
-    peer: m.Peer | None = None
-    joined: bool = False
-    dropped: bool = False
-    ended: bool = False
-    live: dict[int, int] = field(default_factory=dict)
-    """Process id by rank of the workers that have started and not ended."""
-    closed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set while there is no connection."""
-    breaks: int = 0
-    """Number of connections that have ended."""
-    inherited_epoch: int = 1
-    """Epoch of the last `Go` from a supervisor before us."""
-    epochs: list[tuple[int, int]] = field(default_factory=list)
-    """(number of the message, epoch) of each `Go` sent to this agent."""
-
-    def epochs_after(self, received: int) -> set[int]:
-        """Return the epochs that an agent of our term may report after it has received that many messages.
-
-        0 is valid for an agent that has no answer yet; 1 is also valid for one that was answered and got no `Go`.
-        """
-        epoch = max((epoch for number, epoch in self.epochs if number <= received), default=self.inherited_epoch)
-        return {epoch, 0} if received == 0 else {epoch}
 
 
 class AgentLinks:
@@ -267,9 +231,8 @@ class AgentLinks:
         link = self._admit(channel, first, join)
         if link.channel is not None:
             link.channel.abort()  # the agent has noticed its end before us
-        if (
-            join.term < self.lead.term
-        ):  # it does not follow us yet: its acknowledgements are of another leader's messages
+        if join.term < self.lead.term:
+            # it does not follow us yet: its acknowledgements are of another leader's messages
             if link.conversation.received or link.conversation.acknowledged:
                 link.conversation = Conversation()  # else messages that wait for it are still to be sent
             first = Envelope(message=join)
@@ -304,26 +267,14 @@ class AgentLinks:
         link = self._links.get(join.node)
         if link is None and join.lease:
             link = self._links[join.node] = self._new_link(join.node)
-        received = first.acknowledged
-        ours = join.term == self.lead.term
-        if link is None:
-            reason = "not a node of this job"
-        elif link.dropped or link.ended:
-            reason = f"the node was left out; process {join.pid} is refused"
-        elif link.pid not in (0, join.pid):
-            reason = f"process {join.pid} where {link.pid} is expected"
-        elif link.incarnation not in ("", join.incarnation):
-            reason = "was started again and has lost its earlier promises"
-        elif link.joined and not ours:
-            reason = "has lost its state"
-        elif ours and not link.conversation.can_resume(received):
-            reason = f"has received {received} of {link.conversation.sent} messages, and the others are not all kept"
-        elif ours and link.joined and join.epoch not in (due := link.epochs_after(received)):
-            reason = f"is of epoch {join.epoch}, but {max(due)} is due after the messages that it has received"
-        else:
-            return link
+        follows_us = join.term == self.lead.term
+        refusal: str | None = "not a node of this job"
+        if link is not None:
+            refusal = link.refusal(join, first.acknowledged, follows_us=follows_us)
+            if refusal is None:
+                return link
         channel.post(Envelope(message=m.Release(grace_s=0.0)))
-        raise ProtocolError(f"agent of node {join.node}: {reason}")
+        raise ProtocolError(f"agent of node {join.node}: {refusal}")
 
     def _receive(self, link: AgentLink, message: object) -> None:
         if not link.joined and not isinstance(message, m.Inventory | m.Beat):
@@ -433,11 +384,9 @@ class AgentLinks:
         self._task(self._lost(link, status))
 
     async def _lost(self, link: AgentLink, status: int | None) -> None:
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(EXIT_DRAIN_S):
                 await link.closed.wait()
-        except TimeoutError:
-            pass
         link.live.clear()
         if status is None:
             reason = "its agent is gone"

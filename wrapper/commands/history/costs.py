@@ -1,0 +1,106 @@
+"""The view `cost` of `resihp history`: rows by cause or by group, and a footnote of totals.
+
+`db` computes the accounts; this module adds them up for a listing. Never reads a ledger: `one_job` and `all_jobs` do,
+and call it. Jobs whose stored costs are malformed are named on stderr.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from wrapper.commands.history.query import HistoryQuery, Listing, Row
+from wrapper.output.answers import message
+
+MAX_JOBS_NAMED = 5
+"""Most jobs named in a message."""
+
+
+def list_costs(
+    query: HistoryQuery, accounts: Sequence[tuple[Row, Any]], subject: str, ledger: str | None, idle: str = ""
+) -> Listing:
+    """Return costs by cause or by group, with totals and idle GPUs in the footnote.
+
+    Jobs whose stored costs are malformed are named on stderr.
+    """
+    from db.reading import fleet, queries
+
+    _warn_of_malformed_costs([job for job, _ in accounts], ledger)
+    sums = [account for _, account in accounts]
+    by: Any = query.by
+    rows = fleet.cost_rows(sums, query.price) if by is None else fleet.cost_by(by, accounts, query.price)
+    columns, closing = queries.priced(query.shape, query.price), _cost_lines(sums, query.price)
+    closing += f"\n{line}" if (line := idle or _idle_jobs(accounts)) else ""
+    return Listing(columns, rows[: query.limit], subject, len(rows), closing=closing)
+
+
+def _warn_of_malformed_costs(jobs: Sequence[Row], ledger: str | None) -> None:
+    from db.reading.costs.cost_accounts import is_malformed
+
+    malformed = list(dict.fromkeys(job["name"] for job in jobs if is_malformed(job)))
+    if not malformed:
+        return
+    from db.engine import masked
+
+    if ledger is None or ledger == "sqlite":
+        repair = f"resihp db upgrade {malformed[0]}"
+    else:
+        repair = f"resihp db upgrade --ledger {masked(ledger)}"
+    names = f"{', '.join(malformed[:MAX_JOBS_NAMED])}{', ...' if len(malformed) > MAX_JOBS_NAMED else ''}"
+    message(
+        f"warning: job{'s' * (len(malformed) > 1)} {names}: stored costs are malformed; "
+        f"computed from the rows instead; {repair} stores them again"
+    )
+
+
+def _idle_jobs(accounts: Sequence[tuple[Row, Any]]) -> str:
+    """Return a line naming the jobs with idle GPUs, the costliest first; empty for none."""
+    from wrapper.commands.history.cells import amount
+
+    hours: dict[tuple[str, str], float] = {}
+    for job, account in accounts:  # a job cut into periods has several accounts
+        key = job["name"], job["uuid"]
+        hours[key] = hours.get(key, 0.0) + account.lost_gpu_hours["idle"]
+    idle_jobs = sorted(((idle_hours, *key) for key, idle_hours in hours.items() if idle_hours > 0.0), reverse=True)
+    if not idle_jobs:
+        return ""
+    jobs_of_name = Counter(name for name, _ in hours)
+    labels = [
+        f"{name if jobs_of_name[name] == 1 else f'{name}, id {uuid[:8]}'} ({amount(idle_hours)} GPU-hours)"
+        for idle_hours, name, uuid in idle_jobs[:MAX_JOBS_NAMED]
+    ]
+    more = ", ..." if len(idle_jobs) > MAX_JOBS_NAMED else ""
+    return f"idle GPUs in {len(idle_jobs)} of {len(hours)} jobs: {', '.join(labels)}{more}"
+
+
+def _cost_lines(accounts: Sequence[Any], price: float | None) -> str:
+    """Return the footnote of costs: losses by failures, goodput, and rates of failures, also of hardware alone."""
+    from db.reading.costs.cost_accounts import added
+    from wrapper.commands.history.cells import amount
+    from wrapper.output.render import duration, percent
+
+    total = added(accounts)
+    share = percent(total.failure_gpu_hours / total.gpu_hours) if total.gpu_hours > 0 else "-"
+    line = f"failures cost {amount(total.failure_gpu_hours)} of {amount(total.gpu_hours)} GPU-hours ({share})"
+    if price is not None:
+        line += f", {amount(total.failure_gpu_hours * price)} of {amount(total.gpu_hours * price)} in money"
+    if (idle := total.lost_gpu_hours["idle"]) > 0:
+        line += f"\nof that, idle GPUs {amount(idle)} ({percent(idle / total.gpu_hours)})"
+    if total.goodput is None:
+        line += "\nno iteration was committed: the use of time is unknown for a script without resihp.Trainer"
+    line += f"\ngoodput {percent(total.goodput)}, useful share {percent(total.useful_share)}"
+    if total.mttr_s is not None:
+        line += f", MTTR {duration(total.mttr_s)} (detection included)"
+    for label, failures, mtbf_s, rate in (
+        ("failures", total.failures, total.mtbf_s, total.failure_rate),
+        ("of hardware", total.hardware_failures, total.hardware_mtbf_s, total.hardware_failure_rate),
+    ):
+        if total.failures:
+            rates = (
+                f": MTBF {duration(mtbf_s)}, {amount(rate)} per 1,000 GPU-days" if failures and rate is not None else ""
+            )
+            line += f"\n{label} {failures:,}{rates}"
+    if total.in_proportion:
+        line += f"\nsplit in proportion to time, as their rows were thinned: parts of {total.in_proportion:,} jobs"
+    return line

@@ -1,0 +1,81 @@
+"""The files in a job's folder that are JSON: their fields, and limits for reading them.
+
+Decides which values are valid. Reads and writes nothing. Used by `job`, `registered` and writers of these files.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from wrapper import registry
+
+MAX_PROGRESS_BYTES = 64 << 10
+"""Limit for progress.json; ours have a few thousand bytes."""
+MAX_EXIT_CODE_BYTES = 64
+READ_ERRORS = (OSError, ValueError, RecursionError)
+"""Errors of reading and decoding any file: those of msgspec and of text encodings are ValueErrors."""
+
+
+class JobFile(msgspec.Struct, frozen=True, kw_only=True):
+    """job.json. `created_at`: UTC, seconds since 1970. `starter`: identity of the process that made the job, on `host`.
+
+    `uuid`: the job's id in its ledger; empty until its journal has begun, and in files of earlier versions.
+    """
+
+    name: str
+    host: str
+    created_at: float
+    journal: str
+    ledger: str | None = None
+    starter: str = ""
+    uuid: str = ""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for invalid fields; to a caller that decodes the file, it is a msgspec.ValidationError."""
+        if "\0" in self.journal or not self.journal.startswith("/"):
+            raise ValueError("names no journal")
+        if not abs(self.created_at) < registry.LATEST_S:
+            raise ValueError("has an invalid creation time")
+
+
+class SupervisorFile(msgspec.Struct, frozen=True, kw_only=True):
+    """supervisor.json: the supervisor's address for operators."""
+
+    host: str
+    port: Annotated[int, msgspec.Meta(gt=0, lt=1 << 16)]
+    pid: Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
+
+
+class LastIteration(msgspec.Struct, frozen=True, kw_only=True):
+    """A committed iteration; `seconds` and `loss` are null if unknown. Times are UTC, in seconds since 1970."""
+
+    iteration: int
+    loss: float | None
+    tokens: int
+    seconds: float | None
+    finished_at: float
+
+
+class ProgressFile(msgspec.Struct, frozen=True, kw_only=True):
+    """progress.json: a job's progress, written by its supervisor every few seconds while it changes.
+
+    `began_at`: the job's `created_at`, so that the file is not taken for a later job's in the same folder. `recent`:
+    the last iterations, oldest first.
+    """
+
+    began_at: float
+    written_at: float
+    nodes: int
+    gpus_per_node: int
+    layout: str = ""
+    target: int | None = None
+    resumed_from: int = 0
+    recent: tuple[LastIteration, ...] = ()
+
+
+class OriginalFolder(msgspec.Struct):
+    """The part of run.json with the folder that the job was created in."""
+
+    folder: str = ""

@@ -1,0 +1,136 @@
+"""Ends a job after its supervisor's death: writes the end into its journal, and copies the journal to its folder.
+
+Decides whether a job needs that, and restores a journal from its copy. Never ends a job that has a supervisor. Called
+by commands that look at a job of ours, and by the guardian of a supervisor that has died.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from resihp.errors import LedgerError, ProtocolError
+from wrapper.job_files.job import OurJob, is_succeeded, take_lock
+from wrapper.job_files.journals import has_ended, is_journal_of
+from wrapper.job_files.registered import note_end
+from wrapper.strict_modes import is_own, read_plain, write_private
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from resihp.record.journal import Record
+
+
+def finish_dead_job(job: OurJob, reason: str = "the supervisor was found dead", *, locked: bool = False) -> bool:
+    """Write the end of a job that has no supervisor any more; return whether that was needed.
+
+    Does nothing while a supervisor holds the lock, for a job that has ended or has not begun, if the journal is on
+    another machine, for another user's job, and if the folder is read-only. A job's own record of its end is kept: if
+    its exit code or the copy of its journal exists, nothing is overwritten, and an original that lacks the end is
+    restored from the copy. The ledger catches up with the journal. `locked`: our guardian has the lock for us.
+    """
+    path = job.journal_file
+    if not _may_write_end(job, path, locked=locked):
+        return False
+    lock = None if locked else take_lock(job)
+    if lock is None and not locked:
+        return False
+    try:
+        if not _lacks_end(job, path):
+            return False
+        _write_end(job, path, reason)
+    except OSError as error:
+        if locked:
+            raise
+        _warn(f"the end of job {job.name} cannot be written: {error.filename or job.folder}: {error.strerror}")
+        return False
+    finally:
+        if lock is not None:
+            os.close(lock)
+    return True
+
+
+def _may_write_end(job: OurJob, path: Path, *, locked: bool) -> bool:
+    """Return whether the journal at `path` is this job's, on this machine, and nobody else writes it."""
+    if not job.is_writable or not is_own(path.parent) or not path.exists():
+        return False
+    if path.parent.name != job.place_name and not job.may_name(path):
+        # its folder may come from another user's archive, and that file may be another job's, or not a journal
+        return False
+    if job.read().host != socket.gethostname() and not locked:
+        return False  # the journal is an earlier job's of that name on this machine
+    return not is_succeeded(path)
+
+
+def _lacks_end(job: OurJob, path: Path) -> bool:
+    """Return whether no file has the job's end. Restores the journal if only its copy has the end.
+
+    Raises ProtocolError for a journal that cannot be read.
+    """
+    from resihp.record import journal_file
+
+    try:
+        records = journal_file.read_packed(path)
+    except ProtocolError as error:
+        if _is_restored(job, []):
+            return False
+        raise ProtocolError(f"job {job.name}: {error}") from error
+    if not records or has_ended(records) or not is_journal_of(job.read().uuid, records):
+        return False
+    return not (_is_restored(job, records) or job.exit_code_file.exists())
+
+
+def _write_end(job: OurJob, path: Path, reason: str) -> None:
+    """Write the end into the journal, its copy, the exit code, the registry and the ledger."""
+    from resihp.record import journal, journal_file
+
+    writer = journal_file.Journal(path)
+    entry = journal.JobEnded(exit_code=1, state="abnormal", reason=reason)
+    writer.append(entry, time.time())
+    writer.close()
+    copy_journal(job)
+    write_private(job.exit_code_file, b"1\n")
+    note_end(job)
+    url = None
+    try:
+        url = job.ledger_url
+    except LedgerError as error:
+        _warn(f"the end of job {job.name} is not in its ledger: {error}")
+    if url is not None:
+        from db.writer import catch_up
+
+        catch_up(url, job.folder, path)
+
+
+def _warn(text: str) -> None:
+    printable = "".join(letter if letter.isprintable() else "?" for letter in text)
+    print(f"resihp: warning: {printable}", file=sys.stderr)
+
+
+def _is_restored(job: OurJob, records: Sequence[Record]) -> bool:
+    """Restore the original journal, with the content `records`, from its copy, if the copy has the job's end and begins
+    as the original does; return whether that was done."""
+    from resihp.record import journal_file
+
+    try:
+        copied = journal_file.read_packed(job.journal_copy)
+    except (OSError, ProtocolError):
+        return False
+    if not has_ended(copied) or not is_journal_of(job.read().uuid, copied) or (records and copied[0] != records[0]):
+        return False
+    with suppress(OSError):  # for example if a folder has the journal's name
+        write_private(job.journal_file, read_plain(job.journal_copy, journal_file.MAX_FILE_BYTES), sync=True)
+        return True
+    return False
+
+
+def copy_journal(job: OurJob) -> None:
+    """Put a copy of the journal beside the job's other files."""
+    source = job.journal_file
+    if source.exists():
+        write_private(job.journal_copy, source.read_bytes())

@@ -1,0 +1,129 @@
+"""What is left to do when a job's supervisor is gone: its end is written, its processes and its Slurm job are ended.
+
+Decides nothing about training. Waits for agents and for Slurm, but never for ever. Called by
+`wrapper.supervisor.process`.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+
+from resihp.errors import LedgerError
+from resihp.record.journal import JobEnded
+from resihp.record.journal_file import read_packed
+from wrapper.config.run_spec import RunRequest
+from wrapper.exit_codes import REQUEUE_REQUESTED
+from wrapper.job_files.dead_jobs import finish_dead_job
+from wrapper.job_folder import Job, note_end, write_private
+from wrapper.output.render import literal
+from wrapper.sinks.fanout import notify_of_end
+from wrapper.slurm_tasks.job_comment import write_last_comment
+from wrapper.supervisor.takeover import agents_of
+
+AGENTS_GONE_S = 10.0
+GUARDIAN_LEAVES_S = 5.0
+"""How long a guardian that waits for its job's end takes to notice it, and to leave."""
+END_JOB_TIMEOUT_S = 45.0
+"""How long to keep asking an unresponsive Slurm to end its job: our agent waits a little longer for us."""
+
+
+def mark_dead(request: RunRequest, how: str, listener: socket.socket) -> int:
+    """Write the end of a job whose supervisor died, unless that did so; wait until its agents are gone. Return its exit
+    code."""
+    listener.shutdown(socket.SHUT_RDWR)  # other processes may have it open, and nobody must wait there any more
+    job = request.of_job
+    finished = True
+    with _warn_of_ledger(job):
+        finished = finish_dead_job(job, f"the supervisor {how}", locked=True)
+    ended = next((record.entry for record in job.records() if isinstance(record.entry, JobEnded)), None)
+    status = 1 if ended is None or ended.exit_code is None else ended.exit_code
+    text = "the job ended abnormally"
+    if ended is not None and not finished:
+        text = f"the job had ended: {ended.reason}"
+        write_private(job.exit_code_file, f"{status}\n".encode())
+        note_end(job, status)
+        with _warn_of_ledger(job):
+            if (url := job.ledger_url) is not None and job.journal_file.exists():
+                from db.writer import catch_up
+
+                catch_up(url, job.folder, job.journal_file)
+    say(f"job {job.name}: the supervisor {how}; {text}, logs in {job.logs}")
+    notify_of_end(request, job.records(), lambda text: say(f"job {job.name}: {text}"))
+    if request.slurm is not None:
+        _write_last_comment(request)
+    deadline = time.monotonic() + AGENTS_GONE_S
+    while (remaining := agents_of(job)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for process in remaining:
+        say(f"job {job.name}: process {process.pid} is still there, killing it")
+        for victim in (*process.children(recursive=True), process):
+            with suppress(psutil.NoSuchProcess):
+                victim.kill()
+    return status
+
+
+@contextmanager
+def _warn_of_ledger(job: Job) -> Iterator[None]:
+    """Report a ledger that cannot be written; the job's end is in the journal all the same."""
+    try:
+        yield
+    except LedgerError as error:
+        say(f"job {job.name}: {error}; the next resihp status adds the missing records")
+
+
+def say(text: str) -> None:
+    """Print a line on stderr, without control characters: it may quote a worker's log or Slurm."""
+    print(f"resihp: {literal(text)}", file=sys.stderr)
+
+
+def _write_last_comment(request: RunRequest) -> None:
+    from slurm.commands import CommandLine
+    from slurm.errors import SlurmError
+
+    try:
+        write_last_comment(request, request.of_job.records(), CommandLine())
+    except SlurmError as error:
+        say(f"job {request.job}: {error}")
+
+
+def end_slurm_job(request: RunRequest, status: int) -> None:
+    """End the Slurm job after a successor has ended ours: nobody may be remaining on the batch host to do so."""
+    assert request.slurm is not None
+    from slurm.commands import CommandLine
+    from slurm.errors import SlurmError, SlurmRefusedError
+    from wrapper.slurm_tasks.requeue import dead_nodes, requeue, until_noticed
+
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm sends it to all processes of the job, so to us
+    slurm, number = CommandLine(), request.slurm.job_id
+    if status == REQUEUE_REQUESTED:
+        if request.slurm.gpus:
+            until_noticed(number, slurm, dead_nodes(request.of_job), patience_s=END_JOB_TIMEOUT_S)
+        requeue(number, slurm)
+        return
+    deadline = time.monotonic() + END_JOB_TIMEOUT_S
+    while True:
+        time.sleep(GUARDIAN_LEAVES_S)
+        try:
+            view = slurm.job(number)
+            if view is not None and view.state == "running":
+                slurm.cancel(number)
+            return
+        except SlurmError as error:
+            if isinstance(error, SlurmRefusedError) or time.monotonic() > deadline:
+                text = f"Slurm job {number} may still run: {error}; scancel {number}"
+                say(f"job {request.job}: {text}")
+                return
+
+
+def leave_chain_note(request: RunRequest, journal: Path) -> None:
+    from wrapper.slurm_tasks import chain
+
+    chain.leave_note(request, read_packed(journal), lambda text: say(f"job {request.job}: {text}"))

@@ -26,7 +26,7 @@ from sqlalchemy import Connection, Table, func, insert, select, update
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
-from db import maintenance, migrate, projection, settling
+from db import maintenance, migrate, settling
 from db.engine import file_of, make_engine, masked, prepare_folder, refusal, resolve
 from db.foreign.cells import check_cells
 from db.foreign.files import is_ours, is_shared_with_group, private_copy
@@ -35,6 +35,8 @@ from db.parquet.place import earlier_export, put_in_place
 from db.parquet.reading import open_export
 from db.parquet.tables import JOBS, MONTHLY_TABLES, OF_JOBS, Row, Source, Values, columns_of, file_order_key
 from db.parquet.writing import Exported, write
+from db.projection import jobs as job_rows
+from db.projection.columns import moment
 from db.telemetry import report_rows
 from db.writer import catch_up
 from resihp.durable_files import own_links_followed
@@ -253,7 +255,7 @@ def import_journal(path: Path, url: str) -> Merged:
         )
     try:
         uuid = job_uuid(first)
-        projection.moment(first.at)
+        moment(first.at)
     except ValueError as error:
         raise UsageError(f"journal {path}: its first record is invalid: {error}; name a whole journal") from error
     before = _journal_seq(url, uuid)
@@ -325,7 +327,7 @@ def _is_up_to_date(connection: Connection, uuid: str, seq: int) -> bool:
 
 def _merge_job(session: Session, source: Source, row: Row) -> Merged:
     try:
-        existing = projection.own_job(session, row["uuid"], row["name"])
+        existing = job_rows.own_job(session, row["uuid"], row["name"])
     except LedgerError:
         if not _is_up_to_date(session.connection(), row["uuid"], row["journal_seq"]):
             raise
@@ -338,14 +340,14 @@ def _merge_job(session: Session, source: Source, row: Row) -> Merged:
     else:
         number = existing.id
         if row["journal_seq"] > existing.journal_seq:
-            projection.forget(session, existing)
+            job_rows.forget(session, existing)
             session.flush()
             dropped = max(row["telemetry_dropped"], existing.telemetry_dropped)
             values = {**row, "telemetry_dropped": dropped}
             connection.execute(update(JOBS).where(JOBS.c.id == number).values(values))
             outcome = "brought forward"
     for table in OF_JOBS:
-        if table.name in projection.TELEMETRY_TABLES:
+        if table.name in job_rows.TELEMETRY_TABLES:
             rows += _merge_telemetry(connection, number, table, source.rows(table, row["uuid"]))
         elif outcome != "unchanged":
             names = columns_of(table)

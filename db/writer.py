@@ -25,8 +25,10 @@ from sqlalchemy import URL, Engine
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, ProgrammingError
 from sqlalchemy.orm import Session
 
-from db import migrate, projection
+from db import migrate
 from db.engine import file_of, file_system, is_on_network, make_engine, masked, prepare_folder, refusal, resolve
+from db.projection import applying
+from db.projection.jobs import forget, job_of, last_written_seq, own_job
 from db.retention import prune_telemetry
 from db.telemetry import report_rows
 from resihp.errors import LedgerError, ResihpError
@@ -244,7 +246,7 @@ class Ledger:
         """Return the number of the last record that the ledger has of a job; 0 if it cannot be read."""
         try:
             with Session(self._engine) as session:
-                return projection.last_written_seq(session, first)
+                return last_written_seq(session, first)
         except (DBAPIError, OSError):
             return 0
 
@@ -255,7 +257,7 @@ class Ledger:
             return
         try:
             with Session(self._engine) as session:
-                projection.own_job(session, job_uuid(first), first.entry.job)
+                own_job(session, job_uuid(first), first.entry.job)
         except DBAPIError as error:
             raise refusal(self._url, error) from error
 
@@ -533,19 +535,19 @@ class Ledger:
         """Write one batch, as a whole or not at all; return the ledger's `journal_seq` after it."""
         with Session(self._engine) as session, session.begin():
             self._schema = migrate.check_writable(session.connection(), self.name, self._schema)
-            job = projection.job_of(session, first)
+            job = job_of(session, first)
             ready: list[journal.Record] = []
             seq = job.journal_seq
             for record in records:
-                if not projection.follows(record, seq):
+                if not applying.follows(record, seq):
                     break
-                if projection.overtakes(record, seq) and self._journal_path is not None:
-                    projection.forget(session, job)
+                if applying.overtakes(record, seq) and self._journal_path is not None:
+                    forget(session, job)
                     journal_records = journal_file.read_packed(self._journal_path)
                     ready = [earlier for earlier in journal_records if earlier.seq < record.seq]
                 ready.append(record)
                 seq = max(seq, record.seq)
-            projection.apply_all(session, job, ready)
+            applying.apply_all(session, job, ready)
             if any(telemetry):
                 session.flush()
                 report_rows.insert_all(session.connection(), job.id, telemetry)
@@ -562,8 +564,8 @@ class Ledger:
                     raise
                 self._say(f"ledger {self.name}: record {record.seq} fits no table: {_first_line(error)}")
                 with Session(self._engine) as session, session.begin():
-                    job = projection.job_of(session, first)
-                    projection.apply_as_event(session, job, record, _first_line(error))
+                    job = job_of(session, first)
+                    applying.apply_as_event(session, job, record, _first_line(error))
                     seq = job.journal_seq
         return seq
 

@@ -1,5 +1,4 @@
-"""Export and import: copies jobs into a ledger from Parquet files, another ledger, or a journal; also maintenance
-records.
+"""Export and import of jobs and of maintenance records: from Parquet files, from another ledger, or from a journal.
 
 A job is identified by its uuid, and the copy with more of the journal (`journal_seq`) is the newer one: it replaces an
 older copy as a whole; an older or equal one only adds missing rank reports. Parts of a newer source that we do not know
@@ -35,8 +34,8 @@ from db.parquet.place import earlier_export, put_in_place
 from db.parquet.reading import open_export
 from db.parquet.tables import JOBS, MONTHLY_TABLES, OF_JOBS, Row, Source, Values, columns_of, file_order_key
 from db.parquet.writing import Exported, write
-from db.projection import jobs as job_rows
 from db.projection.columns import moment
+from db.projection.jobs import TELEMETRY_TABLES, forget, own_job
 from db.telemetry import report_rows
 from db.writer import catch_up
 from resihp.durable_files import own_links_followed
@@ -327,7 +326,7 @@ def _is_up_to_date(connection: Connection, uuid: str, seq: int) -> bool:
 
 def _merge_job(session: Session, source: Source, row: Row) -> Merged:
     try:
-        existing = job_rows.own_job(session, row["uuid"], row["name"])
+        existing = own_job(session, row["uuid"], row["name"])
     except LedgerError:
         if not _is_up_to_date(session.connection(), row["uuid"], row["journal_seq"]):
             raise
@@ -340,14 +339,14 @@ def _merge_job(session: Session, source: Source, row: Row) -> Merged:
     else:
         number = existing.id
         if row["journal_seq"] > existing.journal_seq:
-            job_rows.forget(session, existing)
+            forget(session, existing)
             session.flush()
             dropped = max(row["telemetry_dropped"], existing.telemetry_dropped)
             values = {**row, "telemetry_dropped": dropped}
             connection.execute(update(JOBS).where(JOBS.c.id == number).values(values))
             outcome = "brought forward"
     for table in OF_JOBS:
-        if table.name in job_rows.TELEMETRY_TABLES:
+        if table.name in TELEMETRY_TABLES:
             rows += _merge_telemetry(connection, number, table, source.rows(table, row["uuid"]))
         elif outcome != "unchanged":
             names = columns_of(table)

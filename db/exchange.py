@@ -3,7 +3,7 @@
 A job is identified by its uuid, and the copy with more of the journal (`journal_seq`) is the newer one: it replaces an
 older copy as a whole; an older or equal one only adds missing rank reports. Parts of a newer source that we do not know
 are left out, and named. One transaction per job. Maintenance records belong to no job: they are copied with a whole
-ledger (`db.maintenance`). Called by `resihp db export|import`; `db.writer` imports journals.
+ledger (`db.maintenance`). Called by `resihp db export|import`; `db.writing.catch_up` imports journals.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from db.parquet.writing import Exported, write
 from db.projection.columns import moment
 from db.projection.jobs import TELEMETRY_TABLES, forget, own_job
 from db.telemetry import report_rows
-from db.writer import catch_up
+from db.writing.catch_up import catch_up
 from resihp.durable_files import own_links_followed
 from resihp.errors import JobNotFoundError, LedgerError, UsageError
 from resihp.record import journal, journal_file

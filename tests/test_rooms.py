@@ -96,7 +96,6 @@ LONG_MODULES: Mapping[str, int] = {
     "db/reading/fleet.py": 550,
     "db/reading/queries.py": 425,
     "db/reading/reader.py": 475,
-    "db/writer.py": 650,
     "resihp/controller/fail_slow/probing.py": 450,
     "resihp/controller/fail_slow/slow_devices.py": 425,
     "resihp/controller/fail_stop/root_causes.py": 450,

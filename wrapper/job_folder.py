@@ -417,7 +417,7 @@ def finish_dead_job(job: OurJob, reason: str = "the supervisor was found dead", 
         except LedgerError as error:
             _warn(f"the end of job {job.name} is not in its ledger: {error}")
         if url is not None:
-            from db.writer import catch_up
+            from db.writing.catch_up import catch_up
 
             catch_up(url, job.folder, path)
     except OSError as error:

@@ -1,7 +1,7 @@
 """Applies journal records to the rows of a ledger, in their order, with one function per type of entry.
 
 Applying a record advances `jobs.journal_seq`, so that the rows and the number of the last applied record always agree;
-applying a record twice changes nothing. Reads no file and no clock. Called by `db.writer` inside its transaction.
+applying a record twice changes nothing. Reads no file and no clock. Called by `db.writing.transactions`.
 """
 
 from __future__ import annotations

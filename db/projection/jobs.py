@@ -1,7 +1,8 @@
 """The row of a job: whose it is, what its journal says about it as a whole, and how all its rows are forgotten.
 
 Decides what the entries about a job do to its row; never writes another job's row, except for the accounts of earlier
-attempts (`db.settling`). Called by `db.writer`, `db.exchange` and `applying` beside it.
+attempts (`db.settling`). Called by `applying` beside it, `db.writer`, `db.writing.transactions` and
+`db.exchange`.
 """
 
 from __future__ import annotations

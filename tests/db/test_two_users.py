@@ -28,7 +28,8 @@ from db.reading.rates import repairs
 from db.reading.reader import TRUSTED_ROLE, Reader
 from db.retention import prune
 from db.settling import settle
-from db.writer import Ledger, catch_up
+from db.writer import Ledger
+from db.writing.catch_up import catch_up
 from resihp.errors import LedgerError, UsageError
 from resihp.record import journal, journal_file
 from tests.db.conftest import BEGAN, Listener, started, story, write_journal

@@ -20,7 +20,7 @@ import pytest
 from db.migrate import upgrade
 from db.reading import fleet
 from db.reading.reader import Reader
-from db.writer import catch_up
+from db.writing.catch_up import catch_up
 from resihp.errors import JobNotFoundError, LedgerError, UsageError
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan, spread

@@ -40,8 +40,9 @@ from db.foreign.cells import check_cells_when_read, check_columns
 from db.foreign.files import is_ours, is_read_in_place
 from db.migrate import check_readable
 from db.models import EventRow, JobRow, PlanRow, WorkerRow
-from db.reading import accounts, naming
-from db.reading.costs import cost_accounts
+from db.reading import naming
+from db.reading.costs import accounts
+from db.reading.costs.cost_accounts import Account
 from db.reading.costs.timeline import Again, HeldTime, committed_again
 from db.reading.plans.explanations import explanations
 from db.reading.tables import (
@@ -436,7 +437,7 @@ class Reader:
         `others`."""
         return accounts.attempts(self, run, others)
 
-    def account(self, job: Row, now: datetime | None = None, again: Again | None = None) -> cost_accounts.Account:
+    def account(self, job: Row, now: datetime | None = None, again: Again | None = None) -> Account:
         """Return where the time of a job went; `job` is its row. For a job that is over, the stored account is used.
         `again`: iterations committed again by later attempts, including those of other ledgers; None to look them up in
         this one."""
@@ -470,5 +471,5 @@ class Reader:
         return accounts.unsettled(self, run)
 
     def summary(self, job_id: int, now: datetime | None = None) -> Row:
-        """Return a job's figures, as defined in `db.reading.costs.cost_accounts.summarise`."""
+        """Return a job's figures, as defined in `db.reading.costs.summary.summarise`."""
         return accounts.summary(self, job_id, now)

@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
-from db.reading.costs.cost_accounts import asked_devices
 from db.reading.costs.goodput import Interruption, course, interruptions
+from db.reading.costs.iteration_shares import asked_devices
 from db.reading.iterations.excess import (
     LARGER_WORK_RATIO,
     NEAR_ITERATIONS,

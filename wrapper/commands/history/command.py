@@ -313,10 +313,11 @@ def why(
     Example: resihp why 37 local-3
     """
     from db.reading import queries
+    from db.reading.plans import plan_rows
 
     with opened(job, ledger) as (reader, row):
         reasons = queries.why(reader, row, iteration)
-        plans = queries.plans_until(reader, row["id"], reasons.epoch)
+        plans = plan_rows.plans_until(reader, row["id"], reasons.epoch)
         explained = reader.explanations(row["id"], plans).get(reasons.epoch)
     if as_json:
         import msgspec
@@ -390,8 +391,9 @@ def _costs(
 
     Jobs whose stored costs are malformed are named on stderr.
     """
-    from db.reading import fleet, queries
-    from db.reading.costs.cost_accounts import is_malformed
+    from db.reading import queries
+    from db.reading.costs import fleet_costs
+    from db.reading.costs.stored_accounts import is_malformed
 
     malformed = list(dict.fromkeys(job["name"] for job, _ in accounts if is_malformed(job)))
     if malformed:
@@ -406,7 +408,7 @@ def _costs(
         )
     sums = [account for _, account in accounts]
     by: Any = query.by
-    rows = fleet.cost_rows(sums, query.price) if by is None else fleet.cost_by(by, accounts, query.price)
+    rows = fleet_costs.cost_rows(sums, query.price) if by is None else fleet_costs.cost_by(by, accounts, query.price)
     columns, closing = queries.priced(query.shape, query.price), _cost_lines(sums, query.price)
     closing += f"\n{line}" if (line := idle or _idle_jobs(accounts)) else ""
     return Listing(columns, rows[: query.limit], subject, len(rows), closing=closing)
@@ -434,6 +436,8 @@ def _idle_jobs(accounts: Sequence[tuple[Row, Any]]) -> str:
 
 def _of_one(query: HistoryQuery, reader: Reader, job: Row, others: Sequence[Row], ledger: str | None) -> Listing:
     from db.reading import fleet, hardware, queries
+    from db.reading.costs import fleet_costs
+    from db.reading.plans import plan_rows
 
     subject = f"job {job['name']}"
     times: dict[str, Any] = {"since": query.since, "until": query.until}
@@ -442,15 +446,16 @@ def _of_one(query: HistoryQuery, reader: Reader, job: Row, others: Sequence[Row]
         from wrapper.output.idle_gpus import IdleGpus
         from wrapper.output.job_history import JobHistory
 
-        accounts = fleet.costs_of(reader, job, period=_period(query), others=others)
+        accounts = fleet_costs.costs_of(reader, job, period=_period(query), others=others)
         return _costs(query, accounts, subject, ledger, IdleGpus(JobHistory.of_ledger(reader, job)).line())
     if query.view == "promises":
-        rows = queries.promises_rows(reader, job["id"])
+        rows = plan_rows.promises_rows(reader, job["id"])
         return Listing(queries.COLUMNS["promises"], rows[-query.limit :] if query.limit else rows, subject, len(rows))
     if query.view == "spares":
-        return Listing(queries.COLUMNS["spares"], queries.spares_rows(reader, job), subject, 1, closing=SPARES_FOOTNOTE)
+        rows = plan_rows.spares_rows(reader, job)
+        return Listing(queries.COLUMNS["spares"], rows, subject, 1, closing=SPARES_FOOTNOTE)
     if query.view == "decisions":
-        rows = queries.decisions_rows(reader, job["id"], **times)
+        rows = plan_rows.decisions_rows(reader, job["id"], **times)
         return Listing(queries.COLUMNS["decisions"], rows[-query.limit :] if query.limit else rows, subject, len(rows))
     if query.by is not None:
         counted = fleet.failures_by(reader, query.by, job["id"], node=query.node, **times)  # type: ignore[arg-type]
@@ -500,6 +505,7 @@ def _explanation(explained: Explanation | None) -> Row | None:
 def _of_all(query: HistoryQuery, job: str | None, ledger: str | None) -> Listing:
     """Answer a query about all jobs: of the named ledger, of the ledger of `job`, or of every ledger of this home."""
     from db.reading import fleet, hardware, queries
+    from db.reading.costs import fleet_costs
     from db.reading.tables import OF_JOB, TABLES
 
     times: dict[str, Any] = {"since": query.since, "until": query.until}
@@ -526,7 +532,7 @@ def _of_all(query: HistoryQuery, job: str | None, ledger: str | None) -> Listing
     if query.view == "cost":
         others = attempts_here(ledger)
         accounts = ask(
-            lambda reader: fleet.accounts(reader, user=query.user, **times, period=_period(query), others=others)
+            lambda reader: fleet_costs.accounts(reader, user=query.user, **times, period=_period(query), others=others)
         )
         return _costs(query, sorted(accounts, key=lambda pair: pair[0]["started_at"], reverse=True), subject, ledger)
     if query.view in ("jobs", "lemons", "repairs", "rate", "promises", "spares"):
@@ -558,14 +564,14 @@ def _of_all(query: HistoryQuery, job: str | None, ledger: str | None) -> Listing
 
 def _newest_of_all(query: HistoryQuery, ask: Callable[[Callable[[Reader], list[Any]]], list[Any]]) -> list[Any]:
     """Return the newest rows of each ledger, at most as many as are shown."""
-    from db.reading import fleet
+    from db.reading.iterations.newest import newest_iterations
 
     times: dict[str, Any] = {"since": query.since, "until": query.until}
     if query.view == "iterations":
         if query.node is not None:
             raise UsageError("history iterations: has no nodes; leave --node out")
         limit = query.limit or DEFAULT_ROWS
-        return ask(lambda reader: fleet.newest_iterations(reader, limit, user=query.user, **times))
+        return ask(lambda reader: newest_iterations(reader, limit, user=query.user, **times))
     asks = {"node": query.node, "user": query.user, "kind": query.kind, **times}
     return ask(lambda reader: reader.rows(query.view, None, last=query.limit, **asks))
 
@@ -609,8 +615,9 @@ def _computed(
 
     `clusters`: those of the ledgers that were queried.
     """
-    from db.reading import fleet, queries, rates
+    from db.reading import fleet, rates
     from db.reading.naming import is_node
+    from db.reading.plans import plan_rows
 
     if query.view == "lemons":
         now = datetime.now(UTC)
@@ -624,11 +631,11 @@ def _computed(
         return [row for row in fleet.lemons(record, now) if is_node(query.node, row["node"], clusters)]
     if query.view == "promises":
         max_rows = query.limit or DEFAULT_ROWS
-        rows = ask(lambda reader: queries.promises_of_all(reader, max_rows, since=query.since, until=query.until))
+        rows = ask(lambda reader: plan_rows.promises_of_all(reader, max_rows, since=query.since, until=query.until))
         return sorted(rows, key=lambda row: (row["started_at"], row["epoch"]), reverse=True)
     if query.view == "spares":
         rows = ask(
-            lambda reader: queries.spares_rows(
+            lambda reader: plan_rows.spares_rows(
                 reader, since=query.since, until=query.until, jobs=_jobs_with_spares(query)
             )
         )

@@ -19,6 +19,7 @@ import pytest
 
 from db.migrate import upgrade
 from db.reading import fleet
+from db.reading.costs import fleet_costs
 from db.reading.reader import Reader
 from db.writing.catch_up import catch_up
 from resihp.errors import JobNotFoundError, LedgerError, UsageError
@@ -710,7 +711,7 @@ def shifted(time: datetime, hours: float) -> datetime:
 def test_what_the_command_offers_is_what_the_ledger_knows() -> None:
     """Both are written down where they are offered, too: the ledger's module takes time to import."""
     assert tables.FAILURE_GROUPS == fleet.GROUPS
-    assert command.COST_BY == fleet.COST_BY
+    assert command.COST_BY == fleet_costs.COST_BY
 
 
 def test_ledgers_of_two_clusters_in_one_home_tell_nodes_apart() -> None:
@@ -747,7 +748,7 @@ def test_spares_of_many_jobs_begin_with_those_that_saved_most(monkeypatch: pytes
         asked_for.append(wanted | {"of": of})
         return list(rows)
 
-    monkeypatch.setattr("db.reading.queries.spares_rows", spares_rows)
+    monkeypatch.setattr("db.reading.plans.plan_rows.spares_rows", spares_rows)
     asked = command.HistoryQuery(
         view="spares", by=None, node=None, rank=None, since=None, until=None, limit=None, injected=False
     )

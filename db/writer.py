@@ -22,7 +22,8 @@ from sqlalchemy.exc import DBAPIError, ProgrammingError
 from sqlalchemy.orm import Session
 
 from db import migrate
-from db.engine import file_of, file_system, is_on_network, make_engine, masked, prepare_folder, refusal, resolve
+from db.engine import file_of, is_on_network, make_engine, masked, prepare_folder, refusal, resolve
+from db.file_systems import file_system
 from db.projection.jobs import last_written_seq, own_job
 from db.telemetry import report_rows
 from db.telemetry.queue import TelemetryQueue

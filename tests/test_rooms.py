@@ -90,9 +90,7 @@ LONG: Mapping[str, int] = {
 CROWDED: Mapping[str, int] = {}
 MAX_MODULE_LINES = 400
 LONG_MODULES: Mapping[str, int] = {
-    "db/engine.py": 425,
     "db/models.py": 700,
-    "db/reading/reader.py": 475,
     "resihp/controller/fail_slow/probing.py": 450,
     "resihp/controller/fail_slow/slow_devices.py": 425,
     "resihp/controller/fail_stop/root_causes.py": 450,
@@ -122,7 +120,6 @@ LONG_MODULES: Mapping[str, int] = {
     "resihp/simulator/rules.py": 1025,
     "resihp/simulator/scenario.py": 650,
     "resihp/simulator/world.py": 900,
-    "slurm/parse.py": 450,
     "slurm/site/hook.py": 825,
     "wrapper/commands/history/command.py": 700,
     "wrapper/commands/history/tables.py": 450,
@@ -140,8 +137,6 @@ COMPLEX: Mapping[str, int] = {
     "db.reading.costs.goodput.course": 21,
     "db.reading.iterations.excess._usual": 23,
     "db.reading.iterations.why.why": 31,
-    "db.reading.naming.job": 33,
-    "db.reading.reader.Reader.rows": 28,
     "resihp.controller.controller.Controller.check": 22,
     "resihp.controller.controller._handle": 27,
     "resihp.controller.controller._said": 22,

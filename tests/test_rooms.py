@@ -75,7 +75,6 @@ NAMED_TWICE: Mapping[str, str] = {
     "Worker": "an agent's; the simulator's",
 }
 LONG: Mapping[str, int] = {
-    "db.reading.iterations.why.why": 73,
     "resihp.controller.state.job.Job.__init__": 90,
     "resihp.detector.offline.traces.read": 66,
     "resihp.scheduler.search.kernels.write_best_partition": 71,  # machine code; another call means more to compile
@@ -134,9 +133,6 @@ LONG_MODULES: Mapping[str, int] = {
 """Files of more than `MAX_MODULE_LINES` lines, with how many they may have, in steps of 25."""
 MAX_COMPLEXITY = 20
 COMPLEX: Mapping[str, int] = {
-    "db.reading.costs.goodput.course": 21,
-    "db.reading.iterations.excess._usual": 23,
-    "db.reading.iterations.why.why": 31,
     "resihp.controller.controller.Controller.check": 22,
     "resihp.controller.controller._handle": 27,
     "resihp.controller.controller._said": 22,

@@ -45,9 +45,7 @@ from db.reading.costs.cost_accounts import Account
 from db.reading.costs.timeline import Again, HeldTime, committed_again
 from db.reading.plans.explanations import explanations
 from db.reading.tables import (
-    ACCOUNT_COLUMNS,
     JOB_COLUMNS,
-    TABLES,
     Row,
     no_collection,
 )
@@ -355,10 +353,7 @@ class Reader:
     def narrow(self, table: str, job_id: int, names: Sequence[str] = ()) -> list[Row]:
         """Return all rows of a job in order, with the columns from which accounts are computed, or with the columns
         `names`."""
-        view = TABLES[table]
-        columns = view.source.c
-        query = select(*(columns[name] for name in names or ACCOUNT_COLUMNS[table])).where(columns.job_id == job_id)
-        return self.fetch(query.order_by(columns[view.order]))
+        return table_rows.narrow(self, table, job_id, names)
 
     def attempts(self, run: str | None = None, others: Sequence[Row] = ()) -> list[Row]:
         """Return the jobs of a run, or of all runs with several jobs, counting `others`: `uuid`, `run`, `started_at`,

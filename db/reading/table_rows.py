@@ -14,7 +14,17 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import ColumnElement, Select, func, or_, select
 
 from db.models import EventRow, JobRow, PlanRow
-from db.reading.tables import BACK_AT, OF_JOB, TABLES, Row, Table, no_collection, node_columns, with_times
+from db.reading.tables import (
+    ACCOUNT_COLUMNS,
+    BACK_AT,
+    OF_JOB,
+    TABLES,
+    Row,
+    Table,
+    no_collection,
+    node_columns,
+    with_times,
+)
 from resihp.errors import UsageError
 
 if TYPE_CHECKING:
@@ -117,6 +127,13 @@ def count(reader: Reader, table: str, job_id: int, since: datetime | None, until
     view = TABLES[table]
     query = select(func.count().label("rows")).select_from(view.source).where(view.source.c.job_id == job_id)
     return int(reader.fetch(_within(view, query, since, until))[0]["rows"])
+
+
+def narrow(reader: Reader, table: str, job_id: int, names: Sequence[str]) -> list[Row]:
+    view = TABLES[table]
+    columns = view.source.c
+    query = select(*(columns[name] for name in names or ACCOUNT_COLUMNS[table])).where(columns.job_id == job_id)
+    return reader.fetch(query.order_by(columns[view.order]))
 
 
 def events(reader: Reader, job_id: int, kinds: Sequence[str], last: int, always_last: str) -> list[Row]:

@@ -44,11 +44,7 @@ from db.reading.costs import accounts
 from db.reading.costs.cost_accounts import Account
 from db.reading.costs.timeline import Again, HeldTime, committed_again
 from db.reading.plans.explanations import explanations
-from db.reading.tables import (
-    JOB_COLUMNS,
-    Row,
-    no_collection,
-)
+from db.reading.tables import JOB_COLUMNS, Row, no_collection
 from resihp.errors import LedgerError, UsageError
 
 if TYPE_CHECKING:

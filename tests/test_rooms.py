@@ -120,7 +120,7 @@ LONG_MODULES: Mapping[str, int] = {
     "resihp/simulator/scenario.py": 650,
     "resihp/simulator/world.py": 900,
     "slurm/site/hook.py": 825,
-    "wrapper/commands/history/command.py": 700,
+    "wrapper/commands/history/command.py": 725,
     "wrapper/commands/history/tables.py": 450,
     "wrapper/config/schema.py": 525,
     "wrapper/job_files.py": 575,

@@ -1,4 +1,4 @@
-"""The row of a job: whose it is, what its journal says about it as a whole, and how all its rows are forgotten.
+"""The row of a job, found or created by the first record of its journal; and the removal of all its rows.
 
 Decides what the entries about a job do to its row; never writes another job's row, except for the accounts of earlier
 attempts (`db.settling`). Called by `applying` beside it, `db.writer`, `db.writing.transactions` and

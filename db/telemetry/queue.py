@@ -22,7 +22,7 @@ RANKS_KEPT_WHOLE = 1024
 
 
 class TelemetryBatch(NamedTuple):
-    """What is written next. `dropped`: number of rows dropped before."""
+    """The rows that are written next. `dropped`: number of rows dropped before."""
 
     parts: list[list[report_rows.Report]]
     scores: list[report_rows.Score]

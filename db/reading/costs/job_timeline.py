@@ -1,4 +1,4 @@
-"""The timeline of a job from its rows: what each moment of the time held was spent on. Pure; reads nothing.
+"""The timeline of a job from its rows: how each moment of the time held was spent. Pure; reads nothing.
 
 Decides which rows count at which moment, and when the stored account is used instead of rows that were thinned; the
 definitions are those of `cost_accounts`. Called by `accounts` beside it.

@@ -1,7 +1,7 @@
 """Accounts that are stored in the rows of jobs that are over: read, checked, and prepared for storing. Pure.
 
 Decides whether a stored account can be used, since imported rows may say anything; never computes one from other rows.
-Called by `accounts` and `job_timeline` beside it, and by `db.reading.fleet`.
+Called by `accounts`, `fleet_costs`, `job_timeline` and `summary` beside it, and by `resihp history`.
 """
 
 from __future__ import annotations

@@ -13,10 +13,10 @@ from slurm.errors import SlurmOutputError
 
 FIELD, RECORD = "\x1f", "\x1e"
 """Terminators of a field, and of the last field of a record."""
-COUNT = re.compile(r"[0-9]{1,15}", re.ASCII)
-EXCERPT = 80
+COUNT_PATTERN = re.compile(r"[0-9]{1,15}", re.ASCII)
+EXCERPT_LENGTH = 80
 """Number of characters of an answer that a message quotes."""
-NOTHING = ("", "N/A", "None", "(null)")
+MISSING_VALUES = ("", "N/A", "None", "(null)")
 """Values that Slurm prints in place of a missing one."""
 
 
@@ -66,11 +66,11 @@ def time_of(text: str, subject: str) -> float | None:
 
 def count_of(text: str, subject: str) -> int:
     """Return a number that is not negative. Raises SlurmOutputError that names the `subject`."""
-    if not COUNT.fullmatch(text):
+    if not COUNT_PATTERN.fullmatch(text):
         raise unreadable("slurm", subject, text)
     return int(text)
 
 
 def unreadable(command: str, subject: str, text: str) -> SlurmOutputError:
     """Return the error for an answer in which the `subject` cannot be read."""
-    return SlurmOutputError(f"slurm: cannot read {subject} in {command}'s output: {text[:EXCERPT]!a}")
+    return SlurmOutputError(f"slurm: cannot read {subject} in {command}'s output: {text[:EXCERPT_LENGTH]!a}")

@@ -14,9 +14,9 @@ import msgspec
 from slurm.client import Gres, JobRequest, JobView, NodeView
 from slurm.errors import SlurmOutputError
 from slurm.fields import (
-    COUNT,
-    EXCERPT,
-    NOTHING,
+    COUNT_PATTERN,
+    EXCERPT_LENGTH,
+    MISSING_VALUES,
     count_of,
     decoded,
     format_of,
@@ -127,8 +127,8 @@ def _node(fields: list[str]) -> NodeView:
         reason="" if reason == "none" else reason,
         reason_by="" if reason == "none" else by,
         address=address,
-        cpus=int(cpus) if COUNT.fullmatch(cpus) else 0,
-        memory_mb=int(memory) if COUNT.fullmatch(memory) else 0,
+        cpus=int(cpus) if COUNT_PATTERN.fullmatch(cpus) else 0,
+        memory_mb=int(memory) if COUNT_PATTERN.fullmatch(memory) else 0,
         gpus=_readable_gpus(gres),
     )
 
@@ -164,7 +164,7 @@ def jobs(output: bytes) -> list[tuple[frozenset[str], JobView, str]]:
             why="" if why in ("None", "(null)") else why,
             restarts=count_of(restarts, f"the restarts of job {number}"),
             seconds_left=seconds_left(time_left),
-            preempted=preempted not in NOTHING,
+            preempted=preempted not in MISSING_VALUES,
             element=in_array if "_" in in_array and JOB_ID.fullmatch(in_array) else "",
             submitted_at=time_of(submitted, f"when job {number} was submitted"),
             comment="" if comment == "(null)" else comment,
@@ -185,7 +185,7 @@ def request(output: bytes, job_id: str) -> JobRequest:
         for name, text in raw.items():
             if not text.isprintable():
                 raise unreadable("squeue", f"{name} of job {job_id}", text)
-        values = {name: "" if text in NOTHING else text for name, text in raw.items()}
+        values = {name: "" if text in MISSING_VALUES else text for name, text in raw.items()}
         sharing, exclusive = raw["OverSubscribe"], raw["Exclusive"]
         if sharing not in _SHARING:
             raise unreadable("squeue", f"OverSubscribe of job {job_id}", sharing)
@@ -243,7 +243,7 @@ def _memory_of_a_node(allocated: str) -> int:
     """Return one node's share of `cpu=2,mem=25000M,node=2,billing=2` in megabytes; memory may be requested per CPU."""
     words = dict(part.split("=", 1) for part in allocated.split(",") if "=" in part)
     count = words.get("node", "")
-    if "mem" not in words or not COUNT.fullmatch(count) or int(count) == 0:
+    if "mem" not in words or not COUNT_PATTERN.fullmatch(count) or int(count) == 0:
         raise unreadable("squeue", "the memory that a job has", allocated)
     return _megabytes(words["mem"]) // int(count)
 
@@ -273,10 +273,10 @@ def hostnames(output: bytes, nodelist: str) -> tuple[str, ...]:
     """Parse `scontrol show hostnames`, whose exit status is 0 even for a list that it cannot expand."""
     names = tuple(decoded(output, "scontrol").strip().split("\n"))
     if names == ("",):
-        raise SlurmOutputError(f"node list {nodelist[:EXCERPT]}: scontrol finds no nodes in it")
+        raise SlurmOutputError(f"node list {nodelist[:EXCERPT_LENGTH]}: scontrol finds no nodes in it")
     for name in names:
         if not is_node(name):
-            raise unreadable("scontrol", f"the node list {nodelist[:EXCERPT]}", name)
+            raise unreadable("scontrol", f"the node list {nodelist[:EXCERPT_LENGTH]}", name)
     return names
 
 
@@ -321,7 +321,7 @@ def preemption(output: bytes) -> Preemption:
     if len(records) != 1:
         raise SlurmOutputError(f"slurm: squeue returned {len(records)} jobs instead of 1")
     when, partition, qos, tries = records[0]
-    return Preemption(when not in NOTHING, partition, qos, count_of(tries, "how often a job was started"))
+    return Preemption(when not in MISSING_VALUES, partition, qos, count_of(tries, "how often a job was started"))
 
 
 def partition_mode(output: bytes) -> str:

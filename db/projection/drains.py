@@ -1,6 +1,6 @@
 """Slurm's side of a job: rows of drained nodes, and of nodes asked for in place of others.
 
-Decides what Slurm's answers do to these rows; never asks Slurm. Called by `applying` beside it.
+Decides how Slurm's answers change these rows; never asks Slurm. Called by `applying` beside it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Rows of failures, and of the measurements of devices and links.
 
-Decides what the entries about them do to these rows; never looks for a cause. Called by `applying` beside it.
+Decides how the entries about them change these rows; never looks for a cause. Called by `applying` beside it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Rows of committed iterations and of checkpoints.
 
-Decides what the entries about them do to these rows; never drops an iteration. Called by `applying` beside it.
+Decides how the entries about them change these rows; never drops an iteration. Called by `applying` beside it.
 """
 
 from __future__ import annotations

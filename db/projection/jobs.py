@@ -1,6 +1,6 @@
 """The row of a job, found or created by the first record of its journal; and the removal of all its rows.
 
-Decides what the entries about a job do to its row; never writes another job's row, except for the accounts of earlier
+Decides how the entries about a job change its row; never writes another job's row, except for the accounts of earlier
 attempts (`db.settling`). Called by `applying` beside it, `db.writer`, `db.writing.transactions` and
 `db.exchange`.
 """
@@ -28,7 +28,7 @@ TELEMETRY_TABLES = tuple(
 
 
 def job_of(session: Session, first: journal.Record) -> models.JobRow:
-    """Return the row of the job whose journal begins with `first`, created if missing; locked where locks exist.
+    """Return the row of the job with a journal that begins with `first`, created if missing; locked where locks exist.
 
     Raises LedgerError if it belongs to another database user.
     """
@@ -44,7 +44,7 @@ def job_of(session: Session, first: journal.Record) -> models.JobRow:
 
 
 def last_written_seq(session: Session, first: journal.Record) -> int:
-    """Return the number of the last applied record of the job whose journal begins with `first`; 0 if there is none."""
+    """Return the number of the last applied record of a journal that begins with `first`; 0 if there is none."""
     return session.scalar(select(models.JobRow.journal_seq).where(models.JobRow.uuid == job_uuid(first))) or 0
 
 

@@ -1,6 +1,6 @@
 """Rows of nodes, their stays and devices, and of workers.
 
-Decides what the entries about them do to these rows; never judges a node. Called by `applying` beside it.
+Decides how the entries about them change these rows; never judges a node. Called by `applying` beside it.
 """
 
 from __future__ import annotations

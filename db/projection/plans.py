@@ -1,6 +1,6 @@
 """Rows of plans, of changes that were declined, and of reconfigurations.
 
-Decides what the entries about them do to these rows; never weighs a plan. Called by `applying` beside it.
+Decides how the entries about them change these rows; never weighs a plan. Called by `applying` beside it.
 """
 
 from __future__ import annotations

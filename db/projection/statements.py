@@ -1,6 +1,6 @@
 """Statements that write rows past the session: many rows at once, or a row that another client may write as well.
 
-Decides what happens to rows that exist already; never what is in a row. Called by the modules beside it.
+Decides whether existing rows are replaced or kept; never the contents of a row. Called by the modules beside it.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ def shown_plan(reader: Reader, job_id: int) -> list[Row]:
     view, columns = TABLES["plans"], PlanRow.__table__.c
     query = view.query.where(columns.job_id == job_id)
     plans = reader.fetch(query.order_by(columns.in_effect_at.is_(None), columns.epoch.desc()).limit(1))
-    shown = [plan for plan in plans if plan["outcome"] in ("in effect", "pending")]
-    for plan in shown:
+    current = [plan for plan in plans if plan["outcome"] in ("in effect", "pending")]
+    for plan in current:
         _decode(reader, view, plan)
-    return shown
+    return current

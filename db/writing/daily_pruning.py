@@ -30,8 +30,8 @@ class DailyPruning:
         self._at = time.monotonic() if keep_s else float("inf")
 
     def prune(self, entry: journal.Entry) -> None:
-        """Remove some of the outdated telemetry of the user whose job began with `entry`, and more at the next call:
-        new records do not wait for it."""
+        """Remove some of the outdated telemetry of the job's user, and more at the next call: new records do not wait
+        for it. `entry`: the first one of the job's journal."""
         if time.monotonic() < self._at or self._keep_s is None:
             return
         before = datetime.now(UTC) - timedelta(seconds=self._keep_s)

@@ -56,7 +56,7 @@ class RecordQueue:
         self.last_submitted = max(self.last_submitted, record.seq)
 
     def take_over(self, path: Path, packed: list[journal.Record], written: int) -> None:
-        """Take in the journal at `path`, whose records up to number `written` are in the ledger."""
+        """Take in the journal at `path`; the ledger has its records up to number `written`."""
         self.journal_path = path
         if packed:
             self.first = packed[0]

@@ -41,7 +41,7 @@ class Transactions:
         dropped: int,
         journal_path: Path | None,
     ) -> int:
-        """Write one batch of the job whose journal begins with `first`; return the ledger's `journal_seq` after it."""
+        """Write one batch of the job, whose journal begins with `first`; return the ledger's `journal_seq` after it."""
         with Session(self._engine) as session, session.begin():
             self._schema = migrate.check_writable(session.connection(), self._name, self._schema)
             job = job_of(session, first)
@@ -68,7 +68,7 @@ class Transactions:
     ) -> int:
         """Write each record by itself, as an event if it fits no table; return the ledger's `journal_seq` after it.
 
-        `applied`: what that is without any record.
+        `applied`: that number if there are no records.
         """
         seq = applied
         for record in records:

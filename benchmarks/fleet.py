@@ -36,9 +36,11 @@ from rich.console import Console
 from rich.table import Table
 from sqlalchemy.orm import Session
 
-from db import migrate, projection
+from db import migrate
 from db.engine import file_of, make_engine, resolve
 from db.exchange import import_from
+from db.projection.applying import apply_all
+from db.projection.jobs import job_of
 from db.reading.reader import Reader
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.model import ModelSpec
@@ -504,7 +506,7 @@ def make(url: str, jobs: int, days: float, nodes: int, seed: int, length: int = 
     fleet = _Fleet(jobs, days, nodes, seed, length)
     for records in fleet.attempts():
         with Session(engine) as session, session.begin():
-            projection.apply_all(session, projection.job_of(session, records[0]), records)
+            apply_all(session, job_of(session, records[0]), records)
     engine.dispose()
     return fleet.truth
 

@@ -37,7 +37,7 @@ from db.grants import statements
 from db.reading import queries
 from db.reading.reader import Reader
 from db.settling import settle
-from db.writer import catch_up
+from db.writing.catch_up import catch_up
 from resihp.errors import ResihpError
 from tests.db.conftest import BEGAN, story, write_journal
 from tests.db.postgres import FAST, Server

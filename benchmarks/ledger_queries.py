@@ -27,6 +27,9 @@ from sqlalchemy import Connection
 from db import migrate
 from db.engine import make_engine, resolve
 from db.reading import fleet, queries
+from db.reading.costs import fleet_costs
+from db.reading.iterations.newest import newest_iterations
+from db.reading.plans import plan_rows
 from db.reading.reader import Reader
 from db.reading.tables import TABLES, Row
 
@@ -181,7 +184,7 @@ def questions(job: Row, nodes: list[str]) -> dict[str, Callable[[Reader], object
         asked[f"{name} JOB, on a terminal"] = lambda r, name=name: r.rows(name, id, last=50)  # type: ignore[misc]
         asked[f"{name} JOB --json"] = lambda r, name=name: r.rows(name, id)  # type: ignore[misc]
         asked[f"{name} --all, on a terminal"] = (
-            (lambda r: fleet.newest_iterations(r, 50))
+            (lambda r: newest_iterations(r, 50))
             if name == "iterations"
             else lambda r, name=name: r.rows(name, None, last=50)  # type: ignore[misc]
         )
@@ -196,8 +199,8 @@ def questions(job: Row, nodes: list[str]) -> dict[str, Callable[[Reader], object
         "node", fleet.failures_by(r, "node", since=month)
     )
     asked["cost JOB"] = lambda r: r.account(job)
-    asked["cost --all"] = lambda r: fleet.cost_rows([one for _, one in fleet.accounts(r)])
-    asked["promises JOB"] = lambda r: queries.promises_rows(r, id)
+    asked["cost --all"] = lambda r: fleet_costs.cost_rows([one for _, one in fleet_costs.accounts(r)])
+    asked["promises JOB"] = lambda r: plan_rows.promises_rows(r, id)
     asked["lemons"] = lambda r: queries.lemons(r)
     asked["why 37 JOB"] = lambda r: queries.why(r, job, min(37, 100))
     asked["status JOB: summary"] = lambda r: r.summary(id)

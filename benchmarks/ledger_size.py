@@ -22,13 +22,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-import db.writer
-
 if not __package__:  # run as a file, not with -m
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.ledger_ingest import begin
 from db.engine import make_engine, resolve
+from db.telemetry import queue as telemetry_queue
 from db.telemetry.report_rows import Report
 from db.writer import Ledger
 from resihp.record import journal
@@ -89,9 +88,9 @@ def main() -> None:
     given = parser.parse_args()
     runs: dict[str, tuple[int, dict[str, int]]] = {}
     with Server(FAST) as server:
-        most, db.writer.RANKS_KEPT_WHOLE = db.writer.RANKS_KEPT_WHOLE, given.ranks
+        most, telemetry_queue.RANKS_KEPT_WHOLE = telemetry_queue.RANKS_KEPT_WHOLE, given.ranks
         runs["every report"] = (given.whole, written(server.new_database(), given.ranks, given.whole, finding=False))
-        db.writer.RANKS_KEPT_WHOLE = most
+        telemetry_queue.RANKS_KEPT_WHOLE = most
         for name, finding in (("condensed", False), ("condensed, a finding", True)):
             url = server.new_database()
             runs[name] = (given.iterations, written(url, given.ranks, given.iterations, finding=finding))

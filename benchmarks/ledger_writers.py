@@ -32,7 +32,8 @@ from rich.table import Table
 
 from db.engine import resolve
 from db.reading.queries import Reader
-from db.writer import Ledger, catch_up
+from db.writer import Ledger
+from db.writing.catch_up import catch_up
 from resihp.errors import LedgerError
 from resihp.record import journal, journal_file
 

@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from db.reading.queries import Reader
-from db.writer import catch_up
+from db.writing.catch_up import catch_up
 from resihp.parallelism.layout import Layout, Replica, Stage
 from resihp.parallelism.plan import Plan, spread
 from resihp.protocol.messages import StepOutcome

@@ -4,7 +4,7 @@
 `models`, `engine`, `migrate`      tables, supported databases, versions of the schema
 `url_passwords`                    masks passwords in ledger URLs, and hides them from the process list
 `projection`, `layouts`            entries of a journal as rows
-`writer`, `report_rows`            the only writer of a job's ledger
+`writer`, `writing`, `telemetry`   the only writer of a job's ledger
 `exchange`, `parquet`              copies jobs, and maintenance records, from one ledger into another
 `retention`                        how long rows of iterations are kept
 `reading`                          questions to a ledger

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import shlex
 import sqlite3
 import stat
@@ -26,6 +25,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from sqlalchemy.pool import ConnectionPoolEntry, NullPool
 
 from db import url_passwords
+from db.file_systems import NETWORK_FILE_SYSTEMS, file_system
 from db.foreign.files import (
     check_rollback_journal,
     is_ours,
@@ -46,14 +46,6 @@ MIGRATION_LOCK_S = 3.0
 """Seconds for which a schema change waits for a server's table lock at a time; later queries on the table wait as
 long."""
 URL_EXAMPLES = "use sqlite:///PATH or postgresql+psycopg://USER@HOST/DATABASE"
-NETWORK_FILE_SYSTEMS = frozenset(
-    """
-    9p afs beegfs ceph cifs fuse.beegfs fuse.ceph fuse.dfuse fuse.glusterfs fuse.juicefs fuse.lustre fuse.s3fs
-    fuse.sshfs gfs2 glusterfs gpfs lustre nfs nfs4 ocfs2 orangefs panfs pvfs2 quobyte smb3 smbfs wekafs
-    """.split()  # noqa: SIM905 - one word per line would fill a page
-)
-"""File system types in /proc/mounts on which SQLite's WAL cannot rely on locks and shared memory
-(sqlite.org/wal.html)."""
 
 
 def default_url(job_folder: Path) -> str:
@@ -124,25 +116,6 @@ def resolve(url: str, job_folder: Path | None = None) -> URL:
 def file_of(url: URL) -> Path | None:
     """Return SQLite's file; None for a server."""
     return Path(url.database) if url.get_backend_name() == "sqlite" and url.database else None
-
-
-def file_system(path: Path, mounts: str | None = None) -> str:
-    """Return the type of the file system that holds `path`, by the longest mount point above it; empty if unknown."""
-    if mounts is None:
-        try:
-            mounts = Path("/proc/mounts").read_text(errors="replace")
-        except OSError:
-            return ""
-    target = path.resolve() if path.is_absolute() else path.absolute().resolve()
-    best, kind = -1, ""
-    for line in mounts.splitlines():
-        fields = line.split()
-        if len(fields) < 3:
-            continue
-        point = Path(re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[1]))
-        if target.is_relative_to(point) and len(point.parts) >= best:
-            best, kind = len(point.parts), fields[2]
-    return kind
 
 
 def is_on_network(url: URL) -> bool:

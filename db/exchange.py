@@ -1,10 +1,9 @@
-"""Export and import: copies jobs into a ledger from Parquet files, another ledger, or a journal; also maintenance
-records.
+"""Export and import of jobs and of maintenance records: from Parquet files, from another ledger, or from a journal.
 
 A job is identified by its uuid, and the copy with more of the journal (`journal_seq`) is the newer one: it replaces an
 older copy as a whole; an older or equal one only adds missing rank reports. Parts of a newer source that we do not know
 are left out, and named. One transaction per job. Maintenance records belong to no job: they are copied with a whole
-ledger (`db.maintenance`). Called by `resihp db export|import`; `db.writer` imports journals.
+ledger (`db.maintenance`). Called by `resihp db export|import`; `db.writing.catch_up` imports journals.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from sqlalchemy import Connection, Table, func, insert, select, update
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
-from db import maintenance, migrate, projection, settling
+from db import maintenance, migrate, settling
 from db.engine import file_of, make_engine, masked, prepare_folder, refusal, resolve
 from db.foreign.cells import check_cells
 from db.foreign.files import is_ours, is_shared_with_group, private_copy
@@ -35,8 +34,10 @@ from db.parquet.place import earlier_export, put_in_place
 from db.parquet.reading import open_export
 from db.parquet.tables import JOBS, MONTHLY_TABLES, OF_JOBS, Row, Source, Values, columns_of, file_order_key
 from db.parquet.writing import Exported, write
+from db.projection.columns import moment
+from db.projection.jobs import TELEMETRY_TABLES, forget, own_job
 from db.telemetry import report_rows
-from db.writer import catch_up
+from db.writing.catch_up import catch_up
 from resihp.durable_files import own_links_followed
 from resihp.errors import JobNotFoundError, LedgerError, UsageError
 from resihp.record import journal, journal_file, journal_format
@@ -253,7 +254,7 @@ def import_journal(path: Path, url: str) -> Merged:
         )
     try:
         uuid = job_uuid(first)
-        projection.moment(first.at)
+        moment(first.at)
     except ValueError as error:
         raise UsageError(f"journal {path}: its first record is invalid: {error}; name a whole journal") from error
     before = _journal_seq(url, uuid)
@@ -325,7 +326,7 @@ def _is_up_to_date(connection: Connection, uuid: str, seq: int) -> bool:
 
 def _merge_job(session: Session, source: Source, row: Row) -> Merged:
     try:
-        existing = projection.own_job(session, row["uuid"], row["name"])
+        existing = own_job(session, row["uuid"], row["name"])
     except LedgerError:
         if not _is_up_to_date(session.connection(), row["uuid"], row["journal_seq"]):
             raise
@@ -338,14 +339,14 @@ def _merge_job(session: Session, source: Source, row: Row) -> Merged:
     else:
         number = existing.id
         if row["journal_seq"] > existing.journal_seq:
-            projection.forget(session, existing)
+            forget(session, existing)
             session.flush()
             dropped = max(row["telemetry_dropped"], existing.telemetry_dropped)
             values = {**row, "telemetry_dropped": dropped}
             connection.execute(update(JOBS).where(JOBS.c.id == number).values(values))
             outcome = "brought forward"
     for table in OF_JOBS:
-        if table.name in projection.TELEMETRY_TABLES:
+        if table.name in TELEMETRY_TABLES:
             rows += _merge_telemetry(connection, number, table, source.rows(table, row["uuid"]))
         elif outcome != "unchanged":
             names = columns_of(table)

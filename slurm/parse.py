@@ -1,8 +1,7 @@
 """Parser for the output of Slurm's commands: bytes in, views out. Pure.
 
 Decides whether an answer is well formed; for any other answer it raises SlurmOutputError and never another exception.
-Fields are requested by name (`NODE_FORMAT`, `JOB_FORMAT`), each terminated by a control character that no sane value
-contains, so that spaces, bars or line breaks in a reason or a job's name cannot shift the fields. Called by
+Fields are requested by name (`NODE_FORMAT`, `JOB_FORMAT`); `fields` beside it splits the answer into them. Called by
 `slurm.commands`.
 """
 
@@ -14,8 +13,19 @@ import msgspec
 
 from slurm.client import Gres, JobRequest, JobView, NodeView
 from slurm.errors import SlurmOutputError
-
-FIELD, RECORD = "\x1f", "\x1e"
+from slurm.fields import (
+    COUNT_PATTERN,
+    EXCERPT_LENGTH,
+    MISSING_VALUES,
+    count_of,
+    decoded,
+    format_of,
+    read_records,
+    read_rows,
+    time_of,
+    unreadable,
+    wrong_width,
+)
 
 _NODE_FIELDS = ("NodeList", "StateComplete", "Reason", "User", "NodeAddr", "CPUs", "Memory", "Gres")
 _JOB_FIELDS = (
@@ -31,20 +41,14 @@ _REQUEST_FIELDS = (
 """`Exclusive` exists since 25.11; squeue prints nothing in place of a field that it does not know."""
 
 
-def _format(fields: tuple[str, ...]) -> str:
-    """Return a format for `-O`: a field with a terminator and without a size is printed whole, neither padded nor
-    cut."""
-    return ",".join(f"{field}:{RECORD if field == fields[-1] else FIELD}" for field in fields)
-
-
-NODE_FORMAT = _format(_NODE_FIELDS)
+NODE_FORMAT = format_of(_NODE_FIELDS)
 """Fields for `sinfo --Format`."""
-JOB_FORMAT = _format(_JOB_FIELDS)
+JOB_FORMAT = format_of(_JOB_FIELDS)
 """Fields for `squeue --Format`."""
-REQUEST_FORMAT = _format(_REQUEST_FIELDS)
+REQUEST_FORMAT = format_of(_REQUEST_FIELDS)
 """Fields for `squeue --noconvert --Format`."""
 _PREEMPTION_FIELDS = ("PreemptTime", "Partition", "QOS", "BatchFlag")
-PREEMPTION_FORMAT = _format(_PREEMPTION_FIELDS)
+PREEMPTION_FORMAT = format_of(_PREEMPTION_FIELDS)
 """Fields for `squeue --Format` of one job."""
 
 _NODE_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,252}[A-Za-z0-9_])?", re.ASCII)
@@ -54,7 +58,6 @@ _BLANKS = re.compile(r"\s*,\s*")
 NODE_LIST = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._,\[\]-]*[A-Za-z0-9_\]])?", re.ASCII)
 
 _STATE = re.compile(r"[a-z_]+", re.ASCII)
-_COUNT = re.compile(r"[0-9]{1,15}", re.ASCII)
 _CLOCK = re.compile(r"(?:([0-9]{1,6})-)?(?:([0-9]{1,6}):)?([0-9]{1,6}):([0-9]{2})", re.ASCII)
 _GPUS = re.compile(r"gpu(?::[^:(),]+)??(?::no_consume)?(?::([0-9]{1,6})([KMG]?))?(?:\([^()]*\))?", re.ASCII)
 """`gpu:8`, `gpu:h100:8(S:0-1)`, `gpu:a100:no_consume:4`, as gres.conf allows them."""
@@ -72,9 +75,6 @@ _PARTITION_MODE = re.compile(r" PreemptMode=(\S+) ", re.ASCII)
 _QOS_MODE = re.compile(r"[A-Za-z,]+", re.ASCII)
 _EXPEDITED = re.compile(r"\bExpeditedRequeue=Yes\b", re.ASCII)
 _SUBMITTED = re.compile(r"([0-9]{1,10})(?:;[A-Za-z0-9._-]+)?", re.ASCII)
-
-_NOTHING = ("", "N/A", "None", "(null)")
-_EXCERPT = 80
 
 
 def is_node(name: str) -> bool:
@@ -96,7 +96,7 @@ def nodes(output: bytes) -> dict[str, NodeView]:
     views: dict[str, NodeView] = {}
     unknown: dict[str, NodeView] = {}
     refusal = None
-    for fields in _rows(output, "sinfo"):
+    for fields in read_rows(output, "sinfo"):
         try:
             view = _node(fields)
         except SlurmOutputError as error:
@@ -113,13 +113,13 @@ def nodes(output: bytes) -> dict[str, NodeView]:
 def _node(fields: list[str]) -> NodeView:
     """Parse one row of `sinfo`. Raises SlurmOutputError if its width, name or state cannot be read."""
     if len(fields) != len(_NODE_FIELDS):
-        raise _wrong_width("sinfo", fields, len(_NODE_FIELDS))
+        raise wrong_width("sinfo", fields, len(_NODE_FIELDS))
     name, state, reason, by, address, cpus, memory, gres = fields
     if not is_node(name):
-        raise _unreadable("sinfo", "a node's name", name)
+        raise unreadable("sinfo", "a node's name", name)
     base, *flags = state.lower().split("+")
     if not all(_STATE.fullmatch(word) for word in (base, *flags)):
-        raise _unreadable("sinfo", f"the state of node {name}", state)
+        raise unreadable("sinfo", f"the state of node {name}", state)
     return NodeView(
         name=name,
         state=base,
@@ -127,8 +127,8 @@ def _node(fields: list[str]) -> NodeView:
         reason="" if reason == "none" else reason,
         reason_by="" if reason == "none" else by,
         address=address,
-        cpus=int(cpus) if _COUNT.fullmatch(cpus) else 0,
-        memory_mb=int(memory) if _COUNT.fullmatch(memory) else 0,
+        cpus=int(cpus) if COUNT_PATTERN.fullmatch(cpus) else 0,
+        memory_mb=int(memory) if COUNT_PATTERN.fullmatch(memory) else 0,
         gpus=_readable_gpus(gres),
     )
 
@@ -144,17 +144,17 @@ def _readable_gpus(gres: str) -> int:
 def jobs(output: bytes) -> list[tuple[frozenset[str], JobView, str]]:
     """Parse `squeue -h -O JOB_FORMAT`: for each job all its ids, its view without nodes, and its node list."""
     parsed_jobs = []
-    for fields in _records(output, len(_JOB_FIELDS), "squeue"):
+    for fields in read_records(output, len(_JOB_FIELDS), "squeue"):
         number, in_array, user, state, nodelist, host, why, restarts, time_left, preempted, submitted, comment, name = (
             fields
         )
         if not JOB_ID.fullmatch(number):
-            raise _unreadable("squeue", "a job's id", number)
+            raise unreadable("squeue", "a job's id", number)
         if not _STATE.fullmatch(state.lower()):
-            raise _unreadable("squeue", f"the state of job {number}", state)
+            raise unreadable("squeue", f"the state of job {number}", state)
         nodelist = "" if nodelist in ("(null)", "n/a", "N/A") else node_list(nodelist)
         if nodelist and not NODE_LIST.fullmatch(nodelist):
-            raise _unreadable("squeue", f"the nodes of job {number}", nodelist)
+            raise unreadable("squeue", f"the nodes of job {number}", nodelist)
         view = JobView(
             id=number,
             name=name,
@@ -162,11 +162,11 @@ def jobs(output: bytes) -> list[tuple[frozenset[str], JobView, str]]:
             state=state.lower(),
             batch_host="" if host in ("n/a", "N/A", "(null)") else host,
             why="" if why in ("None", "(null)") else why,
-            restarts=_count(restarts, f"the restarts of job {number}"),
+            restarts=count_of(restarts, f"the restarts of job {number}"),
             seconds_left=seconds_left(time_left),
-            preempted=preempted not in _NOTHING,
+            preempted=preempted not in MISSING_VALUES,
             element=in_array if "_" in in_array and JOB_ID.fullmatch(in_array) else "",
-            submitted_at=_time(submitted, f"when job {number} was submitted"),
+            submitted_at=time_of(submitted, f"when job {number} was submitted"),
             comment="" if comment == "(null)" else comment,
         )
         parsed_jobs.append((frozenset((number, in_array)), view, nodelist))
@@ -178,21 +178,21 @@ _SHARING = ("NO", "OK", "YES", "USER", "MCS", "TOPO")
 
 def request(output: bytes, job_id: str) -> JobRequest:
     """Parse `squeue -h --noconvert -O REQUEST_FORMAT`. A job array prints several records; this picks `job_id`'s."""
-    for fields in _records(output, len(_REQUEST_FIELDS), "squeue"):
+    for fields in read_records(output, len(_REQUEST_FIELDS), "squeue"):
         raw = dict(zip(_REQUEST_FIELDS, fields, strict=True))
         if job_id not in (raw["JobID"], raw["JobArrayID"]):
             continue
         for name, text in raw.items():
             if not text.isprintable():
-                raise _unreadable("squeue", f"{name} of job {job_id}", text)
-        values = {name: "" if text in _NOTHING else text for name, text in raw.items()}
+                raise unreadable("squeue", f"{name} of job {job_id}", text)
+        values = {name: "" if text in MISSING_VALUES else text for name, text in raw.items()}
         sharing, exclusive = raw["OverSubscribe"], raw["Exclusive"]
         if sharing not in _SHARING:
-            raise _unreadable("squeue", f"OverSubscribe of job {job_id}", sharing)
+            raise unreadable("squeue", f"OverSubscribe of job {job_id}", sharing)
         if not exclusive:  # before 25.11 one field held both
             exclusive = {"NO": "NODE", "OK": "NO", "YES": "NO"}.get(sharing, sharing)
         if exclusive not in ("NO", "NODE", "USER", "MCS", "TOPO"):
-            raise _unreadable("squeue", f"Exclusive of job {job_id}", exclusive)
+            raise unreadable("squeue", f"Exclusive of job {job_id}", exclusive)
         in_total = ("tres-per-job", "tres-per-task", "tres-per-socket")
         per_gpu = _memory_per_gpu(values["mem-per-tres"])
         return JobRequest(
@@ -225,7 +225,7 @@ def _gres(text: str) -> tuple[Gres, ...]:
             continue  # processors, memory and licences, which other fields report
         match = _GRES.fullmatch(part)
         if match is None:
-            raise _unreadable("squeue", "generic resources", text)
+            raise unreadable("squeue", "generic resources", text)
         resources.append(Gres(match[1], match[2] or "", int(match[3] or 1)))
     return tuple(resources)
 
@@ -235,7 +235,7 @@ def _memory_per_gpu(text: str) -> int:
     resource."""
     match = re.fullmatch(r"gres[:/]gpu[:=]([0-9]{1,15})M?", text, re.ASCII)
     if text and match is None:
-        raise _unreadable("squeue", "memory per GPU", text)
+        raise unreadable("squeue", "memory per GPU", text)
     return 0 if match is None else int(match[1])
 
 
@@ -243,27 +243,27 @@ def _memory_of_a_node(allocated: str) -> int:
     """Return one node's share of `cpu=2,mem=25000M,node=2,billing=2` in megabytes; memory may be requested per CPU."""
     words = dict(part.split("=", 1) for part in allocated.split(",") if "=" in part)
     count = words.get("node", "")
-    if "mem" not in words or not _COUNT.fullmatch(count) or int(count) == 0:
-        raise _unreadable("squeue", "the memory that a job has", allocated)
+    if "mem" not in words or not COUNT_PATTERN.fullmatch(count) or int(count) == 0:
+        raise unreadable("squeue", "the memory that a job has", allocated)
     return _megabytes(words["mem"]) // int(count)
 
 
 def _megabytes(text: str) -> int:
     match = _MEMORY.fullmatch(text)
     if match is None:
-        raise _unreadable("squeue", "an amount of memory", text)
+        raise unreadable("squeue", "an amount of memory", text)
     return round(float(match[1]) * 1024.0 ** ("KMGTP".index(match[2] or "M") - 1))
 
 
 def job_gpus(output: bytes) -> list[tuple[str, int]]:
     """Parse `scontrol show job -d`: pairs of a node list and the number of GPUs on each of its nodes."""
     gpus_by_nodes = []
-    for line in _text(output, "scontrol").splitlines():
+    for line in decoded(output, "scontrol").splitlines():
         if not line.lstrip().startswith("Nodes="):
             continue
         match = _NODES_GRES.fullmatch(line)
         if match is None or not NODE_LIST.fullmatch(match[1]):
-            raise _unreadable("scontrol", "a job's generic resources", line.strip())
+            raise unreadable("scontrol", "a job's generic resources", line.strip())
         if count := gpus(match[2], "scontrol"):
             gpus_by_nodes.append((match[1], count))
     return gpus_by_nodes
@@ -271,28 +271,28 @@ def job_gpus(output: bytes) -> list[tuple[str, int]]:
 
 def hostnames(output: bytes, nodelist: str) -> tuple[str, ...]:
     """Parse `scontrol show hostnames`, whose exit status is 0 even for a list that it cannot expand."""
-    names = tuple(_text(output, "scontrol").strip().split("\n"))
+    names = tuple(decoded(output, "scontrol").strip().split("\n"))
     if names == ("",):
-        raise SlurmOutputError(f"node list {nodelist[:_EXCERPT]}: scontrol finds no nodes in it")
+        raise SlurmOutputError(f"node list {nodelist[:EXCERPT_LENGTH]}: scontrol finds no nodes in it")
     for name in names:
         if not is_node(name):
-            raise _unreadable("scontrol", f"the node list {nodelist[:_EXCERPT]}", name)
+            raise unreadable("scontrol", f"the node list {nodelist[:EXCERPT_LENGTH]}", name)
     return names
 
 
 def version(output: bytes) -> tuple[int, int, int]:
     """Parse `sinfo --version`, such as `slurm 24.11.3`, `slurm-wlm 22.05.8` or `slurm 25.11`, read as 25.11.0."""
-    text = _text(output, "sinfo")
+    text = decoded(output, "sinfo")
     match = _VERSION.search(text)
     if match is None:
-        raise _unreadable("sinfo", "the version", text)
+        raise unreadable("sinfo", "the version", text)
     major, minor, micro = (int(number or 0) for number in match.groups())
     return major, minor, micro
 
 
 def cluster(output: bytes) -> str:
     """Return the cluster's name from `scontrol show config`."""
-    match = _CLUSTER.search(_text(output, "scontrol"))
+    match = _CLUSTER.search(decoded(output, "scontrol"))
     if match is None:
         raise SlurmOutputError("slurm: scontrol show config names no ClusterName")
     return match.group(1)
@@ -300,7 +300,7 @@ def cluster(output: bytes) -> str:
 
 def settings(output: bytes) -> dict[str, str]:
     """Parse `scontrol show config`: one `KEY = VALUE` per line; (null) and N/A become empty."""
-    settings_by_key = dict(_SETTING.findall(_text(output, "scontrol")))
+    settings_by_key = dict(_SETTING.findall(decoded(output, "scontrol")))
     if "ClusterName" not in settings_by_key:
         raise SlurmOutputError("slurm: scontrol show config names no ClusterName")
     return {key: "" if value in ("(null)", "N/A") else value for key, value in settings_by_key.items()}
@@ -317,16 +317,16 @@ class Preemption(msgspec.Struct, frozen=True):
 
 def preemption(output: bytes) -> Preemption:
     """Parse `squeue -h -j JOB -O PREEMPTION_FORMAT`."""
-    records = _records(output, len(_PREEMPTION_FIELDS), "squeue")
+    records = read_records(output, len(_PREEMPTION_FIELDS), "squeue")
     if len(records) != 1:
         raise SlurmOutputError(f"slurm: squeue returned {len(records)} jobs instead of 1")
     when, partition, qos, tries = records[0]
-    return Preemption(when not in _NOTHING, partition, qos, _count(tries, "how often a job was started"))
+    return Preemption(when not in MISSING_VALUES, partition, qos, count_of(tries, "how often a job was started"))
 
 
 def partition_mode(output: bytes) -> str:
     """Return how jobs of a partition are preempted, from `scontrol show partition -o`."""
-    match = _PARTITION_MODE.search(_text(output, "scontrol"))
+    match = _PARTITION_MODE.search(decoded(output, "scontrol"))
     if match is None:
         raise SlurmOutputError("slurm: scontrol show partition names no PreemptMode")
     return match[1]
@@ -335,23 +335,23 @@ def partition_mode(output: bytes) -> str:
 def qos_mode(output: bytes) -> str:
     """Return how jobs of a QOS are preempted, from `sacctmgr -nP show qos format=preemptmode`; `cluster`: by the
     cluster's setting."""
-    text = _text(output, "sacctmgr").strip().lower()
+    text = decoded(output, "sacctmgr").strip().lower()
     if not _QOS_MODE.fullmatch(text):
-        raise _unreadable("sacctmgr", "the preemption mode of a QOS", text)
+        raise unreadable("sacctmgr", "the preemption mode of a QOS", text)
     return text
 
 
 def expedited(output: bytes) -> bool:
     """Decide whether a job has an expedited requeue, from `scontrol show job`."""
-    return _EXPEDITED.search(_text(output, "scontrol")) is not None
+    return _EXPEDITED.search(decoded(output, "scontrol")) is not None
 
 
 def submitted(output: bytes) -> str:
     """Return the job's id from `sbatch --parsable`."""
-    lines = _text(output, "sbatch").split()
+    lines = decoded(output, "sbatch").split()
     match = _SUBMITTED.fullmatch(lines[-1]) if lines else None
     if match is None:
-        raise _unreadable("sbatch", "the new job's id", " ".join(lines))
+        raise unreadable("sbatch", "the new job's id", " ".join(lines))
     return match.group(1)
 
 
@@ -362,7 +362,7 @@ def script(output: bytes, job_id: str) -> str:
     except UnicodeDecodeError:
         raise SlurmOutputError(f"job {job_id}: its batch script is not UTF-8 text") from None
     if not text.startswith("#!"):
-        raise _unreadable("scontrol", f"the batch script of job {job_id}", text)
+        raise unreadable("scontrol", f"the batch script of job {job_id}", text)
     return text
 
 
@@ -375,7 +375,7 @@ def seconds_left(text: str) -> float | None:
         return 0.0
     match = _CLOCK.fullmatch(text)
     if match is None:
-        raise _unreadable("squeue", "the time left", text)
+        raise unreadable("squeue", "the time left", text)
     days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
@@ -390,52 +390,5 @@ def gpus(gres: str, command: str = "sinfo") -> int:
         if match is not None:
             total += int(match[1] or 1) * _MULTIPLES[match[2] or ""]
         elif part.startswith("gpu:"):
-            raise _unreadable(command, "generic resources", gres)
+            raise unreadable(command, "generic resources", gres)
     return total
-
-
-def _records(output: bytes, width: int, command: str) -> list[list[str]]:
-    """Return the fields of each record. Raises SlurmOutputError if a record has another width."""
-    rows = _rows(output, command)
-    for fields in rows:
-        if len(fields) != width:
-            raise _wrong_width(command, fields, width)
-    return rows
-
-
-def _rows(output: bytes, command: str) -> list[list[str]]:
-    """Return the fields of each record. Raises SlurmOutputError if text follows the last record: the output was cut
-    off."""
-    text = _text(output, command)
-    *records, rest = text.split(RECORD)
-    if rest.strip():
-        whole = f"{len(records)} record{'s' * (len(records) != 1)}"
-        raise SlurmOutputError(f"slurm: {command}'s output is cut off after {whole}")
-    # Releases that pad fields do so with spaces.
-    return [[field.strip(" ") for field in record.removeprefix("\n").split(FIELD)] for record in records]
-
-
-def _wrong_width(command: str, fields: list[str], width: int) -> SlurmOutputError:
-    return _unreadable(command, f"a record of {len(fields)} fields instead of {width}", " ".join(fields))
-
-
-def _text(output: bytes, command: str) -> str:
-    """Decode output. Names and states are ASCII and checked; a user's text in another encoding only looks odd."""
-    if b"\0" in output:
-        raise SlurmOutputError(f"slurm: {command}'s output is not text")
-    return output.decode("utf-8", "replace")
-
-
-def _time(text: str, subject: str) -> float | None:
-    """Return seconds since 1970; all commands are run so that they print times in this form."""
-    return None if text in ("", "N/A", "Unknown", "None", "(null)") else float(_count(text, subject))
-
-
-def _count(text: str, subject: str) -> int:
-    if not _COUNT.fullmatch(text):
-        raise _unreadable("slurm", subject, text)
-    return int(text)
-
-
-def _unreadable(command: str, subject: str, text: str) -> SlurmOutputError:
-    return SlurmOutputError(f"slurm: cannot read {subject} in {command}'s output: {text[:_EXCERPT]!a}")

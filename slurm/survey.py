@@ -17,11 +17,11 @@ from slurm import limits, parse
 from slurm.command_call import CompletedCall, call, own_environment, query_environment, submit_environment
 from slurm.commands import TIMEOUT_S, failure
 from slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
+from slurm.fields import FIELD, RECORD, format_of
 from slurm.limits import Association, Limits
 
-FIELD, RECORD = parse.FIELD, parse.RECORD
 _FIELDS = ("Partition", "Available", "Time", "DefaultTime", "NodeAIOT", "Gres", "CPUs", "Memory")
-PARTITION_FORMAT = ",".join(f"{field}:{RECORD if field == _FIELDS[-1] else FIELD}" for field in _FIELDS)
+PARTITION_FORMAT = format_of(_FIELDS)
 """Fields for `sinfo --Format`."""
 
 _USER = re.compile(r"([^()]+)\((\d+)\)")

@@ -75,7 +75,6 @@ NAMED_TWICE: Mapping[str, str] = {
     "Worker": "an agent's; the simulator's",
 }
 LONG: Mapping[str, int] = {
-    "db.reading.iterations.why.why": 73,
     "resihp.controller.state.job.Job.__init__": 90,
     "resihp.detector.offline.traces.read": 66,
     "resihp.scheduler.search.kernels.write_best_partition": 71,  # machine code; another call means more to compile
@@ -87,14 +86,7 @@ LONG: Mapping[str, int] = {
 CROWDED: Mapping[str, int] = {}
 MAX_MODULE_LINES = 400
 LONG_MODULES: Mapping[str, int] = {
-    "db/engine.py": 425,
     "db/models.py": 700,
-    "db/projection.py": 875,
-    "db/reading/costs/cost_accounts.py": 600,
-    "db/reading/fleet.py": 550,
-    "db/reading/queries.py": 425,
-    "db/reading/reader.py": 475,
-    "db/writer.py": 650,
     "resihp/controller/interface.py": 475,
     "resihp/detector/diagnosis/candidates.py": 425,
     "resihp/detector/diagnosis/signatures.py": 525,
@@ -112,7 +104,6 @@ LONG_MODULES: Mapping[str, int] = {
     "resihp/scheduler/cost/prices.py": 475,
     "resihp/scheduler/search/kernels.py": 1675,
     "resihp/scheduler/what_if/question.py": 425,
-    "slurm/parse.py": 450,
     "slurm/site/hook.py": 825,
     "wrapper/sinks/metrics.py": 450,
     "wrapper/supervisor/shell.py": 475,
@@ -121,11 +112,6 @@ LONG_MODULES: Mapping[str, int] = {
 MAX_COMPLEXITY = 20
 COMPLEX: Mapping[str, int] = {
     "wrapper.sinks.figures.follow": 24,
-    "db.reading.costs.goodput.course": 21,
-    "db.reading.iterations.excess._usual": 23,
-    "db.reading.iterations.why.why": 31,
-    "db.reading.naming.job": 33,
-    "db.reading.reader.Reader.rows": 28,
     "resihp.detector.diagnosis.candidates._rank_named_by": 23,
     "resihp.detector.diagnosis.candidates.candidates_of": 27,
     "resihp.detector.diagnosis.clues.read_log": 34,

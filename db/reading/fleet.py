@@ -1,4 +1,4 @@
-"""Statistics over many jobs: failures by node, component, cause or job; their costs; and nodes to distrust.
+"""Statistics over many jobs: failures by node, component, cause or job; and nodes to distrust.
 
 Each question has a part that reads one ledger, returning few rows because the database counts, and a part that joins
 the results of several ledgers: a cluster's PostgreSQL is one, a home of jobs with a SQLite file each is many. Called by
@@ -8,22 +8,18 @@ the results of several ledgers: a cluster's PostgreSQL is one, a home of jobs wi
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from collections.abc import Iterable
+from datetime import UTC, datetime
 from typing import Any, Literal, get_args
 
-from sqlalchemy import ColumnElement, Select, case, func, or_, select
+from sqlalchemy import ColumnElement, Select, case, func, select
 
-from db.models import DrainRow, FailureRow, IterationRow, JobRow, NodeRow, ReconfigurationRow
+from db.models import DrainRow, FailureRow, JobRow, NodeRow, ReconfigurationRow
 from db.reading import hardware, health
-from db.reading.costs.cost_accounts import OF_FAILURES, Account, added, between, stored_account_with
-from db.reading.costs.timeline import CAUSES, SHARES, Again, HeldTime, committed_again
 from db.reading.reader import Reader
-from db.reading.tables import JOB_COLUMNS, TABLES, Row, no_collection
+from db.reading.tables import Row, no_collection
 from resihp.detector.lemons import NodeFailure, Service, node_health
 from resihp.detector.moved import Machine, Renewal, SeenDevice, follow
-from resihp.errors import UsageError
 
 By = Literal[
     "node",
@@ -43,22 +39,17 @@ By = Literal[
 ]
 GROUPS: tuple[By, ...] = get_args(By)
 """`version` is resihp's; `hardware`: whether it is the cause; a `week` is named by its Monday."""
-OF_JOBS = {"job": "uuid", "account": "slurm_account"} | {
+GROUP_COLUMNS = {"job": "uuid", "account": "slurm_account"} | {
     name: name for name in ("owner", "partition", "cluster", "version", "torch")
 }
 """The column of `jobs` for each way of grouping by a property of the job. A job is counted by its uuid, because job
 names repeat between folders and hosts."""
-CostBy = Literal["job", "owner", "account", "partition", "cluster", "week", "month"]
-Period = Literal["week", "month"]
-COST_BY: tuple[str, ...] = get_args(CostBy)
 FAILURE_KINDS = ("fail-stop", "fail-slow", "communication", "program")
 MEAN_COLUMNS = ("detect_seconds", "recover_seconds", "without_noticing_seconds")
 """Mean times of failures: from injection until noticed (injected faults only); from the failure to the first iteration
 after it; and the same from the notice."""
 NO_NAME = "-"
 """Name for failures without a node, and jobs without an account."""
-MAX_CLOCK_SETBACK = timedelta(days=1)
-"""Largest time by which a clock may have been set back in a job, so that its end is not the time of its last entry."""
 
 _NUMBERED = re.compile(r"\b(ranks?|nodes?|device|pid|iteration|step) [^\s:;,()]*[\w.-]+(?:, \d+(?:-\d+)?)*")
 _FIGURE = re.compile(r"\b\d+(?:\.\d+)? ?(s|ms|%|GB|MB|iterations)(?!\w)")
@@ -86,7 +77,7 @@ def failures_by(
         transitions,
         (transitions.c.job_id == failures.c.job_id) & (transitions.c.epoch == failures.c.recovered_epoch),
     )
-    if by in OF_JOBS or user is not None:
+    if by in GROUP_COLUMNS or user is not None:
         source = source.join(JobRow.__table__, JobRow.__table__.c.id == failures.c.job_id)
     query = select(
         column.label("key"),
@@ -122,8 +113,8 @@ def failures_by(
 def _group(reader: Reader, by: By, job_id: int | None) -> ColumnElement[Any]:
     if by == "owner":
         return reader.owner()
-    if by in OF_JOBS:
-        return JobRow.__table__.c[OF_JOBS[by]]
+    if by in GROUP_COLUMNS:
+        return JobRow.__table__.c[GROUP_COLUMNS[by]]
     failures = FailureRow.__table__.c
     if by == "node" and job_id is None:
         return reader.node_name(failures.node, failures.job_id)
@@ -177,209 +168,6 @@ def kind_of_cause(cause: str) -> str:
 
 def _mean(total: float | None, count: int) -> float | None:
     return total / count if count and total is not None else None
-
-
-# --- cost -----------------------------------------------------------------------------------------------------------
-
-
-def accounts(
-    reader: Reader,
-    *,
-    user: str | None = None,
-    since: datetime | None = None,
-    until: datetime | None = None,
-    now: datetime | None = None,
-    period: Period | None = None,
-    others: Sequence[Row] = (),
-) -> list[tuple[Row, Account]]:
-    """Return every job of a ledger, or of a `user`, that held devices from `since` on and before `until`, newest first,
-    with the account of its time in that period.
-
-    With a `period`, once for each one that overlaps the job, with its name in the row: weeks begin on Mondays, all
-    times are UTC. `others`: attempts in other ledgers, as from `Reader.attempts`.
-    """
-    now = now or datetime.now(UTC)
-    columns = JobRow.__table__.c
-    query = select(*(reader.owner() if name == "owner" else columns[name] for name in (*JOB_COLUMNS, "account")))
-    query = query.order_by(columns.started_at.desc(), columns.id.desc())
-    if user is not None:
-        query = query.where(reader.is_of(user))
-    if since is not None:
-        query = query.where(or_(columns.last_entry_at >= since - MAX_CLOCK_SETBACK, columns.state == "running"))
-    if until is not None:
-        query = query.where(columns.started_at < until)
-    again = committed_again(reader.attempts(None, others))
-    return _costs(reader, reader.fetch(query), again, now, _Cut(since, until, period))
-
-
-def costs_of(
-    reader: Reader,
-    job: Row,
-    *,
-    now: datetime | None = None,
-    period: Period | None = None,
-    others: Sequence[Row] = (),
-) -> list[tuple[Row, Account]]:
-    """Return the same for one job, over its whole time; `job` is its row."""
-    again = {job["uuid"]: reader.committed_again(job, others)}
-    return _costs(reader, [job], again, now or datetime.now(UTC), _Cut(None, None, period))
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """The time for which costs are requested: between two moments, and by periods if any."""
-
-    since: datetime | None
-    until: datetime | None
-    period: Period | None
-
-    def whole(self, job: Row, account: Account) -> list[tuple[str | None, Account]] | None:
-        """Return the cost of a job from its stored account, if one part contains all of it; an empty list if it was
-        over before; None if it has to be cut."""
-        began: datetime = job["started_at"]
-        end = began + timedelta(seconds=account.held_s)
-        if self.since is not None and end < self.since:
-            return []
-        for name, first, last in self._windows(began, end):
-            return [(name, account)] if first <= began and end < last else None
-        return []
-
-    def parts(self, job: Row, timeline: HeldTime) -> list[tuple[str | None, Account]]:
-        """Return the cost of a job by parts."""
-        began: datetime = job["started_at"]
-        if self.since is None and self.until is None and self.period is None:
-            return [(None, between(timeline))]
-        named_parts = []
-        for name, first, last in self._windows(began, began + timedelta(seconds=timeline.held_s)):
-            part = between(timeline, (first - began).total_seconds(), (last - began).total_seconds())
-            if part.held_s > 0.0 or part.failures:
-                named_parts.append((name, part))
-        return named_parts
-
-    def _windows(self, began: datetime, end: datetime) -> Iterator[tuple[str | None, datetime, datetime]]:
-        """Yield the parts of the time around a job: name, since, until."""
-        first, last = self.since or began, self.until or end + timedelta(seconds=1)
-        if self.period is None:
-            yield None, first, last
-            return
-        at = max(first, began)
-        at = at.replace(hour=0, minute=0, second=0, microsecond=0)
-        at = at.replace(day=1) if self.period == "month" else at - timedelta(days=at.weekday())
-        while at < last and at <= end:
-            week = self.period == "week"
-            following = at + timedelta(days=7) if week else (at + timedelta(days=32)).replace(day=1)
-            yield f"{at:%Y-%m-%d}" if week else f"{at:%Y-%m}", max(at, first), min(following, last)
-            at = following
-
-
-def _costs(
-    reader: Reader, jobs: Sequence[Row], again: Mapping[str, Again], now: datetime, cut: _Cut
-) -> list[tuple[Row, Account]]:
-    """Return the costs of jobs by parts, from the stored account if one part contains the job. Rows of the other jobs
-    are read once, regardless of the number of parts, one job at a time."""
-    kept = [stored_account_with(job, again.get(job["uuid"], ())) for job in jobs]
-    whole = [None if account is None else cut.whole(job, account) for job, account in zip(jobs, kept, strict=True)]
-    timelines = reader.timelines(
-        [job for job, parts_of_job in zip(jobs, whole, strict=True) if parts_of_job is None], now
-    )
-    costs: list[tuple[Row, Account]] = []
-    for job, parts_of_job in zip(jobs, whole, strict=True):
-        parts = cut.parts(job, next(timelines)(again.get(job["uuid"], ()))) if parts_of_job is None else parts_of_job
-        costs += [(job if name is None else {**job, str(cut.period): name}, part) for name, part in parts]
-    return costs
-
-
-def cost_rows(job_accounts: Sequence[Account], price: float | None = None) -> list[Row]:
-    """Return the rows `cause` (`useful` first), `seconds`, `share` of the time held, `gpu_hours`, `of_failures`; sums
-    over jobs. With the `price` of a GPU-hour, also `money`."""
-    total = added(job_accounts)
-    seconds = {"useful": total.useful_s, **total.lost_s}
-    hours = {"useful": total.useful_gpu_hours, **total.lost_gpu_hours}
-    return [
-        {
-            "cause": cause,
-            "seconds": seconds[cause],
-            "share": seconds[cause] / total.held_s if total.held_s > 0 else None,
-            "gpu_hours": hours[cause],
-            "of_failures": cause in OF_FAILURES,
-            **({} if price is None else {"money": hours[cause] * price}),
-        }
-        for cause in SHARES
-    ]
-
-
-JOB_KEYS = ("uuid", "host", "state", "started_at")
-"""Columns that identify a job besides its name, which jobs of other folders or hosts may share."""
-
-
-def cost_by_job(job_accounts: Iterable[tuple[Row, Account]], price: float | None = None) -> list[Row]:
-    """Return one row per job: `job`, `uuid`, `host`, `state`, `started_at`, and the columns of `figures`."""
-    return [
-        {"job": job["name"], **{name: job[name] for name in JOB_KEYS}, **figures(account, price)}
-        for job, account in job_accounts
-    ]
-
-
-def cost_by(by: CostBy, job_accounts: Iterable[tuple[Row, Account]], price: float | None = None) -> list[Row]:
-    """Return one row for each owner, (Slurm) account, partition, cluster, week or month: its name, `jobs`, and the
-    columns of `figures`. Most GPU-hours first, but periods in their order. For periods, call `accounts` with that
-    period."""
-    if by == "job":
-        return cost_by_job(job_accounts, price)
-    groups: dict[str, list[tuple[Row, Account]]] = {}
-    for job, account in job_accounts:
-        groups.setdefault(job["slurm_account" if by == "account" else by] or NO_NAME, []).append((job, account))
-    rows = [
-        {
-            by: name,
-            "jobs": len({job["uuid"] for job, _ in members}),
-            **figures(added(account for _, account in members), price),
-        }
-        for name, members in groups.items()
-    ]
-    if by in ("week", "month"):
-        return sorted(rows, key=lambda row: str(row[by]))
-    return sorted(rows, key=lambda row: (-row["gpu_hours"], row[by]))
-
-
-def figures(account: Account, price: float | None = None) -> Row:
-    """Return an account as columns `FIGURE_COLUMNS`; with the `price` of a GPU-hour also `money` and
-    `failure_money`."""
-    row = {
-        "wall_seconds": account.wall_s,
-        "goodput": account.goodput,
-        "ettr": account.ettr,
-        "failures": account.failures,
-        "mtbf_seconds": account.mtbf_s,
-        "mttr_seconds": account.mttr_s,
-        "gpu_hours": account.gpu_hours,
-        "failure_gpu_hours": account.failure_gpu_hours,
-        "useful_seconds": account.useful_s,
-        **{f"{cause}_seconds": account.lost_s[cause] for cause in CAUSES},
-        "held_seconds": account.held_s,
-        "useful_share": account.useful_share,
-        "hardware_failures": account.hardware_failures,
-        "hardware_mtbf_seconds": account.hardware_mtbf_s,
-        "failure_rate": account.failure_rate,
-        "hardware_failure_rate": account.hardware_failure_rate,
-        "useful_gpu_hours": account.useful_gpu_hours,
-        **{f"{cause}_gpu_hours": account.lost_gpu_hours[cause] for cause in CAUSES},
-    }
-    money = (
-        {}
-        if price is None
-        else {"money": account.gpu_hours * price, "failure_money": account.failure_gpu_hours * price}
-    )
-    return {**row, **money}
-
-
-FIGURE_COLUMNS = (
-    *("wall_seconds", "goodput", "ettr", "failures", "mtbf_seconds", "mttr_seconds", "gpu_hours", "failure_gpu_hours"),
-    *("useful_seconds", *(f"{cause}_seconds" for cause in CAUSES), "held_seconds", "useful_share"),
-    *("hardware_failures", "hardware_mtbf_seconds", "failure_rate", "hardware_failure_rate"),
-    *("useful_gpu_hours", *(f"{cause}_gpu_hours" for cause in CAUSES)),
-)
-"""`failure_rate`, `hardware_failure_rate`: in 1,000 GPU-days. The rest as in `Account`."""
 
 
 # --- nodes ----------------------------------------------------------------------------------------------------------
@@ -489,46 +277,3 @@ def lemons(record: NodeRecord, now: datetime | None = None) -> list[Row]:
 def horizon(now: datetime | None = None) -> datetime:
     """Return the time before which records no longer count against a node."""
     return (now or datetime.now(UTC)) - health.JUDGED_PERIOD
-
-
-# --- iterations -----------------------------------------------------------------------------------------------------
-
-
-def newest_iterations(
-    reader: Reader,
-    last: int,
-    *,
-    user: str | None = None,
-    since: datetime | None = None,
-    until: datetime | None = None,
-) -> list[Row]:
-    """Return the `last` committed iterations of all jobs, or of a `user`'s, in order of time; as `Reader.rows` of all
-    jobs, without a scan.
-
-    Reads from the newest jobs, job by job, until the remaining ones had all ended earlier. Raises UsageError if `last`
-    is not positive.
-    """
-    if last < 1:
-        raise UsageError(f"history: --last {last}: give 1 or more")
-    jobs = JobRow.__table__.c
-    query = select(jobs.id, jobs.name, jobs.uuid, jobs.last_entry_at).order_by(jobs.last_entry_at.desc())
-    if user is not None:
-        query = query.where(reader.is_of(user))
-    if since is not None:
-        query = query.where(jobs.last_entry_at >= since)
-    if until is not None:
-        query = query.where(jobs.started_at < until)
-    newest_rows: list[Row] = []
-    columns = IterationRow.__table__.c
-    for job in reader.fetch(query):
-        if len(newest_rows) == last and newest_rows[0]["finished_at"] >= job["last_entry_at"]:
-            break
-        newest = TABLES["iterations"].query.where(columns.job_id == job["id"])
-        if since is not None:
-            newest = newest.where(columns.finished_at >= since)
-        if until is not None:
-            newest = newest.where(columns.finished_at < until)
-        rows = reader.fetch(newest.order_by(columns.finished_at.desc()).limit(last))
-        newest_rows += [{"job": job["name"], "job_uuid": job["uuid"], **row} for row in rows]
-        newest_rows = sorted(newest_rows, key=lambda row: (row["finished_at"], row["job"], row["iteration"]))[-last:]
-    return newest_rows

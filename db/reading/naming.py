@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import ColumnElement, case, literal, or_, select
+from sqlalchemy import ColumnElement, Select, case, literal, or_, select
 
-from db.models import JobRow
+from db.models import JobRow, NodeRow
 from db.reading.tables import Row
 from resihp.errors import JobNotFoundError, UsageError
 
@@ -92,6 +92,15 @@ def node_name(clusters: Sequence[str], node: ColumnElement[Any], job: ColumnElem
     )
 
 
+def nodes(reader: Reader, job_id: int | None) -> list[str]:
+    columns = NodeRow.__table__.c
+    if job_id is not None:
+        query = select(columns.node).distinct().where(columns.job_id == job_id)
+    else:
+        query = select(reader.node_name(columns.node, columns.job_id).label("node")).distinct()
+    return [row["node"] for row in reader.fetch(query.order_by("node").limit(MAX_NAMES_SEARCHED))]
+
+
 def is_asked(
     clusters: Sequence[str], wanted: str, node: ColumnElement[Any], job: ColumnElement[int]
 ) -> ColumnElement[bool]:
@@ -144,19 +153,42 @@ def job(
     columns = [reader.owner() if column.key == "owner" else column for column in JobRow.__table__.columns]
     query = select(*columns).order_by(JobRow.started_at.desc(), JobRow.id.desc())
     if name is None and host is None:
-        matches = (
-            reader.fetch(query.where(reader.is_of(_reader_name())).limit(1))
-            or reader.fetch(query.where(reader.is_written_by_reader()).limit(1))
-            or reader.fetch(query.limit(1))
-        )
-        if not matches:
-            raise JobNotFoundError(f"ledger {reader.name}: holds no job yet")
-        return matches[0]
+        return _newest_job(reader, query)
     if uuid is not None:
         return _job_of_folder(reader, reader.fetch(query.where(JobRow.uuid == uuid)), name or "", None, None)
     if host is not None or started is not None:
         return _job_of_folder(reader, reader.fetch(query.where(JobRow.name == name)), name or "", host, started)
-    wanted = NamedJob.of(name or "")
+    return _named_job(reader, query, name or "")
+
+
+def _newest_job(reader: Reader, query: Select[Any]) -> Row:
+    """Return the newest job of the reader, or of all if there is none of theirs."""
+    matches = (
+        reader.fetch(query.where(reader.is_of(_reader_name())).limit(1))
+        or reader.fetch(query.where(reader.is_written_by_reader()).limit(1))
+        or reader.fetch(query.limit(1))
+    )
+    if not matches:
+        raise JobNotFoundError(f"ledger {reader.name}: holds no job yet")
+    return matches[0]
+
+
+def _named_job(reader: Reader, query: Select[Any], name: str) -> Row:
+    """Return the job that a name means: of the reader's own jobs, if any has that name; the newest of a run."""
+    wanted = NamedJob.of(name)
+    matches = _matches(reader, query, name, wanted)
+    if not matches:
+        raise JobNotFoundError(f"job {name}: not in ledger {reader.name}{nearest(wanted.name, _names(reader))}")
+    own = _own_jobs(reader, matches)
+    candidates = own if own and wanted.user is None else matches
+    newest = {job["run"] or job["uuid"]: job for job in reversed(candidates)}
+    if len(newest) > 1:
+        raise UsageError(_choices(name, [*newest.values()][::-1]))
+    return candidates[0]
+
+
+def _matches(reader: Reader, query: Select[Any], name: str, wanted: NamedJob) -> list[Row]:
+    """Return the jobs of that name; if there are none, those with that user and name, number, or uuid."""
     matches = (
         reader.fetch(query.where(JobRow.name == name))
         or reader.fetch(query.where(wanted.named(reader)))
@@ -164,20 +196,19 @@ def job(
     )
     if not matches and (prefix := wanted.prefix(reader)) is not None:
         matches = reader.fetch(query.where(prefix))
-    if not matches:
-        raise JobNotFoundError(f"job {name}: not in ledger {reader.name}{nearest(wanted.name, _names(reader))}")
-    mine = [job for job in matches if job["owner"] == _reader_name()]
-    if not mine and len(matches) > 1:
-        own = select(JobRow.uuid).where(
-            reader.is_written_by_reader(), JobRow.uuid.in_([job["uuid"] for job in matches])
-        )
-        uuids = {row["uuid"] for row in reader.fetch(own)}
-        mine = [job for job in matches if job["uuid"] in uuids]
-    candidates = mine if mine and wanted.user is None else matches
-    newest = {job["run"] or job["uuid"]: job for job in reversed(candidates)}
-    if len(newest) > 1:
-        raise UsageError(_choices(name or "", [*newest.values()][::-1]))
-    return candidates[0]
+    return matches
+
+
+def _own_jobs(reader: Reader, jobs: list[Row]) -> list[Row]:
+    """Return those of the jobs that name the reader as their owner; if there are none, those that the reader's
+    database user wrote."""
+    reader_name = _reader_name()
+    own = [job for job in jobs if job["owner"] == reader_name]
+    if own or len(jobs) == 1:
+        return own
+    written = select(JobRow.uuid).where(reader.is_written_by_reader(), JobRow.uuid.in_([job["uuid"] for job in jobs]))
+    uuids = {row["uuid"] for row in reader.fetch(written)}
+    return [job for job in jobs if job["uuid"] in uuids]
 
 
 def _job_of_folder(reader: Reader, matches: list[Row], name: str, host: str | None, started: datetime | None) -> Row:

@@ -35,13 +35,15 @@ from sqlalchemy import BigInteger, Boolean, Float, Integer, String, func, select
 from db import models
 from db.models import EventRow, IterationRow, JobRow
 from db.reading import comparison, fleet, hardware, rates
-from db.reading.costs.cost_accounts import summarise
-from db.reading.fleet import FIGURE_COLUMNS, By, CostBy
+from db.reading.costs import fleet_costs
+from db.reading.costs.fleet_costs import FIGURE_COLUMNS, CostBy
+from db.reading.costs.summary import summarise
+from db.reading.fleet import By
 from db.reading.iterations.excess import NEAR_ITERATIONS, last_unaffected
 from db.reading.iterations.why import Why
 from db.reading.iterations.why import why as explain_iteration
 from db.reading.plans import decisions as taken
-from db.reading.plans import promises as promised
+from db.reading.plans import plan_rows
 from db.reading.plans import spares as spares_saved
 from db.reading.reader import Reader
 from db.reading.tables import JOB_COLUMNS, OF_JOB, TABLES, Row, Table
@@ -67,8 +69,8 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "rate": ("when", "which", "failures", "device_days", "rate", "ratio", "p"),
     "compare": ("what", "first", "second", "difference"),
     "cost": ("cause", "seconds", "share", "gpu_hours", "of_failures"),
-    "cost by job": ("job", *fleet.JOB_KEYS, *FIGURE_COLUMNS),
-    **{f"cost by {by}": (by, "jobs", *FIGURE_COLUMNS) for by in fleet.COST_BY if by != "job"},
+    "cost by job": ("job", *fleet_costs.JOB_KEYS, *FIGURE_COLUMNS),
+    **{f"cost by {by}": (by, "jobs", *FIGURE_COLUMNS) for by in fleet_costs.COST_BY if by != "job"},
     "placements": hardware.PLACEMENT_COLUMNS,
     "hosts": (*hardware.STAY_COLUMNS, "vbios", "changed"),
     "promises": (
@@ -84,71 +86,11 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
 """Columns of every view of `resihp history`."""
 
 
-# --- rows of one job ------------------------------------------------------------------------------------------------
-
-
-def promises_rows(reader: Reader, job_id: int) -> list[Row]:
-    """Return the promise of each plan of a job and its outcome, as defined in `db.reading.plans.promises`."""
-    rates = reader.narrow("iterations", job_id, ("iteration", "epoch", "seconds", "tokens"))
-    return promised.promises(reader.narrow("plans", job_id), rates, reader.narrow("failures", job_id))
-
-
-def decisions_rows(
-    reader: Reader, job_id: int, *, since: datetime | None = None, until: datetime | None = None
-) -> list[Row]:
-    """Return every decision of a job, as defined in `db.reading.plans.decisions`; only those of a period, if given."""
-    rows = taken.decisions(
-        plans=reader.rows("plans", job_id),
-        declined=reader.rows("declined_changes", job_id),
-        replacements=reader.rows("replacements", job_id),
-        promised=promises_rows(reader, job_id),
-        failures=reader.narrow("failures", job_id, ("failure", "recovered_epoch")),
-        iterations=reader.narrow("iterations", job_id, ("epoch", "seconds")),
-    )
-    return [row for row in rows if (since is None or row["at"] >= since) and (until is None or row["at"] < until)]
-
-
-def spares_rows(
-    reader: Reader,
-    job: Row | None = None,
-    *,
-    since: datetime | None = None,
-    until: datetime | None = None,
-    jobs: int | None = None,
-) -> list[Row]:
-    """Return the time that one more spare node would have saved, as defined in `db.reading.plans.spares`: for one job
-    (its row), or for the newest `jobs`, or all, that were alive in the period and changed their plan; largest saving
-    first."""
-    if job is not None:
-        return [_spare_of(reader, job)]
-    plans, job_columns = models.PlanRow.__table__.c, models.JobRow.__table__.c
-    changed = select(plans.job_id).group_by(plans.job_id).having(func.count() > 1)
-    query = select(models.JobRow.__table__).where(job_columns.id.in_(changed))
-    query = query.order_by(job_columns.started_at.desc(), job_columns.id.desc()).limit(jobs)
-    if since is not None:
-        query = query.where(job_columns.last_entry_at >= since)
-    if until is not None:
-        query = query.where(job_columns.started_at < until)
-    rows = [_spare_of(reader, job_row) for job_row in reader.fetch(query)]
-    return sorted(rows, key=lambda row: (-row["saved_gpu_hours"], row["started_at"]))
-
-
-def _spare_of(reader: Reader, job: Row) -> Row:
-    workers = reader.narrow("workers", job["id"], ("rank", "node"))
-    return spares_saved.saved(
-        job,
-        reader.rows("plans", job["id"]),
-        {row["rank"]: row["node"] for row in workers},
-        reader.narrow("iterations", job["id"], ("iteration", "epoch", "seconds")),
-        ((job["ended_at"] or job["last_entry_at"]) - job["started_at"]).total_seconds(),
-    )
-
-
 def spares(
     reader: Reader, job: Row | None = None, since: datetime | None = None, until: datetime | None = None
 ) -> pd.DataFrame:
-    """Return `spares_rows` as a frame; columns as in `db.reading.plans.spares.saved`."""
-    return as_frame(spares_rows(reader, job, since=since, until=until), COLUMNS["spares"])
+    """Return `plan_rows.spares_rows` as a frame; columns as in `db.reading.plans.spares.saved`."""
+    return as_frame(plan_rows.spares_rows(reader, job, since=since, until=until), COLUMNS["spares"])
 
 
 def decisions(
@@ -157,45 +99,13 @@ def decisions(
     """Return every decision of a job, one row each; columns as in `db.reading.plans.decisions.decisions`."""
     import pandas as pd
 
-    rows = as_frame(decisions_rows(reader, job_id, since=since, until=until), COLUMNS["decisions"])
+    rows = as_frame(plan_rows.decisions_rows(reader, job_id, since=since, until=until), COLUMNS["decisions"])
     rows["at"] = pd.to_datetime(rows["at"], utc=True)
     for name in ("epoch", "iteration"):
         rows[name] = rows[name].astype("Int64")
     for name in ("predicted", "present", "promised", "kept", "measured"):
         rows[name] = rows[name].astype("float64")
     return rows
-
-
-def promises_of_all(
-    reader: Reader, jobs: int, *, since: datetime | None = None, until: datetime | None = None
-) -> list[Row]:
-    """Return the promises of the newest `jobs` that changed their plan, with `job`, `job_uuid` and `started_at` of
-    each."""
-    plans, job_columns = models.PlanRow.__table__.c, models.JobRow.__table__.c
-    changed = select(plans.job_id).where(plans.in_effect_at.is_not(None))
-    changed = changed.group_by(plans.job_id).having(func.count() > 1)
-    query = (
-        select(job_columns.id, job_columns.name, job_columns.uuid, job_columns.started_at)
-        .where(job_columns.id.in_(changed))
-        .order_by(job_columns.started_at.desc())
-        .limit(jobs)
-    )
-    if since is not None:
-        query = query.where(job_columns.last_entry_at >= since)
-    if until is not None:
-        query = query.where(job_columns.started_at < until)
-    return [
-        {"job": job["name"], "job_uuid": job["uuid"], "started_at": job["started_at"], **row}
-        for job in reader.fetch(query)
-        for row in promises_rows(reader, job["id"])
-        if row["promised"] is not None
-    ]
-
-
-def plans_until(reader: Reader, job_id: int, epoch: int) -> list[Row]:
-    """Return the job's first plan and the one of that epoch, as `Reader.explanations` takes them."""
-    rows = reader.rows("plans", job_id)
-    return [row for row in rows[:1] if row["epoch"] < epoch] + [row for row in rows if row["epoch"] == epoch]
 
 
 def why(reader: Reader, job: Row, iteration: int) -> Why:
@@ -345,13 +255,13 @@ def cost(
     `db.reading.costs.cost_accounts`. Of all jobs, only the time between `since` and `until` counts. `price`: of a
     GPU-hour."""
     if job_id is None:
-        job_accounts = [account for _, account in fleet.accounts(reader, since=since, until=until)]
+        job_accounts = [account for _, account in fleet_costs.accounts(reader, since=since, until=until)]
     elif since is not None or until is not None:
         raise UsageError(f"cost of job {job_id}: always covers the whole job; omit since and until")
     else:
         jobs = JobRow.__table__
         job_accounts = [reader.account(job) for job in reader.fetch(select(*jobs.columns).where(jobs.c.id == job_id))]
-    return as_frame(fleet.cost_rows(job_accounts, price), priced("cost", price))
+    return as_frame(fleet_costs.cost_rows(job_accounts, price), priced("cost", price))
 
 
 def cost_by(
@@ -363,10 +273,11 @@ def cost_by(
     price: float | None = None,
 ) -> pd.DataFrame:
     """Return the cost of all jobs between `since` and `until` by job, owner, (Slurm) account, partition, cluster, week
-    or month; columns as in `db.reading.fleet.cost_by`. Only time within that period counts. `price`: of a GPU-hour."""
+    or month; columns as in `db.reading.costs.fleet_costs.cost_by`. Only time within that period counts. `price`: of a
+    GPU-hour."""
     period = by if by in ("week", "month") else None
-    job_accounts = fleet.accounts(reader, since=since, until=until, period=period)
-    return as_frame(fleet.cost_by(by, job_accounts, price), priced(f"cost by {by}", price))
+    job_accounts = fleet_costs.accounts(reader, since=since, until=until, period=period)
+    return as_frame(fleet_costs.cost_by(by, job_accounts, price), priced(f"cost by {by}", price))
 
 
 def reliability(reader: Reader) -> pd.DataFrame:
@@ -394,7 +305,7 @@ def hosts(reader: Reader, job_id: int | None = None) -> pd.DataFrame:
 def promises(reader: Reader, job_id: int) -> pd.DataFrame:
     """Return the promise of each plan that took effect and its outcome; columns as in
     `db.reading.plans.promises.promises`."""
-    return as_frame(promises_rows(reader, job_id), COLUMNS["promises"])
+    return as_frame(plan_rows.promises_rows(reader, job_id), COLUMNS["promises"])
 
 
 def plans(reader: Reader, job_id: int) -> pd.DataFrame:

@@ -34,27 +34,17 @@ from sqlalchemy import cast as sql_cast
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import InstrumentedAttribute
 
-from db import models
 from db.engine import file_of, make_engine, masked, refusal, resolve
 from db.foreign.cells import check_cells_when_read, check_columns
 from db.foreign.files import is_ours, is_read_in_place
 from db.migrate import check_readable
-from db.models import EventRow, JobRow, PlanRow, WorkerRow
-from db.reading import accounts, naming
-from db.reading.costs import cost_accounts
+from db.models import JobRow, WorkerRow
+from db.reading import naming, table_rows
+from db.reading.costs import accounts
+from db.reading.costs.cost_accounts import Account
 from db.reading.costs.timeline import Again, HeldTime, committed_again
 from db.reading.plans.explanations import explanations
-from db.reading.tables import (
-    ACCOUNT_COLUMNS,
-    BACK_AT,
-    JOB_COLUMNS,
-    OF_JOB,
-    TABLES,
-    Row,
-    no_collection,
-    node_columns,
-    with_times,
-)
+from db.reading.tables import JOB_COLUMNS, Row, no_collection
 from resihp.errors import LedgerError, UsageError
 
 if TYPE_CHECKING:
@@ -315,47 +305,8 @@ class Reader:
         Includes `since` and excludes `until`, so that no row counts in two consecutive periods. `kind`: only rows of
         that kind. Raises UsageError if `node` or `kind` is given for a table that has no such column.
         """
-        view = TABLES[table]
-        columns, query = view.source.c, view.query.add_columns(*((BACK_AT,) if table == "failures" else ()))
-        order = [columns[view.order], *(c for c in view.source.primary_key if c.key not in ("job_id", view.order))]
-        if job_id is not None:
-            query = query.where(columns.job_id == job_id)
-        else:
-            if table == "devices":  # readers look for the same device in all jobs
-                node_label = self.node_name(columns.node, columns.job_id).label("node")
-                selected = (node_label if column.key == "node" else column for column in query.selected_columns)
-                query = query.with_only_columns(*selected)
-            query = query.add_columns(JobRow.name.label("job"), JobRow.uuid.label("job_uuid"))
-            # With an inner join, SQLite would begin with the jobs.
-            query = query.outerjoin(JobRow, JobRow.id == columns.job_id)
-            order = [columns[view.time], columns.job_id, *order]
-        if node is not None:
-            named = [columns[name] for name in node_columns(table)]
-            query = query.where(
-                or_(*(column == node if job_id else self.is_asked(node, column, columns.job_id) for column in named))
-            )
-        if rank is not None:
-            query = query.where(columns.rank == rank)
-        if kind is not None:
-            if "kind" not in columns:
-                raise UsageError(f"history {table}: has no kinds; leave --kind out")
-            query = query.where(view.query.selected_columns.kind == kind)
-        if user is not None:
-            query = query.where(columns.job_id.in_(select(JobRow.id).where(self.is_of(user))))
-        if since is not None:
-            query = query.where(columns[view.time] >= since)
-        if until is not None:
-            query = query.where(columns[view.time] < until)
-        if last is None:
-            rows = self.fetch(query.order_by(*order))
-        else:
-            rows = self.fetch(query.order_by(*(column.desc() for column in order)).limit(last))[::-1]
-        rows = [with_times(row) for row in rows] if table == "failures" else rows
-        with no_collection():
-            for row in rows:
-                for column in view.json_columns:
-                    row[column] = self.decoded(row[column], column)
-            return rows if job_id is not None else [{name: row.pop(name) for name in OF_JOB} | row for row in rows]
+        filters = table_rows.Filters(node=node, rank=rank, user=user, kind=kind, since=since, until=until, last=last)
+        return table_rows.rows(self, table, job_id, filters)
 
     def decoded(self, content: str | None, column: str) -> Any:
         """Decode a JSON column. Raises LedgerError: imported rows may hold anything."""
@@ -368,48 +319,21 @@ class Reader:
 
     def count(self, table: str, job_id: int, *, since: datetime | None = None, until: datetime | None = None) -> int:
         """Return the number of a job's rows in a table."""
-        view = TABLES[table]
-        columns = view.source.c
-        query = select(func.count().label("rows")).select_from(view.source).where(columns.job_id == job_id)
-        if since is not None:
-            query = query.where(columns[view.time] >= since)
-        if until is not None:
-            query = query.where(columns[view.time] < until)
-        return int(self.fetch(query)[0]["rows"])
+        return table_rows.count(self, table, job_id, since, until)
 
     def nodes(self, job_id: int | None) -> list[str]:
         """Return the names of the nodes of a job, or of all jobs, as in `node_name`."""
-        columns = models.NodeRow.__table__.c
-        if job_id is not None:
-            query = select(columns.node).distinct().where(columns.job_id == job_id)
-        else:
-            query = select(self.node_name(columns.node, columns.job_id).label("node")).distinct()
-        return [row["node"] for row in self.fetch(query.order_by("node").limit(naming.MAX_NAMES_SEARCHED))]
+        return naming.nodes(self, job_id)
 
     def events(self, job_id: int, kinds: Sequence[str], last: int, always_last: str = "") -> list[Row]:
         """Return the `last` events of these kinds (names of journal entries), oldest first; and before them the last
         one of the kind `always_last`, if it is older."""
-        query = TABLES["events"].query.where(EventRow.job_id == job_id)
-        of_kinds = EventRow.kind.in_(kinds)
-        if not always_last:
-            return self.fetch(query.where(of_kinds).order_by(EventRow.seq.desc()).limit(last))[::-1]
-        newest = select(EventRow.seq).where(EventRow.job_id == job_id, of_kinds)
-        newest = newest.order_by(EventRow.seq.desc()).limit(last)
-        last_of_kind = select(func.max(EventRow.seq)).where(EventRow.job_id == job_id, EventRow.kind == always_last)
-        wanted = or_(EventRow.seq.in_(newest), EventRow.seq == last_of_kind.scalar_subquery())
-        return self.fetch(query.where(wanted).order_by(EventRow.seq))
+        return table_rows.events(self, job_id, kinds, last, always_last)
 
     def shown_plan(self, job_id: int) -> list[Row]:
         """Return the plan that a job's status describes, if any: the one in effect; before the first, the newest,
         unless it was refused or withdrawn."""
-        columns = PlanRow.__table__.c
-        query = TABLES["plans"].query.where(columns.job_id == job_id)
-        rows = self.fetch(query.order_by(columns.in_effect_at.is_(None), columns.epoch.desc()).limit(1))
-        return [
-            {**row, **{name: self.decoded(row[name], name) for name in TABLES["plans"].json_columns}}
-            for row in rows
-            if row["outcome"] in ("in effect", "pending")
-        ]
+        return table_rows.shown_plan(self, job_id)
 
     def explanations(self, job_id: int, plans: Sequence[Row]) -> dict[int, Explanation]:
         """Explain the times of these plans of a job (rows of `rows`), by epoch; computed on each call."""
@@ -425,10 +349,7 @@ class Reader:
     def narrow(self, table: str, job_id: int, names: Sequence[str] = ()) -> list[Row]:
         """Return all rows of a job in order, with the columns from which accounts are computed, or with the columns
         `names`."""
-        view = TABLES[table]
-        columns = view.source.c
-        query = select(*(columns[name] for name in names or ACCOUNT_COLUMNS[table])).where(columns.job_id == job_id)
-        return self.fetch(query.order_by(columns[view.order]))
+        return table_rows.narrow(self, table, job_id, names)
 
     def attempts(self, run: str | None = None, others: Sequence[Row] = ()) -> list[Row]:
         """Return the jobs of a run, or of all runs with several jobs, counting `others`: `uuid`, `run`, `started_at`,
@@ -436,7 +357,7 @@ class Reader:
         `others`."""
         return accounts.attempts(self, run, others)
 
-    def account(self, job: Row, now: datetime | None = None, again: Again | None = None) -> cost_accounts.Account:
+    def account(self, job: Row, now: datetime | None = None, again: Again | None = None) -> Account:
         """Return where the time of a job went; `job` is its row. For a job that is over, the stored account is used.
         `again`: iterations committed again by later attempts, including those of other ledgers; None to look them up in
         this one."""
@@ -470,5 +391,5 @@ class Reader:
         return accounts.unsettled(self, run)
 
     def summary(self, job_id: int, now: datetime | None = None) -> Row:
-        """Return a job's figures, as defined in `db.reading.costs.cost_accounts.summarise`."""
+        """Return a job's figures, as defined in `db.reading.costs.summary.summarise`."""
         return accounts.summary(self, job_id, now)

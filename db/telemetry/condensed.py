@@ -1,7 +1,8 @@
 """Rank reports of a job with thousands of ranks: quantiles over all ranks in each iteration, and the reports that stand
 out.
 
-Called by `db.writer`, in its thread. All rows of 16,384 ranks came to 15 GB a day. Decides which reports are kept:
+Called by `queue` beside it, in the writer's thread. All rows of 16,384 ranks came to 15 GB a day. Decides which reports
+are kept:
 
 - of each iteration the slowest and the fastest ranks, and those that moved away from their own level by more than their
   peers did. The measure is the time of a rank's own work (`compute_seconds`, or `seconds` where nobody reports that):

@@ -1,9 +1,9 @@
 """Bulk writing of rank reports: COPY or arrays on PostgreSQL, multi-row statements on SQLite. Also writes ranks' scores
 and iterations' quantiles, of which there are few.
 
-Called by `db.writer` within its transaction, and by `db.exchange`. A report is identified by job, iteration, rank and
-epoch, a score by job, iteration and rank, quantiles by job, iteration and epoch: writing one twice changes nothing.
-Decides only which rows fit the table; telemetry may be lost.
+Called by `db.writing.transactions`, by `queue` beside it, and by `db.exchange`. A report is identified by job,
+iteration, rank and epoch, a score by job, iteration and rank, quantiles by job, iteration and epoch: writing one twice
+changes nothing. Decides only which rows fit the table; telemetry may be lost.
 """
 
 from __future__ import annotations

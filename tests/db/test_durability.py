@@ -22,7 +22,8 @@ import db.engine
 from db import migrate
 from db.engine import file_of, make_engine, resolve
 from db.reading.queries import Reader
-from db.writer import Ledger, catch_up
+from db.writer import Ledger
+from db.writing.catch_up import catch_up
 from resihp.errors import LedgerError
 from resihp.record import journal, journal_file
 from tests.db.conftest import Listener, everything, held, on_sqlite, write_journal

@@ -13,7 +13,8 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from db import migrate
-from db.engine import default_url, file_system, masked, refusal, resolve
+from db.engine import default_url, masked, refusal, resolve
+from db.file_systems import file_system
 from db.reading.queries import Reader
 from db.writer import Ledger
 from resihp.errors import LedgerError

@@ -19,7 +19,8 @@ from db.engine import file_of, make_engine, resolve
 from db.exchange import export, import_from
 from db.parquet.tables import JOBS, MONTHLY_TABLES, OF_JOBS
 from db.reading.queries import TABLES, Reader
-from db.writer import Ledger, catch_up
+from db.writer import Ledger
+from db.writing.catch_up import catch_up
 from resihp.errors import JobNotFoundError, LedgerError, ResihpError, UsageError
 from resihp.record import journal, journal_file
 from tests.db.conftest import (

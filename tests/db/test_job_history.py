@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from db.reading.queries import Reader
-from db.writer import catch_up
+from db.writing.catch_up import catch_up
 from resihp.record import journal, journal_file
 from resihp.simulator.invariants.violations import Violation
 from resihp.simulator.scenarios.plain_jobs import draw_orphaned, draw_plain, draw_stormy

@@ -20,6 +20,7 @@ from db import migrate
 from db.engine import make_engine, resolve
 from db.reading.queries import Reader
 from db.writer import Ledger
+from db.writing.catch_up import catch_up
 from resihp.errors import LedgerError
 from resihp.record import journal
 from tests.db.conftest import Listener, held, rank_reports, story, write_journal
@@ -285,7 +286,7 @@ def test_a_job_upgrades_no_server(
     words = f"schema {known} is older than {LATER}; run resihp db upgrade --ledger {resolve(postgres_url)}"
     for opener in (
         lambda: Ledger.open(postgres_url, tmp_path),
-        lambda: db.writer.catch_up(postgres_url, tmp_path, tmp_path / "journal"),
+        lambda: catch_up(postgres_url, tmp_path, tmp_path / "journal"),
     ):
         with pytest.raises(migrate.LedgerError) as caught:
             opener()

@@ -18,7 +18,8 @@ from db import migrate
 from db.engine import make_engine, resolve
 from db.models import LedgerTable
 from db.reading.queries import Reader
-from db.writer import Ledger, catch_up
+from db.writer import Ledger
+from db.writing.catch_up import catch_up
 from resihp.errors import LedgerError
 from resihp.record import journal, journal_file
 from tests.db.conftest import BEGAN, started, story, write_journal

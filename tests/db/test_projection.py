@@ -10,7 +10,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from db import projection
+from db.projection import applying
 from db.reading.queries import Reader
 from db.writer import Ledger
 from resihp.parallelism.model import ModelSpec
@@ -151,7 +151,7 @@ def project(tmp_path: Path, open_ledger: Callable[..., Ledger]) -> Callable[[Tol
 
 def test_every_kind_of_entry_has_its_place_in_the_ledger() -> None:
     """One without it is told to the user of each job as a fault, and the reports beside it are dropped."""
-    assert set(projection._APPLY) == set(get_args(journal.AnyEntry))
+    assert set(applying._APPLY) == set(get_args(journal.AnyEntry))
 
 
 def test_what_is_slow_is_a_failure_with_its_speed_until_it_ends(project: Callable[[Told], Ledger]) -> None:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from db import models
 from db.engine import make_engine, resolve
 from db.exchange import export, import_from
-from db.reading import fleet
+from db.reading.costs import fleet_costs
 from db.reading.costs.cost_accounts import Account, RolledBack
 from db.reading.reader import Reader
 from db.retention import prune
@@ -60,7 +60,7 @@ def reckoned(url: str, name: str) -> Account:
 def told(url: str, name: str) -> Account:
     with Reader.open(url) as reader:
         found = reader.account(reader.job(name))
-        assert {job["name"]: one for job, one in fleet.accounts(reader)}[name] == found
+        assert {job["name"]: one for job, one in fleet_costs.accounts(reader)}[name] == found
         return found
 
 
@@ -93,7 +93,7 @@ def test_each_attempt_that_ends_settles_those_before_it(
         same(told(ledger_url, name), reckoned(ledger_url, name))
     with Reader.open(ledger_url) as reader:
         monkeypatch.setattr(Reader, "narrow", None)  # nobody looks at the rows
-        assert len(fleet.accounts(reader)) == len(PLACES)
+        assert len(fleet_costs.accounts(reader)) == len(PLACES)
 
 
 def test_attempts_may_come_in_any_order(tmp_path: Path, ledger_url: str) -> None:
@@ -201,7 +201,7 @@ def test_of_a_job_whose_rows_were_thinned_the_parts_still_add_up(tmp_path: Path,
         parts = [
             one
             for since, until in pairwise(cuts)
-            for job, one in fleet.accounts(reader, since=since, until=until)
+            for job, one in fleet_costs.accounts(reader, since=since, until=until)
             if job["name"] == "a"
         ]
     assert len(parts) > 1

@@ -22,13 +22,15 @@ from db.grants import DASHBOARD_VIEWS, statements
 from db.maintenance import record
 from db.models import LedgerTable
 from db.reading import fleet, naming
+from db.reading.costs import fleet_costs
 from db.reading.hardware import maintenance_rows
 from db.reading.health import nodes_by_health, usual_speeds
 from db.reading.rates import repairs
 from db.reading.reader import TRUSTED_ROLE, Reader
 from db.retention import prune
 from db.settling import settle
-from db.writer import Ledger, catch_up
+from db.writer import Ledger
+from db.writing.catch_up import catch_up
 from resihp.errors import LedgerError, UsageError
 from resihp.record import journal, journal_file
 from tests.db.conftest import BEGAN, Listener, started, story, write_journal
@@ -525,7 +527,7 @@ def test_nobody_makes_anothers_iterations_useless(shared: Shared, tmp_path: Path
     written(shared.mallory, tmp_path, "his", attempt(hers["run"], 86400.0))
     with Reader.open(shared.board) as reader:
         assert reader.account(hers) == before
-        assert fleet.accounts(reader)[-1][1] == before
+        assert fleet_costs.accounts(reader)[-1][1] == before
     written(shared.alice, tmp_path, "again", attempt(hers["run"], 2 * 86400.0))
     with Reader.open(shared.board) as reader:
         assert reader.account(hers).lost_s["rollback"] > 0.0
@@ -759,9 +761,9 @@ def test_a_job_of_another_database_user_does_not_pose_as_ones_own(
         assert (reader.job("bait")["owner"], reader.job(f"{forged}/bait")["name"]) == (forged, "bait")
         assert [job["name"] for job in reader.jobs(user=MINE)] == ["train"]
         assert {row["job"] for row in reader.rows("failures", None, user=MINE)} == {"train"}
-        costs = fleet.cost_by("owner", fleet.accounts(reader))
+        costs = fleet_costs.cost_by("owner", fleet_costs.accounts(reader))
         assert {row["owner"]: row["jobs"] for row in costs} == {MINE: 1, forged: 2}
-        assert len(fleet.accounts(reader, user=MINE)) == 1
+        assert len(fleet_costs.accounts(reader, user=MINE)) == 1
         failures = fleet.failures_by(reader, "owner")
         assert {row["key"]: row["failures"] for row in failures} == {MINE: 1, forged: 2}
         assert [row["failures"] for row in fleet.failures_by(reader, "job", user=MINE)] == [1]

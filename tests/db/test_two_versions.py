@@ -19,7 +19,8 @@ from db.engine import make_engine, resolve
 from db.exchange import export, import_from
 from db.reading.queries import Reader
 from db.retention import prune
-from db.writer import Ledger, catch_up
+from db.writer import Ledger
+from db.writing.catch_up import catch_up
 from resihp.errors import LedgerError
 from resihp.record import journal
 from tests.db.conftest import BEGAN, Listener, story, write_journal

@@ -18,7 +18,8 @@ import db.writer
 from db.reading.fleet import NodeRecord
 from db.reading.health import services
 from db.reading.queries import Reader
-from db.writer import Ledger, catch_up
+from db.writer import Ledger
+from db.writing.catch_up import catch_up
 from resihp.errors import LedgerError
 from resihp.record import journal, journal_file, journal_format
 from tests.db.conftest import (

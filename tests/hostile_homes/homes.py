@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from db.migrate import upgrade
-from db.writer import catch_up
+from db.writing.catch_up import catch_up
 from resihp.record import journal, journal_file
 from resihp.worker.checkpoints import write_manifest
 from tests.db.conftest import story

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from slurm import parse
 from slurm.client import Gres, JobRequest, NodeView
 from slurm.errors import SlurmOutputError
-from slurm.parse import FIELD, RECORD
+from slurm.fields import FIELD, RECORD
 from tests.slurm.fake_slurm import expand
 
 SAMPLES = Path(__file__).parents[3] / "shared" / "data" / "slurm"

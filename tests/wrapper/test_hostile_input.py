@@ -18,7 +18,8 @@ from typer.testing import CliRunner, Result
 
 from db.engine import resolve
 from db.exchange import export
-from db.writer import Ledger, catch_up
+from db.writer import Ledger
+from db.writing.catch_up import catch_up
 from resihp.errors import ProtocolError, ResihpError
 from resihp.record import journal
 from resihp.record.journal_file import read, read_packed

@@ -20,7 +20,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from db.writer import catch_up
+from db.writing.catch_up import catch_up
 from resihp.errors import ConfigurationError, LedgerError, ResihpError
 from resihp.record import journal
 from resihp.record.journal_file import read_packed

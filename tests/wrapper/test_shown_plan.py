@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from db.reading.queries import Reader
-from db.writer import catch_up
+from db.writing.catch_up import catch_up
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan, spread
 from resihp.record import journal, journal_file

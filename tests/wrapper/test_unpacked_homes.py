@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
-from db.writer import catch_up
+from db.writing.catch_up import catch_up
 from resihp.errors import LedgerError
 from tests.db.conftest import story, write_journal
 from tests.wrapper.run_requests import run_request

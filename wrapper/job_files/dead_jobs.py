@@ -102,7 +102,7 @@ def _write_end(job: OurJob, path: Path, reason: str) -> None:
     except LedgerError as error:
         _warn(f"the end of job {job.name} is not in its ledger: {error}")
     if url is not None:
-        from db.writer import catch_up
+        from db.writing.catch_up import catch_up
 
         catch_up(url, job.folder, path)
 

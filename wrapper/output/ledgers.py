@@ -172,7 +172,7 @@ def _bring_up_to_date(job: OurJob, url: str) -> None:
             except JobNotFoundError:
                 pass
     from db.migrate import only_readable
-    from db.writer import catch_up
+    from db.writing.catch_up import catch_up
     from wrapper.output.answers import message
 
     if exists(url) and (why := only_readable(url)):

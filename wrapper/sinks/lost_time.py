@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from db.reading.costs import cost_accounts
 from db.reading.costs.goodput import Floats, course
+from db.reading.costs.job_timeline import timeline
 from db.reading.costs.timeline import CAUSES, SHARES, HeldTime
 from resihp.record import journal
 from resihp.record.packing import unpack
@@ -220,7 +220,7 @@ class LostTime:
         return [self._failures[failure] for failure in self._late]
 
     def _timeline(self, job: Row, plans: list[Row], failures: Iterable[Row]) -> HeldTime:
-        return cost_accounts.timeline(
+        return timeline(
             job,
             self._iterations,
             list(failures),

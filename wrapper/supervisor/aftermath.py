@@ -52,7 +52,7 @@ def mark_dead(request: RunRequest, how: str, listener: socket.socket) -> int:
         note_end(job, status)
         with _warn_of_ledger(job):
             if (url := job.ledger_url) is not None and job.journal_file.exists():
-                from db.writer import catch_up
+                from db.writing.catch_up import catch_up
 
                 catch_up(url, job.folder, job.journal_file)
     say(f"job {job.name}: the supervisor {how}; {text}, logs in {job.logs}")

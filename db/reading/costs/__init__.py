@@ -1,4 +1,6 @@
-"""Where the time of a job went. Pure; reads nothing.
+"""Where the time of jobs went.
 
-`goodput` puts commits on one clock, `timeline` attributes every second, `cost_accounts` adds up.
+`goodput` puts commits on one clock, `iteration_shares` divides iterations, `timeline` attributes every second, for
+`job_timeline`, and `cost_accounts` adds up: all of them pure, as are `stored_accounts` and `summary`. `accounts` and
+`fleet_costs` read the rows from a ledger.
 """

@@ -43,39 +43,25 @@ job's start, a lost node's until it is given back. *Useful share* = useful GPU-h
 held per root cause, or per root cause of hardware, both also as failures in 1,000 GPU-days held; *MTTR* is the mean
 time from the failure to the first commit after it, `detect` included.
 
-`db.reading.costs.goodput` defines the clock of commits, `db.reading.costs.timeline` attributes the time on it.
+`goodput` beside it defines the clock of commits, `iteration_shares` and `timeline` attribute the time on it, and
+`job_timeline` does so for a job.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
-from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import replace
-from datetime import datetime, timedelta
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from db.reading.costs.goodput import Course, Floats, Interruption, course, devices_of, interruptions
 from db.reading.costs.timeline import (
     CAUSES,
     GOODPUT_SHARES,
-    ITERATION_SHARES,
-    NEWER_CAUSES,
     SHARES,
-    Again,
-    HeldDevices,
     HeldTime,
-    held_devices,
-    laid_out,
-    spread_evenly,
 )
-from db.reading.iterations.excess import MAX_TRUSTED_RATIO, MIN_ITERATIONS
-from db.reading.plans.idle_epochs import idle_epochs
-from resihp.record.recovery import Moments, recovery
 
 Row = dict[str, Any]
 
@@ -84,15 +70,6 @@ OF_FAILURES = frozenset({"detect", "reconfigure", "redo", "rollback", "slow", "i
 OF_HARDWARE = frozenset({"device", "node", "link", "process"})
 """Components that count as hardware if a failure does not say whether it was: those of `db.reading.health`."""
 GPU_DAYS = 1000.0
-MAX_SILENCE = timedelta(days=1)
-"""Time after its last entry at which a job recorded as running counts as dead, if nobody has looked: a ledger on a
-server is updated only by commands run in the job's home."""
-RECENT_ITERATIONS = 20
-"""Number of recent iterations from which the usual time of one is computed."""
-MAX_HELD_S = 1e9
-"""Largest plausible time for which a job holds devices: imported rows may say anything."""
-MIN_ITERATION_S = 1e-6
-"""Shortest time of an iteration."""
 
 
 class RolledBack(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,152 +149,6 @@ def of_hardware(failure: Row) -> bool:
     return failure["kind"] in ("fail-stop", "fail-slow") and failure["component"] in OF_HARDWARE
 
 
-def stored_account(job: Row) -> Account | None:
-    """Return the account stored in the row of a job that is over; None while it runs, and if it is missing, malformed
-    or lacks causes."""
-    account = stored_account_of_any_version(job)
-    return account if account is not None and _is_complete(account) else None
-
-
-def _is_complete(account: Account, but: Set[str] = frozenset()) -> bool:
-    """Decide whether the account covers a plausible time, and has all causes except those in `but`."""
-    causes = set(CAUSES) - but
-    return 0.0 <= account.held_s <= MAX_HELD_S and all(
-        losses.keys() >= causes for losses in (account.lost_s, account.lost_gpu_hours)
-    )
-
-
-def stored_account_with(job: Row, again: Again) -> Account | None:
-    """Return the stored account, including the iterations that later attempts committed again; None if that part has
-    yet to be computed, or was computed for other iterations."""
-    account = stored_account(job)
-    if account is None:
-        return None
-    before, account = _rolled_back(account, again), msgspec.structs.replace(account, rolled_back=None)
-    if before is None:
-        return None if again else account
-    lost_s = account.lost_s | {"rollback": account.lost_s["rollback"] + before.seconds}
-    hours = account.lost_gpu_hours | {"rollback": account.lost_gpu_hours["rollback"] + before.gpu_hours}
-    return msgspec.structs.replace(
-        account,
-        useful_s=account.useful_s - before.seconds,
-        lost_s=lost_s,
-        useful_gpu_hours=account.useful_gpu_hours - before.gpu_hours,
-        lost_gpu_hours=hours,
-    )
-
-
-def _rolled_back(account: Account, again: Again) -> RolledBack | None:
-    """Return the stored rollback of these iterations, if it fits within the useful time."""
-    rolled = account.rolled_back
-    if rolled is None or not again or rolled.again != tuple(again):
-        return None
-    return rolled if _fits_within(account, rolled) else None
-
-
-def _fits_within(account: Account, rolled: RolledBack) -> bool:
-    return 0.0 <= rolled.seconds <= account.useful_s and 0.0 <= rolled.gpu_hours <= account.useful_gpu_hours
-
-
-def is_malformed(job: Row) -> bool:
-    """Decide whether the stored account of a job that is over is malformed or implausible: it is then ignored, and
-    computed anew from the rows. Accounts of older versions are not malformed."""
-    if job["state"] == "running" or not job.get("account"):
-        return False
-    account = stored_account_of_any_version(job)
-    if account is None or not 0.0 <= account.held_s <= MAX_HELD_S:
-        return True
-    rolled = account.rolled_back
-    return rolled is not None and not _fits_within(account, rolled)
-
-
-def account_to_store(alone: Account, whole: Account, again: Again) -> Account:
-    """Return the account to store for a job that is over: the one without later attempts, plus the rollback that
-    `whole`, the one with them, has."""
-    if not again:
-        return msgspec.structs.replace(alone, rolled_back=None)
-    rolled = RolledBack(
-        again=tuple(again),
-        seconds=min(max(whole.lost_s["rollback"], 0.0), alone.useful_s),
-        gpu_hours=min(max(whole.lost_gpu_hours["rollback"], 0.0), alone.useful_gpu_hours),
-    )
-    return msgspec.structs.replace(alone, rolled_back=rolled)
-
-
-def stored_account_of_any_version(job: Row) -> Account | None:
-    """Return the stored account, even in the format of versions that had fewer causes, or covered only the wall
-    time."""
-    if job["state"] == "running" or not job.get("account"):
-        return None
-    try:
-        return msgspec.json.decode(job["account"], type=Account)
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
-        return None
-
-
-def timeline(
-    job: Row,
-    iterations: Sequence[Row],
-    failures: Sequence[Row],
-    reconfigurations: Sequence[Row],
-    plans: Sequence[Row],
-    checkpoints: Iterable[int],
-    nodes: Sequence[Row],
-    now: datetime,
-    again: Again = (),
-) -> HeldTime:
-    """Return the timeline of a job from its rows, iterations in order. `checkpoints`: iterations that were saved;
-    `again`: iterations that later attempts committed again. For a job that is over and whose rows were thinned, the
-    stored account is used."""
-    clock = course(job, iterations, plans, min(now, job["last_entry_at"] + MAX_SILENCE))
-    spans = interruptions(job, clock, failures, reconfigurations)
-    mended = {row["epoch"]: row for row in reconfigurations}
-
-    held_s = clock.before_s + clock.wall_s + clock.after_s
-
-    def at(row: Row) -> float:
-        return float(np.clip((row["noticed_at"] - job["started_at"]).total_seconds(), 0.0, held_s))
-
-    devices_held = held_devices(job, nodes, held_s)
-    laid = laid_out(
-        clock,
-        spans,
-        _pauses(clock, spans, checkpoints),
-        _work_by_iteration(job, clock, iterations, failures, plans, again),
-        _work_by_iteration(job, clock, iterations, failures, plans, again, _held_meanwhile(clock, devices_held)),
-        devices_held,
-        failures=tuple((at(row), of_hardware(row)) for row in failures),
-        repairs=tuple((at(row), took) for row in failures if (took := _recovered_s(row, mended)) is not None),
-    )
-    if (before := stored_account_of_any_version(job)) is None or not _is_thinned(clock):
-        return laid
-    lost_s = {cause: before.lost_s.get(cause, 0.0) for cause in CAUSES}
-    if not _is_complete(before, NEWER_CAUSES):
-        return spread_evenly(laid, before.wall_s, before.useful_s, lost_s)
-    lost_s |= {"start": 0.0, "other": max(lost_s["other"] - clock.after_s, 0.0)}
-    rolled = _rolled_back(before, again)
-    evenly = spread_evenly(laid, before.wall_s, before.useful_s, lost_s, None if rolled is None else rolled.seconds)
-    _, hours = evenly.between(-np.inf, np.inf)
-    stored_hours = np.array([before.useful_gpu_hours, *(before.lost_gpu_hours.get(cause, 0.0) for cause in CAUSES)])
-    rollback = SHARES.index("rollback")
-    both = hours[0] + hours[rollback]
-    stored_hours[rollback] = stored_hours[0] * (hours[rollback] / both if both > 0.0 else 0.0)
-    if rolled is not None:
-        stored_hours[rollback] = rolled.gpu_hours
-    stored_hours[0] -= stored_hours[rollback]
-    scale = np.divide(stored_hours, hours, out=np.ones_like(hours), where=hours > 0.0)
-    return replace(evenly, hours_scale=scale)
-
-
-def _recovered_s(failure: Row, mended: Mapping[int, Row]) -> float | None:
-    """Return the seconds from a failure to the first commit after it, as in its row (`tables.with_times`)."""
-    row = mended.get(failure["recovered_epoch"])
-    if row is None:
-        return None
-    moments = Moments.of_times(failure["failed_at"], failure["noticed_at"])
-    return recovery(moments, row["finished_at"].timestamp()).seconds_to_recover
-
-
 def between(held_time: HeldTime, since_s: float = -np.inf, until_s: float = np.inf) -> Account:
     """Return the account of a part of a job, from `since_s` on and before `until_s`, in seconds since the job's
     start."""
@@ -379,206 +210,3 @@ def added(parts: Iterable[Account]) -> Account:
         repairs=repairs,
         in_proportion=total("in_proportion"),
     )
-
-
-def _is_thinned(clock: Course) -> bool:
-    return bool(clock.iterations) and clock.iterations[-1] - clock.iterations[0] >= len(clock.iterations)
-
-
-def _pauses(clock: Course, spans: Sequence[Interruption], checkpoints: Iterable[int]) -> dict[int, float]:
-    """Return the pauses after checkpointed iterations beyond the usual ones, by the index of the commit after them."""
-    taken = set(checkpoints)
-    if not taken or len(clock.ends_s) < 2:
-        return {}
-    interrupted = {index for span in spans for index in range(span.before + 1, span.after + 1)}
-    usual: list[float] = []
-    after: dict[int, float] = {}
-    for index in range(1, len(clock.ends_s)):
-        if index in interrupted:
-            continue
-        pause = max(clock.ends_s[index] - clock.ends_s[index - 1] - clock.took_s[index], 0.0)
-        if clock.iterations[index - 1] in taken:
-            after[index] = pause
-        else:
-            usual.append(pause)
-    typical = statistics.median(usual) if usual else 0.0
-    return {index: pause - typical for index, pause in after.items() if pause > typical}
-
-
-def _onsets(iterations: Sequence[Row], failures: Sequence[Row], plans: Sequence[Row]) -> list[int | None]:
-    """Return, for each iteration, the first iteration of the oldest slowness that affected it, None if nothing was
-    slow."""
-    slow = [row for row in failures if row["kind"] == "fail-slow"]
-    idle = idle_epochs(slow, plans)
-    coming = sorted(slow, key=lambda row: row["iteration"], reverse=True)
-    present: list[Row] = []
-    """Failures that may be slow now, the oldest first."""
-    next_end, epoch, onset = sys.maxsize, None, None
-    onsets: list[int | None] = []
-    for row in iterations:
-        begins = bool(coming) and coming[-1]["iteration"] <= row["iteration"]
-        if begins or row["iteration"] >= next_end or row["epoch"] != epoch:
-            while coming and coming[-1]["iteration"] <= row["iteration"]:
-                present.append(coming.pop())
-            present = [failure for failure in present if (failure["ended_iteration"] or sys.maxsize) > row["iteration"]]
-            next_end = min((failure["ended_iteration"] or sys.maxsize for failure in present), default=sys.maxsize)
-            epoch = row["epoch"]
-            at_work = (failure["iteration"] for failure in present if epoch not in idle.get(failure["failure"], ()))
-            onset = next(at_work, None)
-        onsets.append(onset)
-    return onsets
-
-
-def healthy_seconds(iterations: Sequence[Row], failures: Sequence[Row], plans: Sequence[Row]) -> dict[int, float]:
-    """Return the healthy time of each iteration that something slow affected, by its number.
-
-    Iterations for which it is unknown are left out.
-    """
-    onsets = _onsets(iterations, failures, plans)
-    active = {row["epoch"]: row["active"] for row in plans}
-    epoch_at = {row["iteration"]: row["epoch"] for row in iterations}
-    rates: dict[int | None, list[float]] = {}
-    for row, onset in zip(iterations, onsets, strict=True):
-        if onset is None and row["seconds"] and row["tokens"]:
-            rates.setdefault(active.get(row["epoch"]), []).append(row["seconds"] / row["tokens"])
-    usual = {devices: statistics.median(devices_rates) for devices, devices_rates in rates.items()}
-    off = _prediction_ratio([row for row, onset in zip(iterations, onsets, strict=True) if onset is None])
-    healthy: dict[int, float] = {}
-    for row, onset in zip(iterations, onsets, strict=True):
-        if onset is None:
-            continue
-        predicted = row["predicted_seconds"]
-        rate = usual.get(active.get(row["epoch"]))
-        same_plan = epoch_at.get(onset, row["epoch"]) == row["epoch"]
-        if predicted is not None and (same_plan or rate is None):
-            healthy[row["iteration"]] = predicted * off
-        elif rate is not None and row["tokens"]:
-            healthy[row["iteration"]] = rate * row["tokens"]
-    return healthy
-
-
-def _prediction_ratio(well: Sequence[Row]) -> float:
-    """Return the ratio of actual to predicted time over iterations in which nothing was slow; 1 if it is near 1, or if
-    there are too few iterations. `why` uses the same rule (`db.reading.iterations.excess`)."""
-    ratios = [row["seconds"] / row["predicted_seconds"] for row in well if row["seconds"] and row["predicted_seconds"]]
-    ratio = statistics.median(ratios) if len(ratios) >= MIN_ITERATIONS else 1.0
-    return 1.0 if 1.0 / MAX_TRUSTED_RATIO <= ratio <= MAX_TRUSTED_RATIO else ratio
-
-
-def asked_devices(job: Row) -> int:
-    """Return the number of devices in the requested layout, from a job's row."""
-    try:
-        configuration = json.loads(job.get("configuration") or "{}")
-    except ValueError:
-        configuration = {}
-    return devices_of(job["nodes"], job["gpus_per_node"], configuration)
-
-
-def _work_by_iteration(
-    job: Row,
-    clock: Course,
-    iterations: Sequence[Row],
-    failures: Sequence[Row],
-    plans: Sequence[Row],
-    again: Again = (),
-    devices_held: Floats | None = None,
-) -> Floats:
-    """Return the seconds of each committed iteration, by `ITERATION_SHARES`: useful, lost to something slow, to devices
-    that stand by and to missing ones, and the part that would be useful if nobody had committed the iteration again.
-
-    `held`: devices held meanwhile, for GPU-hours: requested devices that were given back, or have not come yet, cannot
-    be lost.
-    """
-    healthy = healthy_seconds(iterations, failures, plans)
-    took = np.array(clock.took_s)
-    excess = took - np.array([healthy.get(i, took_s) for i, took_s in zip(clock.iterations, clock.took_s, strict=True)])
-    slower = np.clip(excess, 0.0, took)
-    some = float(slower.sum())
-    slow = slower * (
-        max(float(excess.sum()), 0.0) / some if some > 0.0 else 0.0
-    )  # some iterations were faster than the healthy time
-    unused = _unused(job, clock, plans, devices_held)
-    idle, capacity = took * unused  # taken off first, so that goodput does not depend on verdicts of slowness
-    slow *= 1.0 - unused.sum(axis=0)
-    useful = np.maximum(took - slow - idle - capacity, 0.0)
-    last = np.array(clock.iterations, dtype=np.int64)
-    former = np.concatenate((last[:1] - 1, last[:-1]))  # a row stands for all iterations since the row before
-    repeated = np.zeros(len(took))
-    for low, high in again:
-        repeated += np.maximum(np.minimum(last, high) - np.maximum(former, low - 1), 0)
-    rollback = useful * repeated / np.maximum(last - former, 1)
-    return np.stack((useful - rollback, slow, idle, capacity, rollback), axis=1)
-
-
-def _unused(job: Row, clock: Course, plans: Sequence[Row], devices_held: Floats | None) -> Floats:
-    """Return, for each committed iteration, the shares of the requested devices that stood by under its plan, and that
-    were missing."""
-    requested = float(asked_devices(job))
-    full = np.full(len(clock.epochs), requested) if devices_held is None else np.minimum(devices_held, requested)
-    counts = {row["epoch"]: (row["active"], row["standby"]) for row in plans}
-    active, standby = np.array([counts.get(epoch, (requested, 0)) for epoch in clock.epochs]).reshape(-1, 2).T
-    missing = np.maximum(full - active, 0.0)
-    idle = np.minimum(missing, standby)
-    return np.stack((idle, missing - idle)) / np.maximum(full, 1.0)
-
-
-def _held_meanwhile(clock: Course, devices_held: HeldDevices) -> Floats:
-    """Return the average number of devices held during each iteration."""
-    ends, took = clock.before_s + np.array(clock.ends_s), np.maximum(np.array(clock.took_s), MIN_ITERATION_S)
-    return np.asarray((devices_held.until(ends) - devices_held.until(ends - took)) / took, dtype=np.float64)
-
-
-def summarise(
-    job: Row,
-    iterations: Sequence[Row],
-    failures: Sequence[Row],
-    reconfigurations: Sequence[Row],
-    plans: Sequence[Row],
-    now: datetime,
-) -> Row:
-    """Return the figures of a job from its rows. Times and shares are as in `between`, except that `useful_seconds`
-    includes slow iterations (of which `slow_seconds` are beyond their healthy time), and `lost_seconds` is by the kind
-    of the failure that interrupted training, plus `idle` and `capacity`. For a job that is over, the stored account is
-    used: its rows may have been thinned since."""
-    clock = course(job, iterations, plans, now)
-    if (stored := stored_account(job)) is not None:
-        unused, wall_s, useful_s, goodput, ettr = (
-            stored.lost_s,
-            stored.wall_s,
-            stored.committed_s,
-            stored.goodput,
-            stored.ettr,
-        )
-    else:
-        work = _work_by_iteration(job, clock, iterations, failures, plans).sum(axis=0).tolist()
-        unused, wall_s = dict(zip(ITERATION_SHARES, work, strict=True)), clock.wall_s
-        useful_s = max(clock.committed_s - unused["idle"] - unused["capacity"], 0.0)
-        goodput, ettr = clock.shares_of(useful_s)
-    lost_s = {cause: unused[cause] for cause in ("idle", "capacity") if unused[cause] > 0.0}
-    for interruption in interruptions(job, clock, failures, reconfigurations):
-        lost_s[interruption.kind] = lost_s.get(interruption.kind, 0.0) + interruption.lost_s
-    lost_s["other"] = max(wall_s - useful_s - sum(lost_s.values()), 0.0)
-    last = iterations[-1] if iterations else None
-    recent = [row["seconds"] for row in iterations[-RECENT_ITERATIONS:] if row["seconds"] is not None]
-    return {
-        "job": job["name"],
-        "host": job["host"],
-        "owner": job["owner"],
-        "state": job["state"],
-        "exit_code": job["exit_code"],
-        "reason": job["reason"],
-        "started_at": job["started_at"],
-        "ended_at": job["ended_at"],
-        "epoch": plans[-1]["epoch"] if plans else None,
-        "iteration": last["iteration"] if last else 0,
-        "loss": last["loss"] if last else None,
-        "committed_iterations": last["iteration"] - iterations[0]["iteration"] + 1 if last else 0,
-        "iteration_seconds": statistics.median(recent) if recent else None,
-        "failures": len(failures),
-        "useful_seconds": useful_s,
-        "slow_seconds": unused.get("slow", 0.0),
-        "wall_seconds": wall_s,
-        "goodput": goodput,
-        "ettr": ettr,
-        "lost_seconds": lost_s,
-    }

@@ -126,6 +126,36 @@ class Course(msgspec.Struct, frozen=True, kw_only=True):
 
 def course(job: Row, iterations: Sequence[Row], plans: Sequence[Row], now: datetime) -> Course:
     """Return the clock of a job; `iterations` in order."""
+    ends, took = _ends_and_seconds(iterations)
+    wall_s = ends[-1] if ends else 0.0
+    end = job["last_entry_at"] if job["state"] == "abnormal" else job["ended_at"] or now
+    begin = plans[0]["decided_at"] if plans else None
+    after_s = 0.0
+    if iterations:
+        first, last = iterations[0], iterations[-1]
+        begin = first["finished_at"] - timedelta(seconds=took[0])
+        tail_s = max((end - last["finished_at"]).total_seconds(), 0.0)
+        if job["state"] == "completed":
+            after_s = tail_s
+        else:
+            wall_s += tail_s
+    elif begin is not None:
+        wall_s = max((end - begin).total_seconds(), 0.0)
+    return Course(
+        iterations=tuple(row["iteration"] for row in iterations),
+        epochs=tuple(row["epoch"] for row in iterations),
+        ends_s=tuple(ends),
+        took_s=tuple(took),
+        begin=begin,
+        finished=tuple(row["finished_at"] for row in iterations),
+        wall_s=wall_s,
+        before_s=max(((begin or end) - job["started_at"]).total_seconds(), 0.0),
+        after_s=after_s,
+    )
+
+
+def _ends_and_seconds(iterations: Sequence[Row]) -> tuple[list[float], list[float]]:
+    """Return the times of the commits on the clock, and the seconds of the iterations that each row stands for."""
     known_seconds = [row["seconds"] for row in iterations if row["seconds"] is not None]
     typical = statistics.median(known_seconds) if known_seconds else 0.0
     ends, took = [], []
@@ -146,31 +176,7 @@ def course(job: Row, iterations: Sequence[Row], plans: Sequence[Row], now: datet
         ends.append(at)
         took.append(seconds)
         former = row
-    end = job["last_entry_at"] if job["state"] == "abnormal" else job["ended_at"] or now
-    begin = plans[0]["decided_at"] if plans else None
-    wall = before = after = 0.0
-    if iterations:
-        first, last = iterations[0], iterations[-1]
-        begin = first["finished_at"] - timedelta(seconds=took[0])
-        tail = max((end - last["finished_at"]).total_seconds(), 0.0)
-        wall, after = (at, tail) if job["state"] == "completed" else (at + tail, 0.0)
-    elif begin is not None:
-        wall = max((end - begin).total_seconds(), 0.0)
-    if begin is not None:
-        before = max((begin - job["started_at"]).total_seconds(), 0.0)
-    else:
-        before = max((end - job["started_at"]).total_seconds(), 0.0)
-    return Course(
-        iterations=tuple(row["iteration"] for row in iterations),
-        epochs=tuple(row["epoch"] for row in iterations),
-        ends_s=tuple(ends),
-        took_s=tuple(took),
-        begin=begin,
-        finished=tuple(row["finished_at"] for row in iterations),
-        wall_s=wall,
-        before_s=before,
-        after_s=after,
-    )
+    return ends, took
 
 
 def interruptions(

@@ -133,21 +133,12 @@ def compare(number: int, iterations: Sequence[Row], failures: Sequence[Row], pla
 def _usual(number: int, iterations: Sequence[Row], failures: Sequence[Row], plans: Sequence[Row]) -> Usual | None:
     """Return the usual time, from iterations of the same layout with equally long sequences; if they are too few, from
     the others of that layout; then from other layouts, which are comparable only relative to their predictions."""
-    row, shapes = iterations[number], {candidate["epoch"]: candidate["description"] for candidate in plans}
-    shape = shapes.get(row["epoch"], row["epoch"])
-    well = [
-        candidate
-        for candidate in iterations
-        if candidate is not row
-        and candidate["seconds"]
-        and not any(affects(failure, candidate) for failure in failures)
-    ]
-    same = [candidate for candidate in well if shapes.get(candidate["epoch"], candidate["epoch"]) == shape]
+    row = iterations[number]
+    well = [candidate for candidate in iterations if candidate is not row and _is_unaffected(candidate, failures)]
+    same = _of_same_shape(well, row, plans)
     as_long = [candidate for candidate in same if _has_similar_work(candidate, row)]
     near = [_nearest(rows, row) for rows in (as_long, same, well)]
-    choice = next((n for n, (chosen, _) in enumerate(near) if len(chosen) >= MIN_ITERATIONS), 1)
-    if choice == 2 and (not row["predicted_seconds"] or _ratio(near[2][0]) is None):
-        choice = 1
+    choice = _first_sufficient(near, row)
     chosen, others = near[choice]
     if not chosen:
         return None
@@ -158,6 +149,27 @@ def _usual(number: int, iterations: Sequence[Row], failures: Sequence[Row], plan
     return Usual(
         seconds=seconds, rows=chosen, others=others, ratio=ratio, alike=choice == 0, scaled=scaled, shape=choice < 2
     )
+
+
+def _is_unaffected(candidate: Row, failures: Sequence[Row]) -> bool:
+    """Decide whether the time of an iteration is known, and nothing known to be slow affected it."""
+    return bool(candidate["seconds"]) and not any(affects(failure, candidate) for failure in failures)
+
+
+def _of_same_shape(candidates: Sequence[Row], row: Row, plans: Sequence[Row]) -> list[Row]:
+    """Return the iterations under plans with the same layout as that of `row`."""
+    shapes = {plan["epoch"]: plan["description"] for plan in plans}
+    shape = shapes.get(row["epoch"], row["epoch"])
+    return [candidate for candidate in candidates if shapes.get(candidate["epoch"], candidate["epoch"]) == shape]
+
+
+def _first_sufficient(near: Sequence[tuple[list[Row], bool]], row: Row) -> int:
+    """Return the index of the first group with enough iterations: those with similar work, of the same layout, or of
+    any. The last one counts only if predictions make it comparable; otherwise it is the second."""
+    choice = next((n for n, (chosen, _) in enumerate(near) if len(chosen) >= MIN_ITERATIONS), 1)
+    if choice == 2 and (not row["predicted_seconds"] or _ratio(near[2][0]) is None):
+        return 1
+    return choice
 
 
 def _nearest(candidates: Sequence[Row], row: Row) -> tuple[list[Row], bool]:

@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
-from db.reading.costs.cost_accounts import asked_devices
 from db.reading.costs.goodput import Interruption, course, interruptions
+from db.reading.costs.iteration_shares import asked_devices
 from db.reading.iterations.excess import (
     LARGER_WORK_RATIO,
     NEAR_ITERATIONS,
@@ -101,26 +101,15 @@ def why(
     plan = next((candidate for candidate in plans if candidate["epoch"] == row["epoch"]), None)
     active = [failure for failure in failures if affects(failure, row)]
     comparison = compare(number, iterations, failures, plans)
-    first = number > 0 and iterations[number - 1]["epoch"] != row["epoch"]
-    transition = next((change for change in reconfigurations if first and change["epoch"] == row["epoch"]), None)
+    former = iterations[number - 1] if number else None
+    is_first = former is not None and former["epoch"] != row["epoch"]
+    transition = next((change for change in reconfigurations if is_first and change["epoch"] == row["epoch"]), None)
     interruption = _interruption(job, iterations[max(number - NEAR_ITERATIONS, 0) : number + 1], failures, transition)
     stopped = [failure for failure in failures if interruption and failure["failure"] in interruption.failures]
-    begun = iterations[number - 1]["finished_at"] if number else None
-    checkpoints = [
-        event
-        for event in events
-        if event["kind"] == "CheckpointCommitted"
-        and (event["iteration"] == iteration - 1 or (begun is not None and begun <= event["at"] <= row["finished_at"]))
-    ]
+    checkpoints = _checkpoints_meanwhile(events, row, former)
     injected = _injected_faults(events, iteration)
-    causes = [*(cause(failure, _slow_device(failure)) for failure in active), *_workload(row, comparison)]
-    if checkpoints:
-        written = f"a checkpoint of iteration {checkpoints[-1]['iteration']} was written during it or just before"
-        causes.append(Cause(what=written, factor=None))
-    if comparison.slow and first and not active:
-        anew = f"it was the first under the plan of epoch {row['epoch']}, with one-time set-up"
-        causes.append(Cause(what=anew, factor=None))
-    causes, unexplained_s, explained_by = explained(causes, comparison)
+    possible_causes = _possible_causes(row, active, comparison, checkpoints, is_first=is_first)
+    causes, unexplained_s, explained_by = explained(possible_causes, comparison)
     sentences = [*_duration(row, comparison), *explained_by]
     sentences += [f"fault injected on purpose: {event['text']}" for event in injected]
     if interruption is not None:
@@ -141,16 +130,47 @@ def why(
         failures=[*active, *stopped],
         plan=plan,
         reconfiguration=transition,
-        lost_s={}
-        if interruption is None
-        else {
-            "detect": interruption.detect_s,
-            "redo": interruption.redo_s,
-            "reconfigure": interruption.reconfigure_s,
-        },
+        lost_s=_lost_seconds(interruption),
         checkpoints=checkpoints,
         injected=injected,
     )
+
+
+def _checkpoints_meanwhile(events: Sequence[Row], row: Row, former: Row | None) -> list[Row]:
+    """Return the events of checkpoints that were written while an iteration ran, or just before; `former`: the
+    iteration before it."""
+    checkpoints = [event for event in events if event["kind"] == "CheckpointCommitted"]
+    return [
+        event
+        for event in checkpoints
+        if event["iteration"] == row["iteration"] - 1
+        or (former is not None and former["finished_at"] <= event["at"] <= row["finished_at"])
+    ]
+
+
+def _possible_causes(
+    row: Row, active: Sequence[Row], comparison: Comparison, checkpoints: Sequence[Row], *, is_first: bool
+) -> list[Cause]:
+    """Return everything that may have lengthened an iteration. `active`: failures that slow it; `is_first`: whether it
+    was the first one under its plan."""
+    causes = [*(cause(failure, _slow_device(failure)) for failure in active), *_workload(row, comparison)]
+    if checkpoints:
+        written = f"a checkpoint of iteration {checkpoints[-1]['iteration']} was written during it or just before"
+        causes.append(Cause(what=written, factor=None))
+    if comparison.slow and is_first and not active:
+        anew = f"it was the first under the plan of epoch {row['epoch']}, with one-time set-up"
+        causes.append(Cause(what=anew, factor=None))
+    return causes
+
+
+def _lost_seconds(interruption: Interruption | None) -> dict[str, float]:
+    if interruption is None:
+        return {}
+    return {
+        "detect": interruption.detect_s,
+        "redo": interruption.redo_s,
+        "reconfigure": interruption.reconfigure_s,
+    }
 
 
 def _injected_faults(events: Sequence[Row], iteration: int) -> list[Row]:

@@ -12,7 +12,7 @@ import pytest
 from db.engine import make_engine, resolve
 from db.foreign.cells import check_cells
 from db.reading.reader import Reader
-from db.writer import catch_up
+from db.writing.catch_up import catch_up
 from resihp.errors import LedgerError
 from tests.db.conftest import story, write_journal
 

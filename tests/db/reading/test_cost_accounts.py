@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from db.reading.costs.cost_accounts import OF_HARDWARE, Account, added, between, summarise, timeline
+from db.reading.costs.cost_accounts import OF_HARDWARE, Account, added, between
 from db.reading.costs.goodput import Counting
+from db.reading.costs.job_timeline import timeline
+from db.reading.costs.summary import summarise
 from db.reading.costs.timeline import CAUSES, Again, committed_again
 from db.reading.health import CERTAINTY
 from db.reading.reader import Reader

@@ -13,7 +13,8 @@ from sqlalchemy import delete, update
 
 from db import models
 from db.engine import make_engine, resolve
-from db.reading import fleet, queries
+from db.reading import queries
+from db.reading.costs import fleet_costs
 from db.reading.costs.cost_accounts import Account, added
 from db.reading.costs.timeline import CAUSES
 from db.reading.reader import Reader
@@ -27,7 +28,7 @@ from tests.db.reading.made_fleet import MONDAY, raw, reckoned, write_fleet
 JOBS = 24
 NOW = MONDAY + timedelta(days=50)
 WEEK = timedelta(days=7)
-PERIODS: tuple[fleet.Period | None, ...] = (None, "week")
+PERIODS: tuple[fleet_costs.Period | None, ...] = (None, "week")
 
 
 def change(url: str, *statements: Any) -> None:
@@ -66,7 +67,7 @@ def sums(found: Sequence[Account]) -> dict[str, float]:
 def test_every_figure_is_what_somebody_else_reckons_from_the_rows(url: str) -> None:
     settle(url, range(1, JOBS, 2))
     with Reader.open(url) as reader:
-        found = fleet.cost_by("job", fleet.accounts(reader, now=NOW))
+        found = fleet_costs.cost_by("job", fleet_costs.accounts(reader, now=NOW))
     compared = set()
     for row in found:
         number = int(row["job"][1:])
@@ -100,12 +101,12 @@ def test_weeks_and_months_add_up_to_the_whole(url: str) -> None:
                                                   models.IterationRow.iteration.between(12, 95),
                                                   models.IterationRow.iteration % 7 != 0))  # fmt: skip
     with Reader.open(url) as reader:
-        whole = sums([one for _, one in fleet.accounts(reader, now=NOW)])
+        whole = sums([one for _, one in fleet_costs.accounts(reader, now=NOW)])
         first = min(job["started_at"] for job in reader.jobs())
         weeks = [first + n * WEEK for n in range((NOW - first) // WEEK + 2)]
-        each = [fleet.accounts(reader, since=at, until=at + WEEK, now=NOW) for at in weeks]
-        periods = {by: fleet.accounts(reader, now=NOW, period=by) for by in ("week", "month")}  # type: ignore[misc]
-        rows = {by: fleet.cost_by(by, found) for by, found in periods.items()}  # type: ignore[arg-type]
+        each = [fleet_costs.accounts(reader, since=at, until=at + WEEK, now=NOW) for at in weeks]
+        periods = {by: fleet_costs.accounts(reader, now=NOW, period=by) for by in ("week", "month")}  # type: ignore[misc]
+        rows = {by: fleet_costs.cost_by(by, found) for by, found in periods.items()}  # type: ignore[arg-type]
     assert whole["rollback, h"] > 0.0
     assert all(value > 0.0 for value in whole.values())
     parts = sums([one for found in each for _, one in found])
@@ -134,18 +135,18 @@ def test_however_many_periods_there_are_rows_are_read_once(url: str, monkeypatch
     monkeypatch.setattr(Reader, "narrow", narrow)
     for period in ("week", "month"):
         with Reader.open(url) as reader:
-            found = fleet.accounts(reader, now=NOW, period=period)  # type: ignore[arg-type]
+            found = fleet_costs.accounts(reader, now=NOW, period=period)  # type: ignore[arg-type]
             read.clear()
-            monkeypatch.setattr("db.reading.accounts.JOBS_AT_ONCE", 3)
-            assert fleet.accounts(reader, now=NOW, period=period) == found  # type: ignore[arg-type]
-            monkeypatch.setattr("db.reading.accounts.JOBS_AT_ONCE", 100)
+            monkeypatch.setattr("db.reading.costs.accounts.JOBS_AT_ONCE", 3)
+            assert fleet_costs.accounts(reader, now=NOW, period=period) == found  # type: ignore[arg-type]
+            monkeypatch.setattr("db.reading.costs.accounts.JOBS_AT_ONCE", 100)
         parts = [job["id"] for job, _ in found]
         running = {job["id"] for job, _ in found if job["state"] == "running"}
         assert sorted(read) == sorted(running | {each for each in parts if parts.count(each) > 1})
         assert 0 < len(read) < len(set(parts)) or period == "week"
     with Reader.open(url) as reader:
         read.clear()
-        after = fleet.accounts(reader, now=NOW, since=NOW)
+        after = fleet_costs.accounts(reader, now=NOW, since=NOW)
         assert (after, {*read} <= running) == ([], True)
 
 
@@ -237,7 +238,7 @@ def test_a_second_attempt_that_repeats_80_iterations(tmp_path: Path, ledger_url:
     write(tmp_path, ledger_url, ("c", attempt("c", BEGAN + 2000, 1, 50, "")))
     with Reader.open(ledger_url) as reader:
         first, second, alone = (reader.account(reader.job(name)) for name in "abc")
-        every = {job["name"]: account for job, account in fleet.accounts(reader)}
+        every = {job["name"]: account for job, account in fleet_costs.accounts(reader)}
     assert (first.useful_s, first.lost_s["rollback"]) == pytest.approx((40.0, 160.0), abs=1e-3)
     assert first.lost_gpu_hours["rollback"] == pytest.approx(160 * 12 / 3600, abs=1e-5)
     assert first.lost_gpu_hours["start"] == pytest.approx(100 * 12 / 3600, abs=1e-5)
@@ -257,8 +258,8 @@ def test_attempts_in_other_ledgers_count_too(tmp_path: Path) -> None:
     with Reader.open(urls[1]) as reader:
         others = reader.attempts(run)
     with Reader.open(urls[0]) as reader:
-        [(_, found)] = fleet.accounts(reader, others=others)
-        [(_, alone)] = fleet.costs_of(reader, reader.job(), others=others)
+        [(_, found)] = fleet_costs.accounts(reader, others=others)
+        [(_, alone)] = fleet_costs.costs_of(reader, reader.job(), others=others)
     assert found.lost_s["rollback"] == pytest.approx(160.0, abs=1e-3)
     assert alone == found
 
@@ -315,11 +316,11 @@ def test_an_account_that_was_imported_may_say_anything(url: str, odd: dict[str, 
     with Reader.open(url) as reader:
         job = next(job for job in reader.jobs() if job["state"] != "running")
         whole = reader.account(reader.job(job["name"]))
-        before = [fleet.accounts(reader, period=period, now=NOW) for period in PERIODS]
+        before = [fleet_costs.accounts(reader, period=period, now=NOW) for period in PERIODS]
     account = msgspec.json.encode(msgspec.to_builtins(whole) | odd).decode()
     change(url, update(models.JobRow).where(models.JobRow.id == job["id"]).values(account=account))
     with Reader.open(url) as reader:
-        after = [fleet.accounts(reader, period=period, now=NOW) for period in PERIODS]
+        after = [fleet_costs.accounts(reader, period=period, now=NOW) for period in PERIODS]
     for one, other in zip(before, after, strict=True):
         assert sums([part for _, part in other]) == pytest.approx(sums([part for _, part in one]))
 

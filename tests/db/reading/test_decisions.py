@@ -11,6 +11,7 @@ from sqlalchemy import update
 
 from db import models
 from db.reading import queries
+from db.reading.plans import plan_rows
 from db.reading.queries import Reader
 from db.writer import Ledger
 from resihp.parallelism.plan import Plan, spread
@@ -93,7 +94,7 @@ def rows(open_ledger: Opener, tmp_path: Path, told: Told) -> list[dict[str, Any]
     assert ledger.close(30)
     with Reader.open(ledger.url) as reader:
         job = reader.job()["id"]
-        found = queries.decisions_rows(reader, job)
+        found = plan_rows.decisions_rows(reader, job)
         frame = queries.decisions(reader, job)
     assert list(frame.columns) == list(queries.COLUMNS["decisions"])
     assert len(frame) == len(found)
@@ -138,7 +139,7 @@ def test_a_period_may_be_asked_for(open_ledger: Opener, tmp_path: Path) -> None:
     ledger_rows = [row["at"] for row in found]
     ledger = open_ledger()
     with Reader.open(ledger.url) as reader:
-        part = queries.decisions_rows(reader, reader.job()["id"], since=ledger_rows[2], until=ledger_rows[4])
+        part = plan_rows.decisions_rows(reader, reader.job()["id"], since=ledger_rows[2], until=ledger_rows[4])
     ledger.close(30)
     assert [row["at"] for row in part] == ledger_rows[2:4]
 
@@ -191,7 +192,7 @@ def test_what_an_import_calls_candidates(open_ledger: Opener, tmp_path: Path, od
         update(models.DeclinedChangeRow).values(considered=odd),
     )
     with Reader.open(ledger.url) as reader:
-        found = queries.decisions_rows(reader, reader.job()["id"])
+        found = plan_rows.decisions_rows(reader, reader.job()["id"])
     assert len(found) == 7
     assert [
         one for row in found for one in row["refused"] if one["why"] != "would save 3.0% of the time, but may pass"

@@ -14,6 +14,8 @@ from db import models
 from db.engine import make_engine, resolve
 from db.migrate import upgrade
 from db.reading import fleet, health, queries
+from db.reading.costs import fleet_costs
+from db.reading.iterations.newest import newest_iterations
 from db.reading.reader import Reader
 from db.writer import Ledger
 from resihp.record import journal
@@ -94,22 +96,22 @@ def test_causes_are_one_where_only_names_and_figures_differ(cause: str, kind: st
 
 def test_cost_of_all_jobs_is_the_sum_of_each(reader: Reader) -> None:
     now = datetime.fromtimestamp(BEGAN + 7300, UTC)
-    found = fleet.accounts(reader, now=now)
+    found = fleet_costs.accounts(reader, now=now)
     assert [job["name"] for job, _ in found] == ["local-3", "local-2", "local-1"]
-    rows = {row["cause"]: row for row in fleet.cost_rows([account for _, account in found])}
-    each = [{row["cause"]: row for row in fleet.cost_rows([account])} for _, account in found]
+    rows = {row["cause"]: row for row in fleet_costs.cost_rows([account for _, account in found])}
+    each = [{row["cause"]: row for row in fleet_costs.cost_rows([account])} for _, account in found]
     for cause, row in rows.items():
         assert row["seconds"] == pytest.approx(sum(one[cause]["seconds"] for one in each))
         assert row["gpu_hours"] == pytest.approx(sum(one[cause]["gpu_hours"] for one in each))
     assert sum(row["share"] for row in rows.values()) == pytest.approx(1.0)
     assert rows["capacity"]["seconds"] == pytest.approx(2 * 0.45 + 0.05)
     assert rows["idle"]["seconds"] == pytest.approx(2 * 1.35)
-    by_job = fleet.cost_by_job(found)
+    by_job = fleet_costs.cost_by_job(found)
     assert [row["failures"] for row in by_job] == [1, 1, 1]
     assert by_job[2]["goodput"] == pytest.approx(9.1 / 11.6, abs=1e-4)
     hours = sum(row["gpu_hours"] for row in rows.values() if row["of_failures"])
     assert sum(row["failure_gpu_hours"] for row in by_job) == pytest.approx(hours)
-    assert fleet.accounts(reader, until=datetime.fromtimestamp(BEGAN - 1, UTC)) == []
+    assert fleet_costs.accounts(reader, until=datetime.fromtimestamp(BEGAN - 1, UTC)) == []
 
 
 def test_the_account_of_a_job_that_is_over_is_kept_and_is_the_same(reader: Reader) -> None:
@@ -127,7 +129,7 @@ def test_the_account_of_a_job_that_runs_ends_at_the_time_of_the_question(reader:
     short, longer = (
         next(
             account
-            for job, account in fleet.accounts(reader, now=last + timedelta(seconds=seconds))
+            for job, account in fleet_costs.accounts(reader, now=last + timedelta(seconds=seconds))
             if job["name"] == "local-3"
         )
         for seconds in (10, 70)
@@ -153,17 +155,17 @@ def test_a_job_whose_rows_were_thinned_has_the_figures_that_it_had(reader: Reade
 
 
 def test_the_newest_iterations_of_all_jobs(reader: Reader) -> None:
-    rows = fleet.newest_iterations(reader, 5)
+    rows = newest_iterations(reader, 5)
     assert [(row["job"], row["iteration"]) for row in rows] == [
         *(("local-2", 19), ("local-2", 20)),
         *(("local-3", 1), ("local-3", 2), ("local-3", 3)),
     ]
     assert rows == reader.rows("iterations", None, last=5)
     until = datetime.fromtimestamp(BEGAN + 3000, UTC)
-    assert [row["iteration"] for row in fleet.newest_iterations(reader, 2, until=until)] == [19, 20]
+    assert [row["iteration"] for row in newest_iterations(reader, 2, until=until)] == [19, 20]
     [user] = {job["owner"] for job in reader.jobs()}
-    assert fleet.newest_iterations(reader, 5, user=user) == rows
-    assert fleet.newest_iterations(reader, 5, user=f"not-{user}") == []
+    assert newest_iterations(reader, 5, user=user) == rows
+    assert newest_iterations(reader, 5, user=f"not-{user}") == []
 
 
 def test_tables_of_all_jobs_name_them(reader: Reader) -> None:
@@ -260,9 +262,9 @@ def test_an_empty_ledger_answers_everything_with_nothing(ledger_url: str) -> Non
     upgrade(ledger_url)
     with Reader.open(ledger_url) as reader:
         assert fleet.joined("node", fleet.failures_by(reader, "node")) == []
-        assert fleet.accounts(reader) == []
-        assert [row["seconds"] for row in fleet.cost_rows([])] == [0] * 11
+        assert fleet_costs.accounts(reader) == []
+        assert [row["seconds"] for row in fleet_costs.cost_rows([])] == [0] * 11
         assert queries.lemons(reader).empty
-        assert fleet.newest_iterations(reader, 5) == []
+        assert newest_iterations(reader, 5) == []
         assert queries.failures(reader).empty
         assert reader.nodes(None) == []

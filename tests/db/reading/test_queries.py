@@ -11,6 +11,8 @@ import pandas as pd
 import pytest
 
 from db.reading import fleet, queries
+from db.reading.iterations.newest import newest_iterations
+from db.reading.plans import plan_rows
 from db.reading.queries import Reader
 from db.writer import Ledger
 from resihp.errors import JobNotFoundError, UsageError
@@ -162,14 +164,14 @@ def test_what_happened_at_the_end_of_a_time_is_in_the_next_one(reader: Reader) -
         "counted": (at, lambda **when: range(reader.count("failures", job["id"], **when))),
         "iterations": (
             reader.rows("iterations", job["id"])[0]["finished_at"],
-            lambda **when: fleet.newest_iterations(reader, 100, **when),
+            lambda **when: newest_iterations(reader, 100, **when),
         ),
         "decisions": (
             reader.rows("plans", job["id"])[0]["decided_at"],
-            lambda **when: queries.decisions_rows(reader, job["id"], **when),
+            lambda **when: plan_rows.decisions_rows(reader, job["id"], **when),
         ),
         "jobs": (began, lambda **when: reader.jobs(**when)),
-        "spares": (began, lambda **when: queries.spares_rows(reader, **when)),
+        "spares": (began, lambda **when: plan_rows.spares_rows(reader, **when)),
     }
     counts = {name: (len(of(until=end)), len(of(since=end)) > 0) for name, (end, of) in asked.items()}
     assert counts == {name: (0, True) for name in asked}

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from db.reading import queries
+from db.reading.plans import plan_rows
 from db.reading.queries import Reader
 from db.retention import prune
 from db.writer import Ledger
@@ -114,7 +115,7 @@ def found_of(url: str, folder: Path, told: Told) -> None:
 def found(url: str, folder: Path, told: Told) -> dict[str, Any]:
     found_of(url, folder, told)
     with Reader.open(url) as reader:
-        (row,) = queries.spares_rows(reader, reader.job())
+        (row,) = plan_rows.spares_rows(reader, reader.job())
         frame = queries.spares(reader)
     assert list(frame.columns) == list(queries.COLUMNS["spares"])
     assert list(frame["saved_seconds"]) == [row["saved_seconds"]]
@@ -169,7 +170,7 @@ def test_rows_that_were_thinned_tell_the_same(ledger_url: str, tmp_path: Path) -
     with Reader.open(ledger_url) as reader:
         job = reader.job()
         assert len(reader.narrow("iterations", job["id"])) < 20
-        (after,) = queries.spares_rows(reader, job)
+        (after,) = plan_rows.spares_rows(reader, job)
     assert after == before
 
 
@@ -184,8 +185,8 @@ def test_the_newest_jobs_may_be_asked_for_alone(ledger_url: str, tmp_path: Path)
     for number in ("7", "8"):
         found_of(ledger_url, tmp_path / number, lost_story(situation(0, 1, 2, 3), name=number))
     with Reader.open(ledger_url) as reader:
-        assert len(queries.spares_rows(reader)) == 2
-        assert [row["job"] for row in queries.spares_rows(reader, jobs=1)] == ["8"]
+        assert len(plan_rows.spares_rows(reader)) == 2
+        assert [row["job"] for row in plan_rows.spares_rows(reader, jobs=1)] == ["8"]
 
 
 def test_the_command_says_what_is_assumed() -> None:

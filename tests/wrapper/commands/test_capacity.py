@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 import db.layouts
-from db.writer import catch_up
+from db.writing.catch_up import catch_up
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan, spread
 from resihp.record import journal

@@ -15,7 +15,8 @@ from typer.testing import CliRunner, Result
 from db.maintenance import record
 from db.migrate import head
 from db.reading.queries import Reader
-from db.writer import Ledger, catch_up
+from db.writer import Ledger
+from db.writing.catch_up import catch_up
 from tests.db.conftest import story, write_journal
 from tests.db.later_schema import LATER, add_later_schema
 from wrapper.cli import app

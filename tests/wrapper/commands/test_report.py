@@ -14,7 +14,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from db.reading.queries import Reader
-from db.writer import Ledger, catch_up
+from db.writer import Ledger
+from db.writing.catch_up import catch_up
 from resihp.errors import JobNotFoundError, UsageError
 from resihp.parallelism.layout import Layout, Replica, Stage
 from resihp.parallelism.plan import Plan, spread

@@ -30,7 +30,7 @@ from typer.testing import CliRunner, Result
 import wrapper
 from db.maintenance import record as record_repair
 from db.reading import queries
-from db.writer import catch_up
+from db.writing.catch_up import catch_up
 from resihp.errors import ResihpError, UsageError
 from resihp.record import journal
 from resihp.worker.checkpoints import write_manifest

@@ -21,7 +21,8 @@ from pathlib import Path
 
 from sqlalchemy.exc import DBAPIError
 
-from db.engine import NETWORK_FILE_SYSTEMS, file_system, is_on_network, make_engine, masked, refusal, resolve
+from db.engine import is_on_network, make_engine, masked, refusal, resolve
+from db.file_systems import NETWORK_FILE_SYSTEMS, file_system
 from resihp.errors import ResihpError
 from wrapper import job_folder
 from wrapper.commands.doctor.machine import CheckResult

@@ -67,11 +67,11 @@ class AllJobs:
 
 
 def read_costs(query: HistoryQuery, jobs: AllJobs) -> Listing:
-    from db.reading import fleet
+    from db.reading.costs import fleet_costs
 
     others = attempts_here(jobs.ledger)
     asks: dict[str, Any] = {"user": query.user, **_period(query)}
-    accounts = jobs.ask(lambda reader: fleet.accounts(reader, **asks, period=query.period, others=others))
+    accounts = jobs.ask(lambda reader: fleet_costs.accounts(reader, **asks, period=query.period, others=others))
     newest_first = sorted(accounts, key=lambda pair: pair[0]["started_at"], reverse=True)
     return list_costs(query, newest_first, ALL_JOBS_SUBJECT, jobs.ledger)
 
@@ -123,19 +123,20 @@ def read_rate(query: HistoryQuery, jobs: AllJobs) -> Listing:
 
 def read_promises(query: HistoryQuery, jobs: AllJobs) -> Listing:
     from db.reading import queries
+    from db.reading.plans import plan_rows
     from db.reading.tables import OF_JOB
 
     max_rows = query.limit or DEFAULT_ROWS
-    rows = jobs.ask(lambda reader: queries.promises_of_all(reader, max_rows, **_period(query)))
+    rows = jobs.ask(lambda reader: plan_rows.promises_of_all(reader, max_rows, **_period(query)))
     rows.sort(key=lambda row: (row["started_at"], row["epoch"]), reverse=True)
     return jobs.listing((*OF_JOB, *queries.COLUMNS["promises"]), rows[: query.limit], len(rows))
 
 
 def read_spares(query: HistoryQuery, jobs: AllJobs) -> Listing:
-    from db.reading import queries
+    from db.reading.plans import plan_rows
 
     max_jobs = None if query.limit is None else max(query.limit, MIN_JOBS_WITH_SPARES)  # the planner decides for each
-    rows = jobs.ask(lambda reader: queries.spares_rows(reader, **_period(query), jobs=max_jobs))
+    rows = jobs.ask(lambda reader: plan_rows.spares_rows(reader, **_period(query), jobs=max_jobs))
     rows.sort(key=lambda row: (-row["saved_gpu_hours"], row["started_at"]))
     footnote = SPARES_FOOTNOTE
     if max_jobs is not None and len(rows) >= max_jobs:
@@ -177,12 +178,12 @@ def read_placements(query: HistoryQuery, jobs: AllJobs) -> Listing:
 
 
 def read_iterations(query: HistoryQuery, jobs: AllJobs) -> Listing:
-    from db.reading import fleet
+    from db.reading.iterations.newest import newest_iterations
 
     if query.node is not None:
         raise UsageError("history iterations: has no nodes; leave --node out")
     limit = query.limit or DEFAULT_ROWS
-    rows = jobs.ask(lambda reader: fleet.newest_iterations(reader, limit, user=query.user, **_period(query)))
+    rows = jobs.ask(lambda reader: newest_iterations(reader, limit, user=query.user, **_period(query)))
     return _newest_rows(query, jobs, rows)
 
 

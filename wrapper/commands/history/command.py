@@ -202,10 +202,11 @@ def why(
     Example: resihp why 37 local-3
     """
     from db.reading import queries
+    from db.reading.plans import plan_rows
 
     with opened(job, ledger) as (reader, row):
         reasons = queries.why(reader, row, iteration)
-        plans = queries.plans_until(reader, row["id"], reasons.epoch)
+        plans = plan_rows.plans_until(reader, row["id"], reasons.epoch)
         explained = reader.explanations(row["id"], plans).get(reasons.epoch)
     if as_json:
         import msgspec

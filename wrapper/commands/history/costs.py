@@ -24,19 +24,20 @@ def list_costs(
 
     Jobs whose stored costs are malformed are named on stderr.
     """
-    from db.reading import fleet, queries
+    from db.reading import queries
+    from db.reading.costs import fleet_costs
 
     _warn_of_malformed_costs([job for job, _ in accounts], ledger)
     sums = [account for _, account in accounts]
     by: Any = query.by
-    rows = fleet.cost_rows(sums, query.price) if by is None else fleet.cost_by(by, accounts, query.price)
+    rows = fleet_costs.cost_rows(sums, query.price) if by is None else fleet_costs.cost_by(by, accounts, query.price)
     columns, closing = queries.priced(query.shape, query.price), _cost_lines(sums, query.price)
     closing += f"\n{line}" if (line := idle or _idle_jobs(accounts)) else ""
     return Listing(columns, rows[: query.limit], subject, len(rows), closing=closing)
 
 
 def _warn_of_malformed_costs(jobs: Sequence[Row], ledger: str | None) -> None:
-    from db.reading.costs.cost_accounts import is_malformed
+    from db.reading.costs.stored_accounts import is_malformed
 
     malformed = list(dict.fromkeys(job["name"] for job in jobs if is_malformed(job)))
     if not malformed:

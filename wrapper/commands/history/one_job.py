@@ -49,34 +49,37 @@ class OneJob:
 
 
 def read_costs(query: HistoryQuery, job: OneJob) -> Listing:
-    from db.reading import fleet
+    from db.reading.costs import fleet_costs
     from wrapper.output.idle_gpus import IdleGpus
     from wrapper.output.job_history import JobHistory
 
     others = attempts_here(job.ledger, job.row["run"])
-    accounts = fleet.costs_of(job.reader, job.row, period=query.period, others=others)
+    accounts = fleet_costs.costs_of(job.reader, job.row, period=query.period, others=others)
     idle = IdleGpus(JobHistory.of_ledger(job.reader, job.row)).line()
     return list_costs(query, accounts, job.subject, job.ledger, idle)
 
 
 def read_promises(query: HistoryQuery, job: OneJob) -> Listing:
     from db.reading import queries
+    from db.reading.plans import plan_rows
 
-    rows = queries.promises_rows(job.reader, job.id)
+    rows = plan_rows.promises_rows(job.reader, job.id)
     return Listing(queries.COLUMNS["promises"], query.last(rows), job.subject, len(rows))
 
 
 def read_spares(query: HistoryQuery, job: OneJob) -> Listing:
     from db.reading import queries
+    from db.reading.plans import plan_rows
 
-    rows = queries.spares_rows(job.reader, job.row)
+    rows = plan_rows.spares_rows(job.reader, job.row)
     return Listing(queries.COLUMNS["spares"], rows, job.subject, 1, closing=SPARES_FOOTNOTE)
 
 
 def read_decisions(query: HistoryQuery, job: OneJob) -> Listing:
     from db.reading import queries
+    from db.reading.plans import plan_rows
 
-    rows = queries.decisions_rows(job.reader, job.id, since=query.since, until=query.until)
+    rows = plan_rows.decisions_rows(job.reader, job.id, since=query.since, until=query.until)
     return Listing(queries.COLUMNS["decisions"], query.last(rows), job.subject, len(rows))
 
 

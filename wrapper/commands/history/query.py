@@ -67,7 +67,7 @@ class By(str, Enum):  # noqa: UP042 - as above
 FAILURE_GROUPS = tuple(group.value for group in By)
 """Groups of failures: a copy of `db.reading.fleet.GROUPS`, which is slow to import."""
 COST_GROUPS = ("job", "owner", "account", "partition", "cluster", "week", "month")
-"""Groups of costs: a copy of `db.reading.fleet.COST_BY`."""
+"""Groups of costs: a copy of `db.reading.costs.fleet_costs.COST_BY`."""
 
 
 @dataclass(frozen=True)

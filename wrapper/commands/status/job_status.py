@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from db.reading import watched
-from db.reading.costs.cost_accounts import summarise
+from db.reading.costs.summary import summarise
 from wrapper.output.answers import SCHEMA
 from wrapper.output.idle_gpus import IdleGpus
 from wrapper.output.job_history import JobHistory

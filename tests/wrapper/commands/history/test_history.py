@@ -19,8 +19,9 @@ import pytest
 
 from db.migrate import upgrade
 from db.reading import fleet
+from db.reading.costs import fleet_costs
 from db.reading.reader import Reader
-from db.writer import catch_up
+from db.writing.catch_up import catch_up
 from resihp.errors import JobNotFoundError, LedgerError, UsageError
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan, spread
@@ -711,7 +712,7 @@ def shifted(time: datetime, hours: float) -> datetime:
 def test_what_the_command_offers_is_what_the_ledger_knows() -> None:
     """Both are written down where they are offered, too: the ledger's module takes time to import."""
     assert query.FAILURE_GROUPS == fleet.GROUPS
-    assert query.COST_GROUPS == fleet.COST_BY
+    assert query.COST_GROUPS == fleet_costs.COST_BY
     assert [view.value for view in query.History] == list(HISTORY_VIEWS)
     offered = resihp("history", "--help").stdout
     assert all(re.search(rf"\b{view}\b", offered) for view in HISTORY_VIEWS)
@@ -751,7 +752,7 @@ def test_spares_of_many_jobs_begin_with_those_that_saved_most(monkeypatch: pytes
         asked_for.append(wanted | {"of": of})
         return list(rows)
 
-    monkeypatch.setattr("db.reading.queries.spares_rows", spares_rows)
+    monkeypatch.setattr("db.reading.plan_rows.spares_rows", spares_rows)
     asked = query.HistoryQuery(
         view="spares", by=None, node=None, rank=None, since=None, until=None, limit=None, injected=False
     )

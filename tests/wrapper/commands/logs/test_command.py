@@ -17,7 +17,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
-from db.writer import catch_up
+from db.writing.catch_up import catch_up
 from resihp.record.journal import AnyEntry, LeaderChosen
 from resihp.settings import Settings
 from tests.db.conftest import BEGAN, started, write_journal

@@ -23,7 +23,8 @@ from typer.testing import CliRunner, Result
 
 from db.migrate import head
 from db.reading.queries import Reader
-from db.writer import Ledger, catch_up
+from db.writer import Ledger
+from db.writing.catch_up import catch_up
 from resihp.errors import JobNotFoundError, LedgerError, UsageError
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan, spread

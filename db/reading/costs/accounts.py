@@ -15,7 +15,10 @@ from sqlalchemy import func, or_, select
 
 from db import models
 from db.models import IterationRow, JobRow
-from db.reading.costs import cost_accounts
+from db.reading.costs.cost_accounts import Account, between
+from db.reading.costs.job_timeline import timeline
+from db.reading.costs.stored_accounts import account_to_store, stored_account_with
+from db.reading.costs.summary import summarise
 from db.reading.costs.timeline import Again, HeldTime, committed_again
 from db.reading.tables import ACCOUNT_COLUMNS, TABLES, Row
 
@@ -46,12 +49,12 @@ def attempts(reader: Reader, run: str | None = None, others: Sequence[Row] = ())
     return [*reader.fetch(query.where(of_runs if run is None else jobs.run == run)), *others]
 
 
-def account(reader: Reader, job: Row, now: datetime | None = None, again: Again | None = None) -> cost_accounts.Account:
+def account(reader: Reader, job: Row, now: datetime | None = None, again: Again | None = None) -> Account:
     if again is None:
         again = reader.committed_again(job)
-    if (kept := cost_accounts.stored_account_with(job, again)) is not None:
+    if (kept := stored_account_with(job, again)) is not None:
         return kept
-    return cost_accounts.between(reader.timeline(job, now, again))
+    return between(reader.timeline(job, now, again))
 
 
 def timelines(
@@ -72,7 +75,7 @@ def timelines(
             number = job["id"]
             failures, reconfigurations, plans = (rows_by_job.get(number, []) for rows_by_job in few)
             yield partial(
-                cost_accounts.timeline,
+                timeline,
                 {**job, "configuration": configurations.get(job["id"])},
                 reader.narrow("iterations", number),
                 failures,
@@ -111,14 +114,14 @@ def _holdings(reader: Reader, job_ids: Sequence[int]) -> dict[int, list[Row]]:
 
 def settled(reader: Reader, job_id: int) -> str:
     [job] = reader.fetch(select(*JobRow.__table__.columns).where(JobRow.id == job_id))
-    again, alone = reader.committed_again(job), cost_accounts.stored_account_with(job, ())
+    again, alone = reader.committed_again(job), stored_account_with(job, ())
     if alone is None or again:
-        [timeline] = reader.timelines([job])
-        alone = alone or cost_accounts.between(timeline(()))
-        whole = cost_accounts.between(timeline(again)) if again else alone
+        [build] = reader.timelines([job])
+        alone = alone or between(build(()))
+        whole = between(build(again)) if again else alone
     else:
         whole = alone
-    return msgspec.json.encode(cost_accounts.account_to_store(alone, whole, again)).decode()
+    return msgspec.json.encode(account_to_store(alone, whole, again)).decode()
 
 
 def unsettled(reader: Reader, run: str | None = None) -> list[Row]:
@@ -131,14 +134,14 @@ def unsettled(reader: Reader, run: str | None = None) -> list[Row]:
     return [
         {name: job[name] for name in ("id", "uuid", "run", "written_by")}
         for job in reader.fetch(query.order_by(jobs.started_at, jobs.id))
-        if cost_accounts.stored_account_with(job, again.get(job["uuid"], ())) is None
+        if stored_account_with(job, again.get(job["uuid"], ())) is None
     ]
 
 
 def summary(reader: Reader, job_id: int, now: datetime | None = None) -> Row:
     [job] = reader.fetch(select(*JobRow.__table__.columns).where(JobRow.id == job_id))
     plan_shown = reader.shown_plan(job_id)
-    return cost_accounts.summarise(
+    return summarise(
         job,
         reader.narrow("iterations", job_id),
         reader.narrow("failures", job_id),

@@ -1,0 +1,77 @@
+"""Rows of committed iterations and of checkpoints.
+
+Decides how the entries about them change these rows; never drops an iteration. Called by `applying` beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from sqlalchemy.orm import Session
+
+from db import models
+from db.projection.columns import finite, moment, stored_text
+from db.projection.statements import upsert
+from resihp.record import journal
+from resihp.record.packing import unpack
+
+
+def commit_iteration(session: Session, job: models.JobRow, entry: journal.IterationCommitted, at: float) -> None:
+    commit_iterations(session, job, [(entry, at)])
+
+
+def commit_packed(session: Session, job: models.JobRow, entry: journal.IterationsPacked, at: float) -> None:
+    rows = unpack([journal.Record(entry.count, at, entry)])
+    commit_iterations(session, job, [(cast(journal.IterationCommitted, row.entry), row.at) for row in rows])
+
+
+def commit_iterations(
+    session: Session, job: models.JobRow, committed: Sequence[tuple[journal.IterationCommitted, float]]
+) -> None:
+    first = {entry.epoch: at for entry, at in reversed(committed)}
+    for epoch, at in first.items():
+        plan = session.get(models.PlanRow, (job.id, epoch))
+        if plan is not None and plan.in_effect_at is None:  # a journal that does not record when a plan takes effect
+            plan.in_effect_at = moment(at)
+    rows = [
+        {
+            "job_id": job.id,
+            "iteration": entry.outcome.iteration,
+            "epoch": entry.epoch,
+            "seconds": finite(entry.seconds),
+            "predicted_seconds": finite(entry.predicted_seconds),
+            "tokens": entry.outcome.tokens,
+            "sum_squared_lengths": entry.outcome.sum_squared_lengths,
+            "samples": entry.outcome.samples,
+            "samples_digest": entry.outcome.samples_digest,
+            "loss": finite(entry.outcome.loss),
+            "finished_at": moment(at),
+            "gradient_norm": finite(entry.outcome.gradient_norm),
+            "learning_rate": finite(entry.outcome.learning_rate),
+            "skipped": entry.outcome.skip,
+        }
+        for entry, at in committed
+    ]
+    upsert(session, models.IterationRow, rows, ("job_id", "iteration"))
+
+
+def add_evaluation(session: Session, job: models.JobRow, entry: journal.EvaluationDone, at: float) -> None:
+    """Add the loss to the iteration's row. The iteration that the job resumed from has no row; then only the event
+    remains."""
+    row = session.get(models.IterationRow, (job.id, entry.iteration))
+    if row is not None:
+        row.validation_loss = finite(entry.loss)
+
+
+def add_checkpoint(session: Session, job: models.JobRow, entry: journal.CheckpointCommitted, at: float) -> None:
+    session.merge(
+        models.CheckpointRow(
+            job_id=job.id,
+            iteration=entry.iteration,
+            folder=stored_text(entry.folder),
+            bytes=entry.bytes,
+            seconds=finite(entry.seconds),
+            committed_at=moment(at),
+        )
+    )

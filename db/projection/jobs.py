@@ -1,0 +1,135 @@
+"""The row of a job, found or created by the first record of its journal; and the removal of all its rows.
+
+Decides how the entries about a job change its row; never writes another job's row, except for the accounts of earlier
+attempts (`db.settling`). Called by `applying` beside it, `db.writer`, `db.writing.transactions` and
+`db.exchange`.
+"""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+from sqlalchemy import delete, select
+from sqlalchemy.orm import Session
+
+from db import models, settling
+from db.projection.columns import moment, stored_text
+from db.reading import reader
+from resihp.errors import LedgerError
+from resihp.record import journal
+from resihp.record.job_uuid import job_uuid
+
+RUN_LENGTH = 36
+TELEMETRY_TABLES = tuple(
+    row.__tablename__ for row in (models.RankReportRow, models.RankQuantilesRow, models.RankScoreRow)
+)
+"""Tables that do not follow from the journal."""
+
+
+def job_of(session: Session, first: journal.Record) -> models.JobRow:
+    """Return the row of the job with a journal that begins with `first`, created if missing; locked where locks exist.
+
+    Raises LedgerError if it belongs to another database user.
+    """
+    key = job_uuid(first)
+    assert isinstance(first.entry, journal.JobStarted)
+    job = own_job(session, key, first.entry.job)
+    if job is None:
+        job = models.JobRow(uuid=key, started_at=moment(first.at), journal_seq=0, telemetry_dropped=0)
+        _describe_job(job, first.entry, first.at)
+        session.add(job)
+        session.flush()
+    return job
+
+
+def last_written_seq(session: Session, first: journal.Record) -> int:
+    """Return the number of the last applied record of a journal that begins with `first`; 0 if there is none."""
+    return session.scalar(select(models.JobRow.journal_seq).where(models.JobRow.uuid == job_uuid(first))) or 0
+
+
+def own_job(session: Session, key: str, name: str) -> models.JobRow | None:
+    """Return the job of that uuid, locked where locks exist; None if there is none. `name` is for messages.
+
+    Raises LedgerError if another database user has written it: PostgreSQL locks rows only for users who may change
+    them, but shows them to everybody.
+    """
+    query = select(models.JobRow).where(models.JobRow.uuid == key)
+    job = session.scalars(query.with_for_update()).one_or_none()
+    if job is None and (writer := session.scalars(query.with_only_columns(models.JobRow.written_by)).first()):
+        raise LedgerError(
+            f"job {name}: is in the ledger already, and database user {writer} wrote it; only {writer} and the owner "
+            "of the tables can replace it. Name another with --ledger"
+        )
+    return job
+
+
+def forget(session: Session, job: models.JobRow) -> None:
+    """Delete all rows that came from the journal, so that it can be applied again."""
+    for table in reversed(models.LedgerTable.metadata.sorted_tables):
+        if "job_id" in table.c and table.name not in TELEMETRY_TABLES:
+            session.execute(delete(table).where(table.c.job_id == job.id))
+    session.expire_all()
+    job.journal_seq = 0
+
+
+def _describe_job(job: models.JobRow, entry: journal.JobStarted, at: float) -> None:
+    job.name = stored_text(entry.job)
+    job.host = stored_text(entry.host)
+    job.owner = stored_text(entry.user)
+    job.command = stored_text(json.dumps(list(entry.command)))
+    job.nodes = entry.nodes
+    job.gpus_per_node = entry.gpus_per_node
+    job.tp = entry.tp
+    job.pp = entry.pp
+    job.schedule = stored_text(entry.schedule)
+    job.restart_count = entry.restart_count
+    job.version = stored_text(entry.version)
+    job.configuration = json.dumps(entry.configuration, default=str)
+    job.state = "running"
+    job.exit_code = job.reason = job.ended_at = job.account = job.detector = job.unwatched = None
+    job.last_entry_at = moment(at)
+    job.run = stored_text(entry.run)[:RUN_LENGTH] or job.uuid
+    job.torch = job.megatron_core = job.cuda = job.nccl = job.script_commit = None
+    slurm = entry.slurm
+    job.cluster = None if slurm is None else stored_text(slurm.cluster)
+    job.slurm_job = None if slurm is None else slurm.job
+    job.array_job = None if slurm is None else slurm.array_job
+    job.array_task = None if slurm is None else slurm.array_task
+    job.submitted_at = None if slurm is None or slurm.submitted_at is None else moment(slurm.submitted_at)
+    job.slurm_account = None if slurm is None else stored_text(slurm.account)
+    job.partition = None if slurm is None else stored_text(slurm.partition)
+    job.qos = None if slurm is None else stored_text(slurm.qos)
+
+
+def start_job(session: Session, job: models.JobRow, entry: journal.JobStarted, at: float) -> None:
+    _describe_job(job, entry, at)
+
+
+def declare_model(session: Session, job: models.JobRow, entry: journal.ModelDeclared, at: float) -> None:
+    job.model = msgspec.json.encode(entry.declare).decode()
+    if entry.software is not None:
+        for name, version in msgspec.structs.asdict(entry.software).items():
+            setattr(job, name, stored_text(version) or None)
+
+
+def change_coverage(session: Session, job: models.JobRow, entry: journal.CoverageChanged, at: float) -> None:
+    job.detector = None if entry.detector == "warming up" else entry.detector
+    job.unwatched = json.dumps(entry.unwatched) if entry.unwatched else None
+
+
+def resume_job(session: Session, job: models.JobRow, entry: journal.LeaderChosen, at: float) -> None:
+    """Mark the job as running: a reader that had declared it ended did not know of this leader."""
+    job.state = "running"
+    job.exit_code = job.reason = job.ended_at = job.account = None
+
+
+def end_job(session: Session, job: models.JobRow, entry: journal.JobEnded, at: float) -> None:
+    job.state = entry.state
+    job.exit_code = entry.exit_code
+    job.reason = stored_text(entry.reason)
+    job.ended_at = moment(at)
+    job.account = None
+    session.flush()
+    job.account = reader.Reader.within(session.connection()).settled(job.id)
+    settling.settle_earlier(session.connection(), job.id)

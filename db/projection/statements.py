@@ -1,0 +1,40 @@
+"""Statements that write rows past the session: many rows at once, or a row that another client may write as well.
+
+Decides whether existing rows are replaced or kept; never the contents of a row. Called by the modules beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import Table
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.orm import Session
+
+from db import models
+
+
+def upsert(
+    session: Session, row: type[models.LedgerTable], rows: Sequence[Mapping[str, Any]], key: tuple[str, ...]
+) -> None:
+    """Write many rows in one statement, replacing rows that have the same keys."""
+    session.flush()
+    for instance in session:
+        if isinstance(instance, row):
+            session.expire(instance)  # a statement changes rows behind the session's back
+    connection = session.connection()
+    table = row.__table__
+    assert isinstance(table, Table)
+    insert = (postgresql if connection.dialect.name == "postgresql" else sqlite).insert(table)
+    changed = {name: insert.excluded[name] for name in table.c.keys() if name not in key}  # noqa: SIM118 - no mapping
+    connection.execute(insert.on_conflict_do_update(index_elements=key, set_=changed), rows)
+
+
+def add_if_missing(session: Session, row: type[models.LedgerTable], values: Mapping[str, Any]) -> None:
+    """Insert one row that another client may insert at the same time."""
+    connection = session.connection()
+    table = row.__table__
+    assert isinstance(table, Table)
+    insert = (postgresql if connection.dialect.name == "postgresql" else sqlite).insert(table)
+    connection.execute(insert.values(values).on_conflict_do_nothing())

@@ -1,0 +1,101 @@
+"""Transactions of a job's ledger: a batch of records and telemetry is written as a whole or not at all.
+
+Decides which records are written now, and that a record which fits no table becomes an event; never retries. Called by
+`db.writer`, in its thread.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from sqlalchemy import Engine
+from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
+from sqlalchemy.orm import Session
+
+from db import migrate
+from db.projection import applying
+from db.projection.jobs import forget, job_of
+from db.telemetry import report_rows
+from resihp.errors import LedgerError
+from resihp.record import journal, journal_file
+
+
+class Transactions:
+    """Writes into one ledger."""
+
+    def __init__(self, engine: Engine, name: str, warn: Callable[[str], None]) -> None:
+        """`name`: the ledger's URL, its password masked; `warn` takes a message without that name."""
+        self._engine = engine
+        self._name = name
+        self._warn = warn
+        self._schema: str | None = None
+        """Schema version of the ledger at the last write: somebody may upgrade it while we write."""
+
+    def write(
+        self,
+        first: journal.Record,
+        records: Sequence[journal.Record],
+        telemetry: report_rows.Telemetry,
+        dropped: int,
+        journal_path: Path | None,
+    ) -> int:
+        """Write one batch of the job, whose journal begins with `first`; return the ledger's `journal_seq` after it."""
+        with Session(self._engine) as session, session.begin():
+            self._schema = migrate.check_writable(session.connection(), self._name, self._schema)
+            job = job_of(session, first)
+            ready: list[journal.Record] = []
+            seq = job.journal_seq
+            for record in records:
+                if not applying.follows(record, seq):
+                    break
+                if applying.overtakes(record, seq) and journal_path is not None:
+                    forget(session, job)
+                    journal_records = journal_file.read_packed(journal_path)
+                    ready = [earlier for earlier in journal_records if earlier.seq < record.seq]
+                ready.append(record)
+                seq = max(seq, record.seq)
+            applying.apply_all(session, job, ready)
+            if any(telemetry):
+                session.flush()
+                report_rows.insert_all(session.connection(), job.id, telemetry)
+            job.telemetry_dropped = max(job.telemetry_dropped, dropped)
+            return job.journal_seq
+
+    def write_one_by_one(
+        self, first: journal.Record, records: Sequence[journal.Record], applied: int, journal_path: Path | None
+    ) -> int:
+        """Write each record by itself, as an event if it fits no table; return the ledger's `journal_seq` after it.
+
+        `applied`: that number if there are no records.
+        """
+        seq = applied
+        for record in records:
+            try:
+                seq = self.write(first, [record], report_rows.Telemetry(), 0, journal_path)
+            except Exception as error:
+                if not rejects_rows(error):
+                    raise
+                self._warn(f"record {record.seq} fits no table: {first_line(error)}")
+                with Session(self._engine) as session, session.begin():
+                    job = job_of(session, first)
+                    applying.apply_as_event(session, job, record, first_line(error))
+                    seq = job.journal_seq
+        return seq
+
+
+def rejects_rows(error: Exception) -> bool:
+    """Decide whether retrying is useless: the database works, but it rejects our rows."""
+    return isinstance(error, IntegrityError | DataError) or not isinstance(error, DBAPIError | OSError | LedgerError)
+
+
+def is_bad_statement(error: Exception) -> bool:
+    """Decide whether SQLite rejects the statement itself, as when a table was replaced by a view."""
+    return getattr(getattr(error, "orig", None), "sqlite_errorcode", None) == sqlite3.SQLITE_ERROR
+
+
+def first_line(error: Exception) -> str:
+    """Return the database's own words about an error, without SQLAlchemy's."""
+    words: object = error.orig if isinstance(error, DBAPIError) else error
+    return (str(words).strip().splitlines() or [type(error).__name__])[0]

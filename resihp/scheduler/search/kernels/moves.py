@@ -139,6 +139,21 @@ def match_order(tables: Tables, layouts: Layouts, d: int, e: int) -> bool:
 
 
 @machine_code
+def split_group(job: Job, tables: Tables, layouts: Layouts, pool: Ints, size: int, d: int, a: int) -> int:
+    """Split a group, with its ranks in `pool`, into two stages: its faster ranks, and the others.
+
+    Returns the changed replica, -1 if nothing changes.
+    """
+    half = size // 2
+    if not is_degree(job, half) or layouts.pipe[CANDIDATE, d, STAGES] == layouts.groups.shape[2]:
+        return -1
+    sort_ranks(job, pool, size, True)
+    layouts.groups[CANDIDATE, d, a] = new_group(job, tables, pool, half)
+    insert_stage(layouts, d, a + 1, new_group(job, tables, pool[half:], half))
+    return d
+
+
+@machine_code
 def regroup_node(job: Job, tables: Tables, layouts: Layouts, move: int, d: int, a: int, drawn: Ints) -> int:
     """Turn groups of a node into other ones. Return the other changed replica, -1 if nothing changes."""
     own_group = layouts.groups[CANDIDATE, d, a]
@@ -148,14 +163,8 @@ def regroup_node(job: Job, tables: Tables, layouts: Layouts, move: int, d: int, 
     pool = np.empty(job.node.size, np.int64)
     for t in range(size):
         pool[t] = tables.ranks[own_group, t]
-    if move == 9:  # split a group into two stages: its faster ranks, and the others
-        half = size // 2
-        if not is_degree(job, half) or layouts.pipe[CANDIDATE, d, STAGES] == layouts.groups.shape[2]:
-            return -1
-        sort_ranks(job, pool, size, True)
-        layouts.groups[CANDIDATE, d, a] = new_group(job, tables, pool, half)
-        insert_stage(layouts, d, a + 1, new_group(job, tables, pool[half:], half))
-        return d
+    if move == 9:
+        return split_group(job, tables, layouts, pool, size, d, a)
     places, _, _ = groups_at_home(tables, layouts, home, -1)
     _, e, b = groups_at_home(tables, layouts, home, random_index(places, drawn))
     is_same = d == e and a == b
@@ -196,14 +205,39 @@ def regroup_node(job: Job, tables: Tables, layouts: Layouts, move: int, d: int, 
 
 
 @machine_code
-def make_move(job: Job, tables: Tables, layouts: Layouts, odd: Ints, drawn: Ints, flags: Ints) -> bool:
-    """Change the layout being tried; replicas may be left without groups. Return whether anything changed.
+def add_replica(job: Job, tables: Tables, layouts: Layouts, from_idle: bool, d: int, drawn: Ints) -> int:
+    """Add a replica of a group of idle ranks, or of some groups of replica `d`. Return it, -1 if nothing changes."""
+    e = layouts.pipes[CANDIDATE]
+    group = random_idle_group(job, tables, layouts, drawn) if from_idle else -1
+    if e == layouts.pipe.shape[1] or (from_idle and group < 0):
+        return -1
+    layouts.pipes[CANDIDATE], layouts.pipe[CANDIDATE, e, STAGES] = e + 1, 0
+    layouts.pipe[CANDIDATE, e, SHARE] = max(1, job.micro_batches // (e + 1))
+    if from_idle:
+        insert_stage(layouts, e, 0, group)
+        return int(e)
+    for s in range(layouts.pipe[CANDIDATE, d, STAGES] - 1, -1, -1):
+        if random_share(drawn) < 0.5:
+            insert_stage(layouts, e, 0, remove_stage(layouts, d, s))
+    return int(e)
 
-    `flags` marks the changed replicas."""
+
+@machine_code
+def random_move(drawn: Ints) -> int:
+    """Return the number of a move, see `make_move`, by `MOVE_WEIGHTS`."""
     move, remaining = 0, random_share(drawn) * sum(MOVE_WEIGHTS)
     while move < len(MOVE_WEIGHTS) - 1 and remaining >= MOVE_WEIGHTS[move]:
         remaining -= MOVE_WEIGHTS[move]
         move += 1
+    return move
+
+
+@machine_code
+def make_move(job: Job, tables: Tables, layouts: Layouts, odd: Ints, drawn: Ints, flags: Ints) -> bool:
+    """Change the layout being tried; replicas may be left without groups. Return whether anything changed.
+
+    `flags` marks the changed replicas."""
+    move = random_move(drawn)
     most = layouts.groups.shape[2]
     pipes = layouts.pipes[CANDIDATE]
     d = random_replica(layouts, odd, drawn)
@@ -239,19 +273,10 @@ def make_move(job: Job, tables: Tables, layouts: Layouts, odd: Ints, drawn: Ints
             layouts.groups[CANDIDATE, d, n + s] = layouts.groups[CANDIDATE, e, s]
         layouts.pipe[CANDIDATE, d, STAGES] += layouts.pipe[CANDIDATE, e, STAGES]
         layouts.pipe[CANDIDATE, e, STAGES] = 0
-    else:  # a new replica of idle ranks, or of some groups of another one
-        group = random_idle_group(job, tables, layouts, drawn) if move == 10 else -1
-        if pipes == layouts.pipe.shape[1] or (move == 10 and group < 0):
-            return False
-        e = pipes
-        layouts.pipes[CANDIDATE], layouts.pipe[CANDIDATE, e, STAGES] = pipes + 1, 0
-        layouts.pipe[CANDIDATE, e, SHARE] = max(1, job.micro_batches // (pipes + 1))
+    else:  # a new replica of idle ranks (move 10), or of some groups of this one
+        e = add_replica(job, tables, layouts, move == 10, d, drawn)
         if move == 10:
-            insert_stage(layouts, e, 0, group)
             d = e
-        for s in range(n - 1 if move == 11 else -1, -1, -1):
-            if random_share(drawn) < 0.5:
-                insert_stage(layouts, e, 0, remove_stage(layouts, d, s))
     if e < 0:
         return False
     flags[d] = flags[e] = 2

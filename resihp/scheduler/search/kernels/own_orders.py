@@ -61,19 +61,12 @@ def schedule_pipeline(
     done = np.zeros((stages, 3), np.int64)
     end, start, next_kind = np.zeros(stages), np.full(stages, np.inf), np.zeros(stages, np.int64)
     remaining_s = np.empty(stages)
-    """Remaining work of a stage, and, if W is not separate, the backwards of the stages before it after that."""
-    before = 0.0
-    for s in range(stages):
-        remaining_s[s] = count * (f[s] + b[s] + (w[s] if split else 0.0)) + before
-        before += 0.0 if split else b[s] + late[s]
+    write_remaining_seconds(count, f, b, w, late, split, remaining_s)
     forth[0, :count] = 0.0
     start[0] = 0.0
     last = 0.0
     for _ in range(stages * count * (3 if split else 2)):
-        s = 0
-        for i in range(1, stages):
-            if start[i] < start[s]:
-                s = i
+        s = first_stage_to_start(stages, start)
         kind, m = next_kind[s], done[s, next_kind[s]]
         duration = f[s] if kind == 0 else b[s] if kind == 1 else w[s]
         at = start[s] + duration
@@ -107,6 +100,27 @@ def schedule_pipeline(
             else:
                 next_kind[i], start[i] = 0, max(f_at, now)
     return last
+
+
+@machine_code
+def write_remaining_seconds(
+    count: int, f: Floats, b: Floats, w: Floats, late: Floats, split: bool, remaining_s: Floats
+) -> None:
+    """Write the work of each stage, and, if W is not separate, the backwards of the stages before it after that."""
+    before = 0.0
+    for s in range(remaining_s.size):
+        remaining_s[s] = count * (f[s] + b[s] + (w[s] if split else 0.0)) + before
+        before += 0.0 if split else b[s] + late[s]
+
+
+@machine_code
+def first_stage_to_start(stages: int, start: Floats) -> int:
+    """Return the stage that can begin first."""
+    first = 0
+    for i in range(1, stages):
+        if start[i] < start[first]:
+            first = i
+    return first
 
 
 @machine_code

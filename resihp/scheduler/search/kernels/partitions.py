@@ -59,6 +59,28 @@ def write_best_partition(count: int, kind: PipeKind, limits: Ints, costs: Costs,
         bound = further
     if best_s == np.inf:
         return best_s
+    return improve_partition(count, kind, limits, costs, extra, best_s, times, counts)
+
+
+@machine_code
+def improve_partition(
+    count: int,
+    kind: PipeKind,
+    limits: Ints,
+    costs: Costs,
+    extra: Floats,
+    best_s: float,
+    times: Floats,
+    counts: Ints,
+) -> float:
+    """Move a layer from one stage to another, where that promises most, as long as it helps. Return the seconds.
+
+    `extra`: other work of the stages, in layers; `best_s`: seconds of the partition in `counts`; `times`: work space.
+    """
+    speeds = kind.speeds
+    stages, layers = speeds.size, costs.sums.shape[1] - 1
+    layer_s = costs.sums[:, layers].sum() / layers
+    current = np.empty(stages, np.int64)
     load, more = np.empty(stages), np.empty(stages)
     while True:
         current[:] = counts

@@ -25,21 +25,8 @@ def share_out(
     `rows`: the pipelines' rows in the tables; `own`: with orders of their own if these are faster.
     """
     pipes, max_counts = rows.size, tables.row[:, MAX_COUNT]
-    done, paces = float(total), 0.0
     usual, begin, slope = np.empty(pipes, np.int64), np.empty(pipes), np.empty(pipes)
-    for d in range(pipes):
-        usual[d] = min(max(1, total // pipes), max_counts[rows[d]])
-        slope[d] = tables.row_s[rows[d], PACE]
-        if usual[d] < 1 or not (np.isfinite(slope[d]) and slope[d] > 0.0):
-            return np.inf, np.inf
-        done += tables.row_s[rows[d], RAMP] / slope[d]
-        paces += 1.0 / slope[d]
-    for d in range(pipes):  # a line through a played time, instead of the lower bound
-        if done / paces > below:
-            return np.inf, np.inf
-        begin[d] = pipeline_seconds(rows[d], usual[d], tables, split, own)
-        done += begin[d] / slope[d] - usual[d] - tables.row_s[rows[d], RAMP] / slope[d]
-    if done / paces > below:
+    if not write_lines(total, rows, tables, split, own, below, usual, begin, slope):
         return np.inf, np.inf
     divisible_s = divisible_seconds(total, rows, max_counts, usual, begin, slope)
     if (
@@ -70,6 +57,39 @@ def share_out(
         counts[last] -= 1
         counts[receiver] += 1
         ends[receiver], ends[last] = first, fewer
+
+
+@machine_code
+def write_lines(
+    total: int,
+    rows: Ints,
+    tables: Tables,
+    split: bool,
+    own: bool,
+    below: float,
+    usual: Ints,
+    begin: Floats,
+    slope: Floats,
+) -> bool:
+    """Write a line for each pipeline's time: `begin` for `usual` micro-batches, and `slope` for each one more.
+
+    False if memory does not suffice, or if the time is clearly not below `below`.
+    """
+    pipes, max_counts = rows.size, tables.row[:, MAX_COUNT]
+    done, paces = float(total), 0.0
+    for d in range(pipes):
+        usual[d] = min(max(1, total // pipes), max_counts[rows[d]])
+        slope[d] = tables.row_s[rows[d], PACE]
+        if usual[d] < 1 or not (np.isfinite(slope[d]) and slope[d] > 0.0):
+            return False
+        done += tables.row_s[rows[d], RAMP] / slope[d]
+        paces += 1.0 / slope[d]
+    for d in range(pipes):  # a line through a played time, instead of the lower bound
+        if done / paces > below:
+            return False
+        begin[d] = pipeline_seconds(rows[d], usual[d], tables, split, own)
+        done += begin[d] / slope[d] - usual[d] - tables.row_s[rows[d], RAMP] / slope[d]
+    return not done / paces > below
 
 
 @machine_code

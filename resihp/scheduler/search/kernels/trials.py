@@ -77,6 +77,25 @@ def accept_candidate(layouts: Layouts, flags: Ints, odd: Ints) -> None:
 
 
 @machine_code
+def reject_candidate(layouts: Layouts, flags: Ints) -> None:
+    """Make the present layout the tried one again. `flags`: replicas that changed."""
+    layouts.pipes[CANDIDATE] = layouts.pipes[CURRENT]
+    for d in range(layouts.pipes[CURRENT]):
+        if flags[d]:
+            copy_pipeline(layouts, CURRENT, d, CANDIDATE, d)
+
+
+@machine_code
+def random_max_energy(layouts: Layouts, turn: Ints, drawn: Ints) -> float:
+    """Return the energy up to which the tried layout is accepted: an increase by chance, like Metropolis."""
+    max_energy, best_s = energy(layouts, CURRENT), layouts.score[BEST, 0]
+    if best_s < np.inf:  # on average by this much
+        temperature = OTHER_START_TEMPERATURE if turn[CYCLES] % 2 else START_TEMPERATURE
+        max_energy += temperature * best_s * (1.0 - turn[TRIAL] / turn[CYCLE]) ** 2 * -np.log(1.0 - random_share(drawn))
+    return float(max_energy)
+
+
+@machine_code
 def begin_cycle(layouts: Layouts, turn: Ints) -> None:
     """Copy the layout that the cycle starts from to the one being tried: every second time the best one."""
     turn[CYCLES] += 1
@@ -114,12 +133,7 @@ def anneal(job: Job, tables: Tables, layouts: Layouts, turn: Ints, odd: Ints, dr
         else:
             accepted = make_candidate(job, tables, layouts, odd, drawn, flags)
         if accepted:
-            max_energy, best_s = energy(layouts, CURRENT), layouts.score[BEST, 0]
-            if best_s < np.inf:  # accept an increase by chance, on average by this much, like Metropolis
-                temperature = OTHER_START_TEMPERATURE if turn[CYCLES] % 2 else START_TEMPERATURE
-                max_energy += (
-                    temperature * best_s * (1.0 - turn[TRIAL] / turn[CYCLE]) ** 2 * -np.log(1.0 - random_share(drawn))
-                )
+            max_energy = random_max_energy(layouts, turn, drawn)
             if shaking:
                 max_energy = np.inf
             write_score(job, tables, layouts, CANDIDATE, max_energy, counts)
@@ -140,8 +154,5 @@ def anneal(job: Job, tables: Tables, layouts: Layouts, turn: Ints, odd: Ints, dr
                     turn[FORMER_COUNT] += 1
                 copy_layout(layouts, CURRENT, BEST)
         else:
-            layouts.pipes[CANDIDATE] = layouts.pipes[CURRENT]
-            for d in range(layouts.pipes[CURRENT]):
-                if flags[d]:
-                    copy_pipeline(layouts, CURRENT, d, CANDIDATE, d)
+            reject_candidate(layouts, flags)
     return 0

@@ -18,7 +18,7 @@ from resihp.parallelism.layout import Replica, Stage
 from resihp.parallelism.plan import Order, Primitive
 from resihp.pipeline.compiled import PRIMITIVE_KINDS
 from resihp.pipeline.parts import MAX_PARTS
-from resihp.scheduler.cost import memory, transition_memory
+from resihp.scheduler.cost import tensor_bytes, transition_memory
 from resihp.scheduler.cost.gradient_sync import BUCKET_BYTES, GRADIENT_BYTES
 from resihp.scheduler.cost.held_state import holdings
 from resihp.scheduler.layouts import tp_groups
@@ -126,7 +126,7 @@ class Pipelines:
         for size in sizes:
             sum_seconds[size], bucket[size] = times.gradient_s / size, -(-BUCKET_BYTES * size // layer_bytes)
             for (i, state), kind in itertools.product(enumerate(states), range(4)):
-                needs[i, size, kind] = memory.stage_bytes(
+                needs[i, size, kind] = tensor_bytes.stage_bytes(
                     model,
                     size,
                     situation.tokens,

@@ -23,7 +23,8 @@ from resihp.controller.state.incidents import Incident
 from resihp.controller.state.job import Job
 from resihp.controller.state.members import Follows, Member
 from resihp.detector.diagnosis.candidates import kind_of_raised
-from resihp.detector.diagnosis.diagnosis import Diagnosis, Report, diagnose, read_log
+from resihp.detector.diagnosis.diagnosis import Diagnosis, diagnose, read_log
+from resihp.detector.diagnosis.reports import Report
 from resihp.detector.diagnosis.signatures import CONNECTION_FAILED, EXCEPTION, NO_GPU, Depth, signature_of
 from resihp.protocol.messages import ABORT_STATUS, Clue
 from resihp.record.journal import Diagnosed

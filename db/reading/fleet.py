@@ -21,8 +21,9 @@ from db.reading.costs.cost_accounts import OF_FAILURES, Account, added, between,
 from db.reading.costs.timeline import CAUSES, SHARES, Again, HeldTime, committed_again
 from db.reading.reader import Reader
 from db.reading.tables import JOB_COLUMNS, TABLES, Row, no_collection
-from resihp.detector.lemons import NodeFailure, Service, node_health
+from resihp.detector.lemons import NodeFailure, node_health
 from resihp.detector.moved import Machine, Renewal, SeenDevice, follow
+from resihp.detector.service_hours import Service
 from resihp.errors import UsageError
 
 By = Literal[

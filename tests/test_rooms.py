@@ -104,7 +104,6 @@ LONG_MODULES: Mapping[str, int] = {
     "resihp/controller/planning.py": 575,
     "resihp/detector/diagnosis/signatures.py": 525,
     "resihp/detector/online/monitor.py": 600,
-    "resihp/detector/sequential/changes.py": 500,
     "resihp/detector/sequential/peer_cusum.py": 575,
     "resihp/executor/engine.py": 675,
     "resihp/pipeline/checker.py": 475,

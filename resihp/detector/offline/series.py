@@ -21,8 +21,9 @@ from resihp.detector.offline.background import SeenTimes, State
 from resihp.detector.offline.hindsight import Turn, judged
 from resihp.detector.offline.iteration_model import IterationModel, Point
 from resihp.detector.offline.workers import common_of_healthy, log_times_of_ranks, together, without_peers
-from resihp.detector.sequential.changes import WARM_UP, ChangeDetector, ChangePoint
+from resihp.detector.sequential.changes import WARM_UP, ChangeDetector
 from resihp.detector.sequential.densities import Floats
+from resihp.detector.sequential.levels import ChangePoint
 
 MIN_CHANGE = 0.1
 """Smallest reported change of plain times, in log units: a smaller one is as likely a change of the data."""

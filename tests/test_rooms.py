@@ -105,7 +105,7 @@ LONG_MODULES: Mapping[str, int] = {
     "resihp/detector/diagnosis/signatures.py": 525,
     "resihp/detector/online/monitor.py": 600,
     "resihp/detector/sequential/peer_cusum.py": 575,
-    "resihp/executor/engine.py": 675,
+    "resihp/executor/engine.py": 525,
     "resihp/pipeline/checker.py": 475,
     "resihp/protocol/framing.py": 425,
     "resihp/protocol/messages.py": 850,

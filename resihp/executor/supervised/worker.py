@@ -12,12 +12,13 @@ from pathlib import Path
 
 from resihp.detector.observation import CHUNKS, pack
 from resihp.errors import CheckpointError, CommunicatorError, LayoutError, ResihpError
-from resihp.executor import devices, probe, versions
+from resihp.executor import devices, versions
 from resihp.executor.communicators import COMMUNICATION_TIMEOUT_S
 from resihp.executor.compute.device_waits import DeviceWaits, DeviceWatch, mark_on
 from resihp.executor.engine import Engine
 from resihp.executor.group_store import AgentRendezvous
 from resihp.executor.state import checkpoint
+from resihp.executor.supervised import probe
 from resihp.executor.supervised.activities import during
 from resihp.executor.supervised.saving import PartSaver
 from resihp.faults import Fault, Phase

@@ -25,7 +25,7 @@ from megatron.core.transformer import TransformerConfig
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from resihp.errors import CommunicatorError, DatasetError, ResihpError
-from resihp.executor import backends, probe
+from resihp.executor import backends
 from resihp.executor import engine as engine_module
 from resihp.executor.communicators import Communicators
 from resihp.executor.compute.attention import PackedAttention, Packing
@@ -35,6 +35,7 @@ from resihp.executor.engine import Engine
 from resihp.executor.group_store import TorchRendezvous
 from resihp.executor.state import checkpoint
 from resihp.executor.state.optimizer import AdamW
+from resihp.executor.supervised import probe
 from resihp.executor.trainer import Trainer
 from resihp.parallelism.layout import Layout, Replica, Stage
 from resihp.parallelism.ownership import counted, size_of

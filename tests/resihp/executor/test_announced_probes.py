@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from resihp.executor import probe
+from resihp.executor.supervised import probe
 from resihp.executor.supervised.worker import SupervisedWorker
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan, spread

@@ -1,10 +1,10 @@
 """Compiles a function of the search with numba, and keeps the machine code on disk.
 
 Decides where the machine code is kept, and when it is too old: numba compares the function's own file, and here all
-files of this folder count, because a function's machine code contains that of the functions that it calls, and their
-constants. The place is beside the file or in the user's cache, and never where a file in the current folder says; where
-neither can be written, each process compiles again. Without numba, everything works as plain Python, a hundred times
-slower. Never compiles before the first call. Called by the modules beside this one.
+files of this folder count, because a compiled function contains the functions that it calls, and their constants. The
+place is beside the file or in the user's cache, and never where a file in the current folder says; where neither can be
+written, each process compiles again. Without numba, everything works as plain Python, a hundred times slower. Never
+compiles before the first call. Called by the modules beside this one.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _lasting_cache() -> Callable[..., Any]:
 
 @functools.cache
 def _stamp_of_the_folder() -> str:
-    """Return a hash of all files of machine code: a function's contains that of the functions that it calls."""
+    """Return a hash of all files of this folder: compiled functions contain the functions that they call."""
     stamp = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         stamp.update(path.read_bytes())

@@ -131,7 +131,7 @@ def judge(
                     (by_peers.odds(figure), share, f"{name} at {share:.0%} of its peers, {amount}")
                 )
     judged |= {rank: _judged(rank, parts, wanted) for rank, parts in comparisons.items()}
-    return Verdicts(devices=judged, share=_shared_loss(shares))
+    return Verdicts(devices=judged, share=_remaining_share(shares))
 
 
 def _judged(rank: int, comparisons: Sequence[tuple[float, float, str]], wanted: Thresholds) -> Judged:
@@ -143,7 +143,7 @@ def _judged(rank: int, comparisons: Sequence[tuple[float, float, str]], wanted: 
     return Judged(rank=rank, speed=share, fit=share >= wanted.fit, evidence=text, odds=odds)
 
 
-def _shared_loss(shares: Sequence[float | None]) -> Speed | None:
+def _remaining_share(shares: Sequence[float | None]) -> Speed | None:
     """Return the remaining shares of matrix products and of memory as a speed; None if neither is known."""
     if all(share is None for share in shares):
         return None

@@ -84,7 +84,7 @@ def candidates_of(reports: Sequence[Report]) -> list[Candidate]:
 
 
 def _explanations_of_ranks(candidates: Sequence[Candidate]) -> dict[int, list[Signature]]:
-    """Return by rank the kinds of causes that may explain its end; ties are left out, since others end at that time."""
+    """Return by rank the kinds of its clues that explain its end; one that only a time ties to an end does not."""
     of_ranks: dict[int, list[Signature]] = {}
     for candidate in candidates:
         if candidate.report is None or candidate.survived:

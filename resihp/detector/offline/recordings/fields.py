@@ -68,7 +68,7 @@ def read_rows(rows: Sequence[NamedRow], unit: str = "row") -> Recording:
     columns = _Columns(iteration, name, job, rank, tokens, squares)
     of_job, without = _measured_by_job(usable, columns, factor, clock=clock)
     if clock:
-        of_job, words = _between_lines(of_job, usable, name)
+        of_job, words = _times_between_lines(of_job, usable, name)
         remarks += words
     recordings = [recording_of(measured, by_rank=bool(rank), unit=unit) for measured in of_job.values()]
     if len(recordings) > 1:
@@ -119,7 +119,7 @@ def _measured_by_job(
     return of_job, without
 
 
-def _between_lines(
+def _times_between_lines(
     of_job: dict[str, list[Measured]], rows: Sequence[NamedRow], name: str
 ) -> tuple[dict[str, list[Measured]], list[str]]:
     """Return rows with times instead of the moments in field `name`, and remarks about this."""

@@ -26,7 +26,7 @@ def share_out(
     """
     pipes, max_counts = rows.size, tables.row[:, MAX_COUNT]
     usual, begin, slope = np.empty(pipes, np.int64), np.empty(pipes), np.empty(pipes)
-    if not write_lines(total, rows, tables, split, own, below, usual, begin, slope):
+    if not write_time_lines(total, rows, tables, split, own, below, usual, begin, slope):
         return np.inf, np.inf
     divisible_s = divisible_seconds(total, rows, max_counts, usual, begin, slope)
     if (
@@ -60,7 +60,7 @@ def share_out(
 
 
 @machine_code
-def write_lines(
+def write_time_lines(
     total: int,
     rows: Ints,
     tables: Tables,

@@ -39,7 +39,9 @@ class StateBuilder:
     ) -> None:
         self._config, self._model, self._settings, self._seed = config, model, settings, seed
         self._positions = positions
-        self._back_end, self._device = back_end, back_end.device
+        self._back_end = back_end
+        self.device: torch.device = back_end.device
+        """Device on which new tensors are made."""
 
     def read_specs(self, sequence_parallel: bool) -> tuple[ParameterSpec, ...]:
         """Return all parameters of the model."""
@@ -70,7 +72,7 @@ class StateBuilder:
         ]
         kept_parameters = {} if old is None else {name: old.stage.get_parameter(name) for name in kept}
         masters = {} if old is None else {name: old.optimizer.parameters[name] for name in kept}
-        parameters.place(stage, kept_parameters, self._device)
+        parameters.place(stage, kept_parameters, self.device)
         optimizer = AdamWState(self._settings, masters_of(stage, masters), old.optimizer if old else None)
         new = State(plan.epoch, holding, stage, optimizer, specs, parallel)
         if old is not None:

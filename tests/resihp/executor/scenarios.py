@@ -276,7 +276,7 @@ def transition_allocations(rank: int, store: Line, *, away: bool) -> dict[str, f
     where. `away`: the device is none of the host's (meta stands in for a GPU)."""
     engine = engine_of("llama")
     if away:
-        engine.device = torch.device("meta")
+        engine.device = engine._builder.device = torch.device("meta")
     before, after = (
         Layout(tuple(Replica((Stage((2 * r,), (first,)), Stage((2 * r + 1,), (second,)))) for r in range(2)))
         for first, second in (((0, 1), (2, 3)), ((0, 0), (1, 3)))

@@ -107,8 +107,8 @@ class Accountant(Engine):
         before, after = HeldPart.of(old, rank), HeldPart.of(new, rank)
         assert after is not None
         self.state = None
-        self.state = None if before is None else self._builder.build(old, before, None, self._by_name)
-        to_come = self._builder.build(new, after, self.state, self._by_name)
+        self.state = None if before is None else self._builder.build(old, before, None)
+        to_come = self._builder.build(new, after, self.state)
         gradients = sum(4 * master.numel() for master in to_come.optimizer.parameters.values())
         return at_once(to_come) + gradients, at_once(self.state, to_come)
 

@@ -97,16 +97,12 @@ class Engine:
         self._overhead = device_memory.overhead(self.device.type, self._back_end.name)
         devices.refuse_precision(self.device, config.params_dtype)
         self._builder = StateBuilder(config, self.model, optimizer, seed, self._positions, self._back_end)
-        specs = {parallel: self._builder.read_specs(parallel) for parallel in (False, True)}
-        self.specs: tuple[ParameterSpec, ...] = specs[False]
-        """All parameters of the model: names, shapes and cuts, which do not depend on the plan."""
-        self._by_name = {spec.name: spec for spec in self.specs}
         self._batches = Batches(dataset, sequence)
         self.batch_sizes: BatchSizes = self._batches.sizes
         """Number of micro-batches of each iteration, according to the data set."""
         self.evaluation: Evaluation | None = evaluation
         self._preparation = PlanPreparation(
-            self.model, specs, self.batch_sizes, evaluation, self._batches.longest, self._overhead
+            self.model, self._builder.specs, self.batch_sizes, evaluation, self._batches.longest, self._overhead
         )
         self._held_out = None if evaluation is None else Batches(evaluation.dataset, sequence, self._batches)
         self.fingerprint: str = self._fingerprint()
@@ -193,6 +189,11 @@ class Engine:
         return self._back_end.name
 
     @property
+    def specs(self) -> tuple[ParameterSpec, ...]:
+        """All parameters of the model: names, shapes and cuts, which do not depend on the plan."""
+        return self._builder.specs[False]
+
+    @property
     def stepped(self) -> int:
         """Last iteration whose step this rank's state includes, by a step or by loading; 0 without state."""
         return self.state.stepped if self.state else 0
@@ -244,10 +245,10 @@ class Engine:
         self._moves = () if base is None else transfers.moves(base, plan.layout, self.specs, nodes or {})
         holding = HeldPart.of(plan, rank)
         if holding is not None:
-            self.next = self._builder.build(plan, holding, self.state, self._by_name)
+            self.next = self._builder.build(plan, holding, self.state)
         if base is None:
             if self.next is not None:
-                self._builder.draw(self.next, self._by_name)
+                self._builder.draw(self.next)
             self.begin(plan.epoch)
 
     def connect(
@@ -327,7 +328,7 @@ class Engine:
             self.rank,
             self.state,
             self.next,
-            self._by_name,
+            self._builder.by_name,
             self._communicators,
             observer,
             self.device,

@@ -6,7 +6,6 @@ A state is built beside the present one, and shares its tensors that stay. Never
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -42,16 +41,18 @@ class StateBuilder:
         self._back_end = back_end
         self.device: torch.device = back_end.device
         """Device on which new tensors are made."""
+        self.specs = {parallel: self._read_specs(parallel) for parallel in (False, True)}
+        """All parameters of the model, without and with sequence parallelism."""
+        self.by_name: dict[str, ParameterSpec] = {spec.name: spec for spec in self.specs[False]}
 
-    def read_specs(self, sequence_parallel: bool) -> tuple[ParameterSpec, ...]:
-        """Return all parameters of the model."""
+    def _read_specs(self, sequence_parallel: bool) -> tuple[ParameterSpec, ...]:
         with torch.device("meta"):
             whole = self.module(HeldPart(((0, 0),), True, True, 0, 1), TensorGroup(), sequence_parallel)
         return parameters.specs_of(
             whole, self._config.num_layers, tied=self._model.tied_embeddings, sequence_parallel=sequence_parallel
         )
 
-    def build(self, plan: Plan, holding: HeldPart, old: State | None, by_name: Mapping[str, ParameterSpec]) -> State:
+    def build(self, plan: Plan, holding: HeldPart, old: State | None) -> State:
         """Build a place's state beside the present one. Tensors that stay are shared; all of them if nothing changes.
 
         Nothing is built on the host: new tensors are created on the device without values, in memory of gradients that
@@ -64,7 +65,7 @@ class StateBuilder:
             old.release_used_gradients()
         with torch.device("meta"):
             stage = self.module(holding, TensorGroup(holding.tp, holding.t), plan.sequence_parallel)
-        specs = {name: by_name[name] for name, _ in stage.named_parameters()}
+        specs = {name: self.by_name[name] for name, _ in stage.named_parameters()}
         kept = [
             name
             for name, spec in specs.items()
@@ -79,12 +80,12 @@ class StateBuilder:
             state_transfer.copy_kept(old, new)
         return new
 
-    def draw(self, state: State, by_name: Mapping[str, ParameterSpec]) -> None:
+    def draw(self, state: State) -> None:
         """Draw the first values in parallel, each parameter by its own name; they do not depend on the layout."""
         t, tp = state.holding.t, state.holding.tp
 
         def draw(name: str) -> None:
-            spec = by_name[name]
+            spec = self.by_name[name]
             whole = parameters.draw(spec, self._config, self._seed, self._model)
             parameters.fill(state.optimizer.parameters[name], spec, t, tp, whole)
 

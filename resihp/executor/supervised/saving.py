@@ -19,15 +19,15 @@ from resihp.worker import checkpoints
 
 
 class PartSaver:
-    """Writes this rank's part of each checkpoint of a job that ends with `iterations`, every so many of them."""
+    """Writes this rank's part of each checkpoint of a job of `iterations`, one checkpoint every `interval` of them."""
 
-    def __init__(self, client: agent.AgentClient, engine: Engine, iterations: int, folder: Path, every: int) -> None:
+    def __init__(self, client: agent.AgentClient, engine: Engine, iterations: int, folder: Path, interval: int) -> None:
         self._client = client
         self._engine = engine
         self._rank = client.start.rank
         self._iterations = iterations
         self._folder = folder
-        self._every = every
+        self._interval = interval
         self._writer = checkpoint.Writer()
         self._requested = self._completed = 0
         """Number of the checkpoint order that was last passed on to the other ranks, and of the last completed one."""
@@ -43,7 +43,7 @@ class PartSaver:
 
     def after_step(self, plan: Plan, iteration: int, outcome: m.StepOutcome) -> None:
         """Begin to write a checkpoint of `iteration`, if it is due or a rank was asked for it."""
-        if outcome.save or checkpoints.is_due(self._every, iteration, self._iterations):
+        if outcome.save or checkpoints.is_due(self._interval, iteration, self._iterations):
             self._save(plan, iteration, outcome.saving)
         if outcome.save and not outcome.saving:
             self._completed = self._requested

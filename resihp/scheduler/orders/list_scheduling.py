@@ -58,7 +58,7 @@ class StageRules(msgspec.Struct, frozen=True, kw_only=True):
 
 def _reserves(sizes: Sequence[float], chunks: Sequence[LayerSpan]) -> list[float]:
     """Return for each chunk of a lane the sum of the sizes of those with later layers."""
-    return [sum(size for size, other in zip(sizes, chunks, strict=True) if other[0] > chunk[0]) for chunk in chunks]
+    return [sum(size for size, later in zip(sizes, chunks, strict=True) if later[0] > chunk[0]) for chunk in chunks]
 
 
 class ListScheduler:

@@ -25,7 +25,8 @@ from rich.console import Console
 from rich.table import Table
 from scipy import stats
 
-from resihp.detector.lemons import DAY_S, USUAL_RATE, NodeFailure, NodeHealth, Service, node_health
+from resihp.detector.lemons import USUAL_RATE, NodeFailure, NodeHealth, node_health
+from resihp.detector.service_hours import DAY_S, Service
 
 GPUS = 8
 NODES, LEMONS, DAYS = 500, 10, 182

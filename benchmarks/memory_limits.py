@@ -100,15 +100,15 @@ class Accountant(Engine):
             seed=1,
             sequence=model.sequence,
         )
-        self.device = torch.device("meta")
+        self.device = self._builder.device = torch.device("meta")
 
     def held(self, old: Plan, new: Plan, rank: int) -> tuple[int, int]:
         """Bytes that a rank has in an iteration of `new`, activations left out, and on the way there from `old`."""
         before, after = HeldPart.of(old, rank), HeldPart.of(new, rank)
         assert after is not None
         self.state = None
-        self.state = None if before is None else self._build(old, before)
-        to_come = self._build(new, after)
+        self.state = None if before is None else self._builder.build(old, before, None)
+        to_come = self._builder.build(new, after, self.state)
         gradients = sum(4 * master.numel() for master in to_come.optimizer.parameters.values())
         return at_once(to_come) + gradients, at_once(self.state, to_come)
 

@@ -75,10 +75,9 @@ NAMED_TWICE: Mapping[str, str] = {
     "Worker": "an agent's; the simulator's",
 }
 LONG: Mapping[str, int] = {
+    "resihp.scheduler.search.kernels.own_orders.schedule_pipeline": 64,
     "resihp.controller.state.job.Job.__init__": 90,
     "resihp.detector.offline.traces.read": 66,
-    "resihp.scheduler.search.kernels.write_best_partition": 71,  # machine code; another call means more to compile
-    "resihp.scheduler.search.kernels.schedule_pipeline": 71,
     "resihp.scheduler.transition_cost.verdict": 61,
     "wrapper.commands.init.job_text": 83,
 }
@@ -86,24 +85,14 @@ LONG: Mapping[str, int] = {
 CROWDED: Mapping[str, int] = {}
 MAX_MODULE_LINES = 400
 LONG_MODULES: Mapping[str, int] = {
+    "resihp/executor/engine.py": 525,
     "db/models.py": 700,
     "resihp/controller/interface.py": 475,
-    "resihp/detector/diagnosis/candidates.py": 425,
     "resihp/detector/diagnosis/signatures.py": 525,
-    "resihp/detector/lemons.py": 450,
-    "resihp/detector/offline/hindsight.py": 450,
-    "resihp/detector/offline/recordings/fields.py": 475,
     "resihp/detector/online/monitor.py": 600,
-    "resihp/detector/sequential/changes.py": 500,
     "resihp/detector/sequential/peer_cusum.py": 575,
-    "resihp/executor/engine.py": 675,
-    "resihp/executor/trainer.py": 625,
     "resihp/protocol/messages.py": 850,
     "resihp/record/journal.py": 725,
-    "resihp/scheduler/cost/memory.py": 500,
-    "resihp/scheduler/cost/prices.py": 475,
-    "resihp/scheduler/search/kernels.py": 1675,
-    "resihp/scheduler/what_if/question.py": 425,
     "slurm/site/hook.py": 825,
     "wrapper/sinks/metrics.py": 450,
     "wrapper/supervisor/shell.py": 475,
@@ -112,30 +101,6 @@ LONG_MODULES: Mapping[str, int] = {
 MAX_COMPLEXITY = 20
 COMPLEX: Mapping[str, int] = {
     "wrapper.sinks.figures.follow": 24,
-    "resihp.detector.diagnosis.candidates._rank_named_by": 23,
-    "resihp.detector.diagnosis.candidates.candidates_of": 27,
-    "resihp.detector.diagnosis.clues.read_log": 34,
-    "resihp.detector.diagnosis.diagnosis._Verdict._node": 28,
-    "resihp.detector.offline.recordings.fields.read_rows": 29,
-    "resihp.detector.offline.recordings.formats._source_of": 22,
-    "resihp.detector.offline.recordings.megatron_log.read_log": 23,
-    "resihp.detector.offline.recordings.tables.recording_of": 23,
-    "resihp.detector.offline.series.detect_ranks": 27,
-    "resihp.detector.online.plan_arrays.Stacked.__init__": 25,
-    "resihp.detector.suspects.judge": 28,
-    "resihp.executor.state.parameters.specs_of": 21,
-    "resihp.scheduler.cost.layout_change._asked": 21,
-    "resihp.scheduler.layouts.groups.lay": 24,
-    "resihp.scheduler.layouts.paper_planner.exclude": 22,
-    "resihp.scheduler.layouts.tp_groups._seated": 30,
-    "resihp.scheduler.orders.list_scheduling.ListScheduler.__init__": 22,
-    "resihp.scheduler.orders.refinement.refined": 24,
-    "resihp.scheduler.search.kernels.anneal": 24,
-    "resihp.scheduler.search.kernels.make_move": 28,
-    "resihp.scheduler.search.kernels.regroup_node": 22,
-    "resihp.scheduler.search.kernels.schedule_pipeline": 24,
-    "resihp.scheduler.search.kernels.share_out": 22,
-    "resihp.scheduler.search.kernels.write_best_partition": 30,
     "wrapper.commands.status.tables.render_status": 25,
     "wrapper.output.render.layout_grid": 35,
 }

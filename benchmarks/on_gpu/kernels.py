@@ -15,10 +15,10 @@ from torch import Tensor
 from benchmarks.on_gpu.figures import Figure, Scale, at_least, at_most
 from benchmarks.on_gpu.models import LLAMA
 from resihp.errors import DeviceError
-from resihp.executor import probe
 from resihp.executor.compute.attention import PackedAttention, Packing
 from resihp.executor.compute.stage import StageModule, model_spec
 from resihp.executor.compute.stopwatch import full_speed
+from resihp.executor.supervised import probe
 from resihp.executor.tensor_group import TensorGroup
 
 PACKINGS = 60

@@ -18,8 +18,9 @@ from db.models import DrainRow, FailureRow, JobRow, NodeRow, ReconfigurationRow
 from db.reading import hardware, health
 from db.reading.reader import Reader
 from db.reading.tables import Row, no_collection
-from resihp.detector.lemons import NodeFailure, Service, node_health
+from resihp.detector.lemons import NodeFailure, node_health
 from resihp.detector.moved import Machine, Renewal, SeenDevice, follow
+from resihp.detector.service_hours import Service
 
 By = Literal[
     "node",

@@ -24,10 +24,11 @@ from db.models import EventRow, FailureRow, JobRow, LedgerTable, NodeRow, ProbeR
 from db.reading import hardware
 from db.reading.reader import Reader
 from db.reading.tables import Row
-from resihp.detector.lemons import HALF_LIFE_S, HORIZON_S, NodeFailure, NodeHealth, Service, node_health
+from resihp.detector.lemons import HALF_LIFE_S, HORIZON_S, NodeFailure, NodeHealth, node_health
 from resihp.detector.moved import follow
 from resihp.detector.probes import Former, Place
 from resihp.detector.probes import usual_speeds as former_speeds
+from resihp.detector.service_hours import Service
 from resihp.protocol.messages import Speed
 
 if TYPE_CHECKING:

@@ -34,13 +34,19 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-if TYPE_CHECKING:
-    from resihp.detector.excess import Excess, Floats, Whole
+from resihp.detector.service_hours import (
+    DAY_S,
+    WINDOW_ERROR_SHARES,
+    Served,
+    Service,
+    hours_of_device,
+    part,
+    served_by_node,
+)
 
-DAY_S = 86_400.0
-WINDOW_ERROR_SHARES: Mapping[int, float] = {30: 0.04, 90: 0.06, 180: 0.9}
-"""Window in days, and its share of the accepted error. The longest sees most of the nodes that always were lemons; one
-that became a lemon recently stands out in a short window even with a small share."""
+if TYPE_CHECKING:
+    from resihp.detector.excess import Excess, Floats
+
 HORIZON_S = max(WINDOW_ERROR_SHARES) * DAY_S
 """Age, in seconds, beyond which verdicts and service are ignored."""
 HALF_LIFE_S = 30 * DAY_S
@@ -93,17 +99,6 @@ class NodeFailure(msgspec.Struct, frozen=True, kw_only=True):
     def decides(self) -> bool:
         """Whether it shows, with enough certainty, that hardware of the node failed."""
         return self.counts and self.component in DECIDING_COMPONENTS and self.certainty >= MIN_CERTAINTY
-
-
-class Service(msgspec.Struct, frozen=True, kw_only=True):
-    """A period in which `devices` of a node were at work, numbered from `first` on. None: the first devices, and the
-    node had no others at work then."""
-
-    node: str
-    since: float
-    until: float
-    devices: int = 1
-    first: int | None = None
 
 
 class Tally(msgspec.Struct, frozen=True, kw_only=True):
@@ -178,29 +173,6 @@ class _Outage(msgspec.Struct):
             self.certainty, self.surest_at = verdict.certainty, verdict.at
 
 
-class _Served(msgspec.Struct):
-    """Services sorted by the row of their node (`rows`); row i has those from `first[i]` to `first[i + 1]`.
-
-    Times are cut to the period that counts. `lowest`: number of the first device. `hours`: device-hours by node and
-    window. `wall`: hours that each of a node's first `fewest` devices served, whether or not it was replaced since.
-    """
-
-    rows: Whole
-    first: Whole
-    since: Floats
-    until: Floats
-    devices: Floats
-    lowest: Floats
-    hours: Floats
-    wall: Floats
-    fewest: Floats
-
-
-def part(node: str, device: int) -> str:
-    """Return the name of a device in `mended`."""
-    return f"{node}:{device}"
-
-
 def node_health(
     verdicts: Iterable[NodeFailure],
     services: Iterable[Service],
@@ -224,7 +196,7 @@ def node_health(
             counted.setdefault(verdict.node, []).append(verdict)
     all_services = list(services)
     names = sorted(counted.keys() | {service.node for service in all_services})
-    served = _served(all_services, names, now, fresh)
+    served = served_by_node(all_services, names, now, fresh)
     outages = [_outages(counted.get(name, ())) for name in names]
     tallies, devices = _tallies(names, outages, served, now, fresh)
     weights, rates = _expected_rates(outages, served, now, half_life_s)
@@ -282,69 +254,11 @@ def _outages(verdicts: Sequence[NodeFailure]) -> list[_Outage]:
     return outages
 
 
-# --- service --------------------------------------------------------------------------------------------------------
-
-
-def _served(services: Sequence[Service], names: Sequence[str], now: float, fresh: Mapping[str, float]) -> _Served:
-    row = {name: i for i, name in enumerate(names)}
-    node_rows = np.array([row[service.node] for service in services], dtype=np.intp)
-    numbers = [
-        (service.since, service.until, service.devices, -1 if service.first is None else service.first)
-        for service in services
-    ]
-    given = np.array(numbers, dtype=np.float64).reshape(-1, 4)
-    order = np.lexsort((*given.T, node_rows))
-    node_rows, (since, until, devices, lowest) = node_rows[order], given[order].T
-    renewed = np.array([fresh.get(name, -np.inf) for name in names], dtype=np.float64)
-    since, until = np.maximum(since, renewed[node_rows]), np.minimum(until, now)
-    over = _overlap_h(since, until, now)
-    wall, hours = np.zeros((2, len(names), len(WINDOW_ERROR_SHARES)))
-    fewest = np.full(len(names), np.inf)
-    np.add.at(wall, node_rows, over)
-    np.add.at(hours, node_rows, devices[:, None] * over)
-    np.minimum.at(fewest, node_rows, np.where(lowest < 0.0, devices, 0.0))
-    served = _Served(
-        rows=node_rows,
-        first=np.searchsorted(node_rows, np.arange(len(names) + 1)),
-        since=since,
-        until=np.maximum(since, until),
-        devices=devices,
-        lowest=np.maximum(lowest, 0.0),
-        hours=hours,
-        wall=wall,
-        fewest=fewest,
-    )
-    for name, at in fresh.items():
-        node, _, device = name.rpartition(":")
-        if node in row and device.isdecimal():  # remove the service before the device was replaced
-            hours[row[node]] -= _device_hours(served, row[node], int(device), now, until=at)
-    np.maximum(hours, 0.0, out=hours)
-    return served
-
-
-def _device_hours(
-    served: _Served, row: int, device: int, now: float, since: float = -np.inf, until: float = np.inf
-) -> Floats:
-    """Return the hours, (windows,), that a device of a node served between two times."""
-    own = slice(served.first[row], served.first[row + 1])
-    number = device - served.lowest[own]
-    in_service = (number >= 0.0) & (number < served.devices[own])
-    begun, over = served.since[own][in_service], served.until[own][in_service]
-    hours = _overlap_h(np.maximum(begun, since), np.minimum(over, until), now).sum(axis=0)
-    return np.asarray(hours, dtype=np.float64)
-
-
-def _overlap_h(since: Floats, until: Floats, now: float) -> Floats:
-    """Return the hours of these periods in each window, (n, windows)."""
-    starts = now - DAY_S * np.array(list(WINDOW_ERROR_SHARES), dtype=np.float64)
-    return np.asarray(np.maximum(until[:, None] - np.maximum(since[:, None], starts), 0.0) / 3600.0, dtype=np.float64)
-
-
 # --- judgement ------------------------------------------------------------------------------------------------------
 
 
 def _tallies(
-    names: Sequence[str], outages: Sequence[Sequence[_Outage]], served: _Served, now: float, fresh: Mapping[str, float]
+    names: Sequence[str], outages: Sequence[Sequence[_Outage]], served: Served, now: float, fresh: Mapping[str, float]
 ) -> tuple[list[Tally], list[dict[int, Tally]]]:
     """Return the tally of every node, and for each node those of its devices that failed."""
     from resihp.detector.excess import dispersion, excess  # imports scipy, which cost queries do not need
@@ -365,7 +279,7 @@ def _tallies(
     for (i, device), n in number.items():
         renewed = fresh.get(part(names[i], device), -np.inf) if fresh else -np.inf
         always = device < served.fewest[i] and renewed == -np.inf
-        hours[n] = served.wall[i] if always else _device_hours(served, i, device, now, since=renewed)
+        hours[n] = served.wall[i] if always else hours_of_device(served, i, device, now, since=renewed)
     most = np.zeros(len(names))
     np.maximum.at(most, served.rows, served.lowest + served.devices)
     devices = excess(
@@ -413,7 +327,7 @@ def _as_tallies(counts: Floats, judged: Excess) -> list[Tally]:
 
 
 def _expected_rates(
-    outages: Sequence[Sequence[_Outage]], served: _Served, now: float, half_life_s: float
+    outages: Sequence[Sequence[_Outage]], served: Served, now: float, half_life_s: float
 ) -> tuple[Floats, Floats]:
     """Return faded outages, weighted by certainty, and expected rates; shapes (n,).
 

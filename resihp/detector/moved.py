@@ -17,7 +17,8 @@ from typing import Literal
 
 import msgspec
 
-from resihp.detector.lemons import NodeFailure, Service
+from resihp.detector.lemons import NodeFailure
+from resihp.detector.service_hours import Service
 
 START_OF_TIME, END_OF_TIME = float("-inf"), float("inf")
 Slot = tuple[str, int]

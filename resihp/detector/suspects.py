@@ -10,7 +10,7 @@ by the controller (`resihp.controller.probing`).
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -106,13 +106,12 @@ def judge(
     comparisons: dict[int, list[tuple[float, float, str]]] = {rank: [] for rank in speeds}
     shares: list[float | None] = []
     for name, attribute, unit in (("matrix products", "flops", "GFLOP/s"), ("memory", "memory_bytes", "GB/s")):
-        own = {
-            rank: figure for rank, speed in speeds.items() if (figure := _log(getattr(speed, attribute))) is not None
-        }
+        own = _logs(speeds, attribute)
+        before = _logs(past, attribute)
         changes = {
-            rank: figure - before
+            rank: figure - before[rank]
             for rank, figure in own.items()
-            if rank in past and (before := _log(getattr(past[rank], attribute))) is not None and before > -MAX_LOG_ODDS
+            if rank in before and before[rank] > -MAX_LOG_ODDS
         }
         by_past = _by_past(changes, getattr(usual, attribute) if usual is not None else 1.0, repeat)
         shares.append(math.exp(by_past.centre) if by_past is not None and by_past.count > 2 else None)
@@ -131,16 +130,30 @@ def judge(
                 comparisons[rank].append(
                     (by_peers.odds(figure), share, f"{name} at {share:.0%} of its peers, {amount}")
                 )
-    for rank, parts in comparisons.items():
-        if not parts:
-            judged[rank] = Judged(rank=rank, speed=None, fit=True, evidence="nothing to compare it with")
-            continue
-        odds, share, text = max(parts, key=lambda part: (part[0], -part[1]))
-        odds -= math.log(len(parts))  # correction for taking the worst of several
-        judged[rank] = Judged(rank=rank, speed=share, fit=share >= wanted.fit, evidence=text, odds=odds)
+    judged |= {rank: _judged(rank, parts, wanted) for rank, parts in comparisons.items()}
+    return Verdicts(devices=judged, share=_remaining_share(shares))
+
+
+def _judged(rank: int, comparisons: Sequence[tuple[float, float, str]], wanted: Thresholds) -> Judged:
+    """Judge a device by the worst of its comparisons: odds, share of the healthy speed, evidence."""
+    if not comparisons:
+        return Judged(rank=rank, speed=None, fit=True, evidence="nothing to compare it with")
+    odds, share, text = max(comparisons, key=lambda comparison: (comparison[0], -comparison[1]))
+    odds -= math.log(len(comparisons))  # correction for taking the worst of several
+    return Judged(rank=rank, speed=share, fit=share >= wanted.fit, evidence=text, odds=odds)
+
+
+def _remaining_share(shares: Sequence[float | None]) -> Speed | None:
+    """Return the remaining shares of matrix products and of memory as a speed; None if neither is known."""
+    if all(share is None for share in shares):
+        return None
     flops, memory_bytes = (1.0 if share is None else share for share in shares)
-    any_known = any(share is not None for share in shares)
-    return Verdicts(devices=judged, share=Speed(flops=flops, memory_bytes=memory_bytes) if any_known else None)
+    return Speed(flops=flops, memory_bytes=memory_bytes)
+
+
+def _logs(speeds: Mapping[int, Speed], attribute: str) -> dict[int, float]:
+    """Return the logs of one measure, by rank, of the devices that were measured."""
+    return {rank: figure for rank, speed in speeds.items() if (figure := _log(getattr(speed, attribute))) is not None}
 
 
 def _log(figure: float) -> float | None:

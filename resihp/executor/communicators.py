@@ -32,6 +32,8 @@ from resihp.pipeline.splits import Split, steps
 from resihp.protocol.messages import ABORT_STATUS, MeetingId
 from resihp.worker.leaving import begin_thread
 
+COMMUNICATION_TIMEOUT_S = 1800.0
+"""Time limit of collectives in the back end. The supervisor detects hangs much sooner, and wakes the blocked ranks."""
 _POLL_S = 0.05
 _CLOSING_S = 0.2
 _GRACE_S = 1.0

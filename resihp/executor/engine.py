@@ -13,47 +13,45 @@ a step that other ranks took before a failure can still be completed here.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from megatron.core.transformer import TransformerConfig
 
 from resihp.detector.observation import Floats
-from resihp.errors import CommunicatorError, DatasetError, LayoutError, PlanError, ResihpError
+from resihp.errors import CommunicatorError, DatasetError, ResihpError
 from resihp.executor import backends, devices
 from resihp.executor.communicators import Communicators
 from resihp.executor.compute.batches import Batches, fingerprint
-from resihp.executor.compute.interpreter import Interpreter
+from resihp.executor.compute.channels import gathered
+from resihp.executor.compute.interpreter import Interpreter, timed
 from resihp.executor.compute.iteration import Iteration, Observer, Prepared
 from resihp.executor.compute.rotary import Rotary
-from resihp.executor.compute.stage import PositionEmbedding, StageModule, model_spec, pass_through, refuse_unhonoured
+from resihp.executor.compute.stage import PositionEmbedding, model_spec, pass_through, refuse_unhonoured
 from resihp.executor.compute.step_agreement import NO_WORK, last_synchronisation, together, validation_loss, workloads
 from resihp.executor.compute.stopwatch import Speed, Stopwatch, full_speed, stopwatch_of
 from resihp.executor.emulation import Pace, Wires
 from resihp.executor.group_store import MeetingPlace
-from resihp.executor.state import parameters, state_transfer
-from resihp.executor.state.optimizer import AdamW, AdamWState
-from resihp.executor.state.rank_state import HeldPart, State, extra_bytes, masters_of
-from resihp.executor.tensor_group import TensorGroup, guarded, ignore_start
-from resihp.parallelism import ownership, transfers
+from resihp.executor.preparation import PlanPreparation
+from resihp.executor.state import state_transfer
+from resihp.executor.state.building import StateBuilder
+from resihp.executor.state.optimizer import AdamW
+from resihp.executor.state.rank_state import HeldPart, State, extra_bytes
+from resihp.executor.tensor_group import TensorGroup
+from resihp.parallelism import transfers
 from resihp.parallelism.batch_sizes import BatchSizes
-from resihp.parallelism.layout import validate
 from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.ownership import ParameterSpec
 from resihp.parallelism.plan import Plan
 from resihp.parallelism.transfers import Base, Move
 from resihp.parallelism.workload import Dataset, Evaluation
-from resihp.pipeline import checker, program
 from resihp.pipeline.program import GroupSpec
 from resihp.protocol.messages import MeetingId, StepOutcome
-from resihp.scheduler.cost import device_memory, memory, transition_memory
+from resihp.scheduler.cost import device_memory, memory
 
 MEETING_TIMEOUT_S = 10.0
 """Time limit of ranks that wait for each other to measure their links."""
@@ -98,12 +96,14 @@ class Engine:
         self.model: ModelSpec = self._model_spec(vocab_size, sequence, tied=tied, vocab_multiple=vocab_multiple)
         self._overhead = device_memory.overhead(self.device.type, self._back_end.name)
         devices.refuse_precision(self.device, config.params_dtype)
-        self._specs = {parallel: self._read_specs(parallel) for parallel in (False, True)}
-        self._by_name = {spec.name: spec for spec in self.specs}
+        self._builder = StateBuilder(config, self.model, optimizer, seed, self._positions, self._back_end)
         self._batches = Batches(dataset, sequence)
         self.batch_sizes: BatchSizes = self._batches.sizes
         """Number of micro-batches of each iteration, according to the data set."""
         self.evaluation: Evaluation | None = evaluation
+        self._preparation = PlanPreparation(
+            self.model, self._builder.specs, self.batch_sizes, evaluation, self._batches.longest, self._overhead
+        )
         self._held_out = None if evaluation is None else Batches(evaluation.dataset, sequence, self._batches)
         self.fingerprint: str = self._fingerprint()
         """Digest of model and optimizer settings, the data set's first iteration, library versions and back end."""
@@ -123,9 +123,6 @@ class Engine:
         """State under the plan being prepared; the same object as `state` if nothing changes."""
         self.acknowledged: int | None = None
         """Epoch of `next` once its state is complete."""
-        self._prepared: Prepared | None = None
-        self._evaluates: Prepared | None = None
-        """Programs of an evaluation under the same plan."""
         self._moves: tuple[Move, ...] = ()
         self._communicators: Communicators | None = None
         self._probe_communicators: Communicators | None = None
@@ -147,13 +144,6 @@ class Engine:
             None
             if evaluation is None or held_out is None
             else (evaluation.every, evaluation.iterations, held_out.first),
-        )
-
-    def _read_specs(self, sequence_parallel: bool) -> tuple[ParameterSpec, ...]:
-        with torch.device("meta"):
-            whole = self._module(HeldPart(((0, 0),), True, True, 0, 1), TensorGroup(), sequence_parallel)
-        return parameters.specs_of(
-            whole, self._config.num_layers, tied=self.model.tied_embeddings, sequence_parallel=sequence_parallel
         )
 
     def _model_spec(self, vocab: int, sequence: int, *, tied: bool, vocab_multiple: int) -> ModelSpec:
@@ -178,7 +168,7 @@ class Engine:
 
     def _pass_through_a_layer(self) -> None:
         with torch.device("meta"):
-            layer = self._module(HeldPart(((0, 0),), False, False, 0, 1), TensorGroup(), False)
+            layer = self._builder.module(HeldPart(((0, 0),), False, False, 0, 1), TensorGroup(), False)
         counts = sorted({min(n, self.model.sequence) for n in WARM_UP_TOKENS})
         pass_through(layer.to_empty(device=self.device), self.device, counts)
 
@@ -201,7 +191,7 @@ class Engine:
     @property
     def specs(self) -> tuple[ParameterSpec, ...]:
         """All parameters of the model: names, shapes and cuts, which do not depend on the plan."""
-        return self._specs[False]
+        return self._builder.specs[False]
 
     @property
     def stepped(self) -> int:
@@ -225,41 +215,7 @@ class Engine:
 
     def prepare(self, plan: Plan, rank: int) -> Prepared:
         """Derive and check everything that follows from a plan. Raises LayoutError or PlanError."""
-        if self._prepared is not None and self._prepared.plan == plan:
-            return self._prepared
-        specs = self._specs[plan.sequence_parallel]
-        validate(plan.layout, self.model)
-        self._check_assignment(plan)
-        buckets = program.buckets(plan.layout, specs)
-        programs = program.programs(plan, buckets)
-        checker.check(plan, programs, buckets)
-        degrees = [stage.tp for replica in plan.layout.replicas for stage in replica.stages if stage.ranks]
-        prepared = Prepared(
-            plan,
-            plan.paths(),
-            buckets,
-            programs,
-            program.memberships(plan, programs, buckets),
-            ownership.counted(plan.layout, specs).get(rank, ()),
-            math.lcm(*degrees) if plan.sequence_parallel else 1,
-        )
-        if self.evaluation is not None:
-            evaluates = self._forward_only(prepared)
-            both = {rank: (*own, *evaluates.programs[rank]) for rank, own in programs.items()}
-            prepared = msgspec.structs.replace(prepared, memberships=program.memberships(plan, both, buckets))
-            self._evaluates = evaluates
-        self._prepared = prepared
-        return prepared
-
-    def _forward_only(self, prepared: Prepared) -> Prepared:
-        """Return the evaluation's programs under a plan: for its full batch, even while a ramp-up has fewer."""
-        plan, programs, number = prepared.plan, prepared.programs, self.batch_sizes.usual
-        if plan.micro_batches != number:
-            plan = plan.dealing(number)
-            programs = program.programs(plan)
-        programs = program.forward_only(programs)
-        checker.check_forward_only(plan, programs)
-        return msgspec.structs.replace(prepared, plan=plan, paths=plan.paths(), programs=programs)
+        return self._preparation.prepare(plan, rank)
 
     def check(
         self,
@@ -271,19 +227,7 @@ class Engine:
         iteration: int = 1,
     ) -> None:
         """Check that this rank could carry out a plan from `iteration` on. Raises PlanError or LayoutError if not."""
-        self.prepare(plan, rank)
-        self._check_number(plan, iteration)
-        if base is not None:
-            transfers.moves(base, plan.layout, self.specs, nodes)
-        if memory_bytes is not None:
-            tokens = self._batches.longest
-            obstacle = memory.obstacle(plan, self.model, memory_bytes, tokens, overhead=self._overhead)
-            if base is not None and obstacle is None:
-                obstacle = transition_memory.obstacle(
-                    base.layout, base.survivors, plan.layout, self.model, memory_bytes, overhead=self._overhead
-                )
-            if obstacle:
-                raise PlanError(obstacle)
+        self._preparation.check(plan, rank, base, nodes, memory_bytes, iteration)
 
     def adopt(self, plan: Plan, rank: int, base: Base | None = None, nodes: Mapping[int, str] | None = None) -> None:
         """Prepare to take `rank`'s place in `plan`: build the state that it will hold beside its present state.
@@ -301,68 +245,11 @@ class Engine:
         self._moves = () if base is None else transfers.moves(base, plan.layout, self.specs, nodes or {})
         holding = HeldPart.of(plan, rank)
         if holding is not None:
-            self.next = self._build(plan, holding)
+            self.next = self._builder.build(plan, holding, self.state)
         if base is None:
             if self.next is not None:
-                self._draw(self.next)
+                self._builder.draw(self.next)
             self.begin(plan.epoch)
-
-    def _build(self, plan: Plan, holding: HeldPart) -> State:
-        """Build a place's state beside the present one. Tensors that stay are shared; all of them if nothing changes.
-
-        Nothing is built on the host: new tensors are created on the device without values, in memory of gradients that
-        no step needs any more.
-        """
-        parallel = plan.sequence_parallel and holding.tp > 1
-        if self.state is not None and (self.state.holding, self.state.sequence_parallel) == (holding, parallel):
-            return self.state
-        if self.state is not None:
-            self.state.release_used_gradients()
-        with torch.device("meta"):
-            stage = self._module(holding, TensorGroup(holding.tp, holding.t), plan.sequence_parallel)
-        specs = {name: self._by_name[name] for name, _ in stage.named_parameters()}
-        old = self.state
-        kept = [
-            name
-            for name, spec in specs.items()
-            if old is not None and name in old.specs and old.share(spec) == ownership.share(spec, holding.t, holding.tp)
-        ]
-        kept_parameters = {} if old is None else {name: old.stage.get_parameter(name) for name in kept}
-        masters = {} if old is None else {name: old.optimizer.parameters[name] for name in kept}
-        parameters.place(stage, kept_parameters, self.device)
-        optimizer = AdamWState(self._settings, masters_of(stage, masters), old.optimizer if old else None)
-        new = State(plan.epoch, holding, stage, optimizer, specs, parallel)
-        if old is not None:
-            state_transfer.copy_kept(old, new)
-        return new
-
-    def _draw(self, state: State) -> None:
-        """Draw the first values in parallel, each parameter by its own name; they do not depend on the layout."""
-        t, tp = state.holding.t, state.holding.tp
-
-        def draw(name: str) -> None:
-            spec = self._by_name[name]
-            whole = parameters.draw(spec, self._config, self._seed, self.model)
-            parameters.fill(state.optimizer.parameters[name], spec, t, tp, whole)
-
-        with ThreadPoolExecutor(parameters.DRAWING_THREADS, initializer=self._back_end.enter_thread) as threads:
-            for _ in threads.map(draw, state.optimizer.parameters):
-                pass
-        state.derive()
-
-    def _module(self, holding: HeldPart, group: TensorGroup, sequence_parallel: bool) -> StageModule:
-        position_embedding, rotary = self._positions
-        return StageModule(
-            self._config,
-            self.model,
-            holding.chunks,
-            holding.first,
-            holding.last,
-            group,
-            position_embedding=position_embedding,
-            rotary=rotary,
-            sequence_parallel=sequence_parallel,
-        )
 
     def connect(
         self,
@@ -441,7 +328,7 @@ class Engine:
             self.rank,
             self.state,
             self.next,
-            self._by_name,
+            self._builder.by_name,
             self._communicators,
             observer,
             self.device,
@@ -517,14 +404,14 @@ class Engine:
         iteration can then be run again after `disconnect`, `adopt` and `connect`. Raises errors of the data set.
         """
         stopwatch = stopwatch_of(self.device, self.speed)
-        self._check_number(plan, iteration)
+        self._preparation.check_number(plan, iteration)
         state, it = self._iteration(self.prepare(plan, self.rank), iteration, self._batches, observer)
         if iteration != state.stepped + 1:
             raise ResihpError(f"rank {self.rank}: holds the state of iteration {state.stepped}, cannot run {iteration}")
         state.begin(it.prepared.buckets, self.rank)
         interpreter = Interpreter(it, state, stopwatch, self.pace)
         try:
-            with _timed(state, it, stopwatch):
+            with timed(state, it, stopwatch):
                 interpreter.run()
         except BaseException:
             state.gradients.release()  # an abandoned sum may still write to them
@@ -547,14 +434,15 @@ class Engine:
         self.prepare(plan, self.rank)
         assert self.evaluation is not None
         assert self._held_out is not None
-        assert self._evaluates is not None
+        evaluates = self._preparation.evaluates
+        assert evaluates is not None
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         own = whole = NO_WORK
         for number in range(1, self.evaluation.iterations + 1):
-            state, it = self._iteration(self._evaluates, number, self._held_out, observer)
+            state, it = self._iteration(evaluates, number, self._held_out, observer)
             stopwatch = stopwatch_of(self.device, self.speed)
             interpreter = Interpreter(it, state, stopwatch, self.pace)
-            with _timed(state, it, stopwatch):
+            with timed(state, it, stopwatch):
                 interpreter.run()
             loss_sum += interpreter.loss_sum
             mine, batch = workloads(it, state)
@@ -616,17 +504,7 @@ class Engine:
         communicators = self._communicators
         if communicators is None or communicators.world is None:
             return [value]
-        encoded = torch.frombuffer(bytearray(msgspec.msgpack.encode(value)), dtype=torch.uint8).to(self.device)
-        world = communicators.world
-        with guarded("gather"):
-            sizes = torch.empty(world.size(), dtype=torch.int64, device=self.device)
-            world.all_gather(sizes, torch.tensor([len(encoded)], device=self.device)).wait()
-            padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=self.device)
-            padded[: len(encoded)] = encoded
-            rows = torch.empty(world.size() * len(padded), dtype=torch.uint8, device=self.device)
-            world.all_gather(rows, padded).wait()
-        contents = zip(rows.view(world.size(), -1).tolist(), sizes.tolist(), strict=True)
-        return [msgspec.msgpack.decode(bytes(row[:size])) for row, size in contents]
+        return gathered(value, communicators.world, self.device)
 
     @property
     def updates(self) -> int:
@@ -639,37 +517,3 @@ class Engine:
         self.state.stepped, self.state.ready = iteration, None
         self.state.optimizer.resume(updates)
         self.state.derive()
-
-    def _check_assignment(self, plan: Plan) -> None:
-        shares, replicas = len(plan.assignment), len(plan.layout.replicas)
-        if sorted(m for share in plan.assignment for m in share) != list(range(plan.micro_batches)):
-            raise LayoutError(
-                f"plan of epoch {plan.epoch}: does not assign each of {plan.micro_batches} micro-batches once"
-            )
-        if shares != replicas:
-            raise LayoutError(f"plan of epoch {plan.epoch}: {shares} shares for {replicas} replicas")
-
-    def _check_number(self, plan: Plan, iteration: int) -> None:
-        due = self.batch_sizes.at(iteration)
-        if plan.micro_batches != due:
-            raise LayoutError(
-                f"plan of epoch {plan.epoch}: deals {plan.micro_batches} micro-batches, iteration {iteration} has {due}"
-            )
-
-
-@contextmanager
-def _timed(state: State, it: Iteration, stopwatch: Stopwatch) -> Iterator[None]:
-    """Bind the stage's own group during an iteration's computation, and measure the waits for its collectives."""
-    group = state.stage.tp_group
-    group.bind(it.communicators.find(it.prepared.tensor_group(*it.place)))
-    group.on_start = stopwatch.collective
-
-    def waits(waiting: bool) -> None:
-        it.observer.communicating(waiting)
-        (stopwatch.waits if waiting else stopwatch.resumed)()
-
-    group.on_wait = waits
-    try:
-        yield
-    finally:
-        group.on_start = ignore_start

@@ -1,45 +1,38 @@
-"""The training loop that users call: it follows a supervisor's plans under an agent, and trains plainly without one.
+"""The training that users call: it follows a supervisor's plans under an agent, and trains plainly without one.
 
-`Trainer` owns the sequence of steps in a worker (plan, communicators, iterations, step, report, park). `engine.Engine`
-computes an iteration, and `protocol.client` talks to the supervisor. The trainer makes no decisions about failures.
+Owns the sequence of steps without an agent; with one, `supervised.worker` does. `engine.Engine` computes an iteration.
+Never decides about failures. Called by the user's script, as `resihp.Trainer`.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import msgspec
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from resihp.detector.observation import CHUNKS, pack
-from resihp.errors import CheckpointError, CommunicatorError, LayoutError, ResihpError
-from resihp.executor import devices, emulation, probe, versions
-from resihp.executor.compute.device_waits import DeviceWaits, DeviceWatch, mark_on
+from resihp.errors import LayoutError
+from resihp.executor import emulation
+from resihp.executor.communicators import COMMUNICATION_TIMEOUT_S
 from resihp.executor.compute.rotary import Rotary
 from resihp.executor.compute.stage import PositionEmbedding
 from resihp.executor.config_support import Layers, ignored, layers_message, refuse_layers
 from resihp.executor.engine import Engine
-from resihp.executor.group_store import AgentRendezvous, Store, TorchRendezvous
+from resihp.executor.group_store import Store, TorchRendezvous
 from resihp.executor.state import checkpoint
 from resihp.executor.state.optimizer import AdamW
+from resihp.executor.supervised.worker import SupervisedWorker
 from resihp.executor.tensor_group import dist
-from resihp.faults import Fault, Phase
+from resihp.faults import Phase
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan, spread
 from resihp.parallelism.transfers import Base
 from resihp.parallelism.workload import Dataset, Evaluation
 from resihp.protocol import client as agent
-from resihp.protocol import messages as m
 from resihp.worker import checkpoints
-
-COMMUNICATION_TIMEOUT_S = 1800.0
-"""Time limit of collectives in the back end. The supervisor detects hangs much sooner, and wakes the blocked ranks."""
 
 
 class Trainer:
@@ -152,7 +145,7 @@ class Trainer:
         resume_from = checkpoints.iteration_of(resume_folder) if resume_folder else 0
         if self._client is not None:
             with self._client.deaf():
-                _Supervised(
+                SupervisedWorker(
                     self._client, self.engine, resume_folder, resume_from, iterations, self._folder, self._save_every
                 ).run()
         else:
@@ -232,384 +225,6 @@ class _NoObserver:
     def enter(self, phase: Phase) -> None: ...
     def progressed(self) -> None: ...
     def communicating(self, waits: bool) -> None: ...
-
-
-class _Supervised:
-    """One worker under a supervisor: follows its orders, and observes its own iterations for it."""
-
-    def __init__(
-        self,
-        client: agent.AgentClient,
-        engine: Engine,
-        resume_folder: Path | None,
-        resume_from: int,
-        iterations: int,
-        folder: Path,
-        checkpoint_every: int,
-    ) -> None:
-        self._client = client
-        self._engine = engine
-        self._rank = client.start.rank
-        self._rendezvous = AgentRendezvous(client.attend)
-        self._resume_folder = resume_folder
-        self._resume_from = resume_from
-        self._iterations = iterations
-        self._folder = folder
-        self._save_every = checkpoint_every
-        self._proposal: m.Propose | None = None
-        self._plan: Plan | None = None
-        """The plan that this rank carries out, or is about to."""
-        self._go_ahead: m.Go | None = None
-        """Order that this rank has acknowledged; it waits for the acknowledgements of all others."""
-        self._held: dict[int, Plan] = {}
-        """Plans, by epoch, under which this rank holds state."""
-        self._outcome: m.StepOutcome | None = None
-        """Outcome of the last step this rank took."""
-        self._evaluated = 0
-        """Last iteration whose evaluation was on record when the plan took effect; the same on all ranks."""
-        self._writer = checkpoint.Writer()
-        self._save_requested = self._save_completed = 0
-        """Number of the checkpoint order that was last passed on to the other ranks, and of the last completed one."""
-        self._waits = DeviceWaits(lambda: mark_on(engine.device))
-
-    def run(self) -> None:
-        client, engine = self._client, self._engine
-        client.on_park(engine.wake)
-        client.on_beat(DeviceWatch(self._waits.under_way).ask)
-        engine.speed = client.speed
-        if engine.wires is not None:
-            engine.wires.speed = client.link_speed
-            engine.wires.nodes.update(enumerate(client.start.nodes))
-        client.arm(self._absent)
-        if client.start.joins:
-            probe.examine(engine.device)
-            engine.warm()  # before other ranks wait for it
-        client.declare(
-            m.Declare(
-                model=engine.model,
-                micro_batches=engine.batch_sizes.usual,
-                iterations=self._iterations,
-                resume_from=self._resume_from,
-                fingerprint=engine.fingerprint,
-                ramp=engine.batch_sizes.ramp,
-                device=engine.device.type,
-                back_end=engine.back_end,
-                memory_bytes=devices.memory_bytes(engine.device),
-                evaluates=engine.evaluation is not None,
-                software=versions.software() if devices.is_first() else None,
-            )
-        )
-        while True:
-            client.activity = "idle" if self._plan is None else "parked"
-            match client.next_order():
-                case m.Propose() as proposal:
-                    self._consider(proposal)
-                case m.Go() as go:
-                    self._go(go)
-                case m.Begin() as begin:
-                    self._begin(begin)
-                case m.Park() as park:
-                    self._park(park)
-                case m.Save() as save:
-                    self._save_parked(save)
-                case m.Probe():
-                    self._answer_probes()
-                    self._decline_link_probes()
-                case m.Halt():
-                    engine.disconnect()
-                    return
-                case m.Start() | m.FaultGo() | m.Slow() | m.SaveNext() | m.Published():
-                    raise ResihpError("agent: sent an order that the training loop never waits for")
-
-    # --- orders -----------------------------------------------------------------------------------------------
-
-    def _consider(self, proposal: m.Propose) -> None:
-        """Check a plan and answer; nothing changes yet."""
-        plan, start = proposal.plan, self._client.start
-        if self._engine.wires is not None:
-            self._engine.wires.nodes.update(proposal.nodes)
-        try:
-            self._engine.check(
-                plan, self._rank, proposal.base, proposal.nodes, start.memory_bytes, proposal.next_iteration
-            )
-        except LayoutError as error:
-            self._client.send(m.Object(epoch=plan.epoch, reason=str(error)))
-            return
-        self._proposal, self._go_ahead = proposal, None
-        self._client.send(m.Confirm(epoch=plan.epoch, digest=plan.digest))
-
-    def _park(self, park: m.Park) -> None:
-        engine = self._engine
-        engine.disconnect()
-        self._decline_link_probes()
-        try:
-            self.enter("park")
-        except CommunicatorError:
-            return  # overtaken by a newer epoch, whose order to park is next in the queue
-        self._client.send(
-            m.Parked(
-                epoch=park.epoch,
-                holds=engine.holds,
-                stepped=max(engine.stepped, self._resume_from),  # a checkpoint not yet loaded can still be loaded
-                outcome=self._outcome,
-                ready=engine.ready == engine.stepped + 1,
-            )
-        )
-
-    def _go(self, go: m.Go) -> None:
-        """Build the new plan's state and communicators beside the present ones, move state, acknowledge."""
-        proposal, client, engine = self._proposal, self._client, self._engine
-        if proposal is None or proposal.plan.epoch != go.epoch or client.park_asked(go.epoch):
-            return  # overtaken by a newer epoch, whose order to park is next in the queue
-        plan = self._plan = proposal.plan
-        self._held = {epoch: old for epoch, old in self._held.items() if epoch in engine.holds} | {plan.epoch: plan}
-        client.epoch, client.iteration = go.epoch, go.next_iteration
-        began = time.perf_counter()
-        try:
-            self._finish(go.finish)
-            engine.adopt(plan, self._rank, proposal.base, proposal.nodes)
-            built = time.perf_counter()
-            client.activity = "communication"
-            self.enter("groups")
-            asked_to_park = partial(client.park_asked, go.epoch)
-            engine.connect(plan, self._rank, self._rendezvous, COMMUNICATION_TIMEOUT_S, asked_to_park)
-            connected = time.perf_counter()
-            received = self._fetch_state(proposal, go)
-            if client.park_asked(go.epoch):
-                return
-        except CommunicatorError as error:
-            self._stuck(go.epoch, error)
-            return
-        self._go_ahead = go
-        client.activity = "parked"
-        client.send(
-            m.Ready(
-                epoch=go.epoch,
-                groups_s=connected - built,
-                state_s=built - began + time.perf_counter() - connected,
-                bytes_received=received,
-                extra_bytes=engine.extra_bytes,
-            )
-        )
-
-    def _fetch_state(self, proposal: m.Propose, go: m.Go) -> int:
-        """Complete the state under the new plan, from peers or from the checkpoint; return the bytes received."""
-        engine = self._engine
-        if proposal.base is not None:
-            self.enter("transfer")
-            self._client.activity = "compute"  # except while it waits
-            updates = go.finish.updates if go.finish is not None else engine.updates
-            return engine.move(proposal.plan, self, go.next_iteration - 1, updates)
-        if engine.state is not None:
-            if self._resume_folder is not None:
-                checkpoint.load(engine, self._resume_folder)
-            if engine.stepped != go.next_iteration - 1:
-                raise CheckpointError(
-                    f"rank {self._rank}: holds the state of iteration {engine.stepped}, "
-                    f"the plan of epoch {go.epoch} begins at {go.next_iteration}"
-                )
-        return 0
-
-    def _begin(self, begin: m.Begin) -> None:
-        """Put the plan into effect: release state that only the previous layout needed, and train on."""
-        go, client = self._go_ahead, self._client
-        if go is None or go.epoch != begin.epoch:
-            return
-        self._go_ahead = None
-        assert self._plan is not None
-        self._engine.begin(begin.epoch)
-        self._evaluated = begin.evaluated
-        if client.park_asked(begin.epoch) or self._engine.state is None:
-            return
-        try:
-            self.enter("resume")
-            self._iterate(self._plan, go.next_iteration)
-        except CommunicatorError as error:
-            self._stuck(begin.epoch, error)
-
-    def _stuck(self, epoch: int, error: CommunicatorError) -> None:
-        if not self._client.park_asked(epoch):
-            self._client.send(m.Stuck(epoch=epoch, error=str(error)))
-
-    def _finish(self, finish: m.StepOutcome | None) -> None:
-        """Take the step that other ranks took before the failure, with their coefficients."""
-        engine = self._engine
-        if finish is not None and engine.stepped == finish.iteration - 1 and engine.ready == finish.iteration:
-            engine.step(finish)
-            self._outcome = finish
-
-    def _iterate(self, plan: Plan, first: int) -> None:
-        client, engine = self._client, self._engine
-        for iteration in range(first, self._iterations + 1):
-            client.iteration = iteration
-            self._answer_probes()
-            self._evaluate(plan, iteration - 1)
-            self._answer_probes()
-            client.activity = "compute"
-            began = time.perf_counter()
-            if self._rank == plan.layout.active[0]:
-                tokens, squares = engine.workload(iteration)
-                client.send(m.Workload(epoch=plan.epoch, iteration=iteration, tokens=tokens, squares=squares))
-            outcome = engine.run(
-                plan,
-                iteration,
-                self,
-                pause=lambda: client.pause_asked(plan.epoch),
-                saving=lambda: self._writer.busy,
-                save=self._save_asked,
-            )
-            self.enter("step")
-            engine.step(outcome)
-            self._outcome = outcome
-            measured = engine.measured
-            client.send(
-                m.Stepped(
-                    epoch=plan.epoch,
-                    outcome=outcome,
-                    seconds=time.perf_counter() - began,
-                    compute_s=float(measured[CHUNKS.index("compute")].sum()),
-                    reduced_s=engine.reduced_s,
-                    chunks=pack(measured),
-                )
-            )
-            self._measure_links(plan, outcome)
-            if outcome.save or checkpoints.is_due(self._save_every, iteration, self._iterations):
-                self._save(plan, iteration, outcome.saving)
-            if outcome.save and not outcome.saving:
-                self._save_completed = self._save_requested
-            if outcome.pause and iteration < self._iterations:
-                return  # all ranks do; the order to park has arrived or is on its way
-        client.iteration = self._iterations + 1
-        self._evaluate(plan, self._iterations)
-        client.activity = "idle"
-        client.send(m.Finished(iteration=self._iterations))
-
-    def _evaluate(self, plan: Plan, iteration: int) -> None:
-        """Compute the loss of the weights after `iteration`, if due, as part of the attempt at the next iteration."""
-        client, evaluation = self._client, self._engine.evaluation
-        if evaluation is None or iteration <= self._evaluated or not evaluation.is_due(iteration, self._iterations):
-            return
-        client.activity = "compute"
-        loss, tokens = self._engine.evaluate(plan, self)
-        client.send(m.Evaluated(epoch=plan.epoch, iteration=iteration, loss=loss, tokens=tokens))
-
-    def _answer_probes(self) -> None:
-        """Measure the device, and the links if all ranks are parked; a failed measurement is also an answer."""
-        while (request := self._client.due_probe()) is not None:
-            with self._activity("compute"):
-                self._client.send(probe.measure(request, self._rank, self._engine, self._rendezvous))
-
-    def _measure_links(self, plan: Plan, outcome: m.StepOutcome) -> None:
-        """Measure links at the iteration announced to both ends; skip if it is past or all ranks are about to park.
-
-        This precedes all other work that only some ranks do between two iterations, so that no rank is late.
-        """
-        for request in self._client.due_link_probes(outcome.iteration):
-            if request.after_iteration == outcome.iteration and not outcome.pause:
-                with self._activity("communication"):
-                    asked_to_park = partial(self._client.park_asked, plan.epoch)
-                    answer = probe.measure_links(request, self._rank, self._engine, self._rendezvous, asked_to_park)
-                    self._client.send(answer)
-            else:
-                missed = f"order received after iteration {outcome.iteration}"
-                self._client.send(m.Probed(probe=request.probe, missed=missed))
-
-    def _decline_link_probes(self) -> None:
-        for request in self._client.due_link_probes():
-            self._client.send(m.Probed(probe=request.probe, missed="does not train now"))
-
-    def _save_parked(self, save: m.Save) -> None:
-        """Write a checkpoint before the job ends: the state under the plan in effect, after the step that counts."""
-        engine, plan = self._engine, self._held.get(save.epoch)
-        if plan is None or save.epoch not in engine.holds:
-            return
-        if engine.acknowledged == save.epoch:
-            engine.begin(save.epoch)  # the plan took effect, but its order to begin did not arrive here
-        self._finish(save.finish)
-        if engine.stepped == save.finish.iteration and self._rank in plan.layout.model_copy(save.replica).ranks:
-            began = time.perf_counter()
-            with self._activity("checkpoint"):
-                self._writer.wait()
-                folder = checkpoints.folder_of(self._folder, engine.stepped)
-                file, size = checkpoint.save_part(engine, plan, folder, save.replica)
-            self._written(plan, engine.stepped, file, size, began)
-
-    def _save_asked(self) -> bool:
-        """Return whether this rank must tell the others to write a checkpoint of the current iteration."""
-        self._save_requested = self._client.save_number
-        return self._save_requested > self._save_completed
-
-    def _save(self, plan: Plan, iteration: int, saving: bool) -> None:
-        """Begin to write this rank's part of a checkpoint, while training continues (except after the last iteration).
-
-        While `saving`, the previous checkpoint is still being written by some rank, and all ranks skip this one.
-        """
-        if self._rank not in plan.layout.model_copy(0).ranks:
-            return
-        last = iteration == self._iterations
-        if saving and not last:
-            print(f"checkpoint of iteration {iteration}: skipped, the previous one is still being written", flush=True)
-            return
-        began = time.perf_counter()
-        folder = checkpoints.folder_of(self._folder, iteration)
-        with self._activity("checkpoint"):
-            self._writer.wait()
-            part = checkpoint.part_of(self._engine, plan)
-            if last:
-                self._written(plan, iteration, part.file, checkpoint.write_part(part, folder), began)
-                return
-        self._writer.begin(
-            part,
-            folder,
-            lambda size: self._written(plan, iteration, part.file, size, began),
-            lambda error: self._written(plan, iteration, part.file, 0, began, error),
-        )
-
-    def _written(
-        self, plan: Plan, iteration: int, file: str, size: int, began: float, error: Exception | None = None
-    ) -> None:
-        self._client.send(
-            m.CheckpointPart(
-                epoch=plan.epoch,
-                iteration=iteration,
-                folder=str(checkpoints.folder_of(self._folder, iteration)),
-                file=file,
-                bytes=size,
-                seconds=time.perf_counter() - began,
-                error="" if error is None else f"{type(error).__name__}: {error}",
-            )
-        )
-
-    def _absent(self, fault: Fault) -> bool:
-        """Return whether a fault's target has no work now, so that the first rank to reach the moment replaces it."""
-        if self._plan is None:
-            return False
-        nodes = self._client.start.nodes
-        if fault.rank is not None:
-            return self._plan.layout.place(fault.rank) is None
-        return not any(fault.hits(rank, nodes[rank]) for rank in self._plan.layout.active if rank < len(nodes))
-
-    # --- observer of the engine -------------------------------------------------------------------------------
-
-    def enter(self, phase: Phase) -> None:
-        self._client.faults_at(self._client.iteration, phase)
-
-    def progressed(self) -> None:
-        self._client.primitives += 1
-
-    def communicating(self, waits: bool) -> None:
-        if waits:
-            self._waits.begin()
-        else:
-            self._waits.end()
-
-    @contextmanager
-    def _activity(self, name: agent.Activity) -> Iterator[None]:
-        before, self._client.activity = self._client.activity, name
-        try:
-            yield
-        finally:
-            self._client.activity = before
 
 
 def _torchrun_store(world: int) -> Store:

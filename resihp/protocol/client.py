@@ -4,7 +4,7 @@ One thread sends heartbeats and listens, one sends reports; the main thread hand
 when it is ready for them, so that a slow or stopped agent never holds up training. Some events act at once, whatever
 the main thread does: a `Park` that does not wait for the iteration wakes it from a blocked collective; a `Halt` at
 once, and the end of the socket (the agent is gone, so nothing could fence the process), end the process. Used by
-`resihp.executor.trainer`; decides nothing else.
+`resihp.executor.supervised`; decides nothing else.
 """
 
 from __future__ import annotations

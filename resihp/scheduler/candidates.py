@@ -21,7 +21,8 @@ from resihp.parallelism.plan import Plan
 from resihp.scheduler import refusal
 from resihp.scheduler.cost import transition_memory
 from resihp.scheduler.cost.held_state import holdings
-from resihp.scheduler.cost.prices import Priced, Prices, bytes_to_move
+from resihp.scheduler.cost.lacking_state import bytes_to_move
+from resihp.scheduler.cost.prices import Priced, Prices
 from resihp.scheduler.layouts import exhaustive, paper_planner, shares, swap_pipelines, vacant_stages
 from resihp.scheduler.layouts.draft import Draft
 from resihp.scheduler.layouts.groups import SIGNIFICANT_GAIN

@@ -11,7 +11,7 @@ from resihp.errors import PlanError
 from resihp.parallelism.layout import Layout, Replica
 from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.plan import Plan
-from resihp.scheduler.cost import memory, profile
+from resihp.scheduler.cost import profile, tensor_bytes
 from resihp.scheduler.cost.device_memory import NO_OVERHEAD, Overhead
 from resihp.scheduler.cost.memory import StageSetup
 from resihp.scheduler.cost.profile import Profile, layer_units
@@ -80,7 +80,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
 
         None: the bytes that the model's precision takes, whatever the number of replicas.
         """
-        return memory.zero_1(replicas) if self.zero_1 else None
+        return tensor_bytes.zero_1(replicas) if self.zero_1 else None
 
     def stage_setup(self, stage: int, stages: int, tp: int, replicas: int) -> StageSetup:
         """Return the facts that decide how much memory a stage needs in a job of so many replicas."""

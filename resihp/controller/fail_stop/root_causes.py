@@ -25,7 +25,8 @@ from resihp.controller.fail_stop.own_causes import (
 from resihp.controller.state.incidents import Incident
 from resihp.controller.state.job import Job
 from resihp.controller.state.members import Member
-from resihp.detector.diagnosis.diagnosis import Diagnosis, Report, diagnose
+from resihp.detector.diagnosis.diagnosis import Diagnosis, diagnose
+from resihp.detector.diagnosis.reports import Report
 from resihp.detector.diagnosis.signatures import CONNECTION_FAILED, NO_GPU, signature_of
 from resihp.protocol.messages import ABORT_STATUS
 from resihp.record.journal import Diagnosed

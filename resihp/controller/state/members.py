@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from resihp.detector.diagnosis.diagnosis import Diagnosis, Report
+from resihp.detector.diagnosis.diagnosis import Diagnosis
+from resihp.detector.diagnosis.reports import Report
 from resihp.protocol.messages import Clue, Declare, Raised, WorkerBeat
 from resihp.record.state import KnownNode, KnownWorker
 

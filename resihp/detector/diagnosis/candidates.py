@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from resihp.detector.diagnosis.clues import AFTER_S, BEFORE_S, Clock, read_log
+from resihp.detector.diagnosis.reports import Candidate, Report
 from resihp.detector.diagnosis.signatures import CATEGORY_DEFAULTS, Category, Depth, Signature, signature_of, xid_of
 from resihp.detector.diagnosis.ties import Endings, ends_of
 from resihp.protocol.messages import ABORT_STATUS, MAX_LINES_AFTER, Clue
@@ -39,99 +40,58 @@ _HANDLED_WORDS = re.compile(
 """Words of a line after which its writer goes on: a warning, a hint, a retry, a fallback."""
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """State of one rank at its end; or, with `ended` False, of a living rank that logged something relevant.
+class _LogReader:
+    """Reads each log once, however many reports have it."""
 
-    `exit`: as in subprocess, negative for a signal; None if the rank went with its node, unobserved. `at`: time at
-    which the end was noticed, seconds since 1970. `log`: tail of its log; `messages`: tails of its node's messages from
-    the kernel and Slurm; `clues`: clues already read from either on the node. `fenced`: why the controller killed it,
-    if it did. `bus`: PCI address of its device; `memory_bytes`: memory of its device.
-    """
+    def __init__(self) -> None:
+        self._clues: dict[tuple[str, Clock, bool], tuple[Clue, ...]] = {}
 
-    rank: int
-    node: str
-    device: int | None = None
-    ended: bool = True
-    exit: int | None = None
-    at: float | None = None
-    pid: int = 0
-    bus: str = ""
-    log: str = ""
-    messages: str = ""
-    clues: tuple[Clue, ...] = ()
-    fenced: str = ""
-    memory_bytes: int | None = None
-    clock: Clock | None = None
-    """How to read times in `log` and `messages`; None: only times that name their zone are read."""
-
-
-class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """A clue or an end, of a rank or of a node as such (`report` None). `at`: its time, if its line has one; `until`:
-    latest time at which it can have happened."""
-
-    signature: Signature
-    node: str
-    report: Report | None
-    at: float | None
-    until: float | None
-    clue: Clue | None = None
-    line: str = ""
-    survived: bool = False
-    """Whether the process went on after it, or was ended by something else: evidence, but not a cause."""
-
-    @property
-    def kind(self) -> str:
-        return self.clue.kind if self.clue is not None else self.signature.kind
-
-    @property
-    def order(self) -> tuple[bool, float, float, int]:
-        """Sort key: nearest to a root cause first, then the earliest."""
-        latest = self.until if self.until is not None else float("inf")
-        return self.survived, self.signature.depth, latest, self.report.rank if self.report is not None else -1
-
-    def named(self, group: str) -> str:
-        return self.clue.named.get(group, "") if self.clue is not None else ""
+    def clues(self, text: str, report: Report, *, kernel_lines: bool) -> tuple[Clue, ...]:
+        """Return the clues in a log of this report's rank or node."""
+        key = text, report.clock or Clock(near=report.at), kernel_lines
+        if text and key not in self._clues:
+            self._clues[key] = read_log(text, key[1], kernel_lines=kernel_lines)
+        return self._clues.get(key, ())
 
 
 def candidates_of(reports: Sequence[Report]) -> list[Candidate]:
     """Return all possible causes in one incident's reports, in a deterministic order."""
-    read: dict[tuple[str, Clock, bool], tuple[Clue, ...]] = {}
-
-    def clues_in(text: str, report: Report, *, kernel_lines: bool) -> tuple[Clue, ...]:
-        key = text, report.clock or Clock(near=report.at), kernel_lines
-        if text and key not in read:
-            read[key] = read_log(text, key[1], kernel_lines=kernel_lines)
-        return read.get(key, ())
-
+    reader = _LogReader()
     own: list[Candidate] = []
     words: list[tuple[Report, list[tuple[Signature, Clue]]]] = []
     of_nodes: dict[tuple[str, str, float | None], tuple[Clue, Report]] = {}
     for report in reports:
-        clues = (*report.clues, *clues_in(report.log, report, kernel_lines=False))
+        clues = (*report.clues, *reader.clues(report.log, report, kernel_lines=False))
         of_this = _of_log(clues, report)
         own += of_this
         words.append((report, [(c.signature, c.clue) for c in of_this if c.clue is not None and not c.survived]))
-        for clue in (*clues, *clues_in(report.messages, report, kernel_lines=True)):
+        for clue in (*clues, *reader.clues(report.messages, report, kernel_lines=True)):
             of_nodes.setdefault((report.node, clue.line, clue.at), (clue, report))
     endings = ends_of(words)
     own = [candidate for candidate in own if _is_tied(candidate, endings)]
     of_nodes_found = [_of_node(clue, report, reports, endings) for clue, report in of_nodes.values()]
     clued = [*own, *(candidate for candidate in of_nodes_found if candidate is not None)]
     lost_nodes = _lost_nodes(reports)
-    of_reports: dict[int, list[Signature]] = {}
-    for candidate in clued:
-        if candidate.report is None or candidate.survived:
-            continue
-        if candidate.signature.tie not in ("moment", "silence"):
-            of_reports.setdefault(candidate.report.rank, []).append(candidate.signature)
+    of_ranks = _explanations_of_ranks(clued)
     ordered = any(candidate.kind in _ENDED_BY_SLURM for candidate in clued)
     slurm_explains = any(candidate.kind in _SLURM_NODE_PROBLEMS for candidate in clued)
     ends = [
-        _of_end(report, of_reports.get(report.rank, []), ordered)
+        _of_end(report, of_ranks.get(report.rank, []), ordered)
         for report in reports
         if report.node not in lost_nodes and not (slurm_explains and report.exit and 0 < report.exit <= 128)
     ]
     return [*clued, *lost_nodes.values(), *(end for end in ends if end is not None)]
+
+
+def _explanations_of_ranks(candidates: Sequence[Candidate]) -> dict[int, list[Signature]]:
+    """Return by rank the kinds of its clues that explain its end; one that only a time ties to an end does not."""
+    of_ranks: dict[int, list[Signature]] = {}
+    for candidate in candidates:
+        if candidate.report is None or candidate.survived:
+            continue
+        if candidate.signature.tie not in ("moment", "silence"):
+            of_ranks.setdefault(candidate.report.rank, []).append(candidate.signature)
+    return of_ranks
 
 
 def _candidate(clue: Clue, report: Report, rank_report: Report | None, signature: Signature) -> Candidate | None:
@@ -291,9 +251,7 @@ def _rank_named_by(clue: Clue, signature: Signature, here: Sequence[Report]) -> 
     are foreign.
     """
     bus, pid = normal_bus(clue.named.get("bus", "")), int(clue.named.get("pid", 0))
-    by_process = next((report for report in here if pid and pid == report.pid), None)
-    by_device = next((report for report in here if bus and bus == normal_bus(report.bus)), None)
-    named = by_process or by_device  # several processes may each use a part of one GPU
+    named = _report_of(bus, pid, here)
     if named is not None:
         return named, False
     another_device = bool(bus) and all(report.bus for report in here)
@@ -306,6 +264,13 @@ def _rank_named_by(clue: Clue, signature: Signature, here: Sequence[Report]) -> 
     if signature.component == "device" and len(here) == 1 and not another_device:
         return here[0], False
     return None, False
+
+
+def _report_of(bus: str, pid: int, here: Sequence[Report]) -> Report | None:
+    """Return the report of a process or, without it, of a device; "" and 0 are none."""
+    by_process = next((report for report in here if pid and pid == report.pid), None)
+    by_device = next((report for report in here if bus and bus == normal_bus(report.bus)), None)
+    return by_process or by_device  # several processes may each use a part of one GPU
 
 
 def normal_bus(text: str) -> str:

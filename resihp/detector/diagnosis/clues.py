@@ -10,7 +10,7 @@ import re
 from bisect import bisect_right
 from calendar import timegm
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 
@@ -81,18 +81,7 @@ def read_log(tail: str, clock: Clock | None = None, *, kernel_lines: bool = True
     ends = tracebacks.exceptions(
         text, _lines_of(text, tracebacks.TRACEBACK_TITLE), _lines_of(text, tracebacks.STRUCTURED_MARK)
     )
-    matches: dict[int, tuple[int, Signature, dict[str, str]]] = {}
-    absent = {stem for stem in _SHARED_STEMS if stem not in text}
-    for signature in SIGNATURES:
-        if not signature.raised and (kernel_lines or signature.kind not in KERNEL_KINDS):
-            for start, at in _places(text, signature, absent):
-                if start not in matches and (named := _confirmed(text, start, at, signature)) is not None:
-                    matches[start] = at, signature, named
-    for start, end in ends.items():
-        if end.words or start not in matches:
-            signature = _of_exception(end.words or _clean(text[end.error : _end(text, start)]))
-            if start not in matches or signature is not EXCEPTION:
-                matches[start] = start, signature, {}
+    matches = _matches(text, ends, kernel_lines=kernel_lines)
     ordinary = _ordinary_lines(text, min(matches)) if matches else []
     clues = []
     before: Signature | None = None
@@ -110,7 +99,8 @@ def read_log(tail: str, clock: Clock | None = None, *, kernel_lines: bool = True
             before = signature
         kind = f"xid {int(named['xid'])}" if "xid" in named else signature.kind
         kind = recovered_kind(kind, line, text, _end(text, at)) or kind
-        time_end = _end(text, start) if _may_end_with_a_time(signature) else at if raised is None else raised.error
+        words_at = at if raised is None else raised.error
+        time_end = _end(text, start) if _may_end_with_a_time(signature) else words_at
         when = time_of(text[start:time_end], clock)
         if when is not None and not kernel_lines and not _is_near(when, clock):
             when = None
@@ -127,6 +117,28 @@ def read_log(tail: str, clock: Clock | None = None, *, kernel_lines: bool = True
             )
         )
     return _thinned(clues)
+
+
+def _matches(
+    text: str, ends: Mapping[int, tracebacks.TracebackEnd], *, kernel_lines: bool
+) -> dict[int, tuple[int, Signature, dict[str, str]]]:
+    """Return the row of each line that is a clue, by the line's start: place of the words, row, and named groups.
+
+    `ends`: exceptions, by the start of their last line.
+    """
+    matches: dict[int, tuple[int, Signature, dict[str, str]]] = {}
+    absent = {stem for stem in _SHARED_STEMS if stem not in text}
+    for signature in SIGNATURES:
+        if not signature.raised and (kernel_lines or signature.kind not in KERNEL_KINDS):
+            for start, at in _places(text, signature, absent):
+                if start not in matches and (named := _confirmed(text, start, at, signature)) is not None:
+                    matches[start] = at, signature, named
+    for start, end in ends.items():
+        if end.words or start not in matches:
+            signature = _of_exception(end.words or _clean(text[end.error : _end(text, start)]))
+            if start not in matches or signature is not EXCEPTION:
+                matches[start] = start, signature, {}
+    return matches
 
 
 def _may_end_with_a_time(signature: Signature) -> bool:

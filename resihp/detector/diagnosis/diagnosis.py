@@ -23,8 +23,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-from resihp.detector.diagnosis.candidates import Candidate, Report, candidates_of, normal_bus
+from resihp.detector.diagnosis.candidates import candidates_of, normal_bus
 from resihp.detector.diagnosis.clues import Clock, read_log
+from resihp.detector.diagnosis.reports import Candidate, Report
 from resihp.detector.diagnosis.signatures import (
     CATEGORY_DEFAULTS,
     USUALLY_THE_PROGRAM,
@@ -230,22 +231,13 @@ class _Verdict:
 
     def _node(self, single: Diagnosis) -> Diagnosis:
         """Return the verdict about a node and all its ranks. Slurm may report a node in another node's log, unnamed."""
-        node: str | None = self.root.node
         named = self.root.named("node")
         if "[" in named or "," in named:
-            words = "Slurm lost these nodes" if self.root.kind == "node failure" else self._words()
-            lost_ranks = tuple(report.rank for report in self.reports if report.ended and report.exit is None)
-            cause = f"nodes {named}: {words}"
-            return single.but(cause=cause, ranks=lost_ranks, node=None, device=None, blames_node=False)
+            return self._several_named_nodes(single, named)
         if len(self.nodes) > 1 and self.root.signature.kind != "node failure":
-            ranks = tuple(report.rank for report in self.reports if report.node in self.nodes and report.ended)
-            cause = f"nodes {', '.join(sorted(self.nodes))}: {self._words()}, all at once"
-            return single.but(cause=cause, ranks=ranks, node=None, device=None, blames_node=False)
-        if self.root.signature.kind == "node failure":
-            lost_nodes = {report.node for report in self.reports if report.ended and report.exit is None}
-            node = self.root.named("node") or (next(iter(lost_nodes)) if len(lost_nodes) == 1 else None)
-        else:
-            node = self.root.named("node") or node
+            return self._nodes_at_once(single)
+        is_failure = self.root.signature.kind == "node failure"
+        node = named or (self._lost_node() if is_failure else self.root.node)
         ranks = tuple(report.rank for report in self.reports if report.node == node and report.ended)
         subject = f"node {node}" if node else "job"
         words = self._words()
@@ -253,6 +245,24 @@ class _Verdict:
             words = "Slurm lost this node" if node else "Slurm lost a node"
         blames = single.blames_node and node is not None and len(self.nodes) == 1
         return single.but(cause=f"{subject}: {words}", ranks=ranks, node=node, device=None, blames_node=blames)
+
+    def _several_named_nodes(self, single: Diagnosis, named: str) -> Diagnosis:
+        """Return the verdict about nodes that one line of Slurm names."""
+        words = "Slurm lost these nodes" if self.root.kind == "node failure" else self._words()
+        lost_ranks = tuple(report.rank for report in self.reports if report.ended and report.exit is None)
+        cause = f"nodes {named}: {words}"
+        return single.but(cause=cause, ranks=lost_ranks, node=None, device=None, blames_node=False)
+
+    def _nodes_at_once(self, single: Diagnosis) -> Diagnosis:
+        """Return the verdict about nodes that say the same."""
+        ranks = tuple(report.rank for report in self.reports if report.node in self.nodes and report.ended)
+        cause = f"nodes {', '.join(sorted(self.nodes))}: {self._words()}, all at once"
+        return single.but(cause=cause, ranks=ranks, node=None, device=None, blames_node=False)
+
+    def _lost_node(self) -> str | None:
+        """Return the only node with a rank of which nobody saw the end; None if there is another, or none."""
+        lost_nodes = {report.node for report in self.reports if report.ended and report.exit is None}
+        return next(iter(lost_nodes)) if len(lost_nodes) == 1 else None
 
     def _device(self, single: Diagnosis) -> Diagnosis:
         """Return the verdict about one device that several ranks share; about none if several devices fail at once."""

@@ -11,17 +11,19 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 import numpy as np
 
 from resihp.detector.offline.analysis import Analysis, Kind, SpeedChange, Verdict, Where
-from resihp.detector.offline.hindsight import SeenTimes, State, Turn, judged
+from resihp.detector.offline.background import SeenTimes, State
+from resihp.detector.offline.hindsight import Turn, judged
 from resihp.detector.offline.iteration_model import IterationModel, Point
-from resihp.detector.offline.workers import common_of_healthy, together, without_peers
-from resihp.detector.sequential.changes import WARM_UP, ChangeDetector, ChangePoint
+from resihp.detector.offline.workers import common_of_healthy, log_times_of_ranks, together, without_peers
+from resihp.detector.sequential.changes import WARM_UP, ChangeDetector
 from resihp.detector.sequential.densities import Floats
+from resihp.detector.sequential.levels import ChangePoint
 
 MIN_CHANGE = 0.1
 """Smallest reported change of plain times, in log units: a smaller one is as likely a change of the data."""
@@ -250,26 +252,33 @@ def detect(points: Iterable[Point], *, run: int = 0) -> tuple[list[SpeedChange],
     return detector.judged(), detector.known
 
 
+def _judged_against(
+    better: Mapping[int, float],
+    commons: Mapping[int, float],
+    detectors: Collection[SeriesDetector],
+    whole_job: SeriesDetector,
+) -> tuple[list[SpeedChange], list[SpeedChange]]:
+    """Return the events of ranks and of the whole job with `better` common parts in place of `commons`."""
+    shifts = {iteration: better[iteration] - common for iteration, common in commons.items() if iteration in better}
+    events = [event for detector in detectors for event in detector.judged(among=len(detectors), less=shifts)]
+    return events, whole_job.judged(less={iteration: -shift for iteration, shift in shifts.items()})
+
+
+def _usual_log_time(times: Sequence[float]) -> float:
+    """Return the level of a rank's first times, in log units."""
+    return float(np.median(times[SKIPPED_ITERATIONS : SKIPPED_ITERATIONS + 3 * WARM_UP]))
+
+
 def detect_ranks(ranks: Mapping[int, Sequence[Point]], *, run: int = 0) -> tuple[list[SpeedChange], str]:
     """Return the events of one run with a time for each rank: each rank against its peers, and common slow-downs.
 
     A rank that is always slower than others is so by nature, which is not a change. Ranks that become slow together are
     one event. An iteration that only one rank has says nothing about it.
     """
-    rows: dict[int, dict[int, float]] = {}
-    for rank, points in ranks.items():
-        for point in points:
-            if math.isfinite(point.seconds) and point.seconds > 0:
-                rows.setdefault(point.iteration, {})[rank] = math.log(point.seconds)
+    rows = log_times_of_ranks(ranks)
     iterations = sorted(rows)
     nature = {
-        rank: float(
-            np.median(
-                [rows[i][rank] for i in iterations if rank in rows[i]][
-                    SKIPPED_ITERATIONS : SKIPPED_ITERATIONS + 3 * WARM_UP
-                ]
-            )
-        )
+        rank: _usual_log_time([rows[i][rank] for i in iterations if rank in rows[i]])
         for rank in ranks
         if sum(rank in row for row in rows.values()) > SKIPPED_ITERATIONS
     }
@@ -297,11 +306,7 @@ def detect_ranks(ranks: Mapping[int, Sequence[Point]], *, run: int = 0) -> tuple
     events = [event for detector in detectors.values() for event in detector.judged(among=len(detectors))]
     if events:  # the common part of healthy ranks is more precise once the slow ranks are known
         better = common_of_healthy(rows, events)
-        shifts = {iteration: better[iteration] - common for iteration, common in commons.items() if iteration in better}
-        events = [
-            event for detector in detectors.values() for event in detector.judged(among=len(detectors), less=shifts)
-        ]
-        whole = whole_job.judged(less={iteration: -shift for iteration, shift in shifts.items()})
+        events, whole = _judged_against(better, commons, detectors.values(), whole_job)
     else:
         whole = whole_job.judged()
     events = whole + together(_without_falls(events))

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from resihp.detector.offline.analysis import SpeedChange
+from resihp.detector.offline.iteration_model import Point
 
 MAX_ONSET_DISTANCE = 3.0
 """Highest distance between onsets, and between ends, of slow-downs with one cause, in iterations."""
@@ -135,3 +136,13 @@ def _as_one(group: Sequence[SpeedChange], events: Sequence[SpeedChange]) -> list
         return [whole]
     last = max(over, key=lambda event: event.detected_at)
     return [whole, msgspec.structs.replace(last, iteration=whole.end, where=None, ranks=ranks)]
+
+
+def log_times_of_ranks(ranks: Mapping[int, Sequence[Point]]) -> dict[int, dict[int, float]]:
+    """Return the logarithms of usable times, by iteration and rank."""
+    rows: dict[int, dict[int, float]] = {}
+    for rank, points in ranks.items():
+        for point in points:
+            if math.isfinite(point.seconds) and point.seconds > 0:
+                rows.setdefault(point.iteration, {})[rank] = math.log(point.seconds)
+    return rows

@@ -12,7 +12,8 @@ import math
 import msgspec
 
 from resihp.detector.findings import Finding
-from resihp.detector.sequential.changes import ChangeDetector, ChangePoint
+from resihp.detector.sequential.changes import ChangeDetector
+from resihp.detector.sequential.levels import ChangePoint
 from resihp.detector.sequential.shifts import Alarm
 
 ASSUMED_CORRELATION = 0.5

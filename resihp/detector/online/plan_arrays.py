@@ -8,13 +8,14 @@ are *columns*, one for each primitive of its stage's order, row after row.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 import numpy as np
 
 from resihp.detector.observation import CHUNKS, Floats, RankTimes
 from resihp.detector.online.predictor import Key, Predictor, keys
+from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan
 from resihp.pipeline.compiled import PRIMITIVE_KINDS, CompiledOrders, Ints
 
@@ -64,19 +65,33 @@ class Sums(msgspec.Struct, frozen=True, eq=False):
     """None if they were not summed: lanes are then not tested."""
 
 
+def _stages_with_ranks(layout: Layout) -> list[tuple[tuple[int, int], tuple[int, ...]]]:
+    """Return (replica, stage) and ranks of each stage that has any."""
+    return [
+        ((d, s), stage.ranks)
+        for d, replica in enumerate(layout.replicas)
+        for s, stage in enumerate(replica.stages)
+        if stage.ranks
+    ]
+
+
+def _layers_of_lanes(layout: Layout, places: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return each layer that a lane holds, with the lane."""
+    return [
+        (lane, layer)
+        for lane, (d, s) in enumerate(places)
+        for first, last in layout.replicas[d].stages[s].chunks
+        for layer in range(first, last + 1)
+    ]
+
+
 class Stacked:
     """A plan as arrays; `compiled` are its orders."""
 
     def __init__(self, plan: Plan, compiled: CompiledOrders) -> None:
         self.plan, self.compiled = plan, compiled
-        stages = [
-            ((d, s), stage.ranks)
-            for d, replica in enumerate(plan.layout.replicas)
-            for s, stage in enumerate(replica.stages)
-            if stage.ranks
-        ]
         empty = slice(0, 0)
-        lanes = [(place, ranks, compiled.lanes.get(place, empty)) for place, ranks in stages]
+        lanes = [(place, ranks, compiled.lanes.get(place, empty)) for place, ranks in _stages_with_ranks(plan.layout)]
         self.places = tuple(place for place, _, _ in lanes)
         """(replica, stage) of each lane, that is, of each tensor-parallel group."""
         widths = np.array([len(ranks) for _, ranks, _ in lanes])
@@ -100,12 +115,7 @@ class Stacked:
         self._alone = widths < 2
         self._later = np.array([stage > 0 for _, stage in self.places], dtype=bool)
         """(lanes,): `_alone`: groups of one rank; `_later`: lanes that are not a first stage."""
-        layers = [
-            (lane, layer)
-            for lane, (d, s) in enumerate(self.places)
-            for first, last in plan.layout.replicas[d].stages[s].chunks
-            for layer in range(first, last + 1)
-        ]
+        layers = _layers_of_lanes(plan.layout, self.places)
         self._layers: Ints = np.array(layers, dtype=np.intp).reshape(-1, 2).T
         """(2, n): lanes, and the layers that they hold."""
 

@@ -8,7 +8,7 @@ For each level only the most probable run length is kept. Small levels of the gr
 takes (the test of small, persistent shifts); a level that drifts without a jump is compared with its beginning.
 
 The predictive density is Student's t on AR(1) innovations, mixed with outliers that may come in bursts: a checkpoint
-or an evaluation is explained as an outlier and is not a change, however large. Level, scale and correlation are
+or an evaluation is explained as an outlier and is not a change, however large. SeriesLevel, scale and correlation are
 estimated robustly in a warm-up and adapt slowly while nothing changes.
 
 Decides when a change has happened, but not its meaning (`resihp.detector.offline.series`,
@@ -20,10 +20,10 @@ from __future__ import annotations
 import math
 from collections import deque
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from resihp.detector.sequential import levels
 from resihp.detector.sequential.densities import (
     BURST_PROBABILITY,
     GAUSSIAN_SCALE,
@@ -32,31 +32,25 @@ from resihp.detector.sequential.densities import (
     T_PEAK,
     Floats,
     LateRange,
+    Skew,
     broad,
-    log_density,
     robust,
     settled,
 )
+from resihp.detector.sequential.levels import ChangePoint, SeriesLevel
 from resihp.detector.sequential.shifts import Alarm
 
 WARM_UP = 12
 """Values from which a level and its noise are first estimated, without slow values at the start."""
-MIN_VALUES = 3
-"""Number of values that a level needs: two outliers in a row are not a level."""
 ADAPTATION_VALUES = 150
 """Values over which level, scale and correlation adapt while nothing changes."""
 KEPT_VALUES = 96
 """Number of latest values in which an onset is searched."""
-ANCHOR_VALUES = 60
-"""Values after which the level counts as the beginning of the series, against which drift is measured."""
-DRIFT_FACTOR = 1.2
-"""Smallest drift that is reported, relative to the smallest jump."""
 RETURN_SHARE = 0.1
 """Share of the evidence that the healthy level needs for a change from another level to count as the return to it."""
 CORRELATION_VALUES = 10.0
 FAMILIAR_VALUES = 40.0
-SKEW_VALUES = 15.0
-"""Weights, in values, of an assumed correlation, of a familiar one, and of assumed symmetry."""
+"""Weights, in values, of an assumed correlation, and of a familiar one."""
 HALVING_EVIDENCE = 5.0
 """Evidence for a change at which new values have half weight for the correlation."""
 CORRELATION_ERRORS = 0.5
@@ -65,30 +59,6 @@ MAX_EVIDENCE = 1e15
 MAX_WARM_UP_SHIFT, MAX_WARM_UP_SCALES = 0.1, 4.0
 """Excess of a warm-up's level over the expected level, in log units and in scales of its noise, above which it is not
 taken for healthy."""
-
-
-class ChangePoint(msgspec.Struct, frozen=True, kw_only=True):
-    """A change of level from `before` to `after` at the value of index `onset`, detected at that of `detected`."""
-
-    onset: int
-    detected: int
-    before: float
-    after: float
-    confidence: float
-    """Posterior probability of the change, if one value in a thousand begins one."""
-    alarm: Alarm | None = None
-
-
-class _Level:
-    """A level, the noise around it, and the numbers of values behind both."""
-
-    def __init__(self, level: float, count: float, variance: float, worth: float) -> None:
-        self.level = level
-        self.count = count
-        self.variance = variance
-        """Squared scale of innovations, for the t density."""
-        self.worth = worth
-        """Number of values behind the variance."""
 
 
 class ChangeDetector:
@@ -127,18 +97,16 @@ class ChangeDetector:
         self._pseudo = FAMILIAR_VALUES if familiar else CORRELATION_VALUES
         self._products, self._squares = 0.0, 0.0
         self._rho = correlation
-        self._halves = [SKEW_VALUES, SKEW_VALUES]
-        self._skew = 1.0
+        self._skew = Skew()
         self._patience = 3 * WARM_UP
         self._buffer: list[tuple[int, float]] = []
         self._recent: deque[tuple[int, float]] = deque(maxlen=KEPT_VALUES)
         self._range = LateRange() if several_levels else None
         self._pending: deque[tuple[float, float, float]] = deque()
-        self._healthy: _Level | None = None
-        self._now: _Level | None = None
+        self._healthy: SeriesLevel | None = None
+        self._now: SeriesLevel | None = None
         self._last, self._stride = 0, 1
-        self._anchor: _Level | None = None
-        self._calm_at = 0
+        self._drift = levels.SlowDrift(least)
         self._carried, self._outlier, self._before = 0.0, 0.0, 0.0
         self._levels: Floats = np.empty(0)
         self._prior: Floats = np.empty(0)
@@ -150,7 +118,7 @@ class ChangeDetector:
         self._onset: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
         if noise is not None and level is not None:
             variance = (GAUSSIAN_SCALE * noise) ** 2 * (1 - correlation**2)
-            self._healthy = self._now = _Level(level, ADAPTATION_VALUES, variance, ADAPTATION_VALUES)
+            self._healthy = self._now = SeriesLevel(level, ADAPTATION_VALUES, variance, ADAPTATION_VALUES)
             self._restart()
 
     # --- state ------------------------------------------------------------------------------------------------------
@@ -162,7 +130,7 @@ class ChangeDetector:
 
     @property
     def healthy(self) -> float:
-        """Level that changes are measured against; NaN during the warm-up."""
+        """SeriesLevel that changes are measured against; NaN during the warm-up."""
         return math.nan if self._healthy is None else self._healthy.level
 
     @property
@@ -198,8 +166,9 @@ class ChangeDetector:
         uncertain = self._uncertain(now)
         width = math.sqrt(now.variance * self._caution + uncertain * (1 - rho) ** 2)
         error = offset - rho * self._carried
-        z = error / (width * (self._skew if error > 0 else 1 / self._skew))
-        even = 2 / (self._skew + 1 / self._skew)
+        skew = self._skew.factor
+        z = error / (width * (skew if error > 0 else 1 / skew))
+        even = 2 / (skew + 1 / skew)
         wide = broad(offset)
         chance = OUTLIER_PROBABILITY + (BURST_PROBABILITY - OUTLIER_PROBABILITY) * self._outlier
         inlying = (1 - chance) * T_PEAK * even / width * (1 + z * z / T_DEGREES) ** -4
@@ -207,11 +176,10 @@ class ChangeDetector:
         self._outlier = 1 - inlying / density
 
         self._levels[0] = self._healthy.level - now.level
-        levels = self._levels
         widths = np.sqrt(now.variance * self._caution + self._blur)
         if self.changed:
             widths[0] = math.sqrt(self._healthy.variance + self._uncertain(self._healthy) * (1 - rho) ** 2)
-        away = offset - levels
+        away = offset - self._levels
         errors = np.empty((2, away.size))
         np.subtract(away, rho * self._carried, out=errors[0])
         np.subtract(away, rho * self._carried_by_level, out=errors[1])
@@ -225,7 +193,7 @@ class ChangeDetector:
         self._carried = offset * (1 - self._outlier)
         self._carried_by_level = away * inlier
 
-        evidence = float(np.add.reduce(self._evidence[self._seen_values > MIN_VALUES - 0.5]))
+        evidence = float(np.add.reduce(self._evidence[self._seen_values > levels.MIN_VALUES - 0.5]))
         if evidence >= self._threshold():
             return self._change(index, evidence, self._threshold())
         self._learn(value, rho)
@@ -233,25 +201,19 @@ class ChangeDetector:
 
     def _densities(self, errors: Floats, widths: Floats, wide: float) -> tuple[Floats, Floats]:
         """Return the density of a value for each level, and the probability that it is not an outlier."""
-        z = errors / (widths * np.where(errors > 0, self._skew, 1 / self._skew))
+        skew = self._skew.factor
+        z = errors / (widths * np.where(errors > 0, skew, 1 / skew))
         kernel = 1 + z * z / T_DEGREES
         kernel *= kernel
-        even = 2 / (self._skew + 1 / self._skew)
+        even = 2 / (skew + 1 / skew)
         inlying = (1 - OUTLIER_PROBABILITY) * T_PEAK * even / (widths * kernel * kernel)
         density = inlying + OUTLIER_PROBABILITY * wide
         return density, inlying / density
 
     def _threshold(self) -> float:
-        """Return the evidence needed for an alarm. Factors are measured (`tests/resihp/detector/synthetic_runs.py`)."""
         assert self._healthy is not None
-        rho, worth = self._rho, self._healthy.worth
-        if self._aim is None:
-            return 0.3 * self._false_alarms_per * math.exp(3 * rho) * (1 + 40 / worth)
-        # The more the intended change stands out from the noise, the rarer are false alarms at the same evidence; if it
-        # stands out by far, a few values bring so much evidence that the threshold can be higher.
-        ratio = self._aim / self._spread(self._healthy)
-        factor = math.exp(min(max(0.5 * (ratio - 4.5), 0.0), 3.2) - min(max(ratio - 2.3, 0.0), 1.2))
-        return 0.04 * self._false_alarms_per * math.exp(2 * rho) * (1 + 20 / worth) * factor
+        ratio = None if self._aim is None else self._aim / self._spread(self._healthy)
+        return levels.evidence_needed(self._false_alarms_per, self._rho, self._healthy.worth, ratio)
 
     def _priors(self, uncertain: float) -> Floats:
         """Return the prior of each level; small changes have less while the present level is not well known."""
@@ -274,10 +236,10 @@ class ChangeDetector:
         if self._known_noise is not None:
             self._healthy.variance = (GAUSSIAN_SCALE * self._known_noise) ** 2 * (1 - self._rho**2)
 
-    def _spread(self, level: _Level) -> float:
+    def _spread(self, level: SeriesLevel) -> float:
         return math.sqrt(level.variance / (1 - self._rho**2)) / GAUSSIAN_SCALE
 
-    def _uncertain(self, level: _Level) -> float:
+    def _uncertain(self, level: SeriesLevel) -> float:
         """Return the squared standard error of a level."""
         rho = self._rho
         return level.variance / (1 - rho) ** 2 / level.count
@@ -313,7 +275,7 @@ class ChangeDetector:
                 now.variance = max(now.variance, self._floor**2, self._least_variance(offset))
                 if now is self._healthy:
                     fade = 1 - 1 / ADAPTATION_VALUES
-                    self._skewed(inlier * min(error * error / now.variance, 12.0), error > 0, fade)
+                    self._skew.follow(inlier * min(error * error / now.variance, 12.0), error > 0, fade)
                     weight *= doubt
                     fade = 1 - doubt / ADAPTATION_VALUES
                     self._products = self._products * fade + weight * offset * self._before
@@ -327,15 +289,6 @@ class ChangeDetector:
         if self._range is None:
             return 0.0
         return (GAUSSIAN_SCALE * self._range.follow(offset)) ** 2 * (1 - self._rho**2)
-
-    def _skewed(self, square: float, above: bool, fade: float) -> None:
-        """Update how much wider the noise is above the level than below."""
-        halves = self._halves
-        for side in (0, 1):
-            halves[side] = SKEW_VALUES + (halves[side] - SKEW_VALUES) * fade
-        halves[above] += square
-        # Of a density with scales s*k above and s/k below, second moments of the halves are as k**6; clipped, as k**5.
-        self._skew = min(max((halves[1] / halves[0]) ** 0.2, 0.7), 1.6)
 
     def _warm_up(self, index: int, value: float) -> None:
         """Estimate level and noise once enough values came; slow ones at the start are dropped."""
@@ -360,7 +313,7 @@ class ChangeDetector:
         errors = (values - level) / (1 + ((values - level) / (3 * scale)) ** 2)
         self._products = float(errors[1:] @ errors[:-1])
         self._squares = float(errors[:-1] @ errors[:-1])
-        self._healthy = _Level(level, len(values), scale**2, len(values))
+        self._healthy = SeriesLevel(level, len(values), scale**2, len(values))
         self._correlate()
         self._healthy.variance = max(scale**2 * (1 - self._rho**2), self._floor**2)
         for value in values.tolist() if self._range is not None else ():
@@ -377,10 +330,7 @@ class ChangeDetector:
         assert self._healthy is not None
         away = abs(self._now.level - self._healthy.level)
         least = max(self._least, 0.25 * away)
-        grid = [least * 1.15]
-        while grid[-1] < 3.0:
-            grid.append(grid[-1] * 1.25)
-        upward = np.array(grid)
+        upward = levels.sizes_compared(least)
         back = 0.5 if self.changed else 0.0
         up = 0.9 if not self.changed else 0.5
         self._levels = np.concatenate([[self._healthy.level - self._now.level or 1.0], upward, -upward])
@@ -403,7 +353,8 @@ class ChangeDetector:
         assert self._now is not None
         assert self._healthy is not None
         before, healthy = self._now, self._healthy
-        onset, after, count = self._locate(before)
+        best = int(np.argmax(np.where(self._seen_values > levels.MIN_VALUES - 0.5, self._evidence, 0)))
+        onset, after, count = levels.located(self._recent, before, float(self._levels[best]), int(self._onset[best]))
         if abs(after - before.level) < self._least:
             self._restart()
             return None
@@ -414,9 +365,10 @@ class ChangeDetector:
         if before is not healthy and (back or abs(after - healthy.level) <= near):
             self._now = healthy
         else:
-            self._now = _Level(after, count, before.variance, WARM_UP)
+            self._now = SeriesLevel(after, count, before.variance, WARM_UP)
             if after < healthy.level:
-                self._healthy, self._anchor = self._now, None
+                self._healthy = self._now
+                self._drift.forget()
         self._restart()
         self._carried = self._recent[-1][1] - self._now.level
         while self._recent[0][0] < onset:
@@ -430,54 +382,19 @@ class ChangeDetector:
             alarm=Alarm(test="log evidence", statistic=math.log(evidence), threshold=math.log(threshold)),
         )
 
-    def _locate(self, before: _Level) -> tuple[int, float, int]:
-        """Return the most likely onset, the level after it, and the number of values since."""
-        best = int(np.argmax(np.where(self._seen_values > MIN_VALUES - 0.5, self._evidence, 0)))
-        indices = np.array([i for i, _ in self._recent])
-        values = np.array([v for _, v in self._recent])
-        after = before.level + float(self._levels[best])
-        scale = math.sqrt(before.variance)
-        start = int(np.searchsorted(indices, self._onset[best]))
-        for _ in range(2):
-            gain = log_density(values - after, scale) - log_density(values - before.level, scale)
-            total = np.cumsum(gain[::-1])[::-1]
-            total[len(values) - MIN_VALUES + 1 :] = -np.inf
-            low = max(0, start - 8)
-            start = low + int(np.argmax(total[low:]))
-            after, _ = robust(values[start:], scale)
-        return int(indices[start]), after, len(values) - start
-
     def _drifted(self, index: int) -> ChangePoint | None:
         """Return a change if the healthy level has drifted from its first well-known value, too slowly for a jump."""
         assert self._healthy is not None
         if self._aim is not None or self.changed:
             return None
         healthy = self._healthy
-        if self._anchor is None:
-            if healthy.count >= ANCHOR_VALUES and float(self._evidence.sum()) < 30:
-                self._anchor = _Level(healthy.level, healthy.count, healthy.variance, healthy.worth)
-                self._calm_at = index
+        change = self._drift.follow(index, healthy, self._uncertain(healthy), self._evidence)
+        if change is None:
             return None
-        drift = healthy.level - self._anchor.level
-        if abs(drift) < self._least / 3:
-            self._calm_at = index
-        error = math.sqrt(self._uncertain(healthy) * (1 + healthy.count / self._anchor.count))
-        needed = max(DRIFT_FACTOR * self._least, 4.5 * error)
-        if abs(drift) < needed:
-            return None
-        anchor = self._anchor
-        change = ChangePoint(
-            onset=self._calm_at,
-            detected=index,
-            before=anchor.level,
-            after=healthy.level,
-            confidence=math.erf(abs(drift) / error / 2),
-            alarm=Alarm(test="shift", statistic=abs(drift), threshold=needed),
-        )
-        if drift > 0:
-            self._now = _Level(healthy.level, healthy.count, healthy.variance, healthy.worth)
-            healthy.level = anchor.level
+        if change.after > change.before:
+            self._now = SeriesLevel(healthy.level, healthy.count, healthy.variance, healthy.worth)
+            healthy.level = change.before
         else:
-            self._anchor = None
+            self._drift.forget()
         self._restart()
         return change

@@ -25,6 +25,8 @@ BURST_PROBABILITY = 0.25
 """Probability of an outlier, and of an outlier right after another."""
 DECILE_RANGE_SIGMAS = 2.5631
 """Distance between the first and the ninth decile of a Gaussian, in standard deviations."""
+SKEW_VALUES = 15.0
+"""Weight, in values, of assumed symmetry."""
 LATE_VALUES = 100
 UPDATE_EVERY = 4
 
@@ -52,6 +54,23 @@ class LateRange:
         if len(self._values) >= 10 and (self._count % UPDATE_EVERY == 0 or len(self._values) < 4 * UPDATE_EVERY):
             self._deviation = (quantile(self._ordered, 0.9) - quantile(self._ordered, 0.1)) / DECILE_RANGE_SIGMAS
         return self._deviation
+
+
+class Skew:
+    """How much wider the noise is above the level than below, as the `factor` of the scale above."""
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+        self._halves = [SKEW_VALUES, SKEW_VALUES]
+
+    def follow(self, square: float, above: bool, fade: float) -> None:
+        """Take the square of a value's error, in scales; `fade`: share of the former weight that remains."""
+        halves = self._halves
+        for side in (0, 1):
+            halves[side] = SKEW_VALUES + (halves[side] - SKEW_VALUES) * fade
+        halves[above] += square
+        # Of a density with scales s*k above and s/k below, second moments of the halves are as k**6; clipped, as k**5.
+        self.factor = min(max((halves[1] / halves[0]) ** 0.2, 0.7), 1.6)
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:

@@ -13,11 +13,13 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import msgspec
+import torch
 from torch import Tensor
 
 from resihp.errors import CommunicatorError
 from resihp.executor.backends import BackEnd, Gloo
-from resihp.executor.tensor_group import Backend, dist
+from resihp.executor.tensor_group import Backend, dist, guarded
 
 Wire = Callable[[], float]
 """Returns the present seconds of a transfer over an emulated link, once both of its ends have begun it."""
@@ -220,3 +222,17 @@ class Channel:
         if self._single_file is not None:
             return self._single_file.begin(operation, self._woken, self._wire, timed=self._kind.timed_waits)
         return PendingWork(operation(), self._woken, timed=self._kind.timed_waits)
+
+
+def gathered(value: Any, world: Channel, device: torch.device) -> list[Any]:
+    """Return the value of every rank of `world`, in the order of its ranks. msgpack must be able to encode it."""
+    encoded = torch.frombuffer(bytearray(msgspec.msgpack.encode(value)), dtype=torch.uint8).to(device)
+    with guarded("gather"):
+        sizes = torch.empty(world.size(), dtype=torch.int64, device=device)
+        world.all_gather(sizes, torch.tensor([len(encoded)], device=device)).wait()
+        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=device)
+        padded[: len(encoded)] = encoded
+        rows = torch.empty(world.size() * len(padded), dtype=torch.uint8, device=device)
+        world.all_gather(rows, padded).wait()
+    contents = zip(rows.view(world.size(), -1).tolist(), sizes.tolist(), strict=True)
+    return [msgspec.msgpack.decode(bytes(row[:size])) for row, size in contents]

@@ -7,7 +7,8 @@ with it: a failed iteration leaves nothing behind.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,7 +25,7 @@ from resihp.executor.compute.staging import staged
 from resihp.executor.compute.stopwatch import Stopwatch
 from resihp.executor.emulation import Pace
 from resihp.executor.state.rank_state import State
-from resihp.executor.tensor_group import guarded
+from resihp.executor.tensor_group import guarded, ignore_start
 from resihp.faults import Phase
 from resihp.parallelism.layout import LayerSpan
 from resihp.parallelism.plan import Primitive
@@ -316,3 +317,21 @@ def computed_micro_batches(program: Program, state: State) -> list[int]:
         for i in program
         if isinstance(i, Compute) and i.primitive.kind == "F" and i.primitive.chunk == final
     ]
+
+
+@contextmanager
+def timed(state: State, it: Iteration, stopwatch: Stopwatch) -> Iterator[None]:
+    """Bind the stage's own group during an iteration's computation, and measure the waits for its collectives."""
+    group = state.stage.tp_group
+    group.bind(it.communicators.find(it.prepared.tensor_group(*it.place)))
+    group.on_start = stopwatch.collective
+
+    def waits(waiting: bool) -> None:
+        it.observer.communicating(waiting)
+        (stopwatch.waits if waiting else stopwatch.resumed)()
+
+    group.on_wait = waits
+    try:
+        yield
+    finally:
+        group.on_start = ignore_start

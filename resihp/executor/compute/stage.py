@@ -32,7 +32,7 @@ from resihp.executor.state.weights import DeferredWeights
 from resihp.executor.tensor_group import TensorGroup
 from resihp.parallelism.layout import LayerSpan
 from resihp.parallelism.model import Computation, ModelSpec
-from resihp.scheduler.cost.memory import LOSS_ELEMENTS
+from resihp.scheduler.cost.tensor_bytes import LOSS_ELEMENTS
 
 __all__ = ["IGNORED_LABEL", "PositionEmbedding", "StageModule", "model_spec", "refuse_unhonoured"]
 

@@ -42,11 +42,7 @@ def specs_of(
     first: list[ParameterSpec] = []
     for path, module in whole.named_modules():
         for local, parameter in module.named_parameters(recurse=False):
-            axis: int | None = None
-            if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
-                axis = 0
-            elif isinstance(module, RowParallelLinear) and local == "weight":
-                axis = 1
+            axis = _cut_axis(module, local)
             gated = path.endswith(".linear_fc1") and module.config.gated_linear_unit
             name = f"{path}.{local}"
             first.append(
@@ -74,6 +70,15 @@ def specs_of(
         for spec in inside
     ]
     return (*before, *layer_specs, *after)
+
+
+def _cut_axis(module: nn.Module, parameter: str) -> int | None:
+    """Return the axis on which tensor parallelism cuts a parameter of a module; None if it does not."""
+    if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
+        return 0
+    if isinstance(module, RowParallelLinear) and parameter == "weight":
+        return 1
+    return None
 
 
 def unit_of(name: str) -> str:

@@ -2,8 +2,8 @@
 
 Cautious estimates, none of them measured: no GPU was available. `benchmarks.gpu` measures each of them; its figures
 should then replace the constants here, which exist nowhere else. On CPUs nothing is counted. Not included: the buffer
-in which gradients add up, which is part of state (`memory.STATE_BYTES`); copies of gradients that cannot be summed in
-place, since replicas cut them differently (`executor.state.gradients`); and the second copy of state during a
+in which gradients add up, which is part of state (`tensor_bytes.STATE_BYTES`); copies of gradients that cannot be
+summed in place, since replicas cut them differently (`executor.state.gradients`); and the second copy of state during a
 transition, when there are no activations (`transition_memory`).
 
 Called by the planner and by the executor, which must agree on the result (`overhead`).

@@ -18,7 +18,7 @@ from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.ownership import ParameterSpec
 from resihp.parallelism.parameter_outline import layer_outline, outline
 from resihp.parallelism.transfers import Base, bytes_of, moves
-from resihp.scheduler.cost.prices import bytes_to_move
+from resihp.scheduler.cost.lacking_state import bytes_to_move
 from resihp.scheduler.situation import Situation
 from resihp.scheduler.transition_cost import Movement
 
@@ -141,12 +141,17 @@ def _asked(
         yield changed, base
         return
     home = {rank: replica for replica in base for rank in replica.ranks}
-    target_nodes = {situation.nodes[rank] for rank in used}
-    whole.sort(key=lambda replica: -len(target_nodes.intersection(situation.nodes[rank] for rank in replica.ranks)))
+    _sort_nearest_first(situation, whole, used)
     for i, replica in enumerate(changed):
         former = dict.fromkeys(home[rank] for rank in replica.ranks if rank in home)
         senders = [whole[(SENDERS_PER_REPLICA * i + k) % len(whole)] for k in range(SENDERS_PER_REPLICA)]
         yield (replica,), (*former, *dict.fromkeys(senders))
+
+
+def _sort_nearest_first(situation: Situation, replicas: list[Replica], ranks: set[int]) -> None:
+    """Sort replicas by the number of nodes that they share with `ranks`, most first."""
+    target_nodes = {situation.nodes[rank] for rank in ranks}
+    replicas.sort(key=lambda replica: -len(target_nodes.intersection(situation.nodes[rank] for rank in replica.ranks)))
 
 
 def _blocks(model: ModelSpec) -> tuple[ParameterSpec, ...]:

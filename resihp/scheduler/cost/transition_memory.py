@@ -22,14 +22,14 @@ from resihp.parallelism.layout import Layout
 from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.ownership import ParameterSpec
 from resihp.parallelism.parameter_outline import layer_outline, outline
-from resihp.scheduler.cost import memory
+from resihp.scheduler.cost import memory, tensor_bytes
 from resihp.scheduler.cost.device_memory import NO_OVERHEAD, Overhead
 from resihp.scheduler.cost.held_state import HeldState, holdings
 
 CARRIED_BYTES = {"fp32": 12, "bf16": 14}
-"""Bytes per parameter, by precision: all of `memory.STATE_BYTES` except the gradient in 32 bits."""
+"""Bytes per parameter, by precision: all of `tensor_bytes.STATE_BYTES` except the gradient in 32 bits."""
 VALUE_BYTES = GRADIENT_BYTES = 2
-"""Bytes per parameter under ZeRO-1 (`memory.zero_1`) besides the optimizer's state, which replicas share."""
+"""Bytes per parameter under ZeRO-1 (`tensor_bytes.zero_1`) besides the optimizer's state, which replicas share."""
 
 
 class TransitionBytes(msgspec.Struct, frozen=True):
@@ -56,7 +56,7 @@ def beside(old: HeldState, new: HeldState, model: ModelSpec, sharing: tuple[int,
     if sharing is None:
         bytes_each = CARRIED_BYTES[model.precision]
         return TransitionBytes(bytes_each * old_elements, bytes_each * (new_elements - common_elements))
-    before, after = (memory.zero_1(replicas) - VALUE_BYTES - GRADIENT_BYTES for replicas in sharing)
+    before, after = (tensor_bytes.zero_1(replicas) - VALUE_BYTES - GRADIENT_BYTES for replicas in sharing)
     optimizer = max(before * old_elements, after * new_elements)
     whole = VALUE_BYTES * (old_elements + new_elements - common_elements) + optimizer
     return TransitionBytes((VALUE_BYTES + before) * old_elements, whole - (VALUE_BYTES + before) * old_elements)
@@ -143,7 +143,7 @@ def carried_bytes(
 
 def carried_each(model: ModelSpec, sharing: tuple[int, int] | None = None) -> int:
     """Return the bytes per parameter of new state."""
-    return CARRIED_BYTES[model.precision] if sharing is None else memory.zero_1(sharing[1]) - GRADIENT_BYTES
+    return CARRIED_BYTES[model.precision] if sharing is None else tensor_bytes.zero_1(sharing[1]) - GRADIENT_BYTES
 
 
 def _changed(base: Layout, survivors: set[int], layout: Layout) -> Iterator[tuple[int, HeldState, HeldState]]:

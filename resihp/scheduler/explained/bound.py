@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 
-from resihp.scheduler.cost import memory
+from resihp.scheduler.cost import tensor_bytes
 from resihp.scheduler.layouts import vacant_stages
 from resihp.scheduler.situation import Situation
 
@@ -88,5 +88,5 @@ def _fewest_ranks(situation: Situation) -> int:
     state_bytes = situation.state_bytes_of(
         len(situation.available)
     )  # as many replicas as ranks: the bytes are never fewer
-    least_bytes = memory.least_bytes(situation.model, situation.tokens, state_bytes=state_bytes)
+    least_bytes = tensor_bytes.least_bytes(situation.model, situation.tokens, state_bytes=state_bytes)
     return max(1, math.ceil(least_bytes / max(1, situation.room_bytes)))

@@ -8,7 +8,7 @@ its groups. Whether to add or give up whole stages and replicas is decided in `r
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -131,16 +131,7 @@ def lay(situation: Situation, pipe: Pipe, replicas: int, holds: Mapping[int, Hel
     groups = [pipe.groups[i] for i in kept_indices]
     speeds = [all_speeds[i] for i in kept_indices]
     ends = layers.ends_of(situation.times)
-    limits = None
-    if situation.room_bytes is not None:
-        setups = [situation.stage_setup(s, len(groups), len(group.ranks), replicas) for s, group in enumerate(groups)]
-        limits = [memory.capacity(model, setup, situation.room_bytes, situation.tokens) for setup in setups]
-        if holds is not None:
-            limits_beside = [
-                _beside(situation, group.ranks, setup, replicas, holds)
-                for group, setup in zip(groups, setups, strict=True)
-            ]
-            limits = [min(pair) for pair in zip(limits, limits_beside, strict=True)]
+    limits = _most_layers(situation, groups, replicas, holds)
     held_layers = tuple(group.held for group in groups)
     try:
         spans = layers.partition(
@@ -155,6 +146,22 @@ def lay(situation: Situation, pipe: Pipe, replicas: int, holds: Mapping[int, Hel
         if layers.slowest(spans, speeds, ends) >= current_slowest * (1 - SIGNIFICANT_GAIN):
             return before
     return Replica(tuple(Stage(group.ranks, span) for group, span in zip(groups, spans, strict=True)))
+
+
+def _most_layers(
+    situation: Situation, groups: Sequence[Group], replicas: int, holds: Mapping[int, HeldState] | None
+) -> list[int] | None:
+    """Return the most layers that each group has memory for, as in `lay`; None if memory is unknown."""
+    if situation.room_bytes is None:
+        return None
+    setups = [situation.stage_setup(s, len(groups), len(group.ranks), replicas) for s, group in enumerate(groups)]
+    limits = [memory.capacity(situation.model, setup, situation.room_bytes, situation.tokens) for setup in setups]
+    if holds is None:
+        return limits
+    limits_beside = [
+        _beside(situation, group.ranks, setup, replicas, holds) for group, setup in zip(groups, setups, strict=True)
+    ]
+    return [min(pair) for pair in zip(limits, limits_beside, strict=True)]
 
 
 def untouched(situation: Situation, pipe: Pipe) -> bool:

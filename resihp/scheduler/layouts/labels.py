@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from resihp.parallelism.layout import Layout, Replica, Stage
 from resihp.scheduler.cost.held_state import HeldState, units_outside
-from resihp.scheduler.cost.prices import Lacking
+from resihp.scheduler.cost.lacking_state import Lacking
 from resihp.scheduler.situation import Situation
 
 MAX_ROUNDS = 4

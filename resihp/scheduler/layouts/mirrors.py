@@ -19,7 +19,7 @@ from resihp.errors import LayoutError
 from resihp.parallelism.layout import LayerSpan, Layout, Replica, Stage, validate
 from resihp.parallelism.plan import Plan
 from resihp.scheduler.candidates import transition_obstacle
-from resihp.scheduler.cost import memory
+from resihp.scheduler.cost import tensor_bytes
 from resihp.scheduler.cost.held_state import HeldState, holdings
 from resihp.scheduler.cost.prices import after_backward_s, iteration_seconds
 from resihp.scheduler.orders.lanes import overfull
@@ -158,7 +158,7 @@ def _is_too_large(plan: Plan, situation: Situation, run: Run, tp: int) -> bool:
         return False
     stages = [plan.layout.replicas[run[0]].stages[s] for s in run[1]]
     layers = {layer for stage in stages for layer in stage.layers}
-    outside, per_layer, _ = memory.stage_bytes(
+    outside, per_layer, _ = tensor_bytes.stage_bytes(
         situation.model,
         tp,
         0,

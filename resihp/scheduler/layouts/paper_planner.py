@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from resihp.errors import PlanError
 from resihp.parallelism.layout import LayerSpan, Layout, Replica, Stage, validate
@@ -92,9 +92,7 @@ def exclude(situation: Situation, replicas: int) -> Groups:
         )
 
     groups = {place: choice(place, [r for r in stage.ranks if r in live]) for place, (stage, _) in setups.items()}
-    idle: defaultdict[str, set[int]] = defaultdict(set)
-    for rank in live.difference(rank for ranks in groups.values() for rank in ranks):
-        idle[situation.nodes[rank]].add(rank)
+    idle = _idle_ranks(situation, live, groups.values())
     changed = any(idle.values())
     while changed:
         changed = False
@@ -112,6 +110,14 @@ def exclude(situation: Situation, replicas: int) -> Groups:
                     if not home_nodes:
                         break  # a group is on one node
     return groups
+
+
+def _idle_ranks(situation: Situation, live: set[int], groups: Iterable[tuple[int, ...]]) -> defaultdict[str, set[int]]:
+    """Return the live ranks in no group, by node."""
+    idle: defaultdict[str, set[int]] = defaultdict(set)
+    for rank in live.difference(rank for ranks in groups for rank in ranks):
+        idle[situation.nodes[rank]].add(rank)
+    return idle
 
 
 def proportional(

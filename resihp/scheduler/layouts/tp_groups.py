@@ -6,7 +6,7 @@ group at a time, from given candidates; which ranks are candidates is the planne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 
 
@@ -71,20 +71,8 @@ def _seated(able: list[tuple[int, float]], k: int, slowest: float, before: Seque
     optional = [rank for rank, p in able if p == slowest]
     if len(before) == k and required <= set(before) and set(before) <= {*required, *optional}:
         return tuple(before)
-    seats: dict[int, int] = {}
-    seat_choices = sorted(
-        (rank not in required, -overlap(t, k, old_t[rank], len(before)), t, order[rank], rank)
-        for rank in (*required, *optional)
-        if rank in old_t
-        for t in range(k)
-        if overlap(t, k, old_t[rank], len(before))
-    )
-    chosen = set(required)
-    for _, _, t, _, rank in seat_choices:
-        if t in seats or rank in seats.values() or (rank not in chosen and len(chosen) == k):
-            continue
-        seats[t] = rank
-        chosen.add(rank)
+    seats = _seats_near_state(required, optional, order, old_t, k, len(before))
+    chosen = required.union(seats.values())
     for rank in sorted(optional, key=lambda rank: (rank not in old_t, order[rank])):
         if len(chosen) < k:
             chosen.add(rank)
@@ -92,6 +80,35 @@ def _seated(able: list[tuple[int, float]], k: int, slowest: float, before: Seque
     unseated = [rank for rank in chosen if rank not in seats.values()]
     unseated.sort(key=lambda rank: (rank not in old_t, old_t.get(rank, 0), order[rank]))
     seats |= dict(zip(free, unseated, strict=True))
-    members = sorted((rank for rank in chosen if rank in old_t), key=old_t.__getitem__)
+    return _in_old_order(seats, old_t)
+
+
+def _seats_near_state(
+    required: set[int], optional: Sequence[int], order: Mapping[int, int], old_t: Mapping[int, int], k: int, old_k: int
+) -> dict[int, int]:
+    """Return ranks by their place in a group of k: those that hold some of the place's state, most of it first.
+
+    `old_t`: place in the group of `old_k` before; `order`: the faster of two equal ranks. Leaves room for `required`.
+    """
+    seat_choices = sorted(
+        (rank not in required, -overlap(t, k, old_t[rank], old_k), t, order[rank], rank)
+        for rank in (*required, *optional)
+        if rank in old_t
+        for t in range(k)
+        if overlap(t, k, old_t[rank], old_k)
+    )
+    seats: dict[int, int] = {}
+    chosen = set(required)
+    for _, _, t, _, rank in seat_choices:
+        if t in seats or rank in seats.values() or (rank not in chosen and len(chosen) == k):
+            continue
+        seats[t] = rank
+        chosen.add(rank)
+    return seats
+
+
+def _in_old_order(seats: Mapping[int, int], old_t: Mapping[int, int]) -> tuple[int, ...]:
+    """Return the ranks by place, those that were in the group before in the same order as then."""
+    members = sorted((rank for rank in seats.values() if rank in old_t), key=old_t.__getitem__)
     places = sorted(t for t, rank in seats.items() if rank in old_t)
     return tuple(rank for _, rank in sorted(({**seats, **dict(zip(places, members, strict=True))}).items()))

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import msgspec
 
 from resihp.errors import PlanError
+from resihp.parallelism.layout import LayerSpan
 from resihp.parallelism.plan import Kind, Order, Plan, Primitive, Stop
 from resihp.pipeline.timeline import Orders, Seconds, Timeline, Transfers, play
 from resihp.scheduler.cost.profile import Times
@@ -55,6 +56,11 @@ class StageRules(msgspec.Struct, frozen=True, kw_only=True):
     """Micro-batches that go depth first together, as in Megatron's interleaved order; 0 for as many as stages."""
 
 
+def _reserves(sizes: Sequence[float], chunks: Sequence[LayerSpan]) -> list[float]:
+    """Return for each chunk of a lane the sum of the sizes of those with later layers."""
+    return [sum(size for size, later in zip(sizes, chunks, strict=True) if later[0] > chunk[0]) for chunk in chunks]
+
+
 class ListScheduler:
     """One plan at its costs, to be scheduled repeatedly under different rules.
 
@@ -74,10 +80,7 @@ class ListScheduler:
         self.lanes = [(d, s) for d, replica in enumerate(replicas) for s in range(len(replica.stages))]
         spans = [replicas[d].stages[s].chunks for d, s in self.lanes]
         self.sizes = [[1.0] * len(row) for row in spans] if sizes is None else [[*row] for row in sizes]
-        self.reserves = [
-            [sum(size for size, chunk in zip(row, chunks, strict=True) if chunk[0] > span[0]) for span in chunks]
-            for row, chunks in zip(self.sizes, spans, strict=True)
-        ]
+        self.reserves = [_reserves(row, chunks) for row, chunks in zip(self.sizes, spans, strict=True)]
         """Amount that must be free for a stage's later chunks when it admits a micro-batch to a chunk."""
         self.lane: list[int] = []
         self.chunk: list[int] = []

@@ -57,13 +57,7 @@ def refined(situation: Situation, plan: Plan, seconds: float, prices: Prices, *,
     if not (situation.speeds or situation.links) and len(shapes) == len(degrees) == 1:
         return Refined(plan, seconds, "")  # the schedule was made for it
     best = Refined(plan, seconds, "")
-    plain = situation.schedule != "zero-bubble" and all(len(stage.chunks) == 1 for stage in _stages(plan))
-    changes = [_deepened] if plain else []
-    if thorough or situation.links or not plain:
-        changes.append(_reordered)
-    if thorough or situation.links or situation.schedule == "zero-bubble" or chunks <= MAX_CHUNKS_EVEN_LINKS:
-        changes.append(migrated)
-    for change in changes:
+    for change in _changes(situation, plan, chunks, thorough=thorough):
         try:
             refined_plan = change(situation, plan, prices)
         except PlanError:
@@ -71,6 +65,19 @@ def refined(situation: Situation, plan: Plan, seconds: float, prices: Prices, *,
         if refined_plan.seconds < best.seconds * (1 - SIGNIFICANT_GAIN):
             best = refined_plan
     return best
+
+
+def _changes(
+    situation: Situation, plan: Plan, chunks: int, *, thorough: bool
+) -> list[Callable[[Situation, Plan, Prices], Refined]]:
+    """Return the changes of the schedule that are tried, see `refined`."""
+    plain = situation.schedule != "zero-bubble" and all(len(stage.chunks) == 1 for stage in _stages(plan))
+    changes: list[Callable[[Situation, Plan, Prices], Refined]] = [_deepened] if plain else []
+    if thorough or situation.links or not plain:
+        changes.append(_reordered)
+    if thorough or situation.links or situation.schedule == "zero-bubble" or chunks <= MAX_CHUNKS_EVEN_LINKS:
+        changes.append(migrated)
+    return changes
 
 
 def _chunks(plan: Plan) -> int:

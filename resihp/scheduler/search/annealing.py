@@ -22,8 +22,19 @@ import numpy as np
 from resihp.parallelism.layout import Replica
 from resihp.parallelism.plan import Order
 from resihp.scheduler.layouts.shares import contiguous
-from resihp.scheduler.search import kernels
-from resihp.scheduler.search.kernels import BEST, CANDIDATE, CURRENT, FORMER, QUERIED
+from resihp.scheduler.search.kernels.arrays import (
+    BEST,
+    CANDIDATE,
+    CURRENT,
+    FORMER,
+    FORMER_COUNT,
+    FORMER_KEPT,
+    NEXT_START,
+    QUERIED,
+    STARTS_LEFT,
+)
+from resihp.scheduler.search.kernels.layouts import copy_layout
+from resihp.scheduler.search.kernels.trials import accept_candidate, anneal
 from resihp.scheduler.search.pipelines import Pipe, Pipelines, Ranks, pipe_of, replica_of
 from resihp.scheduler.situation import Situation
 
@@ -75,16 +86,16 @@ class Search:
             self._write(QUERIED, [pipe_of(replica) for replica in start])
             scores = self._layouts.score
             if not self._layouts.pipes[BEST] or scores[QUERIED].tolist() < scores[BEST].tolist():
-                kernels.copy_layout(self._layouts, QUERIED, BEST)
+                copy_layout(self._layouts, QUERIED, BEST)
         around = situation.tp * situation.pp
         dealt = self._dealt(int(self._layouts.pipes[BEST]) or max(1, len(situation.available) // around))
         for i, pipes in enumerate(dealt):
             self._write(elsewhere + i, pipes)
-            self._turn[kernels.STARTS_LEFT] = i + 1
+            self._turn[STARTS_LEFT] = i + 1
         if dealt and not starts:
-            kernels.copy_layout(self._layouts, elsewhere, BEST)
-        kernels.copy_layout(self._layouts, BEST, CANDIDATE)
-        kernels.accept_candidate(self._layouts, np.ones(self._pipelines.most_pipes, np.int64), self._odd)
+            copy_layout(self._layouts, elsewhere, BEST)
+        copy_layout(self._layouts, BEST, CANDIDATE)
+        accept_candidate(self._layouts, np.ones(self._pipelines.most_pipes, np.int64), self._odd)
 
     @property
     def seconds(self) -> float:
@@ -97,9 +108,9 @@ class Search:
 
     def former(self) -> Iterator[FoundLayout]:
         """Yield the former best layouts, the last one first, as far as they are still remembered."""
-        before, kept = int(self._turn[kernels.FORMER_COUNT]), int(self._turn[kernels.FORMER_KEPT])
+        before, kept = int(self._turn[FORMER_COUNT]), int(self._turn[FORMER_KEPT])
         for i in range(before - 1, max(0, before - kept) - 1, -1):
-            if self._turn[kernels.FORMER_COUNT] < before:
+            if self._turn[FORMER_COUNT] < before:
                 return  # the tables were rebuilt to price a layout of the caller
             yield self._told(FORMER + i % kept)
 
@@ -117,7 +128,7 @@ class Search:
         """Try `trials` changes. Return whether a better layout was found."""
         before = self._layouts.score[BEST].tolist()
         while trials:
-            trials = kernels.anneal(
+            trials = anneal(
                 self._pipelines.job,
                 self._pipelines.tables,
                 self._layouts,
@@ -137,8 +148,8 @@ class Search:
 
     def _begin_anew(self) -> None:
         """Rebuild the tables with the layouts that are still needed."""
-        next_start, starts_left = self._turn[[kernels.NEXT_START, kernels.STARTS_LEFT]].tolist()
-        self._turn[kernels.FORMER_COUNT] = 0
+        next_start, starts_left = self._turn[[NEXT_START, STARTS_LEFT]].tolist()
+        self._turn[FORMER_COUNT] = 0
         self._pipelines.begin_anew((CURRENT, CANDIDATE, BEST, *range(next_start, next_start + starts_left)))
 
     def _told(self, k: int) -> FoundLayout:

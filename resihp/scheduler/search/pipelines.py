@@ -18,11 +18,27 @@ from resihp.parallelism.layout import Replica, Stage
 from resihp.parallelism.plan import Order, Primitive
 from resihp.pipeline.compiled import PRIMITIVE_KINDS
 from resihp.pipeline.parts import MAX_PARTS
-from resihp.scheduler.cost import memory, transition_memory
+from resihp.scheduler.cost import tensor_bytes, transition_memory
 from resihp.scheduler.cost.gradient_sync import BUCKET_BYTES, GRADIENT_BYTES
 from resihp.scheduler.cost.held_state import holdings
 from resihp.scheduler.layouts import tp_groups
-from resihp.scheduler.search import kernels
+from resihp.scheduler.search.kernels.arrays import (
+    FORMER,
+    LAYERS,
+    MAX_BESIDE,
+    ROW,
+    SHARE,
+    SIZE,
+    STAGES,
+    Costs,
+    Ints,
+    Job,
+    Layouts,
+    Tables,
+)
+from resihp.scheduler.search.kernels.layouts import after_s, write_layout
+from resihp.scheduler.search.kernels.own_orders import write_best_order
+from resihp.scheduler.search.kernels.tables import is_full
 from resihp.scheduler.situation import Situation
 
 MAX_CHUNKS = 4000
@@ -45,8 +61,8 @@ chosen."""
 class Pipelines:
     """Layouts side by side, and tables of facts about their pipelines.
 
-    `starts`: layouts that a search begins with; `slots`: layouts besides those that `kernels` names; `beside`: each
-    rank has room for its present state beside its new one, approximately (`transition_memory.layers_beside`).
+    `starts`: layouts that a search begins with; `slots`: layouts besides those that `kernels.arrays` names; `beside`:
+    each rank has room for its present state beside its new one, approximately (`transition_memory.layers_beside`).
     """
 
     def __init__(
@@ -66,8 +82,8 @@ class Pipelines:
         sizes = sorted({*self.degrees, *(stage.tp for stage in stages)})
         self.job = self._job(sizes, largest, beside)
         self.tables = self._empty(largest, FIRST_ROWS)
-        shape = (kernels.FORMER + slots, self.most_pipes)
-        self.layouts = kernels.Layouts(
+        shape = (FORMER + slots, self.most_pipes)
+        self.layouts = Layouts(
             pipes=np.zeros(shape[0], np.int64),
             pipe=np.zeros((*shape, 3), np.int64),
             groups=np.zeros((*shape, self.most_stages), np.int64),
@@ -77,17 +93,17 @@ class Pipelines:
 
     # --- a situation ----------------------------------------------------------------------------------------------
 
-    def _costs(self) -> kernels.Costs:
+    def _costs(self) -> Costs:
         times = self._situation.times
         columns = [(layer.f, layer.b, layer.w) for layer in times.layers]
-        return kernels.Costs(
+        return Costs(
             np.array([[0.0, *itertools.accumulate(column)] for column in zip(*columns, strict=True)]),
             np.array([[t.f, t.b, t.w] for t in (times.embedding, times.head)], np.float64),
             self._situation.schedule == "zero-bubble",
             MAX_PARTS,
         )
 
-    def _job(self, sizes: Sequence[int], largest: int, beside: bool) -> kernels.Job:
+    def _job(self, sizes: Sequence[int], largest: int, beside: bool) -> Job:
         situation = self._situation
         times, model, room = situation.times, situation.model, situation.room_bytes
         assert room is not None
@@ -110,7 +126,7 @@ class Pipelines:
         for size in sizes:
             sum_seconds[size], bucket[size] = times.gradient_s / size, -(-BUCKET_BYTES * size // layer_bytes)
             for (i, state), kind in itertools.product(enumerate(states), range(4)):
-                needs[i, size, kind] = memory.stage_bytes(
+                needs[i, size, kind] = tensor_bytes.stage_bytes(
                     model,
                     size,
                     situation.tokens,
@@ -120,7 +136,7 @@ class Pipelines:
                     state_bytes=state,
                 )
         left_bytes, seats, carried, kept_factor = self._held(sizes if beside else (), largest, room)
-        return kernels.Job(
+        return Job(
             costs=self._costs(),
             speed=np.searchsorted(-speeds, -speed).astype(np.int64),
             speeds=speeds.copy(),
@@ -145,9 +161,7 @@ class Pipelines:
             own=situation.micro_batches * self.most_stages <= MAX_CHUNKS,
         )
 
-    def _held(
-        self, sizes: Sequence[int], largest: int, room: int
-    ) -> tuple[kernels.Ints, kernels.Ints, kernels.Ints, float]:
+    def _held(self, sizes: Sequence[int], largest: int, room: int) -> tuple[Ints, Ints, Ints, float]:
         """Return `left_bytes`, `seats`, `carried` and `kept_factor` of a job; `sizes`: empty if they do not matter."""
         situation, model = self._situation, self._situation.model
         left_bytes, seats = np.zeros(len(self._ranks), np.int64), np.zeros((len(self._ranks), 6), np.int64)
@@ -174,7 +188,7 @@ class Pipelines:
         )
         return left_bytes, seats, carried, kept_factor
 
-    def _empty(self, largest: int, rows: int) -> kernels.Tables:
+    def _empty(self, largest: int, rows: int) -> Tables:
         stages, times = self.most_stages, self._situation.micro_batches + 2
         rows = min(rows, MAX_TABLE_BYTES // (8 * (times + 10 * stages + 8)))
         rows = max(rows, (MAX_KEPT_LAYOUTS + 6) * self.most_pipes + 64)
@@ -183,7 +197,7 @@ class Pipelines:
             "used": (3,),
             "group_index": (2 * groups + 1,),
             "ranks": (groups, largest),
-            "group": (groups, kernels.MAX_BESIDE + 4),
+            "group": (groups, MAX_BESIDE + 4),
             "cut_index": (4 * rows + 1,),
             "cut_keys": (2 * rows, stages + 1),
             "cut_row": (2 * rows,),
@@ -202,7 +216,7 @@ class Pipelines:
             kind = np.float64 if name in ("row_s", "stage_s", "times") else np.int64
             arrays[name] = np.ndarray(shape, kind, pages, begin)
             begin += arrays[name].nbytes
-        return kernels.Tables(**arrays)
+        return Tables(**arrays)
 
     # --- layouts --------------------------------------------------------------------------------------------------
 
@@ -215,7 +229,7 @@ class Pipelines:
             for s, (group, layers) in enumerate(pipe):
                 sizes[d, s], layer_counts[d, s] = len(group), layers
                 ranks[d, s, : len(group)] = [self._number[rank] for rank in group]
-        return kernels.write_layout(self.job, self.tables, self.layouts, k, sizes, ranks, layer_counts)
+        return write_layout(self.job, self.tables, self.layouts, k, sizes, ranks, layer_counts)
 
     def read(self, k: int) -> list[Pipe]:
         pipes: list[Pipe] = []
@@ -223,8 +237,8 @@ class Pipelines:
             stages, row, _ = self.layouts.pipe[k, d].tolist()
             groups = self.layouts.groups[k, d, :stages]
             sizes, layer_counts = (
-                self.tables.group[groups, kernels.SIZE],
-                self.tables.stage[row, kernels.LAYERS, :stages],
+                self.tables.group[groups, SIZE],
+                self.tables.stage[row, LAYERS, :stages],
             )
             ranks = self.tables.ranks[groups].tolist()
             pipes.append(
@@ -237,7 +251,7 @@ class Pipelines:
 
     def counts(self, k: int) -> list[int]:
         """Return the micro-batches of each replica."""
-        counts: list[int] = self.layouts.pipe[k, : self.layouts.pipes[k], kernels.SHARE].tolist()
+        counts: list[int] = self.layouts.pipe[k, : self.layouts.pipes[k], SHARE].tolist()
         return counts
 
     def begin_anew(self, kept: Iterable[int]) -> None:
@@ -250,15 +264,15 @@ class Pipelines:
 
     @property
     def full(self) -> bool:
-        return kernels.is_full(self.tables, self.most_pipes, len(self._ranks))
+        return is_full(self.tables, self.most_pipes, len(self._ranks))
 
     def orders(self, k: int, d: int, share: Sequence[int]) -> tuple[tuple[Order, ...] | None, float]:
         """Return a replica's own orders for these micro-batches, None if the schedule's are as good; and its time."""
-        row, count = int(self.layouts.pipe[k, d, kernels.ROW]), len(share)
+        row, count = int(self.layouts.pipe[k, d, ROW]), len(share)
         if (row, count) not in self._orders:
             split = self.job.costs.split
-            lanes = np.empty((self.layouts.pipe[k, d, kernels.STAGES], count * (3 if split else 2)), np.int64)
-            seconds, own = kernels.write_best_order(row, count, self.tables, split, self.job.own, lanes)
+            lanes = np.empty((self.layouts.pipe[k, d, STAGES], count * (3 if split else 2)), np.int64)
+            seconds, own = write_best_order(row, count, self.tables, split, self.job.own, lanes)
             self._orders[row, count] = lanes.tolist() if own else None, seconds
         primitive_numbers, seconds = self._orders[row, count]
         if primitive_numbers is None:
@@ -270,7 +284,7 @@ class Pipelines:
 
     def after_s(self, k: int) -> float:
         """Return the seconds after the last backward (`prices.after_backward_s`)."""
-        return kernels.after_s(self.job, self.tables, self.layouts, k)
+        return after_s(self.job, self.tables, self.layouts, k)
 
 
 def replica_of(pipe: Pipe) -> Replica:

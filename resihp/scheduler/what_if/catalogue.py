@@ -18,8 +18,8 @@ import msgspec
 
 from resihp.errors import ConfigurationError
 from resihp.parallelism.model import ModelSpec
-from resihp.scheduler.cost.memory import ELEMENT_BYTES
 from resihp.scheduler.cost.profile import Profile, Times
+from resihp.scheduler.cost.tensor_bytes import ELEMENT_BYTES
 
 ACTIVATION_BYTES = 2
 """Bytes of a number that passes between stages: 16 bits."""

@@ -19,7 +19,8 @@ from resihp.parallelism.parameter_outline import outline
 from resihp.parallelism.plan import Plan
 from resihp.parallelism.transfers import Base, missing
 from resihp.scheduler import losses
-from resihp.scheduler.cost.prices import bytes_to_move, iteration_seconds
+from resihp.scheduler.cost.lacking_state import bytes_to_move
+from resihp.scheduler.cost.prices import iteration_seconds
 from resihp.scheduler.losses import PossibleLoss
 from resihp.scheduler.situation import Decision, Situation
 

@@ -12,15 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resihp.detector.lemons import (
-    DAY_S,
-    HALF_LIFE_S,
-    NodeFailure,
-    NodeHealth,
-    Service,
-    node_health,
-    part,
-)
+from resihp.detector.lemons import HALF_LIFE_S, NodeFailure, NodeHealth, node_health
+from resihp.detector.service_hours import DAY_S, Service, part
 
 NOW = 1_740_994_011.0
 TRACE = Path(__file__).parents[4] / "shared" / "data" / "infinitehbd_fault_trace_first_half.json"

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resihp.detector.lemons import DAY_S, NodeFailure, NodeHealth, Service, node_health, part
+from resihp.detector.lemons import NodeFailure, NodeHealth, node_health
 from resihp.detector.moved import Machine, Renewal, SeenDevice, follow
+from resihp.detector.service_hours import DAY_S, Service, part
 
 NOW = 200 * DAY_S
 FLEET = [Service(node=f"n{i}", since=20 * DAY_S, until=NOW, devices=8) for i in range(500)]

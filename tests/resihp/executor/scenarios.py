@@ -25,7 +25,7 @@ from megatron.core.transformer import TransformerConfig
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from resihp.errors import CommunicatorError, DatasetError, ResihpError
-from resihp.executor import backends, probe
+from resihp.executor import backends
 from resihp.executor import engine as engine_module
 from resihp.executor.communicators import Communicators
 from resihp.executor.compute.attention import PackedAttention, Packing
@@ -35,6 +35,7 @@ from resihp.executor.engine import Engine
 from resihp.executor.group_store import TorchRendezvous
 from resihp.executor.state import checkpoint
 from resihp.executor.state.optimizer import AdamW
+from resihp.executor.supervised import probe
 from resihp.executor.trainer import Trainer
 from resihp.parallelism.layout import Layout, Replica, Stage
 from resihp.parallelism.ownership import counted, size_of
@@ -275,7 +276,7 @@ def transition_allocations(rank: int, store: Line, *, away: bool) -> dict[str, f
     where. `away`: the device is none of the host's (meta stands in for a GPU)."""
     engine = engine_of("llama")
     if away:
-        engine.device = torch.device("meta")
+        engine.device = engine._builder.device = torch.device("meta")
     before, after = (
         Layout(tuple(Replica((Stage((2 * r,), (first,)), Stage((2 * r + 1,), (second,)))) for r in range(2)))
         for first, second in (((0, 1), (2, 3)), ((0, 0), (1, 3)))

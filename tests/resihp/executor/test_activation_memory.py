@@ -14,7 +14,7 @@ from resihp.executor.compute.attention import PackedAttention, Packing
 from resihp.executor.compute.stage import StageModule, model_spec
 from resihp.executor.tensor_group import TensorGroup
 from resihp.parallelism.model import ModelSpec
-from resihp.scheduler.cost.memory import LOSS_BYTES, LOSS_ELEMENTS, stage_bytes
+from resihp.scheduler.cost.tensor_bytes import LOSS_BYTES, LOSS_ELEMENTS, stage_bytes
 
 from megatron.core.transformer import TransformerConfig  # isort: skip
 

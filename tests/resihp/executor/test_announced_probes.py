@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from resihp.executor import probe, trainer
+from resihp.executor.supervised import probe
+from resihp.executor.supervised.worker import SupervisedWorker
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan, spread
 from resihp.protocol import messages as m
@@ -50,7 +51,7 @@ def worker(monkeypatch: pytest.MonkeyPatch, told: list[Any]) -> Any:
         return m.Probed(probe=asked.probe, seconds=0.1)
 
     monkeypatch.setattr(probe, "measure_links", measure_links)
-    return trainer._Supervised(client, SimpleNamespace(), None, 0, 9, Path("/checkpoints"), 0)  # type: ignore[arg-type]
+    return SupervisedWorker(client, SimpleNamespace(), None, 0, 9, Path("/checkpoints"), 0)  # type: ignore[arg-type]
 
 
 def test_it_is_measured_at_its_moment_and_peers_that_wait_are_victims(worker: Any, told: list[Any]) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from resihp.executor import trainer
 from resihp.executor.state import checkpoint
+from resihp.executor.supervised.worker import SupervisedWorker
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan, spread
 from resihp.protocol import messages as m
@@ -42,7 +42,7 @@ def parked(rank: int, monkeypatch: pytest.MonkeyPatch, **engine: Any) -> tuple[A
     said: list[m.WorkerMessage] = []
     client = SimpleNamespace(start=SimpleNamespace(rank=rank), send=said.append, attend=None, activity="parked")
     state = {"holds": (1,), "acknowledged": None, "stepped": 3, "ready": None} | engine
-    worker = trainer._Supervised(client, Engine(**state), None, 0, 9, Path("/checkpoints"), 0)  # type: ignore[arg-type]
+    worker = SupervisedWorker(client, Engine(**state), None, 0, 9, Path("/checkpoints"), 0)  # type: ignore[arg-type]
     worker._held = {epoch: plan_of(epoch) for epoch in (1, 2)}
     return worker, [written, said]
 

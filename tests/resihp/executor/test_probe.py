@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from resihp.errors import DeviceError
-from resihp.executor import probe
 from resihp.executor.compute.stopwatch import full_speed
+from resihp.executor.supervised import probe
 from resihp.protocol import messages as m
 
 CPU = torch.device("cpu")

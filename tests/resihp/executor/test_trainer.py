@@ -15,9 +15,9 @@ from resihp import AdamW, Evaluation, MicroBatch, Trainer
 from resihp.errors import CommunicatorError, DatasetError, LayoutError, ModelError
 from resihp.executor import config_support  # noqa: F401 imports megatron-core quietly
 from resihp.executor import engine as engine_module
-from resihp.executor import trainer as trainer_module
 from resihp.executor.engine import Engine
 from resihp.executor.group_store import TorchRendezvous
+from resihp.executor.supervised.worker import SupervisedWorker
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan
 
@@ -252,7 +252,7 @@ def test_who_joins_has_compiled_before_anybody_waits_for_it(monkeypatch: pytest.
 
     start = SimpleNamespace(rank=0, joins=joins)
     client = Client(start=start, attend=None, on_park=nothing, on_beat=nothing, arm=nothing, speed=lambda: 1.0)
-    worker = trainer_module._Supervised(client, engine, None, 0, 9, Path("/checkpoints"), 0)  # type: ignore[arg-type]
+    worker = SupervisedWorker(client, engine, None, 0, 9, Path("/checkpoints"), 0)  # type: ignore[arg-type]
     with pytest.raises(InterruptedError):
         worker.run()
     assert done == (["warm"] if joins else []) + ["declare"]

@@ -9,7 +9,8 @@ from resihp.errors import PlanError
 from resihp.parallelism.layout import Layout
 from resihp.pipeline.checker import check
 from resihp.scheduler import planner, planners
-from resihp.scheduler.cost.prices import bytes_to_move, iteration_seconds
+from resihp.scheduler.cost.lacking_state import bytes_to_move
+from resihp.scheduler.cost.prices import iteration_seconds
 from resihp.scheduler.orders import migration
 from tests.resihp.scheduler.cases import on_nodes, situation
 

@@ -188,13 +188,13 @@ def _question(options: PlanOptions) -> tuple[Question, Plan, str, str]:
     """Return the question, its initial plan, and the names of model and hardware. Raises UsageError, PlanError."""
     import msgspec
 
-    from resihp.scheduler.what_if import catalogue, question
+    from resihp.scheduler.what_if import catalogue, option_texts, question
 
     failures: dict[str, Any] = {
-        "failed": question.ranks(options.fail or ()),
-        "failed_nodes": question.names(options.fail_node or ()),
-        "slow": question.speeds(options.slow or ()),
-        "slow_links": question.links(options.slow_link or ()),
+        "failed": option_texts.ranks(options.fail or ()),
+        "failed_nodes": option_texts.names(options.fail_node or ()),
+        "slow": option_texts.speeds(options.slow or ()),
+        "slow_links": option_texts.links(options.slow_link or ()),
     }
     if options.tune and any(failures.values()):
         raise UsageError("plan --tune: plans the first layout; leave --fail, --slow and the like out")
@@ -210,7 +210,7 @@ def _question(options: PlanOptions) -> tuple[Question, Plan, str, str]:
         raise UsageError(f"plan {options.job}: a job has its own model and layout; leave --model and --layout out")
     if options.model is None or options.layout is None:
         raise UsageError("plan: --model and --layout belong together; for example --layout tp=4,dp=2,pp=4")
-    tp, dp, pp = question.degrees(options.layout)
+    tp, dp, pp = option_texts.degrees(options.layout)
     if options.sequence_length < 1:
         raise UsageError(f"--sequence-length {options.sequence_length}: must be at least 1")
     hardware = options.hardware or "a100"

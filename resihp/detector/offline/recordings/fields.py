@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import difflib
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 from statistics import median
 from typing import Any, NamedTuple
 
+from resihp.detector.offline.recordings.moments import COARSE_CLOCK_WINDOW_S, between_moments, far_apart
 from resihp.detector.offline.recordings.names import (
     COMPUTE_SECONDS,
     EPOCH_NAMES,
@@ -29,19 +28,13 @@ from resihp.detector.offline.recordings.names import (
     is_known,
     is_rate,
 )
-from resihp.detector.offline.recordings.recording import Recording, counted, number_in, short
+from resihp.detector.offline.recordings.recording import Recording, counted, short
 from resihp.detector.offline.recordings.tables import Measured, recording_of
+from resihp.detector.offline.recordings.values import in_whole_seconds, least_0, moment_in, number_of
 from resihp.errors import UsageError
 
 MIN_MOMENTS = 8
-LATE_ITERATIONS = 2
-LATE_S = 2.0
-"""Tolerated lateness of lines from ranks that are not marked; a clock that falls by more has started again."""
 SINCE_1970_S = 1e8
-IN_MILLISECONDS, IN_MICROSECONDS, IN_NANOSECONDS = 1e11, 1e14, 1e17
-"""Bounds above which a moment counts in these units since 1970."""
-COARSE_CLOCK_WINDOW_S = 20.0
-"""Moments in whole seconds are compared over windows of this length, so that rounding is at most 5 % of a time."""
 CLOCK_FACTOR = 3.0
 """Times that disagree with the clock by more than this factor are in another unit than their name says."""
 SUSPICIOUS_SECONDS = 300.0
@@ -68,36 +61,15 @@ def read_rows(rows: Sequence[NamedRow], unit: str = "row") -> Recording:
     if rank and counts.column((COMPUTE_SECONDS,)) and name == "seconds":
         name = COMPUTE_SECONDS
         remarks.append(f"used `{COMPUTE_SECONDS}`: `seconds` is the same on all ranks, since all wait for the slowest")
-    of_job: dict[str, list[Measured]] = {}
-    without: list[int] = []
     clock = name in MOMENT_NAMES or (_may_be_clock(name) and _is_clock(usable, iteration, name, rank))
-    coarse = clock and all(_in_whole_seconds(fields[name]) for _, fields in usable if fields.get(name) is not None)
     if not clock:
         usable, factor, words = _in_seconds(usable, counts, iteration, name, factor, (rank, job))
         remarks += words
-    for line, fields in usable:
-        if fields.get(name) is None or fields.get(iteration) is None:
-            without.append(line)
-            continue
-        of_job.setdefault(str(fields.get(job)), []).append(
-            Measured(
-                line,
-                _number(fields[iteration]),
-                moment_in(fields[name], factor) if clock else _number(fields[name]) * factor,
-                _number(fields.get(rank, 0)) if rank else 0.0,
-                _least_0(fields.get(tokens)),
-                _least_0(fields.get(squares)),
-            )
-        )
+    columns = _Columns(iteration, name, job, rank, tokens, squares)
+    of_job, without = _measured_by_job(usable, columns, factor, clock=clock)
     if clock:
-        of_job = {job_name: _between(_apart(measured) if coarse else measured) for job_name, measured in of_job.items()}
-        remarks.append(
-            f"each time is the difference of two lines' `{name}`; evaluation and checkpoints in between are included"
-        )
-        if coarse:
-            remarks.append(
-                f"`{name}` has whole seconds only: times are means over at least {COARSE_CLOCK_WINDOW_S:g} s"
-            )
+        of_job, words = _times_between_lines(of_job, usable, name)
+        remarks += words
     recordings = [recording_of(measured, by_rank=bool(rank), unit=unit) for measured in of_job.values()]
     if len(recordings) > 1:
         remarks.append(f"the file has {len(recordings)} jobs; each is analysed as its own run")
@@ -107,6 +79,58 @@ def read_rows(rows: Sequence[NamedRow], unit: str = "row") -> Recording:
         [row.line for row in rows if row.fields.get(iteration) is None], "row without its iteration", unit
     )
     return Recording("series", tuple(run for recording in recordings for run in recording.runs), tuple(remarks))
+
+
+class _Columns(NamedTuple):
+    """Names of fields; empty for one that the rows lack."""
+
+    iteration: str
+    time: str
+    job: str
+    rank: str
+    tokens: str
+    squares: str
+
+
+def _measured_by_job(
+    rows: Sequence[NamedRow], columns: _Columns, factor: float, *, clock: bool
+) -> tuple[dict[str, list[Measured]], list[int]]:
+    """Return rows as numbers, by job, and the numbers of rows without iteration or time.
+
+    `factor` converts times to seconds; `clock`: times are moments.
+    """
+    of_job: dict[str, list[Measured]] = {}
+    without: list[int] = []
+    for line, fields in rows:
+        time = fields.get(columns.time)
+        if time is None or fields.get(columns.iteration) is None:
+            without.append(line)
+            continue
+        of_job.setdefault(str(fields.get(columns.job)), []).append(
+            Measured(
+                line,
+                number_of(fields[columns.iteration]),
+                moment_in(time, factor) if clock else number_of(time) * factor,
+                number_of(fields.get(columns.rank, 0)) if columns.rank else 0.0,
+                least_0(fields.get(columns.tokens)),
+                least_0(fields.get(columns.squares)),
+            )
+        )
+    return of_job, without
+
+
+def _times_between_lines(
+    of_job: dict[str, list[Measured]], rows: Sequence[NamedRow], name: str
+) -> tuple[dict[str, list[Measured]], list[str]]:
+    """Return rows with times instead of the moments in field `name`, and remarks about this."""
+    coarse = all(in_whole_seconds(fields[name]) for _, fields in rows if fields.get(name) is not None)
+    remarks = [
+        f"each time is the difference of two lines' `{name}`; evaluation and checkpoints in between are included"
+    ]
+    if coarse:
+        of_job = {job: far_apart(measured) for job, measured in of_job.items()}
+        remarks.append(f"`{name}` has whole seconds only: times are means over at least {COARSE_CLOCK_WINDOW_S:g} s")
+    return {job: between_moments(measured) for job, measured in of_job.items()}, remarks
 
 
 def _in_seconds(
@@ -122,7 +146,7 @@ def _in_seconds(
         return _per_iteration(rows, iteration, name, series), 1.0, [f"times are computed from `{name}`"]
     duration = duration_of(name)
     if duration is not None and not duration.has_unit and not moment:
-        values = [_number(fields.get(name)) for _, fields in rows]
+        values = [number_of(fields.get(name)) for _, fields in rows]
         values = [value for value in values if math.isfinite(value)]
         if values and median(values) > SUSPICIOUS_SECONDS:
             return rows, factor, [f"`{name}` was taken for seconds; if it is milliseconds, rename it to `milliseconds`"]
@@ -139,7 +163,7 @@ class _Counts:
             for name, value in fields.items():
                 if value is not None and is_known(name):
                     self._any[name] += 1
-                    if _may_be_clock(name) or math.isfinite(_number(value)):
+                    if _may_be_clock(name) or math.isfinite(number_of(value)):
                         self._numbers[name] += 1
 
     def often(self, names: Sequence[str]) -> list[str]:
@@ -215,14 +239,14 @@ def _counted_on(
     labels = []
     for row in rows:
         counter = counters.setdefault((str(row.fields.get(rank)), str(row.fields.get(job))), _Counter())
-        label = counter.take(_number(row.fields[iteration]), _number(row.fields.get(epoch)))
+        label = counter.take(number_of(row.fields[iteration]), number_of(row.fields.get(epoch)))
         if label is None:
             return rows, 1
         labels.append(label)
     if not any(counter.offset for counter in counters.values()):
         return rows, 1
     numbered = [row._replace(fields={**row.fields, iteration: label}) for row, label in zip(rows, labels, strict=True)]
-    return numbered, len({_number(row.fields.get(epoch)) for row in rows})
+    return numbered, len({number_of(row.fields.get(epoch)) for row in rows})
 
 
 class _Counter:
@@ -256,7 +280,7 @@ def _steps(
         before = last.get(key)
         last[key] = row
         if before is not None:
-            rise = _number(row.fields[iteration]) - _number(before.fields[iteration])
+            rise = number_of(row.fields[iteration]) - number_of(before.fields[iteration])
             if rise > 0:
                 yield place, before, row, rise
 
@@ -273,7 +297,7 @@ def _scaled(
     ratios, rises = [], []
     for _, before, row, rise in _steps(rows, iteration, series):
         passed_s = moment_in(row.fields.get(moment)) - moment_in(before.fields.get(moment))
-        seconds = _number(row.fields.get(name)) * factor
+        seconds = number_of(row.fields.get(name)) * factor
         if passed_s > 0 and seconds > 0 and math.isfinite(passed_s + seconds):
             ratios.append(seconds * rise / passed_s)
             rises.append(rise)
@@ -296,18 +320,18 @@ def _scaled(
         scale, window = 1.0, False
         words = f"`{name}` is {ratio:.2g} times the time that passed by `{moment}`; is it the time of whole iterations?"
     unit_s = factor / (scale / rise if window else scale)
-    rows = [row._replace(fields={**row.fields, name: _number(row.fields.get(name)) * unit_s}) for row in rows]
+    rows = [row._replace(fields={**row.fields, name: number_of(row.fields.get(name)) * unit_s}) for row in rows]
     return (_per_iteration(rows, iteration, name, series) if window else rows), words
 
 
 def _per_iteration(rows: Sequence[NamedRow], iteration: str, name: str, series: tuple[str, str]) -> list[NamedRow]:
     """Return rows with the seconds of one iteration, from a rate, or from the time of all since the previous row."""
     if is_rate(name):
-        rates = ((row, _number(row.fields.get(name))) for row in rows)
+        rates = ((row, number_of(row.fields.get(name))) for row in rows)
         return [row._replace(fields={**row.fields, name: 1 / rate if rate else math.nan}) for row, rate in rates]
     made = []
     for _, _, row, rise in _steps(rows, iteration, series):
-        made.append(row._replace(fields={**row.fields, name: _number(row.fields.get(name)) / rise}))
+        made.append(row._replace(fields={**row.fields, name: number_of(row.fields.get(name)) / rise}))
     return made
 
 
@@ -334,7 +358,7 @@ def _is_clock(rows: Sequence[NamedRow], iteration: str, name: str, rank: str) ->
     A clock that starts again with a requeued job falls to about its first value; between such falls it rises most of
     the time, which the times of iterations do not.
     """
-    values = [_number(fields[name]) for _, fields in rows if fields.get(name) is not None]
+    values = [number_of(fields[name]) for _, fields in rows if fields.get(name) is not None]
     if not all(map(math.isfinite, values)) or values[-1] > SINCE_1970_S:
         return True
     first: dict[str, float] = {}
@@ -343,7 +367,7 @@ def _is_clock(rows: Sequence[NamedRow], iteration: str, name: str, rank: str) ->
     for _, fields in rows:
         if fields.get(name) is None:
             continue
-        series_key, label, now = str(fields.get(rank)), _number(fields[iteration]), _number(fields[name])
+        series_key, label, now = str(fields.get(rank)), number_of(fields[iteration]), number_of(fields[name])
         before = last.get(series_key)
         last[series_key] = (label, now)
         if before is None or label <= before[0]:
@@ -357,113 +381,3 @@ def _is_clock(rows: Sequence[NamedRow], iteration: str, name: str, rank: str) ->
     if falls and (rises < MIN_MOMENTS * falls or 2 * rises < len(values)):
         return False
     return len(values) >= MIN_MOMENTS and max(values) > 2 * values[0]
-
-
-def _between(measured: Sequence[Measured]) -> list[Measured]:
-    """Turn rows with moments into rows with the time of one iteration since the same rank's previous row.
-
-    A row that repeats the previous iteration, or is late by one or two, comes from another rank and is skipped.
-    """
-    differences = []
-    last: dict[float, Measured] = {}
-    for row in measured:
-        before = last.get(row.rank)
-        if before is not None and 0 <= before.label - row.label <= LATE_ITERATIONS:
-            continue
-        last[row.rank] = row
-        if before is not None and row.label > before.label:
-            differences.append(row._replace(seconds=(row.seconds - before.seconds) / (row.label - before.label)))
-    return differences
-
-
-def _apart(measured: Sequence[Measured]) -> list[Measured]:
-    """Keep those rows with moments in whole seconds that are far enough apart, in steps of equal size."""
-    kept: list[Measured] = []
-    for first, end in _rising(measured):
-        part = measured[first:end]
-        labels, seconds = part[-1].label - part[0].label, part[-1].seconds - part[0].seconds
-        if not (labels > 0 and seconds > 0):
-            kept += part
-            continue
-        stride = max(1, math.ceil(COARSE_CLOCK_WINDOW_S * labels / seconds))
-        due = -math.inf
-        for row in part:
-            if row.label >= due:
-                kept.append(row)
-                due = (row.label // stride + 1) * stride
-    return kept
-
-
-def _rising(measured: Sequence[Measured]) -> Iterable[tuple[int, int]]:
-    """Yield parts in which neither iteration nor clock falls by more than the lateness of ranks."""
-    first = 0
-    for place in range(1, len(measured) + 1):
-        if place < len(measured):
-            now, before = measured[place], measured[place - 1]
-            if now.label >= before.label - LATE_ITERATIONS and now.seconds >= before.seconds - LATE_S:
-                continue
-        yield first, place
-        first = place
-
-
-# --- values ---------------------------------------------------------------------------------------------------------
-
-
-def _number(value: object) -> float:
-    if type(value) is float:
-        return value
-    if isinstance(value, str):
-        of_total = _OF_TOTAL.fullmatch(value)
-        return number_in(value if of_total is None else of_total[1])
-    if isinstance(value, bool) or not isinstance(value, int):
-        return math.nan
-    try:
-        return float(value)
-    except OverflowError:
-        return math.nan
-
-
-_OF_TOTAL = re.compile(r"\s*(\d{1,15})\s*/\s*\d{1,15}\s*")
-"""`5/100`, as some programs write an iteration."""
-
-
-def _least_0(value: object) -> float | None:
-    number = _number(value)
-    return number if math.isfinite(number) and number >= 0 else None
-
-
-def moment_in(value: object, unit_s: float = 1.0) -> float:
-    """Return seconds from some origin. `unit_s`: the unit of a number, if the field's name contains it."""
-    if isinstance(value, datetime):
-        return value.timestamp()
-    number = _number(value)
-    if math.isfinite(number):
-        if unit_s != 1.0:
-            return number * unit_s
-        larger = ((IN_NANOSECONDS, 1e9), (IN_MICROSECONDS, 1e6), (IN_MILLISECONDS, 1e3))
-        return number / next((in_a_second for bound, in_a_second in larger if number > bound), 1.0)
-    text = str(value).strip()
-    if (passed := _PASSED.fullmatch(text) or (_PASSED_IN_WORDS.fullmatch(text) if text else None)) is not None:
-        days, hours, minutes, seconds = (float(part or 0) for part in passed.groups())
-        return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-    try:
-        return datetime.fromisoformat(text.replace(",", ".").replace("/", "-")).timestamp()
-    except (ValueError, OverflowError, OSError):
-        return math.nan
-
-
-_PASSED = re.compile(r"(?:(\d{1,5}) days?, )?(?:(\d{1,6}):)?(\d{1,2}):(\d{2}(?:\.\d+)?)")
-"""`1 day, 2:03:04`, `2:03:04`, `03:04.5`: elapsed time, as Python and progress bars write it."""
-
-
-_PASSED_IN_WORDS = re.compile(r"(?:(\d{1,5})d ?)?(?:(\d{1,6})h ?)?(?:(\d{1,3})m(?:in)? ?)?(?:(\d{1,6}(?:\.\d+)?)s)?")
-"""`1h 2m 3s`."""
-
-
-def _in_whole_seconds(value: object) -> bool:
-    if isinstance(value, str):
-        text = value.strip()
-        if text.isdecimal():
-            return float(text) < IN_MILLISECONDS
-        return not math.isfinite(_number(text)) and not re.search(r"\d[.,]\d+s?(?:$|[+Z-])", text)
-    return isinstance(value, int) and not isinstance(value, bool) and value < IN_MILLISECONDS

@@ -72,6 +72,11 @@ def _source_of(content: bytes) -> _Source:
         return _Source("resihp-log", partial(read_console, content))
     if is_table(header):
         return _Source("table", partial(read_table, content))
+    return _source_of_rows(text, header, numbered)
+
+
+def _source_of_rows(text: str, header: Sequence[str], numbered: Sequence[tuple[int, str]]) -> _Source:
+    """Return the source of a trainer's log or of JSON. Raises UsageError for another text."""
     # A trainer's log may contain a line of JSON.
     begins_as_json = re.match(r"\s*(\{\s*\"|\[\s*\{)", text) is not None
     rows = None if begins_as_json else rows_of_lines(numbered)

@@ -47,12 +47,8 @@ class _Line(msgspec.Struct, frozen=True):
     """Whether a bar follows the time, which shows that the number is complete."""
 
 
-def read_log(content: bytes) -> Recording:
-    """Read the runs of a Megatron-LM log; a falling iteration number begins a new run.
-
-    Usually one rank writes. If several write at the same time, the one with most lines is read, since all measure the
-    same iteration. If the global batch size varies, it is the workload (`Point.tokens`, up to a factor).
-    """
+def _lines_of(content: bytes) -> tuple[list[_Line], list[int], list[int]]:
+    """Return the lines with a time, and the numbers of torn lines and of lines without a usable time."""
     lines: list[_Line] = []
     torn: list[int] = []
     bad: list[int] = []
@@ -76,6 +72,16 @@ def read_log(content: bytes) -> Recording:
             tokens = None if batch is None else float(batch[1]) * (1.0 if length is None else float(length[1]))
             speaker = speaker_of(line[: heads[0].start()])
             lines.append(_Line(number, speaker, Point(iteration, seconds, tokens=tokens), "|" in part[elapsed.end() :]))
+    return lines, torn, bad
+
+
+def read_log(content: bytes) -> Recording:
+    """Read the runs of a Megatron-LM log; a falling iteration number begins a new run.
+
+    Usually one rank writes. If several write at the same time, the one with most lines is read, since all measure the
+    same iteration. If the global batch size varies, it is the workload (`Point.tokens`, up to a factor).
+    """
+    lines, torn, bad = _lines_of(content)
     if 2 * sum(line.closed for line in lines) > len(lines):
         torn = sorted([*torn, *(line.number for line in lines if not line.closed)])
         lines = [line for line in lines if line.closed]

@@ -84,11 +84,8 @@ def read_csv(content: bytes) -> Recording:
     return msgspec.structs.replace(recording, remarks=(*counted(short, "row cut short"), *recording.remarks))
 
 
-def recording_of(measured: Sequence[Measured], *, by_rank: bool, unit: str = "line") -> Recording:
-    """Build runs from rows in any order, numbered by lines or by another `unit`.
-
-    Iterations that repeat with other times after the number fell are a new run; other repetitions are left out.
-    """
+def _usable_rows(measured: Sequence[Measured]) -> tuple[list[tuple[int, Point]], list[float], list[int]]:
+    """Return ranks and points of rows with a usable time, the rows' labels, and the numbers of all other rows."""
     bad: list[int] = []
     rows: list[tuple[int, Point]] = []
     labels: list[float] = []
@@ -99,6 +96,15 @@ def recording_of(measured: Sequence[Measured], *, by_rank: bool, unit: str = "li
         labels.append(label)
         whole = int(label) if math.isfinite(label) and abs(label) < 2**62 and label == int(label) else -1
         rows.append((int(rank), Point(whole, seconds, tokens=tokens, squares=squares)))
+    return rows, labels, bad
+
+
+def recording_of(measured: Sequence[Measured], *, by_rank: bool, unit: str = "line") -> Recording:
+    """Build runs from rows in any order, numbered by lines or by another `unit`.
+
+    Iterations that repeat with other times after the number fell are a new run; other repetitions are left out.
+    """
+    rows, labels, bad = _usable_rows(measured)
     remarks = counted(bad, "row without a usable time", unit)
     if any(not (math.isfinite(label) and label == math.floor(label)) for label in labels):
         remarks.append("column `iteration` does not hold whole numbers; rows are numbered from 0 instead")

@@ -20,8 +20,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from resihp.detector.offline.recordings.fields import NamedRow, moment_in, read_rows
+from resihp.detector.offline.recordings.fields import NamedRow, read_rows
 from resihp.detector.offline.recordings.recording import Recording, one_speaker, short, speaker_of
+from resihp.detector.offline.recordings.values import moment_in
 from resihp.detector.sequential.changes import WARM_UP
 
 NUMBER_PATTERN = r"\d+(?:[.,]\d+)?(?:[eE][-+]?\d+)?"

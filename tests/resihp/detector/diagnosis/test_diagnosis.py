@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resihp.detector.diagnosis.clues import Clock, read_log
-from resihp.detector.diagnosis.diagnosis import Diagnosis, Report, diagnose
+from resihp.detector.diagnosis.diagnosis import Diagnosis, diagnose
+from resihp.detector.diagnosis.reports import Report
 from tests.resihp.detector.lines import (
     EXAMPLES,
     FAILED_CONNECTIONS,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from resihp.detector.diagnosis.clues import read_log
-from resihp.detector.diagnosis.diagnosis import Report, diagnose
+from resihp.detector.diagnosis.diagnosis import diagnose
+from resihp.detector.diagnosis.reports import Report
 from tests.resihp.detector.lines import CAUSED, DURING, traceback
 
 HUB = "https://huggingface.co/api/models/gpt2"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from resihp.detector.diagnosis.clues import read_log
-from resihp.detector.diagnosis.diagnosis import Diagnosis, Report, diagnose
+from resihp.detector.diagnosis.diagnosis import Diagnosis, diagnose
+from resihp.detector.diagnosis.reports import Report
 from tests.resihp.detector.lines import CAUSED, traceback
 
 STEPS = "\n".join(f"step {step} loss {10 / step:.3f}" for step in range(1, 40))

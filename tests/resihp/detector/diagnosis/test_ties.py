@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from resihp.detector.diagnosis.clues import Clock, read_log
-from resihp.detector.diagnosis.diagnosis import Diagnosis, Report, diagnose
+from resihp.detector.diagnosis.diagnosis import Diagnosis, diagnose
+from resihp.detector.diagnosis.reports import Report
 from tests.resihp.detector.diagnosis.test_diagnosis import GLOO, NOW
 from tests.resihp.detector.lines import EXAMPLES, traceback
 

@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.traceback import Traceback
 
 from resihp.detector.diagnosis.clues import read_log
-from resihp.detector.diagnosis.diagnosis import Report, diagnose
+from resihp.detector.diagnosis.diagnosis import diagnose
+from resihp.detector.diagnosis.reports import Report
 
 
 class DataError(Exception):

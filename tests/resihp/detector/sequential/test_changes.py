@@ -8,8 +8,9 @@ import time
 import numpy as np
 import pytest
 
-from resihp.detector.sequential.changes import ChangeDetector, ChangePoint
+from resihp.detector.sequential.changes import ChangeDetector
 from resihp.detector.sequential.densities import DECILE_RANGE_SIGMAS, LATE_VALUES, UPDATE_EVERY, LateRange
+from resihp.detector.sequential.levels import ChangePoint
 from tests.resihp.detector.synthetic_runs import Floats, noise
 
 

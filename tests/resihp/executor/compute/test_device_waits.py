@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from resihp.controller.fail_stop.liveness import blocking_ranks
-from resihp.executor import trainer
 from resihp.executor.compute import device_waits
 from resihp.executor.compute.channels import PendingWork
 from resihp.executor.compute.device_waits import DeviceWaits, DeviceWatch
 from resihp.executor.compute.iteration import waiting
+from resihp.executor.supervised import worker as supervised_worker
 from resihp.executor.tensor_group import TensorGroup
 from resihp.faults import Phase
 from tests.resihp.controller.fail_stop.test_liveness import SETTINGS, member
@@ -141,11 +141,11 @@ def test_a_device_that_fails_keeps_the_others_waiting() -> None:
 
 def test_a_worker_whose_wait_returned_at_once_waits_as_long_as_its_device_does(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device()
-    monkeypatch.setattr(trainer, "mark_on", lambda _: device._mark())
+    monkeypatch.setattr(supervised_worker, "mark_on", lambda _: device._mark())
     start = SimpleNamespace(rank=0)
     client = SimpleNamespace(start=start, activity="compute", attend=None)
     engine = SimpleNamespace(device=None)
-    worker = trainer._Supervised(client, engine, None, 0, 9, Path("/checkpoints"), 0)  # type: ignore[arg-type]
+    worker = supervised_worker.SupervisedWorker(client, engine, None, 0, 9, Path("/checkpoints"), 0)  # type: ignore[arg-type]
     with waiting(worker, "last synchronisation"):
         device.work()
     assert worker._waits.under_way()

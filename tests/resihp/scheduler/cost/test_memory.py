@@ -12,15 +12,8 @@ from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.ownership import owned, size_of
 from resihp.parallelism.parameter_outline import outline
 from resihp.parallelism.plan import Plan, spread
-from resihp.scheduler.cost.memory import (
-    STATE_BYTES,
-    StageSetup,
-    capacity,
-    needed_bytes,
-    obstacle,
-    smallest_degree,
-    zero_1,
-)
+from resihp.scheduler.cost.memory import StageSetup, capacity, needed_bytes, obstacle, smallest_degree
+from resihp.scheduler.cost.tensor_bytes import STATE_BYTES, zero_1
 
 MODEL = ModelSpec(layers=8, hidden=64, heads=8, kv_groups=8, ffn_hidden=256, vocab=512, sequence=128)
 TOKENS = 100

@@ -13,7 +13,8 @@ from resihp.parallelism.transfers import bytes_of, missing, moves
 from resihp.pipeline.schedules import orders_of
 from resihp.pipeline.timeline import play
 from resihp.scheduler import decide
-from resihp.scheduler.cost.prices import bytes_to_move, costs
+from resihp.scheduler.cost.lacking_state import bytes_to_move
+from resihp.scheduler.cost.prices import costs
 from resihp.scheduler.situation import Situation
 from tests.resihp.scheduler.cases import MODEL, base_of, cases, on_nodes, situation
 

@@ -7,7 +7,7 @@ import random
 
 from resihp.parallelism.layout import Layout, Replica, Stage, validate
 from resihp.scheduler import Situation
-from resihp.scheduler.cost.prices import bytes_to_move
+from resihp.scheduler.cost.lacking_state import bytes_to_move
 from resihp.scheduler.layouts.labels import relabelled
 from tests.resihp.scheduler.cases import on_nodes, situation
 

@@ -8,7 +8,7 @@ import pytest
 from resihp.parallelism.layout import Layout, Replica
 from resihp.parallelism.model import ModelSpec
 from resihp.scheduler import planner
-from resihp.scheduler.cost.prices import bytes_to_move
+from resihp.scheduler.cost.lacking_state import bytes_to_move
 from resihp.scheduler.cost.profile import Profile, Times
 from resihp.scheduler.layouts.swap_pipelines import crossed
 from resihp.scheduler.situation import Situation

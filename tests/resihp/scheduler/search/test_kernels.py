@@ -20,7 +20,10 @@ from resihp.parallelism.plan import Order, Plan, Primitive, Stop
 from resihp.pipeline.compiled import PRIMITIVE_KINDS
 from resihp.pipeline.schedules import orders_of
 from resihp.pipeline.timeline import Orders, play
-from resihp.scheduler.search import kernels
+from resihp.scheduler.search.kernels import compilation
+from resihp.scheduler.search.kernels.compilation import machine_code
+from resihp.scheduler.search.kernels.own_orders import schedule_lower_bound, schedule_pipeline, write_limits
+from resihp.scheduler.search.kernels.pipeline_times import play_lower_bound, play_pipeline
 
 SHAPES = st.tuples(st.integers(1, 9), st.integers(1, 40), st.booleans(), st.integers(0, 1_000_000))
 
@@ -64,8 +67,8 @@ class Pipeline:
 def test_a_pipeline_takes_what_the_timeline_says(shape: tuple[int, int, bool, int]) -> None:
     pipeline = Pipeline(*shape)
     expected = pipeline.seconds(orders_of(pipeline.plan))
-    assert kernels.play_pipeline(*pipeline.told) == pytest.approx(expected, rel=1e-12)
-    assert kernels.play_lower_bound(*pipeline.told) <= expected * (1 + 1e-12)
+    assert play_pipeline(*pipeline.told) == pytest.approx(expected, rel=1e-12)
+    assert play_lower_bound(*pipeline.told) <= expected * (1 + 1e-12)
 
 
 @settings(max_examples=60, deadline=None)
@@ -76,14 +79,14 @@ def test_orders_that_are_made_take_no_longer_than_is_said_and_keep_to_memory(
     pipeline = Pipeline(*shape)
     stages, count, split = pipeline.stages, pipeline.count, pipeline.split
     limits, caps = np.empty(stages, np.int64), np.full(stages, most)
-    kernels.write_limits(stages, count, further, limits)
+    write_limits(stages, count, further, limits)
     rows = np.empty((stages, count * (3 if split else 2)), np.int64)
-    seconds = kernels.schedule_pipeline(*pipeline.told, limits, caps, patience, math.inf, rows)
+    seconds = schedule_pipeline(*pipeline.told, limits, caps, patience, math.inf, rows)
     lanes: tuple[Order, ...] = tuple(
         tuple(Primitive(PRIMITIVE_KINDS[at % 3], at // 3) for at in row) for row in rows.tolist()
     )
     assert pipeline.seconds((lanes,)) <= seconds * (1 + 1e-12)
-    assert kernels.schedule_lower_bound(*pipeline.told) <= seconds * (1 + 1e-12)
+    assert schedule_lower_bound(*pipeline.told) <= seconds * (1 + 1e-12)
     for order in lanes:
         alive = 0
         for primitive in order:
@@ -94,9 +97,9 @@ def test_orders_that_are_made_take_no_longer_than_is_said_and_keep_to_memory(
 @pytest.mark.parametrize("split", [False, True])
 def test_without_numba_the_numbers_are_the_same(split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = Pipeline(5, 9, split, 7)
-    compiled = kernels.play_pipeline(*pipeline.told)
+    compiled = play_pipeline(*pipeline.told)
     monkeypatch.setitem(sys.modules, "numba", None)
-    plain = kernels.machine_code(getattr(kernels.play_pipeline, "py_func", kernels.play_pipeline))
+    plain = machine_code(getattr(play_pipeline, "py_func", play_pipeline))
     assert plain(*pipeline.told) == compiled
 
 
@@ -113,7 +116,7 @@ def test_where_nothing_can_be_written_kernels_work_without_a_cache(monkeypatch: 
         raise RuntimeError("cannot cache function: no locator available")
 
     monkeypatch.setattr(caching.FunctionCache, "__init__", nowhere)
-    double = kernels.machine_code(lambda x: 2.0 * x)
+    double = machine_code(lambda x: 2.0 * x)
     assert math.isclose(double(1.5), 3.0)
 
 
@@ -127,11 +130,27 @@ def test_a_cache_that_a_crash_left_half_is_compiled_anew(
 ) -> None:
     pytest.importorskip("numba")
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    assert math.isclose(kernels.machine_code(twice)(1.5), 3.0)
+    assert math.isclose(machine_code(twice)(1.5), 3.0)
     (kept,) = tmp_path.rglob(f"*.{kind}")
     kept.write_bytes(b"")
-    assert math.isclose(kernels.machine_code(twice)(1.5), 3.0)
+    assert math.isclose(machine_code(twice)(1.5), 3.0)
     assert kept.stat().st_size > 0
+
+
+def test_machine_code_is_compiled_anew_when_another_file_of_its_folder_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It contains the functions that it calls, and their constants."""
+    pytest.importorskip("numba")
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    machine_code(twice)(1.5)
+    again: Any = machine_code(twice)
+    again(1.5)
+    assert again.stats.cache_hits
+    monkeypatch.setattr(compilation, "_stamp_of_the_folder", lambda: "changed")
+    changed: Any = machine_code(twice)
+    changed(1.5)
+    assert not changed.stats.cache_hits
 
 
 def test_a_disk_that_is_full_keeps_nobody_from_computing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +162,7 @@ def test_a_disk_that_is_full_keeps_nobody_from_computing(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(caching.IndexDataCacheFile, "_save_data", write)
-    assert math.isclose(kernels.machine_code(twice)(1.5), 3.0)
+    assert math.isclose(machine_code(twice)(1.5), 3.0)
 
 
 YAML = """
@@ -164,9 +183,9 @@ def test_current_folder_does_not_say_where_machine_code_is_found(tmp_path: Path,
     (folder / ".numba_config.yaml").write_text(settings.format(evil))
     code = (
         f"import sys; sys.path.append({str(packages)!r}); import numpy as np\n"
-        "from resihp.scheduler.search import kernels\n"
+        "from resihp.scheduler.search.kernels.pipeline_times import play_pipeline\n"
         "one = np.ones(2)\n"
-        "print(kernels.play_pipeline(2, 4, one, one, one, np.zeros(2), False))\n"
+        "print(play_pipeline(2, 4, one, one, one, np.zeros(2), False))\n"
         "import os; assert 'NUMBA_CACHE_DIR' not in os.environ\n"
     )
     command = [sys.executable, "-P", "-W", "error", "-c", code]

@@ -17,7 +17,7 @@ from resihp.scheduler.cost import device_memory
 from resihp.scheduler.cost.device_memory import GAP_SHARE
 from resihp.scheduler.cost.prices import iteration_seconds
 from resihp.scheduler.transition_cost import NO_COST
-from resihp.scheduler.what_if import catalogue, question
+from resihp.scheduler.what_if import catalogue, option_texts, question
 from resihp.scheduler.what_if.answer import WhatIfAnswer, answer, as_json
 from resihp.scheduler.what_if.question import Question
 
@@ -55,8 +55,8 @@ def unchanged(given: Question) -> WhatIfAnswer:
 
 
 def test_degrees() -> None:
-    assert question.degrees("tp=4,dp=2,pp=8") == (4, 2, 8)
-    assert question.degrees(" pp=8, tp=4 ,dp=2") == (4, 2, 8)
+    assert option_texts.degrees("tp=4,dp=2,pp=8") == (4, 2, 8)
+    assert option_texts.degrees(" pp=8, tp=4 ,dp=2") == (4, 2, 8)
 
 
 @pytest.mark.parametrize(
@@ -74,40 +74,40 @@ def test_degrees() -> None:
 )
 def test_degrees_that_are_none(text: str, said: str) -> None:
     with pytest.raises(LayoutError) as caught:
-        question.degrees(text)
+        option_texts.degrees(text)
     assert said in str(caught.value)
 
 
 def test_ranks_nodes_speeds_and_links() -> None:
-    assert question.ranks(["5,17", "8-10"]) == (5, 8, 9, 10, 17)
-    assert question.names(["n3", "n1,n3"]) == ("n3", "n1")
-    assert question.speeds(["12:0.5,13:1", "2:.25"]) == {12: 0.5, 13: 1.0, 2: 0.25}
-    assert question.links(["n2-n1:0.3"]) == {("n1", "n2"): 0.3}
+    assert option_texts.ranks(["5,17", "8-10"]) == (5, 8, 9, 10, 17)
+    assert option_texts.names(["n3", "n1,n3"]) == ("n3", "n1")
+    assert option_texts.speeds(["12:0.5,13:1", "2:.25"]) == {12: 0.5, 13: 1.0, 2: 0.25}
+    assert option_texts.links(["n2-n1:0.3"]) == {("n1", "n2"): 0.3}
 
 
 @pytest.mark.parametrize("text", ["x", "-1", "5-3", "1.5", "", "5,,6", "0-99999999"])
 def test_ranks_that_are_none(text: str) -> None:
     with pytest.raises(UsageError, match="--fail"):
-        question.ranks([text])
+        option_texts.ranks([text])
 
 
 @pytest.mark.parametrize("speed", ["0", "-0.5", "nan", "1.01", "inf", "fast", ""])
 def test_speeds_that_are_none(speed: str) -> None:
     with pytest.raises(UsageError, match="speed"):
-        question.speeds([f"12:{speed}"])
+        option_texts.speeds([f"12:{speed}"])
     with pytest.raises(UsageError, match="speed"):
-        question.links([f"n1-n2:{speed}"])
+        option_texts.links([f"n1-n2:{speed}"])
 
 
 def test_a_speed_of_zero_is_a_failure() -> None:
     with pytest.raises(UsageError, match="has failed: --fail 12"):
-        question.speeds(["12:0"])
+        option_texts.speeds(["12:0"])
 
 
 @pytest.mark.parametrize("text", ["n1:0.5", "n1-n1:0.5", "n1-n2-n3:0.5", "-n2:0.5", "n1-n2:0.5,n2-n1:0.4"])
 def test_links_that_are_none(text: str) -> None:
     with pytest.raises(UsageError, match="--slow-link"):
-        question.links([text])
+        option_texts.links([text])
 
 
 # --- asking -----------------------------------------------------------------------------------------------------------

@@ -100,7 +100,6 @@ LONG_MODULES: Mapping[str, int] = {
 """Files of more than `MAX_MODULE_LINES` lines, with how many they may have, in steps of 25."""
 MAX_COMPLEXITY = 20
 COMPLEX: Mapping[str, int] = {
-    "wrapper.sinks.figures.follow": 24,
     "wrapper.commands.status.tables.render_status": 25,
     "wrapper.output.render.layout_grid": 35,
 }

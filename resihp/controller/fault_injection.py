@@ -7,10 +7,11 @@ import signal as signals
 from resihp.controller import interface as api
 from resihp.controller.state.incidents import ArmedFault
 from resihp.controller.state.job import Job
-from resihp.controller.state.members import Member, natural
+from resihp.controller.state.members import Member
 from resihp.faults import Fault
 from resihp.protocol import messages as m
 from resihp.record.journal import FaultInjected
+from resihp.words import natural
 
 
 def fault_due(job: Job, member: Member, fault_id: int) -> None:

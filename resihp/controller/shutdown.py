@@ -36,10 +36,10 @@ from resihp.controller import transition as transitions
 from resihp.controller.fail_stop import incidents
 from resihp.controller.planning import situations
 from resihp.controller.state.job import Job
-from resihp.controller.state.members import natural
 from resihp.controller.state.requests import COINCIDENCE_S, AgentSignal, Meaning, StopRequest
 from resihp.protocol import messages as m
 from resihp.record.journal import JobSignalled, PlanWithdrawn
+from resihp.words import natural
 
 MEANING_PATIENCE_S = 2.0
 """Seconds within which Slurm must say why the job is to stop; training pauses meanwhile."""

@@ -20,12 +20,13 @@ from resihp.controller.nodes import joins
 from resihp.controller.planning import first_plan
 from resihp.controller.probing import probe_orders
 from resihp.controller.state.job import Job
-from resihp.controller.state.members import Member, natural
+from resihp.controller.state.members import Member
 from resihp.controller.state.transitions import Transition
 from resihp.detector import probes
 from resihp.errors import LayoutError, NotEnoughDevicesError
 from resihp.protocol import messages as m
 from resihp.record.journal import JoinRefused, ModelDeclared, WorkersOrdered, WorkerStarted
+from resihp.words import natural
 
 
 def agent_joined(job: Job, event: api.AgentJoined) -> None:

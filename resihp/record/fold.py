@@ -1,7 +1,7 @@
 """The effect of each journal entry on the record of its job: the only place that defines it.
 
 `apply` is called for each entry in order: by the controller for its decisions, by a take-over for earlier decisions,
-and by any other reader of a journal. It decides nothing, knows no time, and accepts any journal of 0.1.
+and by any other reader of a journal. It decides nothing and knows no time.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ from resihp.record.state import (
     RECENT_ITERATIONS,
     ChangeCost,
     Drain,
-    HowLost,
     JobRecord,
     KnownNode,
     KnownWorker,
@@ -112,17 +111,6 @@ def apply(record: JobRecord, entry: AnyEntry) -> None:
             pass
 
 
-def how_lost(entry: NodeLost) -> HowLost:
-    """Return how a node was lost; in journals of 0.1 this follows from the reason."""
-    if entry.how:
-        return entry.how
-    if entry.reason.startswith("left for an administrator, who drains it"):
-        return "vacated"
-    if entry.reason == "no device of it can be used any more":
-        return "useless"
-    return "agent" if entry.reason.startswith("its agent ") else "silent"
-
-
 # --- nodes and processes ------------------------------------------------------------------------------------------
 
 
@@ -143,9 +131,8 @@ def _places(
             record.nodes.setdefault(entry.node, KnownNode(entry.node, host="", devices=0)).alive = False
             if record.plan is None:
                 record.voters -= {entry.node}
-            how = how_lost(entry)
-            record.lost[entry.node] = LostNode(entry.node, entry.reason, how)
-            if how != "vacated":
+            record.lost[entry.node] = LostNode(entry.node, entry.reason, entry.how)
+            if entry.how != "vacated":
                 record.unexplained_nodes[entry.node] = entry.reason
         case WorkersOrdered():
             for rank, node, device in entry.workers:

@@ -84,13 +84,12 @@ class NodeLost(Entry, frozen=True, kw_only=True):
     """A node is no longer part of the job.
 
     `how`: it fell `silent`, its `agent` ended while the node answers, it is `useless` (all its devices are dead), or it
-    was `vacated` for an administrator, which is not a failure. Empty in journals of 0.1, where it follows from `reason`
-    (`fold.how_lost`).
+    was `vacated` for an administrator, which is not a failure.
     """
 
     node: str
     reason: str
-    how: Literal["", "silent", "agent", "useless", "vacated"] = ""
+    how: Literal["silent", "agent", "useless", "vacated"] = "silent"
 
 
 class WorkersOrdered(Entry, frozen=True, kw_only=True):

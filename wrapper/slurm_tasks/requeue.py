@@ -37,13 +37,11 @@ LOOK_EVERY_S = 5.0
 
 def dead_nodes(job: Job) -> set[str]:
     """Return nodes that a job has lost and that do not answer; none if its journal cannot be read."""
-    from resihp.record.fold import how_lost
-
     try:
         losses = [record.entry for record in job.records() if isinstance(record.entry, NodeLost)]
     except (ResihpError, OSError):
         return set()
-    return {loss.node for loss in losses if how_lost(loss) == "silent"}
+    return {loss.node for loss in losses if loss.how == "silent"}
 
 
 def until_noticed(

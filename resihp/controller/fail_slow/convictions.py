@@ -15,11 +15,11 @@ from resihp.controller import replan_policy
 from resihp.controller.fail_slow import slow_parts
 from resihp.controller.fail_slow.suspicions import IterationExcess, ended, excess, opened, possible, speed_of
 from resihp.controller.state.job import Job
-from resihp.controller.state.members import natural
 from resihp.detector.findings import Finding
 from resihp.record.describe import rank_list
 from resihp.record.journal import FailureEnded, FailureFound
 from resihp.record.state import Device, Link
+from resihp.words import natural
 
 MAX_NODE_LINES = 8
 """Largest number of nodes whose slow devices get a log line each; with more nodes there is one line for all."""

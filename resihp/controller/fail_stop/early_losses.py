@@ -20,10 +20,10 @@ from resihp.controller import interface as api
 from resihp.controller import iterations, startup
 from resihp.controller.fail_stop import failures, incidents, own_causes
 from resihp.controller.state.job import Job
-from resihp.controller.state.members import Member, natural
+from resihp.controller.state.members import Member
 from resihp.protocol import client
 from resihp.protocol import messages as m
-from resihp.words import count_of
+from resihp.words import count_of, natural
 
 GRACE_S = 3.0
 """Seconds that an exception of one rank waits for the same exception on other ranks, and for the process to end."""

@@ -18,12 +18,12 @@ from resihp.controller.nodes import joins, measures, replacements
 from resihp.controller.nodes.measures import Decision
 from resihp.controller.planning import next_plan
 from resihp.controller.state.job import Job
-from resihp.controller.state.members import natural
 from resihp.controller.state.requests import COINCIDENCE_S
 from resihp.controller.state.upkeep import GivingBack
 from resihp.errors import LayoutError, NotEnoughDevicesError
 from resihp.record.journal import DrainAnswered, DrainDecided, DrainWaived, NodeLost, NodeReleased, SlurmSaw
 from resihp.record.state import Drain, LostNode, Verdict
+from resihp.words import natural
 
 DRAIN_PATIENCE_S = 10.0
 """Seconds that giving a node back waits for its drain: in between, Slurm could give the node to another job."""

@@ -21,10 +21,11 @@ from resihp.controller.fail_stop import own_causes
 from resihp.controller.nodes import replacements
 from resihp.controller.probing import probe_orders
 from resihp.controller.state.job import Job
-from resihp.controller.state.members import Member, natural
+from resihp.controller.state.members import Member
 from resihp.detector import probes
 from resihp.protocol import messages as m
 from resihp.record.journal import JoinRefused, NodeJoined, WorkersOrdered
+from resihp.words import natural
 
 
 def respawn(job: Job, dead: Member) -> None:

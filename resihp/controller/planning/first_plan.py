@@ -15,13 +15,13 @@ from resihp.controller.planning.choices import Choice, priced, with_micro_batche
 from resihp.controller.planning.copies import mirrored
 from resihp.controller.planning.situations import ranks_kept_out, situation_of
 from resihp.controller.state.job import Job
-from resihp.controller.state.members import natural
 from resihp.errors import LayoutError, NotEnoughDevicesError
 from resihp.parallelism.layout import Layout, Replica, Stage
 from resihp.parallelism.plan import Plan
 from resihp.scheduler.cost import device_memory
 from resihp.scheduler.cost.prices import iteration_seconds
 from resihp.scheduler.layouts import first_layout
+from resihp.words import natural
 
 
 def choose(job: Job) -> Choice:

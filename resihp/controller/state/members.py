@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -102,8 +101,3 @@ class Member:
     def ready(self) -> bool:
         """Whether it may be given work and has to answer: it has declared itself and was not turned away."""
         return self.known.alive and self.declared is not None
-
-
-def natural(name: str) -> tuple[tuple[int, str | int], ...]:
-    """Return a sort key that puts n2 before n10."""
-    return tuple((1, int(part)) if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name) if part)

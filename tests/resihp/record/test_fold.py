@@ -10,7 +10,7 @@ import pytest
 from resihp.controller import Controller
 from resihp.errors import ProtocolError
 from resihp.protocol.messages import Speed
-from resihp.record.fold import fold, how_lost
+from resihp.record.fold import fold
 from resihp.record.journal import (
     ChangeDecided,
     DeviceProbe,
@@ -104,21 +104,6 @@ def test_a_probe_that_could_not_be_made_does_not_make_a_device_fit() -> None:
     not_measured = probed("standby", fit=True, speed=None)
     assert fold((set_aside, not_measured)).unfit == {("n1", 0)}
     assert fold((set_aside, probed("standby", fit=True, speed=1.0))).unfit == set()
-
-
-@pytest.mark.parametrize(
-    ("entry", "how"),
-    [
-        (NodeLost(node="n1", reason="its agent was killed by SIGKILL"), "agent"),
-        (NodeLost(node="n1", reason="no device of it can be used any more"), "useless"),
-        (NodeLost(node="n1", reason="left for an administrator, who drains it: memory"), "vacated"),
-        (NodeLost(node="n1", reason="connection closed for 5 s"), "silent"),
-        (NodeLost(node="n1", reason="its agent did not come back", how="silent"), "silent"),
-    ],
-)
-def test_how_a_node_was_lost(entry: NodeLost, how: str) -> None:
-    assert how_lost(entry) == how
-    assert fold([entry]).lost["n1"].how == how
 
 
 def test_what_older_entries_left_to_words() -> None:

@@ -752,7 +752,7 @@ def test_spares_of_many_jobs_begin_with_those_that_saved_most(monkeypatch: pytes
         asked_for.append(wanted | {"of": of})
         return list(rows)
 
-    monkeypatch.setattr("db.reading.plan_rows.spares_rows", spares_rows)
+    monkeypatch.setattr("db.reading.plans.plan_rows.spares_rows", spares_rows)
     asked = query.HistoryQuery(
         view="spares", by=None, node=None, rank=None, since=None, until=None, limit=None, injected=False
     )

@@ -94,17 +94,7 @@ class Controller:
                 _handle(job, pending)
         shutdown.proceed(job)
         if job.stage not in ("recovering", "ended"):
-            fault_injection.end_slowness(job)
-            iterations.review_askers(job)
-            slowness.review(job)
-            early_losses.review(job)
-            transition.resize(job)
-            replan_policy.review_copies(job)
-            replan = replan_policy.review(job) or retuning.review(job)
-            if replan is not None:
-                transition.pause(job, replan.reason, replan.failures, tuned=replan.plan)
-            drains.review(job)
-            asking.review(job)
+            _review(job)
         return job.actions
 
     def check(self) -> None:
@@ -128,6 +118,25 @@ def _check_transition(job: Job, under_way: Transition) -> None:
     assert all(job.members[rank].ready for rank in under_way.waiting), "waiting for a rank that is gone"
     assert under_way.waiting <= under_way.asked, "waiting for a rank that takes no part"
     assert job.stage != "building" or job.record.plan is not under_way.plan, "in effect too early"
+
+
+def _review(job: Job) -> None:
+    """Let each policy act on what the event has changed.
+
+    The order is a policy, too: each sees the decisions of those before it, and the first reason to interrupt training
+    leaves none to those after it.
+    """
+    fault_injection.end_slowness(job)  # before speeds are judged
+    iterations.review_askers(job)  # a requested checkpoint is ordered before a change of plan can park its ranks
+    slowness.review(job)  # verdicts before plans, which are compared by the speeds that verdicts give
+    early_losses.review(job)  # training begins once the start's probes have been judged
+    transition.resize(job)  # due in any case, so before changes of plan that are weighed
+    replan_policy.review_copies(job)  # keeping state comes before saving time
+    replan = replan_policy.review(job) or retuning.review(job)  # failures and newcomers come before tuning
+    if replan is not None:
+        transition.pause(job, replan.reason, replan.failures, tuned=replan.plan)
+    drains.review(job)  # with the plan decided: it shows which nodes have work left
+    asking.review(job)  # last: plans ahead are for a job in which nothing else is due
 
 
 def _handle(job: Job, event: AnyEvent) -> None:

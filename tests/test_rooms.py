@@ -101,7 +101,6 @@ LONG_MODULES: Mapping[str, int] = {
 MAX_COMPLEXITY = 20
 COMPLEX: Mapping[str, int] = {
     "wrapper.commands.status.tables.render_status": 25,
-    "wrapper.output.render.layout_grid": 35,
 }
 """Functions with a complexity above `MAX_COMPLEXITY`, with how much they may have."""
 MAX_TOKENS_PER_LINE = 9.3

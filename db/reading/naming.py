@@ -152,10 +152,10 @@ def job(
 ) -> Row:
     columns = [reader.owner() if column.key == "owner" else column for column in JobRow.__table__.columns]
     query = select(*columns).order_by(JobRow.started_at.desc(), JobRow.id.desc())
+    if uuid is not None:
+        return _job_of_folder(reader, reader.fetch(query.where(JobRow.uuid == uuid)), name or uuid, None, None)
     if name is None and host is None:
         return _newest_job(reader, query)
-    if uuid is not None:
-        return _job_of_folder(reader, reader.fetch(query.where(JobRow.uuid == uuid)), name or "", None, None)
     if host is not None or started is not None:
         return _job_of_folder(reader, reader.fetch(query.where(JobRow.name == name)), name or "", host, started)
     return _named_job(reader, query, name or "")

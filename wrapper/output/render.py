@@ -7,7 +7,7 @@ reasons come from outside and are printed literally.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -182,54 +182,80 @@ def layout_grid(layout: Layout, health: Mapping[int, Health] | None = None, widt
     from rich.text import Text
 
     health = health or {}
-    depth = max((len(replica.stages) for replica in layout.replicas), default=0)
-    usual = _usual(layout, depth)
-    rows = _rows(len(layout.replicas), _odd(layout, health, usual))
-    cells: dict[int, list[list[tuple[str, Health]]]] = {}
-    for d in rows:
-        if isinstance(d, int):
-            cells[d] = []
-            for s, stage in enumerate(layout.replicas[d].stages):
-                cell = _runs(stage.ranks, health, "active") or [("none", "dead")]
-                cells[d].append(cell if _layers(stage) == usual[s] else [*cell, (f"L{_layers(stage)}", "active")])
-    heads = [f"stage {s}" for s in range(depth)]
-    layers = ["" if span is None else f"layers {span}" for span in usual]
-    label = max([len("replica 0"), *(len(f"replica {d}") for d in cells)]) + 2
-    widths = [
-        max(len(heads[s]), len(layers[s]), *(_width(row[s]) for row in cells.values() if s < len(row))) + 2
-        for s in range(depth)
-    ]
-    lines: list[Text] = []
-    for block in _blocks(widths, width - label):
-        lines.append(Text(" " * label + "".join(heads[s].ljust(widths[s]) for s in block), style="bold"))
-        if any(layers[s] for s in block):
-            lines.append(Text(" " * label + "".join(layers[s].ljust(widths[s]) for s in block), style="dim"))
-        for d in rows:
-            if isinstance(d, str):
-                lines.append(Text(d))
-                continue
-            line = Text(f"replica {d}".ljust(label))
-            for s in block:
-                if s < len(cells[d]):
-                    for n, (word, state) in enumerate(cells[d][s]):
-                        line.append(" " if n else "").append(word, HEALTH_STYLES[state])
-                    line.append(" " * (widths[s] - _width(cells[d][s])))
-            lines.append(line)
+    grid = _Grid(layout, health)
+    lines = [line for columns in _blocks(grid.widths, width - grid.label_width) for line in grid.lines(columns)]
     if not layout.replicas:
         lines.append(Text("no replica"))
+    for name, ranks, state in _below(layout, health):
+        if ranks:
+            lines += _wrapped(name.ljust(grid.label_width), _runs(ranks, health, state), width)
+    for line in lines:
+        line.rstrip()
+    return Text("\n").join(lines)
+
+
+Cell = list[tuple[str, "Health"]]
+"""Words of a cell, each with the health that gives its colour."""
+
+
+class _Grid:
+    """The cells of a layout, by replica and stage, and the widths of their columns."""
+
+    def __init__(self, layout: Layout, health: Mapping[int, Health]) -> None:
+        depth = max((len(replica.stages) for replica in layout.replicas), default=0)
+        usual = _usual(layout, depth)
+        self._rows = _rows(len(layout.replicas), _odd(layout, health, usual))
+        self._cells: dict[int, list[Cell]] = {}
+        for d in self._rows:
+            if isinstance(d, int):
+                self._cells[d] = [_cell(stage, health, usual[s]) for s, stage in enumerate(layout.replicas[d].stages)]
+        self._heads = [f"stage {s}" for s in range(depth)]
+        self._layers = ["" if span is None else f"layers {span}" for span in usual]
+        self.label_width = max([len("replica 0"), *(len(f"replica {d}") for d in self._cells)]) + 2
+        self.widths = [self._column_width(s) + 2 for s in range(depth)]
+
+    def lines(self, columns: Sequence[int]) -> Iterator[Text]:
+        """Yield the lines of these stages: heads, their layers, and a line for each replica."""
+        from rich.text import Text
+
+        indent = " " * self.label_width
+        yield Text(indent + "".join(self._heads[s].ljust(self.widths[s]) for s in columns), style="bold")
+        if any(self._layers[s] for s in columns):
+            yield Text(indent + "".join(self._layers[s].ljust(self.widths[s]) for s in columns), style="dim")
+        for d in self._rows:
+            yield Text(d) if isinstance(d, str) else self._line(d, columns)
+
+    def _line(self, replica: int, columns: Sequence[int]) -> Text:
+        from rich.text import Text
+
+        line = Text(f"replica {replica}".ljust(self.label_width))
+        cells = self._cells[replica]
+        for s in columns:
+            if s >= len(cells):
+                continue
+            for n, (word, state) in enumerate(cells[s]):
+                line.append(" " if n else "").append(word, HEALTH_STYLES[state])
+            line.append(" " * (self.widths[s] - _width(cells[s])))
+        return line
+
+    def _column_width(self, stage: int) -> int:
+        widths = [_width(cells[stage]) for cells in self._cells.values() if stage < len(cells)]
+        return max(len(self._heads[stage]), len(self._layers[stage]), *widths)
+
+
+def _cell(stage: Stage, health: Mapping[int, Health], usual_layers: str | None) -> Cell:
+    """Return the ranks of a stage, and its layers if they are not those of its column."""
+    cell: Cell = _runs(stage.ranks, health, "active") or [("none", "dead")]
+    return cell if _layers(stage) == usual_layers else [*cell, (f"L{_layers(stage)}", "active")]
+
+
+def _below(layout: Layout, health: Mapping[int, Health]) -> Sequence[tuple[str, Sequence[int], Health]]:
+    """Return the ranks that are in no replica: on standby, starting, dead."""
     working = set(layout.active)
     dead = sorted(rank for rank in health if health[rank] == "dead" and rank not in working)
     standby = [rank for rank in layout.standby if health.get(rank) != "dead"]
     starting = sorted(set(health) - set(layout.ranks) - set(dead))
-    below: list[tuple[str, Sequence[int], Health]] = [
-        *(("standby", standby, "standby"), ("starting", starting, "starting"), ("dead", dead, "dead"))
-    ]
-    for name, ranks, state in below:
-        if ranks:
-            lines += _wrapped(name.ljust(label), _runs(ranks, health, state), width)
-    for line in lines:
-        line.rstrip()
-    return Text("\n").join(lines)
+    return ("standby", standby, "standby"), ("starting", starting, "starting"), ("dead", dead, "dead")
 
 
 def _width(cell: Sequence[tuple[str, Health]]) -> int:

@@ -65,7 +65,7 @@ from db.reading.costs.timeline import (
 
 Row = dict[str, Any]
 
-OF_FAILURES = frozenset({"detect", "reconfigure", "redo", "rollback", "slow", "idle", "capacity"})
+OF_FAILURES = ("detect", "reconfigure", "redo", "rollback", "slow", "idle", "capacity")
 """Causes attributed to failures, to unfit devices, and to the changes of plan that they lead to."""
 OF_HARDWARE = frozenset({"device", "node", "link", "process"})
 """Components that count as hardware if a failure does not say whether it was: those of `db.reading.health`."""

@@ -45,6 +45,14 @@ def test_summary(reader: Reader) -> None:
     assert figures["iteration_seconds"] == 0.5, "the median of the last 20"
 
 
+def test_a_job_is_found_by_its_uuid_alone(reader: Reader) -> None:
+    """Without a name, the newest job was returned, whatever the uuid."""
+    [job] = reader.jobs()
+    assert reader.job(uuid=job["uuid"])["id"] == job["id"]
+    with pytest.raises(JobNotFoundError, match="job 0000: not in ledger"):
+        reader.job(uuid="0000")
+
+
 def test_summary_of_a_running_job_counts_until_now(reader: Reader) -> None:
     [job] = reader.jobs()
     iterations = reader.rows("iterations", job["id"])

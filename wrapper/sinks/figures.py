@@ -199,20 +199,20 @@ def follow(figures: Figures, record: journal.Record) -> None:
             figures.recovered += 1
         case journal.Reconfigured():
             _reconfigured(figures, entry, at)
-        case journal.CheckpointCommitted():
-            figures.checkpoints += 1
-            figures.checkpoint_iteration = entry.iteration
         case journal.LeaderChosen():
             figures.takeovers += 1
         case journal.JobEnded():
             figures.state, figures.exit_code, figures.ended_at = entry.state, entry.exit_code, at
         case _:
-            _answered_by_slurm(figures, entry)
+            _count_upkeep(figures, entry)
 
 
-def _answered_by_slurm(figures: Figures, entry: journal.AnyEntry) -> None:
-    """Count drains and replacements, and the answers to them."""
+def _count_upkeep(figures: Figures, entry: journal.AnyEntry) -> None:
+    """Count checkpoints, drains, replacements, and Slurm's answers."""
     match entry:
+        case journal.CheckpointCommitted():
+            figures.checkpoints += 1
+            figures.checkpoint_iteration = entry.iteration
         case journal.DrainDecided(measure="drain"):
             figures.drains += 1
         case journal.DrainAnswered():

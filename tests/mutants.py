@@ -64,7 +64,7 @@ EQUIVALENT: dict[str, str] = {
     "resihp/controller/nodes/joins.py::measured: if not member.ready: continue -> pass": (
         "who is not ready is told of, or considered, to no effect: `replan_policy` looks only at who is ready"
     ),
-    "resihp/controller/shutdown.py::agent_signalled: if len(nodes) > 1 or (nodes and alone): return -> pass": (
+    "resihp/controller/shutdown.py::_agent_signalled: if len(nodes) > 1 or (nodes and alone): return -> pass": (
         "what follows could only be a warning, which `_begin` does not heed once the job is to stop"
     ),
     "resihp/controller/transition.py::parked: if job.pause is not None and parked.epoch == job.pause.epoch: "

@@ -249,8 +249,10 @@ def _decide(job: Job, transition: Transition) -> Choice | None:
 def refused(job: Job, rank: int | None, reason: str) -> None:
     """Record and report a plan that was refused, so that no rank acted on it."""
     job.log(PlanRefused(epoch=job.epoch, rank=rank, reason=reason))
-    subject = "the planner" if rank is None else job.where(rank)
-    job.say("warning", f"{subject}: refuses a plan for epoch {job.epoch}: {reason}")
+    if rank is None:
+        job.say("warning", f"no plan for epoch {job.epoch}: {reason}")
+    else:
+        job.say("warning", f"{job.where(rank)}: refuses the plan of epoch {job.epoch}: {reason}")
 
 
 def propose(job: Job, choice: Choice) -> None:

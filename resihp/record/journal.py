@@ -2,8 +2,8 @@
 
 Entries are facts and decisions, in the order in which the controller made them. The supervisor writes each one
 (`resihp.record.journal_file`) *before* the actions that follow from it take effect; the SQL ledger (`db`) is a
-projection of the journal and may lag behind it or be rebuilt from it. Telemetry (`resihp.protocol.messages.Progress`, per-rank
-reports) is not part of it.
+projection of the journal and may lag behind it or be rebuilt from it. Telemetry (`resihp.protocol.messages.Progress`,
+per-rank reports) is not part of it.
 """
 
 from __future__ import annotations

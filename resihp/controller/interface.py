@@ -85,8 +85,8 @@ class AgentLost(Event, frozen=True, kw_only=True):
     `reconnect_s`. This is a fact, not a suspicion.
 
     `how`: `silent` if nothing on the node answers; `agent` if only the agent ended, as something on the node could
-    report. `cannot_start`: the agent found none of the job's files on the node, or could not even be started, so that
-    running the job again would not help.
+    report. `cannot_start`: the job's folder does not exist on the node, or the agent could not even be started, so that
+    another run of the job would fail there as well.
     """
 
     node: str

@@ -61,7 +61,7 @@ class Member:
     failed_at: float | None = None
     """Time at which it raised an exception or ended, whichever came first; None before that."""
     fenced: str | None = None
-    """Reason for which the controller killed it or is about to; None if it did not."""
+    """Reason for which the controller killed it; None if it did not."""
     stepped: int = 0
     beat: WorkerBeat | None = None
     beat_at: float = 0.0

@@ -28,7 +28,7 @@ class NodeMaintenance:
     releases: dict[str, GivingBack] = field(default_factory=dict)
     """Progress of giving back each lost node, by node."""
     unwatched: list[str] = field(default_factory=list)
-    """Nodes that were lost in this event, and for which no order to watch Slurm's view has been given yet."""
+    """Lost nodes for which no order to watch Slurm's view has been given yet."""
     asked_at: dict[int, float] = field(default_factory=dict)
     """Time at which this supervisor requested each replacement, by the number of the request."""
     ask_after: float = 0.0

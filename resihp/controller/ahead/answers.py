@@ -49,7 +49,7 @@ class PlanCache:
     unanswered: int = 0
     """Number of questions in a row without an answer."""
     losses: dict[str, Loss] = field(default_factory=dict)
-    """All questions asked so far, by their key."""
+    """All losses asked about so far, by the key of their question."""
     answers: dict[str, bytes] = field(default_factory=dict)
     searched: tuple[Replica, ...] | None = None
     """Layout in effect when a better plan was last searched for; None if there was no search."""

@@ -59,7 +59,7 @@ class Job:
         self.nodes = {name: Node(known) for name, known in self.record.nodes.items()}
         self.members = {rank: self._member(known) for rank, known in self.record.workers.items()}
         self.still: set[int] = set()
-        """Ranks with a stopped process, or with a checkpoint being written, in their last heartbeat."""
+        """Ranks for which the last heartbeat reported a stopped process, or a checkpoint being written."""
         self.starting: set[int] = set()
         """Ranks that were ordered to start and have not started yet."""
         self.epoch = self.record.epoch
@@ -88,13 +88,13 @@ class Job:
         self.judged_by = self.record.detector
         """The basis of the detector's judgements at the last check of its coverage."""
         self.inquiry = Inquiry()
-        """What is remembered about past suspicions of slowness."""
+        """Data about past suspicions of slowness."""
         self.unmeasured: set[int] = set()
         """New ranks that get work only after a probe of their device."""
         self.reconsider: list[Change] = []
         """Changes that may call for another plan and that the planner has not considered yet."""
         self.reconsider_at = 0.0
-        """Earliest time at which `reconsider` is looked at."""
+        """Earliest time at which the changes in `reconsider` are considered again."""
         self.changed_at: dict[Occasion, list[float]] = {}
         """Times at which plans were changed, by cause. A new supervisor uses the time of its take-over for all earlier
         changes."""

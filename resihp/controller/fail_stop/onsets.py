@@ -1,16 +1,17 @@
-"""When a failure really began, as precisely as that can be known: recorded with each failure in the journal, and
-computed only here. Pure.
+"""Compute the time at which a failure really began (its onset), as precisely as it can be known. No other module
+computes it; it is journaled with each failure. Pure.
 
-The onset of a death, a hang or broken communication is:
+The onset of a death, a hang or broken communication is the first of these that applies:
 
-- the moment of the fault, if one was injected; - if another supervisor took over since the last commit, that commit:
-the last sign of life of a batch host that died. It may have lived up to an iteration longer; - else the end of a usual
-iteration after the last commit, because nothing was computed after that; for a suspect of silence the last sign of it,
-if that was earlier. For a process whose end its agent saw, which takes no time, it is the notice itself, unless the
-notice was late.
+- The time of the fault, if one was injected.
+- If another supervisor took over since the last commit: the time of that commit, the last sign of life of a batch
+  host that died. The host may have lived up to an iteration longer.
+- Otherwise the end of a usual iteration after the last commit, because nothing was computed after that; for a rank
+  or node suspected of silence, its last sign of life if that was earlier. An agent reports the end of a process at
+  once, so the onset is then the notice itself, unless the notice came late.
 
-The onset of slowness is the fault, or the end of the last healthy iteration. Times are on the controller's clock, which
-does not count the time that a supervisor was stopped.
+The onset of slowness is the time of the injected fault, or the end of the last healthy iteration. Times are on the
+controller's clock, which does not count the time during which a supervisor was stopped.
 """
 
 from __future__ import annotations

@@ -70,8 +70,8 @@ def is_from_outside(job: Job, rank: int) -> bool:
 def may_pass(job: Job, rank: int) -> bool:
     """Return whether another run of the same script may succeed on the same nodes. This includes a failed connection.
 
-    A connection counts only if there is no exception or the exception's traceback is known; without the traceback it
-    may have been a connection to a peer.
+    A failed connection does not count if the exception was reported without its traceback, because it is then not known
+    whether the connection was one to a service.
     """
     category, code = _kind_of_end(job, rank)
     member = job.members[rank]

@@ -1,9 +1,10 @@
-"""The measure against a node that failed: drained for everybody, kept out of its user's next jobs, or none.
+"""Choose the measure against a node that failed: drain it for all users, exclude it from its user's next jobs, or do
+nothing.
 
-A drain keeps a node from all users until a human comes, so it requires evidence against the hardware. A node that
-merely died is Slurm's business: Slurm marks it down, and takes it back after a reboot where the site is set up so
-(ReturnToService). Pure; called by `drains`, which has the evidence. How long a node is kept out is decided by
-`slurm.drains.exclusions`.
+A drained node is closed to all users until a human resumes it, so a drain requires evidence that the hardware is
+broken. A node that merely died is left to Slurm: Slurm marks it down, and uses it again after a reboot if the site is
+configured that way (ReturnToService). Pure; called by `drains`, which supplies the evidence. `slurm.drains.exclusions`
+decides how long a node is excluded.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ GROUNDS_TEXT: dict[Grounds, str] = {
     "died": "nothing indicates that its hardware is broken",
     "agent": "the node answers, only its agent ended",
 }
-"""Grounds of a measure, in words for the user."""
+"""The grounds of a measure in words for the user."""
 
 
 class Decision(NamedTuple):

@@ -173,18 +173,19 @@ def _past(job: Job, ranks: Iterable[int]) -> dict[int, m.Speed]:
 
 
 def best_of_looks(examination: Examination) -> dict[int, m.Speed]:
-    """Return the best speed of each device over all looks: other programs only make a device look slower than it is."""
+    """Return the best speed of each device over all looks, because other programs can only make a device look slower
+    than it is."""
     latest, earlier = measured(examination), examination.best
     return latest | {rank: probes.best(latest.get(rank, speed), speed) for rank, speed in earlier.items()}
 
 
 def failed_looks(examination: Examination) -> dict[int, str]:
-    """Return the errors that devices answered with in any look."""
+    """Return the error of each device that reported one in any look."""
     return examination.failed | {rank: answer.error for rank, answer in examination.answers.items() if answer.error}
 
 
 def weigh_suspicion(job: Job, examination: Examination) -> suspects.Verdicts:
-    """Return the verdicts that the answers to a suspicion's probe amount to, without acting on them."""
+    """Return the verdicts that follow from the answers to a suspicion's probe, without acting on them."""
     answers = examination.answers.items()
     speeds = best_of_looks(examination)
     failed = failed_looks(examination)

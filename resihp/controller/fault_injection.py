@@ -59,7 +59,7 @@ def inject(job: Job, fault: Fault, waiting: int | None = None) -> str | None:
 
 
 def _obstacle(job: Job, fault: Fault) -> str | None:
-    """Return the reason why a fault cannot be injected, or None."""
+    """Return the reason for which a fault cannot be injected; None if it can."""
     if fault.rank is not None:
         member = job.members.get(fault.rank)
         if member is None:

@@ -34,7 +34,7 @@ from resihp.settings import Detection
 
 
 class Planner(Protocol):
-    """The controller's view of the scheduler (`resihp.scheduler.planners`)."""
+    """The scheduler as the controller calls it (`resihp.scheduler.planners`)."""
 
     @property
     def first_plan(self) -> Callable[..., Plan]: ...
@@ -157,13 +157,13 @@ class CheckpointAsked(Event, frozen=True, kw_only=True):
 
 
 class CheckpointLost(Event, frozen=True, kw_only=True):
-    """A checkpoint whose parts are all written could not be committed."""
+    """A checkpoint could not be committed although all its parts are written."""
 
     reason: str
 
 
 class Signalled(Event, frozen=True, kw_only=True):
-    """The supervisor received this signal."""
+    """The supervisor received a signal."""
 
     signal: int
 
@@ -394,7 +394,7 @@ class AskTimeLeft(Action, frozen=True, kw_only=True):
 
 
 class Reply(Action, frozen=True, kw_only=True):
-    """Answer an operator's request."""
+    """Answer an operator's request. `request`: the number of the request; `ok`: whether it succeeded."""
 
     request: int
     ok: bool

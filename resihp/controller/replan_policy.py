@@ -39,7 +39,7 @@ justify another change. Otherwise a device that keeps leaving and returning coul
 def consider(job: Job, reason: str, since: int, *, device: Device | Link, failure: int | None = None) -> None:
     """Have the planner look for another plan, now or as soon as training may be interrupted.
 
-    `device`: the device or link whose speed has changed; `since`: the first iteration with the new speed.
+    `device`: the device or link with another speed; `since`: the first iteration with that speed.
     """
     _consider(job, [Change(reason=reason, since=since, failure=failure, device=device)])
 
@@ -94,7 +94,7 @@ class Replan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def review(job: Job) -> Replan | None:
-    """Decide whether to interrupt training for another plan now."""
+    """Decide whether to interrupt training now for another plan; None if not. Called after each event."""
     if not job.reconsider or job.now < job.reconsider_at or not job.may_interrupt:
         return None
     changes, job.reconsider = [change for change in job.reconsider if _stands(job, change)], []

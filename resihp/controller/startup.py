@@ -1,4 +1,4 @@
-"""The start of a job: agents join, their workers start and declare what they train, and the first plan is made.
+"""Start a job: agents join, their workers start and declare their model, and the first plan is made.
 
 A node or process that is lost during the start, or a node that does not join in time, is left out. The job starts with
 the healthy devices if these are enough (`Settings.devices_least`); `early_losses` decides about the cause of a loss.

@@ -330,7 +330,7 @@ def _explain(job: Job) -> None:
 
 
 def _mark_dead(job: Job, recovery: Recovery) -> set[int]:
-    """Mark dead the processes that have ended and the nodes whose agents did not return; return the lost ranks."""
+    """Mark dead the processes that have ended and the nodes with agents that did not return; return the lost ranks."""
     inventories = recovery.inventories
     before = set(job.live)
     exits = {rank: status for inventory in inventories.values() for rank, status in inventory.ended} | recovery.exits

@@ -20,7 +20,7 @@ from resihp.protocol.messages import Declare, Speed, StepOutcome
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Base of all entries."""
+    """Base class of all entries."""
 
 
 class SlurmIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -341,7 +341,8 @@ class FailureFound(Entry, frozen=True, kw_only=True):
         return None if self.failed_s is None else at - self.failed_s
 
     def confirms(self, component: str, ranks: tuple[int, ...]) -> bool:
-        """Return whether this verdict of slowness ends an open suspicion about `component` and `ranks`."""
+        """Return whether this failure is a verdict of slowness that ends an open suspicion about `component` and
+        `ranks`."""
         is_alike = component == self.component or (component, self.component) == ("job", "device")
         return self.kind == "fail-slow" and is_alike and (not ranks or not set(ranks).isdisjoint(self.ranks))
 
@@ -553,8 +554,8 @@ class LeaderChosen(Entry, frozen=True, kw_only=True):
 
 
 class JobSignalled(Entry, frozen=True, kw_only=True):
-    """Slurm or an operator asks the job to stop. This is not a failure. `nodes`: nodes whose agents received a signal
-    as well.
+    """Slurm or an operator asks the job to stop. This is not a failure. `nodes`: nodes with agents that received a
+    signal as well.
 
     `meaning`: as reported by Slurm, `warning` (time is running out; sent early because of --signal), `time-limit`,
     `cancelled`, `preempted` or `unknown`; or `operator` for a signal to `resihp run` itself and for a request of
@@ -714,7 +715,7 @@ def first_seq(term: int) -> int:
 
 
 def term_of(seq: int) -> int:
-    """Return the term in which a record was written; 0 for no record."""
+    """Return the term in which record number `seq` was written; 0 if `seq` is 0 (no record)."""
     return (seq - 1) // TERM_SEQS + 1 if seq else 0
 
 

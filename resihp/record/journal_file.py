@@ -68,7 +68,7 @@ def first(path: Path) -> Record | None:
 
 
 def torn_bytes(path: Path) -> int:
-    """Return the length of the torn tail that `read` ignores."""
+    """Return the length of the torn tail that `read` ignores, in bytes."""
     content = _content(path)
     end = min(len(content), len(MAGIC))
     for end, _ in scan(content, str(path)):  # noqa: B007 - wanted after the loop
@@ -118,7 +118,7 @@ class _OpenFile:
         return self.start(len(self.lasts))
 
     def start(self, at: int) -> int:
-        """Return the offset at which the record at this index begins."""
+        """Return the offset in the file at which the record with index `at` begins."""
         return self.ends[at - 1] if at else len(MAGIC)
 
     def note(self, record: Record, length: int) -> None:
@@ -133,7 +133,8 @@ class _OpenFile:
         return bisect_right(self.lasts, seq)
 
     def bodies(self, at: int, until: int) -> list[bytes]:
-        """Return the encoded bodies of the records at these indexes. Raises OSError."""
+        """Return the encoded bodies of the records with indexes from `at` up to, but not including, `until`. Raises
+        OSError."""
         start = self.start(at)
         content = os.pread(self.fd, self.start(until) - start, start)
         return [content[self.start(i) + 8 - start : self.ends[i] - start] for i in range(at, until)]
@@ -248,8 +249,8 @@ class Journal:
     # --- reading ----------------------------------------------------------------------------------------------
 
     def common(self, log: int) -> int:
-        """Return the number of the last record that this journal shares with a copy whose last record is number
-        `log`."""
+        """Return the number of the last record that this journal shares with a copy of it. `log`: number of the last
+        record of the copy."""
         file = self._file
         at = file.following(log)
         if at < len(file.lasts) and file.firsts[at] <= log:

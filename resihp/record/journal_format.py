@@ -75,7 +75,7 @@ def scan(content: bytes, name: str) -> Iterator[tuple[int, Record]]:
 
 
 def body_at(content: bytes, at: int) -> bytes | None:
-    """Return the body of the record whose frame begins at offset `at`; None if the record is not whole."""
+    """Return the body of the record with a frame that begins at offset `at`; None if the record is not whole."""
     length = int.from_bytes(content[at : at + 4], "little")
     body = content[at + 8 : at + 8 + length]
     if not 0 < length <= MAX_RECORD_BYTES or len(body) < length:

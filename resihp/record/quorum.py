@@ -65,19 +65,19 @@ class Membership:
 
     @property
     def incumbent(self) -> str:
-        """Node whose agent decides between two equal halves of the voters; empty if there is none."""
+        """Node of the agent that decides between two equal halves of the voters; empty if there is none."""
         return self.record.incumbent
 
     @property
     def voters(self) -> frozenset[str]:
-        """Nodes whose agents are voters of the plan in effect. Before the first plan, voters among the nodes that have
-        joined."""
+        """Nodes with agents that are voters of the plan in effect. Before the first plan, voters among the nodes that
+        have joined."""
         return self.record.voters
 
     @property
     def electors(self) -> frozenset[str]:
-        """Nodes whose agents have a vote now, under the plan in effect or the proposed plan. These agents keep copies
-        of the journal."""
+        """Nodes with agents that have a vote now, under the plan in effect or the proposed plan. These agents keep
+        copies of the journal."""
         return frozenset().union(*(voters for voters, _ in self.electorates))
 
     @property

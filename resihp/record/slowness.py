@@ -10,7 +10,8 @@ from resihp.record.state import Device, JobRecord
 
 
 def unaffecting(record: JobRecord, layout: Layout) -> tuple[int, ...]:
-    """Return the numbers of the lasting failures whose device, link or ranks have no work under a layout, ascending."""
+    """Return the numbers of the lasting failures with a device, link or ranks that have no work under a layout,
+    ascending."""
     if not (record.slow or record.slow_links or record.slow_parts):
         return ()
     working = _devices(record, layout.active)

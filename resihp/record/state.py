@@ -26,7 +26,8 @@ Part = tuple[str, tuple[int, ...]]
 """Work that several ranks do together or wait for: its component and its ranks, as in `FailureFound`."""
 HowLost = Literal["silent", "agent", "useless", "vacated"]
 MAX_WRITER_PLANS = 8
-"""Number of latest plans whose checkpoint writers are kept, because their checkpoints may still be incomplete."""
+"""Number of latest plans for which the writers of checkpoints are kept, because a checkpoint may still be
+incomplete."""
 MAX_VOTERS = 63
 """Largest number of agents that choose a leader and keep copies of the journal. If a quarter of 2,048 nodes dies at
 once, more than half of these agents survive except in 7 of a million cases."""
@@ -248,7 +249,7 @@ class JobRecord:
     unfit: set[Device] = field(default_factory=set)
     """Devices that stand by because they failed a probe before they were given work."""
     unanswered: set[Device] = field(default_factory=set)
-    """Devices whose last probe failed or had no answer. They do not even hold a copy of state."""
+    """Devices that failed or did not answer their last probe. They do not even hold a copy of state."""
     unfit_probes: dict[Device, int] = field(default_factory=dict)
     """Number of probes in a row that each unfit device has failed. The higher it is, the longer the time until the next
     probe."""
@@ -290,8 +291,8 @@ class JobRecord:
     incumbent: str = ""
     """Node of the leader that decided the plan in effect. Its agent decides between two equal halves of the voters."""
     voters: frozenset[str] = frozenset()
-    """Nodes whose agents choose a leader: `voters_of` the plan in effect. Before the first plan takes effect, the first
-    nodes that joined."""
+    """Nodes with agents that choose a leader: `voters_of` the plan in effect. Before the first plan takes effect, the
+    first nodes that joined."""
 
     @property
     def needs_voters(self) -> bool:
@@ -300,8 +301,8 @@ class JobRecord:
         return self.plan is None and len(self.voters) < MAX_VOTERS
 
     def voters_of(self, plan: Plan) -> frozenset[str]:
-        """Return the nodes of a plan whose agents vote, standby nodes included: all nodes of a small plan, `MAX_VOTERS`
-        nodes of a large one.
+        """Return the nodes of a plan that have a voting agent, standby nodes included: all nodes of a small plan,
+        `MAX_VOTERS` nodes of a large one.
 
         The nodes are chosen by a hash of their names. So the voters are spread over racks, and a plan that lost or
         gained some nodes keeps most of its voters.

@@ -27,7 +27,7 @@ them."""
 
 
 class DeviceVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """A device that is declared slow, and the evidence for it."""
+    """A verdict that a device is slow, with the evidence for it."""
 
     rank: int
     speed: float

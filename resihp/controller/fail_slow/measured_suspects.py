@@ -47,7 +47,7 @@ class _Suspicion(msgspec.Struct, frozen=True, kw_only=True):
 
     done: Examination
     verdicts: Verdicts
-    """The verdicts of the probe."""
+    """The probe's result for each device."""
     named: dict[int, Finding]
     """Suspects without an earlier verdict, each with the first finding that names it."""
     whole_job: Finding | None
@@ -55,7 +55,7 @@ class _Suspicion(msgspec.Struct, frozen=True, kw_only=True):
     longer: IterationExcess | None
     """Excess time of iterations since the earliest finding; None if there are too few iterations to measure it."""
     groups: dict[int, tuple[int, ...]]
-    """The tensor-parallel group of each rank with work."""
+    """The ranks of the tensor-parallel group of each rank with work."""
 
 
 def decide(job: Job, done: Examination) -> None:
@@ -264,12 +264,12 @@ def _detector_log_odds(finding: Finding) -> float:
 
 
 def _declared_by_training(job: Job, suspicion: _Suspicion, remaining: Collection[int]) -> list[DeviceVerdict]:
-    """Return the devices that training shows to be slow although no probe confirms it.
+    """Return the devices that training shows to be slow although no probe confirms it: the probe was fine, or the
+    device did not answer.
 
-    The probe was fine, or the device did not answer. Each finding yields at most one device, its first remaining
-    suspect. That device must be slower by at least `MIN_CHANGE_WITHOUT_PROBE`. It must also be slow only now and then,
-    or have been cleared by a recent measurement. A device that may only suffer from another cause is left out
-    (`_may_be_victim`).
+    Each finding yields at most one device, its first suspect in `remaining`. The device must be slower by at least
+    `MIN_CHANGE_WITHOUT_PROBE`. It must also be slow only now and then, or have been cleared by a recent measurement. A
+    device that may only suffer from another cause is left out (`_may_be_victim`).
     """
     done, devices = suspicion.done, suspicion.verdicts.devices
     declared: dict[int, DeviceVerdict] = {}

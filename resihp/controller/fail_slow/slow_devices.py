@@ -118,7 +118,7 @@ def without_verdict(job: Job, finding: Finding) -> list[int]:
 
 
 def tensor_groups(job: Job) -> dict[int, tuple[int, ...]]:
-    """Return the tensor-parallel group of each rank that has work."""
+    """Return, for each rank with work, the ranks of its tensor-parallel group."""
     plan = job.record.plan
     stages = [stage.ranks for replica in plan.layout.replicas for stage in replica.stages] if plan is not None else []
     return {rank: ranks for ranks in stages for rank in ranks}

@@ -37,7 +37,7 @@ BUSY_RETRY_S = 1.0
 
 
 def review(job: Job) -> None:
-    """Act on the detector's findings, at the end of each event."""
+    """Act on the detector's findings and on overdue probes. Called at the end of each event."""
     for overdue in probe_orders.overdue(job):
         concluded(job, overdue)
     if not job.training:

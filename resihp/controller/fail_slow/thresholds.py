@@ -62,7 +62,7 @@ verdict."""
 MIN_EXCESS_SAMPLES = 3
 """Iterations. At least this many before an onset, and after it, are needed to measure the excess iteration time."""
 MIN_EXCESS_SHARE = 0.10
-"""Share of an iteration. A smaller excess needs no explanation."""
+"""Share of an iteration. An excess iteration time below this needs no explanation."""
 
 # --- slowness that no device explains --------------------------------------------------------------------------------
 

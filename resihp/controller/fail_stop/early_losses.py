@@ -6,10 +6,10 @@ to the script, an error of one rank to its device, an error of all ranks of one 
 Failures are journaled just before the first plan, once it is known which ranks share them, or when the job ends without
 a plan. Until then the journal holds only the events, so that another supervisor reaches the same conclusion.
 
-A program that never declares what it trains needs all its processes. Until the start budget is spent, such a program
-looks the same as one that declares late, and a program that declares starts without its lost ranks. So only a program
-that is known not to declare ends with its first loss: a command (`Settings.declares`), or a script with ranks that have
-set up communication on their own (`have_met`).
+A program that never declares a model needs all its processes. Until the start budget is spent, such a program looks the
+same as one that declares late, and a program that declares starts without its lost ranks. So only a program that is
+known not to declare ends with its first loss: a command (`Settings.declares`), or a script with ranks that have set up
+communication on their own (`have_met`).
 
 If ranks end one after the other, the cause is the first rank with an end that no other rank caused, because a lost peer
 ends all ranks. `review` is called by the controller at the end of each event, `judge` by the `watchdog`.
@@ -51,8 +51,8 @@ def review(job: Job) -> None:
 
 
 def have_met(job: Job) -> None:
-    """Note that ranks have set up communication without resihp and do not declare what they train. Such ranks succeed
-    or fail together."""
+    """Note that ranks have set up communication without resihp and do not declare a model. Such ranks succeed or fail
+    together."""
     if not job.start.met and not job.has_declared:
         job.start.met = True
         job.say(

@@ -203,7 +203,8 @@ def transition_after(job: Job, lost_ranks: set[int], reason: str) -> None:
 
 
 def node_lost(job: Job, name: str, reason: str, how: HowLost = "silent", *, cannot_start: bool = False) -> None:
-    """Give up a node. A node that never joined may still come late, unless its agent is known to be gone."""
+    """Give up a node. A node that never joined may still join later, unless its agent is known to be gone.
+    `cannot_start`: see `AgentLost`."""
     node = job.nodes.get(name)
     if (node is None and job.stage != "gathering") or (node is not None and not node.alive):
         return
@@ -243,7 +244,7 @@ def node_lost_early(job: Job, name: str, reason: str, *, cannot_start: bool = Fa
 
 
 def leave_node(job: Job, entry: NodeLost) -> list[int]:
-    """Remove a node from the job; return the ranks that were on it."""
+    """Remove a node from the job; return the live ranks that it had."""
     ranks = sorted(rank for rank, member in job.members.items() if member.node == entry.node and member.alive)
     silence.ended(job, entry.node, "unconfirmed" if entry.how == "vacated" else "lost", entry.reason)
     job.log(entry)
@@ -308,7 +309,7 @@ def explain_early(job: Job) -> None:
     and of devices.
 
     All of these losses are in the journal, so another supervisor reaches the same conclusions. A process that exits
-    with status 0 is done and not a failure, unless any rank has declared what it trains.
+    with status 0 is done and not a failure, unless any rank has declared a model.
     """
     alone = job.has_declared
     for rank, exit in list(job.record.unexplained.items()):  # as they ended: a shared cause counts for the first

@@ -24,7 +24,7 @@ def silence_limit_s(settings: Settings) -> float:
 
 
 def is_stopped(member: Member, now: float, settings: Settings) -> bool:
-    """Return whether the kernel reports the process as stopped (SIGSTOP, a debugger)."""
+    """Return whether the kernel reports the process as stopped (by SIGSTOP or a debugger)."""
     fresh = now - member.beat_at <= 2 * settings.beat_s
     return fresh and member.beat is not None and member.beat.state in STOPPED_STATES
 

@@ -224,7 +224,7 @@ def is_about_node(clue: Clue) -> bool:
 
 
 def _is_only_about(job: Job, member: Member, clue: Clue) -> bool:
-    """Return whether a line is about this process and no other of its node."""
+    """Return whether a log line is about this process alone, and about no other process of its node."""
     if not is_about_node(clue):
         return True
     if "pid" in clue.named:

@@ -144,8 +144,8 @@ def _merge(job: Job) -> None:
 
 
 def _roots(job: Job, declared: bool) -> tuple[list[Incident], set[int]]:
-    """Return the incidents with a cause of their own, and the `id` of connection failures that followed from one of
-    them because they happened later."""
+    """Return the incidents with a cause of their own, and the `id`s of incidents about failed connections that are
+    consequences of one of them because they happened later."""
     sure: list[Incident] = []
     unsure: list[Incident] = []
     for incident in job.incidents:
@@ -161,8 +161,8 @@ def _roots(job: Job, declared: bool) -> tuple[list[Incident], set[int]]:
 
 
 def _may_follow_from(job: Job, incident: Incident) -> float:
-    """Return the time from which other ranks may have failed because of an incident; a lost node is noticed long after
-    its consequences."""
+    """Return the earliest time at which other ranks may have failed because of an incident. A lost node counts from the
+    beginning, because it is noticed long after its consequences."""
     if incident.component == "node":
         return -math.inf
     return min((may_follow_from(member) for member in _members(job, incident)), default=incident.found_at)

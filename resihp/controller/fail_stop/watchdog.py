@@ -70,7 +70,7 @@ def tick(job: Job) -> None:
 
 
 def judge_start(job: Job) -> None:
-    """Apply the timeouts of the start: nodes have to join, then their processes have to declare what they train."""
+    """Apply the timeouts of the start: nodes have to join, then their processes have to declare their model."""
     if len(job.nodes) < job.settings.nodes:
         judge_absent(job)
     elif job.record.placements:

@@ -4,7 +4,7 @@ node.
 Decides when a device gets another process, and whether the new process may join; `replan_policy` decides whether giving
 it work is worth an interruption. A node may join only if it was requested (`replacements`), or if it is one of the
 job's own nodes for which the start did not wait any longer. A node that was left out for another reason stays out. A
-new process has no role until it has declared what the job trains; then it is a standby rank and takes part in every
+new process has no role until it has declared the job's model; then it is a standby rank and takes part in every
 transition. A process that is turned away never stops the job. Called by `startup`, `failures`, `watchdog` and
 `consent`.
 """

@@ -198,9 +198,9 @@ def weigh_suspicion(job: Job, examination: Examination) -> suspects.Verdicts:
 
 
 def conclude_suspicion(job: Job, examination: Examination) -> suspects.Verdicts:
-    """Judge suspects together with their references, or all devices; record and report the verdicts.
+    """Judge the suspects together with their reference devices, or all devices; record and report the verdicts.
 
-    A live rank that did not answer is not fit. If a rank answers that it could not measure, nothing is known about it.
+    A live rank that did not answer is not fit. Nothing is known about a rank that answers that it could not measure.
     """
     job.examinations.pop(examination.probe, None)
     speeds = best_of_looks(examination)

@@ -19,14 +19,14 @@ class Beginning:
     ordered_at: float = 0.0
     """Time at which this supervisor ordered the first processes to start; 0 before that."""
     awaited: set[int] = field(default_factory=set)
-    """Ranks that have neither declared what they train nor been lost."""
+    """Ranks that have neither declared their model nor been lost."""
     early_at: float | None = None
     """Time of the last loss or error during the start; None if there was none."""
     reported: set[str] = field(default_factory=set)
     """Texts of errors and exits that were already reported. If many ranks end in the same way, only the first is
     reported."""
     met: bool = False
-    """Whether ranks have created process groups of their own, without declaring what they train (`messages.Beat`)."""
+    """Whether ranks have created process groups of their own, without declaring a model (`messages.Beat`)."""
     last_since: tuple[int, float] | None = None
     """(number, time): the number of processes that have ended, all of them successfully, and the time since which it is
     this number. None while no process is running, or any has failed."""

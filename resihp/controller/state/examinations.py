@@ -33,7 +33,7 @@ class Examination:
     ahead_s: float = 0.0
     """Seconds from the order until ranks can answer; above 0 if the measurement is announced for a later iteration."""
     after: int = 0
-    """The latest iteration whose step had been reported when the probe was ordered."""
+    """The latest iteration with a reported step when the probe was ordered."""
     looks: int = 1
     """Number of times that doubtful devices were measured."""
     best: dict[int, DeviceSpeed] = field(default_factory=dict)

@@ -69,7 +69,7 @@ class Promise:
     before: float
     """Median seconds per token under the previous plan."""
     epoch: int = 0
-    """Epoch of the plan; 0 until it is decided."""
+    """Epoch of the tuned plan; 0 until the plan is decided."""
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Tuning:
     """Progress of tuning the plan to measured iteration times (`resihp.controller.tuning.retuning`)."""
 
     epoch: int = 0
-    """Epoch of the plan whose iterations `seen` counts."""
+    """Epoch of the plan under which `seen` counts iterations."""
     seen: int = 0
     """Number of iterations committed under the plan of `epoch`."""
     look_at: int = 1

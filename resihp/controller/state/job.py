@@ -119,7 +119,7 @@ class Job:
         """Number of communication failures since the last committed iteration."""
         self.reports: dict[int, IterationReports] = {}
         self.furthest = 0
-        """The latest iteration whose step any rank has reported."""
+        """The latest iteration with a step that any rank has reported."""
         self.onsets = Onsets()
         self.workloads: deque[tuple[int, int, int]] = deque(maxlen=50)
         """(tokens, sum of squared lengths, micro-batches) of recent iterations."""
@@ -183,7 +183,7 @@ class Job:
 
     @property
     def live(self) -> tuple[int, ...]:
-        """All live ranks, including those that are still starting."""
+        """All live ranks, including ranks that are still starting."""
         return tuple(sorted(rank for rank, member in self.members.items() if member.alive))
 
     @property
@@ -200,8 +200,8 @@ class Job:
 
     @property
     def needs_all(self) -> bool:
-        """Whether the script needs all its processes: it creates its own process groups, or is known not to declare
-        what it trains."""
+        """Whether the script needs all its processes: it creates its own process groups, or is known not to declare a
+        model."""
         return not self.settings.declares or (self.start.met and not self.has_declared)
 
     @property
@@ -222,7 +222,8 @@ class Job:
 
     @property
     def micro_batches(self) -> int:
-        """Number of micro-batches of the first uncommitted iteration, which a plan made now has to distribute."""
+        """Number of micro-batches in the first uncommitted iteration. A plan that is made now has to distribute this
+        number."""
         return self.declaration.batch_sizes.at(self.record.committed + 1)
 
     @property

@@ -49,7 +49,7 @@ class Member:
     known: KnownWorker
     spawned_at: float = 0.0
     declared: Declare | None = None
-    """Its declaration of what it trains, once found to match the job's; None before that, and after it was turned
+    """Its declaration of model and workload, once found to match the job's; None before that, and after it was turned
     away."""
     raised: Raised | None = None
     finished: bool = False
@@ -101,6 +101,6 @@ class Member:
 
     @property
     def ready(self) -> bool:
-        """Whether it may be given work and has to answer orders: it is alive, has declared what it trains, and was not
+        """Whether it may be given work and has to answer orders: it is alive, has declared the job's model, and was not
         turned away."""
         return self.known.alive and self.declared is not None

@@ -34,7 +34,7 @@ class StopRequest:
     asked_at: float
     """Time of the last request, at which its grace period begins."""
     nodes: set[str] = field(default_factory=set)
-    """Nodes whose agents received a signal as well."""
+    """Nodes with agents that received a signal as well."""
     meaning: Meaning | None = None
     """Reason for which the job is to stop; None while Slurm is being asked."""
     journaled: bool = False

@@ -252,6 +252,6 @@ def _take_message(job: Job, member: Member, message: m.WorkerMessage) -> None:
         case m.Probed():
             slowness.probed(job, member, message)
         case m.Progress():
-            pass  # beats carry it
+            pass  # heartbeats carry the same data
         case _:
             assert_never(message)

@@ -45,7 +45,7 @@ def inject(job: Job, fault: Fault, waiting: int | None = None) -> str | None:
         )
     )
     if fault.kind == "disconnect" and fault.node is not None:
-        _let_go_on(job, fault, waiting)  # while an order still reaches it
+        _let_go_on(job, fault, waiting)  # before the cut, while an order still reaches the rank
         job.do(api.CutConnection(node=fault.node))
     elif fault.kind == "slow":
         job.slow_since.update(dict.fromkeys([fault.link] if fault.link else victims, job.now))

@@ -227,7 +227,7 @@ def _warn_of_missed_checkpoints(job: Job, complete: int) -> None:
     interval, before = job.settings.checkpoint_every, max(job.checkpointed, job.declaration.resume_from)
     inherited = job.onsets.inherited
     if not interval or not inherited or before > inherited:
-        return  # all of it was under this supervisor
+        return  # this supervisor has led since the last checkpoint
     missed = range(before - before % interval + interval, complete, interval)
     if missed:
         due = f"the checkpoint of iteration {missed[0]} was"

@@ -1,13 +1,14 @@
-"""The life of a job: one stage at a time, one table of allowed moves, and one function that changes the stage.
+"""The stages of a job's life: one table of the allowed changes of stage, and one function that changes the stage.
 
     gathering -> proposing -> building -> first-iteration -> running -> halting -> ended
                   ^  |            |             |             |  ^
                   |  v            v             |             v  |
                  parking <--------+-------------+---------- pausing
 
-`recovering` is the first stage of a new supervisor, until it knows the stage to continue from. A failure parks at any
-time; any stage may end. A move that is not in the table raises InvalidMoveError with the last events: it is a bug of
-ours, and no job continues from there. Used by every module of the controller; knows none of them.
+A job is in one stage at a time. `recovering` is the first stage of a new supervisor, until it knows the stage to
+continue from. A failure during training or a change of plan leads to `parking`; the job may end in any stage. A change
+that is not in the table raises InvalidMoveError with the latest events: it is a bug in resihp, and the job does not
+continue. Used by every module of the controller; imports none of them.
 """
 
 from __future__ import annotations

@@ -1,23 +1,23 @@
-"""Requests to stop: signals from Slurm or an operator, the time limit, a lost quorum. Never attributes a fault to a
-node.
+"""Handle requests to stop the job: signals from Slurm or an operator, the time limit, a lost quorum. Never attributes
+a fault to a node.
 
-Decides what a signal means, and leads the job to an end that loses nothing: training pauses after the iteration under
-way, one whole replica writes the state it holds, and the job ends. Steps that take too long are skipped: the iteration
-under way, ranks that do not park while others have, and finally the checkpoint, so that the previous one counts.
-Nothing new is started meanwhile, and any death counts as Slurm's doing.
+Decides on the meaning of a signal, and ends the job without losing progress: training pauses after the iteration in
+progress, one whole replica writes a checkpoint, and the job ends. Steps that take too long are skipped: first the
+iteration in progress, then ranks that do not park although others have, and finally the checkpoint, so that the
+previous checkpoint counts. Meanwhile no new work is started, and every death is attributed to the stop and to no node.
 
 ==========================  ==========================  =======================================================
 received                    is interpreted as           consequence
 ==========================  ==========================  =======================================================
 TERM under Slurm            a stop: Slurm knows why     checkpoint, exit 143; 75 for the time limit, preemption
-TERM by agents of several   the same                    the same
+TERM to agents of several   a stop: Slurm knows why     checkpoint, exit 143; 75 for the time limit, preemption
 nodes, or of the only one
-USR1 or USR2, also by       a warning: time runs out    checkpoint, exit 75 (requeue) or 143, as configured
+USR1 or USR2, also to       a warning: time runs out    checkpoint, exit 75 (requeue) or 143, as configured
 agents of several nodes
-a signal by one agent       that node's own business    a notice; the node's end is not a failure of the node
-INT, TERM without Slurm,    an operator                 checkpoint, exit 130 for INT, else 143; at a second
-`resihp stop`                                           request the end, at once
-no quorum follows           another one may lead        the end, at once, exit 75: the guardian decides
+a signal to one agent       a matter of that node       a notice; the node's end is not a failure of the node
+INT, TERM without Slurm,    an operator's request       checkpoint, exit 130 for INT, else 143; a second request
+`resihp stop`                                           ends the job at once
+no quorum follows           another may lead            end at once, exit 75: the guardian decides
 ==========================  ==========================  =======================================================
 
 `proceed` is called by the controller at the end of each event, `resume` by `takeover`.

@@ -157,7 +157,7 @@ def _meet_all(job: Job, inventories: Mapping[str, m.Inventory]) -> list[api.Work
         for worker in inventories[name].workers:
             events += _meet(job, name, worker)
         for rank, _ in inventories[name].ended:
-            if rank not in job.members:  # started and ended without a record: its number is taken
+            if rank not in job.members:  # it started and ended unrecorded, so its number is used
                 _know(job, rank, name, -1)
     return events
 
@@ -255,7 +255,7 @@ def _gather_on(job: Job, recovery: Recovery, events: list[api.WorkerSaid]) -> No
     if job.record.unexplained or job.record.lost:
         job.start.early_at = job.now
     ended = [rank for inventory in recovery.inventories.values() for rank, _ in inventory.ended]
-    for rank in sorted({*ended, *recovery.exits} - job.members.keys()):  # started and ended without a record
+    for rank in sorted({*ended, *recovery.exits} - job.members.keys()):  # unrecorded start and end
         place = job.record.placements[rank]
         job.log(WorkerStarted(rank=rank, node=place.node, device=place.device, pid=0, epoch=job.epoch))
     for lost_node in tuple(job.record.lost.values()):

@@ -334,7 +334,7 @@ def _take_effect(job: Job, transition: Transition) -> None:
     """Commit the transaction: from now on the new plan's layout says which rank holds which state."""
     assert transition.plan is not None
     before, plan = job.record.plan, transition.plan
-    # At the start only the communicators take the time they always take: state is loaded or initialised, not moved.
+    # At the start state is loaded or initialised instead of moved, so its time says nothing about later changes.
     state_s = 0.0 if transition.initial else transition.state_s
     job.log(
         PlanInEffect(

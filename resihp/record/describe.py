@@ -72,9 +72,7 @@ def _failure(entry: journal.FailureFound) -> str:
     elif entry.ranks and entry.component == "node":
         cause = f"{cause}, {rank_list(entry.ranks)} lost"
     when = "slow since" if entry.kind == "fail-slow" else "noticed in"
-    onset = (
-        f", {when} iteration {entry.iteration}" if entry.epoch else ""
-    )  # with epoch 0 there is no plan yet, or never will be
+    onset = f", {when} iteration {entry.iteration}" if entry.epoch else ""  # epoch 0: there was no plan yet
     return f"failure {entry.failure}: {cause}{onset}"
 
 

@@ -104,7 +104,7 @@ def apply(record: JobRecord, entry: AnyEntry) -> None:
             _replacement(record, entry)
         case JobSignalled():
             record.signalled = entry
-            record.verdicts.clear()  # nothing is done about the nodes that died meanwhile
+            record.verdicts.clear()  # no measure is taken against nodes that failed before the stop
         case JobEnded():
             record.ended = entry
         case _:
@@ -150,7 +150,7 @@ def _places(
         case JoinRefused():
             _place(record, entry.rank, entry.node, entry.device)
             record.unexplained.pop(entry.rank, None)
-            if record.first_plan is None:  # a failure will name it
+            if record.first_plan is None:  # a later failure names the rank
                 record.unexplained[entry.rank] = None
             record.refused[entry.rank] = entry.reason
             if entry.rank in record.workers:
@@ -187,13 +187,13 @@ def _plans(
         case PlanRefused() | PlanWithdrawn() if (
             record.proposed is not None and record.proposed.plan.epoch == entry.epoch
         ):
-            # No rank has acted on it, so its voters are not asked any more. Those of the plan in effect have been asked
-            # throughout, so every quorum from here on shares an agent with every earlier one.
+            # No rank has acted on this plan, so a quorum of its voters is no longer needed. A quorum of the voters of
+            # the plan in effect was needed all the time, so every later quorum shares an agent with every earlier one.
             record.proposed = None
         case PlanInEffect() if record.proposed is not None and record.proposed.plan.epoch == entry.epoch:
             plan, record.incumbent, record.voters = record.proposed
             if record.plan is not None and record.plan.micro_batches != plan.micro_batches:
-                # no rank is late because the batch has grown
+                # a larger batch must not make ranks look late
                 growth = plan.micro_batches / record.plan.micro_batches
                 record.recent = deque((seconds * growth for seconds in record.recent), maxlen=RECENT_ITERATIONS)
             record.plan, record.proposed = plan, None
@@ -252,7 +252,7 @@ def _failure(record: JobRecord, entry: FailureFound) -> None:
     if record.signalled is not None:
         return
     lost, hardware = record.lost.get(entry.node), entry.hardware
-    if hardware is None:  # 0.1
+    if hardware is None:  # journal of version 0.1
         hardware = lost is None or entry.cause != f"node {lost.name}: {lost.reason}"
     verdict = record.verdicts.get(entry.node)
     if verdict is None or not verdict.hardware:

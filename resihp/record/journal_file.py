@@ -319,7 +319,7 @@ class Journal:
             (body,) = file.bodies(at, at + 1)
             rows = [row for row in unpack([decode(body)]) if row.seq <= after]
         self._replace(self._beside(at, rows), [])
-        self._settled, self._unpacked = 0, PACK_AFTER  # packed again soon
+        self._settled, self._unpacked = 0, PACK_AFTER  # so that the file is packed again soon
         self.seq = self._file.lasts[-1] if self._file.lasts else 0
         self._sync_name()
 

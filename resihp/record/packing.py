@@ -131,7 +131,7 @@ def _as_one(run: list[Record]) -> list[Record]:
             bytes.fromhex("".join(outcome.samples_digest for outcome in outcomes)),
         ]
     except (struct.error, OverflowError, ValueError):
-        return run  # a figure that does not fit its column: not packed
+        return run  # a figure does not fit its column, so the run stays unpacked
     entry = IterationsPacked(
         epoch=entries[0].epoch,
         first=outcomes[0].iteration,

@@ -99,7 +99,7 @@ def _part_failed(job: Job, finding: Finding, ranks: tuple[int, ...]) -> None:
     lasting, longer = job.inquiry.lasting, excess(job, finding.iteration, (speed_of(finding),))
     explains = longer is None or not longer.mostly_unexplained
     if explains and lasting is not None and abs(lasting.finding.iteration - finding.iteration) <= SAME_CAUSE_ITERATIONS:
-        job.inquiry.lasting = None  # explained by this part
+        job.inquiry.lasting = None  # this part explains the finding
     where = f"node {entry.node}: " if entry.node is not None else ""
     job.say(
         "warning", f"{where}{cause}, since iteration {finding.iteration}; no plan helps, see resihp history failures"

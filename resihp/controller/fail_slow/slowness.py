@@ -41,7 +41,7 @@ def review(job: Job) -> None:
     for overdue in probe_orders.overdue(job):
         concluded(job, overdue)
     if not job.training:
-        return  # findings wait
+        return  # findings are kept until training continues
     if job.profile is not None and not job.links_planned_for:
         job.links_planned_for = True
         replan_policy.consider_links(job)
@@ -65,7 +65,7 @@ def _look_into(job: Job) -> None:
     if job.record.suspects_slow is not None:
         devices = [finding for finding in devices if not slow_devices.joined(job, finding)]
     elif devices:
-        slow_devices.suspected(job, devices)  # which may explain others
+        slow_devices.suspected(job, devices)  # a verdict may explain other findings
         devices = []
     others, job.findings = job.findings, ()
     waiting = []

@@ -82,7 +82,7 @@ def raised(job: Job, member: Member, raised: m.Raised) -> None:
     job.errors[member.rank] = (raised.iteration, raised.error)
     if job.stage == "gathering":
         job.start.early_at = job.now
-        if member.alive:  # until it ends
+        if member.alive:  # wait for the end of the process
             job.start.awaited.add(member.rank)
             member.declared = None
         prefix = "lost a peer, and " if member.follows == "surely" else ""
@@ -121,10 +121,10 @@ def incident(job: Job, member: Member, status: int, *, alone: bool = False) -> N
     member.exit_status = status
     condemned = own_causes.condemns_its_device(job, member)
     # A dead GPU reaches the script as an exception. If one rank alone cannot do something at the start that others can,
-    # its node is the cause. For a program that never declares a model, this is not known.
+    # its node is the cause. For a program that never declares a model, it is not known whether others can.
     device_failed = condemned or own_causes.failed_on_its_device(job, member)
     by_device = (member.raised is None and status != m.ABORT_STATUS) or device_failed or alone
-    # An abort is not the program's fault either, nor is lost storage or a lost service.
+    # The program has not caused an abort either, nor the loss of storage or of a service.
     by_neither = not by_device and (member.raised is None or own_causes.is_from_outside(job, member.rank))
     before = job.record.dead_devices if job.stage == "gathering" else job.dead_devices  # early, it is its first process
     dead = condemned or (member.node, member.device) in before
@@ -134,7 +134,7 @@ def incident(job: Job, member: Member, status: int, *, alone: bool = False) -> N
         component = "script"
     else:
         component = "device" if dead else "process"
-    if job.stage != "gathering":  # while gathering it was reported when it happened
+    if job.stage != "gathering":  # during the start, the exit was reported when it happened
         job.say("warning", f"{job.where(member.rank)}: {cause}")
     job.incidents.append(
         Incident(
@@ -266,12 +266,12 @@ def node_incident(job: Job, name: str, reason: str, ranks: list[int]) -> set[int
     broken = [
         own_causes.reported_cause(job, job.members[rank]) for i in earlier if i.condemned for rank in sorted(i.ranks)
     ]
-    before = f"; before, {broken[0]}" if broken else ""  # hardware that fails may take its node along
+    before = f"; before, {broken[0]}" if broken else ""  # broken hardware may bring down its node
     injected = [job.signalled[rank] for rank in sorted(victims) if rank in job.signalled]
     if not victims and job.record.first_plan is not None:  # its workers were gone before, and have causes of their own
         job.say("warning", f"node {name}: {reason}")
         return victims
-    if job.stage != "gathering":  # while gathering it was reported when it happened
+    if job.stage != "gathering":  # during the start, the loss was reported when it happened
         job.say("warning", f"node {name}: {reason}; {_lost(victims)}")
     found_at = min([job.now, *(i.found_at for i in earlier)])
     job.incidents.append(
@@ -312,7 +312,7 @@ def explain_early(job: Job) -> None:
     with status 0 is done and not a failure, unless any rank has declared a model.
     """
     alone = job.has_declared
-    for rank, exit in list(job.record.unexplained.items()):  # as they ended: a shared cause counts for the first
+    for rank, exit in list(job.record.unexplained.items()):  # in order of ends: the first gets a shared cause
         if rank in job.record.refused:
             never_started(job, rank, job.record.refused[rank])
         elif exit is not None and (exit or alone):

@@ -278,7 +278,7 @@ def end(job: Job, exit_code: int, reason: str, workers_leave: bool = False, requ
     if job.stage == "ended":
         return
     log_incidents(job)
-    if requeue or exit_code != 75:  # else a successor may lead and still wait for them
+    if requeue or exit_code != 75:  # else a successor may lead and need the requested nodes
         replacements.cancel_open(job, "the job ends")
     for request, since in job.saves.askers.items():
         is_there = job.record.checkpointed > since

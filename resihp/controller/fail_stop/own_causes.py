@@ -171,7 +171,7 @@ def own_diagnosis(job: Job, member: Member) -> Diagnosis:
     if report.exit is None and member.raised is not None:
         report = msgspec.structs.replace(report, exit=1)
     if member.weighed is None or member.weighed[:2] != (report, len(on_record)):
-        earlier = [past for past in on_record if member.rank not in past.ranks]  # of a rank, that is this very end
+        earlier = [past for past in on_record if member.rank not in past.ranks]  # those with the rank are this end
         member.weighed = report, len(on_record), diagnose([report], earlier)
     return member.weighed[2]
 

@@ -205,7 +205,7 @@ def _describe(members: list[Member], incident: Incident, diagnosis: Diagnosis) -
     if not any(is_conclusive(diagnosis, member) for member in members):
         return
     raised = any(member.raised is not None for member in members) and incident.condemned is None
-    dead = incident.component == "device" and incident.condemned is None  # by an injected fault
+    dead = incident.component == "device" and incident.condemned is None  # dead because of an injected fault
     if raised or dead:
         incident.evidence = _joined(incident.evidence, diagnosis.evidence)
         return

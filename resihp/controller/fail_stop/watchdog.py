@@ -165,7 +165,7 @@ def judge_progress(job: Job) -> None:
         fence(job, stopped)
         return
     if any(is_saving(job, member) for member in still):
-        return  # its peers wait for it, as they should
+        return  # peers rightly wait for a rank that writes a checkpoint
     idle_s = job.now - job.progress_at
     limit_s = liveness.hang_suspected_s(job.settings, job.predicted_s)
     if idle_s <= limit_s:

@@ -46,7 +46,7 @@ def review(job: Job) -> None:
     lost_nodes, job.maintenance.unwatched = job.maintenance.unwatched, []
     for name in lost_nodes:
         job.do(api.WatchNode(node=name))
-        if job.settings.replacements:  # the worth of a replacement depends on it
+        if job.settings.replacements:  # the worth of a replacement depends on the time left
             job.do(api.AskTimeLeft())
     if job.stage == "gathering":
         return

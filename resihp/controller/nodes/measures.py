@@ -31,22 +31,22 @@ class Decision(NamedTuple):
 def decide(
     *, hardware: bool, answers: bool = False, together: bool = False, died_before: bool = False, may_drain: bool = True
 ) -> Decision | None:
-    """Return the measure for one node; None for nothing.
+    """Return the measure against one node; None if nothing is to be done.
 
     =============================================================  ==========  ========
     evidence                                                       grounds     measure
     =============================================================  ==========  ========
-    a device of it failed for good, or its kernel reported broken
-    hardware (`hardware`), whatever else                           hardware    drain
+    one of its devices failed for good, or its kernel reported
+    broken hardware (`hardware`); the rest does not matter         hardware    drain
     several nodes were lost together (`together`)                  -           nothing
-    it was lost, and it answers: its agent was killed by a signal
-    (kill -9, out of memory) or ended, and Slurm could say how     agent       exclude
+    it was lost, but it answers (`answers`): a signal killed its
+    agent (kill -9, out of memory), or Slurm reported its exit     agent       exclude
     it died or fell silent, as in an earlier run of the same
     Slurm job (`died_before`)                                      died again  drain
     it died or fell silent                                         died        exclude
     =============================================================  ==========  ========
 
-    Where no (further) drain is allowed (`may_drain`), the node is excluded instead.
+    If no further drain is allowed (`may_drain` False), the node is excluded instead.
     """
     drain: Measure = "drain" if may_drain else "exclude"
     if hardware:

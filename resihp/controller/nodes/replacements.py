@@ -159,7 +159,7 @@ def news(job: Job, event: api.ReplacementNews) -> None:
     if request is None or not (request.open or request.state == "joined"):
         return
     if request.state == "joined" and event.state == "refused":
-        return  # an answer to a repeated request; another one was granted
+        return  # the answer to a repeated request, after an earlier one was granted
     state: Literal["pending", "running", "joined", "refused", "ended"] = event.state
     if request.state in ("running", "joined") and event.state in ("pending", "running"):
         state = request.state  # a new supervisor may learn of the states from the beginning

@@ -326,7 +326,8 @@ class FailureFound(Entry, frozen=True, kw_only=True):
     idle: bool = False
     """For slowness: whether the component has no work under the plan in effect."""
     hardware: bool | None = None
-    """True if the node's hardware is broken, False if the node merely died; None in journals of 0.1."""
+    """True if hardware of the node is broken; False if not, for instance if the node merely died; None in journals of
+    0.1."""
     diagnosed: Diagnosed | None = None
     """The diagnosis; None if there was none. If a device fails with the same diagnosis again, the device itself is the
     cause."""

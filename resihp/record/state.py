@@ -234,7 +234,7 @@ class JobRecord:
     """Verdict that the whole job is slow: all ranks are slower than before, and none stands out. None without such a
     verdict."""
     slow_parts: dict[Part, Slow] = field(default_factory=dict)
-    """Verdicts that work which a group of ranks does together, or waits for, is slow."""
+    """Verdicts that one kind of work of a group of ranks is slow; the ranks do this work together, or wait for it."""
     suspicions: int = 0
     """Number of the last suspicion, of slowness or of silence; 0 if there is none."""
     detector: str = "warming up"
@@ -249,7 +249,7 @@ class JobRecord:
     unfit: set[Device] = field(default_factory=set)
     """Devices that stand by because they failed a probe before they were given work."""
     unanswered: set[Device] = field(default_factory=set)
-    """Devices that failed or did not answer their last probe. They do not even hold a copy of state."""
+    """Devices that answered their last probe with an error or not at all. They do not even hold a copy of state."""
     unfit_probes: dict[Device, int] = field(default_factory=dict)
     """Number of probes in a row that each unfit device has failed. The higher it is, the longer the time until the next
     probe."""

@@ -24,7 +24,7 @@ NEGLIGIBLE_LAYER_SHARE = 0.1
 
 
 def learn(job: Job) -> None:
-    """Take the times, if they are known now and have not been taken before."""
+    """Take the job's times from the detector, once the detector knows them. Does nothing if they were taken before."""
     if job.profile is None and job.workloads and job.monitor.settled:
         job.profile = _profile(job)
         if job.profile is not None and (text := contradiction(job.profile, job.declaration.model)):

@@ -292,7 +292,7 @@ def adopted(job: Job) -> None:
 
 
 def _stages(job: Job) -> dict[int, tuple[int, tuple[int, ...]]]:
-    """Return, by the first rank of each stage, the stage's index in its replica and its ranks."""
+    """Return a map from the first rank of each stage to the stage's index in its replica and the stage's ranks."""
     replicas = job.record.plan.layout.replicas if job.record.plan is not None else ()
     stages = [(index, stage.ranks) for replica in replicas for index, stage in enumerate(replica.stages) if stage.ranks]
     return {ranks[0]: (index, ranks) for index, ranks in stages}

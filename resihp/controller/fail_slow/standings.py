@@ -27,8 +27,8 @@ once two checks in a row agree."""
 SCORE_ITERATIONS = 10
 """Number of iterations between two scores."""
 MEAN_SCORES_PER_ITERATION = 8
-"""Number of ranks that the scores of all ranks cover per iteration, on average: 16,384 ranks are scored every 2050
-iterations."""
+"""Average number of ranks scored per iteration, when all ranks are scored: a job of 16,384 ranks scores all of them
+every 2050 iterations."""
 MAX_SUSPICIOUS_RANKS = 8
 """Number of ranks in every score: slow ranks, and the ranks with the most evidence against them."""
 

@@ -67,7 +67,7 @@ MIN_EXCESS_SHARE = 0.10
 # --- slowness that no device explains --------------------------------------------------------------------------------
 
 MIN_LASTING_ITERATIONS = 20
-"""Iterations. Number of iterations that must be slower, although every device is healthy, before the job as a whole is
+"""Iterations. This many iterations must be slower, although every device is healthy, before the job as a whole is
 declared slow."""
 SEVERE_CHANGE = 1.0
 """Relative change. From this value on (iterations take twice as long), `MIN_SEVERE_ITERATIONS` iterations are

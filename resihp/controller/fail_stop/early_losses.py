@@ -33,7 +33,7 @@ GRACE_S = 3.0
 """Seconds that the controller waits, after an exception of one rank, for the same exception on other ranks and for the
 end of the process."""
 OWN_STATUSES = (m.ABORT_STATUS, client.AGENT_GONE_STATUS)
-"""Exit statuses with which resihp ends a worker, whatever its script does."""
+"""Exit statuses with which resihp itself ends a worker. They say nothing about the script."""
 FIRST_SIGNAL_STATUS = 129
 """Lowest exit status that a shell returns for a program that a signal ended."""
 
@@ -294,7 +294,7 @@ def _ends_for_lack_of_devices(job: Job) -> bool:
 
 
 def _lacks_nodes(job: Job) -> bool:
-    """Return whether nodes are missing without spare nodes in their places, or nodes with started processes are
+    """Return whether nodes are missing and no spare nodes took their places, or nodes with started processes are
     lost."""
     placements = job.record.placements
     return len(placements) < job.settings.devices_asked or any(not job.nodes[p.node].alive for p in placements)

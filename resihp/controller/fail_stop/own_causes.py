@@ -30,7 +30,7 @@ DEVICE_ERROR_CLASS = "AcceleratorError"
 OUTSIDE_CATEGORIES = frozenset({"storage", "service"})
 """Categories of causes outside the script and the nodes."""
 PROGRAM_CATEGORIES = frozenset({"program", "memory", "unknown"})
-"""Categories of causes that may be the script itself."""
+"""Categories of causes for which the script itself may be responsible."""
 EXIT_ONLY_CODES = ("unknown", "fenced", "gone", "node lost")
 """Codes of diagnoses that are based only on the exit status of a process; so are codes of the form `exit N`."""
 

@@ -26,7 +26,7 @@ from resihp.words import natural
 
 def choose(job: Job) -> Choice:
     """Return the first plan of a job: the requested layout if all devices or enough spares have joined, else the best
-    layout for the devices that have.
+    layout for the devices that have joined.
 
     Raises LayoutError if the requested layout is impossible, NotEnoughDevicesError if no layout fits the remaining
     devices.

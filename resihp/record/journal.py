@@ -329,8 +329,8 @@ class FailureFound(Entry, frozen=True, kw_only=True):
     """True if hardware of the node is broken; False if not, for instance if the node merely died; None in journals of
     0.1."""
     diagnosed: Diagnosed | None = None
-    """The diagnosis; None if there was none. If a device fails with the same diagnosis again, the device itself is the
-    cause."""
+    """The diagnosis; None if there was none. If a device gets the same diagnosis in a later failure, the device itself
+    is the cause."""
     explains: tuple[str, ...] = ()
     """Log lines about the node that were used as evidence, in addition to `evidence`. They explain no later failure."""
 

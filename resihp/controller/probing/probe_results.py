@@ -84,8 +84,8 @@ def _excuse_untried(job: Job, examination: Examination, judged: dict[int, probes
 
 
 def _as_in_former_jobs(examination: Examination, speeds: Mapping[int, m.Speed]) -> Mapping[int, m.Speed]:
-    """Return the measured speeds that can be compared with those of former jobs. Except at the start, processors that
-    are shared also train during the probe; they did not in the probes of former jobs."""
+    """Return the measured speeds that can be compared with those of former jobs. Except at the start, shared processors
+    also run training during the probe, which they did not do in the probes of former jobs."""
     if examination.occasion == "start":
         return speeds
     return {rank: speed for rank, speed in speeds.items() if not examination.answers[rank].shared}

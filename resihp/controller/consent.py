@@ -1,8 +1,10 @@
-"""The ranks' answers to a proposed plan. Nothing has been touched yet: a refused plan costs only the time it took.
+"""Handle the ranks' answers to a proposed plan: each rank confirms the plan or refuses it. State has not moved yet, so
+a refused plan costs only the time spent on it.
 
-A plan that any rank refuses is never acted on. At the start a refusal ends the job, since the user asked for something
-impossible. Later a cautious plan follows: the one in effect once more, or that one without its lost replicas. If that
-one is refused as well, there is nothing left to try.
+A plan that any rank refuses never takes effect. If ranks refuse the first plan, the job ends, because the user has
+requested an impossible layout. If ranks refuse a later plan, the controller proposes a cautious plan: the plan in
+effect once more, or the plan in effect without the replicas that lost a rank. If ranks refuse the cautious plan as
+well, the job ends.
 """
 
 from __future__ import annotations

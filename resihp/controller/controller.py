@@ -1,20 +1,21 @@
-"""Entry point to the decisions about a running job: one event in, actions out.
+"""Entry point of the controller: takes one event about a running job and returns actions.
 
-Never looks at a clock, a socket or a tensor. Called by the supervisor shell, by the simulator and by the fuzz harness
-with the same code. Durable state is `Job.record`, changed only by `Job.log`; the stages of a job's life are the table
-in `lifecycle`. Each module of this package decides one part of it.
+Uses no clock, no socket and no tensor. The supervisor shell, the simulator and the fuzz harness all call this same
+code. The durable state is `Job.record`, and only `Job.log` changes it. The table in `lifecycle` defines the stages of a
+job's life. Each of the other modules of this package makes one kind of decision.
 
-A transition is a transaction. While parking, every rank reports; while proposing, every rank checks the plan and
-confirms it; while building, state is copied beside the existing state. Only when all ranks have acknowledged does the
-plan take effect (in the journal), and the old state is freed. Until then a failure parks again, one epoch up, from the
-plan that is still in effect.
+The change from one plan to the next is a transaction. In stage `parking` every rank reports its progress; in stage
+`proposing` every rank checks the plan and confirms it; in stage `building` ranks copy state beside their existing
+state. Only when all ranks have acknowledged does the plan take effect (in the journal), and ranks free the old state. A
+failure before that moment parks all ranks again, in the next epoch, and the plan in effect is still the old one.
 
-`startup` the start · `early_losses` losses before the first plan · `transition` from one plan to the next · `planning`
-the choice of a plan and of the state it starts from · `consent` the ranks' answers to it · `iterations` commits ·
-`failures` losses · `joins` processes that join · `watchdog` silence and time · `expectation` healthy times · `slowness`
-slow devices and links · `probing` probes · `standings` questions to the detector · `fault_injection` injected faults ·
-`shutdown` requests to stop · `drains` bad nodes out · `replacements` new nodes in · `ahead` plans before they are
-needed · `takeover` a new supervisor · `incidents` root causes and the end.
+`startup` the start of a job · `early_losses` losses before the first plan · `transition` the change from one plan to
+the next · `planning` the choice of a plan and of the state it starts from · `consent` the ranks' answers to a plan ·
+`iterations` commits · `failures` losses · `joins` processes that join · `watchdog` silence and timeouts · `expectation`
+healthy iteration times · `slowness` slow devices and links · `probing` probes · `standings` operators' questions to the
+detector · `fault_injection` injected faults · `shutdown` requests to stop · `drains` removal of bad nodes ·
+`replacements` new nodes · `ahead` plans made in advance · `takeover` the start of a new supervisor · `incidents` root
+causes and the end of the job.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ from resihp.settings import Settings
 
 
 class Controller:
-    """One job's state machine. `handle` is its only entry point, and the returned actions are its only output."""
+    """The state machine of one job. `handle` is its entry point for events, and the returned actions are its only
+    output."""
 
     def __init__(self, settings: Settings, dependencies: Dependencies | None = None) -> None:
         self.job = Job(settings, dependencies=dependencies)
@@ -62,21 +64,22 @@ class Controller:
         dependencies: Dependencies | None = None,
         commits: Iterable[Commit] = (),
     ) -> Self:
-        """Return a controller that takes over from one that died: `entries` of its journal, then `AgentJoined` events.
+        """Return a controller that replaces one that died. `entries`: the dead controller's journal. The caller then
+        sends an `AgentJoined` event for each agent that reconnects.
 
-        `commits`: the last of these, at seconds before now (negative): they date failures that happened before the
-        take-over. Raises ProtocolError for a job that has ended.
+        `commits`: the last committed iterations, with times in seconds before now (negative). They date failures that
+        happened before the take-over. Raises ProtocolError for a job that has ended.
         """
         controller = cls(settings, dependencies)
         controller.job = takeover.begin(settings, entries, controller.job.dependencies, commits)
         return controller
 
     def journaled(self, entry: AnyEntry) -> None:
-        """Take in an entry that the shell, which carries out decisions, wrote into the journal itself."""
+        """Apply an entry that the shell wrote into the journal by itself, such as a completed checkpoint."""
         self.job.apply(entry)
 
     def handle(self, event: AnyEvent, now: float) -> list[AnyAction]:
-        """Take one event at time `now` (monotonic seconds); return what to do, in order."""
+        """Handle one event at time `now` (monotonic seconds); return the actions to carry out, in order."""
         job = self.job
         job.now = max(now, job.now)
         job.actions = []
@@ -98,7 +101,7 @@ class Controller:
         return job.actions
 
     def check(self) -> None:
-        """Assert the invariants that hold between events. Tests call it after each event."""
+        """Assert the invariants between two events. Tests call this after each event."""
         job = self.job
         if job.record.plan is not None and job.training:
             dead = [rank for rank in job.record.active if not job.members[rank].alive]
@@ -121,10 +124,10 @@ def _check_transition(job: Job, under_way: Transition) -> None:
 
 
 def _review(job: Job) -> None:
-    """Let each policy act on what the event has changed.
+    """Let each policy react to the new state of the job after an event.
 
-    The order is a policy, too: each sees the decisions of those before it, and the first reason to interrupt training
-    leaves none to those after it.
+    The order of the calls is itself a policy. Each policy sees the decisions of the policies before it. Once one of
+    them interrupts training, the policies after it cannot interrupt training again.
     """
     fault_injection.end_slowness(job)  # before speeds are judged
     iterations.review_askers(job)  # a requested checkpoint is ordered before a change of plan can park its ranks
@@ -176,7 +179,7 @@ def _handle(job: Job, event: AnyEvent) -> None:
 
 
 def _requested(job: Job, event: api.InjectAsked | api.StandingAsked | api.StopAsked | api.CheckpointAsked) -> None:
-    """Take an operator's request."""
+    """Handle an operator's request."""
     match event:
         case api.InjectAsked():
             fault_injection.inject_asked(job, event)
@@ -193,7 +196,7 @@ def _requested(job: Job, event: api.InjectAsked | api.StandingAsked | api.StopAs
 def _answered_by_slurm(
     job: Job, event: api.DrainStep | api.ReleaseAnswered | api.ReplacementNews | api.SlurmSees
 ) -> None:
-    """Take Slurm's answer about a node."""
+    """Handle an answer or a report from Slurm about a node or a replacement request."""
     match event:
         case api.DrainStep():
             drains.drain_step(job, event)
@@ -249,6 +252,6 @@ def _take_message(job: Job, member: Member, message: m.WorkerMessage) -> None:
         case m.Probed():
             slowness.probed(job, member, message)
         case m.Progress():
-            pass  # beats carry it
+            pass  # heartbeats carry the same data
         case _:
             assert_never(message)

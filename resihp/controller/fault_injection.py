@@ -1,4 +1,5 @@
-"""Fault injection: carries faults out when a rank reports that their moment has come, or at once for an operator."""
+"""Inject faults: when a rank reports that it has reached the point at which a fault is due, or at once on an operator's
+request."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def fault_due(job: Job, member: Member, fault_id: int) -> None:
 
 
 def inject(job: Job, fault: Fault, waiting: int | None = None) -> str | None:
-    """Inject a fault, for which rank `waiting` waits; return the reason if that is not possible."""
+    """Inject a fault; return the reason if that is impossible, else None. `waiting`: the rank that has paused until the
+    fault is injected, if there is one."""
     obstacle = _obstacle(job, fault)
     if obstacle is not None:
         return obstacle
@@ -43,7 +45,7 @@ def inject(job: Job, fault: Fault, waiting: int | None = None) -> str | None:
         )
     )
     if fault.kind == "disconnect" and fault.node is not None:
-        _let_go_on(job, fault, waiting)  # while an order still reaches it
+        _let_go_on(job, fault, waiting)  # before the cut, while an order still reaches the rank
         job.do(api.CutConnection(node=fault.node))
     elif fault.kind == "slow":
         job.slow_since.update(dict.fromkeys([fault.link] if fault.link else victims, job.now))
@@ -57,7 +59,7 @@ def inject(job: Job, fault: Fault, waiting: int | None = None) -> str | None:
 
 
 def _obstacle(job: Job, fault: Fault) -> str | None:
-    """Return the reason why a fault cannot be injected, or None."""
+    """Return the reason for which a fault cannot be injected; None if it can."""
     if fault.rank is not None:
         member = job.members.get(fault.rank)
         if member is None:
@@ -80,7 +82,7 @@ def _nodes_hit(fault: Fault) -> tuple[str, ...]:
 
 
 def _victims(job: Job, fault: Fault) -> tuple[int, ...]:
-    """Return the rank of a fault, or the live ranks of its nodes."""
+    """Return the ranks that a fault hits: its own rank, or all live ranks of its nodes."""
     if fault.rank is not None:
         return (fault.rank,)
     names = _nodes_hit(fault)
@@ -88,7 +90,7 @@ def _victims(job: Job, fault: Fault) -> tuple[int, ...]:
 
 
 def _let_go_on(job: Job, fault: Fault, waiting: int | None) -> None:
-    """Tell the rank that waits for a fault, if there is one, to go on."""
+    """Tell the rank that has paused for a fault, if there is one, to continue."""
     if waiting is not None:
         job.order((waiting,), m.FaultGo(fault=fault.id, fire=False))
 
@@ -102,7 +104,7 @@ def _slow_down(job: Job, fault: Fault, victims: tuple[int, ...]) -> None:
 
 
 def _break(job: Job, fault: Fault, victims: tuple[int, ...]) -> None:
-    """Let processes hang or raise, or stop or kill them from outside."""
+    """Make processes hang or raise by an order, or stop or kill them with a signal."""
     if fault.kind in ("hang", "raise"):
         job.order(victims, m.FaultGo(fault=fault.id, fire=True))
         return
@@ -114,8 +116,8 @@ def _break(job: Job, fault: Fault, victims: tuple[int, ...]) -> None:
 
 
 def stay_slow(job: Job, rank: int) -> None:
-    """Slow down a new process on a device, node or link that an injected fault has made slow: the device is slow, not
-    the process that died on it."""
+    """Slow down a new process if an injected fault has slowed its device, node or link. Such a fault belongs to the
+    device and not to the process that died there."""
     place = job.record.placements[rank]
     for fault in _lasting(job):
         of_device = fault.rank is not None and job.record.placements[fault.rank] == place
@@ -125,7 +127,8 @@ def stay_slow(job: Job, rank: int) -> None:
 
 
 def _lasting(job: Job) -> list[Fault]:
-    """Return the injected `slow` faults that are not over, in the order in which they were armed or asked for."""
+    """Return the injected `slow` faults that have not ended, in the order in which they were configured or
+    requested."""
     fired = [armed.fault for armed in job.faults.values() if armed.fault.id in job.record.fired]
     return [
         fault for fault in fired if fault.kind == "slow" and (fault.until is None or job.record.committed < fault.until)
@@ -133,7 +136,8 @@ def _lasting(job: Job) -> list[Fault]:
 
 
 def end_slowness(job: Job) -> None:
-    """Tell ranks that a `slow` fault is over: a standby rank does not see iterations pass."""
+    """Tell ranks that a `slow` fault has ended. The supervisor has to do this, because a standby rank does not see
+    iterations pass."""
     over = [slowed for slowed in job.slowed if job.record.committed >= (slowed[1].until or 0)]
     for ranks, slow in over:
         job.order(tuple(rank for rank in ranks if job.members[rank].alive), m.Slow(speed=1.0, link=slow.link))

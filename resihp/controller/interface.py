@@ -1,8 +1,9 @@
-"""The controller's interface: the events it takes, the actions it answers with, and the components it calls. Events and
-actions are pure data, which the shell (`wrapper.supervisor.process`) translates.
+"""The controller's interface: the events that it takes, the actions that it returns, and the components that it calls.
+Events and actions are plain data; the shell (`wrapper.supervisor.process`) translates them.
 
-Events come from sockets, the clock and signals; actions go to agents, the journal and the user. The order of actions in
-one answer is the order in which the shell carries them out: `Log` is on disk before anything after it happens.
+Events come from sockets, the clock and signals. Actions go to agents, the journal and the user. The shell carries out
+the actions of one event in the order in which the controller returns them: a `Log` is on disk before the shell carries
+out any later action.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from resihp.settings import Detection
 
 
 class Planner(Protocol):
-    """The controller's view of the scheduler (`resihp.scheduler.planners`)."""
+    """The scheduler as the controller calls it (`resihp.scheduler.planners`)."""
 
     @property
     def first_plan(self) -> Callable[..., Plan]: ...
@@ -45,10 +46,10 @@ class Planner(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Dependencies:
-    """Components that answer questions the controller does not decide itself. A simulated job brings its own."""
+    """Components that the controller calls for decisions that it does not make itself. The simulator passes its own."""
 
     planner: Planner | None = None
-    """None: the planner that the job's settings name."""
+    """None selects the planner named in the job's settings."""
     check: Callable[[Plan], None] = checker.check
     moves: Callable[..., Sequence[Move]] = moves
     outline: Callable[[ModelSpec], Sequence[ParameterSpec]] = outline
@@ -63,10 +64,10 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class AgentJoined(Event, frozen=True, kw_only=True):
-    """A node's agent has joined.
+    """A node's agent has connected and joined the job.
 
-    `inventory` lists the processes that run there already, under a supervisor that took over. `lease`, `hardware`,
-    `incarnation`, `machine`: see `messages.Join`.
+    `inventory` lists the processes that already run on the node; it is sent to a supervisor that took over.
+    `messages.Join` explains `lease`, `hardware`, `incarnation` and `machine`.
     """
 
     node: str
@@ -80,11 +81,12 @@ class AgentJoined(Event, frozen=True, kw_only=True):
 
 
 class AgentLost(Event, frozen=True, kw_only=True):
-    """The agent's process ended, or its connection closed and it did not return within `reconnect_s`: a fact, not a
-    suspicion.
+    """A node's agent is gone: its process ended, or its connection closed and it did not reconnect within
+    `reconnect_s`. This is a fact, not a suspicion.
 
-    `how`: the node is `silent`, or its `agent` alone ended, as something on the node could report. `cannot_start`: the
-    agent found nothing of the job there, or could not even be started, so no further run would fare better.
+    `how`: `silent` if nothing on the node answers; `agent` if only the agent ended, as something on the node could
+    report. `cannot_start`: the job's folder does not exist on the node, or the agent could not even be started, so that
+    another run of the job would fail there as well.
     """
 
     node: str
@@ -106,7 +108,7 @@ class WorkerSpawned(Event, frozen=True, kw_only=True):
 
 
 class SpawnRefused(Event, frozen=True, kw_only=True):
-    """A node could not start a worker; `rank` None: it cannot start any."""
+    """A node could not start the worker of `rank`. If `rank` is None, the node cannot start any worker."""
 
     node: str
     reason: str
@@ -125,14 +127,14 @@ class WorkerSaid(Event, frozen=True, kw_only=True):
 
 
 class InjectAsked(Event, frozen=True, kw_only=True):
-    """An operator requests a fault now; `request` is echoed in `Reply`."""
+    """An operator requests that a fault be injected now. `Reply` repeats the number `request`."""
 
     request: int
     fault: Fault
 
 
 class StandingAsked(Event, frozen=True, kw_only=True):
-    """An operator asks why a rank is, or is not, considered slow; `request` is echoed in `Reply`, whose text is a
+    """An operator asks why a rank is, or is not, considered slow. `Reply` repeats the number `request`; its text is a
     `RankAnswer` as JSON."""
 
     request: int
@@ -140,46 +142,48 @@ class StandingAsked(Event, frozen=True, kw_only=True):
 
 
 class StopAsked(Event, frozen=True, kw_only=True):
-    """An operator requests the end of the job, `at_once` without a checkpoint; `request` is echoed in `Reply`."""
+    """An operator requests the end of the job; with `at_once`, without a checkpoint. `Reply` repeats the number
+    `request`."""
 
     request: int
     at_once: bool
 
 
 class CheckpointAsked(Event, frozen=True, kw_only=True):
-    """An operator requests a checkpoint now; `request` is echoed in `Reply` once there is one, or there will be
-    none."""
+    """An operator requests a checkpoint now. `Reply` repeats the number `request`; it is sent once the checkpoint is
+    complete, or once it is certain that none will be written."""
 
     request: int
 
 
 class CheckpointLost(Event, frozen=True, kw_only=True):
-    """A checkpoint whose parts are all written could not be committed."""
+    """A checkpoint could not be committed although all its parts are written."""
 
     reason: str
 
 
 class Signalled(Event, frozen=True, kw_only=True):
-    """The supervisor received this signal."""
+    """The supervisor received a signal."""
 
     signal: int
 
 
 class AgentSignalled(Event, frozen=True, kw_only=True):
-    """Somebody other than us sent a signal to the node's agent, which survived it."""
+    """A process other than resihp sent a signal to a node's agent, and the agent survived it."""
 
     node: str
     signal: int
 
 
 class TimeLeft(Event, frozen=True, kw_only=True):
-    """Seconds until Slurm's time limit of the job; None when there is no limit."""
+    """The time left until Slurm's time limit of the job, in seconds; None if there is no limit."""
 
     seconds: float | None
 
 
 class QuorumLost(Event, frozen=True, kw_only=True):
-    """Fewer agents than a quorum answer: decisions made now may not count (architecture.md, "Who may lead")."""
+    """Fewer agents than a quorum follow this supervisor, so its decisions may not count (architecture.md, "Who may
+    lead")."""
 
     reason: str
 
@@ -201,7 +205,8 @@ class ReleaseAnswered(Event, frozen=True, kw_only=True):
 
 
 class ReplacementNews(Event, frozen=True, kw_only=True):
-    """A request's state as Slurm reports it. The node's arrival is reported by `AgentJoined` with its `lease`."""
+    """Slurm reports the state of a replacement request. The arrival of the node itself is reported by `AgentJoined`,
+    with the request's number as `lease`."""
 
     replacement: int
     state: Literal["pending", "running", "refused", "ended"]
@@ -211,7 +216,7 @@ class ReplacementNews(Event, frozen=True, kw_only=True):
 
 
 class SlurmSees(Event, frozen=True, kw_only=True):
-    """Slurm's view of one of the job's nodes, sent when it is first known and when it changes."""
+    """Slurm's view of one of the job's nodes. Sent when the view is first known, and whenever it changes."""
 
     node: str
     state: str
@@ -219,23 +224,22 @@ class SlurmSees(Event, frozen=True, kw_only=True):
 
 
 class StopMeaning(Event, frozen=True, kw_only=True):
-    """Slurm's answer to why the job is being signalled (`journal.JobSignalled`)."""
+    """Slurm's answer to the question why the job receives a signal (`journal.JobSignalled`)."""
 
     meaning: Literal["time-limit", "cancelled", "preempted", "unknown"]
 
 
 class NodesRemembered(Event, frozen=True, kw_only=True):
-    """Usual probe speeds of the nodes' devices in former jobs, as far as the ledger has them; may come late or
-    never."""
+    """Usual probe speeds of the nodes' devices in former jobs, as recorded in the ledger. May come late or never."""
 
     usual: dict[Place, Speed]
 
 
 class Thought(Event, frozen=True, kw_only=True):
-    """The answer to `Think`; may come late, or too late to be of use, or never.
+    """The answer to a `Think` action. It may come late, even too late to be of use, or never.
 
-    `decision`: a `scheduler.situation.Decision` as msgpack, which the checker has passed; empty if there is none, and
-    then `obstacle` gives the reason.
+    `decision`: a `scheduler.situation.Decision` encoded as msgpack, which has passed the checker; empty if there is
+    none, and then `obstacle` gives the reason.
     """
 
     question: str
@@ -244,14 +248,15 @@ class Thought(Event, frozen=True, kw_only=True):
 
 
 class PlanningTook(Event, frozen=True, kw_only=True):
-    """Seconds spent on nothing but planning while the event was handled in which the plan of `epoch` was decided."""
+    """The planning time of an event: handling the event that decided the plan of `epoch` took `seconds` for planning
+    alone."""
 
     epoch: int
     seconds: float
 
 
 class Tick(Event, frozen=True, kw_only=True):
-    """Time has passed; sent about four times a second."""
+    """The clock has advanced; sent about four times a second."""
 
 
 AnyEvent = (
@@ -291,16 +296,16 @@ class Action(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Log(Action, frozen=True, kw_only=True):
-    """Append to the journal, flushed, then hand to the ledger."""
+    """Append an entry to the journal, flush the file, then hand the entry to the ledger."""
 
     entry: AnyEntry
 
 
 class StartWorkers(Action, frozen=True, kw_only=True):
-    """Start workers on a node. `workers`: (rank, device) on `node`. `joins`: the job is under way, so they wait to be
-    given work.
+    """Start workers on a node. `workers`: a (rank, device) pair for each. `joins`: the job is already training or about
+    to, so the new workers wait until a plan includes them.
 
-    `nodes` names the node of each rank of the job so far, these included, by rank.
+    `nodes`: the node of every rank of the job so far, including the new ranks; the index is the rank.
     """
 
     node: str
@@ -310,7 +315,8 @@ class StartWorkers(Action, frozen=True, kw_only=True):
 
 
 class Order(Action, frozen=True, kw_only=True):
-    """Send to these workers, through their agents. Ranks whose agent is gone are skipped."""
+    """Send an order to the workers of these ranks, through their agents. Ranks without a connected agent are
+    skipped."""
 
     ranks: tuple[int, ...]
     order: WorkerOrder
@@ -327,21 +333,22 @@ class SignalNode(Action, frozen=True, kw_only=True):
 
 
 class CutConnection(Action, frozen=True, kw_only=True):
-    """Inject a fault: close the connection to the node's agent once; it may reconnect."""
+    """Inject a fault: close the connection to a node's agent once. The agent may reconnect."""
 
     node: str
 
 
 class DropNode(Action, frozen=True, kw_only=True):
-    """Close the agent's connection and refuse it from now on."""
+    """Close the connection to a node's agent, and refuse its connections from now on."""
 
     node: str
 
 
 class DrainNode(Action, frozen=True, kw_only=True):
-    """Climb the drain ladder for a node with a verdict; each rung answers with `DrainStep`.
+    """Climb the drain ladder for a node that a verdict names. Each rung answers with a `DrainStep` event.
 
-    `measure` "exclude": only the rung that keeps the node out of the user's own jobs. `grounds`: as in `DrainDecided`.
+    `measure` "exclude" uses only the rung that excludes the node from the user's own jobs. `grounds`: see
+    `DrainDecided`.
     """
 
     drain: int
@@ -352,14 +359,15 @@ class DrainNode(Action, frozen=True, kw_only=True):
 
 
 class ReleaseNode(Action, frozen=True, kw_only=True):
-    """Give a node back to Slurm: the job keeps `keep`. Answered with `ReleaseAnswered`."""
+    """Give a node back to Slurm. The job keeps the nodes in `keep`. Answered with a `ReleaseAnswered` event."""
 
     node: str
     keep: tuple[str, ...]
 
 
 class AskReplacement(Action, frozen=True, kw_only=True):
-    """Submit a job of one node that joins this one, on a node outside `exclude`. Answered with `ReplacementNews`."""
+    """Submit a Slurm job of one node, to join this job, on a node outside `exclude`. Answered with `ReplacementNews`
+    events."""
 
     replacement: int
     exclude: tuple[str, ...]
@@ -371,22 +379,22 @@ class CancelReplacement(Action, frozen=True, kw_only=True):
 
 
 class WatchNode(Action, frozen=True, kw_only=True):
-    """Poll Slurm's view of a node until Slurm, too, knows that the node was lost; answered with `SlurmSees`."""
+    """Poll Slurm's view of a lost node until Slurm has noticed the loss as well. Answered with `SlurmSees` events."""
 
     node: str
 
 
 class AskWhy(Action, frozen=True, kw_only=True):
-    """Ask Slurm why the job is being signalled. Answered with `StopMeaning`."""
+    """Ask Slurm why the job receives a signal. Answered with a `StopMeaning` event."""
 
 
 class AskTimeLeft(Action, frozen=True, kw_only=True):
-    """Ask Slurm for the time left now: a decision depends on it, and the limit may have been changed. Answered with
-    `TimeLeft`."""
+    """Ask Slurm for the time left until the job's time limit, because a decision depends on it and the limit may have
+    changed. Answered with a `TimeLeft` event."""
 
 
 class Reply(Action, frozen=True, kw_only=True):
-    """Answer an operator's request."""
+    """Answer an operator's request. `request`: the number of the request; `ok`: whether it succeeded."""
 
     request: int
     ok: bool
@@ -394,10 +402,10 @@ class Reply(Action, frozen=True, kw_only=True):
 
 
 class Think(Action, frozen=True, kw_only=True):
-    """Make a plan for a situation that may arise, beside the job; nothing waits for it.
+    """Make a plan for a situation that may arise, in a separate process. Nothing waits for the plan.
 
-    Answered with `Thought`, or not at all. `search_s`: seconds spent on the search for a better plan after the first
-    one. A new question takes precedence over one not yet begun.
+    Answered with a `Thought` event, or not at all. `search_s`: seconds to spend on searching for a better plan after
+    the first plan is found. A newer question replaces one that is still queued.
     """
 
     question: str
@@ -407,43 +415,43 @@ class Think(Action, frozen=True, kw_only=True):
 
 
 class TellScores(Action, frozen=True, kw_only=True):
-    """Hand the detector's scores of some ranks to the ledger, as telemetry: (rank, level, evidence); the level is None
-    where it is not known."""
+    """Send the detector's scores of some ranks to the ledger, as telemetry: (rank, level, evidence). The level is None
+    if it is not known."""
 
     iteration: int
     scores: tuple[tuple[int, float | None, float], ...]
 
 
 class CommitCheckpoint(Action, frozen=True, kw_only=True):
-    """Write the manifest that makes the parts in `folder` a complete checkpoint, then prune old ones."""
+    """Write the manifest that turns the parts in `folder` into a complete checkpoint, then delete old checkpoints."""
 
     iteration: int
     folder: str
     parts: tuple[tuple[str, int], ...]
     seconds: float
     layout: str = ""
-    """The layout under which it was written, for lists of checkpoints."""
+    """The layout under which the checkpoint was written, in words, for lists of checkpoints."""
 
 
 class Say(Action, frozen=True, kw_only=True):
-    """One line for the user."""
+    """Print one line for the user."""
 
     level: Literal["progress", "notice", "warning", "error"]
     text: str
 
 
 class End(Action, frozen=True, kw_only=True):
-    """Release agents and workers, close the ledger, exit. Always the last action.
+    """Release agents and workers, close the ledger, and exit. Always the last action.
 
-    `workers_leave` True: workers were told to halt and end by themselves; otherwise they are ended with TERM, then
-    KILL.
+    `workers_leave` True: workers have been told to stop and exit by themselves. False: agents end the workers with
+    TERM, then KILL.
     """
 
     exit_code: int
     reason: str
     workers_leave: bool
     requeue: bool = False
-    """Ask Slurm to run the job again, which then continues from the last checkpoint."""
+    """Whether to ask Slurm to run the job again; the new run continues from the last checkpoint."""
 
 
 AnyAction = (

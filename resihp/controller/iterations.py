@@ -1,4 +1,5 @@
-"""Iterations: committed once any rank has taken their step (architecture.md, "One iteration, and when it counts")."""
+"""Commit iterations: an iteration is committed once any rank has taken its step (architecture.md, "One iteration, and
+when it counts"). Also completes checkpoints and ends the job after the last iteration."""
 
 from __future__ import annotations
 
@@ -15,11 +16,12 @@ from resihp.record.journal import EvaluationDone, IterationCommitted, Reconfigur
 from resihp.words import count_of
 
 MAX_UNCOMMITTED_ITERATIONS = 3
-"""Iterations that wait for the missing reports of a silent control connection, at most, before they are committed."""
+"""Largest number of iterations that wait for missing reports when a control connection is silent. Beyond it, iterations
+are committed without those reports."""
 
 
 def transition_done(job: Job) -> None:
-    """Finish the transition: the first iteration under the new plan is committed."""
+    """Finish the transition, after the commit of the first iteration under the new plan."""
     transition = job.transition
     if transition is None:
         return
@@ -53,9 +55,10 @@ def stepped(job: Job, member: Member, report: m.Stepped) -> None:
 
 
 def note_outcome(job: Job, member: Member, epoch: int, outcome: m.StepOutcome, report: m.Stepped | None = None) -> None:
-    """Note that a rank took a step; `report` is None if the rank said so as it parked.
+    """Note that a rank took a step. `report` is None if the rank mentioned the step only in its answer to an order to
+    park.
 
-    A report from before a decision that was made without it is ignored.
+    A report from an older epoch is ignored once a plan has been decided without it.
     """
     if epoch < job.epoch and job.stage != "parking":
         return
@@ -64,9 +67,9 @@ def note_outcome(job: Job, member: Member, epoch: int, outcome: m.StepOutcome, r
 
 
 def commit_reported(job: Job) -> None:
-    """Commit iterations in order, each once every active rank has reported it.
+    """Commit iterations in order; an iteration is committed once every active rank has reported its step.
 
-    If a silent control connection holds back reports, at most `MAX_UNCOMMITTED_ITERATIONS` iterations wait for them.
+    If a silent control connection delays reports, at most `MAX_UNCOMMITTED_ITERATIONS` iterations wait for them.
     """
     assert job.record.plan is not None
     while (reports := job.reports.get(job.record.committed + 1)) is not None:
@@ -81,7 +84,7 @@ def commit_reported(job: Job) -> None:
 
 
 def commit_up_to(job: Job, iteration: int) -> None:
-    """Log every iteration up to this one as committed: at least one rank has taken its step."""
+    """Log every iteration up to `iteration` as committed. At least one rank has taken the step of each."""
     for i in range(job.record.committed + 1, iteration + 1):
         reports = job.reports.pop(i)
         predicted_s = expectation.iteration_done(job, i, reports)
@@ -101,7 +104,7 @@ def commit_up_to(job: Job, iteration: int) -> None:
 
 
 def evaluated(job: Job, report: m.Evaluated) -> None:
-    """Log an evaluation, once, and after the iteration whose weights were evaluated."""
+    """Log an evaluation once, after the commit of the iteration that produced the evaluated weights."""
     if (reports := job.reports.get(report.iteration)) is not None:
         reports.evaluation = report
     elif job.record.evaluated < report.iteration <= job.record.committed:
@@ -109,8 +112,8 @@ def evaluated(job: Job, report: m.Evaluated) -> None:
 
 
 def is_over(job: Job) -> bool:
-    """Return whether no rank with work needs the others any more: the last step is taken, and evaluated where that is
-    due."""
+    """Return whether training is over: all live ranks with work have taken the last step and finished its evaluation,
+    if one is due."""
     active = [member for rank in job.record.active if (member := job.members[rank]).alive]
     goal, evaluates = job.record.goal, job.declaration.evaluates
     return bool(active) and all(m.stepped >= goal and (m.finished or not evaluates) for m in active)
@@ -134,7 +137,7 @@ def halt_when_finished(job: Job) -> None:
 
 
 def newcomers_leave(job: Job) -> None:
-    """Kill the processes that are still starting, now that training is done."""
+    """Kill the processes that are still starting, because training is done."""
     for rank in job.live:
         member = job.members[rank]
         if not member.ready and member.fenced is None:
@@ -143,7 +146,7 @@ def newcomers_leave(job: Job) -> None:
 
 
 def end_when_gone(job: Job) -> None:
-    """End the job once its last worker has left. Before the start is complete, some workers may not have begun."""
+    """End the job once its last worker has exited. Does nothing while workers are still being started."""
     if job.stage == "halting":
         if not job.ready:
             conclude(job)
@@ -152,7 +155,8 @@ def end_when_gone(job: Job) -> None:
 
 
 def conclude(job: Job) -> None:
-    """End a job whose training (or plain program) is done; a fault that did not fire makes it a failure."""
+    """End a job after its training, or a script that does not train with resihp, is done. The job fails if a configured
+    fault did not fire."""
     unfired = [armed for armed in job.faults.values() if armed.fault.id not in job.record.fired]
     if unfired:
         unfired_faults = "; ".join(f"fault {armed.fault} did not fire: {armed.excuse}" for armed in unfired)
@@ -166,7 +170,7 @@ def conclude(job: Job) -> None:
 
 
 def _unsaved(job: Job) -> str:
-    """Return the warning that the trained model ends with its processes."""
+    """Return the warning that the trained model is lost when its processes end."""
     if not job.settings.checkpoint_every:
         return "the trained model was not saved: --checkpoint-every N saves it each N iterations, and at the end"
     newest = f"the newest one is of iteration {job.checkpointed}" if job.checkpointed else "there is none"
@@ -174,9 +178,10 @@ def _unsaved(job: Job) -> str:
 
 
 def checkpoint_part(job: Job, member: Member, part: m.CheckpointPart) -> None:
-    """Take a written part; the parts of all ranks that hold one replica of a plan make up a checkpoint.
+    """Take one written part of a checkpoint. The checkpoint is complete once all ranks of one replica have written
+    their parts.
 
-    They are written while training goes on, and another plan may be in effect when the last one is reported: the
+    Training goes on during the writing, so that another plan may be in effect when the last part is reported. The
     checkpoint is valid all the same.
     """
     if part.error:
@@ -217,11 +222,12 @@ def checkpoint_part(job: Job, member: Member, part: m.CheckpointPart) -> None:
 
 
 def _warn_of_missed_checkpoints(job: Job, complete: int) -> None:
-    """Warn about checkpoints before a complete one that were left incomplete when the supervisor changed."""
+    """Warn about checkpoints that stayed incomplete because the supervisor changed. `complete`: iteration of the
+    checkpoint that is complete now."""
     interval, before = job.settings.checkpoint_every, max(job.checkpointed, job.declaration.resume_from)
     inherited = job.onsets.inherited
     if not interval or not inherited or before > inherited:
-        return  # all of it was under this supervisor
+        return  # this supervisor has led since the last checkpoint
     missed = range(before - before % interval + interval, complete, interval)
     if missed:
         due = f"the checkpoint of iteration {missed[0]} was"
@@ -235,7 +241,7 @@ def _warn_of_missed_checkpoints(job: Job, complete: int) -> None:
 
 
 def checkpoint_asked(job: Job, event: api.CheckpointAsked) -> None:
-    """Take a request of `resihp checkpoint now`: for the iteration under way, while training goes on."""
+    """Take a request of `resihp checkpoint now`. Training goes on; the checkpoint is of the iteration in progress."""
     if job.record.trains is None:
         why = "training has not begun" if job.settings.declares else "its command does not train with resihp"
         job.do(api.Reply(request=event.request, ok=False, text=f"no checkpoint: {why}"))
@@ -244,10 +250,11 @@ def checkpoint_asked(job: Job, event: api.CheckpointAsked) -> None:
 
 
 def review_askers(job: Job) -> None:
-    """Answer requests whose checkpoint is complete or will never be, and order it where that is still to be done.
+    """Answer the checkpoint requests that are fulfilled or can no longer be; order the checkpoint if that has not
+    happened.
 
-    One rank gets the order and passes it on to all in the iteration's last synchronisation. If that rank is lost, or
-    all ranks park before that, another one gets the order under the next plan.
+    One rank gets the order and passes it on to all ranks in the iteration's last synchronisation. If that rank is lost,
+    or all ranks park before the synchronisation, another rank gets the order under the next plan.
     """
     saves = job.saves
     newest = job.record.checkpointed

@@ -1,13 +1,14 @@
-"""The life of a job: one stage at a time, one table of allowed moves, and one function that changes the stage.
+"""The stages of a job's life: one table of the allowed changes of stage, and one function that changes the stage.
 
     gathering -> proposing -> building -> first-iteration -> running -> halting -> ended
                   ^  |            |             |             |  ^
                   |  v            v             |             v  |
                  parking <--------+-------------+---------- pausing
 
-`recovering` is the first stage of a new supervisor, until it knows the stage to continue from. A failure parks at any
-time; any stage may end. A move that is not in the table raises InvalidMoveError with the last events: it is a bug of
-ours, and no job continues from there. Used by every module of the controller; knows none of them.
+A job is in one stage at a time. `recovering` is the first stage of a new supervisor, until it knows the stage to
+continue from. A failure during training or a change of plan leads to `parking`; the job may end in any stage. A change
+that is not in the table raises InvalidMoveError with the latest events: it is a bug in resihp, and the job does not
+continue. Used by every module of the controller; imports none of them.
 """
 
 from __future__ import annotations
@@ -46,19 +47,19 @@ ALLOWED_MOVES: dict[Stage, frozenset[Stage]] = {
     "ended": frozenset(),
 }
 CHANGING_STAGES: tuple[Stage, ...] = ("parking", "proposing", "building")
-"""Training stands still, from one plan to the next; in this order."""
+"""Stages without training, between two plans, in the order in which they follow each other."""
 TRAINING_STAGES: frozenset[Stage] = frozenset(("first-iteration", "running", "pausing"))
-"""A plan is in effect, and iterations are under way."""
+"""Stages in which a plan is in effect and ranks train."""
 MAX_STORY_EVENTS = 50
-"""Number of last events in the message of an invalid move."""
+"""Number of latest events that the message of an InvalidMoveError quotes."""
 
 
 class InvalidMoveError(ResihpError):
-    """A stage that cannot follow the present one."""
+    """The controller tried to change to a stage that cannot follow the present one."""
 
 
 class Lifecycle:
-    """The stage of one job, and the last events, for the message of an invalid move."""
+    """The stage of one job, and its latest events for the message of an invalid move."""
 
     def __init__(self) -> None:
         self.stage: Stage = "gathering"
@@ -68,7 +69,7 @@ class Lifecycle:
         self._story.append((now, event))
 
     def move(self, stage: Stage, now: float) -> None:
-        """Go on to another stage. Raises InvalidMoveError where the table does not allow it."""
+        """Change to another stage. Raises InvalidMoveError if the table does not allow the change."""
         if stage not in ALLOWED_MOVES[self.stage]:
             story = "\n".join(f"{at:10.3f} {str(event)[:300]}" for at, event in self._story)
             raise InvalidMoveError(f"controller: {self.stage} cannot be followed by {stage}; last events:\n{story}")
@@ -76,5 +77,5 @@ class Lifecycle:
         self._story.append((now, stage))
 
     def take_over(self) -> None:
-        """Begin as a new supervisor, by waiting for the agents of the previous one."""
+        """Begin in stage `recovering`: a new supervisor waits for the agents of the previous one."""
         self.stage = "recovering"

@@ -1,11 +1,11 @@
-"""The policy for changing the plan, or asking for another node: whether something slower, faster or newly arrived makes
-it worth it.
+"""Decide whether a slower device, a recovered device or a new device justifies another plan or a request for another
+node.
 
 Decides when to interrupt training although all ranks are alive. The scheduler decides which plan is best;
-`resihp.scheduler.transition_cost` decides whether it is worth its price. A slowdown that may pass is tolerated until it
-has cost as much as a change would; a newcomer is taken in if that pays off before the job ends; each recent change
-because of the same device makes the next one more expensive. Notified by `slowness` and `joins`; called by
-`replacements` and, after each event, by `controller`.
+`resihp.scheduler.transition_cost` decides whether the plan is worth the cost of the change. A slowdown that may pass is
+tolerated until it has cost as much as a change of plan would. A newcomer gets work if that pays off before the job
+ends. Each recent change because of one device makes the next change because of the same device more expensive. Notified
+by `slowness` and `joins`; called by `replacements` and, after each event, by `controller`.
 """
 
 from __future__ import annotations
@@ -28,24 +28,25 @@ from resihp.scheduler import transition_cost
 from resihp.scheduler.layouts import mirrors
 
 NEWCOMER_RECHECK_S = 600.0
-"""Seconds until a newcomer that was not worth a change is considered again: by then recent changes have aged, and costs
-are known better. It takes a planner run, which is slow in the largest jobs."""
+"""Seconds until a newcomer that was not worth a change of plan is considered again. By then recent changes count for
+less, and costs are known better. Considering it takes a planner run, which is slow in the largest jobs."""
 
 MAX_PROTECTIVE_CHANGES = 4
-"""Changes of layout within an hour because of one device, after which a second copy of state alone does not justify
-another one: a device that comes and goes must not keep training from making progress."""
+"""Number of changes of layout within an hour because of one device, from which on a second copy of state alone does not
+justify another change. Otherwise a device that keeps leaving and returning could keep training from making progress."""
 
 
 def consider(job: Job, reason: str, since: int, *, device: Device | Link, failure: int | None = None) -> None:
-    """Look for another plan, now or as soon as nothing else is under way.
+    """Have the planner look for another plan, now or as soon as training may be interrupted.
 
-    `since`: first iteration for which the change holds; `device`: the device or link that changed.
+    `device`: the device or link with another speed; `since`: the first iteration with that speed.
     """
     _consider(job, [Change(reason=reason, since=since, failure=failure, device=device)])
 
 
 def consider_all(job: Job, reason: str, since: int, failures: Mapping[Device | Link, int | None]) -> None:
-    """Look for another plan because many devices became slow, or recovered, together: one question for all of them."""
+    """Have the planner look for another plan because several devices became slow, or recovered, together. The planner
+    is asked once for all of them."""
     changes = [
         Change(reason=reason, since=since, failure=failure, device=device) for device, failure in failures.items()
     ]
@@ -53,14 +54,14 @@ def consider_all(job: Job, reason: str, since: int, failures: Mapping[Device | L
 
 
 def consider_newcomer(job: Job, rank: int, reason: str = "") -> None:
-    """Look for a plan that gives work to a rank without any. `reason`: why it could have work, if it has not just
-    joined."""
+    """Have the planner look for a plan that gives work to an idle rank. `reason`: why the rank could have work now;
+    empty if it has just joined."""
     reason = reason or f"rank {rank} joined"
     _consider(job, [Change(reason=reason, since=job.furthest + 1, device=job.device_of(rank), rank=rank)])
 
 
 def consider_found(job: Job, question: str) -> None:
-    """Look at a better plan that the planning process found for the present situation."""
+    """Have the better plan considered that the planning process found for the present situation."""
     assert job.record.plan is not None
     since = job.plan_cache.since + 1
     _consider(job, [Change(reason="a better plan was found", since=since, device="found", question=question)])
@@ -73,7 +74,8 @@ def _consider(job: Job, changes: Sequence[Change]) -> None:
 
 
 def consider_links(job: Job) -> None:
-    """Look for a plan that suits slow links for which none was made yet: transfer times are known by now."""
+    """Have the planner look for a plan around the slow links that no change of plan has taken into account yet. Called
+    once transfer times are known."""
     for link, slow in sorted(job.record.slow_links.items()):
         if not job.record.changes.get(link):
             reason = f"{job.where_link(link)} is slow"
@@ -85,13 +87,14 @@ class Replan(msgspec.Struct, frozen=True, kw_only=True):
 
     reason: str
     failures: tuple[int, ...]
-    """Verdicts it responds to."""
+    """Numbers of the failures that the new plan responds to."""
     plan: Plan | None = None
-    """The plan, where it is known already; its epoch and its standby ranks are not."""
+    """The new plan, if it is known already, apart from its epoch and its standby ranks; None if it is chosen after the
+    pause."""
 
 
 def review(job: Job) -> Replan | None:
-    """Decide whether to interrupt training for another plan now."""
+    """Decide whether to interrupt training now for another plan; None if not. Called after each event."""
     if not job.reconsider or job.now < job.reconsider_at or not job.may_interrupt:
         return None
     changes, job.reconsider = [change for change in job.reconsider if _stands(job, change)], []
@@ -106,7 +109,8 @@ def review(job: Job) -> Replan | None:
 
 
 def _answer(job: Job, changes: list[Change], *, only_report: bool = False) -> Replan | None:
-    """Decide about these changes. `only_report`: log the decision instead of acting on it (observe mode)."""
+    """Decide whether these changes justify another plan. `only_report`: log the decision instead of acting on it
+    (observe mode)."""
     reason = ", ".join(dict.fromkeys(change.reason for change in changes))
     try:
         choice = next_plan.best_while_running(job, minds_slowness=only_report or None)
@@ -134,7 +138,7 @@ def _answer(job: Job, changes: list[Change], *, only_report: bool = False) -> Re
 
 
 def _log_change(job: Job, reason: str, changes: Sequence[Change]) -> None:
-    """Record that training is interrupted because of these changes."""
+    """Journal that these changes interrupt training."""
     causes = {change.device for change in changes if not isinstance(change.device, str)}
     links = sorted((a, b) for a, b in causes if isinstance(a, int))
     devices = sorted((node, index) for node, index in causes if isinstance(node, str))
@@ -149,7 +153,7 @@ def _log_change(job: Job, reason: str, changes: Sequence[Change]) -> None:
 
 
 def _consider_again(job: Job, changes: Sequence[Change], plan: Plan, again_in_s: float | None) -> None:
-    """Note that changes are to be considered again later, if time can make the declined plan worth it."""
+    """Schedule these changes to be considered again, if the passing of time can make the declined plan worthwhile."""
     if again_in_s is None and any(change.rank in plan.computing for change in changes):
         again_in_s = NEWCOMER_RECHECK_S
     if again_in_s is None or not math.isfinite(again_in_s):
@@ -160,7 +164,7 @@ def _consider_again(job: Job, changes: Sequence[Change], plan: Plan, again_in_s:
 
 
 def declined(job: Job, reason: str, why: str, choice: Choice | None = None, changes: Sequence[Change] = ()) -> None:
-    """Record that the plan in effect stays, and the alternative that was considered, if there was one."""
+    """Journal that the plan in effect stays. `choice`: the alternative that was considered, None if there was none."""
     entry = ChangeDeclined(
         about="plan",
         reason=reason,
@@ -181,15 +185,15 @@ def declined(job: Job, reason: str, why: str, choice: Choice | None = None, chan
 
 
 def _stands(job: Job, change: Change) -> bool:
-    """Return whether a change is still relevant: a newcomer may have left or have been given work, and a plan that was
-    found may not fit the present situation."""
+    """Return whether a change still matters. A newcomer may have left or been given work meanwhile, and a plan found in
+    advance may no longer fit the situation."""
     if change.question:
         return change.question in job.plan_cache.answers
     return change.rank is None or (job.members[change.rank].ready and change.rank not in job.record.computing)
 
 
 def _is_in_effect(job: Job, plan: Plan) -> bool:
-    """Return whether a plan distributes work as the plan in effect does; more ranks may stand by."""
+    """Return whether a plan distributes work exactly as the plan in effect does. Standby ranks may differ."""
     now = job.record.plan
     assert now is not None
     same_stages = plan.layout.replicas == now.layout.replicas
@@ -201,10 +205,11 @@ def _is_in_effect(job: Job, plan: Plan) -> bool:
 
 
 def weigh(job: Job, choice: Choice, changes: list[Change]) -> transition_cost.Verdict:
-    """Decide whether a better plan is worth its transition now. Raises LayoutError if state that it needs is lost.
+    """Decide whether a better plan is worth the cost of the transition now. Raises LayoutError if state that the plan
+    needs is lost.
 
-    If it gives work to a newcomer, or if it was found while nothing is slow, its gain lasts until the job ends;
-    otherwise the duration is unknown.
+    The gain lasts until the job ends if the plan gives work to a newcomer, or if it was found while nothing is slow.
+    Otherwise the duration of the gain is unknown.
     """
     slow = choice.situation.speeds or choice.situation.links
     was_found = any(change.question for change in changes) and not slow
@@ -227,11 +232,11 @@ def weigh(job: Job, choice: Choice, changes: list[Change]) -> transition_cost.Ve
 def _protection(
     job: Job, choice: Choice, changes: Sequence[Change], cost: transition_cost.Cost, left_s: float
 ) -> transition_cost.Verdict | None:
-    """Return a positive verdict on a plan that makes a second copy of state held by a single rank, else None.
+    """Return a positive verdict if a plan makes a second copy of state that only one rank holds, else None.
 
-    None as well if less time is left to train than the transition takes, or if the same devices have caused
-    `MAX_PROTECTIVE_CHANGES` within an hour: then time alone decides. The loss of the last holder costs everything since
-    the last checkpoint, or all of the training; a transition costs seconds.
+    Also return None if the transition takes longer than the remaining training, or if the same devices have caused
+    `MAX_PROTECTIVE_CHANGES` changes within an hour: in these cases only the gain in time counts. The loss of the only
+    holder would cost all progress since the last checkpoint; a transition costs seconds.
     """
     assert job.record.plan is not None
     gained = mirrors.newly_held_twice(job.record.plan.layout, choice.plan.layout)
@@ -254,9 +259,10 @@ def _layers(layers: Collection[int]) -> str:
 
 
 def review_copies(job: Job) -> None:
-    """Look for a plan that gives a second copy to state with one holder, where a standby rank could hold it.
+    """Have the planner look for a plan that makes second copies of state, if only one rank holds that state and a
+    standby rank could hold a copy.
 
-    Done once for each layout in effect and set of suitable ranks.
+    Done once for each combination of the layout in effect and the set of suitable standby ranks.
     """
     plan = job.record.plan
     if plan is None or not job.may_interrupt or not (layers := copies.layers_at_risk(job)):
@@ -271,13 +277,14 @@ def review_copies(job: Job) -> None:
 
 
 def could_hold_copies(job: Job, rank: int) -> bool:
-    """Return whether a rank without work may hold a copy of state, as far as its speed in training is known."""
+    """Return whether a rank without work may hold a copy of state, judged by its speed in training as far as that is
+    known."""
     slow = job.record.slow.get(job.device_of(rank))
     return copies.can_hold_copies(job, rank, {} if slow is None else {rank: slow.speed})
 
 
 def weigh_asking(job: Job, choice: Choice, *, wait_s: float, joining_s: float) -> transition_cost.Verdict:
-    """Decide whether a plan is worth asking for the node it needs. Raises LayoutError if state is lost."""
+    """Decide whether a plan is worth requesting the node that it needs. Raises LayoutError if state is lost."""
     return transition_cost.worth_asking(
         _cost(job, choice),
         _time(choice.present),
@@ -289,7 +296,7 @@ def weigh_asking(job: Job, choice: Choice, *, wait_s: float, joining_s: float) -
 
 
 def remaining_s(job: Job) -> float:
-    """Return the seconds of training left at the present pace, or until the job's time limit."""
+    """Return the seconds of training left at the present speed, or until the job's time limit if that comes first."""
     left_s = (job.record.goal - job.furthest) * job.usual_s
     return left_s if job.deadline is None else max(0.0, min(left_s, job.deadline - job.now))
 
@@ -299,11 +306,12 @@ def _cost(job: Job, choice: Choice) -> transition_cost.Cost:
 
 
 def _time(predicted: float | None) -> float:
-    """Return the predicted time of an iteration; infinite under a plan that cannot run."""
+    """Return the predicted time of an iteration; infinity for a plan that cannot run."""
     return math.inf if predicted is None else predicted
 
 
 def resume(job: Job) -> None:
-    """Set up a new supervisor: the journal has the number of changes but not their times, so all count as recent."""
+    """Restore the times of past changes after a take-over. The journal holds the number of changes but not their times,
+    so all of them count as recent."""
     for occasion, times in job.record.changes.items():
         job.changed_at[occasion] = [job.now] * times

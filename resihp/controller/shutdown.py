@@ -1,23 +1,23 @@
-"""Requests to stop: signals from Slurm or an operator, the time limit, a lost quorum. Never attributes a fault to a
-node.
+"""Handle requests to stop the job: signals from Slurm or an operator, the time limit, a lost quorum. Never attributes
+a fault to a node.
 
-Decides what a signal means, and leads the job to an end that loses nothing: training pauses after the iteration under
-way, one whole replica writes the state it holds, and the job ends. Steps that take too long are skipped: the iteration
-under way, ranks that do not park while others have, and finally the checkpoint, so that the previous one counts.
-Nothing new is started meanwhile, and any death counts as Slurm's doing.
+Decides on the meaning of a signal, and ends the job without losing progress: training pauses after the iteration in
+progress, one whole replica writes a checkpoint, and the job ends. Steps that take too long are skipped: first the
+iteration in progress, then ranks that do not park although others have, and finally the checkpoint, so that the
+previous checkpoint counts. Meanwhile no new work is started, and every death is attributed to the stop and to no node.
 
 ==========================  ==========================  =======================================================
 received                    is interpreted as           consequence
 ==========================  ==========================  =======================================================
 TERM under Slurm            a stop: Slurm knows why     checkpoint, exit 143; 75 for the time limit, preemption
-TERM by agents of several   the same                    the same
+TERM to agents of several   a stop: Slurm knows why     checkpoint, exit 143; 75 for the time limit, preemption
 nodes, or of the only one
-USR1 or USR2, also by       a warning: time runs out    checkpoint, exit 75 (requeue) or 143, as configured
+USR1 or USR2, also to       a warning: time runs out    checkpoint, exit 75 (requeue) or 143, as configured
 agents of several nodes
-a signal by one agent       that node's own business    a notice; the node's end is not a failure of the node
-INT, TERM without Slurm,    an operator                 checkpoint, exit 130 for INT, else 143; at a second
-`resihp stop`                                           request the end, at once
-no quorum follows           another one may lead        the end, at once, exit 75: the guardian decides
+a signal to one agent       a matter of that node       a notice; the node's end is not a failure of the node
+INT, TERM without Slurm,    an operator's request       checkpoint, exit 130 for INT, else 143; a second request
+`resihp stop`                                           ends the job at once
+no quorum follows           another may lead            end at once, exit 75: the guardian decides
 ==========================  ==========================  =======================================================
 
 `proceed` is called by the controller at the end of each event, `resume` by `takeover`.
@@ -42,18 +42,19 @@ from resihp.record.journal import JobSignalled, PlanWithdrawn
 from resihp.words import natural
 
 MEANING_PATIENCE_S = 2.0
-"""Seconds within which Slurm must say why the job is to stop; training pauses meanwhile."""
+"""Seconds that Slurm has to answer why the job is to stop. Training pauses during this time."""
 WARNING_BUDGET_S = 120.0
-"""Seconds that a checkpoint may take after a warning if the time limit is not known."""
+"""Seconds for a checkpoint after a warning signal, if the job's time limit is not known."""
 OPERATOR_BUDGET_S = 300.0
-"""Seconds that a checkpoint may take for an operator, who can ask again to end at once. Not after TERM, as its sender
-may kill the job sooner."""
+"""Seconds for a checkpoint after an operator's request; a second request ends the job at once. This does not apply
+after TERM, because the sender of a TERM may kill the job sooner."""
 LIMIT_MARGIN_S = 30.0
-"""Seconds before the time limit at which the job has ended."""
+"""Seconds before Slurm's time limit by which the job must have ended."""
 HURRY_S = 60.0
-"""Seconds before the end at which the iteration under way is given up; at most half of the time there was."""
+"""Seconds before the end at which the iteration in progress is given up, but at most half of the time available."""
 LATE_S = 30.0
-"""Seconds before the end from which the job no longer waits for ranks to park, if others have; at most a quarter."""
+"""Seconds before the end from which the job no longer waits for the remaining ranks to park, but at most a quarter of
+the time available."""
 
 
 # --- requests -------------------------------------------------------------------------------------------------------
@@ -63,7 +64,7 @@ def hear(
     job: Job,
     event: api.Signalled | api.AgentSignalled | api.TimeLeft | api.StopMeaning | api.QuorumLost,
 ) -> None:
-    """Take an event that asks for the end of the job, or says why or when it comes."""
+    """Handle an event that requests the end of the job, or that gives its reason or its time."""
     match event:
         case api.Signalled():
             _signalled(job, event)
@@ -90,7 +91,7 @@ def _signalled(job: Job, event: api.Signalled) -> None:
 
 
 def stop_asked(job: Job, event: api.StopAsked) -> None:
-    """Take a request of `resihp stop`."""
+    """Handle a request of `resihp stop`."""
     stop_request = job.stop_request
     if event.at_once:
         job.do(api.Reply(request=event.request, ok=True, text="the job ends at once"))
@@ -103,7 +104,7 @@ def stop_asked(job: Job, event: api.StopAsked) -> None:
 
 
 def _operator(job: Job, signal: int, cause: str) -> None:
-    """Save the progress on the first request; at the second, end without waiting."""
+    """Save the progress on an operator's first request; end the job at once on the second."""
     if job.stop_request is None or job.stop_request.meaning != "operator":
         _begin(job, signal, "operator", cause)
     else:
@@ -111,7 +112,8 @@ def _operator(job: Job, signal: int, cause: str) -> None:
 
 
 def _agent_signalled(job: Job, event: api.AgentSignalled) -> None:
-    """Interpret a signal to an agent: if agents of several nodes get one at once, it is meant for the job."""
+    """Interpret a signal to an agent. If agents of several nodes receive a signal at once, it is meant for the whole
+    job."""
     node = job.nodes.get(event.node)
     if node is None or not node.alive or event.signal == signals.SIGCONT:
         return
@@ -130,13 +132,13 @@ def _agent_signalled(job: Job, event: api.AgentSignalled) -> None:
 
 
 _WARNINGS = frozenset((signals.SIGUSR1, signals.SIGUSR2))
-"""Signals that Slurm sends ahead of the end, and only if told to (`--signal`)."""
+"""Signals that Slurm sends some time before the end, if the user requested them with `--signal`."""
 _MEANINGS: tuple[Meaning | None, ...] = (None, "warning")
-"""Meaning of any other signal, and of those in `_WARNINGS`."""
+"""The meaning of a signal outside `_WARNINGS` (None: Slurm is asked), then of a signal in `_WARNINGS`."""
 
 
 def _recent(job: Job) -> dict[str, AgentSignal]:
-    """Return the agents that were signalled just now, by node."""
+    """Return the signals to agents within the last `COINCIDENCE_S` seconds, by node."""
     return {name: received for name, received in job.agent_signals.items() if job.now - received.at <= COINCIDENCE_S}
 
 
@@ -147,12 +149,13 @@ def _meaning_told(job: Job, event: api.StopMeaning) -> None:
 
 
 def _quorum_lost(job: Job, event: api.QuorumLost) -> None:
-    """End at once: decisions made here may not count, so workers are ended and Slurm gets no requests."""
+    """End this supervisor at once, because its decisions may not count. Workers are ended, and Slurm gets no
+    requests."""
     incidents.end(job, 75, f"lost the quorum: {event.reason}")
 
 
 def resume(job: Job) -> None:
-    """Continue to stop the job if the previous supervisor was stopping it."""
+    """Continue stopping the job after a take-over, if the previous supervisor had begun to stop it."""
     signalled = job.record.signalled
     if signalled is not None:
         job.stop_request = StopRequest(
@@ -166,8 +169,8 @@ def resume(job: Job) -> None:
 
 
 def _begin(job: Job, signal: int, meaning: Meaning | None, cause: str) -> None:
-    """Begin to stop, unless that is under way already. A stop may follow a warning, and Slurm's stop an operator's,
-    with less time."""
+    """Begin to stop the job, unless it is stopping already. A stop may replace a warning, and Slurm's stop may replace
+    an operator's; the new stop leaves less time."""
     before = job.stop_request
     if before is not None and not _is_more(job, before.meaning, meaning):
         return
@@ -192,7 +195,7 @@ def _begin(job: Job, signal: int, meaning: Meaning | None, cause: str) -> None:
 
 
 def _is_more(job: Job, before: Meaning | None, meaning: Meaning | None) -> bool:
-    """Return whether a stop under way is replaced by a more urgent one."""
+    """Return whether a request with `meaning` is more urgent than the request `before` and replaces it."""
     if before == "operator":
         return meaning is None and job.settings.slurm
     return before == "warning" and meaning != "warning"
@@ -210,7 +213,7 @@ def _follows(job: Job) -> str:
 
 
 def proceed(job: Job) -> None:
-    """Take the next step towards the end, if the job is to end."""
+    """Take the next step towards the end of the job, if it has been requested."""
     if job.stage in ("recovering", "ended"):
         return
     _report_lone_signals(job)
@@ -271,7 +274,7 @@ def _ends_at(job: Job, stop_request: StopRequest) -> float:
 
 
 def _withdraw(job: Job) -> None:
-    """Withdraw a proposed plan: no rank has acted on it, and none will. All have parked for it."""
+    """Withdraw a proposed plan. No rank has acted on the plan, and all ranks have parked for it."""
     transition = job.transition
     if transition is not None and job.stage == "proposing":
         assert transition.plan is not None
@@ -282,12 +285,13 @@ def _withdraw(job: Job) -> None:
 
 
 def _is_still(job: Job, late: bool) -> bool:
-    """Return whether all ranks have parked or, when it is late, have had the time to."""
+    """Return whether all ranks have parked. `late`: too little time is left to wait for the remaining ranks, so any
+    parked state is enough."""
     return job.transition is not None and job.stage == "parking" and (late or not job.transition.waiting)
 
 
 def _hurry(job: Job, stop_request: StopRequest) -> None:
-    """Give up the iteration under way, which takes too long: its progress is lost, earlier progress is not."""
+    """Give up the iteration in progress because it takes too long. Only the progress of this iteration is lost."""
     if job.record.committed == job.declaration.resume_from and not job.reports:
         _leave(job, "there is nothing to save")
         return
@@ -300,8 +304,8 @@ def _hurry(job: Job, stop_request: StopRequest) -> None:
 
 
 def _save(job: Job, stop_request: StopRequest) -> None:
-    """Order the ranks that hold a complete copy of the model to write the last committed iteration; end once they
-    have."""
+    """Order the ranks of one complete replica to write a checkpoint of the last committed iteration. End the job once
+    it is written."""
     assert job.record.plan is not None
     assert job.transition is not None
     if not stop_request.writers:
@@ -342,7 +346,7 @@ def _unsaved(job: Job) -> str:
 
 
 def _leave(job: Job, outcome: str) -> None:
-    """End once the reason to stop is known; called again at each event until then."""
+    """End the job, once the reason to stop is in the journal. The caller calls this again at each event until then."""
     stop_request = job.stop_request
     assert stop_request is not None
     if not stop_request.journaled:

@@ -1,9 +1,9 @@
-"""The start: agents join, workers are spawned and declare what they train, and the first plan is made.
+"""Start a job: agents join, their workers start and declare their model, and the first plan is made.
 
-A node that is lost meanwhile, or does not join in time, is left out, and so is a process: the job starts with the
-healthy devices if these are enough (`enough_nodes`, and `early_losses`, which decides about the cause of a loss). Ranks
-are numbered once, when every node is there or given up, and keep their numbers whatever is lost after that. Called by
-`controller`, `failures`, `watchdog`, `early_losses` and `takeover`.
+A node or process that is lost during the start, or a node that does not join in time, is left out. The job starts with
+the healthy devices if these are enough (`Settings.devices_least`); `early_losses` decides about the cause of a loss.
+Ranks are numbered once, when every node has joined or been given up, and later losses do not change the numbers. Called
+by `controller`, `failures`, `watchdog`, `early_losses` and `takeover`.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ def agent_joined(job: Job, event: api.AgentJoined) -> None:
 
 
 def is_lost(job: Job, rank: int) -> bool:
-    """Return whether a rank was assigned and is gone, or will never start."""
+    """Return whether the process of a numbered rank has ended, will never start, or is on a lost node."""
     member = job.members.get(rank)
     is_gone = rank in job.record.refused or (member is not None and not member.alive)
     return is_gone or not job.nodes[job.record.placements[rank].node].alive
 
 
 def devices_left(job: Job) -> int:
-    """Return the number of devices the job could start with: on nodes that are here or may join, without lost
-    processes."""
+    """Return the number of devices with which the job could start: those of nodes that have joined or may still join,
+    less those with lost processes."""
     nodes = job.settings.nodes - sum(not node.alive for node in job.nodes.values())
     here = (rank for rank, place in enumerate(job.record.placements) if job.nodes[place.node].alive)
     return nodes * job.settings.gpus_per_node - sum(is_lost(job, rank) for rank in here)
 
 
 def start_workers(job: Job) -> None:
-    """Start a worker on each device that has none and for which none is starting, once every node is there or given up.
+    """Start a worker on each device without one, once every node has joined or been given up.
 
-    The rank numbers are assigned then, for good.
+    This assigns the rank numbers, for the whole life of the job.
     """
     if job.stage != "gathering" or len(job.nodes) < job.settings.nodes:
         return
@@ -86,14 +86,14 @@ def start_workers(job: Job) -> None:
 
 
 def _number_ranks(job: Job) -> None:
-    """Assign a rank number to each device of the nodes that are there."""
+    """Assign a rank number to each device of the nodes that have joined."""
     order = sorted((name for name, node in job.nodes.items() if node.alive), key=natural)
     devices = [(name, device) for name in order for device in range(job.settings.gpus_per_node)]
     job.log(WorkersOrdered(workers=tuple((rank, *device) for rank, device in enumerate(devices))))
 
 
 def go_on_without(job: Job) -> None:
-    """Continue after a node was left out: the others may be all that the job waited for."""
+    """Start the workers if the node that was just given up was the last one that the job waited for."""
     if len(job.nodes) < job.settings.nodes:
         return
     missing = sorted((name for name, node in job.nodes.items() if not node.alive), key=natural)
@@ -114,7 +114,7 @@ def spawned(job: Job, event: api.WorkerSpawned) -> None:
 
 
 def spawn_refused(job: Job, event: api.SpawnRefused) -> None:
-    """Handle a node that could not start a worker, or none at all."""
+    """Handle the report of a node that could not start one worker, or any worker."""
     ranks = [rank for rank in sorted(job.starting) if job.record.placements[rank].node == event.node]
     for rank in ranks if event.rank is None else [rank for rank in ranks if rank == event.rank]:
         if job.stage == "gathering":
@@ -124,7 +124,7 @@ def spawn_refused(job: Job, event: api.SpawnRefused) -> None:
 
 
 def never_started(job: Job, rank: int, reason: str) -> None:
-    """Record, before the first plan, that this rank will not start."""
+    """Record, before the first plan, that a rank will not start."""
     place = job.record.placements[rank]
     job.starting.discard(rank)
     job.start.awaited.discard(rank)
@@ -144,12 +144,13 @@ def declared(job: Job, member: Member, declare: m.Declare) -> None:
 
 
 def trains_the_same(job: Job, declare: m.Declare) -> bool:
-    """Return whether a rank declares what the job trains, regardless of where it would resume."""
+    """Return whether a rank's declaration matches the job's, regardless of the checkpoint to resume from."""
     return msgspec.structs.replace(declare, resume_from=job.declaration.resume_from).trains_as(job.declaration)
 
 
 def refused(job: Job, member: Member, refuse: m.Refuse) -> None:
-    """Note that a rank's script cannot start: the user's mistake if it is all ranks, a bad device if it is one."""
+    """Note that a rank's script reports that it cannot start. If all ranks report this, it is the user's mistake; if
+    one rank does, its device is bad."""
     if job.stage == "gathering":
         member.unwilling = refuse.reason
         job.start.early_at = job.now
@@ -158,7 +159,8 @@ def refused(job: Job, member: Member, refuse: m.Refuse) -> None:
 
 
 def propose(job: Job) -> None:
-    """Prepare the first plan once every remaining rank has declared its model, if all declare the same."""
+    """Prepare the first plan, once every remaining rank has declared its model. Ends the job if the declarations
+    differ."""
     declares = {rank: job.members[rank].declared for rank in job.ready}
     first = declares[min(declares)]
     assert first is not None
@@ -183,7 +185,7 @@ def propose(job: Job) -> None:
 
 
 def measured(job: Job, judged: Mapping[int, probes.Judged]) -> None:
-    """Continue the start once every device has been measured: those that are not fit stand by."""
+    """Continue the start after the probe of all devices. Devices that failed the probe stand by."""
     if job.stage != "gathering" or job.stop_request is not None:
         return
     kept = "; observe mode: it gets work all the same" if job.settings.observes else ""
@@ -194,7 +196,7 @@ def measured(job: Job, judged: Mapping[int, probes.Judged]) -> None:
 
 
 def _propose(job: Job) -> None:
-    """Propose the first plan; ranks that were lost on the way are started again beside it."""
+    """Propose the first plan, and restart the processes that were lost during the start; these join later."""
     try:
         choice = first_plan.choose(job)
     except NotEnoughDevicesError as error:

@@ -1,13 +1,14 @@
-"""Taking over: builds a controller from the journal of a dead one and from the agents' inventories.
+"""Take over a job: build a controller from the journal of a dead one and from the agents' inventories.
 
-The journal has all decisions; `begin` reads its record (`record.fold`). Everything since then is in the inventories
-that agents send, and until these have arrived nothing is decided: `handle` keeps other events. Once all agents are
-back, or the others have had their time, `_conclude` compares the two: processes that are gone have ended, steps that
-were taken count, and if every rank of the plan in effect trains undisturbed, training goes on. In any other case all
-ranks park, one epoch above any that a rank was ever told of, and a new plan is made from the plan in effect. A plan
-that is missing here was known to no quorum, so it was never acted on.
+The journal holds all decisions; `begin` folds it into the record (`record.fold`). The inventories that agents send hold
+everything after the last entry. Until they have arrived, nothing is decided, and `handle` queues all other events. Once
+all agents have reconnected, or the missing ones have had enough time, `_conclude` compares journal and inventories:
+processes that no agent lists have ended, and steps that ranks have taken count. If every rank of the plan in effect
+trains undisturbed, training goes on. In any other case all ranks park, in an epoch above any that a rank has heard of,
+and the controller makes a new plan from the plan in effect. If a decided plan is missing from this journal, no quorum
+had acknowledged it, so no rank has acted on it.
 
-Called only by `controller`. Leadership is not decided here: the shell finds out whether a quorum follows.
+Called only by `controller`. Does not decide about leadership: the shell finds out whether a quorum follows it.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ from resihp.record.state import JobRecord
 from resihp.settings import Settings
 
 AGENT_RETURN_S = 3.0
-"""Seconds that agents have to reconnect to a new supervisor after the first of them."""
+"""Seconds that the other agents have to reconnect to a new supervisor after the first agent has."""
 FIRST_AGENT_S = 30.0
-"""Seconds after which a new supervisor to which no agent has reconnected ends the job."""
+"""Seconds after which a new supervisor ends the job if no agent has reconnected."""
 
 
 def begin(
     settings: Settings, entries: Iterable[AnyEntry], dependencies: Dependencies, commits: Iterable[Commit] = ()
 ) -> Job:
-    """Return the job as it is on record, with nothing else yet. `commits`: the last ones, as for `Controller.recover`.
+    """Return the job as recorded in its journal, without any volatile state. `commits`: see `Controller.recover`.
 
-    Raises ProtocolError for a job that has ended, or that has an empty journal.
+    Raises ProtocolError if the job has ended or its journal is empty.
     """
     record, has_entries = JobRecord(), False
     for entry in entries:
@@ -63,7 +64,8 @@ def begin(
 
 
 def handle(job: Job, event: AnyEvent) -> list[AnyEvent]:
-    """Handle one event while agents reconnect; once that is over, return the events that waited, to be handled now."""
+    """Handle one event while agents reconnect. Returns the queued events once the take-over is complete, to be handled
+    now; until then an empty list."""
     recovery = job.recovery
     assert recovery is not None
     match event:
@@ -92,7 +94,7 @@ def handle(job: Job, event: AnyEvent) -> list[AnyEvent]:
 
 
 def _complete(job: Job, recovery: Recovery) -> bool:
-    """Return whether all agents are back, or have had the time to be."""
+    """Return whether all agents have reconnected, or the missing ones have had enough time."""
     expected = {name for name, node in job.nodes.items() if node.alive and name not in recovery.lost}
     if recovery.began_at is None:
         recovery.began_at = job.now
@@ -108,7 +110,7 @@ def _complete(job: Job, recovery: Recovery) -> bool:
 
 
 def _conclude(job: Job, recovery: Recovery) -> None:
-    """Reconcile the journal's view with the agents' inventories, and go on."""
+    """Reconcile the journal with the agents' inventories, and continue the job."""
     job.recovery = None
     job.progress_at = job.now
     drains.take_over(job)
@@ -149,26 +151,26 @@ def _conclude(job: Job, recovery: Recovery) -> None:
 
 
 def _meet_all(job: Job, inventories: Mapping[str, m.Inventory]) -> list[api.WorkerSaid]:
-    """Take in all workers that agents listed; return the messages that are still true of them."""
+    """Register all workers in the agents' inventories; return their messages that are still valid."""
     events: list[api.WorkerSaid] = []
     for name in sorted(inventories):
         for worker in inventories[name].workers:
             events += _meet(job, name, worker)
         for rank, _ in inventories[name].ended:
-            if rank not in job.members:  # started and ended without a record: its number is taken
+            if rank not in job.members:  # it started and ended unrecorded, so its number is used
                 _know(job, rank, name, -1)
     return events
 
 
 def _is_undisturbed(job: Job, recovery: Recovery, events: Iterable[api.WorkerSaid]) -> bool:
-    """Return whether the plan in effect is the newest, and no worker waits for an order."""
+    """Return whether the plan in effect is the newest plan and no worker waits for an order."""
     if not recovery.undisturbed or job.record.plan is None or job.epoch != job.record.plan.epoch:
         return False
     return not any(isinstance(event.message, m.Stuck | m.Parked | m.Ready) for event in events)
 
 
 def _halt(job: Job, recovery: Recovery) -> None:
-    """Let the remaining workers leave: training is done."""
+    """Tell the remaining workers to exit, because training is done."""
     job.move("halting")
     job.halted_at = job.now
     _mark_dead(job, recovery)
@@ -179,7 +181,7 @@ def _halt(job: Job, recovery: Recovery) -> None:
 
 
 def _start_again(job: Job) -> None:
-    """Begin the start again, which was under way without a plan in effect."""
+    """Restart the start of the job: the supervisor died before a plan took effect."""
     job.move("parking")
     job.transition = Transition(
         epoch=job.epoch,
@@ -200,7 +202,7 @@ def _is_over(job: Job, inventories: Mapping[str, m.Inventory]) -> bool:
 
 
 def _hear(job: Job, events: Iterable[api.WorkerSaid]) -> None:
-    """Take in messages of workers that are still valid, whatever happens next."""
+    """Apply those messages of workers that are valid whatever happens next."""
     for event in events:
         if isinstance(event.message, m.Raised):
             failures.raised(job, job.members[event.rank], event.message)
@@ -211,7 +213,8 @@ def _hear(job: Job, events: Iterable[api.WorkerSaid]) -> None:
 
 
 def _parts_in_order(job: Job, events: Iterable[api.WorkerSaid]) -> list[api.WorkerSaid]:
-    """Return the checkpoint parts that the previous supervisor may not have completed, the oldest checkpoint first."""
+    """Return the reported parts of checkpoints that the previous supervisor may not have completed, oldest checkpoint
+    first."""
     parts = [
         (event.message.iteration, event)
         for event in events
@@ -221,14 +224,14 @@ def _parts_in_order(job: Job, events: Iterable[api.WorkerSaid]) -> list[api.Work
 
 
 def _complete_losses(job: Job) -> None:
-    """Mark processes dead that were on lost nodes: the previous supervisor may have died before it did so."""
+    """Mark the processes of lost nodes dead, if the previous supervisor died before it did so."""
     for rank in job.live:
         if not job.nodes[job.members[rank].node].alive:
             incidents.mark_dead(job, job.members[rank], None)
 
 
 def _skip_forgotten(job: Job) -> None:
-    """Record iterations whose steps no agent remembers any more as done, without figures."""
+    """Record as done, without figures, the iterations for which no agent still has the reports of steps."""
     first = min(job.reports, default=0)
     if first > job.record.committed + 1:
         span = f"{job.record.committed + 1} to {first - 1}"
@@ -237,7 +240,7 @@ def _skip_forgotten(job: Job) -> None:
 
 
 def _go_on(job: Job, undisturbed: bool) -> None:
-    """Go on now that every rank with work is present: train on, or park if anything was under way."""
+    """Continue when no rank with work is lost: train on if nothing was in progress, else park all ranks."""
     if undisturbed:
         job.say("notice", f"took over: {len(job.live)} workers train on, iteration {job.record.committed + 1}")
         iterations.commit_reported(job)
@@ -247,12 +250,12 @@ def _go_on(job: Job, undisturbed: bool) -> None:
 
 
 def _gather_on(job: Job, recovery: Recovery, events: list[api.WorkerSaid]) -> None:
-    """Continue the start: no plan had been decided yet."""
+    """Continue the start of a job for which no plan had been decided."""
     job.move("gathering")
     if job.record.unexplained or job.record.lost:
         job.start.early_at = job.now
     ended = [rank for inventory in recovery.inventories.values() for rank, _ in inventory.ended]
-    for rank in sorted({*ended, *recovery.exits} - job.members.keys()):  # started and ended without a record
+    for rank in sorted({*ended, *recovery.exits} - job.members.keys()):  # unrecorded start and end
         place = job.record.placements[rank]
         job.log(WorkerStarted(rank=rank, node=place.node, device=place.device, pid=0, epoch=job.epoch))
     for lost_node in tuple(job.record.lost.values()):
@@ -264,7 +267,8 @@ def _gather_on(job: Job, recovery: Recovery, events: list[api.WorkerSaid]) -> No
 
 
 def _meet(job: Job, node: str, running: m.RunningWorker) -> list[api.WorkerSaid]:
-    """Take in a live worker: a known one, or one started by an order whose answer never reached the journal."""
+    """Register a live worker. It may be missing from the journal if its start was ordered but its report never reached
+    the journal."""
     member = job.members.get(running.rank)
     if member is None and running.rank in job.record.refused:  # given up before it started
         job.do(api.SignalWorker(rank=running.rank, signal=int(signals.SIGKILL)))
@@ -290,14 +294,16 @@ def _meet(job: Job, node: str, running: m.RunningWorker) -> list[api.WorkerSaid]
 
 
 def _know(job: Job, rank: int, node: str, device: int) -> None:
-    """Record a rank that an agent knows but the journal may lack, as in version 0.1: its number is taken."""
+    """Record a rank that an agent lists but the journal may lack, as in version 0.1, so that its number is not given
+    again."""
     placement = job.record.placements[rank] if rank < len(job.record.placements) else None
     if placement is None or placement.node != node:
         job.log(WorkersOrdered(workers=((rank, node, device),)))
 
 
 def _order_again(job: Job, inventories: Mapping[str, m.Inventory]) -> None:
-    """Order again the processes that were ordered while the job was under way and that their agents do not know of."""
+    """Repeat the orders to start processes that their agents do not list. Applies to processes that were ordered during
+    training."""
     if not job.under_way or job.stop_request is not None or job.furthest >= job.record.goal:
         return
     ended = {rank for inventory in inventories.values() for rank, _ in inventory.ended}
@@ -315,8 +321,8 @@ def _order_again(job: Job, inventories: Mapping[str, m.Inventory]) -> None:
 
 
 def _explain(job: Job) -> None:
-    """Find the causes of losses in the journal that no failure explains: the decision that would have named them was
-    not made."""
+    """Find the causes of recorded losses that no failure explains, because the previous supervisor died before it
+    decided on them."""
     for rank, exit in job.record.unexplained.items():
         if exit is not None and job.members[rank].declared is not None:
             failures.incident(job, job.members[rank], exit)
@@ -324,7 +330,7 @@ def _explain(job: Job) -> None:
 
 
 def _mark_dead(job: Job, recovery: Recovery) -> set[int]:
-    """Mark dead the processes that are gone and the nodes that did not return; return the ranks lost."""
+    """Mark dead the processes that have ended and the nodes with agents that did not return; return the lost ranks."""
     inventories = recovery.inventories
     before = set(job.live)
     exits = {rank: status for inventory in inventories.values() for rank, status in inventory.ended} | recovery.exits

@@ -1,9 +1,9 @@
-"""The transition from one plan to the next, as a transaction: park, decide, propose, build beside the old plan, take
-effect.
+"""Change from one plan to the next, as a transaction: park, decide, propose, build beside the old plan, take effect.
 
-Nothing is given up before every rank has acknowledged the new plan: until `PlanInEffect` is in the journal, the plan in
-effect (`Job.plan`) is the old one, and state is where its layout says. Any failure on the way parks again from there,
-one epoch up. The choice of the plan is made in `planning`; the ranks' answers are handled in `consent`.
+No rank gives up state before every rank has acknowledged the new plan. Until `PlanInEffect` is in the journal, the plan
+in effect (`JobRecord.plan`) is the old one, and the old layout says which rank holds which state. Any failure before
+that parks all ranks again, in the next epoch, and the transition starts again from the old plan. `planning` chooses the
+plan; `consent` handles the ranks' answers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from resihp.scheduler.explained.recorded import basis_of
 
 
 def park(job: Job, reason: str, cautious: bool = False) -> None:
-    """Open a new epoch: all ranks stop training and report. Restarts a transition that was under way."""
+    """Begin a new epoch: order all ranks to stop training and report. A transition that was in progress starts
+    again."""
     verdicts = job.pause.failures if job.pause is not None else []
     job.pause = None
     ready = job.ready
@@ -44,9 +45,10 @@ def park(job: Job, reason: str, cautious: bool = False) -> None:
 def pause(
     job: Job, reason: str, failures: Iterable[int] = (), *, resizes: bool = False, tuned: Plan | None = None
 ) -> None:
-    """Ask all ranks to stop between two iterations; the transition begins once the first active rank has.
+    """Ask all ranks to stop between two iterations. The transition begins once the first rank with work has stopped.
 
-    `failures`: verdicts it responds to. `tuned`: the plan to continue with, unless something happens in between.
+    `failures`: numbers of the failures that the new plan responds to. `tuned`: the plan to continue with, unless
+    something else happens first.
     """
     job.move("pausing")
     job.say("progress", f"{reason}: pausing after an iteration")
@@ -57,10 +59,10 @@ def pause(
 
 
 def resize(job: Job) -> None:
-    """Begin a new plan if the next iteration has another number of micro-batches.
+    """Begin a transition to a new plan if the next iteration has another number of micro-batches.
 
-    Ranks know the data set and have stopped by themselves, so the order to park finds them waiting. Whether a plan is
-    due follows from the record, so a new leader gives the order as well.
+    Ranks know the batch sizes and have stopped by themselves, so the order to park reaches them while they wait. The
+    record alone shows whether a plan is due, so a new leader gives the same order.
     """
     if not job.record.trains or not job.record.trains.ramp or not job.may_interrupt or job.furthest >= job.record.goal:
         return
@@ -119,8 +121,8 @@ def parked(job: Job, member: Member, parked: m.Parked) -> None:
 
 
 def _paused(job: Job, member: Member, parked: m.Parked) -> None:
-    """Take an answer to a request to pause. With an active rank's answer the transition begins, unless training is
-    done."""
+    """Handle an answer to a request to pause. The first answer of a rank with work begins the transition, unless
+    training is done."""
     pause = job.pause
     assert pause is not None
     pause.answers[member.rank] = parked
@@ -144,8 +146,8 @@ def _paused(job: Job, member: Member, parked: m.Parked) -> None:
 
 
 def broke(job: Job, evidence: str) -> None:
-    """Hurry a graceful transition because communication failed before all had finished the iteration: it is lost, or
-    some ranks have to finish its step."""
+    """Order the remaining ranks to park at once, because communication failed before all ranks had finished the
+    iteration. The iteration is then redone, or some ranks have to finish its step."""
     transition = job.transition
     assert transition is not None
     if job.stage == "parking" and transition.graceful:
@@ -155,7 +157,7 @@ def broke(job: Job, evidence: str) -> None:
 
 
 def urge(job: Job, reason: str) -> None:
-    """Order the ranks that can no longer finish the iteration to park at once, for the same epoch."""
+    """Order the ranks that have not parked to park at once, in the same epoch."""
     transition = job.transition
     assert transition is not None
     if job.stage == "parking" and not transition.urged:
@@ -164,14 +166,15 @@ def urge(job: Job, reason: str) -> None:
 
 
 def is_settling(job: Job) -> bool:
-    """Return whether all ranks have parked or were ordered to at once, so that another loss does not hold them up."""
+    """Return whether all ranks have parked or have been ordered to park at once. In either case another loss needs no
+    new order."""
     transition = job.transition
     return transition is not None and job.stage == "parking" and (transition.urged or not transition.waiting)
 
 
 def go_on_without(job: Job, lost_ranks: set[int]) -> None:
-    """Continue without ranks that will not park any more, or no longer count. A plan that was refused with them may
-    work without them."""
+    """Continue the transition without ranks that will never park or no longer count. A plan that was refused while they
+    took part may work without them, so the transition is no longer cautious."""
     assert job.transition is not None
     job.transition.cautious = False
     job.transition.asked -= lost_ranks
@@ -182,7 +185,8 @@ def go_on_without(job: Job, lost_ranks: set[int]) -> None:
 
 
 def decide_when_parked(job: Job) -> None:
-    """Once all survivors have parked: declare the iteration committed or redone, and propose the next plan."""
+    """Once all surviving ranks have parked, decide whether the iteration is committed or redone, and propose the next
+    plan."""
     transition = job.transition
     if transition is None or job.stage != "parking" or transition.waiting:
         return
@@ -212,7 +216,7 @@ def decide_when_parked(job: Job) -> None:
 
 
 def _action(job: Job, transition: Transition) -> Outlook:
-    """Decide the fate of the iteration that was under way."""
+    """Decide whether the iteration in progress is committed or redone, or whether there was none."""
     if transition.initial and job.record.committed == transition.committed_before:
         return "start"
     stepped = {answer.stepped for rank, answer in transition.parked.items() if situations.can_go_on(job, rank)}
@@ -222,7 +226,8 @@ def _action(job: Job, transition: Transition) -> Outlook:
 
 
 def _decide(job: Job, transition: Transition) -> Choice | None:
-    """Return the best plan, or after a refusal a cautious one; None if there is none, which has ended the job."""
+    """Return the best plan, or a cautious plan after a refusal. Return None if there is no plan; the job has then
+    ended."""
     available = set(transition.parked)
     if transition.resizes and not transition.cautious:
         with suppress(LayoutError):
@@ -247,7 +252,8 @@ def _decide(job: Job, transition: Transition) -> Choice | None:
 
 
 def refused(job: Job, rank: int | None, reason: str) -> None:
-    """Record and report a plan that was refused, so that no rank acted on it."""
+    """Record and report that `rank` refused a plan, or that the planner found none (`rank` None). No rank has acted on
+    the plan."""
     job.log(PlanRefused(epoch=job.epoch, rank=rank, reason=reason))
     if rank is None:
         job.say("warning", f"no plan for epoch {job.epoch}: {reason}")
@@ -284,14 +290,14 @@ def propose(job: Job, choice: Choice) -> None:
 
 
 def planning_took(job: Job, event: api.PlanningTook) -> None:
-    """Note how long the planner delayed the plan under way."""
+    """Note the seconds of planning for the transition in progress."""
     if job.transition is not None and job.transition.epoch == event.epoch:
         job.transition.planning_s = event.seconds
 
 
 def go_when_confirmed(job: Job) -> None:
-    """Let all ranks build once every rank has confirmed the plan: they finish the step, build communicators, and move
-    state, beside the state they hold."""
+    """Order all ranks to build the new plan once every rank has confirmed it: they finish the step, build
+    communicators, and copy state beside the state that they hold."""
     transition = job.transition
     if transition is None or job.stage != "proposing" or transition.waiting:
         return
@@ -312,7 +318,7 @@ def go_when_confirmed(job: Job) -> None:
 
 
 def acknowledged(job: Job, member: Member, ready: m.Ready) -> None:
-    """Note that a rank has all it needs for the new plan, and still has all it needs for the old one."""
+    """Note that a rank has received all state for the new plan. It still holds all state for the old plan."""
     transition = job.awaiting(member, ready.epoch, "building")
     if transition is None:
         return
@@ -327,10 +333,10 @@ def acknowledged(job: Job, member: Member, ready: m.Ready) -> None:
 
 
 def _take_effect(job: Job, transition: Transition) -> None:
-    """Commit the transaction: from here on, state is where the new plan's layout says."""
+    """Commit the transaction: from now on the new plan's layout says which rank holds which state."""
     assert transition.plan is not None
     before, plan = job.record.plan, transition.plan
-    # At the start only the communicators take the time they always take: state is loaded or initialised, not moved.
+    # At the start state is loaded or initialised instead of moved, so its time says nothing about later changes.
     state_s = 0.0 if transition.initial else transition.state_s
     job.log(
         PlanInEffect(

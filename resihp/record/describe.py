@@ -1,6 +1,7 @@
-"""Journal entries in one line of words each, for the ledger's `events`, `status` and the live view. Pure.
+"""Describe each journal entry in one line of words, for the ledger's `events`, for `status` and for the live view.
+Pure.
 
-Style: lower case, subject first, ids in.
+Style: lower case; the subject first; numbers of failures, ranks and plans included.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from resihp.words import count_of
 
 
 def rank_list(ranks: Iterable[int]) -> str:
-    """Return a list of ranks in words: `rank 5`, `ranks 0-3, 8`; `no rank`."""
+    """Return a list of ranks in words: `rank 5`, `ranks 0-3, 8`, or `no rank` for an empty list."""
     runs: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if runs and rank == runs[-1][1] + 1:
@@ -28,7 +29,7 @@ def rank_list(ranks: Iterable[int]) -> str:
 
 
 def size(count: int) -> str:
-    """Return a size in words: `812 B`, `18.2 kB`, `340 MB`, `3.4 GB`: powers of 1000."""
+    """Return a size in bytes in words, with units of powers of 1000: `812 B`, `18.2 kB`, `340 MB`, `3.4 GB`."""
     for unit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if count >= 0.9995 * unit:
             return f"{count / unit:.{0 if count >= 99.95 * unit else 1}f} {letter}B"
@@ -42,7 +43,7 @@ DETECTORS: Mapping[str, str] = {
     "plain times": "judges plain iteration times, no rank reports its chunks",
     "off": "off",
 }
-"""Meaning of the detector's basis of judgement."""
+"""The detector's state (`CoverageChanged.detector`, or "off") in words for the user."""
 
 
 _RANK = re.compile(r"rank \d+\b")
@@ -71,9 +72,7 @@ def _failure(entry: journal.FailureFound) -> str:
     elif entry.ranks and entry.component == "node":
         cause = f"{cause}, {rank_list(entry.ranks)} lost"
     when = "slow since" if entry.kind == "fail-slow" else "noticed in"
-    onset = (
-        f", {when} iteration {entry.iteration}" if entry.epoch else ""
-    )  # with epoch 0 there is no plan yet, or never will be
+    onset = f", {when} iteration {entry.iteration}" if entry.epoch else ""  # epoch 0: there was no plan yet
     return f"failure {entry.failure}: {cause}{onset}"
 
 
@@ -103,9 +102,10 @@ def _probes(entry: journal.ProbesTaken) -> str:
 
 
 def explain(entry: journal.AnyEntry, mended: RecoveryTimes | None = None) -> str:
-    """Return one line for an entry; names and reasons in it are quoted unchanged.
+    """Return one line that describes an entry. Names and reasons are quoted unchanged.
 
-    `mended`: for a `Reconfigured`, the recovery times of its failures, which the entry alone does not have.
+    `mended`: only for a `Reconfigured` entry, the recovery times of its failures, which the entry alone does not
+    contain.
     """
     if isinstance(entry, journal.Reconfigured):
         return _reconfigured(entry, mended)
@@ -213,7 +213,7 @@ def _plan(entry: journal.AnyEntry) -> str | None:
 
 
 def _reconfigured(entry: journal.Reconfigured, mended: RecoveryTimes | None) -> str:
-    """Describe a completed change of plan; with its failures, the times count from the first of them."""
+    """Describe a completed change of plan. With `mended`, times count from the first of its failures."""
     planned = entry.action == "between" and not entry.failures
     causes = _numbers(entry.failures, "failure") if entry.failures else "interruption"
     outcome = "layout changed" if planned else f"recovered from {causes}"

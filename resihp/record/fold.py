@@ -1,7 +1,7 @@
-"""The effect of each journal entry on the record of its job: the only place that defines it.
+"""Define the effect of each journal entry on the job's record. No other module defines it.
 
-`apply` is called for each entry in order: by the controller for its decisions, by a take-over for earlier decisions,
-and by any other reader of a journal. It decides nothing and knows no time.
+`apply` is called for each entry in order: by the controller for its own decisions, by a new supervisor for earlier
+decisions, and by any other reader of a journal. It makes no decision and knows no time.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ from resihp.record.state import (
 
 
 def fold(entries: Iterable[AnyEntry]) -> JobRecord:
-    """Return the record that these entries add up to."""
+    """Return the record that results from these entries, applied in order."""
     record = JobRecord()
     for entry in entries:
         apply(record, entry)
@@ -74,7 +74,7 @@ def fold(entries: Iterable[AnyEntry]) -> JobRecord:
 
 
 def apply(record: JobRecord, entry: AnyEntry) -> None:
-    """Change the record according to the entry. An unknown entry leaves it unchanged."""
+    """Update the record with one entry. An entry without an effect leaves it unchanged."""
     match entry:
         case JobStarted():
             record.leader = record.incumbent = entry.leader
@@ -104,7 +104,7 @@ def apply(record: JobRecord, entry: AnyEntry) -> None:
             _replacement(record, entry)
         case JobSignalled():
             record.signalled = entry
-            record.verdicts.clear()  # nothing is done about the nodes that died meanwhile
+            record.verdicts.clear()  # no measure is taken against nodes that failed before the stop
         case JobEnded():
             record.ended = entry
         case _:
@@ -150,7 +150,7 @@ def _places(
         case JoinRefused():
             _place(record, entry.rank, entry.node, entry.device)
             record.unexplained.pop(entry.rank, None)
-            if record.first_plan is None:  # a failure will name it
+            if record.first_plan is None:  # a later failure names the rank
                 record.unexplained[entry.rank] = None
             record.refused[entry.rank] = entry.reason
             if entry.rank in record.workers:
@@ -160,7 +160,7 @@ def _places(
 
 
 def _place(record: JobRecord, rank: int, node: str, device: int) -> None:
-    """Note where a rank was ordered to start; for skipped numbers no place is known."""
+    """Note the node and device on which a rank was ordered to start. Skipped rank numbers get an empty placement."""
     while len(record.placements) <= rank:
         record.placements.append(Placement("", -1))
     record.placements[rank] = Placement(node, device)
@@ -187,13 +187,13 @@ def _plans(
         case PlanRefused() | PlanWithdrawn() if (
             record.proposed is not None and record.proposed.plan.epoch == entry.epoch
         ):
-            # No rank has acted on it, so its voters are not asked any more. Those of the plan in effect have been asked
-            # throughout, so every quorum from here on shares an agent with every earlier one.
+            # No rank has acted on this plan, so a quorum of its voters is no longer needed. A quorum of the voters of
+            # the plan in effect was needed all the time, so every later quorum shares an agent with every earlier one.
             record.proposed = None
         case PlanInEffect() if record.proposed is not None and record.proposed.plan.epoch == entry.epoch:
             plan, record.incumbent, record.voters = record.proposed
             if record.plan is not None and record.plan.micro_batches != plan.micro_batches:
-                # no rank is late because the batch has grown
+                # a larger batch must not make ranks look late
                 growth = plan.micro_batches / record.plan.micro_batches
                 record.recent = deque((seconds * growth for seconds in record.recent), maxlen=RECENT_ITERATIONS)
             record.plan, record.proposed = plan, None
@@ -232,7 +232,7 @@ def _progress(
 
 
 def _failure(record: JobRecord, entry: FailureFound) -> None:
-    """Apply a failure: something stopped, or broke."""
+    """Apply a failure other than slowness."""
     record.failures = max(record.failures, entry.failure)
     if entry.diagnosed is not None:
         record.diagnosed.append(entry.diagnosed)
@@ -252,7 +252,7 @@ def _failure(record: JobRecord, entry: FailureFound) -> None:
     if record.signalled is not None:
         return
     lost, hardware = record.lost.get(entry.node), entry.hardware
-    if hardware is None:  # 0.1
+    if hardware is None:  # journal of version 0.1
         hardware = lost is None or entry.cause != f"node {lost.name}: {lost.reason}"
     verdict = record.verdicts.get(entry.node)
     if verdict is None or not verdict.hardware:
@@ -268,8 +268,11 @@ def _fault(record: JobRecord, entry: FaultInjected) -> None:
 
 
 def _suspicion(record: JobRecord, entry: Suspected) -> None:
-    """Apply a suspicion. Of slowness one is open at a time, and others end as they begin; of silence one per rank and
-    node."""
+    """Apply the beginning or the end of a suspicion.
+
+    At most one suspicion of slowness is open in the job; a further one is journaled as already ended. At most one
+    suspicion of silence is open for each rank and each node.
+    """
     record.suspicions = max(record.suspicions, entry.suspicion)
     if entry.kind == "silent":
         subject = entry.node if entry.rank is None else entry.rank
@@ -346,11 +349,11 @@ def _probes(record: JobRecord, entry: ProbesTaken) -> None:
 
 
 def is_unfit_after(occasion: str, speed: float | None, *, passed: bool, was_unfit: bool) -> bool:
-    """Return whether a device is kept out of the work after a probe. `speed`: relative to its peers, None if it could
+    """Return whether a device gets no work after a probe. `speed`: its speed relative to its peers, None if it could
     not be measured.
 
-    A probe on suspicion changes nothing: its outcome is a verdict, or none. A device on standby is measured again only
-    if it was unfit.
+    A probe on suspicion changes nothing here; its outcome, if any, is a verdict. A standby device is measured again
+    only if it was unfit.
     """
     if occasion == "suspicion":
         return was_unfit

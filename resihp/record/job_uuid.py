@@ -1,6 +1,7 @@
-"""The permanent, unique id of a job, derived from the first record of its journal.
+"""Derive a job's permanent, unique id from the first record of its journal.
 
-Ledgers identify a job by it, and job.json uses it to say which journal is the job's. Reads no file and no clock.
+Ledgers identify a job by this id, and job.json uses it to name the journal that belongs to the job. Reads no file and
+no clock.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ _NAMESPACE = uuid.UUID("5b1f6a38-7c0e-4b8e-9d55-6a1d2a9c4f10")
 
 
 def job_uuid(first: Record) -> str:
-    """Return the job's uuid, from the first record of its journal. Raises ValueError if that does not start a job."""
+    """Return the job's uuid. `first`: the first record of its journal. Raises ValueError if `first` is not a
+    `JobStarted` record with number 1."""
     entry = first.entry
     if first.seq != 1 or not isinstance(entry, JobStarted):
         raise ValueError(f"record {first.seq} ({type(entry).__name__}) does not begin a journal")

@@ -1,9 +1,9 @@
-"""The entries of a job's journal.
+"""The entries of a job's journal, one class for each kind of entry.
 
-Entries are facts and decisions, in the order in which the controller made them. The supervisor writes each one
-(`resihp.record.journal_file`) *before* the actions that follow from it take effect; the SQL ledger (`db`) is a
-projection of the journal and may lag behind it or be rebuilt from it. Telemetry (`resihp.protocol.messages.Progress`,
-per-rank reports) is not part of it.
+Entries are facts and decisions, in the order in which the controller made them. The supervisor writes each entry
+(`resihp.record.journal_file`) *before* the actions that follow from it take effect. The SQL ledger (`db`) is a
+projection of the journal; it may lag behind the journal, and can be rebuilt from it. Telemetry
+(`resihp.protocol.messages.Progress`, per-rank reports) is not part of the journal.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from resihp.protocol.messages import Declare, Speed, StepOutcome
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Base of all entries."""
+    """Base class of all entries."""
 
 
 class SlurmIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """The identity of a job in Slurm's own records.
 
-    `job`: its number, which Slurm will use again some day (sacct's JobIDRaw); `array_job`, `array_task`: None unless it
-    is an element of an array; `submitted_at`: UTC, seconds since 1970, None if Slurm did not report it.
+    `job`: the job's number, which Slurm may give to another job later (sacct's JobIDRaw). `array_job`, `array_task`:
+    None unless the job is an element of an array. `submitted_at`: UTC, seconds since 1970; None if Slurm did not report
+    it.
     """
 
     cluster: str
@@ -41,11 +42,11 @@ class SlurmIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobStarted(Entry, frozen=True, kw_only=True):
-    """First entry. `configuration` is the effective configuration as TOML-like plain data.
+    """The job was started. First entry of every journal.
 
-    `leader` is the node on which the supervisor runs; empty if that is not one of the job's nodes (`--local`). `run`:
-    common id of attempts that continue from each other's checkpoints; empty in legacy journals. `slurm`: None outside
-    of Slurm, and in legacy journals.
+    `configuration`: the effective configuration as plain TOML-like data. `leader`: the node on which the supervisor
+    runs; empty if that is not one of the job's nodes (`--local`). `run`: common id of all attempts that continue from
+    each other's checkpoints; empty in legacy journals. `slurm`: None outside of Slurm, and in legacy journals.
     """
 
     job: str
@@ -68,8 +69,8 @@ class JobStarted(Entry, frozen=True, kw_only=True):
 class NodeJoined(Entry, frozen=True, kw_only=True):
     """A node has joined the job. `hardware`: the maker's name of its devices; empty if not known.
 
-    `incarnation`: that of its agent (`messages.Join`), the only one that may make promises for this node; empty in
-    journals of 0.1.
+    `incarnation`: the number that the node's agent drew when it started (`messages.Join`). Only the agent with this
+    number may make promises for the node. Empty in journals of 0.1.
     """
 
     node: str
@@ -83,8 +84,8 @@ class NodeJoined(Entry, frozen=True, kw_only=True):
 class NodeLost(Entry, frozen=True, kw_only=True):
     """A node is no longer part of the job.
 
-    `how`: it fell `silent`, its `agent` ended while the node answers, it is `useless` (all its devices are dead), or it
-    was `vacated` for an administrator, which is not a failure.
+    `how`: `silent` if the node stopped answering; `agent` if its agent ended while the node still answers; `useless` if
+    all its devices are dead; `vacated` if an administrator drained it, which is not a failure.
     """
 
     node: str
@@ -93,9 +94,10 @@ class NodeLost(Entry, frozen=True, kw_only=True):
 
 
 class WorkersOrdered(Entry, frozen=True, kw_only=True):
-    """Processes are to be started: (rank, node, device) of each. A rank number is assigned once in a job's life.
+    """Processes are to be started. `workers`: (rank, node, device) of each. A rank number is assigned only once in the
+    life of a job.
 
-    Written before agents are told; journals of 0.1 mention ranks only once they have started.
+    Written before the agents are told. Journals of 0.1 mention a rank only once its process has started.
     """
 
     workers: tuple[tuple[int, str, int], ...]
@@ -110,8 +112,8 @@ class WorkerStarted(Entry, frozen=True, kw_only=True):
 
 
 class WorkerEnded(Entry, frozen=True, kw_only=True):
-    """`exit` as in subprocess: negative for a signal; None if the process died with its node, so that its exit is not
-    known."""
+    """A process has ended. `exit`: as in subprocess, negative for a signal; None if the process was lost with its node,
+    so that its exit status is not known."""
 
     rank: int
     exit: int | None
@@ -119,11 +121,12 @@ class WorkerEnded(Entry, frozen=True, kw_only=True):
 
 
 Three = tuple[float, float, float]
-"""Forward, gradients of inputs, gradients of weights: seconds of one micro-batch on one healthy device."""
+"""Seconds of one micro-batch on one healthy device for forward, gradients of inputs, and gradients of weights."""
 
 
 class LearnedTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """The job's own times, with which a plan was priced. `layers`: one element if all layers are alike."""
+    """Times measured in the job, from which a plan's iteration time was predicted. `layers`: a single element if all
+    layers take the same time."""
 
     layers: tuple[Three, ...]
     embedding: Three
@@ -135,17 +138,16 @@ class LearnedTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanBasis(msgspec.Struct, frozen=True, kw_only=True):
-    """The basis of the decision on a plan, as far as it is not recorded elsewhere: for a later explanation of the
-    plan."""
+    """The facts behind the decision on a plan that are not recorded elsewhere, for a later explanation of the plan."""
 
     speeds: tuple[tuple[int, float], ...] = ()
-    """Speeds of ranks that were measured slow; 1 is that of a healthy one."""
+    """(rank, speed) of each rank that was measured to be slow; the speed of a healthy rank is 1."""
     links: tuple[tuple[str, str, float], ...] = ()
-    """Speeds of slow links, between two nodes."""
+    """(node, node, speed) of each slow link; the speed of a healthy link is 1."""
     kept_out: tuple[int, ...] = ()
-    """Ranks that were to get no work: unfit, not measured yet, or about to leave."""
+    """Ranks that were to get no work, because they were unfit, not measured yet, or about to leave."""
     times: LearnedTimes | None = None
-    """None if nothing was measured."""
+    """The measured times; None if none were known."""
 
 
 class OtherPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,8 +158,11 @@ class OtherPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanDecided(Entry, frozen=True, kw_only=True):
-    """A plan was decided. `action` is the fate of the iteration under way: there was none, it is redone, or it
-    counts."""
+    """A plan was decided. It takes effect later, with `PlanInEffect`.
+
+    `action`, the fate of the iteration that was in progress: "start" if there was none yet, "redo" if it is redone,
+    "commit" if it counts, "between" if ranks stopped between two iterations.
+    """
 
     plan: Plan
     next_iteration: int
@@ -165,26 +170,28 @@ class PlanDecided(Entry, frozen=True, kw_only=True):
     finish: StepOutcome | None
     reason: str
     bytes_planned: int = 0
-    """State that has to move between ranks, from the two layouts alone."""
+    """Bytes of state that have to move between ranks, computed from the two layouts alone."""
     predicted: float | None = None
     """Predicted time of an iteration under the plan, in `unit`; None if not known."""
     present: float | None = None
-    """The same for the plan in effect in the present situation; None if there is none, or if it cannot run any more."""
+    """Predicted time of an iteration under the plan in effect, in the present situation and in `unit`; None if no plan
+    is in effect, or if that plan cannot run any more."""
     unit: Literal["s", "layer times"] = "layer times"
-    """Unit of the two predictions. A layer time is the forward of one layer on a healthy device; then only their ratio
-    is meaningful."""
+    """Unit of `predicted` and `present`. A layer time is the forward time of one layer on a healthy device; in this
+    unit only the ratio of the two predictions is meaningful."""
     basis: PlanBasis | None = None
-    """None in legacy journals."""
+    """The facts behind the decision; None in legacy journals."""
     considered: tuple[OtherPlan, ...] = ()
-    """Other possible plans, in `unit`; empty if no other was priced, and in legacy journals."""
+    """Other possible plans with their predicted times, in `unit`; empty if no other plan was priced, and in legacy
+    journals."""
     unaffected_by: tuple[int, ...] = ()
-    """Lasting failures that do not slow the plan, because the slow component has no work under it
+    """Numbers of the lasting failures that do not slow the plan down, because the slow component has no work under it
     (`resihp.record.slowness`)."""
 
 
 class IterationCommitted(Entry, frozen=True, kw_only=True):
-    """An iteration was committed. `seconds` is the duration on the slowest rank, of the attempt that counted; None if
-    no rank survived to report it."""
+    """An iteration was committed. `seconds`: its duration on the slowest rank, for the attempt that counted; None if no
+    rank survived to report it."""
 
     epoch: int
     outcome: StepOutcome
@@ -193,7 +200,8 @@ class IterationCommitted(Entry, frozen=True, kw_only=True):
 
 
 class EvaluationDone(Entry, frozen=True, kw_only=True):
-    """The weights after `iteration` were evaluated on the evaluation data set; `loss` is the mean over `tokens`."""
+    """The weights after `iteration` were evaluated on the evaluation data set. `loss`: the mean over `tokens`
+    tokens."""
 
     epoch: int
     iteration: int
@@ -202,21 +210,22 @@ class EvaluationDone(Entry, frozen=True, kw_only=True):
 
 
 Component = Literal["process", "device", "node", "link", "script", "job", "collective", "reduction", "data"]
-"""The component that failed. The last four can only be slow: whole iterations, tensor-parallel collectives of a stage's
-group, gradient sums, the wait for a stage's first micro-batch."""
+"""The component that failed. The last four can only be slow: "job" stands for whole iterations, "collective" for the
+tensor-parallel collectives of a stage's group, "reduction" for gradient sums, "data" for the wait for a stage's first
+micro-batch."""
 Outcome = Literal["", "slow", "lost", "fine", "unconfirmed", "passed", "dropped"]
-"""The outcome of a suspicion. "slow": a verdict. "lost": the silent component ended, or was given up. "fine": the probe
-found all devices healthy, which starts a cooldown for the same observation. "unconfirmed": nothing could be measured.
-"passed": it was over before it was measured. "dropped": another cause explains it, or the plan it was seen under is
-gone."""
+"""The outcome of a suspicion. "slow": a verdict of slowness. "lost": the silent component ended or was given up.
+"fine": the probe found all devices healthy; the same observation raises no new suspicion for a while. "unconfirmed":
+nothing could be measured. "passed": the sign was gone before it was measured. "dropped": another cause explains it, or
+the plan under which it was seen is no longer in effect."""
 
 
 class Suspected(Entry, frozen=True, kw_only=True):
-    """A suspicion: silence, lack of progress, or slowness. Not a failure.
+    """A suspicion of silence, lack of progress or slowness begins or ends. A suspicion is not a failure.
 
-    `cleared` True when it has ended. A suspicion of slowness (of no component in particular if rank and node are None)
-    also ends with a failure that is found. For silence, `iteration` and `detected` are the first uncommitted iteration,
-    and `change` and `confidence` are meaningless.
+    `cleared`: True for the entry that ends the suspicion. A suspicion of slowness also ends when a failure is found. A
+    suspicion of slowness without rank and node concerns no component in particular. For silence, `iteration` and
+    `detected` are the first uncommitted iteration, and `change` and `confidence` are meaningless.
     """
 
     rank: int | None
@@ -225,43 +234,46 @@ class Suspected(Entry, frozen=True, kw_only=True):
     cleared: bool = False
     kind: Literal["silent", "slow"] = "silent"
     suspicion: int = 0
-    """Number of the suspicion in the job, from 1, of slowness and of silence together; the entry that ends a suspicion
-    has the same number. 0 in legacy journals, where suspicions of silence had none."""
+    """Number of the suspicion within the job, from 1; suspicions of slowness and of silence are numbered together. The
+    entry that ends a suspicion has the same number. 0 in legacy journals, which did not number suspicions of
+    silence."""
     component: Component = "device"
     ranks: tuple[int, ...] = ()
-    """All suspects, the most likely first; for a link its ends."""
+    """All suspected ranks, the most likely first; for a link, the ranks at its ends."""
     iteration: int = 0
-    """First iteration of the onset; `detected` is that of the detection."""
+    """First iteration in which the sign appeared (onset); `detected` is the iteration in which it was detected."""
     detected: int = 0
     change: float = 0.0
-    """As `Finding.change`: time over healthy time, minus 1."""
+    """Relative change of time: measured time over healthy time, minus 1 (`Finding.change`)."""
     confidence: float = 0.0
     probe: int = 0
-    """Number of the probe that was taken for it; 0 for none."""
+    """Number of the probe that measured the suspects; 0 if there was none."""
     outcome: Outcome = ""
     sign: str = ""
     """The sign of silence: "silent" (a node's heartbeats are missing), "stopped" (the process is stopped), "mute" (its
     interpreter does not answer), "unanswered" (its device does not answer), "stalled" (its peers wait for it)."""
     test: str = ""
-    """The test that raised it, with its unit: "s without a beat", "s without progress", or as in
-    `resihp.detector.sequential.shifts.Alarm`; empty if there was no test, or in legacy journals."""
+    """The test that raised the suspicion, with its unit: "s without a beat", "s without progress", or a name from
+    `resihp.detector.sequential.shifts.Alarm`. Empty if there was no test, and in legacy journals."""
     statistic: float | None = None
-    """Value of the test, and the threshold that it has to reach for a suspicion."""
+    """Value of the test, and, as `threshold`, the value from which on the test raises a suspicion; None if there was no
+    test."""
     threshold: float | None = None
 
     @property
     def sort(self) -> str:
-        """One word for the kind of suspicion: "slow-compute", "slow-link", "silent", and others to come."""
+        """Kind of the suspicion in one word: "slow-compute", "slow-link", "silent" and others."""
         if self.kind == "silent":
             return self.sign or ("silent" if self.rank is None else "stalled")
         return "slow-compute" if self.component == "device" else f"slow-{self.component}"
 
 
 class CoverageChanged(Entry, frozen=True, kw_only=True):
-    """The detector's coverage of the job has changed. Before the first such entry, the detector is warming up.
+    """The detector's coverage of the job has changed. Before the first such entry the detector is warming up.
 
-    `detector`: its basis of judgement, as in `findings.Known`, or "iterations" if its mode judges no single rank;
-    `unwatched`: ranks with work that have not reported to it for long.
+    `detector`: the basis of the detector's judgements, as in `findings.Known`, or "iterations" if it judges whole
+    iterations and no single rank. `unwatched`: ranks with work that have sent the detector no report for many
+    iterations.
     """
 
     iteration: int
@@ -270,7 +282,7 @@ class CoverageChanged(Entry, frozen=True, kw_only=True):
 
 
 class Diagnosed(msgspec.Struct, frozen=True, kw_only=True):
-    """A diagnosis: the kind of error, its ranks, and its place (`resihp.detector.diagnosis`)."""
+    """A diagnosis of a failure: the kind of error, the ranks concerned, and the place (`resihp.detector.diagnosis`)."""
 
     code: str
     category: str
@@ -280,12 +292,13 @@ class Diagnosed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FailureFound(Entry, frozen=True, kw_only=True):
-    """One root cause. `failure` numbers the job's failures from 1.
+    """The root cause of a failure was found. `failure` numbers the job's failures from 1.
 
-    `kind`: `fail-stop` (a process, device or node), `fail-slow` (it works, but slower), `communication` (ranks alive,
-    transfer broken), `program` (the training script). `detect_s` is known only if the moment of the fault is
-    (injected), else None. For slowness: `iteration` is the first slow one, `speed` the remaining share of the speed of
-    a healthy device or link, `confidence` that of the detector, `link` the ranks at its ends.
+    `kind`: `fail-stop` (a process, device or node stopped), `fail-slow` (a component works, but more slowly),
+    `communication` (all ranks are alive, but a transfer broke), `program` (the training script failed). `detect_s`:
+    seconds from the fault to its detection, known only for injected faults; else None. For slowness: `iteration` is the
+    first slow one, `speed` the remaining share of a healthy device's or link's speed, `confidence` the detector's
+    confidence, `link` the ranks at the ends of the link.
     """
 
     failure: int
@@ -300,40 +313,43 @@ class FailureFound(Entry, frozen=True, kw_only=True):
     evidence: str
     detect_s: float | None
     noticed_s: float | None = None
-    """Seconds before this entry at which it was noticed: entries wait until all failures of the same moment are known.
-    None in legacy journals."""
+    """Seconds from the notice of the failure to this entry, which is delayed until all failures of the same moment are
+    known. None in legacy journals."""
     failed_s: float | None = None
-    """Seconds before this entry at which it failed, as precisely as that can be known
-    (`resihp.controller.fail_stop.onsets`); None if nothing shows it, and in legacy journals."""
+    """Seconds from the failure itself to this entry, as precisely as can be known
+    (`resihp.controller.fail_stop.onsets`). None if nothing shows the moment, and in legacy journals."""
     speed: float | None = None
     confidence: float | None = None
     link: tuple[int, int] | None = None
     intermittent: bool = False
-    """For slowness: only now and then; `speed` is the average."""
+    """For slowness: whether the component is slow only now and then; `speed` is then the average."""
     idle: bool = False
-    """For slowness: the component has no work under the plan in effect."""
+    """For slowness: whether the component has no work under the plan in effect."""
     hardware: bool | None = None
-    """Whether hardware of the node is broken, rather than that the node died; None in journals of 0.1."""
+    """True if hardware of the node is broken; False if not, for instance if the node merely died; None in journals of
+    0.1."""
     diagnosed: Diagnosed | None = None
-    """The diagnosis, if there was one: a device with the same diagnosis again is the cause itself."""
+    """The diagnosis; None if there was none. If a device gets the same diagnosis in a later failure, the device itself
+    is the cause."""
     explains: tuple[str, ...] = ()
-    """Node-level log lines used as evidence, beside those in `evidence`; not to be reused for later failures."""
+    """Log lines about the node that were used as evidence, in addition to `evidence`. They explain no later failure."""
 
     def noticed_at(self, at: float) -> float:
-        """Return the time of the notice. `at`: the time of the failure's record."""
+        """Return the time at which the failure was noticed. `at`: the time of the failure's record."""
         return at - (self.noticed_s or 0.0)
 
     def failed_at(self, at: float) -> float | None:
         return None if self.failed_s is None else at - self.failed_s
 
     def confirms(self, component: str, ranks: tuple[int, ...]) -> bool:
-        """Return whether this verdict of slowness ends an open suspicion about `component` and `ranks`."""
+        """Return whether this failure is a verdict of slowness that ends an open suspicion about `component` and
+        `ranks`."""
         is_alike = component == self.component or (component, self.component) == ("job", "device")
         return self.kind == "fail-slow" and is_alike and (not ranks or not set(ranks).isdisjoint(self.ranks))
 
 
 class FailureEnded(Entry, frozen=True, kw_only=True):
-    """A slow component is as fast as before, from `iteration` on."""
+    """A slow component works at its former speed again, from `iteration` on."""
 
     failure: int
     node: str | None
@@ -343,8 +359,8 @@ class FailureEnded(Entry, frozen=True, kw_only=True):
 
 
 class DeviceProbe(msgspec.Struct, frozen=True, kw_only=True):
-    """One device's part of a probe: its own figures, and its speed relative to its peers (None: nothing to compare
-    with)."""
+    """The result of a probe for one device: its absolute figures, and its speed relative to its peers (None if there
+    was nothing to compare it with)."""
 
     rank: int
     node: str
@@ -355,23 +371,24 @@ class DeviceProbe(msgspec.Struct, frozen=True, kw_only=True):
     fit: bool
     evidence: str
     hardware: str = ""
-    """The maker's name; empty if not known."""
+    """The maker's name of the device; empty if not known."""
 
 
 class LinkProbe(msgspec.Struct, frozen=True, kw_only=True):
-    """A link between two ranks: its speed relative to its peers (None: nothing to compare with), and its own figure."""
+    """The result of a probe for a link between two ranks: its speed relative to its peers (None if there was nothing to
+    compare it with), and its transfer time."""
 
     ranks: tuple[int, int]
     nodes: tuple[str, str]
     speed: float | None
     fit: bool
     seconds: float = 0.0
-    """Time of one buffer there and back."""
+    """Seconds to send one buffer there and back."""
 
 
 class ProbesTaken(Entry, frozen=True, kw_only=True):
-    """Devices and links were measured: before the first iteration, when a device joined, on a suspicion, or regularly
-    while a device stands by because it was slow."""
+    """A probe measured devices and links: before the first iteration ("start"), when a device joined ("join"), on a
+    suspicion, or regularly while a slow or unfit device stands by ("standby")."""
 
     probe: int
     occasion: Literal["start", "join", "suspicion", "standby"]
@@ -379,19 +396,21 @@ class ProbesTaken(Entry, frozen=True, kw_only=True):
     links: tuple[LinkProbe, ...]
     seconds: float
     looks: int = 1
-    """Number of times that devices in doubt were measured until they were judged."""
+    """Number of times that doubtful devices were measured until they were judged."""
     share: Speed | None = None
-    """Share of their former speed that all devices have left, as far as the probe of a suspicion shows it."""
+    """Share of its former speed that every device has left, if a probe of all devices on a suspicion shows it; else
+    None."""
 
 
 class Reconfigured(Entry, frozen=True, kw_only=True):
-    """One transition, from the detection of the failure to the first committed iteration after it.
+    """One transition was completed, from the detection of the failure to the first committed iteration after it.
 
-    Phases in seconds, in order: `park` (detected to all parked), `plan` (to all confirmed), `groups` and `state` (the
-    slowest rank's own figures), `first_iteration` (resumed to committed). `seconds` is their total as observed.
-    `bytes_moved` is the number of bytes that ranks received in all, `extra_bytes` the most that any rank held beside
-    its state while it had the state of both layouts. `action` "between": parked between two iterations, no work was
-    under way. `planning_s`: the part of `plan_s` before any rank could be told; None in legacy journals, or if not
+    Phases in order, in seconds: `park_s` (from detection until all ranks have parked), `plan_s` (until all ranks have
+    confirmed the plan), `groups_s` and `state_s` (building communicators and moving state, on the slowest rank),
+    `first_iteration_s` (from the resumption to the first commit). `seconds`: the observed total. `bytes_moved`: bytes
+    that all ranks together received. `extra_bytes`: the most bytes that any rank held beside its own state while it
+    held the state of both layouts. `action` "between": ranks parked between two iterations, so no work was in progress.
+    `planning_s`: the part of `plan_s` before any rank could be told the plan; None in legacy journals, or if not
     measured.
     """
 
@@ -411,10 +430,12 @@ class Reconfigured(Entry, frozen=True, kw_only=True):
 
 
 class PlanInEffect(Entry, frozen=True, kw_only=True):
-    """Every rank has acknowledged its state: from here on the state is where this epoch's layout says.
+    """Every rank has acknowledged its state, and the plan of `epoch` is in effect: from now on this plan's layout says
+    which rank holds which state.
 
-    The cost of the change, for the price of the next one: `took_s` until all ranks had their state, `busiest_bytes`
-    that the busiest rank held beside its own, `communicators` that were built. None in journals of 0.1.
+    The other fields give the cost of the change, from which the cost of the next change is predicted. `took_s`: seconds
+    until all ranks had their state; None in journals of 0.1. `busiest_bytes`: bytes that the busiest rank held beside
+    its own state. `communicators`: number of communicators that were built.
     """
 
     epoch: int
@@ -424,17 +445,17 @@ class PlanInEffect(Entry, frozen=True, kw_only=True):
 
 
 class PlanWithdrawn(Entry, frozen=True, kw_only=True):
-    """A plan was decided and proposed, but no rank will act on it, because the job is to stop."""
+    """A proposed plan was withdrawn before any rank acted on it, because the job is to stop."""
 
     epoch: int
     reason: str
 
 
 class ChangeDecided(Entry, frozen=True, kw_only=True):
-    """Training is interrupted for another plan, because of `devices` (node, device) or `links` (two ranks), because
-    measured times require other layers and orders (`tuned`), or because a search `found` a better plan.
+    """Training is interrupted for another plan. The cause is given by `devices` (node, device), by `links` (two ranks),
+    by `tuned` (measured times call for other layers and orders), or by `found` (a search found a better plan).
 
-    Each recent change because of the same component makes the next one more expensive.
+    Each recent change because of one component makes the next change because of the same component more expensive.
     """
 
     reason: str
@@ -445,11 +466,11 @@ class ChangeDecided(Entry, frozen=True, kw_only=True):
 
 
 class ChangeDeclined(Entry, frozen=True, kw_only=True):
-    """Another plan, or another node, was considered, and nothing was changed. For nodes, recorded once for the same
-    missing ones.
+    """Another plan, or another node, was considered, but nothing was changed. About nodes, one entry is written for the
+    same set of missing nodes.
 
-    `reason`: the occasion; `why`: the reason against a change. The alternative: its `layout`, with the predictions for
-    it and for the plan in effect, if there are any, as in `PlanDecided`.
+    `reason`: the occasion; `why`: the argument against the change. The alternative is described by `layout`, with
+    predictions for it and for the plan in effect, if there are any, as in `PlanDecided`.
     """
 
     about: Literal["plan", "node"]
@@ -457,7 +478,7 @@ class ChangeDeclined(Entry, frozen=True, kw_only=True):
     why: str
     iteration: int
     failures: tuple[int, ...] = ()
-    """Verdicts that were the occasion."""
+    """Numbers of the failures that were the occasion."""
     layout: str = ""
     predicted: float | None = None
     present: float | None = None
@@ -466,7 +487,7 @@ class ChangeDeclined(Entry, frozen=True, kw_only=True):
 
 
 class PlanRefused(Entry, frozen=True, kw_only=True):
-    """A plan was refused before any rank acted on it: `rank` objected, or the controller's own check failed (`rank`
+    """A plan was refused before any rank acted on it: `rank` refused it, or the controller's own check failed (`rank`
     None)."""
 
     epoch: int
@@ -475,29 +496,29 @@ class PlanRefused(Entry, frozen=True, kw_only=True):
 
 
 class JoinRefused(Entry, frozen=True, kw_only=True):
-    """A new process on a device was turned away; the job goes on without it."""
+    """A new process on a device was turned away or could not be started. The job goes on without it."""
 
     rank: int
     node: str
     device: int
     reason: str
     condemns_device: bool = True
-    """Whether its device gets no other process. Journals of 0.1 do not have it; a supervisor of 0.1 acted as if it were
-    True."""
+    """Whether the device gets no further process. Journals of 0.1 lack this field; a supervisor of 0.1 acted as if it
+    were True."""
 
 
 class IterationsUnreported(Entry, frozen=True, kw_only=True):
-    """Iterations up to `last` were done while no supervisor led, and their figures are lost."""
+    """Iterations `first` to `last` were completed while no supervisor led the job, and their figures are lost."""
 
     first: int
     last: int
 
 
 class IterationsPacked(Entry, frozen=True, kw_only=True):
-    """Consecutive committed iterations, as columns (`resihp.record.packing`).
+    """Consecutive committed iterations, packed into columns (`resihp.record.packing`).
 
-    It stands for `count` records, the last of which has its number. `first`: the iteration of the first one. Only files
-    contain it: the ledger gets the records it stands for.
+    Stands for `count` records and has the number of the last of them. `first`: the first iteration. Only journal files
+    contain this entry; the ledger gets the original records.
     """
 
     epoch: int
@@ -507,22 +528,23 @@ class IterationsPacked(Entry, frozen=True, kw_only=True):
 
     @property
     def last(self) -> int:
-        """Iteration of the last record it stands for."""
+        """The last iteration that the entry stands for."""
         return self.first + self.count - 1
 
 
 class ModelDeclared(Entry, frozen=True, kw_only=True):
-    """The common declaration of all ranks: the knowledge of the model that a later supervisor needs."""
+    """All ranks have declared the same model and workload. A later supervisor reads them here."""
 
     declare: Declare
     software: Software | None = None
 
 
 class LeaderChosen(Entry, frozen=True, kw_only=True):
-    """A supervisor took over: the first record of its term, whose numbers begin at `first_seq(term)`.
+    """A supervisor took over the job. First record of the supervisor's term; the numbers of the term's records begin at
+    `first_seq(term)`.
 
-    `node` is where it runs. `how`: the guardian restarted it, or a quorum of agents chose a successor. `after`: number
-    of the last record of the journal it took over.
+    `node`: where the supervisor runs. `how`: "restarted" by the guardian, or "elected" by a quorum of agents. `after`:
+    number of the last record of the journal that it took over.
     """
 
     term: int
@@ -533,12 +555,12 @@ class LeaderChosen(Entry, frozen=True, kw_only=True):
 
 
 class JobSignalled(Entry, frozen=True, kw_only=True):
-    """Slurm, or an operator, asks the job to stop; this is not a failure. `nodes`: nodes whose agents were signalled as
-    well.
+    """Slurm or an operator asks the job to stop. This is not a failure. `nodes`: nodes with agents that received a
+    signal as well.
 
-    `meaning`: `warning` (time is running out, sent ahead by --signal), `time-limit`, `cancelled`, `preempted` or
-    `unknown`, as far as Slurm reports it; `operator` for a signal to `resihp run` itself, or a request by `resihp
-    stop`. That request sends no signal, so `signal` is 0.
+    `meaning`: as reported by Slurm, `warning` (time is running out; sent early because of --signal), `time-limit`,
+    `cancelled`, `preempted` or `unknown`; or `operator` for a signal to `resihp run` itself and for a request of
+    `resihp stop`. `resihp stop` sends no signal, so `signal` is then 0.
     """
 
     signal: int
@@ -547,10 +569,11 @@ class JobSignalled(Entry, frozen=True, kw_only=True):
 
 
 class DrainDecided(Entry, frozen=True, kw_only=True):
-    """The measure against a node with a verdict. `drain` numbers these decisions from 1, `failure` is the verdict's.
+    """A measure against a failed node was decided. `drain` numbers these decisions from 1; `failure` is the number of
+    the failure.
 
-    `measure`: whether it is drained, or only excluded from the user's next jobs; `grounds`: the reason, as in
-    `resihp.controller.nodes.measures`. Older journals have only drains.
+    `measure`: whether the node is drained, or only excluded from the user's next jobs. `grounds`: the reason, as in
+    `resihp.controller.nodes.measures`. Legacy journals contain only drains.
     """
 
     drain: int
@@ -562,15 +585,15 @@ class DrainDecided(Entry, frozen=True, kw_only=True):
 
 
 class DrainWaived(Entry, frozen=True, kw_only=True):
-    """Nothing is done about the node of a failure: it was signalled, other nodes were lost with it, it is the batch
-    script's own, or the job only observes."""
+    """No measure is taken against the node of a failure: the node had been signalled, other nodes were lost with it, it
+    is the node of the batch script, or the job only observes."""
 
     node: str
     failure: int
 
 
 class DrainAnswered(Entry, frozen=True, kw_only=True):
-    """The result of one rung of the drain ladder. `unknown`: no answer, so it may have been done."""
+    """The result of one rung of the drain ladder. `unknown`: Slurm did not answer, so the rung may have succeeded."""
 
     drain: int
     node: str
@@ -580,7 +603,7 @@ class DrainAnswered(Entry, frozen=True, kw_only=True):
 
 
 class NodeReleased(Entry, frozen=True, kw_only=True):
-    """A node was given back to Slurm, or could not be given back now."""
+    """A node was given back to Slurm, or Slurm did not accept it now."""
 
     node: str
     outcome: Literal["done", "refused", "unknown"]
@@ -588,7 +611,8 @@ class NodeReleased(Entry, frozen=True, kw_only=True):
 
 
 class ReplacementAsked(Entry, frozen=True, kw_only=True):
-    """A node is requested in place of `node`. `replacement` numbers the job's requests from 1."""
+    """A new node is requested from Slurm in place of the lost node `node`. `replacement` numbers the job's requests
+    from 1."""
 
     replacement: int
     node: str
@@ -597,7 +621,7 @@ class ReplacementAsked(Entry, frozen=True, kw_only=True):
 
 
 class ReplacementChanged(Entry, frozen=True, kw_only=True):
-    """The state of a request has changed. `node` is the new node's name, once it is known."""
+    """The state of a replacement request has changed. `node`: the name of the new node, once known."""
 
     replacement: int
     state: Literal["pending", "running", "joined", "refused", "cancelled", "ended"]
@@ -607,7 +631,7 @@ class ReplacementChanged(Entry, frozen=True, kw_only=True):
 
 
 class SlurmSaw(Entry, frozen=True, kw_only=True):
-    """Slurm's own view of one of our nodes, when it is unexpected or has changed."""
+    """Slurm's own view of one of the job's nodes, recorded when it is unexpected or has changed."""
 
     node: str
     state: str
@@ -615,8 +639,8 @@ class SlurmSaw(Entry, frozen=True, kw_only=True):
 
 
 class FaultInjected(Entry, frozen=True, kw_only=True):
-    """A fault is injected; written before it is carried out. `kind` is empty in journals of 0.1, where `text` begins
-    with it."""
+    """A fault is injected. Written before it is carried out. `kind` is empty in journals of 0.1, where `text` begins
+    with the kind."""
 
     fault: int
     text: str
@@ -634,8 +658,8 @@ class CheckpointCommitted(Entry, frozen=True, kw_only=True):
 
 
 class JobEnded(Entry, frozen=True, kw_only=True):
-    """The job has ended. `state`: completed, failed, cancelled (signalled), abnormal (found dead by a successor or a
-    reader)."""
+    """The job has ended. `state`: "completed"; "failed"; "cancelled" (by a signal or request); "abnormal" (a successor
+    or a reader found it dead)."""
 
     exit_code: int | None
     state: Literal["completed", "failed", "cancelled", "abnormal"]
@@ -683,8 +707,8 @@ AnyEntry = (
 
 
 TERM_SEQS = 10**9
-"""Number of record numbers per term: a record's number is unique for the life of the job, whichever supervisor wrote
-it."""
+"""Number of record numbers in each term. Terms have separate ranges, so that a record's number is unique in the life of
+the job, whichever supervisor wrote the record."""
 
 
 def first_seq(term: int) -> int:
@@ -692,12 +716,12 @@ def first_seq(term: int) -> int:
 
 
 def term_of(seq: int) -> int:
-    """Return the term in which a record was written; 0 for no record."""
+    """Return the term in which record number `seq` was written; 0 if `seq` is 0 (no record)."""
     return (seq - 1) // TERM_SEQS + 1 if seq else 0
 
 
 class Record(msgspec.Struct, frozen=True):
-    """One journal record: number, UTC time in seconds since 1970, entry.
+    """One record of a journal: its number, its time (UTC, seconds since 1970), and its entry.
 
     Numbers are consecutive from 1, except for a gap where a new term begins (`first_seq`).
     """

@@ -1,10 +1,10 @@
-"""The file of a journal (`resihp.record.journal`): the leader's own, and each agent's copy of it.
+"""Read and write the file of a journal (`resihp.record.journal`): the leader's own file, and each agent's copy of it.
 
-Its format is defined in `journal_format`. A torn tail (a crash during an append) is cut off when the file is opened
-for appending; damage before the tail is refused, and the file left as it is. Iterations that were committed long ago
-are packed (`resihp.record.packing`): the file is rewritten beside the old one and replaces it.
+`journal_format` defines the format. A torn tail (left by a crash during an append) is cut off when the file is opened
+for appending. A file that is damaged before its tail is refused and left unchanged. Old committed iterations are packed
+(`resihp.record.packing`): a new file is written beside the old one and then replaces it.
 
-Decides nothing. One thread may number records (`Journal.stamp`) while another one writes them.
+Makes no decision. One thread may number records (`Journal.stamp`) while another thread writes them.
 """
 
 from __future__ import annotations
@@ -29,17 +29,19 @@ from resihp.record.journal_format import MAGIC, MAX_RECORD_BYTES, as_frame, body
 from resihp.record.packing import first_of, pack, unpack
 
 MAX_FILE_BYTES = 4 << 30
-"""Largest file that is read, in bytes: a journal of 0.1 is never packed and grows by some 300 MB in three months."""
+"""Largest size of a file that is read, in bytes. A journal of 0.1 is never packed and grows by some 300 MB in three
+months."""
 MAX_APPENDED_BYTES = MAX_MESSAGE_BYTES - (64 << 10)
-"""Largest record that is written, in bytes: agents get it in one message."""
+"""Largest size of a record that is written, in bytes: each record is sent to agents in one message."""
 PACK_AFTER = 4096
-"""Number of unpacked committed iterations that make it worth rewriting the file."""
+"""Number of unpacked committed iterations from which on the file is rewritten with them packed."""
 LEFT_UNPACKED = 256
-"""Number of the latest iterations that stay unpacked, because a take-over looks them up (`state.RECENT_ITERATIONS`)."""
+"""Number of latest iterations that stay unpacked, because a new supervisor needs their figures
+(`state.RECENT_ITERATIONS`)."""
 
 
 def read(path: Path, *, after: int = 0) -> list[Record]:
-    """Return all whole records with later numbers than `after`; a torn tail is ignored.
+    """Return all whole records with numbers above `after`. A torn tail is ignored.
 
     Raises ProtocolError if the file is not a journal of this version, or is damaged.
     """
@@ -48,13 +50,14 @@ def read(path: Path, *, after: int = 0) -> list[Record]:
 
 
 def read_packed(path: Path) -> list[Record]:
-    """Return the same without unpacking iterations, which is fast for a job of any age."""
+    """Return all whole records, with packed iterations left packed. This is fast for a job of any age. Raises as `read`
+    does."""
     return [record for _, record in scan(_content(path), str(path))]
 
 
 def first(path: Path) -> Record | None:
-    """Return the first record of a journal without reading the rest; None if it is not whole. Raises ProtocolError,
-    OSError as `read` does."""
+    """Return the first record of a journal without reading the rest of the file; None if the record is not whole.
+    Raises ProtocolError and OSError as `read` does."""
     with os.fdopen(_opened(path), "rb") as file:
         content = file.read(len(MAGIC) + 8)
         content += file.read(min(int.from_bytes(content[len(MAGIC) : len(MAGIC) + 4], "little"), MAX_RECORD_BYTES))
@@ -65,7 +68,7 @@ def first(path: Path) -> Record | None:
 
 
 def torn_bytes(path: Path) -> int:
-    """Return the length of the torn tail that `read` ignores."""
+    """Return the length of the torn tail that `read` ignores, in bytes."""
     content = _content(path)
     end = min(len(content), len(MAGIC))
     for end, _ in scan(content, str(path)):  # noqa: B007 - wanted after the loop
@@ -74,8 +77,8 @@ def torn_bytes(path: Path) -> int:
 
 
 def _content(path: Path) -> bytes:
-    """Return the content of the file, without ever blocking. Raises ProtocolError for a pipe, a device, or a file that
-    is far too large, OSError."""
+    """Return the content of the file; never blocks. Raises ProtocolError for a pipe, for a device and for a file that
+    is far too large, and OSError."""
     with os.fdopen(_opened(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > MAX_FILE_BYTES:
@@ -99,74 +102,76 @@ def _write_all(descriptor: int, content: bytes, at: int) -> None:
 
 
 class _OpenFile:
-    """An open file of whole records, with their positions."""
+    """An open journal file with the number and position of each whole record."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.firsts = array("q")
-        """For each record, the number of the first record it stands for."""
+        """For each record, the number of the first record that it stands for (a packed record stands for several)."""
         self.ends = array("q")
         self.lasts = array("q")
-        """For each record, its number: appended last, so that another thread finds only complete data."""
+        """For each record, its number. Appended after `firsts` and `ends`, so that another thread only finds complete
+        data."""
 
     @property
     def end(self) -> int:
         return self.start(len(self.lasts))
 
     def start(self, at: int) -> int:
-        """Return the offset at which the record at this index begins."""
+        """Return the offset in the file at which the record with index `at` begins."""
         return self.ends[at - 1] if at else len(MAGIC)
 
     def note(self, record: Record, length: int) -> None:
-        """Note a record that was written at the end."""
+        """Note a record that has been written at the end of the file. `length`: bytes of its frame."""
         end = self.end + length
         self.firsts.append(first_of(record))
         self.ends.append(end)
         self.lasts.append(record.seq)
 
     def following(self, seq: int) -> int:
-        """Return the index of the first record that stands for any number after this one."""
+        """Return the index of the first record that is, or stands for, a record with a number above `seq`."""
         return bisect_right(self.lasts, seq)
 
     def bodies(self, at: int, until: int) -> list[bytes]:
-        """Return the encoded bodies of the records at these indexes. Raises OSError."""
+        """Return the encoded bodies of the records with indexes from `at` up to, but not including, `until`. Raises
+        OSError."""
         start = self.start(at)
         content = os.pread(self.fd, self.start(until) - start, start)
         return [content[self.start(i) + 8 - start : self.ends[i] - start] for i in range(at, until)]
 
 
 class Packed(NamedTuple):
-    """A packed file that is to replace a journal's file."""
+    """A packed file, written beside a journal's file, that is to replace it."""
 
     file: _OpenFile
     until: int
-    """Number of the journal's records that are in it."""
+    """Number of records of the journal's file that the packed file covers."""
     settled: int
-    """Number of its own records that are packed as well as they can be."""
+    """Number of records at the start of the packed file that need no further packing."""
 
 
 class Journal:
-    """A journal's file, open for appending. It has one writer: the supervisor that holds the job's lock, or the agent
-    to which the copy belongs."""
+    """A journal's file, open for appending. A file has only one writer: the supervisor that holds the job's lock, or
+    the agent that owns the copy."""
 
     def __init__(self, path: Path, *, sync: bool = True, found: list[Record] | None = None) -> None:
-        """Open or create the file; cut a torn tail. `sync=False` leaves flushing to the kernel (copies, tests,
-        simulator).
+        """Open or create the file, and cut off a torn tail. `sync=False` leaves flushing to the kernel (for copies,
+        tests and the simulator).
 
-        `found` receives the records that are there, as `read_packed` returns them.
+        `found` receives the records that the file already holds, as `read_packed` returns them.
 
         Raises ProtocolError if the file is not a journal, or is damaged.
         """
         self.path = path
         self.seq = 0
-        """Number of the last record that was appended or stamped."""
+        """Number of the last record that was appended or stamped; 0 if there is none."""
         self._sync = sync
         self._unpacked = 0
         """Number of committed iterations that are not packed."""
         self._settled = 0
-        """Number of records at the start that are packed as well as they can be."""
+        """Number of records at the start of the file that need no further packing."""
         self._swapping = threading.Lock()
-        """Held while the file is read, or replaced by another one."""
+        """Lock that is held while the file is read or replaced."""
         content = _content(path) if path.exists() else b""
         path.parent.mkdir(parents=True, exist_ok=True)
         records = [] if len(content) < len(MAGIC) and MAGIC.startswith(content) else list(scan(content, str(path)))
@@ -182,8 +187,8 @@ class Journal:
     # --- appending --------------------------------------------------------------------------------------------
 
     def append(self, entry: AnyEntry, at: float) -> Record:
-        """Number, stamp, write and flush one entry. Raises OSError if the disk does not take it, ProtocolError if it is
-        too large; then nothing is written, and its number is used again."""
+        """Give an entry its number and time, write it and flush the file. Raises OSError if the disk does not accept
+        it, ProtocolError if it is too large; in both cases nothing is written and the number is used again."""
         before = self.seq
         record, body = self.stamp(entry, at)
         try:
@@ -194,10 +199,10 @@ class Journal:
         return record
 
     def stamp(self, entry: AnyEntry, at: float) -> tuple[Record, bytes]:
-        """Return the next record and its encoding, still to be written. A `LeaderChosen` begins the numbers of its
-        term.
+        """Return the next record and its encoding, without writing it. A `LeaderChosen` entry starts the number range
+        of its term.
 
-        Raises ProtocolError if it is too large for the holders of copies.
+        Raises ProtocolError if the record is too large to be sent to the agents that keep copies.
         """
         seq = self.seq + 1
         if isinstance(entry, LeaderChosen):
@@ -211,9 +216,9 @@ class Journal:
         return record, body
 
     def copy(self, body: bytes) -> Record:
-        """Append a record of another journal, as encoded there (`encode`), with a later number than any here.
+        """Append a record of another journal, encoded by `encode`. Its number must be higher than any in this file.
 
-        Raises ProtocolError for anything else, OSError.
+        Raises ProtocolError for any other record, and OSError.
         """
         record = decode(body)
         if first_of(record) <= self.seq:
@@ -222,7 +227,8 @@ class Journal:
         return record
 
     def write(self, records: Sequence[tuple[Record, bytes]]) -> None:
-        """Write and flush stamped records, in order, all or nothing. Raises OSError if the disk does not take them."""
+        """Write and flush stamped records in order; either all of them or none. Raises OSError if the disk does not
+        accept them."""
         file, frames = self._file, [as_frame(body) for _, body in records]
         try:
             _write_all(file.fd, b"".join(frames), file.end)
@@ -243,7 +249,8 @@ class Journal:
     # --- reading ----------------------------------------------------------------------------------------------
 
     def common(self, log: int) -> int:
-        """Return the number of the last record that this journal shares with a copy of it that ends with `log`."""
+        """Return the number of the last record that this journal shares with a copy of it. `log`: number of the last
+        record of the copy."""
         file = self._file
         at = file.following(log)
         if at < len(file.lasts) and file.firsts[at] <= log:
@@ -251,9 +258,10 @@ class Journal:
         return file.lasts[at - 1] if at else 0
 
     def after(self, seq: int, most_bytes: int) -> list[tuple[int, bytes]]:
-        """Return (number, encoded record) of the records after `seq`: about `most_bytes` of them, at least one.
+        """Return (number, encoded record) of records with numbers above `seq`: about `most_bytes` of them, but at least
+        one.
 
-        Empty at the end of the file. Raises OSError.
+        Returns an empty list at the end of the file. Raises OSError.
         """
         with self._swapping:
             file = self._file
@@ -275,14 +283,15 @@ class Journal:
         return self._unpacked >= PACK_AFTER + LEFT_UNPACKED
 
     def pack(self) -> None:
-        """Rewrite the file with all committed iterations packed except the last ones. Raises OSError and leaves it as
-        before."""
+        """Rewrite the file with all committed iterations packed except the last ones. On an OSError the file is
+        unchanged."""
         self.adopt(self.packed())
 
     def packed(self) -> Packed:
-        """Write a packed version of the file beside it: the slow part, during which another thread may go on appending.
+        """Write a packed version of the file beside it. This is the slow part of packing; another thread may append
+        meanwhile.
 
-        Raises OSError and leaves nothing beside it.
+        Raises OSError and then leaves no other file.
         """
         file, start, until = self._file, self._settled, len(self._file.lasts)
         records = [decode(body) for body in file.bodies(start, until)]
@@ -292,8 +301,8 @@ class Journal:
         return Packed(self._beside(start, [*packed, *records[old:]]), until, start + len(packed))
 
     def adopt(self, packed: Packed) -> None:
-        """Replace our file by the packed one, including the records appended meanwhile. Raises OSError and leaves
-        ours."""
+        """Replace the journal's file by the packed one, after appending the records written meanwhile. On an OSError
+        the journal's file stays."""
         since = self._file.bodies(packed.until, len(self._file.lasts))
         self._replace(packed.file, [decode(body) for body in since])
         self._settled = packed.settled
@@ -302,7 +311,7 @@ class Journal:
         self._sync_name()
 
     def cut(self, after: int) -> None:
-        """Drop the records after this number. Raises OSError and leaves the file as before."""
+        """Remove the records with numbers above `after`. On an OSError the file is unchanged."""
         file = self._file
         at = file.following(after)
         rows: list[Record] = []
@@ -310,12 +319,12 @@ class Journal:
             (body,) = file.bodies(at, at + 1)
             rows = [row for row in unpack([decode(body)]) if row.seq <= after]
         self._replace(self._beside(at, rows), [])
-        self._settled, self._unpacked = 0, PACK_AFTER  # packed again soon
+        self._settled, self._unpacked = 0, PACK_AFTER  # so that the file is packed again soon
         self.seq = self._file.lasts[-1] if self._file.lasts else 0
         self._sync_name()
 
     def _beside(self, at: int, records: Sequence[Record]) -> _OpenFile:
-        """Write a file beside ours that has these records from index `at` on."""
+        """Write a new file beside the journal's: its first `at` records, then `records`."""
         ours = self._file
         new = _OpenFile(os.open(self._name_beside, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600))
         try:
@@ -328,7 +337,7 @@ class Journal:
         return new
 
     def _replace(self, new: _OpenFile, more: Sequence[Record]) -> None:
-        """Replace our file by `new`, with these records appended to it."""
+        """Append the records `more` to the file `new`, then replace the journal's file by it."""
         try:
             self._extend(new, more)
             self._name_beside.replace(self.path)
@@ -340,7 +349,7 @@ class Journal:
             os.close(ours.fd)
 
     def _sync_name(self) -> None:
-        """Flush the folder: otherwise records written from now on could be lost with the name of their file."""
+        """Flush the folder. Otherwise a crash could lose the name of the new file, with all records written into it."""
         if self._sync:
             sync_folder(self.path.parent)
 

@@ -1,8 +1,9 @@
-"""The bytes of a journal's file: records in their frames.
+"""Encode and decode the bytes of a journal's file: records in frames.
 
-Format: the 8 bytes `RESIHPJ1`, then records of little-endian u32 length, u32 CRC-32 of the body, body. A body is a
-msgpack-encoded `Record`. Decides whether a file is damaged, or only has a torn tail; it never opens one. Called by
-`journal_file` and `reading_on`, and with single records by whoever sends or keeps copies of them.
+Format: the 8 bytes `RESIHPJ1`, then the records; each record is a little-endian u32 length, the u32 CRC-32 of the body,
+and the body. A body is a msgpack-encoded `Record`. Decides whether a file is damaged or only has a torn tail; never
+opens a file. Called by `journal_file` and `reading_on`, and for single records by all modules that send or keep copies
+of records.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from resihp.record.journal import Record
 
 MAGIC = b"RESIHPJ1"
 MAX_RECORD_BYTES = 16 << 20
-"""Largest record that is read, in bytes: journals of 0.1 may have records of this size."""
+"""Largest size of a record that is read, in bytes; journals of 0.1 may contain records of this size."""
 
 _ANY_RECORD = b"\x83\xa3seq"
-"""First bytes of the body of every record: a map of three, whose first key is this."""
+"""First bytes of the body of every record: a msgpack map of three fields, the first of which is `seq`."""
 
 _MAX_SEARCHED_LENGTHS = 64
-"""Multiple of its length up to which a damaged file is searched for whole records, so that a malicious one cannot take
-for ever."""
+"""Largest number of bytes that the search for whole records in a damaged file may check, as a multiple of the file's
+length. It stops a malicious file from keeping the search busy for ever."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Record)
@@ -35,7 +36,7 @@ def encode(record: Record) -> bytes:
 
 
 def decode(body: bytes) -> Record:
-    """Decode a record. Raises ProtocolError if it is not one of this version."""
+    """Decode the body of a record. Raises ProtocolError if it is not a record of this version."""
     try:
         return _decoder.decode(body)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -47,7 +48,8 @@ def as_frame(body: bytes) -> bytes:
 
 
 def scan(content: bytes, name: str) -> Iterator[tuple[int, Record]]:
-    """Yield (end offset, record) of every whole record. Raises ProtocolError as `read` does."""
+    """Yield (end offset, record) of every whole record. Raises ProtocolError if the content is not a journal of this
+    version, or is damaged before its tail."""
     if content[: len(MAGIC)] != MAGIC[: len(content)]:
         raise ProtocolError(f"journal {name}: not a resihp journal")
     at = len(MAGIC)
@@ -73,7 +75,7 @@ def scan(content: bytes, name: str) -> Iterator[tuple[int, Record]]:
 
 
 def body_at(content: bytes, at: int) -> bytes | None:
-    """Return the body of the record that begins at this offset; None if it is not whole."""
+    """Return the body of the record with a frame that begins at offset `at`; None if the record is not whole."""
     length = int.from_bytes(content[at : at + 4], "little")
     body = content[at + 8 : at + 8 + length]
     if not 0 < length <= MAX_RECORD_BYTES or len(body) < length:

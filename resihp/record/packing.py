@@ -1,9 +1,9 @@
-"""Packing committed iterations: hundreds of journal records become one, of a tenth of their size.
+"""Pack committed iterations: hundreds of journal records become one record of a tenth of their size.
 
-A job of three months commits a million iterations. Iterations that nobody looks up individually any more are kept as
-columns (`journal.IterationsPacked`): iteration, epoch, digest and sums exactly, times to the microsecond, other figures
-to the seven digits of a 32-bit float. Every holder of a journal packs its own copy (`journal_file.Journal`), so copies
-may be packed differently. Knows no file.
+A job of three months commits a million iterations. Old iterations, which no reader looks up one by one any more, are
+stored as columns (`journal.IterationsPacked`). Iteration, epoch, digest and sums are exact; times are exact to the
+microsecond; other figures have the seven digits of a 32-bit float. Each owner of a journal file packs its own copy
+(`journal_file.Journal`), so copies may be packed differently. Reads and writes no file.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from resihp.protocol.messages import StepOutcome
 from resihp.record.journal import IterationCommitted, IterationsPacked, Record
 
 MIN_PACKED_ITERATIONS = 16
-"""Shortest run of iterations that is packed."""
+"""Smallest number of consecutive iterations that are packed."""
 MAX_PACKED_ITERATIONS = 8192
-"""Largest number of iterations in one record: far below the capacity of a frame."""
+"""Largest number of iterations in one record, far below the capacity of a network frame."""
 
 _SUMS = ("tokens", "sum_squared_lengths", "samples", "updates")
 _FIGURES = ("clip", "learning_rate", "gradient_norm", "loss")
@@ -35,8 +35,8 @@ _MICRO = 1e6
 
 
 def pack(records: Sequence[Record]) -> list[Record]:
-    """Return the same records, with each run of committed iterations as one record, numbered like the last of the
-    run."""
+    """Return the records with each run of committed iterations replaced by one record, which has the number of the last
+    record of the run."""
     packed: list[Record] = []
     run: list[Record] = []
     for record in records:
@@ -51,7 +51,8 @@ def pack(records: Sequence[Record]) -> list[Record]:
 
 
 def unpack(records: Iterable[Record]) -> Iterator[Record]:
-    """Yield each record, with packed ones unpacked. Raises ProtocolError for invalid columns."""
+    """Yield the records, with packed records replaced by the original ones. Raises ProtocolError for invalid
+    columns."""
     for record in records:
         if isinstance(record.entry, IterationsPacked):
             try:
@@ -63,12 +64,11 @@ def unpack(records: Iterable[Record]) -> Iterator[Record]:
 
 
 def column(record: Record, name: str) -> array[Any]:
-    """Return one column of a packed record, for readers that need sums over a million iterations rather than single
-    rows.
+    """Return one column of a packed record, for readers that need sums over many iterations rather than single records.
 
-    `passed`: microseconds since the previous iteration, since 1970 for the first. `seconds` and `predicted_seconds` are
-    in microseconds, negative where not known; the sums and figures as in `StepOutcome`. Raises ProtocolError for
-    invalid columns.
+    `passed`: microseconds since the previous iteration; for the first iteration, since 1970. `seconds`,
+    `predicted_seconds`: microseconds, negative if not known. Sums and figures are as in `StepOutcome`. Raises
+    ProtocolError for invalid columns.
     """
     assert isinstance(record.entry, IterationsPacked)
     try:
@@ -79,8 +79,8 @@ def column(record: Record, name: str) -> array[Any]:
 
 
 def last_commits(records: Sequence[Record], most: int) -> list[tuple[int, float, float | None]]:
-    """Return the last committed iterations, in order, at most `most` of them: number, time (UTC, seconds since 1970),
-    and duration, None where not known."""
+    """Return the last committed iterations in order, at most `most` of them: (number, time, duration). The time is UTC
+    in seconds since 1970; the duration is in seconds, None if not known."""
     commits: list[tuple[int, float, float | None]] = []
     for record in reversed(records):
         entry = record.entry
@@ -97,7 +97,7 @@ def last_commits(records: Sequence[Record], most: int) -> list[tuple[int, float,
 
 
 def first_of(record: Record) -> int:
-    """Return the number of the first record that this one stands for: its own, unless it is packed."""
+    """Return the number of the first record that a record stands for: its own number, unless the record is packed."""
     return record.seq - record.entry.count + 1 if isinstance(record.entry, IterationsPacked) else record.seq
 
 
@@ -131,7 +131,7 @@ def _as_one(run: list[Record]) -> list[Record]:
             bytes.fromhex("".join(outcome.samples_digest for outcome in outcomes)),
         ]
     except (struct.error, OverflowError, ValueError):
-        return run  # a figure that does not fit its column: not packed
+        return run  # a figure does not fit its column, so the run stays unpacked
     entry = IterationsPacked(
         epoch=entries[0].epoch,
         first=outcomes[0].iteration,
@@ -173,7 +173,7 @@ def _rows(seq: int, entry: IterationsPacked) -> Iterator[Record]:
 
 
 def _check(entry: IterationsPacked) -> None:
-    """Raise ValueError if a record cannot be unpacked."""
+    """Raise ValueError if the number of iterations or columns makes unpacking impossible."""
     if not 0 < entry.count <= MAX_PACKED_ITERATIONS:
         raise ValueError(f"{entry.count} iterations, {MAX_PACKED_ITERATIONS} are the most")
     if len(entry.columns) != _COLUMNS:
@@ -190,7 +190,7 @@ def _cannot_unpack(seq: int, error: Exception) -> ProtocolError:
 
 
 def _micros(seconds: Iterable[float | None]) -> list[int]:
-    """Return the times in microseconds; negative where not known."""
+    """Return times in microseconds; -1 if not known."""
     return [-1 if value is None else round(value * _MICRO) for value in seconds]
 
 
@@ -203,8 +203,8 @@ def _figures(numbers: Sequence[float]) -> bytes:
 
 
 def _shuffled(column: bytes, width: int) -> bytes:
-    """Return all first bytes of the numbers, then all second bytes, and so on: similar bytes next to each other
-    compress."""
+    """Return the first bytes of all numbers, then the second bytes of all numbers, and so on. Similar bytes next to
+    each other compress better."""
     return b"".join(column[at::width] for at in range(width))
 
 
@@ -219,8 +219,8 @@ def _unshuffled(column: bytes, kind: str, width: int, count: int) -> array[Any]:
 
 
 def _inflated(column: bytes, size: int) -> bytes:
-    """Return the decompressed column. Raises ValueError unless it has `size` bytes, so that foreign data cannot fill
-    the memory."""
+    """Return the decompressed column. Raises ValueError unless it has exactly `size` bytes, so that malicious data
+    cannot fill the memory."""
     inflater = zlib.decompressobj()
     content = inflater.decompress(column, size + 1)
     if len(content) != size or not inflater.eof:

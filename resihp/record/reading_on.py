@@ -1,7 +1,7 @@
-"""Reading a journal's file that another process writes: again and again, each record once.
+"""Follow a journal's file while another process writes it, so that each record is read once.
 
-Each look reads the records appended since the last one. A file that has replaced another one (because it was packed) is
-read from its start. Decides nothing, writes nothing. Used by `resihp stop`.
+Each call reads the records appended since the previous call. If another file has replaced the journal's file (because
+it was packed), the new file is read from its start. Makes no decision and writes nothing. Used by `resihp stop`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from resihp.record.journal_format import MAGIC, scan
 
 
 class ReadingOn:
-    """A reader of the file at `path`. `seen`: number of the last record that is not returned any more."""
+    """A reader of the file at `path`. `seen`: records up to this number are not returned."""
 
     def __init__(self, path: Path, seen: int = 0) -> None:
         self.path = path
@@ -26,8 +26,8 @@ class ReadingOn:
         self._end = 0
 
     def new(self) -> list[Record]:
-        """Return the records since the last look, in order; packed iterations stay packed. A torn tail is left for the
-        next look. Raises OSError, ProtocolError as `journal_file.read_packed` does."""
+        """Return the records since the previous call, in order. Packed iterations stay packed. A torn tail is left for
+        the next call. Raises OSError, and ProtocolError as `journal_file.read_packed` does."""
         descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
         try:
             status = os.fstat(descriptor)

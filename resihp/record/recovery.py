@@ -1,8 +1,8 @@
-"""The times of a failure, of its notice, and of the recovery from it: computed only here.
+"""Compute the times of a failure, of its notice, and of the recovery from it. No other module computes these.
 
-Every display of these figures takes them from `recovery`: the live view, hooks, traces and metrics with the moments of
-the journal's records; the ledger's rows, events and accounts with those of its columns, which are the same. Moments are
-seconds since 1970, to the microsecond. Pure; decides nothing.
+All displays take the figures from `recovery`. The live view, hooks, traces and metrics pass it the times of the
+journal's records; the ledger's rows, events and accounts pass it the same times from their columns. Times are seconds
+since 1970, to the microsecond. Pure; makes no decision.
 """
 
 from __future__ import annotations
@@ -13,36 +13,37 @@ from typing import NamedTuple
 
 
 class Moments(NamedTuple):
-    """The moments of a failure (None if not known) and of its notice."""
+    """The time of a failure (None if not known) and the time at which it was noticed, in seconds since 1970."""
 
     failed_at: float | None
     noticed_at: float
 
     @classmethod
     def of_times(cls, failed_at: datetime | None, noticed_at: datetime) -> Moments:
-        """Return the moments of a failure's row in the ledger."""
+        """Return the times of a failure from its row in the ledger."""
         return cls(None if failed_at is None else failed_at.timestamp(), noticed_at.timestamp())
 
     @property
     def began_at(self) -> float:
-        """Return the moment of the failure, as far as it is known: that of its notice if no earlier moment is."""
+        """Time of the failure if it is known, else the time at which it was noticed."""
         return self.noticed_at if self.failed_at is None else self.failed_at
 
 
 class RecoveryTimes(NamedTuple):
-    """Seconds of one recovery; both parts make up the whole unless clocks were set back."""
+    """Durations of one recovery in seconds. `noticed_after` and `seconds_without_noticing` add up to
+    `seconds_to_recover` unless a clock was set back."""
 
     seconds_to_recover: float
-    """From the failure to the first iteration committed after it."""
+    """Seconds from the failure to the first iteration committed after it."""
     noticed_after: float | None
-    """From the failure to its notice; None if the moment of the failure is not known."""
+    """Seconds from the failure to its notice; None if the time of the failure is not known."""
     seconds_without_noticing: float
-    """From the notice to the first iteration committed after it."""
+    """Seconds from the notice to the first iteration committed after it."""
 
 
 def first_of(failures: Sequence[Moments]) -> Moments:
-    """Return the moments of the failures that one change of plan recovered from: the first failure, and the first
-    notice."""
+    """Return, for several failures followed by one change of plan, the time of the first failure and the time of the
+    first notice."""
     failed_at = min(failure.began_at for failure in failures)
     noticed_at = min(failure.noticed_at for failure in failures)
     is_known = any(failure.failed_at is not None for failure in failures)
@@ -50,9 +51,10 @@ def first_of(failures: Sequence[Moments]) -> Moments:
 
 
 def recovery(failure: Moments, back_at: float) -> RecoveryTimes:
-    """Return how long it took from a failure until training resumed. `back_at`: the moment the change of plan was over.
+    """Return the durations of the recovery from a failure. `back_at`: the time at which the first iteration under the
+    new plan was committed.
 
-    Moments may come from the clocks of several hosts, so no duration is less than 0.
+    The times may come from the clocks of several hosts, so a negative duration is returned as 0.
     """
     return RecoveryTimes(
         seconds_to_recover=_passed(failure.began_at, back_at),
@@ -62,7 +64,7 @@ def recovery(failure: Moments, back_at: float) -> RecoveryTimes:
 
 
 def noticed_after(failure: Moments) -> float | None:
-    """Return the seconds from a failure to its notice; None if the moment of the failure is not known."""
+    """Return the seconds from a failure to its notice; None if the time of the failure is not known."""
     return None if failure.failed_at is None else _passed(failure.failed_at, failure.noticed_at)
 
 

@@ -1,6 +1,5 @@
-"""Slow devices, links and parts that slow iterations: a standby device does not, nor does a link that no pipeline
-crosses.
-"""
+"""Find the slow devices, links and parts that do not slow iterations down under a layout, such as a standby device or a
+link that no pipeline uses. Pure. Called with each new plan."""
 
 from __future__ import annotations
 
@@ -11,7 +10,8 @@ from resihp.record.state import Device, JobRecord
 
 
 def unaffecting(record: JobRecord, layout: Layout) -> tuple[int, ...]:
-    """Return the lasting failures whose device, link or ranks have no work under this layout, ascending."""
+    """Return the numbers of the lasting failures with a device, link or ranks that have no work under a layout,
+    ascending."""
     if not (record.slow or record.slow_links or record.slow_parts):
         return ()
     working = _devices(record, layout.active)
@@ -30,8 +30,8 @@ def unaffecting(record: JobRecord, layout: Layout) -> tuple[int, ...]:
 
 
 def _crosses(stages: list[set[Device]], ends: set[Device]) -> bool:
-    """Return whether both ends of a link are in one stage of a pipeline, or in two successive ones. The first stage
-    counts as the successor of the last one, because their weights may be tied."""
+    """Return whether both ends of a link are in the same stage of a pipeline, or in two successive stages. The first
+    stage counts as the successor of the last one, because their weights may be tied."""
     return any(ends <= stage | following for stage, following in zip(stages, [*stages[1:], *stages[:1]], strict=True))
 
 

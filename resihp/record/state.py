@@ -1,8 +1,7 @@
-"""The durable state of a job: the record that its journal's entries add up to.
+"""The durable state of a job: the record that results from applying all entries of its journal.
 
-All readers of a job's decisions and progress use this record: the controller that leads it, one that takes over, and
-agents that choose a leader. Only `fold.apply` changes it. It contains no times, because entries are applied whenever
-somebody reads them.
+The controller, a new supervisor and agents that choose a leader all read this record for the job's decisions and
+progress. Only `fold.apply` changes it. It contains no times, because the entries may be applied at any later time.
 """
 
 from __future__ import annotations
@@ -17,27 +16,27 @@ from resihp.protocol.messages import Declare, Speed, StepOutcome
 from resihp.record.journal import ChangeDecided, Diagnosed, JobEnded, JobSignalled, Suspected
 
 Device = tuple[str, int]
-"""(node, index)."""
+"""(node, index of the device on the node)."""
 Link = tuple[int, int]
-"""The ranks at its ends."""
+"""The two ranks at the ends of a link."""
 Occasion = Device | Link | Literal["tuned", "found"]
-"""The occasion of a change of plan: a device or link that became slow or fast, or that joined; measured times; a better
-plan that was found."""
+"""The cause of a change of plan: a device or link that became slow or recovered; a device that joined; "tuned" for
+newly measured times; "found" for a better plan that a search found."""
 Part = tuple[str, tuple[int, ...]]
-"""A part of the work of several ranks, which they do together or wait for: its component and its ranks, as in the
-failure's entry."""
+"""Work that several ranks do together or wait for: its component and its ranks, as in `FailureFound`."""
 HowLost = Literal["silent", "agent", "useless", "vacated"]
 MAX_WRITER_PLANS = 8
-"""Number of latest plans whose checkpoints may still be under way."""
+"""Number of latest plans for which the writers of checkpoints are kept, because a checkpoint may still be
+incomplete."""
 MAX_VOTERS = 63
 """Largest number of agents that choose a leader and keep copies of the journal. If a quarter of 2,048 nodes dies at
-once, more than half of these agents survive except in 7 cases of a million."""
+once, more than half of these agents survive except in 7 of a million cases."""
 RECENT_ITERATIONS = 20
-"""Number of latest iterations whose durations show the usual one."""
+"""Number of latest iterations from which the usual duration is computed."""
 
 
 def occasions_of(entry: ChangeDecided) -> list[Occasion]:
-    """Return the devices, links or other occasions of a change of plan."""
+    """Return the causes of a change of plan: devices, links, "tuned", "found"."""
     occasions: list[Occasion] = [*entry.devices, *entry.links]
     if entry.tuned:
         occasions.append("tuned")
@@ -48,36 +47,36 @@ def occasions_of(entry: ChangeDecided) -> list[Occasion]:
 
 @dataclass
 class KnownNode:
-    """A node that joined, or one that never joined and was given up (`devices` 0)."""
+    """A node that joined, or a node that never joined and was given up (`devices` is then 0)."""
 
     name: str
     host: str
     devices: int
     hardware: str = ""
-    """The maker's name of its devices; empty where it is not known."""
+    """The maker's name of its devices; empty if not known."""
     incarnation: str = ""
-    """Incarnation of its agent; empty where it is not known."""
+    """Number that its agent drew when it started; empty if not known."""
     alive: bool = True
 
 
 @dataclass
 class KnownWorker:
-    """A process, from its start to its exit."""
+    """A worker process, from its start to its exit."""
 
     rank: int
     node: str
     device: int
     pid: int
     joins: bool = False
-    """Whether it started while the job was under way, so that it waits to be given work."""
+    """Whether it started after the first plan was decided, so that it waits to be included in a plan."""
     alive: bool = True
     refused: str | None = None
-    """Reason why it was turned away, if it was."""
+    """Reason for which it was turned away; None if it was not."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The place where a rank was ordered to start; device -1 where only its number is known."""
+    """The node and device on which a rank was ordered to start. `device` is -1 if only the rank's number is known."""
 
     node: str
     device: int
@@ -85,31 +84,31 @@ class Placement:
 
 @dataclass(kw_only=True)
 class Slow:
-    """A device or link with a verdict: slow, but at work."""
+    """A verdict that a device, link, part or job is slow, although it still works."""
 
     failure: int
     speed: float
     since: int
     """First slow iteration."""
     intermittent: bool = False
-    """Whether it is slow only now and then; `speed` is the average."""
+    """Whether it is slow only now and then; `speed` is then the average."""
 
 
 @dataclass
 class Verdict:
-    """A node to which a failure is attributed, and about which nothing has been decided yet."""
+    """A failure that is attributed to a node, as long as no measure against the node has been decided."""
 
     failure: int
     node: str
     cause: str
     ranks: tuple[int, ...]
     hardware: bool
-    """Whether its hardware is broken, rather than that it just died."""
+    """True if the node's hardware is broken, False if the node merely died."""
 
 
 @dataclass
 class Drain:
-    """A decision about a node (`journal.DrainDecided`), which need not be a drain."""
+    """A decided measure against a node (`journal.DrainDecided`): a drain, or an exclusion from the user's next jobs."""
 
     number: int
     node: str
@@ -118,34 +117,34 @@ class Drain:
     measure: Literal["drain", "exclude"]
     grounds: Literal["hardware", "died again", "died", "agent"]
     answers: dict[str, str] = field(default_factory=dict)
-    """Outcome of each rung that answered."""
+    """Outcome of each rung of the drain ladder that has answered, by the rung's name."""
 
     @property
     def settled(self) -> bool:
-        """Whether Slurm has accepted it, or everything has been done to let others do it."""
+        """Whether Slurm has accepted the drain or, failing that, one of the other rungs has answered."""
         return self.answers.get("slurm") == "done" or not {"spool", "exclusion"}.isdisjoint(self.answers)
 
 
 @dataclass
 class LostNode:
-    """A node that was given up."""
+    """A node that is no longer part of the job."""
 
     name: str
     reason: str
     how: HowLost
     release_answered: bool = False
-    """Whether the journal has an answer of Slurm to giving it back."""
+    """Whether the journal contains Slurm's answer to a request to take the node back."""
     released: bool = False
 
     @property
     def answers(self) -> bool:
-        """Whether it did not just fall silent."""
+        """Whether the node was lost for another reason than silence."""
         return self.how != "silent"
 
 
 @dataclass
 class Replacement:
-    """A node asked for in place of `instead`. `node`: the node that came, or is on its way."""
+    """A request for a new node in place of the lost node `instead`. `node`: the new node's name; None until known."""
 
     number: int
     instead: str
@@ -154,19 +153,20 @@ class Replacement:
     slurm_job: str | None = None
     node: str | None = None
     joined: bool = False
-    """Whether its node was, or is, one of the job's."""
+    """Whether the new node has ever joined the job."""
     texts: set[str] = field(default_factory=set)
-    """Slurm's texts about it: each reason for waiting is recorded once."""
+    """Slurm's texts about the request; each reason for waiting is recorded once."""
 
     @property
     def open(self) -> bool:
-        """Whether it is neither fulfilled nor given up."""
+        """Whether the request is still waiting for its node."""
         return self.state in ("asked", "pending", "running")
 
 
 @dataclass(frozen=True)
 class ChangeCost:
-    """Cost of a change of plans: bytes that its busiest rank held beside its state, communicators, seconds."""
+    """Cost of a change of plan: bytes that the busiest rank held beside its state, number of communicators built, and
+    seconds."""
 
     busiest_bytes: int
     communicators: int
@@ -174,131 +174,138 @@ class ChangeCost:
 
 
 class Proposed(NamedTuple):
-    """A plan that was decided."""
+    """A plan that was decided but is not in effect yet."""
 
     plan: Plan
     leader: str
-    """Node of the leader that decided it."""
+    """Node of the leader that decided the plan."""
     voters: frozenset[str]
 
 
 @dataclass
 class JobRecord:
-    """All durable state. `apply` in `fold` is the only writer; any other state of a rank or node is volatile."""
+    """All durable state of a job. Only `fold.apply` changes it; any other state of a rank or node may be lost in a
+    take-over."""
 
     nodes: dict[str, KnownNode] = field(default_factory=dict)
     workers: dict[int, KnownWorker] = field(default_factory=dict)
     placements: list[Placement] = field(default_factory=list)
-    """Place of every rank ever ordered, by rank."""
+    """Node and device of every rank that was ever ordered to start; the index is the rank."""
     refused: dict[int, str] = field(default_factory=dict)
-    """Ranks that were turned away, or could not be started, with the reason."""
+    """Ranks that were turned away or could not be started, with the reason."""
     enrolled: set[int] = field(default_factory=set)
-    """Ranks that were part of a plan: they train what the job trains."""
+    """Ranks that were part of any plan. Their declarations match the job's."""
     dead_devices: set[Device] = field(default_factory=set)
-    """Devices on which no process is started again."""
+    """Devices on which no further process is started."""
     epoch: int = 0
-    """The highest epoch in the journal."""
+    """The highest epoch in the journal; 0 before the first plan."""
     decided: Plan | None = None
-    """The newest plan."""
+    """The newest decided plan, whether it takes effect or not; None before the first plan."""
     plan: Plan | None = None
-    """The plan in effect, which determines the state of every rank."""
+    """The plan in effect, which determines the state that each rank holds; None before the first plan takes effect."""
     active: tuple[int, ...] = ()
-    """Ranks with work in the plan in effect, ascending."""
+    """Ranks with work under the plan in effect, ascending."""
     working: frozenset[int] = frozenset()
-    """The same as a set."""
+    """The ranks of `active`, as a set."""
     computing: tuple[int, ...] = ()
-    """Those of them that have micro-batches: all but the ranks of mirrors."""
+    """Ranks of `active` that process micro-batches: all but the ranks of mirrors."""
     first_plan: Plan | None = None
     writers: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """Ranks that write checkpoints under each of the last few plans, by epoch."""
+    """Ranks that write checkpoints under each of the last `MAX_WRITER_PLANS` plans, by epoch."""
     trains: Declare | None = None
-    """The ranks' declaration, once all have declared the same."""
+    """The common declaration of all ranks; None until all have declared the same."""
     goal: int = 0
     committed: int = 0
     last_outcome: StepOutcome | None = None
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_ITERATIONS))
-    """Seconds of the last iterations."""
+    """Seconds that each of the latest iterations took."""
     evaluated: int = 0
-    """Last iteration whose weights were evaluated."""
+    """Last iteration after which the weights were evaluated; 0 if there is none."""
     checkpointed: int = 0
-    """Iteration of the newest complete checkpoint."""
+    """Iteration of the newest complete checkpoint; 0 if there is none."""
     failures: int = 0
-    """Number of failures found."""
+    """Number of the last failure found; 0 if there is none."""
     diagnosed: list[Diagnosed] = field(default_factory=list)
     explained: dict[str, set[str]] = field(default_factory=dict)
-    """Log lines used as evidence of failures, by node; not to be reused for later failures."""
+    """Log lines that were used as evidence of failures, by node. They explain no later failure."""
     slow: dict[Device, Slow] = field(default_factory=dict)
     slow_links: dict[Link, Slow] = field(default_factory=dict)
     slow_job: Slow | None = None
-    """Verdict on the job: all ranks are slower than before, and none stands out."""
+    """Verdict that the whole job is slow: all ranks are slower than before, and none stands out. None without such a
+    verdict."""
     slow_parts: dict[Part, Slow] = field(default_factory=dict)
-    """Verdicts on work that a group of ranks does together, or waits for."""
+    """Verdicts that one kind of work of a group of ranks is slow; the ranks do this work together, or wait for it."""
     suspicions: int = 0
-    """Number of suspicions so far, of slowness or silence."""
+    """Number of the last suspicion, of slowness or of silence; 0 if there is none."""
     detector: str = "warming up"
-    """The detector's basis of judgement, as in `CoverageChanged`."""
+    """The basis of the detector's judgements, as in `CoverageChanged`."""
     unwatched: tuple[int, ...] = ()
-    """Ranks with work that have not reported to the detector for long."""
+    """Ranks with work that have sent the detector no report for many iterations."""
     suspects_slow: Suspected | None = None
-    """The suspicion of slowness that is neither cleared nor a failure yet."""
+    """The open suspicion of slowness; None if there is none."""
     suspects_silent: dict[int | str, Suspected] = field(default_factory=dict)
-    """Open suspicions of silence, by rank or by the name of a node; only of journals that number them."""
+    """Open suspicions of silence, by rank or by node name. Empty for journals that do not number suspicions of
+    silence."""
     unfit: set[Device] = field(default_factory=set)
-    """Devices on standby because they failed the probe before they were given work."""
+    """Devices that stand by because they failed a probe before they were given work."""
     unanswered: set[Device] = field(default_factory=set)
-    """Devices whose last probe failed or had no answer: not even a copy of state is safe there."""
+    """Devices that answered their last probe with an error or not at all. They do not even hold a copy of state."""
     unfit_probes: dict[Device, int] = field(default_factory=dict)
-    """Number of probes in a row that each of them failed: the more, the later it is measured again."""
+    """Number of probes in a row that each unfit device has failed. The higher it is, the longer the time until the next
+    probe."""
     reference: dict[Device, Speed] = field(default_factory=dict)
-    """Speeds of each device's first good probe, corrected for the loss common to all devices at the time."""
+    """Speeds that each device showed in its first successful probe, corrected for the loss of speed common to all
+    devices at that time."""
     common_share: Speed | None = None
-    """Share of these speeds that all devices have left, by the last probe of all devices; None for all of it."""
+    """Share of the speeds in `reference` that all devices have left, by the last probe of all devices; None means all
+    of it."""
     link_seconds: dict[Link, float] = field(default_factory=dict)
-    """Transfer times of links at the start, by the ranks at their ends in ascending order."""
+    """Transfer times of links at the start, in seconds, by the ranks at their ends in ascending order."""
     probes: int = 0
-    """The highest number of a probe."""
+    """Number of the last probe; 0 if there is none."""
     changes: dict[Occasion, int] = field(default_factory=dict)
-    """Number of changes of plan, by occasion."""
+    """Number of changes of plan, by cause."""
     costs: list[ChangeCost] = field(default_factory=list)
-    """Costs of the changes of plan so far."""
+    """Costs of all changes of plan so far, in order."""
     fired: set[int] = field(default_factory=set)
-    """Faults that were injected."""
+    """Ids of the faults that were injected."""
     verdicts: dict[str, Verdict] = field(default_factory=dict)
-    """Verdicts by node."""
+    """Failures attributed to a node about which no measure has been decided yet, by node."""
     drains: dict[int, Drain] = field(default_factory=dict)
     lost: dict[str, LostNode] = field(default_factory=dict)
     replacements: dict[int, Replacement] = field(default_factory=dict)
     failed_requests: int = 0
     slurm_sees: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """(state, text) by node."""
+    """Slurm's last recorded view of each node: (state, text)."""
     signalled: JobSignalled | None = None
-    """The signal, or request, to stop the job."""
+    """The last signal or request to stop the job; None if there was none."""
     unexplained: dict[int, int | None] = field(default_factory=dict)
-    """Ranks that ended, with their exit, and that no failure names yet."""
+    """Ranks that ended and that no failure names yet, with their exit status (None if it is not known)."""
     unexplained_nodes: dict[str, str] = field(default_factory=dict)
-    """The same for nodes, with the reason of their loss."""
+    """Lost nodes that no failure names yet, with the reason of their loss."""
     ended: JobEnded | None = None
     leader: str = ""
-    """Node of the latest leader; empty if it runs on none of the job's nodes."""
+    """Node of the latest leader; empty if the leader runs on none of the job's nodes."""
     proposed: Proposed | None = None
-    """The plan that was decided and is neither in effect, refused nor withdrawn."""
+    """The plan that was decided and is neither in effect, refused nor withdrawn; None if there is none."""
     incumbent: str = ""
-    """Node of the leader that decided the plan in effect: its agent decides between equal halves."""
+    """Node of the leader that decided the plan in effect. Its agent decides between two equal halves of the voters."""
     voters: frozenset[str] = frozenset()
-    """Nodes whose agents choose a leader (`voters_of` the plan in effect); before there is a plan, the first nodes
-    that joined."""
+    """Nodes with agents that choose a leader: `voters_of` the plan in effect. Before the first plan takes effect, the
+    first nodes that joined."""
 
     @property
     def needs_voters(self) -> bool:
-        """Return whether another node may become a voter although there is no plan yet."""
+        """Whether a node that joins becomes a voter: no plan is in effect yet, and there are fewer than `MAX_VOTERS`
+        voters."""
         return self.plan is None and len(self.voters) < MAX_VOTERS
 
     def voters_of(self, plan: Plan) -> frozenset[str]:
-        """Return the voters among the nodes of a plan, standby ones included: all of a small plan, and of a large one
-        so many that no rack has many.
+        """Return the nodes of a plan that have a voting agent, standby nodes included: all nodes of a small plan,
+        `MAX_VOTERS` nodes of a large one.
 
-        They are chosen by a hash of their names, so that a plan that lost some nodes, or gained others, keeps most of
-        its voters.
+        The nodes are chosen by a hash of their names. So the voters are spread over racks, and a plan that lost or
+        gained some nodes keeps most of its voters.
         """
         nodes = {self.placements[rank].node for rank in plan.layout.ranks if rank < len(self.placements)}
         if len(nodes) <= MAX_VOTERS:
@@ -307,7 +314,8 @@ class JobRecord:
 
     @property
     def shown_plan(self) -> Plan | None:
-        """Return the plan that a job's status is about: the one in effect; before the first, the one proposed."""
+        """The plan that a job's status shows: the plan in effect; before the first one, the proposed plan; None without
+        either."""
         if self.plan is not None:
             return self.plan
         return None if self.proposed is None else self.proposed.plan

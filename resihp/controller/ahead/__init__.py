@@ -1,1 +1,2 @@
-"""Plans made before they are needed: questions asked during training, with answers that are ready when it stops."""
+"""Plans made in advance: the planning process is asked during training, so that answers are ready when training
+stops."""

@@ -1,7 +1,7 @@
-"""Plans that are ready: kept by the exact question, and dropped once the situation has changed.
+"""Keep plans that were made in advance, by the exact question that they answer, until the situation changes.
 
-All of it may be lost: where no answer is ready, the planner is asked as if nobody had asked before. Answers stay
-encoded, because few are ever used. Held by `Job`, filled by `asking`, read by `planning`.
+All of them may be lost: without a ready answer the planner is called as if it had not been asked before. Answers stay
+encoded, because few are ever used. Owned by `Job`, filled by `asking`, read by `planning`. Makes no plan itself.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from resihp.scheduler.situation import Decision, Situation
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """Something that may happen next: the loss of these ranks. Without ranks nothing is lost, and a better plan is
-    looked for."""
+    """A possible event for which a plan is made in advance: the loss of `ranks`. If `ranks` is empty nothing is lost,
+    and the question is for a better plan than the one in effect."""
 
     ranks: tuple[int, ...]
     what: str
@@ -25,7 +25,7 @@ class Loss:
 
 @dataclass(frozen=True, kw_only=True)
 class OpenQuestion:
-    """A question that was put to the planning process."""
+    """A question that the planning process is working on. `key` identifies it; `at`: the time at which it was asked."""
 
     key: str
     loss: Loss
@@ -34,37 +34,38 @@ class OpenQuestion:
 
 @dataclass
 class PlanCache:
-    """The questions asked under the plan in effect, and their answers."""
+    """The questions asked in advance in the present situation, and their answers."""
 
     asked_of: object = None
-    """Everything the questions depend on; once it differs, all answers here are void."""
+    """All facts that the questions depend on. Once any of them changes, all answers are void."""
     since: int = 0
-    """The committed iteration at which `asked_of` became so."""
+    """The last committed iteration when `asked_of` took its present value."""
     seen: int = -1
-    """The last committed iteration at which the cache was reviewed."""
+    """The last committed iteration when the cache was last reviewed."""
     todo: deque[Loss] | None = None
-    """Losses still to be asked about; None before the first question."""
+    """Questions that are still to be asked, in order; None until they have been listed for the present situation."""
     asked: OpenQuestion | None = None
-    """The question under way."""
+    """The question in progress; None if there is none."""
     unanswered: int = 0
-    """Number of questions in a row that got no answer."""
+    """Number of questions in a row without an answer."""
     losses: dict[str, Loss] = field(default_factory=dict)
-    """All losses asked about, by the key of their question."""
+    """All losses asked about so far, by the key of their question."""
     answers: dict[str, bytes] = field(default_factory=dict)
     searched: tuple[Replica, ...] | None = None
-    """Layout of the plan in effect for which a better one was last looked for."""
+    """Layout in effect when a better plan was last searched for; None if there was no search."""
     copies_looked_for: tuple[tuple[Replica, ...], frozenset[int]] | None = None
-    """The layout in effect, and the ranks without work, for which second copies of state were last looked for. Outlives
-    `forget`, because a refused copy is not asked for again."""
+    """The layout in effect and the ranks without work when second copies of state were last looked for. `forget` keeps
+    this value, so that a declined copy is not asked for again."""
 
     def forget(self, asked_of: object, since: int) -> None:
-        """Drop all questions and answers: the situation has changed as of that iteration."""
+        """Drop all questions and answers, because the situation has changed at iteration `since`. `asked_of`: the new
+        situation."""
         self.asked_of, self.since = asked_of, since
         self.todo, self.asked, self.unanswered = None, None, 0
         self.losses, self.answers = {}, {}
 
     def ready(self, situation: Situation) -> Decision | None:
-        """Return the answer to exactly this question, or None if it was not asked or is not there."""
+        """Return the plan made in advance for exactly this situation; None if there is none."""
         if not self.answers:
             return None
         encoded = self.answers.get(key_of(canonical(situation)))

@@ -1,14 +1,14 @@
-"""Questions asked while training goes on: for a better plan than the one in effect, and for a plan after each possible
+"""Ask for plans while training goes on: for a better plan than the one in effect, and for a plan after each possible
 loss.
 
-One question at a time goes to the planning process (`interface.Think`); nobody waits for the answer. Under a plan that
-was made in haste the first question is whether there is a better one; `replan_policy` then weighs it as any other
-change. After that there is a question for the loss of each device with work and of each node, in the largest jobs for
-one of each kind of place (`resihp.scheduler.losses`). A question is exactly the one that `next_plan.best` would ask, so
-its answer is used only if just that situation arises. Anything that changes the question (a plan, a slow device, a
-newcomer, learned times) makes all answers void.
+One question at a time goes to the planning process (`interface.Think`), and nothing waits for the answer. If the plan
+in effect was made in a hurry, the first question is for a better one; `replan_policy` then weighs it like any other
+change. The next questions are for the loss of each device with work and of each node; in the largest jobs, for one loss
+of each kind of place (`resihp.scheduler.losses`). Each question is exactly the one that `next_plan.best` would ask
+after that loss, so that its answer is used only if exactly that situation arises. Any change of the situation (another
+plan, a slow device, a newcomer, newly learned times) makes all answers void.
 
-Called by `controller`.
+Never interrupts training itself. Called by `controller`.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from resihp.scheduler.situation import Situation
 from resihp.scheduler.transition_cost import PREDICTION_ERROR
 
 QUIET_ITERATIONS = 3
-"""Iterations without any change before a question is asked: one loss is often followed by others."""
+"""Number of iterations without any change after which questions are asked. One loss is often followed by others."""
 ANSWER_MARGIN_S = 60.0
-"""Seconds beyond the search's own time after which a question counts as unanswered."""
+"""Seconds, beyond the time of the search itself, after which a question counts as unanswered."""
 MAX_UNANSWERED = 3
-"""Unanswered questions in a row after which none is asked until something changes."""
+"""Number of unanswered questions in a row after which no more are asked until the situation changes."""
 
 
 def review(job: Job) -> None:
-    """Ask the next question once nothing has changed for a while; called after each event, looks once per committed
-    iteration."""
+    """Ask the next question once nothing has changed for some iterations. Called after each event; acts once per
+    committed iteration."""
     ahead, committed = job.plan_cache, job.record.committed
     if not job.settings.plans_ahead or not job.may_interrupt or committed == ahead.seen:
         return
@@ -52,7 +52,7 @@ def review(job: Job) -> None:
 
 
 def thought(job: Job, event: api.Thought) -> None:
-    """Take an answer, or the reason why there is none. An answer to an outdated question is of no use."""
+    """Handle an answer, or the reason for its absence. An answer to an outdated question is ignored."""
     ahead = job.plan_cache
     loss = ahead.losses.get(event.question)
     if loss is None:
@@ -70,7 +70,7 @@ def thought(job: Job, event: api.Thought) -> None:
 
 
 def _ask(job: Job) -> None:
-    """Ask the next question, unless one is under way."""
+    """Ask the next question, unless one is in progress."""
     ahead = job.plan_cache
     if ahead.todo is None:
         ahead.todo = deque([*_improvements(job), *_losses(job)])
@@ -88,18 +88,20 @@ def _ask(job: Job) -> None:
 
 
 def _question(job: Job, loss: Loss) -> Situation | None:
-    """Return the question `next_plan.best` will ask after this loss; None if no rank would remain."""
+    """Return the question that `next_plan.best` will ask after this loss; None if no rank would remain."""
     remaining = set(job.ready).difference(loss.ranks)
     return canonical(next_plan.asked(job, job.epoch + 1, remaining, None).fit) if remaining else None
 
 
 def _search_s(job: Job) -> float:
-    """Return how long to search for a better plan: only our own planner does, the others serve as comparison."""
+    """Return the seconds to spend on the search for a better plan. Only resihp's own planner searches; other planners
+    serve as comparison and get 0."""
     return job.settings.search_s if job.settings.planner == "resihp" else 0.0
 
 
 def _asked_of(job: Job) -> object:
-    """Return everything a question depends on apart from the loss: equal as long as answers hold."""
+    """Return all facts on which a question depends, apart from the loss. Answers are valid as long as the result is
+    equal."""
     record = job.record
     assert record.plan is not None
     return (
@@ -119,10 +121,10 @@ def _asked_of(job: Job) -> object:
 
 
 def _improvements(job: Job) -> Iterable[Loss]:
-    """Yield the question for a better plan than the one in effect, if that one was made by our planner in a moment.
+    """Yield the question for a better plan than the one in effect, if our planner made that plan without a search.
 
-    Not asked about the layout that the user requested, nor about one already searched for. Without knowledge of memory
-    there is nothing to search.
+    There is no such question for the layout that the user requested, nor for a layout for which a search was made
+    before. Without knowledge of the devices' memory no search is possible.
     """
     record, settings = job.record, job.settings
     assert record.plan is not None
@@ -137,7 +139,8 @@ def _improvements(job: Job) -> Iterable[Loss]:
 
 
 def _weigh(job: Job, key: str) -> None:
-    """Have a found plan weighed if its iterations would take less time than those of the plan in effect."""
+    """Have `replan_policy` weigh a found plan, if its iterations would take less time than those of the plan in
+    effect."""
     assert job.record.plan is not None
     question = next_plan.asked(job, job.epoch + 1, set(job.ready), None)
     better, present = job.plan_cache.ready(question.fit), choices.present(job, question.situation)
@@ -150,8 +153,8 @@ def _weigh(job: Job, key: str) -> None:
 
 
 def _losses(job: Job) -> list[Loss]:
-    """Return the loss of each device that has work, then of each node with such devices; in large jobs, one per kind of
-    place."""
+    """Return the loss of each device with work, then of each node with such devices; in large jobs, one loss for each
+    kind of place."""
     return [
         Loss(ranks=loss.ranks, what=f"the loss of {f'node {loss.node}' if loss.node else job.where(loss.ranks[0])}")
         for loss in losses.to_ask(situations.now(job))

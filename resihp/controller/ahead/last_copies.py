@@ -1,7 +1,7 @@
-"""State that the next loss would destroy, and the ranks that mirror state to prevent that: reported when a plan that
-makes it newly so takes effect.
+"""Report state that the next loss would destroy, and ranks that mirror state to prevent this. Reported when a new plan
+takes effect, for state that had more copies before.
 
-Decides nothing. Called by `transition`.
+Makes no decision. Called by `transition`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from resihp.scheduler.losses import held_alone, sole_holders
 
 
 def report(job: Job, before: Plan | None, plan: Plan) -> None:
-    """Report the state that has a single holder under `plan` but had more under `before`, and the new mirrors.
+    """Report the state that a single rank holds under `plan` but several held under `before`, and the new mirrors.
 
-    A job that was asked to have one replica gets a notice at its start instead of warnings.
+    A job that was requested with one replica gets a notice at its start instead of a warning.
     """
     specs = situations.specs(job)
     mirroring = plan.mirroring

@@ -1,5 +1,4 @@
-"""Devices and links that are slow but still at work: from a finding to a verdict, probes, and a plan that suits.
+"""Handle devices and links that are slow but still work: from a finding to a probe, to a verdict, and to a better plan.
 
-This package receives the detector's findings and decides what they mean for the job. How slowness is found is up to
-`resihp.detector`.
+Decides how the job reacts to the detector's findings. `resihp.detector` decides how slowness is found.
 """

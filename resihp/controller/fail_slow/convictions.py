@@ -1,8 +1,8 @@
-"""Verdicts on slow devices: the journal entries and log lines they produce, and the plan question that follows.
+"""Record verdicts on slow devices: write journal entries and log lines, and ask the planner for another plan.
 
-Each device gets a verdict of its own, however many are declared slow at once; the log gets one line per node, and the
-planner is asked once for all of them. This module never decides which devices are slow; its caller does,
-`measured_suspects`.
+Each device gets a verdict of its own, however many are declared slow at once. The log gets one line for each node, and
+the planner is asked once for all devices. Never decides which devices are slow; the callers `measured_suspects` and
+`slow_devices` do.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from resihp.record.state import Device, Link
 from resihp.words import natural
 
 MAX_NODE_LINES = 8
-"""Largest number of nodes whose slow devices get a log line each; with more nodes there is one line for all."""
+"""Largest number of nodes that get a log line each. If slow devices are on more nodes, one line is written for all of
+them."""
 
 
 class DeviceVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """A device that is declared slow, and the evidence for it."""
+    """A verdict that a device is slow, with the evidence for it."""
 
     rank: int
     speed: float
@@ -34,21 +35,22 @@ class DeviceVerdict(msgspec.Struct, frozen=True, kw_only=True):
     evidence: str
     finding: Finding
     only: str = ""
-    """The only kind of work that is slow, if not all of it."""
+    """The only kind of work that is slow, in words; empty if all work is."""
 
 
 def in_training(speeds: Mapping[int, float], rank: int, finding: Finding) -> float:
-    """Return a rank's speed as its own training work shows it; `speeds` holds all ranks that were found slow."""
+    """Return a rank's speed as shown by its own work in training. `speeds`: the speeds of all ranks that were found
+    slow."""
     speed = None if finding.intermittent else speeds.get(rank)
     return possible(speed_of(finding) if speed is None else speed)
 
 
 def declare_slow(job: Job, verdicts: Sequence[DeviceVerdict], *, all_lost: bool = False) -> bool:
     """Record the verdicts, then ask the planner once about all of them. `all_lost`: in addition, every device is slower
-    than it was.
+    than it was before.
 
-    Returns whether these devices, together with everything already known to be slow, account for less than half of the
-    excess iteration time. If so, a finding about the whole job is not explained by them.
+    Returns True if these devices and all other known slow ones together account for less than half of the excess
+    iteration time. In this case they do not explain a finding about the whole job.
     """
     failures: dict[Device | Link, int] = {}
     since = min(verdict.finding.iteration for verdict in verdicts)
@@ -106,7 +108,7 @@ def _failure(job: Job, verdict: DeviceVerdict, longer: IterationExcess | None) -
 
 
 def update_speeds(job: Job, ranks: Sequence[int], finding: Finding) -> None:
-    """Replace the verdicts of devices whose speed has changed since they were declared slow."""
+    """Replace the verdicts of slow devices that have changed their speed since."""
     opened(job, finding, tuple(ranks))
     ended(job, "slow", f"{rank_list(ranks)}: already slow, speed has changed")
     verdicts, speeds = [], job.monitor.speeds()
@@ -140,7 +142,7 @@ def _by_node(job: Job, verdicts: Iterable[DeviceVerdict]) -> dict[str, list[Devi
 
 
 def _log_verdicts(job: Job, verdicts: Sequence[DeviceVerdict], longer: IterationExcess | None) -> None:
-    """Log one line per node, or a single line if there are more than `MAX_NODE_LINES` nodes."""
+    """Log one line for each node, or a single line if there are more than `MAX_NODE_LINES` nodes."""
     if longer is not None and longer.mostly_unexplained:
         job.say("warning", longer.unexplained())
     nodes = _by_node(job, verdicts)
@@ -173,7 +175,7 @@ def _devices(job: Job, node: str) -> list[int]:
 
 
 def _speeds(verdicts: Iterable[DeviceVerdict]) -> str:
-    """Return the range of speeds in words: `at 80%`, `at 70% to 80%`."""
+    """Return the range of the verdicts' speeds in words: `at 80%`, `at 70% to 80%`."""
     speeds = sorted(f"{verdict.speed:.0%}" for verdict in sorted(verdicts, key=lambda verdict: verdict.speed))
     return f"at {speeds[0]}" if speeds[0] == speeds[-1] else f"at {speeds[0]} to {speeds[-1]}"
 

@@ -1,10 +1,10 @@
-"""Expected iteration times: shows each iteration to the detector before it runs and after it is committed. Decides
-nothing.
+"""Show each iteration to the detector, before it runs and after it is committed, and keep the predicted iteration
+times. Makes no decision.
 
-Before an iteration runs, only its workload is known. From it follows how long the iteration may go without progress
-(`watchdog`), so that one with an enormous document is not given up at ten times the usual time. Afterwards `slowness`
-acts on the detector's findings, and once the cost of transfers is known, plans take slow links into account. Called by
-`controller` and `iterations`.
+Before an iteration runs, only its workload is known. The workload determines how long the iteration may take without
+progress (`watchdog`), so that an iteration with an enormous document is not given up after ten times the usual time.
+After the commit `slowness` acts on the detector's findings. Once transfer times are known, plans take slow links into
+account. Called by `controller` and `iterations`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from resihp.protocol.messages import Stepped, Workload
 
 
 def iteration_begins(job: Job, workload: Workload) -> None:
-    """Predict the time of an iteration that begins, where the detector knows enough."""
+    """Predict the time of an iteration that begins, if the detector knows enough."""
     plan = job.record.plan
     if not job.settings.detect or plan is None or workload.epoch != plan.epoch:
         return
@@ -33,7 +33,7 @@ def iteration_begins(job: Job, workload: Workload) -> None:
 
 
 def _adopt(job: Job, plan: Plan) -> None:
-    """Give the detector the plan whose iterations it judges from now on."""
+    """Give the detector the plan in effect, if it does not have it yet."""
     if job.expected_epoch != plan.epoch:
         job.monitor.adopt(plan, job.declaration.model, orders_of(plan), job.node_of)
         job.expected_epoch = plan.epoch
@@ -42,7 +42,8 @@ def _adopt(job: Job, plan: Plan) -> None:
 
 
 def iteration_done(job: Job, iteration: int, reports: IterationReports) -> float | None:
-    """Show a committed iteration to the detector; return the time it should have taken, where that is known."""
+    """Show a committed iteration to the detector; return the predicted seconds of the iteration, None if there is no
+    prediction."""
     plan = job.record.plan
     if not job.settings.detect or plan is None:
         return None

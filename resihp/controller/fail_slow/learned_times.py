@@ -1,9 +1,9 @@
-"""The job's own times: the cost of its layers and transfers on healthy devices, as learned by the detector.
+"""Compute the times of the job's layers and transfers on healthy devices, as learned by the detector.
 
-Plans are priced with these times once all kinds of chunks have been measured, and in layer units until then. The times
-are taken once, at the mean workload of the iterations so far, and then kept, so that predictions within one job are
-comparable. A job that tunes itself by them takes them again at each tuning. Times that contradict the operation counts
-are reported once, and used all the same. Called by `expectation`; queried by `planning` and `retuning`.
+Once all kinds of chunks have been measured, plans are priced with these times; until then, in layer units. The times
+are taken once, at the mean workload of the iterations so far, and then kept, so that all predictions within a job are
+comparable. A job that tunes itself takes them again at each tuning. Times that contradict the operation counts are
+reported once, and used all the same. Called by `expectation`; queried by `planning` and `retuning`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from resihp.parallelism.model import ModelSpec
 from resihp.scheduler.cost.profile import Profile, Times, layer_units
 
 MAX_TIME_RATIO = 3.0
-"""Largest ratio of a measured time to the operation count, or the reverse, that is not reported as a contradiction."""
+"""Largest ratio between a measured time and the time expected from operation counts, in either direction, that is not
+reported as a contradiction."""
 NEGLIGIBLE_LAYER_SHARE = 0.1
-"""Share of a layer's time below which a time makes no difference to a plan, whatever the ratio is."""
+"""Share of a layer's time below which a time does not matter to a plan and is not compared."""
 
 
 def learn(job: Job) -> None:
-    """Take the times if they are known by now and have not been taken before."""
+    """Take the job's times from the detector, once the detector knows them. Does nothing if they were taken before."""
     if job.profile is None and job.workloads and job.monitor.settled:
         job.profile = _profile(job)
         if job.profile is not None and (text := contradiction(job.profile, job.declaration.model)):
@@ -31,19 +32,20 @@ def learn(job: Job) -> None:
 
 
 def now(job: Job) -> Profile | None:
-    """Return the times as known by now; None before they were learned for the first time."""
+    """Return the times as presently known; None before they were taken for the first time."""
     return _profile(job) if job.profile is not None and job.workloads and job.monitor.settled else None
 
 
 def moved(before: Profile, after: Profile, by: float) -> bool:
-    """Return whether a kind of work takes a different time than before, by more than `by` of a layer's time."""
+    """Return whether the time of any kind of work has changed by more than `by`, as a share of a layer's time."""
     layer = before.layers[0].total
     kinds = ((before.layers[0], after.layers[0]), (before.embedding, after.embedding), (before.head, after.head))
     return any(abs(latter.total - former.total) > by * layer for former, latter in kinds)
 
 
 def contradiction(measured: Profile, model: ModelSpec) -> str:
-    """Describe a time that is more than `MAX_TIME_RATIO` off the operation count; empty if there is none."""
+    """Describe a measured time that differs from its operation count by more than a factor of `MAX_TIME_RATIO`; empty
+    if there is none."""
     expected = layer_units(model)
     head, head_due = _head(measured), _head(expected)
     if _contradicts(head, head_due):
@@ -68,7 +70,8 @@ def _back(times: Profile) -> float:
 
 
 def links(job: Job) -> dict[tuple[str, str], float]:
-    """Return the speed of the slowest known link between each two nodes; the planner has no links within a node."""
+    """Return the speed of the slowest known link between each two nodes. Links within a node are left out, because the
+    planner does not consider them."""
     speeds: dict[tuple[str, str], float] = {}
     for (a, b), slow in job.record.slow_links.items():
         pair = tuple(sorted((job.members[a].node, job.members[b].node)))
@@ -78,9 +81,10 @@ def links(job: Job) -> dict[tuple[str, str], float]:
 
 
 def _profile(job: Job) -> Profile | None:
-    """Return the times of a mean micro-batch, or None if the time of some kind of chunk is still unknown.
+    """Return the times of a mean micro-batch, or None if the time of some kind of chunk is not known yet.
 
-    A group of k ranks is taken to need a k-th of the time of one rank alone: the planner's notion of speed.
+    A tensor-parallel group of k ranks is assumed to need one k-th of the time of a single rank, which is the planner's
+    definition of speed.
     """
     *totals, micro_batches = (sum(column) for column in zip(*job.workloads, strict=True))
     tokens, squares = (total / micro_batches for total in totals)
@@ -106,8 +110,8 @@ def _profile(job: Job) -> Profile | None:
 
 
 def _times(seconds: Callable[[Key, str], float | None], key: Key) -> Times | None:
-    """Return the times of a chunk; a B that also computes weight gradients is taken to spend half of its time on
-    them."""
+    """Return the times of a chunk; None if they are not known. If a chunk's backward (B) also computes weight
+    gradients, half of its time is attributed to these."""
     f, b, w, both = (seconds(key, kind) for kind in ("F", "B", "W", "BW"))
     if f is None:
         return None
@@ -117,5 +121,5 @@ def _times(seconds: Callable[[Key, str], float | None], key: Key) -> Times | Non
 
 
 def _beyond(whole: Times, layer: Times) -> Times:
-    """Return the extra time of a chunk over the layer it contains."""
+    """Return the time of a chunk beyond that of the layer it contains."""
     return Times(max(whole.f - layer.f, 0.0), max(whole.b - layer.b, 0.0), max(whole.w - layer.w, 0.0))

@@ -1,10 +1,10 @@
-"""Measured suspects: which devices are declared slow, and which are cleared.
+"""Decide which suspects are declared slow, and which are cleared, after they have been measured.
 
-The odds of the probe and of the detector are added, and every device over the limit is declared slow at once. A device
-whose probe is fine but which is found again before it is forgotten is slow in training and not in a matrix product,
-unless it may only suffer from a much larger unexplained slowdown. A device that is slow now and then is treated the
-same way. If a finding names no suspect, only those of all devices that stand out are declared slow; if none stands out,
-the job as a whole is slow (`slow_parts`). The limits are in `thresholds`. Called by `slowness`.
+The log odds of the probe and of the detector's finding are added, and every device above the limit is declared slow at
+once. A device with a good probe that is found again soon is slow in training though not in a matrix product. It is
+declared slow, unless it may only suffer from a much larger unexplained slowdown. A device that is slow only now and
+then is treated in the same way. If a finding names no suspect, the devices that stand out are declared slow; if none
+stands out, the job as a whole is slow (`slow_parts`). `thresholds` defines the limits. Called by `slowness`.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ from resihp.record.describe import rank_list
 from resihp.record.journal import Outcome
 
 ONLY_IN_TRAINING = "in its training, not in a matrix product"
-"""Words of a verdict that the probe does not confirm."""
+"""Addition to the text of a verdict that the probe does not confirm."""
 
 
 class _Suspicion(msgspec.Struct, frozen=True, kw_only=True):
-    """A suspicion whose suspects have been measured: the answers, and the findings behind it."""
+    """A suspicion after the measurement of its suspects: the answers, and the findings behind it."""
 
     done: Examination
     verdicts: Verdicts
-    """The verdicts of the probe."""
+    """The probe's result for each device."""
     named: dict[int, Finding]
-    """The suspects without a verdict, each with the first finding that names it."""
+    """Suspects without an earlier verdict, each with the first finding that names it."""
     whole_job: Finding | None
-    """The first finding that names no suspect, if there is one."""
+    """The first finding that names no suspect; None if every finding names one."""
     longer: IterationExcess | None
-    """Excess time of iterations since the earliest finding."""
+    """Excess time of iterations since the earliest finding; None if there are too few iterations to measure it."""
     groups: dict[int, tuple[int, ...]]
-    """The tensor-parallel group of each rank with work."""
+    """The ranks of the tensor-parallel group of each rank with work."""
 
 
 def decide(job: Job, done: Examination) -> None:
-    """Decide about a suspicion once all measured ranks have answered, or have had the time to."""
+    """Decide about a suspicion, once all measured ranks have answered or their time is over."""
     verdicts = probe_results.conclude_suspicion(job, done)
     if not job.training:
         _put_off(job, done)
@@ -88,7 +88,8 @@ def decide(job: Job, done: Examination) -> None:
 
 
 def _put_off(job: Job, done: Examination) -> None:
-    """Close the suspicion without a verdict, because the plan changes; its findings are looked into afterwards."""
+    """Close the suspicion without a verdict, because the plan changes. Its findings are examined again under the new
+    plan."""
     _clear(job, (), "unconfirmed", "a new plan is about to take effect", done.probe)
     job.findings += tuple(
         finding
@@ -113,7 +114,7 @@ def _suspicion(job: Job, done: Examination, verdicts: Verdicts) -> _Suspicion:
 
 
 def _waiting_for_slow_peers(job: Job, suspicion: _Suspicion, slow_ranks: set[int]) -> list[int]:
-    """Return the suspects that may only be waiting for a slow peer of their group."""
+    """Return the suspects that may merely be waiting for a slow peer of their tensor-parallel group."""
     waiting = []
     for rank, finding in suspicion.named.items():
         if rank in slow_ranks:
@@ -128,7 +129,7 @@ def _waiting_for_slow_peers(job: Job, suspicion: _Suspicion, slow_ranks: set[int
 
 
 def _declare(job: Job, suspicion: _Suspicion, declared: list[DeviceVerdict], healthy: Sequence[int]) -> None:
-    """Close the suspicion with these verdicts. Suspects that were not declared slow are recorded as healthy."""
+    """Close the suspicion with these verdicts. The suspects that were not declared slow are recorded as healthy."""
     named, whole_job, verdicts = suspicion.named, suspicion.whole_job, suspicion.verdicts
     slow_ranks = dict.fromkeys(verdict.rank for verdict in declared)
     suspects_first = (*(rank for rank in named if rank in slow_ranks), *slow_ranks)
@@ -145,7 +146,7 @@ def _declare(job: Job, suspicion: _Suspicion, declared: list[DeviceVerdict], hea
 
 
 def _close_healthy(job: Job, findings: Iterable[Finding], healthy: Mapping[int, Finding], slow: Sequence[int]) -> None:
-    """Record, for each finding, the suspects that were found healthy while others (`slow`) were declared slow."""
+    """Journal, for each finding, the suspects that were found healthy while the ranks `slow` were declared slow."""
     beside = f"measured together with {some(slow)}, and its probe is fine"
     for finding in findings:
         ranks = tuple(rank for rank in finding.ranks if healthy.get(rank) is finding)
@@ -154,7 +155,7 @@ def _close_healthy(job: Job, findings: Iterable[Finding], healthy: Mapping[int, 
 
 
 def _clear_all(job: Job, suspicion: _Suspicion, healthy: Sequence[int]) -> None:
-    """Close a suspicion none of whose suspects is slow, with the reason."""
+    """Close a suspicion that has led to no verdict, with the reason."""
     done, findings, longer = suspicion.done, suspicion.done.findings, suspicion.longer
     if not suspicion.named:
         is_gone = not any(has_work(job, rank) for finding in findings for rank in finding.ranks)
@@ -180,7 +181,8 @@ def _reason_to_clear(
 
 
 def _clear(job: Job, ranks: Sequence[int], outcome: Outcome, why: str, probe: int, named: tuple[int, ...] = ()) -> None:
-    """Close a suspicion that came to nothing. `named`: all its suspects, those that joined it later included."""
+    """Close a suspicion without a verdict. `ranks`: the cleared suspects; `named`: all its suspects, including later
+    ones."""
     suspected = job.record.suspects_slow
     assert suspected is not None
     subject = "all devices" if suspected.rank is None else job.where(suspected.rank)
@@ -193,7 +195,7 @@ def _clear(job: Job, ranks: Sequence[int], outcome: Outcome, why: str, probe: in
 
 
 def _declared_by_probe(job: Job, suspicion: _Suspicion) -> list[DeviceVerdict]:
-    """Return the devices that the odds of the probe, together with those of the findings before it, declare slow."""
+    """Return the devices to declare slow because of the sum of the probe's log odds and those of the findings."""
     named, whole_job, answers = suspicion.named, suspicion.whole_job, suspicion.done.answers
     mates = _unnamed_mates(suspicion)
     declared = []
@@ -221,7 +223,7 @@ def _declared_by_probe(job: Job, suspicion: _Suspicion) -> list[DeviceVerdict]:
 
 
 def _unnamed_mates(suspicion: _Suspicion) -> dict[int, Finding]:
-    """Return the other members of the suspects' groups, each with the first finding about its group."""
+    """Return the other members of the suspects' tensor-parallel groups, each with the first finding about its group."""
     mates: dict[int, Finding] = {}
     for rank, finding in suspicion.named.items():
         for mate in suspicion.groups.get(rank, ()):
@@ -231,8 +233,8 @@ def _unnamed_mates(suspicion: _Suspicion) -> dict[int, Finding]:
 
 
 def _trusted_log_odds(job: Job, suspicion: _Suspicion, probe: Judged, speeds: Mapping[int, float]) -> float:
-    """Return the log odds of a suspect's finding. They are 0 if the probe shows little of its slowdown and it may only
-    be a victim."""
+    """Return the log odds that a suspect's finding contributes: 0 if the probe shows little of the slowdown and the
+    suspect may only be a victim."""
     finding = suspicion.named[probe.rank]
     speed = in_training(speeds, probe.rank, finding)
     min_slowdown = MIN_SLOWDOWN_SHARE_IN_PROBE * (1.0 / speed - 1.0)
@@ -254,7 +256,7 @@ def _verdict(probe: Judged, finding: Finding, odds: float, speeds: Mapping[int, 
 
 
 def _detector_log_odds(finding: Finding) -> float:
-    """Return the log odds that a finding adds to its suspect's: those of its confidence, capped."""
+    """Return the log odds that correspond to a finding's confidence, up to the limit for its change."""
     confidence = min(max(finding.confidence, 0.5), 1.0 - 1e-9)
     large = (finding.change - LARGE_CHANGE_RANGE[0]) / (LARGE_CHANGE_RANGE[1] - LARGE_CHANGE_RANGE[0])
     cap = MAX_DETECTOR_LOG_ODDS * (1.0 + min(max(large, 0.0), 1.0))
@@ -262,12 +264,12 @@ def _detector_log_odds(finding: Finding) -> float:
 
 
 def _declared_by_training(job: Job, suspicion: _Suspicion, remaining: Collection[int]) -> list[DeviceVerdict]:
-    """Return the devices that training shows to be slow although no probe confirms it.
+    """Return the devices that training shows to be slow although no probe confirms it: the probe was fine, or the
+    device did not answer.
 
-    The probe was fine, or the device did not answer. Each finding yields at most one device, its first remaining
-    suspect. That device must be slower by at least `MIN_CHANGE_WITHOUT_PROBE`. It must also be slow only now and then,
-    or have been cleared by a recent measurement. A device that may only suffer from another cause is left out
-    (`_may_be_victim`).
+    Each finding yields at most one device, its first suspect in `remaining`. The device must be slower by at least
+    `MIN_CHANGE_WITHOUT_PROBE`. It must also be slow only now and then, or have been cleared by a recent measurement. A
+    device that may only suffer from another cause is left out (`_may_be_victim`).
     """
     done, devices = suspicion.done, suspicion.verdicts.devices
     declared: dict[int, DeviceVerdict] = {}
@@ -295,9 +297,10 @@ def _declared_by_training(job: Job, suspicion: _Suspicion, remaining: Collection
 
 
 def _may_be_victim(job: Job, finding: Finding, speed: float, longer: IterationExcess | None) -> bool:
-    """Return whether a suspect may only be a victim: it is slightly slower while iterations take far longer.
+    """Return whether a suspect may only be a victim of another cause: it is slightly slower while iterations take much
+    longer.
 
-    That is so if most of the excess since its onset is unexplained (`longer`), or if the job as a whole is known to be
+    This is so if most of the excess since its onset is unexplained (`longer`), or if the job as a whole is known to be
     slow since about the same time.
     """
     slowdown, whole = 1.0 / speed - 1.0, job.record.slow_job
@@ -310,6 +313,6 @@ def _may_be_victim(job: Job, finding: Finding, speed: float, longer: IterationEx
 
 
 def _first_onset(job: Job, rank: int, finding: Finding) -> int:
-    """Return the iteration since which a rank is slower. A finding after a cooldown seems to begin anew, so the first
+    """Return the iteration since which a rank is slower. A repeated finding has a later onset of its own, so the first
     onset is kept."""
     return job.inquiry.cleared[rank][1] if was_cleared(job, rank) else finding.iteration

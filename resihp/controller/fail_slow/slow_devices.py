@@ -1,9 +1,9 @@
-"""Suspected devices: which findings are worth a probe, and which devices have recovered.
+"""Handle suspected devices: decide which findings are worth a probe, and which devices have recovered.
 
-All pending findings make up one suspicion. Their suspects are measured together with the rest of their tensor-parallel
+All pending findings form one suspicion. Their suspects are measured together with the rest of their tensor-parallel
 groups, because the ranks of a group wait for each other. If a finding names no suspect, all devices are measured. A
-finding that something known explains is closed at once. The verdicts after the probe are decided in
-`measured_suspects`. Called by `slowness`.
+finding that a known failure explains is closed at once. `measured_suspects` decides on verdicts after the probe. Called
+by `slowness`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from resihp.record.state import Device
 
 
 def suspected(job: Job, findings: Iterable[Finding]) -> None:
-    """Measure the suspects of these findings, all at once. Called only while no other suspicion is open."""
+    """Measure the suspects of all these findings at once. Called only while no other suspicion of slowness is open."""
     groups, speeds = tensor_groups(job), dict(job.monitor.speeds())
     new_findings = [finding for finding in findings if _is_worth_a_probe(job, finding, groups, speeds)]
     if not new_findings:
@@ -45,8 +45,8 @@ def suspected(job: Job, findings: Iterable[Finding]) -> None:
 
 
 def joined(job: Job, finding: Finding) -> bool:
-    """Add a finding to the suspicion that is being measured if all its suspects are part of it; return whether it was
-    added."""
+    """Add a finding to the suspicion that is being measured, if all its suspects are being measured; return whether it
+    was added."""
     for examination in job.examinations.values():
         pending = examination.findings
         if examination.occasion == "suspicion" and pending and pending[0].link is None:
@@ -60,10 +60,10 @@ def joined(job: Job, finding: Finding) -> bool:
 def _is_worth_a_probe(
     job: Job, finding: Finding, groups: Mapping[int, tuple[int, ...]], speeds: MutableMapping[int, float]
 ) -> bool:
-    """Return whether a finding is worth a probe; close it with a reason, or update the verdicts of its suspects, if
-    not.
+    """Return whether a finding is worth a probe. If it is not, close it with a reason, or update the verdicts of its
+    suspects.
 
-    A device that is known to be slow may have become slower still: its verdict is then replaced, which also updates
+    A device that is known to be slow may have become slower still. Its verdict is then replaced, which also updates
     `speeds`, the speeds of all ranks that were found slow.
     """
     if not finding.ranks:
@@ -97,8 +97,9 @@ def _is_worth_a_probe(
 
 
 def _explaining_failure(job: Job, finding: Finding) -> int | None:
-    """Return the failure, known since about the same time, that accounts for at least half of the excess iteration
-    time, or None. With such a failure, slower iterations of all ranks are not a failure of their own."""
+    """Return the number of a failure, known since about the same time, that accounts for at least half of the excess
+    iteration time; None if there is none. With such a failure, slower iterations of all ranks are not a failure of
+    their own."""
     longer = excess(job, finding.iteration, ())
     if longer is None or longer.mostly_unexplained or longer.slowest == 1.0:
         return None
@@ -112,20 +113,20 @@ def has_work(job: Job, rank: int) -> bool:
 
 
 def without_verdict(job: Job, finding: Finding) -> list[int]:
-    """Return the suspects of a finding that are present and have no verdict yet."""
+    """Return the suspects of a finding that have work and have no verdict yet."""
     return [rank for rank in finding.ranks if has_work(job, rank) and job.device_of(rank) not in job.record.slow]
 
 
 def tensor_groups(job: Job) -> dict[int, tuple[int, ...]]:
-    """Return the tensor-parallel group of each rank that has work."""
+    """Return, for each rank with work, the ranks of its tensor-parallel group."""
     plan = job.record.plan
     stages = [stage.ranks for replica in plan.layout.replicas for stage in replica.stages] if plan is not None else []
     return {rank: ranks for ranks in stages for rank in ranks}
 
 
 def awaited_peer(job: Job, rank: int, mates: Sequence[int], finding: Finding) -> int | None:
-    """Return a slow peer of its group that a rank may only be waiting for, or None. Judged by times alone, for a rank
-    whose own probe was fine at the time."""
+    """Return a slow peer of the rank's tensor-parallel group for which the rank may merely be waiting; None if there is
+    none. Judged by times alone, for a rank with a recent good probe."""
     for mate in mates:
         slow = job.record.slow.get(job.device_of(mate))
         if mate == rank or slow is None or not was_cleared(job, rank):
@@ -137,7 +138,8 @@ def awaited_peer(job: Job, rank: int, mates: Sequence[int], finding: Finding) ->
 
 
 def was_cleared(job: Job, rank: int) -> bool:
-    """Return whether a rank was found healthy by a recent measurement. That counts for longer than any cooldown."""
+    """Return whether a recent measurement found a rank healthy. The result counts for longer than any cooldown of the
+    detector."""
     lasts = max(CLEARED_ITERATIONS, 2 * MAX_PATIENCE_FACTOR * job.settings.detection.patience)
     return rank in job.inquiry.cleared and job.furthest - job.inquiry.cleared[rank][0] <= lasts
 
@@ -146,7 +148,7 @@ def was_cleared(job: Job, rank: int) -> bool:
 
 
 def recovered(job: Job, finding: Finding) -> None:
-    """End the verdicts of devices that work as fast as before."""
+    """End the verdicts on devices that work at their former speed again."""
     present = (job.device_of(rank) for rank in finding.ranks if rank in job.members)
     devices = [device for device in dict.fromkeys(present) if device in job.record.slow]
     if devices:
@@ -154,7 +156,7 @@ def recovered(job: Job, finding: Finding) -> None:
 
 
 def devices_recovered(job: Job, devices: Sequence[Device], iteration: int, evidence: str) -> None:
-    """End the verdicts of these devices, then ask the planner once about all of them."""
+    """End the verdicts on these devices, then ask the planner once about all of them."""
     for node, index in devices:
         failure = job.record.slow[node, index].failure
         job.log(FailureEnded(failure=failure, node=node, device=index, iteration=iteration, evidence=evidence))

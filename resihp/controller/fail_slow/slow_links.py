@@ -1,8 +1,8 @@
-"""Suspected links: measured together with others of their kind, after an iteration that is announced to both ends.
+"""Handle suspected links: measure them together with other links of their kind, after an iteration that is announced to
+both ends.
 
-A verdict on a link rests on its measurement; the times seen in training decide only where no other link can be
-compared. Where processors are shared, the verdict rests on several measurements at different moments. Called by
-`slowness`.
+A verdict on a link is based on the measurement; times seen in training decide only if there is no other link to compare
+with. On shared processors the verdict needs several measurements at different times. Called by `slowness`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from resihp.record.journal import FailureEnded, FailureFound, Outcome
 from resihp.record.state import Link
 
 ANNOUNCEMENT_S = 0.5
-"""How long before the measurement, in seconds, ranks get the order: orders take milliseconds to arrive."""
+"""Seconds from the order to the measurement. Orders take milliseconds to arrive."""
 MIN_ITERATIONS_AHEAD = 2
-"""Iterations before the measurement at which ranks get the order, at least: this counts where iterations are long."""
+"""Smallest number of iterations from the order to the measurement; it matters if iterations are long."""
 
 
 def suspected(job: Job, finding: Finding, link: Link) -> None:
-    """Order a measurement of the link. Called only while no other suspicion is open."""
+    """Order a measurement of a suspected link. Called only while no other suspicion of slowness is open."""
     a, b = link
     if link in job.record.slow_links:
         dropped(job, finding, f"{job.where_link(link)}: known, see failure {job.record.slow_links[link].failure}")
@@ -53,7 +53,7 @@ def _in_use(job: Job, link: Link) -> bool:
 
 
 def _announced_iteration(job: Job) -> int | None:
-    """Return the next iteration that can be announced; None if training ends before it."""
+    """Return the next iteration that can be announced to both ends in time; None if training ends before it."""
     takes_s = max(job.predicted_s, 1e-3)
     unreported = int(
         (job.now - job.progress_at) / max(job.usual_s, 1e-3)
@@ -64,7 +64,7 @@ def _announced_iteration(job: Job) -> int | None:
 
 
 def measured(job: Job, done: Examination, finding: Finding, link: Link) -> None:
-    """Decide about a link once its ends and the reference links have answered, or have had the time to."""
+    """Decide about a link, once its ends and the reference links have answered or their time is over."""
     judged = probe_results.conclude_link(job, done, link)
     if not job.training:
         _clear(job, link, "unconfirmed", "a new plan is about to take effect", done.probe)
@@ -145,13 +145,13 @@ def _declare_slow(job: Job, finding: Finding, link: Link, speed: float, evidence
 
 
 def _nodes(job: Job, link: Link) -> tuple[str, str]:
-    """Return the nodes that a link joins, names ascending."""
+    """Return the two nodes that a link joins, in alphabetical order."""
     a, b = (job.members[rank].node for rank in link)
     return min(a, b), max(a, b)
 
 
 def recovered(job: Job, finding: Finding, link: Link) -> None:
-    """End the verdict on a link that is as fast as before; without a verdict there is nothing to do."""
+    """End the verdict on a link that works at its former speed again. Without a verdict nothing happens."""
     if link not in job.record.slow_links:
         return
     failure = job.record.slow_links[link].failure

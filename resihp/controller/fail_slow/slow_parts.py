@@ -1,8 +1,9 @@
-"""Slow parts other than devices: a group's collectives, gradient sums, the wait for data, and the job as a whole.
+"""Handle slow parts of iterations other than devices and links: a group's collectives, gradient sums, the wait for
+data, and the job as a whole.
 
-None of these can be measured apart from training, and no plan avoids them. They are reported, with their cost, until
+These parts cannot be measured apart from training, and no plan avoids them. They are reported, with their cost, until
 they end. Slowness that lasts becomes a verdict. A group's collectives wait for the slow devices of the group, and every
-rank waits for every other; so these parts are no failure of their own while a cause is known since about the same time.
+rank waits for every other rank, so a slow part is no failure of its own if a cause is known since about the same time.
 Called by `slowness`, `slow_links`, `convictions` and `measured_suspects`.
 """
 
@@ -39,8 +40,8 @@ from resihp.record.state import Slow
 
 
 def suspected(job: Job, finding: Finding) -> None:
-    """Declare a part slow unless a known failure explains it. Called only while no other suspicion is open. A finding
-    without ranks is about all of them."""
+    """Declare a part slow, unless a known failure explains it. Called only while no other suspicion of slowness is
+    open. A finding without ranks is about all ranks."""
     finding = _as_share_of_iteration(job, finding)
     ranks = tuple(rank for rank in finding.ranks or job.record.active if rank in job.record.working)
     speed, verdict = speed_of(finding), job.record.slow_parts.get((finding.component, ranks))
@@ -59,7 +60,8 @@ def suspected(job: Job, finding: Finding) -> None:
 
 
 def _cause(job: Job, ranks: Collection[int], iteration: int) -> Slow | None:
-    """Return something that is slow since about the same time and may be the reason why these ranks wait, or None."""
+    """Return a verdict on a component that is slow since about the same time and may be the reason why these ranks
+    wait; None if there is none."""
     record = job.record
     causes = [slow for rank in ranks if (slow := record.slow.get(job.device_of(rank))) is not None]
     causes += [slow for link, slow in record.slow_links.items() if not set(link).isdisjoint(ranks)]
@@ -97,7 +99,7 @@ def _part_failed(job: Job, finding: Finding, ranks: tuple[int, ...]) -> None:
     lasting, longer = job.inquiry.lasting, excess(job, finding.iteration, (speed_of(finding),))
     explains = longer is None or not longer.mostly_unexplained
     if explains and lasting is not None and abs(lasting.finding.iteration - finding.iteration) <= SAME_CAUSE_ITERATIONS:
-        job.inquiry.lasting = None  # explained by this part
+        job.inquiry.lasting = None  # this part explains the finding
     where = f"node {entry.node}: " if entry.node is not None else ""
     job.say(
         "warning", f"{where}{cause}, since iteration {finding.iteration}; no plan helps, see resihp history failures"
@@ -105,10 +107,11 @@ def _part_failed(job: Job, finding: Finding, ranks: tuple[int, ...]) -> None:
 
 
 def explained(job: Job, ranks: Collection[int], since: int, failure: int, *, all_lost: bool = False) -> None:
-    """Close the verdicts and findings that a failure of these ranks, slow since iteration `since`, explains.
+    """Close the verdicts and findings that a new failure explains. `ranks`: the failure's ranks, slow since iteration
+    `since`.
 
-    These are verdicts on parts that contain the ranks and, unless every device is slower than it was (`all_lost`), the
-    one on the job as a whole.
+    Closed are verdicts on parts that contain these ranks and the verdict on the job as a whole; the latter stays if
+    every device is slower than it was (`all_lost`).
     """
     evidence = f"failure {failure} explains it"
     whole = job.record.slow_job
@@ -135,7 +138,7 @@ def explained(job: Job, ranks: Collection[int], since: int, failure: int, *, all
 
 
 def no_device_stands_out(job: Job, finding: Finding, verdicts: Verdicts, done: Examination) -> None:
-    """Conclude a suspicion of the whole job: all devices were measured because iterations take longer, and none stands
+    """Close a suspicion of the whole job: all devices were measured because iterations take longer, and none stands
     out."""
     if not done.answers:
         ended(job, "unconfirmed", "no device answered", done.probe)
@@ -156,12 +159,12 @@ def no_device_stands_out(job: Job, finding: Finding, verdicts: Verdicts, done: E
 
 
 def may_last(job: Job, finding: Finding) -> None:
-    """Keep a finding that no measurement explains; it is reported if it lasts (`review`)."""
+    """Keep a finding that no measurement explains. It becomes a verdict if it lasts (`review`)."""
     job.inquiry.lasting = Lasting(finding=finding, epoch=job.epoch, since=job.furthest)
 
 
 def all_lost(job: Job, finding: Finding, verdicts: Verdicts) -> None:
-    """Declare the job slow as well: beside the devices that stand out, all devices are slower than they were."""
+    """Declare the job slow in addition to the devices that stand out, because all devices are slower than they were."""
     share = msgspec.structs.replace(finding, change=1.0 / (1.0 - verdicts.lost) - 1.0)
     if _known(job, share) is None:
         opened(job, share)
@@ -174,13 +177,14 @@ def _lost(verdicts: Verdicts) -> str:
 
 
 def _known(job: Job, finding: Finding) -> Slow | None:
-    """Return the known verdict on the job if it has about the same speed, else None."""
+    """Return the existing verdict on the job if it has about the same speed, else None."""
     verdict = job.record.slow_job
     return verdict if verdict is not None and abs(speed_of(finding) / verdict.speed - 1.0) < MIN_SPEED_CHANGE else None
 
 
 def review(job: Job) -> None:
-    """Declare the job slow once an unexplained finding has lasted; measure again if the plan has changed."""
+    """Declare the job slow once an unexplained finding has lasted long enough. If the plan has changed, measure
+    again."""
     lasting = job.inquiry.lasting
     if lasting is None or job.record.suspects_slow is not None:
         return
@@ -233,21 +237,21 @@ def _job_failed(job: Job, finding: Finding, reason: str) -> None:
 
 
 def _transfers(finding: Finding) -> str:
-    """Describe the slowdown that all links between nodes have in common, if there is one."""
+    """Describe the slowdown that all links between nodes have in common; empty if there is none."""
     longer = finding.transfers
     return "" if longer is None else f"; all transfers between nodes take {longer:.1f} times as long"
 
 
 def _cost(job: Job, finding: Finding) -> str:
-    """Return the cost of a slowdown in words: relative, and in seconds per iteration."""
+    """Return the cost of a slowdown in words: as a share, and in seconds per iteration."""
     more = max(finding.change, 0.0)
     healthy_s = _healthy_s(job, finding) or job.usual_s / (1.0 + more)
     return f"{finding.change:+.0%}, {healthy_s * more:.2g} s per iteration"
 
 
 def _as_share_of_iteration(job: Job, finding: Finding) -> Finding:
-    """Restate a part's change as a share of the measured iteration; the detector gives it as a share of the predicted
-    one, which may be far off."""
+    """Return the finding with a part's change as a share of the measured iteration. The detector gives it as a share of
+    the predicted iteration, which may be far off."""
     predicted_s, healthy_s = job.inquiry.healthy_s, _healthy_s(job, finding)
     if not predicted_s or not healthy_s:
         return finding
@@ -255,7 +259,7 @@ def _as_share_of_iteration(job: Job, finding: Finding) -> Finding:
 
 
 def _healthy_s(job: Job, finding: Finding) -> float | None:
-    """Return the time of an iteration before the onset, or the predicted time if that is not known."""
+    """Return the seconds of an iteration before the onset, or the predicted seconds if these are not known."""
     longer = excess(job, finding.iteration, ())
     return job.inquiry.healthy_s if longer is None else longer.healthy_s
 
@@ -264,7 +268,7 @@ def _healthy_s(job: Job, finding: Finding) -> float | None:
 
 
 def recovered(job: Job, finding: Finding) -> None:
-    """End the verdict on a part, or on the job as a whole where the finding names no part."""
+    """End the verdict on a part that has recovered, or on the job as a whole if the finding is about the job."""
     if component(finding) == "job":
         job.inquiry.lasting = None
         if job.record.slow_job is not None:
@@ -279,7 +283,7 @@ def recovered(job: Job, finding: Finding) -> None:
 
 
 def adopted(job: Job) -> None:
-    """End the verdicts on parts that the new plan does not have: nothing would ever show their end."""
+    """End the verdicts on parts that the new plan does not have, because nothing would ever show their end."""
     slow_parts = job.record.slow_parts
     stages = _stages(job) if slow_parts else {}
     for (part, ranks), slow in list(slow_parts.items()):
@@ -288,14 +292,14 @@ def adopted(job: Job) -> None:
 
 
 def _stages(job: Job) -> dict[int, tuple[int, tuple[int, ...]]]:
-    """Return, by the first rank of each stage, the stage's index in its replica and its ranks."""
+    """Return a map from the first rank of each stage to the stage's index in its replica and the stage's ranks."""
     replicas = job.record.plan.layout.replicas if job.record.plan is not None else ()
     stages = [(index, stage.ranks) for replica in replicas for index, stage in enumerate(replica.stages) if stage.ranks]
     return {ranks[0]: (index, ranks) for index, ranks in stages}
 
 
 def _is_part(part: str, ranks: frozenset[int], stages: Mapping[int, tuple[int, tuple[int, ...]]]) -> bool:
-    """Return whether a whole stage lies within these ranks that does this kind of work, or waits for it."""
+    """Return whether these ranks include a whole stage that does this kind of work, or waits for it."""
     whole = [
         (index, len(stage_ranks))
         for index, stage_ranks in (stages[rank] for rank in ranks & stages.keys())
@@ -307,10 +311,10 @@ def _is_part(part: str, ranks: frozenset[int], stages: Mapping[int, tuple[int, t
 
 
 def resume(job: Job) -> None:
-    """Reconcile verdicts with the new detector of a new supervisor, which has to learn usual times again.
+    """Adapt the verdicts to the new detector after a take-over, which has to learn the usual times again.
 
-    It will notice the end of a slow job, but not the end of a slow part or of a device that is slow now and then; those
-    verdicts end here.
+    The new detector will notice the end of a slow job. It cannot notice the end of a slow part, or of a device that is
+    slow only now and then, so those verdicts end here.
     """
     if job.record.slow_job is not None:
         job.monitor.job_is_slow()

@@ -1,13 +1,13 @@
-"""Devices and links that are slow but at work: from the detector's finding to a verdict, and to a plan that suits it.
+"""Handle slow devices and links: from the detector's finding to a verdict, and to a better plan.
 
 A finding is a suspicion. Its suspects are measured between two iterations, together with a few reference devices. One
-suspicion is open at a time; later findings join it or wait. The decisions are made in `slow_devices` and
-`measured_suspects`, in `slow_links`, and in `slow_parts` for everything that cannot be measured. After a verdict the
+suspicion is open at a time; later findings are added to it or wait. `slow_devices` and `measured_suspects` decide about
+devices, `slow_links` about links, and `slow_parts` about everything that cannot be measured. After a verdict the
 planner is asked for a better plan, and training is interrupted only if that plan gains enough. A verdict ends when the
-detector finds normal speed again. No node is drained for being slow: the job goes on using it.
+detector finds normal speed again. No node is drained for being slow: the job continues to use it.
 
-All suspicions and verdicts are on record. Called by the controller with answers to probes, and at the end of each
-event; the detector's findings are put into `job.findings` by `expectation`.
+All suspicions and verdicts are in the journal. Called by the controller with answers to probes, and at the end of each
+event. `expectation` puts the detector's findings into `job.findings`.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ from resihp.protocol import messages as m
 from resihp.record.state import Device
 
 MAX_UNANSWERED_PROBES = 1000
-"""Probes that the previous supervisor may have ordered and that may still be answered: their numbers are skipped."""
+"""Number of probes that the previous supervisor may have ordered and that may still be answered. After a take-over
+their numbers are skipped."""
 BUSY_RETRY_S = 1.0
-"""Seconds until a standby device is tried again if it could not be measured, being busy or without a process."""
+"""Seconds until the next attempt to measure a standby device that was busy or had no process."""
 
 
 def review(job: Job) -> None:
-    """Act on the detector's findings, at the end of each event."""
+    """Act on the detector's findings and on overdue probes. Called at the end of each event."""
     for overdue in probe_orders.overdue(job):
         concluded(job, overdue)
     if not job.training:
-        return  # findings wait
+        return  # findings are kept until training continues
     if job.profile is not None and not job.links_planned_for:
         job.links_planned_for = True
         replan_policy.consider_links(job)
@@ -57,14 +58,14 @@ def review(job: Job) -> None:
 
 
 def _look_into(job: Job) -> None:
-    """Look into all findings about devices at once, since these explain most, then into the others. Findings that have
-    to wait are kept."""
+    """Examine all findings about devices together, because these explain most of the others, then examine the others.
+    Findings that have to wait stay in `job.findings`."""
     devices = [finding for finding in job.findings if suspicions.component(finding) == "device"]
     job.findings = tuple(finding for finding in job.findings if suspicions.component(finding) != "device")
     if job.record.suspects_slow is not None:
         devices = [finding for finding in devices if not slow_devices.joined(job, finding)]
     elif devices:
-        slow_devices.suspected(job, devices)  # which may explain others
+        slow_devices.suspected(job, devices)  # a verdict may explain other findings
         devices = []
     others, job.findings = job.findings, ()
     waiting = []
@@ -81,7 +82,7 @@ def _look_into(job: Job) -> None:
 
 
 def concluded(job: Job, done: Examination) -> None:
-    """Act on an examination once all measured ranks have answered, or have had the time to."""
+    """Act on an examination, once all measured ranks have answered or their time is over."""
     if done.link is not None:
         slow_links.measured(job, done, done.findings[0], done.link)
         return
@@ -103,7 +104,7 @@ def concluded(job: Job, done: Examination) -> None:
 
 
 def _recovered(job: Job, finding: Finding) -> None:
-    """End verdicts and pending findings of something that is as fast as before."""
+    """End the verdicts and pending findings about components that work at their former speed again."""
     part = suspicions.component(finding)
     waiting = []
     for pending in job.findings:
@@ -127,7 +128,7 @@ def _recovered(job: Job, finding: Finding) -> None:
 
 
 def _without(finding: Finding, recovery: Finding) -> Finding | None:
-    """Return a finding without the suspects that are as fast as before, or None if none of them remains."""
+    """Return a finding without the suspects that have recovered; None if no suspect remains."""
     if suspicions.component(finding) != suspicions.component(recovery) or finding.link != recovery.link:
         return finding
     ranks = tuple(rank for rank in finding.ranks if rank not in recovery.ranks)
@@ -140,7 +141,7 @@ def _without(finding: Finding, recovery: Finding) -> Finding | None:
 
 
 def _measure_standby(job: Job) -> None:
-    """Measure the standby devices that are due: they do no training that would show their speed."""
+    """Measure the standby devices that are due. They do no training that would show their speed."""
     due = _due(job)
     if not due:
         return
@@ -153,10 +154,10 @@ def _measure_standby(job: Job) -> None:
 
 
 def _due(job: Job) -> set[Device]:
-    """Return the devices to measure again now.
+    """Return the standby devices to measure again now.
 
-    Slow devices are due every `recheck_s` seconds; devices that a probe set aside are due soon at first, then ever more
-    rarely. A new supervisor keeps the interval that the previous one had reached.
+    Slow devices are due every `recheck_s` seconds. Unfit devices are due soon at first, then at growing intervals. A
+    new supervisor continues with the interval that the previous one had reached.
     """
     due: set[Device] = set()
     for device in job.record.unfit:
@@ -172,7 +173,7 @@ def _due(job: Job) -> set[Device]:
 
 
 def _measured_standby(job: Job, judged: Mapping[int, probes.Judged], unfit: Set[Device]) -> None:
-    """Act on new probes of standby devices; those in `unfit` stood by because they had failed a probe."""
+    """Act on new probes of standby devices. `unfit`: devices that stood by because they had failed an earlier probe."""
     for rank, verdict in judged.items():
         device = job.device_of(rank)
         if not verdict.fit or not job.members[rank].ready:
@@ -186,8 +187,8 @@ def _measured_standby(job: Job, judged: Mapping[int, probes.Judged], unfit: Set[
 
 
 def resume(job: Job) -> None:
-    """Reconcile with the previous supervisor's state: nobody answers its probes, and the detector has to learn
-    everything again."""
+    """Continue after a take-over. The previous supervisor's probes will not be answered, and the detector has to learn
+    all healthy times again."""
     job.probes = job.record.probes + MAX_UNANSWERED_PROBES
     if job.record.suspects_slow is not None:
         suspicions.ended(job, "unconfirmed", "not measured: a new supervisor has taken over")

@@ -1,9 +1,10 @@
-"""The detector's answers to operators: how a rank stands, which ranks it does not watch, how ranks have done over time.
+"""Report on the detector: answer operators' questions about a rank, report ranks that the detector does not watch, and
+record scores of ranks over time.
 
-Decides nothing about the job. If a rank has not reported for long, or if no rank is judged at all, that is journaled
-once, and once more when it is over: a detector that sees nothing must not look healthy. Scores are telemetry: of all
-ranks now and then, of the most suspicious ones more often. Called by `expectation` after each iteration, and by
-`controller` with questions.
+Makes no decision about the job. If a rank has sent no report for many iterations, or if the detector judges no single
+rank, this is journaled once, and once more when it is over, because a detector that sees nothing must not look healthy.
+Scores are telemetry: of all ranks now and then, of the most suspicious ranks more often. Called by `expectation` after
+each iteration, and by `controller` with questions.
 """
 
 from __future__ import annotations
@@ -19,31 +20,33 @@ from resihp.record.describe import DETECTORS, rank_list
 from resihp.record.journal import CoverageChanged
 
 UNWATCHED_AFTER_ITERATIONS = 200
-"""Iterations without a report after which a rank counts as not watched."""
+"""Number of iterations without a report after which a rank counts as not watched."""
 COVERAGE_CHECK_ITERATIONS = 16
-"""Iterations between checks of which ranks are watched; a change that two checks in a row see is reported."""
+"""Number of iterations between two checks of the ranks that are watched. A change of the detector's basis is reported
+once two checks in a row agree."""
 SCORE_ITERATIONS = 10
-"""Iterations between scores."""
+"""Number of iterations between two scores."""
 MEAN_SCORES_PER_ITERATION = 8
-"""Ranks scored per iteration, on average, by the scores of all ranks: 16,384 ranks are scored every 2050 iterations."""
+"""Average number of ranks scored per iteration, when all ranks are scored: a job of 16,384 ranks scores all of them
+every 2050 iterations."""
 MAX_SUSPICIOUS_RANKS = 8
-"""Ranks that are scored every time: those that are slow, and those with the most evidence against them."""
+"""Number of ranks in every score: slow ranks, and the ranks with the most evidence against them."""
 
 
 class RankAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a rank stands (`findings.RankStanding`), with the context to read it. Figures are None where nothing is
-    known of the rank."""
+    """The answer to an operator's question about a rank: the detector's figures (`findings.RankStanding`) and their
+    context. Figures are None if nothing is known of the rank."""
 
     rank: int
     node: str
     device: int
     alive: bool
     working: bool
-    """Whether it has work under the present plan."""
+    """Whether the rank has work under the plan in effect."""
     iteration: int
     """The last committed iteration."""
     detector: str
-    """The basis of the detector's judgements: as in `journal.CoverageChanged`, or "off"."""
+    """The basis of the detector's judgements, as in `journal.CoverageChanged`, or "off"."""
     unwatched: bool
     reported: int | None = None
     level: float | None = None
@@ -56,7 +59,7 @@ class RankAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def asked(job: Job, event: api.StandingAsked) -> None:
-    """Reply to the question why a rank is, or is not, considered slow."""
+    """Answer an operator's question why a rank is, or is not, considered slow."""
     member = job.members.get(event.rank)
     if member is None:
         text = f"there is no rank {event.rank}; the job has ranks {min(job.members, default=0)} to "
@@ -81,8 +84,8 @@ def asked(job: Job, event: api.StandingAsked) -> None:
 
 
 def note(job: Job, iteration: int, basis: str) -> None:
-    """Check coverage and write scores after a committed iteration; `known` is the detector's name for its basis of
-    judgement."""
+    """Check the detector's coverage and record scores, after a committed iteration. `basis`: the present basis of the
+    detector's judgements."""
     if iteration % COVERAGE_CHECK_ITERATIONS == 0:
         by_ranks = basis != "workload" or job.settings.detection.mode == "sequential"
         _check_coverage(job, iteration, basis if by_ranks else "iterations")
@@ -117,7 +120,8 @@ def _check_coverage(job: Job, iteration: int, basis: str) -> None:
 
 
 def _unwatched(job: Job, iteration: int) -> tuple[int, ...]:
-    """Return the ranks with micro-batches that have not reported for long; the state carries over from plan to plan."""
+    """Return the ranks with micro-batches that have sent no report for many iterations. Under a new plan the previous
+    result is kept until there are reports."""
     computing = set(job.record.computing)
     covered = {rank: last for rank, last in job.monitor.coverage().items() if rank in computing}
     if not covered:  # the plan has just begun: nothing is known yet
@@ -158,5 +162,5 @@ def _score(job: Job, iteration: int) -> None:
 
 
 def _full_score_iterations(ranks: int) -> int:
-    """Return the number of iterations between two scores of all ranks, for a job of so many ranks."""
+    """Return the number of iterations between two scores of all ranks. `ranks`: the number of ranks."""
     return SCORE_ITERATIONS * max(1, math.ceil(ranks / MEAN_SCORES_PER_ITERATION / SCORE_ITERATIONS))

@@ -1,7 +1,7 @@
-"""Suspicions of slowness as the journal has them: numbered, complete, one open at a time, each with an outcome.
+"""Journal suspicions of slowness: their beginnings, and an outcome for each. One suspicion is open at a time.
 
-The numbers are shared with suspicions of silence (`fail_stop.silence`). Decides nothing. Called by `slow_devices`,
-`measured_suspects`, `slow_links`, `slow_parts` and `slowness`.
+They are numbered together with suspicions of silence (`fail_stop.silence`). Makes no decision. Called by
+`slow_devices`, `measured_suspects`, `slow_links`, `slow_parts` and `slowness`.
 """
 
 from __future__ import annotations
@@ -26,44 +26,48 @@ def change(finding: Finding) -> str:
 
 
 def some(ranks: Sequence[int]) -> str:
-    """Name the first ranks, and count the others: `ranks 0-15 and 4 more`."""
+    """Name the first `MAX_RANKS_IN_LINE` ranks and count the others: `ranks 0-15 and 4 more`."""
     more = f" and {len(ranks) - MAX_RANKS_IN_LINE} more" if len(ranks) > MAX_RANKS_IN_LINE else ""
     return f"{rank_list(ranks[:MAX_RANKS_IN_LINE])}{more}"
 
 
 def speed_of(finding: Finding) -> float:
-    """Return the speed that a finding's change of time amounts to."""
+    """Return the speed, as a share of the healthy speed, that a finding's change of time corresponds to."""
     return possible(1.0 / (1.0 + max(finding.change, 0.0)))
 
 
 def possible(speed: float) -> float:
-    """Return `speed` limited to the range a verdict can have: other values are a clock error."""
+    """Return `speed` limited to the range from 0.01 to 1. Values outside can only come from a clock error."""
     return min(max(speed, 0.01), 1.0)
 
 
 class IterationExcess(msgspec.Struct, frozen=True, kw_only=True):
-    """Excess time of iterations since an onset, and their time before it; medians, in seconds.
+    """Excess time of iterations since an onset (`longer_s`), and their time before it (`healthy_s`): medians, in
+    seconds.
 
-    Something slow explains at most the excess that would arise if the whole iteration ran at its speed.
+    A slow component explains at most the excess that would arise if the whole iteration ran at its speed.
     """
 
     healthy_s: float
     longer_s: float
     slowest: float
     """Speed of the slowest device or link that is known to be slow since about the onset, including those about to be
-    declared slow. Something slow for longer is already part of the time before."""
+    declared slow. Components that have been slow for longer are already part of the time before the onset."""
 
     @property
     def mostly_unexplained(self) -> bool:
-        """Whether everything known to be slow explains less than half of the excess: then it is not the cause."""
+        """Whether all known slow components together explain less than half of the excess, so that another cause
+        exists."""
         return self.mostly_unexplained_with(1.0)
 
     def mostly_unexplained_with(self, speed: float) -> bool:
-        """Return the same for the case that something of this speed is slow as well."""
+        """Return whether less than half of the excess would be explained even if another component of this speed were
+        slow."""
         return self._is_notable and self._explained_s(min(self.slowest, speed)) < self.longer_s / 2
 
     def explanation(self, speed: float) -> str:
-        """Say how much something of that speed explains; empty if the excess is too small to need an explanation."""
+        """Return, in words, how much of the excess a component of this speed explains; empty if the excess is too small
+        to need an explanation."""
         explained_s = self._explained_s(speed)
         text = f"accounts for up to {explained_s:.3g} s of the {self.longer_s:.3g} s excess per iteration"
         if self.mostly_unexplained:
@@ -71,8 +75,7 @@ class IterationExcess(msgspec.Struct, frozen=True, kw_only=True):
         return text if self._is_notable else ""
 
     def unexplained(self) -> str:
-        """Return a separate log line for the case that most of the excess is unexplained; it goes ahead of the
-        verdicts."""
+        """Return the log line for an excess that is mostly unexplained. It is logged before the verdicts."""
         explained_s = self._explained_s(self.slowest)
         left_s = self.longer_s - explained_s
         return (
@@ -89,11 +92,11 @@ class IterationExcess(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def excess(job: Job, since: int, speeds: Iterable[float]) -> IterationExcess | None:
-    """Return the excess since iteration `since`, given new verdicts of these speeds; None while there are too few
-    iterations of the plan.
+    """Return the excess iteration time since iteration `since`; None if there are too few iterations under the plan.
+    `speeds`: those of new verdicts.
 
-    Dividing by the predicted time removes the influence of the workload; the ratio before the onset shows how far off
-    predictions are.
+    Durations are divided by the predicted times to remove the influence of the workload. The ratio before the onset
+    shows how far off the predictions are.
     """
     judged = [(n, seconds / predicted, predicted) for n, seconds, predicted in job.inquiry.judged]
     before = [ratio for n, ratio, _ in judged if n < since]
@@ -113,19 +116,21 @@ PARTS_OF_ITERATION: tuple[Component, ...] = ("collective", "reduction", "data")
 
 
 def component(finding: Finding) -> Component:
-    """Return the component that a finding is about; without ranks, and unless it is about a part, that is the job."""
+    """Return the component that a finding is about. A finding without ranks is about the job, unless it is about a part
+    of an iteration."""
     if finding.link is not None:
         return "link"
     return finding.component if finding.ranks or finding.component in PARTS_OF_ITERATION else "job"
 
 
 def opened(job: Job, finding: Finding, ranks: tuple[int, ...] = (), evidence: str = "") -> None:
-    """Record the beginning of a suspicion. `ranks`: all suspects, the most likely first."""
+    """Journal the beginning of a suspicion. `ranks`: all suspects, the most likely first."""
     job.log(_entry(job, finding, ranks, evidence or f"slow, {change(finding)}: {finding.evidence}"))
 
 
 def ended(job: Job, outcome: Outcome, why: str, probe: int = 0, ranks: tuple[int, ...] | None = None) -> None:
-    """Record the outcome of the open suspicion. `ranks`: all suspects, where some have joined it."""
+    """Journal the outcome of the open suspicion. `ranks`: all suspects if some have been added since the beginning;
+    `probe`: number of the probe, 0 for none."""
     suspected = job.record.suspects_slow
     assert suspected is not None
     ranks = suspected.ranks if ranks is None else ranks
@@ -133,7 +138,7 @@ def ended(job: Job, outcome: Outcome, why: str, probe: int = 0, ranks: tuple[int
 
 
 def dropped(job: Job, finding: Finding, why: str, outcome: Outcome = "dropped") -> None:
-    """Record a finding that is not looked into: a suspicion that ends as it begins, whichever suspicion is open."""
+    """Journal a finding that is not examined, as a suspicion that ends as it begins. Another suspicion may be open."""
     ranks = tuple(rank for rank in finding.ranks if rank in job.members)
     entry = _entry(job, finding, ranks, why)
     job.log(msgspec.structs.replace(entry, cleared=True, outcome=outcome))

@@ -1,5 +1,5 @@
-"""Processes, devices and nodes that are gone: when to suspect them, when to give them up, the consequences, and the
-causes.
+"""Handle processes, devices and nodes that stop working: when to suspect them, when to give them up, the causes, and
+the consequences.
 
-The cause of a process's end is diagnosed by `resihp.detector.diagnosis`; the next plan is chosen by the scheduler.
+`resihp.detector.diagnosis` diagnoses the cause of a process's end; the scheduler chooses the next plan.
 """

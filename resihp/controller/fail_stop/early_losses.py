@@ -1,14 +1,18 @@
-"""Losses before the first plan: what caused them, and whether the job starts with the remaining ranks.
+"""Decide about losses before the first plan: their causes, and whether the job starts with the remaining ranks.
 
-Decides when the start no longer waits for any rank, and the outcome. An error of most ranks is the script's; an error
-of one rank is its device's, an error of all ranks of one node that node's. Failures are journaled just before the first
-plan, once it is known which ranks share them, or when the job ends without a plan. Until then the journal holds the
-bare events, so that another supervisor reaches the same conclusion. A program that never declares what it trains simply
-needs all its processes. Until the start budget is spent, such a program cannot be distinguished from one that declares
-late, and that one starts without its lost ranks; so only a program known not to declare ends with its first loss. That
-is a command (`Settings.declares`), or a script whose ranks have set up communication on their own (`have_met`). If
-ranks end one after the other, the first one counts whose end was not caused by another rank's: a lost peer ends all of
-them. `review` is called by the controller at the end of each event, `judge` by the `watchdog`.
+Decides when the start no longer waits for any rank, and whether training begins. An error of most ranks is attributed
+to the script, an error of one rank to its device, an error of all ranks of one node to the node.
+
+Failures are journaled just before the first plan, once it is known which ranks share them, or when the job ends without
+a plan. Until then the journal holds only the events, so that another supervisor reaches the same conclusion.
+
+A program that never declares a model needs all its processes. Until the start budget is spent, such a program looks the
+same as one that declares late, and a program that declares starts without its lost ranks. So only a program that is
+known not to declare ends with its first loss: a command (`Settings.declares`), or a script with ranks that have set up
+communication on their own (`have_met`).
+
+If ranks end one after the other, the cause is the first rank with an end that no other rank caused, because a lost peer
+ends all ranks. `review` is called by the controller at the end of each event, `judge` by the `watchdog`.
 """
 
 from __future__ import annotations
@@ -26,15 +30,16 @@ from resihp.protocol import messages as m
 from resihp.words import count_of, natural
 
 GRACE_S = 3.0
-"""Seconds that an exception of one rank waits for the same exception on other ranks, and for the process to end."""
+"""Seconds that the controller waits, after an exception of one rank, for the same exception on other ranks and for the
+end of the process."""
 OWN_STATUSES = (m.ABORT_STATUS, client.AGENT_GONE_STATUS)
-"""Exit statuses with which we end a worker, whatever its script does."""
+"""Exit statuses with which resihp itself ends a worker. They say nothing about the script."""
 FIRST_SIGNAL_STATUS = 129
-"""Lowest exit status of a shell for a program that was ended by a signal."""
+"""Lowest exit status that a shell returns for a program that a signal ended."""
 
 
 def review(job: Job) -> None:
-    """Begin training, or end the job, once no rank is waited for any more."""
+    """Begin training, or end the job, once the start no longer waits for any rank."""
     if job.stage != "gathering" or job.stop_request is not None or job.start.awaited or not job.record.placements:
         return
     if len(job.nodes) < job.settings.nodes:
@@ -46,7 +51,7 @@ def review(job: Job) -> None:
 
 
 def have_met(job: Job) -> None:
-    """Note that ranks set up communication without us and do not declare what they train: they succeed or fail
+    """Note that ranks have set up communication without resihp and do not declare a model. Such ranks succeed or fail
     together."""
     if not job.start.met and not job.has_declared:
         job.start.met = True
@@ -58,8 +63,8 @@ def have_met(job: Job) -> None:
 
 
 def judge(job: Job) -> None:
-    """Decide about losses as time passes. If every failed rank lost a peer, and another rank is silent, wait for that
-    one."""
+    """Decide about losses as time passes. If every failed rank only lost a peer, and another rank is silent, wait for
+    the outcome of the silent rank."""
     if job.record.suspects_silent and (failed := _all_failed(job)) and failed == _followers(job):
         return
     if job.start.early_at is not None and job.now - job.start.early_at > GRACE_S:
@@ -85,8 +90,7 @@ def _begin(job: Job) -> None:
 
 
 def _nobody_declared(job: Job) -> None:
-    """Conclude a start after which no rank declared: a plain program that is done, or a start that failed
-    everywhere."""
+    """End a start in which no rank has declared: the program is done, or it failed on all ranks."""
     if _ends_for_the_script(job):
         return
     if not _ends_for_a_loss(job):
@@ -94,16 +98,16 @@ def _nobody_declared(job: Job) -> None:
 
 
 def _end_if_incomplete(job: Job) -> None:
-    """End a program that needs all its processes once one has failed and others have had the time to fail alike, or
-    once it lacks a node."""
+    """End a program that needs all its processes, if one has failed and the others have had time to fail in the same
+    way, or if a node is missing."""
     if _failed(job) and job.live and job.start.early_at is not None and job.now - job.start.early_at <= GRACE_S:
         return
     _ends_for_a_loss(job)
 
 
 def _ends_for_a_loss(job: Job) -> bool:
-    """End a program that needs all its processes if it lacks one; return whether it did. A lost node takes precedence
-    over ranks that then lost their peers."""
+    """End a program that needs all its processes if one of them is lost; return whether the program was ended. A lost
+    node takes precedence over ranks that then lost their peers."""
     failed = _failed(job)
     if failed and not (_lacks_nodes(job) and set(failed) <= _followers(job)):
         _end_for(job, failed)
@@ -115,8 +119,8 @@ def _ends_for_a_loss(job: Job) -> bool:
 
 
 def _budget_is_spent(job: Job) -> None:
-    """Give up the ranks that have neither declared nor ended within the start budget. A plain program never declares:
-    it has unlimited time, unless a part of it is missing."""
+    """Give up the ranks that have neither declared nor ended within the start budget. A program that never declares has
+    unlimited time, unless a part of it is missing."""
     budget = f"{job.settings.start_budget_s:.0f} s"
     for rank in sorted(job.start.awaited & job.starting):
         startup.never_started(job, rank, f"no report of it within {budget}")
@@ -132,8 +136,7 @@ def _budget_is_spent(job: Job) -> None:
 
 
 def _kill_failed(job: Job) -> None:
-    """Kill processes that reported that they cannot continue but still run, and mark dead those that cannot even be
-    killed."""
+    """Kill processes that reported an error but still run. Mark processes dead that survive even that."""
     assert job.start.early_at is not None
     for rank in sorted(job.start.awaited):
         member = job.members.get(rank)
@@ -159,7 +162,8 @@ def _fence(job: Job, member: Member, reason: str) -> None:
 
 
 def _ends_for_the_script(job: Job) -> bool:
-    """End the job for an error that at least half of its ranks report, on more than one node if there are several."""
+    """End the job if at least half of its ranks report the same error, on more than one node if the job has several;
+    return whether the job was ended."""
     ranks = range(len(job.record.placements))
     nodes = {place.node for place in job.record.placements if job.nodes[place.node].alive}
     unable = [rank for rank in ranks if rank in job.record.refused and job.nodes[_node(job, rank)].alive]
@@ -175,7 +179,8 @@ def _ends_for_the_script(job: Job) -> bool:
 
 
 def _ends_for_same_error(job: Job, nodes: set[str]) -> bool:
-    """End the job if its script raises the same everywhere, unless that followed from a lost peer."""
+    """End the job if most of its ranks raise the same exception, unless a lost peer caused it; return whether the job
+    was ended."""
     by_error: dict[str, list[int]] = {}
     followers = _followers(job)
     for rank, member in sorted(job.members.items()):
@@ -194,8 +199,8 @@ def _ends_for_same_error(job: Job, nodes: set[str]) -> bool:
 
 
 def _ends_for_same_status(job: Job, nodes: set[str]) -> bool:
-    """End the job if its script exits with the same status everywhere, soon after its start and before it has declared:
-    a script that declares is not broken for all ranks."""
+    """End the job if most of its ranks exit with the same status soon after the start and before they have declared;
+    return whether the job was ended. A script that has declared on some rank is not broken for all ranks."""
     if job.now - job.start.ordered_at > job.settings.start_budget_s:
         return False
     by_status: dict[int, list[int]] = {}
@@ -219,8 +224,8 @@ def _ends_for_same_status(job: Job, nodes: set[str]) -> bool:
 
 
 def _followers(job: Job) -> set[int]:
-    """Return the ranks that failed because another rank ended, provided that one other rank may have failed by itself.
-    A refused connection may have been one to a rank that had already failed."""
+    """Return the ranks that failed because another rank ended, provided that some other rank may have failed by itself.
+    A refused connection counts if it may have been a connection to a rank that had already failed."""
     failed = _all_failed(job)
     failed_members = [job.members[rank] for rank in failed if rank in job.members]
     elsewhere = bool(job.record.suspects_silent) or _lacks_nodes(job)
@@ -234,7 +239,7 @@ def _followers(job: Job) -> set[int]:
 
 
 def _all_failed(job: Job) -> set[int]:
-    """Return the ranks that failed, including those that have raised but not ended."""
+    """Return the ranks that failed, including ranks that raised an exception but have not ended."""
     return {*_failed(job), *(rank for rank, member in job.members.items() if member.raised is not None)}
 
 
@@ -245,7 +250,7 @@ def _is_common(job: Job, ranks: list[int], nodes: set[str]) -> bool:
 
 
 def _leave_unusable_nodes(job: Job) -> None:
-    """Lose the nodes that have no usable device and where none is tried again."""
+    """Give up the nodes without a usable device, if none of their devices is tried again."""
     reasons_by_node: dict[str, dict[str, None]] = {}
     usable = {place.node for rank, place in enumerate(job.record.placements) if not _reason_not_to_retry(job, rank)}
     for rank, place in enumerate(job.record.placements):
@@ -259,7 +264,7 @@ def _leave_unusable_nodes(job: Job) -> None:
 
 
 def _reason_not_to_retry(job: Job, rank: int) -> str:
-    """Return the reason why a lost rank's device is not tried again; empty if it is."""
+    """Return the reason for which a lost rank's device is not tried again; empty if it is tried again."""
     if rank in job.record.refused:
         return job.record.refused[rank]
     member = job.members.get(rank)
@@ -276,7 +281,8 @@ def _node(job: Job, rank: int) -> str:
 
 
 def _ends_for_lack_of_devices(job: Job) -> bool:
-    """End the job if it has lost too many devices to start. Lost nodes by themselves are handled when they are lost."""
+    """End the job if it has lost too many devices to start; return whether the job was ended. Losses of whole nodes are
+    handled when they happen."""
     if startup.devices_left(job) >= job.settings.devices_least:
         return False
     failed = _failed(job)
@@ -288,13 +294,15 @@ def _ends_for_lack_of_devices(job: Job) -> bool:
 
 
 def _lacks_nodes(job: Job) -> bool:
-    """Return whether nodes are missing for which there are no spares, or on which processes ran."""
+    """Return whether nodes are missing and no spare nodes took their places, or nodes with started processes are
+    lost."""
     placements = job.record.placements
     return len(placements) < job.settings.devices_asked or any(not job.nodes[p.node].alive for p in placements)
 
 
 def _failed(job: Job) -> list[int]:
-    """Return ranks that were lost other than with their node, and not by ending as a plain program ends."""
+    """Return the ranks that failed. Ranks that were lost with their node, and ranks of a plain program that exited with
+    status 0, are not among them."""
     ended, others_train = job.record.unexplained, bool(job.ready)
     return [
         rank
@@ -304,7 +312,8 @@ def _failed(job: Job) -> list[int]:
 
 
 def _end_for(job: Job, failed: list[int]) -> None:
-    """End the job for failed ranks; the reason is the first one whose end was not caused by another rank's."""
+    """End the job because of failed ranks. The stated reason is the first rank with an end that no other rank
+    caused."""
     followers = _followers(job)
     causes = _in_order(job, _all_failed(job) - followers)
     rank = causes[0] if causes else failed[0]
@@ -341,7 +350,7 @@ def _end_for(job: Job, failed: list[int]) -> None:
 
 
 def _raised_the_same(job: Job, rank: int, among: list[int]) -> list[int]:
-    """Return those of the other ranks that raised the same exception as a rank, apart from numbers in its text."""
+    """Return the other ranks in `among` that raised the same exception as `rank`, apart from numbers in its text."""
     texts = {
         other: failures.alike(member.raised.error)
         for other in {rank, *among}
@@ -351,7 +360,7 @@ def _raised_the_same(job: Job, rank: int, among: list[int]) -> list[int]:
 
 
 def _in_order(job: Job, ranks: set[int]) -> list[int]:
-    """Return the ranks in the order in which they failed, as far as that is known, then in the order in which they
+    """Return the ranks in the order in which they failed, as far as that is known, else in the order in which they
     ended."""
     ended = {rank: position for position, rank in enumerate(job.record.unexplained)}
 

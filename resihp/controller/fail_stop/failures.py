@@ -1,8 +1,9 @@
-"""Consequences of a lost worker, a lost node, an exception or broken communication.
+"""Handle a lost worker, a lost node, an exception or broken communication.
 
-`transition_after` begins the way from a lost rank to the next plan: `transition.park` pauses the survivors,
-`transition.decide_when_parked` has `next_plan.best` choose a plan, `transition.propose` sends it to the ranks. Before
-the first plan, `startup` does so instead.
+`transition_after` starts the change from a lost rank to the next plan: `transition.park` stops the survivors,
+`transition.decide_when_parked` has `next_plan.best` choose a plan, and `transition.propose` sends the plan to the
+ranks. Before the first plan, `startup` takes the place of these functions. Does not decide about causes: `own_causes`
+and `root_causes` do.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from resihp.record.state import HowLost
 
 _NUMBERS = re.compile(r"\d+")
 _GLOO_DETAILS = re.compile(r"\[\S*gloo/\S+:\d+\] | This is typically caused by a remote worker crashing\.[^\n]*")
-"""The place in gloo's own source where it raised the error, and its advice."""
+"""Details in gloo's error messages that are left out: the place in gloo's source code, and gloo's advice."""
 MAX_REBUILDS = 5
-"""Communication failures in a row, all ranks alive and no iteration committed, before the job gives up."""
+"""Number of communication failures in a row, with all ranks alive and no iteration committed, after which the job
+ends."""
 
 
 def exited(job: Job, event: api.WorkerExited) -> None:
@@ -62,7 +64,8 @@ def exited(job: Job, event: api.WorkerExited) -> None:
 
 
 def exited_early(job: Job, member: Member, status: int) -> None:
-    """Handle an exit before the first plan: a plain program that is done, or a loss that `early_losses` weighs."""
+    """Handle an exit before the first plan: a plain program that is done, or a loss that `early_losses` decides
+    about."""
     job.start.awaited.discard(member.rank)
     if status == 0 and member.declared is None:
         return
@@ -79,7 +82,7 @@ def raised(job: Job, member: Member, raised: m.Raised) -> None:
     job.errors[member.rank] = (raised.iteration, raised.error)
     if job.stage == "gathering":
         job.start.early_at = job.now
-        if member.alive:  # until it ends
+        if member.alive:  # wait for the end of the process
             job.start.awaited.add(member.rank)
             member.declared = None
         prefix = "lost a peer, and " if member.follows == "surely" else ""
@@ -93,32 +96,35 @@ def _report_early(job: Job, member: Member, event: str, *, always: bool = False)
 
 
 def early(job: Job) -> str:
-    """Return the words added to a loss before the first plan; empty for a program that never declares, as it has no
-    such time."""
+    """Return the words added to the report of a process lost before the first plan; empty for a program that never
+    declares, because it has no training to begin."""
     return " before training began" if job.has_declared else ""
 
 
 def early_node(job: Job) -> str:
-    """Return the same for a node, which may be lost before any rank could have declared."""
+    """Return the words added to the report of a node lost before the first plan; empty if the program is known never to
+    declare."""
     return "" if job.needs_all else " before training began"
 
 
 def alike(text: str) -> str:
-    """Return a text that is equal for texts that differ only in numbers: a rank, a port, an address."""
+    """Return the text with its numbers replaced, so that texts that differ only in a rank, a port or an address become
+    equal."""
     return _NUMBERS.sub("#", text)
 
 
 def incident(job: Job, member: Member, status: int, *, alone: bool = False) -> None:
-    """Add the root cause of a process's end. `alone`: it ended before the first plan while other ranks went further."""
+    """Add the root cause of a process's end to the incidents. `alone`: the process ended before the first plan while
+    other ranks continued."""
     injected = job.signalled.get(member.rank)
     cause, evidence = _words_of_end(member, status)
     member.exit_status = status
     condemned = own_causes.condemns_its_device(job, member)
     # A dead GPU reaches the script as an exception. If one rank alone cannot do something at the start that others can,
-    # its node is the cause. For a program that never declares a model, this is not known.
+    # its node is the cause. For a program that never declares a model, it is not known whether others can.
     device_failed = condemned or own_causes.failed_on_its_device(job, member)
     by_device = (member.raised is None and status != m.ABORT_STATUS) or device_failed or alone
-    # An abort is not the program's fault either, nor is lost storage or a lost service.
+    # The program has not caused an abort either, nor the loss of storage or of a service.
     by_neither = not by_device and (member.raised is None or own_causes.is_from_outside(job, member.rank))
     before = job.record.dead_devices if job.stage == "gathering" else job.dead_devices  # early, it is its first process
     dead = condemned or (member.node, member.device) in before
@@ -128,7 +134,7 @@ def incident(job: Job, member: Member, status: int, *, alone: bool = False) -> N
         component = "script"
     else:
         component = "device" if dead else "process"
-    if job.stage != "gathering":  # while gathering it was reported when it happened
+    if job.stage != "gathering":  # during the start, the exit was reported when it happened
         job.say("warning", f"{job.where(member.rank)}: {cause}")
     job.incidents.append(
         Incident(
@@ -149,7 +155,7 @@ def incident(job: Job, member: Member, status: int, *, alone: bool = False) -> N
 
 
 def _words_of_end(member: Member, status: int) -> tuple[str, str]:
-    """Return the cause of a process's end, without its subject, and the evidence."""
+    """Return (cause, evidence) of a process's end in words. The cause does not name the process."""
     if member.raised is not None:
         return f"raised {member.raised.error}", member.raised.traceback[-4000:]
     if member.fenced:
@@ -162,15 +168,16 @@ def _words_of_end(member: Member, status: int) -> tuple[str, str]:
 
 
 def under_way(job: Job, victims: set[int]) -> int:
-    """Return the iteration in which ranks were lost: the one after the last step that any of them reported."""
+    """Return the iteration in which ranks were lost: the one after the last step that any of these ranks reported."""
     members = [job.members[rank] for rank in victims if rank in job.members]  # some never started
     return max([job.record.committed, *(member.stepped for member in members)]) + 1
 
 
 def transition_after(job: Job, lost_ranks: set[int], reason: str) -> None:
-    """Park after the loss of these ranks, unless they had no work or training is done.
+    """Park all ranks after the loss of `lost_ranks`, unless the lost ranks had no work or training is done.
 
-    If all other ranks have been told to park already, they are not told again: a rack dies within a second.
+    If all other ranks have already been ordered to park, the order is not repeated: the nodes of a rack all die within
+    a second.
     """
     if job.stage in ("recovering", "gathering", "ended"):
         return
@@ -196,7 +203,8 @@ def transition_after(job: Job, lost_ranks: set[int], reason: str) -> None:
 
 
 def node_lost(job: Job, name: str, reason: str, how: HowLost = "silent", *, cannot_start: bool = False) -> None:
-    """Give up a node. A node that never joined may still come late, unless its agent is known to be gone."""
+    """Give up a node. A node that never joined may still join later, unless its agent is known to be gone.
+    `cannot_start`: see `AgentLost`."""
     node = job.nodes.get(name)
     if (node is None and job.stage != "gathering") or (node is not None and not node.alive):
         return
@@ -220,8 +228,8 @@ def node_lost(job: Job, name: str, reason: str, how: HowLost = "silent", *, cann
 
 
 def node_lost_early(job: Job, name: str, reason: str, *, cannot_start: bool = False) -> None:
-    """Start without a node, or end the job if the remaining devices cannot be enough; for good if another run would not
-    help."""
+    """Start without a lost node, or end the job if the remaining devices cannot be enough. `cannot_start`: running the
+    job again would not help, so it is not requeued."""
     if startup.devices_left(job) >= job.settings.devices_least and not job.needs_all:
         startup.go_on_without(job)
         return
@@ -236,7 +244,7 @@ def node_lost_early(job: Job, name: str, reason: str, *, cannot_start: bool = Fa
 
 
 def leave_node(job: Job, entry: NodeLost) -> list[int]:
-    """Remove a node from the job; return the ranks that were on it."""
+    """Remove a node from the job; return the live ranks that it had."""
     ranks = sorted(rank for rank, member in job.members.items() if member.node == entry.node and member.alive)
     silence.ended(job, entry.node, "unconfirmed" if entry.how == "vacated" else "lost", entry.reason)
     job.log(entry)
@@ -249,7 +257,8 @@ def leave_node(job: Job, entry: NodeLost) -> list[int]:
 
 
 def node_incident(job: Job, name: str, reason: str, ranks: list[int]) -> set[int]:
-    """Add the loss of a node as the root cause for all its workers that were still at work; return these."""
+    """Add the loss of a node to the incidents, as the root cause for its workers that were lost with it; return the
+    ranks of these workers."""
     # Exits of the node's workers that were reported before its loss are part of the same root cause.
     earlier = [i for i in job.incidents if i.node == name and i.kind == "fail-stop"]
     job.incidents = [i for i in job.incidents if i not in earlier]
@@ -257,12 +266,12 @@ def node_incident(job: Job, name: str, reason: str, ranks: list[int]) -> set[int
     broken = [
         own_causes.reported_cause(job, job.members[rank]) for i in earlier if i.condemned for rank in sorted(i.ranks)
     ]
-    before = f"; before, {broken[0]}" if broken else ""  # hardware that fails may take its node along
+    before = f"; before, {broken[0]}" if broken else ""  # broken hardware may bring down its node
     injected = [job.signalled[rank] for rank in sorted(victims) if rank in job.signalled]
     if not victims and job.record.first_plan is not None:  # its workers were gone before, and have causes of their own
         job.say("warning", f"node {name}: {reason}")
         return victims
-    if job.stage != "gathering":  # while gathering it was reported when it happened
+    if job.stage != "gathering":  # during the start, the loss was reported when it happened
         job.say("warning", f"node {name}: {reason}; {_lost(victims)}")
     found_at = min([job.now, *(i.found_at for i in earlier)])
     job.incidents.append(
@@ -288,7 +297,7 @@ def _lost(ranks: Collection[int]) -> str:
 
 
 def explain_nodes(job: Job) -> None:
-    """Add root causes for lost nodes in the journal that no failure explains yet."""
+    """Add root causes for the lost nodes in the journal that no failure explains yet."""
     placements, ended = job.record.placements, job.record.unexplained
     for name, reason in job.record.unexplained_nodes.items():
         ranks = [rank for rank, exit in ended.items() if exit is None and placements[rank].node == name]
@@ -296,14 +305,14 @@ def explain_nodes(job: Job) -> None:
 
 
 def explain_early(job: Job) -> None:
-    """Turn losses before the first plan into failures: of nodes, including the processes that died on them, of
-    processes, and of devices.
+    """Turn losses before the first plan into failures: of nodes, including the processes that died there, of processes,
+    and of devices.
 
-    All of it is on record, so another supervisor reaches the same conclusions. A process that exits with status 0 is
-    done, unless any rank has declared what it trains.
+    All of these losses are in the journal, so another supervisor reaches the same conclusions. A process that exits
+    with status 0 is done and not a failure, unless any rank has declared a model.
     """
     alone = job.has_declared
-    for rank, exit in list(job.record.unexplained.items()):  # as they ended: a shared cause counts for the first
+    for rank, exit in list(job.record.unexplained.items()):  # in order of ends: the first gets a shared cause
         if rank in job.record.refused:
             never_started(job, rank, job.record.refused[rank])
         elif exit is not None and (exit or alone):
@@ -316,7 +325,7 @@ def explain_early(job: Job) -> None:
 
 
 def never_started(job: Job, rank: int, reason: str) -> None:
-    """Add the root cause of a process that could not be started."""
+    """Add the root cause of a process that could not be started to the incidents."""
     place = job.record.placements[rank]
     job.incidents.append(
         Incident(
@@ -335,8 +344,8 @@ def never_started(job: Job, rank: int, reason: str) -> None:
 
 
 def stuck(job: Job, member: Member, stuck: m.Stuck) -> None:
-    """Note that a transfer broke under a rank. If a peer has died, its exit is reported next: `watchdog.tick` waits for
-    it."""
+    """Note that a transfer of a rank broke. If a peer has died, the report of its exit follows; `watchdog.tick` waits
+    for that report."""
     transition = job.transition
     if stuck.epoch == job.epoch:
         if job.stuck is None:
@@ -346,7 +355,7 @@ def stuck(job: Job, member: Member, stuck: m.Stuck) -> None:
 
 
 def communication_failed(job: Job, evidence: str) -> None:
-    """Rebuild the communicators with the same layout after a transfer broke although all ranks are alive.
+    """Rebuild the communicators with the same layout, because a transfer broke although all ranks are alive.
 
     Unlike after a loss, the layout does not shrink, so the number of attempts is limited to `MAX_REBUILDS`.
     """
@@ -372,7 +381,8 @@ def communication_failed(job: Job, evidence: str) -> None:
 
 
 def _ending_of(member: Member, status: int) -> str:
-    """Describe the end of a process; if we killed it, give the reason, since the exit shows nothing else."""
+    """Describe the end of a process. If the controller killed it, the text includes the reason, because the exit status
+    alone does not show it."""
     if member.fenced and status == -signals.SIGKILL:
         return f"{member.fenced}; then killed by resihp (SIGKILL)"
     return ending(status)

@@ -1,4 +1,5 @@
-"""Root causes, which are collected during a transition and logged when its plan is decided; and the end of the job."""
+"""Collect root causes during a transition, journal them when its plan is decided, and end the job. Called by the
+modules that handle losses, and by `transition`."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def traceback_of(job: Job, rank: int) -> str:
 
 
 def program_is_broken(job: Job, ranks: list[int]) -> None:
-    """End the job because its script raised the same exception on these ranks."""
+    """End the job because its script raised the same exception on all these ranks."""
     rank, count = min(ranks), len(ranks)
     raised = job.members[rank].raised
     assert raised is not None
@@ -53,7 +54,7 @@ def program_ends(job: Job, ranks: list[int], status: int) -> None:
 
 
 def _add_script_failure(job: Job, cause: str, evidence: str, ranks: list[int]) -> None:
-    """Log one failure of the script in place of the failures of its ranks, beside any other failures."""
+    """Journal one failure of the script in place of the failures of its ranks. Other failures stay."""
     job.incidents = [incident for incident in job.incidents if not (incident.ranks and incident.ranks <= set(ranks))]
     job.incidents.append(
         Incident(
@@ -70,9 +71,11 @@ def _add_script_failure(job: Job, cause: str, evidence: str, ranks: list[int]) -
 
 
 def outside_failed(job: Job, ranks: list[int], symptom: str) -> None:
-    """End a job that cannot start because storage, or a service its script uses, fails on these ranks alike.
+    """End a job that cannot start because storage, or a service that its script uses, fails on these ranks in the same
+    way.
 
-    Slurm runs the job again if allowed, as after a lost node: the same script may succeed on the same nodes.
+    Slurm runs the job again if allowed, as after a lost node, because the same script may then succeed on the same
+    nodes.
     """
     rank = min(ranks)
     count = f"{len(ranks)} ranks" if len(ranks) > 1 else f"rank {rank}"
@@ -98,12 +101,12 @@ def outside_failed(job: Job, ranks: list[int], symptom: str) -> None:
 
 
 def same_error_everywhere(job: Job) -> bool:
-    """End the job if two ranks raised the same exception: a script or a sample that no other device could process;
-    return whether it did.
+    """End the job if two ranks raised the same exception, which means that the script or a sample fails on any device;
+    return whether the job was ended.
 
-    One rank is enough if no other has work, or was about to get some. Errors that cannot be the script's (of storage,
-    of a service, of a device, of a lost peer) do not count: their processes are lost, and training goes on with the
-    others, or from a checkpoint.
+    One rank is enough if no other rank has work or was about to get work. Errors that the script cannot have caused (of
+    storage, a service, a device or a lost peer) do not count: their processes are lost, and training continues with the
+    other ranks or from a checkpoint.
     """
     by_error: dict[tuple[int, str], list[int]] = {}
     for rank, error in job.errors.items():
@@ -120,7 +123,8 @@ def same_error_everywhere(job: Job) -> bool:
 
 
 def cause_from_outside(job: Job) -> str:
-    """Return the error of the ranks that have just failed because of storage or a service; empty if there is none."""
+    """Return, in words, the error of the ranks that have just failed because of storage or a service; empty if there is
+    none."""
     ranks = sorted({rank for incident in job.incidents for rank in incident.ranks if rank in job.members})
     failed = [rank for rank in ranks if job.members[rank].raised is not None and own_causes.may_pass(job, rank)]
     if not failed:
@@ -139,11 +143,11 @@ def mark_dead(job: Job, member: Member, status: int | None) -> None:
 
 
 def log_incidents(job: Job) -> list[int]:
-    """Number and log the root causes of a transition. Broken communication counts as a consequence of any loss beside
-    it.
+    """Number and journal the root causes of a transition; return the numbers. Broken communication counts as a
+    consequence of any loss in the same transition.
 
-    Losses while agents were told to stop are not attributed to a node; once the job is to stop, they are not failures
-    at all.
+    Losses at the time of a signal to agents are not attributed to a node. Once the job is to stop, losses are not
+    failures at all.
     """
     numbers = []
     root_causes.explain(job)
@@ -187,8 +191,8 @@ def log_incidents(job: Job) -> list[int]:
 
 
 def _noticed_with(loss: Incident, broke_at: float) -> None:
-    """Date the notice of a loss from broken communication, for which training stopped before the lost rank was known;
-    not if the injected fault came later than that."""
+    """Move the notice of a loss back to the time at which communication broke, because training stopped then, before
+    the lost rank was known. Not done if an injected fault came after that time."""
     earlier_s = loss.found_at - broke_at
     if earlier_s <= 0.0 or (loss.detect_s is not None and loss.detect_s < earlier_s):
         return
@@ -207,8 +211,8 @@ def _before_notice_s(job: Job, incident: Incident) -> float | None:
 
 
 def _with_its_place(job: Job, cause: str) -> str:
-    """Return a cause with the node and device of the rank it begins with. No node is the cause where nothing is known
-    of the script, but the rank must be found."""
+    """Return a cause with the node and device of the rank that it begins with. If nothing is known of the script, no
+    node is blamed, but the user must be able to find the rank."""
     match = _RANK.match(cause)
     return cause if match is None or int(match[1]) not in job.members else _RANK.sub(job.where(int(match[1])), cause)
 
@@ -227,10 +231,11 @@ def _diagnosed(incident: Incident) -> Diagnosed | None:
 
 
 def too_few(job: Job, reason: str, exit_code: int = 5) -> None:
-    """End the job for lack of healthy nodes: Slurm runs it again if allowed and useful, else it ends with `exit_code`.
+    """End the job because too few healthy nodes are left. Slurm runs it again if that is allowed and useful; otherwise
+    it ends with `exit_code`.
 
-    A run that added a checkpoint may always be requeued. One that added none may be requeued only so many times in a
-    row, and its iterations are trained again.
+    A run that added a checkpoint may always be requeued. A run that added none may be requeued only a limited number of
+    times in a row, and its iterations are trained again.
     """
     settings, began = job.settings, job.record.plan is not None
     newest = job.checkpointed or (job.record.trains.resume_from if job.record.trains is not None else 0)
@@ -258,7 +263,7 @@ def too_few(job: Job, reason: str, exit_code: int = 5) -> None:
 
 
 def runs_again(job: Job) -> bool:
-    """Return whether Slurm runs a job again that ends for lack of healthy nodes."""
+    """Return whether Slurm would run the job again if it ended because too few healthy nodes are left."""
     settings = job.settings
     return settings.slurm and settings.may_requeue and (bool(job.checkpointed) or settings.restarts_left > 0)
 
@@ -273,7 +278,7 @@ def end(job: Job, exit_code: int, reason: str, workers_leave: bool = False, requ
     if job.stage == "ended":
         return
     log_incidents(job)
-    if requeue or exit_code != 75:  # else a successor may lead and still wait for them
+    if requeue or exit_code != 75:  # else a successor may lead and need the requested nodes
         replacements.cancel_open(job, "the job ends")
     for request, since in job.saves.askers.items():
         is_there = job.record.checkpointed > since

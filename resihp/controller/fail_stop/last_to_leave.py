@@ -1,10 +1,10 @@
-"""The last processes of a script that does not train with us: how long they may be idle once others have exited
-successfully.
+"""Decide how long the last processes of a script that does not train with resihp may be idle, once other processes have
+exited successfully.
 
-A process can hang as it exits, in a library's destructor or waiting for a peer that is done, and would keep its nodes
-for ever. A process that works is never ended: its agent reports for how long neither it nor any of its children used a
-processor, waited for a disk, or wrote (`WorkerBeat.idle_s`). Called by `watchdog` with each tick before the first plan;
-for training that declared itself `watchdog.judge_leaving` decides.
+A process can hang as it exits, in a library's destructor or waiting for a peer that has ended, and would then occupy
+its nodes for ever. A process that works is never ended: its agent reports for how long neither the process nor any of
+its children used a processor, waited for a disk, or wrote (`WorkerBeat.idle_s`). Called by `watchdog` with each tick
+before the first plan. For training that has declared itself, `watchdog.judge_leaving` decides.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from resihp.record.describe import rank_list
 from resihp.words import count_of
 
 NOTICED_AFTER_S = 60.0
-"""Seconds of idleness after which it is reported, with the time left until the job is ended."""
+"""Seconds of idleness after which the user is told, with the time left until the job is ended."""
 MAX_EVIDENCE = 8
-"""Largest number of processes whose state is recorded."""
+"""Largest number of processes that the evidence describes."""
 
 
 def judge(job: Job) -> None:
-    """Report that the last processes are idle, and end them once they have been idle for `Settings.idle_limit_s`."""
+    """Tell the user that the last processes are idle, and end the job once they have been idle for
+    `Settings.idle_limit_s`."""
     ended = job.record.unexplained
     live = [job.members[rank] for rank in job.live]
     ended_well = bool(ended) and all(status == 0 for status in ended.values())
@@ -62,7 +63,8 @@ def judge(job: Job) -> None:
 
 
 def _end(job: Job, idle: list[Member], how: str, limit_s: float) -> None:
-    """End the job for its remaining processes. Whether their work was done is not known, so the job has failed."""
+    """End the job because its remaining processes are idle. It is not known whether their work was done, so the job has
+    failed."""
     ranks = [member.rank for member in idle]
     job.incidents.append(
         Incident(
@@ -89,7 +91,7 @@ def _state(member: Member) -> str:
 
 
 def idle_for_s(member: Member) -> float:
-    """Return for how long a process has been idle, by its agent's last heartbeat; 0 if that is not known."""
+    """Return the seconds for which a process has been idle, by its agent's last heartbeat; 0 if not known."""
     if member.beat is None or member.beat.idle_s is None:
         return 0.0
     return member.beat.idle_s

@@ -1,16 +1,17 @@
-"""When a failure really began, as precisely as that can be known: recorded with each failure in the journal, and
-computed only here. Pure.
+"""Compute the time at which a failure really began (its onset), as precisely as it can be known. No other module
+computes it; it is journaled with each failure. Pure.
 
-The onset of a death, a hang or broken communication is:
+The onset of a death, a hang or broken communication is the first of these that applies:
 
-- the moment of the fault, if one was injected; - if another supervisor took over since the last commit, that commit:
-the last sign of life of a batch host that died. It may have lived up to an iteration longer; - else the end of a usual
-iteration after the last commit, because nothing was computed after that; for a suspect of silence the last sign of it,
-if that was earlier. For a process whose end its agent saw, which takes no time, it is the notice itself, unless the
-notice was late.
+- The time of the fault, if one was injected.
+- If another supervisor took over since the last commit: the time of that commit, the last sign of life of a batch
+  host that died. The host may have lived up to an iteration longer.
+- Otherwise the end of a usual iteration after the last commit, because nothing was computed after that; for a rank
+  or node suspected of silence, its last sign of life if that was earlier. An agent reports the end of a process at
+  once, so the onset is then the notice itself, unless the notice came late.
 
-The onset of slowness is the fault, or the end of the last healthy iteration. Times are on the controller's clock, which
-does not count the time that a supervisor was stopped.
+The onset of slowness is the time of the injected fault, or the end of the last healthy iteration. Times are on the
+controller's clock, which does not count the time during which a supervisor was stopped.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from itertools import islice
 from typing import NamedTuple
 
 USUAL_SAMPLES = 20
-"""Number of iterations whose median duration is the usual one."""
+"""Number of latest iterations from which the usual (median) duration is computed."""
 MAX_KEPT_COMMITS = 4096
-"""Number of commits kept, to look up the last healthy one."""
+"""Number of latest commits that are kept, to look up the last healthy iteration."""
 
 
 class Commit(NamedTuple):
     iteration: int
     at: float
     seconds: float | None
-    """The duration on the slowest rank; None where no rank reported one."""
+    """Seconds on the slowest rank; None if no rank reported a duration."""
 
 
 @dataclass
@@ -42,30 +43,33 @@ class Onsets:
     last: deque[Commit] = field(default_factory=lambda: deque(maxlen=MAX_KEPT_COMMITS))
     """The latest commits, in order."""
     inherited: int = 0
-    """The last iteration that was committed under another supervisor."""
+    """Last iteration that was committed under an earlier supervisor; 0 if there is none."""
     silent_since: dict[int | str, float] = field(default_factory=dict)
-    """Time of the last sign of each rank or node that is suspected of being silent, or was lost for it."""
+    """Time of the last sign of life of each rank or node that is suspected of silence or was lost after such a
+    suspicion."""
 
     @classmethod
     def before_us(cls, commits: Iterable[Commit]) -> Onsets:
-        """Return the commits of earlier supervisors, with times in seconds before this one began (negative)."""
+        """Return onsets with the commits of earlier supervisors. Their times are in seconds before this supervisor
+        began (negative)."""
         onsets = cls()
         onsets.last.extend(commits)
         onsets.inherited = onsets.last[-1].iteration if onsets.last else 0
         return onsets
 
     def begin(self, now: float) -> None:
-        """Move the inherited commits to this supervisor's clock, which begins now."""
+        """Convert the times of the inherited commits to this supervisor's clock. `now`: its present time."""
         self.last = deque((commit._replace(at=now + commit.at) for commit in self.last), maxlen=MAX_KEPT_COMMITS)
 
     def add(self, iteration: int, at: float, seconds: float | None) -> None:
         self.last.append(Commit(iteration, at, seconds))
 
     def before_notice_s(self, noticed_at: float, *, fault_s: float | None, silent_s: float | None) -> float | None:
-        """Return the seconds from the onset of a failure other than slowness to its notice; None if nothing shows it.
+        """Return the seconds from the onset of a failure, other than slowness, to its notice; None if nothing shows the
+        onset.
 
-        `fault_s`, `silent_s`: seconds since a fault was injected, or since the last sign of the rank or node; None if
-        not so.
+        `fault_s`: seconds since a fault was injected; `silent_s`: seconds since the last sign of life of the rank or
+        node; each None if it does not apply.
         """
         newest = islice(reversed(self.last), 2 * USUAL_SAMPLES)
         before = [commit for commit in newest if commit.at <= noticed_at][:USUAL_SAMPLES]
@@ -81,8 +85,8 @@ class Onsets:
         return min(max(unnoticed_s - usual_s, silent_s or 0.0), unnoticed_s)
 
     def slow_for_s(self, iteration: int, now: float, fault_s: float | None = None) -> float | None:
-        """Return for how long something has been slow, `iteration` being the first slow one; None if that is too long
-        ago, or there was no iteration before."""
+        """Return the seconds for which a component has been slow. `iteration`: the first slow one; `fault_s`: seconds
+        since a slowdown was injected. None if the onset is too long ago, or there was no iteration before it."""
         if fault_s is not None:
             return fault_s
         at = next((commit.at for commit in reversed(self.last) if commit.iteration == iteration - 1), None)
@@ -90,5 +94,5 @@ class Onsets:
 
 
 def micros(seconds: float) -> float:
-    """Return `seconds` as precisely as the journal has times."""
+    """Return `seconds` rounded to microseconds, the precision of times in the journal."""
     return round(seconds, 6)

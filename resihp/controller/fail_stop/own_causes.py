@@ -1,12 +1,12 @@
-"""The cause of one process's end, as its own log and its node's kernel show it (`detector.diagnosis`).
+"""Determine the cause of one process's end from its own log and from its node's kernel messages (`detector.diagnosis`).
 
-Decides whether a process condemns its device, whether its end followed from another rank's, and whether the script may
-be the cause; the consequences are decided elsewhere. Without a significant line a failure is described by the exit
-alone, and an exception is always reported as it was raised. The ends of several ranks are weighed together in
-`root_causes`. Called by `failures`, `early_losses`, `incidents`, `joins` and `root_causes`.
+Decides whether a process condemns its device, whether its end followed from another rank's end, and whether the script
+may be the cause; the consequences are decided elsewhere. Without a significant log line, a failure is described by the
+exit status alone. An exception is always reported as it was raised. `root_causes` judges the ends of several ranks
+together. Called by `failures`, `early_losses`, `incidents`, `joins` and `root_causes`.
 
-All processes that end on a node bring the same kernel messages along. A line that names one of our processes counts for
-that one; others are left to `root_causes`.
+All processes that end on a node report the same kernel messages. A line that names one of the job's processes counts
+for that process; other lines are left to `root_causes`.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from resihp.detector.diagnosis.signatures import CONNECTION_FAILED, EXCEPTION, N
 from resihp.protocol.messages import Clue
 
 OUT_OF_ORDER_S = 1.0
-"""Seconds by which the report of a death may arrive later than the reports of its consequences on other nodes."""
+"""Seconds by which the report of a death may arrive after the reports of its consequences on other nodes."""
 DEVICE_ERROR_CLASS = "AcceleratorError"
-"""Torch's name for a CUDA error since 2.8; a RuntimeError before."""
+"""Torch's class for a CUDA error since version 2.8; a RuntimeError before."""
 OUTSIDE_CATEGORIES = frozenset({"storage", "service"})
-"""Categories of causes that are neither the script nor a node."""
+"""Categories of causes outside the script and the nodes."""
 PROGRAM_CATEGORIES = frozenset({"program", "memory", "unknown"})
-"""Categories of causes that may be the script itself."""
+"""Categories of causes for which the script itself may be responsible."""
 EXIT_ONLY_CODES = ("unknown", "fenced", "gone", "node lost")
-"""Codes of diagnoses that rest only on the exit of a process; `exit N` is another."""
+"""Codes of diagnoses that are based only on the exit status of a process; so are codes of the form `exit N`."""
 
 
 def condemns_its_device(job: Job, member: Member) -> bool:
-    """Return whether a process that has just ended leaves a dead device, according to its own lines or to a kernel line
-    about it alone.
+    """Return whether a process that has just ended shows that its device is dead, by its own log lines or by a kernel
+    line about this device alone.
 
     Lines that may be about another device of the node are left to `root_causes.explain`, which has all reports. A
-    process that sees no GPU may have a wrong setting, so a kernel line about a device of that node is required as well.
+    process that sees no GPU may have a wrong setting, so a kernel line about a device of the node is required as well.
     """
     diagnosis = own_diagnosis(job, member)
     if diagnosis.code == NO_GPU.kind and not _others_see_none(job, member):
@@ -50,26 +50,28 @@ def condemns_its_device(job: Job, member: Member) -> bool:
 
 
 def _others_see_none(job: Job, member: Member) -> bool:
-    """Return whether another process of the same node saw no GPU either."""
+    """Return whether another process on the same node saw no GPU either."""
     others = [other for other in job.members.values() if other is not member and other.node == member.node]
     return any(own_diagnosis(job, other).code == NO_GPU.kind for other in others if other.failed_at is not None)
 
 
 def failed_on_its_device(job: Job, member: Member) -> bool:
-    """Return whether a rank's exception came from its device, with no sign that the program caused it."""
+    """Return whether a rank's exception came from its device, without a sign that the program caused it."""
     raised = member.raised is not None and member.raised.error.startswith(DEVICE_ERROR_CLASS)
     return raised and own_diagnosis(job, member).category not in ("program", "memory")
 
 
 def is_from_outside(job: Job, rank: int) -> bool:
-    """Return whether storage, or a service its script uses, made a rank fail: neither the script nor its node."""
+    """Return whether storage, or a service that the script uses, made a rank fail, rather than the script or the
+    node."""
     return _kind_of_end(job, rank)[0] in OUTSIDE_CATEGORIES
 
 
 def may_pass(job: Job, rank: int) -> bool:
-    """Return whether another run may succeed with the same script on the same nodes; this includes a failed connection.
+    """Return whether another run of the same script may succeed on the same nodes. This includes a failed connection.
 
-    Without a traceback it is not known whether the connection was one to a service.
+    A failed connection does not count if the exception was reported without its traceback, because it is then not known
+    whether the connection was one to a service.
     """
     category, code = _kind_of_end(job, rank)
     member = job.members[rank]
@@ -78,17 +80,17 @@ def may_pass(job: Job, rank: int) -> bool:
 
 
 def may_be_the_program(job: Job, rank: int) -> bool:
-    """Return whether the script could be the cause of a rank's failure. A lost device or a lost peer never is."""
+    """Return whether the script may have caused a rank's failure. It never causes a lost device or a lost peer."""
     return not may_pass(job, rank) and _kind_of_end(job, rank)[0] in PROGRAM_CATEGORIES
 
 
 def lost_a_peer(job: Job, rank: int) -> bool:
-    """Return whether a rank failed only because of a connection to other ranks of its process group."""
+    """Return whether a rank failed only because its connection to other ranks of its process group broke."""
     return _kind_of_end(job, rank)[0] in ("secondary", "link")
 
 
 def advice(job: Job, rank: int) -> str:
-    """Return the advice for the end of a rank."""
+    """Return the advice to the user about a rank's end."""
     signature = signature_of(_kind_of_end(job, rank)[1])
     return signature.advice if signature is not None else own_diagnosis(job, job.members[rank]).advice
 
@@ -99,8 +101,8 @@ def log_lines(job: Job, rank: int) -> tuple[str, ...]:
 
 
 def _kind_of_end(job: Job, rank: int) -> tuple[str, str]:
-    """Return category and code of a rank's exception, whatever its log says besides; without an exception, of its
-    end."""
+    """Return (category, code) of a rank's exception, regardless of other lines in its log. Without an exception, return
+    those of its end."""
     member = job.members[rank]
     if member.raised is None:
         diagnosis = own_diagnosis(job, member)
@@ -114,7 +116,7 @@ def _kind_of_end(job: Job, rank: int) -> tuple[str, str]:
 
 
 def note_failed(job: Job, member: Member) -> None:
-    """Note that a process has raised or ended: the time, and whether it followed from another rank's end."""
+    """Note that a process raised an exception or ended: the time, and whether another rank's end was the cause."""
     if member.failed_at is None:
         member.failed_at = job.now
     member.follows = _follows_another(job, member)
@@ -123,9 +125,9 @@ def note_failed(job: Job, member: Member) -> None:
 def _follows_another(job: Job, member: Member) -> Follows:
     """Return whether a rank failed because of another rank's end, judged by its log.
 
-    No process kills itself with SIGKILL because of a lost peer, so a line about peers in the log of a killed process is
-    outdated. A process that has raised may take a while to end. A refused connection may have been one to a peer, or to
-    a service.
+    A process never kills itself with SIGKILL because of a lost peer, so a line about peers in the log of a killed
+    process is outdated. A process may take a while to end after it has raised an exception. A refused connection may
+    have been one to a peer or to a service.
     """
     if was_killed(member):
         return "never"
@@ -139,8 +141,8 @@ def _follows_another(job: Job, member: Member) -> Follows:
 
 
 def was_killed(member: Member) -> bool:
-    """Return whether a process was killed, by us or by others. A process that had raised and was killed only for ending
-    too slowly does not count."""
+    """Return whether a process was killed, by resihp or by others. A process that had raised an exception and was
+    killed only because it ended too slowly does not count."""
     return member.exit_status == -signals.SIGKILL and not _was_killed_after_raising(member)
 
 
@@ -149,34 +151,34 @@ def _was_killed_after_raising(member: Member) -> bool:
 
 
 def may_follow_from(member: Member) -> float:
-    """Return the time from which a connection may have failed because of this rank's end."""
+    """Return the earliest time at which a connection of another rank may have failed because of this rank's end."""
     at = member.failed_at if member.failed_at is not None else -math.inf
     return at - OUT_OF_ORDER_S if member.follows == "never" else at
 
 
 def reported_cause(job: Job, member: Member) -> str:
-    """Return the cause of a process's end as far as its own log shows it."""
+    """Return the cause of a process's end in words, as far as its own log shows it."""
     return own_diagnosis(job, member).cause
 
 
 def own_diagnosis(job: Job, member: Member) -> Diagnosis:
-    """Return the diagnosis of one process alone; computed again only if its reports, or the earlier diagnoses, have
-    changed.
+    """Return the diagnosis of one process alone. It is computed again only if the process's reports or the earlier
+    diagnoses have changed.
 
-    A process that has raised counts as ended with status 1.
+    A process that has raised an exception counts as ended with status 1.
     """
     report, on_record = report_of(job, member, own=True), job.record.diagnosed
     if report.exit is None and member.raised is not None:
         report = msgspec.structs.replace(report, exit=1)
     if member.weighed is None or member.weighed[:2] != (report, len(on_record)):
-        earlier = [past for past in on_record if member.rank not in past.ranks]  # of a rank, that is this very end
+        earlier = [past for past in on_record if member.rank not in past.ranks]  # those with the rank are this end
         member.weighed = report, len(on_record), diagnose([report], earlier)
     return member.weighed[2]
 
 
 def is_conclusive(diagnosis: Diagnosis, member: Member) -> bool:
-    """Return whether a line gives the cause, rather than just the exit, another rank's end, or a process that was
-    killed."""
+    """Return whether a diagnosis rests on a log line that shows the cause, and not just on the exit, on another rank's
+    end, or on the kill of the process."""
     if (
         not diagnosis.evidence
         or diagnosis.secondary
@@ -193,7 +195,7 @@ def is_conclusive(diagnosis: Diagnosis, member: Member) -> bool:
 
 
 def report_of(job: Job, member: Member, own: bool = False) -> Report:
-    """Return the report of one rank's end; with `own`, without lines that may be about other ranks of its node."""
+    """Return the report of one rank's end. `own`: leave out lines that may be about other ranks of the node."""
     explained, killed_after_raising = job.record.explained.get(member.node, set()), _was_killed_after_raising(member)
     clues = [clue for clue in member.clues if not (is_about_node(clue) and clue.line in explained)]
     if own:
@@ -210,18 +212,19 @@ def report_of(job: Job, member: Member, own: bool = False) -> Report:
 
 
 def report_of_living(member: Member) -> Report:
-    """Return the report of a live rank of the same node: lines about the node may be about it as well."""
+    """Return the report of a live rank of a node with ended ranks, because lines about the node may be about this rank
+    as well."""
     return Report(rank=member.rank, node=member.node, device=member.device, pid=member.pid, ended=False)
 
 
 def is_about_node(clue: Clue) -> bool:
-    """Return whether a line is about the node as such, so that all its processes bring it along."""
+    """Return whether a line is about the node itself, so that all processes of the node report it."""
     signature = signature_of(clue.kind)
     return signature is not None and signature.node_wide
 
 
 def _is_only_about(job: Job, member: Member, clue: Clue) -> bool:
-    """Return whether a line is about this process and no other of its node."""
+    """Return whether a log line is about this process alone, and about no other process of its node."""
     if not is_about_node(clue):
         return True
     if "pid" in clue.named:

@@ -1,10 +1,11 @@
-"""Root causes of several ends together: how failures are described, and which of them followed from others.
+"""Determine the root causes of several ends together: how each failure is described, and which failures are
+consequences of others.
 
 Decides to which component a failure is attributed; the consequences are decided elsewhere. The end of a rank that only
-followed from another rank's end becomes part of that failure. A line about a node as such is weighed for all processes
-that ended there together, and for one failure only: lines used as evidence are remembered and explain no later failure.
-Never starts, ends or drains anything. Called by `incidents` before failures are logged; `own_causes` judges each end by
-itself.
+followed from another rank's end becomes part of that rank's failure. A log line about the node itself is used for all
+processes that ended there together, and for one failure only: lines used as evidence are remembered and explain no
+later failure. Never starts, ends or drains anything. Called by `incidents` before failures are journaled. `own_causes`
+judges each end separately.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _OF_A_PROCESS = ("process", "script")
 
 
 def explain(job: Job) -> None:
-    """Describe the incidents of a transition by their causes, and attribute consequences to their causes."""
+    """Describe the incidents of a transition by their causes, and merge consequences into their causes."""
     ended = [i for i in job.incidents if i.kind != "communication" and i.component != "node" and _members(job, i)]
     earlier = tuple(job.record.diagnosed)
     for incident in ended:
@@ -67,10 +68,10 @@ def explain(job: Job) -> None:
 
 
 def _weigh_node(job: Job, ended: dict[int, Incident], living: list[Report], earlier: tuple[Diagnosed, ...]) -> None:
-    """Make the lines about a node as such the cause of one incident, if they are closer to a root cause than its own
-    lines.
+    """Make the log lines about a node itself the cause of one incident, if they are closer to a root cause than the
+    incident's own lines.
 
-    `ended`: incidents of its ended ranks; `living`: reports of its live ranks.
+    `ended`: incidents of the node's ended ranks, by rank; `living`: reports of its live ranks.
     """
     diagnosis = diagnose([*(report_of(job, job.members[rank]) for rank in sorted(ended)), *living], earlier)
     signature = signature_of(diagnosis.code)
@@ -96,12 +97,13 @@ def _lines_about_node(job: Job, ranks: Iterable[int]) -> set[str]:
 
 
 def _is_related(own: Diagnosis, diagnosis: Diagnosis) -> bool:
-    """Return whether a process reported the trouble that its node has. A process that sees no GPU may have lost it."""
+    """Return whether a process reported the same problem as its node. A process that sees no GPU may have lost its
+    GPU."""
     return own.category == diagnosis.category or (own.code == NO_GPU.kind and diagnosis.category == "device")
 
 
 def _has_own_cause(job: Job, incident: Incident) -> bool:
-    """Return whether a cause was found without the lines about the node, or none is needed."""
+    """Return whether a cause was found without the lines about the node, or no cause is needed."""
     own = incident.diagnosis
     members = _members(job, incident)
     if own is None or incident.component == "device" or any(member.raised is not None for member in members):
@@ -115,8 +117,8 @@ def _has_own_cause(job: Job, incident: Incident) -> bool:
 def _merge(job: Job) -> None:
     """Merge failures that only followed from a lost peer into the first failure with a cause of its own.
 
-    If there is none, and the script makes its own process groups, all of them become one failure, attributed to no
-    node.
+    If there is no such failure, and the script creates its own process groups, all of them become one failure that is
+    attributed to no node.
     """
     declared = job.has_declared
     roots, unsure = _roots(job, declared)
@@ -142,8 +144,8 @@ def _merge(job: Job) -> None:
 
 
 def _roots(job: Job, declared: bool) -> tuple[list[Incident], set[int]]:
-    """Return the incidents with a cause of their own, and the `id` of connection failures that followed from one of
-    them because they happened later."""
+    """Return the incidents with a cause of their own, and the `id`s of incidents about failed connections that are
+    consequences of one of them because they happened later."""
     sure: list[Incident] = []
     unsure: list[Incident] = []
     for incident in job.incidents:
@@ -159,8 +161,8 @@ def _roots(job: Job, declared: bool) -> tuple[list[Incident], set[int]]:
 
 
 def _may_follow_from(job: Job, incident: Incident) -> float:
-    """Return the time from which other ranks may have failed because of an incident; a lost node is noticed long after
-    its consequences."""
+    """Return the earliest time at which other ranks may have failed because of an incident. A lost node counts from the
+    beginning, because it is noticed long after its consequences."""
     if incident.component == "node":
         return -math.inf
     return min((may_follow_from(member) for member in _members(job, incident)), default=incident.found_at)
@@ -172,7 +174,7 @@ def _failed_at(job: Job, incident: Incident) -> float:
 
 
 def _follows(job: Job, incident: Incident, declared: bool) -> bool:
-    """Return whether an incident follows from another one. So does a process whose abort hung."""
+    """Return whether an incident is a consequence of another one. A process with a hung abort always is."""
     if _is_hung_abort(job, incident):
         return True
     diagnosis = incident.diagnosis
@@ -180,15 +182,16 @@ def _follows(job: Job, incident: Incident, declared: bool) -> bool:
 
 
 def _may_be_anothers(job: Job, incident: Incident, declared: bool) -> bool:
-    """Return whether the lines of an incident about another rank's end count. An exception in a script that trains with
-    us is always its own: a lost peer does not reach such a script."""
+    """Return whether the log lines of an incident about another rank's end count. In a script that trains with resihp
+    an exception is always the script's own, because a lost peer does not raise one there."""
     members = _members(job, incident)
     has_own_cause = any(was_killed(member) or (member.raised is not None and declared) for member in members)
     return incident.component in _OF_A_PROCESS and not has_own_cause
 
 
 def _is_hung_abort(job: Job, incident: Incident) -> bool:
-    """Return whether it is a process that we ended because its communicators could not be aborted."""
+    """Return whether an incident is about processes that resihp ended because their communicators could not be
+    aborted."""
     members = _members(job, incident)
     return bool(members) and all(member.exit_status == ABORT_STATUS for member in members)
 
@@ -197,12 +200,12 @@ def _is_hung_abort(job: Job, incident: Incident) -> bool:
 
 
 def _describe(members: list[Member], incident: Incident, diagnosis: Diagnosis) -> None:
-    """Describe an incident by its cause. `members`: the ranks that had the cause, without those that lost them as
-    peers."""
+    """Describe an incident by its cause. `members`: the ranks that had the cause themselves, without ranks that lost
+    them as peers."""
     if not any(is_conclusive(diagnosis, member) for member in members):
         return
     raised = any(member.raised is not None for member in members) and incident.condemned is None
-    dead = incident.component == "device" and incident.condemned is None  # by an injected fault
+    dead = incident.component == "device" and incident.condemned is None  # dead because of an injected fault
     if raised or dead:
         incident.evidence = _joined(incident.evidence, diagnosis.evidence)
         return
@@ -221,7 +224,7 @@ def _describe(members: list[Member], incident: Incident, diagnosis: Diagnosis) -
 
 
 def _joined(text: str, lines: Iterable[str]) -> str:
-    """Return the text with those lines below it that are not part of it."""
+    """Return the text, followed by those of the lines that it does not contain."""
     return "\n".join((text, *(line for line in lines if line not in text)))[:MAX_EVIDENCE_CHARS]
 
 

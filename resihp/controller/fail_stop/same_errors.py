@@ -1,8 +1,8 @@
-"""Merging one script error that several ranks raised in one transition, each with its own text, into one failure.
+"""Merge a script error that several ranks raised in one transition, each with its own text, into one failure.
 
 "rank 3: bad batch 51" and "rank 4: bad batch 68" are the same error if they have the same type and were raised at the
-same line of the script. Only failures that are attributed to the script anyway are merged: whether the job ends, and
-which ranks get work, is decided without this (`incidents.same_error_everywhere` compares texts word for word). Called
+same line of the script. Only failures that are attributed to the script anyway are merged. The merge decides neither
+whether the job ends nor which ranks get work (`incidents.same_error_everywhere` compares texts word for word). Called
 by `root_causes`.
 """
 
@@ -24,7 +24,7 @@ _TRACEBACK_HEADER = "Traceback (most recent call last)"
 
 
 def merge_same(job: Job) -> None:
-    """Merge incidents that are the same error into the first of them."""
+    """Merge incidents that show the same error into the first of them."""
     firsts: dict[tuple[str, str, str, str], Incident] = {}
     united: dict[int, list[Incident]] = {}
     kept = []
@@ -47,10 +47,9 @@ def merge_same(job: Job) -> None:
 
 
 def _of_the_script(job: Job, incident: Incident) -> Raised | None:
-    """Return the exception of an incident's rank if it is the script's own: not due to a lost peer, nor to a device if
-    it recurs.
+    """Return the exception of an incident's rank if the script is the cause; None if a lost peer or a device may be.
 
-    An exception due to storage or a service, which is attributed to no node, counts as well.
+    An exception because of storage or a service, which is attributed to no node, is returned as well.
     """
     diagnosis = incident.diagnosis
     of_the_script = incident.kind == "program" and incident.component == "script"
@@ -65,7 +64,8 @@ def _of_the_script(job: Job, incident: Incident) -> Raised | None:
 
 
 def _place(raised: Raised) -> tuple[str, str] | None:
-    """Return file and line of the script's innermost frame, or of a library's if there is none."""
+    """Return file and line of the innermost stack frame in the script itself, or in a library if there is none; None
+    without any frame."""
     frames = _FRAME.findall(raised.traceback.rpartition(_TRACEBACK_HEADER)[2])
     own: list[tuple[str, str]] = [frame for frame in frames if not _LIBRARIES.search(frame[0])]
     return (own or frames or [None])[-1]

@@ -1,8 +1,8 @@
-"""Suspicions of silence as the journal has them: complete, each with an outcome.
+"""Journal suspicions of silence: their beginnings, and an outcome for each.
 
-They share their numbers with suspicions of slowness (`fail_slow.suspicions`). Each rank and each node has at most one
-open suspicion; those of a supervisor that died stay open under the next one. Decides nothing: `watchdog` decides when
-and what to suspect, `incidents` and `failures` decide what is lost.
+They are numbered together with suspicions of slowness (`fail_slow.suspicions`). Each rank and each node has at most one
+open suspicion of silence. Suspicions that are open when a supervisor dies stay open under the next supervisor. Makes no
+decision: `watchdog` decides when to suspect a rank or node, `incidents` and `failures` decide that one is lost.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from resihp.record.journal import Component, Outcome, Suspected
 
 
 def is_suspected(job: Job, subject: int | str) -> bool:
-    """Return whether a suspicion of this rank, or of the node of this name, is open."""
+    """Return whether a suspicion of silence is open for `subject`: a rank, or the name of a node."""
     return subject in job.record.suspects_silent
 
 
 def of_node(job: Job, node: Node, limit_s: float) -> None:
-    """Suspect a node whose heartbeats have been missing for longer than `limit_s`."""
+    """Suspect a node that has sent no heartbeat for more than `limit_s` seconds."""
     if is_suspected(job, node.name):
         return
     silent_s = job.now - node.last_beat
@@ -31,7 +31,8 @@ def of_node(job: Job, node: Node, limit_s: float) -> None:
 
 
 def of_rank(job: Job, member: Member, idle_s: float, limit_s: float) -> None:
-    """Suspect a rank that keeps the others waiting: no progress for `idle_s`, longer than `limit_s`."""
+    """Suspect a rank that keeps the others waiting: it has made no progress for `idle_s` seconds, more than
+    `limit_s`."""
     if is_suspected(job, member.rank):
         return
     text = evidence(job, member)
@@ -43,7 +44,7 @@ def of_rank(job: Job, member: Member, idle_s: float, limit_s: float) -> None:
 
 
 def ended(job: Job, subject: int | str, outcome: Outcome, why: str) -> None:
-    """Record the outcome of the open suspicion of a rank or node, if there is one."""
+    """Journal the outcome of the open suspicion of a rank or node, if there is one. `why`: the evidence for it."""
     suspicion = job.record.suspects_silent.get(subject)
     if suspicion is not None:
         job.log(msgspec.structs.replace(suspicion, evidence=why, cleared=True, outcome=outcome))

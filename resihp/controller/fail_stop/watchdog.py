@@ -1,4 +1,5 @@
-"""Heartbeats and time: suspicions, fencing, time budgets. The rules themselves are in `liveness`."""
+"""Watch heartbeats and time: suspect silent nodes and ranks, kill ranks that are given up, and apply timeouts. The
+limits are defined in `liveness`. Called by `controller` with each heartbeat and each tick."""
 
 from __future__ import annotations
 
@@ -15,9 +16,10 @@ from resihp.controller.state.transitions import Transition
 from resihp.record.journal import NodeLost
 
 LATECOMERS_S = 60.0
-"""Seconds that the job waits for nodes it can do without, once all others have joined."""
+"""Seconds that the job waits for nodes that it can start without, once enough nodes have joined."""
 STUCK_GRACE_S = 0.5
-"""Seconds that a broken transfer waits for the exit that explains it, before it is a failure of its own."""
+"""Seconds that the controller waits, after a broken transfer, for the exit of a process that explains it. After that
+the broken transfer is a failure of its own."""
 
 
 def beat(job: Job, event: api.AgentBeat) -> None:
@@ -68,7 +70,7 @@ def tick(job: Job) -> None:
 
 
 def judge_start(job: Job) -> None:
-    """Apply the time budgets of the start: nodes have to join, then their processes have to declare what they train."""
+    """Apply the timeouts of the start: nodes have to join, then their processes have to declare their model."""
     if len(job.nodes) < job.settings.nodes:
         judge_absent(job)
     elif job.record.placements:
@@ -78,10 +80,10 @@ def judge_start(job: Job) -> None:
 
 
 def judge_absent(job: Job) -> None:
-    """Give up nodes that have not joined: nodes the job can do without after a short wait, the others after the start
+    """Give up nodes that have not joined: after `LATECOMERS_S` if enough nodes have joined, else after the start
     budget.
 
-    Then the job starts without them, if the others are enough; they may still join later.
+    If the other nodes are enough, the job starts without the missing nodes, which may still join later.
     """
     settings, budget_s = job.settings, job.settings.start_budget_s
     here = sum(node.alive for node in job.nodes.values())
@@ -105,7 +107,7 @@ def judge_absent(job: Job) -> None:
 
 
 def judge_leaving(job: Job) -> None:
-    """End stopped workers at once now that training is done; others have the start budget for the rest of their
+    """End stopped workers at once after training is done. Other workers have the start budget for the rest of their
     script."""
     members = [job.members[rank] for rank in job.live]
     fence(job, [member for member in members if stopped_for_long(job, member)])
@@ -143,7 +145,7 @@ def given_up(job: Job, node: Node) -> bool:
 
 
 def nodes_awaited(job: Job) -> set[str]:
-    """Return the nodes whose workers have to do something that the job waits for."""
+    """Return the nodes with workers that the job waits for."""
     if job.training:
         return {job.members[rank].node for rank in job.record.active}
     if job.changing:
@@ -153,7 +155,7 @@ def nodes_awaited(job: Job) -> set[str]:
 
 
 def judge_progress(job: Job) -> None:
-    """Suspect ranks that keep all others waiting, and fence them once the time for it has passed."""
+    """Suspect ranks that keep all others waiting, and kill them once their time limit has passed."""
     assert job.record.plan is not None
     still = [job.members[rank] for rank in sorted(job.still & job.record.working) if job.members[rank].alive]
     stopped = [member for member in still if stopped_for_long(job, member)]
@@ -163,7 +165,7 @@ def judge_progress(job: Job) -> None:
         fence(job, stopped)
         return
     if any(is_saving(job, member) for member in still):
-        return  # its peers wait for it, as they should
+        return  # peers rightly wait for a rank that writes a checkpoint
     idle_s = job.now - job.progress_at
     limit_s = liveness.hang_suspected_s(job.settings, job.predicted_s)
     if idle_s <= limit_s:
@@ -181,20 +183,22 @@ def judge_progress(job: Job) -> None:
 
 
 def end_suspicions_of_ranks(job: Job) -> None:
-    """End all suspicions of ranks, since there is progress; including ranks that the new plan has on standby."""
+    """End all suspicions of ranks, because there is progress again. This includes ranks that stand by under a new
+    plan."""
     for subject in list(job.record.suspects_silent):
         if isinstance(subject, int):
             silence.ended(job, subject, "passed", "progress again")
 
 
 def busy_members(job: Job) -> list[Member]:
-    """Return the live ranks that have work to do under the plan in effect."""
+    """Return the live ranks that still have work to do under the plan in effect."""
     active = [job.members[rank] for rank in job.record.active if job.members[rank].alive]
     return [member for member in active if not (member.finished or awaits_plan(job, member))]
 
 
 def hang_budget_s(job: Job) -> float:
-    """Return the seconds without progress after which ranks are given up; more at the start and in a transition."""
+    """Return the seconds without progress after which ranks are given up. The limit is higher before the first
+    iterations and during a transition."""
     if not job.record.recent:
         return job.settings.start_budget_s
     budget_s = liveness.hang_given_up_s(job.settings, job.predicted_s)
@@ -204,15 +208,16 @@ def hang_budget_s(job: Job) -> float:
 
 
 def awaits_plan(job: Job, member: Member) -> bool:
-    """Return whether a rank has taken the last step for which the plan in effect has the right number of
-    micro-batches."""
+    """Return whether a rank waits for a plan: its next iteration has another number of micro-batches than the plan in
+    effect."""
     assert job.record.plan is not None
     due = job.declaration.batch_sizes.at(member.stepped + 1)
     return member.stepped < job.record.goal and due != job.record.plan.micro_batches
 
 
 def is_saving(job: Job, member: Member) -> bool:
-    """Return whether a rank writes a checkpoint, as its own recent heartbeats report, within a budget of its own."""
+    """Return whether a rank is writing a checkpoint, according to its own recent heartbeats, and is still within the
+    time allowed for that."""
     if member.beat is None or member.beat.progress is None or liveness.is_mute(member, job.now, job.settings):
         return False
     saving = member.beat.progress.activity == "checkpoint"
@@ -220,7 +225,8 @@ def is_saving(job: Job, member: Member) -> bool:
 
 
 def judge_transition(job: Job) -> None:
-    """Fence ranks that do not answer: a stopped process at once, others after the budget of the stage."""
+    """Kill ranks that do not answer in a transition: a stopped process soon, others after the time budget of the
+    stage."""
     transition = job.transition
     assert transition is not None
     waited_s = job.now - max(transition.stage_at, transition.moved_at)
@@ -248,14 +254,14 @@ def judge_transition(job: Job) -> None:
 
 
 def stage_budget_s(job: Job, transition: Transition) -> float:
-    """Return the seconds that ranks have to answer in the present stage of a transition."""
+    """Return the seconds within which ranks have to answer in the present stage of a transition."""
     if job.stage == "building" or transition.initial:
         return job.settings.transition_budget_s
     return job.settings.hang_given_up_s
 
 
 def fence(job: Job, members: list[Member]) -> None:
-    """Kill processes that are given up, so that they cannot return; their exits start the transition."""
+    """Kill processes that are given up, so that they cannot resume. Their exits start the transition."""
     for member in members:
         if member.fenced is None:
             member.fenced = "hung: " + silence.evidence(job, member)

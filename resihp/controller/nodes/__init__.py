@@ -1,4 +1,4 @@
-"""Nodes that join, leave or replace others; measures against bad ones, and Slurm's view of them.
+"""Handle nodes that join, leave or replace others, measures against bad nodes, and Slurm's view of nodes.
 
-Never talks to Slurm: it orders actions and is notified of their results.
+Never talks to Slurm: this package orders actions, and events report their results.
 """

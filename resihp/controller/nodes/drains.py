@@ -1,12 +1,12 @@
-"""The job's nodes: bad ones are drained or excluded, lost ones given back, and Slurm's view is compared with our own.
+"""Drain or exclude bad nodes, give lost nodes back to Slurm, and compare Slurm's view of nodes with the job's own.
 
-Decides when to act on a node with a verdict (`measures` decides how), when to give a lost node back to Slurm, and how
-to treat Slurm's view. A verdict is a failure that names a node or a device. Nothing is ever done on a suspicion, to the
-node that the batch script runs on, or while the job is being stopped. Our own observation takes precedence over
-Slurm's: its view of a node is logged but never acted on, unless the user wants nodes vacated that an administrator
-drains (`Settings.on_drain`). New nodes are handled by `replacements`. All of this is on record, so that a new
-supervisor continues where the previous one was (`resume`). Called by the controller at the end of each event, and with
-Slurm's answers.
+Decides when to act on a failed node (`measures` decides how), when to give a lost node back to Slurm, and how to react
+to Slurm's view. A node has failed if a journaled failure names it or one of its devices. No measure is taken on a mere
+suspicion, against the node of the batch script, or while the job is being stopped. The job's own observations take
+precedence over Slurm's: Slurm's view is recorded but never acted on, except that nodes that an administrator drains are
+vacated if the user wants that (`Settings.on_drain`). `replacements` handles new nodes. All of this is in the journal,
+so that a new supervisor continues it (`resume`). Called by the controller at the end of each event, and with Slurm's
+answers.
 """
 
 from __future__ import annotations
@@ -26,25 +26,27 @@ from resihp.record.state import Drain, LostNode, Verdict
 from resihp.words import natural
 
 DRAIN_PATIENCE_S = 10.0
-"""Seconds that giving a node back waits for its drain: in between, Slurm could give the node to another job."""
+"""Seconds that a node is kept for its drain to succeed before it is given back. Without the wait, Slurm could give the
+node to another job first."""
 SLURM_NOTICES_S = 330.0
-"""Seconds that a node that fell silent and is not drained is kept, so that Slurm notices that it is gone: SlurmdTimeout
-is 300 s unless the site has changed it."""
+"""Seconds that a silent node without a drain is kept, so that Slurm notices that it is down. SlurmdTimeout is 300 s
+unless the site has changed it."""
 RELEASE_PAUSES_S = (10.0, 60.0, 300.0)
-"""Seconds between the tries to give a node back. Without accounting, Slurm takes nodes of a job back only once."""
+"""Seconds between the attempts to give a node back. Without accounting, Slurm accepts nodes of a job back only once."""
 MAX_REASON_CHARS = 120
 REASON_PREFIX = "resihp: "
-"""Prefix of the reasons of drains that our jobs have requested (`slurm.client.PREFIX`)."""
+"""Prefix of the reasons of drains that resihp jobs have requested (`slurm.client.PREFIX`)."""
 
 
 def review(job: Job) -> None:
-    """Act on nodes at the end of each event."""
+    """Take measures against nodes, give nodes back and request new ones, as far as they are due. Called at the end of
+    each event."""
     if not job.settings.slurm or job.stage == "ended":
         return
     lost_nodes, job.maintenance.unwatched = job.maintenance.unwatched, []
     for name in lost_nodes:
         job.do(api.WatchNode(node=name))
-        if job.settings.replacements:  # the worth of a replacement depends on it
+        if job.settings.replacements:  # the worth of a replacement depends on the time left
             job.do(api.AskTimeLeft())
     if job.stage == "gathering":
         return
@@ -64,7 +66,8 @@ def review(job: Job) -> None:
 
 
 def _act(job: Job) -> None:
-    """Act on verdicts once no other loss can cast doubt on them any more."""
+    """Decide on a measure against each failed node, once `COINCIDENCE_S` seconds have passed and no other loss at the
+    same time can still turn up."""
     for verdict in tuple(job.record.verdicts.values()):
         if job.now - job.maintenance.found_at[verdict.node] < COINCIDENCE_S:
             continue
@@ -89,8 +92,8 @@ def _act(job: Job) -> None:
 
 
 def _report_only(job: Job) -> None:
-    """Report the measures against bad nodes without taking any (observe mode): no node is drained, given back or
-    requested."""
+    """Report the measures that would be taken against failed nodes, without taking any (observe mode). No node is
+    drained, given back or requested."""
     for verdict in tuple(job.record.verdicts.values()):
         if job.stop_request is not None or job.now - job.maintenance.found_at[verdict.node] < COINCIDENCE_S:
             continue
@@ -109,7 +112,7 @@ def _climb(drain: Drain) -> api.DrainNode:
 
 
 def _reason(job: Job, verdict: Verdict) -> str:
-    """Return the reason that the node's owner will read: the job, the ranks lost, and the cause."""
+    """Return the reason of a drain, as the node's owner will read it: the job, the lost ranks, and the cause."""
     ranks = ", ".join(map(str, verdict.ranks))
     loss = f"lost rank {ranks}" if ranks else "started without it"
     cause = verdict.cause
@@ -135,10 +138,10 @@ def _decision(job: Job, verdict: Verdict) -> Decision | None:
 
 
 def _together(job: Job, lost_node: LostNode) -> bool:
-    """Return whether other nodes were lost at the same time: by Slurm, an administrator or a switch, so that no node is
-    the cause.
+    """Return whether other nodes were lost at the same time. Then Slurm, an administrator or a network switch is the
+    cause, and no node is to blame.
 
-    A node that was already decided about does not count: it was lost alone, COINCIDENCE_S before.
+    A node with a decided measure does not count: it was lost alone, more than `COINCIDENCE_S` seconds earlier.
     """
     decided = {drain.node for drain in job.record.drains.values()}
     releases = job.maintenance.releases
@@ -157,7 +160,7 @@ def drain_step(job: Job, event: api.DrainStep) -> None:
 
 
 def _leave_unusable_nodes(job: Job) -> None:
-    """Leave nodes all of whose devices are dead, unless the batch script runs there."""
+    """Remove nodes without a usable device from the job, except the node of the batch script."""
     if job.stage not in ("running", "pausing"):
         return
     for name in sorted({name for name, _ in job.dead_devices}, key=natural):
@@ -173,7 +176,8 @@ def _leave_unusable_nodes(job: Job) -> None:
 
 
 def _vacate(job: Job) -> None:
-    """Leave nodes that an administrator drains: first their ranks stand by, then they are released. Not a failure."""
+    """Remove nodes that an administrator drains from the job: first their ranks stand by, then the nodes are given
+    back. This is not a failure."""
     if job.settings.on_drain != "vacate":
         return
     drained = [name for name, node in job.nodes.items() if node.alive and _is_administrators(job, name)]
@@ -211,7 +215,7 @@ def _stand_by(job: Job, name: str) -> None:
 
 
 def _use_again(job: Job, name: str) -> None:
-    """Let the standby ranks of a node that is no longer drained have work again."""
+    """Let the standby ranks of a node that is no longer drained get work again."""
     job.vacating.discard(name)
     for rank in job.ready:
         if job.members[rank].node == name:
@@ -225,7 +229,7 @@ def _keep(job: Job, name: str) -> None:
 
 
 def _leave(job: Job, name: str) -> None:
-    """Release a node on which no rank works any more."""
+    """Remove a node from the job after its last rank has lost its work."""
     job.vacating.discard(name)
     drained = job.record.slurm_sees[name][1] or "no reason"
     reason = f"released because an administrator drains it: {drained}"
@@ -234,7 +238,7 @@ def _leave(job: Job, name: str) -> None:
 
 
 def _release(job: Job) -> None:
-    """Give lost nodes back, after their drain if there is to be one."""
+    """Give lost nodes back to Slurm; a node that is to be drained only after its drain."""
     for lost_node in job.record.lost.values():
         release = job.maintenance.releases[lost_node.name]
         if not release.asked and _is_due(job, lost_node, release):
@@ -256,8 +260,8 @@ def _is_due(job: Job, lost_node: LostNode, release: GivingBack) -> bool:
 
 
 def _may_be_reused(job: Job, lost_node: LostNode, release: GivingBack) -> bool:
-    """Return whether Slurm may have a node back: unless it knows that the node is dead, it gives the node to the next
-    job."""
+    """Return whether a lost node may be given back now. Slurm gives a node to the next job unless it knows that the
+    node is dead."""
     drains = [
         drain for drain in job.record.drains.values() if drain.node == lost_node.name and drain.measure == "drain"
     ]
@@ -271,12 +275,12 @@ def _may_be_reused(job: Job, lost_node: LostNode, release: GivingBack) -> bool:
 
 
 def _is_leased(job: Job, name: str) -> bool:
-    """Return whether a node came with a replacement request: it is not part of the job's allocation."""
+    """Return whether a node came with a replacement request, so that it is not part of the job's own allocation."""
     return any(request.joined and request.node == name for request in job.record.replacements.values())
 
 
 def _kept(job: Job) -> tuple[str, ...]:
-    """Return the nodes that the job's own allocation keeps: live ones, and always that of the batch script."""
+    """Return the nodes that the job's own allocation keeps: its live nodes, and always the node of the batch script."""
     own = [name for name in job.nodes if not _is_leased(job, name)]
     return tuple(
         sorted((name for name in own if job.nodes[name].alive or name == job.settings.batch_node), key=natural)
@@ -284,7 +288,8 @@ def _kept(job: Job) -> tuple[str, ...]:
 
 
 def release_answered(job: Job, event: api.ReleaseAnswered) -> None:
-    """Take Slurm's answer to giving a node back. A refusal means "not now"; only the first one is journaled."""
+    """Handle Slurm's answer to a request to take a node back. A refusal means "not now"; only the first one is
+    journaled."""
     lost_node, release = job.record.lost.get(event.node), job.maintenance.releases.get(event.node)
     if lost_node is None or release is None or not release.asked or lost_node.released:
         return
@@ -299,7 +304,7 @@ def release_answered(job: Job, event: api.ReleaseAnswered) -> None:
 
 
 def slurm_sees(job: Job, event: api.SlurmSees) -> None:
-    """Record Slurm's view of a node if it is unexpected, or is as expected again."""
+    """Journal Slurm's view of a node if it is unexpected, or if it is as expected again."""
     previous = job.record.slurm_sees.get(event.node)
     usable = _is_usable(event.state)
     if previous == (event.state, event.reason) or (previous is None and usable):
@@ -324,7 +329,8 @@ def _is_usable(state: str) -> bool:
 
 
 def take_over(job: Job) -> None:
-    """Set the times of verdicts and decisions for a new supervisor: it does not know them, so they count from now."""
+    """Set the times of failures, decisions and losses after a take-over. A new supervisor does not know the real times,
+    so they count from now."""
     maintenance, record = job.maintenance, job.record
     maintenance.found_at = dict.fromkeys(record.verdicts, job.now)
     maintenance.decided_at = dict.fromkeys(record.drains, job.now)
@@ -332,7 +338,7 @@ def take_over(job: Job) -> None:
 
 
 def resume(job: Job) -> None:
-    """Repeat orders that were decided but never answered, as a new supervisor. All of them can safely be given
+    """Repeat, after a take-over, the orders that were decided but never answered. Each of them can safely be given
     twice."""
     if not job.settings.slurm or job.stage == "ended":
         return

@@ -1,11 +1,12 @@
-"""Processes that start while the job is under way: the next worker on a device after a crash, and all workers of a new
+"""Handle processes that start after the first plan: the next worker on a device after a crash, and all workers of a new
 node.
 
-Decides when a device gets another process, and whether the newcomer may join; whether it is worth an interruption is
-decided by `replan_policy`. A node is taken in only if it was requested (`replacements`), or if it is one of the job's
-own nodes that the start did not wait for any longer; a node left out for another reason stays out. A newcomer has no
-role until it has declared what the job trains; then it is a standby rank and part of every transition. A newcomer that
-is turned away never stops the job. Called by `startup`, `failures`, `watchdog`, `consent`.
+Decides when a device gets another process, and whether the new process may join; `replan_policy` decides whether giving
+it work is worth an interruption. A node may join only if it was requested (`replacements`), or if it is one of the
+job's own nodes for which the start did not wait any longer. A node that was left out for another reason stays out. A
+new process has no role until it has declared the job's model; then it is a standby rank and takes part in every
+transition. A process that is turned away never stops the job. Called by `startup`, `failures`, `watchdog` and
+`consent`.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from resihp.words import natural
 
 
 def respawn(job: Job, dead: Member) -> None:
-    """Start another process where one died, unless the script raised, or the device is dead or has used up its
-    respawns.
+    """Start another process in place of a dead one, unless the script raised an exception, the device is dead, or the
+    device has used up its respawns.
 
-    An error of storage, or of a service, is not the script's, and may have passed.
+    An error of storage or of a service does not count as the script's: it may have passed.
     """
     device = (dead.node, dead.device)
     if not job.under_way or job.furthest >= job.record.goal:
@@ -50,7 +51,7 @@ def respawn(job: Job, dead: Member) -> None:
 
 
 def _order(job: Job, node: str, devices: Iterable[int]) -> None:
-    """Order a process on each of a node's devices; the new ranks are journaled before any agent is told."""
+    """Order a process on each of these devices of a node. The new ranks are journaled before any agent is told."""
     first = len(job.record.placements)
     workers = tuple(enumerate(devices, first))
     job.log(WorkersOrdered(workers=tuple((rank, node, device) for rank, device in workers)))
@@ -60,7 +61,8 @@ def _order(job: Job, node: str, devices: Iterable[int]) -> None:
 
 
 def node_joined(job: Job, event: api.AgentJoined) -> None:
-    """Handle an agent of a node that the job did not start with."""
+    """Handle the agent of a node with which the job did not start: let the node join if it was requested, else refuse
+    it."""
     request = replacements.expected(job, event.lease)
     if request is not None and (odd := _other_hardware(job, event)):
         job.say("warning", f"node {event.node}: does not join: {odd}")
@@ -82,7 +84,7 @@ def node_joined(job: Job, event: api.AgentJoined) -> None:
 
 
 def take_in(job: Job, event: api.AgentJoined) -> None:
-    """Make a node one of the job's nodes."""
+    """Add a node to the job."""
     job.log(
         NodeJoined(
             node=event.node,
@@ -96,7 +98,8 @@ def take_in(job: Job, event: api.AgentJoined) -> None:
 
 
 def _other_hardware(job: Job, event: api.AgentJoined) -> str:
-    """Return how a newcomer's devices differ; empty if their kind, or that of the job's nodes, is not known.
+    """Return, in words, how a new node's devices differ from the job's; empty if they do not, or if either kind is not
+    known.
 
     Devices of another kind compute at another speed, and may round differently.
     """
@@ -107,15 +110,15 @@ def _other_hardware(job: Job, event: api.AgentJoined) -> str:
 
 
 def is_latecomer(job: Job, name: str) -> bool:
-    """Return whether one of the job's own nodes was given up because it had not joined."""
+    """Return whether one of the job's own nodes was given up because it had not joined in time."""
     node = job.nodes[name]
     return not node.alive and not node.devices
 
 
 def come_late(job: Job, event: api.AgentJoined) -> None:
-    """Take in a node after the job started without it: its processes join those that train, or are about to.
+    """Let one of the job's own nodes join after it was given up. Its processes join those that train or are about to.
 
-    Not once it was given back to Slurm or is drained, and not when training is done.
+    The node is refused if it was given back to Slurm or is being drained, or if training is done.
     """
     lost_node, release = job.record.lost[event.node], job.maintenance.releases[event.node]
     drained = any(drain.node == event.node and drain.measure == "drain" for drain in job.record.drains.values())
@@ -132,14 +135,14 @@ def come_late(job: Job, event: api.AgentJoined) -> None:
 
 
 def start_latecomers(job: Job) -> None:
-    """Start workers on nodes that joined while others were already starting."""
+    """Start workers on nodes that joined while workers of other nodes were already starting."""
     placed = {placement.node for placement in job.record.placements}
     for name in sorted(job.nodes.keys() - placed, key=natural):
         start_node(job, name)
 
 
 def start_node(job: Job, name: str) -> None:
-    """Start a worker on each device of a node that joined later, unless there are some already."""
+    """Start a worker on each device of a node that joined later, unless workers were ordered there before."""
     node = job.nodes[name]
     if job.stop_request is not None or job.furthest >= job.record.goal or not node.alive:
         return
@@ -148,8 +151,8 @@ def start_node(job: Job, name: str) -> None:
 
 
 def declared(job: Job, member: Member, declare: m.Declare) -> None:
-    """Accept a newcomer if it trains what the job trains, else turn it away. The checkpoint it found does not
-    matter."""
+    """Accept a new process if it declares the same model and workload as the job, else turn it away. The checkpoint
+    that it found does not matter."""
     if member.declared is not None or member.fenced is not None or not job.under_way:
         return
     first = job.declaration
@@ -173,7 +176,8 @@ def declared(job: Job, member: Member, declare: m.Declare) -> None:
 
 
 def became_ready(job: Job, rank: int) -> None:
-    """Consider work for a newcomer that is ready, after its device is measured if devices are to be."""
+    """Have the planner consider work for a new rank that is ready; if devices are to be probed, only after a probe of
+    its device."""
     if job.settings.examine:
         job.unmeasured.add(rank)
     else:
@@ -181,8 +185,8 @@ def became_ready(job: Job, rank: int) -> None:
 
 
 def measured(job: Job, judged: Mapping[int, probes.Judged]) -> None:
-    """Act on the probe of a newcomer's device: if it is not fit it stands by, unless the job has to use such devices
-    already."""
+    """Act on the probe of a new rank's device. If the device is not fit, the rank stands by, unless the job has to use
+    unfit devices already."""
     uses_unfit = any(job.device_of(rank) in job.record.unfit for rank in job.record.computing)
     for rank, verdict in judged.items():
         member = job.members[rank]
@@ -200,7 +204,7 @@ def measured(job: Job, judged: Mapping[int, probes.Judged]) -> None:
 
 
 def turn_away(job: Job, member: Member, reason: str) -> None:
-    """End a newcomer that cannot take part, and give up its device; the job goes on."""
+    """Kill a new process that cannot take part, and start no further process on its device. The job goes on."""
     member.declared = None
     member.fenced = reason
     refuse(job, member.rank, reason, condemns=True)
@@ -208,14 +212,15 @@ def turn_away(job: Job, member: Member, reason: str) -> None:
 
 
 def refuse(job: Job, rank: int, reason: str, *, condemns: bool) -> None:
-    """Record that a newcomer does not join. `condemns`: its device does not get another process either."""
+    """Journal that a new process does not join. `condemns`: whether its device gets no further process."""
     node, device = job.record.placements[rank].node, job.record.placements[rank].device
     job.say("warning", f"rank {rank} ({node} device {device}): does not join: {reason}")
     job.log(JoinRefused(rank=rank, node=node, device=device, reason=reason, condemns_device=condemns))
 
 
 def exited(job: Job, member: Member, ending: str) -> None:
-    """Handle a newcomer that ended before it was ready; unless its script is the cause, its device has another try."""
+    """Handle a new process that ended before it was ready. Unless its script was the cause, another process is started
+    on the device."""
     if member.fenced is not None:
         return
     if member.raised is not None:
@@ -225,13 +230,13 @@ def exited(job: Job, member: Member, ending: str) -> None:
 
 
 def spawn_refused(job: Job, rank: int, reason: str) -> None:
-    """Handle a newcomer that could not be started."""
+    """Handle a new process that could not be started."""
     job.starting.discard(rank)
     refuse(job, rank, reason, condemns=False)
 
 
 def judge(job: Job) -> None:
-    """Turn away newcomers that are not ready within the start budget."""
+    """Turn away new processes that are not ready within the start budget."""
     starting = [member for member in job.members.values() if member.declared is None]
     for member in sorted(starting, key=lambda member: member.rank):
         late = job.now - member.spawned_at > job.settings.start_budget_s

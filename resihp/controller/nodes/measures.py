@@ -1,9 +1,10 @@
-"""The measure against a node that failed: drained for everybody, kept out of its user's next jobs, or none.
+"""Choose the measure against a node that failed: drain it for all users, exclude it from its user's next jobs, or do
+nothing.
 
-A drain keeps a node from all users until a human comes, so it requires evidence against the hardware. A node that
-merely died is Slurm's business: Slurm marks it down, and takes it back after a reboot where the site is set up so
-(ReturnToService). Pure; called by `drains`, which has the evidence. How long a node is kept out is decided by
-`slurm.drains.exclusions`.
+A drained node is closed to all users until a human resumes it, so a drain requires evidence that the hardware is
+broken. A node that merely died is left to Slurm: Slurm marks it down, and uses it again after a reboot if the site is
+configured that way (ReturnToService). Pure; called by `drains`, which supplies the evidence. `slurm.drains.exclusions`
+decides how long a node is excluded.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ GROUNDS_TEXT: dict[Grounds, str] = {
     "died": "nothing indicates that its hardware is broken",
     "agent": "the node answers, only its agent ended",
 }
-"""Grounds of a measure, in words for the user."""
+"""The grounds of a measure in words for the user."""
 
 
 class Decision(NamedTuple):
@@ -30,22 +31,22 @@ class Decision(NamedTuple):
 def decide(
     *, hardware: bool, answers: bool = False, together: bool = False, died_before: bool = False, may_drain: bool = True
 ) -> Decision | None:
-    """Return the measure for one node; None for nothing.
+    """Return the measure against one node; None if nothing is to be done.
 
     =============================================================  ==========  ========
     evidence                                                       grounds     measure
     =============================================================  ==========  ========
-    a device of it failed for good, or its kernel reported broken
-    hardware (`hardware`), whatever else                           hardware    drain
+    one of its devices failed for good, or its kernel reported
+    broken hardware (`hardware`); the rest does not matter         hardware    drain
     several nodes were lost together (`together`)                  -           nothing
-    it was lost, and it answers: its agent was killed by a signal
-    (kill -9, out of memory) or ended, and Slurm could say how     agent       exclude
+    it was lost, but it answers (`answers`): a signal killed its
+    agent (kill -9, out of memory), or Slurm reported its exit     agent       exclude
     it died or fell silent, as in an earlier run of the same
     Slurm job (`died_before`)                                      died again  drain
     it died or fell silent                                         died        exclude
     =============================================================  ==========  ========
 
-    Where no (further) drain is allowed (`may_drain`), the node is excluded instead.
+    If no further drain is allowed (`may_drain` False), the node is excluded instead.
     """
     drain: Measure = "drain" if may_drain else "exclude"
     if hardware:

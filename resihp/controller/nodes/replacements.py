@@ -1,8 +1,9 @@
-"""New nodes in place of lost ones: requested while training is below its first layout, released when no longer needed.
+"""Request new nodes in place of lost ones while training has fewer ranks than its first layout, and cancel requests
+that are no longer needed.
 
-Decides when to make a request, which node it replaces, and when to give it up; `joins` takes in the node that arrives.
-Never requests more nodes than the job is allowed, nor two for one node at a time. All knowledge of a request is in the
-journal, so that a new supervisor has it as well. Called by `drains`, `joins` and `incidents`.
+Decides when to make a request, which lost node it is for, and when to give it up; `joins` handles the node that
+arrives. Never requests more nodes than the job is allowed, nor two nodes at a time for one lost node. Everything about
+a request is in the journal, so that a new supervisor knows it as well. Called by `drains`, `joins` and `incidents`.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from resihp.record.state import Replacement
 from resihp.scheduler import transition_cost
 
 JOINING_S = 10.0
-"""Seconds from a node's arrival until its processes are ready; training goes on meanwhile."""
+"""Estimated seconds from a node's arrival until its processes are ready. Training goes on meanwhile."""
 RETRY_AFTER_S = 30.0
-"""Seconds after a failed request until the next one; doubled after each further failure."""
+"""Seconds from a failed request to the next request; doubled after each further failure."""
 MAX_RETRY_AFTER_S = 600.0
-"""Upper limit of that time, in seconds."""
+"""Largest number of seconds from a failed request to the next one."""
 
 
 def review(job: Job) -> None:
-    """Give up requests that are no longer needed, and request missing nodes, at the end of each event."""
+    """Cancel requests that are no longer needed, and request missing nodes. Called at the end of each event."""
     for request in tuple(job.record.replacements.values()):
         if request.state == "joined" and request.node is not None and not job.nodes[request.node].alive:
             _let_go(job, request, "ended", f"node {request.node} was lost")
@@ -43,7 +44,7 @@ def review(job: Job) -> None:
 
 
 def _compare(job: Job) -> None:
-    """Compare the nodes that are coming with those that are missing."""
+    """Compare the number of requested nodes with the number of missing nodes; cancel or make requests accordingly."""
     lacking = nodes_lacking(job)
     coming = [request for request in job.record.replacements.values() if _is_coming(job, request)]
     if not in_time(job):
@@ -73,23 +74,25 @@ def _compare(job: Job) -> None:
 
 
 def nodes_lacking(job: Job) -> int:
-    """Return how many nodes' worth of ranks the plan in effect lacks, compared with the first one, or with the
-    requested ranks if the job started with fewer."""
+    """Return the number of nodes that the plan in effect lacks, compared with the first plan, or with the requested
+    number of ranks if the job started with fewer."""
     ranks = _wanted(job) - len(job.record.computing)
     return max(0, -(-ranks // job.settings.gpus_per_node))
 
 
 def _wanted(job: Job) -> int:
-    """Return the number of ranks with work in the first layout, or as requested if nodes were missing at the start."""
+    """Return the number of ranks with work in the first layout, or the requested number if nodes were missing at the
+    start."""
     assert job.record.first_plan is not None
     first = len(job.record.first_plan.computing)
     return max(first, job.settings.ranks_asked) if job.record.lost else first
 
 
 def missing(job: Job) -> list[str]:
-    """Return the job's own lost nodes that have no replacement yet, in the order of their loss.
+    """Return the job's own lost nodes without a replacement, in the order of their loss.
 
-    A node counts only after a while, once it is clear that its loss is not part of the end of the whole job.
+    A node counts only `COINCIDENCE_S` seconds after its loss, when it is clear that the loss is not part of the end of
+    the whole job.
     """
     requests, releases = job.record.replacements.values(), job.maintenance.releases
     filled = {request.instead for request in requests if request.open or request.state == "joined"}
@@ -104,22 +107,23 @@ def missing(job: Job) -> list[str]:
 
 
 def in_time(job: Job) -> bool:
-    """Return whether enough time is left until the job's limit, as far as it is known."""
+    """Return whether enough time is left until the job's time limit for a replacement; True if the limit is not
+    known."""
     return job.deadline is None or job.deadline - job.now > job.settings.replacement_least_left_s
 
 
 def _is_coming(job: Job, request: Replacement) -> bool:
-    """Return whether a requested node is on its way, or is here without work: its workers start, or they are of no use,
-    as those of any other node would be."""
+    """Return whether a requested node is on its way, or has joined but has no work yet. In the latter case its workers
+    are still starting, or the planner has no use for them, nor would it for those of another node."""
     if request.state != "joined":
         return request.open
     return not any(job.members[rank].node == request.node for rank in job.record.computing)
 
 
 def _worth(job: Job) -> transition_cost.Verdict | None:
-    """Decide whether the time that the first layout would save pays for the wait and for the transition to it.
+    """Decide whether the first layout would save more time than the wait for the node and the transition cost.
 
-    None if that is not known: there was no iteration yet, or state is lost.
+    None if that is not known, because no iteration is complete yet or state is lost.
     """
     if job.usual_s == 0:
         return None
@@ -131,7 +135,7 @@ def _worth(job: Job) -> transition_cost.Verdict | None:
 
 
 def _decline(job: Job, names: Sequence[str], why: str) -> None:
-    """Record that these nodes are not replaced, once for as long as they are the same nodes."""
+    """Journal that these nodes are not replaced; only once as long as the same nodes are missing."""
     if job.maintenance.declined == tuple(names):
         return
     job.maintenance.declined = tuple(names)
@@ -149,12 +153,13 @@ def _ask(job: Job, instead: str, why: str) -> None:
 
 
 def news(job: Job, event: api.ReplacementNews) -> None:
-    """Take Slurm's state of a request. A request that is over stays so; one that has joined can only end."""
+    """Handle Slurm's report on a request. A request that is over stays over, and a request with a joined node can only
+    end."""
     request = job.record.replacements.get(event.replacement)
     if request is None or not (request.open or request.state == "joined"):
         return
     if request.state == "joined" and event.state == "refused":
-        return  # an answer to a repeated request; another one was granted
+        return  # the answer to a repeated request, after an earlier one was granted
     state: Literal["pending", "running", "joined", "refused", "ended"] = event.state
     if request.state in ("running", "joined") and event.state in ("pending", "running"):
         state = request.state  # a new supervisor may learn of the states from the beginning
@@ -173,7 +178,8 @@ def news(job: Job, event: api.ReplacementNews) -> None:
 
 
 def expected(job: Job, lease: int) -> Replacement | None:
-    """Return the open request that an agent answers, if there is one."""
+    """Return the open request that a newly connected agent belongs to; None if there is none. `lease`: the number of
+    the request, sent by the agent."""
     request = job.record.replacements.get(lease)
     return request if request is not None and request.open else None
 
@@ -188,13 +194,14 @@ def joined(job: Job, request: Replacement, node: str) -> None:
 
 
 def unfit(job: Job, request: Replacement, node: str, reason: str) -> None:
-    """Release an unsuitable node, so that no later request gets it."""
+    """Refuse an unsuitable node and cancel its request. No later request may get the same node."""
     _let_go(job, request, "refused", reason, node)
     _wait(job)
 
 
 def unwanted(job: Job) -> tuple[str, ...]:
-    """Return nodes that no request may be given: the job's own, those it lost, and those that were unsuitable."""
+    """Return the nodes that a request excludes: the job's own nodes, its lost nodes, and unsuitable nodes of earlier
+    requests."""
     unfit = (
         request.node for request in job.record.replacements.values() if request.state == "refused" and request.node
     )
@@ -202,7 +209,7 @@ def unwanted(job: Job) -> tuple[str, ...]:
 
 
 def _wait(job: Job) -> None:
-    """Wait before the next request, after one that failed."""
+    """Set the time of the next request after a failed one."""
     pause_s = min(RETRY_AFTER_S * 2 ** (job.record.failed_requests - 1), MAX_RETRY_AFTER_S)
     job.maintenance.ask_after = job.now + pause_s
 
@@ -232,7 +239,7 @@ def _let_go(
 
 
 def resume(job: Job) -> None:
-    """Repeat requests and cancellations that Slurm may not have received, as a new supervisor."""
+    """Repeat, after a take-over, the requests and cancellations that Slurm may not have received."""
     for request in job.record.replacements.values():
         if request.open:
             job.do(api.AskReplacement(replacement=request.number, exclude=unwanted(job)))

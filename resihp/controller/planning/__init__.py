@@ -1,1 +1,1 @@
-"""The choice of a plan: the questions to the scheduler and to the checker, and the state that a plan starts from."""
+"""Choose plans: ask the scheduler and the checker, and determine the state from which a plan starts."""

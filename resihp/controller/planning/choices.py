@@ -1,7 +1,6 @@
-"""A chosen plan, with its predicted effect in its situation.
+"""Price a chosen plan, and adjust a plan's standby ranks and micro-batches.
 
-Decides nothing: it prices plans, and adjusts standby ranks and micro-batches. Called by `first_plan`, `next_plan` and
-`retuning`.
+Never chooses a plan. Called by `first_plan`, `next_plan` and `retuning`.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from resihp.scheduler.transition_cost import Movement
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """A plan for a situation, the reason for it, and its predicted effect.
 
-    `predicted`: time of an iteration under it, in the situation's unit; `present`: the same under the plan in effect,
-    or None if there is none or it cannot run.
+    `predicted`: time of an iteration under this plan, in the situation's unit. `present`: time of an iteration under
+    the plan in effect, in the same unit; None if no plan is in effect or that plan cannot run.
     """
 
     plan: Plan
@@ -34,13 +33,14 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     predicted: float | None = None
     present: float | None = None
     kept_out: tuple[int, ...] = ()
-    """Ranks of the plan that were to get no work."""
+    """Ranks of the plan that must not get work."""
     considered: tuple[OtherPlan, ...] = ()
-    """Other plans that were possible."""
+    """Other possible plans, with their predicted times."""
 
     @property
     def movement(self) -> Movement:
-        """State movement that the change to this plan requires. Raises LayoutError naming state that nobody holds."""
+        """The movement of state that the change to this plan requires. Raises LayoutError with the name of any state
+        that no rank holds."""
         return movement(self.situation, self.plan.layout)
 
 
@@ -52,8 +52,8 @@ def priced(
     predicted: float | None = None,
     decision: Decision | None = None,
 ) -> Choice:
-    """Return the plan with its predicted times. `predicted`: if known already; `decision`: if it was compared with
-    others."""
+    """Return the plan with its predicted times. `predicted`: the time of an iteration, if known already. `decision`:
+    the planner's comparison with other plans, if there was one."""
     others = () if decision is None else decision.alternatives
     return Choice(
         plan=plan,
@@ -67,8 +67,8 @@ def priced(
 
 
 def present(job: Job, situation: Situation) -> float | None:
-    """Return the predicted time of the plan in effect, with the present number of micro-batches; None if it cannot
-    run."""
+    """Return the predicted time of an iteration under the plan in effect, with the present number of micro-batches;
+    None if that plan cannot run."""
     plan = job.record.plan
     if plan is None or situation.micro_batches < len(plan.layout.replicas) - len(plan.mirrors):
         return None
@@ -84,7 +84,7 @@ def _price(plan: Plan, situation: Situation) -> float | None:
 
 
 def with_standby(plan: Plan, ranks: set[int]) -> Plan:
-    """Return the same plan, with more standby ranks."""
+    """Return the plan with `ranks` as additional standby ranks."""
     if not ranks:
         return plan
     layout = plan.layout
@@ -93,7 +93,8 @@ def with_standby(plan: Plan, ranks: set[int]) -> Plan:
 
 
 def with_micro_batches(plan: Plan, micro_batches: int) -> Plan:
-    """Return the same layout, with even shares of another batch. Raises LayoutError if a replica would get none."""
+    """Return the plan with even shares of another number of micro-batches. Raises LayoutError if a replica would get
+    none."""
     if plan.micro_batches == micro_batches:
         return plan
     return plan.dealing(micro_batches)

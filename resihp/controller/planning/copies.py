@@ -1,7 +1,7 @@
-"""Second copies of state that only one stage holds: mirrors in a plan, as far as standby ranks can hold them.
+"""Add second copies (mirrors) to a plan for state that only one stage holds, as far as standby ranks can hold them.
 
-Decides which ranks may be part of a mirror; `resihp.scheduler.layouts.mirrors` decides which layers they hold. Called
-with each new plan, and by `replan_policy` and `ahead`.
+Decides which ranks may hold a mirror; `resihp.scheduler.layouts.mirrors` decides which layers they hold. Called with
+each new plan, and by `replan_policy` and `ahead`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from resihp.scheduler.situation import Situation
 
 
 def mirrored(job: Job, plan: Plan, situation: Situation, *, checked: bool = False) -> Plan:
-    """Return the plan, with mirrors for layers that only one stage holds, as far as standby ranks can hold copies.
+    """Return the plan with mirrors for layers that only one stage holds, as far as standby ranks can hold copies.
 
-    A device that is slow, or failed its probe by its speed, is good enough for a copy. Plans of other planners than
-    ours get no mirrors: they serve as comparison. `checked`: whether the plan without mirrors was checked before.
-    Raises PlanError if that plan cannot be carried out.
+    A device that is slow, or that failed a probe because of its speed, may hold a copy. Plans of other planners than
+    resihp's own get no mirrors, because they serve as comparison. `checked`: whether the plan without mirrors has
+    passed the checker. Raises PlanError if that plan cannot be carried out.
     """
     candidates = [rank for rank in plan.layout.standby if can_hold_copies(job, rank, situation.speeds)]
     protected = mirrors.with_mirrors(plan, situation, candidates)
@@ -36,10 +36,10 @@ def mirrored(job: Job, plan: Plan, situation: Situation, *, checked: bool = Fals
 
 
 def can_hold_copies(job: Job, rank: int, speeds: Mapping[int, float]) -> bool:
-    """Return whether a rank may be part of a mirror.
+    """Return whether a rank may hold part of a mirror.
 
-    It may under our own planner, once measured, and unless it is stopped, has not answered its last probe, or is about
-    to leave with its node.
+    It may under resihp's own planner, once its device is measured, unless its process is stopped, its device did not
+    answer its last probe, or its node is about to leave.
     """
     member = job.members[rank]
     return (
@@ -53,6 +53,6 @@ def can_hold_copies(job: Job, rank: int, speeds: Mapping[int, float]) -> bool:
 
 
 def layers_at_risk(job: Job) -> frozenset[int]:
-    """Return the layers whose state only one stage of the plan in effect holds."""
+    """Return the layers that only one stage of the plan in effect holds."""
     plan = job.record.plan
     return frozenset() if plan is None else mirrors.layers_held_once(plan.layout)

@@ -1,7 +1,7 @@
-"""The first plan of a job: the requested one, or the best for the devices that are there.
+"""Choose the first plan of a job: the requested layout, or the best layout for the devices that have joined.
 
-Decides which spare devices take the places of missing or unfit ones. The scheduler decides which layout is best. Called
-by `startup`, and by `replacements` to learn what new devices would be worth.
+Decides which spare devices take the places of missing or unfit ones; the scheduler decides which layout is best. Called
+by `startup`, and by `replacements` to learn the value of new devices.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from resihp.words import natural
 
 
 def choose(job: Job) -> Choice:
-    """Return the plan of a job that starts: the requested one if all devices or enough spares are there, else the best
-    for the devices that are.
+    """Return the first plan of a job: the requested layout if all devices or enough spares have joined, else the best
+    layout for the devices that have joined.
 
-    Raises LayoutError if the requested plan is impossible, NotEnoughDevicesError if nothing fits the remaining devices.
+    Raises LayoutError if the requested layout is impossible, NotEnoughDevicesError if no layout fits the remaining
+    devices.
     """
     grid, absent = as_asked(job)
     if absent:
@@ -53,10 +54,10 @@ def choose(job: Job) -> Choice:
 
 
 def choose_again(job: Job) -> Choice:
-    """Return the first plan, as if new devices took the places of those that are gone. If the job started with fewer
-    devices than requested, return the plan it would have started with.
+    """Return the first plan, as if new devices took the places of the lost ones. If the job started with fewer devices
+    than requested, return the requested layout.
 
-    Raises LayoutError if state that it needs is lost.
+    Raises LayoutError if state that the plan needs is lost.
     """
     plan = job.record.first_plan
     assert plan is not None
@@ -69,11 +70,11 @@ def choose_again(job: Job) -> Choice:
 
 
 def as_asked(job: Job) -> tuple[Plan, dict[int, str]]:
-    """Return Megatron's grid over the requested number of devices, with devices of spare nodes in place of missing
-    ones; and the nodes of its stand-ins, which are rank numbers without a process in the places of devices that are
-    missing.
+    """Return Megatron's uniform grid over the requested number of devices, and the nodes of its stand-ins. Devices of
+    spare nodes take the places of missing ones. A stand-in is a rank number without a process, in the place of a device
+    that is missing all the same.
 
-    Raises LayoutError as `Planner.first_plan`.
+    Raises LayoutError as `Planner.first_plan` does.
     """
     declared, settings = job.declaration, job.settings
     here: dict[str, list[int]] = {name: [] for name in (*settings.node_names, *job.nodes)}
@@ -116,7 +117,7 @@ def as_asked(job: Job) -> tuple[Plan, dict[int, str]]:
 
 
 def _first_with_less(job: Job, grid: Plan, absent: Collection[int]) -> Choice:
-    """Return a first plan without the missing devices, in whose places the stand-ins are. Raises
+    """Return a first plan without the missing devices. `grid`: the requested layout; `absent`: its stand-ins. Raises
     NotEnoughDevicesError."""
     ready = set(job.ready)
     unfit = ranks_kept_out(job, ready)
@@ -140,7 +141,7 @@ def _first_with_less(job: Job, grid: Plan, absent: Collection[int]) -> Choice:
 
 
 def _with_spares(job: Job, plan: Plan, unfit: set[int]) -> Plan:
-    """Put spares in the places of unfit ranks, as far as tensor-parallel groups stay within their node."""
+    """Put spare ranks in the places of unfit ranks, as far as each tensor-parallel group stays within its node."""
     spares = [rank for rank in plan.layout.standby if rank not in unfit]
     places: dict[int, int] = {}
     for replica in plan.layout.replicas:
@@ -158,7 +159,7 @@ def _with_spares(job: Job, plan: Plan, unfit: set[int]) -> Plan:
 
 
 def _renamed(layout: Layout, names: Mapping[int, int]) -> Layout:
-    """Return the same layout with other ranks: `names` maps old to new; ranks that are not in it stay."""
+    """Return the layout with ranks renumbered. `names` maps old ranks to new ones; other ranks stay."""
     replicas = tuple(
         Replica(tuple(Stage(tuple(names.get(rank, rank) for rank in s.ranks), s.chunks) for s in replica.stages))
         for replica in layout.replicas

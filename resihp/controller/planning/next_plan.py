@@ -1,8 +1,8 @@
-"""The next plan of a job under way: the controller's questions to the scheduler and to the checker.
+"""Choose the next plan of a job after its first: ask the scheduler for a plan and the checker about it.
 
-Decides about the alternative after a plan was refused, and whether the layout in effect can stay. The scheduler decides
-which layout is best, the checker whether a plan can be carried out. Called by `transition` after ranks are lost or
-join, and by `replan_policy`, `tuning` and `ahead` for better plans.
+Decides on the alternative after a plan was refused, and whether the layout in effect can stay. The scheduler decides
+which layout is best; the checker decides whether a plan can be carried out. Called by `transition` after ranks are lost
+or join, and by `replan_policy`, `tuning` and `ahead` for better plans.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from resihp.scheduler.situation import Situation
 
 
 class Posed(msgspec.Struct, frozen=True, kw_only=True):
-    """A question to the scheduler: the `situation`, and `fit`, the same situation without the ranks that are kept
-    out."""
+    """A question to the scheduler. `situation`: the full situation. `fit`: the situation without the ranks `kept_out`,
+    which must not get work."""
 
     situation: Situation
     fit: Situation
@@ -35,10 +35,10 @@ class Posed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def best(job: Job, epoch: int, available: set[int], base: Base | None, *, minds_slowness: bool | None = None) -> Choice:
-    """Return the scheduler's plan for these ranks, checked. `minds_slowness`: whether slow devices count as slow; by
-    default only where something may be done about them (not in observe mode).
+    """Return the scheduler's plan for the ranks `available`, after it has passed the checker. `minds_slowness`: whether
+    the plan takes slow devices into account; by default it does, except in observe mode.
 
-    Raises LayoutError if no plan is found, or the plan fails the check.
+    Raises LayoutError if there is no plan, or if the plan fails the check.
     """
     question = asked(job, epoch, available, base, minds_slowness=minds_slowness)
     situation, unfit = question.situation, set(question.kept_out)
@@ -60,7 +60,7 @@ def best(job: Job, epoch: int, available: set[int], base: Base | None, *, minds_
 
 
 def asked(job: Job, epoch: int, available: set[int], base: Base | None, *, minds_slowness: bool | None = None) -> Posed:
-    """Return the question that `best` answers."""
+    """Return the question to the scheduler that `best` asks."""
     counts_slowness = not job.settings.observes if minds_slowness is None else minds_slowness
     unfit = ranks_kept_out(job, available)
     situation = situation_of(job, epoch, available, base, minds_slowness=counts_slowness)
@@ -69,15 +69,15 @@ def asked(job: Job, epoch: int, available: set[int], base: Base | None, *, minds
 
 
 def best_while_running(job: Job, *, minds_slowness: bool | None = None) -> Choice:
-    """Return the plan for all ready ranks as if training were interrupted now. Raises as `best`."""
+    """Return the best plan for all ready ranks, as if training were interrupted now. Raises as `best` does."""
     return best(job, job.epoch + 1, set(job.ready), None, minds_slowness=minds_slowness)
 
 
 def resized(job: Job, epoch: int, available: set[int], base: Base | None) -> Choice:
-    """Return the layout in effect, with shares for another number of micro-batches.
+    """Return the layout in effect with shares for the present number of micro-batches.
 
-    Raises LayoutError if the layout cannot stay: a rank is gone, a replica would get nothing, memory does not suffice,
-    or more than the shares of the plan in effect depends on the number.
+    Raises LayoutError if the layout cannot stay: a rank is gone, a replica would get no micro-batch, memory does not
+    suffice, or more than the shares depends on the number of micro-batches.
     """
     assert job.record.plan is not None
     old = job.record.plan.without_mirrors()
@@ -97,10 +97,10 @@ def resized(job: Job, epoch: int, available: set[int], base: Base | None) -> Cho
 
 
 def tuned(job: Job, epoch: int, available: set[int], base: Base | None, plan: Plan) -> Choice:
-    """Complete a plan that was made while training went on, now that all ranks have parked; ranks without work stand
-    by.
+    """Complete a tuned plan, made while training went on, now that all ranks have parked. Ranks without work stand by.
 
-    Raises LayoutError if it no longer fits: a rank is gone or is not to work, or the batch has grown.
+    Raises LayoutError if the plan no longer fits: a rank with work is gone or must not work, or the number of
+    micro-batches has changed.
     """
     unfit = ranks_kept_out(job, available)
     usable = (available if base is None else available.intersection(base.survivors)) - unfit
@@ -117,9 +117,10 @@ def tuned(job: Job, epoch: int, available: set[int], base: Base | None, plan: Pl
 
 
 def cautious(job: Job, epoch: int, available: set[int], base: Base | None) -> Choice:
-    """Return the plan in effect once more if possible, else that plan without the replicas that lost a rank.
+    """Return the plan in effect once more if possible, else the plan in effect without the replicas that lost a rank.
 
-    Raises NotEnoughDevicesError if no replica is complete, LayoutError if not even that plan can be carried out.
+    Raises NotEnoughDevicesError if no replica is complete, LayoutError if the resulting plan cannot be carried out
+    either.
     """
     old = job.record.plan or job.record.first_plan
     assert old is not None
@@ -142,8 +143,8 @@ def cautious(job: Job, epoch: int, available: set[int], base: Base | None) -> Ch
 
 
 def _without_lost(job: Job, old: Plan, situation: Situation, usable: Collection[int]) -> tuple[Plan, str]:
-    """Return `old` without the replicas that lost a rank, and the reason. Stages without ranks stay empty if other
-    replicas hold their layers. Raises NotEnoughDevicesError."""
+    """Return `old` without the replicas that lost a rank, and the reason in words. Stages without ranks stay empty if
+    other replicas hold their layers. Raises NotEnoughDevicesError."""
     if old.layout.vacant:
         intact = tuple(replica for replica in old.layout.replicas if set(replica.ranks).issubset(usable))
         with suppress(LayoutError):
@@ -156,9 +157,9 @@ def _without_lost(job: Job, old: Plan, situation: Situation, usable: Collection[
 
 
 def _redealt(plan: Plan, replicas: tuple[Replica, ...], situation: Situation) -> Plan:
-    """Return a plan for the situation from these replicas of a plan in which some stages have no ranks.
+    """Return a plan for the situation from these replicas of `plan`, a plan in which some stages have no ranks.
 
-    Raises LayoutError if the replicas do not hold all layers together, or lack the memory.
+    Raises LayoutError if the replicas do not hold all layers together, or do not have enough memory.
     """
     used = {rank for replica in replicas for rank in replica.ranks}
     layout = Layout(replicas, tuple(sorted(set(situation.available).difference(used))))

@@ -1,7 +1,7 @@
-"""The situation that a plan is chosen for: ranks, speeds, memory, and where the state is.
+"""Describe the situation for which a plan is chosen: ranks, speeds, memory, and the place of the state.
 
-Decides which ranks are to stand by, and which ones still hold the state that training continues from. Called by the
-other modules of this folder, and by `transition`, `shutdown`, `ahead` and `tuning`.
+Decides which ranks must stand by, and which ranks still hold the state from which training continues. Never chooses a
+plan. Called by the other modules of this folder, and by `transition`, `shutdown`, `ahead` and `tuning`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def situation_of(
     *,
     minds_slowness: bool | None = None,
 ) -> Situation:
-    """Return the planner's view. `old`: the plan to start from; by default the one in effect, or the first one before
-    that.
+    """Return the situation as the planner sees it. `old`: the plan to start from; by default the plan in effect, or the
+    first plan if none is in effect yet.
 
-    `minds_slowness` as for `next_plan.best`.
+    `minds_slowness`: see `next_plan.best`.
     """
     declared, settings, old = job.declaration, job.settings, old or job.record.plan or job.record.first_plan
     assert old is not None
@@ -61,20 +61,20 @@ def situation_of(
 
 
 def now(job: Job) -> Situation:
-    """Return the situation of all ready ranks, while training goes on."""
+    """Return the present situation with all ready ranks, while training goes on."""
     return situation_of(job, job.epoch + 1, set(job.ready), None)
 
 
 def ranks_kept_out(job: Job, ranks: set[int]) -> set[int]:
-    """Return those of the ranks that are to stand by: unfit, not measured yet, or about to leave with their node."""
+    """Return the ranks among `ranks` that must stand by: unfit, not measured yet, or about to leave with their node."""
     leaving = {rank for rank in ranks if job.members[rank].node in job.vacating}
     unfit = set() if job.settings.observes else job.record.unfit
     return leaving | {rank for rank in ranks if job.device_of(rank) in unfit or rank in job.unmeasured}
 
 
 def _memory_bytes(job: Job, plan: Plan, overhead: Overhead) -> int | None:
-    """Return the memory of each device: as configured, else that of the smallest device, but at least what `plan` needs
-    by estimate, since that plan runs or was requested."""
+    """Return the bytes of memory of each device: the configured value, else that of the smallest device. It is at least
+    the estimated need of `plan`, because that plan runs or was requested. None if not known."""
     configured, smallest = job.settings.memory_bytes, job.declaration.memory_bytes
     if configured is not None or smallest is None:
         return configured
@@ -83,8 +83,8 @@ def _memory_bytes(job: Job, plan: Plan, overhead: Overhead) -> int | None:
 
 
 def base(job: Job) -> Base | None:
-    """Return where the state is once all have parked; None while every rank initialises it or loads it from the
-    checkpoint."""
+    """Return which ranks hold the state, once all ranks have parked. None while every rank initialises the state or
+    loads it from the checkpoint."""
     if _is_fresh(job):
         return None
     assert job.record.plan is not None
@@ -97,10 +97,11 @@ def _is_fresh(job: Job) -> bool:
 
 
 def can_go_on(job: Job, rank: int) -> bool:
-    """Return whether a parked rank holds the last committed iteration's state of the plan in effect, or can finish its
-    step.
+    """Return whether a parked rank holds the state after the last committed iteration, under the plan in effect, or can
+    still finish that iteration's step.
 
-    Only the controller knows which plan is in effect: a rank that acknowledged the next one holds the state of both.
+    Only the controller knows which plan is in effect: a rank that has acknowledged the next plan holds the state of
+    both plans.
     """
     parked = job.transition.parked.get(rank) if job.transition else None
     if parked is None or job.record.plan is None or job.record.plan.epoch not in parked.holds:
@@ -109,7 +110,7 @@ def can_go_on(job: Job, rank: int) -> bool:
 
 
 def state_lost(job: Job, base: Base | None) -> str | None:
-    """Return the reason why training cannot continue from the surviving state, or None if it can."""
+    """Return the reason for which training cannot continue from the surviving state; None if it can."""
     return None if base is None else missing(base, specs(job))
 
 

@@ -1,1 +1,1 @@
-"""Probes of devices and links: the orders to measure, repeated looks at devices in doubt, and judged answers."""
+"""Probe devices and links: order the measurements, repeat those of doubtful devices, and judge the answers."""

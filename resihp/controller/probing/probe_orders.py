@@ -1,14 +1,15 @@
-"""The orders to measure devices and links, and the answers that are awaited.
+"""Order ranks to measure devices and links, and collect the answers.
 
-Before the first iteration every device is measured, and every link between neighbours. When a device joins, that device
-is measured. On a suspicion the suspects and a few reference devices are measured between two iterations, while training
+Before the first iteration every device is measured, and every link between neighbours. When a device joins, this device
+is measured. On a suspicion the suspects and some reference devices are measured between two iterations, while training
 goes on. Decides which devices serve as references, and how long answers may take; `probe_results` judges the answers.
 Called by `startup`, `joins`, `slowness` and the modules that handle suspicions.
 
-Both ends of a link have to measure at the same time. The iteration after which they do so is announced to them ahead.
-An end that gets the order too late does not take part; the other end waits for two seconds at most. The pairs are
-disjoint, and each has a communicator of its own while nothing is under way on any other communicator of its ranks. So
-no pair can wait for another, and the rest of the job waits for the pairs as for any slow peer.
+Both ends of a link have to measure at the same time, so they are told in advance after which iteration to measure. An
+end that gets the order too late does not take part, and the other end waits for at most two seconds. The pairs of a
+measurement are disjoint. Each pair has a communicator of its own, and measures while no other communicator of its ranks
+is in use. So no pair can wait for another pair, and the rest of the job waits for the pairs as it does for any slow
+rank.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from resihp.detector.findings import Finding
 from resihp.protocol import messages as m
 
 MAX_REFERENCE_DEVICES = 4
-"""Largest number of devices that are measured together with suspects, for comparison."""
+"""Largest number of reference devices that are measured together with suspects, for comparison."""
 MAX_BUSY_S = 3600.0
-"""Longest time, in seconds, that an iteration and the evaluation before it may keep ranks from answering a probe."""
+"""Longest time in seconds for which an iteration, with the evaluation before it, may keep ranks from answering a
+probe."""
 
 
 def begin(
@@ -36,7 +38,8 @@ def begin(
     pairs: Sequence[Sequence[tuple[int, int]]] = (),
     findings: Iterable[Finding] = (),
 ) -> Examination:
-    """Order ranks to measure their devices and, with `pairs` (in rounds), the links between them."""
+    """Order ranks to measure their devices and, if `pairs` is given, the links between them. `pairs`: one sequence of
+    disjoint pairs for each round."""
     job.probes += 1
     probed_ranks = tuple(sorted(ranks))
     examination = job.examinations[job.probes] = Examination(
@@ -55,7 +58,7 @@ def begin(
 def begin_link(
     job: Job, finding: Finding, after_iteration: int, slow_looks: tuple[probes.JudgedLink, ...] = ()
 ) -> None:
-    """Announce that a suspected link is measured, together with others of its kind, at the end of iteration
+    """Order the ranks to measure a suspected link, together with other links of its kind, at the end of iteration
     `after_iteration`."""
     assert finding.link is not None
     slow = {rank for link in job.record.slow_links for rank in link}
@@ -80,7 +83,7 @@ def link_ends(link: tuple[int, int]) -> probes.Pair:
 
 
 def probed(job: Job, rank: int, answer: m.Probed) -> Examination | None:
-    """Take an answer; return the examination if this was the last answer it waited for."""
+    """Record an answer; return the examination if this was the last missing answer, else None."""
     examination = job.examinations.get(answer.probe)
     if examination is None or (rank not in examination.silent and rank not in examination.answers):
         return None
@@ -89,7 +92,7 @@ def probed(job: Job, rank: int, answer: m.Probed) -> Examination | None:
 
 
 def overdue(job: Job) -> list[Examination]:
-    """Return the examinations that are complete because ranks died, or that have waited long enough."""
+    """Return the examinations that are complete because ranks died, or that have exceeded their time limit."""
     return [
         examination
         for examination in job.examinations.values()
@@ -100,10 +103,11 @@ def overdue(job: Job) -> list[Examination]:
 
 
 def _busy_s(job: Job, examination: Examination) -> float:
-    """Return how much longer answers may take.
+    """Return the additional seconds that answers may take because ranks are training.
 
-    Ranks that train answer between two iterations, and an evaluation may come before the next. There is no extra time
-    once a silent rank has reported an iteration since, or has no work: it could have answered.
+    Ranks that train answer between two iterations, and an evaluation may come before the next iteration. No additional
+    time is allowed once a silent rank has reported an iteration since the order, or has no work, because such a rank
+    could have answered.
     """
     if examination.ahead_s or not job.training:
         return 0.0
@@ -119,8 +123,8 @@ def _complete(job: Job, examination: Examination) -> bool:
 
 
 def reference_ranks(job: Job, beside: Sequence[int]) -> tuple[int, ...]:
-    """Return active ranks to measure together with suspects: in turn of the same nodes, which share any problem of a
-    node, and of other nodes, which reveal such a problem."""
+    """Return reference ranks to measure together with suspects. They come in turn from the suspects' nodes, which share
+    any problem of the node, and from other nodes, which reveal such a problem."""
     nodes = {job.members[rank].node for rank in beside}
     slow, suspects = job.record.slow, set(beside)
     others = [
@@ -139,6 +143,6 @@ def alternating(near: Iterable[int], far: Iterable[int]) -> list[int]:
 
 
 def measured_again(job: Job, rank: int) -> str:
-    """Return, in words, when a device that was set aside is measured again."""
+    """Return, in words, when an unfit device is measured again."""
     times = job.record.unfit_probes.get(job.device_of(rank), 1)
     return f"measured again in {probes.again_in_s(times, job.settings.recheck_s):.3g} s"

@@ -1,8 +1,8 @@
-"""The answers to probes: how they are judged, recorded and reported.
+"""Judge, record and report the answers to probes.
 
-The answers are judged by `resihp.detector.probes`, and those to a suspicion by `resihp.detector.suspects`. A device
-that is not fit gets no work in the first plan: it stands by, so that its speed is not learned as healthy. Decides which
-earlier speeds the answers are compared with; the consequences are decided by its callers, `slowness`, `slow_links`,
+`resihp.detector.probes` judges the answers, and `resihp.detector.suspects` those to a suspicion. A device that is not
+fit gets no work in the first plan: it stands by, so that the detector does not learn its speed as healthy. Decides with
+which earlier speeds the answers are compared. The callers decide about the consequences: `slowness`, `slow_links`,
 `measured_suspects` and `second_looks`.
 """
 
@@ -22,17 +22,17 @@ from resihp.record.journal import DeviceProbe, LinkProbe, ProbesTaken
 from resihp.record.state import Device, Link
 
 NOTHING_LOST = m.Speed(flops=1.0, memory_bytes=1.0)
-"""Share of their speed that all devices have left, where they have lost nothing."""
+"""Share of their former speed that all devices have left, if they have lost no speed."""
 MAX_PROBES_IN_ENTRY = 1000
-"""Largest number of devices, and of links, in one journal entry: entries are sent to every agent, and no frame holds
-the probes of 16,384 ranks."""
+"""Largest number of devices, and of links, in one journal entry. Entries are sent to every agent, and one frame cannot
+hold the probes of 16,384 ranks."""
 
 
 def conclude(job: Job, examination: Examination) -> dict[int, probes.Judged]:
-    """Judge the answers, record and report them.
+    """Judge the answers of an examination; record and report the judgements.
 
-    A live rank that did not answer is not fit. If a rank answers that it could not measure, nothing is known about it
-    and nothing follows.
+    A live rank that did not answer is not fit. A rank that answers that it could not measure is treated as fit, because
+    nothing is known about it.
     """
     job.examinations.pop(examination.probe, None)
     speeds = measured(examination)
@@ -51,7 +51,8 @@ def conclude(job: Job, examination: Examination) -> dict[int, probes.Judged]:
 
 
 def _judge(job: Job, examination: Examination, speeds: dict[int, m.Speed]) -> dict[int, probes.Judged]:
-    """Judge the measured `speeds` and the missing answers: by other devices, by the past and by former jobs."""
+    """Judge the measured `speeds` and the missing answers, by comparison with other devices, with the past and with
+    former jobs."""
     failed = {rank: answer.error for rank, answer in examination.answers.items() if answer.error}
     failed |= _missing_answers(job, examination)
     past = {rank: _usual(job, job.device_of(rank)) for rank in _past(job, speeds)}
@@ -68,13 +69,13 @@ def _judge(job: Job, examination: Examination, speeds: dict[int, m.Speed]) -> di
 
 
 def _missing_answers(job: Job, examination: Examination) -> dict[int, str]:
-    """Return the live ranks that did not answer, with the evidence."""
+    """Return the live ranks that did not answer, each with the evidence."""
     evidence = f"no answer to its probe within {job.settings.probe_budget_s:.0f} s"
     return {rank: evidence for rank in sorted(examination.silent) if job.members[rank].alive}
 
 
 def _excuse_untried(job: Job, examination: Examination, judged: dict[int, probes.Judged]) -> None:
-    """Judge the devices that could not be measured as fit, and report them."""
+    """Judge devices that could not be measured as fit, and report them."""
     for rank, answer in examination.answers.items():
         if answer.untried:
             evidence = f"not measured: {answer.untried}"
@@ -83,16 +84,16 @@ def _excuse_untried(job: Job, examination: Examination, judged: dict[int, probes
 
 
 def _as_in_former_jobs(examination: Examination, speeds: Mapping[int, m.Speed]) -> Mapping[int, m.Speed]:
-    """Return the speeds that compare with those of former jobs. Shared processors also train now, except at the start;
-    they did not in the probes of former jobs."""
+    """Return the measured speeds that can be compared with those of former jobs. Except at the start, shared processors
+    also run training during the probe, which they did not do in the probes of former jobs."""
     if examination.occasion == "start":
         return speeds
     return {rank: speed for rank, speed in speeds.items() if not examination.answers[rank].shared}
 
 
 def _best_speeds(examination: Examination, speeds: Mapping[int, m.Speed]) -> dict[int, m.Speed]:
-    """Return the best speed of each device in all looks. On shared processors the first look counts, which was taken
-    while all were measured."""
+    """Return the best speed of each device over all looks. For shared processors return the first look, which was taken
+    while all devices were measured."""
     best = dict(speeds)
     for rank, again in examination.best.items():
         if rank in speeds and not examination.answers[rank].shared:
@@ -107,8 +108,9 @@ def measured(examination: Examination) -> dict[int, m.Speed]:
 
 
 def _unconfirmed(job: Job, examination: Examination, judged: Mapping[int, probes.Judged]) -> dict[int, probes.Judged]:
-    """Return, as fit, the devices that a single probe on shared processors found slow with no reference device beside
-    them: other programs on the machine make a healthy device look as slow. A standby device goes on standing by."""
+    """Return, judged as fit, the devices on shared processors that a single probe found slow without a reference device
+    beside them. Other programs on the machine make a healthy device look as slow. A standby device continues to stand
+    by."""
     fit: dict[int, probes.Judged] = {}
     if examination.occasion == "standby":
         return fit
@@ -127,9 +129,10 @@ def _unconfirmed(job: Job, examination: Examination, judged: Mapping[int, probes
 
 
 def in_doubt(job: Job, examination: Examination) -> dict[int, str]:
-    """Return the devices that this one short probe shows to be slow, or nearly so, with the evidence.
+    """Return the doubtful devices: those that this single short probe shows to be slow, or nearly so, each with the
+    evidence.
 
-    For a standby device that has its processor to itself, one look is enough to find it as slow as before.
+    For a standby device that does not share its processor, one look is enough to find it as slow as before.
     """
     speeds = measured(examination)
     others = _others(job, examination)
@@ -155,7 +158,8 @@ def _standby_in_doubt(job: Job, examination: Examination, judged: probes.Judged)
 
 
 def _usual(job: Job, device: Device) -> m.Speed:
-    """Return the speed a device reached first, less the loss common to all devices since."""
+    """Return the speed that a device showed in its first successful probe, less the loss of speed common to all devices
+    since then."""
     speed, share = job.record.reference[device], job.record.common_share
     if share is None:
         return speed
@@ -169,18 +173,19 @@ def _past(job: Job, ranks: Iterable[int]) -> dict[int, m.Speed]:
 
 
 def best_of_looks(examination: Examination) -> dict[int, m.Speed]:
-    """Return the best speed of each device over all looks: other programs only make a device look slower than it is."""
+    """Return the best speed of each device over all looks, because other programs can only make a device look slower
+    than it is."""
     latest, earlier = measured(examination), examination.best
     return latest | {rank: probes.best(latest.get(rank, speed), speed) for rank, speed in earlier.items()}
 
 
 def failed_looks(examination: Examination) -> dict[int, str]:
-    """Return the errors that devices answered with in any look."""
+    """Return the error of each device that reported one in any look."""
     return examination.failed | {rank: answer.error for rank, answer in examination.answers.items() if answer.error}
 
 
 def weigh_suspicion(job: Job, examination: Examination) -> suspects.Verdicts:
-    """Return the verdicts that the answers to a suspicion's probe amount to, without acting on them."""
+    """Return the verdicts that follow from the answers to a suspicion's probe, without acting on them."""
     answers = examination.answers.items()
     speeds = best_of_looks(examination)
     failed = failed_looks(examination)
@@ -193,9 +198,9 @@ def weigh_suspicion(job: Job, examination: Examination) -> suspects.Verdicts:
 
 
 def conclude_suspicion(job: Job, examination: Examination) -> suspects.Verdicts:
-    """Judge suspects together with their references, or all devices; record and report the verdicts.
+    """Judge the suspects together with their reference devices, or all devices; record and report the verdicts.
 
-    A live rank that did not answer is not fit. If a rank answers that it could not measure, nothing is known about it.
+    A live rank that did not answer is not fit. Nothing is known about a rank that answers that it could not measure.
     """
     job.examinations.pop(examination.probe, None)
     speeds = best_of_looks(examination)
@@ -215,8 +220,8 @@ def conclude_suspicion(job: Job, examination: Examination) -> suspects.Verdicts:
 
 
 def _common_share(examination: Examination, verdicts: suspects.Verdicts) -> m.Speed | None:
-    """Return the share of their former speed that all devices have left. Suspects and references alone do not show it:
-    then None."""
+    """Return the share of their former speed that all devices have left. None unless all devices were measured, because
+    suspects and references alone do not show it."""
     all_devices = any(not finding.ranks for finding in examination.findings)
     if not all_devices or verdicts.share is None:
         return None
@@ -224,7 +229,7 @@ def _common_share(examination: Examination, verdicts: suspects.Verdicts) -> m.Sp
 
 
 def conclude_link(job: Job, examination: Examination, suspect: Link) -> probes.JudgedLink | None:
-    """Judge a suspected link, record and report the verdict; None if the link was not measured."""
+    """Judge a suspected link; record and report the judgement. Returns None if the link was not measured."""
     link = link_ends(suspect)
     del job.examinations[examination.probe]
     times, wanted = _link_seconds(examination), job.settings.detection.thresholds
@@ -279,8 +284,8 @@ def _log(
 def _slower_than_in_former_jobs(
     job: Job, measured_speeds: Mapping[int, m.Speed], fleet: Mapping[int, m.Speed]
 ) -> dict[int, probes.Judged]:
-    """Return the measured devices of nodes all of whose devices are slower than in former jobs; none of them if that
-    holds for most nodes of the fleet."""
+    """Return the measured devices of nodes on which every device is slower than in former jobs. Empty if that holds for
+    most nodes of the fleet."""
     slow, judged_nodes = _slow_nodes(job, fleet)
     ours = {rank: slow[node] for rank in measured_speeds if (node := job.members[rank].node) in slow}
     if not ours or 2 * len(slow) <= judged_nodes:
@@ -298,7 +303,8 @@ def _slower_than_in_former_jobs(
 
 
 def _slow_nodes(job: Job, fleet: Mapping[int, m.Speed]) -> tuple[dict[str, tuple[float, str]], int]:
-    """Return the nodes slower than in former jobs, as `probes.judge_nodes` has them, and the number of nodes judged."""
+    """Return the nodes that are slower than in former jobs (see `probes.judge_nodes`), and the number of nodes that
+    were judged."""
     places = {rank: _place(job, rank, speed) for rank, speed in fleet.items()}
     shares = probes.judge_nodes(fleet, places, job.usual_speeds)
     min_speed = job.settings.detection.thresholds.fit
@@ -311,7 +317,7 @@ def _place(job: Job, rank: int, speed: m.Speed) -> probes.Place:
 
 
 def _others(job: Job, examination: Examination) -> dict[int, m.Speed]:
-    """Return the earlier speeds of devices that are not measured now, for comparison; none at the start."""
+    """Return the earlier speeds of devices that are not measured now, for comparison; empty at the start."""
     if examination.occasion == "start":
         return {}
     probed_ranks = set(examination.asked)

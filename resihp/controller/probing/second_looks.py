@@ -1,14 +1,17 @@
-"""Devices in doubt: measured again, later and together with the same reference devices, before they are judged.
+"""Measure doubtful devices again, together with the same reference devices, before they are judged.
 
-One probe takes a tenth of a second, in which other programs may have been at work on the machine. A device that it
-shows to be slow, or nearly so, is measured a few times more, together with some devices that it shows to be healthy or
-that train. The speeds of the same looks are compared (`resihp.detector.probes.judge_again`). This applies at the start,
-to a device that joins and to one that stands by. At the start, devices that share their machine's processors are
-measured one after another, because they would compete. While training goes on all are measured at once: a reference
-device that trains would have the machine nearly to itself if it were measured alone, since the other ranks wait for it,
-and the newcomer would not. Where all devices are healthy nothing more is measured and the first probe stands. Nothing
-is journaled before all are judged, so a new supervisor starts over. Suspects on shared processors get more looks as
-well (`suspects_again`). Called by `slowness`.
+A probe takes a tenth of a second, during which other programs may have used the machine. So a device that its first
+probe shows to be slow, or nearly so, is measured a few times more, together with devices that the probe shows to be
+healthy or that train. Speeds of the same looks are compared (`resihp.detector.probes.judge_again`). This applies at the
+start, to a device that joins, and to a device that stands by.
+
+At the start, devices that share their machine's processors are measured one after another, because they would compete.
+While training goes on, all are measured at once. A reference device that trains and was measured alone would have the
+machine nearly to itself, because all other ranks would wait for it; the new device would not.
+
+If all devices are healthy in the first probe, no more is measured. Nothing is journaled before all devices are judged,
+so a new supervisor starts over. Suspects on shared processors get more looks as well (`suspects_again`). Called by
+`slowness`.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from resihp.settings import Thresholds
 
 
 def after(job: Job, done: Examination) -> Examination | None:
-    """Return the examination with the results of all looks; None while some devices are looked at again."""
+    """Return the examination with the results of all looks; None while some devices are measured again."""
     looks = job.rechecks.second_looks.pop(done.probe, None)
     if looks is None:
         looks = _begin(job, done)
@@ -41,10 +44,10 @@ def after(job: Job, done: Examination) -> Examination | None:
 
 
 def suspects_again(job: Job, done: Examination) -> bool:
-    """Measure suspects and references once more if a single look at shared processors would make a device slow; return
-    whether it does.
+    """Measure suspects and references once more if a single look at shared processors would declare a device slow;
+    return whether they are measured.
 
-    Noise that makes a device look slow at work makes its probe look slow, too.
+    The noise that makes a device look slow in training makes it look slow in its probe, too.
     """
     shared = any(answer.shared for answer in done.answers.values())
     if not shared or done.looks >= probes.SUSPECT_LOOKS or not job.training or not done.findings:
@@ -62,7 +65,7 @@ def suspects_again(job: Job, done: Examination) -> bool:
 
 
 def _may_go_on(job: Job, first: Examination) -> bool:
-    """Return whether there is still anything to decide: the job has not begun to stop."""
+    """Return whether the results still matter: the job is in the same phase and has not begun to stop."""
     if job.stop_request is not None:
         return False
     return job.stage == "gathering" if first.occasion == "start" else job.under_way
@@ -88,7 +91,8 @@ def _begin(job: Job, done: Examination) -> SecondLooks | None:
 
 
 def _references_that_start(job: Job, done: Examination, doubted: Collection[int]) -> tuple[int, ...]:
-    """Return reference ranks of the same nodes, which share any problem of a node, and of others, which reveal it."""
+    """Return reference ranks for the start, in turn from the doubtful devices' nodes, which share any problem of the
+    node, and from other nodes, which reveal it."""
     nodes = {job.members[rank].node for rank in doubted}
     others = [rank for rank in probe_results.measured(done) if rank not in doubted and job.members[rank].alive]
     same_nodes = sorted(rank for rank in others if job.members[rank].node in nodes)
@@ -97,9 +101,9 @@ def _references_that_start(job: Job, done: Examination, doubted: Collection[int]
 
 
 def _take(job: Job, looks: SecondLooks, done: Examination) -> None:
-    """Add the answers of one turn. An error in any look stands. Of the speeds the best counts, and only among these
-    looks: the first look was taken while all devices were measured, and does not compare with one in which a device had
-    the machine to itself."""
+    """Add the answers of one turn to the results. An error in any look counts. Of the speeds the best one counts, but
+    not that of the first look: it was taken while all devices were measured, so it cannot be compared with a look in
+    which a device had the machine to itself."""
     answers, best = looks.first.answers, looks.first.best
     for rank, answer in done.answers.items():
         if answer.error and rank in answers:
@@ -116,7 +120,7 @@ def _take(job: Job, looks: SecondLooks, done: Examination) -> None:
 
 
 def _measure_next_turn(job: Job, looks: SecondLooks) -> bool:
-    """Order the probes of the next turn; return False once no device is in doubt any more."""
+    """Order the probes of the next turn; return False once no device is doubtful any more."""
     if not looks.turns and not _look_again(job, looks):
         return False
     turn = [rank for rank in looks.turns.pop(0) if job.members[rank].alive]
@@ -128,8 +132,8 @@ def _measure_next_turn(job: Job, looks: SecondLooks) -> bool:
 
 
 def _look_again(job: Job, looks: SecondLooks) -> bool:
-    """Begin one more look at the devices still in doubt; return False if there are none, or nothing to compare them
-    with."""
+    """Begin one more look at the devices that are still doubtful; return False if there are none, or no reference
+    device."""
     first = looks.first
     if looks.taken:
         _judge(looks, job.settings.detection.thresholds)
@@ -168,8 +172,7 @@ def _turns(job: Job, looks: SecondLooks) -> list[tuple[int, ...]]:
 
 
 def _judge(looks: SecondLooks, wanted: Thresholds) -> None:
-    """Settle the devices that are no longer in doubt. If a device could not be measured again, its first look
-    stands."""
+    """Judge the devices that are no longer doubtful. If a device could not be measured again, its first look counts."""
     first = looks.first
     speeds = [first.best[rank] for rank in looks.references if rank in first.best]
     if not speeds and first.occasion != "start" and looks.taken < probes.SHARED_LOOKS[1]:

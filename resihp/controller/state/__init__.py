@@ -1,7 +1,7 @@
-"""State that the controller holds beside the record of its job: all of it may be forgotten in a take-over.
+"""The controller's volatile state: everything that it knows beside the job's record and may lose in a take-over.
 
-It consists of heartbeats and answers, of ranks that are waited for, of suspicions and work under way, and of times of
-the controller's clock. Durable truth is `Job.record` (`resihp.record.state`): handlers read it, and change it only by
-`Job.log`. `job` has it all together; the other modules have its parts, plain data with small, local rules. The
-decisions are in the modules around this package.
+It consists of heartbeats, pending answers, ranks that are awaited, open suspicions, work in progress, and times of the
+controller's clock. Durable state is in `Job.record` (`resihp.record.state`): handlers read it, and change it only by
+`Job.log`. `job` combines all of this in one class; the other modules define its parts as plain data with small, local
+rules. Decisions are made in the modules around this package, never here.
 """

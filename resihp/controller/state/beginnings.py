@@ -1,4 +1,5 @@
-"""Progress of a supervisor towards its first plan: of a new job, or of one whose supervisor died."""
+"""The progress of a supervisor before it leads training: at the start of a new job, or after the death of the previous
+supervisor."""
 
 from __future__ import annotations
 
@@ -11,43 +12,45 @@ from resihp.record.state import HowLost
 
 @dataclass
 class Beginning:
-    """Progress of the start, until there is a first plan."""
+    """The progress of a job's start, until the first plan."""
 
     enough_at: float | None = None
-    """Time since which enough nodes have joined to do without the others."""
+    """Time since which enough nodes have joined to start without the missing ones; None while too few have."""
     ordered_at: float = 0.0
-    """Time at which this supervisor ordered the first processes."""
+    """Time at which this supervisor ordered the first processes to start; 0 before that."""
     awaited: set[int] = field(default_factory=set)
-    """Ranks that have neither declared what they train nor been lost."""
+    """Ranks that have neither declared their model nor been lost."""
     early_at: float | None = None
-    """Time of the last loss or error."""
+    """Time of the last loss or error during the start; None if there was none."""
     reported: set[str] = field(default_factory=set)
-    """Ends of scripts that were already reported: of many ranks that end alike, the first is reported."""
+    """Texts of errors and exits that were already reported. If many ranks end in the same way, only the first is
+    reported."""
     met: bool = False
-    """Whether ranks have set up communication on their own, without declaring what they train (`messages.Beat`)."""
+    """Whether ranks have created process groups of their own, without declaring a model (`messages.Beat`)."""
     last_since: tuple[int, float] | None = None
-    """Number of processes that ended, all of them successfully, and since when it is that many while others were still
-    running."""
+    """(number, time): the number of processes that have ended, all of them successfully, and the time since which it is
+    this number. None while no process is running, or any has failed."""
     idle_noticed: bool = False
-    """Whether it was reported that the remaining processes do nothing."""
+    """Whether the user was told that the remaining processes are idle."""
     examined: bool = False
-    """Whether devices and links have been measured."""
+    """Whether all devices and links have been probed."""
 
 
 @dataclass
 class Recovery:
-    """State of a new supervisor that waits for the agents of a dead one."""
+    """The progress of a take-over: a new supervisor waits for the agents of the dead one."""
 
     undisturbed: bool
-    """Whether the journal has no plan that was decided and is not in effect."""
+    """Whether the newest plan in the journal is the plan in effect, so that no change of plan was in progress."""
     began_at: float | None = None
     first_at: float | None = None
-    """Time at which the first agent reconnected."""
+    """Time at which the first agent reconnected; None before that."""
     inventories: dict[str, Inventory] = field(default_factory=dict)
     exits: dict[int, int] = field(default_factory=dict)
     lost: dict[str, tuple[str, HowLost]] = field(default_factory=dict)
-    """Ranks that ended and nodes that were lost while waiting: how, and why."""
+    """`exits`: exit status of each rank that ended during the wait. `lost`: reason and kind of the loss of each node
+    that was lost during the wait."""
     clues: dict[int, tuple[Clue, ...]] = field(default_factory=dict)
-    """Clues about the ends of ranks that arrived while waiting."""
+    """Log lines about the ranks that ended during the wait."""
     waiting: list[AnyEvent] = field(default_factory=list)
-    """Other events that arrived while waiting."""
+    """Other events that arrived during the wait, in order; they are handled after it."""

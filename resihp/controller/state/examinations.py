@@ -1,4 +1,4 @@
-"""Probes under way, second looks, and the memory of past suspicions of slowness."""
+"""Data about probes in progress, repeated probes of doubtful devices, and past suspicions of slowness."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from resihp.protocol.messages import Speed as DeviceSpeed
 from resihp.record.state import Device, Link
 
 MAX_JUDGED_ITERATIONS = 100
-"""Number of iterations of a plan that are remembered, to measure the excess time since an onset."""
+"""Number of latest iterations of a plan that are kept, to measure the excess time since an onset."""
 
 
 @dataclass(kw_only=True)
 class Examination:
-    """A probe under way: the ranks that are measured, and the reason."""
+    """A probe in progress: the ranks that are measured, the reason, and the answers so far."""
 
     probe: int
     occasion: Literal["start", "join", "suspicion", "standby"]
@@ -27,32 +27,33 @@ class Examination:
     asked_at: float
     answers: dict[int, Probed] = field(default_factory=dict)
     silent: set[int] = field(init=False)
-    """Ranks that were asked and have not answered."""
+    """Ranks that have not answered."""
     findings: list[Finding] = field(default_factory=list)
-    """Findings it is to confirm; later findings about the same devices included."""
+    """Findings that the probe is to confirm, including later findings about the same devices."""
     ahead_s: float = 0.0
-    """Seconds after the order until it can be answered."""
+    """Seconds from the order until ranks can answer; above 0 if the measurement is announced for a later iteration."""
     after: int = 0
-    """The furthest iteration whose step had been reported when the order was given."""
+    """The latest iteration with a reported step when the probe was ordered."""
     looks: int = 1
-    """Number of times that devices in doubt were measured."""
+    """Number of times that doubtful devices were measured."""
     best: dict[int, DeviceSpeed] = field(default_factory=dict)
-    """Best speeds of devices in doubt and their references in all looks but the first; of suspects, in all looks but
-    the last."""
+    """Best speeds of doubtful devices and of their reference devices in all looks but the first. For suspects: in all
+    looks but the last."""
     failed: dict[int, str] = field(default_factory=dict)
-    """Errors of suspects in former looks: a device that computes wrongly once is not fit."""
+    """Errors of suspects in earlier looks. A device that computes a wrong result once is not fit."""
     settled: dict[int, Judged] = field(default_factory=dict)
-    """Judgements of these looks on devices that were in doubt."""
+    """Judgements on doubtful devices, from all looks."""
     slow_looks: tuple[JudgedLink, ...] = ()
-    """Former looks at a link, all of which found it slow."""
+    """Earlier looks at the suspected link, all of which found it slow."""
     _settled: int = 0
-    """Number of ranks at the start of `asked` that have answered or died."""
+    """Number of ranks at the start of `asked` that have answered or can no longer answer."""
 
     def __post_init__(self) -> None:
         self.silent = set(self.asked)
 
     def waits(self, may_answer: Callable[[int], bool]) -> bool:
-        """Return whether any silent rank may still answer; a rank that may not answer once never will."""
+        """Return whether any silent rank may still answer. `may_answer`: whether a rank may; once False for a rank, it
+        must stay so."""
         while self._settled < len(self.asked):
             rank = self.asked[self._settled]
             if rank in self.silent and may_answer(rank):
@@ -62,7 +63,7 @@ class Examination:
 
     @property
     def link(self) -> Link | None:
-        """The suspected link, if it is about one."""
+        """The suspected link; None if the probe is not about a link."""
         return self.findings[0].link if self.findings else None
 
     def answered(self, rank: int, answer: Probed) -> None:
@@ -72,50 +73,52 @@ class Examination:
 
 @dataclass(kw_only=True)
 class SecondLooks:
-    """Devices in doubt after an examination, measured again together with the same reference devices."""
+    """Repeated measurements of devices that are doubtful after an examination, always together with the same reference
+    devices."""
 
     first: Examination
     """The first examination, kept until all devices are judged."""
     doubted: tuple[int, ...]
     references: tuple[int, ...]
     turns: list[tuple[int, ...]] = field(default_factory=list)
-    """Groups of ranks to measure, one after the other, in the look under way."""
+    """Groups of ranks that are still to be measured in the present look, one group after another."""
     taken: int = 0
-    """Number of looks after the first one, including the one under way."""
+    """Number of looks after the first one, including the one in progress."""
 
 
 @dataclass
 class Rechecks:
-    """Devices to measure again: those in doubt, and those that stand by."""
+    """Devices to measure again: doubtful devices, and devices that stand by."""
 
     second_looks: dict[int, SecondLooks] = field(default_factory=dict)
-    """Looks under way at devices in doubt, by the number of the current probe."""
+    """Repeated measurements in progress, by the number of their present probe."""
     slow_at: float = 0.0
-    """Time of the next measurement of devices that stand by for being slow."""
+    """Time of the next probe of devices that stand by because they are slow."""
     unfit_at: dict[Device, float] = field(default_factory=dict)
-    """Time of the next measurement of each device that a probe set aside, as far as it is scheduled."""
+    """Time of the next probe of each unfit device; a device without an entry has none scheduled."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lasting:
-    """Excess iteration time although every device's probe is fine, or beyond the share of the slow devices; reported
-    once it has lasted."""
+    """A finding of longer iterations that the probes do not explain: every device passed its probe, or the slow devices
+    account for only a part. It becomes a verdict on the job if it lasts."""
 
     finding: Finding
     epoch: int
     since: int
-    """The furthest iteration when all were measured."""
+    """The latest reported iteration when all devices had been measured."""
 
 
 @dataclass
 class Inquiry:
-    """Memory of suspicions of slowness, beside the record."""
+    """Volatile data about past suspicions of slowness."""
 
     cleared: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Ranks whose probe did not confirm a suspicion: the furthest iteration then, and the first onset found."""
+    """Ranks with a probe that did not confirm a suspicion: the latest reported iteration at that time, and the
+    iteration of the first onset."""
     lasting: Lasting | None = None
-    """The finding that no device explains."""
+    """The open finding that no device explains; None if there is none."""
     healthy_s: float | None = None
-    """Predicted healthy time of the last iteration, as far as it is known."""
+    """Predicted healthy seconds of the last iteration for which a prediction was possible; None before the first."""
     judged: deque[tuple[int, float, float]] = field(default_factory=lambda: deque(maxlen=MAX_JUDGED_ITERATIONS))
-    """Iterations of the plan in effect: number, seconds, and the predicted healthy seconds."""
+    """(iteration, seconds, predicted healthy seconds) of the latest iterations under the plan in effect."""

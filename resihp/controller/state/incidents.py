@@ -1,4 +1,4 @@
-"""Root causes that are not verdicts yet, and faults to be injected."""
+"""Root causes that are not journaled as failures yet, and faults to be injected."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from resihp.record.state import Device
 
 @dataclass(kw_only=True)
 class Incident:
-    """A root cause found during the transition under way; becomes a FailureFound entry when the new plan is decided."""
+    """A root cause found during the transition in progress. It becomes a FailureFound entry when the new plan is
+    decided."""
 
     kind: Literal["fail-stop", "communication", "program"]
     component: Literal["process", "device", "node", "link", "script"]
@@ -26,15 +27,16 @@ class Incident:
     device: int | None = None
     detect_s: float | None = None
     earlier_s: float = 0.0
-    """Time before it was found during which something was already wrong and training stood still because of it."""
+    """Seconds before `found_at` during which training already stood still because of this cause."""
     diagnosis: Diagnosis | None = None
-    """The cause, as far as anything reported it."""
+    """The diagnosis from logs and kernel messages; None if there is none."""
     died: bool = False
-    """Whether it is the loss of a node of which nothing is known to be broken."""
+    """Whether a node was lost although none of its hardware is known to be broken."""
     explains: set[str] = field(default_factory=set)
-    """Node-level log lines used as evidence here; not to be reused for later failures."""
+    """Log lines about the node that were used as evidence. They explain no later failure."""
     condemned: Device | None = None
-    """(node, device) taken for dead as soon as its process had ended, because of the reports about it."""
+    """(node, device) that counts as dead because of the reports about the process that ended there; None if no device
+    does."""
 
     @property
     def noticed_at(self) -> float:
@@ -45,10 +47,10 @@ class Incident:
 class ArmedFault:
     fault: Fault
     refused: str = ""
-    """Reason why it could not be injected when its moment came."""
+    """Reason for which the fault could not be injected when it was due; empty if there is none."""
 
     @property
     def excuse(self) -> str:
-        """Reason why it was not injected."""
+        """Reason for which the fault was not injected."""
         in_iteration = self.fault.phase in ("forward", "backward", "reduce", "step")
         return self.refused or f"its {'iteration' if in_iteration else 'transition'} never came"

@@ -1,4 +1,5 @@
-"""Iterations: the ranks' reports, the expected times, and the progress of tuning the job by its measured times."""
+"""Data about iterations: the ranks' reports, the predicted times, and the progress of tuning the plan to measured
+times."""
 
 from __future__ import annotations
 
@@ -11,47 +12,49 @@ from resihp.scheduler.cost.profile import Profile
 
 @dataclass
 class IterationReports:
-    """The ranks' reports of one iteration's step, until it is committed."""
+    """The ranks' reports of an iteration's step, kept until the iteration is committed."""
 
     outcome: StepOutcome
-    """The same for all ranks."""
+    """Outcome of the step, equal on all ranks."""
     epoch: int = 0
     """The highest epoch in which any rank took the step."""
     by_rank: dict[int, Stepped | None] = field(default_factory=dict)
-    """Ranks that took the step; None where a rank reported it while parking, which does not include its duration."""
+    """Reports of the ranks that took the step, by rank. None if the rank reported the step while parking, without a
+    duration."""
     evaluation: Evaluated | None = None
-    """The evaluation of the weights after it, if reported before it was committed."""
+    """Evaluation of the weights after this iteration, if it was reported before the commit; else None."""
     _working: frozenset[int] = frozenset()
     _lacking: set[int] = field(default_factory=set)
-    """Those of `_working` that have not reported: kept, because each of thousands of reports needs it."""
+    """Ranks of `_working` that have not reported. Kept up to date, because it is needed at each of thousands of
+    reports."""
 
     def add(self, rank: int, epoch: int, report: Stepped | None) -> None:
-        """Add a rank's report; its first one counts."""
+        """Add a rank's report. Only the first report of a rank counts."""
         if rank not in self.by_rank:
             self.by_rank[rank] = report
             self.epoch = max(self.epoch, epoch)
         self._lacking.discard(rank)
 
     def is_complete(self, working: frozenset[int]) -> bool:
-        """Return whether all ranks that have work have reported."""
+        """Return whether all ranks with work have reported. `working`: these ranks."""
         if self._working is not working:
             self._working, self._lacking = working, set(working - self.by_rank.keys())
         return not self._lacking
 
     def of_epoch(self, epoch: int) -> dict[int, Stepped]:
-        """Return the reports that include a duration, under the plan of `epoch`."""
+        """Return the reports that were made under the plan of `epoch` and include a duration, by rank."""
         timed = ((rank, report) for rank, report in self.by_rank.items() if report is not None and report.seconds)
         return {rank: report for rank, report in timed if report.epoch == epoch}
 
     @property
     def seconds(self) -> float | None:
-        """Duration of the slowest rank; None where no rank reported one."""
+        """Seconds that the slowest rank took; None if no rank reported a duration."""
         return max((report.seconds for report in self.by_rank.values() if report is not None), default=0.0) or None
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Predicted time of the iteration under way, from its own workload."""
+    """Predicted seconds of the iteration in progress, computed from the iteration's workload."""
 
     epoch: int
     iteration: int
@@ -60,13 +63,13 @@ class Forecast:
 
 @dataclass(frozen=True, kw_only=True)
 class Promise:
-    """Expected effect of a plan that was tuned by measured times: iterations take `ratio` of the time `before`."""
+    """Expected effect of a plan tuned to measured times: an iteration takes `ratio` times as long as `before`."""
 
     ratio: float
     before: float
     """Median seconds per token under the previous plan."""
     epoch: int = 0
-    """Epoch of the plan; 0 until it is decided."""
+    """Epoch of the tuned plan; 0 until the plan is decided."""
 
 
 @dataclass
@@ -74,16 +77,17 @@ class Tuning:
     """Progress of tuning the plan to measured iteration times (`resihp.controller.tuning.retuning`)."""
 
     epoch: int = 0
-    """Epoch of the plan whose iterations are counted."""
+    """Epoch of the plan under which `seen` counts iterations."""
     seen: int = 0
-    """Iterations committed under it."""
+    """Number of iterations committed under the plan of `epoch`."""
     look_at: int = 1
-    """Number of iterations after which the tuner may be asked next."""
+    """Value of `seen` from which on the tuner may be called again."""
     rates: deque[float] = field(default_factory=lambda: deque(maxlen=40))
-    """Seconds per token of the latest of them, without the very first."""
+    """Seconds per token of the latest iterations under the plan, without the plan's first iteration."""
     settled: tuple[object, ...] | None = None
-    """Layout, shares and orders for which the tuner was last asked, or which it made."""
+    """Layout, shares of micro-batches and orders of work with which the tuner was last called, or that it returned;
+    None if it was never called."""
     profile: Profile | None = None
-    """The times with which it was asked."""
+    """The measured times with which the tuner was last called."""
     promise: Promise | None = None
-    """A prediction that is still to be verified."""
+    """The tuned plan's predicted effect, until it is verified; None if there is none."""

@@ -1,6 +1,5 @@
-"""A job as its controller holds it: durable state changes only by `Job.log`, and volatile state follows an entry at
-once.
-"""
+"""All state of a job in its controller. Durable state changes only by `Job.log`; volatile state that depends on an
+entry is updated at the same time."""
 
 from __future__ import annotations
 
@@ -46,7 +45,8 @@ from resihp.settings import Settings
 
 
 class Job:
-    """The record of a job, all volatile state beside it, and the actions of the event being handled."""
+    """The record of a job, all volatile state beside the record, and the actions that the event in progress has
+    produced."""
 
     def __init__(
         self, settings: Settings, record: JobRecord | None = None, dependencies: Dependencies | None = None
@@ -54,83 +54,83 @@ class Job:
         self.settings = settings
         self.dependencies = dependencies or Dependencies()
         self.record = record or JobRecord()
-        """Durable state. Only `log` changes it."""
+        """Durable state. Only `log` and `apply` change it."""
         self.lifecycle = Lifecycle()
         self.nodes = {name: Node(known) for name, known in self.record.nodes.items()}
         self.members = {rank: self._member(known) for rank, known in self.record.workers.items()}
         self.still: set[int] = set()
-        """Ranks whose last heartbeat reported a stopped process, or a checkpoint being written."""
+        """Ranks for which the last heartbeat reported a stopped process, or a checkpoint being written."""
         self.starting: set[int] = set()
-        """Ranks whose start was ordered and is still expected."""
+        """Ranks that were ordered to start and have not started yet."""
         self.epoch = self.record.epoch
-        """The highest epoch that any rank was told of."""
+        """The highest epoch that any rank has heard of."""
         self.transition: Transition | None = None
         self.pause: Pause | None = None
         self.recovery: Recovery | None = None
         self.stop_request: StopRequest | None = None
         self.agent_signals: dict[str, AgentSignal] = {}
-        """The last signal from outside to each node's agent."""
+        """The last signal that each node's agent received from a process other than resihp, by node."""
         self.deadline: float | None = None
-        """Time at which Slurm's time limit ends the job, if there is one."""
+        """Time at which Slurm's time limit ends the job; None if it is unknown or there is no limit."""
         self.maintenance, self.plan_cache, self.saves = NodeMaintenance(), PlanCache(), Saves()
         self.monitor = self.dependencies.monitor(settings.detection)
-        """The detector: healthy times, and suspects of slowness."""
+        """The detector: learns healthy times, and finds slow devices and links."""
         self.expected_epoch = 0
-        """Epoch of the plan whose healthy times the monitor expects."""
+        """Epoch of the plan that the monitor was last given; 0 before the first."""
         self.examinations: dict[int, Examination] = {}
-        """Probes under way, by number."""
+        """Probes in progress, by number."""
         self.links_planned_for = False
-        """Whether slow links have been considered since the transfer times are known."""
+        """Whether the planner has considered the slow links since transfer times became known."""
         self.probes = 0
-        """Number of the last probe ordered."""
+        """Number of the last probe that was ordered."""
         self.findings: tuple[Finding, ...] = ()
-        """Findings of the detector that are still to be acted on."""
+        """Findings of the detector that the controller has not acted on yet."""
         self.judged_by = self.record.detector
-        """The detector's basis of judgement at the last check."""
+        """The basis of the detector's judgements at the last check of its coverage."""
         self.inquiry = Inquiry()
-        """Memory of suspicions of slowness."""
+        """Data about past suspicions of slowness."""
         self.unmeasured: set[int] = set()
-        """Newcomers whose device is still to be measured before they are given work."""
+        """New ranks that get work only after a probe of their device."""
         self.reconsider: list[Change] = []
-        """Reasons why another plan may be better now, with the verdicts behind them."""
+        """Changes that may call for another plan and that the planner has not considered yet."""
         self.reconsider_at = 0.0
-        """Earliest time at which another plan begins to be worth it."""
+        """Earliest time at which the changes in `reconsider` are considered again."""
         self.changed_at: dict[Occasion, list[float]] = {}
-        """Times at which plans were changed, by the device or link that was the reason; for a new supervisor, the time
-        it took over."""
+        """Times at which plans were changed, by cause. A new supervisor uses the time of its take-over for all earlier
+        changes."""
         self.rechecks = Rechecks()
         self.vacating: set[str] = set()
-        """Nodes whose ranks are to stand by, so that the nodes can be released."""
+        """Nodes with ranks that are to stand by, so that the nodes can be given back to Slurm."""
         self.usual_speeds: dict[Place, DeviceSpeed] = {}
-        """Usual probe speeds of the nodes' devices in former jobs."""
+        """Usual probe speeds of the nodes' devices in former jobs, as far as the ledger has reported them."""
         self.specs: tuple[ParameterSpec, ...] = ()
         self.faults = {fault.id: ArmedFault(fault) for fault in settings.faults}
         self.incidents: list[Incident] = []
         self.signalled: dict[int, float] = {}
-        """Time at which a fault that may end a rank was injected into it, by rank."""
+        """Time at which a fault that may end a rank was injected, by rank."""
         self.slow_since: dict[int | tuple[str, str], float] = {}
-        """Time of the last injected `slow` fault, by rank, or by the pair of nodes that a link joins."""
+        """Time of the last injected `slow` fault, by rank, or by the two nodes that a link joins."""
         self.errors: dict[int, tuple[int, str]] = {}
-        """The exception that each rank's script raised, with its iteration, by rank."""
+        """(iteration, exception) that each rank's script raised, by rank."""
         self.slowed: list[tuple[tuple[int, ...], m.Slow]] = []
-        """Injected slowness that ends by itself, and the ranks it was ordered for."""
+        """Orders to be slow that end at a given iteration, and the ranks that got them."""
         self.stuck: tuple[float, int, str] | None = None
         self.rebuilds = 0
-        """Communication failures since the last committed iteration."""
+        """Number of communication failures since the last committed iteration."""
         self.reports: dict[int, IterationReports] = {}
         self.furthest = 0
-        """The furthest iteration whose step any rank has reported."""
+        """The latest iteration with a step that any rank has reported."""
         self.onsets = Onsets()
         self.workloads: deque[tuple[int, int, int]] = deque(maxlen=50)
-        """Tokens, squared lengths and micro-batches of recent iterations."""
+        """(tokens, sum of squared lengths, micro-batches) of recent iterations."""
         self.profile: Profile | None = None
-        """Times of layers and transfers, once learned."""
+        """Times of layers and transfers; None until the detector has learned them."""
         self.tuning = Tuning()
         self.forecast: Forecast | None = None
-        """Forecast of the last iteration whose workload was reported and whose time could be predicted."""
+        """Predicted time of the last iteration with a reported workload; None if no time could be predicted yet."""
         self.parts: dict[tuple[int, int, str], dict[int, CheckpointPart]] = {}
         self.checkpointed = self.record.checkpointed
-        """Iteration of the newest checkpoint all of whose parts are written."""
+        """Iteration of the newest checkpoint with all parts written; 0 if there is none."""
         self.started_at: float | None = None
         self.start = Beginning()
         self.progress_at = 0.0
@@ -147,12 +147,12 @@ class Job:
         return self.dependencies.planner or planners.named(self.settings.planner)
 
     def log(self, entry: AnyEntry) -> None:
-        """Journal an entry and apply it: the only way to change durable state."""
+        """Journal an entry and apply it to the record. The controller changes durable state in no other way."""
         self.do(Log(entry=entry))
         self.apply(entry)
 
     def apply(self, entry: AnyEntry) -> None:
-        """Apply a journaled entry to the record; volatile state follows at once."""
+        """Apply a journaled entry to the record, and update the volatile state that depends on it."""
         apply(self.record, entry)
         match entry:
             case NodeJoined() | NodeLost():
@@ -183,46 +183,47 @@ class Job:
 
     @property
     def live(self) -> tuple[int, ...]:
-        """All live ranks, including those that are still starting."""
+        """All live ranks, including ranks that are still starting."""
         return tuple(sorted(rank for rank, member in self.members.items() if member.alive))
 
     @property
     def ready(self) -> tuple[int, ...]:
-        """Ranks that can be given work, standby ones included."""
+        """Ranks that can be given work, including standby ranks."""
         return tuple(sorted(rank for rank, member in self.members.items() if member.ready))
 
     @property
     def dead_devices(self) -> set[Device]:
-        """Devices on which no process is started again: for good, or because of an incident that is not a failure
-        yet."""
+        """Devices on which no further process is started: those in the record, and those condemned by an incident that
+        is not journaled as a failure yet."""
         condemned = {i.condemned for i in self.incidents if i.condemned is not None}
         return self.record.dead_devices | condemned if condemned else self.record.dead_devices
 
     @property
     def needs_all(self) -> bool:
-        """Whether the program cannot continue without any one process: it makes its own process groups, or is known not
-        to declare what it trains."""
+        """Whether the script needs all its processes: it creates its own process groups, or is known not to declare a
+        model."""
         return not self.settings.declares or (self.start.met and not self.has_declared)
 
     @property
     def has_declared(self) -> bool:
-        """Whether any process has a valid declaration of what it trains."""
+        """Whether any process has made a valid declaration of the model and workload."""
         return any(member.declared is not None for member in self.members.values())
 
     @property
     def node_of(self) -> dict[int, str]:
-        """The node of every rank that was ever asked for."""
+        """The node of every rank that was ever ordered to start."""
         return {rank: placement.node for rank, placement in enumerate(self.record.placements)}
 
     @property
     def declaration(self) -> Declare:
-        """The ranks' declaration of what the job trains."""
+        """The common declaration of all ranks. Must not be read before there is one."""
         assert self.record.trains is not None
         return self.record.trains
 
     @property
     def micro_batches(self) -> int:
-        """Number of micro-batches of the first uncommitted iteration, which a plan made now has to distribute."""
+        """Number of micro-batches in the first uncommitted iteration. A plan that is made now has to distribute this
+        number."""
         return self.declaration.batch_sizes.at(self.record.committed + 1)
 
     @property
@@ -230,35 +231,36 @@ class Job:
         return self.lifecycle.stage
 
     def move(self, stage: Stage) -> None:
-        """Move to another stage of the job's life."""
+        """Change to another stage of the job's life. Raises InvalidMoveError if the table does not allow it."""
         self.lifecycle.move(stage, self.now)
 
     @property
     def changing(self) -> bool:
-        """Whether training stands still, between two plans."""
+        """Whether the job is between two plans, so that no rank trains."""
         return self.stage in CHANGING_STAGES
 
     @property
     def training(self) -> bool:
-        """Whether a plan is in effect and iterations are under way."""
+        """Whether a plan is in effect and ranks train."""
         return self.stage in TRAINING_STAGES
 
     @property
     def under_way(self) -> bool:
-        """Whether training has been planned and is not done."""
+        """Whether the start is over and training is not done: ranks train or a change of plan is in progress."""
         return self.changing or self.training
 
     @property
     def may_interrupt(self) -> bool:
         """Whether training may be interrupted now for an improvement that is not urgent.
 
-        Not while anything else is under way, nor once the job is to stop.
+        It may not during a pause or a change of plan, nor once the job is to stop.
         """
         return self.stage == "running" and self.stop_request is None
 
     @property
     def can_still_gain(self) -> bool:
-        """Whether a change could still help: the iteration under way is finished before it takes effect."""
+        """Whether a new plan could still help: at least one iteration is left after the one in progress, which a change
+        waits for."""
         return self.furthest + 1 < self.record.goal
 
     @property
@@ -266,10 +268,10 @@ class Job:
         return self.stage == "ended"
 
     def awaiting(self, member: Member, epoch: int, stage: Stage) -> Transition | None:
-        """Return the transition under way if it still waits for this rank's answer to this stage, else None.
+        """Return the transition in progress if it still waits for this rank's answer in `stage`, else None.
 
-        Answers of another epoch are outdated, and late ones are repetitions. An answer that comes before its question
-        is logged: it is a bug of ours, or of the process that speaks for the rank.
+        Answers of another epoch are outdated, and repeated answers are ignored. An answer that comes before its
+        question is logged, because it shows a bug in resihp or in the process that answers for the rank.
         """
         transition = self.transition
         if transition is None or epoch != self.epoch:
@@ -281,7 +283,8 @@ class Job:
         return transition if self.stage == stage and member.rank in transition.waiting else None
 
     def note_step(self, member: Member, epoch: int, outcome: StepOutcome, report: Stepped | None = None) -> None:
-        """Note that a rank took the step of an iteration; `report` is None if the rank said so by other means."""
+        """Note that a rank took the step of an iteration. `report`: None if the rank did not report the step in the
+        usual message."""
         member.stepped = max(member.stepped, outcome.iteration)
         self.furthest = max(self.furthest, member.stepped)
         if outcome.iteration > self.record.committed:
@@ -289,19 +292,20 @@ class Job:
             reports.add(member.rank, epoch, report)
 
     def stand_at(self, ranks: Iterable[int], iteration: int) -> None:
-        """Set the progress of these ranks back to this iteration."""
+        """Set the progress of these ranks to `iteration`: the last step that they have taken."""
         for rank in ranks:
             self.members[rank].stepped = iteration
         self.furthest = max((member.stepped for member in self.members.values()), default=0)
 
     @property
     def usual_s(self) -> float:
-        """Median seconds of recent iterations; 0 if there were none."""
+        """Median duration of recent iterations in seconds; 0 if there were none."""
         return statistics.median(self.record.recent) if self.record.recent else 0.0
 
     @property
     def predicted_s(self) -> float:
-        """Expected seconds of the iteration under way: the usual time, or more if its own workload requires it."""
+        """Expected seconds of the iteration in progress: the usual time, or more if the iteration's workload requires
+        more."""
         forecast, record = self.forecast, self.record
         if forecast is None or record.plan is None or forecast.epoch != record.plan.epoch:
             return self.usual_s
@@ -320,13 +324,13 @@ class Job:
             self.do(Order(ranks=ranks, order=order))
 
     def excused(self, node: str, at: float) -> bool:
-        """Return whether a death at that time and place is explained by a signal to agents."""
+        """Return whether a signal to agents explains a death on `node` at time `at`."""
         together = any(abs(at - signal.at) <= COINCIDENCE_S for signal in self.agent_signals.values())
         own = self.agent_signals.get(node)
         return together or (own is not None and 0.0 <= at - own.at <= LONE_SIGNAL_S)
 
     def device_of(self, rank: int) -> tuple[str, int]:
-        """Return (node, index) of a rank's device, the key of speeds and verdicts."""
+        """Return (node, index) of a rank's device. Speeds and verdicts are stored under this key."""
         member = self.members[rank]
         return member.node, member.device
 

@@ -1,4 +1,4 @@
-"""Nodes and worker processes as they are now: their record, and their latest reports."""
+"""The current state of nodes and worker processes: their part of the record, and their latest reports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from resihp.record.state import KnownNode, KnownWorker
 
 @dataclass
 class Node:
-    """A node as it is now: its record, and the time of its last heartbeat."""
+    """The current state of a node: its part of the record, and the time of its last heartbeat."""
 
     known: KnownNode
     last_beat: float = 0.0
@@ -44,34 +44,36 @@ Follows = Literal["", "never", "perhaps", "surely"]
 
 @dataclass
 class Member:
-    """One worker process as it is now, from spawn to exit."""
+    """The current state of a worker process, from its start to its exit."""
 
     known: KnownWorker
     spawned_at: float = 0.0
     declared: Declare | None = None
-    """Its declaration, once it was found to match what the job trains."""
+    """Its declaration of model and workload, once found to match the job's; None before that, and after it was turned
+    away."""
     raised: Raised | None = None
     finished: bool = False
     unwilling: str = ""
-    """Why its script cannot start, as the script reported."""
+    """Reason for which its script cannot start, as reported by the script; empty if it has not reported one."""
     follows: Follows = ""
-    """Whether it failed because another rank ended, judged by its exception or by its last output; empty if that is not
+    """Whether it failed because another rank ended, judged by its exception or by its last output. Empty if that is not
     known."""
     failed_at: float | None = None
-    """Time at which it raised or ended, whichever came first."""
+    """Time at which it raised an exception or ended, whichever came first; None before that."""
     fenced: str | None = None
-    """Reason for which the controller killed it, if it did."""
+    """Reason for which the controller killed it; None if it did not."""
     stepped: int = 0
     beat: WorkerBeat | None = None
     beat_at: float = 0.0
     progress_at: float = 0.0
     exit_status: int | None = None
     clues: tuple[Clue, ...] = ()
-    """Clues about its end, from itself and from the kernel."""
+    """Log lines about its end, from the process and from the kernel."""
     raised_clues: tuple[Clue, ...] = ()
-    """Clues in the exception it raised."""
+    """Significant lines of the traceback that it reported."""
     weighed: tuple[Report, int, Diagnosis] | None = None
-    """Its report, the number of diagnoses on record then, and the diagnosis of it alone that follows from both."""
+    """Cache of the diagnosis of this process alone: its report, the number of recorded diagnoses, and the diagnosis
+    that follows from both."""
 
     @property
     def rank(self) -> int:
@@ -99,5 +101,6 @@ class Member:
 
     @property
     def ready(self) -> bool:
-        """Whether it may be given work and has to answer: it has declared itself and was not turned away."""
+        """Whether it may be given work and has to answer orders: it is alive, has declared the job's model, and was not
+        turned away."""
         return self.known.alive and self.declared is not None

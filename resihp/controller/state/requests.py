@@ -1,4 +1,4 @@
-"""Requests of people and of Slurm to the job: to stop, and to save."""
+"""Requests to stop the job or to save a checkpoint, by operators or by Slurm."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from typing import Literal
 Meaning = Literal["warning", "time-limit", "cancelled", "preempted", "unknown", "operator"]
 """Reason for which the job is asked to stop (`journal.JobSignalled`)."""
 COINCIDENCE_S = 2.0
-"""Agents signalled within this time, in seconds, were signalled together; deaths this close to the signal count as
-caused by it."""
+"""Seconds. Agents that receive a signal within this time of each other were signalled together. Deaths within this time
+of a signal count as caused by the signal."""
 LONE_SIGNAL_S = 60.0
-"""Time, in seconds, within which the end of a node counts as caused by a signal to its agent alone."""
+"""Seconds. If only one node's agent receives a signal, the loss of the node within this time counts as caused by the
+signal."""
 
 
 @dataclass
 class AgentSignal:
-    """A signal from outside to a node's agent."""
+    """A signal that a node's agent received from a process other than resihp."""
 
     signal: int
     at: float
@@ -25,32 +26,34 @@ class AgentSignal:
 
 @dataclass(kw_only=True)
 class StopRequest:
-    """A request that the job stop, and its progress. Times are the controller's."""
+    """A request to stop the job, and its progress. Times are on the controller's clock."""
 
     signal: int
     first_at: float
-    """Time of the first request: deaths from then on are not failures."""
+    """Time of the first request. Deaths after it are not failures."""
     asked_at: float
-    """Time of the last request: its grace period counts from here."""
+    """Time of the last request, at which its grace period begins."""
     nodes: set[str] = field(default_factory=set)
-    """Nodes whose agents were signalled as well."""
+    """Nodes with agents that received a signal as well."""
     meaning: Meaning | None = None
-    """Why the job is asked to stop; None while Slurm is being asked."""
+    """Reason for which the job is to stop; None while Slurm is being asked."""
     journaled: bool = False
-    """Whether it is in the journal."""
+    """Whether the request is in the journal."""
     writers: tuple[int, ...] = ()
-    """Ranks that were ordered to save the state they hold."""
+    """Ranks that were ordered to write a checkpoint; empty before the order."""
     interrupted: str = ""
-    """The end of a process after training that only a signal explains."""
+    """Text about a worker that ended abnormally after training, for which only the signal is an explanation; empty if
+    there is none."""
 
 
 @dataclass
 class Saves:
-    """Checkpoints that operators asked for."""
+    """Checkpoints that operators requested."""
 
     askers: dict[int, int] = field(default_factory=dict)
-    """Requests still to be answered, and the iteration after which each was made."""
+    """Pending requests, by number, with the last committed iteration at the time of each request."""
     number: int = 0
-    """Number of the last order to write a checkpoint."""
+    """Number of the last order to write a checkpoint; 0 if there was none."""
     epoch: int = 0
-    """Epoch in which that order was given: its recipient may not have passed it on before a new plan."""
+    """Epoch of the last order; 0 if no request is pending. In a new epoch the order is given again, because its
+    recipient may not have passed it on."""

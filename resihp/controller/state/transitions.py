@@ -1,4 +1,5 @@
-"""The transition from one plan to the next, a requested pause, and changes that may call for either."""
+"""Data about the change from one plan to the next: the transition itself, a requested pause, and the causes of
+changes."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ from resihp.protocol.messages import Parked, StepOutcome
 from resihp.record.state import Occasion
 
 Outlook = Literal["start", "redo", "commit", "between"]
-"""The fate of the iteration that was under way when a transition began."""
+"""The fate of the iteration that was in progress when a transition began (`PlanDecided.action`)."""
 
 
 @dataclass
 class Transition:
-    """From a failure (or the start of the job) to the first committed iteration under a new plan."""
+    """A transition: from a failure, or the start of the job, to the first committed iteration under a new plan."""
 
     epoch: int
     began_at: float
@@ -25,19 +26,19 @@ class Transition:
     initial: bool = False
     attempts: int = 1
     graceful: bool = False
-    """Whether all ranks were asked to stop between two iterations."""
+    """Whether all ranks were asked to stop between two iterations, so that no iteration is lost."""
     urged: bool = False
-    """Whether the ranks that have not parked were asked to stop at once."""
+    """Whether the ranks that have not parked were ordered to park at once."""
     cautious: bool = False
-    """Whether a plan was refused, so that only a plan known to work may be proposed."""
+    """Whether a plan was refused, so that only a plan known to work may be proposed now."""
     resizes: bool = False
-    """Whether only the number of micro-batches changes, as the job's ramp-up requires."""
+    """Whether only the number of micro-batches changes, because of the batch ramp-up."""
     tuned: Plan | None = None
-    """The plan it leads to, if that is known already."""
+    """The next plan, if it was made before the transition; None if it is still to be chosen."""
     waiting: set[int] = field(default_factory=set)
-    """Ranks whose answer this stage still needs."""
+    """Ranks with a pending answer in the present stage."""
     asked: set[int] = field(default_factory=set)
-    """Ranks that take part: asked to park for this epoch, or of the first plan."""
+    """Ranks that take part: they were ordered to park in this epoch, or belong to the first plan."""
     parked: dict[int, Parked] = field(default_factory=dict)
     plan: Plan | None = None
     base: Base | None = None
@@ -47,11 +48,11 @@ class Transition:
     reason: str = ""
     failures: list[int] = field(default_factory=list)
     moved_at: float = 0.0
-    """Time at which a rank last showed that it builds communicators or moves state."""
+    """Time at which a rank last reported progress in building communicators or moving state."""
     park_s: float = 0.0
     plan_s: float = 0.0
     planning_s: float | None = None
-    """Seconds of `plan_s` spent on nothing but the decision; None if that was not reported."""
+    """Seconds of `plan_s` that the planner alone took; None if that was not reported."""
     groups_s: float = 0.0
     state_s: float = 0.0
     begun_at: float = 0.0
@@ -61,31 +62,34 @@ class Transition:
 
 @dataclass
 class Pause:
-    """A request to stop after an iteration, while training goes on."""
+    """A request to all ranks to stop after an iteration; training goes on until then."""
 
     epoch: int
     reason: str
     asked: set[int]
     answers: dict[int, Parked] = field(default_factory=dict)
     failures: list[int] = field(default_factory=list)
-    """Verdicts it responds to."""
+    """Numbers of the failures that the next plan responds to."""
     resizes: bool = False
     """Whether all ranks stop by themselves, because the next iteration has another number of micro-batches."""
     tuned: Plan | None = None
-    """The plan to continue with, unless something happens in between."""
+    """The plan to continue with, unless something else happens first; None if it is still to be chosen."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A change that may call for another plan."""
+    """An event that may call for another plan."""
 
     reason: str
     since: int
-    """First iteration for which it holds."""
+    """First iteration that the change affects."""
     device: Occasion
-    """The device or link that is slower, faster or new; or the fact that a better plan was found."""
+    """The device or link that became slower or faster, or the new device; or "found" for a better plan that a search
+    found."""
     failure: int | None = None
     rank: int | None = None
-    """The newcomer that could be given work. Unlike a slowdown, it is not expected to pass."""
+    """The newcomer that could be given work; None for a change of speed. Unlike a slowdown, a newcomer is not expected
+    to go away."""
     question: str = ""
-    """The question whose answer is a better plan, as long as that question matches the situation."""
+    """The question that the planning process answered with a better plan. It counts only while the question matches the
+    situation. Empty for other changes."""

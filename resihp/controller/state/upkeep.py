@@ -1,4 +1,4 @@
-"""Maintenance of nodes (bad, lost and new ones): when each became known, and the answers that are awaited."""
+"""Data about bad, lost and new nodes: the times of events, and the answers that are pending."""
 
 from __future__ import annotations
 
@@ -7,35 +7,36 @@ from dataclasses import dataclass, field
 
 @dataclass
 class GivingBack:
-    """Progress of giving a lost node back to Slurm, and when this supervisor lost it."""
+    """The progress of giving a lost node back to Slurm. `lost_at`: the time at which this supervisor lost the node."""
 
     lost_at: float
     tries: int = 0
-    """Number of times Slurm was asked to take it back."""
+    """Number of times that Slurm was asked to take the node back."""
     next_try_at: float = 0.0
     asked: bool = False
-    """Whether Slurm's answer to the last try is still to come."""
+    """Whether Slurm's answer to the last request is pending."""
 
 
 @dataclass
 class NodeMaintenance:
-    """Bad nodes and new ones: when this supervisor learned of them, and the answers it waits for."""
+    """The state of all measures against bad nodes and requests for new ones."""
 
     found_at: dict[str, float] = field(default_factory=dict)
-    """Time at which each verdict was found, by node."""
+    """Time at which a failure was attributed to each node, by node."""
     decided_at: dict[int, float] = field(default_factory=dict)
-    """Time at which each drain was decided, by number."""
+    """Time at which each measure was decided, by the number of the drain."""
     releases: dict[str, GivingBack] = field(default_factory=dict)
-    """Progress of giving back each lost node."""
+    """Progress of giving back each lost node, by node."""
     unwatched: list[str] = field(default_factory=list)
-    """Nodes that were lost just now, for which Slurm's view is not watched yet."""
+    """Lost nodes for which no order to watch Slurm's view has been given yet."""
     asked_at: dict[int, float] = field(default_factory=dict)
-    """Time at which this supervisor asked for each replacement, by number."""
+    """Time at which this supervisor requested each replacement, by the number of the request."""
     ask_after: float = 0.0
-    """No node is asked for before this time, because the last request was refused or ended."""
+    """Earliest time of the next request for a node, after the last request was refused, ended or not worth its cost."""
     declined: tuple[str, ...] = ()
-    """Lost nodes for which no replacement was asked for, as last reported."""
+    """Lost nodes for which a request was last declined, so that the same refusal is recorded only once."""
     waits_s: list[float] = field(default_factory=list)
-    """Seconds that nodes took to arrive, for requests of this supervisor."""
+    """Seconds from each of this supervisor's requests to the arrival of the node."""
     kept: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Nodes that an administrator drains but that the layout cannot do without: Slurm's (state, reason) at the time."""
+    """Nodes that an administrator drains but that the layout needs, with Slurm's (state, reason) at the time of that
+    decision."""

@@ -1,1 +1,1 @@
-"""Tuning a job again by its own measured times."""
+"""Tune a job's plan to its own measured times."""

@@ -1,15 +1,15 @@
-"""When to tune a job again by its own times: decided here; how is up to `resihp.scheduler.layouts.first_layout`.
+"""Decide when to tune a job's plan to its measured times; `resihp.scheduler.layouts.first_layout` decides how.
 
-`run --tune` starts with a layout that suits the operation and byte counts. Once the real times are measured
-(`learned_times`), and `RETUNE_ITERATIONS` iterations have passed under a plan, the tuner is called with these times,
-with several chunks per stage where these pay. It is called again only if another plan is in effect, or if the times
-have moved by more than `MAX_TIME_DRIFT`. Its plan is weighed like any other change (`transition_cost.verdict`), each
-recent change of this kind makes the next one more expensive, and after `VERIFY_ITERATIONS` iterations the effect is
+`run --tune` starts with a layout chosen by operation and byte counts. Once real times are measured (`learned_times`),
+and `RETUNE_ITERATIONS` iterations have passed under a plan, the tuner is called with the measured times; it uses
+several chunks per stage if they pay. It is called again only if another plan is in effect, or if the times have changed
+by more than `MAX_TIME_DRIFT`. The tuner's plan is weighed like any other change (`transition_cost.verdict`). Each
+recent change of this kind makes the next one more expensive. After `VERIFY_ITERATIONS` iterations the effect is
 compared with the prediction.
 
-Nothing is done if a device with work is slow (`replan_policy` handles that), if replicas are unlike, under another
-planner than our own, or in observe mode. Called by `controller` after each event; notified of iterations by
-`iterations`. Trials are bounded, because they run in the supervisor's loop.
+The tuner is not called while a device with work is slow (`replan_policy` handles that), if replicas differ from each
+other, under another planner than resihp's own, or in observe mode. Called by `controller` after each event;
+`iterations` reports each iteration. The number of trials is limited, because they run in the supervisor's loop.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ from resihp.scheduler.cost.layout_change import movement
 from resihp.scheduler.layouts import first_layout
 
 RETUNE_ITERATIONS = 40
-"""Iterations under a plan before it is tuned again."""
+"""Number of iterations under a plan before the tuner is called."""
 VERIFY_ITERATIONS = 20
-"""Iterations under the tuned plan after which its effect is verified, without the first one."""
+"""Number of iterations under the tuned plan, without the first one, after which its effect is verified."""
 MAX_TIME_DRIFT = 0.05
-"""Change of a time, as a share of a layer's time, beyond which the tuner is called again."""
+"""Change of a measured time, as a share of a layer's time, above which the tuner is called again."""
 MAX_SHORTFALL = 0.05
-"""Largest difference between the actual and the predicted share of the former time that is not a warning."""
+"""Largest excess of the actual over the predicted share of the former iteration time that causes no warning."""
 MAX_CHUNKS = 4
 """Largest number of chunks per stage."""
 TRIAL_BUDGET = 2000
-"""Trials times stages times micro-batches of a pipeline: some 25 microseconds each."""
+"""Budget for the tuner: trials times stages times micro-batches of a pipeline. Each unit takes about 25
+microseconds."""
 MIN_TRIALS = 8
-"""Number of trials that are made whatever the size of the pipeline."""
+"""Smallest number of trials, whatever the size of the pipeline."""
 
 
 def note(job: Job, seconds: float | None, tokens: int) -> None:
@@ -63,8 +64,8 @@ def note(job: Job, seconds: float | None, tokens: int) -> None:
 
 
 def review(job: Job) -> replan_policy.Replan | None:
-    """Decide whether to interrupt training for a layout that suits measured times better; it is kept until all have
-    parked."""
+    """Decide whether to interrupt training for a layout that suits the measured times better. The plan is held until
+    all ranks have parked."""
     tuning = job.tuning
     if not job.settings.tune or tuning.seen < tuning.look_at or not _may_tune(job):
         return None

@@ -37,7 +37,8 @@ def outline(model: ModelSpec) -> tuple[ParameterSpec, ...]:
 
 
 def layer_outline(model: ModelSpec, layer: int) -> tuple[ParameterSpec, ...]:
-    """Return the parameters of layer `layer`, counted from 0. All layers have equal parameters except for their names."""
+    """Return the parameters of layer `layer`, counted from 0. The parameters of two layers differ only in their
+    names."""
     path, unit = f"layers.{layer}", f"layer.{layer}"
     width = model.head_width
     parts = 2 if model.gated else 1

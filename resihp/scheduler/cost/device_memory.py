@@ -37,8 +37,8 @@ EDGE_CHANNELS = 4
 
 LARGE_COMMUNICATORS = 6
 """Communicators of a rank that are not between stages: one of all ranks, one of its tensor-parallel group, and those
-for sums. A rank has several for sums if its replicas are cut differently. Most ranks have two or three communicators in
-total."""
+for sums. A rank has several for sums if its replicas are cut differently. Most ranks have only two or three
+communicators that are not between stages."""
 EDGE_COMMUNICATORS = 8
 """Communicators of a rank between stages: two directions for each of two neighbours, and twice as many beside a group
 of half its degree."""

@@ -136,7 +136,7 @@ def lacking(
     state_bytes: int | None,
     overhead: Overhead,
 ) -> str:
-    """Describe, part by part, how a rank needs more memory than its device has.
+    """Describe, part by part, the memory of a rank that needs more than its device has.
 
     `needed`: bytes of state and activations.
     """

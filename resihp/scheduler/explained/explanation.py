@@ -57,8 +57,8 @@ class Healthy(msgspec.Struct, frozen=True):
     spread: float
     """Time with layers placed at the least cost, under the same schedule."""
     tuned: float | None
-    """Time with layers placed at the least cost and with orders of its own; None if the pipeline is too large to search
-    for them."""
+    """Time with layers placed at the least cost and with orders of its own; None under ZeRO-1, or if the pipeline is
+    too large to search for orders."""
 
     @property
     def excess(self) -> float:

@@ -44,7 +44,7 @@ class BatchSizes(msgspec.Struct, frozen=True):
             )
 
     def at(self, iteration: int) -> int:
-        """Return the number of micro-batches of an iteration, counted from 1."""
+        """Return the number of micro-batches of `iteration`; iterations are counted from 1."""
         if not self.ramp or iteration >= self.ramp[-1][0]:
             return self.usual
         return self.ramp[bisect_right(self.ramp, iteration, key=lambda step: step[0]) - 1][1]

@@ -198,7 +198,7 @@ def _owners(layout: Layout, spec: ParameterSpec) -> Iterator[tuple[tuple[int, ..
     if spec.partial:
         yield tuple(rank for stage in stages for rank in stage.ranks), Slice(spec.name, 0, spec.extent)
     elif spec.axis is None:
-        # Walk all groups side by side, from 0 to 1: at each point, the indices there are counterparts.
+        # Scale each group to the interval from 0 to 1: the ranks of all groups at one point are counterparts.
         points = sorted({Fraction(t, stage.tp) for stage in stages for t in range(stage.tp)})
         for point in points:
             yield tuple(stage.ranks[int(point * stage.tp)] for stage in stages), Slice(spec.name, 0, 1)

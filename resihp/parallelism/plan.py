@@ -58,10 +58,10 @@ class Migration(msgspec.Struct, frozen=True):
 class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The layout and the work of one epoch.
 
-    `assignment[d]` lists, in order, the micro-batches whose home is replica d, by their index in the global batch. A
-    replica without micro-batches is a mirror (`mirrors`). `orders[d][s]` is the order of work of stage s of replica d;
-    if `orders` is empty, the orders follow from `schedule` (`resihp.pipeline.schedules.orders_of`). All communication
-    and its order follow from the plan (`resihp.pipeline.program`).
+    `assignment[d]` lists, in order, the micro-batches of home replica d, by their index in the global batch. A replica
+    without micro-batches is a mirror (`mirrors`). `orders[d][s]` is the order of work of stage s of replica d; if
+    `orders` is empty, the orders follow from `schedule` (`resihp.pipeline.schedules.orders_of`). All communication and
+    its order follow from the plan (`resihp.pipeline.program`).
     """
 
     epoch: int

@@ -132,7 +132,7 @@ class _Stages:
 class _Changed:
     """Stages of a new layout that may lack a parameter.
 
-    A stage that held the parameter before the transition, and whose ranks all survive, is left out.
+    A stage is left out if it held the parameter before the transition and all of its ranks survive.
     """
 
     def __init__(self, base: Base, layout: Layout) -> None:

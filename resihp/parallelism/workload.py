@@ -93,14 +93,14 @@ class Evaluation(msgspec.Struct, frozen=True):
                 raise ConfigurationError(f"Evaluation: {name}={number}; it is a number of iterations, at least 1")
 
     def is_due(self, iteration: int, last: int) -> bool:
-        """Return whether to evaluate after `iteration`, in a training whose last iteration is `last`."""
+        """Return whether to evaluate after `iteration`, in a training that ends with iteration `last`."""
         return iteration > 0 and (iteration % self.every == 0 or iteration == last)
 
 
 def samples_digest(samples: Iterable[int]) -> int:
     """Return an order-independent digest of a multiset of samples: the sum of their 64-bit hashes, modulo 2**64.
 
-    Unlike an exclusive or, the sum changes if a sample is used twice.
+    A sample that is used twice changes the sum; it would cancel in an exclusive or.
     """
     total = 0
     for sample in samples:

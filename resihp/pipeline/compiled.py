@@ -6,9 +6,9 @@ detector's expectation of each iteration, for the scheduler's candidates, for sa
 
 Each primitive is a *slot* in flat arrays. A slot begins once the slot before it on its stage has ended and, if it
 depends on another stage, the transfer from that stage has arrived; its other dependencies end earlier on its own stage.
-A *level* holds the slots whose predecessors are all in earlier levels. There are as many levels as the critical path
-has primitives, and playing a level takes a few numpy calls over all replicas. Slots are numbered level by level, so
-that a level is a slice.
+Slots are grouped into *levels*: all predecessors of a slot are in earlier levels. There are as many levels as the
+critical path has primitives, and playing a level takes a few numpy calls over all replicas. Slots are numbered level by
+level, so that a level is a slice.
 """
 
 from __future__ import annotations
@@ -224,9 +224,8 @@ class CompiledOrders(msgspec.Struct, frozen=True, eq=False, dict=True):
         return starts.T, ends[:-1].T
 
     def _rows(self, seconds: npt.ArrayLike, transfer_s: npt.ArrayLike) -> tuple[Floats, Floats, tuple[int, ...]]:
-        """Return seconds as (n, V), transfers as (), (E,) or (n, E), and the broadcast leading axes, whose product is
-        n.
-        """
+        """Return seconds as (n, V), transfers as (), (E,) or (n, E), and the broadcast leading axes (their product is
+        n)."""
         cost, transfer = np.asarray(seconds, dtype=np.float64), np.asarray(transfer_s, dtype=np.float64)
         edges = self.edges.shape[1]
         if cost.shape[-1:] != (self.size,) or transfer.shape[-1:] not in ((), (edges,)):

@@ -388,7 +388,7 @@ class _Parcels:
 
 
 def _apart(layout: Layout, spec: ParameterSpec) -> bool:
-    """Return whether a parameter that is not cut is held by groups whose degrees cut other parameters unevenly."""
+    """Return whether a parameter that is not cut is held by groups of degrees that cut other parameters unevenly."""
     if spec.axis is not None or spec.partial:
         return False
     degrees = {stage.tp for stage in holders(layout, spec)}

@@ -63,7 +63,7 @@ def virtual_stages(paths: dict[int, tuple[Stop, ...]]) -> dict[tuple[int, int, i
 
 
 def needs(node: Node, last: int) -> tuple[Node, ...]:
-    """Return the nodes that must end before `node` begins, on a path whose last virtual stage is `last`."""
+    """Return the nodes that must end before `node` begins, on a path that ends with virtual stage `last`."""
     kind, m, v = node
     if kind == "F":
         return (("F", m, v - 1),) if v else ()
@@ -73,9 +73,8 @@ def needs(node: Node, last: int) -> tuple[Node, ...]:
 
 
 def follows(node: Node, last: int, split: bool) -> list[Node]:
-    """Return the nodes that need `node`, on a path whose last virtual stage is `last`; with `split`, every B has a
-    separate W.
-    """
+    """Return the nodes that need `node`, on a path that ends with virtual stage `last`; with `split`, every B has a
+    separate W."""
     kind, m, v = node
     if kind == "F":
         return [("F", m, v + 1), ("B", m, v)] if v < last else [("B", m, v)]

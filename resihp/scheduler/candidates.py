@@ -1,4 +1,4 @@
-"""The plans that can run on the available devices, whose transition every rank has memory for. Pure.
+"""The plans that can run on the available devices, and to which a transition is possible within memory. Pure.
 
 The candidates are:
 
@@ -248,7 +248,7 @@ def _one_partition(situation: Situation, prices: Prices) -> PricedPlan:
 def _progressive(situation: Situation, prices: Prices, *, beside: bool = False, improve: bool = True) -> PricedPlan:
     """Return the progressive plan; with `beside`, it leaves room for the state that ranks hold before the change."""
     best = _draft(situation, prices, (), beside, improve)
-    while best.weak is not None:  # its ranks may be more useful elsewhere
+    while best.weak is not None:  # the weak replica's ranks may be more useful elsewhere
         draft = _draft(situation, prices, {*best.given_up, best.weak}, beside, improve)
         if draft.seconds >= best.seconds * (1 - SIGNIFICANT_GAIN):
             break

@@ -90,7 +90,7 @@ def decide(situation: Situation, *, search: bool = True, enough: float = 0.0) ->
     """Return the best plan for a situation. Raises PlanError if nothing can run.
 
     `search`: whether the planner may search for a better plan, which loads the code of the search. `enough`: without a
-    search, a plan whose iteration takes at most this long is not improved. Deterministic. If only the layout in effect
+    search, a plan is not improved if its iteration takes at most this long. Deterministic. If only the layout in effect
     changes, to the layout of the result, another call returns the same plan or a better one.
     """
     check(situation)
@@ -128,7 +128,7 @@ def decide(situation: Situation, *, search: bool = True, enough: float = 0.0) ->
 def _rounded(situation: Situation, prices: Prices, chosen: PricedPlan) -> PricedPlan:
     """Replan as if the chosen layout were in effect, and repeat this as long as its idle devices make another layout
     faster."""
-    while len(situation.available) <= MAX_REPLANNED_DEVICES:  # each round is faster than the previous one, or the last
+    while len(situation.available) <= MAX_REPLANNED_DEVICES:  # each round but the last is faster
         after = msgspec.structs.replace(situation, base=chosen.plan.layout, stale=())
         better = best_of(after, runnable(after, prices))
         if better.plan.layout == chosen.plan.layout or better.seconds >= chosen.seconds:

@@ -34,7 +34,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     micro_batches: int
     """Number of micro-batches of the global batch."""
     tokens: int = 0
-    """Tokens of the longest micro-batch; 0 if unknown."""
+    """Number of tokens of the longest micro-batch; 0 if unknown."""
     tp: int
     pp: int
     chunks: int = 1

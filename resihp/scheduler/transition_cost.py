@@ -169,7 +169,7 @@ def verdict(
     changes: int = 0,
     doubt: float = PREDICTION_ERROR,
 ) -> Verdict:
-    """Decide whether to change from a plan whose iteration takes `now_s` to a plan whose iteration takes `then_s`.
+    """Decide whether to change from a plan with iterations of `now_s` to a plan with iterations of `then_s`.
 
     `now_s` and `then_s` are in one unit, whatever it is; all other times are in seconds. An infinite `now_s` (nothing
     runs) is worth any cost.
@@ -210,7 +210,7 @@ def verdict(
             f"switching costs {price}); worth switching in {again_in_s:.3g} s if it persists"
         )
         if remaining_s is not None and share * (remaining_s - again_in_s) <= threshold_s:
-            again_in_s = None  # too near the job's end by then
+            again_in_s = None  # by then too little time remains
     return Verdict(
         go=go,
         reason=reason,

@@ -47,7 +47,7 @@ class Lacking:
         part = np.array([scale // state.tp for state in seats])
         low, high = (np.array([(state.t + i) * scale // state.tp for state in seats]) for i in (0, 1))
         first, last = (np.array([(state.t + i) * scale // state.tp for state in old_states])[:, None] for i in (0, 1))
-        missing_part = part - np.maximum(0, np.minimum(last, high) - np.maximum(first, low))  # of what both cut
+        missing_part = part - np.maximum(0, np.minimum(last, high) - np.maximum(first, low))  # of cut parameters
         wanted = self._spans(seats)
         kept = self._spans(old_states) @ wanted.T
         whole_elements, cut_elements = (

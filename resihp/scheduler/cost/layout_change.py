@@ -134,7 +134,7 @@ def _asked(
     """Yield replicas of `layout` that change, with replicas of the base that can send the state that they lack.
 
     In a small job: all of them together. In a large job: one changed replica at a time, with the replicas in which its
-    ranks were, and with `SENDERS_PER_REPLICA` replicas whose ranks all survive, nearest first and in rotation.
+    ranks were, and with `SENDERS_PER_REPLICA` complete surviving replicas, nearest first and in rotation.
     """
     base = situation.holding.replicas
     before = {replica for replica in base if survivors.issuperset(replica.ranks)}

@@ -228,8 +228,7 @@ def most_alive(
     sequence_parallel: bool = False,
     state_bytes: int | None = None,
 ) -> tuple[float, ...]:
-    """Return, for each stage, the number of micro-batches whose activations fit into memory at once; infinite if
-    unknown."""
+    """Return, for each stage, how many micro-batches' activations fit into its memory at once; infinite if unknown."""
     virtual = replica.virtual_stages
     return tuple(
         alive(
@@ -259,7 +258,7 @@ def alive(
     sequence_parallel: bool = False,
     state_bytes: int | None = None,
 ) -> float:
-    """Return the number of micro-batches whose activations fit into the memory of a stage of `layers` layers.
+    """Return how many micro-batches' activations fit at once into the memory of a stage of `layers` layers.
 
     Infinite if the memory or the number of tokens is unknown.
     """

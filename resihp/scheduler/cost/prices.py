@@ -117,7 +117,7 @@ class Prices:
     def pipelines_seconds(
         self, speeds: Sequence[float], counts: Sequence[tuple[int, ...]], late: Sequence[float], micro_batches: int
     ) -> list[float]:
-        """Return the times of several pipelines with one chunk a stage, whose stages have the given speeds.
+        """Return the times of several pipelines with one chunk a stage, on stages of the given speeds.
 
         `counts`: for each pipeline, the number of layers of each stage. `late`: seconds of a transfer from each stage
         to the next, and back.
@@ -163,7 +163,7 @@ class Prices:
             if id(priced.replica) not in self._exposed:
                 speeds = [self._situation.speed(stage.ranks) for stage in priced.replica.stages]
                 self._exposed[id(priced.replica)] = exposed_s(priced.replica, speeds, self._situation)
-                self._priced.setdefault(id(priced.replica), priced)  # keeps the replica alive
+                self._priced.setdefault(id(priced.replica), priced)  # keeps the replica alive, and so its id unique
         return max(self._exposed[id(priced.replica)] for priced in replicas) + times.step_s
 
     def _clock(self, priced: Priced, replicas: int) -> _Clock:

@@ -3,15 +3,16 @@
 State is exact, except for the parameters that `resihp.parallelism.parameter_outline` leaves out. Activations are the
 tensors that the executor's layers keep for their backward pass, without recomputation; each storage counts once. In the
 list, q and k are the total widths of queries and of keys, f is the inner width of the MLP, and h the hidden width. A
-token keeps, in numbers of the model's precision:
+layer keeps for each token, in numbers of the model's precision:
 
-- 4 h, the inputs and outputs of a layer's two norms: cut by sequence parallelism only;
-- q + 2 k, the products for queries, keys and values, which the values keep alive as a whole; q + k, a second copy of
-  queries and keys, if they are rotated or normalised; q, the output of attention; 3 f for a gated MLP, whose activation
-  keeps only its input (`resihp.executor.compute.recomputation`; megatron-core's fused one keeps the same), or 2 f for
-  another MLP: cut by tensor parallelism;
-- q, a copy of normalised queries, if a rank has several groups of them: cut by tensor parallelism;
-- 4 widths of a head, sine and cosine for queries and for keys: never cut.
+- not cut by tensor parallelism, only by sequence parallelism: 4 h, the inputs and outputs of the layer's two norms;
+- cut by tensor parallelism: q + 2 k, the products for queries, keys and values, which the values keep alive as a whole;
+- cut: q + k, a second copy of queries and keys, if they are rotated or normalised;
+- cut: q, a copy of normalised queries, if a rank has several groups of them;
+- cut: q, the output of attention;
+- cut: 3 f for a gated MLP, because its activation keeps only its input (`resihp.executor.compute.recomputation`;
+  megatron-core's fused one keeps the same), or 2 f for another MLP;
+- never cut: 4 widths of a head, sine and cosine for queries and for keys.
 
 For a model like LLaMA 2 7B in bf16, the sum is 36.4 bytes per token and hidden unit; for a model like GPT-2, with
 learned positions, 32. CPU kernels keep more. Attention on CPUs, and on any device in fp32, proceeds document by

@@ -3,8 +3,8 @@
 They follow from the executor's procedure (`resihp.executor.engine.Engine.adopt`). First, activations are freed; a step
 that other ranks have taken is taken; gradients are freed. Then the new state is allocated beside the old state;
 unchanged tensors are shared by both. State moves in chunks (`device_memory.TRANSFER_BYTES`), and no old state is freed
-until the plan is in effect, because a rank that lacks it may request it until then. A rank whose place does not change,
-or that has no old or no new state, holds no more than in an iteration.
+until the plan is in effect, because a rank that lacks it may request it until then. A rank that keeps its place, or
+that has no old or no new state, holds no more than in an iteration.
 
 The executor does not support ZeRO-1 yet. Under ZeRO-1 the optimizer's state has one copy, which no other copy could
 replace. The model assumes that it moves piece by piece, so that a rank needs room for the larger of its old and its new

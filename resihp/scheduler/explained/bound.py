@@ -93,6 +93,6 @@ def _fewest_ranks(situation: Situation) -> int:
         return 1
     state_bytes = situation.state_bytes_of(
         len(situation.available)
-    )  # as many replicas as ranks: the bytes are never fewer
+    )  # with as many replicas as ranks, the bytes per parameter are least
     least_bytes = tensor_bytes.least_bytes(situation.model, situation.tokens, state_bytes=state_bytes)
     return max(1, math.ceil(least_bytes / max(1, situation.room_bytes)))

@@ -24,9 +24,10 @@ class Draft:
     """A set of replicas under construction. `pipes` maps each replica, in order, to its layers and price; `seconds` is
     the predicted iteration time.
 
-    Replicas of the base whose index is in `given_up` leave their ranks to the others. Replicas whose layers do not fit
-    into memory are added to `given_up`, the weakest first. `vacant_first`: whether stages without ranks choose ranks
-    first. `beside`: the state that ranks hold before the change, if the new state needs room beside it, else None.
+    Replicas in `given_up` (indices in the base) leave their ranks to the others. If the layers of replicas do not fit
+    into memory, these replicas are added to `given_up`, the weakest first. `vacant_first`: whether stages without ranks
+    choose ranks first. `beside`: the state that ranks hold before the change, if the new state needs room beside it,
+    else None.
     """
 
     def __init__(

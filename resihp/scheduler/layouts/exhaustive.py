@@ -34,7 +34,7 @@ MAX_DEVICES = 8
 time."""
 
 BEAM_WIDTH = 4
-"""Number of pipelines of equal groups whose neighbours are tried."""
+"""Number of the best pipelines of equal groups around which the hill climb continues."""
 
 MAX_PLAYED_SLOTS = 200_000
 """Maximum number of turns of stages that are played in total. The layouts that remain are less promising than those
@@ -179,7 +179,7 @@ class _ExhaustiveSearch:
         begin, laid = self._pipeline(kinds, m, replicas)
         if laid is None:
             return self._line(kinds)
-        pace = (self._play([laid], m + len(kinds))[0] - begin) / len(kinds)  # the pace of a period
+        pace = (self._play([laid], m + len(kinds))[0] - begin) / len(kinds)  # mean over one period
         return begin - m * pace, pace
 
     def _bottleneck(self, kinds: tuple[Kind, ...]) -> float:
@@ -309,7 +309,7 @@ class _ExhaustiveSearch:
         return [self._prices.priced(replica) for replica in replicas]
 
     def _groups(self, wanted: list[Kind]) -> list[tuple[tuple[int, ...], Kind]]:
-        """Return real groups whose kinds are exactly `wanted`: the groups of one run of each node's devices."""
+        """Return real groups of exactly the kinds `wanted`: the groups of one run of each node's devices."""
         names = sorted(self._by_node)
         options = [[run for run in _named_runs(self._by_node[name], self._p, self._degrees)] for name in names]
 

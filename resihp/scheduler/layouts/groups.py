@@ -65,7 +65,8 @@ class Pool:
 
 
 def regroup(situation: Situation, given_up: Collection[int] = (), *, vacant_first: bool = True) -> tuple[Pipe, ...]:
-    """Return the continuation of each replica of the base, except for replicas in `given_up`, whose ranks become idle.
+    """Return the continuation of each replica of the base. Replicas in `given_up` are left out; their ranks become
+    idle.
 
     Stages choose ranks from the pool of idle ranks, the stage with the lowest remaining speed first. `vacant_first`:
     whether stages without any rank choose before all others, or after them.
@@ -116,9 +117,9 @@ def idle_groups(situation: Situation, idle: Collection[int]) -> tuple[Group, ...
 def lay(situation: Situation, pipe: Pipe, replicas: int, holds: Mapping[int, HeldState] | None = None) -> Replica:
     """Return a replica of these groups with their layers, in a layout of `replicas` replicas.
 
-    A replica whose groups are unchanged keeps its layers, with two exceptions: some of its ranks' speeds were measured,
-    and other layers make its slowest stage significantly faster; or its layers no longer fit into memory. If there are
-    more virtual stages than layers, the slowest groups are left out.
+    A replica of unchanged groups keeps its layers, with two exceptions: some of its ranks' speeds were measured, and
+    other layers make its slowest stage significantly faster; or its layers no longer fit into memory. If there are more
+    virtual stages than layers, the slowest groups are left out.
 
     Raises PlanError if the layers do not fit into the groups' memory, or, with `holds`, beside the state that each rank
     holds.

@@ -55,7 +55,8 @@ class _Place(msgspec.Struct, frozen=True):
 
 
 def relabelled(replicas: Sequence[Replica], situation: Situation) -> tuple[Replica, ...]:
-    """Return replicas of the same shapes and speeds whose ranks receive fewer bytes, or the same replicas.
+    """Return the replicas with equal shapes and speeds, on ranks that receive fewer bytes; unchanged if there are no
+    such ranks.
 
     Each group stays within one node, but may change nodes: if links differ, the iteration time may therefore change.
     """

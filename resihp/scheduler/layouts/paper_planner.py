@@ -209,8 +209,8 @@ def _depths(situation: Situation, replicas: Sequence[int]) -> dict[int, list[int
 
 
 def _kept(situation: Situation, groups: Groups, *, may_migrate: bool) -> list[int]:
-    """Return the replicas that continue: complete ones and, if work may migrate, those whose lost stages other replicas
-    hold.
+    """Return the replicas that continue: complete ones and, if work may migrate, those with lost stages that other
+    replicas hold.
 
     Raises PlanError if no replica continues.
     """

@@ -16,8 +16,8 @@ from resihp.scheduler.situation import Situation
 def crossed(replicas: Sequence[Replica], situation: Situation) -> tuple[Replica, ...] | None:
     """Return the same stages joined in other pipelines, so that transfers take less time; None if no exchange helps.
 
-    At each slow boundary, the stages behind it are exchanged with those of another replica. The replica is chosen for
-    which the slower of the two replicas becomes fastest; ties are broken by the time of both together.
+    At each slow boundary, the stages behind it are exchanged with those of another replica: the one that gives the
+    least transfer time in the slower of the two replicas, then in both together.
     """
     crossed_replicas = list(replicas)
     for a in range(len(crossed_replicas)):

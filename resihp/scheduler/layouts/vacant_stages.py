@@ -1,4 +1,4 @@
-"""Keeps stages that lost all their ranks in the layout, as vacant stages whose work other replicas do. Pure.
+"""Keeps stages that lost all their ranks in the layout, as vacant stages; other replicas do their work. Pure.
 
 No state needs to move, and no replica is given up. The other replicas have more work at such a stage, so the stage may
 get fewer layers. This option remains where ranks cannot be regrouped, above all with tight memory, if a pipeline of
@@ -97,7 +97,7 @@ def _partitions(situation: Situation, groups: Groups) -> Iterator[tuple[tuple[La
     if not all(groups_of_stage):
         return
     speeds = [sum(situation.speed(ranks) for ranks in stage_groups) for stage_groups in groups_of_stage]
-    fewest = min(len(stage_groups) for stage_groups in groups_of_stage)  # these share state
+    fewest = min(len(stage_groups) for stage_groups in groups_of_stage)  # the number of replicas that share state
     limits = [
         min(paper_planner.capacity(situation, s, depth, len(ranks), fewest) for ranks in stage_groups)
         for s, stage_groups in enumerate(groups_of_stage)

@@ -40,7 +40,7 @@ class Lane:
         self.own_held, self.held = [0, 0], [0, 0]
         """Current number of micro-batches between F and B, and between F and W: own ones, and all."""
         self.expected = 0
-        """Number of guests whose forward has not begun, whether or not they have arrived."""
+        """Number of guests before their forward, whether or not they have arrived."""
 
     @property
     def welcoming(self) -> bool:

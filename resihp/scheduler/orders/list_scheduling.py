@@ -44,7 +44,7 @@ class StageRules(msgspec.Struct, frozen=True, kw_only=True):
     split: bool = False
     """Whether every B leaves the weight gradients to a separate W."""
     limits: tuple[int, ...] = ()
-    """For each stage, the maximum number of forwards whose B has not begun: the depth of 1F1B. Empty for no limit."""
+    """For each stage, the maximum number of micro-batches between F and B: the depth of 1F1B. Empty for no limit."""
     caps: tuple[float, ...] = ()
     """For each stage, the maximum amount that it may keep alive, in the units of `ListScheduler`'s sizes. Empty for no
     limit."""
@@ -237,7 +237,7 @@ class ListScheduler:
 
 
 def most_ahead(order: Order) -> int:
-    """Return the depth of an order: the most forwards whose B has not begun."""
+    """Return the depth of an order: the most micro-batches between F and B."""
     ahead = most = 0
     for primitive in order:
         ahead += {"F": 1, "B": -1, "W": 0}[primitive.kind]
@@ -260,7 +260,7 @@ class _Run:
         self._w: list[_Queue] = [[] for _ in range(lanes)]
         self._f: list[list[_Queue]] = [[[] for _ in row] for row in scheduler.sizes]
         self._coming: list[list[tuple[int, int]]] = [[] for _ in range(lanes)]
-        """For each lane: (time, primitive) of each primitive whose input is in transit to it."""
+        """For each lane: (time of arrival, primitive) for each input that is in transit to it."""
         self._free = [True] * lanes
         self._ahead = [0] * lanes
         self._alive = [0.0] * lanes
@@ -306,7 +306,7 @@ class _Run:
         return self._b[lane] if kind == B else self._w[lane]
 
     def _choice(self, lane: int) -> _Queue | None:
-        """Return the queue whose first primitive a free stage begins, or None if the stage waits."""
+        """Return the queue from which a free stage takes its next primitive, or None if the stage waits."""
         backward, weights = self._b[lane], self._w[lane]
         forward = self._forward(lane) if self._ahead[lane] < self._limits[lane] else None
         if self._urgent:

@@ -100,7 +100,7 @@ class Loads:
             current = best
 
     def quick_to_fill(self, route: Route) -> Cut:
-        """Return a cut whose first virtual stage on each stage has one layer, so that the last stage gets its first
+        """Return a cut with one layer on the first virtual stage of each stage, so that the last stage gets its first
         work early."""
         firsts = {s: v for v, s in reversed([*enumerate(route)])}
         later = [v for v, s in enumerate(route) if firsts[s] != v]

@@ -48,7 +48,7 @@ def refined(situation: Situation, plan: Plan, seconds: float, prices: Prices, *,
     `thorough`: whether to search even where the gain is small for the time of the search.
     """
     if plan.migrations:
-        return Refined(plan, seconds, "")  # and so it has orders of its own
+        return Refined(plan, seconds, "")  # a plan with migrations has orders of its own
     chunks = _chunks(plan)
     if situation.memory_bytes is None or chunks > MAX_CHUNKS:
         return Refined(plan, seconds, "")

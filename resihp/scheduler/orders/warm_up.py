@@ -135,7 +135,7 @@ class _DepthSearch:
             self._keep(orders_of(apart), StageRules(split=True, limits=tuple(self._depths), caps=caps))
 
     def first(self) -> None:
-        """Try the orders whose depths follow from the rules."""
+        """Try the orders with the depths that follow from the rules."""
         for limits in dict.fromkeys(self._starts()):
             for patience in PATIENCE_VALUES[: 2 if self._split else 1]:
                 self._try(StageRules(split=self._split, limits=limits, caps=self._caps, patience=patience))

@@ -1,10 +1,10 @@
 """1F1B with other numbers of warm-up forwards, found within a millisecond. Pure.
 
 1F1B's own warm-up has one more forward for each stage that follows. If stages differ, this leaves some stages waiting
-although they have memory for more micro-batches. Here the order remains 1F1B, whose time takes microseconds to compute,
-and only the number of warm-up forwards (the depth) is raised, for a stage and all stages before it together.
-`resihp.scheduler.orders.warm_up` makes and plays orders of any kind. Called by `resihp.scheduler.orders.refinement`
-where an answer must not take longer.
+although they have memory for more micro-batches. Here the order remains 1F1B, because its time takes only microseconds
+to compute, and only the number of warm-up forwards (the depth) is raised, for a stage and all stages before it
+together. `resihp.scheduler.orders.warm_up` makes and plays orders of any kind. Called by
+`resihp.scheduler.orders.refinement` where an answer must not take longer.
 """
 
 from __future__ import annotations

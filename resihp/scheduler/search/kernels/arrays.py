@@ -1,6 +1,6 @@
 """Arrays of the search: a situation, tables of known facts, and layouts, with names for their columns.
 
-The module describes what each number in an array means; ranks, nodes, speeds, groups and pipelines are numbers. It
+The module describes the meaning of each number in an array; ranks, nodes, speeds, groups and pipelines are numbers. It
 never computes. Called by the other modules of this folder, and by `resihp.scheduler.search`, which fills and reads the
 arrays.
 """
@@ -116,8 +116,8 @@ class Job(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """Known facts about groups, about pipelines whose layers are to be chosen (cuts), and about pipelines with layers
-    (rows)."""
+    """Known facts about groups, about pipelines before the choice of their layers (cuts), and about pipelines with
+    layers (rows)."""
 
     used: Ints
     """Number of entries of the groups, the cuts and the rows."""

@@ -67,8 +67,8 @@ def _reload_settings() -> None:
 def _lasting_cache() -> Callable[..., Any]:
     """Return numba's cache class, made robust against a full disk, truncated files and changes of other files.
 
-    A function whose entry cannot be read is compiled again, and kept if possible. Numba itself ignores such errors only
-    on Windows. Raises ImportError.
+    If its entry cannot be read, a function is compiled again, and kept if possible. Numba itself ignores such errors
+    only on Windows. Raises ImportError.
     """
     from numba.core.caching import FunctionCache
 

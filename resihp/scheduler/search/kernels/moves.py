@@ -1,6 +1,6 @@
 """Changes the layout being tried: groups change places, replicas and sizes, and layers change stages. Pure.
 
-Chance decides what changes. The module never decides whether the changed layout is kept. Called by `trials`.
+Random numbers determine the change. The module never decides whether the changed layout is kept. Called by `trials`.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def match_order(tables: Tables, layouts: Layouts, d: int, e: int) -> bool:
 
 @machine_code
 def split_group(job: Job, tables: Tables, layouts: Layouts, pool: Ints, size: int, d: int, a: int) -> int:
-    """Split a group, whose ranks are in `pool`, into two stages: its faster half and its slower half.
+    """Split a group, given by its ranks in `pool`, into two stages: its faster half and its slower half.
 
     Return the changed replica, -1 if nothing changes.
     """
@@ -257,11 +257,11 @@ def make_move(job: Job, tables: Tables, layouts: Layouts, odd: Ints, drawn: Ints
         e = exchange_places(layouts, move, most, d, a, odd, drawn)
     elif move in (5, 6, 9):
         e = regroup_node(job, tables, layouts, move, d, a, drawn)
-    elif move == 2:  # without one of its groups
+    elif move == 2:  # remove one of the replica's groups
         if n == 1:
             return False
         remove_stage(layouts, d, a)
-    elif move == 3:  # with a group of idle ranks
+    elif move == 3:  # add a group of idle ranks
         group = random_idle_group(job, tables, layouts, drawn)
         if group < 0 or n == most:
             return False
@@ -271,7 +271,7 @@ def make_move(job: Job, tables: Tables, layouts: Layouts, odd: Ints, drawn: Ints
         if d == e or not match_order(tables, layouts, d, e):
             return False
         e = d
-    elif move == 8:  # without a replica
+    elif move == 8:  # remove the replica
         if pipes == 1:
             return False
         layouts.pipe[CANDIDATE, d, STAGES] = 0
@@ -283,7 +283,7 @@ def make_move(job: Job, tables: Tables, layouts: Layouts, odd: Ints, drawn: Ints
             layouts.groups[CANDIDATE, d, n + s] = layouts.groups[CANDIDATE, e, s]
         layouts.pipe[CANDIDATE, d, STAGES] += layouts.pipe[CANDIDATE, e, STAGES]
         layouts.pipe[CANDIDATE, e, STAGES] = 0
-    else:  # a new replica of idle ranks (move 10), or of some groups of this one
+    else:  # add a replica of idle ranks (move 10), or of some groups of replica d
         e = add_replica(job, tables, layouts, move == 10, d, drawn)
         if move == 10:
             d = e

@@ -1,7 +1,7 @@
 """Decides whether a pipeline gets orders of its own, and which. Pure.
 
-The orders follow rules: a stage begins what is ready, within limits on micro-batches and on memory. A pipeline never
-gets orders that gain less than `MIN_ORDER_GAIN`. Called by `sharing` and `tables`, and by
+The orders follow rules: a stage begins a ready primitive, within limits on micro-batches and on memory. A pipeline
+never gets orders that gain less than `MIN_ORDER_GAIN`. Called by `sharing` and `tables`, and by
 `resihp.scheduler.search.pipelines`, which reads the orders of a plan.
 """
 
@@ -50,7 +50,7 @@ def schedule_pipeline(
     goal: float,
     order: Ints,
 ) -> float:
-    """Return the seconds of a pipeline whose stages begin what is ready, a B before an F before a W.
+    """Return the seconds of a pipeline if each stage begins a ready primitive, a B before an F before a W.
 
     Infinite if the time is not less than `goal`. Unless `order` is empty, each primitive is written into `order`
     (stages, primitives) as 3 times the micro-batch plus 0, 1 or 2 for F, B or W. `limits`: maximum number of

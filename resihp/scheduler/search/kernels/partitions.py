@@ -96,7 +96,7 @@ def improve_partition(
                 if give == take or current[take] >= limits[take] or count * layer_s * more[take] >= below:
                     continue
                 if speeds[take] <= speeds[give] and more[take] > load[give]:
-                    continue  # a stage that is not faster would then have more to do than this one has now
+                    continue  # stage `take`, which is not faster, would take longer than `give` does now
                 current[give] -= 1
                 current[take] += 1
                 bound = pipeline_seconds_or_bound(current, count, kind, costs, below, times, False)
@@ -119,8 +119,8 @@ def improve_partition(
 def write_bounded_partition(
     bound: float, layers: int, speeds: Floats, extra: Floats, limits: Ints, counts: Ints
 ) -> bool:
-    """Write a partition whose slowest stage takes at most `bound` into `counts`, with as many layers as possible on the
-    fastest stages.
+    """Write the partition in which no stage takes longer than `bound`, with as many layers as possible on the fastest
+    stages.
 
     Return whether the layers fit.
     """
@@ -157,7 +157,7 @@ def write_even_partition(layers: int, speeds: Floats, extra: Floats, limits: Int
     for s in range(speeds.size):
         outside += extra[s]
         paces += speeds[s]
-    for s in range(speeds.size):  # layers that are done before the last one can be, if layers were divisible
+    for s in range(speeds.size):  # start from the whole layers of a division into fractions
         counts[s] = max(1, min(limits[s], int(outside / paces * speeds[s] * (1.0 - TIME_TOLERANCE) - extra[s])))
         layers_left -= counts[s]
     for s in range(speeds.size):

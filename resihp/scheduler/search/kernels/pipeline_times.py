@@ -21,9 +21,9 @@ def play_pipeline(stages: int, count: int, f: Floats, b: Floats, w: Floats, late
     `f`, `b`, `w`: seconds of F, B and W on each stage; without `split`, `b` includes the weight gradients. `late[s]`:
     the transfer from stage s to the next stage, or back.
 
-    In turn t, stage s begins the forward of micro-batch t, and then the backward of micro-batch t - (stages - 1 - s),
-    whose predecessor on stage s + 1 was done in the turn before. If a turn delays all stages by the same time, the
-    following turns do so, too, as long as there are further forwards.
+    In turn t, stage s begins the forward of micro-batch t, and then the backward of micro-batch t - (stages - 1 - s).
+    The predecessor of that backward, on stage s + 1, was done in the turn before. If a turn delays all stages by the
+    same time, the following turns do so, too, as long as there are further forwards.
     """
     end, sent, before = np.zeros(stages), np.zeros(stages), np.zeros(stages)
     t = -1

@@ -1,6 +1,6 @@
 """Random numbers of a search: equal seeds give equal sequences. Pure.
 
-It never uses the generators of numba or numpy, whose sequences may differ between versions. Called by `groups`, `moves`
+It never uses the generators of numba or numpy: their sequences may differ between versions. Called by `groups`, `moves`
 and `trials`.
 """
 

@@ -40,7 +40,7 @@ def share_out(
     ends = np.empty(pipes)
     for d in range(pipes):
         ends[d] = pipeline_seconds(rows[d], counts[d], tables, split, own)
-    while True:  # exactly: the last one gives one away as long as another finishes it earlier
+    while True:  # exact: the last pipeline gives a micro-batch away while another finishes it earlier
         last = 0
         for d in range(1, pipes):
             if ends[d] >= ends[last]:
@@ -54,7 +54,7 @@ def share_out(
         if counts[last] == 1 or receiver < 0:
             return ends[last], max(divisible_s, 0.0)
         fewer = pipeline_seconds(rows[last], counts[last] - 1, tables, split, own)
-        if fewer >= ends[last]:  # its own orders may be worse for fewer, and then this exchange would not end
+        if fewer >= ends[last]:  # own orders may be slower for fewer micro-batches; prevents endless exchanges
             return ends[last], max(divisible_s, 0.0)
         counts[last] -= 1
         counts[receiver] += 1
@@ -87,7 +87,7 @@ def write_time_lines(
             return False
         done += tables.row_s[rows[d], RAMP] / slope[d]
         paces += 1.0 / slope[d]
-    for d in range(pipes):  # a line through a played time, instead of the lower bound
+    for d in range(pipes):  # replace the lower bound by a line through a played time
         if done / paces > below:
             return False
         begin[d] = pipeline_seconds(rows[d], usual[d], tables, split, own)
@@ -99,8 +99,8 @@ def write_time_lines(
 def divisible_seconds(total: int, rows: Ints, max_counts: Ints, usual: Ints, begin: Floats, slope: Floats) -> float:
     """Return the common end of all pipelines if micro-batches were divisible.
 
-    Pipelines whose memory limits them take as many as they can, the others the rest. Infinite if some micro-batches
-    remain.
+    Pipelines limited by memory take as many micro-batches as they can, the other pipelines the rest. Infinite if some
+    micro-batches remain.
     """
     full = np.zeros(rows.size, np.bool_)
     while True:

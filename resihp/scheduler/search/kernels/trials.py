@@ -93,7 +93,7 @@ def random_max_energy(layouts: Layouts, turn: Ints, drawn: Ints) -> float:
     """Return the highest energy at which the tried layout is accepted: the present energy plus a random increase
     (Metropolis)."""
     max_energy, best_s = energy(layouts, CURRENT), layouts.score[BEST, 0]
-    if best_s < np.inf:  # on average by this much
+    if best_s < np.inf:  # a random increase; its mean falls during the cycle
         temperature = OTHER_START_TEMPERATURE if turn[CYCLES] % 2 else START_TEMPERATURE
         max_energy += temperature * best_s * (1.0 - turn[TRIAL] / turn[CYCLE]) ** 2 * -np.log(1.0 - random_share(drawn))
     return float(max_energy)
